@@ -1,0 +1,147 @@
+"""`ds-ckpt`: validate configurations, print the schema, look at the installation.
+
+Heavy imports stay inside the commands: `validate` and `schema` load neither torch nor DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    name="ds-ckpt",
+    help="Activation checkpointing and gradient compression for DeepSpeed ZeRO-3.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+_AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"ds-ckpt {version('ds_ckpt')}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print it."),
+    ] = False,
+) -> None:
+    """Activation checkpointing and gradient compression for DeepSpeed ZeRO-3."""
+
+
+@app.command()
+def validate(
+    files: Annotated[list[Path], typer.Argument(help="DeepSpeed JSON files.")],
+    as_json: _AsJson = False,
+) -> None:
+    """Check files: what would be active, or every problem with its remedy. Exit 1 if any is bad."""
+    results = [_validate_one(path) for path in files]
+    if as_json:
+        typer.echo(json.dumps(results, indent=2))
+    else:
+        for result in results:
+            _print_result(result)
+    if not all(result["ok"] for result in results):
+        raise typer.Exit(1)
+
+
+def _validate_one(path: Path) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from ds_ckpt.config import load_file, parse
+    from ds_ckpt.errors import ConfigError
+
+    try:
+        config = parse(load_file(path), source=str(path))
+    except ConfigError as error:
+        problems = [asdict(problem) for problem in error.problems]
+        return {"file": str(path), "ok": False, "summary": None, "problems": problems}
+    return {"file": str(path), "ok": True, "summary": config.summary(), "problems": []}
+
+
+def _print_result(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(soft_wrap=True, highlight=False)
+    problems = result["problems"]
+    if result["ok"]:
+        console.print(Text("OK   ", "bold green"), Text(f"{result['file']}: {result['summary']}"))
+        return
+    count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
+    console.print(Text("BAD  ", "bold red"), Text(f"{result['file']}: {count}"))
+    for index, problem in enumerate(problems, 1):
+        console.print(Text(f"  {index}. {problem['where']}", "bold"))
+        for label in ("found", "why", "remedy"):
+            console.print(Text(f"     {label + ':':8}", "dim"), Text(problem[label]), sep="")
+
+
+@app.command()
+def schema(
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write to this file.")
+    ] = None,
+) -> None:
+    """Print the JSON Schema of the configuration, for editors."""
+    from ds_ckpt.config import json_schema
+
+    text = json.dumps(json_schema(), indent=2) + "\n"
+    if output is None:
+        typer.echo(text, nl=False)
+        return
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        typer.echo(f"{output} cannot be written: {error.strerror or error}", err=True)
+        raise typer.Exit(1) from None
+    typer.echo(f"wrote {output}")
+
+
+@app.command()
+def doctor(as_json: _AsJson = False) -> None:
+    """Look at versions, the seams' contract, launchers, memory limits and network interfaces.
+
+    Exit 1 if the installed DeepSpeed lacks what a seam leans on.
+    """
+    from dataclasses import asdict
+
+    from ds_ckpt.doctor import examine
+
+    findings = examine()
+    if as_json:
+        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        _print_findings(findings)
+    if any(finding.status == "broken" for finding in findings):
+        raise typer.Exit(1)
+
+
+def _print_findings(findings: list[Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    colours = {"ok": "green", "warning": "yellow", "missing": "yellow", "broken": "bold red"}
+    table = Table("", "what", "found", "what to do", box=None, pad_edge=False)
+    group = ""
+    for finding in findings:
+        if finding.group != group:
+            group = finding.group
+            table.add_row("", Text(group, "bold"))
+        table.add_row(
+            Text(finding.status, colours[finding.status]),
+            Text(f"  {finding.name}", overflow="fold"),
+            Text(finding.detail, overflow="fold"),
+            Text(finding.remedy, overflow="fold"),
+        )
+    Console().print(table)

@@ -1,0 +1,96 @@
+"""The configuration: the `ds_ckpt` section, DeepSpeed's `activation_checkpointing`, and the rules.
+
+`parse` reports every mistake at once, each with its JSON path. The models are in `models.py`, one
+section's mistakes in `sections.py`, rules across sections in `conflicts.py` and `unused.py`, strict
+JSON in `loading.py`, the editors' schema in `schema.py`. Nothing here imports torch or DeepSpeed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ds_ckpt.config.conflicts import across_sections
+from ds_ckpt.config.loading import load_file
+from ds_ckpt.config.models import (
+    ActivationConfig,
+    CompressionConfig,
+    DeepSpeedActivationSection,
+    ErrorFeedbackConfig,
+    PluginConfig,
+    TelemetryConfig,
+    TopKConfig,
+)
+from ds_ckpt.config.paths import show
+from ds_ckpt.config.placement import misplaced
+from ds_ckpt.config.schema import json_schema
+from ds_ckpt.config.sections import DEEPSPEEDS, OURS, read
+from ds_ckpt.config.unused import would_do_nothing
+from ds_ckpt.config.wanted import Wanted
+from ds_ckpt.errors import ConfigError, Problem
+
+__all__ = [
+    "ActivationConfig",
+    "CompressionConfig",
+    "ErrorFeedbackConfig",
+    "PluginConfig",
+    "TelemetryConfig",
+    "TopKConfig",
+    "json_schema",
+    "load_file",
+    "parse",
+]
+
+
+def parse(config: Mapping[str, Any], *, source: str = "config") -> PluginConfig:
+    """Read the plugin's part of a whole DeepSpeed configuration; `config` is not changed.
+
+    `null` leaves a key at its default. Where `activation_checkpointing` stands and no policy is
+    named, the policy is `block`; an explicit `"policy": "none"` wins over that section, whose keys
+    may only be false or null in any case.
+
+    Args:
+        config: the DeepSpeed JSON as a dict.
+        source: named in the error, usually the file.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    problems: list[Problem] = []
+    if not isinstance(config, Mapping):
+        why = "a DeepSpeed configuration is one JSON object"
+        problem = Problem("$", show(config), why, 'write {"zero_optimization": {"stage": 3}, ...}')
+        raise ConfigError(problem, headline=_headline(source, 1))
+    config = dict(config)
+    ours, deepspeeds = config.get("ds_ckpt"), config.get("activation_checkpointing")
+    problems += misplaced(config)
+    if deepspeeds is not None:
+        read(deepspeeds, DeepSpeedActivationSection, DEEPSPEEDS, problems)
+    ours = _with_policy(ours, section_stands=deepspeeds is not None)
+    plugin = read(ours, PluginConfig, OURS, problems)
+    wanted = Wanted.of(ours)
+    problems += would_do_nothing(config, wanted)
+    problems += across_sections(config, wanted)
+    if problems:
+        problems = list({p.where: p for p in reversed(problems)}.values())[::-1]
+        raise ConfigError(problems, headline=_headline(source, len(problems)))
+    assert isinstance(plugin, PluginConfig)
+    return plugin
+
+
+def _headline(source: str, count: int) -> str:
+    return f"{source} cannot be used: {count} problem{'s' if count > 1 else ''}"
+
+
+def _with_policy(ours: Any, *, section_stands: bool) -> Any:
+    """The section with policy `block` filled in where DeepSpeed's section asks for it."""
+    if ours is None:
+        ours = {}
+    if not section_stands or not isinstance(ours, Mapping):
+        return ours
+    activation = ours.get("activation")
+    if activation is None:
+        activation = {}
+    if not isinstance(activation, Mapping) or activation.get("policy") is not None:
+        return ours
+    return {**ours, "activation": {**activation, "policy": "block"}}

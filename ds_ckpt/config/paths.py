@@ -1,0 +1,54 @@
+"""Words for error messages: JSON paths, found values as JSON, and the nearest known name."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+_LONGEST_FOUND = 120
+
+
+def join(path: str, key: object) -> str:
+    """`$.a` and `b` -> `$.a.b`; list positions and odd keys in brackets (RFC 9535)."""
+    if isinstance(key, int) and not isinstance(key, bool):
+        return f"{path}[{key}]"
+    text = str(key)
+    return f"{path}.{text}" if _NAME.match(text) else f"{path}[{text!r}]"
+
+
+def show(value: object) -> str:
+    """The value as it would stand in the JSON file, shortened where it is long."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError):
+        text = repr(value)
+    return text if len(text) <= _LONGEST_FOUND else text[: _LONGEST_FOUND - 4] + " ..."
+
+
+def is_auto(value: object) -> bool:
+    return isinstance(value, str) and value.strip().lower() == "auto"
+
+
+def plain(name: object) -> str:
+    """Lower case, letters and digits only: `DS-Ckpt` -> `dsckpt`."""
+    return re.sub(r"[^a-z0-9]", "", str(name).lower())
+
+
+def nearest(name: object, known: Iterable[str]) -> str | None:
+    """The known name that was probably meant, or None."""
+    by_plain = {plain(k): k for k in known}
+    close = difflib.get_close_matches(plain(name), by_plain, n=1, cutoff=0.6)
+    return by_plain[close[0]] if close else None
+
+
+def lookup(config: Any, keys: Iterable[str]) -> Any:
+    """The value under nested keys; None where any of them is absent or null."""
+    for key in keys:
+        if not isinstance(config, Mapping):
+            return None
+        config = config.get(key)
+    return config

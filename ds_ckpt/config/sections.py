@@ -1,0 +1,181 @@
+"""Reads one section against its model and turns every mistake into a `Problem`.
+
+Keys, nulls and `"auto"` are handled here; types and ranges by pydantic, whose errors are used for
+their place only: the words come from the model's `Expects`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from ds_ckpt.config.models import Expects, PluginConfig
+from ds_ckpt.config.paths import is_auto, join, nearest, plain, show
+from ds_ckpt.errors import Problem
+
+OURS = "$.ds_ckpt"
+DEEPSPEEDS = "$.activation_checkpointing"
+
+# Names that people write from other libraries or from wrong documentation: the key that was meant.
+_MEANT = {
+    f"{OURS}.compression": {
+        "type": "method",
+        "algorithm": "method",
+        "name": "method",
+        "ratio": "topk.density",
+        "sparsity": "topk.density",
+        "k": "topk.density",
+        "warmup_steps": "start_step",
+    },
+    f"{OURS}.compression.topk": {
+        "k": "density",
+        "ratio": "density",
+        "sparsity": "density",
+        "dtype": "values",
+    },
+    f"{OURS}.activation": {"type": "policy", "mode": "policy", "classes": "modules"},
+}
+_SWITCHES = {
+    f"{OURS}.compression": '"method": "none" switches compression off',
+    f"{OURS}.activation": '"policy": "none" switches checkpointing off',
+}
+
+
+def _submodel(field: FieldInfo) -> type[BaseModel] | None:
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def _expects(field: FieldInfo) -> Expects:
+    return next(m for m in field.metadata if isinstance(m, Expects))
+
+
+def _places(model: type[BaseModel], path: str) -> Iterator[tuple[str, str]]:
+    for name, field in model.model_fields.items():
+        yield name, join(path, name)
+        if sub := _submodel(field):
+            yield from _places(sub, join(path, name))
+
+
+def _remedy(field: FieldInfo) -> str:
+    default = "" if field.is_required() else f" (default {show(_default(field))})"
+    example = _expects(field).example
+    return f"write for example {example}, or leave the key out or null{default}"
+
+
+def _default(field: FieldInfo) -> Any:
+    value = field.get_default(call_default_factory=True, validated_data={})
+    return value.model_dump() if isinstance(value, BaseModel) else value
+
+
+def _unknown_key(key: object, value: object, model: type[BaseModel], path: str) -> Problem:
+    why = f"{show(key)} is not a key of {path}"
+    keys = list(model.model_fields)
+    if path == DEEPSPEEDS and key == "partitioned_activations":
+        why = (
+            "DeepSpeed's documentation names it, but no code reads it: the key is "
+            '"partition_activations"; did you mean that?'
+        )
+        remedy = 'remove it ("partition_activations" itself may only be false in this release)'
+        return Problem(join(path, key), show(value), why, remedy)
+    if plain(key) in ("enable", "enabled") and path in _SWITCHES:
+        return Problem(join(path, key), show(value), why, f"remove it; {_SWITCHES[path]}")
+    meant = _MEANT.get(path, {}).get(str(key).lower())
+    meant = meant or nearest(key, keys)
+    if meant:
+        why += f'; did you mean "{meant}"?'
+        return Problem(join(path, key), show(value), why, f"write it as {path}.{meant}")
+    elsewhere = [place for name, place in _places(PluginConfig, OURS) if name == key]
+    if len(elsewhere) == 1:
+        return Problem(join(path, key), show(value), why, f"move it to {elsewhere[0]}")
+    remedy = f"remove it; the keys here are {', '.join(keys)}"
+    return Problem(join(path, key), show(value), why, remedy)
+
+
+def _auto(value: object, field: FieldInfo, where: str) -> Problem:
+    why = (
+        '"auto" is filled in by the Hugging Face integration for keys that it knows; '
+        "nothing fills it in here"
+    )
+    return Problem(where, show(value), why, _remedy(field))
+
+
+def _wrong_value(value: object, field: FieldInfo, where: str, key: str) -> Problem:
+    expects = _expects(field)
+    why = f"{key} must be {expects.words}"
+    if isinstance(value, bool):
+        why += f"; {show(value)} is neither a number nor text"
+    elif isinstance(value, str) and expects.words.startswith('"'):
+        choices = [word.strip('"') for word in expects.words.replace(" or ", ", ").split(", ")]
+        if close := nearest(value, choices):
+            why += f'; did you mean "{close}"?'
+            return Problem(where, show(value), why, f'write "{close}", or leave the key out')
+    elif isinstance(value, str) and not expects.example.startswith(('"', "[")):
+        why += "; in quotes it is text"
+    elif isinstance(value, float) and "whole number" in expects.words:
+        why += "; with a point or an exponent it is not a whole number in JSON"
+    return Problem(where, show(value), why, _remedy(field))
+
+
+def not_an_object(value: object, where: str) -> Problem:
+    kind = "a list" if isinstance(value, list | tuple) else f"{show(value)[:20]}"
+    why = f"a section is an object in braces, not {kind}"
+    return Problem(where, show(value), why, "write an object, {}, or remove the key")
+
+
+def _clean(
+    raw: Mapping[Any, Any], model: type[BaseModel], path: str, problems: list[Problem]
+) -> dict[str, Any]:
+    """What is left for pydantic: known keys, without nulls and without what is reported here."""
+    kept: dict[str, Any] = {}
+    for key, value in raw.items():
+        field = model.model_fields.get(key) if isinstance(key, str) else None
+        where = join(path, str(key))
+        if field is None:
+            problems.append(_unknown_key(key, value, model, path))
+        elif value is None:
+            continue
+        elif is_auto(value):
+            problems.append(_auto(value, field, where))
+        elif isinstance(value, list | tuple) and any(is_auto(item) for item in value):
+            position = next(i for i, item in enumerate(value) if is_auto(item))
+            problems.append(_auto(value[position], field, join(where, position)))
+        elif (sub := _submodel(field)) is None:
+            kept[key] = value
+        elif isinstance(value, Mapping):
+            kept[key] = _clean(value, sub, where, problems)
+        else:
+            problems.append(not_an_object(value, where))
+    return kept
+
+
+def read(
+    raw: object, model: type[BaseModel], path: str, problems: list[Problem]
+) -> BaseModel | None:
+    """The section without what is wrong in it (that goes to `problems`), or None."""
+    if not isinstance(raw, Mapping):
+        problems.append(not_an_object(raw, path))
+        return None
+    cleaned = _clean(raw, model, path, problems)
+    try:
+        return model.model_validate(cleaned)
+    except ValidationError as error:
+        for entry in error.errors(include_url=False, include_context=False):
+            problems.append(_from_pydantic(entry["loc"], entry["input"], model, path))
+        return None
+
+
+def _from_pydantic(
+    loc: tuple[int | str, ...], value: object, model: type[BaseModel], path: str
+) -> Problem:
+    where, key, field = path, "", None
+    for part in loc:
+        where = join(where, part)
+        if isinstance(part, str):
+            key, field = part, model.model_fields[part]
+            model = _submodel(field) or model
+    assert field is not None, "a section's own type is checked before pydantic sees it"
+    return _wrong_value(value, field, where, key)

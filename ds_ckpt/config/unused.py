@@ -1,0 +1,75 @@
+"""Settings that would do nothing as the rest of the file stands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ds_ckpt.config.conflicts import ZERO, stage_problem
+from ds_ckpt.config.models import DeepSpeedActivationSection
+from ds_ckpt.config.paths import join, lookup, show
+from ds_ckpt.config.sections import DEEPSPEEDS, OURS
+from ds_ckpt.config.wanted import Wanted
+from ds_ckpt.errors import Problem
+
+
+def _written(value: object) -> bool:
+    """Whether anything is set: null and objects of nulls leave everything at its default."""
+    if isinstance(value, Mapping):
+        return any(_written(v) for v in value.values())
+    return value is not None
+
+
+def would_do_nothing(config: Mapping[str, Any], wanted: Wanted) -> Iterator[Problem]:
+    """Settings that no code would act on as the rest stands."""
+    activation = lookup(wanted.ours, ("activation",))
+    if wanted.policy == "none":
+        for key in ("modules", "share_gather"):
+            value = lookup(activation, (key,))
+            if _written(value):
+                why = 'it does nothing while the policy is "none"'
+                remedy = f'remove it, or set {OURS}.activation.policy to "block"'
+                yield Problem(f"{OURS}.activation.{key}", show(value), why, remedy)
+    elif (share := lookup(activation, ("share_gather",))) is not None:
+        why = "below ZeRO stage 3 no weights are gathered, so there is nothing to share"
+        if stage_problem(config, why, ""):
+            remedy = f"remove it, or set $.{ZERO}.stage to 3"
+            yield Problem(f"{OURS}.activation.share_gather", show(share), why, remedy)
+    yield from _unused_compression(lookup(wanted.ours, ("compression",)), wanted.method)
+    telemetry = lookup(wanted.ours, ("telemetry",))
+    enabled = lookup(telemetry, ("enabled",))
+    for key in ("every_n_steps", "path"):
+        value = lookup(telemetry, (key,))
+        if _written(value) and enabled in (None, False):
+            why = "it does nothing while telemetry is not enabled"
+            remedy = f"remove it, or set {OURS}.telemetry.enabled to true"
+            yield Problem(f"{OURS}.telemetry.{key}", show(value), why, remedy)
+    yield from _dead_keys(config.get("activation_checkpointing"))
+
+
+def _unused_compression(section: Any, method: str | None) -> Iterator[Problem]:
+    if method not in ("none", "dense"):
+        return
+    for key in ("topk", "error_feedback", "start_step", "min_numel"):
+        value = lookup(section, (key,))
+        if _written(value):
+            lossless = ", which sends everything" if method == "dense" else ""
+            why = f'it does nothing with method "{method}"{lossless}'
+            remedy = f'remove it, or set {OURS}.compression.method to "topk"'
+            yield Problem(f"{OURS}.compression.{key}", show(value), why, remedy)
+
+
+def _dead_keys(section: Any) -> Iterator[Problem]:
+    if not isinstance(section, Mapping):
+        return
+    for key in DeepSpeedActivationSection.model_fields:
+        value = section.get(key)
+        number = key == "number_checkpoints"
+        if value is True or (number and isinstance(value, int)):
+            why = (
+                "DeepSpeed parses it and acts on it nowhere, and this release of ds_ckpt does not "
+                "serve it: it would do nothing"
+            )
+            remedy = f"{'write null' if number else 'write false'} or remove the key"
+            remedy += "; the section itself, even empty, asks for policy block"
+            yield Problem(join(DEEPSPEEDS, key), show(value), why, remedy)

@@ -1,0 +1,42 @@
+"""What a raw section asks for, told even where some of its values are wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ds_ckpt.config.paths import lookup, nearest
+
+_METHODS = ("none", "dense", "topk")
+_POLICIES = ("none", "block")
+
+
+def _resolve(value: object, choices: tuple[str, ...]) -> str | None:
+    """The choice that stands there, or that was meant; None where nobody can tell."""
+    if value is None:
+        return "none"
+    if not isinstance(value, str):
+        return None
+    return value if value in choices else nearest(value, choices)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the raw section asks for, as far as it can be told; None: cannot be told."""
+
+    ours: Any
+    policy: str | None
+    method: str | None
+
+    @classmethod
+    def of(cls, ours: Any) -> Wanted:
+        policy = _resolve(lookup(ours, ("activation", "policy")), _POLICIES)
+        return cls(ours, policy, _resolve(lookup(ours, ("compression", "method")), _METHODS))
+
+    @property
+    def checkpointing(self) -> bool:
+        return self.policy not in (None, "none")
+
+    @property
+    def compressing(self) -> bool:
+        return self.method not in (None, "none")

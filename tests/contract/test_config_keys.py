@@ -1,0 +1,78 @@
+"""The rules across sections name DeepSpeed's keys: the installed one must read each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from ds_ckpt.config.conflicts import CHECKPOINTING, COMPRESSION, EITHER
+from ds_ckpt.config.models import DeepSpeedActivationSection
+
+ALL = [".".join(c.keys) for c in (*COMPRESSION, *CHECKPOINTING, *EITHER)]
+# Of zero_optimization: what was looked at when the rules were written. A key that is new here may
+# lead gradients or weights past the seams: look at it, add a rule or add it to this list.
+REVIEWED = """stage contiguous_gradients reduce_scatter reduce_bucket_size
+use_multi_rank_bucket_allreduce allgather_partitions allgather_bucket_size overlap_comm
+compute_grad_norm load_from_fp32_weights elastic_checkpoint offload_param offload_optimizer zenflow
+sub_group_size cpu_offload_param cpu_offload_use_pin_memory cpu_offload prefetch_bucket_size
+param_persistence_threshold model_persistence_threshold max_live_parameters max_reuse_distance
+gather_16bit_weights_on_model_save module_granularity_threshold use_all_reduce_for_fetch_params
+allgather_sequential stage3_gather_fp16_weights_on_model_save ignore_unused_parameters legacy_stage1
+round_robin_gradients parameter_alignment zero_hpz_partition_size zero_quantized_weights
+zero_quantized_nontrainable_weights zero_quantized_gradients memory_efficient_linear
+pipeline_loading_checkpoint override_module_apply log_trace_cache_warnings enable_sanity_checks
+save_muon_momentum_buffer_in_memory leaf_module"""
+
+
+def _known() -> Mapping[str, Any]:
+    """DeepSpeed's models by the section that they read."""
+    from deepspeed.compile.config import CompileConfig
+    from deepspeed.runtime.config import HybridEngineConfig
+    from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
+
+    return {
+        "zero_optimization": DeepSpeedZeroConfig.model_fields,
+        "zero_optimization.offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig.model_fields,
+        "compile": CompileConfig.model_fields,
+        "hybrid_engine": HybridEngineConfig.model_fields,
+        "tensor_parallel": TPTrainingConfig.model_fields,
+    }
+
+
+@pytest.mark.parametrize("key", [*ALL, "zero_optimization.zero_quantized_weights"])
+def test_a_rule_names_a_key_that_deepspeed_reads(key: str) -> None:
+    from deepspeed.module_inject.auto_ep_config import AutoEPConfig
+    from deepspeed.runtime import config, constants
+
+    section, _, name = key.rpartition(".")
+    if section in _known():
+        removed = config._REMOVED_ZERO_CONFIG_KEYS if section == "zero_optimization" else {}
+        assert name in _known()[section] or name in removed
+    elif section == "expert_parallel":
+        assert section == config.EXPERT_PARALLEL
+        assert hasattr(AutoEPConfig(), name)
+    elif section == "optimizer":
+        assert name == constants.TYPE
+        assert config.MUON_OPTIMIZER == "muon"
+    elif name == "sequence_parallel_size":
+        import inspect
+
+        assert name in inspect.getsource(config.DeepSpeedConfig)
+    else:
+        constant = getattr(constants, name.upper())
+        assert constant == name
+
+
+def test_deepspeeds_activation_section_has_the_keys_that_we_know() -> None:
+    from deepspeed.runtime.activation_checkpointing.config import ACT_CHKPT, ACT_CHKPT_DEFAULT
+
+    assert ACT_CHKPT == "activation_checkpointing"
+    assert set(DeepSpeedActivationSection.model_fields) == set(ACT_CHKPT_DEFAULT)
+
+
+def test_every_key_of_zero_has_been_looked_at() -> None:
+    assert set(_known()["zero_optimization"]) == set(REVIEWED.split())

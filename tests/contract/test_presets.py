@@ -1,0 +1,173 @@
+"""Every preset is read by all who will read it: us, DeepSpeed, HF's config class, accelerate.
+
+And DeepSpeed's launcher reads the hostfiles. All in this process, without a process group.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ds_ckpt.config import load_file, parse
+
+ROOT = Path(__file__).parents[2]
+PRESETS = sorted((ROOT / "ds_configs").glob("*.json"))
+TRAINER_ARGUMENTS = SimpleNamespace(
+    world_size=1,
+    per_device_train_batch_size=4,
+    gradient_accumulation_steps=1,
+    max_grad_norm=1.0,
+    learning_rate=3e-4,
+    adam_beta1=0.9,
+    adam_beta2=0.95,
+    adam_epsilon=1e-8,
+    weight_decay=0.1,
+    save_on_each_node=False,
+    fp16=False,
+    fp16_full_eval=False,
+    bf16=True,
+    bf16_full_eval=False,
+    get_warmup_steps=lambda steps: steps // 10,
+)
+MODEL = SimpleNamespace(config=SimpleNamespace(hidden_size=64))
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    yield
+    if hf := sys.modules.get("transformers.integrations.deepspeed"):
+        hf.unset_hf_deepspeed_config()
+
+
+@pytest.fixture(params=PRESETS, ids=lambda p: p.stem)
+def preset(request: pytest.FixtureRequest) -> Path:
+    path: Path = request.param
+    return path
+
+
+def _has_auto(preset: Path) -> bool:
+    return '"auto"' in preset.read_text()
+
+
+def _filled_by_the_trainer(config: dict[str, Any]) -> dict[str, Any]:
+    """The preset after `TrainingArguments` and the Trainer have filled in "auto"."""
+    hf = pytest.importorskip("transformers.integrations.deepspeed")
+    filled = hf.HfTrainerDeepSpeedConfig(copy.deepcopy(config))
+    filled.trainer_config_process(TRAINER_ARGUMENTS)
+    filled.trainer_config_finalize(TRAINER_ARGUMENTS, MODEL, num_training_steps=100)
+    result: dict[str, Any] = filled.config
+    return result
+
+
+def test_there_are_presets() -> None:
+    assert len(PRESETS) >= 5
+
+
+def test_the_readme_describes_each_preset() -> None:
+    readme = (ROOT / "ds_configs" / "README.md").read_text()
+    assert [p.name for p in PRESETS if f"`{p.name}`" not in readme] == []
+
+
+def test_we_read_it(preset: Path) -> None:
+    config = parse(load_file(preset))
+    assert config.active
+    assert (config.activation.policy == "block") == ("block" in preset.stem)
+    method = config.compression.method
+    assert (method == "topk") == ("topk" in preset.stem)
+    assert (method == "dense") == ("dense" in preset.stem)
+
+
+def test_deepspeed_reads_it(preset: Path) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    config = load_file(preset)
+    if _has_auto(preset):
+        config = _filled_by_the_trainer(config)
+    parsed = DeepSpeedConfig(config)
+    assert parsed.zero_optimization_stage == 3
+    assert parsed.train_micro_batch_size_per_gpu == 4
+    assert parsed._param_dict["ds_ckpt"] == config["ds_ckpt"]  # what attach(engine) reads
+    parse(parsed._param_dict)
+
+
+@pytest.mark.parametrize("preset", [p for p in PRESETS if not _has_auto(p)], ids=lambda p: p.stem)
+def test_deepspeed_reads_the_file_itself(preset: Path) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    assert DeepSpeedConfig(str(preset))._param_dict == load_file(preset)
+
+
+def test_hf_reads_it(preset: Path) -> None:
+    hf = pytest.importorskip("transformers.integrations.deepspeed")
+    config = hf.HfDeepSpeedConfig(str(preset))
+    assert config.is_zero3()
+    assert config.config == json.loads(preset.read_text())
+
+
+def test_the_trainer_fills_it_in(preset: Path) -> None:
+    config = load_file(preset)
+    filled = _filled_by_the_trainer(config)
+    assert '"auto"' not in json.dumps(filled)
+    assert filled["ds_ckpt"] == config["ds_ckpt"]
+    parse(filled)
+
+
+def test_accelerate_reads_it(preset: Path) -> None:
+    accelerate = pytest.importorskip("accelerate.utils")
+    plugin = accelerate.DeepSpeedPlugin(hf_ds_config=str(preset))
+    assert plugin.zero_stage == 3
+    config = plugin.deepspeed_config
+    assert config["ds_ckpt"] == load_file(preset)["ds_ckpt"]
+    arguments = {
+        "train_batch_size": 4,
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 1.0,
+        "optimizer.params.lr": 3e-4,
+        "optimizer.params.betas": [0.9, 0.95],
+        "optimizer.params.eps": 1e-8,
+        "optimizer.params.weight_decay": 0.1,
+        "scheduler.params.total_num_steps": 100,
+        "scheduler.params.warmup_num_steps": 10,
+        "scheduler.params.warmup_min_lr": 0,
+        "scheduler.params.warmup_max_lr": 3e-4,
+        "bf16.enabled": True,
+        "fp16.enabled": False,
+        "zero_optimization.reduce_bucket_size": 4096,
+        "zero_optimization.stage3_prefetch_bucket_size": 4096,
+        "zero_optimization.stage3_param_persistence_threshold": 640,
+    }
+    plugin.deepspeed_config_process(must_match=False, **arguments)  # as Accelerator.prepare does
+    assert '"auto"' not in json.dumps(config)
+    parse(config)
+
+
+def test_auto_in_our_section_is_refused_by_us_with_words() -> None:
+    from ds_ckpt.errors import ConfigError
+
+    config = load_file(PRESETS[0])
+    config["ds_ckpt"] = {"activation": {"policy": "auto"}}
+    with pytest.raises(ConfigError, match="nothing fills it in"):
+        parse(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "hosts"),
+    [("one_machine", {"localhost": 2}), ("two_hosts", {"node1": 2, "node2": 2})],
+)
+def test_deepspeeds_launcher_reads_the_hostfile(name: str, hosts: dict[str, int]) -> None:
+    from deepspeed.launcher.runner import fetch_hostfile
+
+    path = ROOT / "hostfiles" / name
+    assert path.read_text().startswith("# ")
+    assert dict(fetch_hostfile(str(path))) == hosts

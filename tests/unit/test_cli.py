@@ -1,0 +1,119 @@
+"""`ds-ckpt`: exit codes, JSON output, and that validating stays light."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ds_ckpt import doctor
+from ds_ckpt.cli import app
+from ds_ckpt.config import json_schema
+
+PRESETS = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
+run = CliRunner().invoke
+
+
+def test_version() -> None:
+    result = run(app, ["--version"])
+    assert result.exit_code == 0
+    assert result.output.startswith("ds-ckpt ")
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda p: p.stem)
+def test_validate_says_what_would_be_active(preset: Path) -> None:
+    result = run(app, ["validate", str(preset)])
+    assert result.exit_code == 0
+    assert result.output.startswith("OK")
+    assert "\n" not in result.output.rstrip("\n")
+
+
+@pytest.fixture
+def bad(tmp_path: Path) -> Path:
+    path = tmp_path / "bad[red].json"
+    section = {"activation": {"policy": "blok"}, "compression": {"method": "topk"}}
+    path.write_text(json.dumps({"ds_ckpt": section}))
+    return path
+
+
+def test_validate_tells_all_problems_of_all_files(bad: Path) -> None:
+    result = run(app, ["validate", str(PRESETS[0]), str(bad), "none.json"])
+    assert result.exit_code == 1
+    assert str(bad) in result.output  # brackets are not markup
+    assert "$.ds_ckpt.activation.policy" in result.output
+    assert "$.zero_optimization.stage" in result.output
+    assert "none.json" in result.output
+    assert result.output.count("remedy:") == 3
+
+
+def test_validate_as_json(bad: Path) -> None:
+    result = run(app, ["validate", "--json", str(PRESETS[0]), str(bad)])
+    assert result.exit_code == 1
+    good, refused = json.loads(result.stdout)
+    assert good["ok"]
+    assert good["summary"]
+    assert not refused["ok"]
+    assert [p["where"] for p in refused["problems"]] == [
+        "$.ds_ckpt.activation.policy",
+        "$.zero_optimization.stage",
+    ]
+    assert all(p["why"] and p["remedy"] for p in refused["problems"])
+
+
+def test_schema(tmp_path: Path) -> None:
+    assert json.loads(run(app, ["schema"]).stdout) == json_schema()
+    path = tmp_path / "s.json"
+    assert run(app, ["schema", "--output", str(path)]).exit_code == 0
+    assert json.loads(path.read_text()) == json_schema()
+    assert run(app, ["schema", "--output", str(tmp_path)]).exit_code == 1
+
+
+def test_validate_loads_neither_torch_nor_deepspeed() -> None:
+    program = (
+        "import sys\nfrom ds_ckpt.cli import app\n"
+        f"app(['validate', {str(PRESETS[0])!r}], standalone_mode=False)\n"
+        "heavy = 'torch deepspeed transformers numpy psutil'.split()\n"
+        "sys.exit(' '.join(m for m in heavy if m in sys.modules) or None)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def test_doctor_reports_every_group_as_json() -> None:
+    command = [sys.executable, "-c", "from ds_ckpt.cli import app; app()", "doctor", "--json"]
+    done = subprocess.run(command, capture_output=True, timeout=120, text=True)
+    findings = json.loads(done.stdout)  # nothing else on stdout
+    groups = {f["group"] for f in findings}
+    assert {"versions", "accelerator", "seams into DeepSpeed", "launchers", "memory"} <= groups
+    assert done.returncode == any(f["status"] == "broken" for f in findings)
+    for finding in findings:
+        assert finding["detail"]
+        assert finding["remedy"] or finding["status"] == "ok"
+
+
+def test_doctor_exit_code_follows_a_broken_seam(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = doctor.Finding("seams into DeepSpeed", "step", "broken", "not there", "install 0.19.8")
+    monkeypatch.setattr(doctor, "examine", lambda: [broken])
+    result = run(app, ["doctor"])
+    assert result.exit_code == 1
+    assert "not there" in result.output
+    missing = doctor.Finding("launchers", "pdsh", "missing", "not on the PATH", "install it")
+    monkeypatch.setattr(doctor, "examine", lambda: [missing])
+    assert run(app, ["doctor"]).exit_code == 0
+
+
+def test_doctor_survives_a_contract_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ds_ckpt.zero3", None)
+    (finding,) = doctor._seams()
+    assert finding.status == "broken"
+    assert finding.remedy
+
+
+def test_doctor_survives_programs_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert {f.status for f in doctor._launchers() + doctor._compiler()} == {"missing"}
+    assert doctor._ask(["no-such-program"]) is None

@@ -1,0 +1,58 @@
+"""The JSON Schema for editors: fresh, complete, and in agreement with the models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ds_ckpt.config
+from ds_ckpt.config import json_schema
+from ds_ckpt.config.models import DeepSpeedActivationSection, PluginConfig
+
+STORED = Path(ds_ckpt.config.__file__).parents[1] / "config.schema.json"
+
+
+def test_the_stored_schema_is_fresh() -> None:
+    assert json.loads(STORED.read_text()) == json_schema(), (
+        "stale: run `ds-ckpt schema --output ds_ckpt/config.schema.json`"
+    )
+
+
+def test_the_dialect_and_the_root() -> None:
+    schema = json_schema()
+    assert schema["$schema"].endswith("2020-12/schema")
+    assert set(schema["properties"]) == {"ds_ckpt", "activation_checkpointing"}
+    assert schema["additionalProperties"] is True  # the rest is DeepSpeed's
+    assert "properties" in schema["$defs"][PluginConfig.__name__]
+    keys = schema["$defs"][DeepSpeedActivationSection.__name__]["properties"]
+    assert set(keys) == set(DeepSpeedActivationSection.model_fields)
+
+
+def _properties() -> list[tuple[str, str, dict[str, Any]]]:
+    return [
+        (section, key, prop)
+        for section, definition in json_schema()["$defs"].items()
+        for key, prop in definition["properties"].items()
+    ]
+
+
+@pytest.mark.parametrize(("section", "key", "prop"), _properties())
+def test_every_key_is_described_and_takes_null(
+    section: str, key: str, prop: dict[str, Any]
+) -> None:
+    assert len(prop["description"]) > 15
+    kinds = prop.get("type", [])
+    nullable = (
+        "null" in ([kinds] if isinstance(kinds, str) else kinds)
+        or None in prop.get("enum", [])
+        or {"type": "null"} in prop.get("anyOf", [])
+    )
+    assert nullable
+
+
+def test_unknown_keys_are_refused_in_our_sections() -> None:
+    for definition in json_schema()["$defs"].values():
+        assert definition["additionalProperties"] is False

@@ -1,0 +1,262 @@
+"""Hundreds of generated wrong configurations: each refused, with the mutated path and a remedy.
+
+A case is a valid preset with one to three mistakes: wrong types, values out of range, misspelt or
+invented keys, "auto", lists for objects, sections in the wrong place, settings that would do
+nothing, settings of DeepSpeed that cannot be served.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_ckpt.config import parse
+from ds_ckpt.config.paths import join, plain
+from ds_ckpt.errors import ConfigError
+
+PRESETS = [
+    json.loads(path.read_text())
+    for path in sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
+]
+Keys = tuple[str, ...]
+
+_BOOL_LIKE = st.sampled_from([0, 1, "true", "false", "yes", 1.0, [], [True], {}, {"enabled": True}])
+_NOT_A_NUMBER = st.sampled_from(["1", "0.5", True, False, [], [1], {}, {"value": 1}])
+_TEXT = st.text(alphabet="abcdefghijklmnopqrstuvwxyz", min_size=1, max_size=12)
+
+
+def _not_among(*choices: str) -> st.SearchStrategy[Any]:
+    return _TEXT.filter(lambda t: t not in choices) | st.sampled_from(
+        [*(c.upper() for c in choices), *(f"{c} " for c in choices), 0, 1, True, [choices[0]], {}]
+    )
+
+
+_WHOLE = _NOT_A_NUMBER | st.floats(0, 1e6) | st.just(float("inf"))
+LEAVES: dict[Keys, st.SearchStrategy[Any]] = {
+    ("ds_ckpt", "activation", "policy"): _not_among("none", "block"),
+    ("ds_ckpt", "activation", "modules"): st.sampled_from(
+        ["Block", [], True, 3, {"Block": 1}, {}, 1.5]
+    ),
+    ("ds_ckpt", "activation", "share_gather"): _BOOL_LIKE,
+    ("ds_ckpt", "compression", "method"): _not_among("none", "dense", "topk"),
+    ("ds_ckpt", "compression", "topk", "density"): _NOT_A_NUMBER
+    | st.floats(max_value=0, allow_nan=False)
+    | st.floats(min_value=1, exclude_min=True)
+    | st.integers(2, 100),
+    ("ds_ckpt", "compression", "topk", "values"): _not_among("fp32", "bf16", "int8"),
+    ("ds_ckpt", "compression", "topk", "selection"): _not_among("exact", "blocks"),
+    ("ds_ckpt", "compression", "error_feedback", "enabled"): _BOOL_LIKE,
+    ("ds_ckpt", "compression", "start_step"): _WHOLE | st.integers(max_value=-1),
+    ("ds_ckpt", "compression", "min_numel"): _WHOLE | st.integers(max_value=-1),
+    ("ds_ckpt", "telemetry", "enabled"): _BOOL_LIKE,
+    ("ds_ckpt", "telemetry", "every_n_steps"): _WHOLE | st.integers(max_value=0),
+    ("ds_ckpt", "telemetry", "path"): st.sampled_from(["", 3, True, [], ["t.jsonl"], {}]),
+    ("activation_checkpointing", "partition_activations"): _BOOL_LIKE | st.just(True),
+    ("activation_checkpointing", "contiguous_memory_optimization"): _BOOL_LIKE | st.just(True),
+    ("activation_checkpointing", "cpu_checkpointing"): _BOOL_LIKE | st.just(True),
+    ("activation_checkpointing", "profile"): _BOOL_LIKE | st.just(True),
+    ("activation_checkpointing", "synchronize_checkpoint_boundary"): _BOOL_LIKE | st.just(True),
+    ("activation_checkpointing", "number_checkpoints"): _NOT_A_NUMBER | st.integers(),
+}
+SECTIONS: list[Keys] = [
+    ("ds_ckpt",),
+    ("ds_ckpt", "activation"),
+    ("ds_ckpt", "compression"),
+    ("ds_ckpt", "compression", "topk"),
+    ("ds_ckpt", "compression", "error_feedback"),
+    ("ds_ckpt", "telemetry"),
+    ("activation_checkpointing",),
+]
+SIBLINGS: dict[Keys, set[str]] = {
+    s: {k[len(s)] for k in [*LEAVES, *SECTIONS] if k[: len(s)] == s and len(k) > len(s)}
+    for s in SECTIONS
+}
+_CONFLICTS: list[tuple[Keys, Any]] = [
+    (("zero_optimization", "stage"), 0),
+    (("zero_optimization", "stage"), 1),
+    (("zero_optimization", "stage"), 2),
+    (("zero_optimization", "stage"), "auto"),
+    (("zero_optimization", "stage"), None),
+    (("zero_optimization", "reduce_scatter"), False),
+    (("zero_optimization", "zero_quantized_gradients"), True),
+    (("zero_optimization", "zenflow"), {"topk_ratio": 0.1}),
+    (("zero_optimization", "mics_shard_size"), 4),
+    (("zero_optimization", "offload_optimizer", "super_offload"), True),
+    (("optimizer", "type"), "Muon"),
+    (("compile", "deepcompile"), True),
+    (("expert_parallel", "enabled"), True),
+    (("tensor_parallel", "autotp_size"), 4),
+    (("sequence_parallel_size",), 2),
+    (("gradient_predivide_factor",), 4.0),
+    (("prescale_gradients",), True),
+    (("gradient_allreduce_op",), "sum"),
+]
+
+
+_ALL_ON: dict[str, Any] = {
+    "activation": {"policy": "block"},
+    "compression": {"method": "topk"},
+    "telemetry": {"enabled": True},
+}
+_UNUSED: list[tuple[Keys, Any]] = [
+    (("ds_ckpt", "activation", "modules"), ["Block"]),
+    (("ds_ckpt", "activation", "share_gather"), True),
+    (("ds_ckpt", "compression", "topk"), {"density": 0.1}),
+    (("ds_ckpt", "compression", "error_feedback"), {"enabled": True}),
+    (("ds_ckpt", "compression", "start_step"), 0),
+    (("ds_ckpt", "compression", "min_numel"), 1),
+    (("ds_ckpt", "telemetry", "path"), "t.jsonl"),
+    (("ds_ckpt", "telemetry", "every_n_steps"), 1),
+]
+
+
+def _put(config: dict[str, Any], keys: Keys, value: Any) -> None:
+    node = config
+    for key in keys[:-1]:
+        if not isinstance(node.get(key), dict):
+            node[key] = {}
+        node = node[key]
+    node[keys[-1]] = value
+
+
+def _path(keys: Keys) -> str:
+    path = "$"
+    for key in keys:
+        path = join(path, key)
+    return path
+
+
+@st.composite
+def _misspelt(draw: st.DrawFn, word: str) -> str:
+    position = draw(st.integers(0, len(word) - 1))
+    kind = draw(st.sampled_from(["drop", "double", "letter", "swap", "case", "dash", "plural"]))
+    if kind == "drop":
+        return word[:position] + word[position + 1 :]
+    if kind == "double":
+        return word[:position] + word[position] + word[position:]
+    if kind == "letter":
+        return word[:position] + draw(st.sampled_from("xqz")) + word[position + 1 :]
+    if kind == "swap":
+        return word[:position] + word[position : position + 2][::-1] + word[position + 2 :]
+    if kind == "case":
+        return word[:position] + word[position:].upper()
+    return word.replace("_", "-") if kind == "dash" else f"{word}s"
+
+
+@st.composite
+def _mistake(draw: st.DrawFn) -> tuple[Keys, Any]:
+    """One mistake in our sections: where it stands, and what stands there."""
+    kind = draw(st.sampled_from(["value", "value", "misspelt", "invented", "auto", "no_object"]))
+    if kind == "value":
+        keys = draw(st.sampled_from(list(LEAVES)))
+        return keys, draw(LEAVES[keys])
+    if kind == "auto":
+        return draw(st.sampled_from([*LEAVES, *SECTIONS[1:6]])), "auto"
+    if kind == "no_object":
+        values = [[], [1], True, "block", 3, 0.5, [{"method": "topk"}]]
+        return draw(st.sampled_from(SECTIONS)), draw(st.sampled_from(values))
+    section = draw(st.sampled_from(SECTIONS))
+    known = SIBLINGS[section]
+    word = _misspelt(draw(st.sampled_from(sorted(known)))) if kind == "misspelt" else _TEXT
+    name = draw(word.filter(lambda w: w not in known))
+    return (*section, name), draw(st.sampled_from([None, True, 1, "topk", {}, []]))
+
+
+@st.composite
+def wrong_configs(draw: st.DrawFn) -> tuple[dict[str, Any], list[str]]:
+    """A configuration and the paths that its refusal has to name."""
+    config = copy.deepcopy(draw(st.sampled_from(PRESETS)))
+    kind = draw(st.sampled_from([*["sections"] * 4, "conflict", "placement", "unused"]))
+    if kind == "conflict":
+        config["ds_ckpt"] = {"compression": {"method": draw(st.sampled_from(["dense", "topk"]))}}
+        keys, value = draw(st.sampled_from(_CONFLICTS))
+        _put(config, keys, value)
+        return config, [_path(keys)]
+    if kind == "placement":
+        section = draw(st.sampled_from(["ds_ckpt", "activation_checkpointing"]))
+        name = draw(_misspelt(section).filter(lambda w: w != section))
+        config[name] = config.pop("ds_ckpt")
+        return config, [_path((name,))]
+    if kind == "unused":
+        config["ds_ckpt"] = {}
+        unused = draw(st.lists(st.sampled_from(_UNUSED), min_size=1, max_size=3))
+        for keys, value in unused:
+            _put(config, keys, value)
+        return config, [_path(keys) for keys, _ in unused]
+    if draw(st.booleans()):  # so that no mistake is refused for standing in what is off
+        config["ds_ckpt"] = copy.deepcopy(_ALL_ON)
+    mistakes: list[Keys] = []
+    for keys, value in draw(st.lists(_mistake(), min_size=1, max_size=3)):
+        if any(keys[: len(k)] == k or k[: len(keys)] == keys for k in mistakes):
+            continue  # one would hide the other
+        _put(config, keys, value)
+        mistakes.append(keys)
+    return config, [_path(keys) for keys in mistakes]
+
+
+FOREIGN = re.compile(
+    r"pydantic|validation error|traceback|input should|type=|deepspeed\.runtime", re.I
+)
+
+
+def test_generated_wrong_configs_are_refused_with_words() -> None:
+    seen: set[str] = set()
+
+    @settings(max_examples=500, deadline=None, derandomize=True, database=None)
+    @given(wrong_configs())
+    def check(case: tuple[dict[str, Any], list[str]]) -> None:
+        config, paths = case
+        with pytest.raises(ConfigError) as caught:
+            parse(config)
+        told = {p.where for p in caught.value.problems}
+        missing = [p for p in paths if not any(t == p or t.startswith(f"{p}[") for t in told)]
+        assert not missing, f"{missing} not named in {told}"
+        for problem in caught.value.problems:
+            assert problem.where.startswith("$")
+            assert problem.found
+            assert len(problem.why) > 10
+            assert len(problem.remedy) > 5
+        assert not FOREIGN.search(str(caught.value))
+        assert len(told) == len(caught.value.problems), "one problem a place"
+        seen.add(json.dumps(config, sort_keys=True))
+
+    check()
+    assert len(seen) >= 200
+
+
+def test_every_known_key_is_mutated() -> None:
+    """The generator knows the whole schema: a new option must come with its wrong values."""
+    from ds_ckpt.config import json_schema
+
+    definitions = json_schema()["$defs"]
+    keys = {key for section in definitions.values() for key in section["properties"]}
+    assert keys == {keys[-1] for keys in LEAVES} | {keys[-1] for keys in SECTIONS} - {
+        "ds_ckpt",
+        "activation_checkpointing",
+    }
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_presets_that_are_mutated_are_valid(preset: dict[str, Any]) -> None:
+    parse(preset)
+
+
+def test_plain_compares_names_as_people_misspell_them() -> None:
+    assert plain("DS-Ckpt") == plain("ds_ckpt") == "dsckpt"
+
+
+@pytest.mark.parametrize("keys", [*LEAVES, *SECTIONS], ids=".".join)
+def test_auto_is_refused_everywhere(keys: Keys) -> None:
+    config = {"zero_optimization": {"stage": 3}, "ds_ckpt": copy.deepcopy(_ALL_ON)}
+    _put(config, keys, "auto")
+    with pytest.raises(ConfigError) as caught:
+        parse(config)
+    (problem,) = [p for p in caught.value.problems if p.where == _path(keys)]
+    assert len(keys) == 1 or "nothing fills it in" in problem.why
