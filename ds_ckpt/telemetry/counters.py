@@ -1,0 +1,107 @@
+"""Counts what passes at each collective, by purpose, and each parameter's gathers.
+
+The counters are fed where the collective is called (`ds_ckpt.zero3.collectives`) with the sizes of
+the tensors handed over; nothing is predicted from the model. `sent_bytes` turns a payload into the
+bytes that leave this process, with the factor of the algorithm that the backend really runs; a
+contract test holds it against the interface's own counter.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Purpose(str, Enum):
+    """Why a collective runs. `gather_*` move weights, `reduce` moves gradients."""
+
+    GATHER_FORWARD = "gather_forward"
+    GATHER_RECOMPUTE = "gather_recompute"
+    GATHER_BACKWARD = "gather_backward"
+    REDUCE = "reduce"
+    OTHER = "other"
+
+
+def sent_bytes(op: str, payload_bytes: int, world: int, backend: str) -> int:
+    """Bytes that leave one process for one collective, on average over the group.
+
+    Args:
+        op: the collective's name.
+        payload_bytes: for `all_gather` this process's own part; for `all_to_all` what goes to
+            others; else the whole tensor.
+        world: size of the group.
+        backend: `torch.distributed.get_backend`'s word.
+
+    Gloo's reduce-scatter runs an all-reduce (measured at the interface: 1.00 of the tensor with
+    2 processes, twice what a ring reduce-scatter sends).
+    """
+    if world <= 1:
+        return 0
+    ring = (world - 1) / world
+    if op == "all_gather":
+        return payload_bytes * (world - 1)
+    if op == "all_to_all":
+        return payload_bytes
+    if op == "reduce_scatter":
+        return round(payload_bytes * ring * (2 if backend == "gloo" else 1))
+    if op == "all_reduce":
+        return round(payload_bytes * ring * 2)
+    return round(payload_bytes * ring)  # broadcast, reduce: one copy to each of the others in all
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The counters at one moment; subtract two to get what happened between them."""
+
+    bytes_sent: Mapping[Purpose, int]
+    collectives: Mapping[Purpose, int]
+    gathers: Mapping[int, int]
+
+    def __sub__(self, earlier: Snapshot) -> Snapshot:
+        return Snapshot(
+            {p: n - earlier.bytes_sent.get(p, 0) for p, n in self.bytes_sent.items()},
+            {p: n - earlier.collectives.get(p, 0) for p, n in self.collectives.items()},
+            {i: n - earlier.gathers.get(i, 0) for i, n in self.gathers.items()},
+        )
+
+
+@dataclass
+class Counters:
+    """What this process has sent (`bytes_sent`, payload bytes), and how often it gathered.
+
+    `gathers` maps DeepSpeed's `ds_id` of a parameter to its all-gathers.
+    """
+
+    bytes_sent: Counter[Purpose] = field(default_factory=Counter)
+    collectives: Counter[Purpose] = field(default_factory=Counter)
+    gathers: Counter[int] = field(default_factory=Counter)
+    _purpose: list[Purpose] = field(default_factory=list)
+
+    @contextmanager
+    def purpose(self, purpose: Purpose) -> Iterator[None]:
+        """Collectives called inside are counted under `purpose`; the innermost one wins."""
+        self._purpose.append(purpose)
+        try:
+            yield
+        finally:
+            self._purpose.pop()
+
+    def sent(self, number_of_bytes: int) -> None:
+        purpose = self._purpose[-1] if self._purpose else Purpose.OTHER
+        self.bytes_sent[purpose] += number_of_bytes
+        self.collectives[purpose] += 1
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(
+            {p: self.bytes_sent[p] for p in Purpose},
+            {p: self.collectives[p] for p in Purpose},
+            dict(self.gathers),
+        )
+
+    def reset(self) -> None:
+        self.bytes_sent.clear()
+        self.collectives.clear()
+        self.gathers.clear()

@@ -1,0 +1,103 @@
+"""Counts DeepSpeed's collectives where they are called: at its backend object.
+
+Every collective of DeepSpeed, and of this package, goes through the methods of one backend object
+(`deepspeed.comm.comm.cdb`), so wrapping them on the instance sees all of them once. All attached
+sessions share the wrapping; it goes when the last one detaches.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+
+from ds_ckpt.errors import ContractError, Problem
+from ds_ckpt.telemetry import Counters, sent_bytes
+from ds_ckpt.zero3.patch import Patches
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _all_to_all_payload(kwargs: dict[str, Any], world: int, me: int) -> int:
+    tensor: torch.Tensor = kwargs["input"]
+    splits = kwargs.get("input_split_sizes")
+    rows = tensor.shape[0] if tensor.dim() else 1
+    row_bytes = _nbytes(tensor) // max(rows, 1)
+    mine = splits[me] if splits else rows // world
+    return _nbytes(tensor) - int(mine) * row_bytes
+
+
+# method of the backend -> (collective, its first arguments, which of them is the payload);
+# DeepSpeed's decorator hides the signatures, so they are written down here
+_METHODS: dict[str, tuple[str, tuple[str, ...], str]] = {
+    "all_gather_into_tensor": ("all_gather", ("output_tensor", "input_tensor"), "input_tensor"),
+    "all_gather": ("all_gather", ("tensor_list", "tensor"), "tensor"),
+    "reduce_scatter_tensor": ("reduce_scatter", ("output_tensor", "input_tensor"), "input_tensor"),
+    "all_to_all_single": ("all_to_all", ("output", "input"), "input"),
+    "all_reduce": ("all_reduce", ("tensor",), "tensor"),
+    "broadcast": ("broadcast", ("tensor",), "tensor"),
+}
+
+_listeners: list[Counters] = []
+_patches = Patches()
+_patched_backend: Any = None
+
+
+def _wrap(
+    method: Callable[..., Any], op: str, names: tuple[str, ...], payload: str
+) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        group = kwargs.get("group")
+        world = torch_dist.get_world_size(group)
+        named = {**dict(zip(names, args, strict=False)), **kwargs}
+        if op == "all_to_all":
+            size = _all_to_all_payload(named, world, torch_dist.get_rank(group))
+        else:
+            size = _nbytes(named[payload])
+        sent = sent_bytes(op, size, world, torch_dist.get_backend(group))
+        for counters in _listeners:
+            counters.sent(sent)
+        return result
+
+    return counted
+
+
+def listen(counters: Counters) -> None:
+    """Start to count into `counters`. DeepSpeed's backend must be up."""
+    global _patched_backend
+    import deepspeed.comm.comm as ds_comm
+
+    if _patched_backend is not ds_comm.cdb:
+        missing = [name for name in _METHODS if not callable(getattr(ds_comm.cdb, name, None))]
+        if missing:
+            raise ContractError(
+                Problem(
+                    where="deepspeed.comm.comm.cdb",
+                    found=f"{type(ds_comm.cdb).__name__} without {', '.join(missing)}",
+                    why="bytes are counted where these methods are called",
+                    remedy="call deepspeed.init_distributed() first, or install a DeepSpeed that "
+                    "ds-ckpt doctor reports as tested",
+                )
+            )
+        _patches.undo()
+        for name, (op, arguments, payload) in _METHODS.items():
+            wrapped = _wrap(getattr(ds_comm.cdb, name), op, arguments, payload)
+            _patches.set(ds_comm.cdb, name, wrapped)
+        _patched_backend = ds_comm.cdb
+    _listeners.append(counters)
+
+
+def unlisten(counters: Counters) -> None:
+    """Stop counting into `counters`; the backend is as it was once nobody listens."""
+    global _patched_backend
+    _listeners[:] = [c for c in _listeners if c is not counters]
+    if not _listeners:
+        _patches.undo()
+        _patched_backend = None

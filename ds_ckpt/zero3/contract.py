@@ -1,0 +1,200 @@
+"""What the seams lean on inside DeepSpeed, and whether the installed one still has it.
+
+Each symbol is held by name, by signature and by a digest of its source (comments and blank lines
+left out). A missing symbol or another signature refuses the plugin; another digest alone warns, and
+the session then runs the identity check on the live engine (`GradientSeam.verify`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import textwrap
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ds_ckpt.errors import ContractError, Problem
+
+TESTED_VERSIONS = ("0.19.8",)
+
+_STAGE3 = "deepspeed.runtime.zero.stage3"
+_OPTIMIZER = f"{_STAGE3}:DeepSpeedZeroOptimizer_Stage3"
+_COORDINATOR = (
+    "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator"
+)
+_OFFLOAD = "deepspeed.runtime.zero.parameter_offload"
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """One thing that a seam leans on. `path` is `module:qualified.name`."""
+
+    path: str
+    signature: str
+    digest: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The state of one symbol in the installed DeepSpeed."""
+
+    symbol: str
+    status: Literal["ok", "digest_changed", "broken"]
+    detail: str
+    remedy: str
+
+
+SYMBOLS: tuple[Symbol, ...] = (
+    Symbol(
+        f"{_STAGE3}:reduce_scatter_coalesced",
+        "*args, **kwargs",
+        "f20ec8e87e93fe64",
+        "stand in for ZeRO-3's reduction of one bucket",
+    ),
+    Symbol(
+        f"{_OPTIMIZER}._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads",
+        "*args, **kwargs",
+        "f20ec8e87e93fe64",
+        "learn which parameters a bucket holds",
+    ),
+    Symbol(
+        f"{_OPTIMIZER}._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads",
+        "*args, **kwargs",
+        "f20ec8e87e93fe64",
+        "know that every bucket passes there",
+    ),
+    Symbol(
+        f"{_OPTIMIZER}.partition_grads",
+        "*args, **kwargs",
+        "f20ec8e87e93fe64",
+        "know that partitions are taken unpadded and in order",
+    ),
+    Symbol(
+        f"{_OPTIMIZER}.step",
+        "*args, **kwargs",
+        "f20ec8e87e93fe64",
+        "know that the overflow verdict comes before the weights change",
+    ),
+    Symbol(
+        f"{_OPTIMIZER}._loss_scale_update_and_overflow_cleanup",
+        "self",
+        "84ba975ed418807e",
+        "learn whether the step is skipped",
+    ),
+    Symbol(
+        f"{_OPTIMIZER}.backward_epilogue",
+        "self",
+        "39621f816a2c8a87",
+        "release what backward never came back for",
+    ),
+    Symbol(
+        f"{_OPTIMIZER}._get_param_partition_group",
+        "self, param",
+        "e8162d67d6a4a2e3",
+        "refuse a bucket whose group is not the data-parallel one",
+    ),
+    Symbol(
+        f"{_COORDINATOR}.release_sub_module",
+        "*args, **kwargs",
+        "f20ec8e87e93fe64",
+        "keep what recompute gathered until backward has used it",
+    ),
+    Symbol(
+        f"{_COORDINATOR}.fetch_sub_module",
+        "*args, **kwargs",
+        "f20ec8e87e93fe64",
+        "know when weights are gathered",
+    ),
+    Symbol(
+        f"{_COORDINATOR}._PartitionedParameterCoordinator__all_gather_params_",
+        "self, params, forward, quantize=",
+        "bd65ca6be1540d54",
+        "count gathers by purpose",
+    ),
+    Symbol(
+        f"{_COORDINATOR}._PartitionedParameterCoordinator__release_param",
+        "*args, **kwargs",
+        "f20ec8e87e93fe64",
+        "know what a release frees",
+    ),
+    Symbol(
+        f"{_OFFLOAD}:FWD_MODULE_STACK",
+        "list",
+        "",
+        "take back entries whose post-forward hook never ran",
+    ),
+    Symbol(
+        f"{_OFFLOAD}:DeepSpeedZeRoOffload.get_param_coordinator",
+        "self",
+        "2e0cd15719f6f16e",
+        "reach the coordinator",
+    ),
+)
+
+
+def _resolve(path: str) -> Any:
+    module, _, qualified = path.partition(":")
+    found: Any = importlib.import_module(module)
+    for name in qualified.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def _parameters(function: Any) -> str:
+    """Parameter names and whether they have a default; annotations may change freely."""
+    parts = []
+    for parameter in inspect.signature(function).parameters.values():
+        star = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        default = "=" if parameter.default is not parameter.empty else ""
+        parts.append(f"{star}{parameter.name}{default}")
+    return ", ".join(parts)
+
+
+def describe(target: Any) -> tuple[str, str]:
+    """Signature and source digest of a function, or the type's name of a plain object."""
+    if not callable(target):
+        return type(target).__name__, ""
+    source = textwrap.dedent(inspect.getsource(inspect.unwrap(target)))
+    lines = [line.strip() for line in source.splitlines()]
+    code = "\n".join(line for line in lines if line and not line.startswith("#"))
+    return _parameters(target), hashlib.sha256(code.encode()).hexdigest()[:16]
+
+
+def _check_one(symbol: Symbol, tested: str, installed: str) -> Finding:
+    install = f"install one of the tested versions: pip install 'deepspeed=={TESTED_VERSIONS[-1]}'"
+    try:
+        target = _resolve(symbol.path)
+        signature, digest = describe(target)
+    except (ImportError, AttributeError, OSError, TypeError) as error:
+        detail = f"not there in DeepSpeed {installed} ({error}); tested with {tested}"
+        return Finding(symbol.path, "broken", f"{detail}; used to {symbol.why}", install)
+    if signature != symbol.signature:
+        detail = f"takes ({signature}), expected ({symbol.signature}); used to {symbol.why}"
+        return Finding(symbol.path, "broken", detail, install)
+    if digest != symbol.digest:
+        detail = f"source changed in DeepSpeed {installed} (tested with {tested})"
+        remedy = "nothing: the identity check runs on the first bucket; or " + install
+        return Finding(symbol.path, "digest_changed", detail, remedy)
+    return Finding(symbol.path, "ok", symbol.why, "")
+
+
+def check(symbols: Iterable[Symbol] | None = None) -> list[Finding]:
+    """One finding for each symbol. Never raises for a DeepSpeed that moved."""
+    import deepspeed
+
+    tested = ", ".join(TESTED_VERSIONS)
+    installed = deepspeed.__version__
+    return [_check_one(s, tested, installed) for s in (SYMBOLS if symbols is None else symbols)]
+
+
+def require(symbols: Iterable[Symbol] | None = None) -> list[Finding]:
+    """Raise `ContractError` with every broken symbol; return those whose digest alone changed."""
+    findings = check(symbols)
+    broken = [f for f in findings if f.status == "broken"]
+    if broken:
+        why = "the plugin wraps this symbol and would act on wrong assumptions"
+        raise ContractError([Problem(f.symbol, f.detail, why, f.remedy) for f in broken])
+    return [f for f in findings if f.status == "digest_changed"]

@@ -1,0 +1,53 @@
+"""The installed DeepSpeed has what the seams lean on, and a moved one is told from it."""
+
+from __future__ import annotations
+
+import pytest
+
+from ds_ckpt.errors import ContractError
+from ds_ckpt.zero3 import contract
+
+FIRST = contract.SYMBOLS[0]
+
+
+def test_every_symbol_is_as_tested() -> None:
+    findings = contract.check()
+    assert len(findings) == len(contract.SYMBOLS) > 10
+    assert {f.status for f in findings} == {"ok"}
+
+
+def test_a_missing_symbol_is_refused_with_the_tested_versions() -> None:
+    moved = contract.Symbol(FIRST.path + "_gone", FIRST.signature, FIRST.digest, "reduce")
+    elsewhere = contract.Symbol("deepspeed.runtime.gone:thing", "", "", "reduce")
+    with pytest.raises(ContractError) as error:
+        contract.require([moved, elsewhere, FIRST])
+    assert len(error.value.problems) == 2
+    assert "reduce_scatter_coalesced_gone" in str(error.value)
+    assert contract.TESTED_VERSIONS[-1] in str(error.value)
+
+
+def test_another_signature_is_refused() -> None:
+    moved = contract.Symbol(FIRST.path, FIRST.signature + ", more", FIRST.digest, "reduce")
+    with pytest.raises(ContractError, match="takes"):
+        contract.require([moved])
+
+
+def test_another_digest_alone_only_warns() -> None:
+    moved = contract.Symbol(FIRST.path, FIRST.signature, "0" * 16, "reduce")
+    assert [f.status for f in contract.require([moved])] == ["digest_changed"]
+
+
+def test_digest_ignores_comments_and_space_only() -> None:
+    def one(a: int) -> int:
+        # a word
+        return a + 1
+
+    def two(a: int) -> int:
+
+        return a + 1
+
+    source = contract.describe
+    assert source(one)[0] == source(two)[0] == "a"
+    assert source(one)[1] != source(two)[1]  # the name differs
+    two_named_one = source(two)[1]
+    assert two_named_one == source(two)[1]
