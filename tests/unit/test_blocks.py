@@ -1,0 +1,84 @@
+"""Finding blocks: Hugging Face's layers, patterns, and what must be refused."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from ds_ckpt.activation import find_blocks
+from ds_ckpt.errors import ConfigError, UnsupportedError
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(2, 2)
+
+
+def test_by_class_name_and_by_pattern() -> None:
+    names = ["layers.0", "layers.1", "layers.2"]
+    assert [b.name for b in find_blocks(Model(), ["Block"])] == names
+    assert [b.name for b in find_blocks(Model(), ["layers.?"])] == names
+    assert [b.name for b in find_blocks(Model(), ["layers.1", "head"])] == ["layers.1", "head"]
+
+
+def test_a_part_of_a_found_block_is_not_a_block_of_its_own() -> None:
+    found = find_blocks(Model(), ["Block", "Linear", "Sequential"])
+    assert [b.name for b in found] == ["layers.0", "layers.1", "layers.2", "head"]
+
+
+def test_every_pattern_without_a_match_is_reported() -> None:
+    with pytest.raises(ConfigError) as error:
+        find_blocks(Model(), ["Blok", "layers.*", "nothing.*"])
+    assert [p.found for p in error.value.problems] == ['"Blok"', '"nothing.*"']
+    assert all("Block" in p.remedy for p in error.value.problems)
+
+
+def test_a_plain_model_must_name_its_blocks() -> None:
+    with pytest.raises(ConfigError) as error:
+        find_blocks(Model(), None)
+    problem = error.value.problems[0]
+    assert problem.where == "$.ds_ckpt.activation.modules"
+    assert '["Block"]' in problem.remedy
+
+
+def test_running_statistics_are_refused_by_name() -> None:
+    model = Model()
+    model.layers[1].inner.append(nn.BatchNorm1d(2))
+    with pytest.raises(UnsupportedError, match=r"layers\.1\.inner\.2"):
+        find_blocks(model, ["Block"])
+    model.layers[1].inner[2] = nn.BatchNorm1d(2, track_running_stats=False)
+    assert len(find_blocks(model, ["Block"])) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "layers"),
+    [
+        ("Llama", {}, 2),
+        ("GPT2", {"n_layer": 2, "n_embd": 32, "n_head": 4}, 2),
+        ("Bert", {}, 2),
+        ("T5", {"num_layers": 2, "d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 64}, 4),
+        ("ViT", {"image_size": 32, "patch_size": 16}, 2),
+    ],
+)
+def test_hugging_face_layers_are_found_without_a_word(
+    name: str, options: dict[str, int], layers: int
+) -> None:
+    import transformers
+
+    common = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    common |= {"num_attention_heads": 4, "vocab_size": 64} if name not in ("GPT2", "T5") else {}
+    if name == "ViT":
+        common.pop("vocab_size")
+    if name in ("GPT2", "T5"):
+        common = {"vocab_size": 64}
+    config = getattr(transformers, f"{name}Config")(**common, **options)
+    model = getattr(transformers, f"{name}Model")(config)
+    assert len(find_blocks(model, None)) == layers

@@ -1,0 +1,161 @@
+"""Checkpointing on plain torch: bit-equal gradients, one recompute a block, taken off again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from ds_ckpt.activation import CheckpointedBlocks
+from ds_ckpt.errors import UnsupportedError
+
+
+class Block(nn.Module):
+    """Keyword arguments, a dict output, dropout and a call counter."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+        self.dropout = nn.Dropout(0.2)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> dict[str, torch.Tensor]:
+        self.calls += 1
+        return {"x": x + scale * self.dropout(self.down(torch.relu(self.up(x))))}
+
+
+class Model(nn.Module):
+    def __init__(self, width: int, blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, block in enumerate(self.blocks):
+            x = block(x, scale=0.5 + index)["x"]
+        return x.square().mean()
+
+
+def _gradients(model: Model, x: torch.Tensor) -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    model.zero_grad()
+    model(x).backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    width=st.integers(1, 9),
+    blocks=st.integers(1, 4),
+    rows=st.integers(1, 5),
+    input_gradient=st.booleans(),
+)
+def test_gradients_are_bitwise_equal(
+    width: int, blocks: int, rows: int, input_gradient: bool
+) -> None:
+    torch.manual_seed(0)
+    model = Model(width, blocks)
+    x = torch.randn(rows, width, requires_grad=input_gradient)
+    plain = _gradients(model, x)
+    calls = [b.calls for b in model.blocks]
+    checkpointed = CheckpointedBlocks(model, ["Block"])
+    ours = _gradients(model, x)
+    assert [b.calls - c for b, c in zip(model.blocks, calls, strict=True)] == [2] * blocks
+    assert len(plain) == len(ours) == 4 * blocks
+    assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+    checkpointed.remove()
+    assert all("forward" not in vars(b) for b in model.blocks)
+
+
+def test_scopes_surround_every_recompute_and_nothing_else() -> None:
+    model = Model(4, 3)
+    events: list[str] = []
+
+    @contextmanager
+    def scope() -> Iterator[None]:
+        events.append("in")
+        try:
+            yield
+        finally:
+            events.append("out")
+
+    CheckpointedBlocks(model, ["Block"], [scope])
+    loss = model(torch.randn(2, 4))
+    assert events == []
+    loss.backward()
+    assert events == ["in", "out"] * 3
+
+
+def test_evaluation_and_no_grad_are_left_alone() -> None:
+    model = Model(4, 2)
+    CheckpointedBlocks(model, ["Block"])
+    with torch.no_grad():
+        model(torch.randn(2, 4))
+    model.eval()
+    model(torch.randn(2, 4)).backward()
+    assert [b.calls for b in model.blocks] == [2, 2]
+
+
+def _llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=32,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            use_cache=False,
+        )
+    ).train()
+
+
+def test_a_hugging_face_model_is_left_as_it_was_found() -> None:
+    model = _llama()
+    before = [dict(vars(m)) for m in model.modules()]
+    checkpointed = CheckpointedBlocks(model, None)
+    assert model.is_gradient_checkpointing
+    checkpointed.remove()
+    assert [dict(vars(m)) for m in model.modules()] == before
+    assert not model.is_gradient_checkpointing
+
+
+def test_transformers_own_switch_goes_on_working() -> None:
+    model = _llama()
+    CheckpointedBlocks(model, None)
+    ours = model.model.layers[0]._gradient_checkpointing_func
+    model.activation_checkpointing_disable()
+    assert not model.model.layers[0].gradient_checkpointing
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    assert model.model.layers[0].gradient_checkpointing
+    assert model.model.layers[0]._gradient_checkpointing_func == ours
+    for kwargs, options in (
+        ({"use_reentrant": True}, {}),
+        (None, {"every_n_layers": 2}),
+        (None, {"offload": True}),
+    ):
+        with pytest.raises(UnsupportedError, match="policy"):
+            model.activation_checkpointing_enable(kwargs, **options)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "options"),
+    [({"use_reentrant": True}, {}), (None, {"every_n_layers": 2}), (None, {"offload": True})],
+)
+def test_other_checkpointing_that_is_on_already_is_refused(
+    kwargs: dict[str, bool] | None, options: dict[str, Any]
+) -> None:
+    model = _llama()
+    model.activation_checkpointing_enable(kwargs, **options)
+    before = model.model.layers[0]._gradient_checkpointing_func
+    with pytest.raises(UnsupportedError, match="activation_checkpointing_kwargs"):
+        CheckpointedBlocks(model, None)
+    assert model.model.layers[0]._gradient_checkpointing_func is before
