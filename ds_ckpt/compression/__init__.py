@@ -1,0 +1,12 @@
+"""Pure maths over tensors: which entries travel, in how many bits, and what stays behind.
+
+Imports torch alone. Nothing here knows of processes, networks or DeepSpeed.
+"""
+
+from __future__ import annotations
+
+from ds_ckpt.compression.codec import Codec, Dense, ValueFormat
+from ds_ckpt.compression.feedback import Feedback, all_finite
+from ds_ckpt.compression.topk import Selection, TopK
+
+__all__ = ["Codec", "Dense", "Feedback", "Selection", "TopK", "ValueFormat", "all_finite"]

@@ -1,0 +1,156 @@
+"""Residuals: units, transactions, state."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ds_ckpt.compression import Feedback, all_finite
+from ds_ckpt.compression.feedback import _is_power_of_two
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def bits(state: dict[str, Tensor]) -> dict[str, list[int]]:
+    return {name: t.view(torch.int32).tolist() for name, t in state.items()}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 5),
+    st.sampled_from([1.0, 2.0, 65536.0, 1000.0]),
+    st.sampled_from(DTYPES),
+    st.integers(0, 2**31),
+)
+def test_the_units_are_those_of_the_mean(
+    world: int, loss_scale: float, dtype: torch.dtype, seed: int
+) -> None:
+    feedback = Feedback()
+    first, second = torch.randn(2, 50, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    expected = first.float() / (world * loss_scale)
+    assert torch.equal(feedback.accumulate("w", first, world, loss_scale), expected)
+    expected = expected + second.float() / (world * loss_scale)
+    assert torch.equal(feedback.accumulate("w", second, world, loss_scale), expected)
+
+
+def test_a_large_loss_scale_does_not_underflow_half_precision() -> None:
+    gradient = torch.full((4,), 1.0, dtype=torch.float16)
+    accumulated = Feedback().accumulate("w", gradient, 3, 2.0**20)
+    assert torch.equal(accumulated, torch.full((4,), 1.0) / (3 * 2.0**20))
+
+
+def test_the_gradient_is_not_changed() -> None:
+    gradient = torch.randn(10)
+    before = gradient.clone()
+    Feedback().accumulate("w", gradient, 2).zero_()
+    assert torch.equal(gradient, before)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 3), st.booleans()), min_size=1, max_size=6))
+def test_a_skipped_step_leaves_every_bit(steps: list[tuple[int, bool]]) -> None:
+    """(micro-steps, taken) for each step; after each the residual is that of the taken ones."""
+    generator = torch.Generator().manual_seed(len(steps))
+    feedback = Feedback()
+    expected: dict[str, Tensor] = {}
+    for micro_steps, taken in steps:
+        left = {name: t.clone() for name, t in expected.items()}
+        for _ in range(micro_steps):
+            for name in ("a", "b"):
+                gradient = torch.randn(9, generator=generator)
+                pending = feedback.accumulate(name, gradient, 2)
+                left[name] = left.get(name, torch.zeros(9)) + gradient / 2
+                assert torch.equal(pending, left[name])
+                pending[:4] = 0.0
+                left[name][:4] = 0.0
+        if taken:
+            feedback.commit()
+            expected = left
+        else:
+            pending.fill_(torch.nan)  # what an overflow leaves behind
+            feedback.rollback()
+        assert bits(feedback.state_dict()) == bits(expected)
+
+
+def test_state_is_that_of_committed_steps_and_does_not_alias() -> None:
+    feedback = Feedback()
+    assert feedback.state_dict() == {}
+    feedback.accumulate("w", torch.ones(3), 1)
+    assert feedback.state_dict() == {}
+    assert feedback.holds("w")
+    feedback.commit()
+    saved = feedback.state_dict()
+    for _ in range(3):
+        feedback.accumulate("w", torch.ones(3), 1)
+        feedback.commit()
+    assert torch.equal(saved["w"], torch.ones(3))
+    assert torch.equal(feedback.state_dict(copy=False)["w"], torch.full((3,), 4.0))
+
+
+def test_loading_replaces_everything() -> None:
+    feedback = Feedback()
+    for name in ("old", "w"):
+        feedback.accumulate(name, torch.ones(3), 1)
+    feedback.commit()
+    feedback.accumulate("w", torch.ones(3), 1)
+    source = {"w": torch.tensor([1.0, -0.0, 1e-42])}
+    feedback.load_state_dict(source)
+    assert bits(feedback.state_dict()) == bits(source)
+    assert not feedback.holds("old")
+    feedback.accumulate("w", torch.ones(3), 1)
+    feedback.commit()
+    assert source["w"].tolist() == torch.tensor([1.0, -0.0, 1e-42]).tolist()
+    other = Feedback()
+    other.load_state_dict(feedback.state_dict())
+    assert bits(other.state_dict()) == bits(feedback.state_dict())
+
+
+def test_disabled_feedback_carries_nothing() -> None:
+    feedback = Feedback(enabled=False)
+    for numel in (5, 3, 8):
+        accumulated = feedback.accumulate("w", torch.ones(numel), 2)
+        assert torch.equal(accumulated, torch.full((numel,), 0.5))
+        feedback.commit()
+    assert not feedback.holds("w")
+    assert feedback.state_dict() == {}
+    assert feedback.nbytes == 8 * 4
+
+
+def test_memory_is_two_buffers_a_parameter_once_steps_are_taken() -> None:
+    feedback = Feedback()
+    for _ in range(4):
+        feedback.accumulate("w", torch.ones(100), 2)
+        feedback.commit()
+    feedback.rollback()
+    assert feedback.nbytes == 2 * 100 * 4
+
+
+def test_another_length_is_refused() -> None:
+    feedback = Feedback()
+    feedback.load_state_dict({"layer.weight": torch.zeros(4)})
+    with pytest.raises(ValueError, match=r"layer\.weight.* 4 entries.* 5"):
+        feedback.accumulate("layer.weight", torch.zeros(5), 2)
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("at", [0, 500, 999])
+def test_one_bad_entry_is_seen(bad: float, at: int) -> None:
+    values = torch.randn(1000)
+    values[at] = bad
+    assert not all_finite(values)
+
+
+def test_large_finite_values_are_finite() -> None:
+    largest = torch.finfo(torch.float32).max
+    assert all_finite(torch.full((100,), largest))
+    assert all_finite(torch.tensor([largest, largest, -largest, -largest]))
+    assert all_finite(torch.tensor([]))
+    assert not all_finite(torch.tensor([torch.inf, -torch.inf]))
+
+
+def test_powers_of_two() -> None:
+    assert all(_is_power_of_two(x) for x in (1.0, 2.0, 65536.0, 0.25))
+    assert not any(_is_power_of_two(x) for x in (3.0, 6.0, 1000.0))
