@@ -1,0 +1,115 @@
+"""Who owns what, and where it lies in the buffer of a bucket. Pure arithmetic, no tensors.
+
+Ownership is ZeRO-3's: process r owns entries [r * chunk, min((r + 1) * chunk, numel)) of the
+flattened tensor, chunk = ceil(numel / world); the last processes may own fewer entries or none.
+
+A packet is what one process sends to one other for a bucket:
+
+    header (8 bytes; byte 0 is 1 where the sender saw a non-finite value) | payload | payload | ...
+
+one payload per tensor, for the destination's shard of it. All payloads of the bucket go to the
+same owner, so a packet's size depends on its destination alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+HEADER_BYTES = 8
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """ZeRO-3's division of `numel` entries over `world` processes."""
+
+    numel: int
+    world: int
+
+    @property
+    def chunk(self) -> int:
+        """Entries of a full shard."""
+        return -(-self.numel // self.world)
+
+    def shard(self, process: int) -> slice:
+        """The entries of the flattened tensor that `process` owns, possibly none."""
+        return slice(self._start(process), self._start(process + 1))
+
+    def size(self, process: int) -> int:
+        """Entries that `process` owns."""
+        return self._start(process + 1) - self._start(process)
+
+    def _start(self, process: int) -> int:
+        return min(process * self.chunk, self.numel)
+
+
+@dataclass(frozen=True)
+class PacketLayout:
+    """Byte offsets of one bucket, seen from process `dp_rank`.
+
+    Attributes:
+        send_bytes: packet size by destination; 0 for the process itself.
+        receive_bytes: packet size by source; 0 for the process itself.
+        payloads: start of each tensor's payload inside a packet, by destination, and one more
+            entry: the end of the packet.
+    """
+
+    dp_rank: int
+    send_bytes: tuple[int, ...]
+    receive_bytes: tuple[int, ...]
+    payloads: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(
+        cls,
+        shards: Sequence[ShardLayout],
+        payload_bytes: Sequence[Callable[[int], int]],
+        *,
+        dp_rank: int,
+        world: int,
+    ) -> PacketLayout:
+        """Lay out a bucket.
+
+        Args:
+            shards: of each tensor.
+            payload_bytes: of each tensor, its payload's size by number of entries; multiples of 8.
+        """
+        payloads = tuple(
+            tuple(
+                accumulate(
+                    (
+                        size_of(shard.size(dest))
+                        for shard, size_of in zip(shards, payload_bytes, strict=True)
+                    ),
+                    initial=HEADER_BYTES,
+                )
+            )
+            for dest in range(world)
+        )
+        peers = [p != dp_rank for p in range(world)]
+        own_bytes = payloads[dp_rank][-1]
+        return cls(
+            dp_rank=dp_rank,
+            send_bytes=tuple(payloads[p][-1] if peers[p] else 0 for p in range(world)),
+            receive_bytes=tuple(own_bytes if peers[p] else 0 for p in range(world)),
+            payloads=payloads,
+        )
+
+    def outgoing(self, dest: int) -> int:
+        """Start of the packet for `dest` in the send buffer."""
+        return sum(self.send_bytes[:dest])
+
+    def incoming(self, source: int) -> int:
+        """Start of the packet from `source` in the receive buffer."""
+        return sum(self.receive_bytes[:source])
+
+    def sent(self, dest: int, tensor: int) -> slice:
+        """Bytes of the send buffer that hold `tensor`'s payload for `dest`."""
+        start = self.outgoing(dest)
+        return slice(start + self.payloads[dest][tensor], start + self.payloads[dest][tensor + 1])
+
+    def received(self, source: int, tensor: int) -> slice:
+        """Bytes of the receive buffer that hold `tensor`'s payload from `source`."""
+        start, own = self.incoming(source), self.payloads[self.dp_rank]
+        return slice(start + own[tensor], start + own[tensor + 1])
