@@ -28,7 +28,9 @@ class DsCkptError(Exception):
 
     headline = "ds_ckpt cannot go on"
 
-    def __init__(self, problems: Problem | Sequence[Problem], *, headline: str | None = None) -> None:
+    def __init__(
+        self, problems: Problem | Sequence[Problem], *, headline: str | None = None
+    ) -> None:
         self.problems: tuple[Problem, ...] = (
             (problems,) if isinstance(problems, Problem) else tuple(problems)
         )

@@ -90,7 +90,7 @@ class CheckpointedBlocks:
                     raise UnsupportedError(problem)
             for part in module.modules():
                 if hasattr(part, "gradient_checkpointing"):
-                    part.gradient_checkpointing = enable
+                    setattr(part, "gradient_checkpointing", enable)  # noqa: B010 - not a Tensor
 
         return _set_gradient_checkpointing
 
@@ -153,7 +153,8 @@ def _refuse_other_checkpointing(model: nn.Module) -> None:
     if on and repeated:
         flags = [bool(m.gradient_checkpointing) for m in repeated]
         every_n = round(len(flags) / max(sum(flags), 1))
-    objections = {_objection(m._gradient_checkpointing_func, every_n) for m in on if m in layers}
+    functions: list[Any] = [m._gradient_checkpointing_func for m in on if m in layers]
+    objections = {_objection(function, every_n) for function in functions}
     problems = [o for o in objections if o is not None]
     if problems:
         raise UnsupportedError(problems, headline="the model already has other checkpointing on")

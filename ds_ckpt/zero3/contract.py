@@ -147,7 +147,8 @@ def _parameters(function: Any) -> str:
     """Parameter names and whether they have a default; annotations may change freely."""
     parts = []
     for parameter in inspect.signature(function).parameters.values():
-        star = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        kind = parameter.kind
+        star = "*" * (1 if kind == kind.VAR_POSITIONAL else 2 if kind == kind.VAR_KEYWORD else 0)
         default = "=" if parameter.default is not parameter.empty else ""
         parts.append(f"{star}{parameter.name}{default}")
     return ", ".join(parts)

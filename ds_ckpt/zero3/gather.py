@@ -74,8 +74,9 @@ class GatherSeam:
             self._release(submodule, forward=forward)
 
         def epilogue(*args: Any, **kwargs: Any) -> Any:
+            result = backward_epilogue(*args, **kwargs)  # ends every backward that has begun
             self.release_kept()
-            return backward_epilogue(*args, **kwargs)
+            return result
 
         name = "_PartitionedParameterCoordinator__all_gather_params_"
         self._patches.set(coordinator, name, counted_gather)
@@ -88,10 +89,16 @@ class GatherSeam:
         return getattr(self._local, "depth", 0) > 0
 
     def release_kept(self) -> None:
-        """Release what no backward came back for, as the coordinator would after a forward."""
-        kept, self._kept = self._kept, {}
-        for module in kept.values():
-            self._release(module, forward=True)
+        """Release what no backward came back for, as the coordinator would after a forward.
+
+        Modules whose backward has begun are left: with checkpointing inside a checkpointed block,
+        the inner recompute starts in the middle of the outer block's backward.
+        """
+        begun = self._coordinator._PartitionedParameterCoordinator__active_backward_submodules
+        for key, module in list(self._kept.items()):
+            if module.ds_id not in begun:
+                del self._kept[key]
+                self._release(module, forward=True)
 
     @contextmanager
     def recompute(self) -> Iterator[None]:

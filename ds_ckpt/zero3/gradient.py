@@ -22,7 +22,8 @@ from ds_ckpt.errors import ContractError, Problem, UnsupportedError
 from ds_ckpt.telemetry import Counters, Purpose
 from ds_ckpt.zero3.patch import Patches
 
-Reduce = Callable[[list[torch.Tensor], Any], list[torch.Tensor]]
+Reduce = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+"""A bucket's full gradients to this process's parts."""
 
 
 class BucketExchange(Protocol):
@@ -58,16 +59,20 @@ class _Dispatcher:
         self._users += 1
         if self._users > 1:
             return
-        stock: Reduce = stage3.reduce_scatter_coalesced
+        stock = stage3.reduce_scatter_coalesced
 
         def reduce_scatter_coalesced(
             tensors: list[torch.Tensor], group: Any = None
         ) -> list[torch.Tensor]:
+            def in_group(bucket: list[torch.Tensor]) -> list[torch.Tensor]:
+                result: list[torch.Tensor] = stock(bucket, group)
+                return result
+
             seam, params = getattr(self._local, "bucket", (None, ()))
             if seam is None:  # another engine in this program, which has no session
-                return stock(tensors, group)
-            result: list[torch.Tensor] = seam.reduce_bucket(params, tensors, group, stock)
-            return result
+                return in_group(tensors)
+            parts: list[torch.Tensor] = seam.reduce_bucket(params, tensors, group, in_group)
+            return parts
 
         reduce_scatter_coalesced.__wrapped__ = stock  # type: ignore[attr-defined]
         self._patches.set(stage3, "reduce_scatter_coalesced", reduce_scatter_coalesced)
@@ -143,17 +148,15 @@ class GradientSeam:
     ) -> list[torch.Tensor]:
         """Answer one call of `reduce_scatter_coalesced` for the bucket's parameters."""
         if self._exchange is None:
-            return stock(tensors, group)
+            return stock(tensors)
         assert len(params) == len(tensors), "DeepSpeed handed over another bucket than announced"
         self._refuse_foreign_group(params[0], group)
         names = [self._names[p.ds_id] for p in params]
         scale = float(self._optimizer.loss_scale)
         if self._verify is not None:
-            self._check_identity(self._verify, names, tensors, scale, group, stock)
+            self._check_identity(self._verify, names, tensors, scale, stock)
             self._verify = None
-        return self._exchange.reduce(
-            names, tensors, loss_scale=scale, stock=lambda t, g=group: stock(t, g)
-        )
+        return self._exchange.reduce(names, tensors, loss_scale=scale, stock=stock)
 
     def _refuse_foreign_group(self, param: Any, group: Any) -> None:
         ours = self._optimizer.dp_process_group
@@ -175,16 +178,11 @@ class GradientSeam:
         names: Sequence[str],
         tensors: list[torch.Tensor],
         scale: float,
-        group: Any,
         stock: Reduce,
     ) -> None:
-        def stock_in_group(copies: list[torch.Tensor], _: Any = None) -> list[torch.Tensor]:
-            return stock(copies, group)
-
-        expected = stock_in_group([t.clone() for t in tensors])
-        got = dense.reduce(
-            names, [t.clone() for t in tensors], loss_scale=scale, stock=stock_in_group
-        )
+        expected = stock([t.clone() for t in tensors])
+        copies = [t.clone() for t in tensors]
+        got = dense.reduce(names, copies, loss_scale=scale, stock=stock)
         # rounding may differ in the order of summation alone
         tolerance = 8 * torch.finfo(tensors[0].dtype).eps
         for name, a, b in zip(names, expected, got, strict=True):

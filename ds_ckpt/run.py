@@ -1,0 +1,39 @@
+"""Runs a training script with the plugin installed: `deepspeed --module ds_ckpt.run train.py ...`.
+
+The script needs no change. DeepSpeed's launcher passes `--local_rank=N` before or after the
+script's name; it goes on to the script, as without this module.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+USAGE = "usage: deepspeed [launcher options] --module ds_ckpt.run SCRIPT.py [script options]"
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Install the plugin, then run the script as `__main__`.
+
+    Raises:
+        SystemExit: with a word on what is missing.
+    """
+    args = list(sys.argv[1:] if argv is None else argv)
+    position = next((i for i, a in enumerate(args) if not a.startswith("-")), None)
+    if position is None:
+        raise SystemExit(f"ds_ckpt.run: no script was named\n{USAGE}")
+    script = args[position]
+    if not os.path.isfile(script):
+        raise SystemExit(f"ds_ckpt.run: {script}: no such file in {os.getcwd()}\n{USAGE}")
+    from ds_ckpt.session import install
+
+    install()
+    sys.argv = [script, *args[:position], *args[position + 1 :]]
+    # as `python SCRIPT` would: the script's own folder comes first
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
