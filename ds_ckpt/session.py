@@ -32,7 +32,7 @@ from ds_ckpt.zero3.patch import Patches
 
 log = logging.getLogger("ds_ckpt")
 _T = TypeVar("_T")
-_sessions: weakref.WeakKeyDictionary[Any, Session] = weakref.WeakKeyDictionary()
+_ATTRIBUTE = "_ds_ckpt_session"
 
 
 class Session:
@@ -55,12 +55,14 @@ class Session:
         self._exchange: ScheduledExchange | None = None
         self._feedback: Feedback | None = None
         self._patches = Patches()
+        self._on_drop: list[Any] = []
+        """What to do for the rest of the program when the engine is dropped without `detach`."""
         try:
             self._put_together()
         except BaseException:
             self.detach()
             raise
-        _sessions[engine] = self
+        self._patches.set(engine, _ATTRIBUTE, self)
         self.summary = self._describe()
         if torch.distributed.get_rank() == 0:
             _make_heard()
@@ -71,6 +73,7 @@ class Session:
         stage3 = engine.zero_optimization_stage() == 3
         changed = contract.require() if stage3 else []
         collectives.listen(self.counters)
+        self._on_drop.append(weakref.finalize(engine, collectives.unlisten, self.counters))
         if stage3:
             self._attach_seams(changed)
         if config.activation.policy == "block":
@@ -78,6 +81,14 @@ class Session:
             self._blocks = CheckpointedBlocks(engine.module, config.activation.modules, scopes)
         if config.telemetry.enabled:
             self._attach_telemetry()
+        destroy = engine.destroy
+
+        @functools.wraps(destroy)
+        def detach_and_destroy() -> None:
+            self.detach()
+            destroy()
+
+        self._patches.set(engine, "destroy", detach_and_destroy)
 
     def _attach_seams(self, changed: list[contract.Finding]) -> None:
         engine, config = self.engine, self.config
@@ -107,6 +118,7 @@ class Session:
         self._gradient = GradientSeam(
             optimizer, names, self._exchange, self.counters, verify=verify
         )
+        self._on_drop.append(weakref.finalize(engine, self._gradient.lease.close))
 
     def _build(self, settings: ExchangeSettings) -> tuple[ScheduledExchange, Feedback | None]:
         from deepspeed import comm
@@ -225,7 +237,8 @@ class Session:
         self._blocks = self._gradient = self._gather = None
         self._exchange = self._feedback = None
         collectives.unlisten(self.counters)
-        _sessions.pop(self.engine, None)
+        for finalizer in self._on_drop:
+            finalizer.detach()
 
 
 def _make_heard() -> None:
@@ -284,7 +297,8 @@ def _settings(config: PluginConfig) -> ExchangeSettings:
 
 def session_of(engine: Any) -> Session | None:
     """The session of an engine, None where the plugin is not on it."""
-    return _sessions.get(engine)
+    session: Session | None = vars(engine).get(_ATTRIBUTE)
+    return session
 
 
 def attach(engine: Any) -> Session:

@@ -89,6 +89,22 @@ class _Dispatcher:
 _dispatcher = _Dispatcher()
 
 
+class Lease:
+    """One user's hold on the replaced module-global. `close()` may be called more than once.
+
+    Apart from the seam, so that it can be given up when an engine is dropped without a word.
+    """
+
+    def __init__(self) -> None:
+        self._open = True
+        _dispatcher.acquire()
+
+    def close(self) -> None:
+        if self._open:
+            self._open = False
+            _dispatcher.release()
+
+
 class GradientSeam:
     """Routes one ZeRO-3 optimizer's buckets to a `BucketExchange`. `detach()` restores it.
 
@@ -137,7 +153,7 @@ class GradientSeam:
                 self._exchange.step_ended(skipped=bool(skipped))
             return skipped
 
-        _dispatcher.acquire()
+        self.lease = Lease()
         prefix = "_DeepSpeedZeroOptimizer_Stage3__"
         self._patches.set(optimizer, f"{prefix}avg_scatter_grads", avg_scatter_grads)
         name = "_loss_scale_update_and_overflow_cleanup"
@@ -202,4 +218,4 @@ class GradientSeam:
     def detach(self) -> None:
         """Give the optimizer its own methods back."""
         self._patches.undo()
-        _dispatcher.release()
+        self.lease.close()

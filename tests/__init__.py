@@ -1,0 +1,1 @@
+"""The tests of ds_ckpt."""

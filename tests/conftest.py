@@ -1,0 +1,51 @@
+"""For all tests: no process may outlive the session, and CI may not pass on skips alone."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+
+import psutil
+import pytest
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def pytest_configure() -> None:
+    # Processes whose parent has ended become children of this one instead of init's, so that
+    # none of them escapes the check at the end.
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    said = []
+    left = _living_children()
+    if left:
+        said = ["processes were left behind (now killed):", *left]
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    ran = session.testscollected and not session.config.option.collectonly
+    if ran and reporter and os.environ.get("CI") == "true" and not reporter.stats.get("passed"):
+        said.append("no test has passed: with CI=true that is a failure")
+        session.exitstatus = session.exitstatus or pytest.ExitCode.NO_TESTS_COLLECTED
+    if reporter:
+        for line in said:
+            reporter.write_line(line, red=True)
+
+
+def _living_children() -> list[str]:
+    """What still runs, by command line; killed on the way."""
+    left = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            command = " ".join(process.cmdline())
+            # Python's own helper of multiprocessing ends with its parent.
+            if process.status() == psutil.STATUS_ZOMBIE or "resource_tracker" in command:
+                continue
+            left.append(f"  {process.pid}: {command}")
+            process.kill()
+    return left

@@ -1,0 +1,398 @@
+"""Run in the worker processes: the gradient seam and Top-K on real engines."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ds_ckpt
+from ds_ckpt.telemetry import Purpose
+from tests.distributed import models
+from tests.distributed.pool import fresh
+
+
+def run(kind: str, section: dict[str, Any], steps: int, **options: Any) -> dict[str, Any]:
+    """Train; losses, weights and what was sent. An empty section is plain DeepSpeed."""
+    fresh()
+    sections = {"ds_ckpt": section} if section else {}
+    engine = models.start(kind, models.zero3_config(**sections, **options))
+    session = ds_ckpt.session_of(engine)
+    losses = models.train(engine, kind, steps)
+    result = {
+        "losses": losses,
+        "weights": models.weights_digest(engine),
+        "active": session is not None,
+        "sent": session.counters.bytes_sent[Purpose.REDUCE] if session else 0,
+        "collectives": session.counters.collectives[Purpose.REDUCE] if session else 0,
+        "residuals": dict(session.residuals) if session else {},
+        "skipped": engine.skipped_steps,
+    }
+    engine.destroy()
+    return result
+
+
+def conservation(kind: str, section: dict[str, Any], steps: int) -> dict[str, float]:
+    """Law 3 on a live engine: what the processes put in against what the owners took out.
+
+    A twin engine without the plugin, fed the same weights' gradients, gives what went in: at
+    lr 0 the weights never move, so both see the same gradients at every step.
+    """
+    delivered = _sums(kind, {"ds_ckpt": section}, steps)
+    put_in = _sums(kind, {}, steps)
+    worst = 0.0
+    for name, total in put_in["taken"].items():
+        left = delivered["left"].get(name, torch.zeros_like(total))
+        gap = (delivered["taken"][name] + left - total).abs().max().item()
+        scale = total.abs().max().item() + 1e-12
+        worst = max(worst, gap / scale)
+    compressed = sum(float(r.abs().sum()) > 0 for r in delivered["left"].values())
+    return {"worst": worst, "compressed": float(compressed)}
+
+
+def _sums(kind: str, sections: dict[str, Any], steps: int) -> dict[str, dict[str, torch.Tensor]]:
+    fresh()
+    engine = models.start(kind, models.zero3_config(lr=0.0, **sections))
+    session = ds_ckpt.session_of(engine)
+    taken: dict[str, torch.Tensor] = {}
+    for step in range(steps):
+        torch.manual_seed(step + dist.get_rank())
+        data = models.batch(kind, step, dist.get_rank())
+        engine.backward(models.loss_of(engine(**data)))
+        full = full_gradients(engine)
+        for name, gradient in full.items():
+            taken[name] = taken.get(name, 0) + gradient.double()
+        engine.step()
+    left = {}
+    for name, residual in (session.residuals if session else {}).items():
+        total = residual.double().clone()
+        dist.all_reduce(total)
+        left[name] = total
+    engine.destroy()
+    return {"taken": taken, "left": left}
+
+
+def full_gradients(engine: Any) -> dict[str, torch.Tensor]:
+    """The averaged gradient of every parameter, flat, put together from the owners' parts."""
+    names = {p.ds_id: n for n, p in engine.module.named_parameters()}
+    optimizer, world, me = engine.optimizer, dist.get_world_size(), dist.get_rank()
+    full = {}
+    for index, group in enumerate(optimizer.fp16_groups):
+        for parameter, part in zip(group, optimizer.averaged_gradients[index], strict=True):
+            if not parameter.requires_grad:
+                continue
+            chunk = math.ceil(parameter.ds_numel / world)
+            whole = torch.zeros(chunk * world)
+            real = max(0, min(chunk, parameter.ds_numel - me * chunk))
+            whole[me * chunk : me * chunk + real] = part.flatten()[:real]
+            dist.all_reduce(whole)
+            full[names[parameter.ds_id]] = whole[: parameter.ds_numel]
+    return full
+
+
+def poisoned(
+    section: dict[str, Any], value: float, where: tuple[int, int, str], accumulation: int
+) -> dict[str, Any]:
+    """Train with one non-finite gradient entry in one process, micro-step and parameter.
+
+    Returns residuals before and after the bad step, and the loss curve after it, beside a run in
+    which the bad step's data never came.
+    """
+    fresh()
+    victim, micro_at, parameter = where
+    bad_step = 2
+
+    def spoil(engine: Any, step: int, micro: int) -> None:
+        if (step, micro, dist.get_rank()) != (bad_step, micro_at, victim):
+            return
+        target = dict(engine.module.named_parameters())[parameter]
+
+        def inject(gradient: torch.Tensor) -> torch.Tensor:
+            handle.remove()
+            spoiled = gradient.clone()
+            # the last entry belongs to the last owner, the first to the first
+            spoiled.view(-1)[-1 if victim == 0 else 0] = value
+            return spoiled
+
+        handle = target.register_hook(inject)
+
+    config = models.zero3_config(accumulation=accumulation, ds_ckpt=section)
+    engine = models.start("llama", config)
+    session = ds_ckpt.session_of(engine)
+    assert session is not None
+    models.train(engine, "llama", bad_step)
+    before = {n: r.clone() for n, r in session.residuals.items()}
+    weights = models.weights_digest(engine)
+    models.train(engine, "llama", 1, first=bad_step, spoil=spoil)
+    after = session.residuals
+    skipped = weights == models.weights_digest(engine)
+    equal = before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
+    held = sum(float(r.abs().sum()) > 0 for r in before.values())
+    losses = models.train(engine, "llama", 3, first=bad_step + 1)
+    engine.destroy()
+    # the same run without that step
+    fresh()
+    engine = models.start("llama", config)
+    models.train(engine, "llama", bad_step)
+    engine.global_steps += 1
+    expected = models.train(engine, "llama", 3, first=bad_step + 1)
+    engine.destroy()
+    return {
+        "skipped": skipped,
+        "equal": equal,
+        "held": held,
+        "losses": losses,
+        "expected": expected,
+    }
+
+
+def stock_skips(value: float) -> bool:
+    """Whether plain DeepSpeed leaves the weights alone after the same injection."""
+    fresh()
+    engine = models.start("llama", models.zero3_config(), plugin=False)
+    models.train(engine, "llama", 1)
+    weights = models.weights_digest(engine)
+    target = dict(engine.module.named_parameters())["lm_head.weight"]
+
+    def inject(gradient: torch.Tensor) -> torch.Tensor:
+        handle.remove()
+        spoiled = gradient.clone()
+        spoiled.view(-1)[0] = value
+        return spoiled
+
+    if dist.get_rank() == 1:
+        handle = target.register_hook(inject)
+    models.train(engine, "llama", 1, first=1)
+    same = weights == models.weights_digest(engine)
+    engine.destroy()
+    return same
+
+
+def detach_restores(section: dict[str, Any]) -> dict[str, Any]:
+    """What differs in DeepSpeed's objects after attach and detach; empty lists are right."""
+    import deepspeed
+    from deepspeed.comm import comm
+    from deepspeed.runtime.zero import stage3
+
+    fresh()
+    engine = models.start("llama", models.zero3_config(), plugin=False)
+    engine._config._param_dict["ds_ckpt"] = section
+    coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
+    things = [engine, engine.optimizer, coordinator, comm.cdb, engine.module]
+    things += list(engine.module.modules())
+    before = [dict(vars(t)) for t in things]
+    globals_before = (stage3.reduce_scatter_coalesced, deepspeed.initialize)
+    session = ds_ckpt.attach(engine)
+    changed = [k for t, b in zip(things, before, strict=True) for k in vars(t) if _differs(t, b, k)]
+    session.detach()
+    left = [k for t, b in zip(things, before, strict=True) for k in vars(t) if _differs(t, b, k)]
+    left += [k for t, b in zip(things, before, strict=True) for k in b if k not in vars(t)]
+    same_globals = globals_before == (stage3.reduce_scatter_coalesced, deepspeed.initialize)
+    gone = ds_ckpt.session_of(engine) is None
+    losses = models.train(engine, "llama", 3)
+    engine.destroy()
+    return {
+        "changed": changed,
+        "left": left,
+        "globals": same_globals,
+        "gone": gone,
+        "losses": losses,
+    }
+
+
+def _differs(thing: Any, before: dict[str, Any], key: str) -> bool:
+    return key not in before or vars(thing)[key] is not before[key]
+
+
+def save_and_train(folder: str, section: dict[str, Any], split: int, steps: int) -> dict[str, Any]:
+    """Train `steps` with a checkpoint after `split` of them."""
+    fresh()
+    engine = models.start("llama", models.zero3_config(ds_ckpt=section))
+    session = ds_ckpt.session_of(engine)
+    models.train(engine, "llama", split)
+    engine.save_checkpoint(folder)
+    saved = total_residual(session)
+    losses = models.train(engine, "llama", steps - split, first=split)
+    digest = models.weights_digest(engine)
+    engine.destroy()
+    files = sorted(p.name for p in Path(folder).rglob("ds_ckpt_residuals*"))
+    return {"losses": losses, "weights": digest, "saved": saved, "files": files}
+
+
+def total_residual(session: Any) -> dict[str, torch.Tensor]:
+    """Residuals summed over processes, in float64."""
+    totals = {}
+    for name, residual in sorted(session.residuals.items()):
+        total = residual.double().clone()
+        dist.all_reduce(total)
+        totals[name] = total
+    return totals
+
+
+def resume_and_train(
+    folder: str, section: dict[str, Any], split: int, steps: int
+) -> dict[str, Any]:
+    """Load the checkpoint into a fresh engine and train on."""
+    fresh()
+    engine = models.start("llama", models.zero3_config(ds_ckpt=section))
+    session = ds_ckpt.session_of(engine)
+    engine.load_checkpoint(folder)
+    loaded = total_residual(session)
+    losses = models.train(engine, "llama", steps - split, first=split)
+    digest = models.weights_digest(engine)
+    engine.destroy()
+    return {"losses": losses, "weights": digest, "loaded": loaded}
+
+
+def resume_error(folder: str, section: dict[str, Any], kind: str = "llama") -> str:
+    """The message of a load that must be refused; residuals must be untouched after it."""
+    fresh()
+    engine = models.start(kind, models.zero3_config(ds_ckpt=section))
+    session = ds_ckpt.session_of(engine)
+    models.train(engine, kind, 2)
+    before = {n: r.clone() for n, r in session.residuals.items()}
+    try:
+        engine.load_checkpoint(folder)
+        message = ""
+    except ds_ckpt.StateError as error:
+        message = str(error)
+    after = session.residuals
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[n], after[n]) for n in before)
+    engine.destroy()
+    return message
+
+
+def save_plain(folder: str) -> None:
+    """A checkpoint of plain DeepSpeed."""
+    fresh()
+    engine = models.start("llama", models.zero3_config(), plugin=False)
+    models.train(engine, "llama", 2)
+    engine.save_checkpoint(folder)
+    engine.destroy()
+
+
+def load_residuals_only(folder: str) -> dict[str, torch.Tensor]:
+    """Read residuals saved by another world size and give their sum over this one."""
+    from ds_ckpt.compression.feedback import Feedback
+    from ds_ckpt.exchange.state import ResidualFiles
+
+    model = models.build("llama")
+    feedback = Feedback(enabled=True)
+    files = ResidualFiles(
+        feedback,
+        method="topk",
+        numels={n: p.numel() for n, p in model.named_parameters()},
+        dp_rank=dist.get_rank(),
+        world=dist.get_world_size(),
+        barrier=dist.barrier,
+    )
+    files.restore(files.read(Path(folder)))
+
+    class _Holder:
+        residuals = feedback.state_dict()
+
+    # a process that got nothing has no entries: give every process the same names
+    names = sorted({n for n, p in model.named_parameters() if p.dim() >= 2})
+    for name in names:
+        numel = dict(model.named_parameters())[name].numel()
+        _Holder.residuals.setdefault(name, torch.zeros(numel))
+    return total_residual(_Holder)
+
+
+def identity_check(broken: bool) -> str:
+    """Attach as if DeepSpeed's source had changed; `broken` makes its reduction mean another thing.
+
+    Returns the error's message, empty where training went through.
+    """
+    from deepspeed.runtime.zero import stage3
+
+    from ds_ckpt.zero3 import contract
+
+    fresh()
+    require, stock = contract.require, stage3.reduce_scatter_coalesced
+    first = contract.SYMBOLS[0]
+    changed = contract.Finding(first.path, "digest_changed", "source changed", "")
+    contract.require = lambda symbols=None: [changed]
+    if broken:  # the sum, where the mean was meant
+        stage3.reduce_scatter_coalesced = lambda tensors, group=None: [
+            part * dist.get_world_size(group) for part in stock(tensors, group)
+        ]
+    try:
+        engine = models.start("llama", models.zero3_config(ds_ckpt=topk_now()))
+        models.train(engine, "llama", 2)
+        engine.destroy()
+        return ""
+    except ds_ckpt.ContractError as error:
+        return str(error)
+    finally:
+        contract.require = require
+        session = ds_ckpt.session_of(engine)
+        if session is not None:
+            session.detach()
+        stage3.reduce_scatter_coalesced = stock
+
+
+def topk_now() -> dict[str, Any]:
+    """Top-K from the first step on."""
+    return models.topk_section(topk={"density": 0.05})
+
+
+def sixteen_bit(accumulation: int) -> dict[str, Any]:
+    """bf16 training with Top-K beside plain DeepSpeed: losses, residual dtypes."""
+    result = {}
+    for name, section in (("stock", {}), ("topk", {"ds_ckpt": topk_now()})):
+        fresh()
+        config = models.zero3_config(
+            lr=1e-3, accumulation=accumulation, bf16={"enabled": True}, **section
+        )
+        engine = models.start("llama", config)
+        session = ds_ckpt.session_of(engine)
+        losses = models.train(engine, "llama", 12)
+        residuals = session.residuals if session else {}
+        result[name] = {
+            "losses": losses,
+            "dtypes": {str(r.dtype) for r in residuals.values()},
+            "finite": all(bool(torch.isfinite(r).all()) for r in residuals.values()),
+        }
+        engine.destroy()
+    return result
+
+
+def dropped_engine_leaves_nothing() -> dict[str, Any]:
+    """An engine that is dropped without `detach` gives up what it held of the program."""
+    import gc
+
+    from deepspeed.comm import comm
+    from deepspeed.runtime.zero import stage3
+
+    fresh()
+    stock = stage3.reduce_scatter_coalesced
+    engine = models.start("llama", models.zero3_config(ds_ckpt=topk_now()))
+    held = stage3.reduce_scatter_coalesced is not stock
+    destroyed = models.start("llama", models.zero3_config(ds_ckpt=topk_now()))
+    destroyed.destroy()
+    kept = stage3.reduce_scatter_coalesced is not stock and ds_ckpt.session_of(destroyed) is None
+    models.train(engine, "llama", 1)
+    # what DeepSpeed's own hooks keep of an engine is its matter: take them off as destroy does
+    type(engine).destroy(engine)
+    parameter_offload_stack().clear()
+    del engine, destroyed
+    gc.collect()
+    restored = stage3.reduce_scatter_coalesced is stock
+    return {
+        "held": held,
+        "kept": kept,
+        "restored": restored,
+        "listening": "all_reduce" in vars(comm.cdb),
+    }
+
+
+def parameter_offload_stack() -> list[Any]:
+    """DeepSpeed's module-level stack, which keeps models alive."""
+    from deepspeed.runtime.zero import parameter_offload
+
+    return parameter_offload.FWD_MODULE_STACK

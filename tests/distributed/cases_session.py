@@ -1,0 +1,241 @@
+"""Run in the worker processes: every way in ends in the same session."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ds_ckpt
+from ds_ckpt.telemetry.activations import HeldActivations
+from tests.distributed import models
+from tests.distributed.pool import fresh
+
+BLOCK = {"ds_ckpt": {"activation": {"policy": "block"}}}
+
+
+def held_bytes(kind: str, sections: dict[str, Any], plugin: bool = True) -> dict[str, Any]:
+    """Activation bytes that autograd holds after forward, and the gradients' bits."""
+    fresh()
+    engine = models.start(kind, models.zero3_config(**sections), plugin=plugin)
+    data = models.batch(kind, 0, dist.get_rank())
+    with HeldActivations(engine.module) as held:
+        loss = models.loss_of(engine(**data))
+    engine.backward(loss)
+    groups = engine.optimizer.averaged_gradients.values()
+    gradients = [g.detach().clone() for group in groups for g in group]
+    engine.destroy()
+    return {"held": held.bytes, "gradients": gradients, "loss": float(loss)}
+
+
+def ways_in(way: str, sections: dict[str, Any]) -> dict[str, Any]:
+    """Train three steps through one way in; what the session looks like, and the losses."""
+    fresh()
+    config = models.zero3_config(**sections)
+    model = models.build("llama")
+    installed = way == "install"
+    if installed:
+        ds_ckpt.install()
+        ds_ckpt.install()  # idempotent
+    try:
+        if way == "attach":
+            engine, *_ = deepspeed.initialize(
+                model=model, model_parameters=model.parameters(), config=config
+            )
+            before = ds_ckpt.session_of(engine)
+            assert before is None
+            ds_ckpt.attach(engine)
+        elif way == "install":
+            engine, *_ = deepspeed.initialize(
+                model=model, model_parameters=model.parameters(), config=config
+            )
+        elif way == "file":
+            path = Path("/tmp") / f"ds_ckpt_test_{dist.get_rank()}.json"
+            path.write_text(json.dumps(config))
+            engine, *_ = ds_ckpt.initialize(
+                model=model, model_parameters=model.parameters(), config=str(path)
+            )
+            path.unlink()
+        else:
+            engine, *_ = ds_ckpt.initialize(
+                None, model, model_parameters=model.parameters(), config=config
+            )
+        result = _look(engine)
+        engine.train()
+        result["losses"] = models.train(engine, "llama", 3)
+        engine.destroy()
+        return result
+    finally:
+        ds_ckpt.uninstall()
+        assert not hasattr(deepspeed.initialize, "__ds_ckpt_stock__")
+
+
+def _look(engine: Any) -> dict[str, Any]:
+    session = ds_ckpt.session_of(engine)
+    if session is None:
+        return {"session": None}
+    blocks = session._blocks.blocks if session._blocks else []
+    return {
+        "session": type(session).__name__,
+        "summary": session.summary,
+        "blocks": [b.name for b in blocks],
+        "method": session.config.compression.method,
+    }
+
+
+def refused(sections: dict[str, Any], kind: str = "llama") -> dict[str, Any]:
+    """The error of an engine that must be refused; DeepSpeed must be untouched after it."""
+    from deepspeed.runtime.zero import stage3
+
+    fresh()
+    stock = stage3.reduce_scatter_coalesced
+    message = ""
+    try:
+        models.start(kind, models.zero3_config(**sections))
+    except ds_ckpt.DsCkptError as error:
+        message = str(error)
+    return {"message": message, "untouched": stage3.reduce_scatter_coalesced is stock}
+
+
+class _Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        tokens = torch.randint(0, models.VOCAB, (16,), generator=generator)
+        return {"input_ids": tokens, "labels": tokens}
+
+
+@contextlib.contextmanager
+def _no_accelerate_state() -> Any:
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._shared_state.clear()
+    try:
+        yield
+    finally:
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._shared_state.clear()
+
+
+def _hf_config(sections: dict[str, Any]) -> dict[str, Any]:
+    config = copy.deepcopy(models.zero3_config(**sections))
+    for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        config[key] = "auto"
+    config["gradient_clipping"] = "auto"
+    return config
+
+
+def trainer(folder: str, sections: dict[str, Any], **flags: Any) -> dict[str, Any]:
+    """The HF Trainer with `TrainingArguments(deepspeed=...)`, not a line of ours in it."""
+    fresh()
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    seen: dict[str, Any] = {}
+
+    class Look(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if "session" not in seen:
+                seen.update(_look(running.model_wrapped))
+
+    ds_ckpt.install()
+    try:
+        with _no_accelerate_state():
+            arguments = TrainingArguments(
+                output_dir=folder,
+                per_device_train_batch_size=2,
+                max_steps=3,
+                logging_steps=1,
+                learning_rate=1e-2,
+                save_strategy="no",
+                report_to=[],
+                disable_tqdm=True,
+                seed=0,
+                deepspeed=_hf_config(sections),
+                **flags,
+            )
+            model = models.build("llama")
+            running = Trainer(
+                model=model, args=arguments, train_dataset=_Rows(), callbacks=[Look()]
+            )
+            try:
+                running.train()
+            except ds_ckpt.DsCkptError as error:
+                return {"error": str(error)}
+            losses = [h["loss"] for h in running.state.log_history if "loss" in h]
+            return {**seen, "losses": losses}
+    finally:
+        ds_ckpt.uninstall()
+        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+        unset_hf_deepspeed_config()
+
+
+def accelerate(sections: dict[str, Any]) -> dict[str, Any]:
+    """accelerate's `prepare`, which calls `deepspeed.initialize` itself."""
+    fresh()
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    ds_ckpt.install()
+    try:
+        with _no_accelerate_state():
+            config = models.zero3_config(**sections)
+            plugin = DeepSpeedPlugin(hf_ds_config=config)
+            accelerator = Accelerator(deepspeed_plugin=plugin)
+            model = models.build("llama")
+            loader = torch.utils.data.DataLoader(_Rows(), batch_size=2)
+            from accelerate.utils import DummyOptim
+
+            optimizer = DummyOptim(model.parameters())
+            engine, _optimizer, loader = accelerator.prepare(model, optimizer, loader)
+            result = _look(engine)
+            losses = []
+            for rows in loader:
+                loss = engine(**rows).loss
+                accelerator.backward(loss)
+                losses.append(float(loss.detach()))
+            result["losses"] = losses
+            return result
+    finally:
+        ds_ckpt.uninstall()
+        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+        unset_hf_deepspeed_config()
+
+
+def generate_after_training() -> dict[str, Any]:
+    """Evaluation with a cache after checkpointed training, and the flag's own switch."""
+    fresh()
+    engine = models.start("llama", models.zero3_config(**BLOCK))
+    models.train(engine, "llama", 2)
+    engine.eval()
+    prompt = torch.zeros(1, 4, dtype=torch.long)
+    with torch.no_grad():
+        out = engine.module.generate(
+            prompt, max_new_tokens=4, do_sample=False, use_cache=True, synced_gpus=True
+        )
+    engine.train()
+    losses = models.train(engine, "llama", 2, first=2)
+    engine.destroy()
+    return {"shape": list(out.shape), "losses": losses}
+
+
+class NormedModel(nn.Module):
+    """Holds a block that must not be recomputed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(17, 17), nn.BatchNorm1d(17))
+        self.head = nn.Linear(17, 5)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(self.block(x)), labels)

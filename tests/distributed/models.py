@@ -1,0 +1,226 @@
+"""Small real models, configurations and a training loop for the multi-process cases."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from typing import Any
+
+import deepspeed
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+VOCAB = 64
+PLAIN = {"plain": "PlainBlock", "nested": "NestedBlock", "shared": "PlainBlock"}
+"""Models without Hugging Face's hook, and the class of their blocks."""
+_TINY = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 72,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "use_cache": False,
+}
+
+
+class PlainBlock(nn.Module):
+    """A block of a plain model; odd sizes, so that shards do not divide."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 3 * width + 1)
+        self.down = nn.Linear(3 * width + 1, width)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(self.down(torch.relu(self.up(self.norm(x)))))
+
+
+class PlainModel(nn.Module):
+    """The first block gets its input from the data: no gradient is asked of it."""
+
+    def __init__(self, width: int = 17, blocks: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(PlainBlock(width) for _ in range(blocks))
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x), labels)
+
+
+class NestedBlock(PlainBlock):
+    """Checkpoints a part of itself, inside the block that the plugin checkpoints."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = checkpoint(lambda y: torch.relu(self.up(self.norm(y))), x, use_reentrant=False)
+        return x + self.dropout(self.down(inner))
+
+
+class NestedModel(PlainModel):
+    """A plain model of such blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(NestedBlock(17) for _ in range(3))
+
+
+class SharedBlockModel(nn.Module):
+    """One block used three times (ALBERT's way), so its weights are used again in one forward."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.embed = nn.Linear(16, width)
+        self.block = PlainBlock(width)
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for _ in range(3):
+            x = self.block(x)
+        return nn.functional.cross_entropy(self.head(x), labels)
+
+
+def build(kind: str) -> nn.Module:
+    """A model by name; the same weights in every process and every call."""
+    torch.manual_seed(0)
+    if kind == "plain":
+        return PlainModel()
+    if kind == "nested":
+        return NestedModel()
+    if kind == "shared":
+        return SharedBlockModel()
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        MixtralConfig,
+        MixtralForCausalLM,
+    )
+
+    if kind == "mixtral":
+        config = MixtralConfig(
+            num_local_experts=4, num_experts_per_tok=2, output_router_logits=True, **_TINY
+        )
+        return MixtralForCausalLM(config)
+    if kind == "llama-wide":
+        return LlamaForCausalLM(LlamaConfig(**{**_TINY, "intermediate_size": 80}))
+    tied = kind == "llama-tied"
+    attention_dropout = 0.1 if kind == "llama-dropout" else 0.0
+    model: nn.Module = LlamaForCausalLM(
+        LlamaConfig(**_TINY, tie_word_embeddings=tied, attention_dropout=attention_dropout)
+    )
+    if kind == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        targets = ["q_proj", "v_proj", "down_proj"]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = get_peft_model(model, LoraConfig(r=4, target_modules=targets))
+    return model
+
+
+def batch(kind: str, step: int, dp_rank: int) -> dict[str, torch.Tensor]:
+    """Data that depends on the step and the process alone."""
+    generator = torch.Generator().manual_seed(1000 * step + dp_rank)
+    if kind in PLAIN:
+        width = 16 if kind == "shared" else 17
+        return {
+            "x": torch.randn(6, width, generator=generator),
+            "labels": torch.randint(0, 5, (6,), generator=generator),
+        }
+    tokens = torch.randint(0, VOCAB, (2, 16), generator=generator)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def zero3_config(
+    *,
+    reuse: float = 1e9,
+    accumulation: int = 1,
+    clip: float = 0.0,
+    offload_optimizer: bool = False,
+    bucket: int = 5000,
+    lr: float = 1e-2,
+    **sections: Any,
+) -> dict[str, Any]:
+    """A ZeRO-3 configuration that behaves as for a model larger than memory at `reuse=0`."""
+    zero: dict[str, Any] = {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_reuse_distance": int(reuse),
+        "reduce_bucket_size": bucket,
+    }
+    if reuse == 0:
+        zero["stage3_prefetch_bucket_size"] = 0
+    if offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    optimizer: dict[str, Any] = {"type": "AdamW", "params": {"lr": lr, "torch_adam": True}}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": clip,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "optimizer": optimizer,
+        "zero_optimization": zero,
+    }
+    config.update(sections)
+    return config
+
+
+def topk_section(**compression: Any) -> dict[str, Any]:
+    """A `ds_ckpt` section with Top-K from the first step on."""
+    values = {"method": "topk", "start_step": 0, "min_numel": 0, **compression}
+    return {"compression": values}
+
+
+def start(kind: str, config: dict[str, Any], *, plugin: bool = True) -> Any:
+    """The engine of a fresh model, with or without the plugin."""
+    import ds_ckpt
+
+    model = build(kind)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    initialize = ds_ckpt.initialize if plugin else deepspeed.initialize
+    engine, *_ = initialize(model=model, model_parameters=trainable, config=config)
+    engine.train()
+    return engine
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    return output if torch.is_tensor(output) else output.loss
+
+
+def train(engine: Any, kind: str, steps: int, *, first: int = 0, spoil: Any = None) -> list[float]:
+    """Losses of `steps` optimizer steps; `spoil(engine, step, micro)` runs before each forward."""
+    losses = []
+    accumulation = engine.gradient_accumulation_steps()
+    for step in range(first, first + steps):
+        for micro in range(accumulation):
+            torch.manual_seed(7919 * step + micro + torch.distributed.get_rank())
+            if spoil is not None:
+                spoil(engine, step, micro)
+            data = batch(kind, step * accumulation + micro, torch.distributed.get_rank())
+            loss = loss_of(engine(**data))
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss))
+    return losses
+
+
+def weights_digest(engine: Any) -> str:
+    """One digest over this process's partitions of all weights, bit for bit.
+
+    Padding is left out: DeepSpeed leaves it uninitialised.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in sorted(engine.module.named_parameters()):
+        part = parameter.ds_tensor.detach().flatten()
+        start = torch.distributed.get_rank() * part.numel()
+        real = max(0, min(part.numel(), parameter.ds_numel - start))
+        digest.update(name.encode())
+        digest.update(part[:real].contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()

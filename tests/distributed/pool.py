@@ -1,0 +1,224 @@
+"""A pool of worker processes that stay up for the whole pytest session.
+
+A `deepspeed` launch costs about 8 s, so the multi-process tests share workers. Each of them has
+torch.distributed (gloo) and DeepSpeed initialised. `pool.run(case, *args)` runs a top-level
+function of a `cases_*.py` module in every worker and returns the results in order of dp_rank.
+A case that raises or hangs fails its test with the workers' words, and the next test gets a new
+pool. What runs inside the workers is in `worker.py`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ds_ckpt.harness.cpu_op import lock_cleared_on_failure
+from ds_ckpt.harness.launch import free_port
+from tests.distributed.worker import fresh
+
+__all__ = ["Pool", "PoolError", "fresh"]
+
+ROOT = Path(__file__).resolve().parents[2]
+START_S = 240.0
+"""The first start on a machine compiles DeepSpeed's CPU operator."""
+_AFTER_AN_ERROR_S = 5.0
+"""How long the others may go on once one process has raised: they may wait for it for ever."""
+_LOG_LINES = 80
+
+
+class PoolError(AssertionError):
+    """A case raised, hung or lost a process. The message has what each worker said."""
+
+
+class Pool:
+    """`world` processes on this machine, started on first use.
+
+    Modules named in `preload` are imported once, before the workers are forked.
+    """
+
+    def __init__(self, world: int, *, preload: Sequence[str] = ()) -> None:
+        self.world = world
+        self._preload = ",".join(preload)
+        self._parent: subprocess.Popen[bytes] | None = None
+        self._pipes: list[Connection] = []
+        self._pids: list[int] = []
+        self._logs = Path()
+        atexit.register(self.stop)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the running workers by dp_rank; empty before the first use."""
+        return list(self._pids)
+
+    def run(
+        self, case: Callable[..., Any], *args: Any, timeout: float = 120, **kwargs: Any
+    ) -> list[Any]:
+        """Results of `case(*args, **kwargs)`, one a process, in order of dp_rank.
+
+        Arguments and results travel as pickles; tensors are copied. Raises PoolError if a process
+        raises, dies, or has not answered after `timeout` seconds.
+        """
+        if "." in case.__qualname__:
+            raise TypeError(f"{case.__qualname__} is not a top-level function of a module")
+        message = pickle.dumps((f"{case.__module__}:{case.__qualname__}", args, kwargs))
+        try:
+            if self._parent is None:
+                self._start()
+            for pipe in self._pipes:
+                pipe.send_bytes(message)
+            return self._collect(f"{case.__qualname__}", timeout)
+        except BaseException:  # KeyboardInterrupt and pytest-timeout's too: nothing may go on
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Kill the workers and everything they have started. Returns when all are gone."""
+        parent, self._parent = self._parent, None
+        if parent is None:
+            return
+        assert parent.stdin is not None
+        family: list[psutil.Process] = []
+        with contextlib.suppress(psutil.Error):
+            family = psutil.Process(parent.pid).children(recursive=True)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(parent.pid, signal.SIGKILL)
+        for member in family:  # ninja gives each compiler a process group of its own
+            with contextlib.suppress(psutil.Error):
+                member.kill()
+        parent.stdin.close()
+        parent.wait()
+        _wait_for_group(parent.pid)
+        for pipe in self._pipes:
+            pipe.close()
+        self._pipes, self._pids = [], []
+        shutil.rmtree(self._logs, ignore_errors=True)
+
+    def _start(self) -> None:
+        self._logs = Path(tempfile.mkdtemp(prefix="ds_ckpt_pool_"))
+        pairs = [socket.socketpair() for _ in range(self.world)]
+        self._pipes = [Connection(ours.detach()) for ours, _ in pairs]
+        theirs = [their.detach() for _, their in pairs]
+        environment = {
+            # as in scripts/: kept with this environment, whose ninja has compiled it
+            "TORCH_EXTENSIONS_DIR": f"{sys.prefix}/torch_extensions",
+            **os.environ,
+            "DS_ACCELERATOR": "cpu",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+            # ninja, which builds the CPU operator, sits beside this Python
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+        }
+        command = [sys.executable, "-u", "-m", "tests.distributed.worker"]
+        command += [f"--pipes={','.join(map(str, theirs))}", f"--logs={self._logs}"]
+        command += [f"--preload={self._preload}"]
+        with (self._logs / "start.log").open("wb") as log, lock_cleared_on_failure(environment):
+            try:
+                self._parent = subprocess.Popen(
+                    command,
+                    cwd=ROOT,
+                    env=environment,
+                    pass_fds=theirs,
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            finally:
+                for fd in theirs:
+                    os.close(fd)
+            try:
+                self._pids = self._collect("the start of the workers", START_S)
+            except BaseException:
+                self.stop()  # before the lock of an unfinished build is taken away
+                raise
+
+    def _collect(self, what: str, timeout: float) -> list[Any]:
+        limit = time.monotonic() + timeout
+        answers: dict[int, tuple[str, Any]] = {}
+        while len(answers) < self.world:
+            waiting = {self._pipes[i]: i for i in range(self.world) if i not in answers}
+            ready = wait(list(waiting), max(0.0, limit - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                answers[waiting[pipe]] = _receive(pipe)
+            if any(kind == "error" for kind, _ in answers.values()):
+                limit = min(limit, time.monotonic() + _AFTER_AN_ERROR_S)
+        errors = {i: text for i, (kind, text) in answers.items() if kind == "error"}
+        silent = [i for i in range(self.world) if i not in answers]
+        if errors or silent:
+            raise PoolError(self._report(what, timeout, errors, silent))
+        return [answers[i][1] for i in range(self.world)]
+
+    def _report(self, what: str, timeout: float, errors: dict[int, str], silent: list[int]) -> str:
+        for i in silent:  # ask for a stack dump
+            if self._pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._pids[i], signal.SIGUSR1)
+        if silent:
+            time.sleep(1.0)
+        lines = [f"{what} failed in a pool of {self.world} processes"]
+        lines += [f"\nprocess {i} raised\n{_indented(text)}" for i, text in sorted(errors.items())]
+        for i in silent:
+            why = "waited on" if errors else f"gave no answer within {timeout:g} s"
+            lines.append(f"\nprocess {i} {why}; its log, with its stack at the end:")
+            lines.append(_indented(_tail(self._logs / f"{i}.log")))
+        start = _tail(self._logs / "start.log")
+        if start:
+            lines.append(f"\nthe parent of the workers said\n{_indented(start)}")
+        return "\n".join(lines)
+
+
+def _receive(pipe: Connection) -> tuple[str, Any]:
+    try:
+        return pickle.loads(pipe.recv_bytes())  # type: ignore[no-any-return]
+    except (EOFError, ConnectionResetError):
+        return "error", "(the process ended without an answer)"
+
+
+def _tail(log: Path) -> str:
+    with contextlib.suppress(OSError):
+        return "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
+    return "(no log)"
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+def _wait_for_group(group: int, limit_s: float = 10.0) -> None:
+    """Until nothing of the group runs any more; reaps those that this process has adopted."""
+    limit = time.monotonic() + limit_s
+    while time.monotonic() < limit:
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-group, os.WNOHANG) != (0, 0):
+                pass
+        if not any(_runs_in(group, process) for process in psutil.process_iter()):
+            return
+        time.sleep(0.02)
+    raise PoolError(f"process group {group} still runs {limit_s:g} s after SIGKILL")
+
+
+def _runs_in(group: int, process: psutil.Process) -> bool:
+    try:
+        return os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE
+    except (psutil.Error, ProcessLookupError, PermissionError):
+        return False

@@ -1,0 +1,186 @@
+"""The gradient seam and Top-K on real ZeRO-3 engines: laws 1, 3, 4 and 5."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed import cases_compression as cases
+from tests.distributed.models import topk_section
+
+DENSE = {"compression": {"method": "dense"}}
+TOPK = topk_section(topk={"density": 0.05})
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"accumulation": 4},
+    {"clip": 0.1},
+    {"offload_optimizer": True, "accumulation": 2},
+    {"bucket": 500_000_000, "clip": 1.0},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("kind", ["plain", "llama"])
+def test_an_exchange_that_sends_everything_is_stock(
+    world2: Any, kind: str, options: dict[str, Any]
+) -> None:
+    _identical(world2, kind, options)
+
+
+@pytest.mark.parametrize("options", [OPTIONS[1], OPTIONS[2], OPTIONS[3]], ids=str)
+@pytest.mark.parametrize("kind", ["plain", "llama"])
+def test_and_with_four_processes(world4: Any, kind: str, options: dict[str, Any]) -> None:
+    _identical(world4, kind, options)
+
+
+def _identical(world: Any, kind: str, options: dict[str, Any]) -> None:
+    stock = world.run(cases.run, kind, {}, 20, **options)
+    ours = world.run(cases.run, kind, DENSE, 20, **options)
+    for expected, got in zip(stock, ours, strict=True):
+        assert not expected["active"]
+        assert got["active"]
+        assert got["collectives"] > 0
+        assert expected["losses"] == got["losses"]
+        assert expected["weights"] == got["weights"]
+
+
+def test_topk_sends_little_and_one_collective_a_bucket(world2: Any) -> None:
+    telemetry = {"telemetry": {"enabled": True}}
+    stock = world2.run(cases.run, "llama", telemetry, 5)[0]
+    dense = world2.run(cases.run, "llama", DENSE, 5)[0]
+    topk = world2.run(cases.run, "llama", {**TOPK, **telemetry}, 5)[0]
+    assert stock["sent"] == 2 * dense["sent"] or stock["sent"] > 1.9 * dense["sent"]
+    assert topk["sent"] < dense["sent"] / 5
+    assert topk["collectives"] == dense["collectives"] == stock["collectives"]
+    assert topk["losses"] != stock["losses"]
+
+
+def test_warm_up_is_plain_deepspeed(world2: Any) -> None:
+    stock = world2.run(cases.run, "llama", {}, 4)
+    warm = world2.run(cases.run, "llama", topk_section(start_step=4), 4)
+    longer = world2.run(cases.run, "llama", topk_section(start_step=3), 5)
+    for expected, got, other in zip(stock, warm, longer, strict=True):
+        assert expected["weights"] == got["weights"]
+        assert not got["residuals"]
+        assert other["residuals"]
+
+
+@pytest.mark.parametrize("world", ["world2", "world4"])
+@pytest.mark.parametrize("kind", ["plain", "llama"])
+@pytest.mark.parametrize("values", ["fp32", "int8"])
+def test_nothing_is_lost(
+    request: pytest.FixtureRequest, world: str, kind: str, values: str
+) -> None:
+    section = topk_section(topk={"density": 0.05, "values": values})
+    for process in request.getfixturevalue(world).run(cases.conservation, kind, section, 5):
+        assert process["compressed"] > 3
+        assert process["worst"] < 1e-5
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_plain_deepspeed_skips_such_a_step(world2: Any, value: float) -> None:
+    assert all(world2.run(cases.stock_skips, value))
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize(
+    ("accumulation", "micro", "victim", "parameter"),
+    [
+        (1, 0, 0, "lm_head.weight"),
+        (1, 0, 1, "model.norm.weight"),
+        (3, 0, 0, "model.layers.1.mlp.down_proj.weight"),
+        (3, 1, 1, "model.embed_tokens.weight"),
+        (3, 2, 1, "model.layers.0.input_layernorm.weight"),
+    ],
+)
+def test_non_finite_passes_through(
+    world2: Any, value: float, accumulation: int, micro: int, victim: int, parameter: str
+) -> None:
+    where = (victim, micro, parameter)
+    for process in world2.run(cases.poisoned, TOPK, value, where, accumulation):
+        assert process["skipped"]
+        assert process["held"] > 3
+        assert process["equal"]
+        assert process["losses"] == process["expected"]
+
+
+@pytest.mark.parametrize(
+    "section", [{**TOPK, "activation": {"policy": "block"}}, {"telemetry": {"enabled": True}}]
+)
+def test_detach_leaves_deepspeed_as_it_was_found(world2: Any, section: dict[str, Any]) -> None:
+    stock = world2.run(cases.run, "llama", {}, 3)
+    for process, plain in zip(world2.run(cases.detach_restores, section), stock, strict=True):
+        assert process["changed"]
+        assert process["left"] == []
+        assert process["globals"]
+        assert process["gone"]
+        assert process["losses"] == plain["losses"]
+
+
+def test_resume_on_the_same_world_is_bit_exact(world2: Any, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    whole = world2.run(cases.save_and_train, folder, TOPK, 3, 6)
+    resumed = world2.run(cases.resume_and_train, folder, TOPK, 3, 6)
+    assert len(whole[0]["files"]) == 2
+    for expected, got in zip(whole, resumed, strict=True):
+        assert expected["losses"] == got["losses"]
+        assert expected["weights"] == got["weights"]
+
+
+def test_another_world_size_keeps_the_sum(world2: Any, world4: Any, tmp_path: Path) -> None:
+    saved2 = world2.run(cases.save_and_train, str(tmp_path / "2"), TOPK, 3, 3)[0]["saved"]
+    saved4 = world4.run(cases.save_and_train, str(tmp_path / "4"), TOPK, 3, 3)[0]["saved"]
+    in4 = world4.run(cases.load_residuals_only, str(tmp_path / "2" / "global_step3"))[0]
+    in2 = world2.run(cases.load_residuals_only, str(tmp_path / "4" / "global_step3"))[0]
+    for saved, loaded in ((saved2, in4), (saved4, in2)):
+        assert saved
+        for name, total in saved.items():
+            assert torch.allclose(loaded[name], total, rtol=1e-6, atol=1e-9)
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_by_name(world2: Any, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    world2.run(cases.save_and_train, folder, TOPK, 2, 2)
+    for message in world2.run(cases.resume_error, folder, TOPK, "llama-wide"):
+        assert "model.layers.0.mlp.down_proj.weight" in message
+        assert "elements" in message
+    one = next(Path(folder).rglob("ds_ckpt_residuals_00001*"))
+    one.unlink()
+    messages = world2.run(cases.resume_error, folder, TOPK)
+    assert all("ds_ckpt_residuals_00001_of_00002" in m for m in messages)
+
+
+def test_a_plain_checkpoint_starts_clean(world2: Any, tmp_path: Path) -> None:
+    world2.run(cases.save_plain, str(tmp_path))
+    for process in world2.run(cases.resume_and_train, str(tmp_path), TOPK, 2, 4):
+        assert process["loaded"] == {}
+        assert all(loss == loss for loss in process["losses"])
+
+
+def test_a_changed_source_is_held_against_the_live_reduction(world2: Any) -> None:
+    assert world2.run(cases.identity_check, False) == ["", ""]
+    for message in world2.run(cases.identity_check, True):
+        assert "reduce_scatter_coalesced, parameter" in message
+        assert "another result" in message
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_bf16_training_stays_near_plain_deepspeed(world2: Any, accumulation: int) -> None:
+    for process in world2.run(cases.sixteen_bit, accumulation):
+        stock, topk = process["stock"]["losses"], process["topk"]["losses"]
+        assert stock[:accumulation] == topk[:accumulation]
+        assert stock != topk
+        assert max(abs(a - b) for a, b in zip(stock, topk, strict=True)) < 0.05
+        assert process["topk"]["dtypes"] == {"torch.float32"}
+        assert process["topk"]["finite"]
+
+
+def test_an_engine_that_is_dropped_or_destroyed_leaves_nothing(world2: Any) -> None:
+    for process in world2.run(cases.dropped_engine_leaves_nothing):
+        assert process["held"]
+        assert process["kept"]
+        assert process["restored"]
+        assert not process["listening"]

@@ -1,0 +1,27 @@
+"""Law 7: the counters are held against the interface's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.distributed import cases_counters as cases
+
+
+@pytest.mark.skipif(not cases.LOOPBACK.exists(), reason="no interface counter on this system")
+@pytest.mark.parametrize("world", ["world2", "world4"])
+@pytest.mark.parametrize("op", ["all_gather", "all_to_all", "reduce_scatter", "all_reduce"])
+def test_counted_bytes_are_those_at_the_interface(
+    request: pytest.FixtureRequest, world: str, op: str
+) -> None:
+    ratios = []
+    for _ in range(3):  # anything else on the machine that uses the loopback only adds
+        result = request.getfixturevalue(world).run(cases.collective, op, 2_000_000, 3)
+        assert all(r["calls"] == 3 for r in result)
+        ratios.append(min(r["interface"] for r in result) / result[0]["counted"])
+    assert min(ratios) == pytest.approx(1.0, abs=0.03), ratios
+
+
+def test_listeners_share_one_wrapping_and_leave_nothing(world2: Any) -> None:
+    assert all(left == [] for left in world2.run(cases.nothing_left_after))

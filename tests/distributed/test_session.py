@@ -1,0 +1,107 @@
+"""Every way in, on real engines, with the HF Trainer and accelerate among them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed import cases_session as cases
+from tests.distributed.models import topk_section
+
+SECTION: dict[str, Any] = {"activation_checkpointing": {"partition_activations": False}}
+OURS = {"ds_ckpt": {"activation": {"policy": "block"}}}
+BOTH = {"ds_ckpt": {"activation": {"policy": "block"}, **topk_section(topk={"density": 0.05})}}
+
+
+@pytest.mark.parametrize("sections", [SECTION, OURS], ids=["deepspeed-section", "our-section"])
+def test_activation_bytes_fall_and_gradients_stay(world2: Any, sections: dict[str, Any]) -> None:
+    plain = world2.run(cases.held_bytes, "llama", {})
+    stock = world2.run(cases.held_bytes, "llama", sections, False)
+    ours = world2.run(cases.held_bytes, "llama", sections)
+    for without, deepspeed_alone, with_us in zip(plain, stock, ours, strict=True):
+        assert deepspeed_alone["held"] == without["held"]
+        assert with_us["held"] < without["held"] / 2
+        pairs = zip(without["gradients"], with_us["gradients"], strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+        assert with_us["loss"] == without["loss"]
+
+
+def test_all_ways_in_end_in_the_same_session(world2: Any) -> None:
+    ways = ["initialize", "attach", "install", "file"]
+    results = [world2.run(cases.ways_in, way, BOTH)[0] for way in ways]
+    assert results[0]["session"] == "Session"
+    assert len(results[0]["blocks"]) == 3
+    assert results[0]["method"] == "topk"
+    assert all(r == results[0] for r in results)
+    assert "3 blocks (LlamaDecoderLayer)" in results[0]["summary"]
+    assert "Top-K" in results[0]["summary"]
+
+
+@pytest.mark.parametrize("way", ["initialize", "install"])
+def test_without_our_sections_it_is_plain_deepspeed(world2: Any, way: str) -> None:
+    assert all(r["session"] is None for r in world2.run(cases.ways_in, way, {}))
+
+
+@pytest.mark.parametrize("flags", [{}, {"activation_checkpointing": True}], ids=["plain", "flag"])
+def test_hf_trainer(world2: Any, tmp_path: Path, flags: dict[str, Any]) -> None:
+    ours = world2.run(cases.trainer, str(tmp_path), OURS, **flags)
+    stock = world2.run(cases.trainer, str(tmp_path), {}, **flags)
+    for with_us, without in zip(ours, stock, strict=True):
+        assert with_us["session"] == "Session"
+        assert len(with_us["blocks"]) == 3
+        assert without["session"] is None
+        assert with_us["losses"] == without["losses"]
+        assert len(with_us["losses"]) == 3
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{"use_reentrant": True}, {"every_n_layers": 2}, {"offload": True}], ids=str
+)
+def test_a_trainer_flag_that_asks_for_something_else_is_refused(
+    world2: Any, tmp_path: Path, kwargs: dict[str, Any]
+) -> None:
+    results = world2.run(
+        cases.trainer,
+        str(tmp_path),
+        OURS,
+        activation_checkpointing=True,
+        activation_checkpointing_kwargs=kwargs,
+    )
+    for result in results:
+        assert "activation_checkpointing_kwargs" in result["error"]
+        assert "fix:" in result["error"]
+
+
+def test_accelerate(world2: Any) -> None:
+    ours = world2.run(cases.accelerate, OURS)
+    stock = world2.run(cases.accelerate, {})
+    for with_us, without in zip(ours, stock, strict=True):
+        assert with_us["session"] == "Session"
+        assert without["session"] is None
+        assert with_us["losses"] == without["losses"]
+
+
+def test_modules_that_match_nothing_are_refused_with_the_candidates(world2: Any) -> None:
+    wrong = {"ds_ckpt": {"activation": {"policy": "block", "modules": ["PlainBlok"]}}}
+    for result in world2.run(cases.refused, wrong, "plain"):
+        assert "PlainBlok" in result["message"]
+        assert "PlainBlock" in result["message"]
+        assert result["untouched"]
+    for result in world2.run(cases.refused, OURS, "plain"):
+        assert '"modules": ["PlainBlock"]' in result["message"]
+
+
+def test_a_wrong_configuration_is_refused_before_anything_is_built(world2: Any) -> None:
+    wrong = {"ds_ckpt": {"compression": {"method": "topkk"}}}
+    for result in world2.run(cases.refused, wrong):
+        assert "$.ds_ckpt.compression.method" in result["message"]
+        assert result["untouched"]
+
+
+def test_generate_and_training_go_on(world2: Any) -> None:
+    for result in world2.run(cases.generate_after_training):
+        assert result["shape"] == [1, 8]
+        assert all(loss == loss for loss in result["losses"])

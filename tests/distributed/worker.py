@@ -1,0 +1,136 @@
+"""The side of the pool that lives in the worker processes.
+
+`python -m tests.distributed.worker` imports DeepSpeed once, forks one worker a dp_rank, and then
+watches its standard input: when the pool closes it, or dies, all of them are killed.
+The messages are pickles between parent and child of one test run, never anything from outside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import gc
+import importlib
+import os
+import pickle
+import random
+import shutil
+import signal
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import psutil
+
+
+def fresh() -> None:
+    """Put the process back to a known state: no engine alive, no DeepSpeed globals, seeds set.
+
+    The worker calls it before every case. A case that trains twice calls it in between.
+    """
+    import numpy
+    import torch
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.zero import parameter_offload
+
+    gc.collect()
+    # type() and not isinstance(): some lazy objects import things when asked for their class.
+    engines = [o for o in gc.get_objects() if issubclass(type(o), DeepSpeedEngine)]
+    for engine in engines:
+        with contextlib.suppress(Exception):
+            engine.destroy()
+    if engines:
+        del engine, engines
+        gc.collect()
+    parameter_offload.FWD_MODULE_STACK.clear()
+    if "transformers.integrations.deepspeed" in sys.modules:
+        sys.modules["transformers.integrations.deepspeed"].unset_hf_deepspeed_config()
+    if "accelerate.state" in sys.modules:
+        sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
+
+
+def _serve(pipe: Connection, dp_rank: int, world: int, logs: Path) -> None:
+    log = os.open(logs / f"{dp_rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    # Works also while the interpreter is stuck in C code.
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
+    os.environ.update(RANK=str(dp_rank), LOCAL_RANK=str(dp_rank))
+    os.environ.update(WORLD_SIZE=str(world), LOCAL_SIZE=str(world))
+    try:
+        import deepspeed
+
+        deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+        fresh()
+    except BaseException:
+        pipe.send_bytes(pickle.dumps(("error", traceback.format_exc())))
+        raise
+    pipe.send_bytes(pickle.dumps(("ready", os.getpid())))
+    while True:
+        try:
+            case, args, kwargs = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        print(f"--- {case}", flush=True)
+        try:
+            fresh()
+            gc.freeze()  # modules and caches: the next collections need not look at them
+            module, _, name = case.partition(":")
+            result = getattr(importlib.import_module(module), name)(*args, **kwargs)
+            answer = pickle.dumps(("result", result))
+        except BaseException:
+            answer = pickle.dumps(("error", traceback.format_exc()))
+        pipe.send_bytes(answer)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--pipes", required=True, help="file descriptors, one a worker")
+    parser.add_argument("--logs", required=True, type=Path)
+    parser.add_argument("--preload", default="", help="modules to import once for all workers")
+    arguments = parser.parse_args()
+    pipes = [int(fd) for fd in arguments.pipes.split(",")]
+
+    import deepspeed  # noqa: F401 - imported once here instead of once in each worker
+    import torch
+
+    torch.set_num_threads(1)
+    for module in filter(None, arguments.preload.split(",")):
+        with contextlib.suppress(ImportError):  # whoever needs it will say so
+            importlib.import_module(module)
+    gc.collect()
+    gc.freeze()
+    for dp_rank, own in enumerate(pipes):
+        if os.fork() == 0:
+            for other in pipes:
+                if other != own:
+                    os.close(other)
+            # Only the parent may hold the watched pipe.
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            code = 1
+            try:
+                _serve(Connection(own), dp_rank, len(pipes), arguments.logs)
+                code = 0
+            finally:
+                with contextlib.suppress(Exception):
+                    traceback.print_exc() if code else None
+                    sys.stdout.flush()
+                os._exit(code)
+    for fd in pipes:
+        os.close(fd)
+    os.read(0, 1)
+    shutil.rmtree(arguments.logs, ignore_errors=True)
+    for member in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            member.kill()
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()
