@@ -1,0 +1,233 @@
+"""The text that every Python ships, as bytes, and the batches that training draws from it.
+
+Two sources, both on disk after any installation of Python: the language reference that `help()`
+prints (`pydoc_data.topics`) and the docstrings of the standard library, read from its source
+with `ast`, so that no module is imported for it. A topic is one entry of the reference or one
+module. The split goes by topic: no topic has text in both parts, and no docstring stands twice.
+
+Nothing here depends on a clock, an address or a hash seed: one Python version, one corpus.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import sysconfig
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ds_ckpt.errors import ConfigError, Problem
+
+VOCAB_SIZE = 256
+"""Bytes are the tokens."""
+
+HELDOUT_SHARE = 0.1
+# Parts of the library directory that are not documentation: tests, other people's packages.
+_SKIPPED_FOLDERS = frozenset(
+    {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"}
+)
+_MIN_DOCSTRING_CHARACTERS = 40
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Two disjoint texts.
+
+    `train` and `heldout` are the texts as bytes, `train_topics` and `heldout_topics` the names
+    of the topics that went into them, in order.
+    """
+
+    source: str
+    train: bytes
+    heldout: bytes
+    train_topics: tuple[str, ...] = ()
+    heldout_topics: tuple[str, ...] = ()
+
+    @property
+    def sha256(self) -> str:
+        """Digest over both parts: equal digests mean equal data."""
+        digest = hashlib.sha256(len(self.train).to_bytes(8, "little"))
+        digest.update(self.train)
+        digest.update(self.heldout)
+        return digest.hexdigest()
+
+    def save(self, folder: Path) -> None:
+        """Write `train.bin` and `heldout.bin`, for the processes that train."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "train.bin").write_bytes(self.train)
+        (folder / "heldout.bin").write_bytes(self.heldout)
+
+
+def load_corpus(folder: Path) -> Corpus:
+    """Read back what `Corpus.save` wrote; topic names are not kept."""
+    return Corpus(
+        source=str(folder),
+        train=(folder / "train.bin").read_bytes(),
+        heldout=(folder / "heldout.bin").read_bytes(),
+    )
+
+
+def embedded_corpus() -> Corpus:
+    """The corpus of the running Python: about 90% of the bytes to train on, the rest held out."""
+    return split_topics(_python_topics(), source="pydoc_data.topics and stdlib docstrings")
+
+
+def file_corpus(path: Path) -> Corpus:
+    """A text file as corpus. Topics are pieces of it, cut at blank lines, of at least 2 kB.
+
+    Raises ConfigError if the file cannot be read or is too short to split.
+    """
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            Problem(
+                where="--text",
+                found=str(path),
+                why=f"the file cannot be read: {error.strerror}",
+                remedy="give the path of a text file, or leave --text out for the built-in text",
+            )
+        ) from error
+    pieces: dict[str, bytes] = {}
+    gathered = b""
+    for paragraph in text.split(b"\n\n"):
+        gathered += paragraph + b"\n\n"
+        if len(gathered) >= 2048:
+            pieces[f"piece {len(pieces):06d}"] = gathered
+            gathered = b""
+    if gathered.strip():
+        pieces[f"piece {len(pieces):06d}"] = gathered
+    if len(pieces) < 20:
+        raise ConfigError(
+            Problem(
+                where="--text",
+                found=f"{path} with {len(text):,} bytes in {len(pieces)} pieces",
+                why="about a tenth of the pieces is held out, which needs 20 pieces of 2 kB or more"
+                " that end at a blank line",
+                remedy="give a longer text with blank lines in it",
+            )
+        )
+    return split_topics(pieces, source=path.name)
+
+
+def split_topics(topics: Mapping[str, bytes], *, source: str) -> Corpus:
+    """Split by topic. Which side a topic falls on depends on its name alone, through SHA-256."""
+    order = sorted(topics, key=lambda name: hashlib.sha256(name.encode()).digest())
+    total_bytes = sum(len(text) for text in topics.values())
+    heldout: set[str] = set()
+    heldout_bytes = 0
+    for name in order:
+        size = len(topics[name])
+        # A single huge topic must not be taken whole for the held-out part.
+        if heldout_bytes + size > HELDOUT_SHARE * 1.05 * total_bytes:
+            continue
+        heldout.add(name)
+        heldout_bytes += size
+        if heldout_bytes >= HELDOUT_SHARE * total_bytes:
+            break
+    train_names = tuple(name for name in sorted(topics) if name not in heldout)
+    heldout_names = tuple(name for name in sorted(topics) if name in heldout)
+    return Corpus(
+        source=source,
+        train=b"".join(topics[name] for name in train_names),
+        heldout=b"".join(topics[name] for name in heldout_names),
+        train_topics=train_names,
+        heldout_topics=heldout_names,
+    )
+
+
+def _python_topics() -> dict[str, bytes]:
+    import pydoc_data.topics as reference
+
+    topics: dict[str, bytes] = {}
+    seen: set[str] = set()
+    for name, text in reference.topics.items():
+        # Several names can lead to one text, which must not end up on both sides.
+        if text not in seen:
+            seen.add(text)
+            topics[f"reference: {name}"] = text.encode()
+    library = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(library.rglob("*.py")):
+        parts = path.relative_to(library).parts
+        if _SKIPPED_FOLDERS.intersection(parts) or parts[0].startswith("config-"):
+            continue
+        docstrings = []
+        for docstring in _docstrings(path):
+            if len(docstring) >= _MIN_DOCSTRING_CHARACTERS and docstring not in seen:
+                seen.add(docstring)
+                docstrings.append(docstring)
+        if docstrings:
+            topics[f"module: {'/'.join(parts)}"] = "\n\n".join([*docstrings, ""]).encode()
+    return topics
+
+
+def _docstrings(path: Path) -> Iterator[str]:
+    try:
+        with warnings.catch_warnings():
+            # Some library files hold escapes that a newer parser warns of.
+            warnings.simplefilter("ignore")
+            tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return  # Templates and files for another version: no loss to a corpus.
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            docstring = ast.get_docstring(node)
+            if docstring is not None:
+                # Lone surrogates cannot be encoded.
+                yield docstring.encode(errors="replace").decode()
+
+
+class Batches:
+    """Batches of windows at random places, each a function of (seed, step, process) alone.
+
+    `batch(step)` returns token ids of shape (sequences, sequence_length), int64, on the CPU.
+    """
+
+    def __init__(
+        self, text: bytes, *, sequences: int, sequence_length: int, seed: int, process: int
+    ) -> None:
+        if len(text) <= sequence_length:
+            raise ConfigError(
+                Problem(
+                    where="text",
+                    found=f"{len(text)} bytes",
+                    why=f"a window takes {sequence_length} bytes",
+                    remedy="give a longer text or a shorter sequence length",
+                )
+            )
+        self._tokens = _tokens(text)
+        self._shape = (sequences, sequence_length)
+        self._seed = seed
+        self._process = process
+
+    def batch(self, step: int) -> torch.Tensor:
+        sequences, length = self._shape
+        # numpy's seed sequence mixes the three numbers; its streams are fixed by its own policy.
+        random = np.random.default_rng([self._seed, step, self._process])
+        starts = random.integers(0, len(self._tokens) - length, size=sequences)
+        return torch.stack([self._tokens[start : start + length] for start in starts]).long()
+
+
+def evaluation_batches(
+    text: bytes, *, sequences: int, sequence_length: int, batches: int, process: int, processes: int
+) -> Iterator[torch.Tensor]:
+    """Fixed windows spread evenly over the text, dealt out to the processes.
+
+    Every process gets the same number of batches, as ZeRO-3's gathers need. Yields token ids of
+    shape (sequences, sequence_length), int64.
+    """
+    tokens = _tokens(text)
+    wanted = batches * sequences * processes
+    starts = np.linspace(0, len(tokens) - sequence_length, num=wanted).astype(np.int64)
+    mine = starts[process::processes].reshape(batches, sequences)
+    for rows in mine:
+        yield torch.stack([tokens[s : s + sequence_length] for s in rows]).long()
+
+
+def _tokens(text: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)

@@ -1,0 +1,42 @@
+"""DeepSpeed's CPU operator: compiled at the first start on a machine, then kept.
+
+`deepspeed.comm` builds `deepspeed_shm_comm` whenever it starts on a CPU; no setting turns that
+off. torch guards the build with a lock file and waits for it without end, so that a build that
+is killed would hang every later start: the lock is taken away here if this run has left it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+_NAME = "deepspeed_shm_comm"
+
+
+def extensions_folder(environment: Mapping[str, str]) -> Path:
+    """Where torch keeps what it has compiled."""
+    named = environment.get("TORCH_EXTENSIONS_DIR")
+    return Path(named) if named else Path.home() / ".cache" / "torch_extensions"
+
+
+def is_compiled(environment: Mapping[str, str]) -> bool:
+    """Whether some build is there. One of another torch version is compiled again."""
+    return any(extensions_folder(environment).glob(f"**/{_NAME}/{_NAME}.so"))
+
+
+def locks(environment: Mapping[str, str]) -> set[Path]:
+    """Lock files of builds that run, or that were stopped without clearing up."""
+    return set(extensions_folder(environment).glob(f"**/{_NAME}/lock"))
+
+
+@contextlib.contextmanager
+def lock_cleared_on_failure(environment: Mapping[str, str]) -> Iterator[None]:
+    """Remove the lock if what runs inside fails while building. Its processes must have ended."""
+    before = locks(environment)
+    try:
+        yield
+    except BaseException:
+        for lock in locks(environment) - before:
+            lock.unlink(missing_ok=True)
+        raise

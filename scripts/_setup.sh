@@ -1,0 +1,70 @@
+# Sourced by test.sh and demo.sh: makes or reuses .venv and installs the project into it.
+#
+# PYTHON names the Python to make .venv with (default: python3). pip's own settings and
+# environment variables apply as ever. Installs only when pyproject.toml or constraints.txt have
+# changed since the last time.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv="$root/.venv"
+
+fail() {
+  printf 'setup: %s\n' "$@" >&2
+  exit 1
+}
+
+digest() {
+  # POSIX, and the same on every system.
+  cat "$root/pyproject.toml" "$root/constraints.txt" | cksum
+}
+
+make_venv() {
+  local python=${PYTHON:-python3}
+  command -v "$python" >/dev/null ||
+    fail "no $python found." "Install Python 3.10 or newer, or name one: PYTHON=/path/to/python $0"
+  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+    fail "$("$python" --version) is too old: 3.10 or newer is needed." \
+      "Name a newer one: PYTHON=python3.12 $0"
+  "$python" -c 'import ensurepip, venv' 2>/dev/null ||
+    fail "$python cannot make virtual environments (no venv or ensurepip)." \
+      "Install that part of Python (on Debian and Ubuntu: the package python3-venv)."
+  printf 'setup: making %s\n' "$venv"
+  "$python" -m venv "$venv" || fail "python -m venv failed, see above."
+}
+
+check_compiler() {
+  # DeepSpeed compiles a CPU operator with torch's tools when it first starts.
+  command -v "${CXX:-c++}" >/dev/null ||
+    fail "no C++ compiler (${CXX:-c++}) found; DeepSpeed compiles an operator with it." \
+      "Install one (on Debian and Ubuntu: the package g++)."
+  local headers
+  headers=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
+  [ -f "$headers/Python.h" ] ||
+    fail "no Python.h in $headers; DeepSpeed compiles an operator against it." \
+      "Install Python's headers (on Debian and Ubuntu: the package python3-dev)."
+}
+
+install_project() {
+  local pip=("$venv/bin/python" -m pip --quiet --disable-pip-version-check install)
+  local constraints=(-c "$root/constraints.txt")
+  printf 'setup: installing torch (a large download the first time) ...\n'
+  # First, alone: DeepSpeed looks at the installed torch while it is built.
+  "${pip[@]}" "${constraints[@]}" torch || fail "installing torch failed, see above."
+  printf 'setup: installing ds_ckpt and what it needs ...\n'
+  "${pip[@]}" "${constraints[@]}" -e "$root[hf,mpi,report,dev]" ||
+    fail "installing ds_ckpt failed, see above."
+}
+
+[ -x "$venv/bin/python" ] || make_venv
+check_compiler
+stamp="$venv/.ds_ckpt-installed"
+if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$(digest)" ]; then
+  install_project
+  digest >"$stamp"
+  printf 'setup: ready\n'
+fi
+
+# DeepSpeed looks for ninja on the PATH. The operator it compiles is kept with the environment:
+# in torch's common folder, environments with other versions of ninja compile it again in turns.
+export PATH="$venv/bin:$PATH"
+export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$venv/torch_extensions}"

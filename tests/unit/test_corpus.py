@@ -1,0 +1,135 @@
+"""The corpus: split by topic, the same every time, batches a function of their place alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_ckpt.errors import ConfigError
+from ds_ckpt.harness.corpus import (
+    HELDOUT_SHARE,
+    Batches,
+    Corpus,
+    embedded_corpus,
+    evaluation_batches,
+    file_corpus,
+    load_corpus,
+    split_topics,
+)
+
+
+@pytest.fixture(scope="module")
+def corpus() -> Corpus:
+    return embedded_corpus()
+
+
+def test_no_topic_stands_on_both_sides(corpus: Corpus) -> None:
+    assert not set(corpus.train_topics) & set(corpus.heldout_topics)
+    for kind in ("reference: ", "module: "):
+        assert any(name.startswith(kind) for name in corpus.train_topics)
+        assert any(name.startswith(kind) for name in corpus.heldout_topics)
+
+
+def test_about_a_tenth_is_held_out(corpus: Corpus) -> None:
+    share = len(corpus.heldout) / (len(corpus.train) + len(corpus.heldout))
+    assert share == pytest.approx(HELDOUT_SHARE, rel=0.2)
+    assert len(corpus.train) > 1_000_000
+
+
+def test_another_process_with_another_hash_seed_gets_the_same(corpus: Corpus) -> None:
+    code = "from ds_ckpt.harness.corpus import embedded_corpus as c; print(c().sha256)"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONHASHSEED": "7", "LC_ALL": "C"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert run.stdout.strip() == corpus.sha256
+
+
+def test_no_module_is_imported_for_its_docstrings() -> None:
+    code = (
+        "import sys; from ds_ckpt.harness.corpus import embedded_corpus; before = set(sys.modules);"
+        "embedded_corpus(); print(sorted(set(sys.modules) - before))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert "antigravity" not in run.stdout
+    assert "turtle" not in run.stdout
+
+
+def test_the_same_text_under_two_names_is_kept_once(corpus: Corpus) -> None:
+    line = b"Integers have unlimited precision"
+    assert (corpus.train + corpus.heldout).count(line) <= 1
+
+
+def test_side_of_a_topic_does_not_hang_on_the_order_given() -> None:
+    topics = {f"t{i}": bytes([65 + i % 26]) * (50 + i) for i in range(100)}
+    backwards = dict(reversed(topics.items()))
+    assert split_topics(topics, source="x") == split_topics(backwards, source="x")
+
+
+def test_saved_and_loaded(corpus: Corpus, tmp_path: Path) -> None:
+    corpus.save(tmp_path / "corpus")
+    assert load_corpus(tmp_path / "corpus").sha256 == corpus.sha256
+
+
+def test_batches_depend_on_seed_step_and_process_only(corpus: Corpus) -> None:
+    def make(seed: int, process: int) -> Batches:
+        return Batches(corpus.train, sequences=3, sequence_length=64, seed=seed, process=process)
+
+    late = make(1, 0)
+    late.batch(0)
+    assert torch.equal(late.batch(5), make(1, 0).batch(5))
+    assert late.batch(5).shape == (3, 64)
+    assert late.batch(5).dtype == torch.int64
+    for other in (make(1, 0).batch(6), make(1, 1).batch(5), make(2, 0).batch(5)):
+        assert not torch.equal(late.batch(5), other)
+
+
+def test_evaluation_deals_every_window_to_one_process(corpus: Corpus) -> None:
+    def windows(process: int, processes: int, batches: int) -> list[tuple[int, ...]]:
+        dealt = evaluation_batches(
+            corpus.heldout,
+            sequences=2,
+            sequence_length=32,
+            batches=batches,
+            process=process,
+            processes=processes,
+        )
+        return [tuple(row.tolist()) for batch in dealt for row in batch]
+
+    assert sorted(windows(0, 2, 3) + windows(1, 2, 3)) == sorted(windows(0, 1, 6))
+
+
+def test_a_text_file_is_split_too(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text("\n\n".join(f"Paragraph {i}. " + "word " * 120 for i in range(200)))
+    corpus = file_corpus(path)
+    assert corpus.heldout
+    assert len(corpus.train) > 5 * len(corpus.heldout)
+    assert file_corpus(path) == corpus
+
+
+@pytest.mark.parametrize("content", [None, "", "a short text\n\n"])
+def test_a_file_that_cannot_serve_is_refused_with_words(
+    tmp_path: Path, content: str | None
+) -> None:
+    path = tmp_path / "text.txt"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match="--text") as caught:
+        file_corpus(path)
+    assert "fix:" in str(caught.value)
+
+
+def test_a_text_shorter_than_a_window_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a window takes 64 bytes"):
+        Batches(b"x" * 64, sequences=1, sequence_length=64, seed=0, process=0)
