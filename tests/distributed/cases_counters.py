@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,20 +11,19 @@ from deepspeed import comm
 
 from ds_ckpt.telemetry import Counters, Purpose
 from ds_ckpt.zero3 import collectives
-
-LOOPBACK = Path("/sys/class/net/lo/statistics/tx_bytes")
+from tests.distributed.isolation import is_isolated, loopback_sent_bytes
 
 
 def collective(op: str, elements: int, repeats: int) -> dict[str, Any]:
     """Bytes that this process's counters saw, and those that left through the interface."""
-    world, me = dist.get_world_size(), dist.get_rank()
+    world = dist.get_world_size()
     counters = Counters()
     collectives.listen(counters)
     whole = torch.zeros(elements * world)
     part = torch.zeros(elements)
     dist.barrier()
     time.sleep(0.2)
-    before = int(LOOPBACK.read_text())
+    before = loopback_sent_bytes()
     dist.barrier()
     with counters.purpose(Purpose.REDUCE):
         for _ in range(repeats):
@@ -39,12 +37,12 @@ def collective(op: str, elements: int, repeats: int) -> dict[str, Any]:
                 comm.all_reduce(whole)
     dist.barrier()
     time.sleep(0.2)
-    interface = int(LOOPBACK.read_text()) - before
+    interface = loopback_sent_bytes() - before
     collectives.unlisten(counters)
     total = torch.tensor([counters.bytes_sent[Purpose.REDUCE]], dtype=torch.float64)
     dist.all_reduce(total)
     return {
-        "process": me,
+        "isolated": is_isolated(),
         "counted": float(total),
         "interface": interface,
         "other": counters.bytes_sent[Purpose.OTHER],

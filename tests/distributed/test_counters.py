@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -9,18 +10,19 @@ import pytest
 from tests.distributed import cases_counters as cases
 
 
-@pytest.mark.skipif(not cases.LOOPBACK.exists(), reason="no interface counter on this system")
 @pytest.mark.parametrize("world", ["world2", "world4"])
 @pytest.mark.parametrize("op", ["all_gather", "all_to_all", "reduce_scatter", "all_reduce"])
 def test_counted_bytes_are_those_at_the_interface(
     request: pytest.FixtureRequest, world: str, op: str
 ) -> None:
-    ratios = []
-    for _ in range(3):  # anything else on the machine that uses the loopback only adds
-        result = request.getfixturevalue(world).run(cases.collective, op, 2_000_000, 3)
-        assert all(r["calls"] == 3 for r in result)
-        ratios.append(min(r["interface"] for r in result) / result[0]["counted"])
-    assert min(ratios) == pytest.approx(1.0, abs=0.03), ratios
+    result = request.getfixturevalue(world).run(cases.collective, op, 2_000_000, 3)
+    if not result[0]["isolated"]:
+        reason = "needs root: in the common network other programs' bytes are counted too"
+        assert "CI" not in os.environ, reason
+        pytest.skip(reason)
+    assert all(r["calls"] == 3 for r in result)
+    ratio = result[0]["interface"] / result[0]["counted"]
+    assert ratio == pytest.approx(1.0, abs=0.03)
 
 
 def test_listeners_share_one_wrapping_and_leave_nothing(world2: Any) -> None:

@@ -24,6 +24,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.distributed.isolation import own_network
+
 
 def fresh() -> None:
     """Put the process back to a known state: no engine alive, no DeepSpeed globals, seeds set.
@@ -96,6 +98,7 @@ def main() -> None:
     parser.add_argument("--preload", default="", help="modules to import once for all workers")
     arguments = parser.parse_args()
     pipes = [int(fd) for fd in arguments.pipes.split(",")]
+    own_network()
 
     import deepspeed  # noqa: F401 - imported once here instead of once in each worker
     import torch

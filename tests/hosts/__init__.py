@@ -1,0 +1,1 @@
+"""Tests on hosts that are emulated on this machine. They need root."""

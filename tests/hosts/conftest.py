@@ -1,0 +1,34 @@
+"""Emulated hosts. Without what they need the tests are skipped, with CI=true they fail."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.hosts.emulated import EmulatedHosts
+from tests.hosts.tools import missing
+
+
+@pytest.fixture(scope="session")
+def can_emulate() -> None:
+    """Skip with the reasons where hosts cannot be emulated; fail with them when CI=true."""
+    reasons = missing()
+    if reasons and os.environ.get("CI") == "true":
+        pytest.fail(f"CI must run the tests on emulated hosts: {'; '.join(reasons)}")
+    if reasons:
+        pytest.skip(f"no emulated hosts here: {'; '.join(reasons)}")
+
+
+@pytest.fixture
+def two_hosts(can_emulate: None) -> Iterator[EmulatedHosts]:
+    """Two hosts with links of 200 Mbit/s."""
+    with EmulatedHosts(2, rate_mbit=200) as hosts:
+        yield hosts
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "tests/hosts/" in item.path.as_posix():
+            item.add_marker(pytest.mark.hosts)
