@@ -93,7 +93,7 @@ class Session:
     def _attach_seams(self, changed: list[contract.Finding]) -> None:
         engine, config = self.engine, self.config
         optimizer = engine.optimizer
-        if not hasattr(optimizer, "parameter_offload") or not hasattr(optimizer, "fp16_groups"):
+        if not _trains(engine) or not hasattr(optimizer, "parameter_offload"):
             raise UnsupportedError(
                 Problem(
                     where="engine.optimizer",
@@ -185,9 +185,9 @@ class Session:
 
         @functools.wraps(step)
         def counted_step(*args: Any, **kwargs: Any) -> Any:
-            boundary = engine.is_gradient_accumulation_boundary()
+            before = int(engine.global_steps)
             result = step(*args, **kwargs)
-            if boundary:
+            if int(engine.global_steps) > before:
                 steps.step_ended(int(engine.global_steps))
             return result
 
@@ -348,9 +348,20 @@ def _initialize(stock: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     result = stock(*args, **kwargs)
     engine = result[0]
     checked = parse(engine._config._param_dict)
-    if checked.active or checked.telemetry.enabled:
+    if not (checked.active or checked.telemetry.enabled):
+        return result
+    if _trains(engine):
         attach(engine)
+    elif torch.distributed.get_rank() == 0:
+        _make_heard()
+        log.warning("ds_ckpt: this engine has no optimizer (inference); nothing is switched on")
     return result
+
+
+def _trains(engine: Any) -> bool:
+    """Whether there is an optimizer; transformers builds engines without one for evaluation."""
+    optimizer = engine.optimizer
+    return hasattr(optimizer, "step") and hasattr(optimizer, "param_groups")
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:

@@ -45,6 +45,7 @@ def gathers(kind: str, reuse: float, mode: str, steps: int, accumulation: int) -
         engine.backward(models.loss_of(engine(**data)))
         left.append([n for n, p in parameters if p.ds_status.name != "NOT_AVAILABLE"])
         engine.step()
+        left[-1] += [n for n, p in parameters if p.ds_status.name != "NOT_AVAILABLE"]
         delta = session.counters.snapshot() - before
         counts = [delta.gathers.get(p.ds_id, 0) for _, p in parameters]
         most.append(max(counts))

@@ -239,3 +239,28 @@ class NormedModel(nn.Module):
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(self.head(self.block(x)), labels)
+
+
+def inference(way: str) -> dict[str, Any]:
+    """An engine without an optimizer, as transformers builds it for evaluation."""
+    fresh()
+    config = models.zero3_config(**BLOCK)
+    del config["optimizer"]
+    model = models.build("llama")
+    ds_ckpt.install()
+    try:
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+    finally:
+        ds_ckpt.uninstall()
+    result = _look(engine)
+    if way == "attach":
+        try:
+            ds_ckpt.attach(engine)
+        except ds_ckpt.UnsupportedError as error:
+            result["message"] = str(error)
+    engine.eval()
+    with torch.no_grad():
+        data = models.batch("llama", 0, dist.get_rank())
+        result["loss"] = float(engine(**data).loss)
+    engine.destroy()
+    return result

@@ -105,3 +105,12 @@ def test_generate_and_training_go_on(world2: Any) -> None:
     for result in world2.run(cases.generate_after_training):
         assert result["shape"] == [1, 8]
         assert all(loss == loss for loss in result["losses"])
+
+
+def test_an_engine_for_evaluation_alone_is_left_to_deepspeed(world2: Any) -> None:
+    for result in world2.run(cases.inference, "install"):
+        assert result["session"] is None
+        assert result["loss"] > 0
+    for result in world2.run(cases.inference, "attach"):
+        assert "engine.optimizer" in result["message"]
+        assert result["loss"] > 0
