@@ -22,7 +22,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ds_ckpt.compression.codec import Codec, aligned, section
+from ds_ckpt.compression.codec import Codec, Dense, aligned, section
 from ds_ckpt.compression.feedback import Feedback, all_finite
 from ds_ckpt.exchange.layout import HEADER_BYTES, PacketLayout, ShardLayout
 from ds_ckpt.exchange.transport import Transport
@@ -55,6 +55,8 @@ class AllToAllExchange:
         feedback: residuals; the caller commits or rolls them back with the step. None: what a
             codec leaves out is lost.
         order: see `Order`.
+        holds: gradients of some calls are held back by `hold` and go with the next `reduce`.
+            Tensors without a codec then pass through the feedback too: it is where they are held.
 
     Attributes:
         nonfinite_buckets: buckets so far in which this process saw or was told of a non-finite
@@ -68,12 +70,35 @@ class AllToAllExchange:
         feedback: Feedback | None = None,
         *,
         order: Order = ascending,
+        holds: bool = False,
     ) -> None:
         self._transport = transport
         self._choose = choose
         self._feedback = feedback if feedback is not None else Feedback(enabled=False)
         self._order = order
+        self._holds = holds
+        assert not holds or self._feedback.enabled, "gradients are held in the residuals"
         self.nonfinite_buckets = 0
+
+    def _codec(self, name: str, tensor: Tensor) -> Codec | None:
+        codec = self._choose(name, tensor.shape)
+        return Dense(tensor.dtype) if codec is None and self._holds else codec
+
+    @torch.no_grad()
+    def hold(
+        self, names: Sequence[str], tensors: list[Tensor], loss_scale: float = 1.0
+    ) -> list[Tensor]:
+        """Add a micro-step's gradients to what goes out later and send nothing.
+
+        Arguments as for `reduce`.
+
+        Returns:
+            Zeros of the shape of what `reduce` returns.
+        """
+        world, me = self._transport.world, self._transport.dp_rank
+        for name, tensor in zip(names, tensors, strict=True):
+            self._feedback.accumulate(name, tensor.reshape(-1), world, loss_scale)
+        return [t.new_zeros(ShardLayout(t.numel(), world).size(me)) for t in tensors]
 
     @torch.no_grad()
     def reduce(
@@ -92,7 +117,7 @@ class AllToAllExchange:
             this process owns nothing. In a world of one, views of the gradients themselves.
         """
         flats = [t.reshape(-1) for t in tensors]
-        codecs = [self._choose(n, t.shape) for n, t in zip(names, tensors, strict=True)]
+        codecs = [self._codec(n, t) for n, t in zip(names, tensors, strict=True)]
         if self._transport.world == 1:
             return [
                 self._alone(name, flat, codec, loss_scale)

@@ -1,4 +1,8 @@
-"""When compression runs: DeepSpeed's own reduction during the dense warm-up, ours after it."""
+"""When compression runs: DeepSpeed's own reduction during the dense warm-up, ours after it.
+
+With gradient accumulation the exchange runs once, at the boundary; earlier micro-steps only add to
+the residuals.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,8 @@ class ScheduledExchange:
         feedback: its residuals, committed or rolled back with the step; None without.
         start_step: optimizer steps of dense warm-up.
         current_step: DeepSpeed's count of optimizer steps so far.
+        at_boundary: whether this micro-step ends an accumulated step; the others' gradients are
+            held back until then. None: every micro-step is exchanged.
     """
 
     def __init__(
@@ -27,11 +33,13 @@ class ScheduledExchange:
         *,
         start_step: int,
         current_step: Callable[[], int],
+        at_boundary: Callable[[], bool] | None = None,
     ) -> None:
         self._exchange = exchange
         self._feedback = feedback
         self._start_step = start_step
         self._current_step = current_step
+        self._at_boundary = at_boundary
         self._nonfinite_before = 0
 
     @property
@@ -49,6 +57,8 @@ class ScheduledExchange:
         """One bucket; see `ds_ckpt.zero3.gradient.BucketExchange`."""
         if self.warming_up:
             return stock(tensors)
+        if self._at_boundary is not None and not self._at_boundary():
+            return self._exchange.hold(names, tensors, loss_scale=loss_scale)
         return self._exchange.reduce(names, tensors, loss_scale=loss_scale)
 
     def step_ended(self, *, skipped: bool) -> None:

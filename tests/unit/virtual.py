@@ -24,13 +24,14 @@ class World:
     choose: Choose
     error_feedback: bool = True
     order: Order = ascending
+    holds: bool = False
     feedbacks: list[Feedback] = field(init=False)
 
     def __post_init__(self) -> None:
         self.virtual = VirtualWorld(self.world, timeout_s=20.0)
         self.feedbacks = [Feedback(enabled=self.error_feedback) for _ in range(self.world)]
         self.exchanges = [
-            AllToAllExchange(t, self.choose, f, order=self.order)
+            AllToAllExchange(t, self.choose, f, order=self.order, holds=self.holds)
             for t, f in zip(self.virtual.transports, self.feedbacks, strict=True)
         ]
 
@@ -46,6 +47,18 @@ class World:
             return self.exchanges[p].reduce(names, [g.clone() for g in gradients[p]], loss_scale)
 
         return self.virtual.run(work)
+
+    def hold(
+        self,
+        names: Sequence[str],
+        gradients: Sequence[Sequence[Tensor]],
+        loss_scale: float = 1.0,
+    ) -> list[list[Tensor]]:
+        """As `reduce`, for a micro-step whose exchange is put off."""
+        return [
+            exchange.hold(names, list(mine), loss_scale)
+            for exchange, mine in zip(self.exchanges, gradients, strict=True)
+        ]
 
     def commit(self) -> None:
         for feedback in self.feedbacks:

@@ -1,0 +1,125 @@
+"""One exchange an accumulated step: micro-steps are held back and nothing of them is lost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from virtual import World, assemble
+
+from ds_ckpt.compression import Codec, TopK
+from ds_ckpt.exchange.schedule import ScheduledExchange
+
+SHAPES = ((7, 5), (13,), (3, 4))
+NAMES = ["matrix", "bias", "small"]
+
+
+def _gradients(world: int, seed: int) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [[torch.randn(s, generator=generator) for s in SHAPES] for _ in range(world)]
+
+
+def _topk(name: str, shape: torch.Size) -> Codec | None:
+    return TopK(0.1, "int8") if len(shape) > 1 else None
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    world=st.integers(1, 5),
+    micro_steps=st.integers(1, 4),
+    steps=st.integers(1, 3),
+    scale=st.sampled_from([1.0, 1024.0]),
+)
+def test_nothing_of_the_held_micro_steps_is_lost(
+    world: int, micro_steps: int, steps: int, scale: float
+) -> None:
+    processes = World(world, _topk, holds=True)
+    put_in = [torch.zeros(torch.Size(s).numel(), dtype=torch.float64) for s in SHAPES]
+    taken = [torch.zeros_like(t) for t in put_in]
+    for step in range(steps):
+        for micro in range(micro_steps):
+            gradients = _gradients(world, 100 * step + micro)
+            for i in range(len(SHAPES)):
+                put_in[i] += torch.stack([g[i].flatten().double() for g in gradients]).mean(0)
+            scaled = [[t * scale for t in process] for process in gradients]
+            last = micro == micro_steps - 1
+            calls = processes.virtual.transports[0].calls
+            out = (processes.reduce if last else processes.hold)(NAMES, scaled, scale)
+            sent = processes.virtual.transports[0].calls - calls
+            assert sent == (1 if last and world > 1 else 0)
+            for i in range(len(SHAPES)):
+                part = assemble(out, i)
+                taken[i] += part.double() / scale
+                assert last or not part.any()
+        processes.commit()
+    for i, name in enumerate(NAMES):
+        left = processes.residual_sum(name, put_in[i].numel())
+        gap = (taken[i] + left - put_in[i]).abs().max()
+        assert gap <= 1e-5 * put_in[i].abs().max().clamp(min=1.0)
+    # what has no codec goes whole at the boundary
+    assert processes.residual_sum("bias", 13).abs().max() == 0
+
+
+@pytest.mark.parametrize("bad_micro", [0, 1, 2])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("tensor", [0, 1])
+def test_a_non_finite_micro_step_reaches_every_process_and_is_rolled_back(
+    bad_micro: int, value: float, tensor: int
+) -> None:
+    processes = World(3, _topk, holds=True)
+    processes.reduce(NAMES, _gradients(3, 0))
+    processes.commit()
+    before = [{n: r.clone() for n, r in f.state_dict().items()} for f in processes.feedbacks]
+    for micro in range(3):
+        gradients = _gradients(3, 1 + micro)
+        if micro == bad_micro:
+            gradients[2][tensor].view(-1)[0] = value
+        out = (processes.reduce if micro == 2 else processes.hold)(NAMES, gradients)
+    for process in out:
+        assert any(bool(torch.isnan(part).any()) for part in process)
+    processes.rollback()
+    for feedback, expected in zip(processes.feedbacks, before, strict=True):
+        state = feedback.state_dict()
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[n], expected[n]) for n in expected)
+
+
+def test_a_parameter_that_is_absent_at_the_boundary_is_owed_to_the_next_step() -> None:
+    processes = World(2, _topk, holds=True)
+    gradients = _gradients(2, 0)
+    processes.hold(NAMES, gradients)
+    processes.reduce(NAMES[:1], [g[:1] for g in _gradients(2, 1)])
+    processes.commit()
+    owed = processes.residual_sum("bias", 13)
+    expected = torch.stack([g[1].double() for g in gradients]).mean(0)
+    assert torch.allclose(owed, expected, atol=1e-6)
+    zeros = [[torch.zeros(13)] for _ in range(2)]
+    delivered = assemble(processes.reduce(["bias"], zeros), 0)
+    assert torch.allclose(delivered.double(), expected, atol=1e-6)
+
+
+def test_the_schedule_asks_for_the_boundary_at_every_bucket() -> None:
+    processes = World(1, _topk, holds=True)
+    at_boundary = False
+    schedule = ScheduledExchange(
+        processes.exchanges[0],
+        processes.feedbacks[0],
+        start_step=1,
+        current_step=lambda: step,
+        at_boundary=lambda: at_boundary,
+    )
+    gradients = _gradients(1, 0)[0]
+
+    def run() -> list[Tensor]:
+        copies = [g.clone() for g in gradients]
+        return schedule.reduce(NAMES, copies, loss_scale=1.0, stock=lambda t: ["stock"])  # type: ignore[list-item]
+
+    step = 0
+    assert run() == ["stock"]  # the warm-up exchanges every micro-step, as DeepSpeed does
+    step = 1
+    assert not any(bool(part.any()) for part in run())
+    at_boundary = True
+    for part, gradient in zip(run(), gradients, strict=True):
+        assert torch.allclose(part, 2 * gradient.flatten(), rtol=1e-6)
