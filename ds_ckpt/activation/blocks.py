@@ -35,8 +35,9 @@ def is_hf_layer(module: nn.Module) -> bool:
     return any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
 
 
-def _flagged(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [(n, m) for n, m in model.named_modules() if hasattr(m, "gradient_checkpointing")]
+def _runs(module: nn.Module) -> bool:
+    """Whether the module has a forward of its own; containers such as ModuleList have none."""
+    return type(module).forward is not nn.Module.forward
 
 
 def repeated_classes(model: nn.Module) -> list[str]:
@@ -54,11 +55,11 @@ def _by_pattern(model: nn.Module, patterns: Sequence[str]) -> list[Block]:
     found: list[Block] = []
     for name, module in model.named_modules():
         hits = {p for p in patterns if p == type(module).__name__ or fnmatch.fnmatchcase(name, p)}
-        if not hits or not name:
+        if not hits or not name or not _runs(module):
             continue
         unused -= hits
         if not any(name.startswith(b.name + ".") for b in found):  # a part of a found block
-            found.append(Block(name, module, "forward"))
+            found.append(Block(name, module, "hf" if is_hf_layer(module) else "forward"))
     if unused:
         classes = sorted({type(m).__name__ for m in model.modules()})
         likely = repeated_classes(model)
@@ -67,7 +68,8 @@ def _by_pattern(model: nn.Module, patterns: Sequence[str]) -> list[Block]:
                 Problem(
                     where=_PATH,
                     found=f'"{pattern}"',
-                    why="no module of the model has this class name or matches this pattern",
+                    why="no module with a forward has this class name or matches this pattern "
+                    "(of a list of blocks name the items: layers.*)",
                     remedy=(
                         f"repeated blocks of this model: {', '.join(likely)}"
                         if likely
@@ -97,6 +99,20 @@ def _refuse_batch_norm(blocks: Sequence[Block]) -> None:
         raise UnsupportedError(problems, headline="these blocks cannot be recomputed")
 
 
+def _refuse_unsupported(model: nn.Module, blocks: Sequence[Block]) -> None:
+    """Some models of transformers have such layers and still say that they must not be used."""
+    said = (getattr(m, "supports_gradient_checkpointing", None) for m in model.modules())
+    if blocks and next((s for s in said if s is not None), True) is False:
+        raise UnsupportedError(
+            Problem(
+                where=_PATH,
+                found=f"null, for {type(model).__name__}",
+                why="the model says supports_gradient_checkpointing = False",
+                remedy='set "policy": "none", or name blocks that you know to be safe in "modules"',
+            )
+        )
+
+
 def find_blocks(model: nn.Module, patterns: Sequence[str] | None) -> list[Block]:
     """The model's blocks, in the order of `named_modules`.
 
@@ -113,10 +129,8 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] | None) -> list[Block]
     if patterns is not None:
         blocks = _by_pattern(model, patterns)
     else:
-        flagged = _flagged(model)
-        layers = [Block(n, m, "hf") for n, m in flagged if is_hf_layer(m)]
-        # older models call the hook from the model that owns the layers
-        blocks = layers or [Block(n, m, "hf") for n, m in flagged]
+        blocks = [Block(n, m, "hf") for n, m in model.named_modules() if is_hf_layer(m)]
+        _refuse_unsupported(model, blocks)
     if not blocks:
         likely = repeated_classes(model)
         example = f'["{likely[0]}"]' if likely else '["MyBlock", "encoder.layers.*"]'

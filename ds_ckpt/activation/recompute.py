@@ -43,12 +43,14 @@ class CheckpointedBlocks:
     ) -> None:
         self._scopes = tuple(scopes)
         self._undo: list[tuple[nn.Module, str, Any]] = []
+        self._wanted: dict[nn.Module, bool] = {}
+        """Transformers' flag on each module that carries it, while checkpointing is enabled."""
         self.blocks = find_blocks(model, patterns)
         _refuse_other_checkpointing(model)
         for block in self.blocks:
             if block.kind == "forward":
                 self._set(block.module, "forward", self._checkpointed(block.module))
-        if any(b.kind == "hf" for b in self.blocks):
+        if any(is_hf_layer(m) for m in model.modules()):
             self._use_hf_hook(model, self.blocks)
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -70,10 +72,14 @@ class CheckpointedBlocks:
         return checkpointed_forward
 
     def _use_hf_hook(self, model: nn.Module, blocks: Sequence[Block]) -> None:
-        for module in model.modules():
+        """Our recompute behind transformers' flag, on the found layers and no others."""
+        found = {id(block.module) for block in blocks if block.kind == "hf"}
+        for module in list(model.modules()):
             if hasattr(module, "gradient_checkpointing"):
+                # a model that owns layers carries the flag too, and then leaves its cache out
+                self._wanted[module] = id(module) in found or not is_hf_layer(module)
                 self._set(module, "_gradient_checkpointing_func", self._run)
-                self._set(module, "gradient_checkpointing", True)
+                self._set(module, "gradient_checkpointing", self._wanted[module])
             if hasattr(module, "_set_gradient_checkpointing"):
                 # what transformers' enable and disable end in
                 self._set(module, "_set_gradient_checkpointing", self._reconcile(module))
@@ -89,8 +95,9 @@ class CheckpointedBlocks:
                 if problem is not None:
                     raise UnsupportedError(problem)
             for part in module.modules():
-                if hasattr(part, "gradient_checkpointing"):
-                    setattr(part, "gradient_checkpointing", enable)  # noqa: B010 - not a Tensor
+                if part in self._wanted:
+                    flag = enable and self._wanted[part]
+                    setattr(part, "gradient_checkpointing", flag)  # noqa: B010 - not a Tensor
 
         return _set_gradient_checkpointing
 
@@ -106,6 +113,7 @@ class CheckpointedBlocks:
                 vars(module).pop(name, None)
             else:
                 setattr(module, name, before)
+        self._wanted.clear()
 
 
 class _entering:  # noqa: N801 - a context manager, used as a verb
@@ -137,6 +145,12 @@ def _objection(function: Callable[..., Any], every_n_layers: int) -> Problem | N
     if every_n_layers != 1:
         why = "policy block recomputes every block"
         return Problem(_TRAINER_FLAG, f'"every_n_layers": {every_n_layers}', why, remedy)
+    extra = {k: v for k, v in keywords.items() if k != "use_reentrant"}
+    if target is checkpoint and extra:
+        why = "policy block checkpoints with torch's defaults and would drop it"
+        return Problem(
+            _TRAINER_FLAG, ", ".join(f"{k}={v!r}" for k, v in extra.items()), why, remedy
+        )
     if target is not checkpoint:
         why = "it replaces the recompute that policy block has put on the model"
         found = f"checkpointing by {getattr(target, '__qualname__', target)} (offload?)"

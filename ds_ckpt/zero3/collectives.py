@@ -1,7 +1,8 @@
 """Counts DeepSpeed's collectives where they are called: at its backend object.
 
-Every collective of DeepSpeed, and of this package, goes through the methods of one backend object
-(`deepspeed.comm.comm.cdb`), so wrapping them on the instance sees all of them once. All attached
+ZeRO-3's collectives, and this package's, go through the methods of one backend object
+(`deepspeed.comm.comm.cdb`), so wrapping those on the instance sees each of them once. Messages from
+point to point and lists of tensors (pipelines, expert parallelism) are not counted. All attached
 sessions share the wrapping; it goes when the last one detaches.
 """
 
@@ -32,15 +33,24 @@ def _all_to_all_payload(kwargs: dict[str, Any], world: int, me: int) -> int:
     return _nbytes(tensor) - int(mine) * row_bytes
 
 
-# method of the backend -> (collective, its first arguments, which of them is the payload);
+# method of the backend -> (collective, its arguments in order, which of them is the payload);
 # DeepSpeed's decorator hides the signatures, so they are written down here
-_METHODS: dict[str, tuple[str, tuple[str, ...], str]] = {
-    "all_gather_into_tensor": ("all_gather", ("output_tensor", "input_tensor"), "input_tensor"),
-    "all_gather": ("all_gather", ("tensor_list", "tensor"), "tensor"),
-    "reduce_scatter_tensor": ("reduce_scatter", ("output_tensor", "input_tensor"), "input_tensor"),
-    "all_to_all_single": ("all_to_all", ("output", "input"), "input"),
-    "all_reduce": ("all_reduce", ("tensor",), "tensor"),
-    "broadcast": ("broadcast", ("tensor",), "tensor"),
+_METHODS: dict[str, tuple[str, str, str]] = {
+    "all_gather_into_tensor": ("all_gather", "output_tensor input_tensor group", "input_tensor"),
+    "all_gather": ("all_gather", "tensor_list tensor group", "tensor"),
+    "reduce_scatter_tensor": (
+        "reduce_scatter",
+        "output_tensor input_tensor op group",
+        "input_tensor",
+    ),
+    "all_to_all_single": (
+        "all_to_all",
+        "output input output_split_sizes input_split_sizes group",
+        "input",
+    ),
+    "all_reduce": ("all_reduce", "tensor op group", "tensor"),
+    "reduce": ("reduce", "tensor dst op group", "tensor"),
+    "broadcast": ("broadcast", "tensor src group", "tensor"),
 }
 
 _listeners: list[Counters] = []
@@ -48,15 +58,15 @@ _patches = Patches()
 _patched_backend: Any = None
 
 
-def _wrap(
-    method: Callable[..., Any], op: str, names: tuple[str, ...], payload: str
-) -> Callable[..., Any]:
+def _wrap(method: Callable[..., Any], op: str, arguments: str, payload: str) -> Callable[..., Any]:
+    names = arguments.split()
+
     @functools.wraps(method)
     def counted(*args: Any, **kwargs: Any) -> Any:
         result = method(*args, **kwargs)
-        group = kwargs.get("group")
-        world = torch_dist.get_world_size(group)
         named = {**dict(zip(names, args, strict=False)), **kwargs}
+        group = named.get("group")
+        world = torch_dist.get_world_size(group)
         if op == "all_to_all":
             size = _all_to_all_payload(named, world, torch_dist.get_rank(group))
         else:

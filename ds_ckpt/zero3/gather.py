@@ -78,6 +78,16 @@ class GatherSeam:
             self.release_kept()
             return result
 
+        post_step = self._optimizer._post_step
+
+        def counted_post_step(*args: Any, **kwargs: Any) -> Any:
+            # small weights stay gathered; after a step they are fetched anew, past the coordinator
+            for param in self._optimizer.persistent_parameters:
+                self._counters.gathers[param.ds_id] += 1
+            with self._counters.purpose(Purpose.GATHER_FORWARD):
+                return post_step(*args, **kwargs)
+
+        self._patches.set(self._optimizer, "_post_step", counted_post_step)
         name = "_PartitionedParameterCoordinator__all_gather_params_"
         self._patches.set(coordinator, name, counted_gather)
         if self._share:

@@ -168,11 +168,17 @@ class GradientSeam:
         assert len(params) == len(tensors), "DeepSpeed handed over another bucket than announced"
         self._refuse_foreign_group(params[0], group)
         names = [self._names[p.ds_id] for p in params]
-        scale = float(self._optimizer.loss_scale)
+        scale = self._scale()
         if self._verify is not None:
-            self._check_identity(self._verify, names, tensors, scale, stock)
+            self._check_identity(self._verify, names, tensors, scale, group, stock)
             self._verify = None
         return self._exchange.reduce(names, tensors, loss_scale=scale, stock=stock)
+
+    def _scale(self) -> float:
+        """What the gradients are multiplied by: the loss scale, or torch autocast's scaler."""
+        scaler = getattr(self._optimizer, "torch_autocast_gradscaler", None)
+        scale = float(self._optimizer.loss_scale)
+        return scale * float(scaler.get_scale()) if scaler is not None else scale
 
     def _refuse_foreign_group(self, param: Any, group: Any) -> None:
         ours = self._optimizer.dp_process_group
@@ -194,28 +200,39 @@ class GradientSeam:
         names: Sequence[str],
         tensors: list[torch.Tensor],
         scale: float,
+        group: Any,
         stock: Reduce,
     ) -> None:
         expected = stock([t.clone() for t in tensors])
         copies = [t.clone() for t in tensors]
         got = dense.reduce(names, copies, loss_scale=scale, stock=stock)
-        # rounding may differ in the order of summation alone
-        tolerance = 8 * torch.finfo(tensors[0].dtype).eps
-        for name, a, b in zip(names, expected, got, strict=True):
-            scale_of = float(a.abs().max()) if a.numel() else 0.0
-            if a.shape != b.shape or not torch.allclose(
-                a, b, rtol=tolerance, atol=tolerance * scale_of, equal_nan=True
-            ):
-                raise ContractError(
-                    Problem(
-                        where=f"reduce_scatter_coalesced, parameter {name}",
-                        found="another result than an exchange that sends everything",
-                        why="its reduction no longer means what the seam stands in for",
-                        remedy="install a DeepSpeed that ds-ckpt doctor reports as tested",
-                    )
-                )
+        pairs = zip(names, expected, got, strict=True)
+        differing = [name for name, a, b in pairs if not _same(a, b)]
+        # the verdict is the group's: nobody may go on into a collective where another has stopped
+        flag = torch.tensor([len(differing)], device=tensors[0].device)
+        torch_dist.all_reduce(flag, group=group)
+        if not flag.item():
+            return
+        where = ", ".join(differing) if differing else "(in other processes)"
+        raise ContractError(
+            Problem(
+                where=f"reduce_scatter_coalesced, parameter {where}",
+                found="another result than an exchange that sends everything",
+                why="its reduction no longer means what the seam stands in for",
+                remedy="install a DeepSpeed that ds-ckpt doctor reports as tested",
+            )
+        )
 
     def detach(self) -> None:
         """Give the optimizer its own methods back."""
         self._patches.undo()
         self.lease.close()
+
+
+def _same(expected: torch.Tensor, got: torch.Tensor) -> bool:
+    """Equal but for the rounding of another order of summation."""
+    if expected.shape != got.shape:
+        return False
+    tolerance = 8 * torch.finfo(expected.dtype).eps
+    largest = float(expected.abs().max()) if expected.numel() else 0.0
+    return torch.allclose(expected, got, rtol=tolerance, atol=tolerance * largest, equal_nan=True)

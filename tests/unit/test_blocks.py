@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
 from ds_ckpt.activation import find_blocks
@@ -13,6 +14,10 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.inner(x)
+        return y
 
 
 class Model(nn.Module):
@@ -82,3 +87,33 @@ def test_hugging_face_layers_are_found_without_a_word(
     config = getattr(transformers, f"{name}Config")(**common, **options)
     model = getattr(transformers, f"{name}Model")(config)
     assert len(find_blocks(model, None)) == layers
+
+
+@pytest.mark.parametrize("pattern", ["layers", "ModuleList"])
+def test_a_container_has_no_forward_to_recompute(pattern: str) -> None:
+    with pytest.raises(ConfigError, match="name the items") as error:
+        find_blocks(Model(), [pattern])
+    assert "Block" in error.value.problems[0].remedy
+
+
+def test_a_wide_pattern_passes_over_containers() -> None:
+    assert [b.name for b in find_blocks(Model(), ["*layers*"])][:2] == ["layers.0", "layers.1"]
+
+
+def test_a_flag_that_no_layer_carries_is_not_a_hook() -> None:
+    model = Model()
+    model.gradient_checkpointing = False
+    with pytest.raises(ConfigError, match="must be named"):
+        find_blocks(model, None)
+
+
+def test_a_model_that_forbids_it_is_refused() -> None:
+    import transformers
+
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(num_attention_heads=4, vocab_size=64, **small)
+    model = transformers.LlamaModel(config)
+    model.supports_gradient_checkpointing = False
+    with pytest.raises(UnsupportedError, match="supports_gradient_checkpointing"):
+        find_blocks(model, None)
+    assert len(find_blocks(model, ["LlamaDecoderLayer"])) == 2

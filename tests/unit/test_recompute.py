@@ -159,3 +159,85 @@ def test_other_checkpointing_that_is_on_already_is_refused(
     with pytest.raises(UnsupportedError, match="activation_checkpointing_kwargs"):
         CheckpointedBlocks(model, None)
     assert model.model.layers[0]._gradient_checkpointing_func is before
+
+
+def _forwards(model: Any) -> list[int]:
+    """Forwards through each layer's MLP in one training step."""
+    counts = [0] * len(model.model.layers)
+
+    def count(index: int) -> Any:
+        def hook(*_: Any) -> None:
+            counts[index] += 1
+
+        return hook
+
+    handles = [
+        # before, not after: the recompute stops early, inside the MLP's last operator
+        layer.mlp.gate_proj.register_forward_pre_hook(count(i))
+        for i, layer in enumerate(model.model.layers)
+    ]
+    tokens = torch.arange(8).view(1, 8)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    for handle in handles:
+        handle.remove()
+    return counts
+
+
+@pytest.mark.parametrize("flag_before", [False, True])
+@pytest.mark.parametrize(
+    ("modules", "expected"),
+    [
+        (None, [2, 2]),
+        (["LlamaDecoderLayer"], [2, 2]),
+        (["model.layers.*"], [2, 2]),
+        (["model.layers.1"], [1, 2]),
+        (["LlamaMLP"], [2, 2]),
+    ],
+)
+def test_every_named_block_is_recomputed_exactly_once(
+    modules: list[str] | None, expected: list[int], flag_before: bool
+) -> None:
+    model = _llama()
+    if flag_before:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    checkpointed = CheckpointedBlocks(model, modules)
+    assert _forwards(model) == expected
+    model.activation_checkpointing_enable({"use_reentrant": False})  # the Trainer, later
+    assert _forwards(model) == expected
+    checkpointed.remove()
+    assert _forwards(model) == ([2, 2] if flag_before else [1, 1])
+
+
+def test_checkpoint_arguments_that_would_be_dropped_are_refused() -> None:
+    model = _llama()
+    kwargs = {"use_reentrant": False, "preserve_rng_state": False}
+    CheckpointedBlocks(model, None)
+    with pytest.raises(UnsupportedError, match="preserve_rng_state"):
+        model.activation_checkpointing_enable(kwargs)
+
+
+def test_shared_tensors_with_gradient_are_as_exact_as_torchs_own_checkpointing() -> None:
+    """T5's position bias is made in block 0 and used in all: its gradients add up otherwise."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "vocab_size": 32}
+    model = T5ForConditionalGeneration(
+        T5Config(num_layers=3, use_cache=False, decoder_start_token_id=0, **sizes)
+    ).train()
+    tokens = torch.arange(10).view(1, 10)
+
+    def gradients() -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        model.zero_grad()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    plain = gradients()
+    checkpointed = CheckpointedBlocks(model, None)
+    ours = gradients()
+    checkpointed.remove()
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    theirs = gradients()
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(ours, plain, strict=True))
