@@ -24,29 +24,13 @@ sends, on a gradient whose rows differ in size by a log-normal factor.
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
 
 import torch
+from _timing import Work, interleaved_medians_s
 from torch import Tensor
 
 from ds_ckpt.compression import Feedback, TopK, all_finite
 from ds_ckpt.compression.topk import blocks_for, select
-
-Work = Callable[[], object]
-
-
-def interleaved_medians_s(works: dict[str, Work], repeats: int) -> dict[str, float]:
-    """Median seconds of each, taken in turn so that a busy machine slows all of them alike."""
-    taken: dict[str, list[float]] = {name: [] for name in works}
-    for repeat in range(repeats + 1):
-        for name, work in works.items():
-            start_s = time.perf_counter()
-            work()
-            if repeat:  # the first round warms up
-                taken[name].append(time.perf_counter() - start_s)
-    return {name: statistics.median(times) for name, times in taken.items()}
 
 
 def timed_works(elements: int, density: float) -> dict[str, Work]:

@@ -7,6 +7,16 @@ from __future__ import annotations
 
 from ds_ckpt.compression.codec import Codec, Dense, ValueFormat
 from ds_ckpt.compression.feedback import Feedback, all_finite
+from ds_ckpt.compression.quantize import Quantize
 from ds_ckpt.compression.topk import Selection, TopK
 
-__all__ = ["Codec", "Dense", "Feedback", "Selection", "TopK", "ValueFormat", "all_finite"]
+__all__ = [
+    "Codec",
+    "Dense",
+    "Feedback",
+    "Quantize",
+    "Selection",
+    "TopK",
+    "ValueFormat",
+    "all_finite",
+]

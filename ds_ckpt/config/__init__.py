@@ -18,6 +18,7 @@ from ds_ckpt.config.models import (
     DeepSpeedActivationSection,
     ErrorFeedbackConfig,
     PluginConfig,
+    QuantizeConfig,
     TelemetryConfig,
     TopKConfig,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "CompressionConfig",
     "ErrorFeedbackConfig",
     "PluginConfig",
+    "QuantizeConfig",
     "TelemetryConfig",
     "TopKConfig",
     "json_schema",

@@ -24,6 +24,13 @@ def _list_as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _whole(value: Any) -> Any:
+    """`4.0` and `true` equal members of a Literal of integers; they are not whole numbers here."""
+    if isinstance(value, bool | float):
+        raise ValueError("not a whole number")
+    return value
+
+
 _SWITCH = Expects("true or false", "true")
 _OFF = Expects("false", "false")
 _ModuleName = Annotated[str, Field(min_length=1)]
@@ -90,13 +97,34 @@ class TopKConfig(Section):
     )
 
 
+class QuantizeConfig(Section):
+    """Few-bit values: every entry of each remote shard is sent, in blocks that share a scale."""
+
+    bits: Annotated[Literal[8, 4, 2], BeforeValidator(_whole), Expects("8, 4 or 2", "4")] = Field(
+        default=4,
+        description="Bits of a value, beside 16 bits of scale a block. 8 and 4: even steps up to "
+        "the block's largest magnitude. 2: the four levels that suit a Gaussian best. Fewer are "
+        "fewer bytes and a larger rounding error: on Gaussian entries in blocks of 64 its RMS is "
+        "0.6%, 9.5% and 34% of theirs. 2 bits take about 1.7 times as long to pack as 4.",
+    )
+    block: Annotated[
+        Literal[32, 64, 128, 256],
+        BeforeValidator(_whole),
+        Expects("32, 64, 128 or 256", "64"),
+    ] = Field(
+        default=64,
+        description="Neighbouring entries that share a scale: 16 / block bits an element. Shorter "
+        "blocks round finer and send more: at 4 bits 64 is 4.25 bits, 3.76 times less than bf16.",
+    )
+
+
 class ErrorFeedbackConfig(Section):
     """Error feedback: what was not sent is kept and added to the next gradient."""
 
     enabled: Annotated[bool, _SWITCH] = Field(
         default=True,
-        description="Keep a residual per parameter (8 bytes an entry that Top-K handles, in each "
-        "process). Without it, what is not selected is lost and training ends worse.",
+        description="Keep a residual per parameter (8 bytes an entry of a compressed tensor, in "
+        "each process). Without it, what is not sent is lost and training ends worse.",
     )
 
 
@@ -104,23 +132,31 @@ class CompressionConfig(Section):
     """How gradients travel in ZeRO-3's reduction, at every micro-step."""
 
     method: Annotated[
-        Literal["none", "dense", "topk"], Expects('"none", "dense" or "topk"', '"topk"')
+        Literal["none", "dense", "topk", "quantize"],
+        Expects('"none", "dense", "topk" or "quantize"', '"topk"'),
     ] = Field(
         default="none",
         description='"none": DeepSpeed\'s own reduce-scatter. "dense": every entry sent once by '
         "all-to-all and summed at its owner: lossless, half the bytes of gloo's reduce-scatter. "
-        '"topk": the largest entries only; fewer bytes, and it costs loss.',
+        '"topk": the largest entries only; fewer bytes, and it costs loss. "quantize": every '
+        "entry in 8, 4 or 2 bits; more bytes than Top-K and a smaller error.",
     )
     topk: Annotated[TopKConfig, Expects("an object", '{"density": 0.01}')] = Field(
         default_factory=TopKConfig, description='Settings of method "topk".'
     )
+    quantize: Annotated[QuantizeConfig, Expects("an object", '{"bits": 4}')] = Field(
+        default_factory=QuantizeConfig, description='Settings of method "quantize".'
+    )
     error_feedback: Annotated[ErrorFeedbackConfig, Expects("an object", '{"enabled": true}')] = (
-        Field(default_factory=ErrorFeedbackConfig, description='Residuals of method "topk".')
+        Field(
+            default_factory=ErrorFeedbackConfig,
+            description='Residuals of methods "topk" and "quantize".',
+        )
     )
     start_step: Annotated[int, Expects("a whole number, 0 or more", "100")] = Field(
         default=100,
         ge=0,
-        description="Optimizer steps that are sent dense before Top-K begins. A longer dense "
+        description="Optimizer steps that are sent dense before compression begins. A longer dense "
         "warm-up costs bytes and lowers the price in loss.",
     )
     min_numel: Annotated[int, Expects("a whole number, 0 or more", "4096")] = Field(
@@ -178,11 +214,14 @@ class PluginConfig(Section):
             share = "" if self.activation.share_gather else ", gathers not shared"
             parts.append(f"checkpointing {self.activation.policy}{where}{share}")
         comp = self.compression
-        if comp.method == "topk":
+        lossy = {
+            "topk": f"top-k {comp.topk.density:.3%} as {comp.topk.values} ({comp.topk.selection})",
+            "quantize": f"in {comp.quantize.bits} bits (blocks of {comp.quantize.block})",
+        }
+        if comp.method in lossy:
             feedback = "with" if comp.error_feedback.enabled else "without"
             parts.append(
-                f"gradients top-k {comp.topk.density:.3%} as {comp.topk.values} "
-                f"({comp.topk.selection}), {feedback} error feedback, "
+                f"gradients {lossy[comp.method]}, {feedback} error feedback, "
                 f"dense for {comp.start_step} steps"
             )
         elif comp.method == "dense":

@@ -36,6 +36,13 @@ _MEANT = {
         "sparsity": "density",
         "dtype": "values",
     },
+    f"{OURS}.compression.quantize": {
+        "nbits": "bits",
+        "num_bits": "bits",
+        "block_size": "block",
+        "group_size": "block",
+        "blocksize": "block",
+    },
     f"{OURS}.activation": {"type": "policy", "mode": "policy", "classes": "modules"},
 }
 _SWITCHES = {

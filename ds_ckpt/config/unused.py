@@ -12,6 +12,15 @@ from ds_ckpt.config.sections import DEEPSPEEDS, OURS
 from ds_ckpt.config.wanted import Wanted
 from ds_ckpt.errors import Problem
 
+_USED_BY = {
+    "topk": ("topk",),
+    "quantize": ("quantize",),
+    "error_feedback": ("topk", "quantize"),
+    "start_step": ("topk", "quantize"),
+    "min_numel": ("topk", "quantize"),
+}
+"""The methods that act on each key of the compression section."""
+
 
 def _written(value: object) -> bool:
     """Whether anything is set: null and objects of nulls leave everything at its default."""
@@ -48,14 +57,15 @@ def would_do_nothing(config: Mapping[str, Any], wanted: Wanted) -> Iterator[Prob
 
 
 def _unused_compression(section: Any, method: str | None) -> Iterator[Problem]:
-    if method not in ("none", "dense"):
+    if method is None:
         return
-    for key in ("topk", "error_feedback", "start_step", "min_numel"):
+    for key, methods in _USED_BY.items():
         value = lookup(section, (key,))
-        if _written(value):
+        if method not in methods and _written(value):
             lossless = ", which sends everything" if method == "dense" else ""
             why = f'it does nothing with method "{method}"{lossless}'
-            remedy = f'remove it, or set {OURS}.compression.method to "topk"'
+            choices = " or ".join(f'"{m}"' for m in methods)
+            remedy = f"remove it, or set {OURS}.compression.method to {choices}"
             yield Problem(f"{OURS}.compression.{key}", show(value), why, remedy)
 
 

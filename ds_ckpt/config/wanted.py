@@ -7,7 +7,7 @@ from typing import Any
 
 from ds_ckpt.config.paths import lookup, nearest
 
-_METHODS = ("none", "dense", "topk")
+_METHODS = ("none", "dense", "topk", "quantize")
 _POLICIES = ("none", "block")
 
 

@@ -11,6 +11,7 @@ import torch.distributed as torch_dist
 
 from ds_ckpt.compression.codec import Codec
 from ds_ckpt.compression.feedback import Feedback
+from ds_ckpt.compression.quantize import Bits, Block, Quantize
 from ds_ckpt.compression.topk import TopK
 from ds_ckpt.exchange.exchange import AllToAllExchange, ascending
 from ds_ckpt.exchange.ring_order import ring_pieces
@@ -22,10 +23,12 @@ from ds_ckpt.exchange.transport import TorchTransport
 class ExchangeSettings:
     """What the configuration's `compression` section says, in plain values."""
 
-    method: Literal["dense", "topk"]
+    method: Literal["dense", "topk", "quantize"]
     density: float = 0.01
     values: Literal["fp32", "bf16", "int8"] = "int8"
     selection: Literal["exact", "blocks"] = "blocks"
+    bits: Bits = 4
+    block: Block = 64
     error_feedback: bool = True
     start_step: int = 0
     min_numel: int = 4096
@@ -39,6 +42,8 @@ class CodecRule:
         self._codec: Codec | None = None
         if settings.method == "topk":
             self._codec = TopK(settings.density, settings.values, settings.selection)
+        elif settings.method == "quantize":
+            self._codec = Quantize(settings.bits, settings.block)
 
     def __call__(self, name: str, shape: torch.Size) -> Codec | None:
         if len(shape) < 2 or shape.numel() < self._settings.min_numel:
@@ -96,9 +101,12 @@ def describe(settings: ExchangeSettings, shapes: Iterable[tuple[str, torch.Size,
     if settings.method == "dense":
         return "gradients whole by all-to-all, summed at the owner"
     share = packed_bytes / max(dense_bytes, 1)
-    feedback = "on" if settings.error_feedback else "off: dropped entries are lost"
+    what, lost = f"{settings.bits}-bit values in blocks of {settings.block}", "rounding errors"
+    if settings.method == "topk":
+        what = f"Top-K {settings.density:.3g} ({settings.values}, {settings.selection})"
+        lost = "dropped entries"
+    feedback = "on" if settings.error_feedback else f"off: {lost} are lost"
     return (
-        f"Top-K {settings.density:.3g} ({settings.values}, {settings.selection}) on {compressed} "
-        f"of {tensors} tensors from step {settings.start_step}: {share:.2%} of the dense gradient "
-        f"bytes, error feedback {feedback}"
+        f"{what} on {compressed} of {tensors} tensors from step {settings.start_step}: "
+        f"{share:.2%} of the dense gradient bytes, error feedback {feedback}"
     )

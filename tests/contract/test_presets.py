@@ -84,6 +84,7 @@ def test_we_read_it(preset: Path) -> None:
     assert (config.activation.policy == "block") == ("block" in preset.stem)
     method = config.compression.method
     assert (method == "topk") == ("topk" in preset.stem)
+    assert (method == "quantize") == ("4bit" in preset.stem)
     assert (method == "dense") == ("dense" in preset.stem)
 
 

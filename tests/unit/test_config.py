@@ -44,6 +44,7 @@ def test_defaults_are_those_that_are_documented() -> None:
         "compression": {
             "method": "topk",
             "topk": {"density": 0.01, "values": "int8", "selection": "blocks"},
+            "quantize": {"bits": 4, "block": 64},
             "error_feedback": {"enabled": True},
             "start_step": 100,
             "min_numel": 4096,
@@ -169,6 +170,11 @@ def test_valid_sections_come_back_as_given(section: dict[str, Any]) -> None:
         ("compression.start_step", -1),
         ("compression.min_numel", "4096"),
         ("compression.topk.values", 8),
+        ("compression.quantize.bits", 3),
+        ("compression.quantize.bits", 4.0),
+        ("compression.quantize.bits", "4"),
+        ("compression.quantize.block", 48),
+        ("compression.quantize.block", True),
         ("compression.error_feedback.enabled", 0),
         ("telemetry.every_n_steps", 0),
         ("telemetry.path", ""),
@@ -176,9 +182,10 @@ def test_valid_sections_come_back_as_given(section: dict[str, Any]) -> None:
     ],
 )
 def test_types_and_ranges_are_strict(keys: str, value: Any) -> None:
+    method = "quantize" if "quantize" in keys else "topk"
     section: dict[str, Any] = {
         "activation": {"policy": "block"},
-        "compression": {"method": "topk", "topk": {}, "error_feedback": {}},
+        "compression": {"method": method, method: {}, "error_feedback": {}},
         "telemetry": {"enabled": True},
     }
     *parents, last = keys.split(".")

@@ -10,7 +10,7 @@ import pytest
 from ds_ckpt.config import parse
 from ds_ckpt.errors import ConfigError
 
-COMPRESSING = ({"method": "dense"}, {"method": "topk"})
+COMPRESSING = ({"method": "dense"}, {"method": "topk"}, {"method": "quantize"})
 
 # path, a value that cannot be served, a value that can
 COMPRESSION_CONFLICTS: list[tuple[str, Any, Any]] = [
@@ -140,16 +140,31 @@ def test_a_problem_of_both_halves_is_told_once() -> None:
     ("key", "value"),
     [
         ("topk", {"density": 0.1}),
+        ("quantize", {"bits": 4}),
         ("error_feedback", {"enabled": False}),
         ("start_step", 100),
         ("min_numel", 0),
     ],
 )
-def test_topk_settings_without_topk(method: str | None, key: str, value: Any) -> None:
+def test_settings_of_compression_without_it(method: str | None, key: str, value: Any) -> None:
     section = {"compression": {"method": method, key: value}}
     found = problems({"zero_optimization": {"stage": 3}, "ds_ckpt": section})
     assert list(found) == [f"$.ds_ckpt.compression.{key}"]
     assert "does nothing" in found[f"$.ds_ckpt.compression.{key}"].why
+
+
+@pytest.mark.parametrize(
+    ("method", "other", "value"),
+    [("topk", "quantize", {"bits": 8}), ("quantize", "topk", {"density": 0.1})],
+)
+def test_the_section_of_another_method(method: str, other: str, value: dict[str, Any]) -> None:
+    base = {"zero_optimization": {"stage": 3}}
+    section = {"compression": {"method": method, other: value, "start_step": 3, "min_numel": 0}}
+    found = problems({**base, "ds_ckpt": section})
+    assert list(found) == [f"$.ds_ckpt.compression.{other}"]
+    (problem,) = found.values()
+    assert f'does nothing with method "{method}"' in problem.why
+    assert f'compression.method to "{other}"' in problem.remedy
 
 
 @pytest.mark.parametrize(

@@ -45,13 +45,17 @@ LEAVES: dict[Keys, st.SearchStrategy[Any]] = {
         ["Block", [], True, 3, {"Block": 1}, {}, 1.5]
     ),
     ("ds_ckpt", "activation", "share_gather"): _BOOL_LIKE,
-    ("ds_ckpt", "compression", "method"): _not_among("none", "dense", "topk"),
+    ("ds_ckpt", "compression", "method"): _not_among("none", "dense", "topk", "quantize"),
     ("ds_ckpt", "compression", "topk", "density"): _NOT_A_NUMBER
     | st.floats(max_value=0, allow_nan=False)
     | st.floats(min_value=1, exclude_min=True)
     | st.integers(2, 100),
     ("ds_ckpt", "compression", "topk", "values"): _not_among("fp32", "bf16", "int8"),
     ("ds_ckpt", "compression", "topk", "selection"): _not_among("exact", "blocks"),
+    ("ds_ckpt", "compression", "quantize", "bits"): _WHOLE
+    | st.integers().filter(lambda n: n not in (8, 4, 2)),
+    ("ds_ckpt", "compression", "quantize", "block"): _WHOLE
+    | st.integers().filter(lambda n: n not in (32, 64, 128, 256)),
     ("ds_ckpt", "compression", "error_feedback", "enabled"): _BOOL_LIKE,
     ("ds_ckpt", "compression", "start_step"): _WHOLE | st.integers(max_value=-1),
     ("ds_ckpt", "compression", "min_numel"): _WHOLE | st.integers(max_value=-1),
@@ -70,6 +74,7 @@ SECTIONS: list[Keys] = [
     ("ds_ckpt", "activation"),
     ("ds_ckpt", "compression"),
     ("ds_ckpt", "compression", "topk"),
+    ("ds_ckpt", "compression", "quantize"),
     ("ds_ckpt", "compression", "error_feedback"),
     ("ds_ckpt", "telemetry"),
     ("activation_checkpointing",),

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from virtual import Choose, World, assemble, stock
 
-from ds_ckpt.compression import Codec, Dense, TopK
+from ds_ckpt.compression import Codec, Dense, Quantize, TopK
 from ds_ckpt.compression.codec import VALUE_FORMATS
+from ds_ckpt.compression.quantize import BITS, BLOCKS
 from ds_ckpt.compression.topk import SELECTIONS
 from ds_ckpt.exchange.layout import HEADER_BYTES, ShardLayout
 from ds_ckpt.exchange.virtual import VirtualWorld
@@ -32,6 +33,7 @@ codecs: st.SearchStrategy[Codec] = st.one_of(
         selection=st.sampled_from(SELECTIONS),
     ),
     st.builds(Dense, st.sampled_from([torch.float32, torch.bfloat16])),
+    st.builds(Quantize, st.sampled_from(BITS), st.sampled_from(BLOCKS)),
 )
 
 

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ds_ckpt.compression import Codec, Dense, TopK
+from ds_ckpt.compression import Codec, Dense, Quantize, TopK
 from ds_ckpt.compression.codec import VALUE_FORMATS, encode_values, value_bytes
 from ds_ckpt.compression.topk import MAX_BLOCK, SELECTIONS, blocks_for
 
@@ -31,6 +31,7 @@ codecs: st.SearchStrategy[Codec] = st.one_of(
         selection=st.sampled_from(SELECTIONS),
     ),
     st.builds(Dense, st.sampled_from([torch.float32, torch.bfloat16])),
+    st.builds(Quantize, st.sampled_from([8, 4]), st.sampled_from([32, 64, 256])),
 )
 quick = settings(max_examples=150, deadline=None)
 

@@ -1,0 +1,197 @@
+"""Few-bit values: every entry travels, in 8, 4 or 2 bits, with one bf16 scale per block.
+
+A block is a run of neighbours: a gradient's rows differ in size, and a scale that fits one row
+fits its neighbours' entries best. The codes of neighbours share a byte, low bits first.
+
+8 and 4 bits: whole multiples of the scale, from -2^(bits-1) to 2^(bits-1) - 1. The scale carries a
+sign so that the block's largest magnitude, whatever its own sign, takes the end that reaches one
+further. On Gaussian entries in blocks of 64 that is a 12% lower error at 4 bits than -7 to 7. Zero
+stays zero, which levels at odd halves cannot say: they send noise where a gradient has none.
+
+2 bits: the four Lloyd-Max levels of a Gaussian, and of all scales for them the one with the least
+squared error. What is sent is then a projection: the residual of a block never has more energy than
+the block, however far from Gaussian it is. (With the block's RMS as the scale one large entry among
+255 zeros would leave more than there was.) On Gaussian entries in blocks of 64 the RMS of the
+error is 0.336 of theirs; 0.338 with RMS scales, 0.385 with even steps below the largest magnitude.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ds_ckpt.compression.codec import add_scaled, aligned, section
+
+Bits = Literal[8, 4, 2]
+BITS: tuple[Bits, ...] = (8, 4, 2)
+Block = Literal[32, 64, 128, 256]
+BLOCKS: tuple[Block, ...] = (32, 64, 128, 256)
+
+# Lloyd-Max for unit variance: levels +-0.4528 and +-1.510, the border halfway. The scale is the
+# inner level; codes -2, -1, 0, 1 stand for -outer, -inner, inner, outer.
+_OUTER = 1.510 / 0.4528
+_BORDER = (0.4528 + 1.510) / 2
+# y * (_SLOPE + _CURVE * |y|) is 1 at y = 1/2 and _OUTER at y = 3/2.
+_CURVE = _OUTER / 1.5 - 2
+_SLOPE = 2 - _CURVE / 2
+# Squares of fp32 over- and underflow. Borders outside this range are moved into it: the block then
+# uses one pair of levels alone, with the scale that fits them, and stays finite.
+_BORDER_LIMITS = (2.0**-63, 2.0**63)
+
+_BF16_MAX = torch.finfo(torch.bfloat16).max
+# Entries that are worked on at a time: on a CPU few enough for its cache, elsewhere so many that
+# the number of kernels does not matter and scratch is bounded. Not part of the format; multiples
+# of every block.
+_TILE_ELEMENTS = 1 << 18
+_TILE_ELEMENTS_ACCELERATOR = 1 << 24
+
+
+@dataclass(frozen=True)
+class Quantize:
+    """The codec: bits + 16 / block bits an element.
+
+    Attributes:
+        bits: of a value: 8, 4 or 2.
+        block: entries that share a scale: 32, 64, 128 or 256.
+
+    Raises:
+        ValueError: an argument is none of these.
+    """
+
+    bits: Bits = 4
+    block: Block = 64
+
+    def __post_init__(self) -> None:
+        if self.bits not in BITS:
+            raise ValueError(f"bits must be one of {BITS}, not {self.bits!r}")
+        if self.block not in BLOCKS:
+            raise ValueError(f"block must be one of {BLOCKS}, not {self.block!r}")
+
+    def packed_bytes(self, numel: int) -> int:
+        return self._codes_start(numel) + aligned(_code_bytes(numel, self.bits))
+
+    def pack(self, values: Tensor, out: Tensor) -> None:
+        numel = values.numel()
+        scales, codes = self._sections(out, numel)
+        out[2 * scales.numel() : self._codes_start(numel)].zero_()
+        out[self._codes_start(numel) + codes.numel() :].zero_()
+        for start, stop, width in self._pieces(values):
+            blocks = values[start:stop].view(-1, width)
+            quantized, scale = _gaussian(blocks) if self.bits == 2 else _linear(blocks, self.bits)
+            scales[start // self.block : -(-stop // self.block)] = scale
+            _narrow(quantized.view(-1), self.bits, codes[self._code_range(start, stop)])
+            blocks.sub_(self._decode(quantized, scale))
+
+    def unpack_add(self, payload: Tensor, into: Tensor, scale: float = 1.0) -> None:
+        scales, codes = self._sections(payload, into.numel())
+        for start, stop, width in self._pieces(into):
+            wide = _widen(codes[self._code_range(start, stop)], self.bits)[: stop - start]
+            decoded = self._decode(
+                wide.float().view(-1, width), scales[start // self.block : -(-stop // self.block)]
+            )
+            add_scaled(into[start:stop], decoded.view(-1), scale)
+
+    def _decode(self, quantized: Tensor, scale: Tensor) -> Tensor:
+        """fp32 codes [blocks, width] times bf16 scales [blocks], in place. Equal at both ends."""
+        levels = _gaussian_levels(quantized) if self.bits == 2 else quantized
+        return levels.mul_(scale.float().unsqueeze(1))
+
+    def _codes_start(self, numel: int) -> int:
+        return aligned(2 * -(-numel // self.block))
+
+    def _sections(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        """Views of a payload: bf16 scales, uint8 codes."""
+        start_byte = self._codes_start(numel)
+        scales = section(payload, 0, -(-numel // self.block), torch.bfloat16)
+        return scales, payload[start_byte : start_byte + _code_bytes(numel, self.bits)]
+
+    def _code_range(self, start: int, stop: int) -> slice:
+        return slice(_code_bytes(start, self.bits), _code_bytes(stop, self.bits))
+
+    def _pieces(self, values: Tensor) -> Iterator[tuple[int, int, int]]:
+        """(start, stop, block length): tiles of whole blocks, then what is left as a short block.
+
+        Short, not filled up: zeros would count in the fit of a scale.
+        """
+        numel = values.numel()
+        whole = numel - numel % self.block
+        on_cpu = values.device.type == "cpu"
+        tile = _TILE_ELEMENTS if on_cpu else _TILE_ELEMENTS_ACCELERATOR
+        for start in range(0, whole, tile):
+            yield start, min(start + tile, whole), self.block
+        if whole < numel:
+            yield whole, numel, numel - whole
+
+
+def _code_bytes(numel: int, bits: int) -> int:
+    return -(-numel * bits // 8)
+
+
+def _linear(blocks: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Codes (whole numbers in fp32 [blocks, width]) and signed bf16 scales [blocks]."""
+    reach = 1 << (bits - 1)
+    low, high = blocks.amin(1), blocks.amax(1)
+    largest = torch.where(-low > high, low, high)
+    # clamped: `reach` times the scale must be finite, and bf16 rounds up
+    limit = _BF16_MAX / reach
+    scale = largest.div_(-reach).clamp_(-limit, limit).to(torch.bfloat16)
+    wide = scale.float()
+    # As for int8 values (`codec`): a block of zeros, or too small for a bf16 scale, sends zeros and
+    # keeps its values; a reciprocal of a denormal scale would overflow; the clamp catches the
+    # coarse rounding of such scales, and the end that has one level less.
+    divisor = torch.where(wide == 0, torch.ones_like(wide), wide).unsqueeze(1)
+    return blocks.div(divisor).round_().clamp_(-reach, reach - 1), scale
+
+
+def _gaussian(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes -2 to 1 in fp32 [blocks, width] and bf16 scales [blocks], none negative."""
+    rms = torch.linalg.vector_norm(blocks, dim=1).div_(math.sqrt(blocks.shape[1]))
+    border = rms.mul_(_BORDER).clamp_(*_BORDER_LIMITS)
+    in_borders = blocks.div(border.unsqueeze(1))
+    quantized = in_borders.floor().clamp_(-2, 1)
+    levels = _gaussian_levels(quantized.clone())
+    fit = in_borders.mul_(levels).sum(1).div_(levels.square_().sum(1)).mul_(border)
+    return quantized, fit.clamp_(max=_BF16_MAX / 4).to(torch.bfloat16)
+
+
+def _gaussian_levels(quantized: Tensor) -> Tensor:
+    """Codes -2, -1, 0, 1 to levels in units of the inner one, in place."""
+    y = quantized.add_(0.5)
+    return y.mul_(y.abs().mul_(_CURVE).add_(_SLOPE))
+
+
+def _narrow(quantized: Tensor, bits: int, out: Tensor) -> None:
+    """Whole numbers (fp32 [n]) as two's complement of `bits` bits, 8 / bits of them in a byte."""
+    per_byte = 8 // bits
+    codes = torch.zeros(out.numel() * per_byte, dtype=torch.int8, device=out.device)
+    codes[: quantized.numel()] = quantized
+    # One word holds the codes of one byte of output: each moves down to its place.
+    words = codes.view(_WORD[bits])
+    narrow = words & _mask(bits, 0)
+    for place in range(1, per_byte):
+        narrow |= (words >> ((8 - bits) * place)) & _mask(bits, place)
+    out.copy_(narrow.view(torch.uint8) if bits == 8 else narrow)
+
+
+def _widen(packed: Tensor, bits: int) -> Tensor:
+    """The int8 codes of uint8 bytes, 8 / bits times as many."""
+    if bits == 8:
+        return packed.view(torch.int8)
+    narrow = packed.to(_WORD[bits])
+    # each to the top of its byte, from where an arithmetic shift brings the sign along
+    words = (narrow & _mask(bits, 0)) << (8 - bits)
+    for place in range(1, 8 // bits):
+        words |= (narrow & _mask(bits, place)) << ((8 - bits) * (place + 1))
+    return words.view(torch.int8) >> (8 - bits)
+
+
+_WORD = {8: torch.int8, 4: torch.int16, 2: torch.int32}
+
+
+def _mask(bits: int, place: int) -> int:
+    return ((1 << bits) - 1) << (bits * place)
