@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ds_ckpt.entry import attach, initialize, install, session_of, uninstall
     from ds_ckpt.errors import (
         ConfigError,
         ContractError,
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
         StateError,
         UnsupportedError,
     )
-    from ds_ckpt.session import Session, attach, initialize, install, session_of, uninstall
+    from ds_ckpt.session import Session
 
 __version__ = "0.1.0"
 
@@ -30,11 +31,11 @@ _HOME = {
     "StateError": "errors",
     "UnsupportedError": "errors",
     "Session": "session",
-    "attach": "session",
-    "initialize": "session",
-    "install": "session",
-    "session_of": "session",
-    "uninstall": "session",
+    "attach": "entry",
+    "initialize": "entry",
+    "install": "entry",
+    "session_of": "entry",
+    "uninstall": "entry",
 }
 
 __all__ = [

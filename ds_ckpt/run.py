@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> None:
     script = args[position]
     if not os.path.isfile(script):
         raise SystemExit(f"ds_ckpt.run: {script}: no such file in {os.getcwd()}\n{USAGE}")
-    from ds_ckpt.session import install
+    from ds_ckpt.entry import install
 
     install()
     sys.argv = [script, *args[:position], *args[position + 1 :]]

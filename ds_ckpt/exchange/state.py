@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,6 +21,7 @@ from ds_ckpt.errors import Problem, StateError
 
 log = logging.getLogger("ds_ckpt")
 _FORMAT = "1"
+_ANY = "ds_ckpt_residuals_*_of_*.safetensors"
 _PATTERN = "ds_ckpt_residuals_{process:05d}_of_{world:05d}.safetensors"
 
 
@@ -29,31 +29,36 @@ class ResidualFiles:
     """Saves and restores one process's residuals.
 
     Args:
-        feedback: holds the residuals.
+        feedback: holds the residuals; None where this run has none, and then a save only clears
+            and a load only says what it leaves behind.
         method: goes into the file; a checkpoint of another method is refused.
         numels: elements of each parameter that is compressed in this run, by name.
-        barrier: waits for all processes of the group.
     """
 
     def __init__(
         self,
-        feedback: Feedback,
+        feedback: Feedback | None,
         *,
         method: str,
         numels: dict[str, int],
         dp_rank: int,
         world: int,
-        barrier: Callable[[], None],
     ) -> None:
         self._feedback = feedback
         self._method = method
         self._numels = numels
         self._dp_rank = dp_rank
         self._world = world
-        self._barrier = barrier
+
+    def clear(self, folder: Path) -> None:
+        """Remove every residual file of an earlier save under the same tag."""
+        for path in folder.glob(_ANY):
+            path.unlink(missing_ok=True)
 
     def save(self, folder: Path) -> None:
         """Write this process's file; `folder` is the checkpoint's tag folder."""
+        if self._feedback is None:
+            return
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / _PATTERN.format(process=self._dp_rank, world=self._world)
         saved = self._feedback.state_dict(copy=False)
@@ -62,7 +67,6 @@ class ResidualFiles:
         unfinished = path.with_suffix(".unfinished")
         save_file(state, str(unfinished), metadata=about)
         os.replace(unfinished, path)
-        self._barrier()
 
     def read(self, folder: Path) -> dict[str, torch.Tensor] | None:
         """This process's share of the saved residuals; None where the checkpoint has none.
@@ -71,7 +75,12 @@ class ResidualFiles:
             StateError: files are missing, or are of another method or of other shapes. Nothing
                 has been loaded then.
         """
-        found = sorted(folder.glob("ds_ckpt_residuals_*_of_*.safetensors"))
+        found = sorted(folder.glob(_ANY))
+        if self._feedback is None:
+            if found and self._dp_rank == 0:
+                method = self._method
+                log.warning("ds_ckpt: %s holds residuals; method %s drops them", folder, method)
+            return None
         if not found:
             log.info("ds_ckpt: %s holds no residuals (plain DeepSpeed?); they start at 0", folder)
             return None
@@ -97,7 +106,19 @@ class ResidualFiles:
 
     def _add(self, path: Path, total: dict[str, torch.Tensor]) -> None:
         problems = []
-        with safe_open(str(path), framework="pt") as file:
+        try:
+            opened = safe_open(str(path), framework="pt")
+        except Exception as error:  # safetensors raises a type of its own for a damaged file
+            raise StateError(
+                Problem(
+                    where=str(path),
+                    found=f"a file that cannot be read ({error})",
+                    why="its residuals are part of what training is still owed",
+                    remedy="restore the file, or remove all ds_ckpt_residuals_* files to start "
+                    "with residuals of 0",
+                )
+            ) from error
+        with opened as file:
             about = file.metadata() or {}
             if about.get("method") != self._method or about.get("format") != _FORMAT:
                 problems.append(
@@ -133,4 +154,5 @@ class ResidualFiles:
 
     def restore(self, state: dict[str, torch.Tensor] | None) -> None:
         """Put `read`'s result in force; None starts every residual at 0."""
-        self._feedback.load_state_dict(state or {})
+        if self._feedback is not None:
+            self._feedback.load_state_dict(state or {})

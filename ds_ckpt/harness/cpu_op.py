@@ -40,3 +40,23 @@ def lock_cleared_on_failure(environment: Mapping[str, str]) -> Iterator[None]:
         for lock in locks(environment) - before:
             lock.unlink(missing_ok=True)
         raise
+
+
+def remove_shared_buffers(port: int) -> None:
+    """Free the memory that the operator leaves behind: 69 MB a process and start, until reboot.
+
+    DeepSpeed never unlinks its segments in /dev/shm. Their names have the master port in them, so
+    those of other runs stay.
+    """
+    for segment in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
+        with contextlib.suppress(OSError):
+            segment.unlink()
+
+
+@contextlib.contextmanager
+def shared_buffers_removed(port: int) -> Iterator[None]:
+    """Call `remove_shared_buffers` when what runs inside has ended."""
+    try:
+        yield
+    finally:
+        remove_shared_buffers(port)

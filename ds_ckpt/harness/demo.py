@@ -56,13 +56,15 @@ def run(
         _announce_compilation(environment, console)
     log = output / "training.log"
     arguments = ["--run-dir", str(output), "--steps", str(steps), "--seed", str(seed)]
+    port = free_port()
     command = deepspeed_command(
         "ds_ckpt.harness.train_cells",
         arguments,
         processes=cells.PROCESSES,
-        master_port=free_port(),
+        master_port=port,
     )
     with (
+        cpu_op.shared_buffers_removed(port),
         cpu_op.lock_cleared_on_failure(environment),
         launched(command, environment=environment, log=log) as process,
     ):

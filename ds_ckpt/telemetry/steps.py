@@ -26,7 +26,7 @@ class StepLog:
     """Takes the counters every `every_n_steps` steps and appends a record to a JSONL file.
 
     Args:
-        path: the file; `.<process>.jsonl` is put behind its stem. None keeps `last` only.
+        path: the file; the process's index is put before `.jsonl`. None keeps `last` only.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class StepLog:
     ) -> None:
         self._counters = counters
         self._every = every_n_steps
-        self._file = Path(path).with_suffix(f".{process}.jsonl") if path else None
+        self._file = _file_of(Path(path), process) if path else None
         self._before = counters.snapshot()
         self._time_s = time.perf_counter()
         self._steps = 0
@@ -60,3 +60,8 @@ class StepLog:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             with self._file.open("a") as sink:
                 sink.write(json.dumps(asdict(self.last)) + "\n")
+
+
+def _file_of(path: Path, process: int) -> Path:
+    """`runs/exp.v1.jsonl` and `runs/exp.v1` both become `runs/exp.v1.0.jsonl`."""
+    return path.with_name(f"{path.name.removesuffix('.jsonl')}.{process}.jsonl")

@@ -51,3 +51,20 @@ def test_digest_ignores_comments_and_space_only() -> None:
     assert source(one)[1] != source(two)[1]  # the name differs
     two_named_one = source(two)[1]
     assert two_named_one == source(two)[1]
+
+
+def test_a_decorated_function_is_held_by_its_own_source() -> None:
+    """DeepSpeed's decorator leaves no trace of what it wraps; all would share one digest."""
+    from deepspeed.utils import instrument_w_nvtx
+
+    def one(a: int) -> int:
+        return a + 1
+
+    def two(a: int, b: int) -> int:
+        return a + b
+
+    assert contract.describe(instrument_w_nvtx(one)) == contract.describe(one)
+    assert contract.describe(instrument_w_nvtx(two)) == contract.describe(two)
+    digests = [s.digest for s in contract.SYMBOLS if s.digest]
+    assert len(set(digests)) == len(digests)
+    assert all("*args" not in s.signature for s in contract.SYMBOLS)

@@ -257,7 +257,7 @@ def resume_error(folder: str, section: dict[str, Any], kind: str = "llama") -> s
     try:
         engine.load_checkpoint(folder)
         message = ""
-    except ds_ckpt.StateError as error:
+    except ds_ckpt.DsCkptError as error:
         message = str(error)
     after = session.residuals
     assert before.keys() == after.keys()
@@ -288,7 +288,6 @@ def load_residuals_only(folder: str) -> dict[str, torch.Tensor]:
         numels={n: p.numel() for n, p in model.named_parameters()},
         dp_rank=dist.get_rank(),
         world=dist.get_world_size(),
-        barrier=dist.barrier,
     )
     files.restore(files.read(Path(folder)))
 
@@ -396,3 +395,77 @@ def parameter_offload_stack() -> list[Any]:
     from deepspeed.runtime.zero import parameter_offload
 
     return parameter_offload.FWD_MODULE_STACK
+
+
+def _held(session: Any) -> float:
+    """How much this process's residuals hold."""
+    return sum(float(r.abs().sum()) for r in session.residuals.values())
+
+
+def save_under(folder: str, section: dict[str, Any], tag: str, steps: int) -> float:
+    """Train and save under a tag of the caller's; what the residuals hold then."""
+    fresh()
+    engine = models.start("llama", models.zero3_config(ds_ckpt=section))
+    models.train(engine, "llama", steps)
+    engine.save_checkpoint(folder, tag)
+    held = _held(ds_ckpt.session_of(engine))
+    engine.destroy()
+    return held
+
+
+def loads(folder: str, section: dict[str, Any]) -> dict[str, float]:
+    """What the residuals hold after loading in different ways, each into a run of its own."""
+    held = {}
+    ways: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+        "latest": ((folder,), {}),
+        "tag": ((folder, "mine"), {}),
+        "module only": ((folder,), {"load_module_only": True}),
+        "module only, positional": ((folder, None, True, True, True, True), {}),
+        "no optimizer": ((folder,), {"load_optimizer_states": False}),
+        "nothing there": ((folder + "/empty",), {}),
+    }
+    for way, (args, kwargs) in ways.items():
+        fresh()
+        engine = models.start("llama", models.zero3_config(ds_ckpt=section))
+        session = ds_ckpt.session_of(engine)
+        models.train(engine, "llama", 1)
+        before = _held(session)
+        engine.load_checkpoint(*args, **kwargs)
+        held[way] = _held(session)
+        if way == "nothing there":
+            held["kept where nothing is there"] = float(before == held[way] > 0)
+        engine.destroy()
+    return held
+
+
+def autocast_residual() -> dict[str, float]:
+    """Largest residual entry after a step in fp32, and under torch autocast with its scaler."""
+    largest = {}
+    autocast = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
+    for name, sections in (("fp32", {}), ("autocast", autocast)):
+        fresh()
+        config = models.zero3_config(ds_ckpt=topk_now(), **sections)
+        engine = models.start("llama", config)
+        models.train(engine, "llama", 1)
+        residuals = ds_ckpt.session_of(engine).residuals
+        largest[name] = max(float(r.abs().max()) for r in residuals.values())
+        scaler = engine.optimizer.torch_autocast_gradscaler
+        largest[f"{name} scale"] = float(scaler.get_scale()) if scaler is not None else 1.0
+        engine.destroy()
+    return largest
+
+
+def foreign_group() -> str:
+    """A bucket that is reduced over another group than the residuals belong to."""
+    fresh()
+    engine = models.start("llama", models.zero3_config(ds_ckpt=topk_now()))
+    alone = [dist.new_group([i]) for i in range(dist.get_world_size())][dist.get_rank()]
+    everyone, engine.optimizer.dp_process_group = engine.optimizer.dp_process_group, alone
+    try:
+        models.train(engine, "llama", 1)
+        return ""
+    except ds_ckpt.UnsupportedError as error:
+        return str(error)
+    finally:
+        engine.optimizer.dp_process_group = everyone
+        ds_ckpt.session_of(engine).detach()

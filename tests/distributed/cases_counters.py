@@ -67,3 +67,18 @@ def nothing_left_after() -> list[str]:
     assert seen == [1, 2], seen
     after = vars(ds_comm.cdb)
     return [k for k in {*before, *after} if before.get(k) is not after.get(k)]
+
+
+def group_of_one() -> int:
+    """Bytes counted for collectives among one process: nothing leaves it."""
+    counters = Counters()
+    groups = [dist.new_group([i]) for i in range(dist.get_world_size())]
+    alone = groups[dist.get_rank()]
+    collectives.listen(counters)
+    tensor = torch.zeros(1000)
+    comm.all_reduce(tensor, group=alone)
+    comm.reduce(tensor, dist.get_rank(), group=alone)
+    comm.all_gather_into_tensor(torch.zeros(1000), tensor, group=alone)
+    collectives.unlisten(counters)
+    assert counters.collectives[Purpose.OTHER] == 3
+    return counters.bytes_sent[Purpose.OTHER]

@@ -52,7 +52,7 @@ def ways_in(way: str, sections: dict[str, Any]) -> dict[str, Any]:
             before = ds_ckpt.session_of(engine)
             assert before is None
             ds_ckpt.attach(engine)
-        elif way == "install":
+        elif way in ("install", "stock"):
             engine, *_ = deepspeed.initialize(
                 model=model, model_parameters=model.parameters(), config=config
             )

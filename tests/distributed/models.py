@@ -178,6 +178,11 @@ def topk_section(**compression: Any) -> dict[str, Any]:
     return {"compression": values}
 
 
+def quantize_section(**compression: Any) -> dict[str, Any]:
+    """A `ds_ckpt` section with 4-bit values from the first step on."""
+    return topk_section(method="quantize", **compression)
+
+
 def start(kind: str, config: dict[str, Any], *, plugin: bool = True) -> Any:
     """The engine of a fresh model, with or without the plugin."""
     import ds_ckpt

@@ -27,3 +27,7 @@ def test_counted_bytes_are_those_at_the_interface(
 
 def test_listeners_share_one_wrapping_and_leave_nothing(world2: Any) -> None:
     assert all(left == [] for left in world2.run(cases.nothing_left_after))
+
+
+def test_nothing_is_counted_that_stays_in_a_process(world2: Any) -> None:
+    assert world2.run(cases.group_of_one) == [0, 0]

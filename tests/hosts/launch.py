@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+from ds_ckpt.harness.cpu_op import shared_buffers_removed
 from ds_ckpt.harness.launch import free_port
 from tests.hosts import ssh
 from tests.hosts.emulated import INTERFACE, EmulatedHosts
@@ -39,17 +40,20 @@ def on_hosts(
     environment = {**_environment(INTERFACE), "PATH": _path()}
     # DeepSpeed exports these on every host; pdsh would strip quotes, so there are none.
     (folder / ".deepspeed_env").write_text("".join(f"{k}={v}\n" for k, v in environment.items()))
+    port = free_port()
     command = [
         *_deepspeed(),
         f"--hostfile={folder / 'hostfile'}",
         "--no_ssh_check",
         f"--ssh_port={ssh.PORT}",
         f"--master_addr={hosts.hosts[0].address}",
+        f"--master_port={port}",
         *argv,
     ]
     command = hosts.hosts[0].command(command, folder=folder)
     environment = {**_cleaned(), **environment, **hosts.environment()}
-    return _run(command, environment, folder, limit_s, hosts.down)
+    with shared_buffers_removed(port):
+        return _run(command, environment, folder, limit_s, hosts.down)
 
 
 def on_this_machine(
@@ -57,9 +61,11 @@ def on_this_machine(
 ) -> str:
     """Run `deepspeed ... argv` in `folder` with `processes` processes over loopback; its output."""
     where = ["--hostfile=none", f"--num_gpus={processes}", "--master_addr=127.0.0.1"]
-    command = [*_deepspeed(), *where, f"--master_port={free_port()}", *argv]
+    port = free_port()
+    command = [*_deepspeed(), *where, f"--master_port={port}", *argv]
     environment = {**_cleaned(), **_environment("lo"), "PATH": _path()}
-    return _run(command, environment, folder, limit_s, lambda: None)
+    with shared_buffers_removed(port):
+        return _run(command, environment, folder, limit_s, lambda: None)
 
 
 def _deepspeed() -> list[str]:

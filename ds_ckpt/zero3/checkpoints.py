@@ -1,0 +1,93 @@
+"""Lets something of ours travel with an engine's checkpoints: wraps save and load.
+
+What travels is given by a `StateFiles`; this file knows when DeepSpeed saves and loads, under which
+tag, and what the caller asked to be loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from pathlib import Path
+from typing import Any, Protocol
+
+from ds_ckpt.zero3.patch import Patches
+from ds_ckpt.zero3.together import together
+
+log = logging.getLogger("ds_ckpt")
+
+
+class StateFiles(Protocol):
+    """State that is kept beside DeepSpeed's files, in the folder of a tag."""
+
+    def clear(self, folder: Path) -> None:
+        """Remove what an earlier save under this tag has left."""
+
+    def save(self, folder: Path) -> None:
+        """Write this process's part."""
+
+    def read(self, folder: Path) -> Any:
+        """Read and check this process's part without putting it in force."""
+
+    def restore(self, state: Any) -> None:
+        """Put what `read` returned in force; None starts clean."""
+
+
+def _tag_to_load(folder: Path, tag: Any) -> str | None:
+    """The tag that DeepSpeed will load, None where it will find nothing."""
+    if tag is not None:
+        return str(tag)
+    latest = folder / "latest"
+    return latest.read_text().strip() if latest.is_file() else None
+
+
+def wrap_checkpoints(engine: Any, files: StateFiles, patches: Patches, *, clears: bool) -> None:
+    """Wrap `engine.save_checkpoint` and `load_checkpoint`; `patches` takes it back.
+
+    Args:
+        clears: whether this process removes what an earlier save left (one of the group does).
+    """
+    save, load = engine.save_checkpoint, engine.load_checkpoint
+    save_signature, load_signature = inspect.signature(save), inspect.signature(load)
+    group = engine.optimizer.dp_process_group
+
+    @functools.wraps(save)
+    def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        asked = save_signature.bind(*args, **kwargs).arguments
+        tag = asked.get("tag")
+        name = f"global_step{engine.global_steps}" if tag is None else str(tag)
+        folder = Path(asked["save_dir"]) / name
+
+        def clear() -> None:
+            if clears:
+                files.clear(folder)
+
+        # ours first: DeepSpeed's `latest` names the tag only when all of it is there
+        together(clear, group, what="clear the checkpoint's folder")
+        together(lambda: files.save(folder), group, what="save its residuals")
+        return save(*args, **kwargs)
+
+    @functools.wraps(load)
+    def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        bound = load_signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        asked = bound.arguments
+        # residuals are owed to the run whose optimizer goes on; another one starts without
+        wanted = asked["load_optimizer_states"] and not asked["load_module_only"]
+        if wanted and engine.load_universal_checkpoint():
+            log.warning("ds_ckpt: a universal checkpoint holds no residuals; they start at 0")
+            wanted = False
+
+        def read() -> Any:
+            tag = _tag_to_load(Path(asked["load_dir"]), asked["tag"]) if wanted else None
+            return None if tag is None else files.read(Path(asked["load_dir"]) / tag)
+
+        state = together(read, group, what="read its residuals")
+        result = load(*args, **kwargs)
+        if result[0] is not None:
+            files.restore(state)
+        return result
+
+    patches.set(engine, "save_checkpoint", save_checkpoint)
+    patches.set(engine, "load_checkpoint", load_checkpoint)

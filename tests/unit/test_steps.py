@@ -1,0 +1,40 @@
+"""The step log: means over the logged steps, one line each, a file a process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ds_ckpt.telemetry import Counters, Purpose
+from ds_ckpt.telemetry.steps import StepLog
+
+
+@pytest.mark.parametrize("name", ["exp.v1.jsonl", "exp.v1"])
+def test_a_record_is_the_mean_over_its_steps(tmp_path: Path, name: str) -> None:
+    counters = Counters()
+    log = StepLog(counters, every_n_steps=2, path=str(tmp_path / "new" / name), process=3)
+    for step in range(1, 6):
+        with counters.purpose(Purpose.REDUCE):
+            counters.sent(100 * step)
+        counters.gathers.update([7, 7, 8, 8])
+        log.step_ended(step)
+    lines = (tmp_path / "new" / "exp.v1.3.jsonl").read_text().splitlines()
+    first, second = map(json.loads, lines)
+    assert (first["step"], first["steps"]) == (2, 2)
+    assert first["sent_bytes"]["reduce"] == 150
+    assert second["sent_bytes"]["reduce"] == 350
+    assert first["collectives"]["reduce"] == 1
+    assert first["gathers_a_parameter"] == 2
+    assert first["sent_bytes"]["other"] == 0
+    assert first["step_time_s"] > 0
+    assert log.last is not None
+    assert log.last.step == 4
+
+
+def test_without_a_path_only_the_last_record_is_kept() -> None:
+    log = StepLog(Counters(), every_n_steps=1, path=None, process=0)
+    log.step_ended(1)
+    assert log.last is not None
+    assert log.last.gathers_a_parameter == 0
