@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from ds_ckpt.activation import CheckpointedBlocks
 from ds_ckpt.compression.feedback import Feedback
 from ds_ckpt.config import PluginConfig
 from ds_ckpt.errors import Problem, UnsupportedError
-from ds_ckpt.exchange.build import CodecRule, ExchangeSettings, build_exchange, describe
+from ds_ckpt.exchange.build import ExchangeSettings, build_exchange, describe
 from ds_ckpt.exchange.schedule import ScheduledExchange
 from ds_ckpt.exchange.state import ResidualFiles
 from ds_ckpt.telemetry import Counters
@@ -109,7 +110,7 @@ class Session:
         if config.compression.method != "none":
             _refuse_model_parallel(engine)
             settings = _settings(config)
-            self._exchange, self._feedback = self._build(settings)
+            self._exchange, self._feedback = self._build(settings, self._boundary())
             if changed:
                 verify, _ = self._build(ExchangeSettings("dense"))
         self._gradient = GradientSeam(
@@ -118,7 +119,21 @@ class Session:
         self._on_drop.append(weakref.finalize(engine, self._gradient.lease.close))
         self._attach_state()
 
-    def _build(self, settings: ExchangeSettings) -> tuple[ScheduledExchange, Feedback | None]:
+    def _boundary(self) -> Callable[[], bool] | None:
+        """Tells the last micro-step of a step; None where every micro-step is exchanged."""
+        engine, compression = self.engine, self.config.compression
+        held_back = (
+            compression.method != "dense"
+            and compression.exchange.when == "accumulation_boundary"
+            and compression.error_feedback.enabled
+            and engine.gradient_accumulation_steps() > 1
+            and getattr(engine._config, "managed_gradient_accumulation", True)
+        )
+        return engine.optimizer.is_gradient_accumulation_boundary if held_back else None
+
+    def _build(
+        self, settings: ExchangeSettings, at_boundary: Callable[[], bool] | None = None
+    ) -> tuple[ScheduledExchange, Feedback | None]:
         from deepspeed import comm
 
         return build_exchange(
@@ -126,6 +141,7 @@ class Session:
             group=self.engine.optimizer.dp_process_group,
             all_to_all_single=comm.all_to_all_single,
             current_step=lambda: int(self.engine.global_steps),
+            at_boundary=at_boundary,
         )
 
     def _shapes(self) -> list[tuple[str, torch.Size, int]]:
@@ -139,18 +155,11 @@ class Session:
         files = ResidualFiles(
             self._feedback,
             method=self.config.compression.method,
-            numels=self._compressed_numels(),
+            numels={n: shape.numel() for n, shape, _ in self._shapes()},
             dp_rank=dp_rank,
             world=torch.distributed.get_world_size(group),
         )
         wrap_checkpoints(self.engine, files, self._patches, clears=dp_rank == 0)
-
-    def _compressed_numels(self) -> dict[str, int]:
-        """Elements of every parameter that may have a residual, by name."""
-        if self._feedback is None:
-            return {}
-        rule = CodecRule(_settings(self.config))
-        return {n: s.numel() for n, s, _ in self._shapes() if rule(n, s) is not None}
 
     def _attach_telemetry(self) -> None:
         engine, telemetry = self.engine, self.config.telemetry
@@ -196,6 +205,8 @@ class Session:
             )
         if self._exchange:
             parts.append(describe(_settings(self.config), self._shapes()))
+            if self._boundary() is not None:
+                parts.append("one exchange an accumulated step")
             if self._feedback:
                 parts.append("residuals cost 8 bytes a compressed parameter a process")
             parts.append("gradients are about a third of ZeRO-3's traffic")

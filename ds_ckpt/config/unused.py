@@ -16,6 +16,7 @@ _USED_BY = {
     "topk": ("topk",),
     "quantize": ("quantize",),
     "error_feedback": ("topk", "quantize"),
+    "exchange": ("topk", "quantize"),
     "start_step": ("topk", "quantize"),
     "min_numel": ("topk", "quantize"),
 }
@@ -44,7 +45,9 @@ def would_do_nothing(config: Mapping[str, Any], wanted: Wanted) -> Iterator[Prob
         if stage_problem(config, why, ""):
             remedy = f"remove it, or set $.{ZERO}.stage to 3"
             yield Problem(f"{OURS}.activation.share_gather", show(share), why, remedy)
-    yield from _unused_compression(lookup(wanted.ours, ("compression",)), wanted.method)
+    compression = lookup(wanted.ours, ("compression",))
+    yield from _unused_compression(compression, wanted.method)
+    yield from _impossible_boundary(config, compression)
     telemetry = lookup(wanted.ours, ("telemetry",))
     enabled = lookup(telemetry, ("enabled",))
     for key in ("every_n_steps", "path"):
@@ -67,6 +70,22 @@ def _unused_compression(section: Any, method: str | None) -> Iterator[Problem]:
             choices = " or ".join(f'"{m}"' for m in methods)
             remedy = f"remove it, or set {OURS}.compression.method to {choices}"
             yield Problem(f"{OURS}.compression.{key}", show(value), why, remedy)
+
+
+def _impossible_boundary(config: Mapping[str, Any], compression: Any) -> Iterator[Problem]:
+    """`accumulation_boundary`, written down, where micro-steps cannot be held back."""
+    when = lookup(compression, ("exchange", "when"))
+    if when != "accumulation_boundary":
+        return
+    path = f"{OURS}.compression.exchange.when"
+    if lookup(compression, ("error_feedback", "enabled")) is False:
+        why = "earlier micro-steps wait in the residuals, and error feedback is off"
+        remedy = f'write "micro_step", or set {OURS}.compression.error_feedback.enabled to true'
+        yield Problem(path, show(when), why, remedy)
+    if config.get("managed_gradient_accumulation") is False:
+        why = "with managed_gradient_accumulation off nobody knows which micro-step is the last"
+        remedy = 'write "micro_step", or set $.managed_gradient_accumulation to true'
+        yield Problem(path, show(when), why, remedy)
 
 
 def _dead_keys(section: Any) -> Iterator[Problem]:

@@ -57,6 +57,7 @@ def build_exchange(
     group: Any,
     all_to_all_single: Callable[..., Any],
     current_step: Callable[[], int],
+    at_boundary: Callable[[], bool] | None = None,
 ) -> tuple[ScheduledExchange, Feedback | None]:
     """The exchange for one data-parallel group, and the residuals that it carries.
 
@@ -64,6 +65,7 @@ def build_exchange(
         group: the process group whose mean is taken.
         all_to_all_single: `torch.distributed`'s function or one that counts around it.
         current_step: optimizer steps so far.
+        at_boundary: see `ScheduledExchange`.
     """
     feedback = None
     if settings.method != "dense":
@@ -75,9 +77,14 @@ def build_exchange(
         CodecRule(settings),
         feedback,
         order=ring_pieces if on_gloo else ascending,
+        holds=at_boundary is not None,
     )
     scheduled = ScheduledExchange(
-        exchange, feedback, start_step=settings.start_step, current_step=current_step
+        exchange,
+        feedback,
+        start_step=settings.start_step,
+        current_step=current_step,
+        at_boundary=at_boundary,
     )
     return scheduled, feedback
 

@@ -82,7 +82,10 @@ class AllToAllExchange:
 
     def _codec(self, name: str, tensor: Tensor) -> Codec | None:
         codec = self._choose(name, tensor.shape)
-        return Dense(tensor.dtype) if codec is None and self._holds else codec
+        if codec is None and (self._holds or self._feedback.holds(name)):
+            # what is owed to a tensor that travels whole goes with it
+            return Dense(tensor.dtype)
+        return codec
 
     @torch.no_grad()
     def hold(

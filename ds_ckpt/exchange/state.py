@@ -11,6 +11,7 @@ import json
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -32,7 +33,7 @@ class ResidualFiles:
         feedback: holds the residuals; None where this run has none, and then a save only clears
             and a load only says what it leaves behind.
         method: goes into the file; a checkpoint of another method is refused.
-        numels: elements of each parameter that is compressed in this run, by name.
+        numels: elements of each trainable parameter, by name.
     """
 
     def __init__(
@@ -99,26 +100,20 @@ class ResidualFiles:
                     "start with residuals of 0",
                 )
             )
+        # every process holds the same names: an exchange lays its packets out by them
+        with _open(expected[0]) as file:
+            names = list(file.keys())
         total: dict[str, torch.Tensor] = {}
         for old in range(self._dp_rank, world, self._world):
             self._add(expected[old], total)
+        for name in names:
+            if name not in total and name in self._numels:
+                total[name] = torch.zeros(self._numels[name])
         return total
 
     def _add(self, path: Path, total: dict[str, torch.Tensor]) -> None:
         problems = []
-        try:
-            opened = safe_open(str(path), framework="pt")
-        except Exception as error:  # safetensors raises a type of its own for a damaged file
-            raise StateError(
-                Problem(
-                    where=str(path),
-                    found=f"a file that cannot be read ({error})",
-                    why="its residuals are part of what training is still owed",
-                    remedy="restore the file, or remove all ds_ckpt_residuals_* files to start "
-                    "with residuals of 0",
-                )
-            ) from error
-        with opened as file:
+        with _open(path) as file:
             about = file.metadata() or {}
             if about.get("method") != self._method or about.get("format") != _FORMAT:
                 problems.append(
@@ -141,7 +136,7 @@ class ResidualFiles:
                             found=f"a saved residual of {sizes[name]} elements in {path.name}",
                             why=f"the model's parameter has {want} elements"
                             if want is not None
-                            else "this run has no compressed parameter of this name",
+                            else "the model has no trainable parameter of this name",
                             remedy="load the checkpoint into the model that it was saved from, or "
                             "remove the ds_ckpt_residuals_* files to start with residuals of 0",
                         )
@@ -156,3 +151,18 @@ class ResidualFiles:
         """Put `read`'s result in force; None starts every residual at 0."""
         if self._feedback is not None:
             self._feedback.load_state_dict(state or {})
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(str(path), framework="pt")
+    except Exception as error:  # safetensors raises a type of its own for a damaged file
+        raise StateError(
+            Problem(
+                where=str(path),
+                found=f"a file that cannot be read ({error})",
+                why="its residuals are part of what training is still owed",
+                remedy="restore the file, or remove all ds_ckpt_residuals_* files to start with "
+                "residuals of 0",
+            )
+        ) from error

@@ -35,14 +35,16 @@ def run(kind: str, section: dict[str, Any], steps: int, **options: Any) -> dict[
     return result
 
 
-def conservation(kind: str, section: dict[str, Any], steps: int) -> dict[str, float]:
+def conservation(
+    kind: str, section: dict[str, Any], steps: int, accumulation: int = 1
+) -> dict[str, float]:
     """Law 3 on a live engine: what the processes put in against what the owners took out.
 
     A twin engine without the plugin, fed the same weights' gradients, gives what went in: at
     lr 0 the weights never move, so both see the same gradients at every step.
     """
-    delivered = _sums(kind, {"ds_ckpt": section}, steps)
-    put_in = _sums(kind, {}, steps)
+    delivered = _sums(kind, {"ds_ckpt": section}, steps, accumulation)
+    put_in = _sums(kind, {}, steps, accumulation)
     worst = 0.0
     for name, total in put_in["taken"].items():
         left = delivered["left"].get(name, torch.zeros_like(total))
@@ -53,18 +55,21 @@ def conservation(kind: str, section: dict[str, Any], steps: int) -> dict[str, fl
     return {"worst": worst, "compressed": float(compressed)}
 
 
-def _sums(kind: str, sections: dict[str, Any], steps: int) -> dict[str, dict[str, torch.Tensor]]:
+def _sums(
+    kind: str, sections: dict[str, Any], steps: int, accumulation: int
+) -> dict[str, dict[str, torch.Tensor]]:
     fresh()
-    engine = models.start(kind, models.zero3_config(lr=0.0, **sections))
+    config = models.zero3_config(lr=0.0, accumulation=accumulation, **sections)
+    engine = models.start(kind, config)
     session = ds_ckpt.session_of(engine)
     taken: dict[str, torch.Tensor] = {}
-    for step in range(steps):
-        torch.manual_seed(step + dist.get_rank())
-        data = models.batch(kind, step, dist.get_rank())
+    for micro in range(steps * accumulation):
+        torch.manual_seed(micro + dist.get_rank())
+        data = models.batch(kind, micro, dist.get_rank())
         engine.backward(models.loss_of(engine(**data)))
-        full = full_gradients(engine)
-        for name, gradient in full.items():
-            taken[name] = taken.get(name, 0) + gradient.double()
+        if engine.is_gradient_accumulation_boundary():
+            for name, gradient in full_gradients(engine).items():
+                taken[name] = taken.get(name, 0) + gradient.double()
         engine.step()
     left = {}
     for name, residual in (session.residuals if session else {}).items():
@@ -469,3 +474,16 @@ def foreign_group() -> str:
     finally:
         engine.optimizer.dp_process_group = everyone
         ds_ckpt.session_of(engine).detach()
+
+
+def delivered_on_resume(folder: str, section: dict[str, Any]) -> tuple[float, float]:
+    """What the residuals hold after loading, and after one more step."""
+    fresh()
+    engine = models.start("llama", models.zero3_config(ds_ckpt=section))
+    session = ds_ckpt.session_of(engine)
+    engine.load_checkpoint(folder)
+    before = _held(session)
+    models.train(engine, "llama", 1, first=3)
+    after = _held(session)
+    engine.destroy()
+    return before, after

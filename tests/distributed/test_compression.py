@@ -103,6 +103,7 @@ def test_plain_deepspeed_skips_such_a_step(world2: Any, value: float) -> None:
     assert all(world2.run(cases.stock_skips, value))
 
 
+@pytest.mark.parametrize("when", ["micro_step", "accumulation_boundary"])
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.parametrize(
     ("accumulation", "micro", "victim", "parameter"),
@@ -115,10 +116,11 @@ def test_plain_deepspeed_skips_such_a_step(world2: Any, value: float) -> None:
     ],
 )
 def test_non_finite_passes_through(
-    world2: Any, value: float, accumulation: int, micro: int, victim: int, parameter: str
+    world2: Any, when: str, value: float, accumulation: int, micro: int, victim: int, parameter: str
 ) -> None:
+    section = topk_section(topk={"density": 0.05}, exchange={"when": when})
     where = (victim, micro, parameter)
-    for process in world2.run(cases.poisoned, TOPK, value, where, accumulation):
+    for process in world2.run(cases.poisoned, section, value, where, accumulation):
         assert process["skipped"]
         assert process["held"] > 3
         assert process["equal"]
@@ -243,3 +245,34 @@ def test_residuals_are_free_of_autocasts_scale(world2: Any) -> None:
 def test_a_bucket_of_another_group_is_refused_by_name(world2: Any) -> None:
     for message in world2.run(cases.foreign_group):
         assert "reduction over 2 processes" in message
+
+
+@pytest.mark.parametrize("kind", ["plain", "llama"])
+@pytest.mark.parametrize("when", ["micro_step", "accumulation_boundary"])
+def test_nothing_is_lost_over_accumulated_steps(world2: Any, kind: str, when: str) -> None:
+    section = topk_section(topk={"density": 0.05}, exchange={"when": when})
+    for process in world2.run(cases.conservation, kind, section, 3, 4):
+        assert process["compressed"] > 3
+        assert process["worst"] < 1e-5
+
+
+def test_one_exchange_an_accumulated_step(world2: Any) -> None:
+    each, once = (
+        world2.run(cases.run, "llama", topk_section(exchange={"when": when}), 3, accumulation=4)[0]
+        for when in ("micro_step", "accumulation_boundary")
+    )
+    assert each["collectives"] == 4 * once["collectives"]
+    assert each["sent"] == pytest.approx(4 * once["sent"], rel=0.02)
+    stock = world2.run(cases.run, "llama", {}, 3, accumulation=4)[0]
+    gaps = [abs(a - b) for a, b in zip(stock["losses"], once["losses"], strict=True)]
+    assert max(gaps[:4]) == 0
+    assert 0 < max(gaps) < 0.1
+
+
+def test_a_changed_exchange_still_delivers_what_is_owed(world2: Any, tmp_path: Path) -> None:
+    """Residuals of tensors that travel whole in the resumed run go out with the next step."""
+    world2.run(cases.save_under, str(tmp_path), TOPK, "mine", 3)
+    whole = topk_section(topk={"density": 0.05}, min_numel=10**9)
+    for before, after in world2.run(cases.delivered_on_resume, str(tmp_path), whole):
+        assert before > 0
+        assert after == 0

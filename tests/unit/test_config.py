@@ -46,6 +46,7 @@ def test_defaults_are_those_that_are_documented() -> None:
             "topk": {"density": 0.01, "values": "int8", "selection": "blocks"},
             "quantize": {"bits": 4, "block": 64},
             "error_feedback": {"enabled": True},
+            "exchange": {"when": "accumulation_boundary"},
             "start_step": 100,
             "min_numel": 4096,
         },

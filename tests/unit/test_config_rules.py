@@ -316,3 +316,37 @@ def test_sections_in_the_wrong_place(config: dict[str, Any], where: str) -> None
     found = problems(config)
     assert list(found) == [where]
     assert found[where].remedy.startswith("move it to $.")
+
+
+@pytest.mark.parametrize(
+    ("extra", "names"),
+    [
+        ({"ds": {"managed_gradient_accumulation": False}}, "managed_gradient_accumulation"),
+        ({"compression": {"error_feedback": {"enabled": False}}}, "error feedback is off"),
+    ],
+)
+def test_micro_steps_cannot_be_held_back_there(extra: dict[str, Any], names: str) -> None:
+    compression: dict[str, Any] = {
+        "method": "topk",
+        "exchange": {"when": "accumulation_boundary"},
+        **extra.get("compression", {}),
+    }
+    config = {
+        "zero_optimization": {"stage": 3},
+        **extra.get("ds", {}),
+        "ds_ckpt": {"compression": compression},
+    }
+    with pytest.raises(ConfigError, match=names) as error:
+        parse(config)
+    assert [p.where for p in error.value.problems] == ["$.ds_ckpt.compression.exchange.when"]
+    compression["exchange"]["when"] = "micro_step"
+    assert parse(config).compression.exchange.when == "micro_step"
+    del compression["exchange"]
+    assert parse(config).compression.exchange.when == "accumulation_boundary"
+
+
+def test_dense_is_exchanged_as_deepspeed_does_and_takes_no_when() -> None:
+    compression = {"method": "dense", "exchange": {"when": "micro_step"}}
+    config = {"zero_optimization": {"stage": 3}, "ds_ckpt": {"compression": compression}}
+    with pytest.raises(ConfigError, match="exchange"):
+        parse(config)

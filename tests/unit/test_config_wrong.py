@@ -57,6 +57,9 @@ LEAVES: dict[Keys, st.SearchStrategy[Any]] = {
     ("ds_ckpt", "compression", "quantize", "block"): _WHOLE
     | st.integers().filter(lambda n: n not in (32, 64, 128, 256)),
     ("ds_ckpt", "compression", "error_feedback", "enabled"): _BOOL_LIKE,
+    ("ds_ckpt", "compression", "exchange", "when"): _not_among(
+        "micro_step", "accumulation_boundary"
+    ),
     ("ds_ckpt", "compression", "start_step"): _WHOLE | st.integers(max_value=-1),
     ("ds_ckpt", "compression", "min_numel"): _WHOLE | st.integers(max_value=-1),
     ("ds_ckpt", "telemetry", "enabled"): _BOOL_LIKE,
@@ -76,6 +79,7 @@ SECTIONS: list[Keys] = [
     ("ds_ckpt", "compression", "topk"),
     ("ds_ckpt", "compression", "quantize"),
     ("ds_ckpt", "compression", "error_feedback"),
+    ("ds_ckpt", "compression", "exchange"),
     ("ds_ckpt", "telemetry"),
     ("activation_checkpointing",),
 ]
@@ -115,6 +119,7 @@ _UNUSED: list[tuple[Keys, Any]] = [
     (("ds_ckpt", "activation", "share_gather"), True),
     (("ds_ckpt", "compression", "topk"), {"density": 0.1}),
     (("ds_ckpt", "compression", "error_feedback"), {"enabled": True}),
+    (("ds_ckpt", "compression", "exchange"), {"when": "micro_step"}),
     (("ds_ckpt", "compression", "start_step"), 0),
     (("ds_ckpt", "compression", "min_numel"), 1),
     (("ds_ckpt", "telemetry", "path"), "t.jsonl"),
