@@ -58,7 +58,7 @@ class Pool:
         self._pipes: list[Connection] = []
         self._pids: list[int] = []
         self._logs = Path()
-        self._port = 0
+        self.port = 0
         atexit.register(self.stop)
 
     @property
@@ -104,7 +104,7 @@ class Pool:
         parent.stdin.close()
         parent.wait()
         _wait_for_group(parent.pid)
-        remove_shared_buffers(self._port)
+        remove_shared_buffers(self.port)
         for pipe in self._pipes:
             pipe.close()
         self._pipes, self._pids = [], []
@@ -112,7 +112,7 @@ class Pool:
 
     def _start(self) -> None:
         self._logs = Path(tempfile.mkdtemp(prefix="ds_ckpt_pool_"))
-        self._port = free_port()
+        self.port = free_port()
         pairs = [socket.socketpair() for _ in range(self.world)]
         self._pipes = [Connection(ours.detach()) for ours, _ in pairs]
         theirs = [their.detach() for _, their in pairs]
@@ -122,7 +122,7 @@ class Pool:
             **os.environ,
             "DS_ACCELERATOR": "cpu",
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._port),
+            "MASTER_PORT": str(self.port),
             "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": "1",
             # ninja, which builds the CPU operator, sits beside this Python

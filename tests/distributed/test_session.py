@@ -117,3 +117,17 @@ def test_an_engine_for_evaluation_alone_is_left_to_deepspeed(world2: Any) -> Non
     for result in world2.run(cases.inference, "attach"):
         assert "engine.optimizer" in result["message"]
         assert result["loss"] > 0
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_hf_trainer_with_compression(world2: Any, tmp_path: Path, accumulation: int) -> None:
+    flags = {"gradient_accumulation_steps": accumulation}
+    ours = world2.run(cases.trainer, str(tmp_path), BOTH, **flags)
+    stock = world2.run(cases.trainer, str(tmp_path), {}, **flags)
+    for with_us, without in zip(ours, stock, strict=True):
+        assert with_us["method"] == "topk"
+        assert ("one exchange an accumulated step" in with_us["summary"]) == (accumulation > 1)
+        assert with_us["losses"][0] == without["losses"][0]
+        assert with_us["losses"] != without["losses"]
+        gaps = [abs(a - b) for a, b in zip(with_us["losses"], without["losses"], strict=True)]
+        assert max(gaps) < 0.1
