@@ -34,6 +34,7 @@ def fresh() -> None:
     """
     import numpy
     import torch
+    from deepspeed.runtime import torch_autocast
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero import parameter_offload
 
@@ -47,6 +48,9 @@ def fresh() -> None:
         del engine, engines
         gc.collect()
     parameter_offload.FWD_MODULE_STACK.clear()
+    # set by the first engine with torch_autocast, and obeyed by every later one
+    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
+    torch_autocast.TORCH_AUTOCAST_DTYPE = None
     if "transformers.integrations.deepspeed" in sys.modules:
         sys.modules["transformers.integrations.deepspeed"].unset_hf_deepspeed_config()
     if "accelerate.state" in sys.modules:
