@@ -20,13 +20,13 @@ from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.exchange.build import ExchangeSettings, build_exchange, describe
 from ds_ckpt.exchange.schedule import ScheduledExchange
 from ds_ckpt.exchange.state import ResidualFiles
+from ds_ckpt.patch import Patches
 from ds_ckpt.telemetry import Counters
 from ds_ckpt.telemetry.steps import StepLog
 from ds_ckpt.zero3 import collectives, contract
 from ds_ckpt.zero3.checkpoints import wrap_checkpoints
 from ds_ckpt.zero3.gather import GatherSeam
 from ds_ckpt.zero3.gradient import GradientSeam
-from ds_ckpt.zero3.patch import Patches
 
 log = logging.getLogger("ds_ckpt")
 ATTRIBUTE = "_ds_ckpt_session"

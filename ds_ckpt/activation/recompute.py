@@ -18,10 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_ckpt.activation.blocks import Block, find_blocks, is_hf_layer
 from ds_ckpt.errors import Problem, UnsupportedError
+from ds_ckpt.patch import Patches
 
 log = logging.getLogger("ds_ckpt")
 Scope = Callable[[], AbstractContextManager[Any]]
-_ABSENT = object()
 _TRAINER_FLAG = "TrainingArguments(activation_checkpointing_kwargs=...)"
 
 
@@ -42,14 +42,14 @@ class CheckpointedBlocks:
         self, model: nn.Module, patterns: Sequence[str] | None, scopes: Sequence[Scope] = ()
     ) -> None:
         self._scopes = tuple(scopes)
-        self._undo: list[tuple[nn.Module, str, Any]] = []
+        self._patches = Patches()
         self._wanted: dict[nn.Module, bool] = {}
         """Transformers' flag on each module that carries it, while checkpointing is enabled."""
         self.blocks = find_blocks(model, patterns)
         _refuse_other_checkpointing(model)
         for block in self.blocks:
             if block.kind == "forward":
-                self._set(block.module, "forward", self._checkpointed(block.module))
+                self._patches.set(block.module, "forward", self._checkpointed(block.module))
         if any(is_hf_layer(m) for m in model.modules()):
             self._use_hf_hook(model, self.blocks)
 
@@ -78,11 +78,11 @@ class CheckpointedBlocks:
             if hasattr(module, "gradient_checkpointing"):
                 # a model that owns layers carries the flag too, and then leaves its cache out
                 self._wanted[module] = id(module) in found or not is_hf_layer(module)
-                self._set(module, "_gradient_checkpointing_func", self._run)
-                self._set(module, "gradient_checkpointing", self._wanted[module])
+                self._patches.set(module, "_gradient_checkpointing_func", self._run)
+                self._patches.set(module, "gradient_checkpointing", self._wanted[module])
             if hasattr(module, "_set_gradient_checkpointing"):
                 # what transformers' enable and disable end in
-                self._set(module, "_set_gradient_checkpointing", self._reconcile(module))
+                self._patches.set(module, "_set_gradient_checkpointing", self._reconcile(module))
 
     def _reconcile(self, module: nn.Module) -> Callable[..., None]:
         def _set_gradient_checkpointing(
@@ -101,18 +101,9 @@ class CheckpointedBlocks:
 
         return _set_gradient_checkpointing
 
-    def _set(self, module: nn.Module, name: str, value: Any) -> None:
-        self._undo.append((module, name, vars(module).get(name, _ABSENT)))
-        setattr(module, name, value)
-
     def remove(self) -> None:
         """Leave the model as it was found."""
-        while self._undo:
-            module, name, before = self._undo.pop()
-            if before is _ABSENT:
-                vars(module).pop(name, None)
-            else:
-                setattr(module, name, before)
+        self._patches.undo()
         self._wanted.clear()
 
 

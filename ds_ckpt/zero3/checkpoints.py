@@ -12,7 +12,7 @@ import logging
 from pathlib import Path
 from typing import Any, Protocol
 
-from ds_ckpt.zero3.patch import Patches
+from ds_ckpt.patch import Patches
 from ds_ckpt.zero3.together import together
 
 log = logging.getLogger("ds_ckpt")

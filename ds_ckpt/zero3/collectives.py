@@ -16,8 +16,8 @@ import torch
 import torch.distributed as torch_dist
 
 from ds_ckpt.errors import ContractError, Problem
+from ds_ckpt.patch import Patches
 from ds_ckpt.telemetry import Counters, sent_bytes
-from ds_ckpt.zero3.patch import Patches
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -21,8 +21,8 @@ from typing import Any
 
 from torch import nn
 
+from ds_ckpt.patch import Patches
 from ds_ckpt.telemetry import Counters, Purpose
-from ds_ckpt.zero3.patch import Patches
 
 
 class GatherSeam:

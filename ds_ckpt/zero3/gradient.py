@@ -19,8 +19,8 @@ import torch
 import torch.distributed as torch_dist
 
 from ds_ckpt.errors import ContractError, Problem, UnsupportedError
+from ds_ckpt.patch import Patches
 from ds_ckpt.telemetry import Counters, Purpose
-from ds_ckpt.zero3.patch import Patches
 
 Reduce = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 """A bucket's full gradients to this process's parts."""
