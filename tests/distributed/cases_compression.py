@@ -307,8 +307,8 @@ def load_residuals_only(folder: str) -> dict[str, torch.Tensor]:
     return total_residual(_Holder)
 
 
-def identity_check(broken: bool) -> str:
-    """Attach as if DeepSpeed's source had changed; `broken` makes its reduction mean another thing.
+def identity_check(broken: tuple[int, ...]) -> str:
+    """Attach as if DeepSpeed's source had changed; in `broken` processes its reduction has, too.
 
     Returns the error's message, empty where training went through.
     """
@@ -321,7 +321,7 @@ def identity_check(broken: bool) -> str:
     first = contract.SYMBOLS[0]
     changed = contract.Finding(first.path, "digest_changed", "source changed", "")
     contract.require = lambda symbols=None: [changed]
-    if broken:  # the sum, where the mean was meant
+    if dist.get_rank() in broken:  # the sum, where the mean was meant
         stage3.reduce_scatter_coalesced = lambda tensors, group=None: [
             part * dist.get_world_size(group) for part in stock(tensors, group)
         ]

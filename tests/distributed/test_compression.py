@@ -181,10 +181,14 @@ def test_a_plain_checkpoint_starts_clean(world2: Any, tmp_path: Path) -> None:
 
 
 def test_a_changed_source_is_held_against_the_live_reduction(world2: Any) -> None:
-    assert world2.run(cases.identity_check, False) == ["", ""]
-    for message in world2.run(cases.identity_check, True):
+    assert world2.run(cases.identity_check, ()) == ["", ""]
+    for message in world2.run(cases.identity_check, (0, 1)):
         assert "reduce_scatter_coalesced, parameter" in message
         assert "another result" in message
+    # one process's finding ends all of them, and nobody waits for it in a collective
+    well, ill = world2.run(cases.identity_check, (1,), timeout=60)
+    assert "in other processes" in well
+    assert "weight" in ill
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

@@ -1,0 +1,38 @@
+"""Engines that the session refuses before it touches them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from ds_ckpt.errors import UnsupportedError
+from ds_ckpt.session import _refuse_model_parallel, _refuse_pipeline
+
+
+class PipelineEngine:
+    """Stands in for DeepSpeed's, which needs several processes."""
+
+
+class OwnPipeline(PipelineEngine):
+    """A user's subclass."""
+
+
+@pytest.mark.parametrize("engine", [PipelineEngine(), OwnPipeline()])
+def test_pipelines_are_refused(engine: object) -> None:
+    with pytest.raises(UnsupportedError, match="activation_checkpoint_interval"):
+        _refuse_pipeline(engine)
+    _refuse_pipeline(SimpleNamespace())
+
+
+def test_the_name_is_deepspeeds() -> None:
+    from deepspeed.runtime.pipe.engine import PipelineEngine as Theirs
+
+    assert Theirs.__name__ == "PipelineEngine"
+
+
+@pytest.mark.parametrize("attribute", ["mp_world_size", "sequence_parallel_size"])
+def test_groups_that_share_parameter_names_are_refused(attribute: str) -> None:
+    with pytest.raises(UnsupportedError, match=attribute):
+        _refuse_model_parallel(SimpleNamespace(**{attribute: 2}))
+    _refuse_model_parallel(SimpleNamespace(mp_world_size=1, sequence_parallel_size=1))
