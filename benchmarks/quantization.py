@@ -2,10 +2,11 @@
 
     python benchmarks/quantization.py [--elements 8388608] [--repeats 9]
 
-Three tables. Nanoseconds per element (median of the repeats, rows timed in turn; `cast to bf16` is
-one call on the same data). RMS of the rounding error over RMS of the data, by bits and block:
-normal entries; Student's t with 3 degrees of freedom, the heavy tail; rows of 1024 normal entries
-whose sizes differ by a log-normal factor; one entry in 20 not zero. Bytes that one process sends to
+Three tables. Nanoseconds of the thread per element (median of the repeats, rows timed in turn;
+`cast to bf16` is one call on the same data; `rotated` turns runs of 64 first, see `rotation.py`).
+RMS of the rounding error over RMS of the data, by bits and block: normal entries; Student's t with
+3 degrees of freedom, the heavy tail; rows of 1024 normal entries whose sizes differ by a log-normal
+factor; one entry in 20 not zero. Bytes that one process sends to
 all others for each gradient of a Llama of hidden size 1024 in a bucket of its own, packet headers
 and dense norms in them, against 16 bits an element for the same shards.
 """
@@ -13,6 +14,8 @@ and dense norms in them, against 16 bits an element for the same shards.
 from __future__ import annotations
 
 import argparse
+import itertools
+import time
 
 import torch
 from _timing import Work, interleaved_medians_s
@@ -21,8 +24,9 @@ from torch import Tensor
 from ds_ckpt.compression import Feedback, Quantize, all_finite
 from ds_ckpt.compression.codec import aligned
 from ds_ckpt.compression.quantize import BITS, BLOCKS
-from ds_ckpt.exchange.build import CodecRule, ExchangeSettings
 from ds_ckpt.exchange.layout import HEADER_BYTES, ShardLayout
+from ds_ckpt.exchange.rules import MethodSettings, Rules
+from ds_ckpt.exchange.treatment import LowRank
 
 
 def timed_works(elements: int) -> dict[str, Work]:
@@ -33,8 +37,9 @@ def timed_works(elements: int) -> dict[str, Work]:
         pending = feedback.accumulate("w", gradient, 2)
         feedback.commit()
     works: dict[str, Work] = {"cast to bf16": lambda: gradient.to(torch.bfloat16)}
-    for bits in BITS:
-        codec = Quantize(bits)
+    for bits, rotated in itertools.product(BITS, (False, True)):
+        codec = Quantize(bits, rotated=rotated)
+        row = f"{bits} rotated" if rotated else f"{bits}"
         payload = torch.empty(codec.packed_bytes(elements), dtype=torch.uint8)
 
         def pack(c: Quantize = codec, p: Tensor = payload) -> None:
@@ -49,7 +54,7 @@ def timed_works(elements: int) -> dict[str, Work]:
             c.pack(accumulated, p)
             feedback.commit()
 
-        works |= {f"copy + pack {bits}": pack, f"unpack {bits}": unpack, f"whole {bits}": whole}
+        works |= {f"copy + pack {row}": pack, f"unpack {row}": unpack, f"whole {row}": whole}
     works["copy"] = lambda: pending.copy_(gradient)
     return works
 
@@ -78,12 +83,13 @@ def llama_shapes(hidden: int, layers: int = 24, vocabulary: int = 32_000) -> lis
     return [torch.Size(s) for s in block * layers + outside]
 
 
-def sent_bytes(settings: ExchangeSettings, shapes: list[torch.Size], world: int) -> tuple[int, int]:
+def sent_bytes(settings: MethodSettings, shapes: list[torch.Size], world: int) -> tuple[int, int]:
     """(sent, the same entries in 16 bits) of process 0, dense tensors in bf16."""
-    rule = CodecRule(settings)
+    rules = Rules(settings)
     sent = sixteen_bit = 0
     for shape in shapes:
-        codec = rule("", shape)
+        codec = rules("", shape)
+        assert not isinstance(codec, LowRank)
         for owner in range(1, world):
             size = ShardLayout(shape.numel(), world).size(owner)
             sixteen_bit += 2 * size
@@ -101,23 +107,23 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     elements = arguments.elements
-    medians_s = interleaved_medians_s(timed_works(elements), arguments.repeats)
+    medians_s = interleaved_medians_s(timed_works(elements), arguments.repeats, time.thread_time)
     print(f"{elements} elements, blocks of 64; torch {torch.__version__}, 1 thread")
     for name, median_s in medians_s.items():
         ratio = median_s / medians_s["cast to bf16"]
-        print(f"{name:16s} {median_s / elements * 1e9:6.2f} ns/element  {ratio:5.1f} casts")
+        print(f"{name:22s} {median_s / elements * 1e9:6.2f} ns/element  {ratio:5.1f} casts")
 
-    print("\nRMS error / RMS      " + "".join(f"{name:>13s}" for name in samples(1024)))
-    for bits in BITS:
-        for block in BLOCKS:
-            errors = [relative_error(Quantize(bits, block), x) for x in samples(1 << 20).values()]
-            row = "".join(f"{error:13.4f}" for error in errors)
-            print(f"{bits} bits, block {block:4d} " + row)
+    data = samples(1 << 20)
+    print(f"\n{'RMS error / RMS':28s}" + "".join(f"{name:>13s}" for name in data))
+    for bits, block, rotated in itertools.product(BITS, BLOCKS, (False, True)):
+        errors = [relative_error(Quantize(bits, block, rotated), x) for x in data.values()]
+        row = "".join(f"{error:13.4f}" for error in errors)
+        print(f"{bits} bits, block {block:4d} {'rotated' if rotated else '':10s}" + row)
 
     print("\nLlama, hidden 1024: bytes of one process against 16 bits an element")
     for bits in BITS:
         for block in BLOCKS:
-            settings = ExchangeSettings("quantize", bits=bits, block=block)
+            settings = MethodSettings("quantize", bits=bits, block=block)
             ratios = []
             for world in (2, 8, 64):
                 sent, sixteen_bit = sent_bytes(settings, llama_shapes(1024), world)

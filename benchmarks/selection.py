@@ -2,20 +2,22 @@
 
     python benchmarks/selection.py [--elements 8388608] [--density 0.01] [--repeats 9]
 
-Prints nanoseconds per element (median of the repeats) and the ratio to `torch.topk(|x|, k)` on
-the same data, timed in turn with the others. Rows:
+Prints nanoseconds of the thread per element (median of the repeats) and the ratio to
+`torch.topk(|x|, k)` on the same data, timed in turn with the others. Rows:
 
     topk                 torch.topk on magnitudes: the selection alone, nothing packed
     select blocks        the rows of the largest entries of each block, nothing packed
+    select sampled       the same entries as topk, their positions ascending
     accumulate           residual + gradient / world
     finite               the check that nothing is inf or NaN
-    pack S/V             selection S, values V, payload written, residual left in place
+    pack S/V             selection S, values V, payload written, residual left in place; `packed`
+                         is selection blocks with packed offsets
     unpack S/V           the receiver's share of it
     whole S/V            accumulate + finite + pack: what a process does to a gradient it does
                          not own, from gradient to payload
 
-Found with torch 2.13.0, defaults, four runs on two shared and busy cores of an AMD EPYC: `topk`
-26.6 to 38.8 ns/element, `whole blocks/int8` 1.86 to 2.52, the ratio 11.7 to 15.4.
+Then bits an element, beside the entropy of the positions alone (bits a position costs, and could),
+and the link above which packing the offsets of blocks takes longer than the bytes that it saves.
 
 The last block of lines says how much of the energy (sum of squares) each way of forming blocks
 sends, on a gradient whose rows differ in size by a log-normal factor.
@@ -24,13 +26,28 @@ sends, on a gradient whose rows differ in size by a log-normal factor.
 from __future__ import annotations
 
 import argparse
+import math
+import time
 
 import torch
 from _timing import Work, interleaved_medians_s
 from torch import Tensor
 
 from ds_ckpt.compression import Feedback, TopK, all_finite
-from ds_ckpt.compression.topk import blocks_for, select
+from ds_ckpt.compression.codec import VALUE_FORMATS, value_bytes
+from ds_ckpt.compression.selection import blocks_for, largest_by_sample, select_in_blocks
+
+ROWS = ("blocks", "packed")
+
+
+def codecs(density: float) -> dict[str, TopK]:
+    """By name of the row, selection/values."""
+    found = {}
+    for values in VALUE_FORMATS:
+        found[f"blocks/{values}"] = TopK(density, values)
+        found[f"packed/{values}"] = TopK(density, values, offsets="packed")
+        found[f"sampled/{values}"] = TopK(density, values, "sampled")
+    return found | {"exact/int8": TopK(density, "int8", "exact")}
 
 
 def timed_works(elements: int, density: float) -> dict[str, Work]:
@@ -47,14 +64,15 @@ def timed_works(elements: int, density: float) -> dict[str, Work]:
 
     works: dict[str, Work] = {
         "topk": lambda: gradient.abs().topk(kept),
-        "select blocks": lambda: select(gradient, blocks, offsets),
+        "select blocks": lambda: select_in_blocks(gradient, blocks, offsets),
+        "select sampled": lambda: largest_by_sample(gradient, kept),
         "accumulate": lambda: feedback.accumulate("w", gradient, 2),
         "finite": lambda: all_finite(pending),
     }
-    for selection, values in (("blocks", "int8"), ("blocks", "fp32"), ("exact", "int8")):
-        codec = TopK(density, values, selection)  # type: ignore[arg-type]
+    for row, codec in codecs(density).items():
+        if row.endswith("bf16"):
+            continue
         payload = torch.empty(codec.packed_bytes(elements), dtype=torch.uint8)
-        row = f"{selection}/{values}"
         works[f"pack {row}"] = lambda c=codec, p=payload: c.pack(pending, p)  # type: ignore[misc]
         works[f"unpack {row}"] = lambda c=codec, p=payload: c.unpack_add(p, pending)  # type: ignore[misc]
 
@@ -75,7 +93,7 @@ def energy_shares(elements: int, density: float, row_length: int = 1024) -> dict
     flat = gradient.view(-1)
     blocks = blocks_for(flat.numel(), density)
     index = torch.empty(blocks.k, blocks.count, dtype=torch.uint8)
-    select(flat, blocks, index)
+    select_in_blocks(flat, blocks, index)
 
     def of_runs(values: Tensor) -> float:
         cut = values[: values.numel() // blocks.rows * blocks.rows].view(-1, blocks.rows)
@@ -101,7 +119,9 @@ def main() -> None:
     torch.manual_seed(0)
     elements, density = arguments.elements, arguments.density
     blocks = blocks_for(elements, density)
-    medians_s = interleaved_medians_s(timed_works(elements, density), arguments.repeats)
+    medians_s = interleaved_medians_s(
+        timed_works(elements, density), arguments.repeats, time.thread_time
+    )
     print(
         f"{elements} elements, density {density}: {blocks.count} blocks of {blocks.rows}, "
         f"{blocks.k} entries each; torch {torch.__version__}, 1 thread"
@@ -109,11 +129,24 @@ def main() -> None:
     for name, median_s in medians_s.items():
         ratio = medians_s["topk"] / median_s
         print(f"{name:20s} {median_s / elements * 1e9:7.2f} ns/element  topk is {ratio:6.1f}x this")
-    for values in ("int8", "bf16", "fp32"):
-        for selection in ("blocks", "exact"):
-            codec = TopK(density, values, selection)
-            bits = 8 * codec.packed_bytes(elements) / elements
-            print(f"{selection}/{values:5s} {bits:6.3f} bits/element, {16 / bits:5.1f}x under bf16")
+    entropy = -math.log2(density) - (1 / density - 1) * math.log2(1 - density)
+    for row, codec in codecs(density).items():
+        nbytes, sent = codec.packed_bytes(elements), codec.sent(elements)
+        bits = 8 * nbytes / elements
+        position = 8 * (nbytes - value_bytes(sent, codec.values)) / sent
+        print(
+            f"{row:13s} {bits:6.3f} bits/element, {16 / bits:5.1f}x under bf16, "
+            f"{position:5.2f} bits a position (any set: {entropy:.2f})"
+        )
+    slower_s = sum(
+        medians_s[f"{step} packed/int8"] - medians_s[f"{step} blocks/int8"]
+        for step in ("pack", "unpack")
+    )
+    plain, packed = (codecs(density)[f"{row}/int8"].packed_bytes(elements) for row in ROWS)
+    print(
+        f"packing saves {1 - packed / plain:.1%} of the bytes and takes {slower_s * 1e3:.2f} ms: "
+        f"pays on links below {8 * (plain - packed) / slower_s / 1e6:.0f} Mbit/s"
+    )
     for name, share in energy_shares(elements, density).items():
         print(f"energy sent, {name:20s} {share:.3f}")
 

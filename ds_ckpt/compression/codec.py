@@ -27,11 +27,31 @@ INT8_GROUP = 64
 _INT8_MAX = 127
 
 
+@dataclass(frozen=True)
+class Cost:
+    """What compressing costs, counted, not measured: to rank methods, not to predict a time.
+
+    Attributes:
+        payload_bytes: what travels.
+        memory_bytes: read from and written to memory, what stays in a cache left out.
+        operations: arithmetic on single entries, comparisons and casts included. Those of `exact`
+            selection and of index arithmetic are not vectorized and weigh more than others.
+    """
+
+    payload_bytes: int
+    memory_bytes: int
+    operations: int
+
+
 class Codec(Protocol):
     """Turns a flat fp32 shard into a payload and back. Stateless; equal on every process."""
 
     def packed_bytes(self, numel: int) -> int:
         """Size of the payload for `numel` elements, a multiple of 8. Does no work."""
+        ...
+
+    def cost(self, numel: int) -> Cost:
+        """Of packing `numel` elements, residual included. Does no work."""
         ...
 
     def pack(self, values: Tensor, out: Tensor) -> None:
@@ -148,6 +168,13 @@ class Dense:
 
     def packed_bytes(self, numel: int) -> int:
         return aligned(numel * self.dtype.itemsize)
+
+    def cost(self, numel: int) -> Cost:
+        payload_bytes = self.packed_bytes(numel)
+        # read and zeroed; or clamped, cast, cast back and subtracted
+        exact = self.dtype == torch.float32
+        memory_bytes = 8 * numel + (1 if exact else 3) * payload_bytes
+        return Cost(payload_bytes, memory_bytes, 0 if exact else 5 * numel)
 
     def pack(self, values: Tensor, out: Tensor) -> None:
         sent = saturating_cast(values, self.dtype)

@@ -1,0 +1,165 @@
+"""PowerSGD: a gradient matrix as the product of two thin factors, as in Vogels et al., NeurIPS 2019
+(arXiv 1905.13727), algorithm 1.
+
+Of a matrix M [m, n], summed over processes, with q [n, r] left from the step before (warm start),
+
+    p = M q                 all-reduced, then orthogonalized
+    q = M^T p               all-reduced
+    sent = p q^T            M - p q^T stays behind as residual
+
+One such step is one step of the power iteration for the subspace of the r largest singular values.
+As p is orthonormal, p q^T is the projection of M on the span of p: what stays behind never has more
+energy than M. Alternation (ACP-SGD, Zhang et al., ICDCS 2023, arXiv 2306.08881) computes p in one
+step, for the q of the last one orthogonalized, and q for the orthogonalized p in the next: the same
+functions, one all-reduce a step instead of two, half the bytes.
+
+Here are the parts of it, without state and without network; who sums what, and when, is decided
+above. Each process orthogonalizes the summed factor on its own and must get what the others get.
+The factor is the same bits everywhere, so equal machines do. On machines of different makes, whose
+QR rounds differently, two things keep the results within rounding of each other: the diagonal of R
+is made positive, which makes the decomposition unique; and a column that depends on those before
+it, of which rounding errors alone would be left, is replaced by a direction that these determine.
+
+Householder reflections (LAPACK, cuSOLVER) in fp64: squares of fp32 numbers neither over- nor
+underflow there, so no scaling is needed, which in fp32 costs more than fp64 does. torch's DDP hook
+takes half that time or less, in fp32, but its Gram-Schmidt for ranks 1 and 2 is not finite for
+columns of zeros or of tiny numbers. The products with the matrix take far longer than either
+(`benchmarks/powersgd.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+
+import torch
+from torch import Tensor
+
+from ds_ckpt.compression.codec import Cost
+
+# A smaller part of a column, new against the columns before it, counts as rounding. 8 epsilons of
+# fp32: a column that was summed and rounded carries several by itself.
+_DEPENDENT = 2.0**-20
+
+
+def matrix_shape(shape: torch.Size) -> tuple[int, int]:
+    """(rows, columns) of the row-major matrix that a tensor is taken for.
+
+    Of all splits of the dimensions into two consecutive groups the one with the smallest
+    rows + columns, the first of equals; 2-D tensors are what they are, others of fewer dimensions
+    one row.
+    """
+    if len(shape) < 2:
+        return 1, shape.numel()
+    splits = ((math.prod(shape[:at]), math.prod(shape[at:])) for at in range(1, len(shape)))
+    return min(splits, key=lambda split: split[0] + split[1])
+
+
+def factor_numels(rows: int, columns: int, rank: int) -> tuple[int, int]:
+    """Entries of p and of q."""
+    return rows * rank, columns * rank
+
+
+def worthwhile(rows: int, columns: int, rank: int) -> bool:
+    """Whether both factors in fp32, all-reduced, are fewer bytes than a 16-bit reduce-scatter.
+
+    On a ring an all-reduce sends each byte twice, a reduce-scatter once: 8 bytes an entry of the
+    factors against 2 an entry of the matrix. Implies that `rank` is less than rows and columns.
+    """
+    return rank >= 1 and 4 * rank * (rows + columns) < rows * columns
+
+
+def cost(rows: int, columns: int, rank: int) -> Cost:
+    """Of one step: projection, orthogonalization, projection back, difference.
+
+    `payload_bytes` are those of both factors in fp32, once.
+    """
+    numel, factors = rows * columns, rows * rank + columns * rank
+    # three products with the matrix, read three times and written once; Householder: 4 n r^2
+    return Cost(4 * factors, 16 * numel + 16 * factors, 6 * numel * rank + 4 * rows * rank**2)
+
+
+def initial_factor(name: str, columns: int, rank: int, device: torch.device | str) -> Tensor:
+    """The q of a first step: fp32 [columns, rank], orthonormal, a function of the arguments alone.
+
+    Computed on the CPU, so that devices agree.
+
+    Raises:
+        ValueError: `rank` is not in 1 to `columns`.
+    """
+    if not 1 <= rank <= columns:
+        raise ValueError(f"the rank of {name!r} must be in 1 to {columns}, not {rank}")
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return orthogonalize(torch.randn(columns, rank, generator=generator)).to(device)
+
+
+def orthogonalize(factor: Tensor) -> Tensor:
+    """Orthonormal columns whose span holds those of `factor`, to fp32 rounding.
+
+    Column j spans, with those before it, what the first j columns of `factor` span. Columns that
+    are zero, or depend on those before them, become directions outside of that span, which are the
+    same for the same span. Any finite input will do; nothing is read back but, on a CPU, whether a
+    column was dependent.
+
+    Args:
+        factor: [n, r], r <= n, floating, finite. Not changed.
+
+    Returns:
+        fp32 [n, r].
+
+    Raises:
+        ValueError: more columns than rows.
+    """
+    rows, rank = factor.shape
+    if rank > rows:
+        raise ValueError(f"{rank} columns of {rows} entries cannot be orthonormal")
+    if factor.numel() == 0:
+        return factor.float()
+    wide = factor.double()
+    unit, upper = torch.linalg.qr(wide)
+    dependent = upper.diagonal().abs() <= _DEPENDENT * upper.norm(dim=0)
+    # An accelerator would have to be waited for to know whether there are any.
+    if factor.device.type != "cpu" or bool(dependent.any()):
+        # The reflection for a zero column is the identity: what was rounding errors becomes the
+        # image of a unit vector under the reflections before.
+        unit, upper = torch.linalg.qr(wide.masked_fill(dependent, 0.0))
+    positive: Tensor = unit.mul_(torch.where(upper.diagonal() < 0, -1.0, 1.0))
+    return positive.float()
+
+
+def project(matrix: Tensor, q: Tensor, out: Tensor) -> Tensor:
+    """`matrix @ q`: fp32 [m, n] and [n, r] into `out`, fp32 [m, r], which is returned."""
+    return torch.mm(matrix, q, out=out)
+
+
+def back_project(matrix: Tensor, p: Tensor, out: Tensor) -> Tensor:
+    """`matrix.T @ p`: fp32 [m, n] and [m, r] into `out`, fp32 [n, r], which is returned."""
+    # reads the matrix along its rows: 2 to 3 times as fast on a CPU as writing `out` at once
+    return out.copy_(torch.mm(p.t(), matrix).t())
+
+
+def subtract_product_(matrix: Tensor, p: Tensor, q: Tensor) -> Tensor:
+    """`matrix -= p @ q.T` in place: fp32 [m, n], [m, r], [n, r]."""
+    return matrix.addmm_(p, q.t(), alpha=-1.0)
+
+
+def product_entries(p: Tensor, q: Tensor, start: int, stop: int, columns: int) -> Tensor:
+    """Entries `start` to `stop` of `p @ q.T`, flattened row-major, without forming the others.
+
+    At most the rest of the first and of the last row is computed beside them. Equal to what
+    `subtract_product_` subtracts to fp32 rounding, not bitwise: products of other sizes may be
+    summed in another order.
+
+    Args:
+        p: fp32 [m, r].
+        q: fp32 [columns, r].
+        start, stop: 0 <= start <= stop <= m * columns; neither needs to begin a row.
+
+    Returns:
+        fp32 [stop - start], contiguous.
+    """
+    first_row, last_row = start // columns, -(-stop // columns)
+    if stop <= start:
+        return p.new_empty(0)
+    rows = torch.mm(p[first_row:last_row], q.t()).view(-1)
+    return rows[start - first_row * columns : stop - first_row * columns]

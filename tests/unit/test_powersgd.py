@@ -1,0 +1,295 @@
+"""PowerSGD's parts: orthonormal for any input, the subspace kept, products in part and in whole."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ds_ckpt.compression.powersgd import (
+    back_project,
+    cost,
+    factor_numels,
+    initial_factor,
+    matrix_shape,
+    orthogonalize,
+    product_entries,
+    project,
+    subtract_product_,
+    worthwhile,
+)
+
+FP32 = torch.finfo(torch.float32)
+ORTHONORMAL = 3e-7
+SCALES = (1.0, 1e-20, 1e-38, 1e-42, 1e20, 1e38)
+
+seeds = st.integers(0, 2**31)
+quick = settings(max_examples=150, deadline=None)
+
+
+@st.composite
+def thin(draw: st.DrawFn) -> tuple[int, int]:
+    rows = draw(st.one_of(st.integers(1, 40), st.sampled_from([256, 1000])))
+    return rows, draw(st.integers(1, min(rows, 32)))
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def degenerate(shape: tuple[int, int], seed: int, kind: str) -> Tensor:
+    """Columns that depend on each other, or are zero, or differ in size by all that fp32 has."""
+    factor = normal(*shape, seed=seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    pick = torch.randint(0, shape[1], (shape[1],), generator=generator)
+    if kind == "zero":
+        return torch.zeros(shape)
+    if kind == "equal":
+        return factor[:, :1].expand(shape).clone()
+    if kind == "repeated":
+        return factor[:, pick]
+    if kind == "combined":
+        half = max(1, shape[1] // 2)
+        return factor[:, :half] @ normal(half, shape[1], seed=seed + 2)
+    if kind == "some zero":
+        factor[:, pick] = 0.0
+    elif kind == "one entry":
+        factor = torch.zeros(shape)
+        factor[seed % shape[0], pick] = -1.0
+    elif kind == "nearly equal":
+        factor = factor[:, :1] + 1e-6 * factor
+    elif kind == "uneven":
+        factor *= torch.tensor(SCALES)[pick % len(SCALES)].clamp(max=1e37)
+    elif kind == "extreme":
+        factor = torch.where(factor < 0, -FP32.max, FP32.max)
+    elif kind == "denormal":
+        factor = torch.where(factor < 0, -1e-45, 3e-45)
+    return factor
+
+
+KINDS = (
+    "normal", "zero", "equal", "repeated", "combined", "some zero", "one entry", "nearly equal",
+    "uneven", "extreme", "denormal",
+)  # fmt: skip
+
+
+def gap_from_orthonormal(factor: Tensor) -> float:
+    wide = factor.double()
+    return float((wide.T @ wide - torch.eye(factor.shape[1], dtype=torch.float64)).abs().max())
+
+
+@quick
+@given(thin(), seeds, st.sampled_from(KINDS))
+@example((1000, 32), 0, "zero")
+@example((1, 1), 0, "zero")
+@example((32, 32), 3, "equal")
+@example((1000, 4), 3, "denormal")
+def test_any_finite_input_becomes_orthonormal(shape: tuple[int, int], seed: int, kind: str) -> None:
+    factor = degenerate(shape, seed, kind)
+    before = factor.clone()
+    unit = orthogonalize(factor)
+    assert unit.dtype == torch.float32
+    assert unit.shape == shape
+    assert gap_from_orthonormal(unit) < ORTHONORMAL
+    assert torch.equal(factor, before)
+    elsewhere = torch.zeros(shape[0] + 1, shape[1])[1:].copy_(factor)
+    for same in (factor, elsewhere, factor.t().contiguous().t()):
+        assert torch.equal(orthogonalize(same), unit)
+
+
+@quick
+@given(thin(), seeds, st.sampled_from(KINDS))
+def test_the_span_holds_every_column(shape: tuple[int, int], seed: int, kind: str) -> None:
+    factor = degenerate(shape, seed, kind)
+    unit, wide = orthogonalize(factor).double(), factor.double()
+    for count in range(1, shape[1] + 1):
+        # column by column: the first j span the first j
+        kept = unit[:, :count]
+        column = wide[:, count - 1]
+        left = column - kept @ (kept.T @ column)
+        assert left.norm() <= 2e-6 * column.norm()
+
+
+@quick
+@given(thin(), seeds, st.sampled_from(SCALES[1:]))
+def test_scales_do_not_matter(shape: tuple[int, int], seed: int, scale: float) -> None:
+    factor = normal(*shape, seed=seed).clamp(-2, 2)
+    scaled = factor * 2.0 ** round(math.log2(scale))
+    if scale < 1e-38:  # denormals: compare with what is left of the factor
+        factor = scaled.double() * 2.0 ** -round(math.log2(scale))
+    assert (orthogonalize(scaled) - orthogonalize(factor)).abs().max() <= 1e-6
+
+
+@quick
+@given(st.integers(1, 8), st.integers(0, 8), st.sampled_from([1, 4, 100]), seeds)
+def test_rounding_errors_do_not_choose_a_direction(
+    independent: int, dependent: int, times: int, seed: int
+) -> None:
+    """Machines whose arithmetic differs in the last bit must agree on dependent columns too."""
+    rows, count = times * (independent + dependent), independent + dependent
+    base = orthogonalize(normal(rows, independent, seed=seed)).double()
+    mixed = base @ normal(independent, dependent, seed=seed + 1).double()
+    # a dependent column may come anywhere behind what it depends on
+    tail = base[:, independent // 2 :].repeat(1, 2)[:, : count - independent]
+    for factor in (torch.cat([base, mixed], 1), torch.cat([base, tail, 0 * mixed], 1)[:, :count]):
+        noise = normal(*factor.shape, seed=seed + 3).double() * 2.0**-27
+        gap = orthogonalize(factor * (1 + noise)) - orthogonalize(factor)
+        assert gap.abs().max() < 1e-5
+
+
+def test_the_diagonal_of_r_is_positive() -> None:
+    factor = normal(50, 8)
+    assert (orthogonalize(factor).T @ factor).diagonal().min() > 0
+    assert (orthogonalize(-factor) + orthogonalize(factor)).abs().max() < 1e-6
+
+
+def test_a_small_column_keeps_its_own_direction() -> None:
+    factor = torch.zeros(100, 2)
+    factor[:, 0] = 1e30
+    factor[:50, 1] = 1e-30
+    unit = orthogonalize(factor)
+    expected = torch.cat([torch.full((50,), 0.1), torch.full((50,), -0.1)])
+    assert torch.allclose(unit[:, 1], expected, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_dtypes_become_fp32(dtype: torch.dtype) -> None:
+    factor = normal(64, 4).to(dtype)
+    assert torch.equal(orthogonalize(factor), orthogonalize(factor.double()))
+
+
+def test_more_columns_than_rows_are_refused() -> None:
+    with pytest.raises(ValueError, match="5 columns of 4 entries"):
+        orthogonalize(torch.ones(4, 5))
+
+
+@quick
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=5))
+def test_a_tensor_is_split_where_the_factors_are_smallest(shape: list[int]) -> None:
+    rows, columns = matrix_shape(torch.Size(shape))
+    assert rows * columns == math.prod(shape)
+    for at in range(1, len(shape)):
+        assert rows + columns <= math.prod(shape[:at]) + math.prod(shape[at:])
+    assert any(rows == math.prod(shape[:at]) for at in range(1, len(shape)))
+
+
+def test_matrices_are_what_they_are() -> None:
+    assert matrix_shape(torch.Size([3, 1000])) == (3, 1000)
+    assert matrix_shape(torch.Size([64, 128, 3, 3])) == (64, 1152)  # a convolution
+    assert matrix_shape(torch.Size([4, 4, 4])) == (4, 16)  # the first of equals
+    assert matrix_shape(torch.Size([7])) == (1, 7)
+    assert matrix_shape(torch.Size([])) == (1, 1)
+
+
+@quick
+@given(st.text(max_size=20), thin())
+def test_first_factors_are_orthonormal_and_follow_from_the_name(
+    name: str, shape: tuple[int, int]
+) -> None:
+    torch.manual_seed(0)
+    first = initial_factor(name, *shape, "cpu")
+    torch.manual_seed(1)
+    assert torch.equal(first, initial_factor(name, *shape, torch.device("cpu")))
+    assert gap_from_orthonormal(first) < ORTHONORMAL
+    if shape[0] > 4:
+        assert not torch.equal(first, initial_factor(name + "x", *shape, "cpu"))
+
+
+def test_first_factors_are_the_same_everywhere() -> None:
+    # Written down: a change would make processes of different versions disagree.
+    generator = torch.Generator().manual_seed(0xE8B7BE43)  # the CRC-32 of "a"
+    expected = torch.randn(3, 1, generator=generator)
+    assert torch.allclose(initial_factor("a", 3, 1, "cpu"), expected / expected.norm())
+
+
+@pytest.mark.parametrize("rank", [0, 6, -1])
+def test_ranks_out_of_range_are_refused(rank: int) -> None:
+    with pytest.raises(ValueError, match="rank of 'w' must be in 1 to 5"):
+        initial_factor("w", 5, rank, "cpu")
+
+
+@quick
+@given(st.integers(1, 40), st.integers(1, 40), st.data(), seeds)
+def test_projections_and_products(rows: int, columns: int, data: st.DataObject, seed: int) -> None:
+    rank = data.draw(st.integers(1, min(rows, columns)))
+    matrix = normal(rows, columns, seed=seed)
+    q = normal(columns, rank, seed=seed + 1)
+    p = torch.full((rows, rank), math.nan)
+    assert project(matrix, q, p) is p
+    torch.testing.assert_close(p.double(), matrix.double() @ q.double(), rtol=1e-5, atol=1e-5)
+    unit = orthogonalize(p)
+    back = torch.full((columns, rank), math.nan)
+    assert back_project(matrix, unit, back) is back
+    wide = matrix.double().T @ unit.double()
+    torch.testing.assert_close(back.double(), wide, rtol=1e-5, atol=1e-5)
+    assert tuple(t.numel() for t in (p, q)) == factor_numels(rows, columns, rank)
+
+    left = matrix.clone()
+    assert subtract_product_(left, unit, back) is left
+    # sent plus left is what was there; a projection leaves no more energy than there was
+    sent = product_entries(unit, back, 0, matrix.numel(), columns)
+    torch.testing.assert_close(left.view(-1) + sent, matrix.view(-1), rtol=1e-6, atol=2e-6)
+    assert left.norm() <= matrix.norm() * (1 + 1e-6)
+    start = data.draw(st.integers(0, matrix.numel()))
+    stop = data.draw(st.integers(start, matrix.numel()))
+    part = product_entries(unit, back, start, stop, columns)
+    assert part.shape == (stop - start,)
+    assert part.is_contiguous()
+    torch.testing.assert_close(part, sent[start:stop], rtol=1e-5, atol=1e-6)
+
+
+def test_entries_are_computed_from_the_rows_that_hold_them() -> None:
+    p, q = normal(100, 3), normal(10, 3)
+    p[:40] = math.nan
+    p[60:] = math.nan
+    assert torch.isfinite(product_entries(p, q, 405, 595, 10)).all()
+    assert torch.isnan(product_entries(p, q, 395, 405, 10)).tolist() == [True] * 5 + [False] * 5
+
+
+@pytest.mark.parametrize("alternate", [False, True])
+def test_warm_steps_find_the_largest_singular_values(alternate: bool) -> None:
+    left, right = orthogonalize(normal(60, 40)), orthogonalize(normal(50, 40, seed=1))
+    singular = 0.7 ** torch.arange(40)
+    matrix = left * singular @ right.T
+    q = initial_factor("w", 50, 4, "cpu")
+    p = torch.empty(60, 4)
+    for step in range(24 if alternate else 12):
+        if not alternate or step % 2 == 0:
+            p = project(matrix, orthogonalize(q) if alternate else q, p)
+        if not alternate or step % 2 == 1:
+            p = orthogonalize(p)
+            q = back_project(matrix, p, q)
+    rest = subtract_product_(matrix.clone(), p, q)
+    best = float(singular[4:].norm())
+    assert float(rest.norm()) == pytest.approx(best, rel=1e-3)
+
+
+def test_low_rank_matrices_arrive_whole() -> None:
+    matrix = normal(30, 3) @ normal(3, 20, seed=1)
+    p, q = torch.empty(30, 5), initial_factor("w", 20, 5, "cpu")
+    for _ in range(3):  # the second step starts from a q of rank 3, with dependent columns
+        p = orthogonalize(project(matrix, q, p))
+        q = back_project(matrix, p, q)
+        rest = subtract_product_(matrix.clone(), p, q)
+        assert rest.norm() < 1e-5 * matrix.norm()
+
+
+def test_worthwhile_compares_the_bytes_of_a_ring() -> None:
+    for rows, columns, rank in ((1024, 1024, 4), (192, 192, 16), (192, 768, 32), (2, 9999, 1)):
+        factors = 2 * 4 * sum(factor_numels(rows, columns, rank))
+        assert worthwhile(rows, columns, rank) == (factors < 2 * rows * columns)
+    assert worthwhile(1024, 1024, 4)
+    assert not worthwhile(1, 10_000, 1)
+    assert not worthwhile(64, 64, 16)
+    assert not worthwhile(1024, 1024, 0)
+
+
+def test_the_cost_is_that_of_three_products() -> None:
+    counted = cost(1024, 4096, 4)
+    assert counted.payload_bytes == 4 * sum(factor_numels(1024, 4096, 4))
+    assert counted.operations == pytest.approx(3 * 2 * 1024 * 4096 * 4, rel=0.01)
+    assert cost(1024, 4096, 8).payload_bytes == 2 * counted.payload_bytes
