@@ -4,47 +4,108 @@
     sent    = codec(pending)
     residual = pending - sent
 
-One residual per parameter name, fp32, flat, as long as the whole parameter, in units of this
-process's share of the averaged gradient with the loss scale removed, so that neither a change of
-the loss scale nor another process's gradient touches it.
+One residual per parameter name, flat, in units of this process's share of the averaged gradient
+with the loss scale removed, so that neither a change of the loss scale nor another process's
+gradient touches it. Worked on in fp32 on the gradient's device; kept in fp32, bf16 or int8 with
+scales, there or in host memory (`storage` has the rounding).
 
 Transactional: a step works on `pending`; `commit` makes it the residual, `rollback` forgets it,
-and the residual is then bit-equal to what it was. Two buffers per parameter change places, so
-neither costs a copy.
+and the residual and the state of its rounding are then bit-equal to what they were. Two buffers per
+parameter change places, so neither costs a copy. Kept in fp32 on the gradient's device, the
+working tensor is the pending buffer itself.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from ds_ckpt.compression.buffers import Buffers, HostMemory, add_divided, divide
+from ds_ckpt.compression.finite import all_finite as all_finite
+from ds_ckpt.compression.storage import ResidualDtype, Storage, Stored, pieces
+
+ResidualDevice = Literal["accelerator", "cpu"]
+
 
 class Feedback:
-    """Residuals of one process. With `enabled=False` nothing is carried from call to call."""
+    """Residuals of one process. With `enabled=False` nothing is carried from call to call.
 
-    def __init__(self, *, enabled: bool = True) -> None:
+    Args:
+        dtype: of what is kept between steps.
+        device: where it is kept: beside the gradients, or in host memory.
+        seed: of the rounding to bf16 or int8; a different one in each process.
+        host: host memory for residuals with `device="cpu"`, and for working tensors of gradients
+            that are on the host. None: allocated as needed.
+
+    Raises:
+        ValueError: `dtype` or `device` is none of the choices.
+    """
+
+    def __init__(
+        self,
+        *,
+        enabled: bool = True,
+        dtype: ResidualDtype = "fp32",
+        device: ResidualDevice = "accelerator",
+        seed: int = 0,
+        host: HostMemory | None = None,
+    ) -> None:
+        if device not in ("accelerator", "cpu"):
+            raise ValueError(f"residuals live on 'accelerator' or 'cpu', not {device!r}")
         self.enabled = enabled
-        self._committed: dict[str, Tensor] = {}
-        self._pending: dict[str, Tensor] = {}
-        self._spare: dict[str, Tensor] = {}
-        self._scratch: Tensor | None = None
+        self._storage = Storage(dtype, seed)
+        self._on_host = device == "cpu"
+        self._buffers = Buffers(self._storage, host)
+        self._step = 0
+        self._committed: dict[str, Stored] = {}
+        self._pending: dict[str, Stored] = {}
+        self._spare: dict[str, Stored] = {}
+        self._working: dict[str, Tensor] = {}
+        """Handed out by `accumulate` and not yet kept, where they are not `_pending` itself."""
+        self._turns: dict[str, int] = {}
+        """How often `keep` has rounded a name in this step."""
+        self._settled: set[str] = set()
+        """Names of which this step has left nothing."""
+
+    @property
+    def dtype(self) -> ResidualDtype:
+        """What residuals are rounded to between steps."""
+        return self._storage.dtype
+
+    @property
+    def on_host(self) -> bool:
+        """Whether residuals are kept in host memory whatever the accelerator."""
+        return self._on_host
+
+    @property
+    def entry_bytes(self) -> float:
+        """Bytes an entry, once a step is taken: the residual, and what the next step writes."""
+        return 2 * self._storage.entry_bytes
+
+    @property
+    def steps(self) -> int:
+        """Committed steps so far. State: the rounding of the next step depends on it."""
+        return self._step
 
     def holds(self, name: str) -> bool:
         """Whether a residual exists for `name`, from earlier steps or from this one."""
-        return name in self._pending or name in self._committed
+        if not self.enabled:
+            return False
+        return name in self._pending or name in self._working or name in self._committed
 
     def accumulate(
         self, name: str, grad_flat: Tensor, world: int, loss_scale: float = 1.0
     ) -> Tensor:
         """Residual plus this process's share of the mean: fp32 [n], for the codec to reduce.
 
-        The returned buffer belongs to this object and becomes the new residual: whatever is
-        delivered must be subtracted from it in place. In a step's first call for `name` it starts
-        from the committed residual, later (further micro-steps) from what the step left so far.
-        With feedback disabled it is a scratch buffer, valid until the next call.
+        The tensor belongs to this object; what is delivered must be subtracted from it in place,
+        then `keep` makes it the step's residual so far. It is valid until then. Several names may
+        be in work at once. In a step's first call for `name` it starts from the committed residual,
+        later (further micro-steps) from what the step left so far. With feedback disabled it is the
+        share alone.
 
         Args:
             grad_flat: [n], any floating dtype, multiplied by `loss_scale`; not changed.
@@ -53,98 +114,199 @@ class Feedback:
         Raises:
             ValueError: the residual of `name` has another length.
         """
-        divisor = world * loss_scale
-        if not self.enabled:
-            return _divide(grad_flat, divisor, self._scratch_like(grad_flat))
-        target = self._pending.get(name)
-        source = target if target is not None else self._committed.get(name)
-        if source is not None and source.numel() != grad_flat.numel():
+        divisor, numel, device = world * loss_scale, grad_flat.numel(), grad_flat.device
+        self._settled.discard(name)
+        held = self._working.get(name) if self.enabled else None
+        source = None
+        if held is not None:
+            source = Stored(held)
+        elif self.enabled:
+            source = self._pending.get(name, self._committed.get(name))
+        if source is not None and source.numel != numel:
             raise ValueError(
-                f"the residual of {name!r} has {source.numel()} entries, "
-                f"its gradient {grad_flat.numel()}"
+                f"the residual of {name!r} has {source.numel} entries, its gradient {numel}"
             )
-        if source is not None and source.device != grad_flat.device:
-            source = source.to(grad_flat.device)
-            target = None
-        if target is None:
-            target = self._spare.pop(name, None)
-            if target is None or target.device != grad_flat.device:
-                target = torch.empty(grad_flat.numel(), device=grad_flat.device)
-            self._pending[name] = target
+        if held is not None:
+            working = held
+        elif self._is_pending_itself(device):
+            working = self._target(name, numel, device).values
+        else:
+            if not self.enabled:
+                self._forget_working(name)
+            working = self._working[name] = self._buffers.empty(numel, torch.float32, device)
         if source is None:
-            return _divide(grad_flat, divisor, target)
-        return _add_divided(source, grad_flat, divisor, target)
+            return divide(grad_flat, divisor, working)
+        source = source.to(device)
+        if source.values.dtype == torch.float32:
+            return add_divided(source.values, grad_flat, divisor, working)
+        for piece in pieces(numel, device):
+            part = working[piece.start : piece.stop]
+            source.decode(piece, part)
+            add_divided(part, grad_flat[piece.start : piece.stop], divisor, part)
+        return working
+
+    def keep(self, name: str, working: Tensor) -> None:
+        """What is left of `accumulate`'s tensor, after delivery, is the step's residual so far.
+
+        Rounds to what is stored. The tensor may be overwritten from here on. A tensor that was not
+        kept is kept by `commit`.
+        """
+        if self.enabled and not self._is_pending_itself(working.device):
+            device = torch.device("cpu") if self._on_host else working.device
+            target = self._target(name, working.numel(), device)
+            if self._storage.rounds:
+                there = target.device == working.device
+                rounded = target if there else self._buffers.new(working.numel(), working.device)
+                turn = self._turns.get(name, 0)
+                self._storage.encode(working, rounded, name, self._step, turn)
+                self._turns[name] = turn + 1
+                if not there:
+                    target.copy_(rounded)
+            else:
+                target.copy_(Stored(working))
+        self._forget_working(name)
+
+    def settle(self, name: str) -> None:
+        """All of `name` was delivered: once the step is taken, nothing is held for it."""
+        self._settled.add(name)
 
     def commit(self) -> None:
         """The step was taken: what it left becomes the residual."""
-        for name, buffer in self._pending.items():
+        for name, working in list(self._working.items()):
+            self.keep(name, working)
+        for name, stored in self._pending.items():
             previous = self._committed.get(name)
-            self._committed[name] = buffer
+            self._committed[name] = stored
             if previous is not None:
-                self._spare[name] = previous
-        self._pending.clear()
+                self._set_aside(name, previous, stored)
+        for name in self._settled:
+            for held in (self._committed, self._spare):
+                if name in held:
+                    self._buffers.release(*held.pop(name).tensors)
+        self._end_step()
+        self._step += 1
 
     def rollback(self) -> None:
         """The step was skipped: the residuals are bit-equal to those before it."""
+        for name in list(self._working):
+            self._forget_working(name)
         self._spare.update(self._pending)
-        self._pending.clear()
+        self._end_step()
 
     def state_dict(self, *, copy: bool = True) -> dict[str, Tensor]:
-        """Committed residuals by parameter name: fp32 [n] each.
+        """Committed residuals by parameter name, decoded: fp32 [n] each.
 
-        Without `copy` the tensors are the live buffers, which later steps overwrite: good for
-        writing them to a file at once.
+        Without `copy` those that are kept in fp32 are the live buffers, which later steps
+        overwrite: good for looking at them at once.
         """
-        return {name: t.clone() if copy else t for name, t in self._committed.items()}
+        self._settle()
+        return {
+            name: stored.values
+            if not copy and stored.values.dtype == torch.float32
+            else stored.decoded()
+            for name, stored in self._committed.items()
+        }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Replace every residual by a copy of `state`; a step under way is forgotten."""
-        self._committed = {
-            name: residual.detach().to(torch.float32, copy=True).reshape(-1)
-            for name, residual in state.items()
-        }
-        self._pending.clear()
-        self._spare.clear()
+        """Replace every residual by a copy of `state`; a step under way is forgotten.
+
+        Nothing is rounded: they are kept as they come until a step has used them.
+        """
+        self.load_stored(
+            {
+                name: Stored(residual.detach().to(torch.float32).reshape(-1))
+                for name, residual in state.items()
+            },
+            self._step,
+        )
+
+    def stored(self) -> dict[str, Stored]:
+        """Committed residuals as they are kept: the live buffers, which later steps overwrite."""
+        self._settle()
+        return dict(self._committed)
+
+    def load_stored(self, state: Mapping[str, Stored], steps: int) -> None:
+        """Replace every residual by a copy of `state`, of any dtype, and the count of steps.
+
+        After `load_stored(other.stored(), other.steps)` the next steps are those of `other` to the
+        bit.
+        """
+        self._settle()
+        for held in (self._pending, self._spare, self._committed):
+            for stored in held.values():
+                self._buffers.release(*stored.tensors)
+            held.clear()
+        for name in list(self._working):
+            self._forget_working(name)
+        self._turns.clear()
+        self._step = steps
+        for name, source in state.items():
+            device = torch.device("cpu") if self._on_host else source.device
+            self._committed[name] = self._buffers.copy_of(source, device)
+        self._settle()
 
     @property
     def nbytes(self) -> int:
-        """Memory that is held, spare and scratch buffers included."""
-        held = [*self._committed.values(), *self._pending.values(), *self._spare.values()]
-        if self._scratch is not None:
-            held.append(self._scratch)
-        return sum(t.numel() * t.element_size() for t in held)
+        """Memory that is held: residuals, what the step under way or the next one writes to,
+        tensors in work, and the rounding's tables."""
+        return sum(t.numel() * t.element_size() for t in self._held())
 
-    def _scratch_like(self, grad_flat: Tensor) -> Tensor:
-        scratch = self._scratch
-        if (
-            scratch is None
-            or scratch.numel() < grad_flat.numel()
-            or scratch.device != grad_flat.device
-        ):
-            scratch = self._scratch = torch.empty(grad_flat.numel(), device=grad_flat.device)
-        return scratch[: grad_flat.numel()]
+    @property
+    def host_nbytes(self) -> int:
+        """The part of `nbytes` in host memory."""
+        return self.nbytes - self.accelerator_nbytes
 
+    @property
+    def accelerator_nbytes(self) -> int:
+        """The part in accelerator memory: between steps 0 with `device="cpu"`."""
+        return sum(t.numel() * t.element_size() for t in self._held() if t.device.type != "cpu")
 
-def all_finite(values: Tensor) -> bool:
-    """Whether no entry is inf or NaN. One pass unless the sum of finite entries overflows."""
-    # A non-finite entry always makes the sum non-finite; the reverse does not hold.
-    if math.isfinite(values.sum().item()):
-        return True
-    low, high = torch.aminmax(values)
-    return math.isfinite(low.item()) and math.isfinite(high.item())
+    def _held(self) -> Iterable[Tensor]:
+        for held in (self._committed, self._pending, self._spare):
+            for stored in held.values():
+                yield from stored.tensors
+        yield from self._working.values()
+        yield from self._storage.tables
 
+    def _is_pending_itself(self, device: torch.device) -> bool:
+        """Whether a gradient there is worked on in what is kept."""
+        return (
+            self.enabled
+            and not self._storage.rounds
+            and (not self._on_host or device.type == "cpu")
+        )
 
-def _is_power_of_two(x: float) -> bool:
-    return math.frexp(x)[0] == 0.5
+    def _target(self, name: str, numel: int, device: torch.device) -> Stored:
+        """Where the step's residual of `name` is written."""
+        target = self._pending.get(name)
+        if target is None:
+            target = self._spare.pop(name, None)
+        if target is None or target.device != device or target.numel != numel:
+            target = self._buffers.new(numel, device)
+        self._pending[name] = target
+        return target
 
+    def _end_step(self) -> None:
+        self._pending.clear()
+        self._turns.clear()
+        self._settled.clear()
+        if self._on_host:
+            self._storage.leave_accelerators()
 
-def _divide(grad: Tensor, divisor: float, out: Tensor) -> Tensor:
-    # Widen first: fp16 / divisor would round, and underflow under a large loss scale.
-    return torch.div(grad.float(), divisor, out=out)
+    def _set_aside(self, name: str, previous: Stored, current: Stored) -> None:
+        """The next step writes to `previous`, unless a load has brought it in another form."""
+        if previous.is_like(current):
+            self._spare[name] = previous
+        else:
+            self._settle()
+            self._buffers.release(*previous.tensors)
 
+    def _forget_working(self, name: str) -> None:
+        working = self._working.pop(name, None)
+        if working is not None:
+            self._buffers.release(working)
 
-def _add_divided(source: Tensor, grad: Tensor, divisor: float, out: Tensor) -> Tensor:
-    if _is_power_of_two(divisor):
-        # The reciprocal is exact, so one fused pass rounds exactly as a division would.
-        return torch.add(source, grad.float(), alpha=1.0 / divisor, out=out)
-    return torch.addcdiv(source, grad.float(), torch.full((), divisor, device=grad.device), out=out)
+    def _settle(self) -> None:
+        """Host buffers hold what was last copied to them."""
+        if self._on_host and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
