@@ -45,6 +45,40 @@ class ShardLayout:
 
 
 @dataclass(frozen=True)
+class ColumnLayout:
+    """What a group of processes exchanges of a tensor: the shards that its members own, in a row.
+
+    With one level the group is the whole world and the column is the flattened tensor. With two
+    levels it is one process of each host, and the column is `1 / processes a host` of the tensor.
+
+    Attributes:
+        tensor: ZeRO-3's division of the whole tensor.
+        members: the group's processes by their index in the world, ascending.
+    """
+
+    tensor: ShardLayout
+    members: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Entries of the column."""
+        return sum(self.size(m) for m in range(len(self.members)))
+
+    def source(self, member: int) -> slice:
+        """Where a member's shard lies in the flattened tensor."""
+        return self.tensor.shard(self.members[member])
+
+    def shard(self, member: int) -> slice:
+        """Where a member's shard lies in the column."""
+        start = sum(self.size(m) for m in range(member))
+        return slice(start, start + self.size(member))
+
+    def size(self, member: int) -> int:
+        """Entries that a member owns."""
+        return self.tensor.size(self.members[member])
+
+
+@dataclass(frozen=True)
 class PacketLayout:
     """Byte offsets of one bucket, seen from process `dp_rank`.
 
@@ -63,7 +97,7 @@ class PacketLayout:
     @classmethod
     def of(
         cls,
-        shards: Sequence[ShardLayout],
+        shards: Sequence[ShardLayout | ColumnLayout],
         payload_bytes: Sequence[Callable[[int], int]],
         *,
         dp_rank: int,

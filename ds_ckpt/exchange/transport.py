@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Transport(Protocol):
-    """One process's end of a group that can do an all-to-all of bytes."""
+    """One process's end of a group that exchanges bytes and sums."""
 
     @property
     def world(self) -> int:
@@ -42,6 +42,14 @@ class Transport(Protocol):
         """
         ...
 
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum `tensor` over the group, in place; the same bits everywhere.
+
+        Args:
+            tensor: fp32 [n], contiguous.
+        """
+        ...
+
 
 class TorchTransport:
     """A process group.
@@ -50,15 +58,18 @@ class TorchTransport:
         group: the process group; None is the default group.
         all_to_all_single: `torch.distributed`'s function, or one of the same leading arguments
             that counts around it.
+        all_reduce: likewise.
     """
 
     def __init__(
         self,
         group: Any = None,
         all_to_all_single: Callable[..., Any] = torch_dist.all_to_all_single,
+        all_reduce: Callable[..., Any] = torch_dist.all_reduce,
     ) -> None:
         self._group = group
         self._all_to_all_single = all_to_all_single
+        self._all_reduce = all_reduce
         self.world: int = torch_dist.get_world_size(group)
         self.dp_rank: int = torch_dist.get_rank(group)
 
@@ -72,3 +83,6 @@ class TorchTransport:
         self._all_to_all_single(
             output, input, list(output_splits), list(input_splits), group=self._group
         )
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        self._all_reduce(tensor, group=self._group)

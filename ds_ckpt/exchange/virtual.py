@@ -27,6 +27,7 @@ class VirtualWorld:
         self.world = world
         self.barrier = threading.Barrier(world, timeout=timeout_s)
         self.mail: list[tuple[Tensor, Sequence[int]] | None] = [None] * world
+        self.summands: list[Tensor | None] = [None] * world
         self.transports = [VirtualTransport(self, p) for p in range(world)]
 
     def run(self, work: Callable[[int], T]) -> list[T]:
@@ -63,7 +64,7 @@ class VirtualTransport:
     """One virtual process's end of a `VirtualWorld`.
 
     Attributes:
-        calls: all-to-alls so far.
+        calls: collectives so far.
         sent_bytes: bytes that left for other processes so far.
     """
 
@@ -103,3 +104,19 @@ class VirtualTransport:
             start += size
         # Nobody may reuse its input before all have read it.
         self._group.barrier.wait()
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """As `Transport.all_reduce`, added up in the order of processes; bytes as a ring's."""
+        world = self._group
+        self.calls += 1
+        self.sent_bytes += (
+            2 * (self.world - 1) * tensor.numel() * tensor.element_size() // self.world
+        )
+        world.summands[self.dp_rank] = tensor.clone()
+        world.barrier.wait()
+        parts = [part for part in world.summands if part is not None]
+        assert len({part.shape for part in parts}) == 1, "processes sum tensors of unlike shapes"
+        tensor.copy_(parts[0])
+        for part in parts[1:]:
+            tensor.add_(part)
+        world.barrier.wait()

@@ -11,13 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from virtual import Choose, World, assemble, stock
+from virtual import World, assemble, stock
 
 from ds_ckpt.compression import Codec, Dense, Quantize, TopK
 from ds_ckpt.compression.codec import VALUE_FORMATS
 from ds_ckpt.compression.quantize import BITS, BLOCKS
 from ds_ckpt.compression.topk import SELECTIONS
 from ds_ckpt.exchange.layout import HEADER_BYTES, ShardLayout
+from ds_ckpt.exchange.treatment import Choose, LowRank, Treatment
 from ds_ckpt.exchange.virtual import VirtualWorld
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -35,6 +36,13 @@ codecs: st.SearchStrategy[Codec] = st.one_of(
     st.builds(Dense, st.sampled_from([torch.float32, torch.bfloat16])),
     st.builds(Quantize, st.sampled_from(BITS), st.sampled_from(BLOCKS)),
 )
+low_ranks = st.builds(
+    LowRank,
+    st.integers(1, 6),
+    alternate=st.booleans(),
+    remainder=st.one_of(st.none(), codecs),
+)
+treatments: st.SearchStrategy[Treatment] = st.one_of(codecs, low_ranks)
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,8 @@ class Case:
     shapes: list[tuple[int, ...]]
     dtype: torch.dtype
     seed: int
+    local: int = 1
+    """Processes of a host."""
 
     @property
     def names(self) -> list[str]:
@@ -69,9 +79,17 @@ cases = st.builds(
     st.sampled_from(DTYPES),
     st.integers(0, 2**20),
 )
+hosts = st.builds(
+    lambda hosts, local, shapes, dtype, seed: Case(hosts * local, shapes, dtype, seed, local),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.lists(shapes, min_size=1, max_size=4),
+    st.sampled_from(DTYPES),
+    st.integers(0, 2**20),
+)
 
 
-def matrices(codec: Codec | None) -> Choose:
+def matrices(codec: Treatment) -> Choose:
     """Tensors of two dimensions by `codec`, others whole."""
     return lambda name, shape: codec if len(shape) > 1 else None
 
@@ -91,7 +109,7 @@ def assert_same_shards(got: list[list[Tensor]], expected: list[list[Tensor]]) ->
 # ---- identity
 
 
-@quick
+@settings(max_examples=1000, deadline=None)
 @given(cases, st.sampled_from([None, TopK(1.0, "fp32", "exact"), TopK(1.0, "fp32"), Dense()]))
 def test_sending_everything_is_the_stock_reduction_bitwise(case: Case, codec: Codec | None) -> None:
     if codec is not None and case.dtype != torch.float32:
@@ -149,9 +167,11 @@ def test_a_world_of_one_delivers_what_a_larger_one_left() -> None:
 
 
 def check_law_3(
-    case: Case, codec: Codec, micro_steps: int, steps: int, loss_scale: float, *, exact: bool
+    case: Case, codec: Treatment, micro_steps: int, steps: int, loss_scale: float, *, exact: bool
 ) -> None:
-    world = World(case.world, matrices(codec))
+    world = World(case.world, matrices(codec), local=case.local)
+    # a factorization rounds by the matrix's norm, not by its entries
+    roundings = 4 if not isinstance(codec, LowRank) else 4 * 40
     owed = {name: torch.zeros(math.prod(s), dtype=torch.float64) for name, s in _matrices(case)}
     cast = torch.finfo(case.dtype).eps if case.dtype != torch.float32 else 0.0
     largest = 0.0
@@ -175,7 +195,7 @@ def check_law_3(
             elif lost.numel():
                 # a few roundings of what one process can have accumulated, times the processes
                 # that are summed; 16-bit results round once more
-                assert lost.max() <= (4 * EPS + cast) * largest * micro_steps
+                assert lost.max() <= (roundings * EPS + cast) * largest * micro_steps
             owed[name] = left
 
 
@@ -184,8 +204,8 @@ def _matrices(case: Case) -> list[tuple[str, tuple[int, ...]]]:
 
 
 @quick
-@given(cases, codecs, st.integers(1, 3), st.sampled_from([1.0, 1024.0, 1000.0]))
-def test_nothing_is_lost(case: Case, codec: Codec, micro_steps: int, loss_scale: float) -> None:
+@given(hosts, treatments, st.integers(1, 3), st.sampled_from([1.0, 1024.0, 1000.0]))
+def test_nothing_is_lost(case: Case, codec: Treatment, micro_steps: int, loss_scale: float) -> None:
     check_law_3(case, codec, micro_steps, 2, loss_scale, exact=False)
 
 
@@ -232,8 +252,8 @@ def test_repeated_exchange_delivers_what_was_held_back() -> None:
 
 
 @quick
-@given(cases, codecs)
-def test_the_owners_part_is_exact_and_leaves_no_residual(case: Case, codec: Codec) -> None:
+@given(cases, treatments)
+def test_the_owners_part_is_exact_and_leaves_no_residual(case: Case, codec: Treatment) -> None:
     world = World(case.world, matrices(codec))
     gradients = case.gradients()
     for me in range(case.world):  # only `me` has a gradient: its own shard must arrive whole
@@ -268,16 +288,16 @@ def test_a_residual_in_the_owners_part_is_delivered() -> None:
 
 @quick
 @given(
-    cases.filter(lambda c: c.world > 1),
-    codecs,
+    hosts.filter(lambda c: c.world > 1),
+    treatments,
     st.sampled_from([torch.inf, -torch.inf, torch.nan]),
     st.integers(0, 10**6),
     st.integers(0, 2),
 )
 def test_a_non_finite_value_is_seen_and_leaves_no_trace(
-    case: Case, codec: Codec, bad: float, where: int, bad_micro_step: int
+    case: Case, codec: Treatment, bad: float, where: int, bad_micro_step: int
 ) -> None:
-    clean, dirty = (World(case.world, matrices(codec)) for _ in range(2))
+    clean, dirty = (World(case.world, matrices(codec), local=case.local) for _ in range(2))
     for world in (clean, dirty):
         world.reduce(case.names, case.gradients())
         world.commit()
@@ -330,17 +350,19 @@ def test_every_receiver_answers_nan_for_compressed_tensors(sender: int, at: int)
 
 @quick
 @given(
-    codecs,
+    treatments,
     st.sampled_from([1e-45, 1e-40, 1e-38, 1e30, 0.9 * torch.finfo(torch.float32).max]),
     st.integers(2, 4),
 )
-def test_extreme_finite_values_stay_finite(codec: Codec, scale: float, world_size: int) -> None:
+def test_extreme_finite_values_stay_finite(codec: Treatment, scale: float, world_size: int) -> None:
+    if isinstance(codec, LowRank):
+        scale = min(scale, 1e30)  # a row's product with a factor overflows before its entries do
     world = World(world_size, lambda n, s: codec)
     gradients = [[torch.rand(30, 20).mul_(scale)] for _ in range(world_size)]
     shards = world.reduce(["w"], gradients)
     world.commit()
     assert torch.isfinite(assemble(shards, 0)).all()
-    assert all(torch.isfinite(f.state_dict()["w"]).all() for f in world.feedbacks)
+    assert all(torch.isfinite(t).all() for f in world.feedbacks for t in f.state_dict().values())
     assert not any(e.nonfinite_buckets for e in world.exchanges)
 
 
@@ -352,7 +374,7 @@ def test_extreme_finite_values_stay_finite(codec: Codec, scale: float, world_siz
 def test_one_collective_a_bucket_of_the_announced_size(case: Case, codec: Codec) -> None:
     world = World(case.world, matrices(codec))
     world.reduce(case.names, case.gradients())
-    for me, transport in enumerate(world.virtual.transports):
+    for me, transport in enumerate(world.transports):
         assert transport.calls == (case.world > 1)
         expected = 0
         for dest in set(range(case.world)) - {me}:
@@ -370,15 +392,15 @@ def test_one_collective_a_bucket_of_the_announced_size(case: Case, codec: Codec)
 def test_an_empty_bucket_needs_no_collective() -> None:
     world = World(2, lambda n, s: None)
     assert world.reduce([], [[], []]) == [[], []]
-    assert world.virtual.transports[0].calls == 0
+    assert world.transports[0].calls == 0
 
 
 @quick
-@given(cases, codecs)
-def test_the_same_gradients_give_the_same_bits(case: Case, codec: Codec) -> None:
+@given(hosts, treatments)
+def test_the_same_gradients_give_the_same_bits(case: Case, codec: Treatment) -> None:
     results = []
     for _ in range(2):
-        world = World(case.world, matrices(codec))
+        world = World(case.world, matrices(codec), local=case.local)
         world.reduce(case.names, case.gradients(0))
         world.commit()
         results.append(world.reduce(case.names, case.gradients(1)))
@@ -404,3 +426,40 @@ def test_an_error_in_one_virtual_process_does_not_hang_the_others() -> None:
     with pytest.raises(KeyError, match="here"):
         world.run(work)
     assert world.run(lambda p: p) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_sixteen_bit_gradients_send_a_rings_bytes_with_less_error(world_size: int) -> None:
+    """Against a ring reduce-scatter in bf16, which rounds after every addition."""
+    case = Case(world_size, [(64, 48)], torch.bfloat16, 3)
+    gradients = case.gradients()
+    world = World(world_size, lambda name, shape: None)
+    ours = assemble(world.reduce(case.names, gradients), 0).double()
+    ring = torch.zeros(64 * 48, dtype=torch.bfloat16)
+    for process in gradients:
+        ring += (process[0] / world_size).flatten()
+    exact = mean(gradients, 0)
+    assert (ours - exact).norm() <= (ring.double() - exact).norm()
+    if world_size > 2:
+        assert (ours - exact).norm() < 0.8 * (ring.double() - exact).norm()
+    ring_bytes = 2 * 64 * 48 * (world_size - 1) // world_size
+    assert abs(world.transports[0].sent_bytes - ring_bytes) <= 16 * world_size
+
+
+def test_a_bucket_that_goes_whole_takes_what_is_owed_and_then_costs_no_residual() -> None:
+    world = World(2, matrices(TopK(0.1)))
+    gradients = [[torch.randn(20, 30)], [torch.randn(20, 30)]]
+
+    def reduce(*, whole: bool) -> Tensor:
+        shards = world.virtual.run(
+            lambda p: world.exchanges[p].reduce(["w"], [gradients[p][0].clone()], whole=whole)
+        )
+        world.commit()
+        return assemble(shards, 0)
+
+    total = reduce(whole=False)
+    assert world.residual_sum("w", 600).abs().sum() > 0
+    total += reduce(whole=True)
+    assert torch.allclose(total.double(), 2 * mean(gradients, 0), atol=1e-6)
+    assert not any(feedback.holds("w") for feedback in world.feedbacks)
+    assert_same_shards([[reduce(whole=True)]], [[assemble(stock(gradients), 0)]])

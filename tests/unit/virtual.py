@@ -2,37 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from ds_ckpt.compression import Codec, Feedback
+from ds_ckpt.compression import Feedback
+from ds_ckpt.compression.factors import Factors
 from ds_ckpt.exchange.exchange import AllToAllExchange, Order, ascending
-from ds_ckpt.exchange.layout import ShardLayout
-from ds_ckpt.exchange.virtual import VirtualWorld
-
-Choose = Callable[[str, torch.Size], Codec | None]
+from ds_ckpt.exchange.in_host import InHostSum
+from ds_ckpt.exchange.layout import ColumnLayout, ShardLayout
+from ds_ckpt.exchange.treatment import Choose
+from ds_ckpt.exchange.virtual import VirtualTransport, VirtualWorld
 
 
 @dataclass
 class World:
-    """`world` processes with an exchange and residuals each."""
+    """`world` processes with an exchange and residuals each, `local` of them on each host."""
 
     world: int
     choose: Choose
     error_feedback: bool = True
     order: Order = ascending
     holds: bool = False
+    local: int = 1
     feedbacks: list[Feedback] = field(init=False)
 
     def __post_init__(self) -> None:
+        assert self.world % self.local == 0
+        hosts = self.world // self.local
         self.virtual = VirtualWorld(self.world, timeout_s=20.0)
+        self.columns = [tuple(range(i, self.world, self.local)) for i in range(self.local)]
+        between = [VirtualWorld(hosts, timeout_s=20.0) for _ in self.columns]
+        inside = [VirtualWorld(self.local, timeout_s=20.0) for _ in range(hosts)]
+        self.transports: list[VirtualTransport] = [
+            between[p % self.local].transports[p // self.local] for p in range(self.world)
+        ]
         self.feedbacks = [Feedback(enabled=self.error_feedback) for _ in range(self.world)]
+        self.factors = [Factors() for _ in range(self.world)]
         self.exchanges = [
-            AllToAllExchange(t, self.choose, f, order=self.order, holds=self.holds)
-            for t, f in zip(self.virtual.transports, self.feedbacks, strict=True)
+            AllToAllExchange(
+                self.transports[p],
+                self.choose,
+                self.feedbacks[p],
+                self.factors[p],
+                order=self.order,
+                holds=self.holds,
+                in_host=InHostSum(inside[p // self.local].transports[p % self.local], self.columns)
+                if self.local > 1
+                else None,
+            )
+            for p in range(self.world)
         ]
 
     def reduce(
@@ -55,27 +76,38 @@ class World:
         loss_scale: float = 1.0,
     ) -> list[list[Tensor]]:
         """As `reduce`, for a micro-step whose exchange is put off."""
-        return [
-            exchange.hold(names, list(mine), loss_scale)
-            for exchange, mine in zip(self.exchanges, gradients, strict=True)
-        ]
+
+        def work(p: int) -> list[Tensor]:
+            return self.exchanges[p].hold(names, list(gradients[p]), loss_scale)
+
+        return self.virtual.run(work)
 
     def commit(self) -> None:
         for feedback in self.feedbacks:
             feedback.commit()
+        for factors in self.factors:
+            factors.commit()
 
     def rollback(self) -> None:
         for feedback in self.feedbacks:
             feedback.rollback()
+        for factors in self.factors:
+            factors.rollback()
 
     def residual_sum(self, name: str, numel: int) -> Tensor:
         """Committed residuals of `name`, summed over processes in float64."""
         total = torch.zeros(numel, dtype=torch.float64)
-        for feedback in self.feedbacks:
+        for process, feedback in enumerate(self.feedbacks):
             residual = feedback.state_dict().get(name)
             if residual is not None:
-                total += residual.double()
+                layout = self.column(process, numel)
+                for member in range(len(layout.members)):
+                    total[layout.source(member)] += residual[layout.shard(member)].double()
         return total
+
+    def column(self, process: int, numel: int) -> ColumnLayout:
+        """What `process` exchanges of a tensor of `numel` entries."""
+        return ColumnLayout(ShardLayout(numel, self.world), self.columns[process % self.local])
 
 
 def assemble(shards: Sequence[Sequence[Tensor]], tensor: int) -> Tensor:
@@ -86,7 +118,7 @@ def assemble(shards: Sequence[Sequence[Tensor]], tensor: int) -> Tensor:
 def stock(gradients: Sequence[Sequence[Tensor]], order: Order = ascending) -> list[list[Tensor]]:
     """DeepSpeed's reduction, written as it does it: one padded buffer, divided, summed, cut.
 
-    16-bit tensors are summed in fp32 and rounded once.
+    16-bit tensors are summed and divided in fp32, and rounded once.
     """
     world = len(gradients)
     layouts = [ShardLayout(g.numel(), world) for g in gradients[0]]
@@ -97,13 +129,16 @@ def stock(gradients: Sequence[Sequence[Tensor]], order: Order = ascending) -> li
             for tensor, layout in zip(process, layouts, strict=True):
                 chunk = tensor.reshape(-1)[layout.shard(owner)]
                 padded += [chunk, chunk.new_zeros(layout.chunk - chunk.numel())]
-        buffers.append(torch.cat(padded).div(world))
+        whole = torch.cat(padded)
+        buffers.append(whole.div(world) if whole.dtype == torch.float32 else whole)
     numel, dtype = buffers[0].numel(), buffers[0].dtype
     total = torch.empty(numel)
     for start, stop, processes in order(numel, dtype.itemsize, world, 0, numel):
         total[start:stop] = buffers[processes[0]][start:stop]
         for p in processes[1:]:
             total[start:stop] += buffers[p][start:stop]
+    if dtype != torch.float32:
+        total.div_(world)
     result: list[list[Tensor]] = [[] for _ in range(world)]
     start = 0
     for owner in range(world):

@@ -1,0 +1,273 @@
+"""One reduction under way: add to the residuals, pack, the collectives, unpack and sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ds_ckpt.compression import powersgd
+from ds_ckpt.compression.codec import Codec, Dense, aligned, section
+from ds_ckpt.compression.factors import Factors
+from ds_ckpt.compression.feedback import Feedback, all_finite
+from ds_ckpt.exchange.layout import ColumnLayout
+from ds_ckpt.exchange.low_rank import LowRankPart
+from ds_ckpt.exchange.packets import Packets
+from ds_ckpt.exchange.plan import words
+from ds_ckpt.exchange.row_blocks import RowBlocks
+from ds_ckpt.exchange.transport import Transport
+from ds_ckpt.exchange.treatment import LowRank, Treatment
+from ds_ckpt.telemetry.timings import Errors, Timings
+
+
+@dataclass(frozen=True)
+class Item:
+    """One tensor of a bucket.
+
+    Attributes:
+        column: this process's contribution, [layout.numel]: its gradient, or its host's sum.
+        dtype: the gradient's, in which shards are answered and whole tensors travel.
+    """
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    column: Tensor
+    layout: ColumnLayout
+    treatment: Treatment
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What every bucket of an exchange uses."""
+
+    transport: Transport
+    feedback: Feedback
+    factors: Factors
+    order: Callable[[int, int, int, int, int], Iterable[tuple[int, int, Sequence[int]]]]
+    timings: Timings
+    errors: Errors
+    world: int
+    """Processes that are averaged over."""
+
+
+class Bucket:
+    """Call `reduce` once.
+
+    Attributes:
+        flagged: whether any process had a non-finite value in a compressed tensor.
+    """
+
+    def __init__(self, tools: Tools, items: Sequence[Item], loss_scale: float) -> None:
+        self.flagged = False
+        self._tools = tools
+        self._items = items
+        self._loss_scale = loss_scale
+        self._me = tools.transport.dp_rank
+        self._device = items[0].column.device
+        self._low: LowRankPart | None = None
+        if any(isinstance(item.treatment, LowRank) for item in items):
+            self._low = LowRankPart(tools.transport, tools.factors, self._device)
+        self._riding = self._which_ride()
+        self._slots: dict[int, int] = {}
+        sizes: list[Callable[[int], int]] = []
+        for i, item in enumerate(items):
+            codec = _codec(item.treatment)
+            if codec is not None or (item.treatment is None and i not in self._riding):
+                self._slots[i] = len(sizes)
+                sizes.append(codec.packed_bytes if codec else partial(_whole_bytes, item.dtype))
+        self._packets = Packets(
+            tools.transport, [items[i].layout for i in self._slots], sizes, self._device
+        )
+        self._own: dict[int, Tensor] = {}
+        """By tensor, this process's contribution to its own shard, in the dtype of the sum."""
+        self._pending: dict[int, Tensor] = {}
+        self._before: dict[int, float] = {}
+
+    def _which_ride(self) -> set[int]:
+        """Whole tensors that go with the factors: together no more than those, so that a bucket
+        with a few norms and biases does not need an all-to-all."""
+        if self._low is None:
+            return set()
+        whole = {i for i, item in enumerate(self._items) if item.treatment is None}
+        factors = 0
+        for item in self._items:
+            if isinstance(item.treatment, LowRank):
+                rows, columns = powersgd.matrix_shape(item.shape)
+                factors += sum(powersgd.factor_numels(rows, columns, item.treatment.rank))
+            elif item.treatment is not None:
+                return set()  # there is an all-to-all anyway
+        return whole if sum(self._items[i].column.numel() for i in whole) <= factors else set()
+
+    def reduce(self) -> list[Tensor]:
+        timings = self._tools.timings
+        with timings.section("residual"):
+            finite = self._accumulate()
+        with timings.section("pack"):
+            self._pack(finite)
+        if self._low is not None:
+            with timings.section("wire"):
+                finite = self._low.first(finite)
+            if not finite:
+                self.flagged = True
+                return [self._nan(i) for i in range(len(self._items))]
+            with timings.section("pack"):
+                self._pack_remainders()
+        with timings.section("pack"):
+            self._sample()
+            for i, pending in self._pending.items():
+                item = self._items[i]
+                self._tools.feedback.keep(item.name, pending)
+                if item.treatment == Dense(item.column.dtype) == Dense(torch.float32):
+                    self._tools.feedback.settle(item.name)
+        with timings.section("wire"):
+            if self._slots:
+                self._packets.flag(not finite)
+                self.flagged = self._packets.exchange() or not finite
+            if self._low is not None:
+                self.flagged = not self._low.second() or self.flagged
+        with timings.section("unpack"):
+            return [self._sum(i) for i in range(len(self._items))]
+
+    def _accumulate(self) -> bool:
+        """Residual plus gradient, the own part set aside; False where a value is not finite."""
+        finite = True
+        for i, item in enumerate(self._items):
+            if item.treatment is None:
+                continue
+            pending = self._tools.feedback.accumulate(
+                item.name, item.column, self._tools.world, self._loss_scale
+            )
+            self._pending[i] = pending
+            finite = finite and all_finite(pending)
+            mine = pending[item.layout.shard(self._me)]
+            self._own[i] = mine.mul(self._loss_scale)
+            if self._tools.errors.sampling:
+                self._before[i] = _energy(pending) - _energy(mine)
+            if not isinstance(item.treatment, LowRank):  # that needs whole rows
+                mine.zero_()
+        return finite
+
+    def _pack(self, finite: bool) -> None:
+        for i, item in enumerate(self._items):
+            treatment = item.treatment
+            if treatment is None:
+                self._pack_whole(i, item)
+            elif isinstance(treatment, LowRank):
+                assert self._low is not None
+                _, columns = powersgd.matrix_shape(item.shape)
+                blocks = RowBlocks.of(item.layout, columns)
+                self._low.add(i, item.name, self._pending[i], blocks, treatment)
+            elif finite:
+                self._pack_codec(i, item, treatment)
+            else:
+                for dest in self._packets.peers:
+                    self._packets.outgoing(dest, self._slots[i]).zero_()
+
+    def _pack_codec(self, i: int, item: Item, codec: Codec) -> None:
+        pending = self._pending[i]
+        for dest in self._packets.peers:
+            codec.pack(
+                pending[item.layout.shard(dest)], self._packets.outgoing(dest, self._slots[i])
+            )
+
+    def _pack_remainders(self) -> None:
+        for i, item in enumerate(self._items):
+            if isinstance(item.treatment, LowRank) and item.treatment.remainder is not None:
+                self._pack_codec(i, item, item.treatment.remainder)
+
+    def _pack_whole(self, i: int, item: Item) -> None:
+        if i in self._riding:
+            assert self._low is not None
+            self._low.add_whole(i, item.column.div(self._tools.world))
+            return
+        divisor = 1 if _divided_last(item) else self._tools.world
+        for dest in self._packets.peers:
+            payload = self._packets.outgoing(dest, self._slots[i])
+            part = item.column[item.layout.shard(dest)]
+            out = section(payload, 0, item.layout.size(dest), item.dtype)
+            if part.dtype == item.dtype:
+                torch.div(part, divisor, out=out)  # straight into the packet
+            else:
+                out.copy_(part.div(divisor))
+        own = item.column[item.layout.shard(self._me)].div(divisor)
+        self._own[i] = own.to(torch.promote_types(item.dtype, torch.float32))
+
+    def _sample(self) -> None:
+        for i, before in self._before.items():
+            treatment = self._items[i].treatment
+            self._tools.errors.add(words(treatment), before, _energy(self._pending[i]))
+
+    def _nan(self, i: int) -> Tensor:
+        item = self._items[i]
+        size = item.layout.size(self._me)
+        return torch.full((size,), torch.nan, dtype=item.dtype, device=self._device)
+
+    def _sum(self, i: int) -> Tensor:
+        item = self._items[i]
+        if i in self._riding:
+            assert self._low is not None
+            return self._low.whole(i)[item.layout.shard(self._me)].to(item.dtype)
+        if item.treatment is None:
+            return self._sum_whole(i, item)
+        if self.flagged:
+            return self._nan(i)
+        codec = _codec(item.treatment)
+        total = torch.zeros_like(self._own[i])
+        if isinstance(item.treatment, LowRank):
+            assert self._low is not None
+            total.add_(self._low.delivered(i), alpha=self._loss_scale)
+        for process in range(self._tools.transport.world):
+            if process == self._me:
+                total.add_(self._own[i])
+            elif codec is not None:
+                payload = self._packets.incoming(process, self._slots[i])
+                codec.unpack_add(payload, total, self._loss_scale)
+        return total.to(item.dtype)
+
+    def _sum_whole(self, i: int, item: Item) -> Tensor:
+        size, world = item.layout.size(self._me), self._tools.transport.world
+        parts = [
+            self._own[i]
+            if process == self._me
+            else section(self._packets.incoming(process, self._slots[i]), 0, size, item.dtype)
+            for process in range(world)
+        ]
+        total = torch.empty_like(self._own[i])
+        chunks = [other.layout.tensor.chunk for other in self._items]
+        at = self._me * sum(chunks) + sum(chunks[:i])
+        pieces = self._tools.order(world * sum(chunks), item.dtype.itemsize, world, at, at + size)
+        for start, stop, order in pieces:
+            piece = slice(start - at, stop - at)
+            # Starting from the first part, not from 0: 0 + -0 would turn into +0.
+            sum_ = total[piece].copy_(parts[order[0]][piece])
+            for process in order[1:]:
+                sum_.add_(parts[process][piece])
+        if _divided_last(item):
+            total.div_(self._tools.world)
+        return total.to(item.dtype)
+
+
+def _codec(treatment: Treatment) -> Codec | None:
+    """What a tensor sends by all-to-all beside or instead of factors."""
+    return treatment.remainder if isinstance(treatment, LowRank) else treatment
+
+
+def _divided_last(item: Item) -> bool:
+    """16-bit gradients travel as they are and are summed and divided in fp32: one rounding.
+
+    fp32 is divided before the sum, as DeepSpeed does it, and so are sums of a host, which might not
+    fit into 16 bits.
+    """
+    return item.column.dtype == item.dtype and item.dtype.itemsize < 4
+
+
+def _energy(values: Tensor) -> float:
+    return float(values.dot(values))
+
+
+def _whole_bytes(dtype: torch.dtype, numel: int) -> int:
+    return aligned(numel * dtype.itemsize)

@@ -1,0 +1,63 @@
+"""Where an exchange spends its time and how much of a gradient it leaves behind."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+SECTIONS = ("in_host", "residual", "pack", "wire", "unpack")
+"""In-host sum; adding to the residual and checking it; selecting, factoring and encoding; waiting
+for other processes and their bytes; decoding and summing."""
+
+
+@dataclass
+class Timings:
+    """Host seconds by section. On an accelerator that runs behind, only `wire` means what it says.
+
+    Attributes:
+        seconds: by section, since the start.
+    """
+
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    @contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        start_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - start_s
+
+
+@dataclass
+class Errors:
+    """What compression left behind of what it was given, by method, over the sampled buckets.
+
+    Attributes:
+        sampling: whether buckets are measured now; it costs two passes over each.
+    """
+
+    sampling: bool = False
+    _energy: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, method: str, before: float, after: float) -> None:
+        """Squared norms of the entries for other processes, before and after compression."""
+        sums = self._energy.setdefault(method, [0.0, 0.0])
+        sums[0] += before
+        sums[1] += after
+
+    def take(self) -> dict[str, tuple[float, float]]:
+        """Relative error and norm of what was left, by method; starts anew.
+
+        The error is `sqrt(left energy / given energy)`, residual of earlier steps included: 0 is
+        lossless, 1 sends nothing. Both are of this process alone.
+        """
+        taken = {
+            method: ((after / before) ** 0.5 if before > 0 else 0.0, after**0.5)
+            for method, (before, after) in self._energy.items()
+        }
+        self._energy.clear()
+        return taken

@@ -1,0 +1,170 @@
+"""PowerSGD in the exchange: collectives, warm start, what it delivers, its place in a column."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from virtual import World, assemble
+
+from ds_ckpt.compression import Dense, Quantize, TopK
+from ds_ckpt.compression.powersgd import factor_numels
+from ds_ckpt.exchange.layout import ColumnLayout, ShardLayout
+from ds_ckpt.exchange.row_blocks import RowBlocks
+from ds_ckpt.exchange.treatment import Choose, LowRank, Treatment
+
+quick = settings(max_examples=60, deadline=None)
+
+
+def matrices(treatment: Treatment) -> Choose:
+    return lambda name, shape: treatment if len(shape) > 1 else None
+
+
+def low_rank(rows: int, columns: int, rank: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    left = torch.randn(rows, rank, generator=generator)
+    return left @ torch.randn(rank, columns, generator=generator)
+
+
+@pytest.mark.parametrize(
+    ("treatment", "calls"),
+    [
+        (LowRank(4), 2),
+        (LowRank(4, alternate=True), 1),
+        (LowRank(4, alternate=True, remainder=Quantize(4)), 2),
+        (LowRank(4, remainder=TopK(0.01)), 3),
+    ],
+)
+def test_collectives_of_a_bucket_with_norms_and_biases(treatment: LowRank, calls: int) -> None:
+    world = World(3, matrices(treatment))
+    names = ["w", "bias", "v", "norm"]
+    gradients = [[torch.randn(64, 48), torch.randn(48), torch.randn(32, 64), torch.randn(16)]] * 3
+    world.reduce(names, gradients)
+    assert [t.calls for t in world.transports] == [calls] * 3
+
+
+def test_bytes_are_those_of_the_factors_and_the_small_tensors() -> None:
+    world = World(2, matrices(LowRank(4)))
+    world.reduce(["w", "b"], [[torch.randn(64, 48), torch.randn(48)]] * 2)
+    p, q = factor_numels(64, 48, 4)
+    # with two processes a ring's all-reduce sends the buffer once; one entry is the verdict
+    assert world.transports[0].sent_bytes == 4 * (p + q + 48 + 1)
+
+
+def test_large_whole_tensors_do_not_ride_in_fp32() -> None:
+    world = World(2, matrices(LowRank(1)))
+    world.reduce(["w", "b"], [[torch.randn(16, 16), torch.randn(4096).bfloat16()]] * 2)
+    assert world.transports[0].sent_bytes < 2 * 4096 + 1000
+
+
+@quick
+@given(st.integers(2, 5), st.integers(1, 4), st.booleans(), st.integers(0, 2**20))
+def test_a_gradient_of_that_rank_arrives_whole(
+    size: int, rank: int, alternate: bool, seed: int
+) -> None:
+    """Sums over processes of equal column space; every process's rank stays within `rank`."""
+    world = World(size, matrices(LowRank(rank * size, alternate=alternate)))
+    gradients = [[low_rank(40, 30, rank, seed + p)] for p in range(size)]
+    wanted = sum(g[0].double() for g in gradients).div(size).flatten()
+    # taking the own shard out cuts rows; rank counts for what is left of them, so give it room
+    delivered = torch.zeros_like(wanted)
+    for _ in range(12 if alternate else 4):
+        shards = world.reduce(["w"], gradients)
+        world.commit()
+        delivered += assemble(shards, 0).double()
+    left = world.residual_sum("w", 1200)
+    steps = 12 if alternate else 4
+    assert torch.allclose(delivered + left, wanted * steps, atol=2e-4 * float(wanted.norm()))
+    if not alternate and rank * size < 30:
+        assert left.norm() < 0.3 * wanted.norm()
+
+
+def test_warm_start_follows_a_gradient_that_stays() -> None:
+    world = World(2, matrices(LowRank(2)))
+    gradient = low_rank(60, 50, 2, 1) + 0.02 * torch.randn(60, 50)
+    errors = []
+    for _ in range(4):
+        world.rollback()  # no residual: the factors alone decide
+        shards = world.reduce(["w"], [[gradient], [gradient]])
+        for factors in world.factors:
+            factors.commit()
+        errors.append(float((assemble(shards, 0) - gradient.flatten()).norm() / gradient.norm()))
+    assert errors[-1] < 0.05
+    assert errors[-1] <= errors[0]
+
+
+def test_a_skipped_step_leaves_the_factors() -> None:
+    world = World(2, matrices(LowRank(2)))
+    world.reduce(["w"], [[torch.randn(20, 20)], [torch.randn(20, 20)]])
+    world.commit()
+    before = [f.state_dict() for f in world.factors]
+    world.reduce(["w"], [[torch.full((20, 20), torch.inf)], [torch.randn(20, 20)]])
+    world.rollback()
+    for was, factors in zip(before, world.factors, strict=True):
+        assert was.keys() == factors.state_dict().keys() == {"right:w"}
+        assert all(torch.equal(was[k], t) for k, t in factors.state_dict().items())
+
+
+def test_every_process_has_the_same_factors() -> None:
+    world = World(4, matrices(LowRank(3)), local=2)
+    for _ in range(3):
+        world.reduce(["w"], [[torch.randn(31, 17)] for _ in range(4)])
+        world.commit()
+    for column in world.columns:
+        first = world.factors[column[0]].state_dict()
+        for process in column[1:]:
+            for key, factor in world.factors[process].state_dict().items():
+                assert torch.equal(factor, first[key])
+
+
+@quick
+@given(
+    st.integers(1, 40), st.integers(1, 30), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2)
+)
+def test_a_column_as_a_matrix_keeps_rows_and_entries(
+    rows: int, columns: int, hosts: int, local: int, place: int
+) -> None:
+    place %= local
+    world = hosts * local
+    layout = ColumnLayout(ShardLayout(rows * columns, world), tuple(range(place, world, local)))
+    tensor = torch.arange(1.0, rows * columns + 1)
+    column = torch.cat([tensor[layout.source(m)] for m in range(hosts)])
+    blocks = RowBlocks.of(layout, columns)
+    matrix = blocks.matrix(column.clone())
+    assert matrix.shape == (blocks.matrix_rows, columns)
+    flat = matrix.reshape(-1)
+    for member in range(hosts):
+        assert torch.equal(flat[blocks.entries(member)], tensor[layout.source(member)])
+        for at in range(blocks.entries(member).start, blocks.entries(member).stop):
+            # an entry keeps its column
+            assert at % columns == (int(flat[at]) - 1) % columns
+    assert math.isclose(float(flat.sum()), float(column.sum()), rel_tol=1e-6)
+    back = torch.empty_like(column) if not blocks.complete else column.clone()
+    blocks.write_back(matrix, back)
+    assert torch.equal(back, column)
+
+
+def test_two_levels_send_one_gradient_a_host_and_keep_half_the_residual() -> None:
+    gradients = [[torch.randn(64, 64)] for _ in range(4)]
+    sent = {}
+    for local in (1, 2):
+        world = World(4, matrices(Dense()), local=local)
+        world.reduce(["w"], gradients)
+        between = sum(t.sent_bytes for p, t in enumerate(world.transports))
+        sent[local] = between
+        world.commit()
+        assert world.feedbacks[0].state_dict()["w"].numel() == 4096 // local
+    # one level: every process sends 3 shards, 2 of them to the other host; two levels: 1 shard
+    assert sent[2] * 3 == pytest.approx(sent[1], rel=0.01)
+
+
+def test_two_levels_are_the_mean() -> None:
+    world = World(6, lambda n, s: None, local=3)
+    gradients = [[torch.randn(11, 7), torch.randn(5)] for _ in range(6)]
+    shards = world.reduce(["w", "b"], gradients)
+    for i in range(2):
+        wanted = torch.stack([g[i].flatten().double() for g in gradients]).mean(0)
+        assert torch.allclose(assemble(shards, i).double(), wanted, atol=1e-6)

@@ -1,0 +1,67 @@
+"""Times and errors of an exchange, held against what really was left behind."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from virtual import World
+
+from ds_ckpt.compression import Quantize, TopK
+from ds_ckpt.exchange.layout import ShardLayout
+from ds_ckpt.exchange.treatment import LowRank, Treatment
+from ds_ckpt.telemetry.timings import SECTIONS, Errors, Timings
+
+
+def test_sections_add_up() -> None:
+    timings = Timings()
+    for _ in range(3):
+        with timings.section("wire"):
+            time.sleep(0.002)
+    with pytest.raises(KeyError), timings.section("pack"):
+        raise KeyError
+    assert timings.seconds["wire"] >= 0.006
+    assert timings.seconds["pack"] > 0
+
+
+def test_errors_are_ratios_of_norms() -> None:
+    errors = Errors()
+    errors.add("a", before=16.0, after=4.0)
+    errors.add("a", before=9.0, after=0.0)
+    errors.add("b", before=0.0, after=0.0)
+    assert errors.take() == {"a": (pytest.approx((4 / 25) ** 0.5), 2.0), "b": (0.0, 0.0)}
+    assert errors.take() == {}
+
+
+@pytest.mark.parametrize(
+    ("treatment", "word"),
+    [
+        (TopK(0.1), "Top-K 0.1 (int8, blocks)"),
+        (Quantize(2), "2-bit values in blocks of 64"),
+        (LowRank(2), "PowerSGD rank 2"),
+        (LowRank(2, remainder=Quantize(4)), "PowerSGD rank 2 + 4-bit values in blocks of 64"),
+    ],
+)
+def test_the_sampled_error_is_that_of_the_residual(treatment: Treatment, word: str) -> None:
+    world = World(2, lambda name, shape: treatment)
+    world.exchanges[0].errors.sampling = True
+    gradients = [[torch.randn(40, 30)], [torch.randn(40, 30)]]
+    world.reduce(["w"], gradients)
+    world.commit()
+    error, norm = world.exchanges[0].errors.take()[word]
+    theirs = ShardLayout(1200, 2).shard(1)
+    left = world.feedbacks[0].state_dict()["w"][theirs].norm()
+    given = gradients[0][0].flatten()[theirs].norm() / 2
+    assert norm == pytest.approx(float(left), rel=1e-5)
+    assert error == pytest.approx(float(left / given), rel=1e-5)
+    assert 0 < error < 1
+    assert world.exchanges[1].errors.take() == {}
+
+
+def test_an_exchange_tells_where_its_time_goes() -> None:
+    world = World(4, lambda name, shape: LowRank(2, remainder=TopK(0.1)), local=2)
+    world.reduce(["w"], [[torch.randn(40, 30)] for _ in range(4)])
+    seconds = world.exchanges[0].timings.seconds
+    assert set(seconds) == set(SECTIONS)
+    assert all(s > 0 for s in seconds.values())
