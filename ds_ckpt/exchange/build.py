@@ -1,54 +1,93 @@
-"""From settings to a working exchange: which codec a parameter gets, and its transport."""
+"""From settings to a working exchange: rules, groups, residuals, schedule."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-import torch
 import torch.distributed as torch_dist
 
-from ds_ckpt.compression.codec import Codec
-from ds_ckpt.compression.feedback import Feedback
-from ds_ckpt.compression.quantize import Bits, Block, Quantize
-from ds_ckpt.compression.topk import TopK
+from ds_ckpt.compression.buffers import HostMemory
+from ds_ckpt.compression.factors import Factors
+from ds_ckpt.compression.feedback import Feedback, ResidualDevice
+from ds_ckpt.compression.storage import ResidualDtype
 from ds_ckpt.exchange.exchange import AllToAllExchange, ascending
+from ds_ckpt.exchange.gate import Gate
+from ds_ckpt.exchange.groups import Groups, Levels, make_groups
+from ds_ckpt.exchange.in_host import InHostSum
+from ds_ckpt.exchange.plan import Plan
 from ds_ckpt.exchange.ring_order import ring_pieces
+from ds_ckpt.exchange.rules import MethodSettings, Rule, Rules
 from ds_ckpt.exchange.schedule import ScheduledExchange
+from ds_ckpt.exchange.state import Stateful
 from ds_ckpt.exchange.transport import TorchTransport
+from ds_ckpt.telemetry.timings import Errors, Timings
 
 
 @dataclass(frozen=True)
 class ExchangeSettings:
     """What the configuration's `compression` section says, in plain values."""
 
-    method: Literal["dense", "topk", "quantize"]
-    density: float = 0.01
-    values: Literal["fp32", "bf16", "int8"] = "int8"
-    selection: Literal["exact", "blocks"] = "blocks"
-    bits: Bits = 4
-    block: Block = 64
+    default: MethodSettings
+    rules: tuple[Rule, ...] = ()
     error_feedback: bool = True
+    residual_dtype: ResidualDtype = "fp32"
+    residual_device: ResidualDevice = "accelerator"
     start_step: int = 0
     min_numel: int = 4096
+    levels: Levels = "auto"
+    gate: bool = True
 
+    @property
+    def lossless(self) -> bool:
+        """Whether everything is sent: no residuals then."""
+        return all(s.method == "dense" for s in (self.default, *(r.settings for r in self.rules)))
 
-class CodecRule:
-    """Biases, norms and small tensors travel whole; everything else by the method's codec."""
+    def choose(self, embeddings: frozenset[str] = frozenset()) -> Rules:
+        """The treatment of each parameter."""
+        return Rules(self.default, self.min_numel, self.rules, embeddings)
 
-    def __init__(self, settings: ExchangeSettings) -> None:
-        self._settings = settings
-        self._codec: Codec | None = None
-        if settings.method == "topk":
-            self._codec = TopK(settings.density, settings.values, settings.selection)
-        elif settings.method == "quantize":
-            self._codec = Quantize(settings.bits, settings.block)
-
-    def __call__(self, name: str, shape: torch.Size) -> Codec | None:
-        if len(shape) < 2 or shape.numel() < self._settings.min_numel:
+    def residuals(self, dp_rank: int, host: HostMemory | None = None) -> Feedback | None:
+        """Empty residuals of one process; None where nothing is left behind."""
+        if self.lossless:
             return None
-        return self._codec
+        return Feedback(
+            enabled=self.error_feedback,
+            dtype=self.residual_dtype,
+            device=self.residual_device,
+            seed=dp_rank,
+            host=host,
+        )
+
+
+@dataclass
+class Built:
+    """An exchange and what belongs to it.
+
+    Attributes:
+        feedback: its residuals; None where nothing is left behind.
+        factors: PowerSGD's.
+        groups: who exchanges with whom.
+        gate: None where every bucket travels as the rules say.
+        timings: host seconds by section.
+        errors: what compression leaves behind, while it is sampled.
+    """
+
+    exchange: ScheduledExchange
+    feedback: Feedback | None
+    factors: Factors
+    groups: Groups
+    gate: Gate | None
+    timings: Timings
+    errors: Errors
+
+    def parts(self) -> dict[str, Stateful]:
+        """What a checkpoint keeps beside the residuals."""
+        parts: dict[str, Stateful] = {"factors": self.factors}
+        if self.gate is not None:
+            parts["gate"] = self.gate
+        return parts
 
 
 def build_exchange(
@@ -56,64 +95,71 @@ def build_exchange(
     *,
     group: Any,
     all_to_all_single: Callable[..., Any],
+    all_reduce: Callable[..., Any],
     current_step: Callable[[], int],
     at_boundary: Callable[[], bool] | None = None,
-) -> tuple[ScheduledExchange, Feedback | None]:
-    """The exchange for one data-parallel group, and the residuals that it carries.
+    embeddings: frozenset[str] = frozenset(),
+    host: HostMemory | None = None,
+) -> Built:
+    """The exchange for one data-parallel group. Collective: all its processes call it.
 
     Args:
         group: the process group whose mean is taken.
         all_to_all_single: `torch.distributed`'s function or one that counts around it.
+        all_reduce: likewise.
         current_step: optimizer steps so far.
         at_boundary: see `ScheduledExchange`.
+        embeddings: see `Rules`.
+        host: host memory for the residuals.
+
+    Raises:
+        UnsupportedError: the hosts do not allow the levels that are asked for.
     """
-    feedback = None
-    if settings.method != "dense":
-        feedback = Feedback(enabled=settings.error_feedback)
+    groups = make_groups(group, settings.levels)
+    feedback, factors = settings.residuals(torch_dist.get_rank(group), host), Factors()
+    in_host = None
+    if groups.inside is not None:
+        inside = TorchTransport(groups.inside, all_to_all_single, all_reduce)
+        in_host = InHostSum(inside, groups.columns)
     # stock reduction on gloo adds in its ring's order; adding alike makes `dense` bit-equal to it
     on_gloo = torch_dist.get_backend(group) == "gloo"
+    between = TorchTransport(groups.between, all_to_all_single, all_reduce)
+    gate = None
+    if settings.gate and not settings.lossless:
+        speaks = torch_dist.get_rank(group) == 0
+        gate = Gate(between.all_reduce, world=between.world, speaks=speaks)
     exchange = AllToAllExchange(
-        TorchTransport(group, all_to_all_single),
-        CodecRule(settings),
+        between,
+        settings.choose(embeddings),
         feedback,
+        factors,
         order=ring_pieces if on_gloo else ascending,
         holds=at_boundary is not None,
+        in_host=in_host,
     )
     scheduled = ScheduledExchange(
         exchange,
         feedback,
+        factors,
         start_step=settings.start_step,
         current_step=current_step,
         at_boundary=at_boundary,
+        gate=gate,
     )
-    return scheduled, feedback
+    return Built(scheduled, feedback, factors, groups, gate, exchange.timings, exchange.errors)
 
 
-def describe(settings: ExchangeSettings, shapes: Iterable[tuple[str, torch.Size, int]]) -> str:
-    """One clause on what travels how, from codecs' own sizes.
-
-    Args:
-        shapes: name, shape and bytes an element of every trainable parameter.
-    """
-    rule = CodecRule(settings)
-    dense_bytes = packed_bytes = tensors = compressed = 0
-    for name, shape, itemsize in shapes:
-        codec = rule(name, shape)
-        tensors += 1
-        compressed += codec is not None
-        dense_bytes += shape.numel() * itemsize
-        packed_bytes += (
-            shape.numel() * itemsize if codec is None else codec.packed_bytes(shape.numel())
-        )
-    if settings.method == "dense":
-        return "gradients whole by all-to-all, summed at the owner"
-    share = packed_bytes / max(dense_bytes, 1)
-    what, lost = f"{settings.bits}-bit values in blocks of {settings.block}", "rounding errors"
-    if settings.method == "topk":
-        what = f"Top-K {settings.density:.3g} ({settings.values}, {settings.selection})"
-        lost = "dropped entries"
-    feedback = "on" if settings.error_feedback else f"off: {lost} are lost"
+def describe(settings: ExchangeSettings, plan: Plan, groups: Groups) -> str:
+    """One clause on what travels how, from codecs' own sizes."""
+    levels = ""
+    if groups.levels == 2:
+        levels = f", between hosts; summed exactly among the {len(groups.columns)} of a host"
+    if settings.lossless:
+        return f"gradients whole by all-to-all, summed at the owner{levels}"
+    how = ", ".join(f"{words} on {n}" for words, (n, _, _) in plan.by_treatment().items())
+    feedback = "on" if settings.error_feedback else "off: what is not sent is lost"
     return (
-        f"{what} on {compressed} of {tensors} tensors from step {settings.start_step}: "
-        f"{share:.2%} of the dense gradient bytes, error feedback {feedback}"
+        f"gradients: {how} tensors from step {settings.start_step}: "
+        f"{plan.share:.2%} of the dense gradient bytes{levels}, error feedback {feedback}"
+        f"{', whole where that is faster' if settings.gate else ''}"
     )

@@ -6,12 +6,15 @@ the residuals.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 import torch
 
+from ds_ckpt.compression.factors import Factors
 from ds_ckpt.compression.feedback import Feedback
 from ds_ckpt.exchange.exchange import AllToAllExchange
+from ds_ckpt.exchange.gate import Gate
 
 
 class ScheduledExchange:
@@ -20,31 +23,41 @@ class ScheduledExchange:
     Args:
         exchange: what runs from `start_step` on.
         feedback: its residuals, committed or rolled back with the step; None without.
+        factors: PowerSGD's, likewise.
         start_step: optimizer steps of dense warm-up.
         current_step: DeepSpeed's count of optimizer steps so far.
         at_boundary: whether this micro-step ends an accumulated step; the others' gradients are
             held back until then. None: every micro-step is exchanged.
+        gate: sends buckets whole where that is faster. None: all are compressed.
     """
 
     def __init__(
         self,
         exchange: AllToAllExchange,
         feedback: Feedback | None,
+        factors: Factors,
         *,
         start_step: int,
         current_step: Callable[[], int],
         at_boundary: Callable[[], bool] | None = None,
+        gate: Gate | None = None,
     ) -> None:
         self._exchange = exchange
         self._feedback = feedback
+        self._factors = factors
         self._start_step = start_step
         self._current_step = current_step
         self._at_boundary = at_boundary
+        self._gate = gate
         self._nonfinite_before = 0
 
     @property
     def warming_up(self) -> bool:
         return self._current_step() < self._start_step
+
+    def inline(self, names: Sequence[str]) -> bool:
+        """During the warm-up; see `ds_ckpt.zero3.gradient.BucketExchange`."""
+        return self.warming_up
 
     def reduce(
         self,
@@ -59,19 +72,26 @@ class ScheduledExchange:
             return stock(tensors)
         if self._at_boundary is not None and not self._at_boundary():
             return self._exchange.hold(names, tensors, loss_scale=loss_scale)
-        return self._exchange.reduce(names, tensors, loss_scale=loss_scale)
+        if self._gate is None or not tensors or self._exchange.world == 1:
+            return self._exchange.reduce(names, tensors, loss_scale=loss_scale)
+        device, start_s = tensors[0].device, time.perf_counter()
+        whole = self._gate.sends_whole(names)
+        shards = self._exchange.reduce(names, tensors, loss_scale=loss_scale, whole=whole)
+        self._gate.took(names, whole, time.perf_counter() - start_s, device)
+        return shards
 
     def step_ended(self, *, skipped: bool) -> None:
-        """A skipped step leaves every residual bit-equal to before (law 4).
+        """A skipped step leaves every residual and factor bit-equal to before (law 4).
 
         So does a step with a non-finite bucket that DeepSpeed did not skip: every process was told
         of it, and a NaN must not live on in a residual.
         """
         nonfinite = self._exchange.nonfinite_buckets > self._nonfinite_before
         self._nonfinite_before = self._exchange.nonfinite_buckets
-        if self._feedback is None:
-            return
-        if skipped or nonfinite:
-            self._feedback.rollback()
-        else:
-            self._feedback.commit()
+        for state in (self._feedback, self._factors):
+            if state is None:
+                continue
+            if skipped or nonfinite:
+                state.rollback()
+            else:
+                state.commit()

@@ -1,39 +1,63 @@
-"""Residuals beside DeepSpeed's checkpoint: one safetensors file a process, no pickle (law 5).
+"""Residuals beside DeepSpeed's checkpoint: one file a process (law 5).
 
-The same world resumes bit-exactly. Another world size keeps the sum over processes: old process `j`
-goes to new process `j mod world`. Residuals are in units of the averaged gradient, so their sum is
-what training is still owed whatever the number of processes.
+The same processes in the same places resume bit-exactly. Another world size or another division of
+processes over hosts keeps the sum over processes of every entry: residuals are in units of the
+averaged gradient, so that sum is what training is still owed whatever the number of processes.
+
+With two levels a process keeps a column: the entries that its `members` own. The k-th member of an
+old column hands its entries to the (k mod members)-th member of whichever new column they lie in.
+Sums are in fp32 and stay so until the next step rounds them.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from torch import Tensor
 
 from ds_ckpt.compression.feedback import Feedback
+from ds_ckpt.compression.storage import TORCH_DTYPES, Stored
 from ds_ckpt.errors import Problem, StateError
+from ds_ckpt.exchange.layout import ColumnLayout, ShardLayout
+from ds_ckpt.exchange.residual_file import FORMATS, Contents, SavedFile, write
 
 log = logging.getLogger("ds_ckpt")
-_FORMAT = "1"
 _ANY = "ds_ckpt_residuals_*_of_*.safetensors"
+_UNFINISHED = "ds_ckpt_residuals_*.unfinished"
 _PATTERN = "ds_ckpt_residuals_{process:05d}_of_{world:05d}.safetensors"
+_START_AT_0 = "remove the ds_ckpt_residuals_* files to start with residuals of 0"
+
+
+class Stateful(Protocol):
+    """State beside the residuals that is equal on all members of a column: factors, decisions."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Tensors, and values that JSON holds, by key."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace what is held; empty starts anew.
+
+        From a checkpoint of other processes or places every process gets what process 0 saved:
+        what does not fit there must be left out when it is used.
+        """
 
 
 class ResidualFiles:
-    """Saves and restores one process's residuals.
+    """Saves and restores one process's residuals, and what goes with them.
 
     Args:
         feedback: holds the residuals; None where this run has none, and then a save only clears
             and a load only says what it leaves behind.
         method: goes into the file; a checkpoint of another method is refused.
         numels: elements of each trainable parameter, by name.
+        dp_rank: this process of `world`.
+        members: the processes whose shards this process's residuals cover, itself among them, in
+            that order. None: all, which is one level.
+        parts: other state by the name that it has in the file.
     """
 
     def __init__(
@@ -44,16 +68,21 @@ class ResidualFiles:
         numels: dict[str, int],
         dp_rank: int,
         world: int,
+        members: tuple[int, ...] | None = None,
+        parts: Mapping[str, Stateful] | None = None,
     ) -> None:
         self._feedback = feedback
         self._method = method
         self._numels = numels
         self._dp_rank = dp_rank
         self._world = world
+        self._members = None if members == tuple(range(world)) else members
+        self._parts = dict(parts or {})
+        assert not self._parts.keys() & {"residual", "scales"}, "names of the file's own"
 
     def clear(self, folder: Path) -> None:
-        """Remove every residual file of an earlier save under the same tag."""
-        for path in folder.glob(_ANY):
+        """Remove every residual file of an earlier save under the same tag, broken-off ones too."""
+        for path in (*folder.glob(_ANY), *folder.glob(_UNFINISHED)):
             path.unlink(missing_ok=True)
 
     def save(self, folder: Path) -> None:
@@ -61,16 +90,17 @@ class ResidualFiles:
         if self._feedback is None:
             return
         folder.mkdir(parents=True, exist_ok=True)
+        contents = Contents(
+            self._feedback.stored(),
+            steps=self._feedback.steps,
+            members=self._members,
+            parts={name: part.state_dict() for name, part in self._parts.items()},
+        )
         path = folder / _PATTERN.format(process=self._dp_rank, world=self._world)
-        saved = self._feedback.state_dict(copy=False)
-        state = {n: t.detach().cpu().contiguous() for n, t in saved.items()}
-        about = {"format": _FORMAT, "method": self._method, "names": json.dumps(sorted(state))}
-        unfinished = path.with_suffix(".unfinished")
-        save_file(state, str(unfinished), metadata=about)
-        os.replace(unfinished, path)
+        write(path, self._method, contents)
 
-    def read(self, folder: Path) -> dict[str, torch.Tensor] | None:
-        """This process's share of the saved residuals; None where the checkpoint has none.
+    def read(self, folder: Path) -> Contents | None:
+        """This process's share of what was saved; None where the checkpoint has none.
 
         Raises:
             StateError: files are missing, or are of another method or of other shapes. Nothing
@@ -85,84 +115,140 @@ class ResidualFiles:
         if not found:
             log.info("ds_ckpt: %s holds no residuals (plain DeepSpeed?); they start at 0", folder)
             return None
-        worlds = {int(p.stem.rsplit("_", 1)[1]) for p in found}
-        world = min(worlds)
-        expected = [folder / _PATTERN.format(process=j, world=world) for j in range(world)]
-        missing = [p.name for p in expected if not p.is_file()]
-        if missing or len(worlds) > 1:
-            raise StateError(
-                Problem(
-                    where=str(folder),
-                    found=f"residuals of {len(found)} processes, worlds {sorted(worlds)}"
-                    + (f", without {', '.join(missing)}" if missing else ""),
-                    why="the sum of residuals over all processes is what training is still owed",
-                    remedy="restore the missing files, or remove all ds_ckpt_residuals_* files to "
-                    "start with residuals of 0",
-                )
-            )
+        paths = _complete(folder, found)
+        first = self._checked(paths[0])
+        own = self._checked(paths[self._dp_rank]) if len(paths) == self._world else None
+        if own is not None and own.members == self._members:
+            residuals = {name: own.residual(name) for name in own.names}
+        else:
+            own = first
+            residuals = {n: Stored(total) for n, total in self._summed(paths, first).items()}
+        if not self._feedback.enabled:
+            self._say_dropped(residuals, folder)
+            residuals = {}
+        self._say_converted(residuals, folder)
+        parts = {name: own.part(name) for name in self._parts}
+        return Contents(residuals, steps=own.steps, parts=parts)
+
+    def restore(self, state: Contents | None) -> None:
+        """Put `read`'s result in force; None starts every residual at 0."""
+        if self._feedback is None:
+            return
+        state = state or Contents({})
+        self._feedback.load_stored(state.residuals, state.steps)
+        for name, part in self._parts.items():
+            part.load_state_dict(state.parts.get(name, {}))
+
+    def _summed(self, paths: list[Path], first: SavedFile) -> dict[str, Tensor]:
+        """By name this process's part of the sum of the files' residuals: fp32."""
+        world = len(paths)
+        members = self._members or tuple(range(self._world))
+        place = members.index(self._dp_rank)
+        total: dict[str, Tensor] = {}
         # every process holds the same names: an exchange lays its packets out by them
-        with _open(expected[0]) as file:
-            names = list(file.keys())
-        total: dict[str, torch.Tensor] = {}
-        for old in range(self._dp_rank, world, self._world):
-            self._add(expected[old], total)
-        for name in names:
-            if name not in total and name in self._numels:
-                total[name] = torch.zeros(self._numels[name])
+        for name in first.names:
+            total[name] = torch.zeros(self._column(name, self._world, self._members).numel)
+        if first.members is None:  # then none has any, and only the own ones need be opened
+            paths = paths[place :: len(members)]
+        for path in paths:
+            file = self._checked(path)
+            process = int(path.stem.split("_")[3])
+            old_place = (file.members or tuple(range(world))).index(process)
+            if old_place % len(members) != place:
+                continue
+            for name in file.names:
+                old = self._column(name, world, file.members)
+                new = self._column(name, self._world, self._members)
+                part = _taken(file.residual(name).decoded(), old, new)
+                total[name] = total[name].add_(part) if name in total else part
         return total
 
-    def _add(self, path: Path, total: dict[str, torch.Tensor]) -> None:
-        problems = []
-        with _open(path) as file:
-            about = file.metadata() or {}
-            if about.get("method") != self._method or about.get("format") != _FORMAT:
-                problems.append(
-                    Problem(
-                        where=str(path),
-                        found=f"method {about.get('method')}, format {about.get('format')}",
-                        why=f"this run uses method {self._method}, format {_FORMAT}",
-                        remedy="set ds_ckpt.compression.method to the saved one, or remove the "
-                        "ds_ckpt_residuals_* files to start with residuals of 0",
-                    )
+    def _column(self, name: str, world: int, members: tuple[int, ...] | None) -> ColumnLayout:
+        shards = ShardLayout(self._numels[name], world)
+        return ColumnLayout(shards, members or tuple(range(world)))
+
+    def _checked(self, path: Path) -> SavedFile:
+        """The file, if it is of this run's method and shapes."""
+        file = SavedFile(path)
+        if file.method != self._method or file.format not in FORMATS:
+            raise StateError(
+                Problem(
+                    where=str(path),
+                    found=f"method {file.method}, format {file.format}",
+                    why=f"this run uses method {self._method}, formats {' and '.join(FORMATS)}",
+                    remedy=f"set ds_ckpt.compression.method to the saved one, or {_START_AT_0}",
                 )
-            names = list(file.keys())
-            sizes = {n: file.get_slice(n).get_shape() for n in names}
-            for name in names:
-                want = self._numels.get(name)
-                if want is None or list(sizes[name]) != [want]:
-                    problems.append(
-                        Problem(
-                            where=name,
-                            found=f"a saved residual of {sizes[name]} elements in {path.name}",
-                            why=f"the model's parameter has {want} elements"
-                            if want is not None
-                            else "the model has no trainable parameter of this name",
-                            remedy="load the checkpoint into the model that it was saved from, or "
-                            "remove the ds_ckpt_residuals_* files to start with residuals of 0",
-                        )
-                    )
-            if problems:
-                raise StateError(problems)
-            for name in names:
-                residual = file.get_tensor(name)
-                total[name] = total[name] + residual if name in total else residual
+            )
+        world = int(path.stem.rsplit("_", 1)[1])
+        problems = []
+        for name in file.names:
+            shape, why = file.shape(name), "the model has no trainable parameter of this name"
+            if name in self._numels:
+                want = self._column(name, world, file.members).numel
+                if shape == [want]:
+                    continue
+                why = f"the model's parameter has {self._numels[name]} elements"
+                if file.members is not None:
+                    why += f", {want} of them in this process's column"
+            problems.append(
+                Problem(
+                    where=name,
+                    found=f"a saved residual of {shape} elements in {path.name}",
+                    why=why,
+                    remedy="load the checkpoint into the model that it was saved from, or "
+                    + _START_AT_0,
+                )
+            )
+        if problems:
+            raise StateError(problems)
+        return file
 
-    def restore(self, state: dict[str, torch.Tensor] | None) -> None:
-        """Put `read`'s result in force; None starts every residual at 0."""
-        if self._feedback is not None:
-            self._feedback.load_state_dict(state or {})
+    def _say_dropped(self, residuals: dict[str, Stored], folder: Path) -> None:
+        if residuals and self._dp_rank == 0:
+            log.warning("ds_ckpt: %s holds residuals; without error feedback they drop", folder)
+
+    def _say_converted(self, residuals: dict[str, Stored], folder: Path) -> None:
+        assert self._feedback is not None
+        words = {dtype: word for word, dtype in TORCH_DTYPES.items()}
+        saved = {words[stored.values.dtype] for stored in residuals.values()}
+        other = sorted(saved - {self._feedback.dtype})
+        if other and self._dp_rank == 0:
+            log.info(
+                "ds_ckpt: the residuals of %s come as %s; the next step keeps them as %s",
+                folder,
+                " and ".join(other),
+                self._feedback.dtype,
+            )
 
 
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(str(path), framework="pt")
-    except Exception as error:  # safetensors raises a type of its own for a damaged file
+def _complete(folder: Path, found: list[Path]) -> list[Path]:
+    """The files of all processes of one save, by process."""
+    worlds = {int(p.stem.rsplit("_", 1)[1]) for p in found}
+    world = min(worlds)
+    expected = [folder / _PATTERN.format(process=j, world=world) for j in range(world)]
+    missing = [p.name for p in expected if not p.is_file()]
+    if missing or len(worlds) > 1:
         raise StateError(
             Problem(
-                where=str(path),
-                found=f"a file that cannot be read ({error})",
-                why="its residuals are part of what training is still owed",
-                remedy="restore the file, or remove all ds_ckpt_residuals_* files to start with "
-                "residuals of 0",
+                where=str(folder),
+                found=f"residuals of {len(found)} processes, worlds {sorted(worlds)}"
+                + (f", without {', '.join(missing)}" if missing else ""),
+                why="the sum of residuals over all processes is what training is still owed",
+                remedy="restore the missing files, or remove all ds_ckpt_residuals_* files to "
+                "start with residuals of 0",
             )
-        ) from error
+        )
+    return expected
+
+
+def _taken(column: Tensor, old: ColumnLayout, new: ColumnLayout) -> Tensor:
+    """The entries of an old column that lie in a new one, at their place there; 0 elsewhere."""
+    if old.numel == new.numel == old.tensor.numel:
+        return column
+    whole = torch.zeros(old.tensor.numel)
+    for member in range(len(old.members)):
+        whole[old.source(member)] = column[old.shard(member)]
+    taken = torch.empty(new.numel)
+    for member in range(len(new.members)):
+        taken[new.shard(member)] = whole[new.source(member)]
+    return taken

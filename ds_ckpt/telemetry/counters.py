@@ -8,6 +8,7 @@ contract test holds it against the interface's own counter.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -59,12 +60,16 @@ class Snapshot:
     bytes_sent: Mapping[Purpose, int]
     collectives: Mapping[Purpose, int]
     gathers: Mapping[int, int]
+    reduce_s: float = 0.0
+    exposed_reduce_s: float = 0.0
 
     def __sub__(self, earlier: Snapshot) -> Snapshot:
         return Snapshot(
             {p: n - earlier.bytes_sent.get(p, 0) for p, n in self.bytes_sent.items()},
             {p: n - earlier.collectives.get(p, 0) for p, n in self.collectives.items()},
             {i: n - earlier.gathers.get(i, 0) for i, n in self.gathers.items()},
+            self.reduce_s - earlier.reduce_s,
+            self.exposed_reduce_s - earlier.exposed_reduce_s,
         )
 
 
@@ -72,36 +77,54 @@ class Snapshot:
 class Counters:
     """What this process has sent (`bytes_sent`, payload bytes), and how often it gathered.
 
-    `gathers` maps DeepSpeed's `ds_id` of a parameter to its all-gathers.
+    Every thread has purposes of its own, and any may count what it sends. `gathers` and the seconds
+    are written by the thread that runs DeepSpeed.
+
+    Attributes:
+        gathers: all-gathers of a parameter, by DeepSpeed's `ds_id`.
+        reduce_s: seconds that reductions of buckets took, wherever they ran: packing, waiting for
+            other processes, summing.
+        exposed_reduce_s: those of them in which DeepSpeed's thread stood still for a reduction. On
+            an accelerator that runs behind, only the host's share.
     """
 
     bytes_sent: Counter[Purpose] = field(default_factory=Counter)
     collectives: Counter[Purpose] = field(default_factory=Counter)
     gathers: Counter[int] = field(default_factory=Counter)
-    _purpose: list[Purpose] = field(default_factory=list)
+    reduce_s: float = 0.0
+    exposed_reduce_s: float = 0.0
+    _local: threading.local = field(default_factory=threading.local, repr=False, compare=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     @contextmanager
     def purpose(self, purpose: Purpose) -> Iterator[None]:
         """Collectives called inside are counted under `purpose`; the innermost one wins."""
-        self._purpose.append(purpose)
+        purposes = self._local.__dict__.setdefault("purposes", [])
+        purposes.append(purpose)
         try:
             yield
         finally:
-            self._purpose.pop()
+            purposes.pop()
 
     def sent(self, number_of_bytes: int) -> None:
-        purpose = self._purpose[-1] if self._purpose else Purpose.OTHER
-        self.bytes_sent[purpose] += number_of_bytes
-        self.collectives[purpose] += 1
+        purposes = getattr(self._local, "purposes", None)
+        purpose = purposes[-1] if purposes else Purpose.OTHER
+        with self._lock:  # += is a read and a write
+            self.bytes_sent[purpose] += number_of_bytes
+            self.collectives[purpose] += 1
 
     def snapshot(self) -> Snapshot:
-        return Snapshot(
-            {p: self.bytes_sent[p] for p in Purpose},
-            {p: self.collectives[p] for p in Purpose},
-            dict(self.gathers),
-        )
+        with self._lock:
+            return Snapshot(
+                {p: self.bytes_sent[p] for p in Purpose},
+                {p: self.collectives[p] for p in Purpose},
+                dict(self.gathers),
+                self.reduce_s,
+                self.exposed_reduce_s,
+            )
 
     def reset(self) -> None:
         self.bytes_sent.clear()
         self.collectives.clear()
         self.gathers.clear()
+        self.reduce_s = self.exposed_reduce_s = 0.0

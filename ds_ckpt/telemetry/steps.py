@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ds_ckpt.telemetry.counters import Counters
+from ds_ckpt.telemetry.timings import Errors, Timings
+
+Event = tuple[str, float, int]
+"""Name, value, optimizer step: what DeepSpeed's monitors take."""
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one process did between two logged steps (means over `steps`)."""
+    """What one process did between two logged steps (means over `steps`).
+
+    `reduce_s` and `exposed_reduce_s` are those of `Counters`.
+
+    Attributes:
+        exchange_s: host seconds a step by section of the exchange (`timings.SECTIONS`).
+        compression_error: of this process in the last step, by method: norm of what stays behind
+            over norm of what there was to send, 0 to 1.
+        residual_norm: norm of what stays behind for other processes, by method.
+        whole_buckets: buckets that the gate sends whole.
+    """
 
     step: int
     steps: int
@@ -20,6 +36,39 @@ class StepRecord:
     sent_bytes: dict[str, float]
     collectives: dict[str, float]
     gathers_a_parameter: float
+    reduce_s: float
+    exposed_reduce_s: float
+    exchange_s: dict[str, float] = field(default_factory=dict)
+    compression_error: dict[str, float] = field(default_factory=dict)
+    residual_norm: dict[str, float] = field(default_factory=dict)
+    whole_buckets: int = 0
+
+    def events(self) -> list[Event]:
+        """The record as numbers with names, for DeepSpeed's monitors."""
+        found: list[Event] = []
+        for name, value in asdict(self).items():
+            if name in ("step", "steps"):
+                continue
+            parts = value.items() if isinstance(value, dict) else [("", value)]
+            for part, number in parts:
+                full = f"ds_ckpt/{name}/{part}" if part else f"ds_ckpt/{name}"
+                found.append((full, float(number), self.step))
+        return found
+
+
+@dataclass
+class ExchangeProbe:
+    """What a gradient exchange can tell.
+
+    Attributes:
+        whole_buckets: tells how many buckets the gate sends whole.
+        plan: one JSON-able record a tensor, written before the first step's record.
+    """
+
+    timings: Timings
+    errors: Errors
+    whole_buckets: Callable[[], int]
+    plan: list[dict[str, Any]]
 
 
 class StepLog:
@@ -27,11 +76,23 @@ class StepLog:
 
     Args:
         path: the file; the process's index is put before `.jsonl`. None keeps `last` only.
+        exchange: None without compression.
+        monitor: takes each record's numbers too; None: nobody does.
     """
 
     def __init__(
-        self, counters: Counters, *, every_n_steps: int, path: str | None, process: int
+        self,
+        counters: Counters,
+        *,
+        every_n_steps: int,
+        path: str | None,
+        process: int,
+        exchange: ExchangeProbe | None = None,
+        monitor: Callable[[list[Event]], None] | None = None,
     ) -> None:
+        self._exchange = exchange
+        self._exchange_s: dict[str, float] = {}
+        self._monitor = monitor
         self._counters = counters
         self._every = every_n_steps
         self._file = _file_of(Path(path), process) if path else None
@@ -39,9 +100,18 @@ class StepLog:
         self._time_s = time.perf_counter()
         self._steps = 0
         self.last: StepRecord | None = None
+        if exchange is not None:
+            self._write({"plan": exchange.plan})
+        self._sample(0)
+
+    def _sample(self, step: int) -> None:
+        """Errors are measured in the step that ends a record, since that costs time."""
+        if self._exchange is not None:
+            self._exchange.errors.sampling = (step + 1) % self._every == 0
 
     def step_ended(self, step: int) -> None:
         self._steps += 1
+        self._sample(step)
         if step % self._every:
             return
         now, now_s = self._counters.snapshot(), time.perf_counter()
@@ -54,12 +124,33 @@ class StepLog:
             sent_bytes={p.value: b / n for p, b in delta.bytes_sent.items()},
             collectives={p.value: c / n for p, c in delta.collectives.items()},
             gathers_a_parameter=sum(delta.gathers.values()) / n / parameters,
+            reduce_s=delta.reduce_s / n,
+            exposed_reduce_s=delta.exposed_reduce_s / n,
+            **self._of_exchange(n),
         )
         self._before, self._time_s, self._steps = now, now_s, 0
+        self._write(asdict(self.last))
+        if self._monitor is not None:
+            self._monitor(self.last.events())
+
+    def _of_exchange(self, steps: int) -> dict[str, Any]:
+        if self._exchange is None:
+            return {}
+        seconds = dict(self._exchange.timings.seconds)
+        before, self._exchange_s = self._exchange_s, seconds
+        errors = self._exchange.errors.take()
+        return {
+            "exchange_s": {k: (s - before.get(k, 0.0)) / steps for k, s in seconds.items()},
+            "compression_error": {method: error for method, (error, _) in errors.items()},
+            "residual_norm": {method: norm for method, (_, norm) in errors.items()},
+            "whole_buckets": self._exchange.whole_buckets(),
+        }
+
+    def _write(self, record: dict[str, Any]) -> None:
         if self._file is not None:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             with self._file.open("a") as sink:
-                sink.write(json.dumps(asdict(self.last)) + "\n")
+                sink.write(json.dumps(record) + "\n")
 
 
 def _file_of(path: Path, process: int) -> Path:

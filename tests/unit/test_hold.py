@@ -45,9 +45,9 @@ def test_nothing_of_the_held_micro_steps_is_lost(
                 put_in[i] += torch.stack([g[i].flatten().double() for g in gradients]).mean(0)
             scaled = [[t * scale for t in process] for process in gradients]
             last = micro == micro_steps - 1
-            calls = processes.virtual.transports[0].calls
+            calls = processes.transports[0].calls
             out = (processes.reduce if last else processes.hold)(NAMES, scaled, scale)
-            sent = processes.virtual.transports[0].calls - calls
+            sent = processes.transports[0].calls - calls
             assert sent == (1 if last and world > 1 else 0)
             for i in range(len(SHAPES)):
                 part = assemble(out, i)
@@ -106,6 +106,7 @@ def test_the_schedule_asks_for_the_boundary_at_every_bucket() -> None:
     schedule = ScheduledExchange(
         processes.exchanges[0],
         processes.feedbacks[0],
+        processes.factors[0],
         start_step=1,
         current_step=lambda: step,
         at_boundary=lambda: at_boundary,

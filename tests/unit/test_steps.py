@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from ds_ckpt.telemetry import Counters, Purpose
-from ds_ckpt.telemetry.steps import StepLog
+from ds_ckpt.telemetry.steps import Event, ExchangeProbe, StepLog
+from ds_ckpt.telemetry.timings import Errors, Timings
 
 
 @pytest.mark.parametrize("name", ["exp.v1.jsonl", "exp.v1"])
@@ -38,3 +39,37 @@ def test_without_a_path_only_the_last_record_is_kept() -> None:
     log.step_ended(1)
     assert log.last is not None
     assert log.last.gathers_a_parameter == 0
+
+
+def test_an_exchange_adds_its_plan_its_times_and_its_errors(tmp_path: Path) -> None:
+    timings, errors = Timings(), Errors()
+    told: list[Event] = []
+    probe = ExchangeProbe(timings, errors, lambda: 3, [{"name": "w", "how": "whole"}])
+    log = StepLog(
+        Counters(),
+        every_n_steps=3,
+        path=str(tmp_path / "t.jsonl"),
+        process=0,
+        exchange=probe,
+        monitor=told.extend,
+    )
+    sampled = []
+    for step in range(1, 7):
+        sampled.append(errors.sampling)
+        timings.seconds["wire"] += 0.5
+        if errors.sampling:
+            errors.add("PowerSGD rank 4", before=4.0, after=1.0)
+        log.step_ended(step)
+    # measured in the step that ends a record alone
+    assert sampled == [False, False, True, False, False, True]
+    plan, first, second = map(json.loads, (tmp_path / "t.0.jsonl").read_text().splitlines())
+    assert plan == {"plan": [{"name": "w", "how": "whole"}]}
+    for record in (first, second):
+        assert record["exchange_s"] == {"wire": 0.5}
+        assert record["compression_error"] == {"PowerSGD rank 4": 0.5}
+        assert record["residual_norm"] == {"PowerSGD rank 4": 1.0}
+        assert record["whole_buckets"] == 3
+    events = {name: (value, step) for name, value, step in told}
+    assert events["ds_ckpt/compression_error/PowerSGD rank 4"] == (0.5, 6)
+    assert events["ds_ckpt/whole_buckets"] == (3.0, 6)
+    assert "ds_ckpt/sent_bytes/reduce" in events

@@ -1,0 +1,132 @@
+"""Never slower by surprise: a bucket goes whole where compressing it takes longer than sending it.
+
+The first `2 * TRIALS` exchanges of a bucket are made both ways in turns and timed from the
+gradients to this process's shard: adding to the residual, selecting, waiting for the wire, summing.
+The processes then add up their medians, so that all come to the same verdict, and the faster way is
+kept. Every `RECHECK` exchanges the two are timed anew: links and machines change.
+
+A bucket that goes whole takes what is owed to it along; nothing is lost by a verdict.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger("ds_ckpt")
+
+TRIALS = 4
+"""Timed exchanges of a bucket each way; the first of each is not counted."""
+RECHECK = 1000
+"""Exchanges of a bucket from one comparison to the next."""
+
+
+@dataclass
+class Verdict:
+    """What is known of one bucket.
+
+    Attributes:
+        whole: whether it goes whole; None until the comparison is over.
+        compressed_s, whole_s: medians in seconds, means over the processes, of the last comparison.
+    """
+
+    whole: bool | None = None
+    compressed_s: float = 0.0
+    whole_s: float = 0.0
+    visits: int = 0
+    times: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})
+
+
+class Gate:
+    """Decides bucket by bucket; equal on all processes that exchange with one another.
+
+    Args:
+        add_up: sums a small fp32 tensor over those processes, in place.
+        world: how many they are.
+        speaks: whether this process tells of verdicts in the log.
+    """
+
+    def __init__(
+        self, add_up: Callable[[Tensor], None], *, world: int, speaks: bool = False
+    ) -> None:
+        self._add_up = add_up
+        self._world = world
+        self._speaks = speaks
+        self._told: tuple[int, int] | None = None
+        self.verdicts: dict[str, Verdict] = {}
+
+    def sends_whole(self, names: Sequence[str]) -> bool:
+        """How the bucket of these parameters travels this time."""
+        verdict = self.verdicts.setdefault(_key(names), Verdict())
+        in_turn = verdict.visits % RECHECK
+        if in_turn < 2 * TRIALS:
+            return in_turn % 2 == 0
+        return bool(verdict.whole)
+
+    def took(self, names: Sequence[str], whole: bool, seconds: float, device: torch.device) -> None:
+        """Note what the exchange took that `sends_whole` has just been asked about.
+
+        Collective at the end of a comparison: all processes that exchange come to it together.
+        """
+        verdict = self.verdicts[_key(names)]
+        in_turn = verdict.visits % RECHECK
+        verdict.visits += 1
+        if in_turn >= 2 * TRIALS:
+            return
+        if in_turn >= 2:
+            verdict.times[whole].append(seconds)
+        if in_turn == 2 * TRIALS - 1:
+            sums = torch.tensor(
+                [median(verdict.times[False]), median(verdict.times[True])], device=device
+            )
+            self._add_up(sums)
+            verdict.compressed_s, verdict.whole_s = (float(s) / self._world for s in sums)
+            verdict.whole = verdict.compressed_s > verdict.whole_s
+            verdict.times = {True: [], False: []}
+            self._tell()
+
+    @property
+    def dense_buckets(self) -> int:
+        """Buckets that go whole because compressing them would take longer."""
+        return sum(bool(v.whole) for v in self.verdicts.values())
+
+    def _tell(self) -> None:
+        """Once all buckets are decided, and again when that changes."""
+        decided = [v for v in self.verdicts.values() if v.whole is not None]
+        counts = self.dense_buckets, len(decided)
+        if not self._speaks or len(decided) < len(self.verdicts) or counts == self._told:
+            return
+        self._told = counts
+        log.info(
+            "ds_ckpt: gate: %d of %d buckets go whole; compressed they took %.1f ms in all, "
+            "whole %.1f ms (compression.exchange.gate: false compresses all)",
+            *counts,
+            1e3 * sum(v.compressed_s for v in decided),
+            1e3 * sum(v.whole_s for v in decided),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Verdicts as JSON values, so that a resumed run sends what the first would have sent."""
+        return {
+            key: [v.whole, v.compressed_s, v.whole_s, v.visits, v.times[False], v.times[True]]
+            for key, v in self.verdicts.items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace all verdicts."""
+        self.verdicts = {
+            key: Verdict(whole, compressed_s, whole_s, visits, {False: [*slow], True: [*fast]})
+            for key, (whole, compressed_s, whole_s, visits, slow, fast) in state.items()
+        }
+
+
+def _key(names: Sequence[str]) -> str:
+    """A bucket by its parameters."""
+    return f"{len(names)}:{zlib.crc32(chr(0).join(names).encode()):08x}"

@@ -1,0 +1,119 @@
+"""What travels how and what it will cost, before anything has been sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ds_ckpt.compression import powersgd
+from ds_ckpt.compression.quantize import Quantize
+from ds_ckpt.compression.topk import TopK
+from ds_ckpt.exchange.treatment import Choose, LowRank, Treatment
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """One parameter.
+
+    Attributes:
+        how: its treatment in words.
+        dense_bytes: the gradient in its own type.
+        sent_bytes: what stands for the whole gradient on the wire, in the same terms: payloads
+            for all shards, or twice the factors, since an all-reduce moves everything twice.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    how: str
+    dense_bytes: int
+    sent_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All trainable parameters, in the model's order."""
+
+    tensors: tuple[PlannedTensor, ...]
+
+    @classmethod
+    def of(cls, choose: Choose, shapes: Iterable[tuple[str, torch.Size, int]]) -> Plan:
+        """From name, shape and bytes an element of each parameter."""
+        return cls(tuple(_planned(choose, *each) for each in shapes))
+
+    @property
+    def dense_bytes(self) -> int:
+        return sum(t.dense_bytes for t in self.tensors)
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(t.sent_bytes for t in self.tensors)
+
+    @property
+    def share(self) -> float:
+        """Of the bytes that a dense exchange in the gradients' own types sends."""
+        return self.sent_bytes / max(self.dense_bytes, 1)
+
+    @property
+    def compressed(self) -> int:
+        """Number of tensors that do not travel whole."""
+        return sum(t.how != WHOLE for t in self.tensors)
+
+    def by_treatment(self) -> dict[str, tuple[int, int, int]]:
+        """For each treatment: number of tensors, dense bytes, bytes to be sent."""
+        sums: dict[str, tuple[int, int, int]] = {}
+        for t in self.tensors:
+            n, dense, sent = sums.get(t.how, (0, 0, 0))
+            sums[t.how] = n + 1, dense + t.dense_bytes, sent + t.sent_bytes
+        return sums
+
+    def records(self) -> list[dict[str, Any]]:
+        """One JSON-able record a tensor."""
+        return [dict(vars(t)) for t in self.tensors]
+
+    def __str__(self) -> str:
+        width = max((len(t.name) for t in self.tensors), default=0)
+        lines = [
+            f"{t.name:<{width}}  {'x'.join(map(str, t.shape)):>12}  {t.how:<28}"
+            f"  {t.sent_bytes:>12,} of {t.dense_bytes:>12,} B"
+            for t in self.tensors
+        ]
+        total = f"{self.sent_bytes:,} of {self.dense_bytes:,} B: {self.share:.2%}"
+        return "\n".join([*lines, total])
+
+
+WHOLE = "whole"
+
+
+def words(treatment: Treatment) -> str:
+    """A treatment as people call it."""
+    if treatment is None:
+        return WHOLE
+    if isinstance(treatment, TopK):
+        return f"Top-K {treatment.density:.3g} ({treatment.values}, {treatment.selection})"
+    if isinstance(treatment, Quantize):
+        rotated = ", rotated" if treatment.rotated else ""
+        return f"{treatment.bits}-bit values in blocks of {treatment.block}{rotated}"
+    if isinstance(treatment, LowRank):
+        turns = ", P and Q in turns" if treatment.alternate else ""
+        rest = f" + {words(treatment.remainder)}" if treatment.remainder is not None else ""
+        return f"PowerSGD rank {treatment.rank}{turns}{rest}"
+    return type(treatment).__name__
+
+
+def _planned(choose: Choose, name: str, shape: torch.Size, itemsize: int) -> PlannedTensor:
+    treatment = choose(name, shape)
+    numel = shape.numel()
+    sent = numel * itemsize
+    if isinstance(treatment, LowRank):
+        rows, columns = powersgd.matrix_shape(shape)
+        left, right = powersgd.factor_numels(rows, columns, treatment.rank)
+        factors = (left + right) / 2 if treatment.alternate else left + right
+        sent = int(2 * 4 * factors)
+        if treatment.remainder is not None:
+            sent += treatment.remainder.packed_bytes(numel)
+    elif treatment is not None:
+        sent = treatment.packed_bytes(numel)
+    return PlannedTensor(name, tuple(shape), words(treatment), numel * itemsize, sent)

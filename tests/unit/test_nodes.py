@@ -1,0 +1,50 @@
+"""Which processes share a host, from launchers' environments; odd layouts in words."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_ckpt.exchange.nodes import Nodes, Place, arrange, here
+
+
+@given(st.integers(2, 5), st.integers(2, 5), st.randoms())
+def test_equal_hosts_make_columns(hosts: int, local: int, random: object) -> None:
+    places = [Place(f"h{host}", index) for host in range(hosts) for index in range(local)]
+    random.shuffle(places)  # type: ignore[attr-defined]
+    nodes = arrange(places)
+    assert isinstance(nodes, Nodes)
+    assert nodes.local == local
+    assert sorted(p for host in nodes.hosts for p in host) == list(range(hosts * local))
+    for host in nodes.hosts:
+        assert len({places[p].host for p in host}) == 1
+    for column in nodes.columns:
+        assert list(column) == sorted(column)
+        assert len({places[p].host for p in column}) == hosts
+    assert sorted(p for column in nodes.columns for p in column) == list(range(hosts * local))
+
+
+@pytest.mark.parametrize(
+    ("places", "word"),
+    [
+        ([Place("a", 0), Place("a", 1)], "share one host"),
+        ([Place("a", 0), Place("b", 0), Place("c", 0)], "host of its own"),
+        ([Place("a", 0), Place("a", 1), Place("b", 0)], "unequal numbers of processes (1, 2)"),
+        ([Place("a", 0), Place("a", 1), Place("a", 0), Place("a", 1)], "same local number"),
+    ],
+)
+def test_other_layouts_have_one_level_and_a_reason(places: list[Place], word: str) -> None:
+    found = arrange(places)
+    assert isinstance(found, str)
+    assert word in found
+
+
+def test_the_launchers_variables() -> None:
+    deepspeed = here({"CROSS_RANK": "1", "LOCAL_RANK": "3"})
+    assert deepspeed.host.endswith("/1")
+    assert deepspeed.local == 3
+    torchrun = here({"GROUP_RANK": "2", "LOCAL_RANK": "0"})
+    assert torchrun.host.endswith("/2")
+    assert here({"OMPI_COMM_WORLD_LOCAL_RANK": "5"}).local == 5
+    assert here({}).local is None

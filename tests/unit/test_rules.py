@@ -1,0 +1,96 @@
+"""Which tensor travels how: rules, what is built in, and the plan."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ds_ckpt.compression import Quantize, TopK
+from ds_ckpt.errors import UnsupportedError
+from ds_ckpt.exchange.plan import Plan
+from ds_ckpt.exchange.rules import MethodSettings, Rule, Rules
+from ds_ckpt.exchange.treatment import LowRank
+
+SHAPES = [
+    ("embed.weight", torch.Size([32000, 64]), 2),
+    ("layers.0.q.weight", torch.Size([64, 64]), 2),
+    ("layers.0.conv.weight", torch.Size([64, 16, 3, 3]), 2),
+    ("layers.0.norm.weight", torch.Size([64]), 2),
+    ("layers.0.tiny.weight", torch.Size([4, 4]), 2),
+]
+
+
+def rules(method: str, *given: Rule, **settings: object) -> Rules:
+    default = MethodSettings(method, **settings)  # type: ignore[arg-type]
+    return Rules(default, rules=given, embeddings=frozenset({"embed.weight"}))
+
+
+def test_what_is_built_in() -> None:
+    choose = rules("powersgd", rank=4)
+    assert [choose(n, s) for n, s, _ in SHAPES] == [
+        TopK(),
+        LowRank(4),
+        LowRank(4),
+        None,
+        None,
+    ]
+    assert rules("quantize")("embed.weight", torch.Size([32000, 64])) == Quantize()
+    assert choose("embed.weight", torch.Size([256, 64])) == LowRank(4)
+    assert choose("tied.weight", torch.Size([32000, 64])) == LowRank(4)
+
+
+def test_a_rank_as_large_as_the_matrix_leaves_it_to_the_remainder() -> None:
+    shape = torch.Size([64, 64])
+    assert rules("powersgd", rank=64)("w", shape) is None
+    assert rules("hybrid", rank=64, bits=8)("w", shape) == Quantize(8)
+    assert rules("hybrid", rank=2, remainder="topk")("w", shape) == LowRank(2, remainder=TopK())
+
+
+def test_the_first_rule_that_fits_decides() -> None:
+    choose = rules(
+        "quantize",
+        Rule("r0", "*.q.*", MethodSettings("powersgd", rank=2), dims=2),
+        Rule("r1", "layers.*", MethodSettings("topk", density=0.1), min_numel=64),
+        Rule("r2", "*", MethodSettings("dense"), max_numel=15),
+    )
+    found = [choose(n, s) for n, s, _ in SHAPES]
+    assert found == [Quantize(), LowRank(2), TopK(0.1), TopK(0.1), None]
+    choose.check([(n, s) for n, s, _ in SHAPES[:4]] + [("b", torch.Size([3]))])
+
+
+def test_rules_that_cannot_work_are_refused_together() -> None:
+    choose = rules(
+        "dense",
+        Rule("$.rules[0]", "*.norm.*", MethodSettings("powersgd")),
+        Rule("$.rules[1]", "*.missing.*", MethodSettings("topk")),
+        Rule("$.rules[2]", "*", MethodSettings("topk")),
+        Rule("$.rules[3]", "embed*", MethodSettings("topk")),
+    )
+    with pytest.raises(UnsupportedError) as caught:
+        choose.check((n, s) for n, s, _ in SHAPES)
+    problems = {p.where: p for p in caught.value.problems}
+    assert set(problems) == {"$.rules[0]", "$.rules[1]", "$.rules[3]"}
+    assert "layers.0.norm.weight" in problems["$.rules[0]"].found
+    assert "embed.weight" in problems["$.rules[1]"].remedy
+
+
+def test_the_plan_adds_up() -> None:
+    plan = Plan.of(rules("hybrid", rank=4, bits=4), SHAPES)
+    assert plan.dense_bytes == sum(2 * s.numel() for _, s, _ in SHAPES)
+    by_treatment = plan.by_treatment()
+    assert sum(n for n, _, _ in by_treatment.values()) == len(SHAPES)
+    assert sum(sent for _, _, sent in by_treatment.values()) == plan.sent_bytes
+    q = next(t for t in plan.tensors if t.name == "layers.0.q.weight")
+    assert q.how == "PowerSGD rank 4 + 4-bit values in blocks of 64"
+    assert q.sent_bytes == 2 * 4 * 4 * (64 + 64) + Quantize(4).packed_bytes(4096)
+    assert plan.compressed == 3
+    text = str(plan)
+    assert all(t.name in text for t in plan.tensors)
+    assert f"{plan.share:.2%}" in text.splitlines()[-1]
+
+
+def test_a_factor_in_turns_counts_half() -> None:
+    shapes = [("w", torch.Size([128, 64]), 4)]
+    both = Plan.of(rules("powersgd", rank=4), shapes)
+    turns = Plan.of(rules("powersgd", rank=4, alternate=True), shapes)
+    assert both.sent_bytes == 2 * turns.sent_bytes == 2 * 4 * 4 * (128 + 64)
