@@ -138,6 +138,36 @@ SYMBOLS: tuple[Symbol, ...] = (
         "a2ee4f6cbce0b201",
         "count the gather of persistent weights",
     ),
+    Symbol(
+        f"{_OPTIMIZER}.independent_gradient_partition_epilogue",
+        "self",
+        "2fa5547257583cb4",
+        "have every partition taken when backward ends",
+    ),
+    Symbol(
+        f"{_OPTIMIZER}._DeepSpeedZeroOptimizer_Stage3__add_grad_to_ipg_bucket",
+        "self, param",
+        "ad70f5e056965469",
+        "know that gradients are written to the bucket's buffer there alone",
+    ),
+    Symbol(
+        f"{_OPTIMIZER}.backward_prologue",
+        "self",
+        "5d89067f71f31309",
+        "take what an interrupted backward has left before another begins",
+    ),
+    Symbol(
+        f"{_OPTIMIZER}._pre_step",
+        "self",
+        "cff910fadf3d7004",
+        "take what an interrupted backward has left before a step",
+    ),
+    Symbol(
+        f"{_OPTIMIZER}.offload_states",
+        "self, include=, device=, pin_memory=, non_blocking=",
+        "ed2b9add35f91455",
+        "free the spare buffers with DeepSpeed's",
+    ),
 )
 
 

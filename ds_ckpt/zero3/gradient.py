@@ -3,7 +3,8 @@
 DeepSpeed reduces a bucket in `__avg_scatter_grads(params, dtype)`, which scales and casts around
 one call of the module-global `reduce_scatter_coalesced(tensors, group)`. The seam notes which
 parameters the bucket holds, then answers that one call: *the mean over the group, my chunk of each
-tensor, unpadded*. Everything around it stays DeepSpeed's.
+tensor, unpadded*. Everything around it stays DeepSpeed's. With `overlap` the first call is made
+later, by a thread of its own (`overlap.py`), and answered with nothing for now.
 
 The step's verdict comes from `_loss_scale_update_and_overflow_cleanup`: True means that every
 process skips the step (`rolled_back`), False that the weights will change (`committed`).
@@ -11,23 +12,37 @@ process skips the step (`rolled_back`), False that the weights will change (`com
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as torch_dist
 
-from ds_ckpt.errors import ContractError, Problem, UnsupportedError
+from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.patch import Patches
 from ds_ckpt.telemetry import Counters, Purpose
+from ds_ckpt.zero3.dispatcher import Lease, Reduce, set_bucket
+from ds_ckpt.zero3.identity import check_identity
+from ds_ckpt.zero3.overlap import Later, Overlap
 
-Reduce = Callable[[list[torch.Tensor]], list[torch.Tensor]]
-"""A bucket's full gradients to this process's parts."""
+_PREFIX = "_DeepSpeedZeroOptimizer_Stage3__"
 
 
 class BucketExchange(Protocol):
-    """What stands in for the reduction of one bucket."""
+    """What stands in for the reduction of one bucket.
+
+    `reduce` may be called by another thread than the rest: never by two at once, never while a step
+    ends, but while `inline` runs.
+    """
+
+    def inline(self, names: Sequence[str]) -> bool:
+        """Whether `reduce` would call `stock` for this bucket, the same on every process.
+
+        It is then called by the thread that runs DeepSpeed, whose group nobody else may use.
+        """
 
     def reduce(
         self, names: Sequence[str], tensors: list[torch.Tensor], *, loss_scale: float, stock: Reduce
@@ -42,67 +57,7 @@ class BucketExchange(Protocol):
         """
 
     def step_ended(self, *, skipped: bool) -> None:
-        """The step's verdict, the same on every process."""
-
-
-class _Dispatcher:
-    """Replaces `stage3.reduce_scatter_coalesced` while at least one seam is attached."""
-
-    def __init__(self) -> None:
-        self._local = threading.local()
-        self._users = 0
-        self._patches = Patches()
-
-    def acquire(self) -> None:
-        from deepspeed.runtime.zero import stage3
-
-        self._users += 1
-        if self._users > 1:
-            return
-        stock = stage3.reduce_scatter_coalesced
-
-        def reduce_scatter_coalesced(
-            tensors: list[torch.Tensor], group: Any = None
-        ) -> list[torch.Tensor]:
-            def in_group(bucket: list[torch.Tensor]) -> list[torch.Tensor]:
-                result: list[torch.Tensor] = stock(bucket, group)
-                return result
-
-            seam, params = getattr(self._local, "bucket", (None, ()))
-            if seam is None:  # another engine in this program, which has no session
-                return in_group(tensors)
-            parts: list[torch.Tensor] = seam.reduce_bucket(params, tensors, group, in_group)
-            return parts
-
-        reduce_scatter_coalesced.__wrapped__ = stock  # type: ignore[attr-defined]
-        self._patches.set(stage3, "reduce_scatter_coalesced", reduce_scatter_coalesced)
-
-    def release(self) -> None:
-        self._users -= 1
-        if self._users == 0:
-            self._patches.undo()
-
-    def bucket(self, seam: GradientSeam | None, params: Sequence[Any]) -> None:
-        self._local.bucket = (seam, params)
-
-
-_dispatcher = _Dispatcher()
-
-
-class Lease:
-    """One user's hold on the replaced module-global. `close()` may be called more than once.
-
-    Apart from the seam, so that it can be given up when an engine is dropped without a word.
-    """
-
-    def __init__(self) -> None:
-        self._open = True
-        _dispatcher.acquire()
-
-    def close(self) -> None:
-        if self._open:
-            self._open = False
-            _dispatcher.release()
+        """The step's verdict, the same on every process; skipped, too, where `reduce` raised."""
 
 
 class GradientSeam:
@@ -112,6 +67,7 @@ class GradientSeam:
         optimizer: DeepSpeed's ZeRO-3 optimizer.
         names: parameter name by `ds_id`.
         exchange: None counts only, DeepSpeed's own reduction runs.
+        overlap: have the exchange's thread reduce buckets while backward goes on.
         verify: hold the first bucket against DeepSpeed's own reduction (used when DeepSpeed's
             source has changed); `dense` must then be an exchange that sends everything.
     """
@@ -123,6 +79,7 @@ class GradientSeam:
         exchange: BucketExchange | None,
         counters: Counters,
         *,
+        overlap: bool = False,
         verify: BucketExchange | None = None,
     ) -> None:
         self._optimizer = optimizer
@@ -131,21 +88,48 @@ class GradientSeam:
         self._counters = counters
         self._verify = verify
         self._patches = Patches()
+        self.lease = Lease()
+        self._overlap: Overlap | None = None
+        self._backward_ends = False
+        if overlap and exchange is not None:
+            self._overlap = Overlap(optimizer, counters, self.lease.worker)
         self._install()
+        if self._overlap is not None:
+            self._install_overlap(self._overlap)
 
     def _install(self) -> None:
         optimizer = self._optimizer
-        avg_scatter = optimizer._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads
+        avg_scatter = getattr(optimizer, f"{_PREFIX}avg_scatter_grads")
         verdict = optimizer._loss_scale_update_and_overflow_cleanup
 
-        def avg_scatter_grads(params: list[Any], dtype: torch.dtype) -> list[torch.Tensor]:
-            _dispatcher.bucket(self, params)
+        def reduced(params: Sequence[Any], dtype: torch.dtype) -> list[torch.Tensor]:
+            set_bucket(self, params)
             try:
                 with self._counters.purpose(Purpose.REDUCE):
                     result: list[torch.Tensor] = avg_scatter(params, dtype)
                     return result
             finally:
-                _dispatcher.bucket(None, ())
+                set_bucket(None)
+
+        def reduced_here(params: Sequence[Any], dtype: torch.dtype) -> list[torch.Tensor]:
+            start_s = time.perf_counter()
+            try:
+                return reduced(params, dtype)
+            finally:
+                seconds = time.perf_counter() - start_s
+                self._counters.reduce_s += seconds
+                self._counters.exposed_reduce_s += seconds
+
+        def avg_scatter_grads(params: list[Any], dtype: torch.dtype) -> list[torch.Tensor]:
+            with self._void_on_error():
+                if self._overlap is None:
+                    return reduced_here(params, dtype)
+                if self._inline(params):
+                    self._take_all()  # in the buckets' order
+                    return reduced_here(params, dtype)
+                reduce = functools.partial(reduced, dtype=dtype)
+                more = not self._backward_ends
+                return self._overlap.hand_over(params, dtype, reduce, more_to_come=more)
 
         def loss_scale_update_and_overflow_cleanup() -> Any:
             skipped = verdict()
@@ -153,11 +137,76 @@ class GradientSeam:
                 self._exchange.step_ended(skipped=bool(skipped))
             return skipped
 
-        self.lease = Lease()
-        prefix = "_DeepSpeedZeroOptimizer_Stage3__"
-        self._patches.set(optimizer, f"{prefix}avg_scatter_grads", avg_scatter_grads)
+        self._patches.set(optimizer, f"{_PREFIX}avg_scatter_grads", avg_scatter_grads)
         name = "_loss_scale_update_and_overflow_cleanup"
         self._patches.set(optimizer, name, loss_scale_update_and_overflow_cleanup)
+
+    def _install_overlap(self, overlap: Overlap) -> None:
+        """Take partitions where DeepSpeed counts on them, and before it begins anything new."""
+        optimizer = self._optimizer
+        partition_grads = optimizer.partition_grads
+        epilogue = optimizer.independent_gradient_partition_epilogue
+
+        def partition_grads_that_are_there(params: list[Any], partitions: Any) -> Any:
+            return [] if isinstance(partitions, Later) else partition_grads(params, partitions)
+
+        def gradient_partition_epilogue() -> None:
+            self._backward_ends = True
+            try:
+                epilogue()  # hands over the last bucket
+                self._take_all()
+            finally:
+                self._backward_ends = False
+
+        self._patches.set(optimizer, "partition_grads", partition_grads_that_are_there)
+        name = "independent_gradient_partition_epilogue"
+        self._patches.set(optimizer, name, gradient_partition_epilogue)
+        # what a backward that was interrupted has left, DeepSpeed would have taken long ago
+        for name in ("backward_prologue", "_pre_step"):
+            self._patches.set(optimizer, name, _after(self._take_all, getattr(optimizer, name)))
+        name = "offload_states"
+        self._patches.set(optimizer, name, _after(overlap.free_spares, getattr(optimizer, name)))
+
+    def _take_all(self) -> None:
+        """Wait for the buckets on their way."""
+        if self._overlap is not None:
+            with self._void_on_error():
+                self._overlap.take_all()
+
+    @contextmanager
+    def _void_on_error(self) -> Iterator[None]:
+        """Leave nothing of the step's gradients where an exchange has raised.
+
+        Whoever catches the error may train on; the residuals were rolled back where it was raised.
+        """
+        try:
+            yield
+        except BaseException:
+            if self._exchange is None:  # DeepSpeed's error, DeepSpeed's state
+                raise
+            optimizer = self._optimizer
+            optimizer.micro_step_id = 0
+            optimizer._epilogue_ran_this_backward = False
+            for bucket in optimizer.ipg_buckets.values():
+                bucket.clear_params()
+            for group in optimizer.fp16_groups:
+                for param in group:
+                    param.grad = None
+            raise
+
+    def _inline(self, params: Sequence[Any]) -> bool:
+        """Whether the thread that runs DeepSpeed reduces this bucket itself."""
+        import deepspeed.comm.comm as ds_comm
+
+        assert self._exchange is not None
+        if self._verify is not None or ds_comm.comms_logger.enabled:  # its timers know one thread
+            return True
+        return self._exchange.inline([self._names[p.ds_id] for p in params])
+
+    def replace_exchange(self, exchange: BucketExchange) -> None:
+        """Have another exchange reduce every bucket from now on; between steps only."""
+        self._take_all()
+        self._exchange = exchange
 
     def reduce_bucket(
         self, params: Sequence[Any], tensors: list[torch.Tensor], group: Any, stock: Reduce
@@ -170,9 +219,14 @@ class GradientSeam:
         names = [self._names[p.ds_id] for p in params]
         scale = self._scale()
         if self._verify is not None:
-            self._check_identity(self._verify, names, tensors, scale, group, stock)
+            ours = functools.partial(self._verify.reduce, names, loss_scale=scale, stock=stock)
+            check_identity(names, tensors, ours, stock, group)
             self._verify = None
-        return self._exchange.reduce(names, tensors, loss_scale=scale, stock=stock)
+        try:
+            return self._exchange.reduce(names, tensors, loss_scale=scale, stock=stock)
+        except BaseException:
+            self._exchange.step_ended(skipped=True)
+            raise
 
     def _scale(self) -> float:
         """What the gradients are multiplied by: the loss scale, or torch autocast's scaler."""
@@ -194,45 +248,18 @@ class GradientSeam:
                 )
             )
 
-    def _check_identity(
-        self,
-        dense: BucketExchange,
-        names: Sequence[str],
-        tensors: list[torch.Tensor],
-        scale: float,
-        group: Any,
-        stock: Reduce,
-    ) -> None:
-        expected = stock([t.clone() for t in tensors])
-        copies = [t.clone() for t in tensors]
-        got = dense.reduce(names, copies, loss_scale=scale, stock=stock)
-        pairs = zip(names, expected, got, strict=True)
-        differing = [name for name, a, b in pairs if not _same(a, b)]
-        # the verdict is the group's: nobody may go on into a collective where another has stopped
-        flag = torch.tensor([len(differing)], device=tensors[0].device)
-        torch_dist.all_reduce(flag, group=group)
-        if not flag.item():
-            return
-        where = ", ".join(differing) if differing else "(in other processes)"
-        raise ContractError(
-            Problem(
-                where=f"reduce_scatter_coalesced, parameter {where}",
-                found="another result than an exchange that sends everything",
-                why="its reduction no longer means what the seam stands in for",
-                remedy="install a DeepSpeed that ds-ckpt doctor reports as tested",
-            )
-        )
-
     def detach(self) -> None:
-        """Give the optimizer its own methods back."""
+        """Give the optimizer its own methods back. Buckets on their way are dropped."""
         self._patches.undo()
+        if self._overlap is not None:
+            self._overlap.drop()
         self.lease.close()
 
 
-def _same(expected: torch.Tensor, got: torch.Tensor) -> bool:
-    """Equal but for the rounding of another order of summation."""
-    if expected.shape != got.shape:
-        return False
-    tolerance = 8 * torch.finfo(expected.dtype).eps
-    largest = float(expected.abs().max()) if expected.numel() else 0.0
-    return torch.allclose(expected, got, rtol=tolerance, atol=tolerance * largest, equal_nan=True)
+def _after(first: Callable[[], None], then: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(then)
+    def both(*args: Any, **kwargs: Any) -> Any:
+        first()
+        return then(*args, **kwargs)
+
+    return both

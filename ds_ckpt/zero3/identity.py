@@ -1,0 +1,54 @@
+"""Holds one live bucket against DeepSpeed's own reduction, where DeepSpeed's source has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+
+from ds_ckpt.errors import ContractError, Problem
+from ds_ckpt.zero3.dispatcher import Reduce
+
+
+def check_identity(
+    names: Sequence[str], tensors: list[torch.Tensor], ours: Reduce, stock: Reduce, group: Any
+) -> None:
+    """Collective: reduce copies of the bucket both ways.
+
+    Args:
+        names: of the parameters, for the error.
+        ours: sends everything.
+        stock: DeepSpeed's reduction over `group`.
+
+    Raises:
+        ContractError: on every process, where the results differ on one.
+    """
+    expected = stock([t.clone() for t in tensors])
+    got = ours([t.clone() for t in tensors])
+    pairs = zip(names, expected, got, strict=True)
+    differing = [name for name, a, b in pairs if not _same(a, b)]
+    # the verdict is the group's: nobody may go on into a collective where another has stopped
+    flag = torch.tensor([len(differing)], device=tensors[0].device)
+    torch_dist.all_reduce(flag, group=group)
+    if not flag.item():
+        return
+    where = ", ".join(differing) if differing else "(in other processes)"
+    raise ContractError(
+        Problem(
+            where=f"reduce_scatter_coalesced, parameter {where}",
+            found="another result than an exchange that sends everything",
+            why="its reduction no longer means what the seam stands in for",
+            remedy="install a DeepSpeed that ds-ckpt doctor reports as tested",
+        )
+    )
+
+
+def _same(expected: torch.Tensor, got: torch.Tensor) -> bool:
+    """Equal but for the rounding of another order of summation."""
+    if expected.shape != got.shape:
+        return False
+    tolerance = 8 * torch.finfo(expected.dtype).eps
+    largest = float(expected.abs().max()) if expected.numel() else 0.0
+    return torch.allclose(expected, got, rtol=tolerance, atol=tolerance * largest, equal_nan=True)
