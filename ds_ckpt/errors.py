@@ -61,3 +61,9 @@ class StateError(DsCkptError, RuntimeError):
     """Saved compression state does not fit the run that loads it."""
 
     headline = "the saved compression state does not fit"
+
+
+class RecomputeError(DsCkptError, RuntimeError):
+    """A checkpointed block did not repeat its forward; the gradients would be wrong."""
+
+    headline = "a recompute differs from its forward"

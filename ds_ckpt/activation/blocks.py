@@ -1,4 +1,4 @@
-"""Finds the blocks of a model: what `policy: block` recomputes one at a time.
+"""Finds the blocks of a model: what every policy starts from.
 
 Pure: looks at the module tree and changes nothing. Two kinds are known. Hugging Face models carry
 a `gradient_checkpointing` flag on each layer and call `_gradient_checkpointing_func`; that hook is
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ds_ckpt.errors import ConfigError, Problem, UnsupportedError
 
@@ -50,7 +49,8 @@ def repeated_classes(model: nn.Module) -> list[str]:
     return [name for name, _ in counts.most_common()]
 
 
-def _by_pattern(model: nn.Module, patterns: Sequence[str]) -> list[Block]:
+def by_pattern(model: nn.Module, patterns: Sequence[str]) -> list[Block]:
+    """The outermost modules that a pattern names; ConfigError for patterns that name nothing."""
     unused = set(patterns)
     found: list[Block] = []
     for name, module in model.named_modules():
@@ -82,23 +82,6 @@ def _by_pattern(model: nn.Module, patterns: Sequence[str]) -> list[Block]:
     return found
 
 
-def _refuse_batch_norm(blocks: Sequence[Block]) -> None:
-    problems = [
-        Problem(
-            where=f"{block.name}.{name}" if name else block.name,
-            found=type(part).__name__,
-            why="a recompute would update its running statistics a second time",
-            remedy=f"leave this block out of {_PATH}, freeze its statistics "
-            "(track_running_stats=False) or use another norm",
-        )
-        for block in blocks
-        for name, part in block.module.named_modules()
-        if isinstance(part, _BatchNorm) and part.track_running_stats
-    ]
-    if problems:
-        raise UnsupportedError(problems, headline="these blocks cannot be recomputed")
-
-
 def _refuse_unsupported(model: nn.Module, blocks: Sequence[Block]) -> None:
     """Some models of transformers have such layers and still say that they must not be used."""
     said = (getattr(m, "supports_gradient_checkpointing", None) for m in model.modules())
@@ -124,10 +107,10 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] | None) -> list[Block]
     Raises:
         ConfigError: a pattern matches nothing, or there is no pattern and nothing with Hugging
             Face's hook.
-        UnsupportedError: a block holds state that a recompute would change twice.
+        UnsupportedError: the model says that it must not be checkpointed.
     """
     if patterns is not None:
-        blocks = _by_pattern(model, patterns)
+        blocks = by_pattern(model, patterns)
     else:
         blocks = [Block(n, m, "hf") for n, m in model.named_modules() if is_hf_layer(m)]
         _refuse_unsupported(model, blocks)
@@ -143,5 +126,4 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] | None) -> list[Block]
                 remedy=f'write "modules": {example} in "ds_ckpt": {{"activation": ...}}',
             )
         )
-    _refuse_batch_norm(blocks)
     return blocks

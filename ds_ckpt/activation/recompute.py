@@ -1,27 +1,37 @@
-"""Puts non-reentrant checkpointing on the blocks of a model, and takes it off again.
+"""Puts checkpointing on the units of a model, and takes it off again.
 
-The recompute itself is torch's (`torch.utils.checkpoint`, Chen et al., arXiv 1604.06174); this file
-decides where it goes and surrounds each recompute with the scopes that others ask for.
+The recompute itself is in `frames.py`, and what belongs to one in `plan.py`. This file decides when
+a call is checkpointed, and gets along with the checkpointing of transformers.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_ckpt.activation.blocks import Block, find_blocks, is_hf_layer
+from ds_ckpt.activation.arguments import TakenApart, opened
+from ds_ckpt.activation.blocks import is_hf_layer
+from ds_ckpt.activation.caches import without_empty_caches
+from ds_ckpt.activation.calls import Around, Scope, Site
+from ds_ckpt.activation.choice import Choice
+from ds_ckpt.activation.frames import Frame
+from ds_ckpt.activation.plan import Unit, make_plan
+from ds_ckpt.activation.policy import Policy
+from ds_ckpt.activation.surroundings import Tracker
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.patch import Patches
 
 log = logging.getLogger("ds_ckpt")
-Scope = Callable[[], AbstractContextManager[Any]]
+Surrounding = Callable[
+    [Callable[..., Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any
+]
 _TRAINER_FLAG = "TrainingArguments(activation_checkpointing_kwargs=...)"
 
 
@@ -30,55 +40,76 @@ class CheckpointedBlocks:
 
     Args:
         model: the engine's module.
-        patterns: see `find_blocks`.
+        patterns: see `find_blocks`; stands for `Policy(modules=patterns)`.
         scopes: context managers entered around every recompute.
+        policy: what is recomputed; every block when neither it nor `units` is given.
+        units: the plan itself, for whoever makes plans otherwise.
+        around: called in the place of every checkpointed call, as
+            `around(checkpointed, function, args, kwargs)`; it returns what
+            `checkpointed(function, *args, **kwargs)` returns. Saved-tensor hooks that it enters
+            there see what the call keeps (`kept.py`) and nothing else.
+        trackers: random states beside torch's own, put back for a recompute.
 
     Raises:
-        ConfigError, UnsupportedError: from `find_blocks`, or where the model already has
+        ConfigError, UnsupportedError: from `make_plan`, or where the model already has
             checkpointing of another kind. Nothing has been changed then.
     """
 
     def __init__(
-        self, model: nn.Module, patterns: Sequence[str] | None, scopes: Sequence[Scope] = ()
+        self,
+        model: nn.Module,
+        patterns: Sequence[str] | None = None,
+        scopes: Sequence[Scope] = (),
+        *,
+        policy: Policy | None = None,
+        units: Sequence[Unit] | None = None,
+        around: Surrounding | None = None,
+        trackers: Sequence[Tracker] = (),
     ) -> None:
-        self._scopes = tuple(scopes)
+        if policy is None:
+            policy = Policy(modules=tuple(patterns) if patterns is not None else None)
+        self._around = Around(tuple(scopes), tuple(trackers))
+        self._surrounding = around
+        self._check_every = policy.check_determinism
         self._patches = Patches()
         self._wanted: dict[nn.Module, bool] = {}
         """Transformers' flag on each module that carries it, while checkpointing is enabled."""
-        self.blocks = find_blocks(model, patterns)
+        self.units = list(units) if units is not None else make_plan(model, policy)
+        self.blocks = [block for unit in self.units for block in unit.blocks]
         _refuse_other_checkpointing(model)
-        for block in self.blocks:
-            if block.kind == "forward":
-                self._patches.set(block.module, "forward", self._checkpointed(block.module))
+        try:
+            self._install(model)
+        except BaseException:
+            self.remove()
+            raise
+
+    def _install(self, model: nn.Module) -> None:
+        runs: dict[nn.Module, Callable[..., Any]] = {}
+        for unit in self.units:
+            state = _UnitState(self._around, unit, self._check_every)
+            for index, block in enumerate(unit.blocks):
+                choice = None
+                if unit.save_ops:
+                    choice = Choice(
+                        unit.save_ops, unit.where, block.name, block.module, self._patches
+                    )
+                site = Site(block.name, block.module, choice)
+                run = functools.partial(_run, state, index, site, self._surrounding)
+                runs[block.module] = run
+                if block.kind == "forward":
+                    self._patches.set(block.module, "forward", _checkpointed(block.module, run))
         if any(is_hf_layer(m) for m in model.modules()):
-            self._use_hf_hook(model, self.blocks)
+            self._use_hf_hook(model, runs)
 
-    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        stack = ExitStack()
-        return nullcontext(), _entering(stack, self._scopes)
-
-    def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(function, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
-
-    def _checkpointed(self, module: nn.Module) -> Callable[..., Any]:
-        forward = module.forward
-
-        @functools.wraps(forward)
-        def checkpointed_forward(*args: Any, **kwargs: Any) -> Any:
-            if module.training and torch.is_grad_enabled():
-                return self._run(forward, *args, **kwargs)
-            return forward(*args, **kwargs)
-
-        return checkpointed_forward
-
-    def _use_hf_hook(self, model: nn.Module, blocks: Sequence[Block]) -> None:
+    def _use_hf_hook(self, model: nn.Module, runs: dict[nn.Module, Callable[..., Any]]) -> None:
         """Our recompute behind transformers' flag, on the found layers and no others."""
-        found = {id(block.module) for block in blocks if block.kind == "hf"}
+        found = {id(block.module) for block in self.blocks if block.kind == "hf"}
         for module in list(model.modules()):
             if hasattr(module, "gradient_checkpointing"):
                 # a model that owns layers carries the flag too, and then leaves its cache out
                 self._wanted[module] = id(module) in found or not is_hf_layer(module)
-                self._patches.set(module, "_gradient_checkpointing_func", self._run)
+                function = runs.get(module, _plainly)
+                self._patches.set(module, "_gradient_checkpointing_func", function)
                 self._patches.set(module, "gradient_checkpointing", self._wanted[module])
             if hasattr(module, "_set_gradient_checkpointing"):
                 # what transformers' enable and disable end in
@@ -101,29 +132,98 @@ class CheckpointedBlocks:
 
         return _set_gradient_checkpointing
 
+    def describe(self) -> str:
+        """What was found, in a few words."""
+        classes = ", ".join(sorted({type(b.module).__name__ for b in self.blocks}))
+        words = f"{len(self.blocks)} blocks ({classes})"
+        if any(len(unit.blocks) > 1 for unit in self.units):
+            words += f" in {len(self.units)} recomputes"
+        return words
+
     def remove(self) -> None:
         """Leave the model as it was found."""
         self._patches.undo()
         self._wanted.clear()
 
 
-class _entering:  # noqa: N801 - a context manager, used as a verb
-    """Enters the scopes when entered itself, so that one object can be handed out early."""
+class _UnitState:
+    """What the sites of one unit share while a forward runs."""
 
-    def __init__(self, stack: ExitStack, scopes: Sequence[Scope]) -> None:
-        self._stack = stack
-        self._scopes = scopes
+    def __init__(self, around: Around, unit: Unit, check_every: int) -> None:
+        self._around = around
+        self._size = len(unit.blocks)
+        self._check_every = check_every
+        self._forwards = 0
+        self._open: weakref.ref[Frame] | None = None
+        self._next = 0
 
-    def __enter__(self) -> None:
-        for scope in self._scopes:
-            self._stack.enter_context(scope())
+    def frame(self, index: int, tensors: Sequence[torch.Tensor]) -> Frame:
+        """The frame that a call of site `index` belongs to: the open one if it goes on from it."""
+        frame = self._open() if self._open is not None else None
+        if frame is None or index < self._next or not frame.continues(tensors):
+            self._forwards += 1
+            check = self._check_every > 0 and (self._forwards - 1) % self._check_every == 0
+            frame = Frame(self._around, check=check)
+        last = index == self._size - 1
+        self._open = None if last else weakref.ref(frame)
+        self._next = index + 1
+        return frame
 
-    def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
+    def is_last(self, index: int) -> bool:
+        return index == self._size - 1
+
+
+def _run(
+    state: _UnitState,
+    index: int,
+    site: Site,
+    around: Surrounding | None,
+    function: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Runs a site's forward: checkpointed, or as part of a recompute that goes on already."""
+    if site.replaying is not None:  # called with its hooks, for them
+        again, own_args, own_kwargs = site.replaying
+        site.replaying = None
+        site.raw = again(*own_args, **own_kwargs)
+        return site.raw
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    if torch.compiler.is_compiling():  # what torch.compile knows how to trace
+        return checkpoint(function, *args, use_reentrant=False, **kwargs)
+    function, args, kwargs = opened(function, args, kwargs)
+    args, kwargs = without_empty_caches(site.name, args, kwargs)
+
+    def checkpointed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        arguments = TakenApart(function, args, kwargs)
+        frame = state.frame(index, arguments.tensors)
+        return frame.run(site, arguments, last=state.is_last(index))
+
+    if around is not None:
+        return around(checkpointed, function, args, kwargs)
+    return checkpointed(function, *args, **kwargs)
+
+
+def _plainly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """For layers that are no blocks, should somebody raise their flag."""
+    return function(*args, **kwargs)
+
+
+def _checkpointed(module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def checkpointed_forward(*args: Any, **kwargs: Any) -> Any:
+        if module.training and torch.is_grad_enabled():
+            return run(forward, *args, **kwargs)
+        return forward(*args, **kwargs)
+
+    return checkpointed_forward
 
 
 def _objection(function: Callable[..., Any], every_n_layers: int) -> Problem | None:
-    """Why checkpointing that someone else asked for is not what policy `block` does."""
+    """Why checkpointing that someone else asked for is not what the policy does."""
     keywords = getattr(function, "keywords", {})
     target = getattr(function, "func", function)
     remedy = (
@@ -131,19 +231,19 @@ def _objection(function: Callable[..., Any], every_n_layers: int) -> Problem | N
         "transformers"
     )
     if keywords.get("use_reentrant", False):
-        why = "policy block is non-reentrant; reentrant recompute gathers every weight 3 times"
+        why = "ds_ckpt is non-reentrant; reentrant recompute gathers every weight 3 times"
         return Problem(_TRAINER_FLAG, '"use_reentrant": true', why, remedy)
     if every_n_layers != 1:
-        why = "policy block recomputes every block"
+        why = "the policy says which blocks are recomputed"
         return Problem(_TRAINER_FLAG, f'"every_n_layers": {every_n_layers}', why, remedy)
     extra = {k: v for k, v in keywords.items() if k != "use_reentrant"}
     if target is checkpoint and extra:
-        why = "policy block checkpoints with torch's defaults and would drop it"
+        why = "ds_ckpt checkpoints by itself and would drop it"
         return Problem(
             _TRAINER_FLAG, ", ".join(f"{k}={v!r}" for k, v in extra.items()), why, remedy
         )
     if target is not checkpoint:
-        why = "it replaces the recompute that policy block has put on the model"
+        why = "it replaces the recompute that the policy has put on the model"
         found = f"checkpointing by {getattr(target, '__qualname__', target)} (offload?)"
         return Problem(_TRAINER_FLAG, found, why, remedy)
     return None

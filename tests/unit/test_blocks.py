@@ -54,15 +54,6 @@ def test_a_plain_model_must_name_its_blocks() -> None:
     assert '["Block"]' in problem.remedy
 
 
-def test_running_statistics_are_refused_by_name() -> None:
-    model = Model()
-    model.layers[1].inner.append(nn.BatchNorm1d(2))
-    with pytest.raises(UnsupportedError, match=r"layers\.1\.inner\.2"):
-        find_blocks(model, ["Block"])
-    model.layers[1].inner[2] = nn.BatchNorm1d(2, track_running_stats=False)
-    assert len(find_blocks(model, ["Block"])) == 3
-
-
 @pytest.mark.parametrize(
     ("name", "options", "layers"),
     [

@@ -1,0 +1,52 @@
+"""What a block must not do to its tensors: errors that name it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ds_ckpt.errors import Problem, UnsupportedError
+
+
+def in_words(shape: torch.Size, dtype: torch.dtype) -> str:
+    return f"{'x'.join(map(str, shape)) or 'a scalar'} {str(dtype).removeprefix('torch.')}"
+
+
+def refuse_changed(name: str, tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
+    changed = [i for i, (t, v) in enumerate(zip(tensors, versions, strict=True)) if t._version != v]
+    if changed:
+        index = changed[0]
+        raise UnsupportedError(
+            Problem(
+                where=name,
+                found=f"its forward changes its argument tensor {index + 1} "
+                f"({in_words(tensors[index].shape, tensors[index].dtype)}) in place",
+                why="the recompute would begin with the changed values",
+                remedy="write x = x + y for x += y, or leave the block out of checkpointing",
+            )
+        )
+
+
+def changed_later(name: str) -> UnsupportedError:
+    return UnsupportedError(
+        Problem(
+            where=name,
+            found="an argument that was changed in place after the block's forward",
+            why="the recompute would begin with the changed values",
+            remedy="write x = x + y for x += y where this block's input is used again, or leave "
+            "the block out of checkpointing",
+        )
+    )
+
+
+def inner_gradient(name: str) -> UnsupportedError:
+    return UnsupportedError(
+        Problem(
+            where=name,
+            found="a gradient that is asked for inside a forward",
+            why="the block cannot be computed again before its forward has ended",
+            remedy="leave the block out of checkpointing",
+        )
+    )

@@ -1,0 +1,252 @@
+"""Keeps what blocks need for their recompute in host memory or in an arena, not on the device.
+
+A block call keeps its tensors while it runs and until the next call begins. Then they go out on a
+side stream, and the originals are let go before the next call ends. So the last call's stay where
+they are: backward asks for them first. When backward comes to a call, the tensors of the calls
+before it start to come back, and are there when it gets to them.
+
+Everything is owned by the graph: when autograd frees it, after backward, with a dropped loss or
+behind an exception, the pool gets its blocks back. A graph that is retained can ask again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ds_ckpt.activation.pieces import Kept, Key, Left, Piece, Remains, bytes_of, key_of
+from ds_ckpt.activation.prefetch import BlockCall, Prefetch
+from ds_ckpt.errors import Problem, UnsupportedError
+from ds_ckpt.memory.arena import Arena
+from ds_ckpt.memory.copies import Copies
+from ds_ckpt.memory.pool import Event
+from ds_ckpt.telemetry.offload import OffloadCounters
+
+
+class Pool(Protocol):
+    """Where host memory comes from: `HostPool`, or an `Arena` in host memory."""
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor: ...
+
+    def give_back(self, tensor: Tensor, event: Event | None = None) -> None: ...
+
+
+class BoundaryStore:
+    """Takes tensors in during forward and gives them out in backward.
+
+    Args:
+        device: where the model computes; tensors of other devices are let be.
+        copies: how bytes travel.
+        pool: host memory; None keeps everything on the device.
+        arena: device memory into which tensors are copied when they are kept.
+        min_bytes: smaller tensors are let be.
+        prefetch: how many block calls ahead of the recompute tensors start to come back.
+        owned: parameters and buffers, which are there anyway: what they lie in is let be.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        copies: Copies,
+        *,
+        pool: Pool | None = None,
+        arena: Arena | None = None,
+        min_bytes: int = 0,
+        prefetch: int = 1,
+        owned: Sequence[Tensor] = (),
+    ) -> None:
+        assert pool is None or arena is None, "what is in the arena stays there"
+        self.counters = OffloadCounters()
+        self._device, self._copies, self._owned = device, copies, owned
+        self._pool, self._arena = pool, arena
+        self._min_bytes = min_bytes
+        self._pieces: weakref.WeakValueDictionary[Key, Piece] = weakref.WeakValueDictionary()
+        self._calls: weakref.WeakValueDictionary[int, BlockCall] = weakref.WeakValueDictionary()
+        self._number = 0
+        self._last: weakref.ref[BlockCall] | None = None
+        self._leaving: weakref.WeakSet[Piece] = weakref.WeakSet()
+        self._dead: deque[Remains] = deque()
+        self._prefetch = Prefetch(
+            device, copies, prefetch, self._calls, self.counters, self.collect
+        )
+
+    # -- forward ---------------------------------------------------------------------------------
+
+    def begin(self, label: str) -> BlockCall:
+        """A block is about to keep its tensors."""
+        self.collect()
+        self._number += 1
+        call = BlockCall(self._number, label)
+        self._calls[call.number] = call
+        return call
+
+    def pack(self, tensor: Tensor, call: BlockCall) -> Kept | Left:
+        """What `call` holds in the place of `tensor`."""
+        reason = self._unfit(tensor)
+        piece = None if reason is not None else self._piece_of(tensor)
+        if piece is None:
+            reason = reason or self._not_worth_it(tensor)
+            if reason is not None:
+                self.counters.left[reason] += 1
+                return Left(tensor)
+            piece = Piece(tensor, call.label, self._dead)
+            self._pieces[piece.key] = piece
+            self.counters.on_device(piece.nbytes)
+            if self._arena is not None:
+                self._into_arena(piece, self._arena)
+        piece.calls.add(call.number)
+        call.pieces.add(piece)
+        return Kept(tensor, piece, call)
+
+    def _piece_of(self, tensor: Tensor) -> Piece | None:
+        """What is kept of the same storage already, unchanged since."""
+        piece = self._pieces.get(key_of(tensor))
+        if piece is not None:
+            piece.look()
+        return piece if piece and piece.unchanged(tensor) else None
+
+    def _unfit(self, tensor: Tensor) -> str | None:
+        if type(tensor) is not Tensor:
+            return f"a {type(tensor).__name__}"
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            return "not a plain strided tensor"
+        if tensor.device != self._device:
+            return f"on {tensor.device.type}"
+        if tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
+            return "an inference, conjugate or negative view"
+        return None
+
+    def _not_worth_it(self, tensor: Tensor) -> str | None:
+        if tensor.numel() == 0 or tensor.nbytes < self._min_bytes:
+            return "small"
+        # Asked every time: ZeRO-3 gives a parameter another storage at each gather.
+        storage = tensor.untyped_storage()
+        start = storage.data_ptr()
+        end = start + storage.nbytes()
+        if any(start <= p.data_ptr() < end for p in self._owned):
+            return "a part of the model"
+        return None
+
+    def started(self, call: BlockCall) -> None:
+        """The call has kept its arguments and runs: those of the calls before it may go."""
+        earlier = self.last
+        if earlier is not None and earlier is not call:
+            self._send(earlier, current=call.number)
+        self._last = weakref.ref(call)
+
+    @property
+    def last(self) -> BlockCall | None:
+        """The call that ran last, while a graph holds what it kept."""
+        return self._last() if self._last is not None else None
+
+    def ended(self, call: BlockCall) -> None:
+        """The call has run."""
+        self._let_go(only_done=False)
+
+    def _send(self, call: BlockCall, current: int) -> None:
+        if self._pool is None:
+            return
+        for piece in list(call.pieces):
+            if piece.host is not None or piece.source is None or current in piece.calls:
+                continue
+            piece.look()
+            if piece.changed:  # backward will say so, if it ever comes
+                continue
+            piece.host = self._pool.take((piece.nbytes,), torch.uint8)
+            piece.leaving = self._copies.copy(bytes_of(piece.source, piece.stretch), piece.host)
+            piece.event = piece.leaving.event
+            self._leaving.add(piece)
+            self.counters.out[piece.label] += 1
+            self.counters.out_bytes[piece.label] += piece.nbytes
+        self._let_go(only_done=True)
+
+    def _let_go(self, *, only_done: bool) -> None:
+        """Drop originals whose copies are out; the compute stream waits for those that are not."""
+        for piece in list(self._leaving):
+            assert piece.leaving is not None
+            if only_done and not piece.leaving.done():
+                continue
+            piece.leaving.wait()
+            piece.look()
+            piece.source = piece.leaving = None
+            self._leaving.discard(piece)
+            self.counters.on_device(-piece.nbytes)
+
+    def _into_arena(self, piece: Piece, arena: Arena) -> None:
+        assert piece.source is not None
+        slot = arena.room(piece.nbytes)
+        if slot is None:
+            self.counters.left["no room in the arena"] += 1
+            return
+        slot.copy_(bytes_of(piece.source, piece.stretch))  # on the compute stream: in order
+        piece.slot, piece.source = slot, None
+
+    # -- backward --------------------------------------------------------------------------------
+
+    def unpack(self, kept: Kept | Left) -> Tensor:
+        """The tensor again, on the device.
+
+        Raises:
+            UnsupportedError: the original was changed in place after it had been kept.
+        """
+        self.collect()
+        if isinstance(kept, Left):
+            if kept.changed:
+                raise _changed("a block")
+            return kept.tensor
+        call, piece = kept.call, kept.piece
+        assert isinstance(call, BlockCall)
+        first = self._prefetch.reach(call)
+        piece.look()
+        if piece.changed:
+            raise _changed(piece.label)
+        if piece.source is not None or piece.slot is not None:
+            self.counters.kept[piece.label] += piece.asked != self._prefetch.backward
+        self._prefetch.fetch(piece, late=True)
+        if piece.arriving is not None:
+            piece.arriving.wait()
+            piece.arriving = None
+        piece.asked = self._prefetch.backward
+        view = kept.view()
+        if first:
+            self._prefetch.look_ahead(call)
+        return view
+
+    # -- the dead --------------------------------------------------------------------------------
+
+    def collect(self) -> None:
+        """Give back what the graphs that have died since held."""
+        while self._dead:
+            remains = self._dead.popleft()
+            for ticket in remains.tickets:
+                if ticket is not None:
+                    ticket.wait()
+            if remains.host is not None and self._pool is not None:
+                self._pool.give_back(remains.host, remains.event)
+            if remains.slot is not None and self._arena is not None:
+                self._arena.give_back(remains.slot)
+            self.counters.on_device(-remains.device_bytes)
+
+    @property
+    def nbytes_on_host(self) -> int:
+        """Bytes of the pieces that have a copy in host memory now."""
+        self.collect()
+        return sum(p.nbytes for p in self._pieces.values() if p.host is not None)
+
+
+def _changed(label: str) -> UnsupportedError:
+    return UnsupportedError(
+        Problem(
+            where=label,
+            found="an input that was changed in place after the block had been called with it",
+            why="the recompute would see other values than the forward did",
+            remedy="change the line to one that makes a new tensor (x = x + y, not x += y), or "
+            "leave this block out of $.ds_ckpt.activation.modules",
+        ),
+        headline="a block's input cannot be recomputed from",
+    )

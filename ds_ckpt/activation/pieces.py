@@ -1,0 +1,180 @@
+"""What is kept of one tensor: a stretch of its storage, on the device, in host memory, or both.
+
+No policy here: `offload.py` decides when a piece goes and comes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ds_ckpt.memory.copies import Ticket
+from ds_ckpt.memory.pool import Event
+
+ALIGNMENT_BYTES = 64
+"""A stretch begins at a multiple: the copy is aligned as the original was, so that kernels which
+look at alignment add up in the same order."""
+Key = tuple[int, int, int]
+
+
+@dataclass
+class Remains:
+    """What a dead piece leaves: memory that may still be the end of a copy."""
+
+    host: Tensor | None
+    slot: Tensor | None
+    held: tuple[Tensor | None, ...]
+    tickets: tuple[Ticket | None, ...]
+    event: Event | None
+    device_bytes: int
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Bytes `start` to `start + nbytes` of a storage."""
+
+    start: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Stretch:
+        """What must be kept for `tensor`: its whole storage, or its part if that is under half."""
+        whole = tensor.untyped_storage().nbytes()
+        size = tensor.element_size()
+        first = int(tensor.storage_offset()) * size
+        pairs = zip(tensor.shape, tensor.stride(), strict=True)
+        end = first + size * (1 + sum((n - 1) * stride for n, stride in pairs))
+        if 2 * (end - first) >= whole:
+            return cls(0, whole)
+        start = first - first % ALIGNMENT_BYTES
+        return cls(start, end - start)
+
+
+def key_of(tensor: Tensor) -> Key:
+    """What two tensors have in common that need the same bytes of the same storage."""
+    stretch = Stretch.of(tensor)
+    return (tensor.untyped_storage()._cdata, stretch.start, stretch.nbytes)
+
+
+def bytes_of(tensor: Tensor, stretch: Stretch) -> Tensor:
+    """uint8 [nbytes]: the stretch of the tensor's storage, for copies."""
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return flat.set_(tensor.untyped_storage(), stretch.start, (stretch.nbytes,), (1,))
+
+
+class Piece:
+    """One stretch of one storage. Lives as long as a graph holds a `Kept` of it.
+
+    Attributes:
+        label: the block that kept it first.
+        calls: numbers of the block calls that keep it.
+        source: shares memory and version with the original; None once the original is let go.
+        slot: the arena's copy (uint8), which stays on the device.
+        host: the pool's copy (uint8).
+        leaving: the copy to the host, while `source` is held for it.
+        fetched: the copy that was brought back (uint8).
+        arriving: the copy that fills `fetched`, until somebody has waited for it.
+        event: behind the last copy from or to `host`.
+        changed: the original was changed in place before it could be let go.
+        asked: autograd's number of the backward that asked for it last.
+    """
+
+    def __init__(self, tensor: Tensor, label: str, dead: deque[Remains]) -> None:
+        self.storage = StorageWeakRef(tensor.untyped_storage())
+        """While it lives, the storage's address is not given to another."""
+        self.stretch = Stretch.of(tensor)
+        self.version = int(tensor._version)
+        self.label = label
+        self.calls: set[int] = set()
+        self.source: Tensor | None = tensor.detach()
+        self.slot: Tensor | None = None
+        self.host: Tensor | None = None
+        self.leaving: Ticket | None = None
+        self.fetched: Tensor | None = None
+        self.arriving: Ticket | None = None
+        self.event: Event | None = None
+        self.changed = False
+        self.asked = -2
+        self._dead = dead
+
+    @property
+    def key(self) -> Key:
+        return (self.storage.cdata, self.stretch.start, self.stretch.nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        return self.stretch.nbytes
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of this piece on the device: the original, the arena's copy or the fetched one."""
+        return sum(t is not None for t in (self.source, self.slot, self.fetched)) * self.nbytes
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the device has it, or is about to."""
+        return self.device_bytes > 0
+
+    def unchanged(self, tensor: Tensor) -> bool:
+        """Whether it holds what `tensor`, over the same storage, holds now."""
+        return not self.changed and self.version == tensor._version
+
+    def look(self) -> None:
+        """Note whether the original has been changed in place."""
+        if self.source is not None and self.source._version != self.version:
+            self.changed = True
+
+    def __del__(self) -> None:
+        # Nothing is freed or locked here: the garbage collector may call this anywhere.
+        held = (self.source, self.fetched)
+        tickets = (self.leaving, self.arriving)
+        self._dead.append(
+            Remains(self.host, self.slot, held, tickets, self.event, self.device_bytes)
+        )
+
+
+class Kept:
+    """What a graph holds in the place of a tensor."""
+
+    __slots__ = ("__weakref__", "_offset_bytes", "_size", "_stride", "call", "dtype", "piece")
+
+    def __init__(self, tensor: Tensor, piece: Piece, call: object) -> None:
+        self.piece = piece
+        self.call = call
+        self.dtype = tensor.dtype
+        self._size, self._stride = tensor.size(), tensor.stride()
+        self._offset_bytes = tensor.storage_offset() * tensor.element_size()
+
+    def view(self) -> Tensor:
+        """The tensor over what is on the device now; the piece must be there."""
+        piece = self.piece
+        item = self.dtype.itemsize
+        if piece.source is not None:
+            base = piece.source
+            if base.dtype != self.dtype:  # another tensor over the same storage
+                base = torch.empty(0, dtype=self.dtype, device=base.device)
+                base.set_(piece.source.untyped_storage(), 0, (0,), (1,))
+            return base.as_strided(self._size, self._stride, self._offset_bytes // item)
+        copy = piece.slot if piece.slot is not None else piece.fetched
+        assert copy is not None, "the piece has not been fetched"
+        offset = copy.storage_offset() + self._offset_bytes - piece.stretch.start
+        view = torch.empty(0, dtype=self.dtype, device=copy.device)
+        return view.set_(copy.untyped_storage(), offset // item, self._size, self._stride)
+
+
+class Left:
+    """A tensor that is kept as it is, and its version."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.version = None if tensor.is_inference() else int(tensor._version)
+
+    @property
+    def changed(self) -> bool:
+        return self.version is not None and self.tensor._version != self.version

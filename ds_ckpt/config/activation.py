@@ -1,0 +1,171 @@
+"""The section `ds_ckpt.activation`: what is recomputed, and what that costs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
+
+from ds_ckpt.config.base import SWITCH, Expects, ModuleName, Section, list_as_tuple
+from ds_ckpt.config.keeping import KeepingConfig
+
+Policy = Literal["none", "block", "attention", "mlp", "every_n", "segments", "selective"]
+POLICIES: tuple[str, ...] = Policy.__args__  # type: ignore[attr-defined]
+POLICY_WORDS = ", ".join(f'"{p}"' for p in POLICIES[:-1]) + f' or "{POLICIES[-1]}"'
+_POLICY = Expects(POLICY_WORDS, '"block"')
+_COUNT = Expects("a whole number, 2 or more", "2")
+
+
+def _names(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else list_as_tuple(value)
+
+
+def _every(value: Any) -> bool | int:
+    if isinstance(value, bool) or (isinstance(value, int) and value >= 1):
+        return value
+    raise ValueError("neither a switch nor a count")
+
+
+_Ops = Annotated[
+    tuple[ModuleName, ...],
+    Field(min_length=1),
+    BeforeValidator(_names),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+                {"type": "string", "minLength": 1},
+                {"type": "null"},
+            ]
+        }
+    ),
+    Expects("sets and operators, in a list or joined by +", '"attention+qkvo"'),
+]
+_EVERY_N = (
+    'Policy "every_n": the first block and every n-th after it are recomputed. 2 keeps half of the '
+    "activations for 13% more compute, 4 three quarters for 7% (a Llama of 7B)."
+)
+_SEGMENT_SIZE = (
+    'Policy "segments": neighbouring blocks in one recompute. Only the input of the first is kept '
+    "(2: half of what block keeps, for 3% more compute than block), but in backward the inner "
+    "activations of all of them are there at once, and under ZeRO-3 their weights: the peak grows "
+    "with it. Worth it where blocks are small and many."
+)
+_SAVE_OPS = (
+    'Policy "selective": whose results are kept, so that they are not computed again. Sets: '
+    '"matmuls" (every product and attention core), "attention" (scaled_dot_product_attention '
+    'alone), "qkvo" (the products inside attention), "gate" (the first product of each MLP); '
+    'joined by "+". More compute and share of the activations kept on a Llama of 7B: "attention" '
+    '22% and 9%, "attention+qkvo" 12% and 26%, "attention+qkvo+gate" 6% and 37%, "matmuls" 0% and '
+    '48%. Operators of torch: "aten.mm".'
+)
+
+
+class ActivationRuleConfig(Section):
+    """One rule: a policy of their own for some blocks. The first that names a block decides."""
+
+    match: Annotated[ModuleName, Expects("a pattern over block names, or indices", '"0-15"')] = (
+        Field(
+            description="Shell pattern (fnmatch) over the names of blocks, or their indices from "
+            '0 in the order of the model: "3", "0-15".'
+        )
+    )
+    policy: Annotated[Policy, _POLICY] = Field(
+        description='As above, for these blocks; "none" leaves them alone.'
+    )
+    every_n: Annotated[int, _COUNT] = Field(default=2, ge=2, description=_EVERY_N)
+    segment_size: Annotated[int, _COUNT] = Field(default=2, ge=2, description=_SEGMENT_SIZE)
+    save_ops: _Ops = Field(default=("matmuls",), description=_SAVE_OPS)
+
+
+class ActivationConfig(KeepingConfig):
+    """Activation checkpointing: keep little, compute the rest again in backward."""
+
+    policy: Annotated[Policy, _POLICY] = Field(
+        default="none",
+        description='What is recomputed; gradients stay the same to the bit. "none": nothing. '
+        '"block": every block keeps its input alone and runs a second time in backward: 26% more '
+        'compute, 5% of the activations kept. "attention", "mlp": these parts of every block: 12% '
+        'more compute each, 79% and 55% kept. "every_n": whole blocks, some of them. "segments": '
+        'several blocks in one recompute, with a higher peak. "selective": blocks, but the results '
+        "of chosen operators are kept: no more products and 48% kept by default. (A Llama of 7B, "
+        "4,096 tokens: benchmarks/results/policies.txt.) The default is "
+        '"block" where the section activation_checkpointing stands, else "none".',
+    )
+    modules: Annotated[
+        tuple[ModuleName, ...] | None,
+        Field(min_length=1),
+        BeforeValidator(list_as_tuple),
+        Expects("a list of class names or patterns over module names", '["Block", "layers.*"]'),
+    ] = Field(
+        default=None,
+        description="Which modules are blocks: class names, or shell patterns (fnmatch) over "
+        "module names. Default: the layers that a Hugging Face model declares. Needed for plain "
+        'modules. With policy "attention" or "mlp" and no rules it names the parts themselves; '
+        "by default they are found inside the blocks by what they are called.",
+    )
+    every_n: Annotated[int, _COUNT] = Field(default=2, ge=2, description=_EVERY_N)
+    segment_size: Annotated[int, _COUNT] = Field(default=2, ge=2, description=_SEGMENT_SIZE)
+    save_ops: _Ops = Field(default=("matmuls",), description=_SAVE_OPS)
+    rules: Annotated[
+        tuple[ActivationRuleConfig, ...],
+        BeforeValidator(list_as_tuple),
+        Expects("a list of objects", '[{"match": "0-15", "policy": "selective"}]'),
+    ] = Field(
+        default=(),
+        description="Other policies for some blocks. The first rule that names a block decides; "
+        "blocks that none names follow the policy above.",
+    )
+    check_determinism: Annotated[
+        bool | int,
+        PlainValidator(_every),
+        WithJsonSchema(
+            {
+                "anyOf": [
+                    {"type": "boolean"},
+                    {"type": "integer", "minimum": 1},
+                    {"type": "null"},
+                ]
+            }
+        ),
+        Expects("true, false, or a whole number, 1 or more", "true"),
+    ] = Field(
+        default=False,
+        description="Compare the values that backward takes from a recompute with those of the "
+        "forward, and stop with the name of the block that differs. Reads every saved tensor "
+        "twice (above 64 KiB an eighth of it): 3% of a step at width 512, 0.5% at 2048 on one CPU "
+        "core. A number n compares every n-th forward alone, for an n-th of the cost. Shapes and "
+        "types are compared always.",
+    )
+    share_gather: Annotated[bool, SWITCH] = Field(
+        default=True,
+        description="Keep the weights that recompute gathered until the backward of the same "
+        "block has used them: 2 gathers of each parameter a step instead of 3, one block's "
+        "weights (one segment's) held a little longer. ZeRO stage 3 only.",
+    )
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is recomputed."""
+        return self.policy != "none" or any(rule.policy != "none" for rule in self.rules)
+
+    @property
+    def check_every(self) -> int:
+        """Forwards of a block from one comparison to the next; 0: none."""
+        return int(self.check_determinism)
+
+    def summary(self) -> str:
+        """A few words on what is switched on."""
+        details = {
+            "every_n": f" {self.every_n}",
+            "segments": f" of {self.segment_size}",
+            "selective": f" ({'+'.join(self.save_ops)})",
+        }
+        where = f" of {', '.join(self.modules)}" if self.modules else ""
+        words = f"checkpointing {self.policy}{details.get(self.policy, '')}{where}"
+        if self.rules:
+            words += f", {len(self.rules)} rules"
+        if self.check_every:
+            words += ", determinism checked"
+        words += self.keeping()
+        return words + ("" if self.share_gather else ", gathers not shared")

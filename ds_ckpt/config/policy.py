@@ -1,0 +1,28 @@
+"""From the activation section to the plan's own words. Not imported by `ds_ckpt.config` itself:
+whoever only reads a configuration needs no torch."""
+
+from __future__ import annotations
+
+from ds_ckpt.activation.build import Keeping
+from ds_ckpt.activation.policy import Policy, Rule, Treatment
+from ds_ckpt.config.activation import ActivationConfig, ActivationRuleConfig
+from ds_ckpt.config.keeping import KeepingConfig
+
+
+def activation_policy(config: ActivationConfig) -> Policy:
+    """What `CheckpointedBlocks` takes."""
+    return Policy(
+        treatment=_treatment(config),
+        rules=tuple(Rule(rule.match, _treatment(rule)) for rule in config.rules),
+        modules=config.modules,
+        check_determinism=config.check_every,
+    )
+
+
+def boundary_keeping(config: ActivationConfig) -> Keeping:
+    """What `build_boundaries` takes."""
+    return Keeping(**{key: getattr(config, key) for key in KeepingConfig.model_fields})
+
+
+def _treatment(config: ActivationConfig | ActivationRuleConfig) -> Treatment:
+    return Treatment(config.policy, config.every_n, config.segment_size, config.save_ops)

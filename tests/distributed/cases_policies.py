@@ -1,0 +1,104 @@
+"""Run in the worker processes: every policy on many architectures, under ZeRO-3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.zero import parameter_offload
+
+import ds_ckpt
+from tests import architectures
+from tests.distributed import models
+from tests.distributed.pool import fresh
+
+LAYERS = 3
+POLICIES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "block": {"policy": "block"},
+    "attention": {"policy": "attention"},
+    "mlp": {"policy": "mlp"},
+    "every_n": {"policy": "every_n", "every_n": 2},
+    "segments": {"policy": "segments", "segment_size": 2},
+    "selective": {"policy": "selective"},
+    "rules": {
+        "rules": [
+            {"match": "0", "policy": "selective", "save_ops": "matmuls"},
+            {"match": "1-2", "policy": "segments"},
+        ]
+    },
+}
+
+
+def _train(engine: Any, kind: str, activation: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Gradient partitions of all steps, bit for bit, and what was gathered and left.
+
+    The engine's learning rate is 0: every policy begins and ends with the same weights.
+    """
+    section = {"activation": activation, "telemetry": {"enabled": True}}
+    engine._config._param_dict["ds_ckpt"] = section
+    session = ds_ckpt.attach(engine)
+    parameters = list(engine.module.named_parameters())
+    height = len(parameter_offload.FWD_MODULE_STACK)
+    gradients, losses, most, left = [], [], [], []
+    for step in range(steps):
+        before = session.counters.snapshot()
+        torch.manual_seed(step + torch.distributed.get_rank())
+        loss = engine(**architectures.batch(kind, 2 * step + torch.distributed.get_rank())).loss
+        engine.backward(loss)
+        losses.append(float(loss.detach()))
+        groups = engine.optimizer.averaged_gradients.values()
+        gradients += [g.detach().clone() for group in groups for g in group]
+        left += [n for n, p in parameters if p.ds_status.name != "NOT_AVAILABLE"]
+        engine.step()
+        delta = session.counters.snapshot() - before
+        most.append({n: delta.gathers.get(p.ds_id, 0) for n, p in parameters})
+    stack = len(parameter_offload.FWD_MODULE_STACK) - height
+    summary = session.summary
+    session.detach()
+    return {
+        "gradients": gradients,
+        "losses": losses,
+        "gathers": most,
+        "left": left,
+        "stack": stack,
+        "summary": summary,
+    }
+
+
+def compare(kinds: list[str], policies: list[str], steps: int = 2) -> dict[str, dict[str, Any]]:
+    """By architecture and policy: whether gradients and losses are those of no checkpointing."""
+    results = {}
+    for kind in kinds:
+        fresh()
+        model = architectures.build(kind, LAYERS)
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            model_parameters=list(model.parameters()),
+            config=models.zero3_config(reuse=0, lr=0.0),
+        )
+        engine.train()
+        plain = _train(engine, kind, {}, steps)
+        again = _train(engine, kind, {}, steps)
+        assert all(map(torch.equal, plain["gradients"], again["gradients"])), "it has moved"
+        for policy in policies:
+            ours = _train(engine, kind, POLICIES[policy], steps)
+            pairs = list(zip(plain["gradients"], ours["gradients"], strict=True))
+            results[f"{kind} {policy}"] = {
+                "equal": all(torch.equal(a, b) for a, b in pairs) and len(pairs) > 0,
+                "nonzero": any(bool(a.any()) for a, _ in pairs),
+                "losses": plain["losses"] == ours["losses"],
+                "more": _more_gathers(plain["gathers"], ours["gathers"]),
+                "left": ours["left"],
+                "stack": ours["stack"] - plain["stack"],
+                "summary": ours["summary"],
+            }
+        engine.destroy()
+    return results
+
+
+def _more_gathers(plain: list[dict[str, int]], ours: list[dict[str, int]]) -> dict[str, list[int]]:
+    """Parameters gathered more than twice in a step, and more than without checkpointing."""
+    limit = {n: max(2, *(step[n] for step in plain)) for n in plain[0]}
+    return {n: [s[n] for s in ours] for n in limit if max(s[n] for s in ours) > limit[n]}

@@ -1,0 +1,228 @@
+"""Small models and a store on the stand-in device, for the tests of offload."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ds_ckpt.activation import CheckpointedBlocks
+from ds_ckpt.activation.boundaries import Boundaries
+from ds_ckpt.activation.offload import BoundaryStore
+from ds_ckpt.activation.policy import Policy
+from ds_ckpt.memory import HostPool
+from ds_ckpt.memory.copies import Copies, HostCopies, Ticket
+
+CPU = torch.device("cpu")
+VOCAB = 32
+
+
+class _Late:
+    """The ticket and the event of a copy that is made when somebody waits, and not before."""
+
+    def __init__(self, source: Tensor, target: Tensor) -> None:
+        self.event = self
+        self._values: Tensor | None = source.clone()
+        self._target = weakref.ref(target)
+        # weak: whoever asked for the copy must hold both ends until he has waited
+        self._ends = [StorageWeakRef(t.untyped_storage()) for t in (source, target)]
+
+    def done(self) -> bool:
+        return self._values is None
+
+    query = done
+
+    def wait(self) -> None:
+        target = self._target()
+        if self._values is not None and target is not None:
+            target.copy_(self._values)
+            self._values = None
+
+    synchronize = wait
+
+    @property
+    def lost(self) -> bool:
+        """An end was freed while the copy was still to be made."""
+        return self._values is not None and any(end.expired() for end in self._ends)
+
+
+class LateCopies(HostCopies):
+    """A device on which every copy takes as long as it may: targets hold rubbish until the wait."""
+
+    def __init__(self) -> None:
+        self._tickets: list[_Late] = []
+
+    def copy(self, source: Tensor, target: Tensor) -> Ticket:
+        ticket = _Late(source, target)
+        target.fill_(0xA5)
+        self._tickets.append(ticket)
+        return ticket
+
+    @property
+    def sound(self) -> bool:
+        return not any(ticket.lost for ticket in self._tickets)
+
+
+class Block(nn.Module):
+    """Dropout and an optional keyword argument."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 3 * width)
+        self.down = nn.Linear(3 * width, width)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor, *, scale: Tensor | None = None) -> Tensor:
+        y = self.dropout(self.down(torch.relu(self.up(x))))
+        return x + (y if scale is None else y * scale)
+
+
+class Model(nn.Module):
+    """A few of them, with the same weights whenever it is built."""
+
+    def __init__(self, width: int = 8, blocks: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        for block in self.blocks:
+            x = block(x, scale=scale)
+        return x.square().mean()
+
+
+def grads(model: nn.Module, *inputs: Any) -> list[Tensor]:
+    """Gradients of all parameters that have one; the same dropout in every call."""
+    torch.manual_seed(3)
+    model.zero_grad()
+    model(*inputs).backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def put_on(
+    model: nn.Module,
+    patterns: list[str] | None,
+    *,
+    copies: Copies | None = None,
+    pool: HostPool | None = None,
+    policy: Policy | None = None,
+    **options: Any,
+) -> tuple[CheckpointedBlocks, BoundaryStore, HostPool]:
+    """Checkpointing of the model's blocks with their boundaries kept in host memory."""
+    pool = pool or HostPool()
+    store = BoundaryStore(
+        CPU,
+        copies or HostCopies(),
+        pool=pool,
+        owned=[*model.parameters(), *model.buffers()],
+        **options,
+    )
+    boundaries = Boundaries(model, store)
+    blocks = CheckpointedBlocks(model, patterns, policy=policy, around=boundaries.around)
+    boundaries.recomputed_together([[b.name for b in unit.blocks] for unit in blocks.units])
+    return blocks, store, pool
+
+
+def nothing_left(store: BoundaryStore, pool: HostPool) -> bool:
+    store.collect()
+    if isinstance(store._copies, LateCopies):
+        assert store._copies.sound
+    on_device, on_host = store.counters.device_bytes, store.nbytes_on_host
+    return (on_device, on_host, pool.nbytes_in_use) == (0, 0, 0)
+
+
+_SIZES: dict[str, Any] = {"vocab_size": VOCAB}
+
+
+def _llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=4,
+            num_attention_heads=2,
+            use_cache=False,
+            **_SIZES,
+        )
+    )
+
+
+def _gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(
+        GPT2Config(n_embd=16, n_layer=4, n_head=2, n_positions=32, use_cache=False, **_SIZES)
+    )
+
+
+def _bert() -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    return BertForMaskedLM(
+        BertConfig(
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=4,
+            num_attention_heads=2,
+            max_position_embeddings=32,
+            **_SIZES,
+        )
+    )
+
+
+def _t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    return T5ForConditionalGeneration(
+        T5Config(
+            d_model=16,
+            d_kv=8,
+            d_ff=32,
+            num_layers=3,
+            num_heads=2,
+            use_cache=False,
+            decoder_start_token_id=0,
+            **_SIZES,
+        )
+    )
+
+
+HF: dict[str, Callable[[], nn.Module]] = {
+    "llama": _llama,
+    "gpt2": _gpt2,
+    "bert": _bert,
+    "t5": _t5,
+}
+
+
+def build(kind: str) -> nn.Module:
+    """A tiny Hugging Face model in training mode; dropout where its kind has it by default."""
+    torch.manual_seed(0)
+    return HF[kind]().train()
+
+
+def batch() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(0, VOCAB, (2, 10), generator=generator)
+    mask = torch.ones(2, 10, dtype=torch.long)
+    mask[1, 7:] = 0
+    return {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
+
+
+def gradients(model: nn.Module, data: dict[str, Tensor] | None = None) -> list[Tensor]:
+    torch.manual_seed(7)
+    model.zero_grad()
+    model(**(data or batch())).loss.backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(
+        torch.equal(a, b) for a, b in zip(one, other, strict=True)
+    )

@@ -1,0 +1,209 @@
+"""Offload leaves nothing behind, and refuses what was changed in place."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ds_ckpt.errors import UnsupportedError
+from tests.unit.offload_models import (
+    Block,
+    LateCopies,
+    Model,
+    batch,
+    build,
+    equal,
+    grads,
+    nothing_left,
+    put_on,
+)
+
+
+def test_evaluation_and_no_grad_keep_nothing() -> None:
+    model = Model()
+    _, store, pool = put_on(model, ["Block"])
+    with torch.no_grad():
+        model(torch.randn(4, 8))
+    with torch.inference_mode():
+        model(torch.randn(4, 8))
+    model.eval()
+    model(torch.randn(4, 8)).backward()
+    assert store.counters.out.total() == 0
+    assert pool.nbytes_held == 0
+    assert nothing_left(store, pool)
+    hf = build("llama")
+    _, store, pool = put_on(hf, None)
+    with torch.no_grad():
+        hf(**batch())
+    hf.eval()
+    hf(**batch()).loss.backward()
+    assert (store.counters.out.total(), pool.nbytes_held) == (0, 0)
+
+
+def test_a_dropped_loss_gives_everything_back() -> None:
+    model = Model()
+    _, store, pool = put_on(model, ["Block"], copies=LateCopies())
+    loss = model(torch.randn(4, 8))
+    assert pool.nbytes_in_use > 0
+    del loss
+    assert nothing_left(store, pool)
+
+
+@pytest.mark.parametrize("where", ["forward", "recompute", "backward"])
+@pytest.mark.parametrize("block", [0, 2, 3])
+def test_an_exception_gives_everything_back(where: str, block: int) -> None:
+    class Boom(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            raise OSError("boom")
+
+    model = Model()
+    calls = 0
+    at = {"forward": 1, "recompute": 2}.get(where, 0)
+
+    def trip(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            raise OSError("boom")
+        return Boom.apply(output) if where == "backward" else None
+
+    x = torch.randn(4, 8)
+    plain = grads(model, x)
+    _, store, pool = put_on(model, ["Block"], copies=LateCopies())
+    handle = model.blocks[block].up.register_forward_hook(trip)
+    with pytest.raises(OSError, match="boom"):
+        grads(model, x)
+    handle.remove()
+    gc.collect()
+    assert nothing_left(store, pool)
+    assert equal(plain, grads(model, x))
+    assert nothing_left(store, pool)
+
+
+def test_frozen_blocks_below_the_first_gradient_keep_nothing() -> None:
+    model = Model()
+    for block in model.blocks[:2]:
+        block.requires_grad_(False)
+    x = torch.randn(4, 8)
+    plain = grads(model, x)
+    _, store, pool = put_on(model, ["Block"])
+    assert equal(plain, grads(model, x))
+    assert set(store.counters.out) == {"blocks.2"}
+    assert nothing_left(store, pool)
+
+
+def test_the_pool_is_used_again() -> None:
+    model = Model()
+    _, _, pool = put_on(model, ["Block"])
+    held = []
+    for _ in range(4):
+        model(torch.randn(64, 8)).backward()
+        held.append(pool.nbytes_held)
+    assert held[0] > 0
+    assert len(set(held)) == 1
+
+
+def test_an_input_that_is_changed_in_place_is_refused() -> None:
+    class Inside(Block):
+        def forward(self, x: Tensor, **_: Any) -> Tensor:
+            y = super().forward(x)
+            x.mul_(2)
+            return y
+
+    class Between(Model):
+        def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+            for block in self.blocks:
+                y = block(x)
+                x.mul_(2)
+                x = y
+            return x.square().mean()
+
+    inside = Model()
+    inside.blocks = nn.ModuleList(Inside(8) for _ in range(3))
+    for model, patterns in ((inside, ["Inside"]), (Between(), ["Block"])):
+        _, store, pool = put_on(model, patterns)
+        with pytest.raises(UnsupportedError, match=r"blocks\.\d: found .* in place"):
+            model(torch.randn(4, 8).exp()).backward()
+        gc.collect()
+        assert nothing_left(store, pool)
+
+
+def test_a_change_while_the_copy_is_on_its_way_is_refused() -> None:
+    class Delayed(Model):
+        def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+            previous = x.clone()
+
+            def spoil(*_: Any) -> None:
+                previous.mul_(2)
+
+            handle = self.blocks[1].up.register_forward_hook(spoil)
+            x = previous
+            for block in self.blocks:
+                x = block(x)
+            handle.remove()
+            return x.square().mean()
+
+    model = Delayed()
+    _, store, pool = put_on(model, ["Block"], copies=LateCopies())
+    loss = model(torch.randn(4, 8))
+    with pytest.raises(UnsupportedError, match=r"blocks\.0: found an input that was changed"):
+        loss.backward()
+    del loss
+    gc.collect()
+    assert nothing_left(store, pool)
+
+
+def test_a_tensor_that_is_written_anew_for_each_block_is_not_shared() -> None:
+    """The same storage with other values: kept apart, and the first user is refused."""
+
+    class Reusing(Model):
+        def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+            scale = torch.ones(64)
+            for index, block in enumerate(self.blocks):
+                x = block(x, scale=scale.fill_(index).view(8, 8)[0])
+            return x.square().mean()
+
+    model = Reusing()
+    put_on(model, ["Block"])
+    loss = model(torch.randn(8, 8))
+    with pytest.raises(UnsupportedError, match="changed in place"):
+        loss.backward()
+
+
+def test_a_list_that_a_block_writes_into_is_the_callers() -> None:
+    class Collecting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, *, seen: list[Tensor]) -> Tensor:
+            y = torch.tanh(self.linear(x))
+            seen.append(y)
+            return y
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.blocks = nn.ModuleList(Collecting() for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen: list[Tensor] = []
+            for block in self.blocks:
+                x = block(x, seen=seen)
+            assert len(seen) == 3
+            return sum(s.square().mean() for s in seen)  # type: ignore[return-value]
+
+    model, x = Whole(), torch.randn(4, 8)
+    plain = grads(model, x)
+    put_on(model, ["Collecting"])
+    assert equal(plain, grads(model, x))

@@ -1,0 +1,181 @@
+"""From policies to units: parts found by name, segments, rules, operators, and refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from ds_ckpt.activation import CheckpointedBlocks, Policy, Rule, Treatment, make_plan
+from ds_ckpt.errors import ConfigError, UnsupportedError
+from tests.architectures import ARCHITECTURES, batch, build
+
+ATTENTION = {
+    "gpt2": ["attn"],
+    "gpt_neox": ["attention"],
+    "bloom": ["self_attention"],
+    "bert": ["attention"],
+    "vit": ["attention"],
+    "t5": ["layer.0", "layer.1"],
+    "bart": ["self_attn", "encoder_attn"],
+    "falcon": ["self_attention"],
+}
+MLP = {
+    "opt": ["fc1", "activation_fn", "fc2"],
+    "bart": ["fc1", "activation_fn", "fc2"],
+    "bert": ["intermediate", "output"],
+    "t5": ["layer.1", "layer.2"],
+}
+
+
+def _tails(model: nn.Module, kind: Any) -> set[str]:
+    """Names of the parts inside their blocks."""
+    blocks = [u.blocks[0].name for u in make_plan(model, Policy())]
+    names = [b.name for u in make_plan(model, Policy(Treatment(kind))) for b in u.blocks]
+    return {n.removeprefix(b + ".") for n in names for b in blocks if n.startswith(b + ".")}
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_attention_and_mlp_are_found_by_what_they_are_called(kind: str) -> None:
+    model = build(kind, 2)
+    assert _tails(model, "attention") == set(ATTENTION.get(kind, ["self_attn"]))
+    assert _tails(model, "mlp") == set(MLP.get(kind, ["mlp"]))
+
+
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x))
+
+
+class Model(nn.Module):
+    def __init__(self, blocks: int = 5) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Odd() for _ in range(blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+@pytest.mark.parametrize("kind", ["attention", "mlp"])
+def test_parts_that_nobody_can_tell_must_be_named(kind: Any) -> None:
+    policy = Policy(Treatment("none"), (Rule("1-2", Treatment(kind)),), modules=("Odd",))
+    with pytest.raises(ConfigError) as caught:
+        make_plan(Model(), policy)
+    (problem,) = caught.value.problems
+    assert problem.where == "$.ds_ckpt.activation.rules[0].policy"
+    assert "a (Linear), b (Linear)" in problem.why
+    assert '"modules"' in problem.remedy
+    named = make_plan(Model(), Policy(Treatment(kind), modules=("layers.*.a",)))
+    assert [u.blocks[0].name for u in named] == [f"layers.{i}.a" for i in range(5)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(blocks=st.integers(1, 9), size=st.integers(2, 5), every=st.integers(2, 5))
+def test_segments_and_every_n_cover_what_they_say(blocks: int, size: int, every: int) -> None:
+    model = Model(blocks)
+    units = make_plan(model, Policy(Treatment("segments", segment_size=size), modules=("Odd",)))
+    names = [b.name for u in units for b in u.blocks]
+    assert names == [f"layers.{i}" for i in range(blocks)]
+    assert all(len(u.blocks) == size for u in units[:-1])
+    units = make_plan(model, Policy(Treatment("every_n", every_n=every), modules=("Odd",)))
+    assert [u.blocks[0].name for u in units] == [f"layers.{i}" for i in range(0, blocks, every)]
+
+
+def test_segments_end_where_a_container_or_a_class_ends() -> None:
+    units = make_plan(build("t5", 3), Policy(Treatment("segments", segment_size=9)))
+    assert [[b.name for b in u.blocks] for u in units] == [
+        [f"{side}.block.{i}" for i in range(3)] for side in ("encoder", "decoder")
+    ]
+
+
+def test_the_first_rule_that_names_a_block_decides() -> None:
+    rules = (
+        Rule("0-1", Treatment("none")),
+        Rule("layers.[12]", Treatment("selective", save_ops=("aten.mm",))),
+        Rule("4", Treatment("segments")),
+    )
+    units = make_plan(Model(), Policy(Treatment("block"), rules, modules=("Odd",)))
+    found = [([b.name for b in u.blocks], u.save_ops) for u in units]
+    assert found == [
+        (["layers.2"], ("aten.mm",)),
+        (["layers.3"], ()),
+        (["layers.4"], ()),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rules", "where", "why"),
+    [
+        (("7",), "rules[0]", "no block"),
+        (("3-9", "4"), "rules[1]", "earlier rule"),
+        (("0", "head.*"), "rules[1]", "no block"),
+    ],
+)
+def test_rules_that_name_nothing_are_refused(rules: tuple[str, ...], where: str, why: str) -> None:
+    policy = Policy(rules=tuple(Rule(r, Treatment("none")) for r in rules), modules=("Odd",))
+    with pytest.raises(ConfigError) as caught:
+        make_plan(Model(), policy)
+    (problem,) = caught.value.problems
+    assert problem.where == f"$.ds_ckpt.activation.{where}.match"
+    assert why in problem.why
+    assert "0-4" in problem.remedy
+
+
+def _selective(*save_ops: str) -> Policy:
+    return Policy(Treatment("selective", save_ops=save_ops), modules=("Odd",))
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [
+        ("matmul", '"matmuls"'),
+        ("aten.nosuch", "sets"),
+        ("aten.mm.nosuch", "overloads: default"),
+        ("mm", "neither a set"),
+        ("aten.add_", "changes its argument"),
+        ("qkvo", "no part that looks like it"),
+        ("gate", "no part that looks like it"),
+    ],
+)
+def test_operators_that_cannot_be_saved_are_refused(name: str, word: str) -> None:
+    model = Model()
+    with pytest.raises(ConfigError) as caught:
+        CheckpointedBlocks(model, policy=_selective("aten.addmm+" + name))
+    (problem,) = caught.value.problems
+    assert problem.where == "$.ds_ckpt.activation.save_ops"
+    assert name in problem.found
+    assert word in problem.why + problem.remedy
+    assert all("forward" not in vars(m) for m in model.modules()), "nothing has been changed"
+
+
+def test_a_set_that_nothing_answers_to_is_refused_in_the_first_forward() -> None:
+    model = build("llama", attn_implementation="eager")
+    CheckpointedBlocks(model, policy=Policy(Treatment("selective", save_ops=("attention",))))
+    with pytest.raises(UnsupportedError, match='"attention"') as caught:
+        model(**batch("llama"))
+    assert "aten.bmm" in caught.value.problems[0].why
+    assert "sdpa" in caught.value.problems[0].remedy
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("kind", ["block", "attention"])
+def test_torch_compile_takes_the_blocks_with_it(backend: str, kind: Any) -> None:
+    gradients = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        model = build("llama", 2)
+        CheckpointedBlocks(model, policy=Policy(Treatment(kind)))
+        run = torch.compile(model, backend=backend) if compiled else model
+        run(**batch("llama")).loss.backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*gradients, strict=True))
