@@ -10,23 +10,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ds_ckpt.config.conflicts import across_sections
-from ds_ckpt.config.loading import load_file
-from ds_ckpt.config.models import (
-    ActivationConfig,
+from ds_ckpt.config.activation import ActivationConfig
+from ds_ckpt.config.compression import (
     CompressionConfig,
-    DeepSpeedActivationSection,
     ErrorFeedbackConfig,
     ExchangeConfig,
-    PluginConfig,
+    HybridConfig,
+    PowerSGDConfig,
     QuantizeConfig,
-    TelemetryConfig,
+    RuleConfig,
     TopKConfig,
 )
+from ds_ckpt.config.conflicts import across_sections
+from ds_ckpt.config.loading import load_file
+from ds_ckpt.config.models import DeepSpeedActivationSection, PluginConfig, TelemetryConfig
 from ds_ckpt.config.paths import show
 from ds_ckpt.config.placement import misplaced
 from ds_ckpt.config.schema import json_schema
 from ds_ckpt.config.sections import DEEPSPEEDS, OURS, read
+from ds_ckpt.config.served import keeping_problems, with_deepspeeds_keys
 from ds_ckpt.config.unused import would_do_nothing
 from ds_ckpt.config.wanted import Wanted
 from ds_ckpt.errors import ConfigError, Problem
@@ -36,8 +38,11 @@ __all__ = [
     "CompressionConfig",
     "ErrorFeedbackConfig",
     "ExchangeConfig",
+    "HybridConfig",
     "PluginConfig",
+    "PowerSGDConfig",
     "QuantizeConfig",
+    "RuleConfig",
     "TelemetryConfig",
     "TopKConfig",
     "json_schema",
@@ -51,7 +56,7 @@ def parse(config: Mapping[str, Any], *, source: str = "config") -> PluginConfig:
 
     `null` leaves a key at its default. Where `activation_checkpointing` stands and no policy is
     named, the policy is `block`; an explicit `"policy": "none"` wins over that section, whose keys
-    may only be false or null in any case.
+    may then only be false or null.
 
     Args:
         config: the DeepSpeed JSON as a dict.
@@ -71,9 +76,11 @@ def parse(config: Mapping[str, Any], *, source: str = "config") -> PluginConfig:
     if deepspeeds is not None:
         read(deepspeeds, DeepSpeedActivationSection, DEEPSPEEDS, problems)
     ours = _with_policy(ours, section_stands=deepspeeds is not None)
+    ours = with_deepspeeds_keys(ours, deepspeeds)
     plugin = read(ours, PluginConfig, OURS, problems)
     wanted = Wanted.of(ours)
     problems += would_do_nothing(config, wanted)
+    problems += keeping_problems(config, wanted)
     problems += across_sections(config, wanted)
     if problems:
         problems = list({p.where: p for p in reversed(problems)}.values())[::-1]

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from difflib import SequenceMatcher
 from typing import Any
 
-from ds_ckpt.config.models import ActivationConfig, CompressionConfig
+from ds_ckpt.config.activation import ActivationConfig
+from ds_ckpt.config.compression import CompressionConfig
 from ds_ckpt.config.paths import join, plain, show
 from ds_ckpt.config.sections import OURS
 from ds_ckpt.errors import Problem

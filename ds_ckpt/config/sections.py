@@ -7,12 +7,13 @@ their place only: the words come from the model's `Expects`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from ds_ckpt.config.models import Expects, PluginConfig
+from ds_ckpt.config.base import Expects
+from ds_ckpt.config.models import PluginConfig
 from ds_ckpt.config.paths import is_auto, join, nearest, plain, show
 from ds_ckpt.errors import Problem
 
@@ -36,6 +37,8 @@ _MEANT = {
         "sparsity": "density",
         "dtype": "values",
     },
+    f"{OURS}.compression.powersgd": {"r": "rank", "matrix_approximation_rank": "rank"},
+    f"{OURS}.compression.rules": {"pattern": "match", "name": "match", "ndim": "dims"},
     f"{OURS}.compression.quantize": {
         "nbits": "bits",
         "num_bits": "bits",
@@ -43,7 +46,13 @@ _MEANT = {
         "group_size": "block",
         "blocksize": "block",
     },
-    f"{OURS}.activation": {"type": "policy", "mode": "policy", "classes": "modules"},
+    f"{OURS}.activation": {
+        "type": "policy",
+        "mode": "policy",
+        "classes": "modules",
+        "blocks": "modules",
+    },
+    f"{OURS}.activation.rules": {"pattern": "match", "blocks": "match", "name": "match"},
 }
 _SWITCHES = {
     f"{OURS}.compression": '"method": "none" switches compression off',
@@ -52,7 +61,18 @@ _SWITCHES = {
 
 
 def _submodel(field: FieldInfo) -> type[BaseModel] | None:
-    kind = field.annotation
+    if get_origin(field.annotation) is tuple:
+        return None
+    kinds = [field.annotation, *get_args(field.annotation)]
+    sections = (k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel))
+    return next(sections, None)
+
+
+def _item_model(field: FieldInfo) -> type[BaseModel] | None:
+    """The section that each entry of a list is."""
+    if get_origin(field.annotation) is not tuple:
+        return None
+    kind = get_args(field.annotation)[0]
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
@@ -90,7 +110,7 @@ def _unknown_key(key: object, value: object, model: type[BaseModel], path: str) 
         return Problem(join(path, key), show(value), why, remedy)
     if plain(key) in ("enable", "enabled") and path in _SWITCHES:
         return Problem(join(path, key), show(value), why, f"remove it; {_SWITCHES[path]}")
-    meant = _MEANT.get(path, {}).get(str(key).lower())
+    meant = _MEANT.get(path.rstrip("0123456789[]"), {}).get(str(key).lower())
     meant = meant or nearest(key, keys)
     if meant:
         why += f'; did you mean "{meant}"?'
@@ -145,8 +165,10 @@ def _clean(
             problems.append(_unknown_key(key, value, model, path))
         elif value is None:
             continue
-        elif is_auto(value):
+        elif is_auto(value) and "auto" not in get_args(field.annotation):
             problems.append(_auto(value, field, where))
+        elif isinstance(value, list | tuple) and (item := _item_model(field)) is not None:
+            kept[key] = _clean_items(value, item, where, problems)
         elif isinstance(value, list | tuple) and any(is_auto(item) for item in value):
             position = next(i for i, item in enumerate(value) if is_auto(item))
             problems.append(_auto(value[position], field, join(where, position)))
@@ -156,6 +178,18 @@ def _clean(
             kept[key] = _clean(value, sub, where, problems)
         else:
             problems.append(not_an_object(value, where))
+    return kept
+
+
+def _clean_items(
+    items: list[Any] | tuple[Any, ...], model: type[BaseModel], path: str, problems: list[Problem]
+) -> list[Any]:
+    kept = []
+    for i, item in enumerate(items):
+        if isinstance(item, Mapping):
+            kept.append(_clean(item, model, join(path, i), problems))
+        else:
+            problems.append(not_an_object(item, join(path, i)))
     return kept
 
 
@@ -183,6 +217,6 @@ def _from_pydantic(
         where = join(where, part)
         if isinstance(part, str):
             key, field = part, model.model_fields[part]
-            model = _submodel(field) or model
+            model = _submodel(field) or _item_model(field) or model
     assert field is not None, "a section's own type is checked before pydantic sees it"
     return _wrong_value(value, field, where, key)

@@ -5,22 +5,33 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ds_ckpt.config.activation import POLICIES
 from ds_ckpt.config.conflicts import ZERO, stage_problem
-from ds_ckpt.config.models import DeepSpeedActivationSection
 from ds_ckpt.config.paths import join, lookup, show
 from ds_ckpt.config.sections import DEEPSPEEDS, OURS
 from ds_ckpt.config.wanted import Wanted
 from ds_ckpt.errors import Problem
 
+_LOSSY = ("topk", "powersgd", "quantize", "hybrid")
 _USED_BY = {
-    "topk": ("topk",),
-    "quantize": ("quantize",),
-    "error_feedback": ("topk", "quantize"),
-    "exchange": ("topk", "quantize"),
-    "start_step": ("topk", "quantize"),
-    "min_numel": ("topk", "quantize"),
+    "topk": ("topk", "powersgd", "hybrid"),
+    "powersgd": ("powersgd", "hybrid"),
+    "quantize": ("quantize", "hybrid"),
+    "hybrid": ("hybrid",),
+    "error_feedback": _LOSSY,
+    "exchange.when": _LOSSY,
+    "exchange.gate": _LOSSY,
+    "exchange.levels": ("dense", *_LOSSY),
+    "exchange.overlap": ("dense", *_LOSSY),
+    "rules": ("dense", *_LOSSY),
+    "start_step": _LOSSY,
+    "min_numel": _LOSSY,
 }
 """The methods that act on each key of the compression section."""
+
+
+_POLICY_OF = {"every_n": "every_n", "segment_size": "segments", "save_ops": "selective"}
+"""The policy that each of these keys of the activation section belongs to."""
 
 
 def _written(value: object) -> bool:
@@ -34,7 +45,7 @@ def would_do_nothing(config: Mapping[str, Any], wanted: Wanted) -> Iterator[Prob
     """Settings that no code would act on as the rest stands."""
     activation = lookup(wanted.ours, ("activation",))
     if wanted.policy == "none":
-        for key in ("modules", "share_gather"):
+        for key in ("modules", "share_gather", "check_determinism", *_POLICY_OF):
             value = lookup(activation, (key,))
             if _written(value):
                 why = 'it does nothing while the policy is "none"'
@@ -45,31 +56,69 @@ def would_do_nothing(config: Mapping[str, Any], wanted: Wanted) -> Iterator[Prob
         if stage_problem(config, why, ""):
             remedy = f"remove it, or set $.{ZERO}.stage to 3"
             yield Problem(f"{OURS}.activation.share_gather", show(share), why, remedy)
+    if wanted.policy not in (None, "none"):
+        yield from _unused_by_policy(activation, f"{OURS}.activation", wanted.policy)
+    rules = lookup(activation, ("rules",))
+    for i, rule in enumerate(rules if isinstance(rules, list | tuple) else ()):
+        policy = lookup(rule, ("policy",))
+        if policy in POLICIES:
+            yield from _unused_by_policy(rule, f"{OURS}.activation.rules[{i}]", str(policy))
     compression = lookup(wanted.ours, ("compression",))
     yield from _unused_compression(compression, wanted.method)
+    yield from _unused_in_rules(compression)
     yield from _impossible_boundary(config, compression)
     telemetry = lookup(wanted.ours, ("telemetry",))
     enabled = lookup(telemetry, ("enabled",))
     for key in ("every_n_steps", "path"):
         value = lookup(telemetry, (key,))
-        if _written(value) and enabled in (None, False):
+        profiled = key == "every_n_steps" and lookup(activation, ("profile",)) is True
+        if _written(value) and enabled in (None, False) and not profiled:
             why = "it does nothing while telemetry is not enabled"
             remedy = f"remove it, or set {OURS}.telemetry.enabled to true"
             yield Problem(f"{OURS}.telemetry.{key}", show(value), why, remedy)
     yield from _dead_keys(config.get("activation_checkpointing"))
 
 
+def _unused_by_policy(section: Any, path: str, policy: str) -> Iterator[Problem]:
+    for key, user in _POLICY_OF.items():
+        value = lookup(section, (key,))
+        if _written(value) and policy != user:
+            why = f'it belongs to policy "{user}"'
+            yield Problem(f"{path}.{key}", show(value), why, f'remove it, or write policy "{user}"')
+
+
 def _unused_compression(section: Any, method: str | None) -> Iterator[Problem]:
     if method is None:
         return
+    here = {method} if method == "none" else {method, *_methods_of_rules(section)}
     for key, methods in _USED_BY.items():
-        value = lookup(section, (key,))
-        if method not in methods and _written(value):
+        value = lookup(section, key.split("."))
+        if not here & set(methods) and _written(value):
             lossless = ", which sends everything" if method == "dense" else ""
             why = f'it does nothing with method "{method}"{lossless}'
             choices = " or ".join(f'"{m}"' for m in methods)
             remedy = f"remove it, or set {OURS}.compression.method to {choices}"
             yield Problem(f"{OURS}.compression.{key}", show(value), why, remedy)
+
+
+def _unused_in_rules(section: Any) -> Iterator[Problem]:
+    rules = lookup(section, ("rules",))
+    for i, rule in enumerate(rules if isinstance(rules, list | tuple) else ()):
+        method = lookup(rule, ("method",))
+        for key in ("topk", "powersgd", "quantize", "hybrid"):
+            value = lookup(rule, (key,))
+            if isinstance(method, str) and method not in _USED_BY[key] and _written(value):
+                where = f"{OURS}.compression.rules[{i}]"
+                why = f'it does nothing with method "{method}"'
+                remedy = f"remove it, or set {where}.method to one that uses it"
+                yield Problem(f"{where}.{key}", show(value), why, remedy)
+
+
+def _methods_of_rules(section: Any) -> set[str]:
+    rules = lookup(section, ("rules",))
+    if not isinstance(rules, list | tuple):
+        return set()
+    return {str(lookup(rule, ("method",))) for rule in rules}
 
 
 def _impossible_boundary(config: Mapping[str, Any], compression: Any) -> Iterator[Problem]:
@@ -89,16 +138,13 @@ def _impossible_boundary(config: Mapping[str, Any], compression: Any) -> Iterato
 
 
 def _dead_keys(section: Any) -> Iterator[Problem]:
-    if not isinstance(section, Mapping):
-        return
-    for key in DeepSpeedActivationSection.model_fields:
-        value = section.get(key)
-        number = key == "number_checkpoints"
-        if value is True or (number and isinstance(value, int)):
-            why = (
-                "DeepSpeed parses it and acts on it nowhere, and this release of ds_ckpt does not "
-                "serve it: it would do nothing"
-            )
-            remedy = f"{'write null' if number else 'write false'} or remove the key"
-            remedy += "; the section itself, even empty, asks for policy block"
-            yield Problem(join(DEEPSPEEDS, key), show(value), why, remedy)
+    key = "partition_activations"
+    value = lookup(section, (key,))
+    if value is True:
+        why = (
+            "DeepSpeed parses it and acts on it nowhere, and this release of ds_ckpt does not "
+            "serve it: it would do nothing"
+        )
+        remedy = "write false or remove the key"
+        remedy += "; the section itself, even empty, asks for policy block"
+        yield Problem(join(DEEPSPEEDS, key), show(value), why, remedy)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ds_ckpt.config.activation import POLICIES
 from ds_ckpt.config.paths import lookup, nearest
 
-_METHODS = ("none", "dense", "topk", "quantize")
-_POLICIES = ("none", "block")
+_METHODS = ("none", "dense", "topk", "powersgd", "quantize", "hybrid")
 
 
 def _resolve(value: object, choices: tuple[str, ...]) -> str | None:
@@ -20,9 +20,18 @@ def _resolve(value: object, choices: tuple[str, ...]) -> str | None:
     return value if value in choices else nearest(value, choices)
 
 
+def _checkpointing_rules(ours: object) -> bool:
+    rules = lookup(ours, ("activation", "rules"))
+    policies = [lookup(r, ("policy",)) for r in rules] if isinstance(rules, list | tuple) else []
+    return any(p not in (None, "none") for p in policies)
+
+
 @dataclass(frozen=True)
 class Wanted:
-    """What the raw section asks for, as far as it can be told; None: cannot be told."""
+    """What the raw section asks for, as far as it can be told; None: cannot be told.
+
+    `policy` is "rules" where the policy is "none" and rules checkpoint some blocks.
+    """
 
     ours: Any
     policy: str | None
@@ -30,7 +39,9 @@ class Wanted:
 
     @classmethod
     def of(cls, ours: Any) -> Wanted:
-        policy = _resolve(lookup(ours, ("activation", "policy")), _POLICIES)
+        policy = _resolve(lookup(ours, ("activation", "policy")), POLICIES)
+        if policy == "none" and _checkpointing_rules(ours):
+            policy = "rules"
         return cls(ours, policy, _resolve(lookup(ours, ("compression", "method")), _METHODS))
 
     @property

@@ -82,10 +82,14 @@ def test_we_read_it(preset: Path) -> None:
     config = parse(load_file(preset))
     assert config.active
     assert (config.activation.policy == "block") == ("block" in preset.stem)
+    assert (config.activation.policy == "selective") == ("selective" in preset.stem)
+    assert config.activation.offload == ("offload" in preset.stem)
     method = config.compression.method
     assert (method == "topk") == ("topk" in preset.stem)
     assert (method == "quantize") == ("4bit" in preset.stem)
     assert (method == "dense") == ("dense" in preset.stem)
+    assert (method == "powersgd") == ("powersgd" in preset.stem)
+    assert (method == "hybrid") == ("hybrid" in preset.stem)
 
 
 def test_deepspeed_reads_it(preset: Path) -> None:

@@ -487,3 +487,13 @@ def delivered_on_resume(folder: str, section: dict[str, Any]) -> tuple[float, fl
     after = _held(session)
     engine.destroy()
     return before, after
+
+
+def start_error(section: dict[str, Any]) -> str:
+    """The message with which an engine refuses this section."""
+    fresh()
+    try:
+        models.start("llama", models.zero3_config(ds_ckpt=section))
+    except ds_ckpt.DsCkptError as error:
+        return str(error)
+    return ""

@@ -198,22 +198,62 @@ def test_objects_without_settings_are_not_settings() -> None:
         ("profile", True),
         ("synchronize_checkpoint_boundary", True),
         ("number_checkpoints", 4),
-        ("number_checkpoints", 0),
     ],
 )
 def test_deepspeeds_keys_that_would_do_nothing(key: str, value: Any) -> None:
-    found = problems({"activation_checkpointing": {key: value}})
-    problem = found[f"$.activation_checkpointing.{key}"]
-    assert "do nothing" in problem.why
-    assert "remove" in problem.remedy
     none = {"ds_ckpt": {"activation": {"policy": "none"}}, "activation_checkpointing": {key: value}}
-    assert list(problems(none)) == [f"$.activation_checkpointing.{key}"]
+    (problem,) = problems(none).values()
+    assert problem.where == f"$.activation_checkpointing.{key}"
+    assert "do" in problem.why
+    assert "nothing" in problem.why
+    assert "remove" in problem.remedy
+    if key in ("partition_activations", "number_checkpoints"):  # the others do what they say
+        assert list(problems({"activation_checkpointing": {key: value}})) == [problem.where]
+
+
+@pytest.mark.parametrize(
+    ("key", "ours", "value"),
+    [
+        ("cpu_checkpointing", "offload", True),
+        ("contiguous_memory_optimization", "contiguous", True),
+        ("number_checkpoints", "contiguous_count", 24),
+        ("synchronize_checkpoint_boundary", "synchronize", True),
+        ("profile", "profile", True),
+    ],
+)
+def test_deepspeeds_keys_mean_ours(key: str, ours: str, value: Any) -> None:
+    section = {"contiguous_memory_optimization": True, key: value}
+    config = {"zero_optimization": {"stage": 3}, "activation_checkpointing": section}
+    activation = parse(config).activation
+    assert activation.policy == "block"
+    assert getattr(activation, ours) == value
+    same = {**config, "ds_ckpt": {"activation": {ours: value}}}
+    assert parse(same).activation == activation
+    other = 25 if value == 24 else False
+    against = problems({**config, "ds_ckpt": {"activation": {ours: other}}})
+    assert f"$.activation_checkpointing.{key}" in against[f"$.ds_ckpt.activation.{ours}"].why
+
+
+def test_keys_that_need_a_switch() -> None:
+    found = problems(
+        {"ds_ckpt": {"activation": {"policy": "block", "offload_prefetch": 2}}},
+    )
+    assert "$.ds_ckpt.activation.offload" in found["$.ds_ckpt.activation.offload_prefetch"].why
+    found = problems({"activation_checkpointing": {"number_checkpoints": 2}})
+    problem = found["$.activation_checkpointing.number_checkpoints"]
+    assert "$.activation_checkpointing.contiguous_memory_optimization" in problem.remedy
+    assert parse(
+        {
+            "activation_checkpointing": {"profile": True},
+            "ds_ckpt": {"telemetry": {"every_n_steps": 3}},
+        }
+    ).activation.profile
 
 
 @pytest.mark.parametrize(("key", "value"), [("profile", "auto"), ("profile", 0), ("profile", "no")])
 def test_deepspeeds_keys_are_strict_too(key: str, value: Any) -> None:
     found = problems({"activation_checkpointing": {key: value}})
-    assert "write for example false" in found[f"$.activation_checkpointing.{key}"].remedy
+    assert "write for example true" in found[f"$.activation_checkpointing.{key}"].remedy
 
 
 def test_the_key_that_deepspeeds_documentation_invents() -> None:
@@ -348,5 +388,15 @@ def test_micro_steps_cannot_be_held_back_there(extra: dict[str, Any], names: str
 def test_dense_is_exchanged_as_deepspeed_does_and_takes_no_when() -> None:
     compression = {"method": "dense", "exchange": {"when": "micro_step"}}
     config = {"zero_optimization": {"stage": 3}, "ds_ckpt": {"compression": compression}}
-    with pytest.raises(ConfigError, match="exchange"):
+    with pytest.raises(ConfigError, match="exchange") as error:
+        parse(config)
+    assert [p.where for p in error.value.problems] == ["$.ds_ckpt.compression.exchange.when"]
+
+
+def test_dense_may_be_exchanged_beside_backward_or_not() -> None:
+    compression: dict[str, Any] = {"method": "dense", "exchange": {"overlap": False}}
+    config = {"zero_optimization": {"stage": 3}, "ds_ckpt": {"compression": compression}}
+    assert not parse(config).compression.exchange.overlap
+    compression["method"] = "none"
+    with pytest.raises(ConfigError, match="exchange.overlap"):
         parse(config)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from ds_ckpt.errors import UnsupportedError
-from ds_ckpt.session import _refuse_model_parallel, _refuse_pipeline
+from ds_ckpt.session.refusals import refuse_model_parallel, refuse_pipeline
 
 
 class PipelineEngine:
@@ -21,8 +21,8 @@ class OwnPipeline(PipelineEngine):
 @pytest.mark.parametrize("engine", [PipelineEngine(), OwnPipeline()])
 def test_pipelines_are_refused(engine: object) -> None:
     with pytest.raises(UnsupportedError, match="activation_checkpoint_interval"):
-        _refuse_pipeline(engine)
-    _refuse_pipeline(SimpleNamespace())
+        refuse_pipeline(engine)
+    refuse_pipeline(SimpleNamespace())
 
 
 def test_the_name_is_deepspeeds() -> None:
@@ -34,5 +34,5 @@ def test_the_name_is_deepspeeds() -> None:
 @pytest.mark.parametrize("attribute", ["mp_world_size", "sequence_parallel_size"])
 def test_groups_that_share_parameter_names_are_refused(attribute: str) -> None:
     with pytest.raises(UnsupportedError, match=attribute):
-        _refuse_model_parallel(SimpleNamespace(**{attribute: 2}))
-    _refuse_model_parallel(SimpleNamespace(mp_world_size=1, sequence_parallel_size=1))
+        refuse_model_parallel(SimpleNamespace(**{attribute: 2}))
+    refuse_model_parallel(SimpleNamespace(mp_world_size=1, sequence_parallel_size=1))

@@ -1,0 +1,58 @@
+"""From the checked `compression` section to the exchange's plain settings."""
+
+from __future__ import annotations
+
+from ds_ckpt.config.compression import CompressionConfig, RuleConfig
+from ds_ckpt.config.sections import OURS
+from ds_ckpt.exchange.build import ExchangeSettings
+from ds_ckpt.exchange.rules import Method, MethodSettings, Rule
+
+
+def exchange_settings(compression: CompressionConfig) -> ExchangeSettings:
+    """Settings of any method but "none"."""
+    assert compression.method != "none"
+    return ExchangeSettings(
+        default=_method(compression.method, compression),
+        rules=tuple(
+            Rule(
+                where=f"{OURS}.compression.rules[{i}]",
+                match=rule.match,
+                settings=_method(rule.method, compression, rule),
+                dims=rule.dims,
+                min_numel=rule.min_numel or 0,
+                max_numel=rule.max_numel,
+            )
+            for i, rule in enumerate(compression.rules)
+        ),
+        error_feedback=compression.error_feedback.enabled,
+        residual_dtype=compression.error_feedback.dtype,
+        residual_device=compression.error_feedback.device,
+        # sending everything has nothing to warm up for
+        start_step=compression.start_step if compression.lossy else 0,
+        min_numel=compression.min_numel,
+        levels=compression.exchange.levels,
+        gate=compression.exchange.gate,
+    )
+
+
+def _method(
+    method: Method, compression: CompressionConfig, rule: RuleConfig | None = None
+) -> MethodSettings:
+    """A rule's own sections come before the common ones."""
+    topk = (rule and rule.topk) or compression.topk
+    powersgd = (rule and rule.powersgd) or compression.powersgd
+    quantize = (rule and rule.quantize) or compression.quantize
+    hybrid = (rule and rule.hybrid) or compression.hybrid
+    return MethodSettings(
+        method=method,
+        density=topk.density,
+        values=topk.values,
+        selection=topk.selection,
+        offsets=topk.offsets,
+        rank=powersgd.rank,
+        alternate=powersgd.alternate,
+        bits=quantize.bits,
+        block=quantize.block,
+        rotated=quantize.rotated,
+        remainder=hybrid.remainder,
+    )

@@ -1,0 +1,171 @@
+"""The compressed reduction of one engine: its exchange, process groups, state and words."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ds_ckpt.compression.feedback import Feedback
+from ds_ckpt.config.compression import CompressionConfig
+from ds_ckpt.config.settings import exchange_settings
+from ds_ckpt.exchange.build import Built, ExchangeSettings, build_exchange, describe
+from ds_ckpt.exchange.own_group import discard, twin_of
+from ds_ckpt.exchange.plan import Plan
+from ds_ckpt.exchange.rules import MethodSettings
+from ds_ckpt.exchange.state import ResidualFiles
+from ds_ckpt.memory import HostPool
+from ds_ckpt.session.refusals import refuse_model_parallel
+from ds_ckpt.telemetry.steps import ExchangeProbe
+from ds_ckpt.zero3.gradient import BucketExchange
+from ds_ckpt.zero3.overlap import describe_overlap
+
+
+class Gradients:
+    """What `compression` with a method sets up. Collective: every process makes one.
+
+    Args:
+        host: host memory for the residuals.
+
+    Attributes:
+        built: the exchange with its parts.
+        plan: which parameter travels how and in how many bytes.
+        overlaps: whether exchanges run beside backward; alone there is nothing to wait for.
+
+    Raises:
+        UnsupportedError: the engine, the hosts or the model's parameters do not allow what the
+            section asks for.
+    """
+
+    def __init__(self, engine: Any, config: CompressionConfig, host: HostPool) -> None:
+        refuse_model_parallel(engine)
+        self._engine = engine
+        self._config = config
+        self._host = host
+        self._settings = exchange_settings(config)
+        self._shapes = shapes_of(engine)
+        self._embeddings = _embeddings(engine.module)
+        choose = self._settings.choose(self._embeddings)
+        choose.check((name, shape) for name, shape, _ in self._shapes)
+        self.plan = Plan.of(choose, self._shapes)
+        group = engine.optimizer.dp_process_group
+        self.overlaps = config.exchange.overlap and torch.distributed.get_world_size(group) > 1
+        self._own_group = twin_of(group) if self.overlaps else None
+        self.built: Built = self._build(self._settings, self._boundary())
+
+    def finalizers(self) -> list[Any]:
+        """Give the process groups up when the engine is dropped without a word."""
+        groups: list[Any] = [weakref.finalize(self._engine, self.built.groups.discard)]
+        if self._own_group is not None:
+            groups.append(weakref.finalize(self._engine, discard, self._own_group))
+        return groups
+
+    def discard(self) -> None:
+        """Give the process groups up."""
+        self.built.groups.discard()
+        if self._own_group is not None:
+            discard(self._own_group)
+
+    def dense(self) -> BucketExchange:
+        """An exchange that sends everything, to hold DeepSpeed's own reduction against."""
+        return self._build(ExchangeSettings(MethodSettings("dense"), levels=1)).exchange
+
+    def _boundary(self) -> Callable[[], bool] | None:
+        """Tells the last micro-step of a step; None where every micro-step is exchanged."""
+        engine, config = self._engine, self._config
+        held_back = (
+            config.lossy
+            and config.exchange.when == "accumulation_boundary"
+            and config.error_feedback.enabled
+            and engine.gradient_accumulation_steps() > 1
+            and getattr(engine._config, "managed_gradient_accumulation", True)
+        )
+        return engine.optimizer.is_gradient_accumulation_boundary if held_back else None
+
+    def _build(
+        self, settings: ExchangeSettings, at_boundary: Callable[[], bool] | None = None
+    ) -> Built:
+        from deepspeed import comm
+
+        engine = self._engine
+        return build_exchange(
+            settings,
+            group=self._own_group or engine.optimizer.dp_process_group,
+            all_to_all_single=comm.all_to_all_single,
+            all_reduce=comm.all_reduce,
+            current_step=lambda: int(engine.global_steps),
+            at_boundary=at_boundary,
+            embeddings=self._embeddings,
+            host=self._host,
+        )
+
+    def probe(self) -> ExchangeProbe:
+        """For the step log."""
+        gate = self.built.gate
+        return ExchangeProbe(
+            self.built.timings,
+            self.built.errors,
+            lambda: gate.dense_buckets if gate is not None else 0,
+            self.plan.records(),
+        )
+
+    def describe(self) -> list[str]:
+        """Clauses for the line at the start."""
+        groups = self.built.groups
+        clauses = [describe(self._settings, self.plan, groups)]
+        if self._boundary() is not None:
+            clauses.append("one exchange an accumulated step")
+        if self.overlaps:
+            elements = sum(shape.numel() for _, shape, _ in self._shapes)
+            clauses.append(describe_overlap(self._engine.optimizer, elements))
+        if self.built.feedback and self.built.feedback.enabled:
+            clauses.append(_residual_words(self.built.feedback, len(groups.columns) or 1))
+        clauses.append("gradients are about a third of ZeRO-3's traffic")
+        return clauses
+
+
+def shapes_of(engine: Any) -> list[tuple[str, torch.Size, int]]:
+    """Name, full shape and bytes an element of every trainable parameter."""
+    parameters = engine.module.named_parameters()
+    return [(n, p.ds_shape, p.element_size()) for n, p in parameters if p.requires_grad]
+
+
+def residual_files(engine: Any, method: str, built: Built | None) -> ResidualFiles:
+    """What travels with the engine's checkpoints; without an exchange it only clears and warns."""
+    group = engine.optimizer.dp_process_group
+    dp_rank = torch.distributed.get_rank(group)
+    columns = built.groups.columns if built else ()
+    return ResidualFiles(
+        built.feedback if built else None,
+        method=method,
+        numels={n: shape.numel() for n, shape, _ in shapes_of(engine)},
+        dp_rank=dp_rank,
+        world=torch.distributed.get_world_size(group),
+        members=next((column for column in columns if dp_rank in column), None),
+        parts=built.parts() if built else None,
+    )
+
+
+def _embeddings(model: torch.nn.Module) -> frozenset[str]:
+    """Names of embedding weights that no other module uses."""
+    users: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            users[id(parameter)] = users.get(id(parameter), 0) + 1
+    weights = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    return frozenset(
+        name
+        for name, parameter in model.named_parameters()
+        if id(parameter) in weights and users[id(parameter)] == 1
+    )
+
+
+def _residual_words(feedback: Feedback, shared_by: int) -> str:
+    kept = "" if feedback.dtype == "fp32" else f" as {feedback.dtype}"
+    where = " of host memory" if feedback.on_host else ""
+    return (
+        f"residuals{kept} cost {feedback.entry_bytes / shared_by:.3g} bytes{where} a compressed "
+        "parameter a process"
+    )

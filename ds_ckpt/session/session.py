@@ -1,0 +1,301 @@
+"""Where everything is put together: configuration, parts, engine.
+
+The ways in are in `entry.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ds_ckpt.activation import CheckpointedBlocks
+from ds_ckpt.activation.boundaries import Boundaries
+from ds_ckpt.activation.build import Keeping, build_boundaries
+from ds_ckpt.activation.build import describe as describe_keeping
+from ds_ckpt.activation.plan import make_plan
+from ds_ckpt.config import PluginConfig
+from ds_ckpt.config.policy import activation_policy, boundary_keeping
+from ds_ckpt.exchange.build import Built
+from ds_ckpt.exchange.plan import Plan
+from ds_ckpt.memory import HostPool
+from ds_ckpt.patch import Patches
+from ds_ckpt.session.gradients import Gradients, residual_files
+from ds_ckpt.session.refusals import (
+    nothing_to_replace,
+    refuse_no_zero3_optimizer,
+    refuse_pipeline,
+)
+from ds_ckpt.telemetry import Counters
+from ds_ckpt.telemetry.blocks import BlockProfile
+from ds_ckpt.telemetry.offload import OffloadCounters
+from ds_ckpt.telemetry.steps import Event, StepLog
+from ds_ckpt.zero3 import collectives, contract
+from ds_ckpt.zero3.checkpoints import wrap_checkpoints
+from ds_ckpt.zero3.gather import GatherSeam
+from ds_ckpt.zero3.gradient import BucketExchange, GradientSeam
+
+log = logging.getLogger("ds_ckpt")
+ATTRIBUTE = "_ds_ckpt_session"
+
+
+class Session:
+    """The plugin on one DeepSpeed engine, until `detach()`.
+
+    Attributes:
+        engine: DeepSpeed's engine.
+        config: the checked configuration.
+        counters: bytes sent by purpose and gathers, from the moment of attaching.
+        summary: the line that says what is active and what it costs.
+    """
+
+    def __init__(self, engine: Any, config: PluginConfig) -> None:
+        self.engine = engine
+        self.config = config
+        self.counters = Counters()
+        self._blocks: CheckpointedBlocks | None = None
+        self._boundaries: Boundaries | None = None
+        self._gather: GatherSeam | None = None
+        self._gradient: GradientSeam | None = None
+        self._gradients: Gradients | None = None
+        self._host = HostPool()
+        self._patches = Patches()
+        self._on_drop: list[Any] = []
+        """What to do for the rest of the program when the engine is dropped without `detach`."""
+        try:
+            self._put_together()
+        except BaseException:
+            self.detach()
+            raise
+        self._patches.set(engine, ATTRIBUTE, self)
+        self.summary = self._describe()
+        if torch.distributed.get_rank() == 0:
+            make_heard()
+            log.info(self.summary)
+
+    def _put_together(self) -> None:
+        engine, config = self.engine, self.config
+        refuse_pipeline(engine)
+        stage3 = engine.zero_optimization_stage() == 3
+        changed = contract.require() if stage3 else []
+        collectives.listen(self.counters)
+        self._on_drop.append(weakref.finalize(engine, collectives.unlisten, self.counters))
+        if stage3:
+            self._attach_seams(changed)
+        if config.activation.active:
+            self._checkpoint()
+        if config.telemetry.enabled:
+            self._attach_telemetry()
+        destroy = engine.destroy
+
+        @functools.wraps(destroy)
+        def detach_and_destroy() -> None:
+            self.detach()
+            destroy()
+
+        self._patches.set(engine, "destroy", detach_and_destroy)
+
+    def _checkpoint(self) -> None:
+        model = self.engine.module
+        policy = activation_policy(self.config.activation)
+        units = make_plan(model, policy)
+        keeping, device = self._keeping()
+        self._boundaries = build_boundaries(keeping, model, units, device)
+        self._blocks = CheckpointedBlocks(
+            model,
+            scopes=[self._gather.recompute] if self._gather else [],
+            policy=policy,
+            units=units,
+            around=self._boundaries.around if self._boundaries else None,
+            trackers=_random_trackers(),
+        )
+        if self.block_profile is not None:
+            self._after_steps(self._log_profile)
+
+    def _keeping(self) -> tuple[Keeping, torch.device]:
+        """How boundaries are kept, and the device that computes."""
+        return boundary_keeping(self.config.activation), torch.device(self.engine.device)
+
+    def _log_profile(self, step: int) -> None:
+        profile = self.block_profile
+        if profile is None:
+            return
+        profile.step_ended()
+        if step % self.config.telemetry.every_n_steps == 0:
+            if torch.distributed.get_rank() == 0:
+                log.info("ds_ckpt: what recomputing takes, %s", profile.table())
+            profile.reset()
+
+    def _after_steps(self, act: Callable[[int], None]) -> None:
+        """Have `act` called with the number of every optimizer step that has ended."""
+        engine = self.engine
+        step = engine.step
+
+        @functools.wraps(step)
+        def counted_step(*args: Any, **kwargs: Any) -> Any:
+            before = int(engine.global_steps)
+            result = step(*args, **kwargs)
+            if int(engine.global_steps) > before:
+                act(int(engine.global_steps))
+            return result
+
+        self._patches.set(engine, "step", counted_step)
+
+    @property
+    def offload(self) -> OffloadCounters | None:
+        """What left the device and came back, by block; None where boundaries are not moved."""
+        store = self._boundaries.store if self._boundaries else None
+        return store.counters if store else None
+
+    @property
+    def block_profile(self) -> BlockProfile | None:
+        """Kept bytes and recompute time by block since the last table; None unless asked for."""
+        return self._boundaries.profile if self._boundaries else None
+
+    def _attach_seams(self, changed: list[contract.Finding]) -> None:
+        engine, config = self.engine, self.config
+        refuse_no_zero3_optimizer(engine)
+        optimizer = engine.optimizer
+        names = {p.ds_id: n for n, p in engine.module.named_parameters() if p.requires_grad}
+        share = config.activation.active and config.activation.share_gather
+        self._gather = GatherSeam(optimizer, self.counters, share=share)
+        for finding in changed:
+            log.warning("ds_ckpt: %s: %s", finding.symbol, finding.detail)
+        exchange = verify = built = None
+        overlap = False
+        if config.compression.method != "none":
+            self._gradients = Gradients(engine, config.compression, self._host)
+            self._on_drop += self._gradients.finalizers()
+            built, overlap = self._gradients.built, self._gradients.overlaps
+            exchange = built.exchange
+            verify = self._gradients.dense() if changed else None
+        self._gradient = GradientSeam(
+            optimizer, names, exchange, self.counters, overlap=overlap, verify=verify
+        )
+        self._on_drop.append(weakref.finalize(engine, self._gradient.lease.close))
+        files = residual_files(engine, config.compression.method, built)
+        dp_rank = torch.distributed.get_rank(optimizer.dp_process_group)
+        wrap_checkpoints(engine, files, self._patches, clears=dp_rank == 0)
+
+    @property
+    def plan(self) -> Plan | None:
+        """Which parameter travels how and in how many bytes; None without compression."""
+        return self._gradients.plan if self._gradients else None
+
+    @property
+    def exchange(self) -> Built | None:
+        """The exchange and its parts: residuals, factors, gate, times; None without compression."""
+        return self._gradients.built if self._gradients else None
+
+    def _monitor(self) -> Callable[[list[Event]], None] | None:
+        """DeepSpeed's monitors (TensorBoard, W&B, CSV, Comet), where the JSON file has one on."""
+        monitor = getattr(self.engine, "monitor", None)
+        if torch.distributed.get_rank() or monitor is None or not monitor.enabled:
+            return None
+        write: Callable[[list[Event]], None] = monitor.write_events
+        return write
+
+    def _attach_telemetry(self) -> None:
+        telemetry = self.config.telemetry
+        steps = StepLog(
+            self.counters,
+            every_n_steps=telemetry.every_n_steps,
+            path=telemetry.path,
+            process=torch.distributed.get_rank(),
+            exchange=self._gradients.probe() if self._gradients else None,
+            monitor=self._monitor(),
+        )
+        self._after_steps(steps.step_ended)
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes that error feedback holds on this process now."""
+        feedback = self.exchange.feedback if self.exchange else None
+        return feedback.nbytes if feedback else 0
+
+    @property
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """Committed residual by parameter name: flat fp32, in units of the averaged gradient."""
+        feedback = self.exchange.feedback if self.exchange else None
+        return feedback.state_dict() if feedback else {}
+
+    def _describe(self) -> str:
+        parts = []
+        if self._blocks:
+            parts.append(self._describe_checkpointing(self._blocks))
+        if self._gradients:
+            parts += self._gradients.describe()
+        if self.config.telemetry.enabled:
+            parts.append("telemetry on")
+        return "ds_ckpt: " + ("; ".join(parts) if parts else "nothing is switched on")
+
+    def _describe_checkpointing(self, blocks: CheckpointedBlocks) -> str:
+        activation = self.config.activation
+        policy: str = activation.policy
+        if activation.rules:
+            policy = "rules" if policy == "none" else f"{policy} and rules"
+        words = f"{policy} checkpointing on {blocks.describe()}"
+        if activation.policy == "block" and not activation.rules:
+            words += ": about one more forward a step"
+        if self._gather is not None:
+            shared = activation.share_gather
+            words += ", no extra weight gathers" if shared else ", weights gathered once more"
+        if activation.check_every:
+            words += ", every recompute's values checked"
+            if activation.check_every > 1:
+                words += f" in one forward of {activation.check_every}"
+        keeping, device = self._keeping()
+        return words + describe_keeping(keeping, len(blocks.units), device)
+
+    def measure_with(self, exchange: BucketExchange) -> None:
+        """Have `exchange` reduce gradients in the place of what the configuration names.
+
+        For measuring only, and between steps: `SilentExchange` shows the ceiling of compression,
+        with training that means nothing. Residuals of the configured method stay where they are.
+        Raises UnsupportedError where there is no ZeRO-3 reduction to replace.
+        """
+        if self._gradient is None:
+            raise nothing_to_replace(self.engine.zero_optimization_stage())
+        self._gradient.replace_exchange(exchange)
+
+    def detach(self) -> None:
+        """Leave DeepSpeed, the engine and the model as they were found. Residuals are dropped."""
+        self._patches.undo()
+        if self._blocks is not None:
+            self._blocks.remove()
+        if self._gradient is not None:
+            self._gradient.detach()
+        if self._gather is not None:
+            self._gather.detach()
+        if self._gradients is not None:
+            self._gradients.discard()
+        self._blocks = self._boundaries = self._gradient = self._gather = self._gradients = None
+        self._host.close()
+        collectives.unlisten(self.counters)
+        for finalizer in self._on_drop:
+            finalizer.detach()
+
+
+def _random_trackers() -> list[Any]:
+    """Where tensor-parallel code keeps random states of its own: DeepSpeed's and Megatron's."""
+    from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
+
+    trackers = [get_cuda_rng_tracker()]
+    megatron = sys.modules.get("megatron.core.tensor_parallel.random")
+    if megatron is not None:
+        trackers.append(megatron.get_cuda_rng_tracker())
+    return trackers
+
+
+def make_heard() -> None:
+    """Let our one line through where the program has not set up logging."""
+    if not log.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)

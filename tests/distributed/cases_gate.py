@@ -1,0 +1,72 @@
+"""Run in the worker processes: the gate on a live engine, and what monitors and files are told."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import ds_ckpt
+from ds_ckpt.exchange.gate import TRIALS
+from ds_ckpt.telemetry import Purpose
+from tests.distributed import models
+from tests.distributed.pool import fresh
+
+
+def gated(slow: str, folder: str, *, process: int) -> dict[str, Any]:
+    """Train while one way is slowed down in one process; what was sent before and after.
+
+    Args:
+        slow: "compressed" or "whole".
+        process: the one that is slow: the others have to come to the same verdict.
+    """
+    fresh()
+    section = models.quantize_section(exchange={"gate": True})
+    # one bucket for all, so that a slow way costs one pause a step
+    config = models.zero3_config(ds_ckpt=section, bucket=10**9)
+    engine = models.start("llama", config)
+    session = ds_ckpt.session_of(engine)
+    assert session is not None
+    built = session.exchange
+    assert built is not None
+    exchange = built.exchange._exchange
+    reduce = exchange.reduce
+
+    def slowed(*args: Any, whole: bool = False, **kwargs: Any) -> Any:
+        if dist.get_rank() == process and whole == (slow == "whole"):
+            time.sleep(0.3)
+        return reduce(*args, whole=whole, **kwargs)
+
+    exchange.reduce = slowed
+    models.train(engine, "llama", 2 * TRIALS)
+    engine.save_checkpoint(folder, tag="mine")
+    before = session.counters.bytes_sent[Purpose.REDUCE]
+    models.train(engine, "llama", 4, first=20)
+    result = {
+        "whole": built.gate.dense_buckets if built.gate else -1,
+        "buckets": len(built.gate.verdicts) if built.gate else -1,
+        "sent": session.counters.bytes_sent[Purpose.REDUCE] - before,
+        "weights": models.weights_digest(engine),
+    }
+    engine.destroy()
+    fresh()
+    engine = models.start("llama", config)
+    engine.load_checkpoint(folder, tag="mine")
+    models.train(engine, "llama", 4, first=20)
+    result["resumed"] = models.weights_digest(engine)
+    engine.destroy()
+    return result
+
+
+def monitored(folder: str, section: dict[str, Any]) -> list[str]:
+    """Names of the CSV files that DeepSpeed's monitor wrote."""
+    fresh()
+    section = {**section, "telemetry": {"enabled": True, "every_n_steps": 2}}
+    csv = {"enabled": True, "output_path": folder, "job_name": "job"}
+    engine = models.start("llama", models.zero3_config(ds_ckpt=section, csv_monitor=csv))
+    models.train(engine, "llama", 4)
+    engine.destroy()
+    dist.barrier()
+    return sorted(str(p.relative_to(folder)) for p in Path(folder).rglob("*ds_ckpt*"))

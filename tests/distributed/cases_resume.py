@@ -1,0 +1,148 @@
+"""Run in the worker processes: state that survives the processes."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ds_ckpt
+from tests.distributed import models
+from tests.distributed.pool import fresh
+
+
+def state_digest(session: Any) -> str:
+    """One digest over this process's residuals and factors as they are kept, bit for bit."""
+    digest = hashlib.sha256()
+    built = session.exchange
+    digest.update(str(built.feedback.steps).encode())
+    for name, stored in sorted(built.feedback.stored().items()):
+        digest.update(name.encode())
+        for tensor in stored.tensors:
+            digest.update(tensor.view(torch.uint8).numpy())
+    for key, factor in sorted(built.factors.state_dict().items()):
+        digest.update(key.encode())
+        digest.update(factor.contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _engine(section: dict[str, Any], **options: Any) -> Any:
+    fresh()
+    return models.start("llama", models.zero3_config(ds_ckpt=section, **options))
+
+
+def _end(engine: Any, losses: list[float]) -> dict[str, Any]:
+    session = ds_ckpt.session_of(engine)
+    result = {
+        "losses": losses,
+        "weights": models.weights_digest(engine),
+        "state": state_digest(session),
+        "dtypes": {str(s.values.dtype) for s in session.exchange.feedback.stored().values()},
+        "factors": len(session.exchange.factors.state_dict()),
+    }
+    engine.destroy()
+    return result
+
+
+def train(section: dict[str, Any], steps: int, after: int, **options: Any) -> dict[str, Any]:
+    """Train without a break; losses are those behind step `after`."""
+    engine = _engine(section, **options)
+    models.train(engine, "llama", after)
+    return _end(engine, models.train(engine, "llama", steps - after, first=after))
+
+
+def train_until_killed(
+    folder: str, section: dict[str, Any], split: int, progress: str, **options: Any
+) -> None:
+    """Save after `split` steps, then go on for ever; `progress` gets a line a step."""
+    engine = _engine(section, **options)
+    models.train(engine, "llama", split)
+    engine.save_checkpoint(folder)
+    for step in itertools.count(split):
+        models.train(engine, "llama", 1, first=step)
+        with Path(f"{progress}.{dist.get_rank()}").open("a") as file:
+            file.write(f"{step}\n")
+
+
+def resume(
+    folder: str, section: dict[str, Any], split: int, steps: int, **options: Any
+) -> dict[str, Any]:
+    """Load the last checkpoint and train on."""
+    engine = _engine(section, **options)
+    path, _ = engine.load_checkpoint(folder)
+    assert path is not None
+    return _end(engine, models.train(engine, "llama", steps - split, first=split))
+
+
+def save(folder: str, section: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Train and save; digests of what was saved, and what a next step's losses would be."""
+    engine = _engine(section)
+    models.train(engine, "llama", steps)
+    engine.save_checkpoint(folder)
+    weights = models.weights_digest(engine)
+    return {"weights": weights, **_owed(ds_ckpt.session_of(engine), engine)}
+
+
+def _owed(session: Any, engine: Any) -> dict[str, Any]:
+    owed = {}
+    for name, residual in sorted(session.residuals.items()):
+        total = residual.double()
+        dist.all_reduce(total)
+        owed[name] = total
+    engine.destroy()
+    return {"owed": owed}
+
+
+def load(folder: str, section: dict[str, Any]) -> dict[str, Any]:
+    """Load into this world; what is owed then."""
+    engine = _engine(section)
+    files = ds_ckpt.session_of(engine)._built
+    from ds_ckpt.exchange.state import ResidualFiles
+
+    shapes = ds_ckpt.session_of(engine)._shapes()
+    reader = ResidualFiles(
+        files.feedback,
+        method=section["compression"]["method"],
+        numels={name: shape.numel() for name, shape, _ in shapes},
+        dp_rank=dist.get_rank(),
+        world=dist.get_world_size(),
+        parts={"factors": files.factors},
+    )
+    reader.restore(reader.read(Path(folder)))
+    return _owed(ds_ckpt.session_of(engine), engine)
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def load_universal(folder: str, section: dict[str, Any]) -> dict[str, Any]:
+    """Load a universal checkpoint; weights then, what is owed, what is said, and three losses."""
+    engine = _engine(section, checkpoint={"load_universal": True})
+    heard = _Lines()
+    logging.getLogger("ds_ckpt").addHandler(heard)
+    try:
+        models.train(engine, "llama", 1)  # leaves residuals, which the load must not keep
+        engine.load_checkpoint(folder)
+    finally:
+        logging.getLogger("ds_ckpt").removeHandler(heard)
+    result = {
+        "weights": models.weights_digest(engine),
+        "residuals": len(ds_ckpt.session_of(engine).residuals),
+        "said": heard.lines,
+        "steps": int(engine.global_steps),
+        "losses": models.train(engine, "llama", 3, first=3),
+    }
+    result["residuals after"] = len(ds_ckpt.session_of(engine).residuals)
+    engine.destroy()
+    return result

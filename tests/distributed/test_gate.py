@@ -1,0 +1,37 @@
+"""The gate and the telemetry of compression on real engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed import cases_gate as cases
+from tests.distributed.models import quantize_section
+
+
+@pytest.mark.parametrize("slow", ["compressed", "whole"])
+def test_the_faster_way_is_taken_by_all_processes_and_kept(
+    world2: Any, tmp_path: Path, slow: str
+) -> None:
+    results = world2.run(cases.gated, slow, str(tmp_path), process=1)
+    for result in results:
+        assert result["buckets"] >= 1
+        assert result["whole"] == (result["buckets"] if slow == "compressed" else 0)
+        assert result["resumed"] == result["weights"]
+    other = world2.run(
+        cases.gated,
+        "compressed" if slow == "whole" else "whole",
+        str(tmp_path / "other"),
+        process=0,
+    )
+    fewer, more = (results, other) if slow == "whole" else (other, results)
+    assert more[0]["sent"] > 5 * fewer[0]["sent"]
+
+
+def test_monitors_are_told(world2: Any, tmp_path: Path) -> None:
+    files = world2.run(cases.monitored, str(tmp_path), quantize_section())[0]
+    text = " ".join(files)
+    for name in ("compression_error", "residual_norm", "sent_bytes_reduce", "exchange_s_wire"):
+        assert name in text, files

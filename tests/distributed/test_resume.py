@@ -1,0 +1,131 @@
+"""State that survives the processes: kill -9, other worlds, universal checkpoints (law 5)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed import cases_resume as cases
+from tests.distributed.models import topk_section
+from tests.distributed.pool import Pool, PoolError
+
+INT8_ON_HOST = {"dtype": "int8", "device": "cpu"}
+SECTIONS = {
+    "topk": topk_section(topk={"density": 0.05}),
+    "topk bf16": topk_section(topk={"density": 0.05}, error_feedback={"dtype": "bf16"}),
+    "powersgd int8 on host": topk_section(
+        method="powersgd", powersgd={"rank": 2}, error_feedback=INT8_ON_HOST
+    ),
+    "powersgd by turns": topk_section(
+        method="powersgd",
+        powersgd={"rank": 2, "alternate": True},
+        error_feedback={"dtype": "bf16"},
+    ),
+}
+
+
+@pytest.mark.timeout(900)
+def test_killed_processes_go_on_as_if_nothing_had_been(world2: Any, tmp_path: Path) -> None:
+    section, split, steps = SECTIONS["powersgd int8 on host"], 3, 6
+    options = {"accumulation": 2, "clip": 0.5}
+    whole = world2.run(cases.train, section, steps, split, **options)
+    pool, progress = Pool(2), str(tmp_path / "progress")
+    folder = str(tmp_path / "checkpoint")
+    ended: list[PoolError] = []
+
+    def train() -> None:
+        try:
+            pool.run(
+                cases.train_until_killed, folder, section, split, progress, timeout=240, **options
+            )
+        except PoolError as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        _wait_for(lambda: all(_lines(f"{progress}.{p}") >= 2 for p in range(2)), thread)
+        for pid in pool.pids:
+            os.kill(pid, signal.SIGKILL)
+        thread.join(60)
+        assert "ended without an answer" in str(ended[0])
+        resumed = pool.run(cases.resume, folder, section, split, steps, **options)
+    finally:
+        pool.stop()
+        thread.join()
+    assert whole == resumed
+    assert whole[0]["dtypes"] == {"torch.int8"}
+    assert whole[0]["factors"] > 3
+
+
+def _wait_for(condition: Any, thread: threading.Thread, limit_s: float = 240.0) -> None:
+    limit = time.monotonic() + limit_s
+    while not condition():
+        assert thread.is_alive(), "the processes ended by themselves"
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+
+
+def _lines(path: str) -> int:
+    return len(Path(path).read_text().splitlines()) if Path(path).exists() else 0
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_every_kind_of_state_resumes_to_the_bit(world2: Any, tmp_path: Path, name: str) -> None:
+    section = SECTIONS[name]
+    whole = world2.run(cases.train, section, 6, 3)
+    world2.run(cases.save, str(tmp_path), section, 3)
+    assert world2.run(cases.resume, str(tmp_path), section, 3, 6) == whole
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "int8"])
+def test_four_processes_owe_what_two_owed_and_back(
+    world2: Any, world4: Any, tmp_path: Path, dtype: str
+) -> None:
+    section = topk_section(topk={"density": 0.05}, error_feedback={"dtype": dtype})
+    for before, after, tag in ((world2, world4, "2"), (world4, world2, "4")):
+        folder = tmp_path / tag
+        saved = before.run(cases.save, str(folder), section, 3)[0]["owed"]
+        loaded = after.run(cases.load, str(folder / "global_step3"), section)[0]["owed"]
+        assert saved.keys() == loaded.keys()
+        for name, total in saved.items():
+            gap = (loaded[name] - total).abs().max()
+            assert gap <= 1e-6 * total.abs().max()
+            assert total.abs().max() > 0
+
+
+def test_universal_checkpoints_work_with_compression_on(
+    world2: Any, world4: Any, tmp_path: Path
+) -> None:
+    section = SECTIONS["powersgd by turns"]
+    saved = world2.run(cases.save, str(tmp_path), section, 3)
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"),
+            *("--input_folder", str(tmp_path / "global_step3")),
+            *("--output_folder", str(tmp_path / "global_step3_universal")),
+            *("--num_extract_workers", "1", "--num_merge_workers", "1"),
+        ],
+        check=True,
+        capture_output=True,
+        env={**os.environ, "DS_ACCELERATOR": "cpu"},
+    )
+    (tmp_path / "latest").write_text("global_step3_universal")
+    for world in (world2, world4):
+        loaded = world.run(cases.load_universal, str(tmp_path), section)
+        for process in loaded:
+            assert process["steps"] == 3
+            assert process["residuals"] == 0
+            assert sum("holds no residuals; they start at 0" in s for s in process["said"]) == 1
+            assert process["residuals after"] > 3
+            assert all(loss == loss for loss in process["losses"])
+        if world is world2:
+            assert [p["weights"] for p in loaded] == [p["weights"] for p in saved]

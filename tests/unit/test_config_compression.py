@@ -1,0 +1,127 @@
+"""Rules of the compression section: each wrong entry is named by its place in the list."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ds_ckpt.compression import Quantize, TopK
+from ds_ckpt.config import parse
+from ds_ckpt.config.compression import CompressionConfig, RuleConfig
+from ds_ckpt.config.settings import exchange_settings
+from ds_ckpt.errors import ConfigError
+from ds_ckpt.exchange.treatment import LowRank
+
+PLACE = "$.ds_ckpt.compression.rules"
+
+
+def parse_rules(*rules: Any, method: str = "quantize") -> CompressionConfig:
+    config = {
+        "zero_optimization": {"stage": 3},
+        "ds_ckpt": {"compression": {"method": method, "rules": list(rules)}},
+    }
+    return parse(config).compression
+
+
+WRONG = {
+    "match": ["", 3, None, ["*"], "auto"],
+    "method": ["none", "TopK", 1, "auto"],
+    "dims": [0, 1.5, "2", True],
+    "min_numel": [-1, 1e3, "8"],
+    "max_numel": [-1, 1.0, True],
+    "topk": [3, [], {"density": 0}],
+    "powersgd": [{"rank": 0}, 4],
+    "quantize": [{"bits": 3}, "4"],
+    "hybrid": [{"remainder": "powersgd"}, True],
+}
+OF_METHOD = {"topk": "topk", "powersgd": "powersgd", "quantize": "quantize", "hybrid": "hybrid"}
+
+
+def test_every_key_of_a_rule_has_wrong_values() -> None:
+    assert set(WRONG) == set(RuleConfig.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [(key, value) for key, values in WRONG.items() for value in values]
+)
+def test_a_wrong_value_is_named_by_its_place(key: str, value: Any) -> None:
+    rule = {"match": "*", "method": OF_METHOD.get(key, "topk"), key: value}
+    with pytest.raises(ConfigError) as caught:
+        parse_rules({"match": "a*", "method": "dense"}, rule)
+    places = [p.where for p in caught.value.problems]
+    assert any(place.startswith(f"{PLACE}[1].{key}") for place in places), places
+
+
+def test_an_unknown_key_and_an_entry_that_is_no_object() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_rules({"pattern": "*", "match": "*", "method": "topk"}, "*embed*")
+    first, second = caught.value.problems
+    assert first.where == f"{PLACE}[0].pattern"
+    assert "match" in first.why
+    assert second.where == f"{PLACE}[1]"
+
+
+def test_a_section_that_the_rules_method_does_not_use_is_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_rules({"match": "*", "method": "dense", "quantize": {"bits": 8}})
+    (problem,) = caught.value.problems
+    assert problem.where == f"{PLACE}[0].quantize"
+
+
+def test_rules_make_a_common_section_useful() -> None:
+    config = {
+        "zero_optimization": {"stage": 3},
+        "ds_ckpt": {
+            "compression": {
+                "method": "dense",
+                "topk": {"density": 0.5},
+                "rules": [{"match": "*", "method": "topk"}],
+                "start_step": 5,
+            }
+        },
+    }
+    settings = exchange_settings(parse(config).compression)
+    assert settings.rules[0].settings.density == 0.5
+    assert settings.start_step == 5
+    assert not settings.lossless
+
+
+def test_settings_become_the_codec() -> None:
+    compression = parse_rules(
+        {
+            "match": "a",
+            "method": "topk",
+            "topk": {"density": 0.25, "values": "bf16", "selection": "sampled"},
+        },
+        {"match": "b", "method": "topk", "topk": {"offsets": "packed"}},
+        {
+            "match": "c",
+            "method": "quantize",
+            "quantize": {"bits": 2, "block": 128, "rotated": True},
+        },
+        {"match": "d", "method": "powersgd", "powersgd": {"rank": 3, "alternate": True}},
+        {"match": "e", "method": "hybrid", "hybrid": {"remainder": "topk"}},
+    )
+    a, b, c, d, e = (r.settings.treatment() for r in exchange_settings(compression).rules)
+    assert a == TopK(0.25, "bf16", "sampled")
+    assert b == TopK(offsets="packed")
+    assert c == Quantize(2, 128, rotated=True)
+    assert d == LowRank(3, alternate=True)
+    assert e == LowRank(16, remainder=TopK())
+
+
+def test_a_rules_own_section_comes_before_the_common_one() -> None:
+    compression = parse_rules(
+        {"match": "*.up", "method": "quantize", "quantize": {"bits": 8}},
+        {"match": "*.down", "method": "quantize"},
+        {"match": "norm*", "method": "dense", "min_numel": 10, "dims": 1},
+        method="hybrid",
+    )
+    rules = exchange_settings(compression).rules
+    assert [r.settings.bits for r in rules] == [8, 4, 4]
+    assert [r.where for r in rules] == [f"{PLACE}[{i}]" for i in range(3)]
+    assert rules[2].applies("norm.weight", torch.Size([10]))
+    assert not rules[2].applies("norm.weight", torch.Size([9]))
+    assert not rules[2].applies("norm.weight", torch.Size([5, 5]))
