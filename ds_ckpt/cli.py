@@ -1,4 +1,4 @@
-"""`ds-ckpt`: validate configurations, print the schema, look at the installation.
+"""`ds-ckpt`: validate configurations, print the schema, look at the installation, emulate hosts.
 
 Heavy imports stay inside the commands: `validate` and `schema` load neither torch nor DeepSpeed.
 """
@@ -11,6 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
+from ds_ckpt.harness import commands
+
 app = typer.Typer(
     name="ds-ckpt",
     help="Activation checkpointing and gradient compression for DeepSpeed ZeRO-3.",
@@ -18,6 +20,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(commands.hosts, name="hosts")
+app.command()(commands.probe)
 _AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
@@ -145,3 +149,7 @@ def _print_findings(findings: list[Any]) -> None:
             Text(finding.remedy, overflow="fold"),
         )
     Console().print(table)
+
+
+if __name__ == "__main__":
+    app()

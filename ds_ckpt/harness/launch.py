@@ -67,7 +67,7 @@ def launched(
     SIGTERM and SIGHUP to this process are turned into SystemExit meanwhile, so that they too lead
     through the clean-up.
     """
-    with log.open("ab") as sink, _signals_as_exit():
+    with log.open("ab") as sink, signals_as_exit():
         process = subprocess.Popen(
             command,
             env=dict(environment),
@@ -155,7 +155,9 @@ def _signal_group(group: int, number: signal.Signals) -> None:
 
 
 @contextlib.contextmanager
-def _signals_as_exit() -> Iterator[None]:
+def signals_as_exit() -> Iterator[None]:
+    """SIGTERM and SIGHUP to this process become SystemExit inside, so that clean-ups run."""
+
     def leave(number: int, _frame: object) -> None:
         raise SystemExit(128 + number)
 

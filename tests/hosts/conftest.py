@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.hosts.emulated import EmulatedHosts
-from tests.hosts.tools import missing
+from ds_ckpt.harness.hosts import EmulatedHosts, missing
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,9 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.hosts import tools
-from tests.hosts.emulated import EmulatedHosts
-from tests.hosts.launch import ROOT, LaunchError, on_hosts
+from ds_ckpt.harness.hosts import EmulatedHosts, HostsError, records, tools
+from ds_ckpt.harness.hosts.launch import on_hosts, reach
+from ds_ckpt.harness.hosts.records import HostSet, ProcessId, all_sets, take_down
+from ds_ckpt.harness.launch import LaunchError
 
 _RECEIVE = """
 import socket, sys
@@ -56,7 +56,7 @@ def test_hosts_are_apart_and_reach_each_other_over_pdsh(two_hosts: EmulatedHosts
     assert (first.name, second.name) == ("host0", "host1")
     pdsh = ["pdsh", "-S", "-w", "host0,host1", "hostname; ip -o -4 address show dev eth0"]
     pdsh[1:1] = ["-R", "ssh"]
-    environment = {**os.environ, **two_hosts.environment()}
+    environment = {**os.environ, **reach(two_hosts)}
     before = second.rx_bytes()
     result = subprocess.run(
         first.command(pdsh), env=environment, capture_output=True, text=True, timeout=30
@@ -109,22 +109,81 @@ def test_nothing_is_left_after_an_error_with_work_going_on(can_emulate: None) ->
     _becomes(before)
 
 
-def test_nothing_is_left_after_the_maker_is_killed(can_emulate: None) -> None:
+def test_nothing_is_left_after_the_maker_is_killed_and_down_has_run(can_emulate: None) -> None:
     before = system_state()
-    script = (
-        "import time; from tests.hosts.emulated import EmulatedHosts; h = EmulatedHosts(2); "
-        "h.__enter__(); print(h.folder, flush=True); time.sleep(600)"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    ) as maker:
+    run = [sys.executable, "-m", "ds_ckpt.cli", "hosts", "run", "--rate=50mbit", "--"]
+    shout = ["sh", "-c", "echo up; sleep 600"]
+    with (
+        EmulatedHosts(1) as alive,
+        subprocess.Popen([*run, *shout], stdout=subprocess.PIPE, text=True) as maker,
+    ):
         assert maker.stdout is not None
-        folder = Path(maker.stdout.readline().strip())
-        assert folder.is_absolute()
-        assert system_state() != before
+        assert maker.stdout.readline() == "up\n"
+        (found,) = [s for s in all_sets() if s.owner.pid == maker.pid]
+        assert (found.count, found.rate_mbit) == (2, 50.0)
+        assert take_down()[0] == []  # both owners run
         os.kill(maker.pid, signal.SIGKILL)
-    shutil.rmtree(folder)  # all that such an end leaves: keys that open nothing any more
+        maker.wait()
+        down = subprocess.run(
+            [sys.executable, "-m", "ds_ckpt.cli", "hosts", "down"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert f"taken down: {found.name}\n" in down.stdout
+        assert alive.folder.name in down.stdout.partition("left alone")[2]
+        assert not found.folder.exists()
+        assert not any(process.alive for process in found.processes)
+        assert alive.hosts[0].pid in psutil.pids()
+        assert take_down([alive.folder.name]) == ([alive.folder.name], [])  # by name, running
     _becomes(before)
+
+
+def test_down_kills_what_outlives_its_owner_and_nothing_else(can_emulate: None) -> None:
+    """A record whose processes run on, one of them with the pid of a process of today."""
+    with EmulatedHosts(1) as bystander:
+        with subprocess.Popen(["true"]) as ended:
+            owner = ProcessId.of(ended.pid)
+        with subprocess.Popen(["sleep", "600"]) as orphan:
+            folder = records.new_folder()
+            stranger = ProcessId(bystander.hosts[0].pid, start_ticks=1)
+            processes = (ProcessId.of(orphan.pid), stranger)
+            HostSet(folder, owner, processes, 1, None).write()
+            downed, left = take_down()
+            assert folder.name in downed
+            assert bystander.folder.name in left
+            assert orphan.wait(5) == -signal.SIGKILL
+        assert not folder.exists()
+        assert bystander.hosts[0].pid in psutil.pids()
+
+
+def test_a_name_that_no_set_has_is_refused(can_emulate: None) -> None:
+    with pytest.raises(HostsError, match="set_of_nobody: found no such set"):
+        take_down(["set_of_nobody"])
+
+
+def test_the_rate_can_be_changed_while_hosts_are_up(two_hosts: EmulatedHosts) -> None:
+    show = two_hosts.hosts[1].command(["tc", "qdisc", "show", "dev", "eth0"])
+    shown = []
+    for rate_mbit in (30, None, 1000):
+        two_hosts.set_rate(rate_mbit)
+        shown.append(subprocess.run(show, capture_output=True, text=True, check=True).stdout)
+    assert "rate 30Mbit" in shown[0]
+    assert "noqueue" in shown[1]
+    assert "rate 1Gbit" in shown[2]
+
+
+def test_hosts_share_no_memory_and_the_command_decides_the_exit_code(can_emulate: None) -> None:
+    marker = f"ds_ckpt_test_{os.getpid()}"
+    command = ["sh", "-c", f"touch /dev/shm/{marker}; cat $DS_CKPT_HOSTFILE; exit 3"]
+    run = ["hosts", "run", "--hosts=3", "--slots=2", "--rate=unlimited", "--", *command]
+    result = subprocess.run(
+        [sys.executable, "-m", "ds_ckpt.cli", *run], capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 3, result.stderr
+    assert result.stdout == "".join(f"host{i} slots=2\n" for i in range(3))
+    assert "links not shaped" in result.stderr
+    assert not (Path("/dev/shm") / marker).exists()
 
 
 def test_a_launch_that_hangs_ends_in_time_and_says_where(
@@ -132,7 +191,7 @@ def test_a_launch_that_hangs_ends_in_time_and_says_where(
 ) -> None:
     (tmp_path / "hang.py").write_text("import time\nprint('in the script')\ntime.sleep(600)\n")
     started = time.monotonic()
-    with pytest.raises(LaunchError, match=r"took longer than 40 s") as caught:
+    with pytest.raises(LaunchError, match=r"longer than 40 s") as caught:
         on_hosts(two_hosts, [str(tmp_path / "hang.py")], folder=tmp_path, limit_s=40)
     assert time.monotonic() - started < 55
     assert "host1: in the script" in str(caught.value)
@@ -147,7 +206,7 @@ def test_what_is_missing_is_said_in_words(monkeypatch: pytest.MonkeyPatch) -> No
         "network namespaces need root",
         "not found: pdsh (Debian packages: pdsh)",
     ]
-    with pytest.raises(RuntimeError, match="need root; not found: pdsh"):
+    with pytest.raises(HostsError, match="need root; not found: pdsh"):
         EmulatedHosts(2).__enter__()
 
 

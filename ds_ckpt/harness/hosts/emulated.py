@@ -3,10 +3,11 @@
 Every host has its own sshd, so that `deepspeed --hostfile` reaches it over pdsh as it would reach
 a real one. The namespaces have no names in the system: they live as long as a host's first process
 does, the kernel kills what runs in a host with that process, and takes links and queues with it.
-The first processes die with the Python process that made them, however that ends. So nothing can
-be left behind, and several sets of hosts at once cannot clash.
+The first processes die with the Python thread that made them, however that ends. So nothing can
+go on running, and several sets of hosts at once cannot clash. A maker that is killed leaves its
+folder; `records` finds and removes it.
 
-Launching on them is in `launch.py`.
+Delay is what it is: this shapes bandwidth alone. Launching on hosts is in `launch`.
 """
 
 from __future__ import annotations
@@ -18,29 +19,33 @@ import os
 import shutil
 import signal
 import subprocess
-import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 import psutil
 
-from tests.hosts.ssh import write_files
-from tests.hosts.tools import SPACES, call, missing, need, path
+from ds_ckpt.errors import Problem
+from ds_ckpt.harness.hosts.host import INTERFACE, Host, namespace
+from ds_ckpt.harness.hosts.records import HostSet, ProcessId, new_folder
+from ds_ckpt.harness.hosts.ssh import write_files
+from ds_ckpt.harness.hosts.tools import SPACES, HostsError, call, missing, need, path
 
-INTERFACE = "eth0"
 _PR_SET_PDEATHSIG = 1
 _UP_S = 15.0
-# $1 folder, $2 name. /run is the host's own because sshd insists on /run/sshd. Some machines
-# lock root's password, which makes an sshd without PAM refuse root's key too.
+_SEGMENT_BYTES = 72_000
+"""The kernel's largest segment with the headers of its packets."""
+# $1 folder, $2 name, $3 sshd. /run is the host's own because sshd insists on /run/sshd, /dev/shm
+# because hosts share no memory and DeepSpeed leaves segments there. Some machines lock
+# root's password, which makes an sshd without PAM refuse root's key too.
 _FIRST_PROCESS = """
 set -e
 mount -t tmpfs tmpfs /run
+mount -t tmpfs tmpfs /dev/shm
 mkdir -m 755 /run/sshd
 mount --bind "$1/hosts" /etc/hosts
 mount --bind "$1/shadow" /etc/shadow
+[ ! -e /etc/ssh/ssh_config ] || mount --bind "$1/ssh_config" /etc/ssh/ssh_config
 mount -t sysfs sysfs /sys
 hostname "$2"
 ip link set lo up
@@ -49,52 +54,20 @@ exec "$3" -D -e -f "$1/$2.sshd"
 """
 
 
-@dataclass(frozen=True)
-class Host:
-    """One emulated host. `pid` is its first process, as seen from outside."""
-
-    name: str
-    address: str
-    pid: int
-
-    def command(self, argv: Sequence[str], *, folder: Path | None = None) -> list[str]:
-        """The command that, run outside, runs `argv` in this host, in `folder` or the current."""
-        spaces = ["--net", "--mount", "--pid", "--uts", f"--wdns={folder or Path.cwd()}"]
-        return [need("nsenter"), f"--target={self.pid}", *spaces, "--", *argv]
-
-    def tx_bytes(self) -> int:
-        """Bytes that have left this host by its interface, headers included."""
-        return self._counter(8)
-
-    def rx_bytes(self) -> int:
-        """Bytes that have reached this host by its interface, headers included."""
-        return self._counter(0)
-
-    def processes(self) -> list[psutil.Process]:
-        """What runs in this host, without its sshd."""
-        own = _namespace(self.pid)
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                dead = process.status() == psutil.STATUS_ZOMBIE
-                if not dead and process.name() != "sshd" and _namespace(process.pid) == own:
-                    found.append(process)
-        return found
-
-    def _counter(self, column: int) -> int:
-        for line in Path(f"/proc/{self.pid}/net/dev").read_text().splitlines():
-            name, _, values = line.strip().partition(":")
-            if name == INTERFACE:
-                return int(values.split()[column])
-        raise RuntimeError(f"{self.name} has no interface {INTERFACE}")
-
-
 class EmulatedHosts:
     """A context: `count` hosts on one switch, each with a link of `rate_mbit` in each direction.
 
-    `rate_mbit` None leaves the links as fast as the machine is. The kernel's `tbf` sets the
-    rate; delay stays what it is. Raises RuntimeError where `missing()` has reasons, or if a host
-    does not come up.
+    Args:
+        count: 1 to 200.
+        rate_mbit: 10^6 bits a second, all headers counted; None leaves the links as fast as the
+            machine is. The kernel's `tbf` keeps it.
+
+    Attributes:
+        hosts: while the context is open.
+        folder: the set's own; goes when the context ends.
+
+    Raises:
+        HostsError: on entering, where `missing()` has reasons or a host does not come up.
     """
 
     def __init__(self, count: int = 2, *, rate_mbit: float | None = 200.0) -> None:
@@ -110,7 +83,16 @@ class EmulatedHosts:
     def __enter__(self) -> EmulatedHosts:
         reasons = missing()
         if reasons:
-            raise RuntimeError(f"hosts cannot be emulated here: {'; '.join(reasons)}")
+            raise HostsError(
+                Problem(
+                    where="this machine",
+                    found="; ".join(reasons),
+                    why="each host is a network, process and mount namespace with an sshd",
+                    remedy="run as root where these are there, name real machines in a hostfile, "
+                    "or stay on loopback, whose link is not shaped",
+                ),
+                headline="hosts cannot be emulated here",
+            )
         atexit.register(self.down)
         try:
             self._up()
@@ -130,7 +112,7 @@ class EmulatedHosts:
     def down(self) -> None:
         """Kill the hosts with all that runs in them; idempotent. Returns when they are gone."""
         atexit.unregister(self.down)
-        spaces = {_namespace(pid) for pid in self._pids} - {None, _namespace(os.getpid())}
+        spaces = {namespace(pid) for pid in self._pids} - {None, namespace(os.getpid())}
         for pid in self._pids:  # the first processes: `unshare` collects its own and ends
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -147,8 +129,15 @@ class EmulatedHosts:
         self._first.clear()
         self._pids.clear()
         self.hosts = ()
-        if spaces and any(_namespace(pid) in spaces for pid in psutil.pids()):
-            raise RuntimeError("processes of the emulated hosts outlive their hosts")
+        if spaces and any(namespace(pid) in spaces for pid in psutil.pids()):
+            raise HostsError(
+                Problem(
+                    where=str(self.folder),
+                    found="processes that outlive their hosts",
+                    why="their first processes were killed",
+                    remedy="end what holds them, then run `ds-ckpt hosts down`",
+                )
+            )
         if self.folder != Path():
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder = Path()
@@ -157,13 +146,16 @@ class EmulatedHosts:
         """The text of DeepSpeed's hostfile for these hosts."""
         return "".join(f"{host.name} slots={slots}\n" for host in self.hosts)
 
-    def environment(self) -> dict[str, str]:
-        """What pdsh needs to reach the hosts, to be added to a launcher's environment."""
-        # DeepSpeed adds `-p PORT` itself
-        return {"PDSH_SSH_ARGS_APPEND": f"-F {self.folder}/ssh_config", "PDSH_RCMD_TYPE": "ssh"}
+    def set_rate(self, rate_mbit: float | None) -> None:
+        """Give every link another rate at once; what is under way goes on at that rate."""
+        self.rate_mbit = rate_mbit
+        for i, pid in enumerate(self._pids[1:]):
+            self._shape(_in_network(self._pids[0]), f"port{i}")
+            self._shape(_in_network(pid), INTERFACE)
 
     def _up(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="ds_ckpt_hosts_"))
+        self.folder = new_folder()
+        self._record()
         names = [f"host{i}" for i in range(self.count)]
         addresses = [f"10.77.0.{i + 1}" for i in range(self.count)]
         write_files(self.folder, names, addresses)
@@ -173,8 +165,9 @@ class EmulatedHosts:
             self._start(first, log=self.folder / f"{name}.log")
         for process in self._first:
             self._pids.append(_child_of(process))
+        self._record()
         pids = self._pids
-        inside = [need("nsenter"), f"--target={pids[0]}", "--net", "--"]
+        inside = _in_network(pids[0])
         call([*inside, "ip", "link", "add", "switch", "type", "bridge"])
         call([*inside, "ip", "link", "set", "switch", "up"])
         for i, pid in enumerate(pids[1:]):
@@ -183,19 +176,36 @@ class EmulatedHosts:
         for host in self.hosts:
             self._wait_for_ssh(host)
 
+    def _record(self) -> None:
+        running = [*(process.pid for process in self._first), *self._pids]
+        HostSet(
+            self.folder,
+            owner=ProcessId.of(os.getpid()),
+            processes=tuple(ProcessId.of(pid) for pid in running),
+            count=self.count,
+            rate_mbit=self.rate_mbit,
+        ).write()
+
     def _link(self, switch: list[str], port: str, pid: int, address: str) -> None:
-        host = [need("nsenter"), f"--target={pid}", "--net", "--"]
+        host = _in_network(pid)
         peer = ["peer", "name", INTERFACE, "netns", str(pid)]
         call([*switch, "ip", "link", "add", port, "type", "veth", *peer])
         call([*switch, "ip", "link", "set", port, "master", "switch", "up"])
         call([*host, "ip", "address", "add", f"{address}/24", "dev", INTERFACE])
         call([*host, "ip", "link", "set", INTERFACE, "up"])
-        if self.rate_mbit is None:
-            return
         # what the host sends, and what the switch sends to it
-        for where, device in ((host, INTERFACE), (switch, port)):
-            limit = ["rate", f"{self.rate_mbit}mbit", "burst", "256kb", "latency", "100ms"]
-            call([*where, "tc", "qdisc", "add", "dev", device, "root", "tbf", *limit])
+        self._shape(host, INTERFACE)
+        self._shape(switch, port)
+
+    def _shape(self, where: list[str], device: str) -> None:
+        tc = [*where, "tc", "qdisc"]
+        if self.rate_mbit is None:
+            call([*tc, "replace", "dev", device, "root", "noqueue"])
+            return
+        # what a link that was idle may send at once: a segment of 64 KiB, or what passes in 1 ms
+        burst_bytes = round(max(_SEGMENT_BYTES, self.rate_mbit * 1e6 / 8 * 1e-3))
+        limit = ["rate", f"{self.rate_mbit}mbit", "burst", f"{burst_bytes}b", "latency", "100ms"]
+        call([*tc, "replace", "dev", device, "root", "tbf", *limit])
 
     def _start(self, argv: list[str], log: Path | None = None) -> subprocess.Popen[bytes]:
         with (log or Path(os.devnull)).open("wb") as sink:
@@ -222,8 +232,13 @@ class EmulatedHosts:
                 return
             if time.monotonic() > limit:
                 log = (self.folder / f"{host.name}.log").read_text()
-                raise RuntimeError(
-                    f"{host.name} does not answer to ssh: {result.stderr}\nits sshd said:\n{log}"
+                raise HostsError(
+                    Problem(
+                        where=host.name,
+                        found=f"no answer to ssh: {result.stderr.strip()}",
+                        why=f"{_UP_S:.0f} s have passed; its sshd said: {log.strip()}",
+                        remedy="mend what sshd names",
+                    )
                 )
             time.sleep(0.1)
 
@@ -232,25 +247,27 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
+def _in_network(pid: int) -> list[str]:
+    return [need("nsenter"), f"--target={pid}", "--net", "--"]
+
+
 def _child_of(process: subprocess.Popen[bytes]) -> int:
     """The first process inside of what `unshare` has made, by its pid outside."""
     limit = time.monotonic() + _UP_S
     while time.monotonic() < limit and process.poll() is None:
         with contextlib.suppress(psutil.Error):
             children = psutil.Process(process.pid).children()
-            if children and _namespace(children[0].pid) not in (None, _namespace(os.getpid())):
+            if children and namespace(children[0].pid) not in (None, namespace(os.getpid())):
                 return int(children[0].pid)
         time.sleep(0.01)
-    raise RuntimeError(f"namespaces could not be made: {process.args!r} gave {process.returncode}")
-
-
-def _namespace(pid: int) -> str | None:
-    """Identity of the process namespace that `pid` lives in; None if it has ended."""
-    try:
-        os.readlink(f"/proc/{pid}/ns/net")  # a process that waits to be collected has none
-        return os.readlink(f"/proc/{pid}/ns/pid")
-    except OSError:
-        return None
+    raise HostsError(
+        Problem(
+            where=f"{process.args!r}",
+            found=f"no process inside, exit code {process.returncode}",
+            why="namespaces could not be made",
+            remedy="look whether this machine lets root make network and process namespaces",
+        )
+    )
 
 
 def _collect_adopted(spaces: set[str | None]) -> None:

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+from ds_ckpt.errors import DsCkptError, Problem
+
 _TOOLS = {
     "ip": "iproute2",
     "tc": "iproute2",
@@ -22,6 +24,12 @@ _SYSTEM_FOLDERS = f"{os.defpath}:/usr/sbin:/sbin:/usr/local/sbin"
 # for `unshare`: what each host has of its own, and that it dies with its maker
 SPACES = ["--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "--"]
 _LIMIT_S = 30.0
+
+
+class HostsError(DsCkptError, RuntimeError):
+    """Hosts cannot be emulated here, or one of them did not come up or go down."""
+
+    headline = "the emulated hosts"
 
 
 def missing() -> list[str]:
@@ -42,11 +50,18 @@ def missing() -> list[str]:
 
 
 def call(argv: Sequence[str]) -> None:
-    """Run a tool; RuntimeError with its words if it fails."""
+    """Run a tool; HostsError with its words if it fails."""
     environment = {**os.environ, "PATH": path()}
     result = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=_LIMIT_S)
     if result.returncode:
-        raise RuntimeError(f"{' '.join(argv)} gave {result.returncode}: {result.stderr.strip()}")
+        raise HostsError(
+            Problem(
+                where=" ".join(argv),
+                found=f"exit code {result.returncode}: {result.stderr.strip()}",
+                why="the hosts and their links are made with it",
+                remedy="look whether this kernel and its tools offer what was asked for",
+            )
+        )
 
 
 def path() -> str:
@@ -60,8 +75,15 @@ def tool(name: str) -> str | None:
 
 
 def need(name: str) -> str:
-    """Where a tool is; RuntimeError with its Debian package if it is not there."""
+    """Where a tool is; HostsError with its Debian package if it is not there."""
     found = tool(name)
     if found is None:
-        raise RuntimeError(f"{name} was not found (Debian package {_TOOLS[name]})")
+        raise HostsError(
+            Problem(
+                where=name,
+                found="not on the PATH",
+                why="emulated hosts are made of it",
+                remedy=f"install it (Debian package {_TOOLS[name]})",
+            )
+        )
     return found

@@ -1,0 +1,138 @@
+"""The ways to exchange gradients that the benchmarks on emulated hosts compare.
+
+`METHODS` is the table: a line is a cell, by the `compression` section of its JSON file. Without a
+section it is plain DeepSpeed; `CEILING` sends nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+import ds_ckpt
+from ds_ckpt.exchange.silent import SilentExchange
+from ds_ckpt.harness import models
+
+STOCK, CEILING = "stock", "nothing sent"
+METHODS: dict[str, dict[str, Any] | None] = {
+    STOCK: None,
+    "dense": {"method": "dense"},
+    "dense, one level": {"method": "dense", "exchange": {"levels": 1}},
+    "4 bits": {"method": "quantize", "quantize": {"bits": 4}},
+    "2 bits": {"method": "quantize", "quantize": {"bits": 2}},
+    "Top-K 1.2% int8": {"method": "topk", "topk": {"density": 0.012, "values": "int8"}},
+    "PowerSGD rank 4": {"method": "powersgd", "powersgd": {"rank": 4}},
+    "PowerSGD rank 4, alternating": {
+        "method": "powersgd",
+        "powersgd": {"rank": 4, "alternate": True},
+    },
+    "rank 4 + 2 bits": {
+        "method": "hybrid",
+        "powersgd": {"rank": 4},
+        "quantize": {"bits": 2},
+        "hybrid": {"remainder": "quantize"},
+    },
+    "rank 4 + Top-K 1.2%": {
+        "method": "hybrid",
+        "powersgd": {"rank": 4},
+        "topk": {"density": 0.012, "values": "int8"},
+        "hybrid": {"remainder": "topk"},
+    },
+    CEILING: None,
+}
+DENSE = (STOCK, "dense", "dense, one level")
+SHAPES: dict[str, dict[str, int]] = {
+    "demo": {},
+    "wider": {"hidden_size": 512, "layers": 4, "intermediate_size": 1376},
+    "hidden 1024": {"hidden_size": 1024, "layers": 3, "intermediate_size": 2816, "heads": 16},
+}
+"""Arguments of `ds_ckpt.harness.models.llama`; its vocabulary is 256, the bytes."""
+BUCKETS = 8
+"""Buckets that a backward has, about: DeepSpeed's own size would put every gradient into one."""
+
+
+@dataclass
+class Running:
+    """A cell with its engine."""
+
+    name: str
+    engine: Any
+    session: Any
+
+    def step(self, sequences: int, tokens: int, seed: int) -> None:
+        """One optimizer step on random tokens, all its micro-steps."""
+        self.backward(sequences, tokens, seed)
+        self.engine.step()
+
+    def backward(self, sequences: int, tokens: int, seed: int) -> None:
+        """All of an optimizer step but the update: no gradient is under way after it."""
+        self.engine.train()
+        micro_steps = self.engine.gradient_accumulation_steps()
+        for micro_step in range(micro_steps):
+            generator = torch.Generator().manual_seed(
+                1_000_000 * seed + 1000 * micro_step + dist.get_rank()
+            )
+            batch = torch.randint(0, 256, (sequences, tokens), generator=generator)
+            self.engine.backward(self.engine(input_ids=batch, labels=batch).loss)
+            if micro_step + 1 < micro_steps:
+                self.engine.step()  # counts the micro-step, no more
+
+    def end(self) -> None:
+        """Give its memory back."""
+        self.engine.destroy()
+        self.engine = self.session = None
+        gc.collect()
+
+
+def start(
+    name: str,
+    shape: str,
+    *,
+    zero: dict[str, Any],
+    gate: bool,
+    count: bool = False,
+    bf16: bool = False,
+    accumulation: int = 1,
+) -> Running:
+    """A cell's engine on the model `shape`; `zero` goes into `zero_optimization`.
+
+    `gate`: whether a bucket may travel whole where that is found to be faster. `count`: attach a
+    session to stock too, for its counters.
+    """
+    model = models.llama(seed=0, **SHAPES[shape])
+    bucket = -(-models.count_parameters(model) // BUCKETS)
+    plugin: dict[str, Any] = {"telemetry": {"enabled": True}} if count else {}
+    section = METHODS[name]
+    if section is not None:
+        lossy = {"start_step": 0, "exchange": {"gate": gate}}
+        plugin["compression"] = {**section, **({} if section["method"] == "dense" else lossy)}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 1.0,
+        "steps_per_print": 1_000_000,
+        "bf16": {"enabled": bf16},
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": bucket, **zero},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+        "zero_force_ds_cpu_optimizer": False,
+        **({"ds_ckpt": plugin} if plugin else {}),
+    }
+    engine, *_ = ds_ckpt.initialize(model=model, config=config)
+    session = ds_ckpt.session_of(engine)
+    if name == CEILING:
+        session = session or ds_ckpt.attach(engine)
+        session.measure_with(SilentExchange(dist.get_world_size(), dist.get_rank()))
+    return Running(name, engine, session)
+
+
+def join() -> None:
+    """Join the group that the launcher has made; one thread for each process."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    torch.set_num_threads(1)
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)

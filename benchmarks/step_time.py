@@ -1,0 +1,207 @@
+"""Step time over links of set rates: stock, the best dense exchange, every method, the ceiling.
+
+    sudo python benchmarks/step_time.py [--json benchmarks/results/step_time.json] [--repeats 9]
+        [--rates 100,200,1000,unlimited] [--models demo,wider] [--methods "stock;4 bits;..."]
+
+Two emulated hosts with one process each, and one launch a model: all cells live in the same
+processes, each with an engine of its own, and take turns, in an order that rotates, so that what
+disturbs the machine disturbs all of them alike. The links are given the next rate while the
+processes run, which then build new engines. A step is as long as its slowest process; medians, and
+the quartiles beside them. `stock` is DeepSpeed alone, without a session of the plugin.
+
+Columns: seconds; the ratio of stock's and of the best dense cell's median to the cell's; and the
+share of the ceiling, which is what the cell `nothing sent` takes over what this one takes: 1.00 is
+all that compressing gradients can give. Weights are still gathered for forward and backward, as in
+a model that is larger than memory. fp32: this CPU is slow in bf16, so every dense byte is twice
+what 16 bits would be, and a link of 200 Mbit/s here is one of 100 there for weights and for dense
+gradients. The gate is as the configuration has it, on; `--gate off` forces the methods.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import _cells
+import torch
+import torch.distributed as dist
+from _cells import CEILING, DENSE, METHODS, STOCK
+
+from ds_ckpt.exchange.gate import TRIALS
+
+WARM_UP_STEPS = 3
+GATED_STEPS = 2 * TRIALS + 1
+"""Steps that are not counted: until ZeRO-3's trace stands, and until the gate has decided."""
+ZERO = {
+    "stage3_param_persistence_threshold": 0,
+    "stage3_max_reuse_distance": 0,
+    "stage3_prefetch_bucket_size": 0,
+}
+SEQUENCES, TOKENS = 1, 128
+METHODS_HERE = [name for name in METHODS if name != "dense, one level"]
+"""With one process a host there is but one level."""
+
+
+def worker(spec: dict[str, Any], folder: Path) -> None:
+    """What `deepspeed` launches for one model."""
+    _cells.join()
+    methods: list[str] = spec["methods"]
+    rows: list[dict[str, Any]] = []
+    for rate in spec["rates"]:
+        _ask_for(rate, folder)
+        # new engines: what a gate has learned holds for the rate before
+        cells = [
+            _cells.start(name, spec["model"], zero=ZERO, gate=spec["gate"]) for name in methods
+        ]
+        for cell in cells:
+            section = METHODS[cell.name]
+            gated = spec["gate"] and section is not None and section["method"] != "dense"
+            for step in range(GATED_STEPS if gated else WARM_UP_STEPS):
+                cell.step(SEQUENCES, TOKENS, step)
+        taken: dict[str, list[float]] = {cell.name: [] for cell in cells}
+        for repeat in range(spec["repeats"]):
+            for place in range(len(cells)):
+                cell = cells[(place + repeat) % len(cells)]
+                taken[cell.name].append(timed_step(cell, repeat))
+        for cell in cells:
+            cell.end()
+        rows += [
+            {"model": spec["model"], "rate_mbit": rate, "method": name, "step_s": steps_s}
+            for name, steps_s in taken.items()
+        ]
+        if dist.get_rank() == 0:
+            (folder / "rows.json").write_text(json.dumps(rows))
+            print(f"done: {rate}", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def timed_step(cell: _cells.Running, seed: int) -> float:
+    """Seconds of one optimizer step, on the slowest process."""
+    dist.barrier()
+    start_s = time.perf_counter()
+    cell.step(SEQUENCES, TOKENS, seed)
+    longest_s = torch.tensor(time.perf_counter() - start_s, dtype=torch.float64)
+    dist.all_reduce(longest_s, op=dist.ReduceOp.MAX)
+    return float(longest_s)
+
+
+def _ask_for(rate: float | None, folder: Path) -> None:
+    """Have the maker of the hosts set a rate, and wait until it has."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        wanted = folder / "wanted.new"
+        wanted.write_text(json.dumps(rate))
+        wanted.replace(folder / "wanted")
+        while (folder / "wanted").exists():
+            time.sleep(0.05)
+    dist.barrier()
+
+
+def rate_setter(hosts: Any, folder: Path) -> Callable[[], None]:
+    """What the maker of the hosts does a few times a second; the other end of `_ask_for`."""
+
+    def look() -> None:
+        wanted = folder / "wanted"
+        if wanted.exists():
+            hosts.set_rate(json.loads(wanted.read_text()))
+            wanted.unlink()
+
+    return look
+
+
+def run_model(model: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """All rates and cells of one model."""
+    import tempfile
+
+    from ds_ckpt.harness.hosts import EmulatedHosts
+    from ds_ckpt.harness.hosts.launch import on_hosts
+
+    spec = {
+        "model": model,
+        "rates": [None if r == "unlimited" else float(r) for r in options.rates.split(",")],
+        "methods": options.methods.split(";") if options.methods else METHODS_HERE,
+        "repeats": options.repeats,
+        "gate": options.gate == "on",
+    }
+    with tempfile.TemporaryDirectory() as temporary, EmulatedHosts(2, rate_mbit=None) as hosts:
+        folder = Path(temporary)
+        (folder / "spec.json").write_text(json.dumps(spec))
+        script = [str(Path(__file__).resolve()), "--worker", str(folder)]
+        looks = rate_setter(hosts, folder)
+        on_hosts(hosts, script, folder=folder, limit_s=options.limit_s, while_running=looks)
+        rows: list[dict[str, Any]] = json.loads((folder / "rows.json").read_text())
+    return rows
+
+
+def compare(rows: list[dict[str, Any]]) -> None:
+    """Add medians, quartiles and ratios to the rows of one model and rate."""
+    for row in rows:
+        steps_s = row["step_s"]
+        row["median_s"] = statistics.median(steps_s)
+        row["quartiles_s"] = _quartiles(steps_s)
+    median_s = {row["method"]: row["median_s"] for row in rows}
+    best_dense_s = min(median_s[name] for name in DENSE if name in median_s)
+    for row in rows:
+        row["faster_than_stock"] = median_s[STOCK] / row["median_s"]
+        row["faster_than_best_dense"] = best_dense_s / row["median_s"]
+        row["share_of_ceiling"] = median_s[CEILING] / row["median_s"]
+
+
+def _quartiles(values: list[float]) -> tuple[float, float]:
+    if len(values) < 2:
+        return values[0], values[0]
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, high
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """The table of one model and rate."""
+    rate = rows[0]["rate_mbit"]
+    link = "links not shaped" if rate is None else f"{rate:g} Mbit/s"
+    print(f"\nmodel {rows[0]['model']!r}, {link}, {len(rows[0]['step_s'])} steps each")
+    print("| gradients | step, s | quartiles | x stock | x best dense | of the ceiling |")
+    print("|---|---|---|---|---|---|")
+    for row in rows:
+        low, high = row["quartiles_s"]
+        print(
+            f"| {row['method']} | {row['median_s']:.3f} | {low:.3f} - {high:.3f} "
+            f"| {row['faster_than_stock']:.2f} | {row['faster_than_best_dense']:.2f} "
+            f"| {row['share_of_ceiling']:.2f} |"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rates", default="100,200,1000,unlimited", help="Mbit/s")
+    parser.add_argument("--models", default="demo,wider")
+    parser.add_argument("--methods", default="", help="names of METHODS, with ; between them")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--gate", choices=["on", "off"], default="on")
+    parser.add_argument("--limit-s", type=float, default=7200, help="of each model")
+    parser.add_argument("--worker", type=Path, help="the launched script's own option")
+    parser.add_argument("--local_rank", type=int, default=0)
+    options = parser.parse_args()
+    if options.worker:
+        worker(json.loads((options.worker / "spec.json").read_text()), options.worker)
+        return
+    rows: list[dict[str, Any]] = []
+    for model in options.models.split(","):
+        measured = run_model(model, options)
+        for start in range(0, len(measured), count := len({r["method"] for r in measured})):
+            compare(measured[start : start + count])
+            show(measured[start : start + count])
+        rows += measured
+        if options.json:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(json.dumps({"gate": options.gate, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""`ds-ckpt hosts` and `ds-ckpt probe`: emulated hosts and their links for everybody's use.
+
+Heavy imports stay inside the commands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+hosts = typer.Typer(
+    help="Hosts emulated on this machine (Linux, root): run a command on them, clear up.",
+    no_args_is_help=True,
+)
+_UNITS = {"kbit": 1e-3, "mbit": 1.0, "gbit": 1e3}
+_Count = Annotated[int, typer.Option("--hosts", min=1, max=200, help="How many.")]
+_Rate = Annotated[
+    str, typer.Option(help="Of each link in each direction: 200mbit, 1gbit, or unlimited.")
+]
+
+
+@hosts.command(context_settings={"ignore_unknown_options": True})
+def run(
+    command: Annotated[list[str], typer.Argument(help="What to run in the first host, after --.")],
+    count: _Count = 2,
+    slots: Annotated[int, typer.Option(min=1, help="Processes a host, for the hostfile.")] = 1,
+    rate: _Rate = "200mbit",
+    launcher: Annotated[str, typer.Option(help="For deepspeed: pdsh or openmpi.")] = "pdsh",
+    limit_s: Annotated[float | None, typer.Option(min=1, help="End it after so long.")] = None,
+) -> None:
+    """Bring hosts up, run a command in the first one, take the hosts down.
+
+    `ds-ckpt hosts run --hosts 2 --rate 200mbit -- deepspeed train.py --deepspeed_config C`
+
+    `deepspeed` is given the options that lead it to all the hosts. Any other command finds a
+    hostfile in $DS_CKPT_HOSTFILE and settings for pdsh and mpirun in its environment. Exits as
+    the command does.
+    """
+    rate_mbit = parse_rate(rate)
+    if launcher not in ("pdsh", "openmpi"):
+        raise typer.BadParameter(f"{launcher!r} is neither pdsh nor openmpi")
+    from ds_ckpt.harness.hosts import EmulatedHosts
+    from ds_ckpt.harness.hosts.launch import prepare, run_in_foreground
+    from ds_ckpt.harness.launch import signals_as_exit
+
+    with _errors_in_words(), signals_as_exit():
+        with EmulatedHosts(count, rate_mbit=rate_mbit) as emulated:
+            names = ", ".join(f"{host.name} ({host.address})" for host in emulated.hosts)
+            typer.echo(f"{emulated.folder.name}: {names}; {_described(rate_mbit)}", err=True)
+            prepared = prepare(
+                emulated,
+                command,
+                folder=Path.cwd(),
+                slots=slots,
+                launcher="pdsh" if launcher == "pdsh" else "openmpi",
+            )
+            code = run_in_foreground(prepared, limit_s=limit_s)
+    raise typer.Exit(code)
+
+
+@hosts.command("list")
+def list_sets(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Sets of hosts that are up or were left behind."""
+    import json
+
+    from ds_ckpt.harness.hosts.records import all_sets
+
+    with _errors_in_words():
+        rows: list[dict[str, Any]] = [
+            {
+                "name": found.name,
+                "hosts": found.count,
+                "rate_mbit": found.rate_mbit,
+                "owner_pid": found.owner.pid,
+                "owner_runs": found.owner.alive,
+                "processes": [p.pid for p in found.processes if p.alive],
+            }
+            for found in all_sets()
+        ]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    for row in rows:
+        state = f"process {row['owner_pid']} runs" if row["owner_runs"] else "left behind"
+        typer.echo(
+            f"{row['name']}: {row['hosts']} hosts, {_described(row['rate_mbit'])}, {state}, "
+            f"{len(row['processes'])} first processes"
+        )
+    if not rows:
+        typer.echo("no hosts are up")
+
+
+@hosts.command()
+def down(
+    names: Annotated[list[str] | None, typer.Argument(help="Only these, running or not.")] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also sets whose owner still runs.")
+    ] = False,
+) -> None:
+    """Clear away what a killed run has left: processes, namespaces, links and folders."""
+    from ds_ckpt.harness.hosts.records import take_down
+
+    with _errors_in_words():
+        downed, left = take_down(names or (), living=everything)
+    typer.echo(f"taken down: {', '.join(downed) or 'nothing'}")
+    if left:
+        typer.echo(f"left alone, their owner runs: {', '.join(left)} (name them, or --all)")
+
+
+def probe(
+    hostfile: Annotated[
+        Path | None, typer.Option(help="Real machines; without it hosts are emulated.")
+    ] = None,
+    count: _Count = 2,
+    rate: _Rate = "200mbit",
+    seconds: Annotated[float, typer.Option(min=0.2, help="A stream.")] = 1.0,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write JSON to this file.")
+    ] = None,
+) -> None:
+    """Measure the links between hosts with MPI: latency, payload one way and both ways."""
+    from ds_ckpt.harness.hosts import EmulatedHosts
+    from ds_ckpt.harness.launch import signals_as_exit
+    from ds_ckpt.harness.probe import probe_emulated, probe_hostfile
+
+    rate_mbit = parse_rate(rate)
+    with _errors_in_words(), signals_as_exit():
+        if hostfile is not None:
+            links = probe_hostfile(hostfile, seconds=seconds)
+        else:
+            with EmulatedHosts(count, rate_mbit=rate_mbit) as emulated:
+                links = probe_emulated(emulated, seconds=seconds)
+    if hostfile is None:
+        typer.echo(_described(rate_mbit))
+    for pair in links.pairs:
+        rates = (
+            pair.forward_bytes_per_s,
+            pair.backward_bytes_per_s,
+            pair.both_forward_bytes_per_s,
+            pair.both_backward_bytes_per_s,
+        )
+        there, back, both_there, both_back = (8e-6 * rate for rate in rates)
+        typer.echo(
+            f"{pair.first} - {pair.second}: {1e6 * pair.latency_s:.0f} us; payload in Mbit/s: "
+            f"{there:.1f} there, {back:.1f} back, {both_there:.1f} and {both_back:.1f} at once"
+        )
+    if output is not None:
+        links.save(output)
+        typer.echo(f"wrote {output}")
+
+
+def parse_rate(text: str) -> float | None:
+    """`200mbit`, `1gbit` in Mbit/s; `unlimited` is None. Raises typer.BadParameter."""
+    word = text.strip().lower()
+    if word in ("unlimited", "none"):
+        return None
+    for unit, factor in _UNITS.items():
+        if word.endswith(unit):
+            with contextlib.suppress(ValueError):
+                rate = float(word.removesuffix(unit)) * factor
+                if 0.1 <= rate <= 1e6:
+                    return rate
+    raise typer.BadParameter(
+        f"{text!r} is no rate from 100kbit to 1000gbit: write 200mbit, 1.5gbit or unlimited"
+    )
+
+
+def _described(rate_mbit: float | None) -> str:
+    return "links not shaped" if rate_mbit is None else f"links of {rate_mbit:g} Mbit/s"
+
+
+@contextlib.contextmanager
+def _errors_in_words() -> Iterator[None]:
+    from ds_ckpt.errors import DsCkptError
+
+    try:
+        yield
+    except DsCkptError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None

@@ -1,0 +1,201 @@
+"""Sets of emulated hosts that are up or were left behind: one folder each, with a record in it.
+
+The kernel takes a set down when its maker ends (see `emulated`), a kill included. What a killed
+maker leaves is the folder with keys and logs; should a process outlive it after all, the record
+says which. `take_down` clears both away, for `ds-ckpt hosts down`.
+
+Folders lie in `folder_of_sets()`. A process is named by its pid and when it was started, so that
+one that has got the pid of another later is never taken for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import stat
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ds_ckpt.errors import Problem
+from ds_ckpt.harness.hosts.host import start_ticks
+from ds_ckpt.harness.hosts.tools import HostsError
+
+_RECORD = "record.json"
+_GONE_S = 15.0
+
+
+@dataclass(frozen=True)
+class ProcessId:
+    """A process of this boot, never mistaken for a later one with its pid."""
+
+    pid: int
+    start_ticks: int
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessId:
+        """Raises ProcessLookupError if it has ended."""
+        ticks = start_ticks(pid)
+        if ticks is None:
+            raise ProcessLookupError(pid)
+        return cls(pid, ticks)
+
+    @property
+    def alive(self) -> bool:
+        return start_ticks(self.pid) == self.start_ticks
+
+
+@dataclass(frozen=True)
+class HostSet:
+    """One set as its record tells. `processes` are the first ones, whose end ends all others."""
+
+    folder: Path
+    owner: ProcessId
+    processes: tuple[ProcessId, ...]
+    count: int
+    rate_mbit: float | None
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    def write(self) -> None:
+        """Write the record, whole or not at all."""
+        content = {
+            "owner": [self.owner.pid, self.owner.start_ticks],
+            "processes": [[p.pid, p.start_ticks] for p in self.processes],
+            "count": self.count,
+            "rate_mbit": self.rate_mbit,
+        }
+        fresh = self.folder / f"{_RECORD}.new"
+        fresh.write_text(json.dumps(content))
+        fresh.replace(self.folder / _RECORD)
+
+    @classmethod
+    def read(cls, folder: Path) -> HostSet | None:
+        """The set in `folder`; None if it has no record that can be read."""
+        try:
+            content = json.loads((folder / _RECORD).read_text())
+            return cls(
+                folder,
+                ProcessId(*content["owner"]),
+                tuple(ProcessId(*p) for p in content["processes"]),
+                int(content["count"]),
+                content["rate_mbit"],
+            )
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+
+
+def folder_of_sets() -> Path:
+    """Where the folders of sets lie; made if it is not there.
+
+    Raises HostsError if what is there is somebody else's: the hosts' keys go into it.
+    """
+    # not below /run: the hosts have one of their own
+    folder = Path(tempfile.gettempdir()) / f"ds_ckpt_hosts_{os.geteuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    if not ours or found.st_mode & 0o022:
+        raise HostsError(
+            Problem(
+                where=str(folder),
+                found="a link, a file, or a folder that others can write to",
+                why="keys of the emulated hosts are kept there",
+                remedy="remove it, or set TMPDIR to a folder of your own",
+            )
+        )
+    return folder
+
+
+def new_folder() -> Path:
+    """A new folder for a set, readable for its owner only."""
+    return Path(tempfile.mkdtemp(prefix="set_", dir=folder_of_sets()))
+
+
+def all_sets() -> list[HostSet]:
+    """Every set with a record, the oldest first."""
+    folders = sorted(folder_of_sets().glob("set_*"), key=_age)
+    return [found for folder in folders if (found := HostSet.read(folder)) is not None]
+
+
+def take_down(names: Iterable[str] = (), *, living: bool = False) -> tuple[list[str], list[str]]:
+    """Kill what still runs of sets, and remove their folders.
+
+    Args:
+        names: only these; they are taken down even if their owner runs.
+        living: also all those whose owner runs.
+
+    Returns:
+        Names of the sets that were taken down, and of those left alone because their owner runs.
+
+    Raises:
+        HostsError: no set has one of `names`, or a process does not end when it is killed.
+    """
+    wanted = set(names)
+    sets = {found.name: found for found in all_sets()}
+    if unknown := wanted - sets.keys():
+        raise HostsError(
+            Problem(
+                where=", ".join(sorted(unknown)),
+                found="no such set of hosts",
+                why=f"the sets are: {', '.join(sets) or 'none'}",
+                remedy="name one that `ds-ckpt hosts list` shows",
+            )
+        )
+    downed, left = [], []
+    for name, found in sets.items():
+        if wanted and name not in wanted:
+            continue
+        if found.owner.alive and not living and not wanted:
+            left.append(name)
+            continue
+        _kill(found)
+        shutil.rmtree(found.folder, ignore_errors=True)
+        downed.append(name)
+    if not wanted:
+        downed += _remove_without_record()
+    return downed, left
+
+
+def _kill(found: HostSet) -> None:
+    for process in found.processes:
+        if process.alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+    limit = time.monotonic() + _GONE_S
+    while alive := [p.pid for p in found.processes if p.alive]:
+        if time.monotonic() > limit:
+            raise HostsError(
+                Problem(
+                    where=found.name,
+                    found=f"processes {', '.join(map(str, alive))} still there",
+                    why=f"they were killed {_GONE_S:.0f} s ago",
+                    remedy="look with ps at what holds them, then try again",
+                )
+            )
+        time.sleep(0.02)
+
+
+def _remove_without_record() -> list[str]:
+    """Folders whose maker was killed before it wrote the record, a minute ago or more."""
+    removed = []
+    for folder in folder_of_sets().glob("set_*"):
+        if HostSet.read(folder) is None and time.time() - _age(folder) > 60:
+            shutil.rmtree(folder, ignore_errors=True)
+            removed.append(folder.name)
+    return removed
+
+
+def _age(folder: Path) -> float:
+    try:
+        return folder.stat().st_mtime
+    except OSError:
+        return 0.0

@@ -1,0 +1,89 @@
+"""The link probe over Open MPI between emulated hosts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ds_ckpt.errors import UnsupportedError
+from ds_ckpt.harness import probe
+from ds_ckpt.harness.hosts import EmulatedHosts
+from ds_ckpt.harness.launch import LaunchError
+from ds_ckpt.harness.link_probe import Links, Pair
+
+SET_BYTES_PER_S = 200e6 / 8
+PAYLOAD = 1448 / 1514
+"""Of a full Ethernet frame with TCP's time stamps."""
+
+
+def _one_way(pair: Pair) -> tuple[float, float]:
+    return pair.forward_bytes_per_s, pair.backward_bytes_per_s
+
+
+@pytest.mark.timeout(300)
+def test_the_rate_that_was_set_is_found_within_5_percent(two_hosts: EmulatedHosts) -> None:
+    """The best of a few tries: other work on the machine slows a stream, nothing speeds it."""
+    one_way, both = [0.0, 0.0], [0.0, 0.0]
+    for _ in range(6):
+        links = probe.probe_emulated(two_hosts)
+        assert links.hosts == ("host0", "host1")
+        (pair,) = links.pairs
+        assert 0 < pair.latency_s < 0.1
+        one_way = list(map(max, one_way, _one_way(pair)))
+        at_once = pair.both_forward_bytes_per_s, pair.both_backward_bytes_per_s
+        both = list(map(max, both, at_once))
+        assert max(*one_way, *both) < 1.05 * SET_BYTES_PER_S * PAYLOAD
+        if min(one_way) > 0.95 * SET_BYTES_PER_S and min(both) > 0.85 * SET_BYTES_PER_S:
+            return
+    pytest.fail(f"far from the rate that was set: one way {one_way}, both ways {both}")
+
+
+@pytest.mark.timeout(120)
+def test_every_pair_is_measured_and_the_command_writes_json(
+    can_emulate: None, tmp_path: Path
+) -> None:
+    out = tmp_path / "links.json"
+    command = [sys.executable, "-m", "ds_ckpt.cli", "probe", "--hosts=3", "--rate=50mbit"]
+    result = subprocess.run(
+        [*command, "--seconds=0.3", f"--output={out}"], capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    links = Links.load(out)
+    found = [(pair.first, pair.second) for pair in links.pairs]
+    assert found == [("host0", "host1"), ("host0", "host2"), ("host1", "host2")]
+    for pair in links.pairs:
+        assert f"{pair.first} - {pair.second}: " in result.stdout
+        assert 0 < max(_one_way(pair)) < 1.1 * 50e6 / 8
+
+
+def test_what_mpirun_says_is_in_the_error(two_hosts: EmulatedHosts) -> None:
+    two_hosts.count = 3  # one more than there are
+    with pytest.raises(LaunchError, match="did not finish") as caught:
+        probe.probe_emulated(two_hosts)
+    assert "ppr:1:node" in str(caught.value)
+
+
+def test_what_is_missing_is_said_in_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("one slots=2\n# two slots=2\n")
+    with pytest.raises(UnsupportedError, match="found 1 hosts"):
+        probe.probe_hostfile(hostfile)
+    hostfile.write_text("one slots=2\ntwo slots=2\n")
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UnsupportedError, match="openmpi-bin") as caught:
+        probe.probe_hostfile(hostfile)
+    assert "ds_ckpt[mpi]" in str(caught.value)
+
+
+def test_a_file_that_is_none_of_the_probe_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "links.json"
+    path.write_text("[]")
+    with pytest.raises(ValueError, match="does not say that it is"):
+        Links.load(path)
+    links = Links(("a", "b"), (Pair("a", "b", 1e-5, 1.0, 2.0, 3.0, 4.0),))
+    links.save(path)
+    assert Links.load(path) == links

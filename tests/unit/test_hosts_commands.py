@@ -1,0 +1,105 @@
+"""`ds-ckpt hosts` and `ds-ckpt probe` where nothing is started: rates, refusals, records."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from ds_ckpt.cli import app
+from ds_ckpt.harness.commands import parse_rate
+from ds_ckpt.harness.hosts import records
+from ds_ckpt.harness.hosts.launch import environment
+from ds_ckpt.harness.hosts.tools import HostsError
+
+run = CliRunner().invoke
+
+
+@pytest.fixture(autouse=True)
+def own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """No set of anybody else's is seen."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("text", "rate_mbit"),
+    [("200mbit", 200.0), ("1.5Gbit", 1500.0), ("500kbit", 0.5), ("unlimited", None)],
+)
+def test_rates(text: str, rate_mbit: float | None) -> None:
+    assert parse_rate(text) == rate_mbit
+
+
+@pytest.mark.parametrize("text", ["200", "fast", "0mbit", "-1gbit", "nanmbit", "infgbit", ""])
+def test_what_is_no_rate_is_refused(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="write 200mbit"):
+        parse_rate(text)
+
+
+@pytest.mark.parametrize("command", [["hosts", "run", "--", "true"], ["probe"]])
+def test_without_root_it_is_said_in_words(
+    monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    result = run(app, command)
+    assert result.exit_code == 1
+    assert "need root" in result.output
+    assert "fix: run as root" in result.output
+    assert "Traceback" not in result.output
+
+
+def test_a_launcher_that_is_none_is_refused() -> None:
+    result = run(app, ["hosts", "run", "--launcher", "slurm", "--", "true"])
+    assert result.exit_code == 2
+    assert "neither pdsh nor openmpi" in result.output
+
+
+def test_sets_are_listed_and_those_left_behind_are_cleared() -> None:
+    assert run(app, ["hosts", "list"]).output == "no hosts are up\n"
+    alive, dead = records.new_folder(), records.new_folder()
+    me = records.ProcessId.of(os.getpid())
+    gone = records.ProcessId(me.pid, me.start_ticks - 1)  # my pid, of somebody before me
+    records.HostSet(alive, me, (), 2, 200.0).write()
+    records.HostSet(dead, gone, (gone,), 3, None).write()
+    rows = {row["name"]: row for row in json.loads(run(app, ["hosts", "list", "--json"]).output)}
+    assert rows[alive.name]["owner_runs"]
+    assert not rows[dead.name]["owner_runs"]
+    assert rows[dead.name]["processes"] == []
+    result = run(app, ["hosts", "down"])
+    assert result.output.startswith(f"taken down: {dead.name}\n")
+    assert f"left alone, their owner runs: {alive.name}" in result.output
+    assert (alive.exists(), dead.exists()) == (True, False)
+    assert run(app, ["hosts", "down", "--all"]).output == f"taken down: {alive.name}\n"
+    assert run(app, ["hosts", "down", "set_none"]).exit_code == 1
+
+
+def test_a_folder_without_a_record_is_left_to_its_maker_for_a_minute() -> None:
+    fresh, old = records.new_folder(), records.new_folder()
+    (old / "record.json").write_text("{")
+    os.utime(old, (0, 0))
+    assert records.take_down() == ([old.name], [])
+    assert fresh.exists()
+
+
+@pytest.mark.parametrize("kind", ["link", "writable"])
+def test_keys_are_not_put_where_others_can_write(own_folder: Path, kind: str) -> None:
+    folder = own_folder / f"ds_ckpt_hosts_{os.geteuid()}"
+    if kind == "link":
+        (own_folder / "elsewhere").mkdir()
+        folder.symlink_to(own_folder / "elsewhere")
+    else:
+        folder.mkdir()
+        folder.chmod(0o777)
+    with pytest.raises(HostsError, match="TMPDIR"):
+        records.new_folder()
+
+
+def test_what_every_process_needs_survives_pdsh() -> None:
+    """pdsh's remote shell splits at blanks and strips quotes."""
+    for name, value in environment("eth0").items():
+        assert not set(value) & set(" '\"$;\n"), name
