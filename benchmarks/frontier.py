@@ -1,0 +1,201 @@
+"""Held-out loss against bytes: every compression method at several ratios, with AdamW.
+
+    nice -n 19 python benchmarks/frontier.py [--steps 1500] [--seeds 0 1 2] [--only PATTERN]
+    python benchmarks/frontier.py --table
+
+Trains the 4.9-million Llama on the corpus that every Python ships, with 2 virtual workers
+(`ds_ckpt.validation`): the exchange code of a real run, one process, one thread. Runs of one seed
+share weights, data and their order, and are compared in pairs. Every finished run is a line of
+`results/frontier.jsonl`; a run that is there is not repeated, an interrupted one goes on from its
+last saved state. Matrix products round their factors to bf16 where the CPU multiplies bf16
+(torch's precision "medium"); weights, gradients, sums and the optimizer are fp32.
+
+Bytes are counted where the exchange sends them, with bf16 gradients, headers and scales and what
+travels whole included, against the dense exchange of the same gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import fnmatch
+import json
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from _frontier_table import table
+
+from ds_ckpt.exchange.build import ExchangeSettings
+from ds_ckpt.exchange.rules import Method, MethodSettings
+from ds_ckpt.harness.corpus import embedded_corpus
+from ds_ckpt.validation.cell import Saving, sixteen_bit_step_bytes, train_cell
+from ds_ckpt.validation.language import LanguageRun, LanguageTask
+from ds_ckpt.validation.virtual_training import Recipe
+
+RESULTS = Path(__file__).parent / "results" / "frontier.jsonl"
+START = 100
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A row of the frontier. The order of CELLS is the order of work."""
+
+    name: str
+    settings: ExchangeSettings
+
+
+def cell(
+    name: str, method: Method, start_step: int = START, *, feedback: bool = True, **options: Any
+) -> Cell:
+    """A cell; one that begins to compress later than the others says so in its name."""
+    if start_step != START:
+        name = f"{name}, from step {start_step}"
+    default = MethodSettings(method, **options)
+    return Cell(name, ExchangeSettings(default, error_feedback=feedback, start_step=start_step))
+
+
+CELLS = (
+    cell("dense", "dense"),
+    cell("4 bits", "quantize", bits=4),
+    cell("2 bits", "quantize", bits=2),
+    cell("rank 4 alternating + 2 bits", "hybrid", rank=4, alternate=True, bits=2),
+    cell("Top-K 10%", "topk", density=0.1),
+    cell("rank 4", "powersgd", rank=4),
+    cell("Top-K 1.2%", "topk", density=0.012),
+    cell("2 bits", "quantize", 300, bits=2),
+    cell("rank 16 alternating", "powersgd", rank=16, alternate=True),
+    cell("rank 4 alternating", "powersgd", rank=4, alternate=True),
+    cell("rank 4 + Top-K 1.2%", "hybrid", rank=4, remainder="topk", density=0.012),
+    cell("4 bits, no feedback", "quantize", bits=4, feedback=False),
+    cell("rank 4 + 2 bits", "hybrid", rank=4, bits=2),
+    cell("Top-K 1.2%", "topk", 300, density=0.012),
+    cell("rank 4 alternating + 2 bits", "hybrid", 300, rank=4, alternate=True, bits=2),
+    cell("rank 16", "powersgd", rank=16),
+    cell("rank 4", "powersgd", 300, rank=4),
+    cell("Top-K 4%", "topk", density=0.04),
+    cell("4 bits, blocks of 128", "quantize", bits=4, block=128),
+    cell("2 bits, blocks of 128", "quantize", bits=2, block=128),
+    cell("8 bits", "quantize", bits=8),
+    cell("rank 8", "powersgd", rank=8),
+    cell("Top-K 10%", "topk", 300, density=0.1),
+    cell("rank 8 alternating + 2 bits", "hybrid", rank=8, alternate=True, bits=2),
+    cell("rank 16 + 2 bits", "hybrid", rank=16, bits=2),
+    cell("rank 8 + 2 bits", "hybrid", rank=8, bits=2),
+    cell("rank 8 + Top-K 1.2%", "hybrid", rank=8, remainder="topk", density=0.012),
+    cell("rank 16 + Top-K 1.2%", "hybrid", rank=16, remainder="topk", density=0.012),
+    cell("Top-K 1.2% exact", "topk", density=0.012, selection="exact"),
+    cell("rank 32 alternating", "powersgd", rank=32, alternate=True),
+    cell("rank 32", "powersgd", rank=32),
+    cell("8 bits, blocks of 128", "quantize", bits=8, block=128),
+)
+
+
+def main() -> None:
+    arguments = _arguments()
+    results: Path = arguments.results
+    if arguments.table:
+        print(table(list(_read(results)), arguments.steps))
+        return
+    torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("medium")
+    torch.set_flush_denormal(True)
+    text = embedded_corpus()
+    task = LanguageTask()
+    run = LanguageRun(task, text, compiled=not arguments.eager)
+    for seed in arguments.seeds:
+        for one in CELLS:
+            if not fnmatch.fnmatchcase(one.name, arguments.only):
+                continue
+            recipe = Recipe(steps=arguments.steps)
+            key = {"cell": one.name, "seed": seed, "steps": arguments.steps}
+            if is_done(results, key):
+                continue
+            print(f"{time.strftime('%H:%M:%S')} seed {seed}: {one.name}", flush=True)
+            run.begin(seed)
+            outcome = train_cell(
+                run,
+                one.settings,
+                recipe,
+                Saving(arguments.states, _slug(one, seed, recipe), f"dense-{seed}-{recipe.steps}"),
+                keep_warm={c.settings.start_step for c in CELLS},
+                progress=_Progress(arguments.steps),
+            )
+            shapes = [(n, p.shape) for n, p in run.model.named_parameters()]
+            line = key | {
+                "settings": dataclasses.asdict(one.settings),
+                "task": dataclasses.asdict(task),
+                "recipe": dataclasses.asdict(recipe),
+                "corpus": text.sha256,
+                "parameters": sum(shape.numel() for _, shape in shapes),
+                "sixteen_bit_bytes": sixteen_bit_step_bytes(one.settings, shapes, task.world),
+                **dataclasses.asdict(outcome),
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+            }
+            append(results, line)
+            last = outcome.heldout[-1:]
+            print(f"{time.strftime('%H:%M:%S')} {last} {outcome.step_cpu_s:.3f} CPU s a step")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--only", default="*", help="shell pattern over names of cells")
+    parser.add_argument("--table", action="store_true", help="print what the results say and stop")
+    parser.add_argument("--eager", action="store_true", help="without torch.compile")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument(
+        "--states",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "ds_ckpt_frontier",
+        help="for the states of unfinished runs, 100 MB each",
+    )
+    return parser.parse_args()
+
+
+def _read(path: Path) -> Iterator[dict[str, Any]]:
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            yield json.loads(line)
+
+
+def is_done(results: Path, key: dict[str, Any]) -> bool:
+    """Whether the file has the run with this cell, seed and number of steps."""
+    return any(all(line[k] == v for k, v in key.items()) for line in _read(results))
+
+
+def append(results: Path, line: dict[str, Any]) -> None:
+    """Add a finished run to the file."""
+    results.parent.mkdir(parents=True, exist_ok=True)
+    with results.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def _slug(one: Cell, seed: int, recipe: Recipe) -> str:
+    words = "".join(c if c.isalnum() else "-" for c in one.name)
+    return f"{words}-{seed}-{recipe.steps}"
+
+
+class _Progress:
+    """A line every hundred steps."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._started_s = time.perf_counter()
+
+    def __call__(self, done: int, loss: float) -> None:
+        if done % 100 == 0:
+            passed_s = time.perf_counter() - self._started_s
+            print(f"  {done}/{self._steps} loss {loss:.4f} {passed_s:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

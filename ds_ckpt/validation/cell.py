@@ -1,0 +1,179 @@
+"""One run of a comparison: a config, a seed, its curve and its bytes. Interruptible.
+
+A run saves itself every few hundred steps and goes on from there. Runs of one seed that begin to
+compress at the same step are one run until then: the dense run keeps its state at those steps, and
+the others start from it, bit-equal to having trained the warm-up themselves.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_ckpt.exchange.build import ExchangeSettings
+from ds_ckpt.validation.language import LanguageRun
+from ds_ckpt.validation.virtual_training import Recipe, VirtualTraining
+from ds_ckpt.validation.virtual_workers import VirtualWorkers
+
+Progress = Callable[[int, float], None]
+"""(steps done, last loss)."""
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Where a run keeps its state.
+
+    Attributes:
+        folder: for states; made when needed.
+        name: of the run, unique in the folder.
+        warm_up: names the dense runs that this run may share its warm-up with.
+        every: steps from one saved state to the next.
+    """
+
+    folder: Path
+    name: str
+    warm_up: str
+    every: int = 200
+
+    @property
+    def partial(self) -> Path:
+        return self.folder / f"{self.name}.partial.pt"
+
+    def warm(self, step: int) -> Path:
+        """The dense run's state after `step` steps."""
+        return self.folder / f"{self.warm_up}.after-{step}.pt"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run came to.
+
+    Attributes:
+        heldout: (steps done, held-out loss) at intervals; the last one is the result.
+        train: mean training loss of each interval between two of them.
+        step_bytes: that the busiest worker sent in a step after the warm-up, gradients in fp32.
+        warm_up_bytes: the same, of a step in the warm-up; 0 without.
+        step_cpu_s, exchange_cpu_s: CPU seconds, medians over the steps.
+        diverged: the loss left the finite numbers, and the run was stopped.
+    """
+
+    heldout: list[tuple[int, float]]
+    train: list[float]
+    step_bytes: float
+    warm_up_bytes: float
+    residual_norm: float
+    step_cpu_s: float
+    exchange_cpu_s: float
+    diverged: bool
+
+
+def train_cell(
+    run: LanguageRun,
+    settings: ExchangeSettings,
+    recipe: Recipe,
+    saving: Saving,
+    *,
+    evaluate_every: int = 250,
+    keep_warm: Iterable[int] = (),
+    progress: Progress | None = None,
+) -> Outcome:
+    """Train `run` to the end of the recipe, from the last state that was saved.
+
+    Args:
+        run: begun with the run's seed.
+        keep_warm: steps after which a dense run keeps its state for others.
+        progress: told every tenth step.
+    """
+    task = run.task
+    training = VirtualTraining(
+        run.model, run.loss, recipe, settings, world=task.world, accumulation=task.accumulation
+    )
+    dense = settings.lossless
+    start = 0 if dense else settings.start_step
+    log = _resume(training, saving, start)
+    keep = set(keep_warm) if dense else set()
+    while training.step < recipe.steps and not log["diverged"]:
+        started_s = time.process_time()
+        report = training.train_step()
+        log["step_cpu_s"].append(time.process_time() - started_s)
+        log["exchange_cpu_s"].append(report.exchange_cpu_s)
+        log["losses"].append(sum(report.losses) / len(report.losses))
+        log["bytes"].append(report.sent_bytes)
+        log["diverged"] = report.skipped or not math.isfinite(log["losses"][-1])
+        done = training.step
+        if done % evaluate_every == 0 or done == recipe.steps:
+            log["heldout"].append((done, run.heldout_loss()))
+        if done in keep:
+            _save(saving.warm(done), training, log)
+        if done % saving.every == 0 and done < recipe.steps:
+            _save(saving.partial, training, log)
+        if progress is not None and done % 10 == 0:
+            progress(done, log["losses"][-1])
+    norm = training.workers.residual_norm()
+    saving.partial.unlink(missing_ok=True)
+    return _outcome(log, start, norm)
+
+
+def _resume(training: VirtualTraining, saving: Saving, start: int) -> dict[str, Any]:
+    for path in (saving.partial, *([saving.warm(start)] if start else [])):
+        if path.exists():
+            state = torch.load(path, weights_only=True)
+            training.load_state_dict(state["training"])
+            log: dict[str, Any] = state["log"]
+            return log
+    lists = ("losses", "bytes", "step_cpu_s", "exchange_cpu_s", "heldout")
+    return {"diverged": False} | {name: [] for name in lists}
+
+
+def _save(path: Path, training: VirtualTraining, log: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".writing")
+    torch.save({"training": training.state_dict(), "log": log}, unfinished)
+    os.replace(unfinished, path)
+
+
+def _outcome(log: dict[str, Any], start: int, residual_norm: float) -> Outcome:
+    heldout = [(int(step), float(loss)) for step, loss in log["heldout"]]
+    train, before = [], 0
+    for step, _ in heldout:
+        train.append(statistics.fmean(log["losses"][before:step]))
+        before = step
+    warm, rest = log["bytes"][:start], log["bytes"][start:]
+    return Outcome(
+        heldout=heldout,
+        train=train,
+        step_bytes=statistics.fmean(rest) if rest else 0.0,
+        warm_up_bytes=statistics.fmean(warm) if warm else 0.0,
+        residual_norm=residual_norm,
+        step_cpu_s=statistics.median(log["step_cpu_s"]),
+        exchange_cpu_s=statistics.median(log["exchange_cpu_s"][start:] or [0.0]),
+        diverged=bool(log["diverged"]),
+    )
+
+
+def sixteen_bit_step_bytes(
+    settings: ExchangeSettings, shapes: Sequence[tuple[str, torch.Size]], world: int
+) -> float:
+    """Bytes that the busiest of `world` workers sends in a step where gradients are bfloat16.
+
+    Counted on two exchanges, since a method may alternate. What travels whole then takes 16 bits.
+    """
+    names = [name for name, _ in shapes]
+    workers = VirtualWorkers(
+        replace(settings, start_step=0), world, names, [shape.numel() for _, shape in shapes]
+    )
+    for _ in range(2):
+        gradients = [
+            [torch.randn(shape, dtype=torch.bfloat16) for _, shape in shapes] for _ in range(world)
+        ]
+        workers.average(gradients)
+        workers.step_ended(skipped=False)
+    return workers.sent_bytes / 2

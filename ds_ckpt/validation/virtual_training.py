@@ -1,0 +1,203 @@
+"""Training with W virtual workers: one model, AdamW, and the exchange code of a real run.
+
+The workers' gradients are computed one after the other with the same weights, from each worker's
+own micro-batches, then averaged by `virtual_workers`. What follows is what DeepSpeed's ZeRO-3
+optimizer does with its shards: skip the step where the norm is not finite, clip, one AdamW step.
+Where a real run keeps a shard of the weights in each process, one model stands here for all.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_ckpt.exchange.build import ExchangeSettings
+from ds_ckpt.validation.virtual_workers import VirtualWorkers
+
+Loss = Callable[[int, int, int], Tensor]
+"""(step, micro-step, worker) -> the loss of that worker's micro-batch, with a graph behind it."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """AdamW, a linear rise of the learning rate, a cosine down to a floor, clipping by norm.
+
+    Attributes:
+        steps: length of the schedule.
+        learning_rate: at the top.
+        rise: share of the steps that the rise takes.
+        floor: the last learning rate, as a share of the top; 1 and no rise is a constant.
+        clip: largest norm of the averaged gradient; 0 for no clipping.
+        fused: torch's fused kernel, three times as fast, which rounds otherwise than the loop that
+            DeepSpeed's `torch_adam` runs.
+    """
+
+    steps: int
+    learning_rate: float = 2e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.01
+    rise: float = 0.1
+    floor: float = 0.05
+    clip: float = 1.0
+    fused: bool = True
+
+    def rate(self, step: int) -> float:
+        """The learning rate of step `step`, counted from 0."""
+        rising = round(self.rise * self.steps)
+        if step < rising:
+            return self.learning_rate * (step + 1) / rising
+        done = (step - rising) / max(1, self.steps - rising)
+        cosine = (1 + math.cos(math.pi * min(1.0, done))) / 2
+        return self.learning_rate * (self.floor + (1 - self.floor) * cosine)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One step.
+
+    Attributes:
+        losses: of every micro-step and worker, in the order in which they were computed.
+        sent_bytes: that the busiest worker sent to the others.
+        norm: of the averaged gradient, before clipping.
+        exchange_cpu_s: CPU seconds in the exchange, all workers together.
+    """
+
+    losses: tuple[float, ...]
+    sent_bytes: int
+    norm: float
+    exchange_cpu_s: float
+    skipped: bool
+
+
+class Steps:
+    """What follows the exchange: DeepSpeed's ZeRO-3 step, on whole gradients."""
+
+    def __init__(self, parameters: Sequence[Tensor], recipe: Recipe) -> None:
+        self._parameters, self._recipe = parameters, recipe
+        self.optimizer = torch.optim.AdamW(
+            parameters,
+            lr=recipe.learning_rate,
+            betas=recipe.betas,
+            weight_decay=recipe.weight_decay,
+            fused=recipe.fused,
+        )
+
+    def take(self, step: int, mean: list[Tensor]) -> float:
+        """AdamW on the averaged gradients unless their norm is not finite; returns the norm.
+
+        Args:
+            mean: one for each parameter, of as many entries; overwritten.
+        """
+        norm = float(torch.stack([m.norm() for m in mean]).norm())
+        if not math.isfinite(norm):
+            return norm
+        for parameter, gradient in zip(self._parameters, mean, strict=True):
+            parameter.grad = gradient.view_as(parameter)
+        if self._recipe.clip > 0:
+            # as DeepSpeed writes it: no gradient is ever made larger
+            excess = max(1.0, (norm + 1e-6) / self._recipe.clip)
+            if excess > 1:
+                torch._foreach_mul_(mean, 1.0 / excess)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._recipe.rate(step)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+
+class VirtualTraining:
+    """A model in training. `train_step()` takes the next step.
+
+    Args:
+        model: in training mode; trained in place.
+        loss: see `Loss`; runs the model. It must reach every parameter that requires a gradient.
+        recipe: of the optimizer.
+        settings: what the `compression` section says.
+        world: number of virtual workers.
+        accumulation: micro-steps of a step.
+        embeddings: names of embedding weights that no other layer shares, see `exchange.rules`.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        loss: Loss,
+        recipe: Recipe,
+        settings: ExchangeSettings,
+        *,
+        world: int,
+        accumulation: int = 1,
+        embeddings: frozenset[str] = frozenset(),
+    ) -> None:
+        trainable = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        self._parameters = [p for _, p in trainable]
+        self._model, self._loss = model, loss
+        self._world, self._accumulation = world, accumulation
+        self._steps = Steps(self._parameters, recipe)
+        self.workers = VirtualWorkers(
+            settings,
+            world,
+            [n for n, _ in trainable],
+            [p.numel() for p in self._parameters],
+            accumulation=accumulation,
+            embeddings=embeddings,
+        )
+
+    @property
+    def step(self) -> int:
+        """Steps so far, skipped ones included."""
+        return self.workers.step
+
+    def train_step(self) -> StepReport:
+        """One optimizer step: gradients, exchange, clipping, AdamW."""
+        sent_before = self.workers.sent_bytes
+        losses: list[float] = []
+        exchange_cpu_s = 0.0
+        total: list[Tensor] = []
+        for micro in range(self._accumulation):
+            gradients = [self._gradients(micro, worker, losses) for worker in range(self._world)]
+            started_s = time.process_time()
+            last = micro + 1 == self._accumulation
+            mean = self.workers.average(gradients, at_boundary=last)
+            exchange_cpu_s += time.process_time() - started_s
+            del gradients
+            total = [t.add_(m) for t, m in zip(total, mean, strict=True)] if total else mean
+        norm = self._steps.take(self.step, total)
+        skipped = not math.isfinite(norm)
+        self.workers.step_ended(skipped=skipped)
+        sent_bytes = self.workers.sent_bytes - sent_before
+        return StepReport(tuple(losses), sent_bytes, norm, exchange_cpu_s, skipped)
+
+    def _gradients(self, micro: int, worker: int, losses: list[float]) -> list[Tensor]:
+        loss = self._loss(self.step, micro, worker)
+        if self._accumulation > 1:
+            (loss / self._accumulation).backward()
+        else:
+            loss.backward()
+        losses.append(loss.item())
+        gradients = []
+        for parameter in self._parameters:
+            assert parameter.grad is not None, "the loss does not reach a trainable parameter"
+            gradients.append(parameter.grad)
+            parameter.grad = None
+        return gradients
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights, optimizer, residuals and step. Weights and moments are the live tensors."""
+        return {
+            "model": self._model.state_dict(),
+            "optimizer": self._steps.optimizer.state_dict(),
+            "workers": self.workers.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on, bit for bit, where `state_dict` was taken."""
+        self._model.load_state_dict(state["model"])
+        self._steps.optimizer.load_state_dict(state["optimizer"])
+        self.workers.load_state_dict(state["workers"])

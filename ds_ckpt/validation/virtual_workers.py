@@ -1,0 +1,211 @@
+"""W data-parallel processes' exchange of gradients inside one process, for any model.
+
+The exchange, the residuals, the warm-up and the packets are those of a real run; only the
+transport is another (`exchange.virtual`). Nothing here trains, and nothing here tells about speed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_ckpt.compression.factors import Factors
+from ds_ckpt.compression.feedback import Feedback
+from ds_ckpt.compression.storage import Stored
+from ds_ckpt.exchange.build import ExchangeSettings
+from ds_ckpt.exchange.exchange import AllToAllExchange
+from ds_ckpt.exchange.ring_order import ring_pieces
+from ds_ckpt.exchange.rules import MethodSettings
+from ds_ckpt.exchange.schedule import ScheduledExchange
+from ds_ckpt.exchange.virtual import VirtualTransport, VirtualWorld
+
+BUCKET_NUMEL = 500_000_000
+"""DeepSpeed's default `reduce_bucket_size`."""
+
+_TIMEOUT_S = 7 * 86_400.0
+"""One worker waits for the others so long: a run may be stopped with SIGSTOP and go on later."""
+
+
+class VirtualWorkers:
+    """The mean of W workers' gradients as ZeRO-3 processes with these settings would get it.
+
+    Buckets are filled in the order of `names` reversed, about the order of backward. What they hold
+    makes no difference to the numbers, only to how many headers there are.
+
+    Args:
+        settings: what the `compression` section says; one level, whatever they say of levels.
+        world: number of virtual processes.
+        names: of the parameters whose gradients will come, in the model's order.
+        numels: of the same parameters.
+        accumulation: micro-steps of a step; with more than one, lossy methods with error feedback
+            exchange at the boundary alone, as `exchange.when` has it by default.
+        embeddings: names of embedding weights that no other layer shares, see `exchange.rules`.
+        bucket_numel: entries after which a bucket is full.
+
+    Attributes:
+        step: optimizer steps so far; the warm-up is counted in these.
+    """
+
+    def __init__(
+        self,
+        settings: ExchangeSettings,
+        world: int,
+        names: Sequence[str],
+        numels: Sequence[int],
+        *,
+        accumulation: int = 1,
+        embeddings: frozenset[str] = frozenset(),
+        bucket_numel: int = BUCKET_NUMEL,
+    ) -> None:
+        self.step = 0
+        self._names = list(names)
+        self._buckets = list(_buckets(numels, bucket_numel))
+        self._at_boundary = True
+        self._virtual = VirtualWorld(world, timeout_s=_TIMEOUT_S)
+        self._holds = accumulation > 1 and not settings.lossless and settings.error_feedback
+        self._workers = [
+            self._put_together(transport, settings, embeddings)
+            for transport in self._virtual.transports
+        ]
+
+    def _put_together(
+        self, transport: VirtualTransport, settings: ExchangeSettings, embeddings: frozenset[str]
+    ) -> _Worker:
+        feedback, factors = settings.residuals(transport.dp_rank), Factors()
+        exchange = AllToAllExchange(
+            transport,
+            settings.choose(embeddings),
+            feedback,
+            factors,
+            order=ring_pieces,
+            holds=self._holds,
+        )
+        scheduled = ScheduledExchange(
+            exchange,
+            feedback,
+            factors,
+            start_step=0 if settings.lossless else settings.start_step,
+            current_step=lambda: self.step,
+            at_boundary=(lambda: self._at_boundary) if self._holds else None,
+        )
+        # in place of DeepSpeed's reduction during the warm-up, to which it is bit-equal on gloo
+        dense = ExchangeSettings(MethodSettings("dense")).choose()
+        stock = AllToAllExchange(transport, dense, order=ring_pieces)
+        return _Worker(scheduled, feedback, factors, stock)
+
+    @torch.no_grad()
+    def average(
+        self, gradients: Sequence[Sequence[Tensor]], *, at_boundary: bool = True
+    ) -> list[Tensor]:
+        """The averaged gradients, put together from every owner's shard.
+
+        Args:
+            gradients: of each worker, in the order of `names`; may be overwritten.
+            at_boundary: this is the last micro-step of the step.
+
+        Returns:
+            Flat tensors in the order of `names`; zeros where micro-steps are held back.
+        """
+        self._at_boundary = at_boundary
+
+        def work(process: int) -> list[list[Tensor]]:
+            return [
+                self._workers[process].reduce(
+                    [self._names[i] for i in bucket], [gradients[process][i] for i in bucket]
+                )
+                for bucket in self._buckets
+            ]
+
+        shards = self._virtual.run(work)
+        whole: dict[int, Tensor] = {}
+        for b, bucket in enumerate(self._buckets):
+            for place, i in enumerate(bucket):
+                whole[i] = torch.cat([of_process[b][place] for of_process in shards])
+        return [whole[i] for i in range(len(self._names))]
+
+    def step_ended(self, *, skipped: bool) -> None:
+        """The step's verdict: residuals are committed or rolled back. Counts the step."""
+        for worker in self._workers:
+            worker.scheduled.step_ended(skipped=skipped)
+        self.step += 1
+
+    @property
+    def sent_bytes(self) -> int:
+        """What the busiest worker has sent to the others so far."""
+        return max(t.sent_bytes for t in self._virtual.transports)
+
+    def residuals(self) -> list[dict[str, Tensor]]:
+        """Committed residuals of every worker: flat fp32 by parameter name; empty without."""
+        return [w.feedback.state_dict(copy=False) if w.feedback else {} for w in self._workers]
+
+    def residual_norm(self) -> float:
+        """2-norm of what the weights are still owed: of the workers' residuals, added up."""
+        states = self.residuals()
+        total = 0.0
+        for name, first in states[0].items():
+            owed = first.clone()
+            for state in states[1:]:
+                owed.add_(state[name])
+            total += float(owed.square().sum())
+        return math.sqrt(total)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Step, residuals and factors of every worker. Live tensors: write them at once."""
+        return {"step": self.step, "workers": [w.state_dict() for w in self._workers]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on, bit for bit, where `state_dict` was taken with the same settings.
+
+        The state of a dense run is the start of any other.
+        """
+        self.step = int(state["step"])
+        for worker, saved in zip(self._workers, state["workers"], strict=True):
+            worker.load_state_dict(saved)
+
+
+@dataclass(frozen=True)
+class _Worker:
+    """One virtual process's end of everything."""
+
+    scheduled: ScheduledExchange
+    feedback: Feedback | None
+    factors: Factors
+    stock: AllToAllExchange
+
+    def reduce(self, names: list[str], tensors: list[Tensor]) -> list[Tensor]:
+        def stock(bucket: list[Tensor]) -> list[Tensor]:
+            return self.stock.reduce(names, bucket)
+
+        return self.scheduled.reduce(names, tensors, loss_scale=1.0, stock=stock)
+
+    def state_dict(self) -> dict[str, Any]:
+        stored = self.feedback.stored() if self.feedback else {}
+        return {
+            "residuals": {name: list(one.tensors) for name, one in stored.items()},
+            "residual_steps": self.feedback.steps if self.feedback else 0,
+            "factors": self.factors.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.feedback is not None and state["residuals"]:
+            stored = {name: Stored(*tensors) for name, tensors in state["residuals"].items()}
+            self.feedback.load_stored(stored, state["residual_steps"])
+        self.factors.load_state_dict(state["factors"])
+
+
+def _buckets(numels: Sequence[int], limit: int) -> Iterator[list[int]]:
+    bucket: list[int] = []
+    filled = 0
+    for i in reversed(range(len(numels))):
+        if bucket and filled + numels[i] > limit:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(i)
+        filled += numels[i]
+    if bucket:
+        yield bucket

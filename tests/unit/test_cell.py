@@ -1,0 +1,99 @@
+"""A run of a comparison: its outcome, and the same outcome after an interruption."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_ckpt.exchange.build import ExchangeSettings
+from ds_ckpt.exchange.rules import MethodSettings
+from ds_ckpt.harness.corpus import Corpus
+from ds_ckpt.validation.cell import Outcome, Saving, sixteen_bit_step_bytes, train_cell
+from ds_ckpt.validation.language import LanguageRun, LanguageTask
+from ds_ckpt.validation.virtual_training import Recipe
+
+pytest.importorskip("transformers")
+TEXT = Corpus("made up", train=b"abcdefgh" * 100, heldout=b"abcdefgh" * 20)
+TASK = LanguageTask(
+    sequences=2,
+    sequence_length=16,
+    evaluation_batches=2,
+    hidden_size=16,
+    layers=1,
+    intermediate_size=24,
+    heads=2,
+)
+DENSE = ExchangeSettings(MethodSettings("dense"))
+TOPK = ExchangeSettings(MethodSettings("topk", density=0.1), start_step=4, min_numel=0)
+RECIPE = Recipe(steps=12, learning_rate=1e-2)
+
+
+class _InterruptionError(Exception):
+    pass
+
+
+def train(
+    folder: Path, settings: ExchangeSettings, *, name: str = "run", stop_at: int | None = None,
+    **options: Any,
+) -> Outcome:  # fmt: skip
+    def progress(done: int, loss: float) -> None:
+        if done == stop_at:
+            raise _InterruptionError
+
+    run = LanguageRun(TASK, TEXT)
+    run.begin(5)
+    saving = Saving(folder, name, "dense", every=5)
+    return train_cell(run, settings, RECIPE, saving, evaluate_every=6, progress=progress, **options)
+
+
+def numbers(outcome: Outcome) -> dict[str, Any]:
+    """All of it but the clock."""
+    kept = dataclasses.asdict(outcome)
+    return {k: v for k, v in kept.items() if not k.endswith("cpu_s")}
+
+
+def test_an_interrupted_run_comes_to_the_same(tmp_path: Path) -> None:
+    straight = train(tmp_path / "a", TOPK)
+    with pytest.raises(_InterruptionError):
+        train(tmp_path / "b", TOPK, stop_at=10)
+    assert (tmp_path / "b" / "run.partial.pt").exists()
+    resumed = train(tmp_path / "b", TOPK)
+    assert numbers(straight) == numbers(resumed)
+    assert not list((tmp_path / "b").glob("*.partial.pt"))
+    assert [step for step, _ in straight.heldout] == [6, 12]
+    assert straight.heldout[-1][1] < straight.heldout[0][1]
+    assert straight.warm_up_bytes > 2 * straight.step_bytes > 0
+    assert straight.residual_norm > 0
+
+
+def test_a_shared_warm_up_changes_nothing(tmp_path: Path) -> None:
+    alone = train(tmp_path / "alone", TOPK)
+    dense = train(tmp_path / "shared", DENSE, name="dense run", keep_warm=[4])
+    assert (tmp_path / "shared" / "dense.after-4.pt").exists()
+    assert numbers(train(tmp_path / "shared", TOPK)) == numbers(alone)
+    assert dense.heldout != alone.heldout
+
+
+def test_a_run_that_diverges_is_stopped(tmp_path: Path) -> None:
+    run = LanguageRun(TASK, TEXT)
+    run.begin(5)
+    with torch.no_grad():
+        next(run.model.parameters()).fill_(torch.nan)
+    outcome = train_cell(run, TOPK, RECIPE, Saving(tmp_path, "run", "dense"))
+    assert outcome.diverged
+    assert outcome.heldout == []
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_sixteen_bit_bytes(world: int) -> None:
+    shapes = [("a", torch.Size([64, 64])), ("b", torch.Size([64]))]
+    dense = sixteen_bit_step_bytes(DENSE, shapes, world)
+    share = (world - 1) / world
+    assert dense == pytest.approx(2 * (64 * 64 + 64) * share + 8 * (world - 1), rel=0.01)
+    four = ExchangeSettings(MethodSettings("quantize", bits=4), start_step=9, min_numel=0)
+    expected = 64 * 64 * 4.25 / 8 * share + 128 * share + 8 * (world - 1)
+    assert sixteen_bit_step_bytes(four, shapes, world) == pytest.approx(expected, rel=0.02)

@@ -1,0 +1,236 @@
+"""Virtual workers: against plain arithmetic, against torch's own training, and across saves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_ckpt.exchange.build import ExchangeSettings
+from ds_ckpt.exchange.rules import MethodSettings
+from ds_ckpt.validation.virtual_training import Recipe, VirtualTraining
+from ds_ckpt.validation.virtual_workers import VirtualWorkers
+
+SHAPES = [(24, 18), (5,), (31, 20), (6, 8, 5)]
+NAMES = ["a", "b", "c", "d"]
+
+
+def lossy(method: Any, start_step: int = 0, *, feedback: bool = True, **options: Any) -> Any:
+    return ExchangeSettings(
+        MethodSettings(method, **options),
+        error_feedback=feedback,
+        start_step=start_step,
+        min_numel=0,
+    )
+
+
+DENSE = ExchangeSettings(MethodSettings("dense"))
+LOSSY = {
+    "topk": lossy("topk", density=0.1),
+    "4 bits": lossy("quantize", bits=4),
+    "rank 2": lossy("powersgd", rank=2),
+    "hybrid": lossy("hybrid", rank=2, alternate=True, bits=2),
+}
+
+
+def workers(settings: ExchangeSettings, world: int, **options: Any) -> VirtualWorkers:
+    numels = [torch.Size(shape).numel() for shape in SHAPES]
+    return VirtualWorkers(settings, world, NAMES, numels, **options)
+
+
+def gradients(world: int, seed: int) -> list[list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [[torch.randn(s, generator=generator) for s in SHAPES] for _ in range(world)]
+
+
+def mean(of: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    columns = zip(*of, strict=True)
+    return [torch.stack(column).double().mean(0).flatten() for column in columns]
+
+
+@given(st.integers(1, 9), st.integers(0, 99), st.sampled_from([1, 700, 10_000]))
+@settings(max_examples=25, deadline=None)
+def test_dense_is_the_mean(world: int, seed: int, bucket: int) -> None:
+    given_ = gradients(world, seed)
+    expected = mean(given_)
+    got = workers(DENSE, world, bucket_numel=bucket).average(given_)
+    for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_is_not_delivered_is_owed(name: str, world: int) -> None:
+    ours = workers(LOSSY[name], world)
+    put_in = [torch.zeros(torch.Size(s).numel(), dtype=torch.float64) for s in SHAPES]
+    delivered = [torch.zeros_like(t) for t in put_in]
+    for step in range(4):
+        given_ = gradients(world, step)
+        put_in = [a + b for a, b in zip(put_in, mean(given_), strict=True)]
+        delivered = [a + b for a, b in zip(delivered, ours.average(given_), strict=True)]
+        ours.step_ended(skipped=False)
+    owed, total = ours.residuals(), 0.0
+    for name_, total_in, total_out in zip(NAMES, put_in, delivered, strict=True):
+        left = sum(state[name_].double() for state in owed if name_ in state)
+        torch.testing.assert_close(total_out + left, total_in, rtol=1e-5, atol=1e-5)
+        total += float((total_in - total_out).square().sum())
+    assert ours.residual_norm() == pytest.approx(total**0.5, rel=1e-4)
+    assert ours.residual_norm() > 0.1
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_a_bucket_s_size_changes_headers_alone(name: str) -> None:
+    small, large = workers(LOSSY[name], 2, bucket_numel=1), workers(LOSSY[name], 2)
+    for step in range(3):
+        pair = [w.average(gradients(2, step)) for w in (small, large)]
+        assert all(torch.equal(a, b) for a, b in zip(*pair, strict=True))
+        small.step_ended(skipped=False)
+        large.step_ended(skipped=False)
+    assert 0 < small.sent_bytes - large.sent_bytes < 3 * len(SHAPES) * 64
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_a_skipped_step_leaves_no_trace(name: str) -> None:
+    ours = workers(LOSSY[name], 2)
+    ours.average(gradients(2, 0))
+    ours.step_ended(skipped=False)
+    before = [{n: r.clone() for n, r in state.items()} for state in ours.residuals()]
+    spoiled = gradients(2, 1)
+    spoiled[1][2][0, 0] = torch.inf
+    assert any(bool(t.isnan().any()) for t in ours.average(spoiled))
+    ours.step_ended(skipped=True)
+    for old, new in zip(before, ours.residuals(), strict=True):
+        assert old.keys() == new.keys()
+        assert all(torch.equal(old[n], new[n]) for n in old)
+
+
+def test_micro_steps_are_held_back_until_the_boundary() -> None:
+    ours, at_once = workers(LOSSY["4 bits"], 2, accumulation=2), workers(LOSSY["4 bits"], 2)
+    first, second = gradients(2, 0), gradients(2, 1)
+    both = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(first, second, strict=True)]
+    assert not any(bool(t.any()) for t in ours.average(first, at_boundary=False))
+    assert ours.sent_bytes == 0
+    got = ours.average(second)
+    # the tensor without two dimensions travels whole here, and in fp32 there
+    for a, b in zip(got, at_once.average(both), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+class _Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.up, self.down = torch.nn.Linear(6, 40), torch.nn.Linear(40, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(torch.tanh(self.up(x)))
+        return y
+
+
+def data(step: int, micro: int, worker: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + worker)
+    return torch.randn(5, 6, generator=generator)
+
+
+def training(
+    settings: ExchangeSettings, *, world: int = 2, accumulation: int = 1, **recipe: Any
+) -> tuple[_Net, VirtualTraining]:
+    model = _Net()
+
+    def loss(step: int, micro: int, worker: int) -> torch.Tensor:
+        x = data(step, micro, worker)
+        return torch.nn.functional.mse_loss(model(x), x[:, :3].sin())
+
+    given_ = Recipe(steps=8, learning_rate=1e-2, **recipe)
+    return model, VirtualTraining(
+        model, loss, given_, settings, world=world, accumulation=accumulation
+    )
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("clip", [0.0, 0.05])
+@pytest.mark.parametrize("fused", [True, False])
+def test_dense_workers_train_as_one_large_batch(
+    accumulation: int, clip: float, fused: bool
+) -> None:
+    world = 4
+    model, ours = training(DENSE, world=world, accumulation=accumulation, clip=clip, fused=fused)
+    reports = [ours.train_step() for _ in range(8)]
+    reference = _Net()
+    optimizer = torch.optim.AdamW(reference.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
+    recipe = Recipe(steps=8, learning_rate=1e-2)
+    for step in range(8):
+        x = torch.cat([data(step, m, w) for m in range(accumulation) for w in range(world)])
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(reference(x), x[:, :3].sin()).backward()
+        norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), clip or 1e9)
+        assert reports[step].norm == pytest.approx(float(norm), rel=1e-4)
+        optimizer.param_groups[0]["lr"] = recipe.rate(step)
+        optimizer.step()
+    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("method", ["topk", "hybrid"])
+def test_going_on_from_a_saved_state_is_bit_equal(method: Any, dtype: Any) -> None:
+    chosen = ExchangeSettings(
+        MethodSettings(method, density=0.1, rank=2, bits=2), residual_dtype=dtype, min_numel=0
+    )
+    straight, to_the_end = training(chosen)
+    for _ in range(8):
+        to_the_end.train_step()
+    _, until_three = training(chosen)
+    for _ in range(3):
+        until_three.train_step()
+    resumed, then_on = training(chosen)
+    then_on.load_state_dict(until_three.state_dict())
+    for _ in range(5):
+        then_on.train_step()
+    for a, b in zip(straight.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_warm_up_is_the_dense_run() -> None:
+    dense_model, dense = training(DENSE)
+    for _ in range(3):
+        dense.train_step()
+    model, ours = training(lossy("topk", 3, density=0.1))
+    for _ in range(3):
+        ours.train_step()
+    assert all(
+        torch.equal(a, b) for a, b in zip(dense_model.parameters(), model.parameters(), strict=True)
+    )
+    from_dense, then_on = training(lossy("topk", 3, density=0.1))
+    then_on.load_state_dict(dense.state_dict())
+    for _ in range(5):
+        ours.train_step()
+        then_on.train_step()
+    for a, b in zip(model.parameters(), from_dense.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_step_that_is_not_finite_is_skipped() -> None:
+    model, ours = training(lossy("topk", density=0.1))
+    ours.train_step()
+    with torch.no_grad():
+        model.down.bias[0] = torch.inf
+    before = model.up.weight.clone()
+    report = ours.train_step()
+    assert report.skipped
+    assert ours.step == 2
+    assert torch.equal(before, model.up.weight)
+
+
+def test_the_rate_rises_and_falls() -> None:
+    recipe = Recipe(steps=100, learning_rate=1.0, rise=0.1, floor=0.05)
+    rates = [recipe.rate(step) for step in range(101)]
+    assert rates[0] == pytest.approx(0.1)
+    assert rates[9] == rates[10] == pytest.approx(1.0)
+    assert rates[55] == pytest.approx(0.525)
+    assert rates[100] == pytest.approx(0.05)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert {Recipe(steps=5, rise=0.0, floor=1.0).rate(s) for s in range(6)} == {2e-3}
