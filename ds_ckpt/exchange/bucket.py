@@ -57,12 +57,18 @@ class Tools:
 class Bucket:
     """Call `reduce` once.
 
+    Args:
+        finite: False where this process has held a non-finite value back in an earlier micro-step.
+
     Attributes:
         flagged: whether any process had a non-finite value in a compressed tensor.
     """
 
-    def __init__(self, tools: Tools, items: Sequence[Item], loss_scale: float) -> None:
+    def __init__(
+        self, tools: Tools, items: Sequence[Item], loss_scale: float, *, finite: bool = True
+    ) -> None:
         self.flagged = False
+        self._finite = finite
         self._tools = tools
         self._items = items
         self._loss_scale = loss_scale
@@ -117,11 +123,12 @@ class Bucket:
             with timings.section("pack"):
                 self._pack_remainders()
         with timings.section("pack"):
-            self._sample()
+            if finite:
+                self._sample()
             for i, pending in self._pending.items():
                 item = self._items[i]
                 self._tools.feedback.keep(item.name, pending)
-                if item.treatment == Dense(item.column.dtype) == Dense(torch.float32):
+                if item.treatment == Dense(torch.float32):
                     self._tools.feedback.settle(item.name)
         with timings.section("wire"):
             if self._slots:
@@ -134,7 +141,7 @@ class Bucket:
 
     def _accumulate(self) -> bool:
         """Residual plus gradient, the own part set aside; False where a value is not finite."""
-        finite = True
+        finite = self._finite
         for i, item in enumerate(self._items):
             if item.treatment is None:
                 continue
@@ -182,7 +189,8 @@ class Bucket:
     def _pack_whole(self, i: int, item: Item) -> None:
         if i in self._riding:
             assert self._low is not None
-            self._low.add_whole(i, item.column.div(self._tools.world))
+            wide = item.column.to(torch.promote_types(item.dtype, torch.float32))
+            self._low.add_whole(i, wide.div(self._tools.world))
             return
         divisor = 1 if _divided_last(item) else self._tools.world
         for dest in self._packets.peers:

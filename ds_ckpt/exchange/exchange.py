@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ds_ckpt.compression.codec import Dense
 from ds_ckpt.compression.factors import Factors
-from ds_ckpt.compression.feedback import Feedback
+from ds_ckpt.compression.feedback import Feedback, all_finite
 from ds_ckpt.exchange.bucket import Bucket, Item, Tools
 from ds_ckpt.exchange.in_host import InHostSum
 from ds_ckpt.exchange.layout import ColumnLayout, ShardLayout
@@ -90,6 +90,7 @@ class AllToAllExchange:
         self._in_host = in_host
         assert not holds or self._feedback.enabled, "gradients are held in the residuals"
         self.nonfinite_buckets = 0
+        self._held_nonfinite = False
         self.world = transport.world * (in_host.processes if in_host else 1)
         self._members = in_host.members if in_host else tuple(range(transport.world))
         self._place = transport.dp_rank
@@ -108,9 +109,14 @@ class AllToAllExchange:
     def _treatment(self, name: str, tensor: Tensor, whole: bool) -> Treatment:
         treatment = None if whole else self._choose(name, tensor.shape)
         if treatment is None and (self._holds or self._feedback.holds(name)):
-            # what is owed to a tensor that travels whole goes with it
-            return Dense(tensor.dtype)
+            # what is owed to a tensor that travels whole goes with it; without the loss scale,
+            # fp16 would round small gradients away
+            return Dense(torch.float32 if tensor.dtype == torch.float16 else tensor.dtype)
         return treatment
+
+    def step_ended(self) -> None:
+        """Forget what was held back; the caller commits or rolls back."""
+        self._held_nonfinite = False
 
     def _columns(self, tensors: list[Tensor]) -> tuple[list[Tensor], list[ColumnLayout]]:
         """What this process brings to the exchange of each tensor."""
@@ -128,7 +134,8 @@ class AllToAllExchange:
     ) -> list[Tensor]:
         """Add a micro-step's gradients to what goes out later; nothing leaves the host.
 
-        Arguments as for `reduce`.
+        A non-finite value in them is told to everybody with the step's every bucket. Arguments as
+        for `reduce`.
 
         Returns:
             Zeros of the shape of what `reduce` returns.
@@ -137,6 +144,9 @@ class AllToAllExchange:
         with self.timings.section("residual"):
             for name, column in zip(names, columns, strict=True):
                 pending = self._feedback.accumulate(name, column, self.world, loss_scale)
+                # residuals that are rounded cannot hold an inf, and the parameter may be absent
+                # from the micro-step that sends
+                self._held_nonfinite |= not all_finite(pending)
                 self._feedback.keep(name, pending)
         sizes = [layout.size(self._place) for layout in layouts]
         return [t.new_zeros(size) for t, size in zip(tensors, sizes, strict=True)]
@@ -178,7 +188,7 @@ class AllToAllExchange:
                 names, tensors, columns, layouts, treatments, strict=True
             )
         ]
-        bucket = Bucket(self._tools, items, loss_scale)
+        bucket = Bucket(self._tools, items, loss_scale, finite=not self._held_nonfinite)
         shards = bucket.reduce()
         self.nonfinite_buckets += bucket.flagged
         return shards

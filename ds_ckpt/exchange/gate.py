@@ -1,7 +1,7 @@
 """Never slower by surprise: a bucket goes whole where compressing it takes longer than sending it.
 
-The first `2 * TRIALS` exchanges of a bucket are made both ways in turns and timed from the
-gradients to this process's shard: adding to the residual, selecting, waiting for the wire, summing.
+The first `TRIALS` exchanges of a bucket are made whole, the next `TRIALS` compressed, and timed
+from the gradients to this process's shard: adding to the residual, selecting, the wire, summing.
 The processes then add up their medians, so that all come to the same verdict, and the faster way is
 kept. Every `RECHECK` exchanges the two are timed anew: links and machines change.
 
@@ -23,9 +23,12 @@ from torch import Tensor
 log = logging.getLogger("ds_ckpt")
 
 TRIALS = 4
-"""Timed exchanges of a bucket each way; the first of each is not counted."""
+"""Timed exchanges of a bucket each way, one after another, so that each runs as it would run for
+good: the first, which takes along what the other way owes or allocates, is not counted."""
 RECHECK = 1000
 """Exchanges of a bucket from one comparison to the next."""
+MOST_BUCKETS = 1024
+"""Of so many the times are kept."""
 
 
 @dataclass
@@ -64,10 +67,13 @@ class Gate:
 
     def sends_whole(self, names: Sequence[str]) -> bool:
         """How the bucket of these parameters travels this time."""
-        verdict = self.verdicts.setdefault(_key(names), Verdict())
+        key = _key(names)
+        if key not in self.verdicts and len(self.verdicts) >= MOST_BUCKETS:
+            return False  # buckets that differ from step to step are never seen often enough
+        verdict = self.verdicts.setdefault(key, Verdict())
         in_turn = verdict.visits % RECHECK
         if in_turn < 2 * TRIALS:
-            return in_turn % 2 == 0
+            return in_turn < TRIALS
         return bool(verdict.whole)
 
     def took(self, names: Sequence[str], whole: bool, seconds: float, device: torch.device) -> None:
@@ -75,12 +81,14 @@ class Gate:
 
         Collective at the end of a comparison: all processes that exchange come to it together.
         """
-        verdict = self.verdicts[_key(names)]
+        verdict = self.verdicts.get(_key(names))
+        if verdict is None:
+            return
         in_turn = verdict.visits % RECHECK
         verdict.visits += 1
         if in_turn >= 2 * TRIALS:
             return
-        if in_turn >= 2:
+        if in_turn % TRIALS:
             verdict.times[whole].append(seconds)
         if in_turn == 2 * TRIALS - 1:
             sums = torch.tensor(

@@ -22,7 +22,8 @@ class PlannedTensor:
         how: its treatment in words.
         dense_bytes: the gradient in its own type.
         sent_bytes: what stands for the whole gradient on the wire, in the same terms: payloads
-            for all shards, or twice the factors, since an all-reduce moves everything twice.
+            for all shards, or twice the factors, since an all-reduce moves everything twice. Norms
+            and biases that ride along with factors are counted as if sent alone.
     """
 
     name: str

@@ -83,11 +83,12 @@ class ScheduledExchange:
     def step_ended(self, *, skipped: bool) -> None:
         """A skipped step leaves every residual and factor bit-equal to before (law 4).
 
-        So does a step with a non-finite bucket that DeepSpeed did not skip: every process was told
-        of it, and a NaN must not live on in a residual.
+        So does a step with a non-finite bucket that DeepSpeed did not skip: every process that this
+        one exchanges with was told of it, and a NaN must not live on in a residual.
         """
         nonfinite = self._exchange.nonfinite_buckets > self._nonfinite_before
         self._nonfinite_before = self._exchange.nonfinite_buckets
+        self._exchange.step_ended()
         for state in (self._feedback, self._factors):
             if state is None:
                 continue

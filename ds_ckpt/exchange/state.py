@@ -145,8 +145,10 @@ class ResidualFiles:
         members = self._members or tuple(range(self._world))
         place = members.index(self._dp_rank)
         total: dict[str, Tensor] = {}
-        # every process holds the same names: an exchange lays its packets out by them
-        for name in first.names:
+        # every process holds the same names: an exchange lays its packets out by them. Columns may
+        # differ in what they have left
+        columns = paths if first.members is not None else paths[:1]
+        for name in sorted({name for path in columns for name in self._checked(path).names}):
             total[name] = torch.zeros(self._column(name, self._world, self._members).numel)
         if first.members is None:  # then none has any, and only the own ones need be opened
             paths = paths[place :: len(members)]

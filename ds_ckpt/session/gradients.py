@@ -32,7 +32,9 @@ class Gradients:
     Attributes:
         built: the exchange with its parts.
         plan: which parameter travels how and in how many bytes.
-        overlaps: whether exchanges run beside backward; alone there is nothing to wait for.
+        overlaps: whether exchanges run beside backward, in a thread of their own. Not alone, where
+            there is nothing to wait for; on gloo only: NCCL's communicators may deadlock where two
+            threads of a process start collectives in an order of their own.
 
     Raises:
         UnsupportedError: the engine, the hosts or the model's parameters do not allow what the
@@ -51,7 +53,9 @@ class Gradients:
         choose.check((name, shape) for name, shape, _ in self._shapes)
         self.plan = Plan.of(choose, self._shapes)
         group = engine.optimizer.dp_process_group
-        self.overlaps = config.exchange.overlap and torch.distributed.get_world_size(group) > 1
+        self._one_thread = torch.distributed.get_backend(group) != "gloo"
+        alone = torch.distributed.get_world_size(group) == 1
+        self.overlaps = config.exchange.overlap and not alone and not self._one_thread
         self._own_group = twin_of(group) if self.overlaps else None
         self.built: Built = self._build(self._settings, self._boundary())
 
@@ -120,6 +124,11 @@ class Gradients:
         if self.overlaps:
             elements = sum(shape.numel() for _, shape, _ in self._shapes)
             clauses.append(describe_overlap(self._engine.optimizer, elements))
+        elif self._config.exchange.overlap and self._one_thread:
+            clauses.append(
+                "exchanged in DeepSpeed's own stream (NCCL needs one order of collectives, so none "
+                "beside backward)"
+            )
         if self.built.feedback and self.built.feedback.enabled:
             clauses.append(_residual_words(self.built.feedback, len(groups.columns) or 1))
         clauses.append("gradients are about a third of ZeRO-3's traffic")

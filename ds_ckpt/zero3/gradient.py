@@ -57,7 +57,8 @@ class BucketExchange(Protocol):
         """
 
     def step_ended(self, *, skipped: bool) -> None:
-        """The step's verdict, the same on every process; skipped, too, where `reduce` raised."""
+        """The step's verdict, the same on every process; skipped, too, where `reduce` raised or the
+        program drops its gradients. Nothing is pending after it."""
 
 
 class GradientSeam:
@@ -137,6 +138,17 @@ class GradientSeam:
                 self._exchange.step_ended(skipped=bool(skipped))
             return skipped
 
+        zero_grad = optimizer.zero_grad
+
+        @functools.wraps(zero_grad)
+        def give_up(*args: Any, **kwargs: Any) -> Any:
+            """Between backward and step the gradients are dropped, and what was held of them."""
+            if self._exchange is not None:
+                self._take_all()
+                self._exchange.step_ended(skipped=True)
+            return zero_grad(*args, **kwargs)
+
+        self._patches.set(optimizer, "zero_grad", give_up)
         self._patches.set(optimizer, f"{_PREFIX}avg_scatter_grads", avg_scatter_grads)
         name = "_loss_scale_update_and_overflow_cleanup"
         self._patches.set(optimizer, name, loss_scale_update_and_overflow_cleanup)
@@ -177,7 +189,7 @@ class GradientSeam:
     def _void_on_error(self) -> Iterator[None]:
         """Leave nothing of the step's gradients where an exchange has raised.
 
-        Whoever catches the error may train on; the residuals were rolled back where it was raised.
+        Whoever catches the error may train on; residuals were rolled back where an exchange raised.
         """
         try:
             yield

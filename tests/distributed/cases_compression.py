@@ -497,3 +497,24 @@ def start_error(section: dict[str, Any]) -> str:
     except ds_ckpt.DsCkptError as error:
         return str(error)
     return ""
+
+
+def given_up(section: dict[str, Any], accumulation: int) -> dict[str, Any]:
+    """Backward, then `zero_grad` instead of a step; training after it beside a run without it."""
+    results = {}
+    for gives_up in (True, False):
+        fresh()
+        config = models.zero3_config(accumulation=accumulation, ds_ckpt=section)
+        engine = models.start("llama", config)
+        session = ds_ckpt.session_of(engine)
+        assert session is not None
+        models.train(engine, "llama", 2)
+        if gives_up:
+            data = models.batch("llama", 77, dist.get_rank())
+            loss = models.loss_of(engine(**data))
+            engine.backward(loss * float("nan"))
+            engine.optimizer.zero_grad()
+        losses = models.train(engine, "llama", 3, first=2)
+        results[gives_up] = losses, {n: float(r.norm()) for n, r in session.residuals.items()}
+        engine.destroy()
+    return {"with": results[True], "without": results[False]}

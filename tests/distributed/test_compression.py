@@ -280,3 +280,9 @@ def test_a_changed_exchange_still_delivers_what_is_owed(world2: Any, tmp_path: P
     for before, after in world2.run(cases.delivered_on_resume, str(tmp_path), whole):
         assert before > 0
         assert after == 0
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_gradients_that_the_program_drops_leave_nothing(world2: Any, accumulation: int) -> None:
+    for process in world2.run(cases.given_up, LOSSY["quantize 4"], accumulation):
+        assert process["with"] == process["without"]

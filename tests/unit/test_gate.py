@@ -8,7 +8,7 @@ import logging
 import pytest
 import torch
 
-from ds_ckpt.exchange.gate import RECHECK, TRIALS, Gate
+from ds_ckpt.exchange.gate import MOST_BUCKETS, RECHECK, TRIALS, Gate
 
 NAMES = ["a", "b"]
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ def drive(gate: Gate, visits: int, compressed_s: float, whole_s: float) -> list[
 def test_the_faster_way_is_kept(compressed_s: float, whole_s: float) -> None:
     gate = Gate(lambda t: None, world=1)
     ways = drive(gate, 2 * TRIALS + 20, compressed_s, whole_s)
-    assert ways[: 2 * TRIALS] == [True, False] * TRIALS
+    assert ways[: 2 * TRIALS] == [True] * TRIALS + [False] * TRIALS
     assert set(ways[2 * TRIALS :]) == {compressed_s > whole_s}
     assert gate.dense_buckets == (compressed_s > whole_s)
 
@@ -80,3 +80,12 @@ def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     assert "1 of 1 buckets go whole" in line
     assert "2.0 ms" in line
     assert "1.0 ms" in line
+
+
+def test_buckets_that_are_never_the_same_do_not_pile_up() -> None:
+    gate = Gate(lambda t: None, world=1)
+    for i in range(2 * MOST_BUCKETS):
+        names = [f"p{i}"]
+        gate.took(names, gate.sends_whole(names), 1.0, CPU)
+    assert len(gate.verdicts) == MOST_BUCKETS
+    assert not gate.sends_whole(["another"])

@@ -10,6 +10,7 @@ from torch import Tensor
 from virtual import World, assemble
 
 from ds_ckpt.compression import Codec, TopK
+from ds_ckpt.compression.storage import ResidualDtype
 from ds_ckpt.exchange.schedule import ScheduledExchange
 
 SHAPES = ((7, 5), (13,), (3, 4))
@@ -124,3 +125,28 @@ def test_the_schedule_asks_for_the_boundary_at_every_bucket() -> None:
     at_boundary = True
     for part, gradient in zip(run(), gradients, strict=True):
         assert torch.allclose(part, 2 * gradient.flatten(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("present", [True, False])
+def test_a_non_finite_micro_step_that_was_held_back_is_told_to_everybody(
+    dtype: ResidualDtype, present: bool
+) -> None:
+    """Also where the residual's type cannot hold an inf, or its parameter misses the last one."""
+    processes = World(2, _topk, holds=True, residual_dtype=dtype)
+    names, good = ["a", "b"], [[torch.ones(40, 40), torch.ones(40, 40)] for _ in range(2)]
+    processes.reduce(names, good)
+    processes.commit()
+    before = [f.state_dict() for f in processes.feedbacks]
+    bad = [[t.clone() for t in process] for process in good]
+    bad[1][1][3, 3] = torch.inf
+    processes.hold(names, bad)
+    last = slice(0, 2) if present else slice(0, 1)
+    shards = processes.reduce(names[last], [process[last] for process in good])
+    assert all(torch.isnan(part).all() for process in shards for part in process)
+    processes.rollback()
+    for was, feedback in zip(before, processes.feedbacks, strict=True):
+        for name, residual in feedback.state_dict().items():
+            assert torch.equal(was[name], residual)
+    again = processes.reduce(names, good)
+    assert all(torch.isfinite(part).all() for process in again for part in process)

@@ -151,7 +151,7 @@ def test_two_levels_send_one_gradient_a_host_and_keep_half_the_residual() -> Non
     gradients = [[torch.randn(64, 64)] for _ in range(4)]
     sent = {}
     for local in (1, 2):
-        world = World(4, matrices(Dense()), local=local)
+        world = World(4, matrices(Dense(torch.bfloat16)), local=local)
         world.reduce(["w"], gradients)
         between = sum(t.sent_bytes for p, t in enumerate(world.transports))
         sent[local] = between

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ds_ckpt.compression import Feedback
 from ds_ckpt.compression.factors import Factors
+from ds_ckpt.compression.storage import ResidualDtype
 from ds_ckpt.exchange.exchange import AllToAllExchange, Order, ascending
 from ds_ckpt.exchange.in_host import InHostSum
 from ds_ckpt.exchange.layout import ColumnLayout, ShardLayout
@@ -27,6 +28,7 @@ class World:
     order: Order = ascending
     holds: bool = False
     local: int = 1
+    residual_dtype: ResidualDtype = "fp32"
     feedbacks: list[Feedback] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -39,7 +41,10 @@ class World:
         self.transports: list[VirtualTransport] = [
             between[p % self.local].transports[p // self.local] for p in range(self.world)
         ]
-        self.feedbacks = [Feedback(enabled=self.error_feedback) for _ in range(self.world)]
+        self.feedbacks = [
+            Feedback(enabled=self.error_feedback, dtype=self.residual_dtype, seed=p)
+            for p in range(self.world)
+        ]
         self.factors = [Factors() for _ in range(self.world)]
         self.exchanges = [
             AllToAllExchange(
@@ -87,12 +92,16 @@ class World:
             feedback.commit()
         for factors in self.factors:
             factors.commit()
+        for exchange in self.exchanges:
+            exchange.step_ended()
 
     def rollback(self) -> None:
         for feedback in self.feedbacks:
             feedback.rollback()
         for factors in self.factors:
             factors.rollback()
+        for exchange in self.exchanges:
+            exchange.step_ended()
 
     def residual_sum(self, name: str, numel: int) -> Tensor:
         """Committed residuals of `name`, summed over processes in float64."""
