@@ -178,9 +178,10 @@ class ExchangeConfig(Section):
     overlap: Annotated[bool, SWITCH] = Field(
         default=True,
         description="With gloo: exchange a bucket in a thread of its own, over a process group of "
-        "its own, while backward goes on; gradients are the same to the bit. Up to two more buffers of "
-        "zero_optimization.reduce_bucket_size entries are held, and nothing is hidden where all "
-        "gradients fit into one bucket: choose that size so that a backward has five or more.",
+        "its own, while backward goes on; gradients are the same to the bit. Up to two more "
+        "buffers of zero_optimization.reduce_bucket_size entries are held, and nothing is hidden "
+        "where all gradients fit into one bucket: choose that size so that a backward has five or "
+        "more.",
     )
 
 
