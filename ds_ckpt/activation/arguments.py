@@ -7,7 +7,10 @@ sees. `TakenApart` makes a flat list of all of them and puts the call together a
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
+from collections import OrderedDict, UserDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,8 +30,9 @@ class _Place:
 class TakenApart:
     """A call without its tensors.
 
-    Tuples, lists and dicts are looked into; other objects stay as they are, with the tensors that
-    they hold. So do parameters: a recompute must be given the parameter itself, since ZeRO-3
+    Tuples, lists, dicts and their kin (named tuples, model outputs, `UserDict`) and dataclasses are
+    looked into; the recompute gets copies of them. Other objects stay as they are, with the tensors
+    that they hold. So do parameters: a recompute must be given the parameter itself, since ZeRO-3
     exchanges what it points to.
 
     Attributes:
@@ -75,11 +79,24 @@ class TakenApart:
 
 
 def _each(value: Any, change: Callable[[Any], Any]) -> Any:
-    """`value` with every member changed; anything but the plain containers as it is."""
+    """A copy of a container with every member changed; anything else as it is."""
     if type(value) in (tuple, list):
         return type(value)(change(item) for item in value)
     if type(value) is dict:
         return {key: change(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(change(item) for item in value))
+    if isinstance(value, OrderedDict | UserDict):
+        changed = copy.copy(value)  # its class and attributes
+        for key, item in value.items():
+            changed[key] = change(item)
+        return changed
+    if dataclasses.is_dataclass(value) and not isinstance(value, type | _Place):
+        changed = copy.copy(value)
+        for field in dataclasses.fields(value):
+            if hasattr(value, field.name):
+                object.__setattr__(changed, field.name, change(getattr(value, field.name)))
+        return changed
     return value
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from torch import Tensor
+
 from ds_ckpt.errors import Problem, UnsupportedError
 
 log = logging.getLogger("ds_ckpt")
@@ -17,8 +19,10 @@ _said: set[str] = set()
 
 
 def _is_cache(value: Any) -> bool:
+    if isinstance(value, Tensor) or not hasattr(value, "get_seq_length"):
+        return False
     names = {base.__name__ for base in type(value).__mro__}
-    return "Cache" in names or ("update" in dir(value) and hasattr(value, "get_seq_length"))
+    return "Cache" in names or hasattr(value, "update")
 
 
 def without_empty_caches(

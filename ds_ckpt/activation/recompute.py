@@ -94,12 +94,22 @@ class CheckpointedBlocks:
                         unit.save_ops, unit.where, block.name, block.module, self._patches
                     )
                 site = Site(block.name, block.module, choice)
-                run = functools.partial(_run, state, index, site, self._surrounding)
+                run: Callable[..., Any] = functools.partial(
+                    _run, state, index, site, self._surrounding
+                )
+                if not self._is_plain(unit):
+                    # a compiler's trace would lose what torch's own checkpoint does not know
+                    run = torch.compiler.disable(run)
                 runs[block.module] = run
                 if block.kind == "forward":
                     self._patches.set(block.module, "forward", _checkpointed(block.module, run))
         if any(is_hf_layer(m) for m in model.modules()):
             self._use_hf_hook(model, runs)
+
+    def _is_plain(self, unit: Unit) -> bool:
+        """Whether torch's own checkpoint, which torch.compile can trace, does the same."""
+        alone = len(unit.blocks) == 1 and not unit.save_ops
+        return alone and self._surrounding is None and self._check_every == 0
 
     def _use_hf_hook(self, model: nn.Module, runs: dict[nn.Module, Callable[..., Any]]) -> None:
         """Our recompute behind transformers' flag, on the found layers and no others."""
@@ -193,7 +203,8 @@ def _run(
     if torch.compiler.is_compiling():  # what torch.compile knows how to trace
         return checkpoint(function, *args, use_reentrant=False, **kwargs)
     function, args, kwargs = opened(function, args, kwargs)
-    args, kwargs = without_empty_caches(site.name, args, kwargs)
+    if not getattr(site.module, "_can_checkpoint_with_cache", False):  # transformers' word for it
+        args, kwargs = without_empty_caches(site.name, args, kwargs)
 
     def checkpointed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         arguments = TakenApart(function, args, kwargs)
