@@ -92,11 +92,11 @@ def _each(value: Any, change: Callable[[Any], Any]) -> Any:
             changed[key] = change(item)
         return changed
     if dataclasses.is_dataclass(value) and not isinstance(value, type | _Place):
-        changed = copy.copy(value)
+        twin = copy.copy(value)
         for field in dataclasses.fields(value):
             if hasattr(value, field.name):
-                object.__setattr__(changed, field.name, change(getattr(value, field.name)))
-        return changed
+                object.__setattr__(twin, field.name, change(getattr(value, field.name)))
+        return twin
     return value
 
 

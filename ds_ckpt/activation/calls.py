@@ -50,15 +50,24 @@ class Site:
 
 @dataclass
 class Output:
-    """A tensor that a call returned, recognisable without being held."""
+    """A tensor that a call returned, recognisable without being held.
+
+    Only where it has memory of its own and a version: no sparse one, none from inference mode.
+    """
 
     storage: StorageWeakRef
     place: tuple[Any, ...]
     version: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Output:
+    def of(cls, tensor: Tensor) -> Output | None:
+        if not cls._traceable(tensor):
+            return None
         return cls(StorageWeakRef(tensor.untyped_storage()), cls._place(tensor), tensor._version)
+
+    @staticmethod
+    def _traceable(tensor: Tensor) -> bool:
+        return tensor.layout == torch.strided and not tensor.is_inference()
 
     @staticmethod
     def _place(tensor: Tensor) -> tuple[Any, ...]:
@@ -68,7 +77,8 @@ class Output:
     def is_(self, tensor: Tensor) -> bool:
         """The same memory, unchanged, even if it is another tensor object (ZeRO-3's hooks)."""
         return (
-            not self.storage.expired()
+            self._traceable(tensor)
+            and not self.storage.expired()
             and self._place(tensor) == self.place
             and tensor._version == self.version
         )
@@ -105,7 +115,4 @@ class Call:
 
 def outputs_of(result: Any) -> list[Output | None]:
     """The tensors of a result, in pytree order."""
-    return [
-        Output.of(leaf) if isinstance(leaf, Tensor) and leaf.layout == torch.strided else None
-        for leaf in tree_leaves(result)
-    ]
+    return [Output.of(leaf) if isinstance(leaf, Tensor) else None for leaf in tree_leaves(result)]

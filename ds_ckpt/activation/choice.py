@@ -40,7 +40,7 @@ def _overloads(names: Sequence[str]) -> frozenset[Any]:
         packet = getattr(torch.ops.aten, name, None)
         if packet is not None:
             found |= {getattr(packet, overload) for overload in packet.overloads()}
-    return frozenset(found)
+    return frozenset(o for o in found if not o._schema.is_mutable)
 
 
 @functools.cache

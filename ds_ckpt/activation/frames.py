@@ -77,11 +77,11 @@ class Frame:
             arguments: its function and arguments, the tensors still in it.
             last: no call will be added to this frame.
         """
-        tensors = arguments.release()
+        # what comes from inference mode counts no versions and cannot be saved, a copy can
+        tensors = [t.clone() if t.is_inference() else t for t in arguments.release()]
         versions = [t._version for t in tensors]
-        call = Call(
-            site, arguments, Surroundings(tensors, self._around.trackers), len(self._saved.kinds)
-        )
+        surroundings = Surroundings(tensors, self._around.trackers, site.module)
+        call = Call(site, arguments, surroundings, len(self._saved.kinds))
         outputs = self._calls[-1].outputs if self._calls else []
         for index, tensor in enumerate(tensors):
             for number, output in enumerate(outputs):
@@ -116,7 +116,7 @@ class Frame:
         call.buffers = site.buffers.after(copies, states)
         if call.recording is not None:
             assert site.choice is not None
-            call.results = Kept(call.recording.finish(whole=not last or bool(self._calls)))
+            call.results = Kept(call.recording.finish(result, whole=not last or bool(self._calls)))
             site.choice.require_hits(call.recording.seen)
             call.recording.seen.clear()
         if last and not self._saved.kinds:  # a frozen block whose input needs no gradient

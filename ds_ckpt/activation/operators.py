@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from ds_ckpt.activation.choice import Choice
 from ds_ckpt.activation.surroundings import RandomState, Tracker, devices_of
@@ -37,6 +37,21 @@ class _Entry:
 @functools.cache
 def _is_view(operator: Any) -> bool:
     return any(r.alias_info is not None for r in operator._schema.returns)
+
+
+@functools.cache
+def _written(operator: Any) -> tuple[tuple[int, str], ...]:
+    """Position and name of every argument that it changes."""
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(operator._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def _storage(tensor: Tensor) -> int | None:
+    strided = tensor.layout == torch.strided
+    return tensor.untyped_storage()._cdata if strided else None
 
 
 class _Pausing(TorchDispatchMode):
@@ -70,13 +85,16 @@ class Recording(_Pausing):
         self._choice, self._packs, self._trackers = choice, packs, trackers
         self.entries: list[_Entry] = []
         self.seen: Counter[str] = Counter()
+        self._writes: dict[int | None, int] = {}
+        """Storage: how many entries there were when it was last written."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
         if self._paused:
-            return out
+            return func(*args, **(kwargs or {}))
+        self._note_writes(func, args, kwargs or {})
+        out = func(*args, **(kwargs or {}))
         if not _is_view(func):
             self.seen[str(func)] += 1
         if self._choice.wants(func):
@@ -96,19 +114,39 @@ class Recording(_Pausing):
             )
         return out
 
-    def finish(self, *, whole: bool) -> list[Tensor]:
+    def _note_writes(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        for position, name in _written(func):
+            value = args[position] if position < len(args) else kwargs.get(name)
+            for tensor in tree_flatten(value)[0]:
+                if isinstance(tensor, Tensor):
+                    self._writes[_storage(tensor)] = len(self.entries)
+
+    def _unchanged(self, index: int, tensors: Sequence[Tensor]) -> bool:
+        """Whether nothing has written over an entry's results.
+
+        Versions alone do not tell: `aten._unsafe_view` (every 3-D product) and `.data` share the
+        storage and count versions of their own.
+        """
+        if [t._version for t in tensors] != self.entries[index].versions:
+            return False
+        return all(self._writes.get(_storage(t), 0) <= index for t in tensors)
+
+    def finish(self, result: Any, *, whole: bool) -> list[Tensor]:
         """What is to be kept, in order; afterwards the entries hold no tensors.
 
         Args:
+            result: of the block. What lies in the memory of its tensors is not kept: the caller
+                may write there.
             whole: the recompute runs to the end. Otherwise it stops where autograd has saved its
                 last tensor, and what came later is not kept.
         """
         kept: list[Tensor] = []
-        for entry in self.entries:
+        outside = {_storage(t) for t in tree_leaves(result) if isinstance(t, Tensor)}
+        for index, entry in enumerate(self.entries):
             tensors = [r for r in entry.results if isinstance(r, Tensor)]
-            unchanged = [t._version for t in tensors] == entry.versions
             reached = whole or entry.packs < self._packs()
-            if unchanged and reached:
+            inside = not any(_storage(t) in outside for t in tensors)
+            if reached and inside and self._unchanged(index, tensors):
                 entry.first = len(kept)
                 kept += [t.detach() for t in tensors]
             entry.results = [_TENSOR if isinstance(r, Tensor) else r for r in entry.results]

@@ -19,8 +19,11 @@ from ds_ckpt.activation.surroundings import swapped
 from ds_ckpt.errors import Problem, RecomputeError
 
 
-class Stop(Exception):  # noqa: N818 - ends a recompute early, is no error
-    """Every saved tensor has been computed again."""
+class Stop(BaseException):
+    """Every saved tensor has been computed again: ends a recompute early and is no error.
+
+    No `Exception`, which a block may catch for purposes of its own.
+    """
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
@@ -56,6 +59,9 @@ class Replay:
         self._modes: Replaying | None = None
         self._printer = Printer()
         self._doubts: list[tuple[int, Tensor]] = []
+        self._complete = False
+        self._difference: Problem | None = None
+        """The first one: a block may catch the error that it was raised as."""
 
     def run(
         self,
@@ -90,6 +96,8 @@ class Replay:
                 # its own weights are gathered by its hooks, and only the last call's are here
                 call.site.replaying = (function, args, kwargs)
                 call.site.module(*args, **kwargs)
+                if call.site.replaying is not None:
+                    raise _taken_off(call.site.name)
                 result, call.site.raw = call.site.raw, None
             else:
                 result = function(*args, **kwargs)
@@ -98,6 +106,10 @@ class Replay:
     def _pack(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, nn.Parameter):
             return tensor
+        if self._difference is not None:
+            raise RecomputeError(self._difference)
+        if self._complete:
+            raise Stop
         saved, index = self._saved, self._count
         if index == len(saved.kinds):
             self.differs(f"it saves more than the {index} tensors of the forward")
@@ -119,6 +131,7 @@ class Replay:
         self._values[index] = value
         self._count += 1
         if self._count == len(saved.kinds):
+            self._complete = True
             raise Stop
         return value
 
@@ -126,8 +139,12 @@ class Replay:
         """The values by number.
 
         On an accelerator one synchronization tells here whether any of them differs.
+
+        Raises RecomputeError: they do, or did and the block has caught the error.
         """
         self._modes = None
+        if self._difference is not None:
+            raise RecomputeError(self._difference)
         if self._count != len(self._saved.kinds):
             expected = len(self._saved.kinds)
             self.differs(f"it saves {self._count} tensors, the forward saved {expected}")
@@ -149,17 +166,29 @@ class Replay:
         )
 
     def differs(self, what: str) -> None:
-        raise RecomputeError(
-            Problem(
-                where=self._call.site.name,
-                found=what,
-                why="backward needs the forward's values, and this block does not repeat them: "
-                "its gradients would be wrong",
-                remedy="remove what differs from run to run (state kept between calls, random "
-                "numbers from outside torch, operators that are not deterministic), or leave the "
-                'block out: "rules": [{"match": "' + self._call.site.name + '", "policy": "none"}]',
-            )
+        problem = Problem(
+            where=self._call.site.name,
+            found=what,
+            why="backward needs the forward's values, and this block does not repeat them: "
+            "its gradients would be wrong",
+            remedy="remove what differs from run to run (state kept between calls, random "
+            "numbers from outside torch, operators that are not deterministic), or leave the "
+            'block out: "rules": [{"match": "' + self._call.site.name + '", "policy": "none"}]',
         )
+        self._difference = self._difference or problem
+        raise RecomputeError(self._difference)
+
+
+def _taken_off(name: str) -> RecomputeError:
+    return RecomputeError(
+        Problem(
+            where=name,
+            found="checkpointing that was taken off or switched off after the block's forward",
+            why="the recompute calls the module for the hooks that gather its weights, and its "
+            "forward no longer comes here",
+            remedy="change checkpointing only when no backward is outstanding",
+        )
+    )
 
 
 def _partitioned(module: nn.Module) -> bool:

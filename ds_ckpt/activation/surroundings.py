@@ -1,8 +1,8 @@
-"""What a forward depends on besides its arguments: random states, autocast, and changing buffers.
+"""What a forward depends on besides its arguments: random states, autocast, modes, and buffers.
 
 Each is noted when the forward runs and put back around the recompute, which leaves it afterwards
-as it was found: generators go on from where training stands, buffers (the running statistics of
-BatchNorm) are changed once.
+as it was found: generators go on from where training stands, a model that has been set to
+evaluation stays so, buffers (the running statistics of BatchNorm) are changed once.
 """
 
 from __future__ import annotations
@@ -52,13 +52,28 @@ def devices_of(tensors: Sequence[Tensor]) -> list[torch.device]:
     return list(dict.fromkeys(t.device for t in tensors if t.device.type not in ("cpu", "meta")))
 
 
-class Surroundings:
-    """Random states and autocast as they are when this object is made."""
+def _set_training(modes: Sequence[tuple[nn.Module, bool]]) -> None:
+    for part, training in modes:
+        if part.training != training:
+            part.training = training
 
-    def __init__(self, tensors: Sequence[Tensor], trackers: Sequence[Tracker]) -> None:
+
+class Surroundings:
+    """Random states, autocast and `training` flags as they are when this object is made.
+
+    Args:
+        tensors: those that the forward gets; the generators of their devices count.
+        trackers: random states beside torch's.
+        module: the one whose forward runs; its parts' flags count.
+    """
+
+    def __init__(
+        self, tensors: Sequence[Tensor], trackers: Sequence[Tracker], module: nn.Module
+    ) -> None:
         devices = devices_of(tensors)
         self._devices, self._trackers = devices, trackers
         self._random = RandomState(devices, trackers)
+        self._training = [(part, part.training) for part in module.modules()]
         self._autocast = [
             (
                 kind,
@@ -74,8 +89,10 @@ class Surroundings:
     def again(self) -> Iterator[None]:
         """As they were then; afterwards as they are now."""
         now = RandomState(self._devices, self._trackers)
+        training = [(part, part.training) for part, _ in self._training]
         try:
             self._random.put_back()
+            _set_training(self._training)
             with ExitStack() as stack:
                 for kind, enabled, dtype, cache in self._autocast:
                     stack.enter_context(
@@ -83,17 +100,35 @@ class Surroundings:
                     )
                 yield
         finally:
+            _set_training(training)
             now.put_back()
 
 
+class _Missing:
+    """In the place of a buffer that is not registered."""
+
+
+_MISSING = _Missing()
 _Place = tuple[nn.Module, str]
+_Value = Tensor | _Missing | None
+Copy = tuple[_Place, _Value]
+"""A buffer's place and its value from before a forward: none, or not registered, are values too."""
+
+
+def _at(place: _Place) -> _Value:
+    return place[0]._buffers.get(place[1], _MISSING)
+
+
+def _version(value: _Value) -> int:
+    """0 where none is counted: what comes from inference mode cannot be changed in training."""
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
 class Buffers:
     """Finds the buffers that a block's forward changes, and gives them to its recompute as before.
 
     The first forward is compared with copies of all buffers. From then on only those that it
-    changed, and the statistics of norms, are copied before each forward.
+    changed or registered, and the statistics of norms, are copied before each forward.
 
     Args:
         name: the block's, for messages.
@@ -102,55 +137,59 @@ class Buffers:
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self._name = name
+        self._parts = list(module.modules())
+        self._known: set[tuple[int, str]] = set()
         self._places: list[_Place] = []
         self._changing: list[_Place] = []
-        for part in module.modules():
-            for key, value in part._buffers.items():
-                if value is not None:
-                    statistics = isinstance(part, _NormBase)  # its operator counts no version
-                    (self._changing if statistics else self._places).append((part, key))
         self._first = True
 
-    def before(self) -> list[tuple[_Place, Tensor]]:
+    def _new(self) -> list[_Place]:
+        """The buffers that have been registered since this was asked last."""
+        new = [(m, k) for m in self._parts for k in m._buffers if (id(m), k) not in self._known]
+        self._known.update((id(m), k) for m, k in new)
+        return new
+
+    def before(self) -> list[Copy]:
         """Copies of what the coming forward will change, or may change."""
+        for module, key in self._new():
+            # the operators of norms count no version
+            statistics = isinstance(module, _NormBase) and module._buffers[key] is not None
+            (self._changing if statistics else self._places).append((module, key))
         places = [*self._changing, *self._places] if self._first else self._changing
-        return [((m, k), b.clone()) for m, k in places if (b := m._buffers[k]) is not None]
+        values = ((place, _at(place)) for place in places)
+        return [(p, v.clone() if isinstance(v, Tensor) else v) for p, v in values]
 
-    def versions(self) -> list[tuple[Tensor | None, int]]:
+    def versions(self) -> list[tuple[_Value, int]]:
         """Handed to `after`, which compares."""
-        buffers = [m._buffers[k] for m, k in self._places]
-        return [(b, 0 if b is None else b._version) for b in buffers]
+        return [(value, _version(value)) for value in map(_at, self._places)]
 
-    def after(
-        self, copies: list[tuple[_Place, Tensor]], versions: list[tuple[Tensor | None, int]]
-    ) -> list[tuple[_Place, Tensor]]:
+    def after(self, copies: list[Copy], versions: list[tuple[_Value, int]]) -> list[Copy]:
         """The copies that the recompute needs: those of changed buffers.
 
-        Raises UnsupportedError for a buffer that changes now and did not at first.
+        Raises UnsupportedError for a buffer that changes now and did not at first. One that begins
+        now had no value before, which is as good as a copy.
         """
-        if not self._places and not copies:
-            return copies
-        changed = [
-            place
-            for place, (before, version) in zip(self._places, versions, strict=True)
-            if (now := place[0]._buffers[place[1]]) is not before
-            or (now is not None and now._version != version)
-        ]
+        began: list[Copy] = [(place, _MISSING) for place in self._new()]
+        changed = []
+        for place, (before, version) in zip(self._places, versions, strict=True):
+            now = _at(place)
+            if now is not before and not isinstance(before, Tensor):
+                began.append((place, before))
+            elif now is not before or _version(now) != version:
+                changed.append(place)
         if self._first:
             self._first = False
             values = {(id(m), k): copy for (m, k), copy in copies}
             for place in self._places:
-                now = place[0]._buffers[place[1]]
-                was = values.get((id(place[0]), place[1]))
-                if place in changed or now is None or was is None:
+                now, was = _at(place), values[id(place[0]), place[1]]
+                if place in changed or not isinstance(now, Tensor) or not isinstance(was, Tensor):
                     continue
                 if not torch.equal(now, was):  # changed by an operator that counts no version
                     changed.append(place)
             self._changing += changed
-            self._places = [p for p in self._places if p not in changed]
             keep = {(id(m), k) for m, k in self._changing}
-            return [c for c in copies if (id(c[0][0]), c[0][1]) in keep]
-        if changed:
+            copies = [c for c in copies if (id(c[0][0]), c[0][1]) in keep]
+        elif changed:
             names = ", ".join(f"{type(m).__name__}.{k}" for m, k in changed)
             raise UnsupportedError(
                 Problem(
@@ -160,20 +199,29 @@ class Buffers:
                     remedy="change it in every training forward, or outside of the block",
                 )
             )
+        if began:
+            self._changing += [place for place, _ in began]
+            copies = [*copies, *began]
+        self._places = [p for p in self._places if p not in self._changing]
         return copies
 
 
 @contextmanager
-def swapped(copies: list[tuple[_Place, Tensor]]) -> Iterator[None]:
+def swapped(copies: list[Copy]) -> Iterator[None]:
     """The buffers' values from before the forward; what is done to them is thrown away."""
-    originals = [(m, k, m._buffers[k]) for (m, k), _ in copies]
+    parts = {id(m): m for (m, _), _ in copies}.values()
+    originals = [(m._buffers, dict(m._buffers)) for m in parts]
     try:
         for (module, key), copy in copies:
-            module._buffers[key] = copy.clone()
+            if isinstance(copy, _Missing):
+                module._buffers.pop(key, None)
+            else:
+                module._buffers[key] = copy if copy is None else copy.clone()
         yield
     finally:
-        for module, key, original in originals:
-            module._buffers[key] = original
+        for buffers, original in originals:  # cleared, for the order of the keys
+            buffers.clear()
+            buffers.update(original)
 
 
 def entered(scopes: Sequence[Any]) -> AbstractContextManager[Any]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ds_ckpt.activation import CheckpointedBlocks, Policy, Treatment
-from ds_ckpt.activation.fingerprints import WHOLE_BYTES, fingerprint
+from ds_ckpt.activation.fingerprints import WHOLE_BYTES, Printer, fingerprint
 from ds_ckpt.errors import RecomputeError
 from tests.architectures import batch, build
 
@@ -205,3 +205,21 @@ def test_large_tensors_are_sampled_in_every_row() -> None:
 )
 def test_what_has_no_memory_to_read_has_no_fingerprint(tensor: Tensor) -> None:
     assert fingerprint(tensor) is None
+
+
+@pytest.mark.parametrize(
+    ("bookkeeping", "read"),
+    [
+        (torch.zeros(2, dtype=torch.uint64), False),
+        (torch.zeros(5, dtype=torch.uint64), False),
+        (torch.zeros((), dtype=torch.int64), False),
+        (torch.zeros(2, dtype=torch.int32), False),
+        (torch.zeros(3, dtype=torch.int64), True),
+        (torch.zeros(2, dtype=torch.bool), True),
+        (torch.zeros((), dtype=torch.float32), True),
+        (torch.zeros((), dtype=torch.complex64), True),
+    ],
+    ids=lambda v: f"{v.dtype}{list(v.shape)}" if isinstance(v, Tensor) else None,
+)
+def test_bookkeeping_of_attention_kernels_is_not_read(bookkeeping: Tensor, read: bool) -> None:
+    assert (Printer()(bookkeeping) is not None) is read

@@ -1,0 +1,162 @@
+"""What `selective` keeps: results that something writes over are computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ds_ckpt.activation import CheckpointedBlocks, Policy, Treatment, choice
+from ds_ckpt.activation.choice import Choice
+from ds_ckpt.activation.operators import Recording
+from ds_ckpt.patch import Patches
+
+
+def _put(h: Tensor, x: Tensor) -> Tensor:
+    rows = torch.tensor([1, 0], device=h.device)
+    return h.index_put_((rows,), x[:2], accumulate=True)
+
+
+def _through_a_view(h: Tensor, x: Tensor) -> Tensor:
+    h[..., 1:3].add_(x[..., 1:3])
+    return h
+
+
+def _as_result(h: Tensor, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        torch.mul(h.detach(), 3.0, out=h.detach())
+    return h + x
+
+
+def _in_a_list(h: Tensor, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        torch._foreach_add_([x.clone(), h.detach()], 1.0)
+    return h
+
+
+def _outside_autograd(h: Tensor, x: Tensor) -> Tensor:
+    h.data.add_(1.0)
+    return h
+
+
+WRITES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "add_": lambda h, x: h.add_(x),
+    "mul_": lambda h, x: h.mul_(2.0),
+    "relu_": lambda h, x: torch.relu_(h),
+    "index_put_": _put,
+    "a view": _through_a_view,
+    "out=": _as_result,
+    "_foreach_add_": _in_a_list,
+    ".data": _outside_autograd,
+}
+
+
+class Block(nn.Module):
+    """A product, a write over its result, and a second product."""
+
+    def __init__(self, write: Callable[[Tensor, Tensor], Tensor], bias: bool, matmul: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8, bias=bias)
+        self.second = nn.Linear(8, 8, bias=bias)
+        self.write, self.matmul = write, matmul
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x @ self.first.weight if self.matmul else self.first(x)
+        return torch.add(x, self.second(torch.tanh(self.write(h, x))))
+
+
+def _gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    model(x).pow(2).sum().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (2, 4, 8)], ids=str)
+@pytest.mark.parametrize("product", ["linear", "linear with bias", "matmul"])
+@pytest.mark.parametrize("write", WRITES)
+def test_results_that_are_written_over_are_not_kept(
+    write: str, product: str, shape: tuple[int, ...]
+) -> None:
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {"bias": "bias" in product, "matmul": product == "matmul"}
+    model = nn.Sequential(*(Block(WRITES[write], **settings) for _ in range(2)))
+    x = torch.randn(*shape)
+    expected = _gradients(model, x)
+    policy = Policy(treatment=Treatment("selective"), modules=("Block",))
+    CheckpointedBlocks(model, policy=policy)
+    for _ in range(2):
+        got = _gradients(model, x)
+        assert len(got) == len(expected)
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_only_later_writes_count() -> None:
+    asked = Choice(("aten.mm",), "here", "block", nn.Linear(2, 2), Patches())
+    recording = Recording(asked, lambda: 0)
+    x = torch.ones(2, 2)
+    with recording:
+        x.add_(1.0)
+        kept = x @ x
+        written = x @ x
+        x.add_(1.0)
+        written.view(4)[1:].mul_(3.0)
+        last = x @ x
+    first, second = recording.finish(None, whole=True)
+    assert [first.data_ptr(), second.data_ptr()] == [kept.data_ptr(), last.data_ptr()]
+    assert [entry.first for entry in recording.entries] == [0, -1, 1]
+
+
+def test_no_set_holds_an_operator_that_changes_its_argument() -> None:
+    operators = choice._products() | choice._cores()
+    assert torch.ops.aten.mm.default in operators
+    assert [str(o) for o in operators if o._schema.is_mutable] == []
+
+
+class _Outside(nn.Module):
+    """Returns a product that it also uses, for its caller to write into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Both() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            h, y = block(x)
+            h += x
+            x = h * y
+        return x
+
+
+class _Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8, bias=False)
+        self.b = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.a(x)
+        return h, self.b(torch.tanh(h))
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (2, 4, 8)])
+def test_a_product_that_the_caller_writes_into_is_not_kept(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model, x = _Outside(), torch.randn(shape)
+
+    def gradients() -> list[torch.Tensor | None]:
+        model.zero_grad()
+        model(x).pow(2).sum().backward()
+        return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+    plain = gradients()
+    policy = Policy(treatment=Treatment("selective"), modules=("_Both",))
+    checkpointed = CheckpointedBlocks(model, policy=policy)
+    ours = gradients()
+    checkpointed.remove()
+    for expected, got in zip(plain, ours, strict=True):
+        assert expected is not None
+        assert got is not None
+        assert torch.equal(expected, got)
