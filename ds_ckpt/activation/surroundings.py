@@ -187,6 +187,7 @@ class Buffers:
                 if not torch.equal(now, was):  # changed by an operator that counts no version
                     changed.append(place)
             self._changing += changed
+            self._places = [p for p in self._places if p not in changed]
             keep = {(id(m), k) for m, k in self._changing}
             copies = [c for c in copies if (id(c[0][0]), c[0][1]) in keep]
         elif changed:
@@ -201,8 +202,8 @@ class Buffers:
             )
         if began:
             self._changing += [place for place, _ in began]
+            self._places = [p for p in self._places if p not in self._changing]
             copies = [*copies, *began]
-        self._places = [p for p in self._places if p not in self._changing]
         return copies
 
 

@@ -159,6 +159,7 @@ class Second(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.steps: Tensor
+        self.later: Tensor
         self.given: Tensor | None
         self.register_buffer("given", None)
         self.register_buffer("steps", torch.zeros(1))
@@ -248,7 +249,7 @@ class Scaled(nn.Module):
 
 
 class Mixed(nn.Module):
-    def forward(self, x: Tensor, adjacent: Tensor) -> Tensor:
+    def forward(self, x: Tensor, adjacent: Tensor) -> Any:
         return torch.sparse.mm(adjacent, x)
 
 
