@@ -37,7 +37,7 @@ def threads() -> list[str]:
 
 def _wrap_reduce(engine: Any, before: Callable[[int], None]) -> None:
     """Call `before(number of the bucket)` at the start of every exchange, in its thread."""
-    exchange = ds_ckpt.session_of(engine)._built.exchange  # type: ignore[union-attr]
+    exchange = ds_ckpt.session_of(engine).exchange.exchange  # type: ignore[union-attr]
     reduce, count = exchange.reduce, iter(range(10**9))
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -205,7 +205,7 @@ def stock_runs_in_the_main_thread(section: dict[str, Any]) -> dict[str, set[str]
     stage3.reduce_scatter_coalesced = noted
     try:
         engine = _engine("llama", section, True)
-        exchange = ds_ckpt.session_of(engine)._built.exchange._exchange  # type: ignore[union-attr]
+        exchange = ds_ckpt.session_of(engine).exchange.exchange._exchange  # type: ignore[union-attr]
         reduce = exchange.reduce
 
         def noted_exchange(*args: Any, **kwargs: Any) -> Any:

@@ -101,7 +101,7 @@ def _owed(session: Any, engine: Any) -> dict[str, Any]:
 def load(folder: str, section: dict[str, Any]) -> dict[str, Any]:
     """Load into this world; what is owed then."""
     engine = _engine(section)
-    files = ds_ckpt.session_of(engine)._built
+    files = ds_ckpt.session_of(engine).exchange
     from ds_ckpt.exchange.state import ResidualFiles
 
     shapes = ds_ckpt.session_of(engine)._shapes()
