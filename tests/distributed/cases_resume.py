@@ -103,8 +103,9 @@ def load(folder: str, section: dict[str, Any]) -> dict[str, Any]:
     engine = _engine(section)
     files = ds_ckpt.session_of(engine).exchange
     from ds_ckpt.exchange.state import ResidualFiles
+    from ds_ckpt.session.gradients import shapes_of
 
-    shapes = ds_ckpt.session_of(engine)._shapes()
+    shapes = shapes_of(engine)
     reader = ResidualFiles(
         files.feedback,
         method=section["compression"]["method"],
