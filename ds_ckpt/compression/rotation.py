@@ -23,16 +23,20 @@ _SIGNS = 0x243F6A8885A308D3
 def rotate(values: Tensor, run: int) -> Tensor:
     """fp32 [n], n a multiple of `run`, a power of two -> fp32 [n], of the same norm.
 
-    Entries so large that sums of them, here or on the way back, may overflow are clamped.
+    A run with an entry so large that sums, here or on the way back, might overflow becomes zeros:
+    nothing of it is sent and all of it stays.
     """
     # A run of largest entries grows by sqrt(run) in one of them, at most, and levels may overshoot
     # it by less than a half; the way back may add sqrt(run) again.
     limit = torch.finfo(torch.float32).max / (2 * run)
-    return torch.mm(values.view(-1, run).clamp(-limit, limit), _matrix(run, values.device)).view(-1)
+    runs = values.view(-1, run)
+    low, high = torch.aminmax(runs, dim=1, keepdim=True)
+    fits = (high <= limit) & (low >= -limit)
+    return torch.mm(torch.where(fits, runs, 0.0), _matrix(run, values.device)).view(-1)
 
 
 def rotate_back(values: Tensor, run: int) -> Tensor:
-    """The inverse of `rotate` but for its clamping. Equal bits for equal bits on one machine."""
+    """The inverse of `rotate` but for such runs. Equal bits for equal bits on one machine."""
     return torch.mm(values.view(-1, run), _matrix(run, values.device).t()).view(-1)
 
 

@@ -67,6 +67,7 @@ def scales_of(codec: Quantize, payload: Tensor, numel: int) -> list[float]:
 @example(Quantize(2, 64), 64, 1, FP32.max, torch.float32)
 @example(Quantize(4, 64, True), 64, 3, FP32.max, torch.float32)
 @example(Quantize(2, 256, True), 256, 3, FP32.max, torch.float32)
+@example(Quantize(2, 32, True), 32, 0, 1e18, torch.float16)
 def test_sent_plus_left_is_what_was_there(
     codec: Quantize, numel: int, seed: int, scale: float, dtype: torch.dtype
 ) -> None:
