@@ -148,7 +148,9 @@ class Overlap:
         Raises:
             Exception: what an earlier bucket's reduction raised; this one is not begun.
         """
-        while self._flights and self._flights[0].future.done():
+        # An error waits until every process must look at it: raised as soon as it is there, it
+        # would end backward at another place in each, between other gathers.
+        while self._flights and _arrived_well(self._flights[0].future):
             self._take_next()
         while len(self._flights) >= LIMIT:
             self._take_next()
@@ -237,3 +239,7 @@ def describe_overlap(optimizer: Any, elements: int) -> str:
             f"(zero_optimization.reduce_bucket_size {bucket})"
         )
     return f"exchanged while backward goes on, in about {-(-elements // bucket)} buckets"
+
+
+def _arrived_well(future: Future[Any]) -> bool:
+    return future.done() and not future.cancelled() and future.exception() is None

@@ -145,7 +145,8 @@ def test_the_end_of_one_process_frees_the_other(world2: Any) -> None:
     waiting, gone = world2.run(cases.ends_in_flight, TOPK, "destroy alone", timeout=60)
     assert gone["message"] == "stop here"
     assert gone["flying"] == 0
-    assert "closed" in waiting["message"]
+    # gloo's word for it depends on what the other end had left unread
+    assert "closed" in waiting["message"] or "reset" in waiting["message"]
     for process in (waiting, gone):
         assert process["took_s"] < 5
         assert process["left"] == []
