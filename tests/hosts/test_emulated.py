@@ -142,7 +142,8 @@ def test_nothing_is_left_after_the_maker_is_killed_and_down_has_run(can_emulate:
 def test_down_kills_what_outlives_its_owner_and_nothing_else(can_emulate: None) -> None:
     """A record whose processes run on, one of them with the pid of a process of today."""
     with EmulatedHosts(1) as bystander:
-        with subprocess.Popen(["true"]) as ended:
+        # it ends with its standard input, which the block closes
+        with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as ended:
             owner = ProcessId.of(ended.pid)
         with subprocess.Popen(["sleep", "600"]) as orphan:
             folder = records.new_folder()
