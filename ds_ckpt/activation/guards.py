@@ -29,11 +29,11 @@ def refuse_changed(name: str, tensors: Sequence[Tensor], versions: Sequence[int]
         )
 
 
-def changed_later(name: str) -> UnsupportedError:
+def changed_later(name: str, what: str = "argument") -> UnsupportedError:
     return UnsupportedError(
         Problem(
             where=name,
-            found="an argument that was changed in place after the block's forward",
+            found=f"an {what} that was changed in place after the block's forward",
             why="the recompute would begin with the changed values",
             remedy="write x = x + y for x += y where this block's input is used again, or leave "
             "the block out of checkpointing",

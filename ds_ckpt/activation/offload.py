@@ -19,9 +19,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ds_ckpt.activation.guards import changed_later
 from ds_ckpt.activation.pieces import Kept, Key, Left, Piece, Remains, bytes_of, key_of
 from ds_ckpt.activation.prefetch import BlockCall, Prefetch
-from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.memory.arena import Arena
 from ds_ckpt.memory.copies import Copies
 from ds_ckpt.memory.pool import Event
@@ -197,14 +197,14 @@ class BoundaryStore:
         self.collect()
         if isinstance(kept, Left):
             if kept.changed:
-                raise _changed("a block")
+                raise changed_later("a block", "input")
             return kept.tensor
         call, piece = kept.call, kept.piece
         assert isinstance(call, BlockCall)
         first = self._prefetch.reach(call)
         piece.look()
         if piece.changed:
-            raise _changed(piece.label)
+            raise changed_later(piece.label, "input")
         if piece.source is not None or piece.slot is not None:
             self.counters.kept[piece.label] += piece.asked != self._prefetch.backward
         self._prefetch.fetch(piece, late=True)
@@ -237,16 +237,3 @@ class BoundaryStore:
         """Bytes of the pieces that have a copy in host memory now."""
         self.collect()
         return sum(p.nbytes for p in self._pieces.values() if p.host is not None)
-
-
-def _changed(label: str) -> UnsupportedError:
-    return UnsupportedError(
-        Problem(
-            where=label,
-            found="an input that was changed in place after the block had been called with it",
-            why="the recompute would see other values than the forward did",
-            remedy="change the line to one that makes a new tensor (x = x + y, not x += y), or "
-            "leave this block out of $.ds_ckpt.activation.modules",
-        ),
-        headline="a block's input cannot be recomputed from",
-    )
