@@ -65,6 +65,8 @@ CELLS = (
     cell("dense", "dense"),
     cell("4 bits", "quantize", bits=4),
     cell("2 bits", "quantize", bits=2),
+    cell("2 bits, rotated", "quantize", bits=2, rotated=True),
+    cell("2 bits, rotated, blocks of 256", "quantize", bits=2, rotated=True, block=256),
     cell("rank 4 alternating + 2 bits", "hybrid", rank=4, alternate=True, bits=2),
     cell("Top-K 10%", "topk", density=0.1),
     cell("rank 4", "powersgd", rank=4),
