@@ -95,11 +95,15 @@ ARCHITECTURES = tuple(_KINDS)
 
 
 def build(kind: str, layers: int = 4, **options: Any) -> nn.Module:
-    """The same weights in every process and every call; in training mode."""
+    """The same weights in every process and every call; in training mode.
+
+    Without a cache, which checkpointed blocks do not fill either: filling one copies keys into
+    another memory layout, and some processors' products of matrices round that differently.
+    """
     import transformers
 
     config_name, model_name, sizes, layer_keys = _KINDS[kind]
-    values = {**sizes, **dict.fromkeys(layer_keys, layers), **options}
+    values = {"use_cache": False, **sizes, **dict.fromkeys(layer_keys, layers), **options}
     config = getattr(transformers, f"{config_name}Config")(**values)
     torch.manual_seed(0)
     model: nn.Module = getattr(transformers, model_name)(config)

@@ -122,7 +122,7 @@ class Later(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        if self.calls > 2:
+        if self.calls > 1:
             self.seen += 1
         return x + self.seen
 
@@ -304,7 +304,7 @@ def test_generating_afterwards_uses_the_cache(kind: Any) -> None:
         with torch.no_grad():
             cache = model(tokens, use_cache=True).past_key_values
         assert cache.get_seq_length() == 4
-        outputs.append(model.generate(tokens, max_new_tokens=5, do_sample=False))
+        outputs.append(model.generate(tokens, max_new_tokens=5, do_sample=False, use_cache=True))
     assert torch.equal(*outputs)
 
 
@@ -507,8 +507,9 @@ def test_nothing_stays_behind(policy: Policy) -> None:
         made = len(frames)
         with torch.no_grad():
             model(_x())
-        model.eval()(_x())
         assert len(frames) == made > 4
+        model.eval()(_x())
+        assert len(frames) > made
         assert all(f() is None for f in frames)
     finally:
         Frame.__init__ = original  # type: ignore[method-assign]
