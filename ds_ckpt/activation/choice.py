@@ -44,12 +44,14 @@ def _overloads(names: Sequence[str]) -> frozenset[Any]:
 
 
 @functools.cache
-def _products() -> frozenset[Any]:
+def products() -> frozenset[Any]:
+    """Matrix products and convolutions."""
     return _overloads(_PRODUCTS)
 
 
 @functools.cache
-def _cores() -> frozenset[Any]:
+def cores() -> frozenset[Any]:
+    """Attention cores."""
     return _overloads(_CORES)
 
 
@@ -112,15 +114,15 @@ class Choice:
         self._marks: list[str] = []
         for word in dict.fromkeys(part for entry in save_ops for part in entry.split("+")):
             if word == "matmuls":
-                self._always[word] = _products() | _cores()
+                self._always[word] = products() | cores()
             elif word == "attention":
-                self._always[word] = _cores()
+                self._always[word] = cores()
             elif word in ("qkvo", "gate"):
                 self._mark(word, name, block, patches)
             else:
                 self._always[word] = _named(word, where)
         self._quick = frozenset().union(*self._always.values())
-        self._products = _products()  # looked up here and not in the middle of a forward
+        self._products = products()  # looked up here and not in the middle of a forward
         self.hits: Counter[str] = Counter()
 
     def _mark(self, word: str, name: str, block: nn.Module, patches: Patches) -> None:
@@ -139,7 +141,7 @@ class Choice:
             )
         self._marks.append(word)
         for part in parts:
-            patches.set(part, "forward", self._marked(word, part.forward))
+            patches.set_method(part, "forward", self._marked(word, part.forward))
 
     def _marked(self, word: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)

@@ -35,17 +35,23 @@ class _Entry:
 
 
 @functools.cache
-def _is_view(operator: Any) -> bool:
+def is_view(operator: Any) -> bool:
+    """Whether a result shares memory with an argument."""
     return any(r.alias_info is not None for r in operator._schema.returns)
 
 
 @functools.cache
-def _written(operator: Any) -> tuple[tuple[int, str], ...]:
-    """Position and name of every argument that it changes."""
+def writes_to(operator: Any) -> tuple[tuple[int, str], ...]:
+    """Position and name of every argument that it changes.
+
+    Collectives do not say which: all of theirs. (AutoTP sums over the group in the memory of a
+    product.)
+    """
+    collective = operator.namespace == "c10d"
     return tuple(
         (position, argument.name)
         for position, argument in enumerate(operator._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
+        if collective or (argument.alias_info is not None and argument.alias_info.is_write)
     )
 
 
@@ -95,7 +101,7 @@ class Recording(_Pausing):
             return func(*args, **(kwargs or {}))
         self._note_writes(func, args, kwargs or {})
         out = func(*args, **(kwargs or {}))
-        if not _is_view(func):
+        if not is_view(func):
             self.seen[str(func)] += 1
         if self._choice.wants(func):
             self._choice.count(func)
@@ -115,7 +121,7 @@ class Recording(_Pausing):
         return out
 
     def _note_writes(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        for position, name in _written(func):
+        for position, name in writes_to(func):
             value = args[position] if position < len(args) else kwargs.get(name)
             for tensor in tree_flatten(value)[0]:
                 if isinstance(tensor, Tensor):

@@ -68,6 +68,11 @@ def _is_mlp(name: str, module: nn.Module) -> bool:
     return bool(_MLP.search(type(module).__name__)) or name.rpartition(".")[2] in _MLP_NAMES
 
 
+def is_norm(class_name: str) -> bool:
+    """Whether a class is called like a normalisation."""
+    return bool(_NORM.search(class_name))
+
+
 def _runs(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 

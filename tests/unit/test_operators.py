@@ -110,7 +110,7 @@ def test_only_later_writes_count() -> None:
 
 
 def test_no_set_holds_an_operator_that_changes_its_argument() -> None:
-    operators = choice._products() | choice._cores()
+    operators = choice.products() | choice.cores()
     assert torch.ops.aten.mm.default in operators
     assert [str(o) for o in operators if o._schema.is_mutable] == []
 
