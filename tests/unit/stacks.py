@@ -1,0 +1,98 @@
+"""A stack of small blocks, with and without checkpointing and offload, compared to the bit."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ds_ckpt.activation import CheckpointedBlocks, Policy, Treatment
+from tests.unit.offload_models import LateCopies, nothing_left, put_on
+
+KINDS = pytest.mark.parametrize("kind", ["block", "segments", "selective", "offload"])
+
+
+class Block(nn.Module):
+    """Two products around what `inner` does."""
+
+    def __init__(self, inner: Callable[..., Any], width: int = 8) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+        self.inner = inner
+
+    def forward(self, x: Tensor, *args: Any) -> Any:
+        return x + self.down(self.inner(torch.tanh(self.up(x)), *args))
+
+
+class Stack(nn.Module):
+    """Three of them; `join` says how they follow each other."""
+
+    def __init__(self, make: Callable[[], nn.Module], join: Callable[..., Tensor] | None = None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(make() for _ in range(3))
+        self.join = join
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.join is not None:
+            return self.join(self.blocks, x)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().sum()
+
+
+def data(seed: int = 1) -> Tensor:
+    return torch.randn(5, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def put(model: nn.Module, kind: str, check: int = 0) -> Callable[[], bool]:
+    """Checkpointing on the model's blocks; returns whether nothing of it is left behind."""
+    names = tuple({type(block).__name__ for block in model.blocks})  # type: ignore[union-attr]
+    treatment = Treatment("block" if kind == "offload" else kind)  # type: ignore[arg-type]
+    policy = Policy(treatment, modules=names, check_determinism=check)
+    if kind != "offload":
+        CheckpointedBlocks(model, policy=policy)
+        return lambda: True
+    _, store, pool = put_on(model, None, policy=policy, copies=LateCopies())
+    return lambda: gc.collect() >= 0 and nothing_left(store, pool)
+
+
+def backward(model: nn.Module) -> Sequence[Tensor]:
+    model(data()).backward()
+    return ()
+
+
+def results(
+    model: nn.Module, step: Callable[[nn.Module], Sequence[Tensor | None]], steps: int = 3
+) -> list[Tensor | None]:
+    """What `step` returns and the gradients, of several steps; at the end the model's state."""
+    found: list[Tensor | None] = []
+    for seed in range(steps):
+        torch.manual_seed(seed)
+        model.zero_grad()
+        found += step(model)
+        found += [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    return [*found, *model.state_dict().values()]
+
+
+def same(
+    make: Callable[[], nn.Module],
+    kind: str,
+    step: Callable[[nn.Module], Sequence[Tensor | None]] = backward,
+) -> None:
+    """To the bit as without checkpointing, and nothing stays in host memory."""
+    plain = results(make(), step)
+    model = make()
+    clean = put(model, kind)
+    ours = results(model, step)
+    assert any(value is not None and bool(value.any()) for value in plain)
+    assert len(plain) == len(ours)
+    for index, (a, b) in enumerate(zip(plain, ours, strict=True)):
+        assert (a is None) == (b is None), index
+        assert a is None or b is None or torch.equal(a, b), index
+    assert clean()

@@ -1,0 +1,208 @@
+"""What the survey says without memory is what `HeldActivations` and a FLOP counter measure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ds_ckpt.activation import CheckpointedBlocks, Unit
+from ds_ckpt.activation.blocks import Block, is_hf_layer
+from ds_ckpt.errors import UnsupportedError
+from ds_ckpt.planner.budget import Allowance, Planner
+from ds_ckpt.planner.candidates import Candidate, candidates_of
+from ds_ckpt.planner.costs import Rates, measured_rates
+from ds_ckpt.planner.plan import GIB, ActivationPlan
+from ds_ckpt.planner.simulate import simulate
+from ds_ckpt.planner.survey import Survey, survey
+from ds_ckpt.telemetry.activations import HeldActivations
+from tests.architectures import ARCHITECTURES, batch, build
+
+RATES = Rates(1e12, 1e10, 1e9)
+
+
+def _units(model: nn.Module, candidate: Candidate) -> list[Unit]:
+    modules = dict(model.named_modules())
+
+    def block(name: str) -> Block:
+        return Block(name, modules[name], "hf" if is_hf_layer(modules[name]) else "forward")
+
+    return [Unit(tuple(block(n) for n in u.modules), u.save_ops) for u in candidate.units]
+
+
+def _measured(model: nn.Module, data: dict[str, Any], units: list[Unit]) -> int:
+    blocks = CheckpointedBlocks(model, units=units)
+    try:
+        with HeldActivations(model) as held:
+            loss = model(**data).loss
+        loss.backward()
+    finally:
+        blocks.remove()
+        model.zero_grad()
+    return held.bytes
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_every_candidate_holds_and_computes_what_is_measured(kind: str) -> None:
+    model, data = build(kind, 2), batch(kind)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    state = torch.get_rng_state()
+    found = survey(model, (), data)
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(before[n], p) and p.grad is None for n, p in model.named_parameters())
+    assert found.saved_bytes == _measured(model, data, [])
+    assert sum(o.saved_bytes for o in found.operators) == found.saved_bytes
+    ways = [candidates_of(found, i) for i in range(len(found.blocks))]
+    none = simulate(model, (), data, [])
+    assert none.held_bytes == found.saved_bytes
+    assert none.forward_flops == found.flops > 0
+    assert len(ways[0]) >= 5
+    for word in (c.word for c in ways[0]):
+        chosen = [next((c for c in w if c.word == word), w[0]) for w in ways]
+        units = [u for c in chosen for u in _units(model, c)]
+        held = found.outside.union(*(c.held for c in chosen))
+        assert sum(found.record.sizes[s] for s in held) == _measured(model, data, units), word
+        if word in ("block", "attention and mlp", "selective attention+qkvo"):
+            step = simulate(model, (), data, units)
+            assert step.flops - none.flops == sum(c.flops for c in chosen), word
+
+
+def test_parts_are_told_apart() -> None:
+    found = survey(build("llama", 2), (), batch("llama"))
+    assert {o.part for o in found.operators if o.block >= 0} == {
+        "attention",
+        "mlp",
+        "norm",
+        "other",
+    }
+    core = next(o for o in found.operators if "attention" in o.operator)
+    assert core.module == "model.layers.0.self_attn"
+    assert core.flops > 0
+    head = next(o for o in found.operators if o.module == "lm_head" and o.flops)
+    assert head.block == -1
+    assert found.head_bytes + found.tail_bytes + sum(b.saved_bytes for b in found.blocks) == (
+        found.saved_bytes
+    )
+
+
+def test_a_padding_mask_decides_as_in_training() -> None:
+    """With values unknown transformers would make a mask where training needs none."""
+    model = build("llama", 2)
+    tokens = torch.randint(3, 40, (2, 16))
+    padded = torch.ones_like(tokens)
+    padded[1, 9:] = 0
+    saved = []
+    for mask in (torch.ones_like(tokens), padded):
+        data = {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
+        saved.append(survey(model, (), data).saved_bytes)
+        assert saved[-1] == _measured(model, data, [])
+    assert saved[0] < saved[1]
+
+
+def test_a_model_without_memory_is_measured() -> None:
+    data = batch("llama")
+    with torch.device("meta"):
+        model = build("llama", 2)
+    assert survey(model, (), data).saved_bytes == _measured(build("llama", 2), data, [])
+
+
+class _Asking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+            if x.sum().item() > 0:
+                x = x * 2
+        return x
+
+
+def test_a_forward_that_depends_on_values_is_refused_with_words() -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        survey(_Asking(), (torch.randn(2, 8),), {}, modules=["Linear"])
+    words = str(caught.value)
+    assert "aten._local_scalar_dense" in words
+    assert '"policy"' in words
+
+
+def test_autocast_is_that_of_the_caller() -> None:
+    model, data = build("llama", 2), batch("llama")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert survey(model, (), data).saved_bytes == _measured(model, data, [])
+
+
+def test_tied_weights_stay_tied() -> None:
+    model = build("llama", 2, tie_word_embeddings=True)
+    assert survey(model, (), batch("llama")).saved_bytes == _measured(model, batch("llama"), [])
+
+
+def _large() -> tuple[nn.Module, dict[str, Any], Survey]:
+    with torch.device("meta"):
+        model = build(
+            "llama", 6, hidden_size=1024, intermediate_size=2752, num_attention_heads=8,
+            num_key_value_heads=8, head_dim=128, max_position_embeddings=1024,
+        )  # fmt: skip
+    tokens = torch.randint(3, 40, (2, 512))
+    data = {"input_ids": tokens, "labels": tokens}
+    return model, data, survey(model, (), data)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_plans_keep_what_they_promise(offload: bool) -> None:
+    model, data, found = _large()
+    planner = Planner(found, RATES, 1024)
+    least = planner.least(Allowance(1, "activations", offload=offload))
+    none = simulate(model, (), data, [])
+    before = float("inf")
+    for share in (0.0, 0.1, 0.3, 0.6, 1.0):
+        top = found.saved_bytes
+        budget = round(least.needed_bytes + share * (top - least.needed_bytes))
+        plan = planner.plan(Allowance(budget, "activations", offload=offload))
+        assert plan.needed_bytes <= budget
+        assert plan.recompute_s <= before
+        before = plan.recompute_s
+        step = simulate(model, (), data, plan.units(model))
+        moved = [b.offloaded_bytes for b in plan.blocks if b.offloaded_bytes]
+        assert plan.held_bytes + sum(moved[:-1]) == step.held_bytes
+        assert step.flops == none.flops + plan.recompute_flops
+        assert ActivationPlan.from_json(plan.to_json()) == plan
+    assert before == 0.0
+
+
+def test_the_words_say_what_would_fit() -> None:
+    _, _, found = _large()
+    planner = Planner(found, RATES, 1024)
+    with pytest.raises(UnsupportedError) as caught:
+        planner.plan(Allowance(2**20, "activations", {"weights": 2**19}, micro_batch=8))
+    words = caught.value.problems[0].remedy
+    least = planner.least(Allowance(1, "activations", {"weights": 2**19})).needed_bytes
+    named = float(words.split("at least ")[1].split(" GiB")[0])
+    assert least <= named * GIB <= 1.001 * least
+    assert planner.plan(Allowance(int(named * GIB), "activations", {"weights": 2**19}))
+    assert '"offload": true' in words
+    assert "sequences of at most" in words
+    with pytest.raises(UnsupportedError) as caught:
+        planner.plan(Allowance(least // 2, "activations", {}, micro_batch=8))
+    assert "a micro-batch of" in caught.value.problems[0].remedy
+    assert "weights" not in caught.value.problems[0].why
+
+
+def test_copies_that_outlast_the_computing_beside_them_cost() -> None:
+    _, _, found = _large()
+    slow = Planner(found, Rates(1e12, 1e10, 1e6), 1024)
+    fast = Planner(found, Rates(1e12, 1e10, 1e13), 1024)
+    allowance = Allowance(2**40, "activations", offload=True)
+    assert set(slow.plan(allowance).choices) == set(fast.plan(allowance).choices) == {"none"}
+    tight = Allowance(slow.least(allowance).needed_bytes, "activations", offload=True)
+    assert slow.plan(tight).recompute_s > 10 * fast.plan(tight).recompute_s
+
+
+def test_rates_are_measured_on_the_device() -> None:
+    rates = measured_rates(torch.device("cpu"), torch.float32)
+    assert 1e7 < rates.flops_per_s < 1e14
+    assert 1e6 < rates.bytes_per_s < 1e13
+    assert rates.seconds(rates.flops_per_s, rates.bytes_per_s) == pytest.approx(2.0)
