@@ -28,8 +28,13 @@ def session_of(engine: Any) -> Session | None:
     return session
 
 
-def attach(engine: Any) -> Session:
+def attach(engine: Any, *, mpu: Any = None) -> Session:
     """Put the plugin on an engine that exists, as the engine's own configuration says.
+
+    Args:
+        mpu: a Megatron-style object whose tensor-parallel group `partition_activations` splits
+            boundaries over; default: `engine.mpu`, which AutoTP sets, and what was given to
+            `deepspeed.initialize(mpu=...)`.
 
     Raises:
         ConfigError: the configuration is wrong; the engine is untouched.
@@ -45,7 +50,7 @@ def attach(engine: Any) -> Session:
                 remedy="use ds_ckpt.session_of(engine), or detach() it first",
             )
         )
-    return Session(engine, parse(engine._config._param_dict))
+    return Session(engine, parse(engine._config._param_dict), mpu)
 
 
 def _raw_config(args: Any, config: Any, config_params: Any) -> Mapping[str, Any] | None:

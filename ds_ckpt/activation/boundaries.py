@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ds_ckpt.activation.offload import BoundaryStore
+from ds_ckpt.activation.partition import Partition
 from ds_ckpt.activation.pieces import Kept, Left
 from ds_ckpt.activation.prefetch import BlockCall
+from ds_ckpt.activation.shards import Split
 from ds_ckpt.telemetry.blocks import BlockProfile
 
 
@@ -28,6 +30,7 @@ class Boundaries:
     Args:
         model: names its modules.
         store: keeps the tensors; None leaves them to autograd.
+        partition: splits what blocks are given, and has the store keep a part; needs a store.
         profile: told of every forward and recompute of a block.
         synchronize: called at the begin and the end of each forward and recompute of a block.
     """
@@ -37,10 +40,13 @@ class Boundaries:
         model: nn.Module,
         store: BoundaryStore | None = None,
         *,
+        partition: Partition | None = None,
         profile: BlockProfile | None = None,
         synchronize: Callable[[], object] | None = None,
     ) -> None:
         self.store, self.profile, self._synchronize = store, profile, synchronize
+        assert partition is None or store is not None, "somebody must keep the parts"
+        self.partition = partition
         self._model = model  # holds the modules, so that no other gets one's id
         self._names = {id(module): name for name, module in model.named_modules()}
         self._places: dict[str, tuple[int, int]] = {}
@@ -73,7 +79,9 @@ class Boundaries:
             with self._in_block(call if first else None, label, forward=first):
                 return function(*args, **kwargs)
 
-        with self._kept_by(call, label):
+        if self.partition is not None:
+            self.partition.begin(label)
+        with self._kept_by(call, label, forward):
             return checkpointed(run, *args, **kwargs)
 
     def _begin(self, label: str) -> BlockCall | None:
@@ -87,21 +95,36 @@ class Boundaries:
                 return before
         return self.store.begin(label)
 
-    def _kept_by(self, call: BlockCall | None, label: str) -> AbstractContextManager[Any]:
-        """Hooks that see what the call saves for its recompute, and nothing inside it."""
-        store, profile = self.store, self.profile
+    def _kept_by(
+        self, call: BlockCall | None, label: str, given: list[bool]
+    ) -> AbstractContextManager[Any]:
+        """Hooks that see what the call saves for its recompute, and nothing inside it.
+
+        Args:
+            given: not empty while what the call was given is saved; then come results of operators,
+                which tensor parallelism may have sharded already and which are kept whole.
+        """
+        store, partition, profile = self.store, self.partition, self.profile
         seen: set[int] = set()
 
-        def pack(tensor: Tensor) -> Kept | Left | Tensor:
+        def pack(tensor: Tensor) -> Kept | Left | Split | Tensor:
+            if partition is not None and call is not None and given:
+                split = partition.pack(tensor, label, call)
+                if profile is not None:
+                    profile.kept(label, split.new_bytes(seen))
+                return split
             if profile is not None and tensor.layout == torch.strided:
                 storage = tensor.untyped_storage()
                 profile.kept(label, 0 if storage._cdata in seen else storage.nbytes())
                 seen.add(storage._cdata)
             return store.pack(tensor, call) if store is not None and call is not None else tensor
 
-        def unpack(kept: Kept | Left | Tensor) -> Tensor:
+        def unpack(kept: Kept | Left | Split | Tensor) -> Tensor:
             if isinstance(kept, Tensor):
                 return kept
+            if isinstance(kept, Split):
+                assert partition is not None
+                return partition.unpack(kept)
             assert store is not None
             return store.unpack(kept)
 

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from ds_ckpt.activation.boundaries import Boundaries
+from ds_ckpt.activation.handshake import Group
 from ds_ckpt.activation.offload import BoundaryStore, Pool
+from ds_ckpt.activation.partition import Partition
 from ds_ckpt.activation.plan import Unit
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.memory import HostPool
@@ -25,6 +27,8 @@ class Keeping:
     offload: bool = False
     offload_prefetch: int = 1
     offload_min_bytes: int = 65536
+    partition: bool = False
+    partition_min_bytes: int = 65536
     contiguous: bool = False
     contiguous_count: int | None = None
     synchronize: bool = False
@@ -33,13 +37,25 @@ class Keeping:
     @property
     def active(self) -> bool:
         """Whether anything differs from leaving boundaries to autograd."""
-        return self.offload or self.contiguous or self.synchronize or self.profile
+        return self.stores or self.synchronize or self.profile
+
+    @property
+    def stores(self) -> bool:
+        """Whether boundaries are kept in another way than autograd's."""
+        return self.offload or self.partition or self.contiguous
 
 
 def build_boundaries(
-    keeping: Keeping, model: nn.Module, units: Sequence[Unit], device: torch.device
+    keeping: Keeping,
+    model: nn.Module,
+    units: Sequence[Unit],
+    device: torch.device,
+    group: Group | None = None,
 ) -> Boundaries | None:
     """What stands around the checkpointed calls; None where autograd keeps all by itself.
+
+    Args:
+        group: the processes over which boundaries are split, where they are.
 
     Raises:
         ConfigError: the buffer is to have room for fewer boundaries than the model has.
@@ -48,8 +64,8 @@ def build_boundaries(
         return None
     device = torch.empty(0, device=device).device  # with its index, as tensors have it
     copies = copies_for(device)
-    store = None
-    if keeping.offload or keeping.contiguous:
+    store = partition = None
+    if keeping.stores:
         count = _checked_count(keeping.contiguous_count, len(units))
         pool, arena = _memory(keeping, count, device)
         store = BoundaryStore(
@@ -58,12 +74,24 @@ def build_boundaries(
             pool=pool,
             arena=arena,
             min_bytes=keeping.offload_min_bytes if keeping.offload else 0,
-            prefetch=keeping.offload_prefetch,
+            # a part must be here before it is gathered, which is as far ahead of its use
+            prefetch=keeping.offload_prefetch * (2 if keeping.partition else 1),
             owned=[*model.parameters(), *model.buffers()],
+        )
+    if keeping.partition:
+        assert store is not None
+        assert group is not None, "whoever switches it on finds the group"
+        partition = Partition(
+            group,
+            store,
+            device,
+            min_bytes=keeping.partition_min_bytes,
+            ahead=keeping.offload_prefetch,
         )
     boundaries = Boundaries(
         model,
         store,
+        partition=partition,
         profile=BlockProfile(copies.synchronize) if keeping.profile else None,
         synchronize=copies.synchronize if keeping.synchronize else None,
     )
@@ -73,7 +101,7 @@ def build_boundaries(
 
 def _memory(keeping: Keeping, count: int, device: torch.device) -> tuple[Pool | None, Arena | None]:
     if not keeping.offload:
-        return None, device_arena(count, device)
+        return None, device_arena(count, device) if keeping.contiguous else None
     pool = HostPool(pinned=None if device.type == "cuda" else False)
     return (HostArena(count, pool) if keeping.contiguous else pool), None
 
@@ -92,13 +120,23 @@ def _checked_count(count: int | None, recomputes: int) -> int:
     )
 
 
-def describe(keeping: Keeping, recomputes: int, device: torch.device) -> str:
+def describe(
+    keeping: Keeping, recomputes: int, device: torch.device, group: Group | None = None
+) -> str:
     """What the start line says of it; empty where nothing is on."""
     words = []
+    if keeping.partition and group is not None:
+        size = len(group.processes)
+        words.append(
+            f"boundaries split over {size} tensor-parallel processes, 1/{size} of their bytes kept "
+            f"by each, {size - 1}/{size} of them received once a step in all-gathers "
+            f"{keeping.offload_prefetch} ahead"
+        )
     if keeping.offload:
         where = "in pinned host memory" if device.type == "cuda" else "in host memory"
+        what = "boundaries' parts" if keeping.partition else "boundaries"
         text = (
-            f"{recomputes - 1} of {recomputes} boundaries kept {where}, brought back "
+            f"{recomputes - 1} of {recomputes} {what} kept {where}, brought back "
             f"{keeping.offload_prefetch} ahead: twice their bytes over the bus a step"
         )
         if device.type == "cpu":

@@ -11,10 +11,13 @@ behind an exception, the pool gets its blocks back. A graph that is retained can
 
 from __future__ import annotations
 
+import copy
+import functools
+import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +29,22 @@ from ds_ckpt.memory.arena import Arena
 from ds_ckpt.memory.copies import Copies
 from ds_ckpt.memory.pool import Event
 from ds_ckpt.telemetry.offload import OffloadCounters
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _alone(
+    method: Callable[Concatenate[BoundaryStore, P], R],
+) -> Callable[Concatenate[BoundaryStore, P], R]:
+    """One thread at a time: forwards and backwards of one model may run in several."""
+
+    def locked(self: BoundaryStore, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    functools.update_wrapper(locked, method)
+    return locked
 
 
 class Pool(Protocol):
@@ -62,6 +81,7 @@ class BoundaryStore:
     ) -> None:
         assert pool is None or arena is None, "what is in the arena stays there"
         self.counters = OffloadCounters()
+        self._lock = threading.RLock()
         self._device, self._copies, self._owned = device, copies, owned
         self._pool, self._arena = pool, arena
         self._min_bytes = min_bytes
@@ -72,19 +92,22 @@ class BoundaryStore:
         self._leaving: weakref.WeakSet[Piece] = weakref.WeakSet()
         self._dead: deque[Remains] = deque()
         self._prefetch = Prefetch(
-            device, copies, prefetch, self._calls, self.counters, self.collect
+            device, copies, prefetch, self._calls, self.counters, self._backward_ended
         )
 
     # -- forward ---------------------------------------------------------------------------------
 
+    @_alone
     def begin(self, label: str) -> BlockCall:
         """A block is about to keep its tensors."""
         self.collect()
+        self._prefetch.forget_broken_off()
         self._number += 1
         call = BlockCall(self._number, label)
         self._calls[call.number] = call
         return call
 
+    @_alone
     def pack(self, tensor: Tensor, call: BlockCall) -> Kept | Left:
         """What `call` holds in the place of `tensor`."""
         reason = self._unfit(tensor)
@@ -102,6 +125,15 @@ class BoundaryStore:
         piece.calls.add(call.number)
         call.pieces.add(piece)
         return Kept(tensor, piece, call)
+
+    @_alone
+    def again(self, kept: Kept, call: BlockCall) -> Kept:
+        """What `call` holds of the same tensor, which need not be here any more."""
+        other = copy.copy(kept)
+        other.call = call
+        kept.piece.calls.add(call.number)
+        call.pieces.add(kept.piece)
+        return other
 
     def _piece_of(self, tensor: Tensor) -> Piece | None:
         """What is kept of the same storage already, unchanged since."""
@@ -124,6 +156,13 @@ class BoundaryStore:
     def _not_worth_it(self, tensor: Tensor) -> str | None:
         if tensor.numel() == 0 or tensor.nbytes < self._min_bytes:
             return "small"
+        return self._owned_by_model(tensor)
+
+    def unfit(self, tensor: Tensor) -> str | None:
+        """Why the tensor must be let be whatever its size; None where it need not."""
+        return self._unfit(tensor) or self._owned_by_model(tensor)
+
+    def _owned_by_model(self, tensor: Tensor) -> str | None:
         # Asked every time: ZeRO-3 gives a parameter another storage at each gather.
         storage = tensor.untyped_storage()
         start = storage.data_ptr()
@@ -132,6 +171,7 @@ class BoundaryStore:
             return "a part of the model"
         return None
 
+    @_alone
     def started(self, call: BlockCall) -> None:
         """The call has kept its arguments and runs: those of the calls before it may go."""
         earlier = self.last
@@ -144,6 +184,7 @@ class BoundaryStore:
         """The call that ran last, while a graph holds what it kept."""
         return self._last() if self._last is not None else None
 
+    @_alone
     def ended(self, call: BlockCall) -> None:
         """The call has run."""
         self._let_go(only_done=False)
@@ -188,6 +229,7 @@ class BoundaryStore:
 
     # -- backward --------------------------------------------------------------------------------
 
+    @_alone
     def unpack(self, kept: Kept | Left) -> Tensor:
         """The tensor again, on the device.
 
@@ -205,6 +247,23 @@ class BoundaryStore:
         piece.look()
         if piece.changed:
             raise changed_later(piece.label, "input")
+        view = self.take(kept)
+        if first:
+            self._prefetch.look_ahead(call)
+        return view
+
+    @_alone
+    def reach(self, call: BlockCall) -> None:
+        """Backward has come to `call`: its tensors and those of the calls before it come back."""
+        if self._prefetch.reach(call):
+            self._prefetch.look_ahead(call)
+
+    @_alone
+    def take(self, kept: Kept | Left) -> Tensor:
+        """The tensor on the device, for whoever knows that it was not changed in place."""
+        if isinstance(kept, Left):
+            return kept.tensor
+        piece = kept.piece
         if piece.source is not None or piece.slot is not None:
             self.counters.kept[piece.label] += piece.asked != self._prefetch.backward
         self._prefetch.fetch(piece, late=True)
@@ -212,13 +271,16 @@ class BoundaryStore:
             piece.arriving.wait()
             piece.arriving = None
         piece.asked = self._prefetch.backward
-        view = kept.view()
-        if first:
-            self._prefetch.look_ahead(call)
-        return view
+        return kept.view()
+
+    @_alone
+    def _backward_ended(self) -> None:
+        self._prefetch.forget_all()
+        self.collect()
 
     # -- the dead --------------------------------------------------------------------------------
 
+    @_alone
     def collect(self) -> None:
         """Give back what the graphs that have died since held."""
         while self._dead:

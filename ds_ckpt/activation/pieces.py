@@ -129,9 +129,11 @@ class Piece:
             self.changed = True
 
     def __del__(self) -> None:
-        # Nothing is freed or locked here: the garbage collector may call this anywhere.
-        held = (self.source, self.fetched)
+        # Nothing is locked here: the garbage collector may call this anywhere. Device memory that
+        # no copy needs is freed at once; the rest, and host memory, when the store looks next.
         tickets = (self.leaving, self.arriving)
+        ends = zip(tickets, (self.source, self.fetched), strict=True)
+        held = tuple(end if ticket is not None else None for ticket, end in ends)
         self._dead.append(
             Remains(self.host, self.slot, held, tickets, self.event, self.device_bytes)
         )

@@ -11,10 +11,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from ds_ckpt.config.activation import ActivationConfig
+from ds_ckpt.config.budget import budget_problems
 from ds_ckpt.config.compression import (
     CompressionConfig,
     ErrorFeedbackConfig,
     ExchangeConfig,
+    GuardConfig,
     HybridConfig,
     PowerSGDConfig,
     QuantizeConfig,
@@ -30,6 +32,7 @@ from ds_ckpt.config.schema import json_schema
 from ds_ckpt.config.sections import DEEPSPEEDS, OURS, read
 from ds_ckpt.config.served import keeping_problems, with_deepspeeds_keys
 from ds_ckpt.config.unused import would_do_nothing
+from ds_ckpt.config.verdicts import without_range
 from ds_ckpt.config.wanted import Wanted
 from ds_ckpt.errors import ConfigError, Problem
 
@@ -38,6 +41,7 @@ __all__ = [
     "CompressionConfig",
     "ErrorFeedbackConfig",
     "ExchangeConfig",
+    "GuardConfig",
     "HybridConfig",
     "PluginConfig",
     "PowerSGDConfig",
@@ -81,7 +85,10 @@ def parse(config: Mapping[str, Any], *, source: str = "config") -> PluginConfig:
     wanted = Wanted.of(ours)
     problems += would_do_nothing(config, wanted)
     problems += keeping_problems(config, wanted)
+    problems += budget_problems(config, wanted)
     problems += across_sections(config, wanted)
+    if isinstance(plugin, PluginConfig):
+        problems += without_range(plugin.compression)
     if problems:
         problems = list({p.where: p for p in reversed(problems)}.values())[::-1]
         raise ConfigError(problems, headline=_headline(source, len(problems)))

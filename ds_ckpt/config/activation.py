@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
 from ds_ckpt.config.base import SWITCH, Expects, ModuleName, Section, list_as_tuple
 from ds_ckpt.config.keeping import KeepingConfig
 
-Policy = Literal["none", "block", "attention", "mlp", "every_n", "segments", "selective"]
-POLICIES: tuple[str, ...] = Policy.__args__  # type: ignore[attr-defined]
-POLICY_WORDS = ", ".join(f'"{p}"' for p in POLICIES[:-1]) + f' or "{POLICIES[-1]}"'
+RulePolicy = Literal["none", "block", "attention", "mlp", "every_n", "segments", "selective"]
+Policy = Literal[
+    "none", "block", "attention", "mlp", "every_n", "segments", "selective", "budget", "auto"
+]
+RULE_POLICIES: tuple[str, ...] = get_args(RulePolicy)
+POLICIES: tuple[str, ...] = get_args(Policy)
+
+
+def _words(policies: tuple[str, ...]) -> str:
+    return ", ".join(f'"{p}"' for p in policies[:-1]) + f' or "{policies[-1]}"'
+
+
+POLICY_WORDS = _words(POLICIES)
 _POLICY = Expects(POLICY_WORDS, '"block"')
+_RULE_POLICY = Expects(_words(RULE_POLICIES), '"block"')
+BudgetOf = Literal["activations", "saved", "accelerator"]
 _COUNT = Expects("a whole number, 2 or more", "2")
 
 
@@ -70,7 +82,7 @@ class ActivationRuleConfig(Section):
             '0 in the order of the model: "3", "0-15".'
         )
     )
-    policy: Annotated[Policy, _POLICY] = Field(
+    policy: Annotated[RulePolicy, _RULE_POLICY] = Field(
         description='As above, for these blocks; "none" leaves them alone.'
     )
     every_n: Annotated[int, _COUNT] = Field(default=2, ge=2, description=_EVERY_N)
@@ -89,7 +101,10 @@ class ActivationConfig(KeepingConfig):
         'more compute each, 79% and 55% kept. "every_n": whole blocks, some of them. "segments": '
         'several blocks in one recompute, with a higher peak. "selective": blocks, but the results '
         "of chosen operators are kept: no more products and 48% kept by default. (A Llama of 7B, "
-        "4,096 tokens: benchmarks/results/policies.txt.) The default is "
+        '4,096 tokens: benchmarks/results/policies.txt.) "budget": the model is measured at its '
+        "first batch, and of the plans that fit budget_gib the one that recomputes least is taken. "
+        '"auto": the same, and planned anew between steps where memory runs short or room is left. '
+        "The default is "
         '"block" where the section activation_checkpointing stands, else "none".',
     )
     modules: Annotated[
@@ -144,6 +159,38 @@ class ActivationConfig(KeepingConfig):
         "weights (one segment's) held a little longer. ZeRO stage 3 only.",
     )
 
+    budget_gib: Annotated[
+        float | None,
+        Field(gt=0, allow_inf_nan=False),
+        Expects("a number above 0", "6.0"),
+    ] = Field(
+        default=None,
+        description='Policy "budget" and "auto": GiB (2^30 bytes) of each accelerator that may be '
+        'used, for what budget_of says. "auto" takes the whole accelerator by default, and needs a '
+        "number on the CPU accelerator.",
+    )
+    budget_of: Annotated[
+        BudgetOf | None, Expects('"activations", "saved" or "accelerator"', '"activations"')
+    ] = Field(
+        default=None,
+        description='What budget_gib is for. "activations": what autograd holds, at the worst '
+        'moment of backward, with what a recompute makes again. "saved": what waits between '
+        "forward and backward alone, as published tables count. "
+        '"accelerator": activations, '
+        "temporaries, and what ZeRO-3 keeps: weights, gradients, optimizer, buckets. Default: "
+        '"activations" where budget_gib is given, else "accelerator".',
+    )
+
+    @property
+    def planned(self) -> bool:
+        """Whether a plan decides for every block."""
+        return self.policy in ("budget", "auto")
+
+    @property
+    def budget_is_of(self) -> BudgetOf:
+        """`budget_of` with its default."""
+        return self.budget_of or ("accelerator" if self.budget_gib is None else "activations")
+
     @property
     def active(self) -> bool:
         """Whether anything is recomputed."""
@@ -160,6 +207,8 @@ class ActivationConfig(KeepingConfig):
             "every_n": f" {self.every_n}",
             "segments": f" of {self.segment_size}",
             "selective": f" ({'+'.join(self.save_ops)})",
+            "budget": f" of {self.budget_gib} GiB for {self.budget_is_of}",
+            "auto": f" within {self.budget_gib or 'all'} GiB for {self.budget_is_of}",
         }
         where = f" of {', '.join(self.modules)}" if self.modules else ""
         words = f"checkpointing {self.policy}{details.get(self.policy, '')}{where}"

@@ -185,6 +185,44 @@ class ExchangeConfig(Section):
     )
 
 
+class GuardConfig(Section):
+    """Watches what compression leaves behind, and acts when validation has not seen the like."""
+
+    action: Annotated[
+        Literal["off", "warn", "dense"], Expects('"off", "warn" or "dense"', '"warn"')
+    ] = Field(
+        default="off",
+        description='What to do when a limit is passed in two looks in a row. "warn": one line in '
+        'the log each time it begins. "dense": send every gradient whole from the next step on, '
+        "what is owed with it, on all processes alike, to the end of the run. Each look costs two "
+        "passes over the gradients and an all-reduce of two numbers.",
+    )
+    error: Annotated[float | None, Expects("a number above 0 and at most 1", "0.2")] = Field(
+        default=None,
+        gt=0,
+        le=1,
+        allow_inf_nan=False,
+        description="Largest compression error: norm of what a step leaves behind over norm of "
+        "what there was to send, all processes together. Default, with residual_norm absent too: "
+        "what validate-accuracy saw with these settings.",
+    )
+    residual_norm: Annotated[float | None, Expects("a number above 0", "5.0")] = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Largest norm of what is left behind, in norms of the averaged gradient: how "
+        "many steps' worth the weights are owed. Default: as error.",
+    )
+    every_n_steps: Annotated[int, Expects("a whole number, 1 or more", "10")] = Field(
+        default=10, ge=1, description="Optimizer steps from one look to the next."
+    )
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is watched."""
+        return self.action != "off"
+
+
 _METHOD_WORDS = '"dense", "topk", "powersgd", "quantize" or "hybrid"'
 
 
@@ -271,6 +309,10 @@ class CompressionConfig(Section):
     ] = Field(
         default_factory=ExchangeConfig,
         description="When gradients are exchanged.",
+    )
+    guard: Annotated[GuardConfig, Expects("an object", '{"action": "warn"}')] = Field(
+        default_factory=GuardConfig,
+        description="What to do when compression leaves more behind than validation has seen.",
     )
     start_step: Annotated[int, Expects("a whole number, 0 or more", "100")] = Field(
         default=100,

@@ -33,6 +33,20 @@ class KeepingConfig(Section):
         description="Smaller tensors stay on the device: their copies would cost more time than "
         "they save memory.",
     )
+    partition: Annotated[bool, SWITCH] = Field(
+        default=False,
+        description="Split what blocks are given over the tensor-parallel group, whose processes "
+        "hold the same: each keeps 1 in n of the bytes, and they are gathered before their "
+        "recompute. Costs one all-gather of each boundary a step, one recompute ahead of its use. "
+        "A handshake compares the values, and stops training where they differ. Needs AutoTP or an "
+        "mpu given to initialize or attach. The same as partition_activations.",
+    )
+    partition_min_bytes: Annotated[int, Expects("a whole number, 0 or more", "65536")] = Field(
+        default=65536,
+        ge=0,
+        description="Smaller tensors are kept whole: their gathers would cost more time than they "
+        "save memory.",
+    )
     contiguous: Annotated[bool, SWITCH] = Field(
         default=False,
         description="Keep boundaries in one buffer that is allocated once, so that they leave no "
@@ -65,6 +79,8 @@ class KeepingConfig(Section):
         words = []
         if self.offload:
             words.append(f"boundaries in host memory, {self.offload_prefetch} ahead")
+        if self.partition:
+            words.append("boundaries split over the tensor-parallel group")
         if self.contiguous:
             words.append("boundaries in one buffer")
         if self.synchronize:

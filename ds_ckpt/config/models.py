@@ -6,15 +6,13 @@ and is dropped before (`sections.py`). An option is here only when the code behi
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import Field, WithJsonSchema
+from pydantic import Field
 
 from ds_ckpt.config.activation import ActivationConfig
 from ds_ckpt.config.base import SWITCH, Expects, Section
 from ds_ckpt.config.compression import CompressionConfig
-
-_OFF = Expects("false", "false")
 
 
 class TelemetryConfig(Section):
@@ -82,21 +80,18 @@ class PluginConfig(Section):
         return "; ".join(parts) or "nothing switched on: plain DeepSpeed"
 
 
-def _off_only(text: str) -> Any:
-    return WithJsonSchema({"enum": [False, None], "default": False, "description": text})
-
-
 class DeepSpeedActivationSection(Section):
     """DeepSpeed's own section. Standing there, even empty, it asks for policy "block".
 
     DeepSpeed parses these keys and acts on none of them. Here each does what its name says, as the
-    key of `ds_ckpt.activation` that its description names; `partition_activations` is not served
-    and may only be false.
+    key of `ds_ckpt.activation` that its description names.
     """
 
-    partition_activations: Annotated[
-        bool, _OFF, _off_only("Split kept activations over tensor-parallel processes.")
-    ] = False
+    partition_activations: Annotated[bool, SWITCH] = Field(
+        default=False,
+        description="Split boundaries over the tensor-parallel group (ds_ckpt.activation."
+        "partition).",
+    )
     number_checkpoints: Annotated[
         int | None, Field(ge=1), Expects("a whole number, 1 or more", "32")
     ] = Field(

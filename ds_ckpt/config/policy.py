@@ -10,9 +10,9 @@ from ds_ckpt.config.keeping import KeepingConfig
 
 
 def activation_policy(config: ActivationConfig) -> Policy:
-    """What `CheckpointedBlocks` takes."""
+    """What `CheckpointedBlocks` takes; of a plan all but its units, which come later."""
     return Policy(
-        treatment=_treatment(config),
+        treatment=Treatment("none") if config.planned else _treatment(config),
         rules=tuple(Rule(rule.match, _treatment(rule)) for rule in config.rules),
         modules=config.modules,
         check_determinism=config.check_every,
@@ -25,4 +25,7 @@ def boundary_keeping(config: ActivationConfig) -> Keeping:
 
 
 def _treatment(config: ActivationConfig | ActivationRuleConfig) -> Treatment:
-    return Treatment(config.policy, config.every_n, config.segment_size, config.save_ops)
+    policy = config.policy
+    assert policy != "budget"
+    assert policy != "auto"
+    return Treatment(policy, config.every_n, config.segment_size, config.save_ops)

@@ -106,7 +106,7 @@ def _unknown_key(key: object, value: object, model: type[BaseModel], path: str) 
             "DeepSpeed's documentation names it, but no code reads it: the key is "
             '"partition_activations"; did you mean that?'
         )
-        remedy = 'remove it ("partition_activations" itself may only be false in this release)'
+        remedy = f"write it as {DEEPSPEEDS}.partition_activations, or remove it"
         return Problem(join(path, key), show(value), why, remedy)
     if plain(key) in ("enable", "enabled") and path in _SWITCHES:
         return Problem(join(path, key), show(value), why, f"remove it; {_SWITCHES[path]}")

@@ -1,7 +1,7 @@
 """DeepSpeed's keys of `activation_checkpointing` that are read as ours, and rules for both.
 
-DeepSpeed parses its section and acts on none of it. Five of its keys name something that our
-section has too; they are taken as if they stood there.
+DeepSpeed parses its section and acts on none of it. Its keys name something that our section has
+too; they are taken as if they stood there.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from ds_ckpt.config.wanted import Wanted
 from ds_ckpt.errors import Problem
 
 SERVED = {
+    "partition_activations": "partition",
     "cpu_checkpointing": "offload",
     "contiguous_memory_optimization": "contiguous",
     "number_checkpoints": "contiguous_count",
@@ -26,6 +27,7 @@ SERVED = {
 _NEEDS = {
     "offload_prefetch": "offload",
     "offload_min_bytes": "offload",
+    "partition_min_bytes": "partition",
     "contiguous_count": "contiguous",
 }
 """A key -> the switch without which it does nothing."""

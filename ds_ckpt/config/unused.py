@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ds_ckpt.config.activation import POLICIES
+from ds_ckpt.config.activation import RULE_POLICIES
 from ds_ckpt.config.conflicts import ZERO, stage_problem
-from ds_ckpt.config.paths import join, lookup, show
-from ds_ckpt.config.sections import DEEPSPEEDS, OURS
+from ds_ckpt.config.paths import lookup, show
+from ds_ckpt.config.sections import OURS
 from ds_ckpt.config.wanted import Wanted
 from ds_ckpt.errors import Problem
 
@@ -19,6 +19,7 @@ _USED_BY = {
     "quantize": ("quantize", "hybrid"),
     "hybrid": ("hybrid",),
     "error_feedback": _LOSSY,
+    "guard": _LOSSY,
     "exchange.when": _LOSSY,
     "exchange.gate": _LOSSY,
     "exchange.levels": ("dense", *_LOSSY),
@@ -61,22 +62,23 @@ def would_do_nothing(config: Mapping[str, Any], wanted: Wanted) -> Iterator[Prob
     rules = lookup(activation, ("rules",))
     for i, rule in enumerate(rules if isinstance(rules, list | tuple) else ()):
         policy = lookup(rule, ("policy",))
-        if policy in POLICIES:
+        if policy in RULE_POLICIES:
             yield from _unused_by_policy(rule, f"{OURS}.activation.rules[{i}]", str(policy))
     compression = lookup(wanted.ours, ("compression",))
     yield from _unused_compression(compression, wanted.method)
     yield from _unused_in_rules(compression)
     yield from _impossible_boundary(config, compression)
+    yield from _unused_guard(compression)
     telemetry = lookup(wanted.ours, ("telemetry",))
     enabled = lookup(telemetry, ("enabled",))
     for key in ("every_n_steps", "path"):
         value = lookup(telemetry, (key,))
-        profiled = key == "every_n_steps" and lookup(activation, ("profile",)) is True
+        on = lookup(activation, ("profile",)) is True and wanted.policy != "none"
+        profiled = key == "every_n_steps" and on
         if _written(value) and enabled in (None, False) and not profiled:
             why = "it does nothing while telemetry is not enabled"
             remedy = f"remove it, or set {OURS}.telemetry.enabled to true"
             yield Problem(f"{OURS}.telemetry.{key}", show(value), why, remedy)
-    yield from _dead_keys(config.get("activation_checkpointing"))
 
 
 def _unused_by_policy(section: Any, path: str, policy: str) -> Iterator[Problem]:
@@ -114,6 +116,18 @@ def _unused_in_rules(section: Any) -> Iterator[Problem]:
                 yield Problem(f"{where}.{key}", show(value), why, remedy)
 
 
+def _unused_guard(section: Any) -> Iterator[Problem]:
+    guard = lookup(section, ("guard",))
+    if lookup(guard, ("action",)) not in (None, "off"):
+        return
+    for key in ("error", "residual_norm", "every_n_steps"):
+        value = lookup(guard, (key,))
+        if _written(value):
+            why = "it does nothing while nobody acts on it"
+            remedy = f'remove it, or set {OURS}.compression.guard.action to "warn" or "dense"'
+            yield Problem(f"{OURS}.compression.guard.{key}", show(value), why, remedy)
+
+
 def _methods_of_rules(section: Any) -> set[str]:
     rules = lookup(section, ("rules",))
     if not isinstance(rules, list | tuple):
@@ -135,16 +149,3 @@ def _impossible_boundary(config: Mapping[str, Any], compression: Any) -> Iterato
         why = "with managed_gradient_accumulation off nobody knows which micro-step is the last"
         remedy = 'write "micro_step", or set $.managed_gradient_accumulation to true'
         yield Problem(path, show(when), why, remedy)
-
-
-def _dead_keys(section: Any) -> Iterator[Problem]:
-    key = "partition_activations"
-    value = lookup(section, (key,))
-    if value is True:
-        why = (
-            "DeepSpeed parses it and acts on it nowhere, and this release of ds_ckpt does not "
-            "serve it: it would do nothing"
-        )
-        remedy = "write false or remove the key"
-        remedy += "; the section itself, even empty, asks for policy block"
-        yield Problem(join(DEEPSPEEDS, key), show(value), why, remedy)

@@ -9,7 +9,8 @@ import functools
 import logging
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -18,22 +19,29 @@ from ds_ckpt.activation import CheckpointedBlocks
 from ds_ckpt.activation.boundaries import Boundaries
 from ds_ckpt.activation.build import Keeping, build_boundaries
 from ds_ckpt.activation.build import describe as describe_keeping
-from ds_ckpt.activation.plan import make_plan
+from ds_ckpt.activation.plan import Unit, make_plan
 from ds_ckpt.config import PluginConfig
 from ds_ckpt.config.policy import activation_policy, boundary_keeping
+from ds_ckpt.config.verdicts import limits
 from ds_ckpt.exchange.build import Built
 from ds_ckpt.exchange.plan import Plan
 from ds_ckpt.memory import HostPool
 from ds_ckpt.patch import Patches
+from ds_ckpt.planner.plan import ActivationPlan
 from ds_ckpt.session.gradients import Gradients, residual_files
+from ds_ckpt.session.planning import Change, Planning
 from ds_ckpt.session.refusals import (
     nothing_to_replace,
     refuse_no_zero3_optimizer,
     refuse_pipeline,
 )
+from ds_ckpt.session.tensor_parallel import TensorParallelGroup, find_group
+from ds_ckpt.session.watch import Guard, Watch
 from ds_ckpt.telemetry import Counters
 from ds_ckpt.telemetry.blocks import BlockProfile
+from ds_ckpt.telemetry.left import Left
 from ds_ckpt.telemetry.offload import OffloadCounters
+from ds_ckpt.telemetry.partition import PartitionCounters
 from ds_ckpt.telemetry.steps import Event, StepLog
 from ds_ckpt.zero3 import collectives, contract
 from ds_ckpt.zero3.checkpoints import wrap_checkpoints
@@ -52,17 +60,24 @@ class Session:
         config: the checked configuration.
         counters: bytes sent by purpose and gathers, from the moment of attaching.
         summary: the line that says what is active and what it costs.
+        guard: what watches compression; None where nothing does.
     """
 
-    def __init__(self, engine: Any, config: PluginConfig) -> None:
+    def __init__(self, engine: Any, config: PluginConfig, mpu: Any = None) -> None:
         self.engine = engine
         self.config = config
         self.counters = Counters()
+        self._mpu = mpu
+        self._group: TensorParallelGroup | None = None
+        self._partition_told = False
+        self._planning: Planning | None = None
+        self._steps: StepLog | None = None
         self._blocks: CheckpointedBlocks | None = None
         self._boundaries: Boundaries | None = None
         self._gather: GatherSeam | None = None
         self._gradient: GradientSeam | None = None
         self._gradients: Gradients | None = None
+        self.guard: Guard | None = None
         self._host = HostPool()
         self._patches = Patches()
         self._on_drop: list[Any] = []
@@ -91,6 +106,8 @@ class Session:
             self._checkpoint()
         if config.telemetry.enabled:
             self._attach_telemetry()
+        if self.exchange is not None and config.compression.guard.active:
+            self.guard = self._guarded(self.exchange)
         destroy = engine.destroy
 
         @functools.wraps(destroy)
@@ -101,11 +118,31 @@ class Session:
         self._patches.set(engine, "destroy", detach_and_destroy)
 
     def _checkpoint(self) -> None:
+        activation = self.config.activation
+        if activation.partition:
+            self._group = find_group(self.engine, self._mpu, self.counters)
+            self._after_steps(self._tell_partition)
+        if activation.planned:
+            self._planning = Planning(
+                self.engine,
+                activation,
+                install=self._install_units,
+                remove=self._remove_units,
+                tell=self._tell_plan,
+            )
+            self._after_steps(self._planning.step_ended)
+        else:
+            units = make_plan(self.engine.module, activation_policy(activation))
+            self._install_units(units)
+        if self.block_profile is not None or (activation.planned and activation.profile):
+            self._after_steps(self._log_profile)
+
+    def _install_units(self, units: Sequence[Unit]) -> None:
+        """Put checkpointing on the model."""
         model = self.engine.module
         policy = activation_policy(self.config.activation)
-        units = make_plan(model, policy)
         keeping, device = self._keeping()
-        self._boundaries = build_boundaries(keeping, model, units, device)
+        self._boundaries = build_boundaries(keeping, model, units, device, self._group)
         self._blocks = CheckpointedBlocks(
             model,
             scopes=[self._gather.recompute] if self._gather else [],
@@ -114,8 +151,30 @@ class Session:
             around=self._boundaries.around if self._boundaries else None,
             trackers=_random_trackers(),
         )
-        if self.block_profile is not None:
-            self._after_steps(self._log_profile)
+
+    def _remove_units(self) -> None:
+        if self._blocks is not None:
+            self._blocks.remove()
+        self._blocks = self._boundaries = None
+
+    def _tell_plan(self, change: Change) -> None:
+        record = {"step": change.step, "why": change.why, **asdict(change.plan)}
+        if self._steps is not None:
+            self._steps.note({"activation_plan": record})
+        if torch.distributed.get_rank() == 0:
+            make_heard()
+            log.info("ds_ckpt: step %d, %s: %s", change.step, change.why, change.plan.line())
+            log.info("ds_ckpt: what each block does\n%s", change.plan.table())
+
+    @property
+    def activation_plan(self) -> ActivationPlan | None:
+        """What each block does under policy "budget" or "auto"; None before the first batch."""
+        return self._planning.plan if self._planning else None
+
+    @property
+    def plan_changes(self) -> list[Change]:
+        """Every plan of this session, with the step and the reason that it began with."""
+        return list(self._planning.history) if self._planning else []
 
     def _keeping(self) -> tuple[Keeping, torch.device]:
         """How boundaries are kept, and the device that computes."""
@@ -130,6 +189,14 @@ class Session:
             if torch.distributed.get_rank() == 0:
                 log.info("ds_ckpt: what recomputing takes, %s", profile.table())
             profile.reset()
+
+    def _tell_partition(self, step: int) -> None:
+        """Once, after the first step that gathered."""
+        counters = self.partition
+        if counters is not None and counters.gathers and not self._partition_told:
+            self._partition_told = True
+            if torch.distributed.get_rank() == 0:
+                log.info("ds_ckpt: step %d, %s", step, counters.line())
 
     def _after_steps(self, act: Callable[[int], None]) -> None:
         """Have `act` called with the number of every optimizer step that has ended."""
@@ -151,6 +218,12 @@ class Session:
         """What left the device and came back, by block; None where boundaries are not moved."""
         store = self._boundaries.store if self._boundaries else None
         return store.counters if store else None
+
+    @property
+    def partition(self) -> PartitionCounters | None:
+        """What was split over the tensor-parallel group, and gathered; None where nothing is."""
+        partition = self._boundaries.partition if self._boundaries else None
+        return partition.counters if partition else None
 
     @property
     def block_profile(self) -> BlockProfile | None:
@@ -192,6 +265,26 @@ class Session:
         """The exchange and its parts: residuals, factors, gate, times; None without compression."""
         return self._gradients.built if self._gradients else None
 
+    def _guarded(self, built: Built) -> Guard:
+        config = self.config.compression
+        known = limits(config)
+        assert known is not None, "the configuration is refused without"
+        assert config.guard.action != "off"
+        speaks = torch.distributed.get_rank() == 0
+        held_to = Left(known.error, known.residual_norm)
+        guard = Guard(built, held_to, config.guard.action, speaks=speaks)
+        self.observe(config.guard.every_n_steps, guard.look)
+        return guard
+
+    def observe(self, every_n_steps: int, tell: Callable[[int, Left], None]) -> None:
+        """Have `tell` called with what compression leaves behind, every so many optimizer steps.
+
+        Collective: every process asks for the same. Nothing is told without compression.
+        """
+        if self.exchange is not None:
+            watch = Watch(self.engine, self.exchange, every_n_steps, tell)
+            self._after_steps(watch.step_ended)
+
     def _monitor(self) -> Callable[[list[Event]], None] | None:
         """DeepSpeed's monitors (TensorBoard, W&B, CSV, Comet), where the JSON file has one on."""
         monitor = getattr(self.engine, "monitor", None)
@@ -210,6 +303,7 @@ class Session:
             exchange=self._gradients.probe() if self._gradients else None,
             monitor=self._monitor(),
         )
+        self._steps = steps
         self._after_steps(steps.step_ended)
 
     @property
@@ -226,6 +320,9 @@ class Session:
 
     def _describe(self) -> str:
         parts = []
+        if self._planning:
+            words = self.config.activation.summary()
+            parts.append(f"{words}, planned at the first training batch")
         if self._blocks:
             parts.append(self._describe_checkpointing(self._blocks))
         if self._gradients:
@@ -250,7 +347,7 @@ class Session:
             if activation.check_every > 1:
                 words += f" in one forward of {activation.check_every}"
         keeping, device = self._keeping()
-        return words + describe_keeping(keeping, len(blocks.units), device)
+        return words + describe_keeping(keeping, len(blocks.units), device, self._group)
 
     def measure_with(self, exchange: BucketExchange) -> None:
         """Have `exchange` reduce gradients in the place of what the configuration names.
@@ -266,6 +363,8 @@ class Session:
     def detach(self) -> None:
         """Leave DeepSpeed, the engine and the model as they were found. Residuals are dropped."""
         self._patches.undo()
+        if self._planning is not None:
+            self._planning.stop()
         if self._blocks is not None:
             self._blocks.remove()
         if self._gradient is not None:

@@ -11,18 +11,24 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 
+from ds_ckpt.telemetry.spans import Spans
+
 
 class Purpose(str, Enum):
-    """Why a collective runs. `gather_*` move weights, `reduce` moves gradients."""
+    """Why a collective runs.
+
+    `gather_*` move weights, `reduce` moves gradients, `partition` moves activations.
+    """
 
     GATHER_FORWARD = "gather_forward"
     GATHER_RECOMPUTE = "gather_recompute"
     GATHER_BACKWARD = "gather_backward"
     REDUCE = "reduce"
+    PARTITION = "partition"
     OTHER = "other"
 
 
@@ -86,6 +92,7 @@ class Counters:
             other processes, summing.
         exposed_reduce_s: those of them in which DeepSpeed's thread stood still for a reduction. On
             an accelerator that runs behind, only the host's share.
+        spans: where stretches of time are recorded; None: nowhere.
     """
 
     bytes_sent: Counter[Purpose] = field(default_factory=Counter)
@@ -93,6 +100,7 @@ class Counters:
     gathers: Counter[int] = field(default_factory=Counter)
     reduce_s: float = 0.0
     exposed_reduce_s: float = 0.0
+    spans: Spans | None = field(default=None, repr=False, compare=False)
     _local: threading.local = field(default_factory=threading.local, repr=False, compare=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
@@ -102,13 +110,23 @@ class Counters:
         purposes = self._local.__dict__.setdefault("purposes", [])
         purposes.append(purpose)
         try:
-            yield
+            with self.span(purpose.value):
+                yield
         finally:
             purposes.pop()
 
-    def sent(self, number_of_bytes: int) -> None:
+    @property
+    def current_purpose(self) -> Purpose:
+        """What this thread's next collective is counted under."""
         purposes = getattr(self._local, "purposes", None)
-        purpose = purposes[-1] if purposes else Purpose.OTHER
+        return purposes[-1] if purposes else Purpose.OTHER
+
+    def span(self, kind: str) -> AbstractContextManager[None]:
+        """Record what happens inside, if somebody wants to know."""
+        return nullcontext() if self.spans is None else self.spans.span(kind)
+
+    def sent(self, number_of_bytes: int) -> None:
+        purpose = self.current_purpose
         with self._lock:  # += is a read and a write
             self.bytes_sent[purpose] += number_of_bytes
             self.collectives[purpose] += 1

@@ -133,6 +133,10 @@ class StepLog:
         if self._monitor is not None:
             self._monitor(self.last.events())
 
+    def note(self, record: dict[str, Any]) -> None:
+        """Append a record of another kind, at once."""
+        self._write(record)
+
     def _of_exchange(self, steps: int) -> dict[str, Any]:
         if self._exchange is None:
             return {}

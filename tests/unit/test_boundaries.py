@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -21,13 +22,13 @@ WIDTH, ROWS = 8, 16
 
 
 class Block(nn.Module):
-    def __init__(self, log: list[str], pause_s: float = 0.0) -> None:
+    def __init__(self, note: Callable[[str], None], pause_s: float = 0.0) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self._log, self._pause_s = log, pause_s
+        self._note, self._pause_s = note, pause_s
 
     def forward(self, x: Tensor) -> Tensor:
-        self._log.append("runs")
+        self._note("runs")
         time.sleep(self._pause_s)
         # `sin` is after the pause and saves its input: the recompute does not stop before it
         return torch.sin(self.linear(x))
@@ -38,7 +39,7 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.log: list[str] = []
-        self.blocks = nn.ModuleList(Block(self.log, pause_s) for pause_s in pauses_s)
+        self.blocks = nn.ModuleList(Block(self.log.append, pause_s) for pause_s in pauses_s)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:

@@ -49,9 +49,13 @@ def test_defaults_are_those_that_are_documented() -> None:
             "rules": (),
             "check_determinism": False,
             "share_gather": True,
+            "budget_gib": None,
+            "budget_of": None,
             "offload": False,
             "offload_prefetch": 1,
             "offload_min_bytes": 65536,
+            "partition": False,
+            "partition_min_bytes": 65536,
             "contiguous": False,
             "contiguous_count": None,
             "synchronize": False,
@@ -70,6 +74,12 @@ def test_defaults_are_those_that_are_documented() -> None:
                 "gate": True,
                 "levels": "auto",
                 "overlap": True,
+            },
+            "guard": {
+                "action": "off",
+                "error": None,
+                "residual_norm": None,
+                "every_n_steps": 10,
             },
             "start_step": 100,
             "min_numel": 4096,
@@ -298,7 +308,7 @@ def test_all_mistakes_are_told_at_once() -> None:
         telemetry={"every_n_steps": 5},
     )
     config["zero_optimization"] = {"stage": 2}
-    config["activation_checkpointing"] = {"partition_activations": True}
+    config["activation_checkpointing"] = {"partition_activations": "true"}
     with pytest.raises(ConfigError) as caught:
         parse(config, source="my.json")
     assert {p.where for p in caught.value.problems} == {

@@ -207,13 +207,14 @@ def test_deepspeeds_keys_that_would_do_nothing(key: str, value: Any) -> None:
     assert "do" in problem.why
     assert "nothing" in problem.why
     assert "remove" in problem.remedy
-    if key in ("partition_activations", "number_checkpoints"):  # the others do what they say
+    if key == "number_checkpoints":  # the others do what they say
         assert list(problems({"activation_checkpointing": {key: value}})) == [problem.where]
 
 
 @pytest.mark.parametrize(
     ("key", "ours", "value"),
     [
+        ("partition_activations", "partition", True),
         ("cpu_checkpointing", "offload", True),
         ("contiguous_memory_optimization", "contiguous", True),
         ("number_checkpoints", "contiguous_count", 24),
@@ -239,6 +240,8 @@ def test_keys_that_need_a_switch() -> None:
         {"ds_ckpt": {"activation": {"policy": "block", "offload_prefetch": 2}}},
     )
     assert "$.ds_ckpt.activation.offload" in found["$.ds_ckpt.activation.offload_prefetch"].why
+    found = problems({"ds_ckpt": {"activation": {"policy": "block", "partition_min_bytes": 0}}})
+    assert "$.ds_ckpt.activation.partition" in found["$.ds_ckpt.activation.partition_min_bytes"].why
     found = problems({"activation_checkpointing": {"number_checkpoints": 2}})
     problem = found["$.activation_checkpointing.number_checkpoints"]
     assert "$.activation_checkpointing.contiguous_memory_optimization" in problem.remedy

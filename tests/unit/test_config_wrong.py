@@ -55,9 +55,16 @@ LEAVES: dict[Keys, st.SearchStrategy[Any]] = {
         ["Block", [], True, 3, {"Block": 1}, {}, 1.5]
     ),
     ("ds_ckpt", "activation", "share_gather"): _BOOL_LIKE,
+    ("ds_ckpt", "activation", "budget_gib"): _NOT_A_NUMBER
+    | st.floats(max_value=0, allow_nan=False)
+    | st.integers(max_value=0)
+    | st.just(float("inf")),
+    ("ds_ckpt", "activation", "budget_of"): _not_among("activations", "saved", "accelerator"),
     ("ds_ckpt", "activation", "offload"): _BOOL_LIKE,
     ("ds_ckpt", "activation", "offload_prefetch"): _WHOLE | st.integers(max_value=0),
     ("ds_ckpt", "activation", "offload_min_bytes"): _WHOLE | st.integers(max_value=-1),
+    ("ds_ckpt", "activation", "partition"): _BOOL_LIKE,
+    ("ds_ckpt", "activation", "partition_min_bytes"): _WHOLE | st.integers(max_value=-1),
     ("ds_ckpt", "activation", "contiguous"): _BOOL_LIKE,
     ("ds_ckpt", "activation", "contiguous_count"): _WHOLE | st.integers(max_value=0),
     ("ds_ckpt", "activation", "synchronize"): _BOOL_LIKE,
@@ -92,12 +99,21 @@ LEAVES: dict[Keys, st.SearchStrategy[Any]] = {
     ("ds_ckpt", "compression", "exchange", "levels"): _WHOLE | st.sampled_from([0, 3, "1", "two"]),
     ("ds_ckpt", "compression", "exchange", "overlap"): _BOOL_LIKE,
     ("ds_ckpt", "compression", "exchange", "gate"): _BOOL_LIKE,
+    ("ds_ckpt", "compression", "guard", "action"): _not_among("off", "warn", "dense"),
+    ("ds_ckpt", "compression", "guard", "error"): _NOT_A_NUMBER
+    | st.floats(max_value=0, allow_nan=False)
+    | st.floats(min_value=1, exclude_min=True)
+    | st.integers(2, 100),
+    ("ds_ckpt", "compression", "guard", "residual_norm"): _NOT_A_NUMBER
+    | st.floats(max_value=0, allow_nan=False)
+    | st.just(float("inf")),
+    ("ds_ckpt", "compression", "guard", "every_n_steps"): _WHOLE | st.integers(max_value=0),
     ("ds_ckpt", "compression", "start_step"): _WHOLE | st.integers(max_value=-1),
     ("ds_ckpt", "compression", "min_numel"): _WHOLE | st.integers(max_value=-1),
     ("ds_ckpt", "telemetry", "enabled"): _BOOL_LIKE,
     ("ds_ckpt", "telemetry", "every_n_steps"): _WHOLE | st.integers(max_value=0),
     ("ds_ckpt", "telemetry", "path"): st.sampled_from(["", 3, True, [], ["t.jsonl"], {}]),
-    ("activation_checkpointing", "partition_activations"): _BOOL_LIKE | st.just(True),
+    ("activation_checkpointing", "partition_activations"): _BOOL_LIKE,
     ("activation_checkpointing", "contiguous_memory_optimization"): _BOOL_LIKE,
     ("activation_checkpointing", "cpu_checkpointing"): _BOOL_LIKE,
     ("activation_checkpointing", "profile"): _BOOL_LIKE,
@@ -114,10 +130,14 @@ SECTIONS: list[Keys] = [
     ("ds_ckpt", "compression", "hybrid"),
     ("ds_ckpt", "compression", "error_feedback"),
     ("ds_ckpt", "compression", "exchange"),
+    ("ds_ckpt", "compression", "guard"),
     ("ds_ckpt", "telemetry"),
     ("activation_checkpointing",),
 ]
-AUTO: list[Keys] = [("ds_ckpt", "compression", "exchange", "levels")]
+AUTO: list[Keys] = [
+    ("ds_ckpt", "compression", "exchange", "levels"),
+    ("ds_ckpt", "activation", "policy"),
+]
 """Keys of ours that take "auto"."""
 ITEMS = ["RuleConfig", "ActivationRuleConfig"]
 """Sections that stand in lists: test_config_compression.py, test_config_activation.py."""
@@ -158,10 +178,14 @@ _UNUSED: list[tuple[Keys, Any]] = [
     (("ds_ckpt", "activation", "offload"), True),
     (("ds_ckpt", "activation", "offload_prefetch"), 2),
     (("ds_ckpt", "activation", "offload_min_bytes"), 0),
+    (("ds_ckpt", "activation", "partition"), True),
+    (("ds_ckpt", "activation", "partition_min_bytes"), 0),
     (("ds_ckpt", "activation", "contiguous"), True),
     (("ds_ckpt", "activation", "contiguous_count"), 32),
     (("ds_ckpt", "activation", "synchronize"), True),
     (("ds_ckpt", "activation", "profile"), True),
+    (("ds_ckpt", "activation", "budget_gib"), 6.0),
+    (("ds_ckpt", "activation", "budget_of"), "activations"),
     (("ds_ckpt", "activation", "every_n"), 3),
     (("ds_ckpt", "activation", "segment_size"), 3),
     (("ds_ckpt", "activation", "save_ops"), ["matmuls"]),
@@ -172,6 +196,7 @@ _UNUSED: list[tuple[Keys, Any]] = [
     (("ds_ckpt", "compression", "rules"), [{"match": "*", "method": "topk"}]),
     (("ds_ckpt", "compression", "exchange", "levels"), 2),
     (("ds_ckpt", "compression", "exchange", "gate"), False),
+    (("ds_ckpt", "compression", "guard"), {"action": "warn"}),
     (("ds_ckpt", "compression", "error_feedback"), {"enabled": True}),
     (("ds_ckpt", "compression", "exchange", "when"), "micro_step"),
     (("ds_ckpt", "compression", "exchange", "overlap"), False),

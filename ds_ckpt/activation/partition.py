@@ -1,0 +1,243 @@
+"""Splits what blocks keep for their recompute over processes that hold the same.
+
+Of every tensor that a block call is given, a process keeps one part in `size` of its bytes, from
+the moment that it is kept: in a `BoundaryStore`, so on the device, in an arena or in host memory.
+When backward comes to a call, the parts are gathered, and those of the call before it too.
+
+A gather needs every process. So what is gathered, and when, follows from what all of them know:
+the order of calls in forward and backward, and which calls were alive when backward began, on which
+they agree (`handshake.py`). Never from when a garbage collector runs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from ds_ckpt.activation.handshake import Group, Handshake, hash_of
+from ds_ckpt.activation.offload import BoundaryStore
+from ds_ckpt.activation.pieces import Key, Left, Stretch, bytes_of, key_of
+from ds_ckpt.activation.prefetch import BlockCall
+from ds_ckpt.activation.shards import Shard, Split
+from ds_ckpt.activation.split import checksum, part_bytes, part_of
+from ds_ckpt.telemetry.partition import PartitionCounters
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A shard that may be gathered, known without being held."""
+
+    shard: weakref.ref[Shard]
+    number: int
+    nbytes: int
+    calls: set[int]
+    """Numbers of the block calls that keep it."""
+
+    @classmethod
+    def of(cls, shard: Shard) -> _Wanted:
+        return cls(weakref.ref(shard), shard.number, shard.stretch.nbytes, shard.calls)
+
+
+@dataclass
+class _Gathered:
+    shard: weakref.ref[Shard]
+    users: frozenset[int]
+    """Calls that may still ask for it in this backward."""
+    asked: bool = False
+
+
+class Partition:
+    """Takes tensors in during forward and gives them out, whole, in backward.
+
+    Args:
+        group: who holds the same tensors.
+        store: keeps the parts.
+        device: where the model computes.
+        min_bytes: smaller tensors are kept whole.
+        ahead: how many calls before the one that backward is at are gathered too.
+        every: see `Handshake`.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        store: BoundaryStore,
+        device: torch.device,
+        *,
+        min_bytes: int = 0,
+        ahead: int = 1,
+        every: int = 100,
+    ) -> None:
+        self.counters = PartitionCounters()
+        self.handshake = Handshake(group, device, every=every)
+        self._group, self._store, self._device = group, store, device
+        self._parts = len(group.processes)
+        self._min_bytes, self._ahead = min_bytes, ahead
+        self._shards: weakref.WeakValueDictionary[Key, Shard] = weakref.WeakValueDictionary()
+        self._numbers = 0
+        self._calls: weakref.WeakKeyDictionary[BlockCall, list[_Wanted]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._place, self._compares = 0, False
+        """Of the call that keeps tensors now: how many it has kept, whether values count."""
+        self._before: dict[int, list[_Wanted]] = {}
+        """Calls that were alive when this backward began, if all processes agreed on them."""
+        self._agreed = False
+        self._reached: set[int] = set()
+        self._here: dict[int, _Gathered] = {}
+        """By number of the shard."""
+        self._backward = -1
+        """Autograd's number of the backward that asked last; -1 outside of any."""
+
+    # -- forward ---------------------------------------------------------------------------------
+
+    def begin(self, label: str) -> None:
+        """A call of block `label` is about to keep its tensors.
+
+        Raises UnsupportedError: the group was found to differ before.
+        """
+        if torch._C._current_graph_task_id() == -1 and (self._reached or self._here):
+            self._forget_all()  # of a backward that ended with an error
+        self._place, self._compares = 0, self.handshake.begin(label)
+
+    def pack(self, tensor: Tensor, label: str, call: BlockCall) -> Split:
+        """What `call` holds in the place of `tensor`, which block `label` was given."""
+        self._place += 1
+        reason = self._store.unfit(tensor)
+        if reason is None and (tensor.numel() == 0 or Stretch.of(tensor).nbytes < self._min_bytes):
+            reason = "small"  # an expanded one is as large as what it repeats
+        if reason is not None:
+            self.counters.left[reason] += 1
+            self.handshake.note(label, self._place, tensor, reason, None)
+            return Split(tensor, None, self._store.pack(tensor, call), call)
+        shard = self._shards.get(key_of(tensor))
+        if shard is None or shard.version != tensor._version:
+            shard = self._split(tensor, label, call)
+        part = shard.part if isinstance(shard.part, Left) else self._store.again(shard.part, call)
+        shard.calls.add(call.number)
+        offset = tensor.storage_offset() * tensor.element_size() - shard.stretch.start
+        check = self._checksum(shard, tensor) if self._compares else None
+        layout = f"{shard.stretch.nbytes} bytes, {offset}"
+        self.handshake.note(label, self._place, tensor, layout, check)
+        self._calls.setdefault(call, []).append(_Wanted.of(shard))
+        return Split(tensor, shard, part, call)
+
+    def _split(self, tensor: Tensor, label: str, call: BlockCall) -> Shard:
+        self._numbers += 1
+        stretch = Stretch.of(tensor)
+        part = part_of(bytes_of(tensor, stretch), self._parts, self._group.index)
+        shard = Shard(tensor, self._numbers, self._store.pack(part, call), part.nbytes)
+        self._shards[shard.key] = shard
+        self.counters.whole_bytes[label] += stretch.nbytes
+        self.counters.kept_bytes[label] += part.nbytes
+        return shard
+
+    def _checksum(self, shard: Shard, tensor: Tensor) -> Tensor:
+        view = (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        if view not in shard.checksums:  # masks and the like are given to every block
+            shard.checksums[view] = checksum(tensor)
+        return shard.checksums[view]
+
+    # -- backward --------------------------------------------------------------------------------
+
+    def unpack(self, split: Split) -> Tensor:
+        """The tensor again, on the device. Collective at the first of each call.
+
+        Raises:
+            UnsupportedError: the group does not hold the same tensors; in every process.
+        """
+        self._reach(split.call)
+        shard = split.shard
+        if shard is None:
+            return self._store.unpack(split.kept)
+        self._gather(_Wanted.of(shard), late=True)
+        self._here[shard.number].asked = True
+        shard.wait()
+        return split.view()
+
+    def _reach(self, call: BlockCall) -> None:
+        """Backward asks for a tensor of `call`."""
+        began = self._follow_backward()
+        if call.number in self._reached:
+            return
+        if began or self.handshake.pending:
+            self._shake_hands()
+        self._reached.add(call.number)
+        self._store.reach(call)
+        for number, gathered in list(self._here.items()):
+            if gathered.users <= self._reached - {call.number}:
+                self._forget(number)
+        for wanted in self._calls.get(call, []):  # all of them, before those of other calls
+            self._gather(wanted, late=True)
+        before = sorted(self._before.keys() - self._reached, reverse=True)
+        for number in [n for n in before if n < call.number][: self._ahead]:
+            for wanted in self._before[number]:
+                self._gather(wanted, late=False)
+
+    def _shake_hands(self) -> None:
+        alive = {
+            call.number: [w for w in wanted if w.shard() is not None]
+            for call, wanted in self._calls.items()
+        }
+        alive = {number: alive[number] for number in sorted(alive) if alive[number]}
+        known = [(number, [w.nbytes for w in wanted]) for number, wanted in alive.items()]
+        self._agreed = self.handshake.compare(hash_of(known))
+        # one process's collector may be late: then nothing is gathered before it is needed
+        self._before = alive if self._agreed else {}
+
+    def _gather(self, wanted: _Wanted, *, late: bool) -> None:
+        """Start to gather a shard that is not here. Collective."""
+        if wanted.number in self._here:
+            return
+        size = part_bytes(wanted.nbytes, self._parts)
+        joined = torch.empty(size * self._parts, dtype=torch.uint8, device=self._device)
+        shard = wanted.shard()
+        # A graph that was collected while this backward ran: other processes may still have theirs
+        # and gather it, but no process will ask for it.
+        part = joined.new_zeros(size) if shard is None else self._store.take(shard.part)
+        arriving = self._group.gather(part, joined)
+        if shard is not None:
+            shard.joined, shard.arriving = joined, arriving
+        users = wanted.calls & (self._before.keys() | self._reached)
+        users = users if self._agreed else wanted.calls
+        self._here[wanted.number] = _Gathered(wanted.shard, frozenset(users))
+        self.counters.gathers += 1
+        self.counters.received_bytes += joined.numel() - size
+        self.counters.late += late
+
+    def _forget(self, number: int) -> None:
+        gathered = self._here.pop(number)
+        self.counters.in_vain += not gathered.asked
+        shard = gathered.shard()
+        if shard is not None:
+            shard.wait()
+            shard.joined = None
+
+    def _follow_backward(self) -> bool:
+        """Whether another backward asks than before."""
+        backward = torch._C._current_graph_task_id()
+        if backward == self._backward:
+            return False
+        self._forget_all()
+        self._backward = backward
+        if backward != -1:
+            mine = weakref.ref(self)  # autograd's engine outlives everything
+
+            def end_of_backward() -> None:
+                alive = mine()
+                if alive is not None:
+                    alive._forget_all()
+
+            Variable._execution_engine.queue_callback(end_of_backward)
+        return True
+
+    def _forget_all(self) -> None:
+        """Forget every gather, and where backward has been."""
+        self._reached.clear()
+        self._before = {}
+        for number in list(self._here):
+            self._forget(number)

@@ -1,0 +1,227 @@
+"""What `ds-ckpt validate-accuracy` found about a compression section, read back from its record.
+
+A record belongs to settings, not to a file: whatever file has the same compression section was
+validated too. Those that come with the package are of the files in `ds_configs/`; a `verdicts.json`
+beside a configuration is read as well. Keys that change no number (where residuals live, when
+buckets are exchanged) are not compared.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ds_ckpt.config.compression import CompressionConfig
+from ds_ckpt.errors import Problem, StateError
+
+FILE_NAME = "verdicts.json"
+SHIPPED = Path(__file__).parents[1] / FILE_NAME
+FORMAT = "ds_ckpt verdicts 1"
+_SECTIONS = {
+    "topk": ("topk",),
+    "powersgd": ("powersgd", "topk"),  # embeddings go by Top-K there
+    "quantize": ("quantize",),
+    "hybrid": ("hybrid", "powersgd", "quantize", "topk"),
+}
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Left(_Record):
+    """The largest that was seen: see `ds_ckpt.telemetry.left`."""
+
+    error: float
+    residual_norm: float
+
+
+class VerdictRecord(_Record):
+    """One verdict, with all that it holds for.
+
+    Attributes:
+        preset: name of the file that was validated.
+        settings: what decides the numbers, by key of the compression section.
+        metric, margin: relative held-out loss, or accuracy as a share.
+        interval: of the difference to dense training, 90%, more than 0 is worse; None where a run
+            diverged.
+        steps, warm_up: of each run, and how many of them were dense.
+        left: None where nothing was left behind.
+    """
+
+    preset: str
+    settings: dict[str, Any]
+    verdict: Literal["identical", "equivalent", "better", "worse", "different", "inconclusive"]
+    task: str
+    data: str
+    model: str
+    metric: Literal["loss", "accuracy"]
+    margin: float
+    seeds: int
+    interval: tuple[float, float] | None
+    mean: float | None
+    fewer_bytes: float
+    steps: int
+    warm_up: int
+    workers: int
+    mode: Literal["virtual", "processes"]
+    left: Left | None
+    versions: dict[str, str]
+    date: str
+
+    def words(self) -> str:
+        """The verdict and what it holds for."""
+        unit = "%" if self.metric == "loss" else " points"
+        margin = f"margin {100 * self.margin:g}{unit}"
+        if self.interval is not None:
+            low, high = (100 * bound for bound in self.interval)
+            found = f"{low:+.2f} to {high:+.2f}{unit}, {margin}"
+        else:
+            found = f"diverged, {margin}" if self.verdict == "worse" else margin
+        return (
+            f"{self.verdict} ({found}; {self.fewer_bytes:.1f}x fewer gradient bytes) in "
+            f"{self.task}, {self.model}, {self.seeds} seeds of {self.steps} steps"
+        )
+
+
+class _File(_Record):
+    format: Literal["ds_ckpt verdicts 1"] = "ds_ckpt verdicts 1"
+    verdicts: tuple[VerdictRecord, ...] = ()
+
+
+def decisive(compression: CompressionConfig) -> dict[str, Any]:
+    """What of the section decides the numbers, flat, by dotted key."""
+    methods = {compression.method, *(rule.method for rule in compression.rules)}
+    wanted = {"method", "rules", "start_step", "min_numel"}
+    wanted |= {section for method in methods for section in _SECTIONS.get(method, ())}
+    found = compression.model_dump(mode="json")
+    flat: dict[str, Any] = {}
+    for key in sorted(wanted):
+        value = found[key]
+        if isinstance(value, dict):
+            flat |= {f"{key}.{name}": part for name, part in value.items()}
+        else:
+            flat[key] = value
+    for name in ("enabled", "dtype"):
+        flat[f"error_feedback.{name}"] = found["error_feedback"][name]
+    return flat
+
+
+def read_verdicts(path: Path) -> list[VerdictRecord]:
+    """The records of a file; none where there is no file.
+
+    Raises:
+        StateError: the file holds something else.
+    """
+    if not path.is_file():
+        return []
+    try:
+        return list(_File.model_validate_json(path.read_text(encoding="utf-8")).verdicts)
+    except (ValidationError, UnicodeDecodeError, OSError) as error:
+        raise StateError(
+            Problem(
+                where=str(path),
+                found=f"no record of this version ({str(error).splitlines()[0]})",
+                why="verdicts of validate-accuracy are read from it",
+                remedy="remove the file, and validate again",
+            ),
+            headline="the verdicts cannot be read",
+        ) from error
+
+
+def write_verdicts(path: Path, records: Iterable[VerdictRecord]) -> None:
+    """Add to the file; a record takes the place of an older one of the same preset and task."""
+    kept = {_place(record): record for record in read_verdicts(path)}
+    kept |= {_place(record): record for record in records}
+    order = sorted(kept.items(), key=lambda item: item[0])
+    text = _File(verdicts=tuple(record for _, record in order)).model_dump(mode="json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
+
+
+def _place(record: VerdictRecord) -> tuple[str, ...]:
+    said = json.dumps(record.settings, sort_keys=True)
+    return record.preset, record.task, record.data, record.model, record.mode, said
+
+
+def verdicts_on(compression: CompressionConfig, beside: Path | None = None) -> list[VerdictRecord]:
+    """Records of these settings: those beside the configuration's file, then the package's own.
+
+    One for each task, data and model, the first that is found.
+    """
+    if compression.method == "none":
+        return []
+    records = read_verdicts(beside.parent / FILE_NAME) if beside is not None else []
+    found: dict[tuple[str, str, str], VerdictRecord] = {}
+    for record in [*records, *read_verdicts(SHIPPED)]:
+        if _same(record.settings, compression):
+            found.setdefault((record.task, record.data, record.model), record)
+    return list(found.values())
+
+
+def accuracy_words(compression: CompressionConfig, verdicts: list[VerdictRecord]) -> str:
+    """A clause on what was validated; empty where nothing can be lost."""
+    if not compression.lossy:
+        return ""
+    if not verdicts:
+        return "; accuracy never validated: ds-ckpt validate-accuracy FILE does it"
+    return "; accuracy against dense: " + "; ".join(verdict.words() for verdict in verdicts)
+
+
+def seen_range(records: Iterable[VerdictRecord]) -> Left | None:
+    """The largest values over the records; None where none has any."""
+    seen = [record.left for record in records if record.left is not None]
+    if not seen:
+        return None
+    return Left(
+        error=max(left.error for left in seen),
+        residual_norm=max(left.residual_norm for left in seen),
+    )
+
+
+def _same(settings: dict[str, Any], compression: CompressionConfig) -> bool:
+    """Equal, where keys that are newer than the record are at their defaults."""
+    ours = decisive(compression)
+    defaults = decisive(
+        CompressionConfig.model_construct(
+            **{**dict(CompressionConfig()), "method": compression.method}
+        )
+    )
+    if not settings.keys() <= ours.keys():
+        return False
+    return all(
+        settings[key] == value if key in settings else value == defaults.get(key)
+        for key, value in ours.items()
+    )
+
+
+def limits(compression: CompressionConfig) -> Left | None:
+    """What the guard holds the run to: the section's numbers, or else what validation saw.
+
+    None where neither is known. A number that is absent beside one that stands is no limit.
+    """
+    guard = compression.guard
+    if guard.error is None and guard.residual_norm is None:
+        return seen_range(verdicts_on(compression))
+    return Left(
+        error=guard.error if guard.error is not None else math.inf,
+        residual_norm=guard.residual_norm if guard.residual_norm is not None else math.inf,
+    )
+
+
+def without_range(compression: CompressionConfig) -> Iterator[Problem]:
+    """A guard that has nothing to hold the run to."""
+    if compression.lossy and compression.guard.active and limits(compression) is None:
+        yield Problem(
+            where="$.ds_ckpt.compression.guard",
+            found=f'action "{compression.guard.action}" without error and residual_norm',
+            why="no verdict that comes with ds_ckpt is on these settings, so nobody knows what to "
+            "expect of them",
+            remedy="write the error and residual_norm that ds-ckpt validate-accuracy prints for "
+            "this file, or remove the guard",
+        )

@@ -1,0 +1,68 @@
+"""What ZeRO-3 keeps on the accelerator beside activations: the engine's own tensors and limits.
+
+Sizes are read from tensors that exist (each storage once, on the accelerator only, so what is
+offloaded does not count). The one number that is a bound and no reading is that of gathered
+weights: DeepSpeed keeps at most what `stage3_max_live_parameters` allows, and lets a weight go that
+is not used again within `stage3_max_reuse_distance` elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def resident_bytes(engine: Any, blocks: Sequence[nn.Module]) -> dict[str, int]:
+    """Bytes by what they are.
+
+    Args:
+        engine: DeepSpeed's, with its ZeRO-3 optimizer.
+        blocks: whose weights are gathered one at a time.
+    """
+    optimizer, device = engine.optimizer, torch.device(engine.device)
+    offload = optimizer.parameter_offload
+    parameters: list[Any] = list(engine.module.parameters())
+    seen: set[int] = set()
+    found = {
+        "weights, this process's part": _sum((p.ds_tensor for p in parameters), device, seen),
+        "master weights": _sum(optimizer.fp32_partitioned_groups_flat, device, seen),
+        "optimizer state": _sum(_state(optimizer.optimizer), device, seen),
+        "gradients, this process's part": _sum(
+            [optimizer.grad_partitions_flat_buffer], device, seen
+        ),
+        "weights that stay gathered": sum(
+            p.ds_numel * p.element_size() for p in offload.persistent_parameters
+        ),
+    }
+    item = max((p.element_size() for p in parameters), default=2)
+    whole = {id(p): int(p.ds_numel) for p in parameters}
+    block = max((sum(whole[id(p)] for p in b.parameters()) for b in blocks), default=0)
+    live = min(
+        sum(p.ds_numel for p in parameters if not p.ds_persist),
+        offload._max_available_parameters_in_numel,
+        offload._max_reuse_distance_in_numel + offload._prefetch_bucket_sz + block,
+    )
+    found["weights that are gathered for a while, at most"] = live * item
+    buffers = len(optimizer.ipg_buckets)
+    found["reduce bucket"] = buffers * optimizer.reduce_bucket_size * item
+    return found
+
+
+def _state(optimizer: Any) -> Iterator[Tensor]:
+    for values in optimizer.state.values():
+        yield from (v for v in values.values() if isinstance(v, Tensor))
+
+
+def _sum(tensors: Iterable[Tensor | None], device: torch.device, seen: set[int]) -> int:
+    total = 0
+    for tensor in tensors:
+        if tensor is None or tensor.device.type != device.type:
+            continue
+        storage = tensor.untyped_storage()
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            total += storage.nbytes()
+    return total

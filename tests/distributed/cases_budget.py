@@ -1,0 +1,162 @@
+"""Run in the worker processes: plans from a budget, and plans that follow memory, under ZeRO-3."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import deepspeed
+import torch
+
+import ds_ckpt
+from ds_ckpt.telemetry.activations import HeldActivations
+from tests import architectures
+from tests.distributed import models
+from tests.distributed.pool import fresh
+
+LAYERS = 4
+GIB = 2**30
+
+
+class Lines(logging.Handler):
+    """What ds_ckpt says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _batch(kind: str, seed: int, length: int) -> dict[str, Any]:
+    if kind == "vit":
+        return architectures.batch(kind, seed)
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(3, architectures.VOCAB, (2, length), generator=generator)
+    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
+
+
+def _engine(kind: str, **options: Any) -> Any:
+    fresh()
+    model = architectures.build(kind, LAYERS, **options)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=list(model.parameters()),
+        config=models.zero3_config(reuse=0, lr=0.0),
+    )
+    engine.train()
+    return engine
+
+
+def _train(
+    engine: Any,
+    kind: str,
+    activation: dict[str, Any],
+    lengths: list[int],
+    telemetry: dict[str, Any] | None = None,
+    uneven: int = 0,
+) -> dict[str, Any]:
+    """One step for each length; process 1's sequences are longer by `uneven`."""
+    section = {"activation": activation, "telemetry": telemetry or {}}
+    engine._config._param_dict["ds_ckpt"] = section
+    heard, log = Lines(), logging.getLogger("ds_ckpt")
+    level = log.level
+    log.setLevel(logging.INFO)
+    log.addHandler(heard)
+    before = engine.global_steps
+    session = ds_ckpt.attach(engine)
+    dp_rank = torch.distributed.get_rank()
+    gradients, held, offloaded = [], [], []
+    try:
+        for step, length in enumerate(lengths):
+            torch.manual_seed(step + dp_rank)
+            data = _batch(kind, 2 * step + dp_rank, length + uneven * dp_rank)
+            with HeldActivations(engine.module) as measured:
+                loss = engine(**data).loss
+            counters = session.offload
+            offloaded.append(counters.device_bytes if counters else 0)
+            held.append(measured.bytes)
+            engine.backward(loss)
+            groups = engine.optimizer.averaged_gradients.values()
+            gradients += [g.detach().clone() for group in groups for g in group]
+            engine.step()
+        plan = session.activation_plan
+        changes = session.plan_changes
+        summary = session.summary
+        hooks = len(engine.module._forward_pre_hooks)
+    finally:
+        session.detach()
+        log.removeHandler(heard)
+        log.setLevel(level)
+    return {
+        "gradients": gradients,
+        "held": held,
+        "on_device": offloaded,
+        "plan": plan.to_json() if plan else "",
+        "choices": [c.plan.choices for c in changes],
+        "steps": [c.step - before for c in changes],
+        "before": before,
+        "recompute": [c.plan.recompute_share for c in changes],
+        "planned_held": [c.plan.held_bytes for c in changes],
+        "none_bytes": plan.none_bytes if plan else 0,
+        "needed": [c.plan.needed_bytes for c in changes],
+        "resident": dict(plan.resident) if plan else {},
+        "lines": heard.lines,
+        "summary": summary,
+        "left_hooks": len(engine.module._forward_pre_hooks) - hooks,
+        "tokens": [c.plan.tokens for c in changes],
+    }
+
+
+def budgets(kind: str, shares: list[float], of: str = "activations", **extra: Any) -> Any:
+    """By share of what no recompute holds: what was planned and measured, gradients compared."""
+    engine = _engine(kind)
+    plain = _train(engine, kind, {}, [12, 12])
+    results = {}
+    for share in shares:
+        gib = share * max(plain["held"]) / GIB
+        section = {"policy": "budget", "budget_gib": gib, "budget_of": of, **extra}
+        ours = _train(engine, kind, section, [12, 12])
+        pairs = list(zip(plain["gradients"], ours.pop("gradients"), strict=True))
+        ours["equal"] = all(torch.equal(a, b) for a, b in pairs) and len(pairs) > 0
+        ours["budget"] = gib * GIB
+        results[share] = ours
+    results["plain"] = {"held": plain["held"], "plan": plain["plan"], "choices": plain["choices"]}
+    engine.destroy()
+    return results
+
+
+def lengths(
+    activation: dict[str, Any],
+    lengths: list[int],
+    share_of: int,
+    share: float,
+    uneven: int = 0,
+    telemetry: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Sequences that change; the budget is a share of what `share_of` tokens hold."""
+    engine = _engine("llama", max_position_embeddings=128)
+    gib = share * max(_train(engine, "llama", {}, [share_of])["held"]) / GIB
+    plain = _train(engine, "llama", {}, lengths, uneven=uneven)
+    section = {"budget_gib": gib, **activation}
+    ours = _train(engine, "llama", section, lengths, telemetry, uneven)
+    pairs = list(zip(plain["gradients"], ours.pop("gradients"), strict=True))
+    ours["equal"] = all(torch.equal(a, b) for a, b in pairs) and len(pairs) > 0
+    ours["budget"] = gib * GIB
+    engine.destroy()
+    return ours
+
+
+def refused(activation: dict[str, Any], length: int = 12) -> str:
+    """The words of the error at attach or at the first forward."""
+    engine = _engine("llama")
+    plain = len(engine.module._forward_pre_hooks)
+    words = ""
+    try:
+        _train(engine, "llama", activation, [length])
+    except ds_ckpt.DsCkptError as error:
+        words = str(error)
+    assert len(engine.module._forward_pre_hooks) == plain
+    engine.destroy()
+    return words

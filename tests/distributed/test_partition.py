@@ -1,0 +1,166 @@
+"""Partitioned checkpoints with AutoTP and with a Megatron-style mpu, under ZeRO-3.
+
+Bytes are exactly 1/t, gradients bit-equal to the same run without checkpointing, and every group
+whose processes do not hold the same is refused in all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed import cases_partition as cases
+
+HIDDEN = 2 * 12 * 32 * 4
+"""Bytes of one boundary of the models here: 2 sequences of 12 tokens, width 32, fp32."""
+
+
+def _sections(**own: Any) -> dict[str, Any]:
+    return {
+        "activation_checkpointing": {"partition_activations": True},
+        "ds_ckpt": {"activation": {"partition_min_bytes": HIDDEN, **own}},
+    }
+
+
+def _equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) > 0 and all(
+        torch.equal(a, b) for a, b in zip(one, other, strict=True)
+    )
+
+
+def _check(world: Any, kind: str, size: int, sections: dict[str, Any], **how: Any) -> list[Any]:
+    plain = world.run(cases.auto, kind, size, {}, timeout=240, **how)
+    ours = world.run(cases.auto, kind, size, sections, timeout=240, **how)
+    for none, split in zip(plain, ours, strict=True):
+        assert split["losses"] == none["losses"]
+        assert _equal(split["gradients"], none["gradients"])
+        assert split["alive"] == [0, 0]  # whole, none of the boundaries is anywhere
+        assert split["left_over"] == (0, 0)
+        assert split["in_vain"] == 0
+    return list(ours)
+
+
+@pytest.mark.parametrize("kind", ["llama", "neox"])
+def test_autotp_with_two_processes(world2: Any, kind: str) -> None:
+    for process, split in enumerate(_check(world2, kind, 2, _sections())):
+        told = [line for line in split["lines"] if "MiB received in 3 all-gathers" in line]
+        assert len(told) == (1 if process == 0 else 0)
+        assert split["whole"] == [3 * HIDDEN] * 2
+        boundaries = [k for k in split["kept"][0] if "." in k]
+        assert split["kept"] == [dict.fromkeys(boundaries, HIDDEN // 2)] * 2
+        assert len(boundaries) == 3
+        # the parts of 3 boundaries, and the handshake's 4 numbers
+        assert split["sent"] == 3 * HIDDEN // 2 + 32
+        assert split["late"] == 1
+        assert "split over 2 tensor-parallel processes" in split["summary"]
+        assert "1/2 of their bytes kept" in split["summary"]
+        assert "all-gathers" in split["summary"]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_autotp_with_four_processes(world4: Any, size: int) -> None:
+    for split in _check(world4, "llama", size, _sections()):
+        assert split["kept"] == [{f"model.layers.{i}": HIDDEN // size for i in range(3)}] * 2
+        assert split["sent"] == (size - 1) * (3 * HIDDEN // size + 32)
+
+
+def test_autotp_with_offload_in_one_buffer_and_everything_split(world2: Any) -> None:
+    own = {"partition_min_bytes": 0, "offload_min_bytes": 0}
+    sections = _sections(**own)
+    sections["activation_checkpointing"] |= {
+        "cpu_checkpointing": True,
+        "contiguous_memory_optimization": True,
+    }
+    for split in _check(world2, "llama", 2, sections):
+        # two of three boundaries go out and come back, in each of the two steps
+        assert split["out"] == 2 * 2
+        assert split["left"] == {}
+        assert split["kept"][0]["model.layers.1"] == HIDDEN // 2
+        assert split["kept"][0]["model.layers.0"] > HIDDEN // 2  # with the rotary tables
+    sections = _sections(contiguous=True)
+    _check(world2, "llama", 2, sections)
+
+
+@pytest.mark.parametrize("policy", ["segments", "selective", "attention", "mlp"])
+def test_autotp_with_other_policies(world2: Any, policy: str) -> None:
+    plain = world2.run(cases.auto, "llama", 2, {}, timeout=240)
+    ours = world2.run(cases.auto, "llama", 2, _sections(policy=policy), timeout=240)
+    for none, split in zip(plain, ours, strict=True):
+        assert _equal(split["gradients"], none["gradients"])
+        assert split["left_over"] == (0, 0)
+        assert set(split["kept"][0].values()) <= {HIDDEN // 2}
+        assert split["kept"][0]
+
+
+def test_two_forwards_before_a_backward(world2: Any) -> None:
+    _check(world2, "llama", 2, _sections(partition_min_bytes=0), twice=True)
+
+
+def test_dropout_is_replayed_where_the_group_draws_the_same(world2: Any) -> None:
+    for split in _check(world2, "neox", 2, _sections(), dropout=0.2):
+        assert split["kept"][0]
+    without = world2.run(cases.auto, "neox", 2, {}, timeout=240)
+    assert without[0]["losses"] != split["losses"]
+
+
+def test_dropout_that_differs_over_the_group_is_found(world2: Any) -> None:
+    words = world2.run(cases.different_seeds, "neox", 0.2, timeout=240)
+    for word in words:
+        assert "other values in processes 0 and 1" in word
+        assert "gpt_neox.layers.0" in word  # behind the embedding's dropout
+        assert "equal seeds for dropout" in word
+    assert words[0] == words[1]
+    # without dropout seeds change nothing
+    assert world2.run(cases.different_seeds, "neox", 0.0, timeout=240) == ["", ""]
+
+
+@pytest.mark.parametrize("way", ["initialize", "old", "attach"])
+@pytest.mark.parametrize("world", ["world2", "world4"])
+def test_a_megatron_style_mpu(request: pytest.FixtureRequest, world: str, way: str) -> None:
+    pool = request.getfixturevalue(world)
+    own = {"modules": ["ParallelBlock"], "partition_min_bytes": 2 * 5 * 16 * 4}
+    none = {"ds_ckpt": {"activation": {"policy": "none"}}}
+    for dropout in (0.0, 0.3):
+        plain = pool.run(cases.megatron, 2, none, dropout=dropout)
+        ours = pool.run(cases.megatron, 2, _sections(**own), way=way, dropout=dropout)
+        for one, split in zip(plain, ours, strict=True):
+            assert one["loss"] == split["loss"]
+            assert _equal(one["gradients"], split["gradients"])
+            assert split["kept"] == {f"blocks.{i}": 2 * 5 * 16 * 4 // 2 for i in range(3)}
+    if pool.world == 4:  # two replicas of other data
+        assert ours[0]["loss"] == ours[1]["loss"] != ours[2]["loss"]
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("none", ["no tensor-parallel group", "data-parallel", "autotp_size"]),
+        ("one", ["group of one process", "do nothing"]),
+        ("data", ["averages gradients", "data-parallel"]),
+        ("zero", ["of which ZeRO averages gradients"]),
+        ("ulysses", ["no tensor-parallel group", "Ulysses"]),
+        ("sequences", ["divide sequences", "Ulysses"]),
+    ],
+)
+def test_groups_that_hold_other_tensors_are_refused(
+    world2: Any, how: str, words: list[str]
+) -> None:
+    told = world2.run(cases.refused, how)
+    assert len(told) == 2
+    for text in told:
+        assert "partition_activations" in text
+        assert [word for word in words if word not in text] == []
+
+
+@pytest.mark.parametrize("what", ["data", "length", "blocks"])
+@pytest.mark.parametrize("world", ["world2", "world4"])
+def test_data_parallel_processes_in_disguise_are_found(
+    request: pytest.FixtureRequest, world: str, what: str
+) -> None:
+    told = request.getfixturevalue(world).run(cases.disguised, what, timeout=60)
+    for text in told:
+        assert "boundaries cannot be split over this group" in text
+        assert "processes 0 and 1" in text
+        assert "blocks." in text

@@ -1,0 +1,571 @@
+"""Boundaries split over a group: equal gradients, exact bytes, the same order in every process."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from ds_ckpt.activation import CheckpointedBlocks
+from ds_ckpt.activation.boundaries import Boundaries
+from ds_ckpt.activation.offload import BoundaryStore
+from ds_ckpt.activation.partition import Partition
+from ds_ckpt.activation.policy import Policy, Treatment
+from ds_ckpt.errors import UnsupportedError
+from ds_ckpt.memory import HostPool
+from ds_ckpt.memory.arena import device_arena
+from ds_ckpt.memory.copies import HostCopies
+from ds_ckpt.telemetry.blocks import BlockProfile
+from tests.unit.offload_models import CPU, LateCopies, equal
+from tests.unit.thread_group import ThreadGroup, in_threads, results
+
+_BUILDING = threading.Lock()
+
+
+class Block(nn.Module):
+    """A tuple, a keyword argument that needs a gradient, whole numbers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(
+        self, both: tuple[Tensor, Tensor], *, order: Tensor, scale: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        x, mask = both
+        y = self.down(torch.relu(self.up(x[order]))) * scale
+        return x + torch.where(mask, y, 0.5 * y), mask
+
+
+class Model(nn.Module):
+    def __init__(self, width: int = 8, blocks: int = 4) -> None:
+        super().__init__()
+        with _BUILDING:  # threads share the generator
+            torch.manual_seed(0)
+            self.scale = nn.Parameter(torch.rand(width))
+            self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.arange(x.shape[-1]) % 3 > 0
+        order = torch.arange(x.shape[0] - 1, -1, -1)
+        scale = 2 * self.scale
+        for block in self.blocks:
+            x, mask = block((x, mask), order=order, scale=scale)
+        return x.square().mean()
+
+
+class On:
+    """A model whose blocks are checkpointed, with what they are given split over the group."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group: ThreadGroup,
+        *,
+        offload: bool = False,
+        arena: bool = False,
+        policy: Policy | None = None,
+        min_bytes: int = 0,
+        offload_min_bytes: int = 0,
+        every: int = 100,
+        ahead: int = 1,
+        late: bool = True,
+        profile: BlockProfile | None = None,
+    ) -> None:
+        self.group = group
+        self.copies = LateCopies() if late else HostCopies()
+        self.pool = HostPool()
+        self.store = BoundaryStore(
+            CPU,
+            self.copies,
+            pool=self.pool if offload else None,
+            arena=device_arena(8, CPU) if arena else None,
+            min_bytes=offload_min_bytes,
+            prefetch=2 * ahead,
+            owned=[*model.parameters(), *model.buffers()],
+        )
+        self.partition = Partition(
+            group, self.store, CPU, min_bytes=min_bytes, ahead=ahead, every=every
+        )
+        boundaries = Boundaries(model, self.store, partition=self.partition, profile=profile)
+        policy = policy or Policy(modules=("Block",))
+        self.blocks = CheckpointedBlocks(model, policy=policy, around=boundaries.around)
+        boundaries.recomputed_together(
+            [[b.name for b in unit.blocks] for unit in self.blocks.units]
+        )
+
+    def nothing_left(self) -> bool:
+        self.store.collect()
+        here = self.store.counters.device_bytes, self.store.nbytes_on_host, self.pool.nbytes_in_use
+        return here == (0, 0, 0) and not self.partition._here and not self.partition._shards
+
+
+def grads(model: nn.Module, x: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    model(x).backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def _input(rows: int = 6, width: int = 8, seed: int = 1) -> Tensor:
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    width=st.integers(1, 9),
+    rows=st.integers(1, 5),
+    blocks=st.integers(1, 5),
+    size=st.integers(2, 5),
+    offload=st.booleans(),
+    arena=st.booleans(),
+    ahead=st.integers(1, 3),
+    every=st.integers(1, 3),
+    late=st.booleans(),
+)
+def test_gradients_are_bitwise_those_of_no_checkpointing(
+    width: int,
+    rows: int,
+    blocks: int,
+    size: int,
+    offload: bool,
+    arena: bool,
+    ahead: int,
+    every: int,
+    late: bool,
+) -> None:
+    x = _input(rows, width)
+    plain = grads(Model(width, blocks), x)
+
+    def work(group: ThreadGroup) -> On:
+        model = Model(width, blocks)
+        on = On(
+            model,
+            group,
+            offload=offload,
+            arena=arena and not offload,
+            ahead=ahead,
+            every=every,
+            late=late,
+        )
+        for _ in range(3):
+            assert equal(plain, grads(model, x))
+            assert on.nothing_left()
+        return on
+
+    for on in results(in_threads(size, work)):
+        counters = on.partition.counters
+        # one shard for every block's input, and one each for the mask, the order and the scale
+        assert counters.gathers == 3 * (blocks + 3)
+        assert counters.in_vain == 0
+        assert on.group.exchanges == 3
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_each_process_keeps_exactly_its_share(size: int) -> None:
+    whole = 64 * 8 * 4
+
+    def work(group: ThreadGroup) -> tuple[int, dict[str, int], int]:
+        model = Model(blocks=5)
+        on = On(model, group, min_bytes=1024)
+        loss = model(_input(64))
+        kept = on.store.counters.device_bytes
+        found = dict(on.partition.counters.kept_bytes)
+        small = on.partition.counters.left["small"]
+        loss.backward()
+        assert on.nothing_left()
+        return kept, found, small
+
+    for kept, found, small in results(in_threads(size, work)):
+        assert found == {f"blocks.{i}": whole // size for i in range(5)}
+        others = 8 * 1 + 64 * 8 + 8 * 4  # mask, order and scale: once, whole
+        assert kept == 5 * whole // size + others
+        assert small == 3 * 5
+
+
+def test_what_is_kept_and_received_is_told() -> None:
+    def work(group: ThreadGroup) -> str:
+        model = Model(width=64)
+        on = On(model, group, min_bytes=32768)
+        model(_input(512, 64)).backward()
+        return on.partition.counters.line()
+
+    whole = 4 * 512 * 64 * 4 / 2**20
+    for line in results(in_threads(2, work)):
+        assert f"{whole / 2:.2f} of {whole:.2f} MiB" in line
+        assert f"{whole / 2:.2f} MiB received in 4 all-gathers" in line
+        assert "kept whole: 12 small" in line
+
+
+def test_padding_is_less_than_a_byte_a_process() -> None:
+    def work(group: ThreadGroup) -> dict[str, int]:
+        model = Model(width=7)
+        on = On(model, group, min_bytes=64)
+        model(_input(5, 7))
+        return dict(on.partition.counters.kept_bytes)
+
+    for found in results(in_threads(3, work)):
+        assert set(found.values()) == {-(-5 * 7 * 4 // 3)}
+
+
+def test_with_offload_the_parts_leave_and_return() -> None:
+    def work(group: ThreadGroup) -> On:
+        model = Model(blocks=6)
+        on = On(model, group, offload=True, min_bytes=1024)
+        loss = model(_input(64))
+        part = 64 * 8 * 4 // 2
+        # the small ones belong to the last call too, and stay with it
+        assert on.store.counters.out_bytes == {f"blocks.{i}": part for i in range(5)}
+        assert on.store.nbytes_on_host == 5 * part
+        loss.backward()
+        assert on.nothing_left()
+        return on
+
+    for on in results(in_threads(2, work)):
+        counters = on.store.counters
+        assert sum(counters.out.values()) == sum(counters.back.values())
+        assert counters.in_vain == 0
+        # all but the last call's were asked for before their recompute
+        assert on.partition.counters.late == 1
+        assert on.partition.counters.gathers == 6
+
+
+def test_gathers_are_one_call_ahead() -> None:
+    def work(group: ThreadGroup) -> Any:
+        model = Model(blocks=4)
+        on = On(model, group, min_bytes=1024)
+        model(_input(64)).backward()
+        return on.partition.counters.late, on.partition.counters.gathers
+
+    assert results(in_threads(2, work)) == [(1, 4), (1, 4)]
+
+
+def test_several_forwards_before_a_backward_and_a_retained_graph() -> None:
+    first, second = _input(seed=1), _input(seed=2)
+    reference = Model()
+    reference.zero_grad()
+    one, two = reference(first), reference(second)
+    for loss in (one, two, two):
+        loss.backward(retain_graph=True)
+    plain = [p.grad.clone() for p in reference.parameters()]
+
+    def work(group: ThreadGroup) -> On:
+        model = Model()
+        on = On(model, group, offload=group.processes == (10, 11))
+        one, two = model(first), model(second)
+        one.backward()
+        two.backward(retain_graph=True)
+        two.backward()
+        assert equal(plain, [p.grad for p in model.parameters()])
+        del one, two
+        assert on.nothing_left()
+        return on
+
+    for size in (2, 3):
+        answers = results(in_threads(size, work))
+        assert all(on.group.gathered == answers[0].group.gathered for on in answers)
+
+
+def test_a_sum_of_two_losses() -> None:
+    first, second = _input(seed=1), _input(seed=2)
+    reference = Model()
+    (reference(first) + reference(second)).backward()
+    plain = [p.grad.clone() for p in reference.parameters()]
+
+    def work(group: ThreadGroup) -> bool:
+        model = Model()
+        on = On(model, group)
+        (model(first) + model(second)).backward()
+        return equal(plain, [p.grad for p in model.parameters()]) and on.nothing_left()
+
+    assert all(results(in_threads(2, work)))
+
+
+@pytest.mark.parametrize("policy", ["segments", "every_n", "selective"])
+def test_other_policies(policy: str) -> None:
+    x = _input()
+    plain = grads(Model(blocks=5), x)
+    options: dict[str, Any] = {"save_ops": ("matmuls",)} if policy == "selective" else {}
+
+    def work(group: ThreadGroup) -> On:
+        model = Model(blocks=5)
+        treatment = Treatment(policy, **options)
+        on = On(model, group, policy=Policy(treatment=treatment, modules=("Block",)))
+        for _ in range(2):
+            assert equal(plain, grads(model, x))
+            assert on.nothing_left()
+        return on
+
+    for on in results(in_threads(2, work)):
+        assert on.partition.counters.kept_bytes
+        # what operators made may differ from process to process, and is no business of the group
+        assert on.partition.handshake.compared <= 4 * 5
+
+
+def test_results_of_operators_may_differ_over_the_group() -> None:
+    """Tensor parallelism shards them: selective keeps them whole."""
+
+    class Sharded(Block):
+        share = 1.0
+
+        def forward(self, both: Any, *, order: Tensor, scale: Tensor) -> Any:
+            x, mask = both
+            inner = self.up(x) * self.share
+            return x + (inner - inner.detach())[:, : x.shape[1]], mask
+
+    def work(group: ThreadGroup) -> On:
+        model = Model()
+        for block in model.blocks:
+            block.__class__, block.share = Sharded, 1.0 + group.index
+        x = _input()
+        plain = grads(model, x)
+        treatment = Treatment("selective", save_ops=("matmuls",))
+        on = On(model, group, policy=Policy(treatment=treatment, modules=("Sharded",)))
+        assert equal(plain, grads(model, x))
+        return on
+
+    for on in results(in_threads(2, work)):
+        assert on.partition.counters.gathers > 0
+
+
+def _differing(change: Any, *, blocks: int = 3, every: int = 100, steps: int = 1) -> list[Any]:
+    """Errors of two processes, of which the second is changed by `change(model, x, step)`."""
+
+    def work(group: ThreadGroup) -> None:
+        model = Model(blocks=blocks)
+        on = On(model, group, every=every, min_bytes=64)
+        for step in range(steps):
+            x = _input()
+            if group.index == 1:
+                x = change(model, x, step)
+            model(x).backward()
+        raise AssertionError(f"not found in {on.partition.handshake.compared} tensors")
+
+    return in_threads(2, work)
+
+
+def _other_data(model: nn.Module, x: Tensor, step: int) -> Tensor:
+    return _input(seed=2)
+
+
+def _one_bit(model: nn.Module, x: Tensor, step: int) -> Tensor:
+    x.view(torch.int32)[3, 3] ^= 1
+    return x
+
+
+def _other_length(model: nn.Module, x: Tensor, step: int) -> Tensor:
+    return _input(9)
+
+
+def _small(model: nn.Module, x: Tensor, step: int) -> Tensor:
+    return _input(1)
+
+
+def _other_weights(model: nn.Module, x: Tensor, step: int) -> Tensor:
+    with torch.no_grad():
+        model.blocks[1].down.bias += 1e-3
+    return x
+
+
+def _fewer_blocks(model: nn.Module, x: Tensor, step: int) -> Tensor:
+    model.blocks = model.blocks[:2]
+    return x
+
+
+@pytest.mark.parametrize(
+    ("change", "where", "words"),
+    [
+        (_other_data, "blocks.0", "tensor 1 (6x8 float32) with other values"),
+        (_one_bit, "blocks.0", "tensor 1 (6x8 float32) with other values"),
+        (_other_length, "blocks.0", "something else in other processes"),
+        (_small, "blocks.0", "something else in other processes"),
+        (_other_weights, "blocks.2", "tensor 1 (6x8 float32) with other values"),
+        (_fewer_blocks, "", "keep"),
+    ],
+)
+def test_processes_that_differ_are_told_so_all_at_once(change: Any, where: str, words: str) -> None:
+    errors = _differing(change)
+    assert len(errors) == 2
+    for error in errors:
+        assert isinstance(error, UnsupportedError), repr(error)
+        (problem,) = error.problems
+        assert problem.where == where or not where
+        assert words in problem.found
+        assert "processes 10 and 11" in problem.found
+        assert "partition_activations" in problem.remedy
+        assert "split" in str(error).splitlines()[0]
+
+
+def test_values_are_compared_at_first_and_now_and_then() -> None:
+    def later(model: nn.Module, x: Tensor, step: int) -> Tensor:
+        return _input(seed=2) if step == at else x
+
+    for at, every, found in ((0, 3, True), (3, 3, True), (6, 3, True), (4, 3, False), (5, 1, True)):
+        errors = _differing(later, every=every, steps=7)
+        words = "other values" if found else "not found"
+        assert all(words in str(error) for error in errors), (at, every, errors)
+
+
+def test_the_layout_is_compared_in_every_step() -> None:
+    def later(model: nn.Module, x: Tensor, step: int) -> Tensor:
+        return _input(9) if step == 4 else x
+
+    for error in _differing(later, steps=6):
+        assert isinstance(error, UnsupportedError)
+        assert "6x8" in str(error) or "9x8" in str(error)
+
+
+def test_what_failed_once_fails_for_good() -> None:
+    def work(group: ThreadGroup) -> int:
+        model = Model()
+        On(model, group)
+        caught = 0
+        for step in range(3):
+            try:
+                model(_input(seed=group.index if step == 0 else 0)).backward()
+            except UnsupportedError:
+                caught += 1
+        return caught
+
+    assert results(in_threads(2, work)) == [3, 3]
+
+
+def test_garbage_that_one_process_has_not_collected_stops_nobody() -> None:
+    """Gathers ahead follow from what all processes know, not from what is alive in one of them."""
+    x = _input()
+    plain = grads(Model(), x)
+
+    def work(group: ThreadGroup) -> On:
+        model = Model()
+        on = On(model, group)
+        loss = model(_input(seed=5))
+        if group.index == 0:
+            loop: list[Any] = [loss]
+            loop.append(loop)
+            del loop
+        del loss
+        for _ in range(2):
+            assert equal(plain, grads(model, x))
+        return on
+
+    gc.disable()
+    try:
+        one, two = results(in_threads(2, work))
+    finally:
+        gc.enable()
+    assert one.group.gathered == two.group.gathered
+
+
+def test_garbage_that_goes_while_backward_runs() -> None:
+    x = _input()
+    plain = grads(Model(), x)
+
+    def work(group: ThreadGroup) -> list[int]:
+        model = Model()
+        on = On(model, group, ahead=9)
+        lost = [model(_input(seed=5))]
+
+        def collect(grad: Tensor) -> None:
+            if group.index == 0:
+                lost.clear()
+
+        model.blocks[3].down.bias.register_hook(collect)
+        assert equal(plain, grads(model, x))
+        return on.group.gathered
+
+    one, two = results(in_threads(2, work))
+    assert one == two
+
+
+class _Boom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise OSError("boom")
+
+
+def test_a_dropped_loss_and_errors_leave_nothing() -> None:
+    def work(group: ThreadGroup) -> None:
+        model = Model()
+        on = On(model, group, offload=True)
+        model(_input())
+        assert on.nothing_left()
+
+        handle = model.blocks[1].register_forward_hook(
+            lambda module, args, output: (_Boom.apply(output[0]), output[1])
+        )
+        with pytest.raises(OSError, match="boom"):
+            model(_input()).backward()
+        handle.remove()
+        gc.collect()  # the error's traceback
+        model(_input())
+        assert on.nothing_left()
+        model(_input()).backward()
+        assert on.nothing_left()
+
+    results(in_threads(2, work))
+
+
+def test_no_grad_forwards_take_no_part() -> None:
+    def work(group: ThreadGroup) -> None:
+        model = Model()
+        on = On(model, group)
+        with torch.no_grad():
+            model(_input(seed=group.index))
+        assert not on.partition.handshake.pending
+        assert on.nothing_left()
+
+    results(in_threads(2, work))
+
+
+def test_the_profile_counts_what_is_kept() -> None:
+    def work(group: ThreadGroup) -> dict[str, int]:
+        model = Model()
+        profile = BlockProfile()
+        On(model, group, min_bytes=1024, profile=profile)
+        model(_input(64))
+        return {name: cost.kept_bytes for name, cost in profile.costs.items()}
+
+    small = 8 * 1 + 64 * 8 + 8 * 4
+    for found in results(in_threads(2, work)):
+        assert found == {f"blocks.{i}": 64 * 8 * 4 // 2 + small for i in range(4)}
+
+
+def test_changing_the_original_later_changes_nothing() -> None:
+    """What is kept is a copy: no error, and the values from before."""
+
+    class Changing(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + 0.0
+            order, scale = torch.arange(x.shape[0]), 2 * self.scale
+            mask = torch.arange(x.shape[-1]) % 3 > 0
+            y, _ = self.blocks[0]((x, mask), order=order, scale=scale)
+            with torch.no_grad():
+                x.zero_()
+            return y.square().mean()
+
+    def work(group: ThreadGroup) -> bool:
+        model = Changing()
+        reference = Changing()
+        On(model, group)
+        x = _input()
+        model(x).backward()
+        order, scale = torch.arange(x.shape[0]), 2 * reference.scale
+        mask = torch.arange(x.shape[-1]) % 3 > 0
+        y, _ = reference.blocks[0]((x, mask), order=order, scale=scale)
+        y.square().mean().backward()
+        pairs = zip(model.parameters(), reference.parameters(), strict=True)
+        return all((a.grad is None) == (b.grad is None) for a, b in pairs) and equal(
+            [p.grad for p in model.parameters() if p.grad is not None],
+            [p.grad for p in reference.parameters() if p.grad is not None],
+        )
+
+    assert all(results(in_threads(2, work)))
