@@ -11,7 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ds_ckpt.harness import commands
+from ds_ckpt.harness import commands, measure_command
+from ds_ckpt.profile.command import profile
+from ds_ckpt.validation import commands as validation_commands
 
 app = typer.Typer(
     name="ds-ckpt",
@@ -22,6 +24,10 @@ app = typer.Typer(
 )
 app.add_typer(commands.hosts, name="hosts")
 app.command()(commands.probe)
+app.command()(validation_commands.validate_accuracy)
+app.command()(profile)
+app.command()(measure_command.measure)
+app.command()(measure_command.report)
 _AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
@@ -63,14 +69,18 @@ def _validate_one(path: Path) -> dict[str, Any]:
     from dataclasses import asdict
 
     from ds_ckpt.config import load_file, parse
-    from ds_ckpt.errors import ConfigError
+    from ds_ckpt.config.verdicts import accuracy_words, verdicts_on
+    from ds_ckpt.errors import ConfigError, StateError
 
+    result: dict[str, Any] = {"file": str(path), "ok": False, "summary": None, "problems": []}
     try:
         config = parse(load_file(path), source=str(path))
-    except ConfigError as error:
-        problems = [asdict(problem) for problem in error.problems]
-        return {"file": str(path), "ok": False, "summary": None, "problems": problems}
-    return {"file": str(path), "ok": True, "summary": config.summary(), "problems": []}
+        verdicts = verdicts_on(config.compression, beside=path)
+    except (ConfigError, StateError) as error:
+        return result | {"problems": [asdict(problem) for problem in error.problems]}
+    summary = config.summary() + accuracy_words(config.compression, verdicts)
+    accuracy = [verdict.model_dump(mode="json") for verdict in verdicts]
+    return result | {"ok": True, "summary": summary, "accuracy": accuracy}
 
 
 def _print_result(result: dict[str, Any]) -> None:

@@ -1,0 +1,272 @@
+"""What torch.compile captures of a model, and what its partitioner saves by recomputing itself.
+
+Two passes on a model without memory, with no code generated: one in which the captured graphs are
+interpreted and their operators counted, one in which AOTAutograd cuts them into forward and
+backward as Inductor's default does (`min_cut_rematerialization_partition`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ds_ckpt.activation import Block
+from ds_ckpt.errors import Problem, UnsupportedError
+from ds_ckpt.planner.work import flops_of
+from ds_ckpt.profile.fakes import Faked
+from ds_ckpt.profile.held import HeldByPlace
+from ds_ckpt.profile.measure import gradients_dropped
+from ds_ckpt.profile.operators import launches
+from ds_ckpt.profile.records import OUTSIDE, BlockCompiled, Break, Compiled, Footprint
+from ds_ckpt.profile.subject import run_forward
+from ds_ckpt.profile.watch import Watch
+
+_STILL_MUCH = 0.1
+"""A block that the compiler has captured needs a policy if it still holds more than this share of
+what it held, and twice its boundary."""
+
+
+def compile_report(made: Faked, blocks: Sequence[Block], kept: Footprint) -> Compiled:
+    """Raises UnsupportedError where the compiler itself fails.
+
+    Args:
+        made: the model and batch.
+        blocks: of that model.
+        kept: the step with policy "block".
+    """
+    names = [b.name for b in blocks]
+    counting, cutting = _Counting(names), _Cutting(names, _owners(made.model, blocks))
+    with _fresh(made):
+        _forward(made, counting.backend)
+        seen = _told_breaks(counting.breaks)
+        torch._dynamo.reset()
+        loss = _forward(made, cutting.backend)
+        with gradients_dropped(made.model, made.batch):
+            loss.backward()
+    traced, held = _as_traced(made, blocks)
+    before = {b.name: b.total_bytes for b in held.blocks}
+    boundary = {b.name: b.boundary_bytes for b in kept.blocks}
+    whole = traced.total("forward")
+    launched: Counter[str] = Counter()
+    for (_, block, _), work in traced.work.items():
+        launched[block] += work.launches
+    return Compiled(
+        graphs=counting.graphs,
+        breaks=seen,
+        captured_flops=sum(counting.flops.values()),
+        flops=whole.flops,
+        captured_operators=sum(counting.launches.values()),
+        operators=whole.launches,
+        eager_held_bytes=held.bytes,
+        min_cut_bytes=sum(cutting.min_cut.values()),
+        blocks=tuple(
+            _block(
+                name,
+                counting.launches[name],
+                launched[name],
+                before.get(name, 0),
+                cutting.min_cut[name],
+                boundary.get(name, 0),
+            )
+            for name in names
+        ),
+    )
+
+
+def _block(
+    name: str, captured: int, operators: int, eager: int, compiled: int, boundary: int
+) -> BlockCompiled:
+    whole = captured >= operators
+    much = compiled > max(2 * boundary, _STILL_MUCH * eager)
+    return BlockCompiled(name, captured, operators, eager, compiled, boundary, not whole or much)
+
+
+@contextmanager
+def _fresh(made: Faked) -> Iterator[None]:
+    """The compiler without what it remembers, and its errors in words."""
+    import torch._dynamo as dynamo
+
+    dynamo.reset()
+    dynamo.utils.counters.clear()
+    try:
+        yield
+    except Exception as error:
+        text = str(error).strip().splitlines()
+        raise UnsupportedError(
+            Problem(
+                where="--compile",
+                found=f"{type(error).__name__}: {text[0][:200] if text else ''}",
+                why=f"torch.compile itself fails on {type(made.model).__name__}",
+                remedy="leave --compile out; training it with torch.compile would fail as well",
+            ),
+            headline="torch.compile cannot be profiled",
+        ) from error
+    finally:
+        dynamo.reset()
+
+
+def _forward(made: Faked, backend: Callable[..., Any]) -> Tensor:
+    """Outside the fake mode: the compiler finds it in the tensors, and takes no other mode."""
+    compiled = torch.compile(made.model, backend=backend)
+    return run_forward(compiled, made.batch)  # type: ignore[arg-type]
+
+
+def _told_breaks(found: Sequence[Break]) -> tuple[Break, ...]:
+    """Those that ended a graph, and those for which a whole frame was left to Python."""
+    import torch._dynamo as dynamo
+
+    told = {b.reason for b in found}
+    reasons = (_first_line(r) for r in dynamo.utils.counters["graph_break"])
+    return (*found, *(Break(r, "") for r in dict.fromkeys(reasons) if r not in told))
+
+
+def _first_line(reason: str) -> str:
+    return reason.strip().splitlines()[0].strip() if reason.strip() else "no reason is given"
+
+
+class _Counting:
+    """A backend that interprets captured graphs and counts what runs in them, by block."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self.graphs = 0
+        self.breaks: list[Break] = []
+        self.flops: Counter[str] = Counter()
+        self.launches: Counter[str] = Counter()
+
+    def backend(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        self.graphs += 1
+        reason = getattr(module, "compile_subgraph_reason", None)
+        if reason is not None and reason.graph_break:
+            frame = reason.user_stack[-1] if reason.user_stack else None
+            where = f"{frame.filename}:{frame.lineno} in {frame.name}" if frame else ""
+            self.breaks.append(Break(_first_line(reason.reason), where))
+        outer = self
+
+        class Interpreter(fx.Interpreter):
+            def run_node(self, node: fx.Node) -> Any:
+                with _Operators(outer, _block_of(node, outer._names)):
+                    return super().run_node(node)
+
+        return lambda *args: Interpreter(module).run(*args)
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self, into: _Counting, block: str) -> None:
+        super().__init__()
+        self._into, self._block = into, block
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if launches(func):
+            self._into.launches[self._block] += 1
+            self._into.flops[self._block] += flops_of(func, args, kwargs, out)
+        return out
+
+
+class _Cutting:
+    """A backend that cuts graphs into forward and backward, and counts what goes between them."""
+
+    def __init__(self, names: Sequence[str], owners: dict[int, str]) -> None:
+        self._names, self._owners = names, owners
+        self.min_cut: Counter[str] = Counter()
+
+    def backend(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        from torch._dynamo.backends.common import aot_autograd
+        from torch._functorch._aot_autograd.utils import make_boxed_func
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
+        from torch._inductor.decomposition import select_decomp_table
+
+        weights = {i for i, x in enumerate(inputs) if isinstance(x, nn.Parameter)}
+        holders = {self._owners.get(id(inputs[i]), OUTSIDE) for i in weights}
+        home = holders.pop() if len(holders) == 1 else OUTSIDE
+
+        def partition(joint: fx.GraphModule, given: Any, **options: Any) -> Any:
+            cut = min_cut_rematerialization_partition(joint, given, **options)
+            self._count(cut[1], weights, home, joint)
+            return cut
+
+        def boxed(module: fx.GraphModule, _: Any) -> Any:
+            return make_boxed_func(module.forward)
+
+        compiled: Callable[..., Any] = aot_autograd(
+            fw_compiler=boxed,
+            bw_compiler=boxed,
+            partition_fn=partition,
+            decompositions=select_decomp_table(),
+        )(module, inputs)
+        return compiled
+
+    def _count(
+        self,
+        backward: fx.GraphModule,
+        weights: set[int],
+        home: str,
+        joint: fx.GraphModule,
+    ) -> None:
+        """Bytes of the backward's arguments that are neither gradients nor weights."""
+        original = {n.name: n for n in joint.graph.nodes}
+        counted = set()
+        for node in backward.graph.nodes:
+            value = node.meta.get("val")
+            if node.op != "placeholder" or not isinstance(value, Tensor):
+                continue
+            base = _base(original.get(node.name, node))
+            index = re.fullmatch(r"primals_(\d+)", base.name)
+            weight = index is not None and int(index[1]) - 1 in weights
+            if node.name.startswith("tangents") or weight or base.name in counted:
+                continue
+            counted.add(base.name)
+            stored = base.meta.get("val", value)
+            size = stored if isinstance(stored, Tensor) else value
+            block = _block_of(base, self._names)
+            self.min_cut[home if block == OUTSIDE else block] += size.numel() * size.element_size()
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """The node whose memory a view shows."""
+    while node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+        returns = node.target._schema.returns
+        first = node.args[0] if node.args else None
+        if not returns or returns[0].alias_info is None or not isinstance(first, fx.Node):
+            break
+        node = first
+    return node
+
+
+def _block_of(node: fx.Node, names: Sequence[str]) -> str:
+    """By the modules that the compiler noted for it."""
+    wanted = set(names)
+    for path, _ in (node.meta.get("nn_module_stack") or {}).values():
+        plain = re.sub(r"\['?(\w+)'?\]", r".\1", path.replace("_modules", "")).replace("..", ".")
+        parts = plain.split(".")
+        for start in range(1, len(parts)):
+            for end in range(len(parts), start, -1):
+                name = ".".join(parts[start:end])
+                if name in wanted:
+                    return name
+    return OUTSIDE
+
+
+def _owners(model: nn.Module, blocks: Sequence[Block]) -> dict[int, str]:
+    return {id(p): b.name for b in blocks for p in b.module.parameters()}
+
+
+def _as_traced(made: Faked, blocks: Sequence[Block]) -> tuple[Watch, HeldByPlace]:
+    """A forward without the compiler, masks decided as the compiler sees them."""
+    watch = Watch(made.model, blocks)
+    held = HeldByPlace(made.model, blocks, watch)
+    with made.entered(tracing=True), watch, held:
+        loss = run_forward(made.model, made.batch)
+    del loss
+    return watch, held

@@ -1,0 +1,269 @@
+"""What the measurements mean, each with the setting that acts on it. Nothing here measures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ds_ckpt.profile.facts import Facts, best_of, part_bytes, total_bytes
+from ds_ckpt.profile.policies import NONE
+from ds_ckpt.profile.records import Finding
+from ds_ckpt.profile.words import share, size, times
+
+_OFFLOADED = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
+_PARTS = ("attention", "mlp", "norm", "other")
+
+
+def findings_of(facts: Facts) -> Iterator[Finding]:
+    """The most telling ones first."""
+    yield from _where(facts)
+    yield from _attention(facts)
+    yield from _free(facts)
+    yield from _smallest(facts)
+    yield from _peak(facts)
+    yield from _boundaries(facts)
+    yield from _buffers(facts)
+    yield from _compiled(facts)
+    yield from _limit(facts)
+
+
+def _where(facts: Facts) -> Iterator[Finding]:
+    first = facts.first
+    parts = {p: part_bytes(first, p) for p in (*_PARTS, "outside")}
+    most = max(parts, key=lambda p: parts[p])
+    words = ", ".join(
+        f"{'outside the blocks' if p == 'outside' else p} {share(n, first.held_bytes)}"
+        for p, n in parts.items()
+        if n
+    )
+    candidates = [
+        f
+        for f in facts.footprints
+        if f.batch == first.batch and f.policy in (most, "selective") and f.policy != NONE
+    ]
+    best = min(candidates, key=lambda f: f.held_bytes, default=None)
+    text = f"Without a policy {size(first.held_bytes)} wait for backward: {words}."
+    if best is None or most == "outside":
+        yield Finding(text)
+        return
+    text += (
+        f' "{best.policy}" leaves {size(best.held_bytes)} of it for'
+        f" {times(best.flops, first.flops)} the FLOPs."
+    )
+    yield Finding(text, facts.config(best.policy))
+
+
+def _attention(facts: Facts) -> Iterator[Finding]:
+    first = facts.first
+    if first.core_avoided_bytes:
+        left = part_bytes(first, "attention")
+        without = facts.at_first("attention")
+        text = (
+            "Attention runs in a core (SDPA, flash) that recomputes by itself:"
+            f" {size(first.core_avoided_bytes)} of attention weights are never stored. What is left"
+            f" to gain in attention is {size(left)}: its inputs, projections and results."
+        )
+        if without is not None:
+            text += (
+                f' Policy "attention" frees {size(first.held_bytes - without.held_bytes)} of it for'
+                f" {times(without.flops, first.flops)} the FLOPs and"
+                f" {times(without.launches, first.launches)} the launches."
+            )
+        yield Finding(text, facts.config("attention"))
+    if first.score_bytes:
+        text = (
+            f"Attention is eager: {size(first.score_bytes)} of what is held are attention weights"
+            " (every token against every other)."
+        )
+        if facts.sdpa is not None:
+            text += (
+                ' attn_implementation="sdpa" when the model is loaded would save'
+                f" {size(first.held_bytes - facts.sdpa.held_bytes)} and costs nothing."
+            )
+        else:
+            text += ' An attention core (SDPA) would store none; this model has no "sdpa" to set.'
+        text += " Where eager attention must stay, recompute it:"
+        # of a plain model "attention" would have to name the parts, which nobody knows here
+        policy = "block" if facts.modules else "attention"
+        yield Finding(text, {"ds_ckpt": {"activation": _section(facts, policy=policy)}})
+
+
+def _free(facts: Facts) -> Iterator[Finding]:
+    first, free = facts.first, facts.at_first("selective")
+    if free is None or free.flops > 1.001 * first.flops:
+        return
+    yield Finding(
+        f'"selective" repeats no product: {size(first.held_bytes - free.held_bytes)} less'
+        f" ({share(first.held_bytes - free.held_bytes, first.held_bytes)}) for the FLOPs of no"
+        f" policy and {times(free.launches, first.launches)} the operator launches.",
+        facts.config("selective"),
+    )
+
+
+def _smallest(facts: Facts) -> Iterator[Finding]:
+    first = facts.first
+    found = [f for f in facts.footprints if f.batch == first.batch and f.recompute.launches]
+    if not found:
+        return
+    small = min(found, key=lambda f: f.held_bytes)
+    text = (
+        f'"{small.policy}" keeps least: {size(small.held_bytes)}'
+        f" ({share(small.held_bytes, first.held_bytes)}). It costs"
+        f" {times(small.flops, first.flops)} the FLOPs and"
+        f" {times(small.launches, first.launches)} the operator launches"
+        f" ({small.launches} instead of {first.launches}), which is what a model of small kernels"
+        " pays."
+    )
+    if small.times and first.times:
+        text += (
+            f" A step takes {times(small.times.step_s, first.times.step_s)} the time here"
+            f" ({small.times.device})."
+        )
+    yield Finding(text, facts.config(small.policy))
+
+
+def _peak(facts: Facts) -> Iterator[Finding]:
+    first = facts.first
+    found = [f for f in facts.footprints if f.batch == first.batch]
+    small = min(found, key=lambda f: f.peak.live_bytes)
+    outside = part_bytes(small, "outside")
+    text = (
+        f"The peak of activations and temporaries is {size(first.peak.live_bytes)} in the"
+        f' {first.peak.words()}; with "{small.policy}" {size(small.peak.live_bytes)} in the'
+        f" {small.peak.words()}."
+    )
+    if small.policy != NONE and outside > 0.5 * small.held_bytes and first.batch > 1:
+        half = first.batch // 2
+        yield Finding(
+            text + f" {size(outside)} of what is then held lie outside the blocks (head, loss),"
+            " where no policy reaches; a smaller micro-batch does.",
+            {
+                "train_micro_batch_size_per_gpu": half,
+                "gradient_accumulation_steps": -(-first.batch // half),
+            },
+        )
+        return
+    yield Finding(text, facts.config(small.policy))
+
+
+def _boundaries(facts: Facts) -> Iterator[Finding]:
+    block = facts.at_first("block")
+    section = facts.sections.get("block")
+    if block is None or section is None:
+        return
+    boundary = part_bytes(block, "boundary")
+    blocks = sum(b.boundary_bytes > 0 for b in block.blocks)
+    if blocks < 2:
+        return
+    moved = boundary * (blocks - 1) // blocks
+    yield Finding(
+        f'Of the {size(block.held_bytes)} of "block", {size(boundary)} are the blocks\' inputs.'
+        f" Offload moves about {size(moved)} of them to host memory and back each step; it pays"
+        " where sequences are long.",
+        {"ds_ckpt": {"activation": {**section, "offload": True}}},
+    )
+
+
+def _buffers(facts: Facts) -> Iterator[Finding]:
+    states = facts.states
+    if states.zero_stage != 3:
+        return
+    if _bucket_too_large(facts):
+        yield Finding(
+            f"DeepSpeed allocates its reduce bucket whole: {size(states.reduce_bucket_bytes)} for"
+            f" {size(states.trainable_bytes)} of gradients.",
+            _smaller_bucket(facts),
+        )
+    if states.optimizer_bytes > max(facts.first.held_bytes, states.parameters_bytes):
+        yield Finding(
+            f"The optimizer's state ({states.optimizer}: {size(states.optimizer_bytes)} a process"
+            f" at {states.world}) is more than all activations without a policy"
+            f" ({size(facts.first.held_bytes)}): more processes or offload save more than any"
+            " policy can.",
+            _OFFLOADED,
+        )
+
+
+def _bucket_too_large(facts: Facts) -> bool:
+    return facts.states.reduce_bucket_bytes > facts.states.trainable_bytes > 0
+
+
+def _smaller_bucket(facts: Facts) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": 3, "reduce_bucket_size": facts.trainable_count}}
+
+
+def _compiled(facts: Facts) -> Iterator[Finding]:
+    report = facts.compiled
+    if report is None:
+        return
+    where = f" in {report.graphs} graph{'s' if report.graphs != 1 else ''}"
+    text = (
+        f"torch.compile captures {share(report.captured_flops, report.flops)} of the forward's"
+        f" FLOPs and {share(report.captured_operators, report.operators)} of its operators{where}."
+    )
+    for broken in report.breaks[:3]:
+        text += f" A graph ends: {broken.reason}" + (f" ({broken.where})." if broken.where else ".")
+    saved = report.eager_held_bytes - report.min_cut_bytes
+    if report.captured_flops >= report.flops:
+        text += (
+            f" Its partitioner recomputes by itself: {size(report.min_cut_bytes)} wait for backward"
+            f" instead of {size(report.eager_held_bytes)} ({share(saved, report.eager_held_bytes)}"
+            " less)."
+        )
+    else:
+        text += (
+            f" The captured graphs save {size(report.min_cut_bytes)} for backward; without the"
+            f" compiler the whole model holds {size(report.eager_held_bytes)}."
+        )
+    needy = [i for i, b in enumerate(report.blocks) if b.needs_policy]
+    if not needy:
+        yield Finding(text + " No block needs a policy besides.")
+        return
+    text += f" {len(needy)} of {len(report.blocks)} blocks still need a policy:"
+    if len(needy) == len(report.blocks):
+        yield Finding(text, {"ds_ckpt": {"activation": _section(facts, policy="block")}})
+        return
+    rules = [{"match": span, "policy": "block"} for span in _spans(needy)]
+    yield Finding(text, {"ds_ckpt": {"activation": _section(facts, policy="none", rules=rules)}})
+
+
+def _section(facts: Facts, **keys: Any) -> dict[str, Any]:
+    return {**keys, **({"modules": list(facts.modules)} if facts.modules else {})}
+
+
+def _spans(indices: list[int]) -> list[str]:
+    """[0, 1, 2, 5] -> ["0-2", "5"]."""
+    spans: list[list[int]] = []
+    for index in indices:
+        if spans and spans[-1][1] == index - 1:
+            spans[-1][1] = index
+        else:
+            spans.append([index, index])
+    return [str(a) if a == b else f"{a}-{b}" for a, b in spans]
+
+
+def _limit(facts: Facts) -> Iterator[Finding]:
+    if facts.limit_bytes is None:
+        return
+    best = best_of(facts)
+    limit = size(facts.limit_bytes)
+    if best is None:
+        bucket = facts.states.zero_stage == 3 and _bucket_too_large(facts)
+        least = min(facts.footprints, key=lambda f: total_bytes(facts, f))
+        yield Finding(
+            f"Nothing that was measured fits into {limit}: the least is"
+            f' {size(total_bytes(facts, least))} (batch {least.batch}, "{least.policy}"), of which'
+            f" {size(facts.states.resident_bytes)} are states. "
+            + ("A smaller reduce bucket:" if bucket else "More processes, or offload:"),
+            _smaller_bucket(facts) if bucket else _OFFLOADED,
+        )
+        return
+    rate = f"{best.tokens_per_s:.0f} tokens/s" if best.tokens_per_s else "not timed"
+    yield Finding(
+        f'Under {limit} the best that was measured is batch {best.batch} with "{best.policy}":'
+        f" {size(best.total_bytes)}, {rate}.",
+        {
+            "train_micro_batch_size_per_gpu": best.batch,
+            **(facts.config(best.policy) or {}),
+        },
+    )

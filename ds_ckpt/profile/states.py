@@ -1,0 +1,185 @@
+"""What a process keeps beside activations: weights, gradients, optimizer, buffers. Arithmetic only.
+
+From the sizes of parameters and DeepSpeed's settings, as DeepSpeed 0.19 allocates them (its
+`runtime/zero/stage3.py` and `partitioned_param_coordinator.py`): shards of `ceil(numel / world)`,
+32-bit master weights beside the optimizer's own state whatever the dtype, one reduce bucket that is
+allocated whole, and gathered weights up to half of the reuse distance. No engine is run, so this is
+an estimate; fragmentation and what NCCL takes are not in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ds_ckpt.activation import Block
+from ds_ckpt.config.paths import is_auto, lookup
+from ds_ckpt.profile.records import States
+
+_STATE_BYTES = {
+    "adam": 8,
+    "adamw": 8,
+    "fusedadam": 8,
+    "lamb": 8,
+    "adagrad": 4,
+    "lion": 4,
+    "muon": 4,
+    "sgd": 0,
+}
+"""Bytes an element of the optimizer's own state, in 32 bits; SGD's momentum is added."""
+_MASTER_BYTES = 4
+_DEFAULTS = {
+    "reduce_bucket_size": 500_000_000,
+    "stage3_prefetch_bucket_size": 50_000_000,
+    "stage3_param_persistence_threshold": 100_000,
+    "stage3_max_reuse_distance": 1_000_000_000,
+    "sub_group_size": 1_000_000_000,
+}
+"""DeepSpeed's own, in elements."""
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Sizes that the arithmetic needs; elements."""
+
+    counts: tuple[int, ...]
+    trainable: tuple[int, ...]
+    largest_block: int
+    itemsize: int
+    hidden: int | None = None
+
+    @classmethod
+    def of(cls, model: nn.Module, blocks: Sequence[Block]) -> Parameters:
+        """Of a model that is not partitioned."""
+        parameters = list(model.parameters())
+        of_blocks = [sum(p.numel() for p in b.module.parameters()) for b in blocks]
+        in_blocks = {id(p) for b in blocks for p in b.module.parameters()}
+        outside = [p.numel() for p in parameters if id(p) not in in_blocks]
+        sizes: dict[int, int] = {}
+        for parameter in parameters:
+            size = parameter.element_size()
+            sizes[size] = sizes.get(size, 0) + parameter.numel()
+        config = getattr(model, "config", None)
+        return cls(
+            counts=tuple(p.numel() for p in parameters),
+            trainable=tuple(p.numel() for p in parameters if p.requires_grad),
+            largest_block=max([*of_blocks, *outside], default=0),
+            itemsize=max(sizes, key=lambda s: sizes[s], default=4),
+            hidden=getattr(config, "hidden_size", None),
+        )
+
+
+def estimate(
+    parameters: Parameters, config: Mapping[str, Any] | None, world: int
+) -> tuple[States, tuple[str, ...]]:
+    """The states, and what was assumed where the configuration does not say.
+
+    Args:
+        parameters: of the model.
+        config: the DeepSpeed JSON; None: ZeRO stage 3, AdamW.
+        world: processes that share the model.
+    """
+    notes: list[str] = []
+    zero = lookup(config, ("zero_optimization",)) or {}
+    stage = 3 if config is None else _whole(zero.get("stage"), 0)
+    item = parameters.itemsize
+    total, trainable = sum(parameters.counts), sum(parameters.trainable)
+    shard = sum(math.ceil(n / world) for n in parameters.trainable)
+    whole_shard = sum(math.ceil(n / world) for n in parameters.counts)
+    setting = _Settings(zero, parameters.hidden)
+
+    persistent = sum(
+        n for n in parameters.counts if n <= setting("stage3_param_persistence_threshold")
+    )
+    kept_bytes = item * (whole_shard if stage == 3 else total)
+    gathered = 0
+    if stage == 3:
+        reused = setting("stage3_max_reuse_distance") // 2
+        prefetched = setting("stage3_prefetch_bucket_size")
+        gathered = max(reused, parameters.largest_block) + prefetched + persistent
+        gathered = min(gathered, total)
+
+    sharded = shard if stage >= 1 else trainable
+    name, state_bytes = _optimizer(config, notes)
+    optimizer_bytes = sharded * (_MASTER_BYTES + state_bytes)
+    gradients_bytes = item * (shard if stage >= 2 else trainable)
+    bucket_bytes = communication = 0
+    if world > 1 or stage == 3:
+        bucket = setting("reduce_bucket_size")
+        buffers = 1 if stage == 3 or zero.get("overlap_comm") is False else 2
+        contiguous = zero.get("contiguous_gradients") is not False
+        bucket_bytes = item * bucket * buffers * contiguous
+        communication = bucket_bytes + item * min(bucket, trainable)
+    step_bytes = 4 * min(sharded, setting("sub_group_size"))
+
+    host = 0
+    if _to_host(zero, "offload_optimizer"):
+        host += optimizer_bytes + gradients_bytes
+        optimizer_bytes = gradients_bytes = step_bytes = 0
+    if stage == 3 and _to_host(zero, "offload_param"):
+        host += kept_bytes
+        kept_bytes = 0
+    states = States(
+        world=world,
+        zero_stage=stage,
+        assumed=config is None,
+        parameters_count=total,
+        parameters_bytes=kept_bytes,
+        gathered_bytes=gathered * item,
+        gradients_bytes=gradients_bytes,
+        optimizer=name,
+        optimizer_bytes=optimizer_bytes,
+        communication_bytes=communication,
+        reduce_bucket_bytes=bucket_bytes,
+        trainable_bytes=item * trainable,
+        temporary_bytes=step_bytes,
+        host_bytes=host,
+    )
+    return states, tuple(notes)
+
+
+class _Settings:
+    """Counts of elements by DeepSpeed's key; "auto" as transformers fills it in."""
+
+    def __init__(self, zero: Mapping[str, Any], hidden: int | None) -> None:
+        self._zero, self._hidden = zero, hidden
+
+    def __call__(self, key: str) -> int:
+        value = self._zero.get(key, self._zero.get(key.removeprefix("stage3_")))
+        if is_auto(value) and self._hidden is not None:
+            square = self._hidden * self._hidden
+            return {
+                "reduce_bucket_size": square,
+                "stage3_prefetch_bucket_size": int(0.9 * square),
+                "stage3_param_persistence_threshold": 10 * self._hidden,
+            }.get(key, _DEFAULTS[key])
+        return _whole(value, _DEFAULTS[key])
+
+
+def _whole(value: Any, default: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return default
+    return int(value)
+
+
+def _optimizer(config: Mapping[str, Any] | None, notes: list[str]) -> tuple[str, int]:
+    kind = lookup(config, ("optimizer", "type"))
+    if not isinstance(kind, str) or is_auto(kind):
+        if config is not None:
+            notes.append("optimizer: the file names none; AdamW is assumed")
+        return "AdamW", _STATE_BYTES["adamw"]
+    size = _STATE_BYTES.get(kind.lower())
+    if size is None:
+        notes.append(f"optimizer: the state of {kind} is not known; counted as AdamW's")
+        return kind, _STATE_BYTES["adamw"]
+    if kind.lower() == "sgd" and lookup(config, ("optimizer", "params", "momentum")):
+        size += 4
+    return kind, size
+
+
+def _to_host(zero: Mapping[str, Any], key: str) -> bool:
+    return lookup(zero, (key, "device")) in ("cpu", "nvme")

@@ -1,0 +1,232 @@
+"""Records, findings, tables and the plot, from profiles that were measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from rich.console import Console
+
+from ds_ckpt.config import parse
+from ds_ckpt.errors import UnsupportedError
+from ds_ckpt.profile import records
+from ds_ckpt.profile.facts import Facts, best_of
+from ds_ckpt.profile.findings import _spans, findings_of
+from ds_ckpt.profile.plot import draw
+from ds_ckpt.profile.records import (
+    BlockCompiled,
+    Break,
+    Compiled,
+    Device,
+    Footprint,
+    Peak,
+    Profile,
+    Times,
+    Work,
+)
+from ds_ckpt.profile.run import Options, make_profile
+from ds_ckpt.profile.subject import Sizes
+from ds_ckpt.profile.tables import print_profile
+
+COMPILED = Compiled(
+    graphs=2,
+    breaks=(Break("print", "model.py:3 in forward"),),
+    captured_flops=90,
+    flops=100,
+    captured_operators=40,
+    operators=50,
+    eager_held_bytes=900,
+    min_cut_bytes=600,
+    blocks=tuple(
+        BlockCompiled(f"model.layers.{i}", 5, 10, 100, 90, 10, i in (0, 1, 4)) for i in range(6)
+    ),
+)
+DEVICE = Device(2e12, 0.1, 10**11, 0.5, 700, 0.01, 0.3)
+
+
+@pytest.fixture(scope="module")
+def measured() -> Profile:
+    """Two batches of the demo's model, attention eager, real steps of one of them."""
+    return make_profile(
+        Options(
+            "demo",
+            batches=(1, 2),
+            sizes=Sizes(tokens=32, attention="eager"),
+            policies=("block", "attention", "selective"),
+            real=True,
+            repeats=1,
+            limit_bytes=2**40,
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def full(measured: Profile) -> Profile:
+    return replace(measured, compiled=COMPILED, device=DEVICE)
+
+
+def test_json_is_read_back_as_it_was(full: Profile) -> None:
+    assert Profile.from_json(full.to_json()) == full
+
+
+def test_json_of_something_else_is_refused(full: Profile) -> None:
+    data = json.loads(full.to_json())
+    del data["states"]["world"]
+    with pytest.raises(ValidationError, match="world"):
+        Profile.from_json(json.dumps(data))
+
+
+def test_every_number_has_its_unit_in_its_name() -> None:
+    units = ("_bytes", "_s", "_per_s", "_count", "_share", "flops", "launches", "operators")
+    bare = {"batch", "tokens", "repeats", "world", "zero_stage", "graphs", "kernels", "schema"}
+    for kind in vars(records).values():
+        if not dataclasses.is_dataclass(kind):
+            continue
+        for field in dataclasses.fields(kind):
+            if field.type in ("int", "float", "int | None", "float | None"):
+                assert field.name.endswith(units) or field.name in bare, (kind, field.name)
+
+
+def test_the_names_in_the_file_stay(full: Profile) -> None:
+    data = json.loads(full.to_json())
+    assert data["schema"] == 1
+    assert set(data) >= {"model", "states", "footprints", "findings", "best", "not_measured"}
+    assert set(data["footprints"][0]) >= {
+        "policy",
+        "batch",
+        "held_bytes",
+        "peak",
+        "blocks",
+        "forward",
+        "recompute",
+        "backward",
+        "times",
+        "real_held_bytes",
+    }
+    assert set(data["footprints"][0]["forward"]) == {"launches", "flops", "moved_bytes"}
+
+
+def _facts(profile: Profile, **changes: Any) -> Facts:
+    sections = {
+        f.policy: None if f.policy == "none" else {"policy": f.policy} for f in profile.footprints
+    }
+    facts = Facts(
+        states=profile.states,
+        footprints=profile.footprints,
+        sections=sections,
+        limit_bytes=profile.limit_bytes,
+        compiled=None,
+        sdpa=None,
+        trainable_count=4,
+    )
+    return replace(facts, **changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"compiled": COMPILED},
+        {"compiled": COMPILED, "modules": ["Block", "layers.*"]},
+        {"limit_bytes": 1},
+        {"limit_bytes": 2**34},
+    ],
+)
+def test_the_line_of_every_finding_is_a_valid_configuration(
+    measured: Profile, changes: dict[str, Any]
+) -> None:
+    found = list(findings_of(_facts(measured, **changes)))
+    with_line = [f for f in found if f.config is not None]
+    assert len(with_line) >= 5
+    for finding in (*with_line, *(f for f in measured.findings if f.config is not None)):
+        assert finding.config is not None
+        parse({"zero_optimization": {"stage": 3}, **finding.config}, source=finding.text)
+        assert json.loads("{" + str(finding.line) + "}") == finding.config
+
+
+def test_eager_attention_is_told_with_what_sdpa_saves(measured: Profile) -> None:
+    (finding,) = [f for f in measured.findings if f.text.startswith("Attention is eager")]
+    assert 'attn_implementation="sdpa"' in finding.text
+    assert measured.attention == "eager"
+    assert finding.config == {"ds_ckpt": {"activation": {"policy": "attention"}}}
+
+
+def test_blocks_that_the_compiler_leaves_get_rules(measured: Profile) -> None:
+    found = findings_of(_facts(measured, compiled=COMPILED))
+    (finding,) = [f for f in found if f.text.startswith("torch.compile")]
+    assert "90%" in finding.text
+    assert "print (model.py:3 in forward)" in finding.text
+    assert finding.config is not None
+    rules = finding.config["ds_ckpt"]["activation"]["rules"]
+    assert [rule["match"] for rule in rules] == ["0-1", "4"]
+    assert _spans([3]) == ["3"]
+
+
+def _step(policy: str, batch: int, peak: int, step_s: float | None) -> Footprint:
+    work = Work(1, 10, 1)
+    times = None if step_s is None else Times("CPU", 1, step_s / 2, step_s / 2, 0.0)
+    top = Peak(peak, "forward", "a")
+    return Footprint(policy, batch, 10, True, peak, (), top, work, work, work, 0, times=times)
+
+
+def test_the_best_batch_is_the_fastest_that_fits(measured: Profile) -> None:
+    base = measured.states.resident_bytes
+    steps = (
+        _step("none", 1, 100, 1.0),
+        _step("none", 4, 400, 2.0),
+        _step("block", 4, 40, 3.0),
+        _step("block", 8, 80, 5.0),
+    )
+    facts = _facts(measured, footprints=steps, limit_bytes=base + 100)
+    best = best_of(facts)
+    assert best is not None
+    assert (best.policy, best.batch, best.tokens_per_s) == ("block", 8, 16.0)
+    assert best.total_bytes == base + 80
+    roomy = best_of(replace(facts, limit_bytes=base + 400))
+    assert roomy is not None
+    assert (roomy.policy, roomy.batch) == ("none", 4)
+    assert best_of(replace(facts, limit_bytes=base + 10)) is None
+
+
+def test_without_times_the_best_is_the_largest_batch(measured: Profile) -> None:
+    steps = (_step("none", 1, 100, None), _step("block", 4, 40, None))
+    base = measured.states.resident_bytes
+    best = best_of(_facts(measured, footprints=steps, limit_bytes=base + 100))
+    assert best is not None
+    assert (best.policy, best.batch, best.tokens_per_s) == ("block", 4, None)
+
+
+def test_the_tables_say_all_of_it(full: Profile) -> None:
+    target = io.StringIO()
+    print_profile(full, Console(file=target, width=100))
+    text = target.getvalue()
+    for words in ("held for backward", "launches", "real steps", "against the batch", "captured"):
+        assert words in text.lower()
+    assert "<- best" in text
+    assert "50% of what a copy reaches" in " ".join(text.split())
+    for finding in full.findings:
+        assert finding.line is None or finding.line.split(":")[0] in text
+
+
+def test_the_plot_tells_policies_and_kinds_by_words_and_hatches(
+    full: Profile, tmp_path: Path
+) -> None:
+    draw(full, tmp_path / "p.svg")
+    svg = (tmp_path / "p.svg").read_text()
+    for words in ("attention", "MLP", "kept for recompute", "block", "launches", "tokens/s"):
+        assert words in svg
+    assert svg.count("<pattern") >= 4  # hatches
+    assert "stroke-dasharray" in svg
+    draw(full, tmp_path / "p.png")
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_unknown_picture_is_refused(full: Profile, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"\.png or \.svg"):
+        draw(full, tmp_path / "p.gif")
