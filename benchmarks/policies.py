@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_flop
 
 from ds_ckpt.activation import CheckpointedBlocks, Policy, Rule, Treatment
+from ds_ckpt.planner.values import KnownValues, taken_for_real
 from ds_ckpt.telemetry.activations import HeldActivations
 
 GIB = 2**30
@@ -52,7 +53,7 @@ def measure(policy: Policy | None, layers: int, tokens: int) -> tuple[int, int]:
     """Bytes held after the forward, and FLOPs of forward and backward."""
     import transformers
 
-    with FakeTensorMode():
+    with FakeTensorMode() as mode, KnownValues(mode), taken_for_real():
         config = transformers.LlamaConfig(
             num_hidden_layers=layers, vocab_size=32000, use_cache=False, **SIZES
         )

@@ -68,8 +68,8 @@ _SAVE_OPS = (
     '"matmuls" (every product and attention core), "attention" (scaled_dot_product_attention '
     'alone), "qkvo" (the products inside attention), "gate" (the first product of each MLP); '
     'joined by "+". More compute and share of the activations kept on a Llama of 7B: "attention" '
-    '22% and 9%, "attention+qkvo" 12% and 26%, "attention+qkvo+gate" 6% and 37%, "matmuls" 0% and '
-    '48%. Operators of torch: "aten.mm".'
+    '22% and 9%, "attention+qkvo" 12% and 27%, "attention+qkvo+gate" 6% and 38%, "matmuls" 0% and '
+    '50%. Operators of torch: "aten.mm".'
 )
 
 
@@ -98,9 +98,9 @@ class ActivationConfig(KeepingConfig):
         description='What is recomputed; gradients stay the same to the bit. "none": nothing. '
         '"block": every block keeps its input alone and runs a second time in backward: 26% more '
         'compute, 5% of the activations kept. "attention", "mlp": these parts of every block: 12% '
-        'more compute each, 79% and 55% kept. "every_n": whole blocks, some of them. "segments": '
+        'more compute each, 82% and 53% kept. "every_n": whole blocks, some of them. "segments": '
         'several blocks in one recompute, with a higher peak. "selective": blocks, but the results '
-        "of chosen operators are kept: no more products and 48% kept by default. (A Llama of 7B, "
+        "of chosen operators are kept: no more products and 50% kept by default. (A Llama of 7B, "
         '4,096 tokens: benchmarks/results/policies.txt.) "budget": the model is measured at its '
         "first batch, and of the plans that fit budget_gib the one that recomputes least is taken. "
         '"auto": the same, and planned anew between steps where memory runs short or room is left. '
