@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+
+from ds_ckpt.telemetry.spans import Spans
 
 SECTIONS = ("in_host", "residual", "pack", "wire", "unpack")
 """In-host sum; adding to the residual and checking it; selecting, factoring and encoding; waiting
@@ -19,15 +21,18 @@ class Timings:
 
     Attributes:
         seconds: by section, since the start.
+        spans: where sections are recorded as stretches of time, too; None: nowhere.
     """
 
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    spans: Spans | None = None
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
         start_s = time.perf_counter()
         try:
-            yield
+            with nullcontext() if self.spans is None else self.spans.span(name):
+                yield
         finally:
             self.seconds[name] += time.perf_counter() - start_s
 
@@ -38,13 +43,25 @@ class Errors:
 
     Attributes:
         sampling: whether buckets are measured now; it costs two passes over each.
+        listeners: others that sample at times of their own; each takes what it was given.
     """
 
     sampling: bool = False
+    listeners: list[Errors] = field(default_factory=list)
     _energy: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anybody samples now."""
+        return self.sampling or any(listener.sampling for listener in self.listeners)
 
     def add(self, method: str, before: float, after: float) -> None:
         """Squared norms of the entries for other processes, before and after compression."""
+        for listener in self.listeners:
+            if listener.sampling:
+                listener.add(method, before, after)
+        if self.listeners and not self.sampling:
+            return
         sums = self._energy.setdefault(method, [0.0, 0.0])
         sums[0] += before
         sums[1] += after
@@ -61,3 +78,10 @@ class Errors:
         }
         self._energy.clear()
         return taken
+
+    def take_energies(self) -> tuple[float, float]:
+        """Squared norms of what was given and of what was left, all methods; starts anew."""
+        before = sum(sums[0] for sums in self._energy.values())
+        after = sum(sums[1] for sums in self._energy.values())
+        self._energy.clear()
+        return before, after

@@ -18,6 +18,7 @@ import torch.distributed as torch_dist
 from ds_ckpt.errors import ContractError, Problem
 from ds_ckpt.patch import Patches
 from ds_ckpt.telemetry import Counters, sent_bytes
+from ds_ckpt.telemetry.spans import TimedHandle
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
@@ -63,7 +64,7 @@ def _wrap(method: Callable[..., Any], op: str, arguments: str, payload: str) -> 
 
     @functools.wraps(method)
     def counted(*args: Any, **kwargs: Any) -> Any:
-        result = method(*args, **kwargs)
+        result = _timed(method, args, kwargs)
         named = {**dict(zip(names, args, strict=False)), **kwargs}
         group = named.get("group")
         world = torch_dist.get_world_size(group)
@@ -77,6 +78,17 @@ def _wrap(method: Callable[..., Any], op: str, arguments: str, payload: str) -> 
         return result
 
     return counted
+
+
+def _timed(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call `method`; record the call, and the wait for its handle, where somebody measures."""
+    measuring = next((c for c in _listeners if c.spans is not None), None)
+    if measuring is None or measuring.spans is None:
+        return method(*args, **kwargs)
+    spans, purpose = measuring.spans, measuring.current_purpose.value
+    with spans.span("collective", purpose):
+        result = method(*args, **kwargs)
+    return TimedHandle(result, spans, purpose) if hasattr(result, "wait") else result
 
 
 def listen(counters: Counters) -> None:

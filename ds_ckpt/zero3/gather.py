@@ -122,7 +122,8 @@ class GatherSeam:
         height = len(FWD_MODULE_STACK)
         self._local.depth = getattr(self._local, "depth", 0) + 1
         try:
-            yield
+            with self._counters.span("recompute"):
+                yield
         finally:
             self._local.depth -= 1
             interrupted = FWD_MODULE_STACK[height:]

@@ -191,7 +191,8 @@ class Overlap:
         flight = self._flights[0]
         start_s = time.perf_counter()
         try:
-            arrived = flight.future.result()
+            with self._counters.span("exchange_wait"):
+                arrived = flight.future.result()
         except BaseException:
             self.drop()
             raise
