@@ -47,7 +47,7 @@ def run(
     from ds_ckpt.harness.hosts.launch import prepare, run_in_foreground
     from ds_ckpt.harness.launch import signals_as_exit
 
-    with _errors_in_words(), signals_as_exit():
+    with errors_in_words(), signals_as_exit():
         with EmulatedHosts(count, rate_mbit=rate_mbit) as emulated:
             names = ", ".join(f"{host.name} ({host.address})" for host in emulated.hosts)
             typer.echo(f"{emulated.folder.name}: {names}; {_described(rate_mbit)}", err=True)
@@ -71,7 +71,7 @@ def list_sets(
 
     from ds_ckpt.harness.hosts.records import all_sets
 
-    with _errors_in_words():
+    with errors_in_words():
         rows: list[dict[str, Any]] = [
             {
                 "name": found.name,
@@ -106,7 +106,7 @@ def down(
     """Clear away what a killed run has left: processes, namespaces, links and folders."""
     from ds_ckpt.harness.hosts.records import take_down
 
-    with _errors_in_words():
+    with errors_in_words():
         downed, left = take_down(names or (), living=everything)
     typer.echo(f"taken down: {', '.join(downed) or 'nothing'}")
     if left:
@@ -130,7 +130,7 @@ def probe(
     from ds_ckpt.harness.probe import probe_emulated, probe_hostfile
 
     rate_mbit = parse_rate(rate)
-    with _errors_in_words(), signals_as_exit():
+    with errors_in_words(), signals_as_exit():
         if hostfile is not None:
             links = probe_hostfile(hostfile, seconds=seconds)
         else:
@@ -176,7 +176,7 @@ def _described(rate_mbit: float | None) -> str:
 
 
 @contextlib.contextmanager
-def _errors_in_words() -> Iterator[None]:
+def errors_in_words() -> Iterator[None]:
     from ds_ckpt.errors import DsCkptError
 
     try:

@@ -7,9 +7,6 @@ all cells, follows it, then prints the table with its meaning and writes `result
 
 from __future__ import annotations
 
-import importlib.metadata
-import os
-import platform
 import shlex
 import sys
 import time
@@ -17,28 +14,44 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated
 
-import psutil
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from ds_ckpt.errors import ConfigError, DsCkptError, Problem
-from ds_ckpt.harness import cells, corpus, cpu_op
-from ds_ckpt.harness.follow import follow
-from ds_ckpt.harness.launch import check_running, deepspeed_command, free_port, launched
+from ds_ckpt.harness import cells, corpus
+from ds_ckpt.harness.demo_ground import (
+    RATE_MBIT,
+    accelerator_of,
+    announce_compilation,
+    shaped_steps,
+    train_on_hosts,
+    train_on_loopback,
+    why_no_hosts,
+)
+from ds_ckpt.harness.machine import machine, versions
 from ds_ckpt.harness.report import terminal_table, write_html
 from ds_ckpt.harness.results import Machine, Measurements, Results, RunInfo
 from ds_ckpt.harness.words import findings
 
 DEFAULT_STEPS = 64
 MINIMUM_STEPS = 6
-_LOOPBACK = Path("/sys/class/net/lo")
 
 
 def run(
-    *, steps: int, output: Path, seed: int, text: Path | None, time_limit_s: float, console: Console
+    *,
+    steps: int,
+    output: Path,
+    seed: int,
+    text: Path | None,
+    time_limit_s: float,
+    console: Console,
+    on_loopback: bool = False,
 ) -> Results:
     """Run the demo into the folder `output`, which it makes. Prints progress, returns the results.
+
+    As root on a CPU machine it runs on two emulated hosts, whose link has a rate in the steps that
+    are timed; else, or with `on_loopback`, on this machine alone.
 
     Raises ConfigError on options that cannot work and LaunchError if the training fails or runs
     into `time_limit_s`. No process outlives the call.
@@ -51,31 +64,24 @@ def run(
     data.save(output / "corpus")
     cells.write_configs(output / "configs", steps=steps)
 
-    accelerator, environment = _accelerator(console)
+    accelerator, settings = accelerator_of(console)
     if accelerator == "cpu":
-        _announce_compilation(environment, console)
-    log = output / "training.log"
-    arguments = ["--run-dir", str(output), "--steps", str(steps), "--seed", str(seed)]
-    port = free_port()
-    command = deepspeed_command(
-        "ds_ckpt.harness.train_cells",
-        arguments,
-        processes=cells.PROCESSES,
-        master_port=port,
-    )
-    with (
-        cpu_op.shared_buffers_removed(port),
-        cpu_op.lock_cleared_on_failure(environment),
-        launched(command, environment=environment, log=log) as process,
-    ):
-        follow(
-            output / "events.jsonl",
-            steps=steps,
-            console=console,
-            running=lambda: check_running(
-                process, started=started, time_limit_s=time_limit_s, log=log
-            ),
+        announce_compilation(settings, console)
+    reasons = ["--loopback was given"] if on_loopback else why_no_hosts(accelerator)
+    rate_mbit = None if reasons else RATE_MBIT
+    arguments = ["--run-dir", str(output.resolve()), "--steps", str(steps), "--seed", str(seed)]
+    if rate_mbit is None:
+        console.print(
+            f"On loopback, whose link is not shaped ({'; '.join(reasons)}).", highlight=False
         )
+        train_on_loopback(arguments, settings, output, steps, started, time_limit_s, console)
+    else:
+        console.print(
+            f"On two emulated hosts; their link has {rate_mbit:g} Mbit/s in the timed steps.",
+            highlight=False,
+        )
+        arguments += ["--rate-mbit", str(rate_mbit), "--shaped-steps", str(shaped_steps(steps))]
+        train_on_hosts(arguments, output, steps, time_limit_s, console)
     measured = Measurements.model_validate_json(
         (output / "measurements.json").read_text(encoding="utf-8")
     )
@@ -87,6 +93,7 @@ def run(
         steps=steps,
         topk_start_step=cells.topk_start_step(steps),
         processes=cells.PROCESSES,
+        rate_mbit=rate_mbit,
         sequences_per_process=cells.SEQUENCES_PER_PROCESS,
         sequence_length=cells.SEQUENCE_LENGTH,
         parameters=measured.parameters,
@@ -94,8 +101,8 @@ def run(
         train_bytes=len(data.train),
         heldout_bytes=len(data.heldout),
         corpus_sha256=data.sha256,
-        versions=_versions(),
-        machine=_machine(accelerator),
+        versions=versions(),
+        machine=Machine(accelerator=accelerator, **machine()),
         wall_time_s=round(time.monotonic() - started, 1),
     )
     return Results(run=info, cells=measured.cells)
@@ -113,10 +120,14 @@ def main(
         Path | None, typer.Option(help="Train on this text file instead of Python's own texts.")
     ] = None,
     time_limit_s: Annotated[float, typer.Option(help="Stop everything after so long.")] = 1200.0,
+    on_loopback: Annotated[
+        bool, typer.Option("--loopback", help="On this machine alone, also as root.")
+    ] = False,
 ) -> None:
     """Train a small Llama under ZeRO-3 in four cells: checkpointing off and on, dense and Top-K.
 
-    Two processes on this machine, started by deepspeed. Prints one table and what it means, and
+    Two processes, started by deepspeed: as root on two emulated hosts with a link of 200 Mbit/s,
+    else on loopback. Prints one table and what it means, and
     leaves results.json, report.html and the four DeepSpeed files in the output folder.
     """
     console = Console()
@@ -129,6 +140,7 @@ def main(
             text=text,
             time_limit_s=time_limit_s,
             console=console,
+            on_loopback=on_loopback,
         )
         results.save(folder / "results.json")
         write_html(results, folder / "report.html")
@@ -180,72 +192,6 @@ def _check(steps: int, output: Path) -> None:
         )
     if problems:
         raise ConfigError(problems, headline="the demo cannot run with these options")
-
-
-def _accelerator(console: Console) -> tuple[str, dict[str, str]]:
-    """Which accelerator to train on, and the environment of the launched processes."""
-    import torch
-
-    environment = dict(os.environ)
-    # DeepSpeed compiles with the ninja of its own environment, activated or not.
-    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment["HF_HUB_OFFLINE"] = "1"
-    wanted = environment.get("DS_ACCELERATOR")
-    gpus = torch.cuda.device_count() if wanted in (None, "cuda") else 0
-    if gpus >= cells.PROCESSES:
-        console.print(f"Training on {cells.PROCESSES} of {gpus} GPUs.")
-        return torch.cuda.get_device_name(0), environment
-    if gpus:
-        console.print(
-            f"Found {gpus} GPU, and the demo needs {cells.PROCESSES}: training on the CPU instead."
-        )
-    environment["DS_ACCELERATOR"] = "cpu"
-    cores = os.cpu_count() or cells.PROCESSES
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // cells.PROCESSES)))
-    if _LOOPBACK.exists():
-        environment.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK.name)
-    return "cpu", environment
-
-
-def _announce_compilation(environment: dict[str, str], console: Console) -> None:
-    if cpu_op.is_compiled(environment):
-        console.print("Starting deepspeed (about 10 s) ...")
-    elif locks := cpu_op.locks(environment):
-        console.print(
-            "DeepSpeed's CPU operator is being compiled by another process, or its compilation was"
-            f" interrupted. If nothing happens for some minutes: stop, delete {min(locks)}, again.",
-        )
-    else:
-        console.print(
-            "Starting deepspeed. This first time on this machine it compiles a CPU operator, which"
-            " takes about a minute ..."
-        )
-
-
-def _versions() -> dict[str, str]:
-    names = ("ds_ckpt", "deepspeed", "torch", "transformers", "numpy")
-    return {
-        "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in names},
-    }
-
-
-def _machine(accelerator: str) -> Machine:
-    model = platform.processor() or platform.machine()
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                model = line.partition(":")[2].strip()
-                break
-    except OSError:
-        pass
-    return Machine(
-        cpu_model=model,
-        cpu_cores=os.cpu_count() or 1,
-        memory_gib=round(psutil.virtual_memory().total / 2**30, 1),
-        accelerator=accelerator,
-        system=f"{platform.system()} {platform.machine()}",
-    )
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,15 @@ def follow(events: Path, *, steps: int, console: Console, running: Callable[[], 
         console: where the bar goes; without a terminal a line a tenth is printed instead.
         running: asked a few times a second.
     """
+    with following(events, steps=steps, console=console) as look:
+        while running():
+            look()
+            time.sleep(_POLL_S)
+
+
+@contextmanager
+def following(events: Path, *, steps: int, console: Console) -> Iterator[Callable[[], None]]:
+    """Gives what has to be called a few times a second, and calls it a last time."""
     total = sum(cell_steps(cell, steps) for cell in CELLS)
     progress = Progress(
         TextColumn("{task.description}"),
@@ -48,10 +58,8 @@ def follow(events: Path, *, steps: int, console: Console, running: Callable[[], 
     )
     with progress:
         shown = _Shown(progress, progress.add_task("starting deepspeed", total=total), console)
-        reader = _Lines(events)
-        while running():
-            shown.take(reader.new())
-            time.sleep(_POLL_S)
+        reader = Lines(events)
+        yield lambda: shown.take(reader.new())
         shown.take(reader.new())
 
 
@@ -84,7 +92,7 @@ class _Shown:
         self._phase, self._printed_tenths = phase, tenths
 
 
-class _Lines:
+class Lines:
     """The whole lines that a growing file of JSON lines has got since the last look."""
 
     def __init__(self, path: Path) -> None:

@@ -6,15 +6,14 @@ style, marker and hatching, not by colour alone.
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.table import Table
 
-from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.harness.results import CellResult, Results
+from ds_ckpt.harness.svg import figure, missing, svg
 from ds_ckpt.harness.words import caveats, findings, megabytes
 
 COLUMNS = (
@@ -23,7 +22,7 @@ COLUMNS = (
     ("Held, MB", "activations that autograd holds after the forward"),
     ("Gradients, MB", "sent by a process in a step"),
     ("Weights, MB", "sent in a step: forward + recompute + backward gathers"),
-    ("Wire, MB", "the loopback interface's own count, a process and step"),
+    ("Wire, MB", "the interface's own count, a process and step"),
     ("Loss", "held-out, at the end, natural logarithm, a byte"),
 )
 
@@ -64,7 +63,7 @@ def write_html(results: Results, path: Path) -> None:
     try:
         import jinja2
     except ImportError as error:
-        raise _missing("jinja2") from error
+        raise missing("jinja2") from error
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("ds_ckpt", "harness"),
         autoescape=True,
@@ -87,7 +86,7 @@ def write_html(results: Results, path: Path) -> None:
 
 def loss_svg(results: Results) -> str:
     """Training loss over steps of the cells that train to the end, as an `<svg>` element."""
-    figure, axes = _figure(height_inches=3.6)
+    drawing, axes = figure(height_inches=3.6)
     for cell in results.cells:
         if cell.reference:
             continue
@@ -108,12 +107,12 @@ def loss_svg(results: Results) -> str:
     axes.set_xlabel("step")
     axes.set_ylabel("training loss")
     axes.legend(frameon=False, fontsize=8)
-    return _svg(figure)
+    return svg(drawing)
 
 
 def traffic_svg(results: Results) -> str:
     """Bytes sent a step by purpose, one bar a cell, as an `<svg>` element."""
-    figure, axes = _figure(height_inches=2.9)
+    drawing, axes = figure(height_inches=2.9)
     titles = [cell.title for cell in results.cells]
     parts = (
         ("weights, forward", "gather_forward_bytes", "#c9d6e6", ""),
@@ -132,7 +131,7 @@ def traffic_svg(results: Results) -> str:
     axes.invert_yaxis()
     axes.set_xlabel("MB sent by a process in a step")
     axes.legend(frameon=False, fontsize=8, ncols=5, loc="upper left", bbox_to_anchor=(-0.2, 1.18))
-    return _svg(figure)
+    return svg(drawing)
 
 
 def _row(cell: CellResult) -> tuple[str, ...]:
@@ -148,7 +147,7 @@ def _row(cell: CellResult) -> tuple[str, ...]:
         megabytes(cell.held_activation_bytes),
         megabytes(traffic.gradient_bytes),
         " + ".join(megabytes(one) for one in gathers),
-        "-" if cell.loopback_bytes is None else megabytes(cell.loopback_bytes),
+        "-" if cell.interface_bytes is None else megabytes(cell.interface_bytes),
         "-" if cell.heldout_loss is None else f"{cell.heldout_loss:.4f}",
     )
 
@@ -156,38 +155,3 @@ def _row(cell: CellResult) -> tuple[str, ...]:
 def _headed(text: str) -> tuple[str, str]:
     head, _, rest = text.partition(": ")
     return head, rest[:1].upper() + rest[1:]
-
-
-def _figure(*, height_inches: float) -> tuple[Any, Any]:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise _missing("matplotlib") from error
-    # No pyplot: it would look for a display.
-    figure = Figure(figsize=(8.2, height_inches), layout="constrained")
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
-
-
-def _svg(figure: Any) -> str:
-    import matplotlib
-
-    target = io.StringIO()
-    # Text stays text, and equal numbers give equal files.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "ds_ckpt"}):
-        figure.savefig(target, format="svg", metadata={"Date": None})
-    text = target.getvalue()
-    return text[text.index("<svg") :]
-
-
-def _missing(package: str) -> UnsupportedError:
-    return UnsupportedError(
-        Problem(
-            where=package,
-            found="not installed",
-            why="the HTML report is made with it",
-            remedy="install the extra: pip install 'ds_ckpt[report]'",
-        ),
-        headline="the report cannot be written",
-    )

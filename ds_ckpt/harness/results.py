@@ -26,6 +26,8 @@ class Traffic(_Record):
     gather_recompute_bytes: float = 0.0
     gather_backward_bytes: float = 0.0
     reduce_bytes: float = 0.0
+    partition_bytes: float = 0.0
+    """Of activations, between tensor-parallel processes."""
     other_bytes: float = 0.0
 
     @property
@@ -38,7 +40,7 @@ class Traffic(_Record):
 
     @property
     def total_bytes(self) -> float:
-        return self.weight_bytes + self.reduce_bytes + self.other_bytes
+        return self.weight_bytes + self.reduce_bytes + self.partition_bytes + self.other_bytes
 
 
 class CellResult(_Record):
@@ -62,8 +64,8 @@ class CellResult(_Record):
     traffic: Traffic
     warmup_traffic: Traffic | None = None
     """Of Top-K's dense warm-up steps; None for other methods and where there were none."""
-    loopback_bytes: float | None = None
-    """Bytes a process put on the loopback interface in a step, as the kernel counts them."""
+    interface_bytes: float | None = None
+    """Bytes a process put on the interface to the others in a step, as the kernel counts them."""
     heldout_loss: float | None
     """Natural logarithm, mean over the held-out bytes looked at; None for a reference."""
     train_losses: tuple[float, ...]
@@ -91,6 +93,8 @@ class RunInfo(_Record):
     steps: int
     topk_start_step: int
     processes: int
+    rate_mbit: float | None = None
+    """Of the link between two emulated hosts in the timed steps; None on loopback, not shaped."""
     sequences_per_process: int
     sequence_length: int
     parameters: int

@@ -19,8 +19,8 @@ class StepRecord:
     loss: float
     time_s: float
     sent_bytes: dict[str, int]
-    loopback_bytes: int | None
-    """Of the whole machine: both directions of all processes."""
+    interface_bytes: int | None
+    """What the interface has sent: of this process's host, or, on loopback, of all processes."""
 
 
 @dataclass(frozen=True)
@@ -34,17 +34,26 @@ class Share:
     steps: tuple[StepRecord, ...]
 
 
-def summarise(cell: Cell, shares: Sequence[Share], steps: int) -> CellResult:
-    """Put the processes' shares of a cell together; `steps` is the run's, not the cell's."""
+def summarise(
+    cell: Cell, shares: Sequence[Share], steps: int, *, shaped_steps: int = 0
+) -> CellResult:
+    """Put the processes' shares of a cell together; `steps` is the run's, not the cell's.
+
+    With `shaped_steps` the last ones, on a link with a rate, are those that are timed.
+    """
     count = len(shares[0].steps)
+    # loopback counts what all processes send, a host's interface its own
+    divide_by = 1 if shaped_steps else len(shares)
     timed_from = _timed_from(cell, steps)
+    if shaped_steps and not cell.reference:
+        timed_from = max(timed_from, steps - shaped_steps)
     warmed = topk_start_step(steps)
     # A step takes as long as its slowest process.
     times = tuple(max(s.steps[i].time_s for s in shares) for i in range(count))
-    loopback = [
-        s.loopback_bytes / len(shares)
-        for s in shares[0].steps[timed_from:]
-        if s.loopback_bytes is not None
+    interface = [
+        step.interface_bytes / divide_by
+        for step in shares[0].steps[timed_from:]
+        if step.interface_bytes is not None
     ]
     return CellResult(
         name=cell.name,
@@ -62,7 +71,7 @@ def summarise(cell: Cell, shares: Sequence[Share], steps: int) -> CellResult:
         warmup_traffic=(
             _traffic(shares, range(1, warmed)) if cell.method == "topk" and warmed > 1 else None
         ),
-        loopback_bytes=statistics.median(loopback) if loopback else None,
+        interface_bytes=statistics.median(interface) if interface else None,
         heldout_loss=shares[0].heldout_loss,
         train_losses=tuple(
             sum(s.steps[i].loss for s in shares) / len(shares) for i in range(count)

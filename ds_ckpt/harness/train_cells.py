@@ -16,6 +16,8 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,12 +30,13 @@ from deepspeed.accelerator import get_accelerator
 import ds_ckpt
 from ds_ckpt.harness import cells as plan
 from ds_ckpt.harness import corpus, models
+from ds_ckpt.harness.experiment.folder import Folder
+from ds_ckpt.harness.experiment.interfaces import link_interface, sent
 from ds_ckpt.harness.results import Measurements
 from ds_ckpt.harness.summary import Share, StepRecord, summarise
 from ds_ckpt.telemetry import Counters, Purpose
 from ds_ckpt.telemetry.activations import HeldActivations
 
-LOOPBACK_COUNTER = Path("/sys/class/net/lo/statistics/tx_bytes")
 EVALUATION_BATCHES = 24
 
 
@@ -70,15 +73,19 @@ def main() -> None:
         seed=arguments.seed,
         process=process,
     )
+    link = Link(arguments)
     for step in range(arguments.steps):
+        link.shape(step >= arguments.steps - arguments.shaped_steps)
         batch = batches.batch(step).to(get_accelerator().current_device_name())
         for place in range(len(trained)):
             one = trained[(place + step) % len(trained)]
             if step >= plan.cell_steps(one.cell, arguments.steps):
                 continue
-            record = _step(one, batch, measure_activations=step == 0)
+            with link.shaped_for(one.cell):
+                record = _step(one, batch, link, measure_activations=step == 0)
             one.steps.append(record)
             events.write(phase="training", cell=one.cell.name, step=step, loss=record.loss)
+    link.shape(False)
     for one in trained:
         if not one.cell.reference:
             events.write(phase="evaluating", cell=one.cell.name)
@@ -90,7 +97,12 @@ def main() -> None:
     if process == 0:
         shares = [share for share in everyone if share is not None]
         results = tuple(
-            summarise(one.cell, [share[i] for share in shares], arguments.steps)
+            summarise(
+                one.cell,
+                [share[i] for share in shares],
+                arguments.steps,
+                shaped_steps=arguments.shaped_steps,
+            )
             for i, one in enumerate(trained)
         )
         measurements = Measurements(cells=results, parameters=parameters)
@@ -106,6 +118,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--run-dir", type=Path, required=True, help="holds configs/ and corpus/")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--rate-mbit", type=float, help="of the timed steps, on emulated hosts")
+    parser.add_argument("--shaped-steps", type=int, default=0, help="that many last ones")
     parser.add_argument("--local_rank", type=int, default=0, help="given by the launcher, unused")
     return parser.parse_args()
 
@@ -119,11 +133,45 @@ def _build(cell: plan.Cell, arguments: argparse.Namespace) -> Trained:
     return Trained(cell, engine, session.counters)
 
 
-def _step(one: Trained, batch: torch.Tensor, *, measure_activations: bool) -> StepRecord:
+class Link:
+    """The link between the processes. On emulated hosts it has a rate while steps are timed."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._folder = Folder(arguments.run_dir)
+        self._rate_mbit: float | None = arguments.rate_mbit
+        self._interface = link_interface("loopback" if self._rate_mbit is None else "emulated")
+        self._shaped = False
+
+    def shape(self, wanted: bool) -> None:
+        """Collective: give the link its rate, or take it off."""
+        if self._rate_mbit is None or wanted == self._shaped:
+            return
+        dist.barrier()
+        if dist.get_rank() == 0:
+            self._folder.ask_for(self._rate_mbit if wanted else None)
+        dist.barrier()
+        self._shaped = wanted
+
+    @contextmanager
+    def shaped_for(self, cell: plan.Cell) -> Iterator[None]:
+        """The reference takes few steps, the first ones; its link has the rate in each of them."""
+        before = self._shaped
+        self.shape(before or cell.reference)
+        yield
+        self.shape(before)
+
+    def sent_bytes(self) -> int | None:
+        """By the interface to the other process, since the machine was started."""
+        return None if self._interface is None else sent(self._interface).link_bytes
+
+
+def _step(
+    one: Trained, batch: torch.Tensor, link: Link, *, measure_activations: bool
+) -> StepRecord:
     engine = one.engine
     engine.train()
     dist.barrier()
-    loopback_before = _loopback_bytes()
+    before = link.sent_bytes()
     counted_before = one.counters.snapshot()
     started = time.perf_counter()
     if measure_activations:
@@ -138,13 +186,11 @@ def _step(one: Trained, batch: torch.Tensor, *, measure_activations: bool) -> St
     time_s = time.perf_counter() - started
     # Every session hears the collectives of all engines; between these two moments they are ours.
     delta = one.counters.snapshot() - counted_before
-    sent = {purpose.value: delta.bytes_sent.get(purpose, 0) for purpose in Purpose}
+    by_purpose = {purpose.value: delta.bytes_sent.get(purpose, 0) for purpose in Purpose}
     dist.barrier()  # The other process still sends until here.
-    loopback_after = _loopback_bytes()
-    loopback = None
-    if loopback_before is not None and loopback_after is not None:
-        loopback = loopback_after - loopback_before
-    return StepRecord(loss.item(), time_s, sent, loopback)
+    after = link.sent_bytes()
+    by_interface = None if before is None or after is None else after - before
+    return StepRecord(loss.item(), time_s, by_purpose, by_interface)
 
 
 def _evaluate(engine: Any, text: bytes, process: int, processes: int) -> float:
@@ -173,13 +219,6 @@ def _weights_sha256(engine: Any) -> str:
         shard = parameter.ds_tensor.detach().cpu().contiguous()
         digest.update(shard.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _loopback_bytes() -> int | None:
-    try:
-        return int(LOOPBACK_COUNTER.read_text())
-    except (OSError, ValueError):
-        return None
 
 
 def _share(one: Trained) -> Share:

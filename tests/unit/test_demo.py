@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from ds_ckpt.errors import ConfigError
-from ds_ckpt.harness import demo, follow
+from ds_ckpt.harness import demo, demo_ground, follow
 from ds_ckpt.harness.cells import CELLS, cell_steps, topk_start_step, write_configs
 
 
@@ -19,13 +19,13 @@ def _choose(monkeypatch: pytest.MonkeyPatch, gpus: int) -> tuple[str, dict[str, 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _index: "A GPU")
     said = io.StringIO()
-    accelerator, environment = demo._accelerator(Console(file=said, width=200))
+    accelerator, environment = demo_ground.accelerator_of(Console(file=said, width=200))
     return accelerator, environment, said.getvalue()
 
 
 def test_no_gpu_trains_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(demo.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(demo_ground.os, "cpu_count", lambda: 8)
     accelerator, environment, said = _choose(monkeypatch, 0)
     assert accelerator == environment["DS_ACCELERATOR"] == "cpu"
     assert environment["OMP_NUM_THREADS"] == "4"
@@ -79,3 +79,18 @@ def test_the_cells_files_are_ones_the_plugin_accepts(tmp_path: Path) -> None:
         assert (config.activation.policy == "block") == cell.checkpointing
         if cell.method == "topk":
             assert config.compression.start_step == topk_start_step(30) == 10
+
+
+def test_on_emulated_hosts_the_timed_steps_are_the_last_and_after_the_warmup() -> None:
+    for steps in range(demo.MINIMUM_STEPS, 100):
+        shaped = demo_ground.shaped_steps(steps)
+        assert 2 <= shaped <= demo_ground.SHAPED_STEPS
+        assert steps - shaped > topk_start_step(steps)
+
+
+def test_gpus_are_not_put_into_emulated_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo_ground, "missing", list)
+    assert demo_ground.why_no_hosts("cpu") == []
+    assert demo_ground.why_no_hosts("A GPU")
+    monkeypatch.setattr(demo_ground, "missing", lambda: ["network namespaces need root"])
+    assert demo_ground.why_no_hosts("cpu") == ["network namespaces need root"]

@@ -12,7 +12,9 @@ from ds_ckpt.errors import StateError
 from ds_ckpt.harness.cells import CELLS, deepspeed_config
 from ds_ckpt.harness.report import rows, terminal_table, write_html
 from ds_ckpt.harness.results import CellResult, Machine, Results, RunInfo, Traffic
+from ds_ckpt.harness.summary import Share, StepRecord, summarise
 from ds_ckpt.harness.words import caveats, findings, megabytes
+from ds_ckpt.telemetry import Purpose
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 
@@ -40,7 +42,7 @@ def _cell(index: int, *, gradient_bytes: float, heldout_loss: float | None) -> C
             other_bytes=32,
         ),
         warmup_traffic=Traffic(reduce_bytes=19.4e6) if cell.method == "topk" else None,
-        loopback_bytes=40.3e6 if index == 0 else 20.1e6,
+        interface_bytes=40.3e6 if index == 0 else 20.1e6,
         heldout_loss=heldout_loss,
         train_losses=tuple(5.5 - i / (10 if cell.method == "dense" else 11) for i in range(steps)),
         weights_sha256=cell.method,
@@ -192,6 +194,33 @@ def test_times_that_overlap_are_not_called_a_difference(results: Results) -> Non
     )
     said = findings(results.model_copy(update={"cells": cells}))
     assert any("no difference that stands out of the spread" in text for text in said)
+
+
+def test_the_words_know_the_link(results: Results) -> None:
+    """On emulated hosts a step takes what it takes at a rate; on loopback that is not known."""
+    loopback = " ".join(findings(results) + caveats(results))
+    assert "link is not shaped" in loopback
+    assert "count of the loopback interface" in loopback
+    run = results.run.model_copy(update={"rate_mbit": 200.0})
+    hosts = results.model_copy(update={"run": run})
+    words = " ".join(findings(hosts) + caveats(hosts))
+    assert "Time: on a link of 200 Mbit/s Top-K's step is" in words
+    # the all-to-all's median step is 0.9 s, Top-K's 0.7 s
+    assert "1.29x as long as Top-K's" in words
+    assert "hosts are emulated" in words
+    assert "count of the hosts' interfaces" in words
+    assert "only a slower network" not in words
+    assert "only a slower network" in loopback
+
+
+def test_a_host_counts_for_itself_and_loopback_for_all_processes() -> None:
+    step = StepRecord(1.0, 1.0, {p.value: 8 for p in Purpose}, interface_bytes=400)
+    shares = [Share(1, 2.0, "a", (step,) * 12)] * 2
+    on_loopback = summarise(CELLS[0], shares, 12)
+    on_hosts = summarise(CELLS[0], shares, 12, shaped_steps=3)
+    assert (on_loopback.interface_bytes, on_hosts.interface_bytes) == (200, 400)
+    assert (on_loopback.timed_from_step, on_hosts.timed_from_step) == (5, 9)
+    assert summarise(CELLS[4], shares, 12, shaped_steps=3).timed_from_step == 1
 
 
 def test_a_broken_promise_is_not_hidden(results: Results) -> None:

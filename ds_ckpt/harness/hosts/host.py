@@ -41,9 +41,11 @@ class Host:
         return self._counter(0)
 
     def processes(self) -> list[psutil.Process]:
-        """What runs in this host, without its sshd."""
+        """What runs in this host, without its sshd; nothing once the host is gone."""
         own = namespace(self.pid)
-        found = []
+        found: list[psutil.Process] = []
+        if own is None:
+            return found
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 dead = process.status() == psutil.STATUS_ZOMBIE

@@ -31,6 +31,8 @@ from ds_ckpt.harness.hosts.ssh import PORT
 from ds_ckpt.harness.launch import LaunchError, free_port, log_tail
 
 Launcher = Literal["pdsh", "openmpi"]
+MASTER_PORT = 29500
+"""Free in emulated hosts, which have no servers but sshd."""
 _OUTER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -49,6 +51,7 @@ def prepare(
     folder: Path,
     slots: int = 1,
     launcher: Launcher = "pdsh",
+    port: int = MASTER_PORT,
 ) -> Prepared:
     """`argv` in the first host, in `folder`.
 
@@ -65,11 +68,11 @@ def prepare(
     if Path(command[0]).name == "deepspeed":
         command[:1] = deepspeed()
         if not any(word.split("=")[0] in ("-H", "--hostfile") for word in command):
-            command[1:1] = _options(hosts, hostfile, launcher)
+            command[1:1] = _options(hosts, hostfile, launcher, port)
     return Prepared(
         hosts.hosts[0].command(command, folder=folder),
         {
-            **_without_outer_launch(),
+            **without_outer_launch(),
             **everywhere,
             **reach(hosts),
             "DS_ENV_FILE": str(exported),
@@ -86,6 +89,7 @@ def on_hosts(
     slots: int = 1,
     limit_s: float = 240,
     launcher: Launcher = "pdsh",
+    port: int = MASTER_PORT,
     while_running: Callable[[], None] = lambda: None,
 ) -> str:
     """Run `deepspeed ... argv` in `folder` from the first host on all of them; its output.
@@ -93,12 +97,18 @@ def on_hosts(
     `while_running` is called a few times a second. Raises LaunchError. After a launch that took
     too long the hosts are down.
     """
-    prepared = prepare(hosts, ["deepspeed", *argv], folder=folder, slots=slots, launcher=launcher)
+    command = ["deepspeed", *argv]
+    prepared = prepare(hosts, command, folder=folder, slots=slots, launcher=launcher, port=port)
     return _run(prepared, folder, limit_s, hosts.down, while_running)
 
 
 def on_this_machine(
-    argv: Sequence[str], *, folder: Path, processes: int = 2, limit_s: float = 240
+    argv: Sequence[str],
+    *,
+    folder: Path,
+    processes: int = 2,
+    limit_s: float = 240,
+    while_running: Callable[[], None] = lambda: None,
 ) -> str:
     """Run `deepspeed ... argv` in `folder` with `processes` processes over loopback; its output.
 
@@ -107,9 +117,19 @@ def on_this_machine(
     where = ["--hostfile=none", f"--num_gpus={processes}", "--master_addr=127.0.0.1"]
     port = free_port()
     command = [*deepspeed(), *where, f"--master_port={port}", *argv]
-    prepared = Prepared(command, {**_without_outer_launch(), **environment("lo")})
+    prepared = Prepared(command, {**without_outer_launch(), **environment("lo")})
     with shared_buffers_removed(port):
-        return _run(prepared, folder, limit_s, lambda: None, lambda: None)
+        return _run(prepared, folder, limit_s, lambda: None, while_running)
+
+
+def run_prepared(
+    prepared: Prepared, folder: Path, limit_s: float, *, while_running: Callable[[], None]
+) -> str:
+    """Run a command that reaches its hosts itself; its output. Raises LaunchError.
+
+    What it has started on other machines is told to end by their launcher, or ends itself.
+    """
+    return _run(prepared, folder, limit_s, lambda: None, while_running)
 
 
 def deepspeed() -> list[str]:
@@ -134,12 +154,12 @@ def environment(interface: str) -> dict[str, str]:
     }
 
 
-def _options(hosts: EmulatedHosts, hostfile: Path, launcher: Launcher) -> list[str]:
+def _options(hosts: EmulatedHosts, hostfile: Path, launcher: Launcher, port: int) -> list[str]:
     where = [f"--hostfile={hostfile}", f"--master_addr={hosts.hosts[0].address}"]
+    where.append(f"--master_port={port}")
     if launcher == "openmpi":
         return [*where, "--no_ssh_check", "--launcher=openmpi"]
-    # a port that is free in the hosts, which have no servers but sshd
-    return [*where, "--no_ssh_check", f"--ssh_port={PORT}", "--master_port=29500"]
+    return [*where, "--no_ssh_check", f"--ssh_port={PORT}"]
 
 
 def reach(hosts: EmulatedHosts) -> dict[str, str]:
@@ -160,7 +180,7 @@ def reach(hosts: EmulatedHosts) -> dict[str, str]:
     }
 
 
-def _without_outer_launch() -> dict[str, str]:
+def without_outer_launch() -> dict[str, str]:
     """This process's environment without what an outer launch or worker has set."""
     return {k: v for k, v in os.environ.items() if k not in _OUTER}
 

@@ -1,0 +1,1 @@
+"""The experiment of `ds-ckpt measure`: cells, parts of a step, derived figures, report."""

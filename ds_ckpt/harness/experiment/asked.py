@@ -1,0 +1,159 @@
+"""From what a person asks `ds-ckpt measure` for to a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from ds_ckpt.config import load_file, parse
+from ds_ckpt.harness.commands import parse_rate
+from ds_ckpt.harness.experiment.grounds import Ground, Hostfile, Loopback
+from ds_ckpt.harness.experiment.like import HARDWARE, account, cluster, rate_mbit
+from ds_ckpt.harness.experiment.plan import Spec
+from ds_ckpt.harness.experiment.report import Report
+from ds_ckpt.harness.experiment.run import emulated, measure
+from ds_ckpt.harness.hosts import missing
+from ds_ckpt.harness.hosts.launch import Launcher
+
+CALIBRATION = "calibration"
+DEFAULT_RATES: tuple[float | None, ...] = (200.0,)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Where the experiment is to run; `rates` is None where nobody has named any."""
+
+    hostfile: Path | None
+    loopback: bool
+    hosts: int
+    slots: int
+    rates: tuple[float | None, ...] | None
+    launcher: Launcher
+    interface: str | None
+    port: int
+    ssh_port: int | None
+
+
+def ground_of(
+    wanted: Wanted, spec: Spec, console: Console
+) -> tuple[Spec, Callable[[], AbstractContextManager[Ground]]]:
+    """The plan with its place, and what opens that place.
+
+    Rates that a place cannot give stay in the plan, and `check` refuses them.
+    """
+    rates = wanted.rates or (None,)
+    if wanted.hostfile is not None:
+        machines = Hostfile(
+            wanted.hostfile, wanted.interface, wanted.launcher, wanted.port, wanted.ssh_port
+        )
+        slots = next(iter(machines.counts.values()))
+        count = len(machines.names)
+        spec = replace(spec, where="hostfile", hosts=count, slots=slots, rates=rates)
+        return spec, lambda: nullcontext(machines)
+    reasons = missing()
+    if wanted.loopback or reasons:
+        if not wanted.loopback:
+            console.print(f"No emulated hosts here: {'; '.join(reasons)}.", highlight=False)
+        here = Loopback(max(wanted.slots, 2))
+        spec = replace(spec, where="loopback", hosts=1, slots=here.processes, rates=rates)
+        return spec, lambda: nullcontext(here)
+    rates = wanted.rates or DEFAULT_RATES
+    spec = replace(spec, where="emulated", hosts=wanted.hosts, slots=wanted.slots, rates=rates)
+    return spec, lambda: emulated(wanted.hosts, wanted.slots, wanted.launcher, wanted.port)
+
+
+def rates_of(text: str | None) -> tuple[float | None, ...] | None:
+    """`50mbit,unlimited` in Mbit/s; None where nobody has named any."""
+    if text is None:
+        return None
+    found = tuple(parse_rate(rate) for rate in text.split(","))
+    if len(set(found)) < len(found):
+        raise typer.BadParameter(f"{text!r} names a rate twice")
+    return found
+
+
+def launcher_of(text: str) -> Launcher:
+    """One of DeepSpeed's launchers that are served."""
+    launchers: dict[str, Launcher] = {"pdsh": "pdsh", "openmpi": "openmpi"}
+    if text in launchers:
+        return launchers[text]
+    raise typer.BadParameter(f"{text!r} is neither pdsh nor openmpi")
+
+
+def batches_of(text: str) -> tuple[int, ...]:
+    """`2,4` as numbers, each once, the smallest first."""
+    try:
+        return tuple(sorted({int(word) for word in text.split(",")}))
+    except ValueError:
+        raise typer.BadParameter(f"{text!r}: write numbers with commas, such as 2,4") from None
+
+
+def sections_of(
+    policies: str, methods: str
+) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, dict[str, Any]]]:
+    """Names of both lists; a name that ends in .json is a file, whose section is taken."""
+    sections: dict[str, dict[str, Any]] = {}
+    chosen = []
+    for listed, section in ((policies, "activation"), (methods, "compression")):
+        names = []
+        for name in filter(None, (word.strip() for word in listed.split(","))):
+            if name.endswith(".json"):
+                content = load_file(Path(name))
+                parse(content, source=name)
+                name = Path(name).stem
+                sections[name] = content.get("ds_ckpt", {}).get(section, {})
+            names.append(name)
+        chosen.append(tuple(names))
+    return chosen[0], chosen[1], sections
+
+
+def shape_of(text: str) -> dict[str, int]:
+    found = {}
+    for word in filter(None, text.split(",")):
+        name, _, value = word.partition("=")
+        known = ("hidden_size", "layers", "intermediate_size", "heads", "max_positions")
+        if name not in known or not value.isdigit():
+            raise typer.BadParameter(f"{word!r}: write NAME=NUMBER with one of {', '.join(known)}")
+        found[name] = int(value)
+    return found
+
+
+def alike(
+    spec: Spec,
+    output: Path,
+    ground: Ground,
+    console: Console,
+    text: str,
+    named: dict[str, Path | None],
+    limits: dict[str, Any],
+) -> tuple[Spec, list[str]]:
+    """The plan at the rate that makes this machine like the named cluster, and why."""
+    other = cluster(text, hardware=named["hardware"] or HARDWARE, links=named["links"])
+    short = replace(
+        spec,
+        rates=(None,),
+        policies=("none", "block"),
+        methods=(),
+        sections={},
+        batches=spec.batches[:1],
+        loss_steps=0,
+        equal_memory=False,
+        rounds=min(spec.rounds, 4),
+    )
+    folder = output.with_name(f"{output.name}-{CALIBRATION}")
+    console.print("Measuring this machine on a link that is not shaped ...", highlight=False)
+    measure(short, folder, ground=ground, console=console, **limits)
+    (row,) = [r for r in Report.of(folder).findings.rows if r.cell == "block/dense"]
+    compute = [v.value for k, v in row.parts_s.items() if k.startswith(("compute", "recompute"))]
+    here = {"compute_s": sum(compute), "link_bytes": row.link_bytes}
+    lines = account(other, **here)
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
+    rate = max(0.1, round(rate_mbit(other, **here), 1))
+    return replace(spec, rates=(rate,)), lines

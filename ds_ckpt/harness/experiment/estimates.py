@@ -1,0 +1,134 @@
+"""From turns to medians, and intervals by resampling rounds. Pure.
+
+Steps of one turn run one after the other and share what disturbs them; rounds are apart in time. So
+the rounds are what is drawn with replacement, all cells of a round together: a slow round then is
+slow for both sides of a difference. An interval is the middle 95% of what the draws give.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ds_ckpt.harness.experiment.parts import NETWORK, PARTS
+from ds_ckpt.harness.experiment.records import StepTime, Turn
+
+DRAWS = 400
+_SHARE = 0.95
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A figure with the interval that holds 95% of its draws."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def half_width(self) -> float:
+        """Half of the interval over the value; infinite at 0."""
+        return (self.high - self.low) / 2 / abs(self.value) if self.value else float("inf")
+
+
+@dataclass(frozen=True, order=True)
+class Key:
+    """Whose steps."""
+
+    cell: str
+    sequences: int
+    equal_memory: bool = False
+
+
+@dataclass(frozen=True)
+class Point:
+    """A cell's steps in short.
+
+    Attributes:
+        step_s: median.
+        parts_s: means over the steps in the middle half by their length, so that they add up.
+    """
+
+    step_s: float
+    parts_s: Mapping[str, float]
+    in_collectives_s: float
+
+    @property
+    def network_s(self) -> float:
+        return sum(self.parts_s[name] for name in NETWORK)
+
+    @property
+    def exchange_s(self) -> float:
+        """Exposed network and the exchange's own work: what another exchange changes."""
+        return self.network_s + self.parts_s["compression"]
+
+
+Lookup = Callable[[Key], Point]
+
+
+class Rounds:
+    """The steps of every cell at one rate, by round."""
+
+    def __init__(self, turns: Iterable[Turn]) -> None:
+        self._steps: dict[Key, dict[int, tuple[StepTime, ...]]] = {}
+        for turn in turns:
+            key = Key(turn.cell, turn.sequences, turn.equal_memory)
+            self._steps.setdefault(key, {})[turn.round] = turn.steps
+        self.keys = sorted(self._steps)
+        numbers = [set(rounds) for rounds in self._steps.values()]
+        self.rounds = sorted(set.intersection(*numbers)) if numbers else []
+        """Those that every cell has taken part in."""
+
+    def lookup(self, rounds: Sequence[int] | None = None) -> Lookup:
+        """Points from these rounds, which may stand there more than once; all without."""
+        chosen = self.rounds if rounds is None else rounds
+        points: dict[Key, Point] = {}
+
+        def at(key: Key) -> Point:
+            if key not in points:
+                points[key] = _point([s for r in chosen for s in self._steps[key][r]])
+            return points[key]
+
+        return at
+
+    def estimate(
+        self, figures: Callable[[Lookup], Mapping[str, float]], *, seed: int = 0
+    ) -> dict[str, Estimate]:
+        """Every figure with its interval; those of one draw come from the same rounds.
+
+        With a single round the interval is the value.
+        """
+        values = figures(self.lookup())
+        draw = random.Random(seed)
+        drawn: dict[str, list[float]] = {name: [] for name in values}
+        if len(self.rounds) > 1:
+            for _ in range(DRAWS):
+                rounds = draw.choices(self.rounds, k=len(self.rounds))
+                for name, value in figures(self.lookup(rounds)).items():
+                    drawn[name].append(value)
+        return {name: _interval(value, drawn[name]) for name, value in values.items()}
+
+
+def _point(steps: Sequence[StepTime]) -> Point:
+    middle = _middle_half(steps)
+    return Point(
+        statistics.median(step.step_s for step in steps),
+        {name: statistics.fmean(s.parts_s[name] for s in middle) for name in PARTS},
+        statistics.fmean(step.in_collectives_s for step in middle),
+    )
+
+
+def _middle_half(steps: Sequence[StepTime]) -> list[StepTime]:
+    ordered = sorted(steps, key=lambda step: step.step_s)
+    cut = len(ordered) // 4
+    return ordered[cut : len(ordered) - cut]
+
+
+def _interval(value: float, drawn: Sequence[float]) -> Estimate:
+    if not drawn:
+        return Estimate(value, value, value)
+    ordered = sorted(drawn)
+    cut = round((1 - _SHARE) / 2 * (len(ordered) - 1))
+    return Estimate(value, ordered[cut], ordered[-1 - cut])

@@ -1,0 +1,138 @@
+"""What must be true of every host before anything is launched, and which host has failed after.
+
+Each check ends within `LIMIT_S`; every host that is found wanting is named with what to do.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from ds_ckpt.errors import DsCkptError, Problem
+from ds_ckpt.harness.experiment.grounds import SSH_S, Ground
+
+LIMIT_S = 2 * SSH_S + 5
+MODULES = ("ds_ckpt", "deepspeed", "torch", "transformers")
+_LOOK = """
+import importlib.util, json, socket, sys
+missing = [m for m in sys.argv[2].split(",") if importlib.util.find_spec(m) is None]
+taken = ""
+if int(sys.argv[1]):
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", int(sys.argv[1])))
+        except OSError as error:
+            taken = str(error)
+print("ds_ckpt-look", json.dumps({"missing": missing, "taken": taken}))
+"""
+
+
+class HostError(DsCkptError, RuntimeError):
+    """A host cannot take part, or has dropped out."""
+
+    headline = "not every host can take part"
+
+
+def check_hosts(ground: Ground) -> None:
+    """Look at every host at once: ssh, this Python, its modules, the first one's port.
+
+    Raises HostError with all that was found.
+    """
+    with ThreadPoolExecutor(len(ground.names)) as pool:
+        found = list(pool.map(lambda name: _look(ground, name), ground.names))
+    problems = [problem for host in found for problem in host]
+    if problems:
+        raise HostError(problems)
+
+
+def unreachable(ground: Ground) -> list[Problem]:
+    """The hosts that have stopped to answer, for a run that has failed."""
+    gone = ground.gone()
+    if gone and gone[0] == ground.names[0]:
+        asked: Sequence[str] = gone  # all others are reached by way of the first one
+    else:
+        asked = ground.names
+    with ThreadPoolExecutor(len(asked)) as pool:
+        answers = list(pool.map(lambda name: _answer(ground, name), asked))
+    return [
+        Problem(
+            where=name,
+            found=f"no answer any more: {said}",
+            why="it has vanished from the network, or its link is down",
+            remedy="look at the machine and its link; then give the same command again, which "
+            "goes on where this run was",
+        )
+        for name, said in zip(asked, answers, strict=True)
+        if said is not None
+    ]
+
+
+def _answer(ground: Ground, name: str) -> str | None:
+    """None if the host answers, else why not."""
+    if name in ground.gone():
+        return "the host is not there any more"
+    try:
+        result = ground.on(name, ["true"])
+    except subprocess.TimeoutExpired:
+        return f"ssh has said nothing for {SSH_S:.0f} s"
+    return None if result.returncode == 0 else result.stderr.strip() or "ssh failed"
+
+
+def _look(ground: Ground, name: str) -> list[Problem]:
+    port = ground.port if name == ground.names[0] else 0
+    command = [sys.executable, "-c", _LOOK, str(port), ",".join(MODULES)]
+    try:
+        result = ground.on(name, command)
+    except subprocess.TimeoutExpired:
+        return [_no_ssh(name, f"nothing for {SSH_S:.0f} s")]
+    if result.returncode == 255:
+        return [_no_ssh(name, result.stderr.strip())]
+    lines = [line for line in result.stdout.splitlines() if line.startswith("ds_ckpt-look ")]
+    if result.returncode or not lines:
+        return [
+            Problem(
+                where=name,
+                found=f"{sys.executable} fails there: {(result.stderr or result.stdout).strip()}",
+                why="every host runs the same Python at the same path",
+                remedy="install this environment there, at this path",
+            )
+        ]
+    return _judged(name, port, json.loads(lines[0].partition(" ")[2]))
+
+
+def _judged(name: str, port: int, seen: dict[str, object]) -> list[Problem]:
+    problems = []
+    if seen["missing"]:
+        missing = seen["missing"]
+        assert isinstance(missing, list)
+        problems.append(
+            Problem(
+                where=name,
+                found=f"no module {', '.join(missing)}",
+                why=f"the launched training imports it, with {sys.executable}",
+                remedy="install it there: pip install 'ds_ckpt[hf]' in that environment",
+            )
+        )
+    if seen["taken"]:
+        problems.append(
+            Problem(
+                where=name,
+                found=f"port {port} is taken ({seen['taken']})",
+                why="the processes meet there",
+                remedy="end what listens on it, or name another one: --port",
+            )
+        )
+    return problems
+
+
+def _no_ssh(name: str, said: str) -> Problem:
+    return Problem(
+        where=name,
+        found=f"no answer to ssh: {said}",
+        why="deepspeed starts the processes over it",
+        remedy=f"make `ssh {name} true` work without a password from the first host",
+    )

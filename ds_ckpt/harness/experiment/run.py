@@ -1,0 +1,142 @@
+"""Runs an experiment into a folder, or goes on with one that was stopped there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from ds_ckpt.errors import ConfigError, Problem
+from ds_ckpt.harness import corpus
+from ds_ckpt.harness.cpu_op import lock_cleared_on_failure
+from ds_ckpt.harness.experiment.folder import Folder
+from ds_ckpt.harness.experiment.grounds import Emulated, Ground
+from ds_ckpt.harness.experiment.plan import Spec, check
+from ds_ckpt.harness.experiment.preflight import HostError, check_hosts, unreachable
+from ds_ckpt.harness.experiment.watch import Watch
+from ds_ckpt.harness.hosts import EmulatedHosts
+from ds_ckpt.harness.hosts.launch import Launcher, environment
+from ds_ckpt.harness.launch import LaunchError, signals_as_exit
+from ds_ckpt.harness.machine import machine, versions
+
+RUNS = "runs.jsonl"
+
+
+def measure(
+    spec: Spec,
+    path: Path,
+    *,
+    ground: Ground,
+    console: Console,
+    stall_s: float = 180.0,
+    limit_s: float = 6 * 3600.0,
+    look: Callable[[], None] = lambda: None,
+) -> None:
+    """Measure what is not measured yet; samples lie in `path` then.
+
+    Args:
+        stall_s: end when process 0 has been silent for so long: more than the longest step takes.
+        look: called a few times a second, too.
+
+    Raises:
+        ConfigError: `spec` cannot be measured, or `path` holds a run of another one.
+        HostError: a host cannot take part, or has dropped out.
+        LaunchError: the launched processes failed.
+    """
+    check(spec)
+    folder = _prepare(spec, path, console)
+    console.print(f"{ground.describe()}.", highlight=False)
+    with signals_as_exit(), _noted(folder, ground) as note:
+        check_hosts(ground)
+        watch = Watch(ground, folder, stall_s, console)
+
+        def both() -> None:
+            watch()
+            look()
+
+        arguments = ["--folder", str(folder.path), "--stall-s", str(stall_s)]
+        module = ["--module", "ds_ckpt.harness.experiment.worker", *arguments]
+        with watch, lock_cleared_on_failure(environment("")):
+            try:
+                ground.launch(module, folder.path, limit_s, both)
+            except LaunchError as error:
+                problems = unreachable(ground)
+                if problems:
+                    raise HostError(problems, headline="a host has dropped out") from error
+                raise
+        note["ended_well"] = True
+
+
+@contextlib.contextmanager
+def emulated(
+    count: int, slots: int, launcher: Launcher = "pdsh", port: int = 29500
+) -> Iterator[Emulated]:
+    """Hosts for one experiment, their links not shaped until a rate is asked for."""
+    with signals_as_exit(), EmulatedHosts(count, rate_mbit=None) as hosts:
+        yield Emulated(hosts, slots, launcher, port)
+
+
+def _prepare(spec: Spec, path: Path, console: Console) -> Folder:
+    folder = Folder(path)
+    if folder.spec.exists():
+        there = Spec.load(folder.spec)
+        if there.digest != spec.digest:
+            raise ConfigError(
+                Problem(
+                    where="--output",
+                    found=f"{path}, which holds a run with other settings",
+                    why="samples of different experiments cannot be put together",
+                    remedy="name another folder, or give the command that runs.jsonl there names",
+                ),
+                headline="this run cannot go on here",
+            )
+        folder.store.mend()
+        console.print(f"Going on: {len(folder.store.read())} records are there.", highlight=False)
+    elif path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigError(
+            Problem("--output", str(path), "it holds something else", "name a folder to be made"),
+            headline="this run cannot begin here",
+        )
+    else:
+        path.mkdir(parents=True, exist_ok=True)
+        text = corpus.file_corpus(Path(spec.text)) if spec.text else corpus.embedded_corpus()
+        text.save(path / "corpus")
+        spec.save(folder.spec)
+    folder.forget_wishes()
+    return folder
+
+
+@contextlib.contextmanager
+def _noted(folder: Folder, ground: Ground) -> Iterator[dict[str, Any]]:
+    """Keep what was run on what, also of a run that fails or is killed."""
+    began = time.monotonic()
+    path = folder.path / RUNS
+    before = path.read_text(encoding="utf-8") if path.exists() else ""
+    note: dict[str, Any] = {
+        "started_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "ground": ground.describe(),
+        "versions": versions(),
+        "machine": machine(),
+        "accelerator": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu",
+        "ended_well": False,
+        "wall_time_s": None,
+        "load_at_end": None,
+    }
+    path.write_text(before + json.dumps(note) + "\n", encoding="utf-8")
+    try:
+        yield note
+    finally:
+        note["wall_time_s"] = round(time.monotonic() - began, 1)
+        note["load_at_end"] = round(os.getloadavg()[0], 2)
+        path.write_text(before + json.dumps(note) + "\n", encoding="utf-8")

@@ -1,0 +1,221 @@
+"""`ds-ckpt measure` on emulated hosts: the experiment, going on after a kill, a hostfile."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from ds_ckpt.harness.experiment.like import cluster
+from ds_ckpt.harness.experiment.parts import PARTS
+from ds_ckpt.harness.experiment.records import Loss, Memory, Sample, Store, Timeline, Turn
+from ds_ckpt.harness.experiment.report import Report
+from ds_ckpt.harness.hosts import EmulatedHosts
+from ds_ckpt.harness.hosts.host import namespace
+from ds_ckpt.harness.hosts.launch import MASTER_PORT, prepare, run_in_foreground
+from ds_ckpt.harness.hosts.records import all_sets
+
+COMMAND = [sys.executable, "-m", "ds_ckpt.cli"]
+SMALL = ["--shape=hidden_size=256,layers=2,intermediate_size=688,heads=4", "--rounds=1"]
+SMALL += ["--steps=2", "--loss-steps=2", "--tokens=32", "--batches=2"]
+RATES = (200.0, None)
+
+
+def samples(folder: Path) -> list[Sample]:
+    return Store(folder / "samples.jsonl").read()
+
+
+def turns(folder: Path) -> list[Turn]:
+    return [s for s in samples(folder) if isinstance(s, Turn)]
+
+
+def wait_for_turns(folder: Path, process: subprocess.Popen[str], count: int = 2) -> None:
+    limit = time.monotonic() + 240
+    while len(turns(folder)) < count:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < limit, "no turn was measured in time"
+        time.sleep(0.1)
+
+
+def start(arguments: Sequence[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*COMMAND, "measure", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def measured(can_emulate: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was killed after its first turns, then given again."""
+    folder = tmp_path_factory.mktemp("measure") / "run"
+    arguments = [f"--output={folder}", "--rates=200mbit,unlimited", *SMALL]
+    process = start(arguments)
+    wait_for_turns(folder, process)
+    (hosts,) = [found for found in all_sets() if found.owner.pid == process.pid]
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    down = subprocess.run([*COMMAND, "hosts", "down"], capture_output=True, text=True, check=True)
+    assert hosts.name in down.stdout
+    assert not any(p.alive for p in hosts.processes)
+    assert not hosts.folder.exists()
+    Store(folder / "samples.jsonl").mend()
+    before = (folder / "samples.jsonl").read_bytes()
+    process = start(arguments)
+    said = process.communicate(timeout=700)[0]
+    assert process.returncode == 0, said
+    assert "Going on" in said
+    content = (folder / "samples.jsonl").read_bytes()
+    assert content.startswith(before), "what was measured before the kill is kept"
+    keys = [json.loads(line) for line in content.splitlines()]
+    again = [k for k in keys if k["kind"] == "turn"]
+    assert len(again) == len(turns(folder)), "no turn is measured twice"
+    return folder
+
+
+@pytest.mark.timeout(1200)
+def test_every_cell_took_its_turn_at_every_rate(measured: Path) -> None:
+    cells = [f"{p}/{m}" for p in ("none", "block") for m in ("stock", "dense", "4bit", "silent")]
+    usual = {(t.cell, t.rate_mbit) for t in turns(measured) if not t.equal_memory}
+    assert usual == {(cell, rate) for cell in cells for rate in RATES}
+    large = {(t.cell, t.rate_mbit) for t in turns(measured) if t.equal_memory}
+    assert large == {(f"block/{m}", r) for m in ("stock", "dense", "4bit") for r in RATES}
+    lines = {(s.cell, s.rate_mbit) for s in samples(measured) if isinstance(s, Timeline)}
+    assert lines == usual
+
+
+def test_the_parts_of_a_step_add_up_to_the_step_within_3_percent(measured: Path) -> None:
+    """The step has a clock of its own, read once before and once after."""
+    for turn in turns(measured):
+        for step in turn.steps:
+            assert set(step.parts_s) == set(PARTS)
+            assert sum(step.parts_s.values()) == pytest.approx(step.step_s, rel=0.03), turn.key
+            assert min(step.parts_s.values()) >= 0
+            recomputes = turn.cell.startswith("block")
+            assert (step.parts_s["recompute"] > 0) == recomputes
+            assert (step.parts_s["network_recompute"] > 0) == recomputes
+            assert step.parts_s["network_forward"] > 0
+
+
+def test_interface_bytes_are_the_sum_of_the_purposes_within_3_percent(measured: Path) -> None:
+    for turn in turns(measured):
+        counted = sum(turn.purpose_bytes.values())
+        assert turn.interface_bytes == pytest.approx(counted, rel=0.03), turn.key
+        # one process a host: nothing goes over loopback
+        assert sum(turn.link_bytes) == pytest.approx(turn.interface_bytes, rel=0.001)
+        assert len(turn.link_bytes) == 2
+
+
+def test_the_cells_send_what_they_are_to_send(measured: Path) -> None:
+    reduced = {t.cell: t.purpose_bytes["reduce"] for t in turns(measured) if not t.equal_memory}
+    for policy in ("none", "block"):
+        assert reduced[f"{policy}/stock"] == pytest.approx(2 * reduced[f"{policy}/dense"], rel=0.02)
+        assert 0 < reduced[f"{policy}/4bit"] < reduced[f"{policy}/dense"] / 6
+        assert reduced[f"{policy}/silent"] == 0
+
+
+def test_a_shaped_link_is_busy_no_longer_than_a_step(measured: Path) -> None:
+    """The rate was really set: no interface sends more than its rate allows."""
+    for turn in turns(measured):
+        if turn.rate_mbit is not None:
+            busy_s = 8e-6 * max(turn.link_bytes) / turn.rate_mbit
+            longest_s = max(step.step_s for step in turn.steps)
+            assert busy_s < 1.1 * longest_s, turn.key
+
+
+def test_checkpointing_takes_less_memory_and_at_equal_memory_no_more(measured: Path) -> None:
+    found = {(s.cell, s.sequences): s for s in samples(measured) if isinstance(s, Memory)}
+    none = found["none/stock", 2]
+    assert found["block/stock", 2].peak_bytes < none.peak_bytes
+    assert found["block/stock", 2].held_bytes < found["block/stock", 2].peak_bytes
+    (more,) = {t.sequences for t in turns(measured) if t.equal_memory}
+    assert more > 2
+    assert found["block/stock", more].peak_bytes <= 1.02 * none.peak_bytes
+
+
+def test_losses_are_those_of_training_and_checkpointing_changes_none(measured: Path) -> None:
+    found = {s.cell: s for s in samples(measured) if isinstance(s, Loss)}
+    assert set(found) == {f"{p}/{m}" for p in ("none", "block") for m in ("stock", "dense", "4bit")}
+    for method in ("stock", "dense", "4bit"):
+        plain, kept = found[f"none/{method}"], found[f"block/{method}"]
+        assert plain.train_losses == kept.train_losses
+        assert plain.heldout_loss == kept.heldout_loss
+        assert 4 < plain.heldout_loss < 6
+
+
+def test_the_report_lies_there_with_both_runs(measured: Path) -> None:
+    data = json.loads((measured / "report.json").read_text())
+    assert [run["ended_well"] for run in data["runs"]] == [False, True]  # the first was killed
+    assert ", killed" in (measured / "report.md").read_text()
+    assert "measure" in data["runs"][0]["command"]
+    assert data["runs"][0]["versions"]["deepspeed"]
+    assert {row["rate_mbit"] for row in data["rows"]} == set(RATES)
+    assert "<svg" in (measured / "report.html").read_text()
+
+
+def test_another_experiment_does_not_go_on_in_its_folder(measured: Path) -> None:
+    process = start([f"--output={measured}", "--rates=200mbit", *SMALL])
+    said = process.communicate(timeout=120)[0]
+    assert process.returncode == 1
+    assert "a run with other settings" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("launcher", ["pdsh", "openmpi"])
+def test_a_hostfile_of_machines(two_hosts: EmulatedHosts, tmp_path: Path, launcher: str) -> None:
+    """The hosts are emulated, the way to them is that to real machines; two processes on each."""
+    folder = tmp_path / "run"
+    options = [f"--output={folder}", "--interface=eth0", f"--launcher={launcher}", *SMALL]
+    options += [f"--hostfile={two_hosts.folder}/hostfile", "--ssh-port=2222", "--loss-steps=0"]
+    options += ["--policies=none", "--methods=", "--no-equal-memory", f"--port={MASTER_PORT + 1}"]
+    command = [*COMMAND, "measure", *options]
+    prepared = prepare(two_hosts, command, folder=tmp_path, slots=2)
+    assert run_in_foreground(prepared, limit_s=300) == 0
+    found = {turn.cell: turn for turn in turns(folder)}
+    assert set(found) == {"none/stock", "none/dense", "none/silent"}
+    for turn in found.values():
+        counted = sum(turn.purpose_bytes.values())
+        assert turn.interface_bytes == pytest.approx(counted, rel=0.03)
+        assert sum(turn.link_bytes) < 0.9 * turn.interface_bytes  # two processes meet on loopback
+    data = json.loads((folder / "report.json").read_text())
+    assert data["spec"]["where"] == "hostfile"
+    assert launcher in data["runs"][0]["ground"]
+    assert not any(host.processes() for host in two_hosts.hosts)
+    assert all(namespace(host.pid) for host in two_hosts.hosts)
+
+
+@pytest.mark.timeout(500)
+def test_like_a_named_cluster(can_emulate: None, tmp_path: Path) -> None:
+    """The rate is that of the ratio there, with what the calibration has measured here."""
+    folder = tmp_path / "run"
+    text = "4 nodes x 8 A100, 100 Gbit/s, llama-7b"
+    process = start([f"--output={folder}", f"--like={text}", *SMALL, "--loss-steps=0"])
+    said = process.communicate(timeout=480)[0]
+    assert process.returncode == 0, said
+    data = json.loads((folder / "report.json").read_text())
+    here = json.loads((folder.with_name("run-calibration") / "samples.jsonl").open().readline())
+    assert here["kind"] == "model"
+    (row,) = [
+        r
+        for r in Report.of(folder.with_name("run-calibration")).findings.rows
+        if r.cell == "block/dense"
+    ]
+    compute_s = sum(
+        e.value for name, e in row.parts_s.items() if name.startswith(("compute", "recompute"))
+    )
+    (rate,) = data["spec"]["rates"]
+    network_s = 8e-6 * row.link_bytes / rate
+    assert network_s / compute_s == pytest.approx(cluster(text).ratio, rel=0.05)
+    assert text in data["like"][0]
+    assert "arXiv 2104.04473" in (folder / "report.html").read_text()
+    assert {turn.rate_mbit for turn in turns(folder)} == {rate}

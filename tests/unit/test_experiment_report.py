@@ -1,0 +1,280 @@
+"""The report: every part that the page promises, no network, and a look at it in a browser."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from typer.testing import CliRunner
+
+from ds_ckpt.cli import app
+from ds_ckpt.errors import StateError
+from ds_ckpt.harness.experiment.folder import Folder
+from ds_ckpt.harness.experiment.plan import Spec
+from ds_ckpt.harness.experiment.report import LIKE, Report
+from ds_ckpt.harness.experiment.run import RUNS
+from tests.unit import experiment_samples as known
+
+PLOTS = (
+    *("timeline-0", "timeline-1", "timeline-2", "parts-0", "parts-1", "parts-2", "bytes-0"),
+    *("sweep-steps", "sweep-paid"),
+)
+RUN = {
+    "started_utc": "2030-01-01T00:00:00+00:00",
+    "command": "ds-ckpt measure --output x",
+    "ground": "two hosts <b>made up</b>",
+    "versions": {"torch": "1.2.3"},
+    "machine": {"cpu_model": "a CPU", "cpu_cores": 2, "memory_gib": 4.0, "system": "Linux"},
+    "accelerator": "cpu",
+    "ended_well": True,
+    "wall_time_s": 12.0,
+    "load_at_end": 0.5,
+}
+
+
+def write_run(folder: Path, spec: Spec = known.SPEC, drift: float = 0.0) -> Path:
+    folder.mkdir(parents=True)
+    spec.save(folder / "spec.json")
+    Folder(folder).store.append(known.samples(spec, drift))
+    (folder / RUNS).write_text(json.dumps(RUN) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_run(tmp_path_factory.mktemp("report") / "run")
+    (folder / LIKE).write_text(json.dumps(["Like nothing on earth."]))
+    Report.of(folder).write(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(run_folder: Path) -> str:
+    return (run_folder / "report.html").read_text(encoding="utf-8")
+
+
+class _Strict(HTMLParser):
+    """Refuses what a browser would mend: tags that are not closed, or closed in another order."""
+
+    VOID = ("meta", "br", "hr", "img", "link", "input")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.links += [v or "" for k, v in attrs if k in ("href", "src", "xlink:href", "data")]
+        assert not [k for k, _ in attrs if k.startswith("on")], attrs
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, tag
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_and_needs_no_network(page: str) -> None:
+    parser = _Strict()
+    parser.feed(page)
+    parser.close()
+    assert parser.open == []
+    assert not parser.tags & {"script", "link", "iframe", "object", "embed", "img"}
+    assert all(link.startswith("#") for link in parser.links), parser.links
+    assert not re.search(r"@import|url\(\s*[^#)]", page)
+
+
+def _plots(page: str) -> dict[str, ElementTree.Element]:
+    figures = re.findall(r'<figure id="([^"]+)">\s*(<svg.*?</svg>)', page, re.DOTALL)
+    return {name: ElementTree.fromstring(svg) for name, svg in figures}
+
+
+def test_every_plot_is_there_with_its_data(page: str) -> None:
+    plots = _plots(page)
+    assert tuple(plots) == PLOTS
+    for name, svg in plots.items():
+        words = " ".join(text for e in svg.iter() if (text := e.text))
+        shapes = [e for e in svg.iter() if e.tag.endswith("}path")]
+        assert len(shapes) > 20, name
+        wanted = {
+            "timeline": ["block/stock", "block/4bit", "gathers", "reduction", "recompute"],
+            "parts": ["none/stock", "block/4bit", "network, backward", "compression"],
+            "bytes": ["none/stock", "gradients", "weights, recompute"],
+            "sweep-steps": ["block/silent", "Mbit/s"],
+            "sweep-paid": ["break-even", "block: 4bit against dense"],
+        }
+        for word in next(v for k, v in wanted.items() if name.startswith(k)):
+            assert word in words, (name, word)
+
+
+def test_bars_are_told_apart_by_hatching(page: str) -> None:
+    for name, svg in _plots(page).items():
+        if name.startswith(("parts", "bytes", "timeline")):
+            patterns = [e for e in svg.iter() if e.tag.endswith("}pattern")]
+            assert len(patterns) >= 4, name
+
+
+def test_the_square_stands_first_then_one_step_bytes_sweep_run_and_caveats(page: str) -> None:
+    heads = re.findall(r"<h2>(.*?)</h2>", page)
+    assert heads == [
+        "Checkpointing off and on, dense and compressed",
+        "One step",
+        "What it is made of",
+        "Bytes by purpose",
+        "What compression pays for",
+        "Over the links' rates",  # an apostrophe of the template is not escaped
+        "What the figures are",
+        "What these numbers cannot say",
+        "What was run on what",
+    ]
+    for words in (
+        "Like nothing on earth.",
+        "two hosts &lt;b&gt;made up&lt;/b&gt;",
+        "ds-ckpt measure --output x",
+        "torch 1.2.3",
+        "a CPU, 2 cores",
+        "changed no training loss by a single bit",
+        "pays for all recomputation up to",
+    ):
+        assert words in page, words
+
+
+def test_the_numbers_are_those_of_the_samples(run_folder: Path) -> None:
+    text = (run_folder / "report.md").read_text()
+    freed = known.seconds(18.75, 100.0) - known.PACKING_S
+    assert f"| time freed, s | {freed:.2f} *" in text
+    line = next(row for row in text.splitlines() if row.startswith("| checkpointing block"))
+    assert f"{known.step('block/4bit', 100.0).step_s:.2f}" in line
+    data = json.loads((run_folder / "report.json").read_text())
+    assert data["spec"]["rates"] == [100.0, 400.0, 1600.0]
+    (figures,) = [
+        f for f in data["figures"] if f["rate_mbit"] == 100.0 and f["baseline"] == "stock"
+    ]
+    assert figures["values"]["time_freed_s"]["value"] == pytest.approx(freed)
+    assert "share_paid" in data["settled"][0]
+
+
+def test_what_is_uncertain_is_no_headline(tmp_path: Path) -> None:
+    few = replace(known.SPEC, rounds=2)
+    lines = Report.of(write_run(tmp_path / "few", few)).headlines()
+    assert not any("time freed" in line for line in lines)
+    assert any("More rounds" in line for line in lines)
+
+
+def test_losses_that_differ_are_said_aloud(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    store = Folder(folder).store
+    loss = next(s for s in store.read() if s.kind == "loss" and s.cell == "block/dense")
+    store.append([loss.model_copy(update={"train_losses": (5.0, 4.0, 3.4)})])
+    assert "differ from those without checkpointing in block/dense" in Report.of(folder).html()
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StateError, match=r"no spec\.json"):
+        Report.of(tmp_path)
+    known.SPEC.save(tmp_path / "spec.json")
+    with pytest.raises(StateError, match="no round"):
+        Report.of(tmp_path)
+    result = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "no round" in result.output
+
+
+def test_a_run_of_a_single_rate_has_a_report_too(tmp_path: Path) -> None:
+    spec = replace(
+        known.SPEC, where="loopback", hosts=1, slots=2, rates=(None,), equal_memory=False
+    )
+    page = Report.of(write_run(tmp_path / "run", spec)).html()
+    assert "sweep" not in "".join(_plots(page))
+    assert "NOT SHAPED" in page
+
+
+def test_two_runs_are_held_against_each_other(tmp_path: Path) -> None:
+    first, second = write_run(tmp_path / "first"), write_run(tmp_path / "second")
+    command = ["report", str(first), "--against", str(second)]
+    same = CliRunner().invoke(app, command)
+    assert same.exit_code == 0, same.output
+    assert "0.0% apart" in same.output
+    turns = [s for s in Folder(second).store.read() if s.kind == "turn"]
+    longer = []
+    for turn in turns:
+        if turn.cell == "block/stock" and turn.rate_mbit == 100.0:
+            parts = {**turn.steps[0].parts_s}
+            parts["network_backward"] += 0.2
+            step = turn.steps[0].model_copy(update={"parts_s": parts})
+            longer.append(turn.model_copy(update={"steps": (step,) * 2}))
+    Folder(second).store.append(longer)
+    apart = CliRunner().invoke(app, command)
+    assert apart.exit_code == 1
+    assert "beyond 5%" in apart.output
+
+
+def _chromium() -> str:
+    found = shutil.which("chromium") or shutil.which("chromium-browser")
+    if found is None and os.environ.get("CI") == "true":
+        pytest.fail("CI must look at the report in a browser: install the Debian package chromium")
+    if found is None:
+        pytest.skip("no chromium here (Debian package chromium)")
+    return found
+
+
+PROBE = """
+<pre id="seen"></pre>
+<script>
+window.addEventListener("error", e => document.getElementById("seen").append("ERROR " + e.message));
+window.addEventListener("load", () => {
+  const seen = [...document.querySelectorAll("figure")].map(f => {
+    const box = f.querySelector("svg").getBoundingClientRect();
+    const shapes = [...f.querySelectorAll("path, use")];
+    const drawn = shapes.filter(p => {
+      const size = p.getBoundingClientRect();
+      return size.width + size.height > 0;
+    });
+    return {name: f.id, width: box.width, height: box.height, drawn: drawn.length};
+  });
+  const wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
+  document.getElementById("seen").append("SEEN " + JSON.stringify({figures: seen, wide: wide}));
+});
+</script>
+"""
+
+
+@pytest.mark.timeout(180)
+def test_a_browser_draws_every_plot_without_an_error(page: str, tmp_path: Path) -> None:
+    """The page itself has no script; the one that looks is put into a copy of it."""
+    looked_at = tmp_path / "page.html"
+    looked_at.write_text(page.replace("</body>", PROBE + "</body>"), encoding="utf-8")
+    command = [
+        _chromium(),
+        *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
+        *(f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1200,900"),
+        *("--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=10000"),
+        *("--enable-logging=stderr", "--dump-dom", looked_at.as_uri()),
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "CONSOLE" not in result.stderr, result.stderr
+    assert "ERROR " not in re.findall(r'<pre id="seen">(.*?)</pre>', result.stdout, re.DOTALL)[0]
+    (found,) = re.findall(r"SEEN (\{.*?\})</pre>", result.stdout, re.DOTALL)
+    seen = json.loads(found)
+    assert tuple(figure["name"] for figure in seen["figures"]) == PLOTS
+    for figure in seen["figures"]:
+        assert figure["width"] > 300, figure
+        assert figure["height"] > 100, figure
+        assert figure["drawn"] > 15, figure
+    assert seen["wide"] <= 0, "the page is wider than the window"

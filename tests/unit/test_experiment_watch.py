@@ -1,0 +1,211 @@
+"""Whoever launches and the launched: signs of life, rates, silence, and what is said of it."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from ds_ckpt.cli import app
+from ds_ckpt.harness.experiment import preflight
+from ds_ckpt.harness.experiment import watch as watching
+from ds_ckpt.harness.experiment.folder import STALLED, Folder
+from ds_ckpt.harness.experiment.preflight import HostError, check_hosts, unreachable
+from ds_ckpt.harness.experiment.watch import Watch
+
+WATCHDOG = """
+import sys, time
+from pathlib import Path
+from ds_ckpt.harness.experiment import folder
+folder.START_S, folder.ORPHANED_S = 0.1, 1.0
+watchdog = folder.Watchdog(float(sys.argv[1]))
+watchdog.beat()
+if sys.argv[2]:
+    watchdog.look_at(Path(sys.argv[2]))
+print("watched", flush=True)
+for _ in range(int(sys.argv[3])):
+    time.sleep(0.1)
+    watchdog.beat()
+time.sleep(60 if sys.argv[4] == "hang" else 0)
+"""
+
+
+class Ground:
+    """Three hosts of which some answer as told."""
+
+    names = ("a", "b", "c")
+    port = 1234
+
+    def __init__(self, **answers: tuple[int, str, str]) -> None:
+        self.answers = answers
+        self.rates: list[float | None] = []
+        self.asked: list[list[str]] = []
+
+    def on(self, host: str, argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        self.asked.append([host, *argv])
+        well = "banner\nds_ckpt-look " + json.dumps({"missing": [], "taken": ""}) + "\n"
+        code, out, err = self.answers.get(host, (0, well, ""))
+        if code == 124:
+            raise subprocess.TimeoutExpired(list(argv), 1.0)
+        return subprocess.CompletedProcess(list(argv), code, out, err)
+
+    def set_rate(self, rate_mbit: float | None) -> None:
+        self.rates.append(rate_mbit)
+
+    def gone(self) -> list[str]:
+        return []
+
+
+def _watchdog(limit_s: float, alive: str, beats: int, then: str) -> tuple[int, str, float]:
+    command = [sys.executable, "-c", WATCHDOG, str(limit_s), alive, str(beats), then]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "watched\n"
+    started = time.monotonic()
+    said = process.communicate(timeout=60)[1]
+    return process.returncode, said, time.monotonic() - started
+
+
+def test_a_process_that_hangs_ends_itself() -> None:
+    code, said, took_s = _watchdog(2.0, "", 0, "hang")
+    assert code == STALLED
+    assert "nothing has come on for 2 s" in said
+    assert took_s < 30
+
+
+def test_a_process_that_goes_on_is_left_alone() -> None:
+    assert _watchdog(2.0, "", 40, "end")[0] == 0
+
+
+def test_a_process_whose_launcher_is_gone_ends_itself(tmp_path: Path) -> None:
+    (tmp_path / "alive").touch()
+    code, said, _ = _watchdog(60.0, str(tmp_path / "alive"), 300, "hang")
+    assert code == STALLED
+    assert "who launched it is gone" in said
+
+
+def test_a_rate_that_is_asked_for_is_given(tmp_path: Path) -> None:
+    folder, ground = Folder(tmp_path), Ground()
+    for rate in (50.0, None):
+        asking = threading.Thread(target=folder.ask_for, args=(rate,))
+        asking.start()
+        while asking.is_alive():
+            folder.serve_rate(ground.set_rate)
+            time.sleep(0.01)
+    assert ground.rates == [50.0, None]
+
+
+def test_wishes_of_a_killed_run_are_forgotten(tmp_path: Path) -> None:
+    folder, ground = Folder(tmp_path), Ground()
+    (tmp_path / "wanted_rate").write_text("7.0")
+    folder.beat("old")
+    folder.forget_wishes()
+    folder.serve_rate(ground.set_rate)
+    assert ground.rates == []
+    assert not folder.beats.exists()
+
+
+def _watch(tmp_path: Path, ground: Ground, stall_s: float) -> tuple[Watch, Folder, io.StringIO]:
+    said = io.StringIO()
+    folder = Folder(tmp_path)
+    return Watch(ground, folder, stall_s, Console(file=said, width=100)), folder, said  # type: ignore[arg-type]
+
+
+def test_progress_is_shown_and_silence_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ground = Ground(b=(255, "", "no route to host"))
+    watch, folder, said = _watch(tmp_path, ground, 0.5)
+    with watch:
+        assert folder.alive.exists()
+        folder.beat("3 of 4 turns", done=3, total=4)
+        folder.beat(None)
+        watch()
+        assert "3 of 4 turns" in said.getvalue()
+        with folder.beats.open("a") as sink:
+            sink.write('{"words": "half')
+        watch()
+        time.sleep(0.6)
+        with pytest.raises(HostError) as caught:
+            watch()
+    assert "b: found no answer any more: no route to host" in str(caught.value)
+    assert len(caught.value.problems) == 1
+
+
+def test_silence_with_all_hosts_well_is_said_so(tmp_path: Path) -> None:
+    watch, folder, _ = _watch(tmp_path, Ground(), 0.2)
+    with watch:
+        folder.beat("1 of 4 turns", done=1, total=4)
+        watch()
+        time.sleep(0.3)
+        with pytest.raises(HostError, match="all hosts answer") as caught:
+            watch()
+    assert "launch.log" in str(caught.value)
+    assert "--stall-s" in str(caught.value)
+
+
+def test_the_first_start_is_given_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, _, _ = _watch(tmp_path, Ground(), 0.1)
+    with watch:
+        time.sleep(0.2)
+        watch()
+        monkeypatch.setattr(watching, "START_S", 0.1)
+        with pytest.raises(HostError):
+            watch()
+
+
+def test_every_host_that_is_found_wanting_is_named() -> None:
+    wanting = "ds_ckpt-look " + json.dumps({"missing": ["torch", "deepspeed"], "taken": "in use"})
+    ground = Ground(
+        a=(0, wanting, ""), b=(255, "", "Connection refused"), c=(127, "", "no such file")
+    )
+    with pytest.raises(HostError) as caught:
+        check_hosts(ground)  # type: ignore[arg-type]
+    found = {(p.where, p.found) for p in caught.value.problems}
+    assert ("a", "no module torch, deepspeed") in found
+    assert ("a", "port 1234 is taken (in use)") in found
+    assert ("b", "no answer to ssh: Connection refused") in found
+    assert any(where == "c" and "no such file" in said for where, said in found)
+    ports = {asked[0]: asked[4] for asked in ground.asked}
+    assert ports == {"a": "1234", "b": "0", "c": "0"}
+
+
+def test_a_host_that_says_nothing_is_named() -> None:
+    with pytest.raises(HostError, match=r"b: found no answer to ssh: nothing for 12 s"):
+        check_hosts(Ground(b=(124, "", "")))  # type: ignore[arg-type]
+    (problem,) = unreachable(Ground(c=(124, "", "")))  # type: ignore[arg-type]
+    assert problem.where == "c"
+    assert f"{preflight.SSH_S:.0f} s" in problem.found
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--loopback", "--rates=50mbit"], "only the links of emulated hosts"),
+        (["--loopback", "--like=4 nodes x 8 A100, 100 Gbit/s, llama-7b"], "of emulated links"),
+        (["--loopback", "--batches=2,many"], "write numbers with commas"),
+        (["--loopback", "--policies=block"], "add none"),
+        (["--loopback", "--methods=zip"], "zip"),
+        (["--loopback", "--launcher=slurm"], "neither pdsh nor openmpi"),
+        (["--loopback", "--shape=width=3"], "hidden_size"),
+        (["--rates=fast"], "write 200mbit"),
+        (["--rates=50mbit,50mbit"], "names a rate twice"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_in_words(
+    tmp_path: Path, options: list[str], said: str
+) -> None:
+    result = CliRunner().invoke(app, ["measure", f"--output={tmp_path / 'run'}", *options])
+    assert result.exit_code in (1, 2)
+    assert said in " ".join(result.output.replace("│", " ").split())
+    assert "Traceback" not in result.output
+    assert not (tmp_path / "run").exists()
