@@ -65,10 +65,7 @@ class TakenApart:
 
     def together(self, tensors: Sequence[Tensor]) -> Call:
         """The call with `tensors` in the places of those that were taken out."""
-
-        def put_in(value: Any) -> Any:
-            return tensors[value.index] if isinstance(value, _Place) else _each(value, put_in)
-
+        put_in = _PutIn(tensors)
         function, args, kwargs = self._call
         return function, put_in(args), put_in(kwargs)
 
@@ -76,6 +73,17 @@ class TakenApart:
         """Hand the tensors out and hold them no longer."""
         tensors, self.tensors = self.tensors, []
         return tensors
+
+
+class _PutIn:
+    """No function that calls itself: such a closure is a cycle, and would hold the tensors of every
+    recompute until the garbage collector comes by."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+
+    def __call__(self, value: Any) -> Any:
+        return self._tensors[value.index] if isinstance(value, _Place) else _each(value, self)
 
 
 def _each(value: Any, change: Callable[[Any], Any]) -> Any:

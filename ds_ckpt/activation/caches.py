@@ -1,8 +1,9 @@
 """Key-value caches: a recompute would append every key a second time.
 
-transformers takes them away from its checkpointed layers. Here the same holds for parts of layers
-and for plain modules, but a cache that holds something already (a prefix) is refused: without it
-the forward would be another.
+transformers takes them away from its checkpointed layers. In training the same holds for parts of
+layers and for plain modules, but a cache that holds something already (a prefix) is refused:
+without it the forward would be another. In evaluation mode a block that gets a cache fills it, and
+is not checkpointed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ _said: set[str] = set()
 
 
 def _is_cache(value: Any) -> bool:
-    if isinstance(value, Tensor) or not hasattr(value, "get_seq_length"):
+    if value is None or isinstance(value, Tensor | bool | int | float | str):
+        return False
+    if not hasattr(value, "get_seq_length"):
         return False
     names = {base.__name__ for base in type(value).__mro__}
     return "Cache" in names or hasattr(value, "update")
@@ -38,8 +41,22 @@ def without_empty_caches(
     )
 
 
+def holds_cache(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether one of the arguments is a cache: in evaluation whoever gives it wants it filled."""
+    if not any(map(_is_cache, (*args, *kwargs.values()))):
+        return False
+    if "evaluation" not in _said:
+        _said.add("evaluation")
+        log.warning(
+            "ds_ckpt: %s gets a cache in evaluation mode while gradients are on: blocks are not "
+            "checkpointed then (use_cache=False, or torch.no_grad)",
+            name,
+        )
+    return True
+
+
 def _without(name: str, value: Any) -> Any:
-    if value is None or isinstance(value, bool | int | float | str) or not _is_cache(value):
+    if not _is_cache(value):
         return value
     if value.get_seq_length() > 0:
         raise UnsupportedError(

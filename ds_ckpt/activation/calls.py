@@ -17,6 +17,7 @@ from ds_ckpt.activation.choice import Choice
 from ds_ckpt.activation.guards import changed_later
 from ds_ckpt.activation.kept import Kept
 from ds_ckpt.activation.operators import Recording
+from ds_ckpt.activation.state import State, StateOfSite
 from ds_ckpt.activation.surroundings import Buffers, Surroundings, Tracker
 
 Scope = Callable[[], AbstractContextManager[Any]]
@@ -43,6 +44,7 @@ class Site:
     module: nn.Module
     choice: Choice | None = None
     buffers: Buffers | None = None
+    state: StateOfSite | None = None
     replaying: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None
     """What the module's forward has to run when it is called with its hooks in a recompute."""
     raw: Any = None
@@ -91,6 +93,7 @@ class Call:
     site: Site
     arguments: TakenApart
     surroundings: Surroundings
+    state: State
     first: int
     """Number of its first saved tensor in the frame."""
     links: dict[int, int] = field(default_factory=dict)

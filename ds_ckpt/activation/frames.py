@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from ds_ckpt.activation.arguments import TakenApart
 from ds_ckpt.activation.calls import Around, Call, Site, outputs_of
 from ds_ckpt.activation.fingerprints import Printer
-from ds_ckpt.activation.guards import inner_gradient, refuse_changed
+from ds_ckpt.activation.guards import in_words, inner_gradient, refuse_changed, weight_changed
 from ds_ckpt.activation.kept import Kept
 from ds_ckpt.activation.operators import Recording
 from ds_ckpt.activation.replay import Replay, Saved, Stop
+from ds_ckpt.activation.state import State, StateOfSite, version_of
 from ds_ckpt.activation.surroundings import Buffers, Surroundings, entered
 
 
@@ -40,8 +41,21 @@ class _Holder:
         self.index = index
 
 
-def _unpack(packed: Any) -> Any:
-    return packed.frame.value(packed.index) if isinstance(packed, _Holder) else packed
+class _Weight:
+    """Stands for a saved parameter: autograd looks at no versions where there are hooks."""
+
+    __slots__ = ("block", "parameter", "version")
+
+    def __init__(self, parameter: nn.Parameter, version: int, block: str) -> None:
+        self.parameter, self.version, self.block = parameter, version, block
+
+
+def _unpack(packed: _Holder | _Weight) -> Tensor:
+    if isinstance(packed, _Holder):
+        return packed.frame.value(packed.index)
+    if version_of(packed.parameter) != packed.version:
+        raise weight_changed(packed.block, in_words(packed.parameter.shape, packed.parameter.dtype))
+    return packed.parameter
 
 
 class Frame:
@@ -80,8 +94,13 @@ class Frame:
         # what comes from inference mode counts no versions and cannot be saved, a copy can
         tensors = [t.clone() if t.is_inference() else t for t in arguments.release()]
         versions = [t._version for t in tensors]
-        surroundings = Surroundings(tensors, self._around.trackers, site.module)
-        call = Call(site, arguments, surroundings, len(self._saved.kinds))
+        parts = list(site.module.modules())
+        site.state = site.state or StateOfSite(site.name)
+        function, args, kwargs = arguments.own()
+        state = State(site.state, parts, (*args, *kwargs.values()))
+        near = [*tensors, *state.tensors]
+        surroundings = Surroundings(near, self._around.trackers, parts)
+        call = Call(site, arguments, surroundings, state, len(self._saved.kinds))
         outputs = self._calls[-1].outputs if self._calls else []
         for index, tensor in enumerate(tensors):
             for number, output in enumerate(outputs):
@@ -95,7 +114,6 @@ class Frame:
             # asks the list, not the frame: a frame goes with its graph, without a collection
             packs = self._saved.kinds.__len__
             call.recording = Recording(site.choice, packs, self._around.trackers)
-        function, args, kwargs = arguments.own()
         call.kept = Kept([t for i, t in enumerate(tensors) if i not in call.links])
         recording = call.recording or nullcontext()
         if self._check:
@@ -114,6 +132,7 @@ class Frame:
             self._printer.forget()
         refuse_changed(site.name, tensors, versions)
         call.buffers = site.buffers.after(copies, states)
+        state.after()
         if call.recording is not None:
             assert site.choice is not None
             call.results = Kept(call.recording.finish(result, whole=not last or bool(self._calls)))
@@ -129,7 +148,8 @@ class Frame:
     def _packing(self, call: Call) -> Callable[[Tensor], Any]:
         def pack(tensor: Tensor) -> Any:
             if isinstance(tensor, nn.Parameter):
-                return tensor  # held by the model anyway, and ZeRO-3 changes what it points to
+                # held by the model anyway, and ZeRO-3 changes what it points to
+                return _Weight(tensor, version_of(tensor), call.site.name)
             self._saved.kinds.append((tensor.shape, tensor.dtype, tensor.device))
             if self._check:
                 with call.recording.paused() if call.recording else nullcontext():

@@ -50,3 +50,62 @@ def inner_gradient(name: str) -> UnsupportedError:
             remedy="leave the block out of checkpointing",
         )
     )
+
+
+def weight_changed(name: str, weight: str) -> UnsupportedError:
+    return UnsupportedError(
+        Problem(
+            where=name,
+            found=f"the weight {weight}, changed in place between the block's forward and its "
+            "backward",
+            why="the recompute would begin with the changed values",
+            remedy="change weights after the backward of every forward that used them, or leave "
+            "the block out of checkpointing",
+        )
+    )
+
+
+def attribute_changed(name: str, attribute: str) -> UnsupportedError:
+    return UnsupportedError(
+        Problem(
+            where=name,
+            found=f"a tensor in {attribute}, changed in place by this forward",
+            why="the recompute needs its value from before, which is no longer there",
+            remedy="assign a new tensor instead, register it as a buffer, or leave the block out "
+            "of checkpointing",
+        )
+    )
+
+
+def object_changed(name: str, kind: str, when: str) -> UnsupportedError:
+    return UnsupportedError(
+        Problem(
+            where=name,
+            found=f"a tensor in a {kind}, changed in place {when}",
+            why="the recompute would begin with the changed values",
+            remedy="assign a new tensor instead, or leave the block out of checkpointing",
+        )
+    )
+
+
+def one_way(name: str, kind: str) -> UnsupportedError:
+    return UnsupportedError(
+        Problem(
+            where=name,
+            found=f"a {kind} among the block's arguments",
+            why="it can be run through once, and the recompute runs the block a second time",
+            remedy="give the block a list, or leave it out of checkpointing",
+        )
+    )
+
+
+def saved_changed(name: str, shape: torch.Size, dtype: torch.dtype) -> UnsupportedError:
+    return UnsupportedError(
+        Problem(
+            where=name,
+            found=f"a tensor ({in_words(shape, dtype)}) that the block changes in place after "
+            "autograd has saved it",
+            why="backward needs the values from before",
+            remedy="do not work in place there: torch refuses it without checkpointing, too",
+        )
+    )

@@ -38,7 +38,7 @@ class Prefetch:
         ahead: how many calls before the one that backward is at.
         calls: those that are alive, by number.
         counters: told of everything.
-        at_end: called when a backward has ended.
+        at_end: called when a backward has ended; has everything forgotten.
     """
 
     def __init__(
@@ -105,10 +105,14 @@ class Prefetch:
             def end_of_backward() -> None:
                 alive = mine()
                 if alive is not None:
-                    alive.forget_all()
                     alive._at_end()
 
             Variable._execution_engine.queue_callback(end_of_backward)
+
+    def forget_broken_off(self) -> None:
+        """Outside of any backward: forget what one that ended with an error has left."""
+        if torch._C._current_graph_task_id() == -1 and (self._reached or len(self._here)):
+            self.forget_all()
 
     def _forget(self, piece: Piece) -> None:
         if piece.arriving is not None:

@@ -14,25 +14,26 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from ds_ckpt.activation.arguments import TakenApart, opened
 from ds_ckpt.activation.blocks import is_hf_layer
-from ds_ckpt.activation.caches import without_empty_caches
+from ds_ckpt.activation.caches import holds_cache, without_empty_caches
 from ds_ckpt.activation.calls import Around, Scope, Site
 from ds_ckpt.activation.choice import Choice
 from ds_ckpt.activation.frames import Frame
+from ds_ckpt.activation.others import objection, refuse_other_checkpointing
 from ds_ckpt.activation.plan import Unit, make_plan
 from ds_ckpt.activation.policy import Policy
 from ds_ckpt.activation.surroundings import Tracker
-from ds_ckpt.errors import Problem, UnsupportedError
+from ds_ckpt.errors import UnsupportedError
 from ds_ckpt.patch import Patches
 
 log = logging.getLogger("ds_ckpt")
 Surrounding = Callable[
     [Callable[..., Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any
 ]
-_TRAINER_FLAG = "TrainingArguments(activation_checkpointing_kwargs=...)"
 
 
 class CheckpointedBlocks:
@@ -76,7 +77,7 @@ class CheckpointedBlocks:
         """Transformers' flag on each module that carries it, while checkpointing is enabled."""
         self.units = list(units) if units is not None else make_plan(model, policy)
         self.blocks = [block for unit in self.units for block in unit.blocks]
-        _refuse_other_checkpointing(model)
+        refuse_other_checkpointing(model)
         try:
             self._install(model)
         except BaseException:
@@ -101,8 +102,8 @@ class CheckpointedBlocks:
                     # a compiler's trace would lose what torch's own checkpoint does not know
                     run = torch.compiler.disable(run)
                 runs[block.module] = run
-                if block.kind == "forward":
-                    self._patches.set(block.module, "forward", _checkpointed(block.module, run))
+                wrap = _checkpointed if block.kind == "forward" else _in_evaluation
+                self._patches.set_method(block.module, "forward", wrap(block.module, run))
         if any(is_hf_layer(m) for m in model.modules()):
             self._use_hf_hook(model, runs)
 
@@ -119,11 +120,12 @@ class CheckpointedBlocks:
                 # a model that owns layers carries the flag too, and then leaves its cache out
                 self._wanted[module] = id(module) in found or not is_hf_layer(module)
                 function = runs.get(module, _plainly)
-                self._patches.set(module, "_gradient_checkpointing_func", function)
+                self._patches.set_method(module, "_gradient_checkpointing_func", function, _plainly)
                 self._patches.set(module, "gradient_checkpointing", self._wanted[module])
             if hasattr(module, "_set_gradient_checkpointing"):
                 # what transformers' enable and disable end in
-                self._patches.set(module, "_set_gradient_checkpointing", self._reconcile(module))
+                reconcile = self._reconcile(module)
+                self._patches.set_method(module, "_set_gradient_checkpointing", reconcile)
 
     def _reconcile(self, module: nn.Module) -> Callable[..., None]:
         def _set_gradient_checkpointing(
@@ -132,7 +134,7 @@ class CheckpointedBlocks:
             every_n_layers: int = 1,
         ) -> None:
             if enable:
-                problem = _objection(gradient_checkpointing_func, every_n_layers)
+                problem = objection(gradient_checkpointing_func, every_n_layers)
                 if problem is not None:
                     raise UnsupportedError(problem)
             for part in module.modules():
@@ -202,7 +204,11 @@ def _run(
         return function(*args, **kwargs)
     if torch.compiler.is_compiling():  # what torch.compile knows how to trace
         return checkpoint(function, *args, use_reentrant=False, **kwargs)
+    if _is_transformed():
+        return function(*args, **kwargs)
     function, args, kwargs = opened(function, args, kwargs)
+    if not site.module.training and holds_cache(site.name, args, kwargs):
+        return function(*args, **kwargs)
     if not getattr(site.module, "_can_checkpoint_with_cache", False):  # transformers' word for it
         args, kwargs = without_empty_caches(site.name, args, kwargs)
 
@@ -226,53 +232,39 @@ def _checkpointed(module: nn.Module, run: Callable[..., Any]) -> Callable[..., A
 
     @functools.wraps(forward)
     def checkpointed_forward(*args: Any, **kwargs: Any) -> Any:
-        if module.training and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             return run(forward, *args, **kwargs)
         return forward(*args, **kwargs)
 
     return checkpointed_forward
 
 
-def _objection(function: Callable[..., Any], every_n_layers: int) -> Problem | None:
-    """Why checkpointing that someone else asked for is not what the policy does."""
-    keywords = getattr(function, "keywords", {})
-    target = getattr(function, "func", function)
-    remedy = (
-        'drop it, or set "ds_ckpt": {"activation": {"policy": "none"}} to leave checkpointing to '
-        "transformers"
+def _in_evaluation(layer: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Transformers' layers call their hook in training mode alone; gradients are asked for in
+    evaluation mode, too (a frozen backbone, dropout switched off)."""
+    forward = layer.forward
+
+    @functools.wraps(forward)
+    def forward_in_evaluation(*args: Any, **kwargs: Any) -> Any:
+        if not layer.training and layer.gradient_checkpointing and torch.is_grad_enabled():
+            return run(forward, *args, **kwargs)
+        return forward(*args, **kwargs)
+
+    return forward_in_evaluation
+
+
+def _is_transformed() -> bool:
+    """Inside torch.func's transforms or forward-mode differentiation, which know no saved-tensor
+    hooks: what they compute needs every value, so blocks run as they are."""
+    inside = torch._C._functorch.peek_interpreter_stack() is not None
+    if not inside and forward_ad._current_level < 0:
+        return False
+    _say_once(
+        "blocks inside torch.func transforms or forward-mode differentiation are not checkpointed"
     )
-    if keywords.get("use_reentrant", False):
-        why = "ds_ckpt is non-reentrant; reentrant recompute gathers every weight 3 times"
-        return Problem(_TRAINER_FLAG, '"use_reentrant": true', why, remedy)
-    if every_n_layers != 1:
-        why = "the policy says which blocks are recomputed"
-        return Problem(_TRAINER_FLAG, f'"every_n_layers": {every_n_layers}', why, remedy)
-    extra = {k: v for k, v in keywords.items() if k != "use_reentrant"}
-    if target is checkpoint and extra:
-        why = "ds_ckpt checkpoints by itself and would drop it"
-        return Problem(
-            _TRAINER_FLAG, ", ".join(f"{k}={v!r}" for k, v in extra.items()), why, remedy
-        )
-    if target is not checkpoint:
-        why = "it replaces the recompute that the policy has put on the model"
-        found = f"checkpointing by {getattr(target, '__qualname__', target)} (offload?)"
-        return Problem(_TRAINER_FLAG, found, why, remedy)
-    return None
+    return True
 
 
-def _refuse_other_checkpointing(model: nn.Module) -> None:
-    """Checkpointing that is on already must be the same thing, which is then taken over."""
-    on = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
-    layers = [m for m in model.modules() if hasattr(m, "_gradient_checkpointing_func")]
-    every_n = 1
-    repeated = [m for m in layers if is_hf_layer(m)]
-    if on and repeated:
-        flags = [bool(m.gradient_checkpointing) for m in repeated]
-        every_n = round(len(flags) / max(sum(flags), 1))
-    functions: list[Any] = [m._gradient_checkpointing_func for m in on if m in layers]
-    objections = {_objection(function, every_n) for function in functions}
-    problems = [o for o in objections if o is not None]
-    if problems:
-        raise UnsupportedError(problems, headline="the model already has other checkpointing on")
-    if on:
-        log.info("ds_ckpt takes over the checkpointing that transformers had switched on")
+@functools.cache
+def _say_once(words: str) -> None:
+    log.warning("ds_ckpt: %s", words)

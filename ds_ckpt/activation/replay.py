@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from ds_ckpt.activation.calls import Call
 from ds_ckpt.activation.fingerprints import Printer
-from ds_ckpt.activation.guards import in_words
+from ds_ckpt.activation.guards import in_words, saved_changed
 from ds_ckpt.activation.operators import Replaying
 from ds_ckpt.activation.surroundings import swapped
 from ds_ckpt.errors import Problem, RecomputeError
@@ -54,6 +54,7 @@ class Replay:
     def __init__(self, calls: Sequence[Call], saved: Saved) -> None:
         self._calls, self._saved = calls, saved
         self._values: dict[int, Tensor] = {}
+        self._versions: list[int] = []
         self._count = 0
         self._call = calls[0]
         self._modes: Replaying | None = None
@@ -85,6 +86,7 @@ class Replay:
         self._modes = None
         with ExitStack() as stack:
             stack.enter_context(call.surroundings.again())
+            stack.enter_context(call.state.again())
             stack.enter_context(swapped(call.buffers))
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _as_it_is))
             if call.recording is not None:
@@ -127,8 +129,9 @@ class Replay:
                     self._doubts.append((index, now != before))
                 elif int(now) != int(before):
                     self._wrong_value(index)
-        value = tensor.detach()
+        value = tensor.detach()  # counts versions with the original
         self._values[index] = value
+        self._versions.append(value._version)
         self._count += 1
         if self._count == len(saved.kinds):
             self._complete = True
@@ -150,6 +153,10 @@ class Replay:
             self.differs(f"it saves {self._count} tensors, the forward saved {expected}")
         if self._doubts and bool(torch.stack([d for _, d in self._doubts]).any()):
             self._wrong_value(next(i for i, d in self._doubts if bool(d)))
+        for (index, value), version in zip(self._values.items(), self._versions, strict=True):
+            if value._version != version:
+                name = self._call_of(index).site.name
+                raise saved_changed(name, value.shape, value.dtype)
         return self._values
 
     def _place(self, index: int) -> str:

@@ -62,18 +62,18 @@ class Surroundings:
     """Random states, autocast and `training` flags as they are when this object is made.
 
     Args:
-        tensors: those that the forward gets; the generators of their devices count.
+        tensors: those that the forward gets or finds; the generators of their devices count.
         trackers: random states beside torch's.
-        module: the one whose forward runs; its parts' flags count.
+        parts: the module whose forward runs and all in it; their flags count.
     """
 
     def __init__(
-        self, tensors: Sequence[Tensor], trackers: Sequence[Tracker], module: nn.Module
+        self, tensors: Sequence[Tensor], trackers: Sequence[Tracker], parts: Sequence[nn.Module]
     ) -> None:
         devices = devices_of(tensors)
         self._devices, self._trackers = devices, trackers
         self._random = RandomState(devices, trackers)
-        self._training = [(part, part.training) for part in module.modules()]
+        self._training = [(part, part.training) for part in parts]
         self._autocast = [
             (
                 kind,

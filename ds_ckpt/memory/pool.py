@@ -10,6 +10,7 @@ block up to a power of two, up to twice what is needed, and not say so.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
@@ -179,8 +180,24 @@ def _pin(memory: Tensor) -> Callable[[], object] | None:
     """Page-lock in place and tell how to undo it, once; None where the system refuses."""
     register = torch.cuda.cudart().cudaHostRegister
     if int(register(memory.data_ptr(), memory.numel(), 0)) != 0:
+        _clear_error()
         return None
     return weakref.finalize(memory, _unpin, memory.data_ptr())
+
+
+def _clear_error() -> None:
+    """Forget CUDA's last error, which a refusal leaves behind.
+
+    The next kernel would raise it as its own, somewhere in the model. torch has no call to clear
+    it, but the check behind each launch does. An error that stays is another one, and is raised.
+    """
+    with contextlib.suppress(RuntimeError):
+        _launch()
+    _launch()
+
+
+def _launch() -> None:
+    torch.ones(1, device="cuda")
 
 
 def _unpin(address: int) -> None:

@@ -132,9 +132,11 @@ class _Cudart:
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.registered: dict[int, int] = {}
+        self.last_error = 0
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
         if sum(self.registered.values()) + size > self.limit_bytes:
+            self.last_error = 2
             return 2
         assert address % PAGE_BYTES == 0
         self.registered[address] = size
@@ -144,6 +146,12 @@ class _Cudart:
         del self.registered[address]
         return 0
 
+    def launch(self) -> None:
+        """As a kernel's: what went wrong before is raised, and forgotten."""
+        error, self.last_error = self.last_error, 0
+        if error:
+            raise RuntimeError(f"CUDA error: {error}")
+
 
 def test_blocks_are_pinned_until_they_are_released(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -151,6 +159,7 @@ def test_blocks_are_pinned_until_they_are_released(
     cudart = _Cudart(limit_bytes=3 * PAGE_BYTES)
     monkeypatch.setattr(pool.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(pool.torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(pool, "_launch", cudart.launch)
     host = HostPool()
     tensors = [host.take((PAGE_BYTES,), torch.uint8) for _ in range(3)]
     assert sum(cudart.registered.values()) == host.nbytes_held == 3 * PAGE_BYTES
@@ -171,6 +180,37 @@ def test_blocks_are_pinned_until_they_are_released(
     del host  # dropped, not closed
     assert not cudart.registered
     kept.fill_(1)
+
+
+def test_a_refusal_leaves_no_error_behind_and_loses_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cudart = _Cudart(limit_bytes=PAGE_BYTES)
+    monkeypatch.setattr(pool.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(pool.torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(pool, "_launch", cudart.launch)
+    host = HostPool()
+    pinned = host.take((8,), torch.int64).fill_(7)
+    plain = host.take((8,), torch.int64).fill_(9)
+    cudart.launch()  # the model's next kernel
+    assert (int(pinned.sum()), int(plain.sum())) == (56, 72)
+    for tensor in (pinned, plain):
+        host.give_back(tensor)
+    assert host.nbytes_in_use == 0
+    again = [host.take((8,), torch.int64) for _ in range(2)]
+    assert {t.data_ptr() for t in again} == {pinned.data_ptr(), plain.data_ptr()}
+
+
+def test_an_error_that_stays_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    cudart = _Cudart(limit_bytes=0)
+    monkeypatch.setattr(pool.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(pool.torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(pool, "_launch", broken)
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        HostPool().take((8,), torch.int64)
 
 
 def test_plain_memory_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

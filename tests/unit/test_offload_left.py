@@ -23,25 +23,36 @@ from tests.unit.offload_models import (
 )
 
 
-def test_evaluation_and_no_grad_keep_nothing() -> None:
-    model = Model()
+@pytest.mark.parametrize("training", [True, False])
+def test_without_gradients_nothing_is_kept(training: bool) -> None:
+    model = Model().train(training)
     _, store, pool = put_on(model, ["Block"])
     with torch.no_grad():
         model(torch.randn(4, 8))
     with torch.inference_mode():
         model(torch.randn(4, 8))
-    model.eval()
-    model(torch.randn(4, 8)).backward()
     assert store.counters.out.total() == 0
     assert pool.nbytes_held == 0
     assert nothing_left(store, pool)
-    hf = build("llama")
+    hf = build("llama").train(training)
     _, store, pool = put_on(hf, None)
     with torch.no_grad():
         hf(**batch())
-    hf.eval()
-    hf(**batch()).loss.backward()
     assert (store.counters.out.total(), pool.nbytes_held) == (0, 0)
+
+
+@pytest.mark.parametrize("kind", ["plain", "llama", "gpt2", "bert", "t5"])
+def test_evaluation_with_gradients_leaves_nothing_behind(kind: str) -> None:
+    model = Model() if kind == "plain" else build(kind)
+    _, store, pool = put_on(model.eval(), ["Block"] if kind == "plain" else None)
+    for dropped in (False, True):
+        loss = model(torch.randn(4, 8)) if kind == "plain" else model(**batch()).loss
+        assert pool.nbytes_in_use > 0
+        if not dropped:
+            loss.backward()
+        del loss
+        assert nothing_left(store, pool)
+    assert store.counters.out.total() > 3
 
 
 def test_a_dropped_loss_gives_everything_back() -> None:

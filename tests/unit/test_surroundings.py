@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -222,12 +223,11 @@ class Hides(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.runs = 0
+        self.runs = itertools.count()  # a number would be put back for the recompute
 
     def forward(self, x: Tensor) -> Tensor:
-        self.runs += 1
         try:
-            return torch.sigmoid(x if self.runs % 2 else x[:2]).mean(0) * x
+            return torch.sigmoid(x[:2] if next(self.runs) % 2 else x).mean(0) * x
         except Exception:
             return torch.sigmoid(x).mean(0) * x
 

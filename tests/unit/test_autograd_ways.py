@@ -1,0 +1,465 @@
+"""Ways in which autograd and modules are used besides a plain training step."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from ds_ckpt.activation import CheckpointedBlocks, Policy, Treatment
+from tests.architectures import batch, build
+from tests.unit.offload_models import Model, grads, nothing_left, put_on
+from tests.unit.stacks import KINDS, Block, Stack, backward, data, put, same
+
+
+def _stack(inner: Callable[..., Any] = torch.tanh) -> Callable[[], Stack]:
+    return lambda: Stack(lambda: Block(inner))
+
+
+# higher derivatives, parts of a graph
+
+
+def _third_order(model: nn.Module) -> list[Tensor]:
+    x = data().requires_grad_()
+    (first,) = torch.autograd.grad(model(x), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), x, create_graph=True)
+    second.sum().backward()
+    return [first.detach(), second.detach()]
+
+
+def _some_inputs(model: nn.Module) -> list[Tensor]:
+    loss = model(data())
+    last, first = list(model.parameters())[-1], next(model.parameters())
+    found = [
+        *torch.autograd.grad(loss, last, retain_graph=True),
+        *torch.autograd.grad(loss, first, retain_graph=True),
+    ]
+    loss.backward(inputs=[last])
+    return found
+
+
+def _jacobian(model: nn.Module) -> list[Tensor]:
+    def two(x: Tensor) -> Tensor:
+        return model.blocks[1](model.blocks[0](x)).sum(0)  # type: ignore[index,no-any-return]
+
+    backward(model)
+    return [torch.autograd.functional.jacobian(two, data(), vectorize=v) for v in (False, True)]
+
+
+def _in_another_thread(model: nn.Module) -> list[Tensor]:
+    loss = model(data())
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+    return []
+
+
+@KINDS
+@pytest.mark.parametrize("step", [_third_order, _some_inputs, _jacobian, _in_another_thread])
+def test_derivatives(step: Callable[[nn.Module], list[Tensor]], kind: str) -> None:
+    same(_stack(), kind, step)
+
+
+# torch.func and forward mode: blocks run as they are
+
+
+def _func_grad(model: nn.Module) -> list[Tensor]:
+    def loss(weights: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, weights, (data(),))  # type: ignore[no-any-return]
+
+    return list(torch.func.grad(loss)(dict(model.named_parameters())).values())
+
+
+def _vmap(model: nn.Module) -> list[Tensor]:
+    out = torch.func.vmap(model)(torch.stack([data(1), data(2)]))
+    out.sum().backward()
+    return [out.detach()]
+
+
+def _jvp(model: nn.Module) -> list[Tensor]:
+    return [t.detach() for t in torch.func.jvp(model, (data(),), (data(3),))]
+
+
+def _dual(model: nn.Module) -> list[Tensor]:
+    with forward_ad.dual_level():
+        out = model(forward_ad.make_dual(data(), data(3)))
+        tangent = forward_ad.unpack_dual(out).tangent
+        out.backward()
+    return [tangent.detach()]
+
+
+@KINDS
+@pytest.mark.parametrize("step", [_func_grad, _vmap, _jvp, _dual])
+def test_transforms_are_right_and_said_to_keep_everything(
+    step: Callable[[nn.Module], list[Tensor]], kind: str
+) -> None:
+    same(_stack(), kind, step)
+
+
+# hooks
+
+
+def _hooks(model: nn.Module) -> list[Tensor]:
+    counted, held, handles = [0], [], []
+
+    def on_tensor(module: nn.Module, args: Any, out: Tensor) -> None:
+        if out.grad_fn is not None and not out.is_leaf:
+            out.register_hook(lambda g: counted.__setitem__(0, counted[0] + 1) or g * 1.5)
+
+    def hold(module: nn.Module, args: Any, out: Tensor) -> None:
+        held.append(out)
+        out.retain_grad()
+
+    for block in model.blocks:  # type: ignore[union-attr]
+        handles += [
+            block.register_forward_pre_hook(lambda m, args: (args[0] * 1.01,)),
+            block.register_full_backward_hook(lambda m, given, _: (given[0] * 0.9,)),
+            block.up.register_forward_hook(lambda m, args, out: out * 1.1),
+            block.up.register_forward_hook(on_tensor),
+            block.up.register_full_backward_pre_hook(lambda m, given: (given[0] * 1.2,)),
+            block.down.register_full_backward_hook(lambda m, given, _: (given[0] * 1.3,)),
+            block.down.register_forward_hook(hold),
+        ]
+    for parameter in model.parameters():
+        handles.append(
+            parameter.register_post_accumulate_grad_hook(
+                lambda p: counted.__setitem__(0, counted[0] + 1)
+            )
+        )
+    model(data().requires_grad_()).backward()
+    for handle in handles:
+        handle.remove()
+    gradients = [h.grad for h in held[:3]]  # those of the forward; a recompute makes others
+    assert all(g is not None for g in gradients)
+    return [torch.tensor(counted[0]), *gradients]  # type: ignore[list-item]
+
+
+@KINDS
+def test_hooks_on_modules_and_tensors(kind: str) -> None:
+    same(_stack(), kind, _hooks)
+
+
+# blocks that are used again, and work in place
+
+
+class Looped(Stack):
+    """Every block three times (a universal transformer), with statistics and noise."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            for block in self.blocks:
+                x = block(x)
+        return x.square().sum()
+
+
+def _tied() -> Stack:
+    model = _stack()()
+    for block in list(model.blocks)[1:]:
+        block.up.weight = model.blocks[0].up.weight  # type: ignore[union-attr]
+        block.down = model.blocks[0].down  # type: ignore[union-attr]
+    return model
+
+
+def _relu_between(blocks: Any, x: Tensor) -> Tensor:
+    for block in blocks:
+        x = torch.relu_(block(x))
+    return x.square().sum()
+
+
+class ReluAtTheEnd(Block):
+    def forward(self, x: Tensor, *_: Any) -> Tensor:
+        return torch.relu_(super().forward(x))
+
+
+class SkipsSome(Block):
+    """Returns its input as it is, now and then (stochastic depth)."""
+
+    def forward(self, x: Tensor, *_: Any) -> Tensor:
+        return x if bool(torch.rand(()) < 0.3) else super().forward(x)
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.2 * torch.randn(8, 8, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.weight) + 0.1 * x.conj()
+
+
+def _complex(blocks: Any, x: Tensor) -> Tensor:
+    y = torch.complex(x, 0.5 * x)
+    for block in blocks:
+        y = block(y)
+    return y.abs().square().sum()
+
+
+@KINDS
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Looped(lambda: Block(nn.Dropout(0.2))),
+        lambda: Looped(lambda: Block(nn.BatchNorm1d(16))),
+        _tied,
+        lambda: Stack(lambda: Block(lambda x: torch.relu_(x * 1)), _relu_between),
+        lambda: Stack(lambda: ReluAtTheEnd(torch.tanh)),
+        lambda: Stack(lambda: Complex(), _complex),
+        lambda: _stack(nn.Dropout(0.1))().double(),
+    ],
+    ids=["loop", "loop with statistics", "tied", "relu_ between", "relu_", "complex", "double"],
+)
+def test_models(make: Callable[[], Stack], kind: str) -> None:
+    def step(model: nn.Module) -> list[Tensor]:
+        kind = next(model.parameters()).dtype
+        model(data().double() if kind == torch.float64 else data()).backward()
+        return []
+
+    same(make, kind, step)
+
+
+@pytest.mark.parametrize("kind", ["block", "segments", "offload"])
+def test_a_block_that_returns_its_input(kind: str) -> None:
+    same(lambda: Stack(lambda: SkipsSome(torch.tanh)), kind)
+
+
+# evaluation mode with gradients
+
+
+@pytest.mark.parametrize("frozen", [(0, 1, 2), (1,)])
+@KINDS
+def test_blocks_in_evaluation_mode_are_checkpointed(frozen: tuple[int, ...], kind: str) -> None:
+    """A backbone that is frozen in evaluation mode, or dropout switched off for training."""
+    forwards = [0]
+
+    def counted(x: Tensor) -> Tensor:
+        forwards[0] += 1
+        return torch.sin(x)
+
+    def make() -> Stack:
+        model = Stack(
+            lambda: Block(nn.Sequential(nn.BatchNorm1d(16), nn.Dropout(0.3), Calls(counted)))
+        )
+        for index in frozen:
+            model.blocks[index].eval()
+        return model
+
+    same(make, kind)
+    assert forwards[0] == 3 * 3 * 3  # three steps of three blocks: plain once, then twice
+
+
+class Calls(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+@pytest.mark.parametrize("kind", ["block", "attention", "mlp", "segments", "selective"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5", "vit"])
+def test_hugging_face_models_in_evaluation_mode(name: str, kind: Any) -> None:
+    """Held bytes fall as in training; what `gradient_checkpointing_disable` says still holds."""
+    from ds_ckpt.telemetry.activations import HeldActivations
+
+    options = {} if name in ("vit", "bert") else {"use_cache": False}
+
+    def run(model: nn.Module) -> tuple[int, list[Tensor]]:
+        model.zero_grad()
+        with HeldActivations(model) as held:
+            loss = model(**batch(name), **options).loss
+        loss.backward()
+        return held.bytes, [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    model = build(name).eval()
+    plain, expected = run(model)
+    blocks = CheckpointedBlocks(model, policy=Policy(Treatment(kind)))
+    held, ours = run(model)
+    assert held < 0.9 * plain
+    tolerance = {"rtol": 1e-5, "atol": 1e-7} if name == "t5" else {"rtol": 0.0, "atol": 0.0}
+    for a, b in zip(expected, ours, strict=True):
+        torch.testing.assert_close(a, b, **tolerance)
+    if kind in ("block", "segments", "selective"):
+        model.gradient_checkpointing_disable()
+        assert run(model)[0] == plain
+    blocks.remove()
+    assert run(model)[0] == plain
+
+
+@pytest.mark.parametrize("kind", ["block", "attention"])
+def test_a_cache_in_evaluation_mode_is_filled(kind: Any) -> None:
+    """With gradients on, too: someone who forgot no_grad, and prefixes that are trained."""
+    models = [build("llama").eval() for _ in range(2)]
+    CheckpointedBlocks(models[1], policy=Policy(Treatment(kind)))
+    tokens = batch("llama")["input_ids"]
+    results = []
+    for model in models:
+        cache = model(tokens[:, :6], use_cache=True).past_key_values
+        assert cache.get_seq_length() == 6
+        loss = model(tokens[:, 6:], past_key_values=cache, labels=tokens[:, 6:]).loss
+        loss.backward()
+        results.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+# copies of a model
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("kind", ["block", "attention", "segments", "qkvo"])
+def test_a_copy_of_a_model_runs_its_own_weights(kind: Any, way: str) -> None:
+    """As for a moving average of the weights, or a reference model."""
+    treatment = Treatment("selective", save_ops=("qkvo",)) if kind == "qkvo" else Treatment(kind)
+    model = build("llama")
+    CheckpointedBlocks(model, policy=Policy(treatment))
+    if way == "deepcopy":
+        twin = copy.deepcopy(model)
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(1.5)
+    reference = build("llama")
+    reference.load_state_dict(twin.state_dict())
+    for one in (twin, reference):
+        one(**batch("llama")).loss.backward()
+    assert all(p.grad is None for p in model.parameters())
+    pairs = zip(twin.parameters(), reference.parameters(), strict=True)
+    assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
+    twin.gradient_checkpointing_disable()
+    model(**batch("llama")).loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+# threads, interruptions, graphs that are dropped
+
+
+def test_threads_share_a_model_and_its_host_memory() -> None:
+    model = Model()
+    inputs = [torch.randn(4, 8, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+    model.eval()
+    plain = [_input_gradient(model, x) for x in inputs]
+    _, store, pool = put_on(model, ["Block"], min_bytes=0)
+    wrong: list[Any] = []
+
+    def work(index: int) -> None:
+        try:
+            for _ in range(20):
+                if not torch.equal(_input_gradient(model, inputs[index]), plain[index]):
+                    wrong.append(index)
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # between any two steps of Python
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval_s)
+    assert wrong == []
+    assert store.counters.out.total() > 0
+    assert nothing_left(store, pool)
+
+
+def _input_gradient(model: nn.Module, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    return torch.autograd.grad(model(x), x)[0]
+
+
+@KINDS
+def test_an_interruption_in_a_recompute_leaves_the_next_step_right(kind: str) -> None:
+    models = [_stack(nn.Dropout(0.2))() for _ in range(2)]
+    clean = put(models[1], kind)
+    calls = 0
+
+    def interrupt(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise KeyboardInterrupt
+
+    handle = models[1].blocks[1].up.register_forward_hook(interrupt)
+    loss = models[1](data())
+    with pytest.raises(KeyboardInterrupt):
+        loss.backward()
+    handle.remove()
+    del loss
+    assert clean()
+    for model in models:
+        model.zero_grad()
+        torch.manual_seed(0)
+        backward(model)
+    pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
+    assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
+
+
+def test_graphs_that_are_dropped_free_host_memory_at_the_next_step() -> None:
+    model = Model()
+    _, store, pool = put_on(model, ["Block"], min_bytes=0)
+    x = torch.randn(64, 8)
+    model(x).backward()
+    at_most = pool.nbytes_held
+    for _ in range(5):
+        model(x)
+    assert pool.nbytes_held == at_most
+    loss = model(x)
+    in_use = pool.nbytes_in_use
+    del loss
+    store.begin("the next step")
+    assert pool.nbytes_in_use == 0 < in_use
+    assert nothing_left(store, pool)
+
+
+def test_a_dropped_graph_frees_device_memory_at_once() -> None:
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    model = Model()
+    put_on(model, ["Block"], min_bytes=0)
+    given: list[StorageWeakRef] = []
+    for block in model.blocks:
+        block.register_forward_pre_hook(
+            lambda _, args: given.append(StorageWeakRef(args[0].untyped_storage()))
+        )
+    gc.disable()
+    try:
+        for backward_too in (False, True):
+            given.clear()
+            loss = model(torch.randn(64, 8))
+            assert not given[-1].expired()
+            if backward_too:
+                loss.backward()
+            del loss
+            assert [ref.expired() for ref in given] == [True] * 4
+    finally:
+        gc.enable()
+
+
+def test_what_a_broken_off_backward_brought_back_goes_at_the_next_step() -> None:
+    model = Model()
+    _, store, _ = put_on(model, ["Block"], min_bytes=0, prefetch=4)
+    handle = model.blocks[3].up.register_full_backward_hook(lambda *_: 1 / 0)  # type: ignore[arg-type]
+    kept = model(torch.randn(64, 8))
+    with pytest.raises(ZeroDivisionError):
+        kept.backward()
+    handle.remove()
+    assert store.counters.device_bytes > 64 * 8 * 4
+    with torch.enable_grad():
+        store.begin("the next step")
+    assert store.counters.device_bytes <= 64 * 8 * 4  # the last block's, which never left
+    assert len(grads(model, torch.randn(64, 8))) > 0

@@ -1,0 +1,454 @@
+"""State beside buffers: weights, attributes of modules, objects among a block's arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ds_ckpt.activation.frames import Frame
+from ds_ckpt.activation.holders import MOST, Found, look, put_back
+from ds_ckpt.activation.surroundings import devices_of
+from ds_ckpt.errors import RecomputeError, UnsupportedError
+from tests.unit.offload_models import put_on
+from tests.unit.stacks import KINDS, Block, Stack, data, put, results, same
+
+# attributes of modules
+
+
+class Replaced(nn.Module):
+    """A number, a tensor that is assigned anew, a list, a dict, a generator; all are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.mean = 0, torch.ones(16)
+        self.seen: list[Tensor] = []
+        self.last: dict[str, Tensor] = {}
+        self.recent: deque[Tensor] = deque(maxlen=2)
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        self.seen.append(x.detach().mean())
+        before = self.last.get("x", torch.zeros(())) + sum(self.recent)
+        self.last["x"] = x.detach().amax()
+        self.recent.append(self.last["x"])
+        noise = torch.rand(16, generator=self.generator)
+        return torch.sin(x) * self.mean * self.calls * sum(self.seen) + noise * before * x.exp()
+
+
+class Written(nn.Module):
+    """A plain tensor that is changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.ones(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
+        return x.exp() * self.mean.clone()
+
+
+class Begins(nn.Module):
+    """An attribute that the first forward makes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "scale"):
+            self.scale = 1 + x.detach().std()
+        else:
+            self.scale = self.scale * 1.5
+        return x.exp() * self.scale
+
+
+class Statistics:
+    """An object of the module's own."""
+
+    def __init__(self) -> None:
+        self.count, self.total = 1, torch.zeros(())
+
+
+class Owns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.statistics = Statistics()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.statistics.count += 1
+        self.statistics.total = self.statistics.total + x.detach().mean()
+        return x.exp() * self.statistics.count + self.statistics.total
+
+
+@KINDS
+@pytest.mark.parametrize("inner", [Replaced, Written, Begins, Owns])
+def test_attributes_are_changed_once(inner: type[nn.Module], kind: str) -> None:
+    same(lambda: Stack(lambda: Block(inner())), kind)
+
+
+def test_attributes_of_a_model_are_what_they_are_without_checkpointing() -> None:
+    models = [Stack(lambda: Block(Replaced())) for _ in range(2)]
+    put(models[1], "block")
+    for model in models:
+        results(model, lambda m: [m(data())] if m(data()).backward() is None else [])
+    plain, ours = (m.blocks[1].inner for m in models)
+    assert plain.calls == ours.calls == 6
+    assert len(plain.seen) == len(ours.seen) == 6
+    assert torch.equal(plain.mean, ours.mean)
+    assert torch.equal(plain.generator.get_state(), ours.generator.get_state())
+
+
+class Auxiliary(Block):
+    """Leaves a loss on itself, as routers of experts do."""
+
+    def forward(self, x: Tensor, *_: Any) -> Tensor:
+        y = torch.tanh(self.up(x))
+        self.auxiliary = y.square().mean()
+        return x + self.down(y)
+
+
+def _with_auxiliary(blocks: Any, x: Tensor) -> Tensor:
+    for block in blocks:
+        x = block(x)
+    total: Tensor = x.sum() + sum(block.auxiliary for block in blocks)
+    return total
+
+
+@KINDS
+def test_a_loss_left_on_the_module_is_the_forwards(kind: str) -> None:
+    same(lambda: Stack(lambda: Auxiliary(torch.tanh), _with_auxiliary), kind)
+
+
+def test_what_a_recompute_leaves_on_a_module_goes_with_it() -> None:
+    """Else every block's inner activations would stay until the next forward."""
+    made: list[weakref.ref[Tensor]] = []
+
+    class Noted(Auxiliary):
+        def forward(self, x: Tensor, *_: Any) -> Tensor:
+            y = super().forward(x)
+            made.append(weakref.ref(self.auxiliary))
+            return torch.sin(y)
+
+    model = Stack(lambda: Noted(torch.tanh), _with_auxiliary)
+    put(model, "block")
+    model(data()).backward()
+    assert len(made) == 6
+    gc.collect()
+    assert [ref() is not None for ref in made] == [True] * 3 + [False] * 3
+
+
+def test_a_tensor_that_is_written_later_is_refused_by_name() -> None:
+    class Later(Written):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x) if self.calls > 1 else x.exp() * self.mean
+
+    model = Stack(lambda: Block(Later()))
+    put(model, "block")
+    model(data()).backward()
+    with pytest.raises(UnsupportedError, match=r"blocks\.0: found a tensor in Later\.mean, change"):
+        model(data())
+
+
+def test_former_steps_are_not_held_by_what_attributes_were() -> None:
+    class Keeps(Block):
+        def forward(self, x: Tensor, *_: Any) -> Tensor:
+            self.before = torch.sin(super().forward(x))
+            return self.before
+
+    model = Stack(lambda: Keeps(torch.tanh))
+    put(model, "block")
+    values: list[weakref.ref[Tensor]] = []
+    for _ in range(4):
+        model(data())  # and no backward
+        values.append(weakref.ref(model.blocks[0].before))
+    gc.collect()
+    assert [v() is not None for v in values] == [False] * 3 + [True]
+    frames = [f for f in gc.get_objects() if isinstance(f, Frame)]
+    assert len(frames) <= 3
+
+
+# objects among the arguments
+
+
+class State:
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class Slotted:
+    __slots__ = ("extra", "value")
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+@dataclasses.dataclass
+class Record:
+    value: Tensor
+    inner: Any = None
+
+
+class Shelf(dict[str, Any]):
+    """A dict of a class that nobody knows."""
+
+
+KINDS_OF_STATE: list[Callable[[Tensor], Any]] = [
+    State,
+    Slotted,
+    lambda x: types.SimpleNamespace(value=x),
+    lambda x: Record(torch.ones(1), State(x)),
+    lambda x: {"deep": [State(x)]},
+]
+
+
+def _inner(state: Any) -> Any:
+    if isinstance(state, dict):
+        return state["deep"][0]
+    return state.inner if isinstance(state, Record) else state
+
+
+class Updates(Block):
+    """Reads its state and puts its result there."""
+
+    def forward(self, state: Any, *_: Any) -> None:
+        own = _inner(state)
+        own.value = torch.sin(super().forward(own.value))
+
+
+@KINDS
+@pytest.mark.parametrize("make", KINDS_OF_STATE)
+def test_a_block_that_replaces_the_tensors_of_an_object(
+    make: Callable[[Tensor], Any], kind: str
+) -> None:
+    def join(blocks: Any, x: Tensor) -> Tensor:
+        state = make(x)
+        for block in blocks:
+            block(state)
+        return _inner(state).value.sum()  # type: ignore[no-any-return]
+
+    same(lambda: Stack(lambda: Updates(torch.tanh), join), kind)
+
+
+@KINDS
+@pytest.mark.parametrize("make", [*KINDS_OF_STATE[:3], lambda x: Shelf(value=x), lambda x: [x]])
+def test_an_object_that_the_model_changes_after_the_block(
+    make: Callable[[Tensor], Any], kind: str
+) -> None:
+    """Its tensor needs a gradient, and another takes its place."""
+
+    def read(x: Tensor, state: Any) -> Tensor:
+        if isinstance(state, list | dict):
+            return x * state["value" if isinstance(state, dict) else 0]  # type: ignore[call-overload]
+        return x * state.value
+
+    def join(blocks: Any, x: Tensor) -> Tensor:
+        state = make(torch.tanh(blocks[0].up(x)))
+        for block in blocks:
+            x = block(x, state)
+            if isinstance(state, list):
+                state[0] = state[0] * 2
+            elif isinstance(state, dict):
+                state["value"] = state["value"] * 2
+            else:
+                state.value = state.value * 2
+        return x.square().sum()
+
+    same(lambda: Stack(lambda: Block(read), join), kind)
+
+
+@pytest.mark.parametrize("hide", [State, lambda x: Record(x)])
+def test_tensors_in_unknown_objects_are_right_and_stay_on_the_device(hide: Any) -> None:
+    def join(blocks: Any, x: Tensor) -> Tensor:
+        for block in blocks:
+            x = block(x, hide(torch.sin(x)))
+        return x.sum()
+
+    def make() -> Stack:
+        return Stack(lambda: Block(lambda y, state: y * state.value.mean()), join)
+
+    same(make, "offload")
+    model = make()
+    _, store, _ = put_on(model, ["Block"])
+    model(data()).backward()
+    boundary = data().nbytes
+    for index in (0, 1):
+        moved = store.counters.out_bytes[f"blocks.{index}"]
+        assert moved == boundary * (1 if hide is State else 2)
+
+
+@pytest.mark.parametrize("where", ["block", "model"])
+def test_a_tensor_in_an_object_that_is_changed_in_place_is_refused(where: str) -> None:
+    def read(x: Tensor, state: State) -> Tensor:
+        y = x * state.value.clone()
+        if where == "block":
+            state.value.mul_(2)
+        return y
+
+    def join(blocks: Any, x: Tensor) -> Tensor:
+        state = State(torch.full((1,), 0.5))
+        for block in blocks:
+            x = block(x, state)
+            if where == "model":
+                state.value.mul_(2)
+        return x.square().sum()
+
+    model = Stack(lambda: Block(read), join)
+    put(model, "block")
+    with pytest.raises(UnsupportedError, match=r"blocks\.\d: found a tensor in a State, changed"):
+        model(data()).backward()
+
+
+def test_an_iterator_is_refused() -> None:
+    def join(blocks: Any, x: Tensor) -> Tensor:
+        return blocks[0](x, iter([x.mean()])).sum()  # type: ignore[no-any-return]
+
+    model = Stack(lambda: Block(lambda x, values: x * next(values)), join)
+    put(model, "block")
+    with pytest.raises(UnsupportedError, match=r"blocks\.0: found a list_iterator among the block"):
+        model(data())
+
+
+@KINDS
+def test_a_generator_among_the_arguments_starts_again(kind: str) -> None:
+    def join(blocks: Any, x: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(4)
+        for block in blocks:
+            x = block(x, {"of": [generator]})
+        return x.square().sum() * torch.rand(1, generator=generator)[0]
+
+    def noise(x: Tensor, of: Any) -> Tensor:
+        return x * torch.rand(16, generator=of["of"][0])
+
+    same(lambda: Stack(lambda: Block(noise), join), kind)
+
+
+def test_devices_of_hidden_tensors_and_weights_count() -> None:
+    """Where random states are noted. Fake tensors stand in for those of an accelerator."""
+    from torch._subclasses import FakeTensorMode
+
+    from ds_ckpt.activation.state import State as Noted
+    from ds_ckpt.activation.state import StateOfSite
+
+    with FakeTensorMode():
+        hidden = State(torch.empty(1, device="cuda:1"))
+        module = nn.Module()
+        module.weight = nn.Parameter(torch.empty(1, device="cuda:0"))
+        for arguments, expected in (([], [0]), ([{"a": hidden}], [1, 0])):
+            noted = Noted(StateOfSite("a"), [module], arguments)
+            assert [d.index for d in devices_of(noted.tensors)] == expected
+
+
+# weights
+
+
+@KINDS
+@pytest.mark.parametrize("weight", ["blocks.1.up.weight", "blocks.1.down.bias"])
+def test_a_weight_that_is_changed_before_backward_is_refused(weight: str, kind: str) -> None:
+    model = Stack(lambda: Block(torch.tanh))
+    put(model, kind)
+    model(data()).backward()
+    loss = model(data())
+    with torch.no_grad():
+        model.get_parameter(weight).mul_(2)
+    with pytest.raises(UnsupportedError, match=r"blocks\.1: found the weight Linear\."):
+        loss.backward()
+    model(data()).backward()
+
+
+def test_a_weight_is_refused_too_where_nothing_is_recomputed() -> None:
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x)
+
+    model = Stack(Product, lambda blocks, x: blocks[1](x).sum())
+    model.requires_grad_(False)
+    put(model, "block")
+    loss = model(data().requires_grad_())
+    with torch.no_grad():
+        model.blocks[1].linear.weight.mul_(2)
+    with pytest.raises(UnsupportedError, match=r"blocks\.1: found the weight"):
+        loss.backward()
+
+
+@KINDS
+def test_weights_given_by_functional_call(kind: str) -> None:
+    def step(model: nn.Module) -> list[Tensor]:
+        given = {name: p * 1.5 for name, p in model.named_parameters()}
+        torch.func.functional_call(model, given, (data(),)).backward()
+        return []
+
+    same(lambda: Stack(lambda: Block(torch.tanh)), kind, step)
+
+
+@KINDS
+def test_work_in_place_after_autograd_has_saved_is_refused(kind: str) -> None:
+    """torch refuses it by itself; behind saved-tensor hooks it looks at no versions."""
+
+    def inner(x: Tensor) -> Tensor:
+        y = x.exp()
+        y.mul_(2)
+        return torch.sin(y)
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        Stack(lambda: Block(inner))(data()).backward()
+    model = Stack(lambda: Block(inner))
+    put(model, kind)
+    with pytest.raises((UnsupportedError, RecomputeError), match=r"blocks\.2: found a tensor \(5x"):
+        model(data()).backward()
+
+
+# how holders are looked into
+
+
+@pytest.mark.parametrize(
+    ("holder", "change"),
+    [
+        ([1, 2], lambda h: h.append(3)),
+        ({"a": 1}, lambda h: h.update(b=2)),
+        ({1, 2}, lambda h: h.remove(1)),
+        (deque([1], maxlen=1), lambda h: h.append(2)),
+        (State(torch.ones(1)), lambda h: setattr(h, "value", 2)),
+        (State(torch.ones(1)), lambda h: delattr(h, "value")),
+        (State(torch.ones(1)), lambda h: setattr(h, "more", 2)),
+        (Slotted(torch.ones(1)), lambda h: setattr(h, "extra", 2)),
+        (Slotted(torch.ones(1)), lambda h: delattr(h, "value")),
+        (nn.Linear(1, 1), lambda h: setattr(h, "more", 2)),
+    ],
+)
+def test_what_a_holder_held_can_be_put_back(holder: Any, change: Callable[[Any], Any]) -> None:
+    before = look(holder)
+    change(holder)
+    assert look(holder) != before
+    put_back(holder, before)
+    assert look(holder) == before
+
+
+def test_deepspeeds_bookkeeping_on_modules_is_let_be() -> None:
+    module = nn.Linear(1, 1)
+    module.ds_grads_remaining = 1  # type: ignore[assignment]
+    module.own = 1  # type: ignore[assignment]
+    assert set(look(module)) == {"own", "in_features", "out_features"}
+
+
+def test_who_hands_a_data_set_to_a_block_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    many = State([State(n) for n in range(2 * MOST)])  # type: ignore[arg-type]
+    assert len(Found([many], taken_apart=True).holders) <= MOST
+    assert "not looked through" in caplog.text
+    ring = State(torch.ones(1))
+    ring.value = ring  # type: ignore[assignment]
+    assert Found([ring, ring, itertools], taken_apart=True).holders == [ring]
