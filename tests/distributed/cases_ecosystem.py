@@ -1,0 +1,290 @@
+"""Run in the worker processes: what people train with, under ZeRO-3, with and without ds_ckpt."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import ds_ckpt
+from tests import architectures
+from tests.distributed import ecosystem_models, models
+from tests.distributed.pool import fresh
+
+OFFLOAD = {"offload": True, "offload_min_bytes": 0}
+PLANS: dict[str, dict[str, Any]] = {
+    "stock": {},
+    "block": {"policy": "block"},
+    "segments": {"policy": "segments", "segment_size": 2},
+    "selective": {"policy": "selective"},
+    "block, offload": {"policy": "block", **OFFLOAD},
+    "selective, offload": {"policy": "selective", **OFFLOAD},
+}
+
+
+def _sections(plan: str, modules: tuple[str, ...] = ()) -> dict[str, Any]:
+    if plan == "stock":
+        return {}
+    named = {"modules": list(modules)} if modules else {}
+    return {"ds_ckpt": {"activation": {**PLANS[plan], **named}}}
+
+
+def _digest(tensors: Any) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _done(engine: Any) -> dict[str, Any]:
+    """What training has come to in this process, and what ds_ckpt did for it."""
+    session = ds_ckpt.session_of(engine)
+    buffers = [b.reshape(-1) for b in engine.module.buffers() if b.numel()]
+    offload = session.offload if session is not None else None
+    return {
+        "weights": models.weights_digest(engine),
+        "buffers": _digest(buffers),
+        "blocks": len(session._blocks.blocks) if session is not None else 0,
+        "moved": offload.out.total() if offload is not None else 0,
+        "back": offload.back.total() if offload is not None else 0,
+    }
+
+
+def _start(name: str, plan: str) -> Any:
+    fresh()
+    model = ecosystem_models.build(name)
+    sections = _sections(plan, ecosystem_models.KINDS[name].modules)
+    engine, *_ = ds_ckpt.initialize(
+        model=model,
+        model_parameters=[p for p in model.parameters() if p.requires_grad],
+        config=models.zero3_config(reuse=0, **sections),
+    )
+    engine.train()
+    return engine
+
+
+def train(names: list[str], plans: list[str], steps: int = 3) -> dict[str, dict[str, Any]]:
+    """By model and plan: losses, gradients and weights of a few steps; data differ by process."""
+    results = {}
+    for name in names:
+        for plan in plans:
+            engine = _start(name, plan)
+            losses, gradients = [], []
+            for step in range(steps):
+                torch.manual_seed(step + 10 * dist.get_rank())
+                data = ecosystem_models.KINDS[name].batch(2 * step + dist.get_rank())
+                loss = models.loss_of(engine(**data))
+                engine.backward(loss)
+                groups = engine.optimizer.averaged_gradients.values()
+                gradients.append([_digest([g]) for group in groups for g in group])
+                engine.step()
+                losses.append(float(loss.detach()))
+            results[f"{name}: {plan}"] = {"losses": losses, "gradients": gradients, **_done(engine)}
+            engine.destroy()
+    return results
+
+
+def lora_gradients(ready: bool, plan: str) -> dict[str, Any]:
+    """Which trainable parameters get no gradient, of how many; whether the input needs one."""
+    name = "lora-ready" if ready else "lora"
+    engine = _start(name, plan)
+    needs: list[bool] = []
+    layer = next(m for n, m in engine.module.named_modules() if n.endswith("layers.0"))
+    layer.register_forward_pre_hook(lambda _, args: needs.append(args[0].requires_grad))
+    before = {n: p.ds_tensor.clone() for n, p in engine.module.named_parameters()}
+    loss = engine(**ecosystem_models.KINDS[name].batch(dist.get_rank())).loss
+    engine.backward(loss)
+    missing = []
+    trained = [(n, p) for n, p in engine.module.named_parameters() if p.requires_grad]
+    for parameter_name, parameter in trained:
+        gradient = deepspeed.utils.safe_get_full_grad(parameter)
+        if gradient is None or not bool(gradient.any()):
+            missing.append(parameter_name)
+    engine.step()
+    frozen = [n for n, p in engine.module.named_parameters() if not p.requires_grad]
+    now = dict(engine.module.named_parameters())
+    moved = [n for n in frozen if not torch.equal(before[n], now[n].ds_tensor)]
+    engine.destroy()
+    return {"needs": needs[0], "missing": missing, "count": len(trained), "frozen moved": moved}
+
+
+def generate_between_steps(plan: str) -> dict[str, Any]:
+    """Steps, generation with a cache (prompts of other lengths by process), evaluation, steps."""
+    fresh()
+    model = architectures.build("llama", 3)
+    engine, *_ = ds_ckpt.initialize(
+        model=model,
+        model_parameters=list(model.parameters()),
+        config=models.zero3_config(**_sections(plan)),
+    )
+    losses, written, evaluated, lengths = [], [], [], []
+    for step in range(3):
+        engine.train()
+        torch.manual_seed(step)
+        data = architectures.batch("llama", 2 * step + dist.get_rank())
+        loss = engine(**data, use_cache=False).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+        engine.eval()
+        with torch.no_grad():
+            prompt = data["input_ids"][:1, : 3 + dist.get_rank()]
+            more = {"max_new_tokens": 4 + 2 * dist.get_rank(), "do_sample": step == 1}
+            written.append(engine.module.generate(prompt, synced_gpus=True, **more).tolist())
+            out = engine(**data, use_cache=True)
+            evaluated.append(float(out.loss))
+            lengths.append(out.past_key_values.get_seq_length())
+    result = {"losses": losses, "written": written, "evaluated": evaluated, "lengths": lengths}
+    result.update(_done(engine))
+    engine.destroy()
+    return result
+
+
+# the HF Trainer and accelerate, which call `deepspeed.initialize` themselves
+
+
+class _Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    def __init__(self, rows: int, first: int = 0) -> None:
+        self._rows, self._first = rows, first
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(self._first + index)
+        tokens = torch.randint(3, architectures.VOCAB, (12,), generator=generator)
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def _tell_accelerate() -> None:
+    """Of the other process: with DeepSpeed and no GPU it takes each for one alone."""
+    from accelerate.state import PartialState
+
+    state = PartialState()
+    state.backend, state.num_processes = "gloo", dist.get_world_size()
+    state.process_index = state.local_process_index = dist.get_rank()
+
+
+@contextlib.contextmanager
+def _installed() -> Any:
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    def reset() -> None:
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._shared_state.clear()
+
+    reset()
+    _tell_accelerate()
+    ds_ckpt.install()
+    try:
+        yield
+    finally:
+        ds_ckpt.uninstall()
+        unset_hf_deepspeed_config()
+        reset()
+
+
+def _model() -> nn.Module:
+    return architectures.build("llama", 3, attention_dropout=0.1)
+
+
+def _hf_config(plan: str) -> dict[str, Any]:
+    config = copy.deepcopy(models.zero3_config(**_sections(plan)))
+    for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        config[key] = "auto"
+    config["gradient_clipping"] = "auto"
+    return config
+
+
+def trainer(folder: str, plan: str, resume: bool, **flags: Any) -> dict[str, Any]:
+    """Four optimizer steps of two micro batches, an evaluation after each, a checkpoint after two.
+
+    Args:
+        resume: begin with the checkpoint that an earlier run has left after two steps.
+    """
+    fresh()
+    from transformers import Trainer, TrainingArguments
+
+    with _installed():
+        arguments = TrainingArguments(
+            output_dir=folder,
+            per_device_train_batch_size=2,
+            per_device_eval_batch_size=2,
+            gradient_accumulation_steps=2,
+            max_steps=4,
+            logging_steps=1,
+            eval_strategy="steps",
+            eval_steps=1,
+            save_strategy="steps",
+            save_steps=2,
+            learning_rate=1e-2,
+            report_to=[],
+            disable_tqdm=True,
+            seed=0,
+            deepspeed=_hf_config(plan),
+            **flags,
+        )
+        assert arguments.device.type == "cpu"  # asked for, since that makes the state anew
+        _tell_accelerate()
+        running = Trainer(
+            model=_model(), args=arguments, train_dataset=_Rows(32), eval_dataset=_Rows(8, 99)
+        )
+        start = Path(folder) / "checkpoint-2"
+        running.train(resume_from_checkpoint=str(start) if resume else None)
+        assert running.accelerator.num_processes == dist.get_world_size()
+        history = running.state.log_history
+        return {
+            "losses": [h["loss"] for h in history if "loss" in h],
+            "evaluated": [h["eval_loss"] for h in history if "eval_loss" in h],
+            **_done(running.model_wrapped),
+        }
+
+
+def accelerate(folder: str, plan: str) -> dict[str, Any]:
+    """`prepare`, `accumulate`, clipping, evaluation, `save_state` and `load_state`."""
+    fresh()
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.utils import DummyOptim
+
+    with _installed():
+        config = models.zero3_config(accumulation=2, clip=1.0, **_sections(plan))
+        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+        model = _model()
+        loader = torch.utils.data.DataLoader(_Rows(16), batch_size=2, shuffle=False)
+        engine, optimizer, loader = accelerator.prepare(
+            model, DummyOptim(model.parameters()), loader
+        )
+        assert accelerator.num_processes == dist.get_world_size()
+        losses: list[float] = []
+        evaluated: list[float] = []
+
+        def epoch(seed: int) -> None:
+            engine.train()
+            for number, rows in enumerate(loader):
+                torch.manual_seed(100 * seed + number)
+                with accelerator.accumulate(engine):
+                    loss = engine(**rows).loss
+                    accelerator.backward(loss)
+                    accelerator.clip_grad_norm_(engine.parameters(), 1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                losses.append(float(loss.detach()))
+            engine.eval()
+            with torch.no_grad():
+                mine = engine(**{k: v[None] for k, v in _Rows(1, 99)[0].items()}).loss
+                evaluated.append(float(accelerator.gather(mine.reshape(1)).mean()))
+
+        epoch(0)
+        accelerator.save_state(folder)
+        epoch(1)
+        accelerator.load_state(folder)
+        epoch(1)
+        return {"losses": losses, "evaluated": evaluated, **_done(engine)}

@@ -1,0 +1,101 @@
+"""What people train with, compared bit by bit with the same run without ds_ckpt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed import cases_ecosystem as cases
+
+OURS = ["block", "selective, offload"]
+_SAME = ("losses", "gradients", "evaluated", "written", "lengths", "weights", "buffers")
+
+
+def _compare(plain: dict[str, Any], ours: dict[str, Any], plan: str) -> None:
+    for key in _SAME:
+        assert plain.get(key) == ours.get(key), key
+    assert len(set(plain["losses"])) == len(plain["losses"]), "the weights have not moved"
+    assert plain["blocks"] == plain["moved"] == 0
+    assert ours["blocks"] >= 3
+    assert (ours["moved"] > 0) == ("offload" in plan)
+    # LLaVA leaves the last layers of its eyes out of the loss: nothing of them comes back
+    assert ours["moved"] // 2 <= ours["back"] <= ours["moved"]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["resnet", "convnext", "vit"],
+        ["clip", "llava", "nn.Transformer"],
+        ["bart", "mixtral", "experts"],
+        ["lora", "lora-ready"],
+    ],
+    ids=" ".join,
+)
+def test_training_is_what_it_is_without(world2: Any, names: list[str]) -> None:
+    """Losses, gradients, weights and buffers of three steps, for policies with and without offload.
+
+    BatchNorm's statistics are buffers; with experts, the two processes run other ones.
+    """
+    for results in world2.run(cases.train, names, ["stock", *OURS], timeout=280):
+        for name in names:
+            for plan in OURS:
+                _compare(results[f"{name}: stock"], results[f"{name}: {plan}"], plan)
+
+
+@pytest.mark.parametrize("ready", [False, True], ids=["plain", "enable_input_require_grads"])
+@pytest.mark.parametrize("plan", ["segments", "block, offload"])
+def test_every_lora_parameter_gets_its_gradient(world2: Any, ready: bool, plan: str) -> None:
+    """Whether or not the input of the first block needs one; frozen weights stay."""
+    for result in world2.run(cases.lora_gradients, ready, plan):
+        assert result["needs"] == ready
+        assert result["count"] == 18
+        assert result["missing"] == []
+        assert result["frozen moved"] == []
+
+
+@pytest.mark.parametrize("plan", ["block", "selective, offload"])
+def test_generation_and_evaluation_between_steps(world2: Any, plan: str) -> None:
+    plain = world2.run(cases.generate_between_steps, "stock")
+    ours = world2.run(cases.generate_between_steps, plan)
+    for without, with_us in zip(plain, ours, strict=True):
+        _compare(without, with_us, plan)
+        assert with_us["lengths"] == [11] * 3  # the evaluation has filled its cache
+    assert len(ours[0]["written"][0][0]) < len(ours[1]["written"][0][0])
+
+
+@pytest.mark.parametrize(
+    ("plan", "flags"),
+    [
+        ("block", {}),
+        ("block", {"activation_checkpointing": True}),
+        ("block, offload", {"gradient_checkpointing": True}),
+        ("selective, offload", {}),
+    ],
+    ids=str,
+)
+def test_trainer_with_evaluation_accumulation_and_resume(
+    world2: Any, tmp_path: Path, plan: str, flags: dict[str, Any]
+) -> None:
+    plain = world2.run(cases.trainer, str(tmp_path / "plain"), "stock", False)
+    ours = world2.run(cases.trainer, str(tmp_path / "ours"), plan, False, **flags)
+    again = world2.run(cases.trainer, str(tmp_path / "ours"), plan, True, **flags)
+    for without, with_us, resumed in zip(plain, ours, again, strict=True):
+        assert len(with_us["losses"]) == len(with_us["evaluated"]) == 4
+        _compare(without, with_us, plan)
+        _compare(without, resumed, plan)
+
+
+@pytest.mark.parametrize("plan", ["block", "block, offload"])
+def test_accelerate_with_accumulation_and_resume(world2: Any, tmp_path: Path, plan: str) -> None:
+    plain = world2.run(cases.accelerate, str(tmp_path / "plain"), "stock")
+    ours = world2.run(cases.accelerate, str(tmp_path / "ours"), plan)
+    for without, with_us in zip(plain, ours, strict=True):
+        for key in ("losses", "evaluated", "weights"):
+            assert without[key] == with_us[key], key
+        assert with_us["losses"][4:8] == with_us["losses"][8:]
+        assert with_us["losses"][:4] != with_us["losses"][4:8]
+        assert with_us["blocks"] == 3
+        assert (with_us["moved"] > 0) == ("offload" in plan)
