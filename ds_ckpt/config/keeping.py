@@ -24,8 +24,9 @@ class KeepingConfig(Section):
     offload_prefetch: Annotated[int, Expects("a whole number, 1 or more", "1")] = Field(
         default=1,
         ge=1,
-        description="How many recomputes ahead boundaries start to come back. Each costs the "
-        "device one more boundary in backward.",
+        description="How many recomputes ahead boundaries start to come back from host memory, or "
+        "to be gathered where they are split. Each costs the device one more boundary in "
+        "backward.",
     )
     offload_min_bytes: Annotated[int, Expects("a whole number, 0 or more", "65536")] = Field(
         default=65536,

@@ -25,12 +25,12 @@ SERVED = {
 }
 """DeepSpeed's key -> ours."""
 _NEEDS = {
-    "offload_prefetch": "offload",
-    "offload_min_bytes": "offload",
-    "partition_min_bytes": "partition",
-    "contiguous_count": "contiguous",
+    "offload_prefetch": ("offload", "partition"),
+    "offload_min_bytes": ("offload",),
+    "partition_min_bytes": ("partition",),
+    "contiguous_count": ("contiguous",),
 }
-"""A key -> the switch without which it does nothing."""
+"""A key -> the switches of which it needs one, or it does nothing."""
 
 
 def with_deepspeeds_keys(ours: Any, deepspeeds: Any) -> Any:
@@ -68,13 +68,14 @@ def keeping_problems(config: Mapping[str, Any], wanted: Wanted) -> Iterator[Prob
         if value is None:
             continue
         where = _written_at(key, raw)
-        switch = _NEEDS.get(key)
-        if wanted.policy == "none" and (switch is None or lookup(raw, (key,)) is not None):
+        switches = _NEEDS.get(key, ())
+        if wanted.policy == "none" and (not switches or lookup(raw, (key,)) is not None):
             why = 'it does nothing while the policy is "none"'
             yield Problem(where, show(value), why, f"remove it, or set {OURS}.activation.policy")
-        elif switch is not None and lookup(activation, (switch,)) in (None, False):
-            why = f"it does nothing without {_twin(where, switch)}"
-            remedy = f"remove it, or set {_twin(where, switch)} to true"
+        elif switches and all(lookup(activation, (s,)) in (None, False) for s in switches):
+            named = " or ".join(_twin(where, switch) for switch in switches)
+            why = f"it does nothing without {named}"
+            remedy = f"remove it, or set {named} to true"
             yield Problem(where, show(value), why, remedy)
 
 

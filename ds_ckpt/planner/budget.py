@@ -27,6 +27,7 @@ class Allowance:
         offload: what checkpointing keeps goes to host memory (tensors of `min_bytes` and more),
             and comes back `prefetch` recomputes ahead.
         micro_batch: sequences in a micro-batch, for messages; 0: not known.
+        capacity_bytes: of the device, for messages; 0: not known.
     """
 
     budget_bytes: int
@@ -36,6 +37,7 @@ class Allowance:
     prefetch: int = 1
     min_bytes: int = 65536
     micro_batch: int = 0
+    capacity_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ class Planner:
         if self._none(allowance) > allowance.budget_bytes:
             choice = search([[way.option for way in block] for block in ways], room)
         if choice is None:
-            raise self._too_small(allowance)
+            raise self.too_small(allowance)
         return self._written(allowance, ways, choice, room, start_s)
 
     def _none(self, allowance: Allowance) -> int:
@@ -183,13 +185,17 @@ class Planner:
         # what the last recompute keeps stays where it is
         return sum(sizes[s] for s in held) - sum(moved[:-1])
 
-    def _too_small(self, allowance: Allowance) -> UnsupportedError:
+    def too_small(self, allowance: Allowance) -> UnsupportedError:
+        """Words on a budget that nothing fits, with what would."""
+
         def fewest(changed: Allowance) -> int:
             options = [[way.option for way in block] for block in self._ways(changed)]
             return least(options, self._room(changed))[0]
 
         now = fewest(allowance)
         remedies = [f"write at least {_up(now)} GiB"]
+        if allowance.capacity_bytes and now > allowance.capacity_bytes:
+            remedies = []  # more than there is
         if not allowance.offload:
             moved = fewest(replace(allowance, offload=True))
             if moved < now:
@@ -219,7 +225,7 @@ class Planner:
                 why=f"with everything recomputed that can be, this model and batch of "
                 f"{self._tokens} tokens need {_up(now)} GiB, where nothing recomputed holds "
                 f"{self._found.saved_bytes / GIB:.6g} GiB{beside}",
-                remedy="; or ".join(remedies),
+                remedy="; or ".join(remedies or ["use more processes, or offload what is beside"]),
             ),
             headline="no plan fits the memory budget",
         )

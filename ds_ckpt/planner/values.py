@@ -53,10 +53,14 @@ class KnownValues(TorchDispatchMode):
     def fake(self, value: Tensor) -> Tensor:
         """A fake tensor for `value`, whose values are remembered if it is small and whole."""
         twin = faked(value, self._mode)
-        whole = not value.is_floating_point() and not value.is_complex() and _small(value)
-        if whole and not isinstance(value, FakeTensor) and value.device.type != "meta":
+        real = not isinstance(value, FakeTensor) and value.device.type != "meta"
+        if real and may_be_known(value):
             self._known[twin] = value.detach().clone()  # a forward may write into it
         return twin
+
+    def known(self, leaf: Any) -> Any:
+        """The values of a fake tensor where they are known; anything else as it is."""
+        return self._known.get(leaf, leaf) if isinstance(leaf, Tensor) else leaf
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -110,6 +114,11 @@ class KnownValues(TorchDispatchMode):
 
 def _is_tensor(value: object) -> bool:
     return isinstance(value, Tensor)
+
+
+def may_be_known(tensor: Tensor) -> bool:
+    """Whether the tensor's values are kept: it is small, and of whole numbers."""
+    return not tensor.is_floating_point() and not tensor.is_complex() and _small(tensor)
 
 
 def _small(tensor: Tensor) -> bool:

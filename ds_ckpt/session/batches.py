@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+
+from ds_ckpt.planner.values import may_be_known
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class Sample:
 
     Attributes:
         tokens: elements of the largest integer tensor, else of the largest tensor.
-        work: that times its longest dimension: attention grows so.
+        work: of all tensors, elements times the longest dimension: attention grows so.
         autocast: device kind, whether it is on, and its type.
     """
 
@@ -35,8 +37,10 @@ class Sample:
         mode = FakeTensorMode()
 
         def light(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
-                return leaf.detach() if isinstance(leaf, Tensor) else leaf
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if may_be_known(leaf):
+                return leaf.detach()
             return mode.from_tensor(leaf.detach(), static_shapes=True).requires_grad_(
                 leaf.requires_grad
             )
@@ -50,9 +54,8 @@ class Sample:
     @property
     def shapes(self) -> str:
         """What decides what is saved."""
-        leaves = tree_leaves((self.args, self.kwargs))
-        tensors = (t for t in leaves if isinstance(t, Tensor))
-        return repr([(tuple(t.shape), t.dtype) for t in tensors]) + repr(self.autocast)
+        leaves, structure = tree_flatten((self.args, self.kwargs))
+        return repr((structure, [_word(leaf) for leaf in leaves], self.autocast))
 
     @contextmanager
     def surroundings(self) -> Iterator[None]:
@@ -63,10 +66,29 @@ class Sample:
             yield
 
 
+def _word(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
+    return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf).__name__
+
+
 def size_of(args: Any, kwargs: Any) -> tuple[int, int]:
+    """Tokens and work of a batch; see `Sample`."""
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-    whole = [t for t in tensors if not t.is_floating_point() and t.dim()] or tensors
-    largest = max(whole, key=lambda t: t.numel(), default=None)
-    if largest is None:
-        return 0, 0
-    return largest.numel(), largest.numel() * max(largest.shape, default=1)
+    whole = [t for t in tensors if not t.is_floating_point() and t.dim()]
+    named = [t for t in whole if t.dtype != torch.bool] or whole or tensors  # masks are no tokens
+    tokens = max((t.numel() for t in named), default=0)
+    return tokens, sum(t.numel() * max(t.shape, default=1) for t in tensors)
+
+
+def not_smaller(samples: Sequence[Sample]) -> list[Sample]:
+    """One of each shape, without those that another beats in tokens and in work."""
+    different = list({s.shapes: s for s in samples}.values())
+    return [
+        s
+        for i, s in enumerate(different)
+        if not any(
+            (o.tokens, o.work) != (s.tokens, s.work) and o.tokens >= s.tokens and o.work >= s.work
+            for o in different[:i] + different[i + 1 :]
+        )
+    ]

@@ -23,7 +23,7 @@ from ds_ckpt.patch import Patches
 from ds_ckpt.planner.plan import GIB, ActivationPlan
 from ds_ckpt.planner.watch import Watch, Word
 from ds_ckpt.session.agreement import Agreement
-from ds_ckpt.session.batches import Sample, size_of
+from ds_ckpt.session.batches import Sample, not_smaller, size_of
 from ds_ckpt.session.memory import MemoryGauge, capacity_of, gauge_for
 
 _WHERE = "$.ds_ckpt.activation.budget_gib"
@@ -69,7 +69,7 @@ class Planning:
         asked = config.budget_gib
         self._check(asked, capacity)
         self._limit = capacity if asked is None else int(asked * GIB)
-        self._agreement = Agreement(engine, config, blocks, self._limit)
+        self._agreement = Agreement(engine, config, blocks, self._limit, capacity)
         self._watch = Watch(self._limit) if config.policy == "auto" else None
         self._patches = Patches()
         self._gauge: MemoryGauge | None = None
@@ -78,9 +78,10 @@ class Planning:
         self.plan: ActivationPlan | None = None
         self.history: list[Change] = []
         self._planned: Sample | None = None
-        self._largest: Sample | None = None
-        """Of the forwards since the last look."""
-        self._recent: list[Sample] = []
+        self._since: list[Sample] = []
+        """The largest of the forwards since the last look."""
+        self._recent: list[list[Sample]] = []
+        """By step, of the last ones."""
         self._covered = (0, 0)
         """Tokens and work of the largest batch of all processes that the plan was made for."""
         self._stuck = False
@@ -117,14 +118,13 @@ class Planning:
         if not module.training or not torch.is_grad_enabled():
             return
         if self.plan is None:
-            self._largest = Sample.of(args, kwargs, self._device)
+            self._since = [Sample.of(args, kwargs, self._device)]
             step = int(self._engine.global_steps)
-            self._make(step, "the first batch", [self._largest], first=True)
+            self._make(step, "the first batch", self._since, first=True)
             return
         tokens, work = size_of(args, kwargs)
-        largest = self._largest
-        if largest is None or (tokens, work) > (largest.tokens, largest.work):
-            self._largest = Sample.of(args, kwargs, self._device)
+        if not any(s.tokens >= tokens and s.work >= work for s in self._since):
+            self._since = not_smaller([*self._since, Sample.of(args, kwargs, self._device)])
 
     # -- between steps ---------------------------------------------------------------------------
 
@@ -132,20 +132,19 @@ class Planning:
         """Collective: every process has ended optimizer step `step`."""
         if self.plan is None or self._planned is None:
             return
-        sample = self._largest
-        self._largest = None
-        tokens = sample.tokens if sample else 0
-        work = sample.work if sample else 0
+        seen, self._since = self._since, []
+        tokens = max((s.tokens for s in seen), default=0)
+        work = max((s.work for s in seen), default=0)
         used = float(self._gauge.take()) if self._gauge is not None else 0.0
         told = torch.tensor([tokens, work, used], dtype=torch.float64, device=self._device)
         torch.distributed.all_reduce(told, op=torch.distributed.ReduceOp.MAX)
         most_tokens, most_work, most_used = told.tolist()
-        if sample is not None:
-            self._recent = [*self._recent, sample][-(self._watch.patience if self._watch else 1) :]
+        if seen:
+            self._recent = [*self._recent, seen][-(self._watch.patience if self._watch else 1) :]
         if self._watch is None:
             if most_tokens > self._covered[0] or most_work > self._covered[1]:
                 why = f"batches have grown to {int(most_tokens)} tokens"
-                self._make(step, why, [*self._recent, self._planned])
+                self._make(step, why, [*seen, self._planned])
             return
         used = most_used + self._unseen_bytes(self.plan, most_tokens)
         word = self._watch.look(step, used)
@@ -168,7 +167,8 @@ class Planning:
         why = f"{share:.0%} of {self._watch.capacity_bytes / GIB:.6g} GiB in use"
         before = self.plan
         while True:
-            self._make(step, why, self._recent or [self._planned], word=word)
+            recent = [sample for samples in self._recent for sample in samples]
+            self._make(step, why, recent or [self._planned], word=word)
             if self.plan is not before:
                 self._watch.changed(step, word)
                 return
@@ -187,30 +187,37 @@ class Planning:
         word: Word | None = None,
     ) -> None:
         """Measure, agree, install. Every process calls it at the same moment."""
-        sample = max(samples, key=lambda s: (s.work, s.tokens))
+        before = self.plan
         if not first:
             self._remove()
         budget_bytes = self._watch.budget_bytes if self._watch is not None else self._limit
         try:
-            agreed = self._agreement.make(sample, budget_bytes, first=first)
+            agreed = self._agreement.make(samples, budget_bytes, first=first)
+            plan = agreed.plan
+            wrong_way = (
+                before is not None
+                and word is not None
+                and (plan.recompute_share > before.recompute_share) != (word == "more")
+            )
+            same = before is not None and (plan.choices == before.choices or wrong_way)
+            kept = before if before is not None and same else plan
+            self._install(kept.units(self._engine.module))
         except BaseException:
-            if not first and self.plan is not None:
-                self._install(self.plan.units(self._engine.module))
+            self._remove()
+            if before is not None:
+                self._install(before.units(self._engine.module))
             raise
-        plan, self._stuck, self._covered = agreed.plan, agreed.least, agreed.covered
-        before = self.plan
-        wrong_way = (
-            before is not None
-            and word is not None
-            and (plan.recompute_share > before.recompute_share) != (word == "more")
-        )
-        if before is not None and (plan.choices == before.choices or wrong_way):
-            self._install(before.units(self._engine.module))
+        self._stuck, covered = agreed.least, agreed.covered
+        if word is None:  # what was planned for before is planned for still
+            covered = (max(covered[0], self._covered[0]), max(covered[1], self._covered[1]))
+        self._covered = covered
+        if not same or word is None:
+            self._planned = agreed.sample
+        if same:
             if word is None:
-                self._planned = sample
+                self.plan = plan  # does the same, with the numbers of the larger batch
             return
-        self.plan, self._planned = plan, sample
-        self._install(plan.units(self._engine.module))
+        self.plan = plan
         change = Change(step, why, plan)
         self.history.append(change)
         self._tell(change)

@@ -160,3 +160,135 @@ def refused(activation: dict[str, Any], length: int = 12) -> str:
     assert len(engine.module._forward_pre_hooks) == plain
     engine.destroy()
     return words
+
+
+def _planned_engine(section: dict[str, Any], share: float, length: int) -> tuple[Any, Any]:
+    """An engine with a budget of this share of what `length` tokens hold, and its session."""
+    engine = _engine("llama", max_position_embeddings=128)
+    held = max(_train(engine, "llama", {}, [length])["held"])
+    engine._config._param_dict["ds_ckpt"] = {
+        "activation": {"policy": "budget", "budget_gib": share * held / GIB, **section}
+    }
+    return engine, ds_ckpt.attach(engine)
+
+
+def _step(engine: Any, data: dict[str, Any]) -> int:
+    """One optimizer step; bytes that wait for backward."""
+    with HeldActivations(engine.module) as measured:
+        loss = engine(**data).loss
+    engine.backward(loss)
+    engine.step()
+    return measured.bytes
+
+
+def _sized(rows: int, length: int) -> dict[str, Any]:
+    tokens = torch.arange(rows * length).remainder(architectures.VOCAB - 3).add(3)
+    tokens = tokens.view(rows, length)
+    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
+
+
+def many_short_and_few_long() -> dict[str, Any]:
+    """Batches of which one has more tokens and the other longer sequences, in turns."""
+    engine, session = _planned_engine({}, 0.6, 40)
+    held = [_step(engine, _sized(*size)) for size in [(1, 40), (6, 16)] * 4]
+    counted = session._planning._agreement
+    made = []
+    agreed = counted.make
+    counted.make = lambda *a, **k: made.append(1) or agreed(*a, **k)
+    held += [_step(engine, _sized(*size)) for size in [(1, 40), (6, 16)] * 2]
+    budget = session.config.activation.budget_gib * GIB
+    tokens = session.activation_plan.tokens
+    engine.destroy()
+    return {"held": held, "budget": budget, "made_again": len(made), "tokens": tokens}
+
+
+def one_cannot_plan(place: str) -> str:
+    """The words of every process where the one whose plan holds fails at `place`."""
+    engine, session = _planned_engine({}, 0.6, 12)
+    agreement = session._planning._agreement
+    if torch.distributed.get_rank() == 0:
+
+        def fails(*args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError("the search broke")
+
+        setattr(agreement, place, fails)
+    words = ""
+    try:
+        _step(engine, _sized(2, 12))
+    except (ds_ckpt.DsCkptError, RuntimeError) as error:
+        words = f"{type(error).__name__}: {error}"
+    engine.destroy()
+    return words
+
+
+def not_enough_room() -> list[str]:
+    """What two forwards say where the plan cannot be installed."""
+    section = {"contiguous": True, "contiguous_count": 1}
+    engine, _ = _planned_engine(section, 0.6, 12)
+    words = []
+    for _ in range(2):
+        try:
+            engine(**_sized(2, 12))
+            words.append("ran")
+        except ds_ckpt.DsCkptError as error:
+            words.append(str(error))
+    engine.destroy()
+    return words
+
+
+def contiguous_and_nothing_to_recompute() -> dict[str, Any]:
+    engine, session = _planned_engine({"contiguous": True}, 3.0, 12)
+    held = [_step(engine, _sized(2, 12)) for _ in range(2)]
+    choices = session.activation_plan.choices
+    engine.destroy()
+    return {"held": held, "choices": choices}
+
+
+def backward_after_another_plan(**extra: Any) -> dict[str, bool]:
+    """A graph of an older plan, whose backward comes when a newer one is installed."""
+    results = {}
+    gradients = []
+    for change in (False, True):
+        engine, session = _planned_engine(extra, 0.6, 16)
+        weight = torch.nn.Parameter(torch.zeros(()))
+        data = _sized(2, 16)
+        _step(engine, data)
+        loss = engine(**data).loss + weight
+        if change:
+            planning = session._planning
+            before = planning.plan
+            planning._limit = int(planning._limit * 0.85)
+            planning._make(1, "a test", [planning._planned])
+            results["changed"] = planning.plan is not before
+        engine.backward(loss)
+        groups = engine.optimizer.averaged_gradients.values()
+        gradients.append([g.detach().clone() for group in groups for g in group])
+        engine.step()
+        results["detached"] = True
+        loss = engine(**data).loss
+        session.detach()
+        engine.backward(loss)
+        groups = engine.optimizer.averaged_gradients.values()
+        gradients[-1] += [g.detach().clone() for group in groups for g in group]
+        engine.step()
+        engine.destroy()
+    pairs = list(zip(*gradients, strict=True))
+    results["equal"] = all(torch.equal(a, b) for a, b in pairs) and len(pairs) > 0
+    return results
+
+
+def frozen_later() -> list[int]:
+    """What nothing recomputed would hold, before and after all but the last block is frozen."""
+    engine, session = _planned_engine({}, 3.0, 12)
+    _step(engine, _sized(2, 12))
+    planning = session._planning
+    found = [session.activation_plan.none_bytes]
+    frozen = [p for n, p in engine.module.named_parameters() if f"layers.{LAYERS - 1}" not in n]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    planning._make(1, "a test", [planning._planned])
+    found.append(session.activation_plan.none_bytes)
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    engine.destroy()
+    return found

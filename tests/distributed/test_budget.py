@@ -151,6 +151,8 @@ def test_what_cannot_fit_is_refused_on_every_process_with_what_would(world2: Any
 @pytest.mark.parametrize(
     ("section", "word"),
     [
+        # "auto" plans for 90% of it, and what was written is what the words are on
+        ({"policy": "auto", "budget_gib": 2**-17}, "7.62939e-06 GiB for activations"),
         ({"policy": "auto"}, "a limit must be given"),
         ({"policy": "auto", "budget_gib": 1.0, "budget_of": "accelerator"}, "budget_of"),
         ({"policy": "budget", "budget_gib": 1e6}, "this host has"),
@@ -159,3 +161,41 @@ def test_what_cannot_fit_is_refused_on_every_process_with_what_would(world2: Any
 def test_what_cannot_be_watched_is_refused(world2: Any, section: dict[str, Any], word: str) -> None:
     for words in world2.run(cases_budget.refused, section, timeout=120):
         assert word in words
+
+
+def test_more_tokens_and_longer_sequences_in_turns_are_both_planned_for(world2: Any) -> None:
+    for ours in world2.run(cases_budget.many_short_and_few_long, timeout=200):
+        assert ours["tokens"] == 96  # what holds most, not what is longest
+        assert max(ours["held"][2:]) <= ours["budget"]
+        assert ours["made_again"] == 0  # both have been seen
+
+
+@pytest.mark.parametrize("place", ["_allowance", "_timed"])
+def test_a_plan_that_fails_on_one_process_fails_on_all(world2: Any, place: str) -> None:
+    first, second = world2.run(cases_budget.one_cannot_plan, place, timeout=60)
+    assert first == "RuntimeError: the search broke"
+    assert "StateError" in second
+    assert "the search broke" in second
+
+
+def test_a_plan_that_cannot_be_installed_is_refused_every_time(world2: Any) -> None:
+    for words in world2.run(cases_budget.not_enough_room, timeout=120):
+        assert all("contiguous_count" in w for w in words)
+
+
+def test_one_buffer_where_nothing_is_recomputed(world2: Any) -> None:
+    for ours in world2.run(cases_budget.contiguous_and_nothing_to_recompute, timeout=120):
+        assert set(ours["choices"]) == {"none"}
+        assert ours["held"][0] == ours["held"][1] > 0
+
+
+@pytest.mark.parametrize("extra", [{}, {"offload": True, "offload_min_bytes": 0}])
+def test_a_graph_of_an_older_plan_still_goes_back(world2: Any, extra: dict[str, Any]) -> None:
+    for found in world2.run(cases_budget.backward_after_another_plan, timeout=200, **extra):
+        assert found["changed"]
+        assert found["equal"]
+
+
+def test_what_is_frozen_later_is_measured_anew(world2: Any) -> None:
+    for before, after in world2.run(cases_budget.frozen_later, timeout=120):
+        assert after < 0.7 * before

@@ -240,6 +240,10 @@ def test_keys_that_need_a_switch() -> None:
         {"ds_ckpt": {"activation": {"policy": "block", "offload_prefetch": 2}}},
     )
     assert "$.ds_ckpt.activation.offload" in found["$.ds_ckpt.activation.offload_prefetch"].why
+    # gathers of split boundaries come ahead by the same number
+    split = {"policy": "block", "partition": True, "offload_prefetch": 2}
+    zero3 = {"zero_optimization": {"stage": 3}}
+    assert parse({**zero3, "ds_ckpt": {"activation": split}}).activation.offload_prefetch == 2
     found = problems({"ds_ckpt": {"activation": {"policy": "block", "partition_min_bytes": 0}}})
     assert "$.ds_ckpt.activation.partition" in found["$.ds_ckpt.activation.partition_min_bytes"].why
     found = problems({"activation_checkpointing": {"number_checkpoints": 2}})

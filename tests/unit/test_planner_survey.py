@@ -206,3 +206,12 @@ def test_rates_are_measured_on_the_device() -> None:
     assert 1e7 < rates.flops_per_s < 1e14
     assert 1e6 < rates.bytes_per_s < 1e13
     assert rates.seconds(rates.flops_per_s, rates.bytes_per_s) == pytest.approx(2.0)
+
+
+def test_no_budget_above_what_the_device_has_is_proposed() -> None:
+    planner = Planner(survey(build("llama", 2), (), batch("llama")), RATES, 24)
+    small = Allowance(1000, "activations", capacity_bytes=2000, micro_batch=2)
+    assert "write at least" not in str(planner.too_small(small))
+    assert "use more processes" not in str(planner.too_small(small))  # shorter sequences do
+    enough = Allowance(1000, "activations", capacity_bytes=2**40)
+    assert "write at least" in str(planner.too_small(enough))
