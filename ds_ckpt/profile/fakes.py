@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.patch import Patches
@@ -64,6 +65,10 @@ class Faked:
     batch: Any
     mode: FakeTensorMode
     values: KnownValues
+
+    def known_batch(self) -> Any:
+        """The batch with real tensors where their values are known."""
+        return tree_map(self.values.known, self.batch)
 
     @contextmanager
     def entered(self, *, tracing: bool = False) -> Iterator[None]:

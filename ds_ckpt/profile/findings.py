@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +26,7 @@ def findings_of(facts: Facts) -> Iterator[Finding]:
     yield from _buffers(facts)
     yield from _compiled(facts)
     yield from _limit(facts)
+    yield from _budget(facts)
 
 
 def _where(facts: Facts) -> Iterator[Finding]:
@@ -266,4 +268,31 @@ def _limit(facts: Facts) -> Iterator[Finding]:
             "train_micro_batch_size_per_gpu": best.batch,
             **(facts.config(best.policy) or {}),
         },
+    )
+
+
+def _budget(facts: Facts) -> Iterator[Finding]:
+    """Where no policy is too much and some policy fits: the cheapest that does lies between."""
+    first, limit = facts.first, facts.limit_bytes
+    if limit is None or total_bytes(facts, first) <= limit:
+        return
+    measured = [f for f in facts.footprints if f.batch == first.batch]
+    least = min(measured, key=lambda f: total_bytes(facts, f))
+    if total_bytes(facts, least) > limit:
+        return
+    stage3 = facts.states.zero_stage == 3
+    # what is resident is on the accelerator too; only of ZeRO-3 a plan knows how much it is
+    left = limit if stage3 else limit - facts.states.resident_bytes
+    keys = {
+        "policy": "budget",
+        "budget_gib": math.floor(left / 2**30 * 1000) / 1000,
+        "budget_of": "accelerator" if stage3 else "activations",
+    }
+    if keys["budget_gib"] == 0:
+        return
+    yield Finding(
+        f"Without a policy a batch of {first.batch} needs {size(total_bytes(facts, first))}, more"
+        f" than {size(limit)}. A budget recomputes no more than it takes to fit: less than"
+        f' "{least.policy}", which needs {size(total_bytes(facts, least))}.',
+        {"ds_ckpt": {"activation": _section(facts, **keys)}},
     )

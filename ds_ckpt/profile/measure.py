@@ -20,6 +20,7 @@ from ds_ckpt.activation.recompute import Surrounding
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.profile.fakes import built_fake
 from ds_ckpt.profile.held import HeldByPlace
+from ds_ckpt.profile.plans import with_plan
 from ds_ckpt.profile.policies import Choice, blocks_of
 from ds_ckpt.profile.records import Footprint
 from ds_ckpt.profile.subject import Subject, run_forward, tokens_of
@@ -59,7 +60,8 @@ def checkpointed(
         yield
         return
     scopes = (scope,) if scope is not None else ()
-    put = CheckpointedBlocks(model, scopes=scopes, policy=policy, around=around)
+    units = None if choice.plan is None else choice.plan.units(model)
+    put = CheckpointedBlocks(model, scopes=scopes, policy=policy, units=units, around=around)
     try:
         yield
     finally:
@@ -123,8 +125,9 @@ def fake_footprints(
     """One of each policy at a batch of `count`."""
     made = built_fake(subject, count)
     found = []
-    for choice in wanted:
-        told(f"{choice.name}, batch {count}")
+    for unplanned in wanted:
+        told(f"{unplanned.name}, batch {count}")
+        choice = with_plan(unplanned, made.model, made.known_batch(), torch.device("cpu"))
         with made.entered():
             found.append(observe(made.model, made.batch, choice, modules, count=count, fake=True))
     return found
@@ -142,8 +145,9 @@ def real_footprints(
     found = []
     with out_of_memory(count):
         model, batch = built_real(subject, count, device)
-        for choice in wanted:
-            told(f"{choice.name}, batch {count}, real tensors")
+        for unplanned in wanted:
+            told(f"{unplanned.name}, batch {count}, real tensors")
+            choice = with_plan(unplanned, model, batch, device)
             found.append(observe(model, batch, choice, modules, count=count, fake=False))
     return found
 

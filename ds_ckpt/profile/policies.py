@@ -11,8 +11,10 @@ from torch import nn
 from ds_ckpt.activation import Policy, find_blocks
 from ds_ckpt.activation.blocks import Block, repeated_classes
 from ds_ckpt.config import parse
+from ds_ckpt.config.activation import ActivationConfig
 from ds_ckpt.config.policy import activation_policy
 from ds_ckpt.errors import ConfigError, DsCkptError, Problem
+from ds_ckpt.planner.plan import ActivationPlan
 
 NONE = "none"
 CONFIGURED = "configured"
@@ -30,22 +32,36 @@ NAMES = (NONE, *_COMPARED)
 
 @dataclass(frozen=True)
 class Choice:
-    """A policy under a name, and the activation section that asks for it (None: no section)."""
+    """A policy under a name, and the activation section that asks for it (None: no section).
+
+    Attributes:
+        plan: of the policies "budget" and "auto", once the model is known (`plans.with_plan`).
+        resident_bytes: what ZeRO keeps beside activations, for budgets of the accelerator.
+        limit_bytes: what the accelerator has, where that is known.
+    """
 
     name: str
     section: dict[str, Any] | None
+    plan: ActivationPlan | None = None
+    resident_bytes: int = 0
+    limit_bytes: int | None = None
 
     @property
     def config(self) -> dict[str, Any] | None:
         """To be merged into a DeepSpeed file."""
         return None if self.section is None else {"ds_ckpt": {"activation": self.section}}
 
-    def policy(self) -> Policy | None:
+    def activation(self) -> ActivationConfig | None:
         """Raises ConfigError, as training would."""
         if self.section is None:
             return None
         plugin = parse({**ZERO3, "ds_ckpt": {"activation": self.section}}, source=self.name)
-        return activation_policy(plugin.activation)
+        return plugin.activation
+
+    def policy(self) -> Policy | None:
+        """Raises ConfigError, as training would."""
+        activation = self.activation()
+        return None if activation is None else activation_policy(activation)
 
 
 def choices(

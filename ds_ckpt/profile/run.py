@@ -26,6 +26,7 @@ from ds_ckpt.profile.measure import (
     real_footprints,
     too_big,
 )
+from ds_ckpt.profile.plans import not_counted, with_plan
 from ds_ckpt.profile.policies import Choice, blocks_of, choices
 from ds_ckpt.profile.records import Compiled, Device, Footprint, Profile
 from ds_ckpt.profile.states import Parameters, estimate
@@ -66,7 +67,7 @@ def dtype_in(config: Mapping[str, Any] | None) -> torch.dtype | None:
 
 def make_profile(options: Options, told: Told = lambda text: None) -> Profile:
     """Raises ConfigError and UnsupportedError, with remedies."""
-    configured = None
+    configured = plugin = None
     modules: Sequence[str] | None = options.modules
     if options.config is not None:
         plugin = parse(options.config, source=options.source)
@@ -77,13 +78,17 @@ def make_profile(options: Options, told: Told = lambda text: None) -> Profile:
     sizes = options.sizes
     if sizes.dtype is None:
         sizes = replace(sizes, dtype=dtype_in(options.config))
+    notes = not_counted(plugin.activation) if plugin is not None else []
     subject = find_subject(options.model, sizes)
     device = _device(options.device)
     told("building the model")
     made = _Made(subject, options, modules, device, told)
-    wanted = choices(options.policies, made.modules, configured)
+    states, said = estimate(made.parameters, options.config, options.world)
+    wanted = [
+        replace(c, resident_bytes=states.resident_bytes, limit_bytes=options.limit_bytes)
+        for c in choices(options.policies, made.modules, configured)
+    ]
     footprints = made.footprints(wanted)
-    states, notes = estimate(made.parameters, options.config, options.world)
     footprints = made.with_real(footprints, wanted)
     facts = Facts(
         states=states,
@@ -104,7 +109,7 @@ def make_profile(options: Options, told: Told = lambda text: None) -> Profile:
         states=states,
         footprints=facts.footprints,
         findings=tuple(findings_of(facts)),
-        not_measured=(*notes, *made.not_measured),
+        not_measured=(*said, *notes, *made.not_measured),
         limit_bytes=options.limit_bytes,
         best=best_of(facts),
         compiled=facts.compiled,
@@ -209,6 +214,7 @@ class _Made:
     ) -> list[Footprint]:
         with out_of_memory(count):
             model, batch = built_real(self._subject, count, self._device)
+            wanted = [with_plan(choice, model, batch, self._device) for choice in wanted]
             result = []
             for footprint, choice in zip(found, wanted, strict=True):
                 self._told(f"{choice.name}, batch {count}, real bytes")
@@ -269,7 +275,13 @@ class _Made:
         with out_of_memory(first.batch):
             model, batch = built_real(self._subject, first.batch, self._device)
             section = facts.sections[first.policy]
-            choice = Choice(first.policy, None if section is None else dict(section))
+            bare = Choice(
+                first.policy,
+                None if section is None else dict(section),
+                resident_bytes=facts.states.resident_bytes,
+                limit_bytes=facts.limit_bytes,
+            )
+            choice = with_plan(bare, model, batch, self._device)
             moved = first.recompute.moved_bytes
             return watch_device(model, batch, choice, moved, self._device)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import collections
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from ds_ckpt.errors import ConfigError
 from ds_ckpt.planner.survey import survey
 from ds_ckpt.profile.device import real_bytes
 from ds_ckpt.profile.measure import built_real, checkpointed, fake_footprints, real_footprints
@@ -178,3 +180,34 @@ def test_eager_attention_is_seen_and_a_core_too() -> None:
     assert eager.core_avoided_bytes == 0
     assert (core.score_bytes, core.core_avoided_bytes) == (0, 2 * weights)
     assert eager.held_bytes > core.held_bytes
+
+
+@pytest.mark.parametrize("policy", ["budget", "auto"])
+def test_a_budget_is_profiled_with_the_plan_that_it_leads_to(policy: str) -> None:
+    subject = find_subject("demo", Sizes(tokens=64))
+    (plain,) = fake_footprints(subject, 1, choices((), None, None), None)
+    section = {"policy": policy, "budget_gib": 0.6 * plain.held_bytes / 2**30}
+    wanted = choices((), None, section)
+    _, planned = fake_footprints(subject, 1, wanted, None)
+    assert planned.recompute.launches > 0
+    assert 0 < planned.held_bytes <= 0.6 * plain.held_bytes
+    _, real = real_footprints(subject, 1, wanted, None, CPU)
+    assert real.held_bytes <= 0.6 * plain.held_bytes
+    assert real.recompute.launches > 0
+
+
+def test_a_plan_without_a_limit_is_refused_and_says_which_option() -> None:
+    subject = find_subject("demo", Sizes(tokens=16))
+    with pytest.raises(ConfigError, match="--limit-gib"):
+        fake_footprints(subject, 1, choices((), None, {"policy": "auto"}), None)
+
+
+def test_a_budget_of_the_accelerator_takes_off_what_zero_keeps() -> None:
+    subject = find_subject("demo", Sizes(tokens=64))
+    (plain,) = fake_footprints(subject, 1, choices((), None, None), None)
+    section = {"policy": "budget", "budget_gib": 1.0, "budget_of": "accelerator"}
+    wanted = choices((), None, section)
+    assert fake_footprints(subject, 1, wanted, None)[1].recompute.launches == 0
+    full = 2**30 - int(0.8 * plain.held_bytes)
+    wanted = [replace(c, resident_bytes=full) for c in wanted]
+    assert fake_footprints(subject, 1, wanted, None)[1].recompute.launches > 0

@@ -16,7 +16,7 @@ from rich.console import Console
 from ds_ckpt.config import parse
 from ds_ckpt.errors import UnsupportedError
 from ds_ckpt.profile import records
-from ds_ckpt.profile.facts import Facts, best_of
+from ds_ckpt.profile.facts import Facts, best_of, total_bytes
 from ds_ckpt.profile.findings import _spans, findings_of
 from ds_ckpt.profile.plot import draw
 from ds_ckpt.profile.records import (
@@ -136,11 +136,14 @@ def _facts(profile: Profile, **changes: Any) -> Facts:
         {"compiled": COMPILED, "modules": ["Block", "layers.*"]},
         {"limit_bytes": 1},
         {"limit_bytes": 2**34},
+        {"limit_bytes": "less than no policy"},
     ],
 )
 def test_the_line_of_every_finding_is_a_valid_configuration(
     measured: Profile, changes: dict[str, Any]
 ) -> None:
+    if changes.get("limit_bytes") == "less than no policy":
+        changes = {"limit_bytes": total_bytes(_facts(measured), measured.footprints[0]) - 1}
     found = list(findings_of(_facts(measured, **changes)))
     with_line = [f for f in found if f.config is not None]
     assert len(with_line) >= 5
@@ -230,3 +233,36 @@ def test_the_plot_tells_policies_and_kinds_by_words_and_hatches(
 def test_an_unknown_picture_is_refused(full: Profile, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"\.png or \.svg"):
         draw(full, tmp_path / "p.gif")
+
+
+def test_a_limit_that_no_policy_exceeds_proposes_a_budget(measured: Profile) -> None:
+    facts = _facts(measured)
+    plain = total_bytes(facts, facts.first)
+    least = min(total_bytes(facts, f) for f in measured.footprints if f.batch == facts.first.batch)
+    assert least < plain - 2**20
+
+    def proposed(limit: int, **changes: Any) -> dict[str, Any] | None:
+        found = findings_of(replace(facts, limit_bytes=limit, **changes))
+        sections = [f.config["ds_ckpt"]["activation"] for f in found if "budget" in f.text]
+        return sections[0] if sections else None
+
+    assert proposed(plain) is None
+    assert proposed(least - 1) is None
+    section = proposed(plain - 1)
+    assert section is not None
+    assert (section["policy"], section["budget_of"]) == ("budget", "accelerator")
+    assert 0 <= (plain - 1) / 2**30 - section["budget_gib"] < 0.0011
+    stage2 = replace(facts.states, zero_stage=2)
+    other = proposed(plain - 1, states=stage2)
+    assert other is not None
+    assert other["budget_of"] == "activations"
+    left = (plain - 1 - facts.states.resident_bytes) / 2**30
+    assert 0 <= left - other["budget_gib"] < 0.0011
+
+
+def test_what_is_kept_elsewhere_is_said_not_to_be_counted() -> None:
+    section = {"policy": "block", "offload": True, "partition": True}
+    config = {"zero_optimization": {"stage": 3}, "ds_ckpt": {"activation": section}}
+    options = Options("demo", config, sizes=Sizes(tokens=8), policies=(), real=False)
+    said = make_profile(options).not_measured
+    assert [s.split(":")[0] for s in said if "counts as held" in s] == ["offload", "partition"]
