@@ -17,13 +17,16 @@ if TYPE_CHECKING:
     from ds_ckpt.harness.experiment.plan import Spec
 
 
+def _file(words: str) -> Any:
+    return typer.Option(help=words, exists=True, dir_okay=False, readable=True)
+
+
 def measure(
+    context: typer.Context,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="The run's folder. One that was stopped goes on.")
     ],
-    hostfile: Annotated[
-        Path | None, typer.Option(help="Real machines, one `name slots=N` a line.")
-    ] = None,
+    hostfile: Annotated[Path | None, _file("Real machines, one `name slots=N` a line.")] = None,
     on_loopback: Annotated[
         bool, typer.Option("--loopback", help="This machine alone; the link is not shaped.")
     ] = False,
@@ -37,10 +40,10 @@ def measure(
         str | None, typer.Option(help='"4 nodes x 8 A100, 100 Gbit/s, llama-7b" sets the rate.')
     ] = None,
     hardware: Annotated[
-        Path | None, typer.Option(help="Figures for --like; a copy of hardware.json to edit.")
+        Path | None, _file("Figures for --like; a copy of hardware.json to edit.")
     ] = None,
     links: Annotated[
-        Path | None, typer.Option(help="For --like: the rate from a file of `ds-ckpt probe`.")
+        Path | None, _file("For --like: the rate from a file of `ds-ckpt probe`.")
     ] = None,
     policies: Annotated[
         str, typer.Option(help="Checkpointing: none, block, attention, mlp, or DeepSpeed files.")
@@ -65,7 +68,7 @@ def measure(
     equal_memory: Annotated[
         bool, typer.Option(help="Also the batch that checkpointing leaves memory for.")
     ] = True,
-    text: Annotated[Path | None, typer.Option(help="Train on it, not on Python's texts.")] = None,
+    text: Annotated[Path | None, _file("Train on it, not on Python's texts.")] = None,
     seed: Annotated[int, typer.Option(help="Of weights and data.")] = 1,
     launcher: Annotated[str, typer.Option(help="For deepspeed: pdsh or openmpi.")] = "pdsh",
     interface: Annotated[
@@ -89,6 +92,11 @@ def measure(
     from ds_ckpt.harness.experiment.plan import Spec, check
 
     console = Console()
+    given = {
+        name
+        for name in context.params
+        if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+    }
     with errors_in_words():
         chosen_policies, chosen_methods, sections = asked.sections_of(policies, methods)
         spec = Spec(
@@ -116,9 +124,11 @@ def measure(
             port,
             ssh_port,
         )
-        spec, open_ground = asked.ground_of(wanted, spec, console)
+        spec, open_ground = asked.ground_of(wanted, spec, console, given)
         check(spec)
-        if like is not None and (rates is not None or spec.where != "emulated"):
+        if like is None:
+            asked.refuse_unused(given, ("hardware", "links"), "there is no --like")
+        elif rates is not None or spec.where != "emulated":
             raise typer.BadParameter("--like sets the rate of emulated links: leave out --rates")
         with open_ground() as ground:
             limits: dict[str, Any] = {"stall_s": stall_s, "limit_s": limit_s}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from ds_ckpt.harness.experiment.break_even import crossing
@@ -13,7 +15,7 @@ from ds_ckpt.harness.experiment.derive import (
     derive,
 )
 from ds_ckpt.harness.experiment.estimates import Estimate, Key, Rounds
-from ds_ckpt.harness.experiment.records import StepTime
+from ds_ckpt.harness.experiment.records import StepTime, Turn
 from ds_ckpt.harness.experiment.tables import FIGURE_WORDS
 from tests.unit import experiment_samples as known
 
@@ -136,10 +138,41 @@ def test_a_round_that_not_every_cell_has_taken_part_in_is_left_out() -> None:
 
 
 def test_a_headline_needs_a_narrow_interval_and_rounds() -> None:
-    wide, narrow = Estimate(1.0, 0.9, 1.1), Estimate(1.0, 0.96, 1.05)
+    wide, narrow = Estimate(1.0, 0.9, 1.1), Estimate(1.0, 0.96, 1.04)
     figures = Figures(100.0, "block", "dense", "4bit", 4, SETTLED_ROUNDS, {"a": wide, "b": narrow})
     assert not figures.settled("a")
     assert figures.settled("b")
     assert not figures.settled("c")
     few = Figures(100.0, "block", "dense", "4bit", 4, SETTLED_ROUNDS - 1, {"b": narrow})
     assert not few.settled("b")
+
+
+def test_of_an_interval_that_lies_askew_the_longer_side_counts() -> None:
+    assert Estimate(1.0, 0.92, 1.0).half_width == pytest.approx(0.08)
+
+
+def test_draws_in_which_recomputing_costs_nothing_leave_no_interval() -> None:
+    turns = [known.turn(known.SPEC, "none/stock", 100.0, n, 0.0) for n in range(5)]
+    shares = iter([0.5, *[0.5, math.nan] * 200])
+    share = Rounds(turns).estimate(lambda _: {"share_paid": next(shares)})["share_paid"]
+    assert share.value == 0.5
+    assert math.isnan(share.low)
+    assert not Figures(100.0, "block", "stock", "4bit", 4, 5, {"share_paid": share}).settled(
+        "share_paid"
+    )
+
+
+@pytest.mark.parametrize("kept", [1, 5, 8])
+def test_a_rate_without_a_whole_round_is_left_out(kept: int) -> None:
+    """Stopped in the first round at the last rate, after some cells had their turn."""
+    cells = [cell.name for cell in known.SPEC.cells][:kept]
+    found = [
+        s
+        for s in known.samples()
+        if not isinstance(s, Turn)
+        or s.rate_mbit != 1600.0
+        or (s.cell in cells and s.round == 0 and not s.equal_memory)
+    ]
+    findings = derive(known.SPEC, found)
+    whole = {100.0, 400.0} | ({1600.0} if kept == 8 else set())
+    assert {f.rate_mbit for f in findings.figures} == {r.rate_mbit for r in findings.rows} == whole

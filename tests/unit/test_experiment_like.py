@@ -96,3 +96,21 @@ def test_every_figure_has_a_source() -> None:
             assert figures
             for key in figures:
                 assert entry[f"{key}_source"]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "is not JSON"),
+        ('{"accelerators": {"A100": {}}, "models": {"llama-7b": {"tokens": 4}}}', "no flop_per_s"),
+    ],
+)
+def test_a_file_of_figures_that_lacks_some_is_refused(
+    tmp_path: Path, content: str, said: str
+) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=said):
+        cluster("4 nodes x 8 A100, 100 Gbit/s, llama-7b", hardware=path)
+    with pytest.raises(ConfigError, match="ds-ckpt probe"):
+        cluster("4 nodes x 8 A100, 100 Gbit/s, llama-7b", links=path)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ds_ckpt.config import parse
 from ds_ckpt.errors import ConfigError, StateError
+from ds_ckpt.harness.experiment import grounds
+from ds_ckpt.harness.experiment.asked import sections_of
 from ds_ckpt.harness.experiment.grounds import read_hostfile
 from ds_ckpt.harness.experiment.plan import METHODS, POLICIES, Spec, check, deepspeed_config
 from ds_ckpt.harness.experiment.records import Memory, Store, Turn
 from ds_ckpt.harness.experiment.turns import equal_memory, median_index, slowest
+from ds_ckpt.harness.hosts.launch import Launcher, Prepared
 from tests.unit import experiment_samples as known
 
 
@@ -40,7 +44,7 @@ def test_every_cell_is_a_file_that_the_plugin_accepts() -> None:
 
 def test_a_users_section_stands_for_its_name() -> None:
     section = {"method": "quantize", "quantize": {"bits": 8}, "start_step": 7}
-    spec = Spec(methods=("mine",), sections={"mine": section})
+    spec = Spec(methods=("mine",), sections={"compression/mine": section})
     check(spec)
     (cell,) = [c for c in spec.cells if c.name == "block/mine"]
     compression = deepspeed_config(spec, cell, parameters=10)["ds_ckpt"]["compression"]
@@ -160,3 +164,65 @@ def test_hostfiles_that_cannot_be_used(tmp_path: Path, text: str, said: str) -> 
     path.write_text(text)
     with pytest.raises(ConfigError, match=said):
         read_hostfile(path)
+
+
+def _file(folder: Path, name: str, **plugin: Any) -> str:
+    path = folder / name
+    zero = {"zero_optimization": {"stage": 3}}
+    content = {"train_micro_batch_size_per_gpu": 1, **zero, "ds_ckpt": plugin}
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return str(path)
+
+
+def test_one_file_may_be_policy_and_method(tmp_path: Path) -> None:
+    activation, compression = {"policy": "mlp"}, {"method": "quantize"}
+    both = _file(tmp_path, "both.json", activation=activation, compression=compression)
+    policies, methods, sections = sections_of(f"none,{both}", both)
+    spec = Spec(policies=policies, methods=methods, sections=sections)
+    check(spec)
+    (cell,) = [c for c in spec.cells if c.name == "both/both"]
+    plugin = deepspeed_config(spec, cell, parameters=10)["ds_ckpt"]
+    assert plugin["activation"] == activation
+    assert plugin["compression"]["method"] == "quantize"
+
+
+@pytest.mark.parametrize(
+    ("policies", "methods", "said"),
+    [
+        ("none,{none}", "", "is a name already"),
+        ("none", "{dense}", "is a name already"),
+        ("none", "{none}", "no ds_ckpt.compression"),
+        ("none,{other}", "", "no ds_ckpt.activation"),
+    ],
+)
+def test_a_file_that_would_change_or_be_nothing_is_refused(
+    tmp_path: Path, policies: str, methods: str, said: str
+) -> None:
+    """A cell of that name would be stock DeepSpeed, or the baseline another one, silently."""
+    files = {
+        "none": _file(tmp_path, "none.json", activation={"policy": "block"}),
+        "dense": _file(tmp_path, "dense.json", compression={"method": "topk"}),
+        "other": _file(tmp_path, "other.json", compression={"method": "topk"}),
+    }
+    with pytest.raises(ConfigError, match=said):
+        sections_of(policies.format(**files), methods.format(**files))
+
+
+@pytest.mark.parametrize("launcher", ["pdsh", "openmpi"])
+def test_sshs_port_reaches_both_launchers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: Launcher
+) -> None:
+    """`deepspeed --ssh_port` is for pdsh; mpirun starts its daemons with ssh of its own."""
+    launched: list[Prepared] = []
+    monkeypatch.setattr(
+        grounds, "run_prepared", lambda prepared, *_, **__: launched.append(prepared)
+    )
+    monkeypatch.setenv("OMPI_MCA_plm_rsh_args", "-F mine")
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("a slots=1\nb slots=1\n")
+    ground = grounds.Hostfile(hostfile, launcher=launcher, ssh_port=2222)
+    ground.launch(["--module", "x"], tmp_path, 1.0, lambda: None)
+    (one,) = launched
+    by_option = "--ssh_port=2222" in one.command
+    assert by_option == (launcher == "pdsh")
+    assert (one.environment["OMPI_MCA_plm_rsh_args"] == "-F mine -p 2222") == (not by_option)

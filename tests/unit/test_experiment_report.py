@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 
 from ds_ckpt.cli import app
 from ds_ckpt.errors import StateError
+from ds_ckpt.harness.experiment import plots, tables
 from ds_ckpt.harness.experiment.folder import Folder
 from ds_ckpt.harness.experiment.plan import Spec
 from ds_ckpt.harness.experiment.report import LIKE, Report
@@ -105,9 +107,9 @@ def _plots(page: str) -> dict[str, ElementTree.Element]:
 
 
 def test_every_plot_is_there_with_its_data(page: str) -> None:
-    plots = _plots(page)
-    assert tuple(plots) == PLOTS
-    for name, svg in plots.items():
+    drawn = _plots(page)
+    assert tuple(drawn) == PLOTS
+    for name, svg in drawn.items():
         words = " ".join(text for e in svg.iter() if (text := e.text))
         shapes = [e for e in svg.iter() if e.tag.endswith("}path")]
         assert len(shapes) > 20, name
@@ -149,7 +151,7 @@ def test_the_square_stands_first_then_one_step_bytes_sweep_run_and_caveats(page:
         "torch 1.2.3",
         "a CPU, 2 cores",
         "changed no training loss by a single bit",
-        "pays for all recomputation up to",
+        "pays for all recomputation up to about",
     ):
         assert words in page, words
 
@@ -222,6 +224,133 @@ def test_two_runs_are_held_against_each_other(tmp_path: Path) -> None:
     apart = CliRunner().invoke(app, command)
     assert apart.exit_code == 1
     assert "beyond 5%" in apart.output
+
+
+def test_what_is_missing_is_said_first(tmp_path: Path) -> None:
+    """Stopped in the second round at one rate, in the first at another, before any loss."""
+    folder = write_run(tmp_path / "run")
+    store = Folder(folder).store
+    kept = [
+        s
+        for s in store.read()
+        if s.kind != "loss"
+        and not (s.kind == "turn" and s.rate_mbit == 400.0 and s.round > 0)
+        and not (s.kind == "turn" and s.rate_mbit == 1600.0 and s.cell != "none/stock")
+    ]
+    store.path.unlink()
+    store.append(kept)
+    lines = Report.of(folder).headlines()
+    assert lines[0].startswith("NOT WHOLE")
+    assert "400 Mbit/s: 1 of 5 rounds" in lines[0]
+    assert "1600 Mbit/s: none of 5 rounds" in lines[0]
+    assert "100 Mbit/s: 5" not in lines[0]
+    assert "no held-out loss of none/stock, none/dense, none/4bit, block/stock" in lines[0]
+    assert lines[0] in Report.of(folder).html()
+    assert lines[0] in Report.of(folder).markdown()
+    whole = Report.of(write_run(tmp_path / "whole"))
+    assert "NOT WHOLE" not in whole.html()
+
+
+def test_the_file_of_a_run_without_a_share_is_json(tmp_path: Path) -> None:
+    """Recomputing that costs nothing has no share that is paid; JSON has no NaN."""
+    folder = write_run(tmp_path / "run")
+    turns = [s for s in Folder(folder).store.read() if s.kind == "turn"]
+    free = []
+    for turn in turns:
+        if turn.cell.startswith("block"):
+            parts = {**turn.steps[0].parts_s, "recompute": 0.0, "network_recompute": 0.0}
+            step = turn.steps[0].model_copy(update={"parts_s": parts})
+            free.append(turn.model_copy(update={"steps": (step,) * 2}))
+    Folder(folder).store.append(free)
+    report = Report.of(folder)
+    report.write(folder)
+
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    data = json.loads((folder / "report.json").read_text(), parse_constant=refuse)
+    assert data["figures"][0]["values"]["share_paid"]["value"] is None
+    assert "nan" not in report.markdown()
+
+
+def test_with_several_batches_each_is_told_apart(tmp_path: Path) -> None:
+    spec = replace(known.SPEC, batches=(4, 6))
+    folder = write_run(tmp_path / "run", spec)
+    store = Folder(folder).store
+    more = [
+        s.model_copy(update={"sequences": 6, "step_s": 9.0} if s.kind == "timeline" else six)
+        for six in ({"sequences": 6},)
+        for s in store.read()
+        if s.kind in ("turn", "timeline") and not getattr(s, "equal_memory", False)
+    ]
+    store.append(more)
+    report = Report.of(folder)
+    page = report.html()
+    drawn = _plots(page)
+    for name in ("parts-0", "bytes-0"):
+        words = [text for e in drawn[name].iter() if (text := e.text)]
+        for label in ("none/stock, 4 sequences", "none/stock, 6 sequences"):
+            assert words.count(label) == 1, (name, label)
+    assert "9.000 s" not in "".join(e.text or "" for e in drawn["timeline-0"].iter())
+    lines = [line for line in report.headlines() if " against " in line]
+    assert len({line.split(":")[0] for line in lines}) == len(lines)
+    assert "block/4bit, 6 sequences" in report.markdown()
+
+
+def test_no_two_lines_of_a_plot_look_alike() -> None:
+    assert len({plots.look(place) for place in range(52)}) == 52
+
+
+def test_every_column_has_its_unit(tmp_path: Path) -> None:
+    rows = Report.of(write_run(tmp_path / "run")).findings.rows
+    bare = [h for h in tables.cells_table(rows)[0] if not h.endswith((", s", "MB", "MB a host"))]
+    counts = ["cell", "sequences", "parts / step", "interfaces / purposes", "held-out loss"]
+    assert bare == counts
+    assert all(head.endswith(", MB") for head in tables.bytes_table(rows)[0][1:])
+
+
+def test_interfaces_that_count_otherwise_are_a_caveat(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    assert not any("payload" in line for line in Report.of(folder).caveats())
+    store = Folder(folder).store
+    more = [s for s in store.read() if s.kind == "turn" and s.cell == "none/dense"]
+    store.append([s.model_copy(update={"interface_bytes": 1.1 * s.interface_bytes}) for s in more])
+    (line,) = [line for line in Report.of(folder).caveats() if "payload" in line]
+    assert "(none/dense)" in line
+
+
+def test_without_its_packages_the_page_alone_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of hours must not end with nothing to read."""
+    folder = write_run(tmp_path / "run")
+    for name in ("jinja2", "matplotlib.figure"):
+        with monkeypatch.context() as without:
+            without.setitem(sys.modules, name, None)
+            result = CliRunner().invoke(app, ["report", str(folder)])
+        assert result.exit_code == 1
+        assert "ds_ckpt[report]" in result.output
+        for kind in ("md", "json"):
+            (folder / f"report.{kind}").unlink()
+
+
+def test_a_break_even_is_no_headline(tmp_path: Path) -> None:
+    """It has no interval, and two runs are not held against each other in it."""
+    report = Report.of(write_run(tmp_path / "run"))
+    assert not any("Break-even" in line for line in report.headlines())
+    assert "Break-even" in report.markdown()
+
+
+def test_two_experiments_are_not_held_against_each_other(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "first")
+    other = write_run(tmp_path / "other", replace(known.SPEC, tokens=64, slots=2))
+    result = CliRunner().invoke(app, ["report", str(first), "--against", str(other)])
+    assert result.exit_code == 1
+    assert "slots, tokens" in result.output
+    few = write_run(tmp_path / "few", replace(known.SPEC, rounds=2))
+    result = CliRunner().invoke(app, ["report", str(few), "--against", str(few)])
+    assert result.exit_code == 1
+    assert "nothing to hold" in result.output
 
 
 def _chromium() -> str:

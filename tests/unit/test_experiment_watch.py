@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,15 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from ds_ckpt.cli import app
-from ds_ckpt.harness.experiment import preflight
+from ds_ckpt.errors import ConfigError, Problem
+from ds_ckpt.harness.experiment import preflight, run
 from ds_ckpt.harness.experiment import watch as watching
 from ds_ckpt.harness.experiment.folder import STALLED, Folder
+from ds_ckpt.harness.experiment.plan import Spec
 from ds_ckpt.harness.experiment.preflight import HostError, check_hosts, unreachable
+from ds_ckpt.harness.experiment.records import Model
 from ds_ckpt.harness.experiment.watch import Watch
+from ds_ckpt.harness.hosts import HostsError
 
 WATCHDOG = """
 import sys, time
@@ -30,7 +35,7 @@ folder.START_S, folder.ORPHANED_S = 0.1, 1.0
 watchdog = folder.Watchdog(float(sys.argv[1]))
 watchdog.beat()
 if sys.argv[2]:
-    watchdog.look_at(Path(sys.argv[2]))
+    watchdog.look_at(Path(sys.argv[2]), sys.argv[5])
 print("watched", flush=True)
 for _ in range(int(sys.argv[3])):
     time.sleep(0.1)
@@ -42,8 +47,8 @@ time.sleep(60 if sys.argv[4] == "hang" else 0)
 class Ground:
     """Three hosts of which some answer as told."""
 
-    names = ("a", "b", "c")
-    port = 1234
+    names: tuple[str, ...] = ("a", "b", "c")
+    port: int = 1234
 
     def __init__(self, **answers: tuple[int, str, str]) -> None:
         self.answers = answers
@@ -65,8 +70,32 @@ class Ground:
         return []
 
 
-def _watchdog(limit_s: float, alive: str, beats: int, then: str) -> tuple[int, str, float]:
-    command = [sys.executable, "-c", WATCHDOG, str(limit_s), alive, str(beats), then]
+class Gone(Ground):
+    """Hosts of which one vanishes while it runs."""
+
+    where = "hosts"
+
+    def __init__(self) -> None:
+        super().__init__(b=(255, "", "No route to host"))
+
+    def describe(self) -> str:
+        return self.where
+
+    def launch(
+        self, argv: Sequence[str], folder: Path, limit_s: float, look: Callable[[], None]
+    ) -> None:
+        (folder / "wanted_rate").write_text("50.0")
+        look()
+
+    def set_rate(self, rate_mbit: float | None) -> None:
+        why = Problem("nsenter", "exit code 1", "there is no such namespace", "look")
+        raise HostsError(why)
+
+
+def _watchdog(
+    limit_s: float, alive: str, beats: int, then: str, launch: str = ""
+) -> tuple[int, str, float]:
+    command = [sys.executable, "-c", WATCHDOG, str(limit_s), alive, str(beats), then, launch]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "watched\n"
@@ -91,6 +120,53 @@ def test_a_process_whose_launcher_is_gone_ends_itself(tmp_path: Path) -> None:
     code, said, _ = _watchdog(60.0, str(tmp_path / "alive"), 300, "hang")
     assert code == STALLED
     assert "who launched it is gone" in said
+
+
+def test_what_is_left_of_a_killed_launch_ends_when_another_begins(tmp_path: Path) -> None:
+    """Its launcher was killed and the command given again at once: the file is touched again."""
+    folder = Folder(tmp_path)
+    launch = folder.begin_launch()
+    later_s = time.time() + 600  # as if it were touched again and again
+    os.utime(folder.alive, (later_s, later_s))
+    assert _watchdog(60.0, str(folder.alive), 5, "end", launch)[0] == 0
+    folder.begin_launch()
+    os.utime(folder.alive, (later_s, later_s))
+    code, said, _ = _watchdog(60.0, str(folder.alive), 300, "hang", launch)
+    assert code == STALLED
+    assert "another launch has begun" in said
+
+
+def test_a_rate_that_no_link_takes_names_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host vanishes while the rates change: the kernel refuses, and that is not all to say."""
+    monkeypatch.setattr(run, "check_hosts", lambda ground: None)
+    ground = Gone()
+    with pytest.raises(HostError, match="b: found no answer") as caught:
+        run.measure(Spec(loss_steps=0), tmp_path / "run", ground=ground, console=Console())
+    assert isinstance(caught.value.__cause__, HostsError)
+
+
+def test_a_run_does_not_go_on_in_another_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other versions, machines or hosts with the same settings: times cannot be put together."""
+    monkeypatch.setattr(run, "check_hosts", lambda ground: None)
+    folder, console = tmp_path / "run", Console()
+    ground = Gone()
+    for _ in range(2):  # nothing is measured yet, so it may begin anew anywhere
+        with pytest.raises(HostError):
+            run.measure(Spec(), folder, ground=ground, console=console)
+    Folder(folder).store.append([Model(parameters=1, text="", heldout_bytes=1, corpus_sha256="a")])
+    with pytest.raises(HostError):
+        run.measure(Spec(), folder, ground=ground, console=console)
+    ground.where = "other hosts"
+    with pytest.raises(ConfigError, match="other hosts"):
+        run.measure(Spec(), folder, ground=ground, console=console)
+    ground.where = "hosts"
+    monkeypatch.setattr(run, "versions", lambda: {"torch": "0.1"})
+    with pytest.raises(ConfigError, match=r"0\.1"):
+        run.measure(Spec(), folder, ground=ground, console=console)
 
 
 def test_a_rate_that_is_asked_for_is_given(tmp_path: Path) -> None:
@@ -199,11 +275,22 @@ def test_a_host_that_says_nothing_is_named() -> None:
         (["--loopback", "--shape=width=3"], "hidden_size"),
         (["--rates=fast"], "write 200mbit"),
         (["--rates=50mbit,50mbit"], "names a rate twice"),
+        (["--loopback", "--hosts=3"], "--hosts would change nothing"),
+        (["--loopback", "--launcher=openmpi", "--port=3"], "--launcher, --port would change"),
+        (["--interface=eth0", "--ssh-port=3"], "--interface, --ssh-port would change nothing"),
+        (["--links={file}", "--hardware={file}", "--loopback"], "--hardware, --links would"),
+        (["--hostfile={file}", "--hosts=3"], "--hosts would change nothing"),
+        (["--hostfile={file}", "--loopback"], "--loopback would change nothing"),
+        (["--hostfile={file}.none"], "does not exist"),
+        (["--text={file}.none"], "does not exist"),
+        (["--loopback", "--like=x", "--hardware={file}.none"], "does not exist"),
     ],
 )
 def test_options_that_cannot_be_are_refused_in_words(
     tmp_path: Path, options: list[str], said: str
 ) -> None:
+    (tmp_path / "file").write_text("node slots=2\n")
+    options = [option.format(file=tmp_path / "file") for option in options]
     result = CliRunner().invoke(app, ["measure", f"--output={tmp_path / 'run'}", *options])
     assert result.exit_code in (1, 2)
     assert said in " ".join(result.output.replace("│", " ").split())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,16 +12,18 @@ import typer
 from rich.console import Console
 
 from ds_ckpt.config import load_file, parse
+from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.harness.commands import parse_rate
 from ds_ckpt.harness.experiment.grounds import Ground, Hostfile, Loopback
 from ds_ckpt.harness.experiment.like import HARDWARE, account, cluster, rate_mbit
-from ds_ckpt.harness.experiment.plan import Spec
+from ds_ckpt.harness.experiment.plan import METHODS, POLICIES, Spec
 from ds_ckpt.harness.experiment.report import Report
 from ds_ckpt.harness.experiment.run import emulated, measure
 from ds_ckpt.harness.hosts import missing
 from ds_ckpt.harness.hosts.launch import Launcher
 
 CALIBRATION = "calibration"
+_NOT_ON_LOOPBACK = ("hosts", "launcher", "port")
 DEFAULT_RATES: tuple[float | None, ...] = (200.0,)
 
 
@@ -41,14 +43,18 @@ class Wanted:
 
 
 def ground_of(
-    wanted: Wanted, spec: Spec, console: Console
+    wanted: Wanted, spec: Spec, console: Console, given: Collection[str] = ()
 ) -> tuple[Spec, Callable[[], AbstractContextManager[Ground]]]:
     """The plan with its place, and what opens that place.
 
-    Rates that a place cannot give stay in the plan, and `check` refuses them.
+    Rates that a place cannot give stay in the plan, and `check` refuses them. Raises
+    typer.BadParameter where one of the options `given` has no meaning at that place.
     """
     rates = wanted.rates or (None,)
-    if wanted.hostfile is not None:
+    if wanted.hostfile is None:
+        refuse_unused(given, ("interface", "ssh_port"), "there is no --hostfile")
+    else:
+        refuse_unused(given, ("hosts", "slots", "on_loopback"), "the hostfile says so")
         machines = Hostfile(
             wanted.hostfile, wanted.interface, wanted.launcher, wanted.port, wanted.ssh_port
         )
@@ -58,6 +64,7 @@ def ground_of(
         return spec, lambda: nullcontext(machines)
     reasons = missing()
     if wanted.loopback or reasons:
+        refuse_unused(given, _NOT_ON_LOOPBACK, "this runs on loopback")
         if not wanted.loopback:
             console.print(f"No emulated hosts here: {'; '.join(reasons)}.", highlight=False)
         here = Loopback(max(wanted.slots, 2))
@@ -66,6 +73,14 @@ def ground_of(
     rates = wanted.rates or DEFAULT_RATES
     spec = replace(spec, where="emulated", hosts=wanted.hosts, slots=wanted.slots, rates=rates)
     return spec, lambda: emulated(wanted.hosts, wanted.slots, wanted.launcher, wanted.port)
+
+
+def refuse_unused(given: Collection[str], unused: Sequence[str], why: str) -> None:
+    """Raises typer.BadParameter where somebody has given an option that would change nothing."""
+    names = {"on_loopback": "loopback"}
+    found = [f"--{names.get(n, n).replace('_', '-')}" for n in unused if n in given]
+    if found:
+        raise typer.BadParameter(f"{', '.join(found)} would change nothing, for {why}: leave out")
 
 
 def rates_of(text: str | None) -> tuple[float | None, ...] | None:
@@ -97,19 +112,38 @@ def batches_of(text: str) -> tuple[int, ...]:
 def sections_of(
     policies: str, methods: str
 ) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, dict[str, Any]]]:
-    """Names of both lists; a name that ends in .json is a file, whose section is taken."""
+    """Names of both lists; a name that ends in .json is a file, whose section is taken.
+
+    Raises ConfigError where a file cannot be used, lacks the section, or has a name that is taken.
+    """
     sections: dict[str, dict[str, Any]] = {}
+    problems = []
     chosen = []
-    for listed, section in ((policies, "activation"), (methods, "compression")):
+    for listed, section, known in (
+        (policies, "activation", POLICIES),
+        (methods, "compression", METHODS),
+    ):
         names = []
         for name in filter(None, (word.strip() for word in listed.split(","))):
             if name.endswith(".json"):
                 content = load_file(Path(name))
                 parse(content, source=name)
-                name = Path(name).stem
-                sections[name] = content.get("ds_ckpt", {}).get(section, {})
+                path, name = name, Path(name).stem
+                own = content.get("ds_ckpt", {}).get(section)
+                key = f"{section}/{name}"
+                if name in known or key in sections:
+                    why = "the report tells cells apart by it"
+                    problems.append(Problem(path, f"{name} is a name already", why, "rename it"))
+                elif not own:
+                    why = "nothing would differ from stock DeepSpeed"
+                    found = f"no ds_ckpt.{section} section"
+                    problems.append(Problem(path, found, why, "write one, or name another file"))
+                else:
+                    sections[key] = own
             names.append(name)
         chosen.append(tuple(names))
+    if problems:
+        raise ConfigError(problems, headline="these files make no cells")
     return chosen[0], chosen[1], sections
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from ds_ckpt.harness.experiment.break_even import BreakEven, break_even
 from ds_ckpt.harness.experiment.estimates import Estimate, Key, Lookup, Rounds
-from ds_ckpt.harness.experiment.plan import BASELINES, DENSE, SILENT, STOCK, Spec
+from ds_ckpt.harness.experiment.plan import BASELINES, DENSE, SILENT, STOCK, Spec, link
 from ds_ckpt.harness.experiment.records import Loss, Memory, Sample, Turn
 from ds_ckpt.harness.experiment.rows import Row, row_of
 
@@ -80,6 +80,8 @@ class Findings:
     rows: list[Row]
     figures: list[Figures]
     break_even: list[BreakEven] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    """What the plan has and the samples have not, in words."""
 
 
 def derive(spec: Spec, samples: Sequence[Sample]) -> Findings:
@@ -88,17 +90,25 @@ def derive(spec: Spec, samples: Sequence[Sample]) -> Findings:
     losses = {s.cell: s for s in samples if isinstance(s, Loss)}
     rows: list[Row] = []
     figures: list[Figures] = []
+    missing: list[str] = []
     for rate in spec.rates:
         turns = [t for t in samples if isinstance(t, Turn) and t.rate_mbit == rate]
         rounds = Rounds(turns)
-        if not rounds.rounds:
+        usual = {Key(cell.name, batch) for cell in spec.cells for batch in spec.batches}
+        whole = len(rounds.rounds) if usual.issubset(rounds.keys) else 0
+        if whole < spec.rounds:
+            missing.append(f"{link(rate)}: {whole or 'none'} of {spec.rounds} rounds")
+        if not whole:
             continue
         order = {cell.name: place for place, cell in enumerate(spec.cells)}
         keys = sorted(rounds.keys, key=lambda k: (k.equal_memory, k.sequences, order[k.cell]))
         rows += [row_of(rate, key, turns, rounds, memories, losses) for key in keys]
         here = {Key(r.cell, r.sequences, r.equal_memory): r for r in rows if r.rate_mbit == rate}
         figures += _all_figures(spec, rate, rounds, here)
-    return Findings(rows, figures, break_even(figures))
+    trained = [cell for cell in spec.cells if cell.method != SILENT and spec.loss_steps]
+    if without := [cell.name for cell in trained if cell.name not in losses]:
+        missing.append(f"no held-out loss of {', '.join(without)}")
+    return Findings(rows, figures, break_even(figures), missing)
 
 
 def _all_figures(

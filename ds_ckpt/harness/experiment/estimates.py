@@ -7,6 +7,7 @@ slow for both sides of a difference. An interval is the middle 95% of what the d
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +22,7 @@ _SHARE = 0.95
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure with the interval that holds 95% of its draws."""
+    """A figure with the interval that holds 95% of its draws; NaN where a draw has none."""
 
     value: float
     low: float
@@ -29,8 +30,9 @@ class Estimate:
 
     @property
     def half_width(self) -> float:
-        """Half of the interval over the value; infinite at 0."""
-        return (self.high - self.low) / 2 / abs(self.value) if self.value else float("inf")
+        """The longer side of the interval over the value; infinite at 0, NaN without interval."""
+        longer = max(self.high - self.value, self.value - self.low)
+        return longer / abs(self.value) if self.value else float("inf")
 
 
 @dataclass(frozen=True, order=True)
@@ -129,6 +131,8 @@ def _middle_half(steps: Sequence[StepTime]) -> list[StepTime]:
 def _interval(value: float, drawn: Sequence[float]) -> Estimate:
     if not drawn:
         return Estimate(value, value, value)
+    if any(map(math.isnan, drawn)):
+        return Estimate(value, math.nan, math.nan)
     ordered = sorted(drawn)
     cut = round((1 - _SHARE) / 2 * (len(ordered) - 1))
     return Estimate(value, ordered[cut], ordered[-1 - cut])

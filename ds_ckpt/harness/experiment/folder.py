@@ -4,7 +4,7 @@ spec.json       what is to be measured
 corpus/         the text
 samples.jsonl   what has been measured (`records`)
 beats.jsonl     that process 0 goes on, and with what
-alive           touched by whoever launched, so that the launched end when that has ended
+alive           names a launch, touched by whoever launched, so that the launched end with that
 wanted_rate     a rate that process 0 asks for; gone when the links have it
 report.*        made from the above
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import sys
 import threading
 import time
@@ -71,6 +72,13 @@ class Folder:
             set_rate(json.loads(self._wanted.read_text()))
             self._wanted.unlink()
 
+    def begin_launch(self) -> str:
+        """Whoever launches: a name for this launch; what is left of others in here ends."""
+        launch, fresh = secrets.token_hex(8), self.alive.with_suffix(".new")
+        fresh.write_text(launch, encoding="utf-8")
+        fresh.replace(self.alive)
+        return launch
+
     def forget_wishes(self) -> None:
         """Before a launch: what a killed one has asked for."""
         self._wanted.unlink(missing_ok=True)
@@ -89,15 +97,19 @@ class Watchdog:
         self._last_s = time.monotonic()
         self._begun = False
         self._alive: Path | None = None
+        self._launch = ""
         threading.Thread(target=self._watch, daemon=True).start()
 
     def beat(self) -> None:
         self._last_s = time.monotonic()
         self._begun = True
 
-    def look_at(self, alive: Path) -> None:
-        """End, too, when this file has not been touched for `ORPHANED_S`."""
-        self._alive = alive
+    def look_at(self, alive: Path, launch: str) -> None:
+        """End, too, when `alive` has not been touched for `ORPHANED_S`, or is not of `launch`.
+
+        Who launched may be killed and started again at once: two would write into one folder.
+        """
+        self._launch, self._alive = launch, alive
 
     def _watch(self) -> None:
         while True:
@@ -108,9 +120,18 @@ class Watchdog:
                 words = f"nothing has come on for {limit_s:.0f} s"
             elif self._alive is not None and _age_s(self._alive) > ORPHANED_S:
                 words = "who launched it is gone"
+            elif self._alive is not None and _content(self._alive) != self._launch:
+                words = "another launch has begun in its folder"
             if words:
                 print(f"ds_ckpt: this process ends itself: {words}", file=sys.stderr, flush=True)
                 os._exit(STALLED)
+
+
+def _content(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return None
 
 
 def _age_s(path: Path) -> float:

@@ -154,6 +154,9 @@ class Hostfile:
         elif self.ssh_port:
             command.append(f"--ssh_port={self.ssh_port}")
         here = {**without_outer_launch(), **everywhere, "DS_ENV_FILE": str(exported)}
+        if self.launcher == "openmpi" and self.ssh_port:  # deepspeed hands --ssh_port to pdsh alone
+            name = "OMPI_MCA_plm_rsh_args"
+            here[name] = f"{here.get(name, '')} -p {self.ssh_port}".strip()
         run_prepared(Prepared([*command, *argv], here), folder, limit_s, while_running=look)
 
     def set_rate(self, rate_mbit: float | None) -> None:

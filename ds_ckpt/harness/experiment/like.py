@@ -21,12 +21,12 @@ from a file of `ds-ckpt probe`, whose slowest pair counts.
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ds_ckpt.config import load_file
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.harness.link_probe import Links
 
@@ -36,6 +36,7 @@ _FORM = re.compile(
     r"(?P<rate>[\d.]+) ?(?P<unit>[GM])bit/s, (?P<model>\S+)$",
     re.IGNORECASE,
 )
+_DEVICE, _MODEL = ("flop_per_s", "share_of_peak"), ("parameters", "tokens")
 _EXAMPLE = "4 nodes x 8 A100, 100 Gbit/s, llama-7b"
 
 
@@ -84,7 +85,7 @@ def cluster(text: str, *, hardware: Path = HARDWARE, links: Path | None = None) 
     if match is None:
         why = "nodes, devices a node, their kind, the rate of a node's link and the model"
         raise _wrong(Problem("--like", text, f"it must say {why}", f'write "{_EXAMPLE}"'))
-    known = json.loads(hardware.read_text(encoding="utf-8"))
+    known = load_file(hardware)
     device, problem_1 = _entry(known, hardware, "accelerators", match["accelerator"])
     model, problem_2 = _entry(known, hardware, "models", match["model"])
     problems = [p for p in (problem_1, problem_2) if p is not None]
@@ -95,9 +96,16 @@ def cluster(text: str, *, hardware: Path = HARDWARE, links: Path | None = None) 
         raise _wrong(*problems)
     rate, source = float(match["rate"]) * (1e9 if match["unit"] in "gG" else 1e6), "as named"
     if links is not None:
-        pairs = Links.load(links).pairs
+        try:
+            pairs = Links.load(links).pairs
+        except (ValueError, KeyError, TypeError) as error:
+            remedy = "make it: ds-ckpt probe --output FILE"
+            raise _wrong(Problem(str(links), "no links", str(error), remedy)) from None
         rate = 8 * min(min(p.both_forward_bytes_per_s, p.both_backward_bytes_per_s) for p in pairs)
         source = f"the slowest pair in {links.name}, both sending"
+    if lacking := _lacking(device, _DEVICE) + _lacking(model, _MODEL):
+        why = "the formulas need a number above 0 there"
+        raise _wrong(Problem(str(hardware), f"no {', '.join(lacking)}", why, "write it"))
     return Cluster(
         text=text,
         nodes=int(match["nodes"]),
@@ -148,6 +156,10 @@ def _entry(
     why = f"{path.name} has {', '.join(known.get(group, {})) or 'none'}"
     remedy = f"name one of those, or give a file with its figures: --hardware (copy {path.name})"
     return {}, Problem("--like", f"{group[:-1]} {name}", why, remedy)
+
+
+def _lacking(entry: dict[str, Any], names: tuple[str, ...]) -> list[str]:
+    return [n for n in names if not isinstance(entry.get(n), (int, float)) or entry[n] <= 0]
 
 
 def _wrong(*problems: Problem) -> ConfigError:

@@ -66,7 +66,7 @@ class Spec:
     """All that decides what a run measures. Two runs with equal ones can be put together.
 
     Attributes:
-        sections: by name, `activation` or `compression` sections taken from users' files.
+        sections: taken from users' files, by `activation/NAME` or `compression/NAME`.
         rates: Mbit/s, None is not shaped.
         batches: sequences a process and step.
         rounds: times that all cells take their turn.
@@ -120,14 +120,20 @@ class Spec:
         return cls(**content)
 
 
+def link(rate_mbit: float | None) -> str:
+    """A link's rate in words."""
+    return "link not shaped" if rate_mbit is None else f"{rate_mbit:g} Mbit/s"
+
+
 def check(spec: Spec) -> None:
     """Raises ConfigError with everything that cannot work."""
     problems = []
-    for option, names, known in (
-        ("--policies", spec.policies, POLICIES),
-        ("--methods", spec.methods, METHODS),
+    for option, names, known, section in (
+        ("--policies", spec.policies, POLICIES, "activation"),
+        ("--methods", spec.methods, METHODS, "compression"),
     ):
-        unknown = [n for n in names if n not in known and n not in spec.sections]
+        files = spec.sections
+        unknown = [n for n in names if n not in known and f"{section}/{n}" not in files]
         if unknown:
             why = f"known are {', '.join(known)} and names of DeepSpeed JSON files"
             problems.append(Problem(option, ", ".join(unknown), why, "name one of those"))
@@ -162,8 +168,9 @@ def deepspeed_config(
 
     The gate is off: the report shows what compression does, also where it loses.
     """
-    activation = spec.sections.get(cell.policy, POLICIES.get(cell.policy, {}))
-    compression = spec.sections.get(cell.method, METHODS.get(cell.method, {}))
+    activation = spec.sections.get(f"activation/{cell.policy}", POLICIES.get(cell.policy, {}))
+    own = spec.sections.get(f"compression/{cell.method}")
+    compression = METHODS.get(cell.method, {}) if own is None else own
     if compression and compression["method"] != "dense":
         exchange = {**compression.get("exchange", {}), "gate": False}
         compression = {**compression, "exchange": exchange, "start_step": start_step}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from ds_ckpt.harness.experiment.derive import Figures
 from ds_ckpt.harness.experiment.parts import COMPUTE, NETWORK
 from ds_ckpt.harness.experiment.records import Stretch, Timeline
 from ds_ckpt.harness.experiment.rows import Row
+from ds_ckpt.harness.experiment.tables import labels
 from ds_ckpt.harness.svg import figure, svg
 
 BANDS: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
@@ -38,14 +40,15 @@ _LANE_LOOKS = {
     "compression": ("#c0602b", "xx"),
     "beside: reduction": ("#f3d5bb", ".."),
 }
-_MARKS = "osD^vPX*"
+_MARKS = "osD^vPX*<>phd"
 _LINES = ("-", "--", "-.", ":")
+"""13 marks and 4 kinds of line: 52 cells before two look alike."""
 
 
 def parts_svg(rows: Sequence[Row]) -> str:
     """Where the step's time goes, one bar a cell."""
     drawing, axes = figure(height_inches=1.3 + 0.36 * len(rows))
-    names = [_label(row) for row in rows]
+    names = labels(rows)
     left = [0.0] * len(rows)
     for label, parts, colour, hatch in BANDS:
         widths = [sum(row.parts_s[part].value for part in parts) for row in rows]
@@ -66,7 +69,7 @@ def parts_svg(rows: Sequence[Row]) -> str:
 def bytes_svg(rows: Sequence[Row]) -> str:
     """Bytes by purpose, one bar a cell."""
     drawing, axes = figure(height_inches=1.3 + 0.36 * len(rows))
-    names = [_label(row) for row in rows]
+    names = labels(rows)
     left = [0.0] * len(rows)
     for label, purpose, colour, hatch in PURPOSES:
         widths = [row.purpose_bytes.get(purpose, 0.0) / 1e6 for row in rows]
@@ -132,8 +135,8 @@ def sweep_svg(rows: Sequence[Row]) -> str:
             [r.step_s.value for r in mine],
             yerr=[[max(v, 0) for v in low], [max(v, 0) for v in high]],
             label=cell,
-            marker=_MARKS[place % len(_MARKS)],
-            linestyle=_LINES[place % len(_LINES)],
+            marker=look(place)[0],
+            linestyle=look(place)[1],
             linewidth=1.2,
             fillstyle="none",
             color="#222222" if place % 2 else "#1b4f8a",
@@ -146,6 +149,11 @@ def sweep_svg(rows: Sequence[Row]) -> str:
     return svg(drawing)
 
 
+def look(place: int) -> tuple[str, str]:
+    """Mark and line of the so-manieth line of a plot; no two of the first 52 are alike."""
+    return _MARKS[place % len(_MARKS)], _LINES[place % len(_LINES)]
+
+
 def paid_svg(figures: Sequence[Figures], break_even: Sequence[BreakEven]) -> str:
     """The share of recomputation's cost that compression pays for, over the links' rates."""
     drawing, axes = figure(height_inches=3.4)
@@ -155,6 +163,9 @@ def paid_svg(figures: Sequence[Figures], break_even: Sequence[BreakEven]) -> str
             (f for f in figures if (f.policy, f.baseline, f.method) == line and f.rate_mbit),
             key=lambda f: f.rate_mbit or 0,
         )
+        mine = [f for f in mine if not math.isnan(f.values["share_paid"].value)]
+        if not mine:
+            continue
         paid = [f.values["share_paid"] for f in mine]
         axes.errorbar(
             [f.rate_mbit for f in mine],
@@ -164,8 +175,8 @@ def paid_svg(figures: Sequence[Figures], break_even: Sequence[BreakEven]) -> str
                 [max(p.high - p.value, 0) for p in paid],
             ],
             label=f"{line[0]}: {line[2]} against {line[1]}",
-            marker=_MARKS[place % len(_MARKS)],
-            linestyle=_LINES[place % len(_LINES)],
+            marker=look(place)[0],
+            linestyle=look(place)[1],
             fillstyle="none",
             color="#222222" if place % 2 else "#1b4f8a",
         )
@@ -199,11 +210,6 @@ def _lanes(timeline: Timeline) -> dict[str, list[Stretch]]:
             lanes[stretch.part].append(stretch)
     lanes["beside: reduction"] = list(timeline.beside)
     return lanes
-
-
-def _label(row: Row) -> str:
-    more = f", {row.sequences} sequences" if row.equal_memory else ""
-    return row.cell + more
 
 
 def _legend_above(axes: Any, columns: int) -> None:

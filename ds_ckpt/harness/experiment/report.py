@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from ds_ckpt.errors import Problem, StateError
 from ds_ckpt.harness.experiment import plots, tables, words
 from ds_ckpt.harness.experiment.derive import Figures, Findings, derive
 from ds_ckpt.harness.experiment.folder import Folder
-from ds_ckpt.harness.experiment.plan import DENSE, STOCK, Spec
+from ds_ckpt.harness.experiment.plan import DENSE, STOCK, Spec, link
 from ds_ckpt.harness.experiment.records import Loss, Model, Sample, Timeline
 from ds_ckpt.harness.experiment.rows import Row
 from ds_ckpt.harness.experiment.run import RUNS
@@ -58,9 +59,10 @@ class Report:
     def write(self, path: Path) -> list[Path]:
         """Write the three files into the folder `path`; their paths, the HTML page first."""
         page, text, data = (path / f"report.{kind}" for kind in ("html", "md", "json"))
-        page.write_text(self.html(), encoding="utf-8")
         text.write_text(self.markdown(), encoding="utf-8")
-        data.write_text(json.dumps(self.json(), indent=1) + "\n", encoding="utf-8")
+        content = json.dumps(tables.without_nan(self.json()), indent=1, allow_nan=False)
+        data.write_text(content + "\n", encoding="utf-8")
+        page.write_text(self.html(), encoding="utf-8")  # last: it may lack its packages
         return [page, text, data]
 
     def json(self) -> dict[str, Any]:
@@ -78,7 +80,13 @@ class Report:
         }
 
     def headlines(self) -> list[str]:
-        return words.headlines(self.findings.figures, self.findings.break_even)
+        """What is missing, if anything is, and what is certain."""
+        found = self.findings
+        return words.not_whole(found.missing) + words.headlines(found.figures)
+
+    def break_evens(self) -> list[str]:
+        several, found = len(self.spec.batches) > 1, self.findings.break_even
+        return [words.break_even_words(one, name_batch=several) for one in found]
 
     def html(self) -> str:
         """Raises UnsupportedError where matplotlib or Jinja2 is missing."""
@@ -110,6 +118,7 @@ class Report:
             ],
             figures=[(t, tables.figures_table(f)) for t, f in self._by_method()],
             sweep=self._sweep(),
+            break_evens=self.break_evens(),
             definitions=tables.definitions(),
             caveats=self.caveats(),
             facts=self.facts(),
@@ -131,7 +140,8 @@ class Report:
         found += [tables.as_markdown(*tables.bytes_table(rows)), "", "## What it pays for", ""]
         for title, figures in self._by_method():
             found += [f"### {title}", "", tables.as_markdown(*tables.figures_table(figures)), ""]
-        found += ["* within 5% either way: a headline.", "", "## Definitions", ""]
+        found += ["* within 5% either way: a headline.", ""]
+        found += [*(f"- {text}" for text in self.break_evens()), "", "## Definitions", ""]
         found += [f"- **{name}**: {text}" for name, text in tables.definitions()]
         found += ["", "## What these numbers cannot say", ""]
         found += [f"- {text}" for text in self.caveats()]
@@ -140,9 +150,10 @@ class Report:
 
     def squares(self) -> list[tuple[str, tables.Table]]:
         spec, rows = self.spec, self.findings.rows
+        batch = f", {min(spec.batches)} sequences" if len(spec.batches) > 1 else ""
         return [
             (
-                f"{tables.link(rate)}: {policy}, {method}",
+                f"{link(rate)}: {policy}, {method}{batch}",
                 tables.square(spec, rows, rate, policy, method),
             )
             for rate in dict.fromkeys(row.rate_mbit for row in rows)
@@ -191,15 +202,12 @@ class Report:
     def _by_rate(self) -> list[tuple[str, list[Row]]]:
         rows = self.findings.rows
         rates = dict.fromkeys(row.rate_mbit for row in rows)
-        return [(tables.link(r), [row for row in rows if row.rate_mbit == r]) for r in rates]
+        return [(link(r), [row for row in rows if row.rate_mbit == r]) for r in rates]
 
     def _by_method(self) -> list[tuple[str, list[Figures]]]:
         groups: dict[str, list[Figures]] = {}
         for one in self.findings.figures:
-            title = f"{one.policy}, {one.method} against {one.baseline}"
-            if len(self.spec.batches) > 1:
-                title += f", {one.sequences} sequences"
-            groups.setdefault(title, []).append(one)
+            groups.setdefault(tables.title(one, self.findings.figures), []).append(one)
         return list(groups.items())
 
     def _timelines(self) -> list[tuple[str, str, str]]:
@@ -207,11 +215,12 @@ class Report:
         wanted = [f"{policy}/{m}" for m in (STOCK, DENSE, *self.spec.methods)]
         found = []
         for i, rate in enumerate(dict.fromkeys(t.rate_mbit for t in self.timelines)):
-            here = {t.cell: t for t in self.timelines if t.rate_mbit == rate}
+            mine = [t for t in self.timelines if t.sequences == min(self.spec.batches)]
+            here = {t.cell: t for t in mine if t.rate_mbit == rate}
             shown = [here[cell] for cell in wanted if cell in here]
             if shown:
                 caption = (
-                    f"{tables.link(rate)}: what DeepSpeed's thread does and, in the last lane, the "
+                    f"{link(rate)}: what DeepSpeed's thread does and, in the last lane, the "
                     "exchange's thread beside it. Gathers and reduction are exposed: nothing is "
                     "computed in them."
                 )
@@ -227,7 +236,7 @@ class Report:
         figures = [f for f in self.findings.figures if f.sequences == batch]
         even = [b for b in self.findings.break_even if b.sequences == batch]
         found = [("sweep-steps", plots.sweep_svg(rated), "Median step over the rate, logarithmic.")]
-        if figures:
+        if any(f.rate_mbit and not math.isnan(f.values["share_paid"].value) for f in figures):
             caption = "Above 1 compression pays for all recomputation, below 0 it costs time."
             found.append(("sweep-paid", plots.paid_svg(figures, even), caption))
         return found

@@ -24,7 +24,7 @@ from ds_ckpt.harness.experiment.grounds import Emulated, Ground
 from ds_ckpt.harness.experiment.plan import Spec, check
 from ds_ckpt.harness.experiment.preflight import HostError, check_hosts, unreachable
 from ds_ckpt.harness.experiment.watch import Watch
-from ds_ckpt.harness.hosts import EmulatedHosts
+from ds_ckpt.harness.hosts import EmulatedHosts, HostsError
 from ds_ckpt.harness.hosts.launch import Launcher, environment
 from ds_ckpt.harness.launch import LaunchError, signals_as_exit
 from ds_ckpt.harness.machine import machine, versions
@@ -54,7 +54,7 @@ def measure(
         LaunchError: the launched processes failed.
     """
     check(spec)
-    folder = _prepare(spec, path, console)
+    folder = _prepare(spec, path.absolute(), ground, console)  # the launched work in the folder
     console.print(f"{ground.describe()}.", highlight=False)
     with signals_as_exit(), _noted(folder, ground) as note:
         check_hosts(ground)
@@ -65,11 +65,12 @@ def measure(
             look()
 
         arguments = ["--folder", str(folder.path), "--stall-s", str(stall_s)]
+        arguments += ["--token", folder.begin_launch()]
         module = ["--module", "ds_ckpt.harness.experiment.worker", *arguments]
         with watch, lock_cleared_on_failure(environment("")):
             try:
                 ground.launch(module, folder.path, limit_s, both)
-            except LaunchError as error:
+            except (LaunchError, HostsError) as error:  # a rate that no link takes any more, too
                 problems = unreachable(ground)
                 if problems:
                     raise HostError(problems, headline="a host has dropped out") from error
@@ -86,7 +87,7 @@ def emulated(
         yield Emulated(hosts, slots, launcher, port)
 
 
-def _prepare(spec: Spec, path: Path, console: Console) -> Folder:
+def _prepare(spec: Spec, path: Path, ground: Ground, console: Console) -> Folder:
     folder = Folder(path)
     if folder.spec.exists():
         there = Spec.load(folder.spec)
@@ -100,6 +101,7 @@ def _prepare(spec: Spec, path: Path, console: Console) -> Folder:
                 ),
                 headline="this run cannot go on here",
             )
+        _check_same_place(folder, ground)
         folder.store.mend()
         console.print(f"Going on: {len(folder.store.read())} records are there.", highlight=False)
     elif path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -116,6 +118,37 @@ def _prepare(spec: Spec, path: Path, console: Console) -> Folder:
     return folder
 
 
+def _place(ground: Ground) -> dict[str, Any]:
+    """What a measurement was made with and on."""
+    return {
+        "ground": ground.describe(),
+        "versions": versions(),
+        "machine": machine(),
+        "accelerator": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu",
+    }
+
+
+def _check_same_place(folder: Folder, ground: Ground) -> None:
+    """Raises ConfigError where the run in `folder` was begun with or on something else."""
+    notes = folder.path / RUNS
+    lines = notes.read_text(encoding="utf-8").splitlines() if notes.exists() else []
+    if not lines or not folder.store.read():
+        return
+    then, now = json.loads(lines[-1]), _place(ground)
+    problems = [
+        Problem(
+            where="--output",
+            found=f"{folder.path}, whose {name} were {then[name]}, and are now {now[name]}",
+            why="samples of different machines, launches or versions cannot be put together",
+            remedy="name another folder",
+        )
+        for name in now
+        if then[name] != now[name]
+    ]
+    if problems:
+        raise ConfigError(problems, headline="this run cannot go on here")
+
+
 @contextlib.contextmanager
 def _noted(folder: Folder, ground: Ground) -> Iterator[dict[str, Any]]:
     """Keep what was run on what, also of a run that fails or is killed."""
@@ -125,10 +158,7 @@ def _noted(folder: Folder, ground: Ground) -> Iterator[dict[str, Any]]:
     note: dict[str, Any] = {
         "started_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "ground": ground.describe(),
-        "versions": versions(),
-        "machine": machine(),
-        "accelerator": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu",
+        **_place(ground),
         "ended_well": False,
         "wall_time_s": None,
         "load_at_end": None,

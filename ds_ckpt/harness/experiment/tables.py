@@ -9,7 +9,7 @@ from typing import Any
 from ds_ckpt.harness.experiment.derive import DEFINITIONS, HEADLINES, Figures
 from ds_ckpt.harness.experiment.estimates import Estimate
 from ds_ckpt.harness.experiment.parts import COMPUTE
-from ds_ckpt.harness.experiment.plan import DENSE, SILENT, STOCK, Spec
+from ds_ckpt.harness.experiment.plan import DENSE, SILENT, STOCK, Spec, link
 from ds_ckpt.harness.experiment.rows import Row
 from ds_ckpt.harness.words import megabytes
 
@@ -34,10 +34,6 @@ FIGURE_WORDS = {
 }
 
 
-def link(rate_mbit: float | None) -> str:
-    return "link not shaped" if rate_mbit is None else f"{rate_mbit:g} Mbit/s"
-
-
 def number(value: float) -> str:
     """Three significant digits, without an exponent."""
     if math.isnan(value):
@@ -49,7 +45,7 @@ def number(value: float) -> str:
 
 
 def with_interval(estimate: Estimate) -> str:
-    if estimate.low == estimate.high:
+    if estimate.low == estimate.high or math.isnan(estimate.value):
         return number(estimate.value)
     return f"{number(estimate.value)} ({number(estimate.low)} to {number(estimate.high)})"
 
@@ -84,17 +80,17 @@ def cells_table(rows: Sequence[Row]) -> Table:
         "cell",
         "sequences",
         "step, s",
-        "compute",
-        "recompute",
-        "network: forward",
-        "in recompute",
-        "in backward",
-        "in update",
-        "compression",
+        "compute, s",
+        "recompute, s",
+        "network: forward, s",
+        "in recompute, s",
+        "in backward, s",
+        "in update, s",
+        "compression, s",
         "parts / step",
         "in collectives, s",
         "link busy, s",
-        "link, MB",
+        "link, MB a host",
         "interfaces / purposes",
         "held, MB",
         "peak, MB",
@@ -131,17 +127,35 @@ def cells_table(rows: Sequence[Row]) -> Table:
 def bytes_table(rows: Sequence[Row]) -> Table:
     """Bytes by purpose, of all processes, and the interfaces' own count."""
     purposes = list(rows[0].purpose_bytes) if rows else []
-    heads = ["cell", *(f"{p.replace('_', ' ')}, MB" for p in purposes), "sum", "interfaces"]
+    names = labels(rows)
+    heads = ["cell", *(f"{p.replace('_', ' ')}, MB" for p in purposes), "sum, MB", "interfaces, MB"]
     table = [
         [
-            f"{row.cell}{f', {row.sequences} sequences' if row.equal_memory else ''}",
+            name,
             *(megabytes(row.purpose_bytes[p]) for p in purposes),
             megabytes(sum(row.purpose_bytes.values())),
             megabytes(row.interface_bytes),
         ]
-        for row in rows
+        for name, row in zip(names, rows, strict=True)
     ]
     return heads, table
+
+
+def labels(rows: Sequence[Row]) -> list[str]:
+    """A name for each row of one rate, with the batch where cells have several."""
+    several = len({row.sequences for row in rows if not row.equal_memory}) > 1
+    found = []
+    for row in rows:
+        batch = f", {row.sequences} sequences" if several or row.equal_memory else ""
+        again = " (equal memory)" if several and row.equal_memory else ""
+        found.append(f"{row.cell}{batch}{again}")
+    return found
+
+
+def title(one: Figures, figures: Sequence[Figures]) -> str:
+    """Whose figures, told apart from all others of the same rate."""
+    batch = f", {one.sequences} sequences" if len({f.sequences for f in figures}) > 1 else ""
+    return f"{one.policy}, {one.method} against {one.baseline}{batch}"
 
 
 def figures_table(figures: Sequence[Figures]) -> Table:
@@ -178,6 +192,15 @@ def in_unit(estimate: Estimate, unit: str) -> Estimate:
     if unit != "MB":
         return estimate
     return Estimate(estimate.value / 1e6, estimate.low / 1e6, estimate.high / 1e6)
+
+
+def without_nan(content: Any) -> Any:
+    """JSON has no NaN: what has no value is null."""
+    if isinstance(content, dict):
+        return {name: without_nan(value) for name, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [without_nan(value) for value in content]
+    return None if isinstance(content, float) and math.isnan(content) else content
 
 
 def _bytes(value: float | None) -> str:

@@ -6,16 +6,23 @@ from collections.abc import Mapping, Sequence
 
 from ds_ckpt.harness.experiment.break_even import BreakEven
 from ds_ckpt.harness.experiment.derive import HEADLINES, Figures
-from ds_ckpt.harness.experiment.plan import DENSE, STOCK, Spec
+from ds_ckpt.harness.experiment.plan import DENSE, STOCK, Spec, link
 from ds_ckpt.harness.experiment.rows import Row
-from ds_ckpt.harness.experiment.tables import FIGURE_WORDS, in_unit, link, number
+from ds_ckpt.harness.experiment.tables import FIGURE_WORDS, in_unit, number, title
 
 
-def headlines(figures: Sequence[Figures], break_even: Sequence[BreakEven]) -> list[str]:
+def not_whole(missing: Sequence[str]) -> list[str]:
+    """What is missing, as a sentence; nothing of a whole run."""
+    if not missing:
+        return []
+    return [f"NOT WHOLE: {'; '.join(missing)}. Give the command again, and it goes on."]
+
+
+def headlines(figures: Sequence[Figures]) -> list[str]:
     """Sentences of the figures that are certain enough; and how many are not."""
     found, open_ = [], 0
     for one in figures:
-        where = f"{link(one.rate_mbit)}, {one.policy}, {one.method} against {one.baseline}"
+        where = f"{link(one.rate_mbit)}, {title(one, figures)}"
         words = []
         for name in HEADLINES:
             if name not in one.values:
@@ -23,13 +30,11 @@ def headlines(figures: Sequence[Figures], break_even: Sequence[BreakEven]) -> li
             if not one.settled(name):
                 open_ += 1
                 continue
-            title, unit = FIGURE_WORDS[name]
+            what, unit = FIGURE_WORDS[name]
             value = in_unit(one.values[name], unit).value
-            words.append(f"{title} {number(value)}{f' {unit}' if unit else ''}")
+            words.append(f"{what} {number(value)}{f' {unit}' if unit else ''}")
         if words:
             found.append(f"{where}: {'; '.join(words)}.")
-    for even in break_even:
-        found.append(_break_even_words(even))
     if open_:
         found.append(
             f"{open_} figures have an interval wider than 5% either way: they stand in the tables, "
@@ -38,15 +43,18 @@ def headlines(figures: Sequence[Figures], break_even: Sequence[BreakEven]) -> li
     return found
 
 
-def _break_even_words(even: BreakEven) -> str:
+def break_even_words(even: BreakEven, *, name_batch: bool) -> str:
+    """The two rates; no headline, for they lie between measured ones and have no interval."""
     who = f"{even.policy}, {even.method} against {even.baseline}"
+    if name_batch:
+        who += f", {even.sequences} sequences"
     pays = (
-        f"pays for all recomputation up to {even.pays_for_recompute_mbit:.0f} Mbit/s"
+        f"pays for all recomputation up to about {even.pays_for_recompute_mbit:.0f} Mbit/s"
         if even.pays_for_recompute_mbit
         else "pays for all recomputation at all measured rates or at none (see the table)"
     )
     frees = (
-        f"frees no time above {even.frees_nothing_mbit:.0f} Mbit/s"
+        f"frees no time above about {even.frees_nothing_mbit:.0f} Mbit/s"
         if even.frees_nothing_mbit
         else "has no rate among those measured above which it begins to cost time"
     )
@@ -103,6 +111,13 @@ def caveats(spec: Spec, rows: Sequence[Row], figures: Sequence[Figures]) -> list
         found.append(
             f"The parts miss the median step by more than 3% in {len(wrong)} of {len(rows)} rows "
             f"({', '.join(dict.fromkeys(wrong))}): steps differed much from one another."
+        )
+    uncounted = [r.cell for r in rows if abs(r.interface_over_purposes - 1) > 0.03]
+    if uncounted:
+        found.append(
+            "The interfaces counted more than 3% more or less than the collectives' payload in "
+            f"{len(uncounted)} of {len(rows)} rows ({', '.join(dict.fromkeys(uncounted))}): "
+            "headers weigh in a model this small, or something else used the network."
         )
     if not figures:
         found.append("No derived figures: they need a policy beside none and a compressed method.")
