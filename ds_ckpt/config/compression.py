@@ -204,7 +204,7 @@ class GuardConfig(Section):
         allow_inf_nan=False,
         description="Largest compression error: norm of what a step leaves behind over norm of "
         "what there was to send, all processes together. Default, with residual_norm absent too: "
-        "what validate-accuracy saw with these settings.",
+        "what validate-accuracy saw with these settings and a quarter more.",
     )
     residual_norm: Annotated[float | None, Expects("a number above 0", "5.0")] = Field(
         default=None,

@@ -69,9 +69,10 @@ class PluginConfig(Section):
         if comp.method in lossy:
             feedback = comp.error_feedback.words()
             rules = f", {len(comp.rules)} rules" if comp.rules else ""
+            guard = f", guard: {comp.guard.action}" if comp.guard.active else ""
             parts.append(
                 f"gradients {lossy[comp.method]}{rules}, {feedback}, "
-                f"dense for {comp.start_step} steps"
+                f"dense for {comp.start_step} steps{guard}"
             )
         elif comp.method == "dense":
             parts.append("gradients dense by all-to-all (lossless)")

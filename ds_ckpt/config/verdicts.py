@@ -22,6 +22,8 @@ from ds_ckpt.errors import Problem, StateError
 FILE_NAME = "verdicts.json"
 SHIPPED = Path(__file__).parents[1] / FILE_NAME
 FORMAT = "ds_ckpt verdicts 1"
+LEEWAY = 1.25
+"""Limits from a record are what validation saw and a quarter more: another batch is no alarm."""
 _SECTIONS = {
     "topk": ("topk",),
     "powersgd": ("powersgd", "topk"),  # embeddings go by Top-K there
@@ -184,6 +186,11 @@ def seen_range(records: Iterable[VerdictRecord]) -> Left | None:
     )
 
 
+def with_leeway(seen: Left) -> Left:
+    """Limits that a run like the validated one keeps to; an error above 1 there is none."""
+    return Left(error=min(1.0, LEEWAY * seen.error), residual_norm=LEEWAY * seen.residual_norm)
+
+
 def _same(settings: dict[str, Any], compression: CompressionConfig) -> bool:
     """Equal, where keys that are newer than the record are at their defaults."""
     ours = decisive(compression)
@@ -201,13 +208,15 @@ def _same(settings: dict[str, Any], compression: CompressionConfig) -> bool:
 
 
 def limits(compression: CompressionConfig) -> Left | None:
-    """What the guard holds the run to: the section's numbers, or else what validation saw.
+    """What the guard holds the run to: the section's numbers, or else what validation saw with
+    some leeway.
 
     None where neither is known. A number that is absent beside one that stands is no limit.
     """
     guard = compression.guard
     if guard.error is None and guard.residual_norm is None:
-        return seen_range(verdicts_on(compression))
+        seen = seen_range(verdicts_on(compression))
+        return None if seen is None else with_leeway(seen)
     return Left(
         error=guard.error if guard.error is not None else math.inf,
         residual_norm=guard.residual_norm if guard.residual_norm is not None else math.inf,

@@ -152,7 +152,7 @@ class Bucket:
             finite = finite and all_finite(pending)
             mine = pending[item.layout.shard(self._me)]
             self._own[i] = mine.mul(self._loss_scale)
-            if self._tools.errors.sampling:
+            if self._tools.errors.wanted:
                 self._before[i] = _energy(pending) - _energy(mine)
             if not isinstance(item.treatment, LowRank):  # that needs whole rows
                 mine.zero_()

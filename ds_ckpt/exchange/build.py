@@ -84,7 +84,10 @@ class Built:
 
     def parts(self) -> dict[str, Stateful]:
         """What a checkpoint keeps beside the residuals."""
-        parts: dict[str, Stateful] = {"factors": self.factors}
+        parts: dict[str, Stateful] = {
+            "factors": self.factors,
+            "fallback": self.exchange.fallback,
+        }
         if self.gate is not None:
             parts["gate"] = self.gate
         return parts

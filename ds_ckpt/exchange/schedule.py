@@ -1,13 +1,15 @@
 """When compression runs: DeepSpeed's own reduction during the dense warm-up, ours after it.
 
 With gradient accumulation the exchange runs once, at the boundary; earlier micro-steps only add to
-the residuals.
+the residuals. A run that falls back sends everything whole from then on, what is owed with it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -15,6 +17,26 @@ from ds_ckpt.compression.factors import Factors
 from ds_ckpt.compression.feedback import Feedback
 from ds_ckpt.exchange.exchange import AllToAllExchange
 from ds_ckpt.exchange.gate import Gate
+
+
+@dataclass
+class Fallback:
+    """Whether compression is over for this run. Set between steps, on every process alike; saved
+    with a checkpoint.
+
+    Attributes:
+        whole: every bucket goes uncompressed, with what is owed to it.
+    """
+
+    whole: bool = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {"whole": self.whole}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """What an older checkpoint does not tell: compression goes on."""
+        self.whole = bool(state.get("whole", False))
 
 
 class ScheduledExchange:
@@ -29,6 +51,9 @@ class ScheduledExchange:
         at_boundary: whether this micro-step ends an accumulated step; the others' gradients are
             held back until then. None: every micro-step is exchanged.
         gate: sends buckets whole where that is faster. None: all are compressed.
+
+    Attributes:
+        fallback: see `Fallback`.
     """
 
     def __init__(
@@ -50,6 +75,7 @@ class ScheduledExchange:
         self._at_boundary = at_boundary
         self._gate = gate
         self._nonfinite_before = 0
+        self.fallback = Fallback()
 
     @property
     def warming_up(self) -> bool:
@@ -72,6 +98,8 @@ class ScheduledExchange:
             return stock(tensors)
         if self._at_boundary is not None and not self._at_boundary():
             return self._exchange.hold(names, tensors, loss_scale=loss_scale)
+        if self.fallback.whole:
+            return self._exchange.reduce(names, tensors, loss_scale=loss_scale, whole=True)
         if self._gate is None or not tensors or self._exchange.world == 1:
             return self._exchange.reduce(names, tensors, loss_scale=loss_scale)
         device, start_s = tensors[0].device, time.perf_counter()

@@ -327,6 +327,8 @@ class Session:
             parts.append(self._describe_checkpointing(self._blocks))
         if self._gradients:
             parts += self._gradients.describe()
+        if self.guard:
+            parts.append(self.guard.describe())
         if self.config.telemetry.enabled:
             parts.append("telemetry on")
         return "ds_ckpt: " + ("; ".join(parts) if parts else "nothing is switched on")

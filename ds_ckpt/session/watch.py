@@ -7,6 +7,7 @@ are added up over the processes, so that all of them see the same and act in the
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -83,6 +84,19 @@ class Guard:
     def fallen_back(self) -> bool:
         """Also after a checkpoint of such a run was loaded."""
         return self._fallback.whole
+
+    def describe(self) -> str:
+        """A clause for the line at the start."""
+        then = {"warn": "a warning", "dense": "everything whole"}[self._action]
+        limits = [
+            f"{name} {limit:.3g}"
+            for name, limit in (
+                ("error", self._limits.error),
+                ("residual norm", self._limits.residual_norm),
+            )
+            if math.isfinite(limit)
+        ]
+        return f"guard: {then} beyond {' or '.join(limits)}"
 
     def look(self, step: int, left: Left) -> None:
         """Compare, and act at the second look in a row that is past a limit."""

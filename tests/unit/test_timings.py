@@ -34,6 +34,21 @@ def test_errors_are_ratios_of_norms() -> None:
     assert errors.take() == {}
 
 
+def test_listeners_sample_at_times_of_their_own() -> None:
+    errors, listener = Errors(sampling=True), Errors()
+    errors.listeners.append(listener)
+    errors.add("a", before=16.0, after=4.0)
+    listener.sampling, errors.sampling = True, False
+    assert errors.wanted
+    errors.add("a", before=9.0, after=1.0)
+    errors.add("b", before=7.0, after=3.0)
+    listener.sampling = False
+    assert not errors.wanted
+    assert errors.take() == {"a": (0.5, 2.0)}
+    assert listener.take_energies() == (16.0, 4.0)
+    assert listener.take_energies() == (0.0, 0.0)
+
+
 @pytest.mark.parametrize(
     ("treatment", "word"),
     [
