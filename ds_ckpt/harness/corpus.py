@@ -74,7 +74,7 @@ def load_corpus(folder: Path) -> Corpus:
 
 def embedded_corpus() -> Corpus:
     """The corpus of the running Python: about 90% of the bytes to train on, the rest held out."""
-    return split_topics(_python_topics(), source="pydoc_data.topics and stdlib docstrings")
+    return split_topics(python_topics(), source="pydoc_data.topics and stdlib docstrings")
 
 
 def file_corpus(path: Path) -> Corpus:
@@ -141,7 +141,8 @@ def split_topics(topics: Mapping[str, bytes], *, source: str) -> Corpus:
     )
 
 
-def _python_topics() -> dict[str, bytes]:
+def python_topics() -> dict[str, bytes]:
+    """The embedded corpus by topic: `reference: NAME`, or `module: PATH` below the library."""
     import pydoc_data.topics as reference
 
     topics: dict[str, bytes] = {}
@@ -189,7 +190,13 @@ class Batches:
     """
 
     def __init__(
-        self, text: bytes, *, sequences: int, sequence_length: int, seed: int, process: int
+        self,
+        text: bytes | torch.Tensor,
+        *,
+        sequences: int,
+        sequence_length: int,
+        seed: int,
+        process: int,
     ) -> None:
         if len(text) <= sequence_length:
             raise ConfigError(
@@ -214,7 +221,13 @@ class Batches:
 
 
 def evaluation_batches(
-    text: bytes, *, sequences: int, sequence_length: int, batches: int, process: int, processes: int
+    text: bytes | torch.Tensor,
+    *,
+    sequences: int,
+    sequence_length: int,
+    batches: int,
+    process: int,
+    processes: int,
 ) -> Iterator[torch.Tensor]:
     """Fixed windows spread evenly over the text, dealt out to the processes.
 
@@ -229,5 +242,7 @@ def evaluation_batches(
         yield torch.stack([tokens[s : s + sequence_length] for s in rows]).long()
 
 
-def _tokens(text: bytes) -> torch.Tensor:
+def _tokens(text: bytes | torch.Tensor) -> torch.Tensor:
+    if isinstance(text, torch.Tensor):  # ids of a tokenizer
+        return text
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)

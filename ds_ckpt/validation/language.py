@@ -14,8 +14,17 @@ from torch import Tensor
 
 from ds_ckpt.harness import models
 from ds_ckpt.harness.corpus import Batches, Corpus, evaluation_batches
+from ds_ckpt.validation.run import Score, moved, score
 
 _EVALUATION_SEQUENCES = 8
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A text as another model's tokens: two vectors of ids, int64."""
+
+    train: Tensor
+    heldout: Tensor
 
 
 @dataclass(frozen=True)
@@ -43,24 +52,36 @@ class LanguageTask:
 
 
 class LanguageRun:
-    """The model and data, of one seed at a time.
+    """The model and data, of one seed at a time; a `Run`.
 
-    Attention is computed without torch's fused kernel: on CPU its backward takes longer than all
-    matrix products together at these lengths.
+    Attention is computed without torch's fused kernel unless asked for: on CPU its backward takes
+    longer than all matrix products together at these lengths.
 
     Args:
+        text: as bytes, or as the tokens of another model.
+        build: makes the model of a seed, in the place of the task's Llama.
         compiled: run the training forward and backward through `torch.compile`: a quarter faster
             after a minute, on machines with a C++ compiler.
+        attention: transformers' name of the task's Llama's attention.
+        device: of the model; data is moved there.
 
     Attributes:
         forward: what training calls in the model's place.
     """
 
-    def __init__(self, task: LanguageTask, text: Corpus, *, compiled: bool = False) -> None:
-        self.task, self._text = task, text
-        self.model = self._initial(0)
-        self.model.set_attn_implementation("eager")  # type: ignore[operator]
-        self.model.train()
+    def __init__(
+        self,
+        task: LanguageTask,
+        text: Corpus | Tokens,
+        *,
+        build: Callable[[int], torch.nn.Module] | None = None,
+        compiled: bool = False,
+        attention: str = "eager",
+        device: str = "cpu",
+    ) -> None:
+        self._attention = attention
+        self.task, self._text, self._build, self._device = task, text, build, device
+        self.model = self.initial(0).to(device)
         self.forward: Callable[..., Any] = self.model
         if compiled:
             self.forward = torch.compile(self.model)
@@ -68,7 +89,7 @@ class LanguageRun:
 
     def begin(self, seed: int) -> None:
         """The weights and the data of `seed`, from the start."""
-        self.model.load_state_dict(self._initial(seed).state_dict())
+        self.model.load_state_dict(self.initial(seed).state_dict())
         self._batches = [
             Batches(
                 self._text.train,
@@ -80,9 +101,12 @@ class LanguageRun:
             for worker in range(self.task.world)
         ]
 
-    def _initial(self, seed: int) -> torch.nn.Module:
+    def initial(self, seed: int) -> torch.nn.Module:
+        """A model with the weights of `seed`, in training mode."""
         task = self.task
-        return models.llama(
+        if self._build is not None:
+            return self._build(seed).train()
+        model = models.llama(
             seed=seed,
             hidden_size=task.hidden_size,
             layers=task.layers,
@@ -90,26 +114,34 @@ class LanguageRun:
             heads=task.heads,
             max_positions=task.sequence_length,
         )
+        model.set_attn_implementation(self._attention)  # type: ignore[operator]
+        return model.train()
+
+    def inputs(self, step: int, micro: int, worker: int) -> dict[str, Tensor]:
+        """What the model is called with for a micro-batch of a worker, on the CPU."""
+        ids = self._batches[worker].batch(step * self.task.accumulation + micro)
+        return {"input_ids": ids, "labels": ids}
 
     def loss(self, step: int, micro: int, worker: int) -> Tensor:
         """As `virtual_training.Loss`."""
-        ids = self._batches[worker].batch(step * self.task.accumulation + micro)
-        loss: Tensor = self.forward(input_ids=ids, labels=ids).loss
+        loss: Tensor = self.forward(**moved(self.inputs(step, micro, worker), self._device)).loss
         return loss
 
-    @torch.no_grad()
-    def heldout_loss(self) -> float:
-        """Mean loss of a byte (nats) over fixed windows of the held-out text."""
-        self.model.eval()
-        losses = []
-        for ids in evaluation_batches(
+    def evaluate(self, model: Callable[..., Any] | None = None) -> Score:
+        """Mean loss of a token (nats) over fixed windows of the held-out text; see `Run`."""
+        windows = evaluation_batches(
             self._text.heldout,
             sequences=_EVALUATION_SEQUENCES,
             sequence_length=self.task.sequence_length,
             batches=self.task.evaluation_batches,
             process=0,
             processes=1,
-        ):
-            losses.append(self.model(input_ids=ids, labels=ids).loss.double())
-        self.model.train()
-        return float(torch.stack(losses).mean())
+        )
+        batches = (moved({"input_ids": ids, "labels": ids}, self._device) for ids in windows)
+        if model is not None:
+            return score(model, batches, answers=False)
+        self.model.eval()
+        try:
+            return score(self.model, batches, answers=False)
+        finally:
+            self.model.train()

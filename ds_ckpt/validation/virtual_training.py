@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ds_ckpt.exchange.build import ExchangeSettings
+from ds_ckpt.telemetry.left import Left
 from ds_ckpt.validation.virtual_workers import VirtualWorkers
 
 Loss = Callable[[int, int, int], Tensor]
@@ -66,6 +67,8 @@ class StepReport:
         sent_bytes: that the busiest worker sent to the others.
         norm: of the averaged gradient, before clipping.
         exchange_cpu_s: CPU seconds in the exchange, all workers together.
+        left: what compression left behind; None where the step was not sampled, was skipped, or
+            compressed nothing.
     """
 
     losses: tuple[float, ...]
@@ -73,6 +76,7 @@ class StepReport:
     norm: float
     exchange_cpu_s: float
     skipped: bool
+    left: Left | None = None
 
 
 class Steps:
@@ -122,6 +126,7 @@ class VirtualTraining:
         world: number of virtual workers.
         accumulation: micro-steps of a step.
         embeddings: names of embedding weights that no other layer shares, see `exchange.rules`.
+        sample_every: steps from one look at what compression leaves behind to the next; 0: never.
     """
 
     def __init__(
@@ -134,7 +139,9 @@ class VirtualTraining:
         world: int,
         accumulation: int = 1,
         embeddings: frozenset[str] = frozenset(),
+        sample_every: int = 0,
     ) -> None:
+        self._sample_every = sample_every
         trainable = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self._parameters = [p for _, p in trainable]
         self._model, self._loss = model, loss
@@ -157,6 +164,8 @@ class VirtualTraining:
     def train_step(self) -> StepReport:
         """One optimizer step: gradients, exchange, clipping, AdamW."""
         sent_before = self.workers.sent_bytes
+        sampled = bool(self._sample_every) and (self.step + 1) % self._sample_every == 0
+        self.workers.sample(sampled)
         losses: list[float] = []
         exchange_cpu_s = 0.0
         total: list[Tensor] = []
@@ -172,7 +181,8 @@ class VirtualTraining:
         skipped = not math.isfinite(norm)
         self.workers.step_ended(skipped=skipped)
         sent_bytes = self.workers.sent_bytes - sent_before
-        return StepReport(tuple(losses), sent_bytes, norm, exchange_cpu_s, skipped)
+        left = Left.of(*self.workers.take_energies(), norm) if sampled and not skipped else None
+        return StepReport(tuple(losses), sent_bytes, norm, exchange_cpu_s, skipped, left)
 
     def _gradients(self, micro: int, worker: int, losses: list[float]) -> list[Tensor]:
         loss = self._loss(self.step, micro, worker)

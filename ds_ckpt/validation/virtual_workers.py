@@ -96,7 +96,7 @@ class VirtualWorkers:
         # in place of DeepSpeed's reduction during the warm-up, to which it is bit-equal on gloo
         dense = ExchangeSettings(MethodSettings("dense")).choose()
         stock = AllToAllExchange(transport, dense, order=ring_pieces)
-        return _Worker(scheduled, feedback, factors, stock)
+        return _Worker(exchange, scheduled, feedback, factors, stock)
 
     @torch.no_grad()
     def average(
@@ -139,6 +139,17 @@ class VirtualWorkers:
         """What the busiest worker has sent to the others so far."""
         return max(t.sent_bytes for t in self._virtual.transports)
 
+    def sample(self, wanted: bool) -> None:
+        """Whether the next step measures what compression leaves behind."""
+        for worker in self._workers:
+            worker.exchange.errors.sampling = wanted
+
+    def take_energies(self) -> tuple[float, float]:
+        """Squared norms of what there was to send and of what was left, all workers together, in
+        the steps that were sampled; starts anew."""
+        each = [worker.exchange.errors.take_energies() for worker in self._workers]
+        return sum(before for before, _ in each), sum(after for _, after in each)
+
     def residuals(self) -> list[dict[str, Tensor]]:
         """Committed residuals of every worker: flat fp32 by parameter name; empty without."""
         return [w.feedback.state_dict(copy=False) if w.feedback else {} for w in self._workers]
@@ -172,6 +183,7 @@ class VirtualWorkers:
 class _Worker:
     """One virtual process's end of everything."""
 
+    exchange: AllToAllExchange
     scheduled: ScheduledExchange
     feedback: Feedback | None
     factors: Factors

@@ -1,10 +1,14 @@
-"""Run in the worker processes: what virtual training is held against."""
+"""Run in the worker processes: what virtual training is held against, and guards."""
 
 from __future__ import annotations
 
+import dataclasses
+import logging
+from pathlib import Path
 from typing import Any
 
 import deepspeed
+import torch
 
 import ds_ckpt
 from ds_ckpt.telemetry import Purpose
@@ -27,3 +31,65 @@ def train(
     sent = session.counters.bytes_sent[Purpose.REDUCE]
     engine.destroy()
     return {"losses": losses, "weights": weights, "sent": sent}
+
+
+class _Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def guarded(section: dict[str, Any], steps: int, folder: str, accumulation: int = 1) -> Any:
+    """Train under a guard: after each step whether it has fallen back and what was seen; what the
+    log said; whether a checkpoint keeps it; bytes of the last step."""
+    fresh()
+    heard, log = _Heard(), logging.getLogger("ds_ckpt")
+    log.addHandler(heard)
+    config = models.zero3_config(accumulation=accumulation, ds_ckpt=section)
+    try:
+        engine = models.start("llama", config)
+        session = ds_ckpt.session_of(engine)
+        assert session is not None
+        assert session.guard is not None
+        back, seen, sent = [], [], 0
+        for step in range(steps):
+            sent = session.counters.bytes_sent[Purpose.REDUCE]
+            models.train(engine, "llama", 1, first=step)
+            back.append(session.guard.fallen_back)
+            last = session.guard.last
+            seen.append(None if last is None else (last.error, last.residual_norm))
+        sent = session.counters.bytes_sent[Purpose.REDUCE] - sent
+        owed = sum(float(r.abs().sum()) for r in session.residuals.values())
+        engine.save_checkpoint(folder, tag="mine")
+        engine.destroy()
+        fresh()
+        engine = models.start("llama", config)
+        engine.load_checkpoint(folder, tag="mine")
+        session = ds_ckpt.session_of(engine)
+        assert session is not None
+        assert session.guard is not None
+        resumed = session.guard.fallen_back
+        engine.destroy()
+    finally:
+        log.removeHandler(heard)
+    said = [line for line in heard.lines if "guard: step" in line]
+    return {"back": back, "seen": seen, "said": said, "sent": sent, "owed": owed, "kept": resumed}
+
+
+def validated(spec: dict[str, Any], runs: list[dict[str, Any]], folder: str) -> Any:
+    """What the launched processes of `validate-accuracy --processes` do: outcomes of the runs."""
+    from ds_ckpt.validation import train_processes
+    from ds_ckpt.validation.tasks import TaskSpec, open_task
+
+    torch.set_num_threads(1)
+    task = open_task(TaskSpec(**spec), Path(folder))
+    events = train_processes._Events(None)
+    outcomes = []
+    for run in runs:
+        fresh()
+        outcome, _ = train_processes._train(task, run, None, 2, events)
+        outcomes.append(dataclasses.asdict(outcome))
+    return outcomes

@@ -1,0 +1,128 @@
+"""`ds-ckpt validate-accuracy`: dense training against compression, judged by statistics.
+
+Heavy imports stay inside the command.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    pass
+
+FAILED = 3
+"""Exit code where there is no verdict because the command could not run."""
+
+
+def validate_accuracy(
+    files: Annotated[
+        list[Path] | None, typer.Argument(help="DeepSpeed JSON files.", metavar="CONFIG...")
+    ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            help="Some of language, topics, digits, labelled, with commas. "
+            "[default: language,topics,digits; with --data language, or labelled]"
+        ),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=2, help="Pairs of runs.")] = 5,
+    margin: Annotated[
+        float, typer.Option(min=0.01, max=50, help="Percent of the dense loss that do not count.")
+    ] = 0.5,
+    accuracy_margin: Annotated[
+        float, typer.Option(min=0.01, max=50, help="Points of accuracy that do not count.")
+    ] = 1.0,
+    virtual_workers: Annotated[
+        int | None, typer.Option(min=2, help="Workers in this process. [default: 4]")
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option(min=2, help="Real ZeRO-3 processes instead, through deepspeed.")
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="Text file, JSON lines ('text', 'label'), or a HF data set's name."),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A HF checkpoint's folder or name. [default: small, new]")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=8, help="Of each run.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="At the schedule's top.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Rows of a micro-batch.")] = None,
+    length: Annotated[int | None, typer.Option(min=4, help="Tokens of a text's row.")] = None,
+    accumulation: Annotated[int | None, typer.Option(min=1, help="Micro-batches a step.")] = None,
+    hidden_size: Annotated[
+        int | None, typer.Option(min=8, help="Of the built-in language model.")
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Of the built-in language model.")
+    ] = None,
+    attention: Annotated[
+        str,
+        typer.Option(help="Of the built-in language model: eager or sdpa."),
+    ] = "eager",
+    device: Annotated[str, typer.Option(help="Where virtual workers compute.")] = "cpu",
+    link_mbit: Annotated[
+        float, typer.Option(min=0.1, help="Mbit/s that times of virtual workers are reckoned for.")
+    ] = 1000.0,
+    self_check: Annotated[
+        int | None,
+        typer.Option(min=4, help="Judge so many dense runs against each other: false alarms."),
+    ] = None,
+    output: Annotated[
+        Path, typer.Option(help="Folder of results and report; goes on with what is there.")
+    ] = Path("runs/accuracy"),
+    record: Annotated[
+        Path | None, typer.Option(help="Add the verdicts to this file too (verdicts.json).")
+    ] = None,
+) -> None:
+    """Is compression safe? Train dense and compressed in pairs, and judge the difference.
+
+    Exit 0: every file is equivalent to dense training within the margin (or identical, or better).
+    1: one is worse. 2: one is undecided; the table says how many more --seeds it needs. 3: the
+    command could not run. Finished runs are kept in the output folder and not repeated.
+    """
+    from rich.console import Console
+
+    from ds_ckpt.errors import DsCkptError
+    from ds_ckpt.validation.validate import Wanted, run
+
+    console = Console(stderr=True)
+    sizes: dict[str, Any] = {
+        "data": data,
+        "model": model,
+        "steps": steps,
+        "learning_rate": learning_rate,
+        "batch": batch,
+        "length": length,
+        "accumulation": accumulation,
+        "hidden_size": hidden_size,
+        "layers": layers,
+        "attention": attention if attention != "eager" else None,
+    }
+    try:
+        wanted = Wanted(
+            files=tuple(files or ()),
+            tasks=tuple(tasks.split(",")) if tasks else None,
+            seeds=seeds,
+            margin=margin / 100,
+            accuracy_margin=accuracy_margin / 100,
+            virtual_workers=virtual_workers,
+            processes=processes,
+            sizes={name: value for name, value in sizes.items() if value is not None},
+            device=device,
+            link_mbit=link_mbit,
+            self_check=self_check,
+            output=output,
+            record=record,
+        )
+        code = run(wanted, console)
+    except DsCkptError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(FAILED) from None
+    except KeyboardInterrupt:
+        typer.echo("stopped; the same command goes on with the runs that are finished", err=True)
+        raise typer.Exit(130) from None
+    raise typer.Exit(code)

@@ -1,0 +1,137 @@
+"""The real path: `deepspeed` launches ZeRO-3 processes, which train every run that is missing.
+
+This side writes the job, follows the events, and keeps the results as they come; what trains is
+`train_processes`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_ckpt.harness import cpu_op
+from ds_ckpt.harness.follow import Lines
+from ds_ckpt.harness.launch import check_running, deepspeed_command, free_port, launched
+from ds_ckpt.validation.candidates import DENSE
+from ds_ckpt.validation.cell import sixteen_bit_step_bytes
+from ds_ckpt.validation.experiment import SAMPLE_EVERY, Plan, Tell, about, gave_up
+from ds_ckpt.validation.store import Result, Store, outcome_of
+
+_LOOPBACK = Path("/sys/class/net/lo")
+_POLL_S = 0.2
+_START_S, _STEP_S = 600.0, 60.0
+"""How long starting, and a step, may take before the launch counts as hung."""
+
+
+def run_processes(plan: Plan, store: Store, folder: Path, tell: Tell | None = None) -> None:
+    """Train what has no result yet in `plan.task.spec.world` processes.
+
+    Args:
+        folder: for the job, the events and the log.
+        tell: as `run_virtual`.
+
+    Raises:
+        LaunchError: the processes failed; what was finished before is kept.
+    """
+    missing = plan.missing(store, "processes")
+    if not missing:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    job, events, log = (folder / name for name in ("job.json", "events.jsonl", "training.log"))
+    events.unlink(missing_ok=True)
+    job.write_text(json.dumps(_job(plan, store, folder, events)), encoding="utf-8")
+    environment = _environment()
+    port = free_port()
+    command = deepspeed_command(
+        "ds_ckpt.validation.train_processes",
+        ["--job", str(job)],
+        processes=plan.task.spec.world,
+        master_port=port,
+    )
+    limit_s = _START_S + _STEP_S * len(missing) * plan.task.spec.steps
+    started = time.monotonic()
+    with (
+        cpu_op.shared_buffers_removed(port),
+        cpu_op.lock_cleared_on_failure(environment),
+        launched(command, environment=environment, log=log) as process,
+    ):
+        lines = Lines(events)
+        running = True
+        try:
+            while running:
+                running = check_running(process, started=started, time_limit_s=limit_s, log=log)
+                _take(lines.new(), plan, store, tell)
+                time.sleep(_POLL_S if running else 0)
+        finally:
+            _take(lines.new(), plan, store, tell)
+
+
+def _job(plan: Plan, store: Store, folder: Path, events: Path) -> dict[str, Any]:
+    steps = plan.task.spec.steps
+    runs = [
+        {
+            "seed": seed,
+            "name": candidate.name,
+            "file": candidate.file or None,
+            "lossy": candidate.lossy,
+            "start_step": candidate.in_run_of(steps).start_step,
+        }
+        for seed, candidate in plan.missing(store, "processes")
+        if not (candidate.lossy and gave_up(plan, candidate, store, "processes"))
+    ]
+    curves = {}
+    for seed in plan.seeds:
+        dense = store.find(plan.key(DENSE, seed, "processes"))
+        if dense is not None:
+            curves[str(seed)] = dense.outcome.heldout
+    return {
+        "spec": dataclasses.asdict(plan.task.spec),
+        "folder": str(folder / "states"),
+        "events": str(events),
+        "sample_every": SAMPLE_EVERY,
+        "runs": runs,
+        "dense_curves": curves,
+    }
+
+
+def _take(lines: Iterator[dict[str, Any]], plan: Plan, store: Store, tell: Tell | None) -> None:
+    spec = plan.task.spec
+    for line in lines:
+        if line["kind"] == "progress":
+            if tell is not None:
+                words = f"{spec.kind}, seed {line['seed']}, {line['name']}"
+                tell(words, line["done"], spec.steps, line["loss"])
+            continue
+        (candidate,) = (c for c in (DENSE, *plan.candidates) if c.name == line["name"])
+        settings = candidate.in_run_of(spec.steps)
+        store.add(
+            Result(
+                key=plan.key(candidate, line["seed"], "processes"),
+                names=(spec.kind, candidate.name),
+                outcome=outcome_of(line["outcome"]),
+                sixteen_bit_bytes=sixteen_bit_step_bytes(settings, plan.task.shapes, spec.world),
+                step_s=line["step_s"],
+                about=about(),
+            )
+        )
+
+
+def _environment() -> dict[str, str]:
+    environment = dict(os.environ)
+    # DeepSpeed compiles with the ninja of its own environment, activated or not.
+    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    if torch.cuda.device_count() == 0:
+        environment.setdefault("DS_ACCELERATOR", "cpu")
+    if environment.get("DS_ACCELERATOR") == "cpu":
+        environment["OMP_NUM_THREADS"] = "1"  # sums in one order, whatever the machine
+        if _LOOPBACK.exists():
+            environment.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK.name)
+    return environment

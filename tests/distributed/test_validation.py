@@ -1,0 +1,171 @@
+"""The command's real path against its virtual one, its launch, and guards that act everywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_ckpt.validation.candidates import DENSE, read_candidates
+from ds_ckpt.validation.experiment import Plan, run_virtual
+from ds_ckpt.validation.processes import run_processes
+from ds_ckpt.validation.store import Store
+from ds_ckpt.validation.tasks import TaskSpec, open_task
+from ds_ckpt.validation.virtual_training import VirtualTraining
+from tests.distributed import cases_compression, cases_validation
+from tests.distributed.models import topk_section
+
+LOSS_TOLERANCE = 5e-6
+"""See test_virtual_training.py."""
+SPEC = TaskSpec(
+    "language", world=2, batch=2, length=16, steps=8, evaluations=2, hidden_size=16, layers=1
+)  # fmt: skip
+SECTIONS: dict[str, Any] = {
+    "4bit": {"compression": {"method": "quantize", "start_step": 2, "min_numel": 0}},
+    "topk": {"compression": {"method": "topk", "start_step": 0, "min_numel": 0}},
+    "offload": {"activation": {"policy": "block", "offload": True, "offload_min_bytes": 0}},
+}
+
+
+def files(folder: Path, names: list[str]) -> list[Path]:
+    paths = []
+    for name in names:
+        path = folder / f"{name}.json"
+        config = {"zero_optimization": {"stage": 3}, "ds_ckpt": SECTIONS[name]}
+        path.write_text(json.dumps(config))
+        paths.append(path)
+    return paths
+
+
+def test_processes_and_virtual_workers_come_to_the_same(world2: Any, tmp_path: Path) -> None:
+    spec = dataclasses.replace(SPEC, accumulation=2)
+    candidates = read_candidates(files(tmp_path, list(SECTIONS)))
+    store = Store(tmp_path / "results.jsonl")
+    plan = Plan(open_task(spec, tmp_path), candidates, range(1))
+    run_virtual(plan, store, tmp_path / "states")
+    everyone = [DENSE, *candidates]
+    runs = [
+        {
+            "seed": 0,
+            "name": one.name,
+            "file": one.file or None,
+            "lossy": one.lossy,
+            "start_step": one.in_run_of(spec.steps).start_step,
+        }
+        for one in everyone
+    ]
+    real = world2.run(
+        cases_validation.validated, dataclasses.asdict(spec), runs, str(tmp_path), timeout=250
+    )
+    assert real[0] == real[1]
+    for one, outcome in zip(everyone, real[0], strict=True):
+        result = store.find(plan.key(one, 0))
+        assert result is not None
+        ours = result.outcome
+        assert [step for step, _ in ours.heldout] == [step for step, _ in outcome["heldout"]]
+        for (_, a), (_, b) in zip(ours.heldout, outcome["heldout"], strict=True):
+            assert a == pytest.approx(b, abs=LOSS_TOLERANCE, rel=0)
+        if one.lossy:  # sampled by other means in every tenth and in every second step
+            assert outcome["left"]
+            assert outcome["residual_norm"] == pytest.approx(ours.residual_norm, rel=1e-3)
+            assert 0.8 * outcome["step_bytes"] < ours.step_bytes <= outcome["step_bytes"]
+    # bit for bit among processes, and among virtual workers
+    assert real[0][3]["digest"] == real[0][0]["digest"] != real[0][1]["digest"]
+    digests = [store.find(plan.key(one, 0)).outcome.digest for one in everyone]  # type: ignore[union-attr]
+    assert digests[3] == digests[0] != digests[1]
+
+
+def test_what_is_left_behind_is_the_same_number(world2: Any, tmp_path: Path) -> None:
+    (candidate,) = read_candidates(files(tmp_path, ["topk"]))
+    task = open_task(SPEC, tmp_path)
+    run = {"seed": 0, "name": "topk", "file": candidate.file, "lossy": True, "start_step": 0}
+    ((real,), _) = world2.run(
+        cases_validation.validated, dataclasses.asdict(SPEC), [run], str(tmp_path), timeout=250
+    )
+    task.run.begin(0)
+    training = VirtualTraining(
+        task.run.model, task.run.loss, SPEC.recipe(), candidate.settings, world=2, sample_every=2
+    )
+    lefts = {step: training.train_step().left for step in range(1, SPEC.steps + 1)}
+    assert [step for step, _, _ in real["left"]] == [2, 4, 6, 8]
+    for step, error, norm in real["left"]:
+        ours = lefts[step]
+        assert ours is not None
+        assert error == pytest.approx(ours.error, rel=1e-4)
+        assert norm == pytest.approx(ours.residual_norm, rel=1e-4)
+        assert 0.5 < error < 1
+
+
+def test_the_launched_path_from_end_to_end(tmp_path: Path) -> None:
+    candidates = read_candidates(files(tmp_path, ["offload"]))
+    store = Store(tmp_path / "results.jsonl")
+    plan = Plan(open_task(SPEC, tmp_path), candidates, range(1))
+    told: list[tuple[str, int]] = []
+    run_processes(
+        plan, store, tmp_path, lambda name, done, _steps, _loss: told.append((name, done))
+    )
+    assert told == [("language, seed 0, dense", 8), ("language, seed 0, offload", 8)]
+    dense, ours = (store.find(plan.key(c, 0, "processes")) for c in (DENSE, *candidates))
+    assert dense is not None
+    assert ours is not None
+    assert ours.outcome.digest == dense.outcome.digest
+    assert ours.step_s > 0
+    before = (tmp_path / "training.log").read_bytes()
+    run_processes(plan, Store(tmp_path / "results.jsonl"), tmp_path)  # nothing is missing
+    assert (tmp_path / "training.log").read_bytes() == before
+
+
+TIGHT = {"error": 1e-6, "every_n_steps": 2}
+
+
+def section(guard: dict[str, Any], **compression: Any) -> dict[str, Any]:
+    return topk_section(topk={"density": 0.05}, guard=guard, **compression)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_falling_back_happens_everywhere_in_the_same_step(
+    world2: Any, tmp_path: Path, accumulation: int
+) -> None:
+    guard = {"action": "dense", **TIGHT}
+    first, second = world2.run(
+        cases_validation.guarded, section(guard), 8, str(tmp_path), accumulation
+    )
+    # looked at in steps 2 and 4, both past the limit
+    assert first["back"] == second["back"] == [False] * 3 + [True] * 5
+    assert first["seen"] == second["seen"]
+    assert first["owed"] == second["owed"] == 0
+    assert first["kept"]
+    assert second["kept"]
+    assert len(first["said"]) == 1
+    assert "step 4" in first["said"][0]
+    assert second["said"] == []
+
+
+def test_a_guard_that_warns_changes_nothing(world2: Any, tmp_path: Path) -> None:
+    warned = world2.run(
+        cases_validation.guarded, section({"action": "warn", **TIGHT}), 6, str(tmp_path / "a")
+    )
+    content = world2.run(
+        cases_validation.guarded,
+        section({"action": "dense", "residual_norm": 1e6, "every_n_steps": 2}),
+        6,
+        str(tmp_path / "b"),
+    )
+    for runs in (warned, content):
+        assert all(not any(run["back"]) and run["owed"] > 0 and not run["kept"] for run in runs)
+    assert warned[0]["seen"] == content[0]["seen"]
+    assert warned[0]["sent"] == content[0]["sent"]
+    assert [len(run["said"]) for run in (*warned, *content)] == [1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_falling_back_loses_nothing(world2: Any, accumulation: int) -> None:
+    ours = section({"action": "dense", "error": 1e-6, "every_n_steps": 1})
+    for process in world2.run(cases_compression.conservation, "llama", ours, 5, accumulation):
+        assert process["compressed"] == 0
+        assert process["worst"] < 1e-5
+    for process in world2.run(cases_compression.conservation, "llama", ours, 1, accumulation):
+        assert process["compressed"] > 3  # before it, something was owed

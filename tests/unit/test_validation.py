@@ -1,0 +1,335 @@
+"""Comparisons: what counts as a difference, verdicts, exit codes, what is kept and found again."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+import math
+import random
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_ckpt.errors import ConfigError, StateError
+from ds_ckpt.validation.candidates import DENSE, checkpointed, read_candidates
+from ds_ckpt.validation.cell import Outcome
+from ds_ckpt.validation.compare import Comparison, Margins, compare, exit_code, false_alarms
+from ds_ckpt.validation.experiment import Plan, far_behind, gave_up
+from ds_ckpt.validation.records import records
+from ds_ckpt.validation.report import SelfCheck, markdown, write_report
+from ds_ckpt.validation.store import Key, Result, Store
+from ds_ckpt.validation.tasks import Opened, TaskSpec
+
+STEPS = 100
+SHAPES = (("w", torch.Size([64, 64])),)
+
+
+def config_file(folder: Path, name: str, **section: Any) -> Path:
+    path = folder / f"{name}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3}, "ds_ckpt": section}))
+    return path
+
+
+@pytest.fixture
+def four_bits(tmp_path: Path) -> Path:
+    return config_file(tmp_path, "four", compression={"method": "quantize", "start_step": 50})
+
+
+def outcome(final: float, *, diverged: bool = False, digest: str = "d", **over: Any) -> Outcome:
+    given: dict[str, Any] = {
+        "heldout": [(0, 5.0), (50, (5 + final) / 2), (100, final)],
+        "accuracy": [],
+        "left": [(10, 0.9, 9.0), (60, 0.1, 0.5), (70, 0.2, 0.3)],
+        "digest": digest,
+        "train": [],
+        "step_bytes": 1.0,
+        "warm_up_bytes": 4.0,
+        "residual_norm": 0.0,
+        "step_cpu_s": 0.2,
+        "exchange_cpu_s": 0.0,
+        "diverged": diverged,
+    }
+    return Outcome(**{**given, **over})
+
+
+def opened(kind: Any = "language") -> Opened:
+    spec = TaskSpec(kind, steps=STEPS)
+    return Opened(spec, None, "task", "a model", "a text", SHAPES)  # type: ignore[arg-type]
+
+
+def judged(
+    tmp_path: Path,
+    files: list[Path],
+    dense: list[Outcome],
+    ours: list[list[Outcome]],
+    kind: Any = "language",
+    sent: float = 250.0,
+) -> list[Comparison]:
+    store = Store(tmp_path / "r.jsonl")
+    plan = Plan(opened(kind), read_candidates(files), range(len(dense)))
+    for candidate, outcomes in zip((DENSE, *plan.candidates), (dense, *ours), strict=True):
+        for seed, one in enumerate(outcomes):
+            each = 1000.0 if candidate is DENSE else sent
+            about = {"date": "2026-01-01", "versions": {"torch": "2"}}
+            key = plan.key(candidate, seed)
+            store.add(Result(key, ("language", candidate.name), one, each, 0.0, about))
+    again = Store(tmp_path / "r.jsonl")  # what is judged is what was kept
+    return [compare(plan, c, again, Margins(), link_mbit=8e-3) for c in plan.candidates]
+
+
+def test_differences_are_paired_and_relative(tmp_path: Path, four_bits: Path) -> None:
+    # seeds differ by 50%, pairs by 0.1%: only pairing shows it
+    dense = [outcome(loss) for loss in (2.0, 3.0, 2.5)]
+    ours = [outcome(loss * gap) for loss, gap in ((2.0, 1.001), (3.0, 1.0012), (2.5, 1.0008))]
+    (found,) = judged(tmp_path, [four_bits], dense, [ours])
+    assert found.verdict == "equivalent"
+    assert list(found.differences.values()) == pytest.approx([0.001, 0.0012, 0.0008])
+    assert found.interval is not None
+    assert found.interval.mean == pytest.approx(0.001)
+    assert found.dense == pytest.approx(2.5)
+    assert found.fewer_bytes == 4.0
+    # the warm-up of 50 steps is cut to a quarter of the run, and is not in the range
+    assert found.warm_up == 25
+    assert found.left is not None
+    assert (found.left.error, found.left.residual_norm) == (0.2, 0.5)
+
+
+def test_accuracy_is_in_points_and_less_is_worse(tmp_path: Path, four_bits: Path) -> None:
+    def right(share: float) -> Outcome:
+        return outcome(1.0, accuracy=[(0, 0.1), (100, share)])
+
+    dense = [right(0.90), right(0.91), right(0.89)]
+    ours = [right(0.87), right(0.88), right(0.861)]
+    (found,) = judged(tmp_path, [four_bits], dense, [ours], "topics")
+    assert found.metric == "accuracy"
+    assert found.margin == 0.01
+    assert list(found.differences.values()) == pytest.approx([0.03, 0.03, 0.029])
+    assert found.verdict == "worse"
+
+
+def test_a_run_that_diverged_is_worse_whatever_the_others_do(
+    tmp_path: Path, four_bits: Path
+) -> None:
+    dense = [outcome(2.0)] * 3
+    (found,) = judged(tmp_path, [four_bits], dense, [[outcome(2.0), outcome(2.0, diverged=True)]])
+    assert found.verdict == "worse"
+    assert found.diverged == [1]
+    assert found.interval is None
+    assert found.reached.steps is None
+    assert "1 of 2 runs diverged" in markdown([found], [])
+
+
+def test_what_it_took_to_come_as_far(tmp_path: Path, four_bits: Path) -> None:
+    dense = [outcome(2.0), outcome(2.0)]
+    # a straight line from 3.5 to 1.9 over 50 steps passes 2.01 after 46.56 of them
+    ours = [outcome(1.9, heldout=[(0, 5.0), (50, 3.5), (100, 1.9)])] * 2
+    (found,) = judged(tmp_path, [four_bits], dense, [ours])
+    theirs, mine = 50 + 50 * 1.49 / 1.5, 50 + 50 * 1.49 / 1.6
+    assert found.reached.runs == (2, 2)
+    assert found.reached.steps == pytest.approx(mine / theirs)
+    sent = 25 * 1000 + (mine - 25) * 250
+    assert found.reached.sent_bytes == pytest.approx(sent / (theirs * 1000))
+    # a link of 1000 bytes a second, and 0.05 s of computing a step and worker
+    seconds = (0.05 * mine + sent / 1000) / (0.05 * theirs + theirs)
+    assert found.reached.seconds == pytest.approx(seconds)
+    never = [outcome(2.2)] * 2
+    (found,) = judged(tmp_path / "never", [four_bits], dense, [never])
+    assert found.reached.runs == (0, 2)
+    assert found.reached.sent_bytes is None
+
+
+def test_lossless_is_judged_by_bits(tmp_path: Path) -> None:
+    block = config_file(tmp_path, "block", activation={"policy": "block"})
+    dense = [outcome(2.0, digest="a"), outcome(2.1, digest="b"), outcome(2.2, digest="c")]
+    same = [outcome(2.0, digest="a"), outcome(2.1, digest="b")]
+    other = [outcome(2.0, digest="a"), outcome(2.1, digest="x")]
+    (found,) = judged(tmp_path / "1", [block], dense, [same])
+    assert (found.verdict, exit_code([found])) == ("identical", 0)
+    (found,) = judged(tmp_path / "2", [block], dense, [other])
+    assert (found.verdict, exit_code([found])) == ("different", 1)
+
+
+def test_exit_codes(tmp_path: Path, four_bits: Path) -> None:
+    dense = [outcome(2.0), outcome(2.0), outcome(2.0)]
+
+    def code(folder: str, *losses: list[float]) -> int:
+        files = [
+            config_file(tmp_path / folder, f"c{i}", compression={"method": "quantize"})
+            for i in range(len(losses))
+        ]
+        runs = [[outcome(loss) for loss in of] for of in losses]
+        # equal settings share results: one store for each file
+        found = [
+            judged(tmp_path / folder / str(i), [file], dense, [run])[0]
+            for i, (file, run) in enumerate(zip(files, runs, strict=True))
+        ]
+        return exit_code(found)
+
+    good, bad, open_ = [2.0, 2.001, 2.0], [2.1, 2.11, 2.1], [2.0, 2.02, 1.98]
+    assert code("a", good) == 0
+    assert code("b", good, bad) == 1
+    assert code("c", good, open_) == 2
+    assert code("d", open_, bad, good) == 1
+    assert code("e", [1.9, 1.9, 1.91]) == 0
+    assert exit_code([]) == 2
+
+
+def test_an_open_verdict_says_how_many_seeds(tmp_path: Path, four_bits: Path) -> None:
+    dense = [outcome(2.0)] * 3
+    ours = [outcome(2.0), outcome(2.012), outcome(1.99)]
+    (found,) = judged(tmp_path, [four_bits], dense, [ours])
+    assert found.verdict_words().startswith("inconclusive: needs about ")
+    assert found.more_seeds
+    near = [outcome(2.01), outcome(2.0100001), outcome(2.0099999)]
+    (found,) = judged(tmp_path / "near", [four_bits], dense, [near])
+    assert found.verdict_words() == "inconclusive: too near the margin for any number of seeds"
+
+
+def test_settings_that_compress_nothing_get_no_verdict(tmp_path: Path, four_bits: Path) -> None:
+    dense = [outcome(2.0)] * 3
+    (found,) = judged(tmp_path, [four_bits], dense, [dense], sent=1000.0)
+    assert (found.verdict, exit_code([found])) == ("inconclusive", 2)
+    assert "nothing to compress" in found.verdict_words()
+
+
+def test_dense_against_itself_is_seldom_worse() -> None:
+    draw = random.Random(1)
+    values = [draw.gauss(2.0, 0.01) for _ in range(400)]
+    shares = false_alarms(values, 5, 0.005, metric="loss", rounds=4000)
+    assert sum(shares.values()) == pytest.approx(1)
+    assert shares["worse"] < 0.06
+    assert shares["better"] < 0.06
+    tight = [draw.gauss(2.0, 0.001) for _ in range(400)]
+    assert false_alarms(tight, 5, 0.005, metric="loss")["equivalent"] > 0.95
+    # were the truth at the margin, one of twenty would pass: the rate is what alpha says
+    shifted = [false_alarms([2.0, 2.0, 2.0, 2.0 * 1.02], 2, 0.005, metric="loss", rounds=300)]
+    assert shifted[0]["equivalent"] == 0
+
+
+def test_far_behind_is_less_than_half_of_what_dense_has_learnt() -> None:
+    hopeless = far_behind([(0, 5.0), (50, 3.0), (100, 2.0)])
+    assert not hopeless(50, 3.9)
+    assert hopeless(50, 4.1)
+    assert hopeless(100, 3.6)
+    assert not hopeless(75, 9.0)  # nothing to compare with there
+    assert not far_behind([(0, 2.0), (50, 2.5)])(50, 9.0)  # dense training does not learn itself
+
+
+def test_after_a_divergence_the_other_seeds_are_left_out(tmp_path: Path, four_bits: Path) -> None:
+    (candidate,) = read_candidates([four_bits])
+    plan, store = Plan(opened(), [candidate], range(3)), Store(tmp_path / "r.jsonl")
+    assert not gave_up(plan, candidate, store)
+    key = plan.key(candidate, 1)
+    store.add(Result(key, ("language", "four"), outcome(9.0, diverged=True), 1.0, 0.0, {}))
+    assert gave_up(plan, candidate, store)
+
+
+def test_runs_are_found_by_what_they_depend_on(tmp_path: Path, four_bits: Path) -> None:
+    (candidate,) = read_candidates([four_bits])
+    other = config_file(tmp_path, "o", compression={"method": "quantize", "quantize": {"bits": 2}})
+    gate = {"gate": False, "overlap": False}
+    same = config_file(
+        tmp_path, "s", compression={"method": "quantize", "start_step": 40, "exchange": gate}
+    )
+    kept = config_file(
+        tmp_path, "k", activation={"policy": "block"}, compression={"method": "quantize"}
+    )
+    digests = [c.digest(STEPS) for c in (candidate, *read_candidates([other, same, kept]))]
+    # a longer warm-up than a quarter of the run is the same run; so is another clock's gate
+    assert digests[0] == digests[2]
+    assert len(set(digests)) == 3
+    assert candidate.digest(STEPS) != candidate.digest(4 * STEPS)
+
+
+def test_a_torn_line_is_forgotten_and_others_stay(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    key = Key("t", "s", 0, "virtual")
+    result = Result(key, ("language", "x"), outcome(2.0), 1.0, 0.0, {"date": "d"})
+    Store(path).add(result)
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"key": {"task"')
+    store = Store(path)
+    assert store.find(key) == result
+    store.add(dataclasses.replace(result, key=Key("t", "s", 1, "virtual")))
+    assert path.read_bytes().startswith(whole)
+    assert len(path.read_bytes().splitlines()) == 2
+    path.write_text('{"other": 1}\n')
+    with pytest.raises(StateError, match=r"r\.jsonl:1"):
+        Store(path)
+
+
+def test_a_file_that_does_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="plain DeepSpeed"):
+        read_candidates([config_file(tmp_path, "plain")])
+
+
+def test_names_are_told_apart(tmp_path: Path) -> None:
+    files = [
+        config_file(tmp_path / folder, "same", compression={"method": method})
+        for folder, method in (("a", "quantize"), ("b", "topk"), ("c", "dense"))
+    ]
+    assert [c.name for c in read_candidates(files)] == ["same", "same-2", "same-3"]
+    assert [c.lossy for c in read_candidates(files)] == [True, True, False]
+
+
+def test_reports_name_everything_and_load_nothing(tmp_path: Path, four_bits: Path) -> None:
+    pytest.importorskip("matplotlib")
+    dense = [outcome(2.0), outcome(2.1), outcome(2.2)]
+    ours = [outcome(2.1), outcome(2.2), outcome(2.31)]
+    found = judged(tmp_path, [four_bits], dense, [ours])
+    check = SelfCheck("a task", (2.0, 2.1), 1, 0.005, {"worse": 0.04})
+    page = html.unescape(write_report(tmp_path / "out", found, [check]).read_text())
+    plain = (tmp_path / "out" / "report.md").read_text()
+    for text in (page, plain):
+        for word in ("four", "worse", "+4.92", "4.00x", "perplexity", "torch 2", "worse 4.0%"):
+            assert word in text, word
+        assert "its dense warm-up of 50 steps was cut to 25" in text
+        assert 'four: "guard": {"action": "warn", "error": 0.25, "residual_norm": 0.625}' in text
+    assert page.count("<svg") == 2
+    # names of XML vocabularies, which nobody fetches
+    names = r"https?://(www\.w3\.org|purl\.org|creativecommons\.org|matplotlib\.org)"
+    assert "http" not in re.sub(names, "", page)
+    assert "<script" not in page
+    assert "src=" not in page
+
+
+def test_without_matplotlib_there_is_markdown(
+    tmp_path: Path, four_bits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    found = judged(tmp_path, [four_bits], [outcome(2.0)] * 2, [[outcome(2.0)] * 2])
+    assert write_report(tmp_path / "out", found, []).name == "report.md"
+
+
+def test_records_hold_what_the_verdict_holds_for(tmp_path: Path, four_bits: Path) -> None:
+    dense = [outcome(2.0), outcome(2.1), outcome(2.2)]
+    block = config_file(tmp_path, "block", activation={"policy": "block"})
+    both = judged(tmp_path, [four_bits, block], dense, [dense, dense])
+    (record,) = records(both)  # what has no method loses nothing
+    assert record.preset == "four"
+    assert record.verdict == "equivalent"
+    assert record.settings["method"] == "quantize"
+    assert record.settings["start_step"] == 50
+    assert (record.steps, record.warm_up, record.seeds, record.margin) == (100, 25, 3, 0.005)
+    assert record.left is not None
+    assert record.left.error == 0.2
+    assert record.date == "2026-01-01"
+    assert record.mean is not None
+    assert math.isclose(record.mean, 0.0)
+
+
+def test_a_policy_that_plans_is_refused_and_not_left_out(tmp_path: Path) -> None:
+    file = config_file(tmp_path, "b", activation={"policy": "budget", "budget_gib": 1.0})
+    (candidate,) = read_candidates([file])
+    model = torch.nn.Linear(2, 2)
+    with (
+        pytest.raises(ConfigError, match='found "budget"'),
+        checkpointed(model, candidate.plugin, "cpu"),
+    ):
+        pass

@@ -1,0 +1,200 @@
+"""`ds-ckpt validate-accuracy` from options to exit code, with a model of a few thousand weights."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from ds_ckpt.cli import app
+from ds_ckpt.config import load_file, parse
+from ds_ckpt.config.verdicts import read_verdicts, verdicts_on
+from ds_ckpt.validation import experiment
+from ds_ckpt.validation.store import Store
+
+pytest.importorskip("transformers")
+ROOT = Path(__file__).parents[2]
+SIZES = [
+    "--tasks",
+    "language",
+    "--steps",
+    "60",
+    "--hidden-size",
+    "32",
+    "--layers",
+    "1",
+    "--length",
+    "32",
+    "--learning-rate",
+    "0.003",
+]
+run = CliRunner().invoke
+
+
+def small(folder: Path, file: Path) -> Path:
+    """The file with compression of small matrices too, as such a small model has them."""
+    config = load_file(file)
+    compression = config["ds_ckpt"].setdefault("compression", {})
+    if compression:
+        compression["min_numel"] = 0
+    path = folder / file.name
+    path.write_text(json.dumps(config))
+    return path
+
+
+def validate(output: Path, files: list[Path], *options: str) -> Any:
+    return run(app, ["validate-accuracy", *map(str, files), *SIZES, "--output", str(output),
+                     *options])  # fmt: skip
+
+
+def verdicts(output: Path) -> dict[str, str]:
+    return {record.preset: record.verdict for record in read_verdicts(output / "verdicts.json")}
+
+
+def test_what_must_fail_fails_and_what_must_pass_passes(tmp_path: Path) -> None:
+    accuracy = ROOT / "benchmarks" / "accuracy"
+    must_fail = [
+        small(tmp_path, accuracy / "topk_0.1pct_no_feedback.json"),
+        small(tmp_path, accuracy / "powersgd_rank1_no_feedback.json"),
+    ]
+    must_pass = [
+        small(tmp_path, accuracy / "8bit.json"),
+        ROOT / "ds_configs" / "zero3_block_offload.json",
+    ]
+    output = tmp_path / "out"
+    # many workers, of whose gradients only an eighth is exact, and so small a model that little
+    # is lost: the margin is small too
+    options = ["--seeds", "3", "--virtual-workers", "8", "--margin", "0.1"]
+    good = validate(output, must_pass, *options)
+    assert good.exit_code == 0, good.output
+    assert verdicts(output) == {"8bit": "equivalent"}
+    bad = validate(output, [*must_pass, *must_fail], *options)
+    assert bad.exit_code == 1, bad.output
+    found = verdicts(output)
+    assert found["topk_0.1pct_no_feedback"] == found["powersgd_rank1_no_feedback"] == "worse"
+    report = (output / "report.md").read_text()
+    assert "identical" in report
+    assert (output / "report.html").is_file()
+    # what was trained is not trained again
+    before = (output / "results.jsonl").read_text()
+    assert len(before.splitlines()) == 3 + 3 * 3 + 2
+    again = validate(output, [*must_pass, *must_fail], *options)
+    assert again.exit_code == 1
+    assert (output / "results.jsonl").read_text() == before
+
+
+def test_a_killed_command_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = small(tmp_path, ROOT / "benchmarks" / "accuracy" / "2bit.json")
+    straight = validate(tmp_path / "a", [file], "--seeds", "2")
+    assert straight.exit_code in (0, 1, 2)
+    train, trained = experiment.train_cell, []
+
+    def killed(*args: Any, **options: Any) -> Any:
+        if len(trained) == 2:
+            raise KeyboardInterrupt
+        trained.append(1)
+        return train(*args, **options)
+
+    monkeypatch.setattr(experiment, "train_cell", killed)
+    stopped = validate(tmp_path / "b", [file], "--seeds", "2")
+    assert stopped.exit_code == 130
+    assert len((tmp_path / "b" / "results.jsonl").read_text().splitlines()) == 2
+    monkeypatch.setattr(experiment, "train_cell", train)
+    resumed = validate(tmp_path / "b", [file], "--seeds", "2")
+    assert resumed.exit_code == straight.exit_code
+    curves = [
+        {
+            (result.names, key.seed): (result.outcome.heldout, result.outcome.digest)
+            for key, result in Store(tmp_path / name / "results.jsonl")._results.items()
+        }
+        for name in "ab"
+    ]
+    assert len(curves[0]) == 4
+    assert curves[0] == curves[1]
+    assert not list((tmp_path / "b" / "states").glob("*"))
+
+
+def test_a_run_that_falls_behind_is_stopped_and_the_config_is_worse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experiment, "LEAST_PROGRESS", 1.5)  # as much as no run makes
+    file = small(tmp_path, ROOT / "benchmarks" / "accuracy" / "2bit.json")
+    found = validate(tmp_path / "out", [file], "--seeds", "3")
+    assert found.exit_code == 1, found.output
+    (record,) = read_verdicts(tmp_path / "out" / "verdicts.json")
+    assert (record.verdict, record.interval, record.seeds) == ("worse", None, 1)
+    lines = (tmp_path / "out" / "results.jsonl").read_text().splitlines()
+    stopped = [r for r in map(json.loads, lines) if r["names"][1] == "2bit"]
+    assert len(lines) == 3 + 1  # the other seeds could change nothing
+    # the warm-up of 15 steps cannot fall behind; the next evaluation can
+    assert [step for step, _ in stopped[0]["outcome"]["heldout"]] == [0, 10, 20]
+    assert stopped[0]["outcome"]["diverged"]
+
+
+def test_dense_against_itself_with_real_runs(tmp_path: Path) -> None:
+    found = validate(tmp_path / "out", [], "--self-check", "8", "--seeds", "4")
+    assert found.exit_code == 0, found.output
+    said = (tmp_path / "out" / "report.md").read_text()
+    assert "dense against dense, 8 runs paired at random, 4 pairs a trial" in said
+    worse = float(said.partition("worse ")[2].partition("%")[0])
+    assert worse <= 10
+
+
+def test_a_user_s_text_and_a_record_beside_the_file(tmp_path: Path) -> None:
+    text = tmp_path / "mine.txt"
+    text.write_text("\n\n".join(f"some words of mine {i} " * 80 for i in range(60)))
+    file = small(tmp_path, ROOT / "ds_configs" / "zero3_4bit.json")
+    record = tmp_path / "verdicts.json"
+    options = ["--data", str(text), "--record", str(record), "--seeds", "2", "--steps", "16"]
+    found = validate(tmp_path / "out", [file], *options)
+    assert found.exit_code in (0, 1, 2), found.output
+    (written,) = read_verdicts(record)
+    assert written.data == "mine.txt"
+    assert verdicts_on(parse(load_file(file)).compression, beside=file)[0] == written
+    told = json.loads(run(app, ["validate", "--json", str(file)]).stdout)[0]
+    assert told["accuracy"][0]["data"] == "mine.txt"
+    assert "mine.txt" in told["summary"]
+    assert written.verdict in told["summary"]
+    assert "margin 0.5%" in told["summary"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], "CONFIG"),
+        (["FILE", "--tasks", "chess"], "chess"),
+        (["FILE", "--processes", "2", "--virtual-workers", "2"], "give one"),
+        (["FILE", "--tasks", "digits", "--data", "x.txt"], "data of their own"),
+        (["FILE", "--tasks", "topics", "--model", "x"], "--model"),
+        (["FILE", "--attention", "flash"], "eager or sdpa"),
+        (["none.json"], "none.json"),
+        (["FILE", "--data", "no-such-file"], "--data"),
+    ],
+)
+def test_what_cannot_be_done_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], words: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    file = str(ROOT / "ds_configs" / "zero3_4bit.json")
+    options = [file if option == "FILE" else option for option in options]
+    found = run(app, ["validate-accuracy", *options, "--output", str(tmp_path / "out")])
+    assert found.exit_code == 3
+    assert words in found.output
+    assert "fix:" in found.output
+
+
+def test_the_script_is_the_command() -> None:
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("v", ROOT / "scripts" / "validate_accuracy.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    from ds_ckpt.validation.commands import validate_accuracy
+
+    assert module.validate_accuracy is validate_accuracy

@@ -1,0 +1,276 @@
+"""Tasks and data: the default sets, a user's files, checkpoints and data sets by name."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from ds_ckpt.errors import ConfigError, UnsupportedError
+from ds_ckpt.validation import examples
+from ds_ckpt.validation.classification import ClassificationRun, ClassificationTask, Examples
+from ds_ckpt.validation.data import has_labels, read_labelled, read_text
+from ds_ckpt.validation.tasks import TaskSpec, make_spec, open_task
+
+pytest.importorskip("transformers")
+
+
+def lines(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def labelled(path: Path, count: int = 60) -> str:
+    words = {"up": "high above the sky", "down": "low under the ground"}
+    rows = [
+        {"text": f"{words[label]} {i}", "label": label} for i in range(count) for label in words
+    ]
+    return lines(path, rows)
+
+
+# the default sets
+
+
+def test_topics_are_small_balanced_and_apart() -> None:
+    found = examples.topics()
+    assert found.classes == examples.FAMILIES
+    for side, most in zip((found.train, found.heldout), examples.PER_FAMILY, strict=True):
+        counts = side["labels"].bincount()
+        assert len(counts) == found.classes
+        assert int(counts.max()) <= most
+        assert int(counts.min()) > most // 3
+        assert side["input_ids"].shape == (len(side["labels"]), examples.PASSAGE)
+        assert 1 <= int(side["input_ids"].min()) <= int(side["input_ids"].max()) < examples.WORDS
+    ours, theirs = ({tuple(row.tolist()) for row in s["input_ids"]} for s in (
+        found.train, found.heldout))  # fmt: skip
+    assert len(ours & theirs) < 0.02 * len(theirs)  # texts that stand twice in the library
+    again = examples.topics()
+    assert torch.equal(found.train["input_ids"], again.train["input_ids"])
+
+
+def test_digits_need_scikit_learn_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(UnsupportedError, match=r"ds_ckpt\[validation\]"):
+        examples.digits()
+
+
+def test_digits_go_through_the_vit() -> None:
+    pytest.importorskip("sklearn")
+    found = examples.digits()
+    assert found.sizes == (997, 800)
+    assert float(found.train["pixel_values"].min()) >= 0
+    assert float(found.train["pixel_values"].max()) == 1.0
+    run = ClassificationRun(ClassificationTask(batch=4), found, examples.vit)
+    assert run.loss(0, 0, 0).item() == pytest.approx(2.3, abs=0.3)
+    score = run.evaluate()
+    assert score.accuracy is not None
+    assert 0.02 < score.accuracy < 0.25
+
+
+def test_classifiers_start_from_one_pretrained_model(tmp_path: Path) -> None:
+    found = examples.topics()
+    build = examples.TopicClassifier(tmp_path, found, steps=3)
+    a, b = build(1).state_dict(), build(2).state_dict()
+    assert len(list(tmp_path.glob("pretrained-3.pt"))) == 1
+    same = [name for name in a if torch.equal(a[name], b[name])]
+    assert [name for name in a if name not in same] == ["score.weight"]
+    other = examples.TopicClassifier(tmp_path / "other", found, steps=3)
+    assert all(torch.equal(x, y) for x, y in zip(a.values(), other(1).state_dict().values(),
+                                                 strict=True))  # fmt: skip
+
+
+# drawing
+
+
+def toy(count: int = 10) -> Examples:
+    rows = {"x": torch.arange(count), "labels": torch.arange(count)}
+    return Examples(rows, rows, count, "toy")
+
+
+class Toy(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+
+def test_an_epoch_has_every_example_once_dealt_out_to_the_workers() -> None:
+    task = ClassificationTask(world=2, batch=5, accumulation=1)
+    run = ClassificationRun(task, toy(), lambda _: Toy())
+    epochs = []
+    for seed in (0, 1):
+        run.begin(seed)
+        for step in range(2):
+            drawn = [run.inputs(step, 0, worker)["x"] for worker in range(2)]
+            epochs.append(torch.cat(drawn).tolist())
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+    run.begin(0)
+    again = torch.cat([run.inputs(1, 0, worker)["x"] for worker in range(2)]).tolist()
+    assert again == epochs[1]
+
+
+# a user's data
+
+
+def test_text_with_blank_lines_of_spaces_is_cut_there(tmp_path: Path) -> None:
+    path = tmp_path / "t.txt"
+    path.write_text("".join(f" paragraph {i} " + "word " * 200 + "\n \n" for i in range(80)))
+    corpus = read_text(str(path))
+    assert 0.05 < len(corpus.heldout) / len(corpus.train) < 0.2
+    assert corpus.source == "t.txt"
+    assert read_text(str(path)).sha256 == corpus.sha256
+
+
+def test_json_lines_are_texts_and_examples(tmp_path: Path) -> None:
+    source = labelled(tmp_path / "d.jsonl")
+    assert has_labels(source)
+    found = read_labelled(source)
+    assert found.classes == 2
+    assert len(found.train) + len(found.heldout) == 120
+    assert not {text for text, _ in found.train} & {text for text, _ in found.heldout}
+    assert {label for text, label in found.train if "sky" in text} == {1}
+    corpus = read_text(source)
+    assert b"low under the ground 7" in corpus.train + corpus.heldout
+    plain = lines(tmp_path / "p.jsonl", [{"text": "x"}])
+    assert not has_labels(plain)
+    assert not has_labels(str(tmp_path / "none.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("not json", ":1"),
+        ('{"label": 1}', "named? text|text"),
+        ("[1, 2]", "no JSON object"),
+        ('{"text": "a", "label": 1}', "two classes"),
+        ('{"text": "a"}', "no label"),
+    ],
+)
+def test_wrong_examples_are_named_by_their_line(tmp_path: Path, content: str, words: str) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text(content + "\n")
+    with pytest.raises(ConfigError, match=words):
+        read_labelled(str(path))
+
+
+def test_too_short_a_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t.txt"
+    path.write_text("short")
+    with pytest.raises(ConfigError, match="20 of about 2 kB"):
+        read_text(str(path))
+
+
+def test_a_name_without_the_package_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UnsupportedError, match="pip install datasets"):
+        read_text("someone/something")
+
+
+class Datasets(ModuleType):
+    """Stands in for the package."""
+
+    def __init__(self, splits: dict[str, list[dict[str, Any]]]) -> None:
+        super().__init__("datasets")
+        self.splits = splits
+        self.asked: list[tuple[str, str | None]] = []
+
+    def load_dataset(self, name: str, configuration: str | None) -> Any:
+        self.asked.append((name, configuration))
+        if name == "missing":
+            raise FileNotFoundError("no such data set")
+        return self.splits
+
+
+def test_data_sets_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"sentence": f"s {i}", "label": i % 2} for i in range(6)]
+    module = Datasets({"train": rows, "validation": rows[:3]})
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    found = read_labelled("owner/name:part")
+    assert module.asked == [("owner/name", "part")]
+    assert (len(found.train), len(found.heldout), found.classes) == (6, 3, 2)
+    assert b"s 5" in read_text("owner/name").train
+    with pytest.raises(ConfigError, match="no such data set"):
+        read_text("missing")
+    del module.splits["validation"]
+    with pytest.raises(ConfigError, match="it has the splits train"):
+        read_text("owner/name")
+
+
+# checkpoints
+
+
+def save_checkpoint(folder: Path) -> None:
+    """A tiny Llama with a tokenizer of words, as `save_pretrained` leaves them."""
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"[UNK]": 0, "sky": 1, "ground": 2, "word": 3}, "[UNK]")
+    )
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="[UNK]", pad_token="[UNK]"
+    )
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(7)
+    config = transformers.LlamaConfig(
+        vocab_size=8, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, intermediate_size=24, max_position_embeddings=32,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def test_a_checkpoint_is_tuned_on_texts_and_on_examples(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "model")
+    text = tmp_path / "t.txt"
+    text.write_text("\n\n".join("sky ground word " * 60 + str(i) for i in range(80)))
+    spec = make_spec("language", data=str(text), model=str(tmp_path / "model"), batch=2, length=8)
+    assert spec.learning_rate == 5e-5
+    task = open_task(spec, tmp_path)
+    first = task.run.initial(0).state_dict()
+    assert all(
+        torch.equal(a, b) for a, b in zip(first.values(), task.run.initial(1).state_dict().values(),
+                                          strict=True))  # fmt: skip
+    assert task.run.inputs(0, 0, 0)["input_ids"].max() <= 3
+    assert torch.isfinite(task.run.loss(0, 0, 0))
+
+    source = labelled(tmp_path / "d.jsonl")
+    spec = make_spec("labelled", data=source, model=str(tmp_path / "model"), batch=4, length=8)
+    task = open_task(spec, tmp_path)
+    inputs = task.run.inputs(0, 0, 1)
+    assert inputs["input_ids"].shape == (4, 8)
+    assert inputs["attention_mask"].sum() < 32
+    heads = [task.run.initial(seed).score.weight for seed in (0, 1, 0)]  # type: ignore[union-attr]
+    assert not torch.equal(heads[0], heads[1])  # type: ignore[arg-type]
+    assert torch.equal(heads[0], heads[2])  # type: ignore[arg-type]
+    assert torch.isfinite(task.run.loss(0, 0, 0))
+
+
+def test_a_checkpoint_that_is_not_there_is_told(tmp_path: Path) -> None:
+    text = tmp_path / "t.txt"
+    text.write_text("\n\n".join("words " * 500 for _ in range(40)))
+    spec = make_spec("language", data=str(text), model=str(tmp_path / "nothing"))
+    with pytest.raises(UnsupportedError, match="--model"):
+        open_task(spec, tmp_path)
+
+
+def test_own_examples_without_a_checkpoint(tmp_path: Path) -> None:
+    source = labelled(tmp_path / "d.jsonl")
+    task = open_task(TaskSpec("labelled", data=source, batch=4, length=8), tmp_path)
+    assert torch.isfinite(task.run.loss(0, 0, 0))
+    assert task.run.evaluate().accuracy is not None
+    with pytest.raises(ConfigError, match="add --data"):
+        open_task(TaskSpec("labelled"), tmp_path)
+
+
+def test_the_same_sizes_and_data_are_the_same_task(tmp_path: Path) -> None:
+    source = labelled(tmp_path / "d.jsonl")
+    one = open_task(TaskSpec("labelled", data=source, length=8), tmp_path).digest
+    assert open_task(TaskSpec("labelled", data=source, length=8), tmp_path).digest == one
+    assert open_task(TaskSpec("labelled", data=source, length=9), tmp_path).digest != one
+    labelled(tmp_path / "d.jsonl", 70)
+    assert open_task(TaskSpec("labelled", data=source, length=8), tmp_path).digest != one

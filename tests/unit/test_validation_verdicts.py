@@ -1,0 +1,211 @@
+"""Records of verdicts: which settings they speak for, where they are read, and guards' limits."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from ds_ckpt.cli import app
+from ds_ckpt.config import load_file, parse
+from ds_ckpt.config import verdicts as module
+from ds_ckpt.config.compression import CompressionConfig
+from ds_ckpt.config.verdicts import (
+    Left,
+    VerdictRecord,
+    decisive,
+    limits,
+    read_verdicts,
+    verdicts_on,
+    write_verdicts,
+)
+from ds_ckpt.errors import ConfigError, StateError
+
+ROOT = Path(__file__).parents[2]
+PRESETS = sorted((ROOT / "ds_configs").glob("*.json"))
+
+
+def compression(**section: Any) -> CompressionConfig:
+    config = {"zero_optimization": {"stage": 3}, "ds_ckpt": {"compression": section}}
+    return parse(config).compression
+
+
+FOUR = {"method": "quantize", "quantize": {"bits": 4}}
+
+
+def record(section: CompressionConfig, **over: Any) -> VerdictRecord:
+    given: dict[str, Any] = {
+        "preset": "p",
+        "settings": decisive(section),
+        "verdict": "equivalent",
+        "task": "a task",
+        "data": "a text",
+        "model": "a model",
+        "metric": "loss",
+        "margin": 0.005,
+        "seeds": 5,
+        "interval": (-0.001, 0.002),
+        "mean": 0.0005,
+        "fewer_bytes": 3.75,
+        "steps": 300,
+        "warm_up": 75,
+        "workers": 2,
+        "mode": "virtual",
+        "left": Left(error=0.1, residual_norm=0.3),
+        "versions": {},
+        "date": "2026-01-01",
+    }
+    return VerdictRecord(**{**given, **over})
+
+
+@pytest.fixture
+def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "shipped.json"
+    monkeypatch.setattr(module, "SHIPPED", path)
+    return path
+
+
+def test_a_record_speaks_for_settings_not_for_files(shipped: Path) -> None:
+    four = compression(**FOUR)
+    write_verdicts(shipped, [record(four)])
+    for same in (
+        {},
+        {"exchange": {"gate": False, "overlap": False}},
+        {"error_feedback": {"device": "cpu"}},
+        {"guard": {"action": "warn", "error": 0.5}},
+        {"topk": None},
+    ):
+        assert verdicts_on(compression(**FOUR, **same)), same
+    for other in (
+        {"quantize": {"bits": 2}},
+        {"quantize": {"bits": 4, "block": 128}},
+        {"start_step": 99},
+        {"min_numel": 0},
+        {"error_feedback": {"dtype": "bf16"}},
+        {"error_feedback": {"enabled": False}},
+        {"rules": [{"match": "*", "method": "dense"}]},
+        {"method": "hybrid"},
+    ):
+        assert not verdicts_on(compression(**{**FOUR, **other})), other
+    assert verdicts_on(CompressionConfig()) == []
+
+
+def test_keys_that_are_newer_than_a_record_count_at_their_defaults(shipped: Path) -> None:
+    four = compression(**FOUR)
+    old = record(four)
+    older = {k: v for k, v in old.settings.items() if k != "quantize.rotated"}
+    write_verdicts(shipped, [old.model_copy(update={"settings": older})])
+    assert verdicts_on(four)
+    assert not verdicts_on(compression(**{**FOUR, "quantize": {"bits": 4, "rotated": True}}))
+    write_verdicts(shipped, [old.model_copy(update={"settings": {**older, "gone": 1}})])
+    assert len(verdicts_on(four)) == 1  # the first record; a key that is gone fits nothing
+
+
+def test_the_file_beside_comes_before_the_package_s(shipped: Path, tmp_path: Path) -> None:
+    four = compression(**FOUR)
+    write_verdicts(shipped, [record(four), record(four, task="other", verdict="worse")])
+    beside = tmp_path / "user" / "verdicts.json"
+    write_verdicts(beside, [record(four, verdict="inconclusive")])
+    found = verdicts_on(four, beside=tmp_path / "user" / "c.json")
+    assert [(r.task, r.verdict) for r in found] == [("a task", "inconclusive"), ("other", "worse")]
+
+
+def test_a_new_verdict_takes_the_old_one_s_place(tmp_path: Path) -> None:
+    four, path = compression(**FOUR), tmp_path / "v.json"
+    write_verdicts(path, [record(four, verdict="worse"), record(four, task="b")])
+    write_verdicts(path, [record(four, seeds=9)])
+    assert [(r.task, r.verdict, r.seeds) for r in read_verdicts(path)] == [
+        ("a task", "equivalent", 9),
+        ("b", "equivalent", 5),
+    ]
+
+
+def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "verdicts.json"
+    path.write_text('{"format": "other"}')
+    with pytest.raises(StateError, match="validate again"):
+        read_verdicts(path)
+    config = tmp_path / "c.json"
+    section = {"compression": FOUR}
+    config.write_text(json.dumps({"zero_optimization": {"stage": 3}, "ds_ckpt": section}))
+    found = CliRunner().invoke(app, ["validate", str(config)])
+    assert found.exit_code == 1
+    assert "verdicts.json" in found.output
+
+
+# guards
+
+
+def test_limits_are_the_section_s_or_what_validation_saw(shipped: Path) -> None:
+    guard = {"action": "warn"}
+    four = compression(**FOUR)
+    bigger = record(four, task="b", left=Left(error=0.05, residual_norm=2.0))
+    write_verdicts(shipped, [record(four), bigger])
+    assert limits(compression(**FOUR, guard=guard)) == Left(error=0.125, residual_norm=2.5)
+    nearly_all = record(four, task="c", left=Left(error=0.95, residual_norm=2.0))
+    write_verdicts(shipped, [nearly_all])
+    assert limits(compression(**FOUR, guard=guard)) == Left(error=1.0, residual_norm=2.5)
+    own = limits(compression(**FOUR, guard={**guard, "error": 0.7}))
+    assert own == Left(error=0.7, residual_norm=math.inf)
+
+
+def test_a_guard_without_limits_is_refused(shipped: Path) -> None:
+    with pytest.raises(ConfigError, match="validate-accuracy") as caught:
+        compression(**FOUR, guard={"action": "dense"})
+    (problem,) = caught.value.problems
+    assert problem.where == "$.ds_ckpt.compression.guard"
+    compression(**FOUR, guard={"action": "dense", "residual_norm": 3.0})
+    compression(**FOUR, guard={"action": "off"})
+
+
+@pytest.mark.parametrize("key", ["error", "residual_norm", "every_n_steps"])
+def test_limits_that_nobody_acts_on_are_refused(key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compression(**FOUR, guard={key: 1})
+    assert [p.where for p in caught.value.problems] == [f"$.ds_ckpt.compression.guard.{key}"]
+
+
+# the presets
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda p: p.stem)
+def test_every_preset_that_compresses_has_a_verdict_on_record(preset: Path) -> None:
+    config = parse(load_file(preset)).compression
+    found = verdicts_on(config)
+    if not config.lossy:
+        return
+    assert {r.metric for r in found} == {"loss", "accuracy"}
+    for one in found:
+        assert one.seeds >= 5 or one.interval is None
+        assert one.left is not None
+        assert one.versions["torch"]
+    assert preset.stem in {r.preset for r in read_verdicts(module.SHIPPED)}
+    said = CliRunner().invoke(app, ["validate", str(preset)]).output
+    assert all(f"{r.verdict} (" in said and r.model in said for r in found)
+    assert "margin 0.5%" in said
+
+
+def test_the_default_preset_passed_and_the_aggressive_one_did_not() -> None:
+    def words(name: str) -> dict[str, str]:
+        config = parse(load_file(ROOT / "ds_configs" / name)).compression
+        return {r.task: r.verdict for r in verdicts_on(config)}
+
+    language = "language modelling on the embedded corpus"
+    assert words("zero3_4bit.json")[language] == "equivalent"
+    assert words("zero3_topk_1pct.json")[language] == "worse"
+
+
+def test_reading_verdicts_loads_nothing_heavy() -> None:
+    program = (
+        "import sys, ds_ckpt.config.verdicts\n"
+        "heavy = 'torch deepspeed transformers numpy scipy'.split()\n"
+        "sys.exit(' '.join(m for m in heavy if m in sys.modules) or None)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr.decode()
