@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import deepspeed
@@ -56,8 +57,12 @@ def _train(engine: Any, kind: str, activation: dict[str, Any], steps: int) -> di
         most.append({n: delta.gathers.get(p.ds_id, 0) for n, p in parameters})
     stack = len(parameter_offload.FWD_MODULE_STACK) - height
     summary = session.summary
+    out_and_back = None
+    if session.offload is not None:
+        out_and_back = (sum(session.offload.out.values()), sum(session.offload.back.values()))
     session.detach()
     return {
+        "out_and_back": out_and_back,
         "gradients": gradients,
         "losses": losses,
         "gathers": most,
@@ -68,7 +73,8 @@ def _train(engine: Any, kind: str, activation: dict[str, Any], steps: int) -> di
 
 
 def compare(kinds: list[str], policies: list[str], steps: int = 2) -> dict[str, dict[str, Any]]:
-    """By architecture and policy: whether gradients and losses are those of no checkpointing."""
+    """By architecture and policy, boundaries kept in place and in host memory: whether gradients
+    and losses are those of no checkpointing."""
     results = {}
     for kind in kinds:
         fresh()
@@ -82,10 +88,12 @@ def compare(kinds: list[str], policies: list[str], steps: int = 2) -> dict[str, 
         plain = _train(engine, kind, {}, steps)
         again = _train(engine, kind, {}, steps)
         assert all(map(torch.equal, plain["gradients"], again["gradients"])), "it has moved"
-        for policy in policies:
-            ours = _train(engine, kind, POLICIES[policy], steps)
+        for policy, offload in itertools.product(policies, (False, True)):
+            keeping = {"offload": True, "offload_min_bytes": 0} if offload else {}
+            ours = _train(engine, kind, POLICIES[policy] | keeping, steps)
             pairs = list(zip(plain["gradients"], ours["gradients"], strict=True))
-            results[f"{kind} {policy}"] = {
+            results[f"{kind} {policy}{' offload' * offload}"] = {
+                "out_and_back": ours["out_and_back"],
                 "equal": all(torch.equal(a, b) for a, b in pairs) and len(pairs) > 0,
                 "nonzero": any(bool(a.any()) for a, _ in pairs),
                 "losses": plain["losses"] == ours["losses"],
