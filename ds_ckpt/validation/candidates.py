@@ -116,6 +116,15 @@ def checkpointed(model: torch.nn.Module, plugin: PluginConfig, device: str) -> I
     from ds_ckpt.activation.build import build_boundaries
     from ds_ckpt.activation.plan import make_plan
 
+    if config.planned:
+        raise ConfigError(
+            Problem(
+                where="$.ds_ckpt.activation.policy",
+                found=f'"{config.policy}"',
+                why="its plan is made from a batch of an engine, which virtual workers have not",
+                remedy="validate with --processes 2; the plan changes no number",
+            )
+        )
     keeping, policy = boundary_keeping(config), activation_policy(config)
     if keeping.partition:
         raise ConfigError(

@@ -161,7 +161,7 @@ def test_auto_in_our_section_is_refused_by_us_with_words() -> None:
     from ds_ckpt.errors import ConfigError
 
     config = load_file(PRESETS[0])
-    config["ds_ckpt"] = {"activation": {"policy": "auto"}}
+    config["ds_ckpt"] = {"activation": {"offload": "auto"}}
     with pytest.raises(ConfigError, match="nothing fills it in"):
         parse(config)
 

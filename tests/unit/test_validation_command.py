@@ -71,6 +71,7 @@ def test_what_must_fail_fails_and_what_must_pass_passes(tmp_path: Path) -> None:
     options = ["--seeds", "3", "--virtual-workers", "8", "--margin", "0.1"]
     good = validate(output, must_pass, *options)
     assert good.exit_code == 0, good.output
+    assert "run 1 of 8: language, seed 0, dense" in good.output
     assert verdicts(output) == {"8bit": "equivalent"}
     bad = validate(output, [*must_pass, *must_fail], *options)
     assert bad.exit_code == 1, bad.output
@@ -160,6 +161,20 @@ def test_a_user_s_text_and_a_record_beside_the_file(tmp_path: Path) -> None:
     assert "mine.txt" in told["summary"]
     assert written.verdict in told["summary"]
     assert "margin 0.5%" in told["summary"]
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [{"policy": "auto"}, {"policy": "block", "partition": True}],
+    ids=["auto", "partition"],
+)
+def test_what_needs_an_engine_is_told(tmp_path: Path, activation: dict[str, Any]) -> None:
+    file = tmp_path / "a.json"
+    config = {"zero_optimization": {"stage": 3}, "ds_ckpt": {"activation": activation}}
+    file.write_text(json.dumps(config))
+    found = validate(tmp_path / "out", [file], "--steps", "8", "--seeds", "2")
+    assert found.exit_code == 3, found.output
+    assert "virtual workers have" in found.output
 
 
 @pytest.mark.parametrize(
