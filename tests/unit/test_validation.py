@@ -19,7 +19,7 @@ from ds_ckpt.errors import ConfigError, StateError
 from ds_ckpt.validation.candidates import DENSE, checkpointed, read_candidates
 from ds_ckpt.validation.cell import Outcome
 from ds_ckpt.validation.compare import Comparison, Margins, compare, exit_code, false_alarms
-from ds_ckpt.validation.experiment import Plan, far_behind, gave_up
+from ds_ckpt.validation.experiment import Plan, _denormals_flushed, far_behind, gave_up
 from ds_ckpt.validation.records import records
 from ds_ckpt.validation.report import SelfCheck, markdown, write_report
 from ds_ckpt.validation.store import Key, Result, Store
@@ -333,3 +333,14 @@ def test_a_policy_that_plans_is_refused_and_not_left_out(tmp_path: Path) -> None
         checkpointed(model, candidate.plugin, "cpu"),
     ):
         pass
+
+
+def test_a_comparison_leaves_denormals_as_they_were() -> None:
+    def flushed() -> bool:
+        return bool(torch.tensor(5e-324, dtype=torch.float64) * 1.0 == 0)
+
+    assert not flushed()
+    with pytest.raises(RuntimeError, match="in the middle"), _denormals_flushed():
+        assert flushed()
+        raise RuntimeError("in the middle")
+    assert not flushed()
