@@ -14,7 +14,7 @@ from typing import Literal
 
 from ds_ckpt.validation.candidates import DENSE, Candidate
 from ds_ckpt.validation.experiment import Plan
-from ds_ckpt.validation.reach import Clock, Reached, curves, final, mean, reached
+from ds_ckpt.validation.reach import Clock, Reached, curve_of, curves, final, mean, reached
 from ds_ckpt.validation.statistics import ALPHA, Interval, judge
 from ds_ckpt.validation.store import Mode, Result, Store
 
@@ -59,8 +59,7 @@ class Comparison:
         margin: in the same unit.
         dense, ours: mean result at the end over the seeds that both finished: loss or accuracy.
         steps, warm_up: of a run.
-        idle: the settings compress nothing in a model of this size, so its runs are dense ones and
-            there is no verdict.
+        why: no verdict can be given, whatever the numbers; empty where one can.
         fewer_bytes: times fewer that a compressed step sends, 16-bit gradients.
         curves: mean (step, result) of dense and ours at the evaluations that all runs have.
         left: what compression left behind; None where nothing was sampled.
@@ -77,7 +76,7 @@ class Comparison:
     dense: float
     ours: float
     warm_up: int
-    idle: bool
+    why: str
     fewer_bytes: float
     reached: Reached
     curves: tuple[list[tuple[int, float]], list[tuple[int, float]]]
@@ -98,8 +97,8 @@ class Comparison:
         """The verdict, and what to do where there is none."""
         if self.verdict != "inconclusive":
             return self.verdict
-        if self.idle:
-            return "inconclusive: a model of this size has nothing to compress with these settings"
+        if self.why:
+            return f"inconclusive: {self.why}"
         if self.more_seeds is None:
             return "inconclusive: too near the margin for any number of seeds"
         return f"inconclusive: needs about {self.more_seeds} more seeds"
@@ -138,28 +137,41 @@ def compare(
     clock = Clock(warm_up, link_mbit, spec.world)
     some = next(iter(pairs.values()), None)
     sent = some[1].sixteen_bit_bytes if some else 0.0
-    idle = candidate.lossy and some is not None and sent >= some[0].sixteen_bit_bytes
-    if idle:
+    why = _no_verdict(list(pairs.values()), spec.metric) if candidate.lossy else ""
+    if why:
         verdict = "inconclusive"
     return Comparison(
         candidate=candidate,
         plan=plan,
         mode=mode,
         verdict=verdict,
-        more_seeds=judged.more_seeds if candidate.lossy and not idle else 0,
+        more_seeds=judged.more_seeds if candidate.lossy and not why else 0,
         interval=judged.interval if candidate.lossy else None,
         differences=gaps,
         margin=margin,
         dense=mean([final(dense, spec.metric) for dense, _ in finished]),
         ours=mean([final(ours, spec.metric) for _, ours in finished]),
         warm_up=warm_up,
-        idle=idle,
+        why=why,
         fewer_bytes=some[0].sixteen_bit_bytes / sent if some and sent else 1.0,
         reached=reached(list(pairs.values()), spec.metric, margin, clock),
         curves=curves(list(pairs.values()), spec.metric),
         left=_range([ours for _, ours in pairs.values()], warm_up),
         about=some[1].about if some else {},
     )
+
+
+def _no_verdict(pairs: Sequence[tuple[Result, Result]], metric: str) -> str:
+    """What makes the runs useless for a verdict; empty where nothing does."""
+    if any(dense.outcome.diverged for dense, _ in pairs):
+        return "dense training itself diverged; lower --learning-rate"
+    curves_ = [curve_of(dense, metric) for dense, _ in pairs]
+    sign = -1 if metric == "accuracy" else 1
+    if any(sign * (curve[-1][1] - curve[0][1]) >= 0 for curve in curves_ if curve):
+        return "dense training itself has learnt nothing; take more --steps"
+    if all(ours.sixteen_bit_bytes >= dense.sixteen_bit_bytes for dense, ours in pairs) and pairs:
+        return "a model of this size has nothing to compress with these settings"
+    return ""
 
 
 def exit_code(comparisons: Sequence[Comparison]) -> int:

@@ -101,7 +101,9 @@ def run_virtual(plan: Plan, store: Store, folder: Path, tell: Tell | None = None
                 continue
             result = _train(plan, candidate, seed, store, folder, tell)
             store.add(result)
-            if not any(later == seed for later, _ in plan.missing(store)):
+            if not any(
+                later == seed for later, c in plan.missing(store) if not gave_up(plan, c, store)
+            ):
                 for state in folder.glob(f"dense-{plan.task.digest}-{seed}.*"):
                     state.unlink()
 

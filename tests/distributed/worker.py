@@ -12,6 +12,7 @@ import contextlib
 import faulthandler
 import gc
 import importlib
+import inspect
 import os
 import pickle
 import random
@@ -36,7 +37,7 @@ def fresh() -> None:
     import torch
     from deepspeed.runtime import torch_autocast
     from deepspeed.runtime.engine import DeepSpeedEngine
-    from deepspeed.runtime.zero import parameter_offload
+    from deepspeed.runtime.zero import parameter_offload, partition_parameters
 
     gc.collect()
     # type() and not isinstance(): some lazy objects import things when asked for their class.
@@ -48,6 +49,12 @@ def fresh() -> None:
         del engine, engines
         gc.collect()
     parameter_offload.FWD_MODULE_STACK.clear()
+    # A case that ends earlier in one process than in others leaves their counts apart, and DeepSpeed
+    # holds the numbers of modules and parameters against those of process 0.
+    partition_parameters.Init.param_id = 0
+    register = inspect.unwrap(parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module)
+    (count,) = register.__defaults__
+    count[0] = 0
     # set by the first engine with torch_autocast, and obeyed by every later one
     torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
     torch_autocast.TORCH_AUTOCAST_DTYPE = None

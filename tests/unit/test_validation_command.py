@@ -134,6 +134,7 @@ def test_a_run_that_falls_behind_is_stopped_and_the_config_is_worse(
     # the warm-up of 15 steps cannot fall behind; the next evaluation can
     assert [step for step, _ in stopped[0]["outcome"]["heldout"]] == [0, 10, 20]
     assert stopped[0]["outcome"]["diverged"]
+    assert not list((tmp_path / "out" / "states").glob("*"))
 
 
 def test_dense_against_itself_with_real_runs(tmp_path: Path) -> None:
