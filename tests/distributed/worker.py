@@ -49,8 +49,8 @@ def fresh() -> None:
         del engine, engines
         gc.collect()
     parameter_offload.FWD_MODULE_STACK.clear()
-    # A case that ends earlier in one process than in others leaves their counts apart, and DeepSpeed
-    # holds the numbers of modules and parameters against those of process 0.
+    # A case that ends earlier in one process than in others leaves their counts apart, and
+    # DeepSpeed holds the numbers of modules and parameters against those of process 0.
     partition_parameters.Init.param_id = 0
     register = inspect.unwrap(parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module)
     (count,) = register.__defaults__
