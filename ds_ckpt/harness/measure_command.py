@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,9 +11,6 @@ from ds_ckpt.harness.commands import errors_in_words
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from ds_ckpt.harness.experiment.grounds import Ground
-    from ds_ckpt.harness.experiment.plan import Spec
 
 
 def _file(words: str) -> Any:
@@ -90,6 +86,7 @@ def measure(
 
     from ds_ckpt.harness.experiment import asked
     from ds_ckpt.harness.experiment.plan import Spec, check
+    from ds_ckpt.harness.experiment.run import measure as run
 
     console = Console()
     given = {
@@ -136,7 +133,7 @@ def measure(
             if like is not None:
                 named = {"hardware": hardware, "links": links}
                 spec, account = asked.alike(spec, output, ground, console, like, named, limits)
-            _measure(spec, output, ground, console, account, limits)
+            run(spec, output, ground=ground, console=console, account=account, **limits)
         _write_report(output, console)
 
 
@@ -163,22 +160,6 @@ def report(
     if worst > tolerance:
         console.print(f"beyond {tolerance:.0%}", highlight=False)
         raise typer.Exit(1)
-
-
-def _measure(
-    spec: Spec,
-    output: Path,
-    ground: Ground,
-    console: Console,
-    account: list[str],
-    limits: dict[str, Any],
-) -> None:
-    from ds_ckpt.harness.experiment.report import LIKE
-    from ds_ckpt.harness.experiment.run import measure as run
-
-    run(spec, output, ground=ground, console=console, **limits)
-    if account:
-        (output / LIKE).write_text(json.dumps(account), encoding="utf-8")
 
 
 def _write_report(output: Path, console: Console) -> None:

@@ -21,8 +21,8 @@ from ds_ckpt.errors import StateError
 from ds_ckpt.harness.experiment import plots, tables
 from ds_ckpt.harness.experiment.folder import Folder
 from ds_ckpt.harness.experiment.plan import Spec
-from ds_ckpt.harness.experiment.report import LIKE, Report
-from ds_ckpt.harness.experiment.run import RUNS
+from ds_ckpt.harness.experiment.report import Report
+from ds_ckpt.harness.experiment.run import LIKE, RUNS
 from tests.unit import experiment_samples as known
 
 PLOTS = (

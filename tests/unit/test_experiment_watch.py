@@ -143,8 +143,15 @@ def test_a_rate_that_no_link_takes_names_the_host(
     monkeypatch.setattr(run, "check_hosts", lambda ground: None)
     ground = Gone()
     with pytest.raises(HostError, match="b: found no answer") as caught:
-        run.measure(Spec(loss_steps=0), tmp_path / "run", ground=ground, console=Console())
+        run.measure(
+            Spec(loss_steps=0),
+            tmp_path / "run",
+            ground=ground,
+            console=Console(),
+            account=["Like nothing on earth."],
+        )
     assert isinstance(caught.value.__cause__, HostsError)
+    assert "nothing on earth" in (tmp_path / "run" / run.LIKE).read_text()  # also when it stops
 
 
 def test_a_run_does_not_go_on_in_another_place(
@@ -273,6 +280,9 @@ def test_a_host_that_says_nothing_is_named() -> None:
         (["--loopback", "--methods=zip"], "zip"),
         (["--loopback", "--launcher=slurm"], "neither pdsh nor openmpi"),
         (["--loopback", "--shape=width=3"], "hidden_size"),
+        (["--loopback", "--shape=heads=3"], "256 is not 3 heads of an even width"),
+        (["--loopback", "--shape=layers=0"], "layers=0"),
+        (["--loopback", "--slots=1"], "a single process exchanges nothing"),
         (["--rates=fast"], "write 200mbit"),
         (["--rates=50mbit,50mbit"], "names a rate twice"),
         (["--loopback", "--hosts=3"], "--hosts would change nothing"),

@@ -67,7 +67,7 @@ def ground_of(
         refuse_unused(given, _NOT_ON_LOOPBACK, "this runs on loopback")
         if not wanted.loopback:
             console.print(f"No emulated hosts here: {'; '.join(reasons)}.", highlight=False)
-        here = Loopback(max(wanted.slots, 2))
+        here = Loopback(wanted.slots if "slots" in given else 2)
         spec = replace(spec, where="loopback", hosts=1, slots=here.processes, rates=rates)
         return spec, lambda: nullcontext(here)
     rates = wanted.rates or DEFAULT_RATES

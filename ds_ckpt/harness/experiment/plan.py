@@ -8,12 +8,14 @@ exchange that sends no gradient: the ceiling.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from ds_ckpt.errors import ConfigError, Problem
+from ds_ckpt.harness.models import llama
 
 STOCK, DENSE, SILENT = "stock", "dense", "silent"
 BASELINES = (STOCK, DENSE, SILENT)
@@ -157,8 +159,24 @@ def check(spec: Spec) -> None:
     ):
         if value < 1:
             problems.append(Problem(option, str(value), "nothing would be measured", "1 or more"))
+    problems += _wrong_shape(spec.shape)
     if problems:
         raise ConfigError(problems, headline="this cannot be measured")
+
+
+def _wrong_shape(shape: dict[str, int]) -> list[Problem]:
+    """What the Llama could not be built with; the launched processes would be the first to say."""
+    defaults = {name: p.default for name, p in inspect.signature(llama).parameters.items()}
+    full = {**defaults, **shape}
+    empty = [f"{name}={value}" for name, value in shape.items() if value < 1]
+    if empty:
+        return [Problem("--shape", ", ".join(empty), "no model has it", "1 or more")]
+    width, heads = full["hidden_size"], full["heads"]
+    if width % (2 * heads):
+        why = f"{width} is not {heads} heads of an even width, which rotary positions need"
+        remedy = f"write a hidden_size that is a multiple of {2 * heads}, or other heads"
+        return [Problem("--shape", f"hidden_size={width}, heads={heads}", why, remedy)]
+    return []
 
 
 def deepspeed_config(

@@ -15,11 +15,10 @@ from ds_ckpt.harness.experiment.folder import Folder
 from ds_ckpt.harness.experiment.plan import DENSE, STOCK, Spec, link
 from ds_ckpt.harness.experiment.records import Loss, Model, Sample, Timeline
 from ds_ckpt.harness.experiment.rows import Row
-from ds_ckpt.harness.experiment.run import RUNS
+from ds_ckpt.harness.experiment.run import LIKE, RUNS
 from ds_ckpt.harness.svg import missing
 
 FORMAT = "ds_ckpt measure 1"
-LIKE = "like.json"
 
 
 @dataclass

@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ from ds_ckpt.harness.launch import LaunchError, signals_as_exit
 from ds_ckpt.harness.machine import machine, versions
 
 RUNS = "runs.jsonl"
+LIKE = "like.json"
+"""How the rate came about, where a cluster was named."""
 
 
 def measure(
@@ -40,12 +42,14 @@ def measure(
     console: Console,
     stall_s: float = 180.0,
     limit_s: float = 6 * 3600.0,
+    account: Sequence[str] = (),
     look: Callable[[], None] = lambda: None,
 ) -> None:
     """Measure what is not measured yet; samples lie in `path` then.
 
     Args:
         stall_s: end when process 0 has been silent for so long: more than the longest step takes.
+        account: sentences for the report on how the rate came about.
         look: called a few times a second, too.
 
     Raises:
@@ -55,6 +59,8 @@ def measure(
     """
     check(spec)
     folder = _prepare(spec, path.absolute(), ground, console)  # the launched work in the folder
+    if account:  # before anything is measured: a run that is stopped has a report, too
+        (folder.path / LIKE).write_text(json.dumps(list(account)), encoding="utf-8")
     console.print(f"{ground.describe()}.", highlight=False)
     with signals_as_exit(), _noted(folder, ground) as note:
         check_hosts(ground)
