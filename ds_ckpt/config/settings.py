@@ -32,6 +32,7 @@ def exchange_settings(compression: CompressionConfig) -> ExchangeSettings:
         min_numel=compression.min_numel,
         levels=compression.exchange.levels,
         gate=compression.exchange.gate,
+        when=compression.exchange.when,
     )
 
 

@@ -2,8 +2,8 @@
 
 A record belongs to settings, not to a file: whatever file has the same compression section was
 validated too. Those that come with the package are of the files in `ds_configs/`; a `verdicts.json`
-beside a configuration is read as well. Keys that change no number (where residuals live, when
-buckets are exchanged) are not compared.
+beside a configuration is read as well. Keys that change no number (where residuals live, what
+buckets are exchanged beside) are not compared.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ class VerdictRecord(_Record):
             found = f"diverged, {margin}" if self.verdict == "worse" else margin
         return (
             f"{self.verdict} ({found}; {self.fewer_bytes:.1f}x fewer gradient bytes) in "
-            f"{self.task}, {self.model}, {self.seeds} seeds of {self.steps} steps"
+            f"{self.task}, {self.model}, {self.seeds} seeds of {self.steps} steps, "
+            f"{self.workers} workers"
         )
 
 
@@ -111,6 +112,8 @@ def decisive(compression: CompressionConfig) -> dict[str, Any]:
             flat[key] = value
     for name in ("enabled", "dtype"):
         flat[f"error_feedback.{name}"] = found["error_feedback"][name]
+    if compression.exchange.when == "micro_step":  # the other is the default
+        flat["exchange.when"] = "micro_step"
     return flat
 
 
@@ -137,32 +140,36 @@ def read_verdicts(path: Path) -> list[VerdictRecord]:
 
 
 def write_verdicts(path: Path, records: Iterable[VerdictRecord]) -> None:
-    """Add to the file; a record takes the place of an older one of the same preset and task."""
+    """Add to the file; a record takes the place of an older one of the same preset, settings, task
+    and workers."""
     kept = {_place(record): record for record in read_verdicts(path)}
     kept |= {_place(record): record for record in records}
     order = sorted(kept.items(), key=lambda item: item[0])
     text = _File(verdicts=tuple(record for _, record in order)).model_dump(mode="json")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
+    unfinished = path.with_suffix(".writing")
+    unfinished.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
+    unfinished.replace(path)
 
 
-def _place(record: VerdictRecord) -> tuple[str, ...]:
+def _place(record: VerdictRecord) -> tuple[str | int, ...]:
     said = json.dumps(record.settings, sort_keys=True)
-    return record.preset, record.task, record.data, record.model, record.mode, said
+    found_on = record.task, record.data, record.model, record.mode, record.workers
+    return record.preset, *found_on, said
 
 
 def verdicts_on(compression: CompressionConfig, beside: Path | None = None) -> list[VerdictRecord]:
     """Records of these settings: those beside the configuration's file, then the package's own.
 
-    One for each task, data and model, the first that is found.
+    One for each task, data, model and number of workers, the first that is found.
     """
     if compression.method == "none":
         return []
     records = read_verdicts(beside.parent / FILE_NAME) if beside is not None else []
-    found: dict[tuple[str, str, str], VerdictRecord] = {}
+    found: dict[tuple[str, str, str, int], VerdictRecord] = {}
     for record in [*records, *read_verdicts(SHIPPED)]:
         if _same(record.settings, compression):
-            found.setdefault((record.task, record.data, record.model), record)
+            found.setdefault((record.task, record.data, record.model, record.workers), record)
     return list(found.values())
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as torch_dist
 
@@ -24,10 +24,16 @@ from ds_ckpt.exchange.state import Stateful
 from ds_ckpt.exchange.transport import TorchTransport
 from ds_ckpt.telemetry.timings import Errors, Timings
 
+When = Literal["micro_step", "accumulation_boundary"]
+
 
 @dataclass(frozen=True)
 class ExchangeSettings:
-    """What the configuration's `compression` section says, in plain values."""
+    """What the configuration's `compression` section says, in plain values.
+
+    Attributes:
+        when: for virtual workers; of an engine the session asks whether it can be done.
+    """
 
     default: MethodSettings
     rules: tuple[Rule, ...] = ()
@@ -38,6 +44,7 @@ class ExchangeSettings:
     min_numel: int = 4096
     levels: Levels = "auto"
     gate: bool = True
+    when: When = "accumulation_boundary"
 
     @property
     def lossless(self) -> bool:
@@ -127,9 +134,8 @@ def build_exchange(
     # stock reduction on gloo adds in its ring's order; adding alike makes `dense` bit-equal to it
     on_gloo = torch_dist.get_backend(group) == "gloo"
     between = TorchTransport(groups.between, all_to_all_single, all_reduce)
-    gate = None
+    gate, speaks = None, torch_dist.get_rank(group) == 0
     if settings.gate and not settings.lossless:
-        speaks = torch_dist.get_rank(group) == 0
         gate = Gate(between.all_reduce, world=between.world, speaks=speaks)
     exchange = AllToAllExchange(
         between,
@@ -149,6 +155,7 @@ def build_exchange(
         at_boundary=at_boundary,
         gate=gate,
     )
+    scheduled.fallback.speaks = speaks
     return Built(scheduled, feedback, factors, groups, gate, exchange.timings, exchange.errors)
 
 

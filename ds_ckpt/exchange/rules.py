@@ -164,3 +164,17 @@ class Rules:
                 )
         if problems:
             raise UnsupportedError(problems)
+
+
+def embeddings_of(model: torch.nn.Module) -> frozenset[str]:
+    """Names of embedding weights that no other module uses."""
+    users: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            users[id(parameter)] = users.get(id(parameter), 0) + 1
+    weights = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    return frozenset(
+        name
+        for name, parameter in model.named_parameters()
+        if id(parameter) in weights and users[id(parameter)] == 1
+    )

@@ -6,6 +6,7 @@ the residuals. A run that falls back sends everything whole from then on, what i
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from ds_ckpt.compression.feedback import Feedback
 from ds_ckpt.exchange.exchange import AllToAllExchange
 from ds_ckpt.exchange.gate import Gate
 
+log = logging.getLogger("ds_ckpt")
+
 
 @dataclass
 class Fallback:
@@ -26,9 +29,11 @@ class Fallback:
 
     Attributes:
         whole: every bucket goes uncompressed, with what is owed to it.
+        speaks: whether this process tells of it in the log where a checkpoint brings it.
     """
 
     whole: bool = False
+    speaks: bool = False
 
     def state_dict(self) -> dict[str, Any]:
         """As JSON values."""
@@ -37,6 +42,11 @@ class Fallback:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """What an older checkpoint does not tell: compression goes on."""
         self.whole = bool(state.get("whole", False))
+        if self.whole and self.speaks:
+            log.warning(
+                "ds_ckpt: the checkpoint is of a run that a guard made fall back: gradients go "
+                "whole, now too"
+            )
 
 
 class ScheduledExchange:

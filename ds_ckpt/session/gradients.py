@@ -14,7 +14,7 @@ from ds_ckpt.config.settings import exchange_settings
 from ds_ckpt.exchange.build import Built, ExchangeSettings, build_exchange, describe
 from ds_ckpt.exchange.own_group import discard, twin_of
 from ds_ckpt.exchange.plan import Plan
-from ds_ckpt.exchange.rules import MethodSettings
+from ds_ckpt.exchange.rules import MethodSettings, embeddings_of
 from ds_ckpt.exchange.state import ResidualFiles
 from ds_ckpt.memory import HostPool
 from ds_ckpt.session.refusals import refuse_model_parallel
@@ -48,7 +48,7 @@ class Gradients:
         self._host = host
         self._settings = exchange_settings(config)
         self._shapes = shapes_of(engine)
-        self._embeddings = _embeddings(engine.module)
+        self._embeddings = embeddings_of(engine.module)
         choose = self._settings.choose(self._embeddings)
         choose.check((name, shape) for name, shape, _ in self._shapes)
         self.plan = Plan.of(choose, self._shapes)
@@ -154,20 +154,6 @@ def residual_files(engine: Any, method: str, built: Built | None) -> ResidualFil
         world=torch.distributed.get_world_size(group),
         members=next((column for column in columns if dp_rank in column), None),
         parts=built.parts() if built else None,
-    )
-
-
-def _embeddings(model: torch.nn.Module) -> frozenset[str]:
-    """Names of embedding weights that no other module uses."""
-    users: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            users[id(parameter)] = users.get(id(parameter), 0) + 1
-    weights = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-    return frozenset(
-        name
-        for name, parameter in model.named_parameters()
-        if id(parameter) in weights and users[id(parameter)] == 1
     )
 
 

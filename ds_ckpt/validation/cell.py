@@ -215,20 +215,34 @@ def _outcome(log: dict[str, Any], start: int, residual_norm: float, weights: str
 
 
 def sixteen_bit_step_bytes(
-    settings: ExchangeSettings, shapes: Sequence[tuple[str, torch.Size]], world: int
+    settings: ExchangeSettings,
+    shapes: Sequence[tuple[str, torch.Size]],
+    world: int,
+    *,
+    accumulation: int = 1,
+    embeddings: frozenset[str] = frozenset(),
 ) -> float:
     """Bytes that the busiest of `world` workers sends in a step where gradients are bfloat16.
 
-    Counted on two exchanges, since a method may alternate. What travels whole then takes 16 bits.
+    Counted on two steps, since a method may alternate. What travels whole then takes 16 bits.
+
+    Args:
+        accumulation, embeddings: as `VirtualWorkers`.
     """
-    names = [name for name, _ in shapes]
     workers = VirtualWorkers(
-        replace(settings, start_step=0), world, names, [shape.numel() for _, shape in shapes]
+        replace(settings, start_step=0),
+        world,
+        [name for name, _ in shapes],
+        [shape.numel() for _, shape in shapes],
+        accumulation=accumulation,
+        embeddings=embeddings,
     )
-    for _ in range(2):
+    for micro in range(2 * accumulation):
         gradients = [
             [torch.randn(shape, dtype=torch.bfloat16) for _, shape in shapes] for _ in range(world)
         ]
-        workers.average(gradients)
-        workers.step_ended(skipped=False)
+        last = (micro + 1) % accumulation == 0
+        workers.average(gradients, at_boundary=last)
+        if last:
+            workers.step_ended(skipped=False)
     return workers.sent_bytes / 2

@@ -6,6 +6,7 @@ after the other, each a function of (seed, epoch); workers take turns.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_ckpt.validation.run import Score, moved, score
+from ds_ckpt.validation.run import Score, draw_alike, moved, score
 
 _EVALUATION_BATCH = 100
 
@@ -52,6 +53,16 @@ class Examples:
         """Examples to train on and held out."""
         return len(self.train["labels"]), len(self.heldout["labels"])
 
+    @property
+    def sha256(self) -> str:
+        """Digest over both sides: equal digests mean equal data."""
+        digest = hashlib.sha256()
+        for side in (self.train, self.heldout):
+            for name, values in sorted(side.items()):
+                digest.update(name.encode())
+                digest.update(values.contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
 
 class ClassificationRun:
     """The model and data, of one seed at a time; a `Run`.
@@ -79,12 +90,19 @@ class ClassificationRun:
         self._seed = seed
         self._orders: dict[int, np.ndarray[Any, Any]] = {}
 
+    @property
+    def held_out(self) -> int:
+        """Held-out examples that are asked for."""
+        count = self._examples.sizes[1]
+        return count - count % min(_EVALUATION_BATCH, count)
+
     def initial(self, seed: int) -> torch.nn.Module:
         """A model with the weights of `seed`, in training mode."""
         return self._build(seed).train()
 
     def inputs(self, step: int, micro: int, worker: int) -> dict[str, Tensor]:
-        """What the model is called with for a micro-batch of a worker, on the CPU."""
+        """What the model is called with for a micro-batch of a worker; see `Run`."""
+        draw_alike(self._seed, step, micro, worker)
         task = self.task
         first = ((step * task.accumulation + micro) * task.world + worker) * task.batch
         rows = torch.tensor([self._row(first + i) for i in range(task.batch)])

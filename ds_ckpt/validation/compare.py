@@ -43,7 +43,8 @@ class Margins:
 
 @dataclass(frozen=True)
 class Range:
-    """The largest values that validation saw after the warm-up; see `telemetry.left`."""
+    """The largest values that validation saw after the warm-up in runs that did not diverge; see
+    `telemetry.left`."""
 
     error: float
     residual_norm: float
@@ -137,7 +138,7 @@ def compare(
     clock = Clock(warm_up, link_mbit, spec.world)
     some = next(iter(pairs.values()), None)
     sent = some[1].sixteen_bit_bytes if some else 0.0
-    why = _no_verdict(list(pairs.values()), spec.metric) if candidate.lossy else ""
+    why = _no_verdict(list(pairs.values()), spec.metric, margin) if candidate.lossy else ""
     if why:
         verdict = "inconclusive"
     return Comparison(
@@ -156,19 +157,19 @@ def compare(
         fewer_bytes=some[0].sixteen_bit_bytes / sent if some and sent else 1.0,
         reached=reached(list(pairs.values()), spec.metric, margin, clock),
         curves=curves(list(pairs.values()), spec.metric),
-        left=_range([ours for _, ours in pairs.values()], warm_up),
+        left=_range([ours for _, ours in finished], warm_up),
         about=some[1].about if some else {},
     )
 
 
-def _no_verdict(pairs: Sequence[tuple[Result, Result]], metric: str) -> str:
+def _no_verdict(pairs: Sequence[tuple[Result, Result]], metric: str, margin: float) -> str:
     """What makes the runs useless for a verdict; empty where nothing does."""
     if any(dense.outcome.diverged for dense, _ in pairs):
         return "dense training itself diverged; lower --learning-rate"
     curves_ = [curve_of(dense, metric) for dense, _ in pairs]
-    sign = -1 if metric == "accuracy" else 1
-    if any(sign * (curve[-1][1] - curve[0][1]) >= 0 for curve in curves_ if curve):
-        return "dense training itself has learnt nothing; take more --steps"
+    learnt = [_difference(curve[-1][1], curve[0][1], metric) for curve in curves_ if curve]
+    if any(not more > margin for more in learnt):  # then no training at all would be equivalent
+        return "dense training itself has learnt less than the margin; take more --steps"
     if all(ours.sixteen_bit_bytes >= dense.sixteen_bit_bytes for dense, ours in pairs) and pairs:
         return "a model of this size has nothing to compress with these settings"
     return ""

@@ -141,7 +141,15 @@ def _pieces(path: Path) -> list[str]:
 
 def _lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Place and object of each line that is not empty."""
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        why = f"the file cannot be read: {error.strerror or error}"
+        raise _wrong(str(path), why, "give the path of a file of JSON lines") from error
+    except UnicodeDecodeError as error:
+        why = f"JSON is UTF-8; byte {error.start} is not"
+        raise _wrong(str(path), why, "save the file as UTF-8") from error
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         place = f"{path}:{number}"

@@ -135,7 +135,7 @@ class TopicClassifier:
 
     def __init__(self, folder: Path, examples: Examples, *, steps: int = PRETRAINING_STEPS) -> None:
         self._examples, self._steps = examples, steps
-        self._path = folder / f"pretrained-{steps}.pt"
+        self._path = folder / f"pretrained-{steps}-{examples.sha256[:16]}.pt"
 
     def __call__(self, seed: int) -> torch.nn.Module:
         transformers = _transformers()

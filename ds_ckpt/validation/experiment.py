@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from ds_ckpt.exchange.build import ExchangeSettings
+from ds_ckpt.exchange.rules import embeddings_of
 from ds_ckpt.validation.candidates import DENSE, Candidate, checkpointed, versions
 from ds_ckpt.validation.cell import Hopeless, Saving, sixteen_bit_step_bytes, train_cell
 from ds_ckpt.validation.store import Key, Mode, Result, Store
@@ -54,18 +56,22 @@ class Plan:
         return Key(self.task.digest, digest, seed, mode)
 
     def missing(self, store: Store, mode: Mode = "virtual") -> list[tuple[int, Candidate]]:
-        """Runs that have no result yet, dense ones first in each seed."""
-        return [
-            (seed, candidate)
-            for seed in self.seeds
-            for candidate in (DENSE, *self.candidates)
-            if seed in self.seeds_of(candidate)
-            and store.find(self.key(candidate, seed, mode)) is None
-        ]
+        """Runs that have no result yet and can still change a verdict, dense ones first in each
+        seed; one of those that would be equal."""
+        wanted: dict[Key, tuple[int, Candidate]] = {}
+        for candidate in (DENSE, *self.candidates):
+            if candidate.lossy and gave_up(self, candidate, store, mode):
+                continue
+            for seed in self.seeds_of(candidate):
+                key = self.key(candidate, seed, mode)
+                if store.find(key) is None:
+                    wanted.setdefault(key, (seed, candidate))
+        return sorted(wanted.values(), key=lambda run: self.seeds.index(run[0]))
 
 
 def far_behind(dense: Sequence[tuple[int, float]]) -> Hopeless:
-    """Stops runs that have made less than half of the dense run's progress at the same step.
+    """Stops runs that have made less than half of the dense run's progress at the same step. Where
+    that run is on its way back (too small data are learnt by heart) it says nothing of others.
 
     Args:
         dense: its held-out losses, (steps done, loss).
@@ -73,9 +79,12 @@ def far_behind(dense: Sequence[tuple[int, float]]) -> Hopeless:
     losses = dict(dense)
     first = dense[0][1] if dense else 0.0
 
+    def best(step: int) -> float:
+        return min(loss for done, loss in losses.items() if done <= step)
+
     def hopeless(step: int, loss: float) -> bool:
         reference = losses.get(step)
-        if reference is None or reference >= first:
+        if reference is None or reference >= first or reference > best(step):
             return False
         return first - loss < LEAST_PROGRESS * (first - reference)
 
@@ -101,9 +110,7 @@ def run_virtual(plan: Plan, store: Store, folder: Path, tell: Tell | None = None
                 continue
             result = _train(plan, candidate, seed, store, folder, tell)
             store.add(result)
-            if not any(
-                later == seed for later, c in plan.missing(store) if not gave_up(plan, c, store)
-            ):
+            if not any(later == seed for later, _ in plan.missing(store)):
                 for state in folder.glob(f"dense-{plan.task.digest}-{seed}.*"):
                     state.unlink()
 
@@ -142,7 +149,7 @@ def _train(
             evaluate_every=spec.evaluate_every,
             evaluate_first=True,
             sample_every=SAMPLE_EVERY if candidate.lossy else 0,
-            keep_warm={c.in_run_of(spec.steps).start_step for c in plan.candidates if c.lossy},
+            keep_warm=_warm_ups(plan) if candidate is DENSE else (),
             hopeless=far_behind(dense.outcome.heldout) if dense and candidate.lossy else None,
             progress=progress,
         )
@@ -150,9 +157,28 @@ def _train(
         key=plan.key(candidate, seed),
         names=(spec.kind, candidate.name),
         outcome=outcome,
-        sixteen_bit_bytes=sixteen_bit_step_bytes(settings, plan.task.shapes, spec.world),
+        sixteen_bit_bytes=sixteen_bit_bytes(plan, settings),
         step_s=0.0,
         about=about(),
+    )
+
+
+def _warm_ups(plan: Plan) -> set[int]:
+    """Steps after which a candidate starts from the dense run: that of nobody else, though its
+    bits should be the same."""
+    steps = plan.task.spec.steps
+    return {c.in_run_of(steps).start_step for c in plan.candidates if c.lossy}
+
+
+def sixteen_bit_bytes(plan: Plan, settings: ExchangeSettings) -> float:
+    """For a result, see `Result`."""
+    spec, run = plan.task.spec, plan.task.run
+    return sixteen_bit_step_bytes(
+        settings,
+        plan.task.shapes,
+        spec.world,
+        accumulation=spec.accumulation,
+        embeddings=embeddings_of(run.model),
     )
 
 

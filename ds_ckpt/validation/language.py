@@ -5,6 +5,7 @@ Weights, data and their order are functions of the seed alone, so runs of one se
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.harness import models
 from ds_ckpt.harness.corpus import Batches, Corpus, evaluation_batches
-from ds_ckpt.validation.run import Score, moved, score
+from ds_ckpt.validation.run import Score, draw_alike, moved, score
 
 _EVALUATION_SEQUENCES = 8
 
@@ -25,6 +27,14 @@ class Tokens:
 
     train: Tensor
     heldout: Tensor
+
+    @property
+    def sha256(self) -> str:
+        """Digest over both: equal digests mean equal data."""
+        digest = hashlib.sha256(len(self.train).to_bytes(8, "little"))
+        for ids in (self.train, self.heldout):
+            digest.update(ids.contiguous().numpy().tobytes())
+        return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -65,6 +75,9 @@ class LanguageRun:
         attention: transformers' name of the task's Llama's attention.
         device: of the model; data is moved there.
 
+    Raises:
+        ConfigError: the text is too short for the sequences.
+
     Attributes:
         forward: what training calls in the model's place.
     """
@@ -79,6 +92,16 @@ class LanguageRun:
         attention: str = "eager",
         device: str = "cpu",
     ) -> None:
+        if len(text.heldout) <= task.sequence_length:
+            raise ConfigError(
+                Problem(
+                    where="--data",
+                    found=f"{len(text.heldout)} held-out tokens, a tenth of the text",
+                    why=f"a sequence takes {task.sequence_length} of them",
+                    remedy="give more text or a shorter --length",
+                ),
+                headline="the data cannot be used",
+            )
         self._attention = attention
         self.task, self._text, self._build, self._device = task, text, build, device
         self.model = self.initial(0).to(device)
@@ -90,6 +113,7 @@ class LanguageRun:
     def begin(self, seed: int) -> None:
         """The weights and the data of `seed`, from the start."""
         self.model.load_state_dict(self.initial(seed).state_dict())
+        self._seed = seed
         self._batches = [
             Batches(
                 self._text.train,
@@ -100,6 +124,11 @@ class LanguageRun:
             )
             for worker in range(self.task.world)
         ]
+
+    @property
+    def held_out(self) -> int:
+        """0: no answers are counted."""
+        return 0
 
     def initial(self, seed: int) -> torch.nn.Module:
         """A model with the weights of `seed`, in training mode."""
@@ -118,7 +147,8 @@ class LanguageRun:
         return model.train()
 
     def inputs(self, step: int, micro: int, worker: int) -> dict[str, Tensor]:
-        """What the model is called with for a micro-batch of a worker, on the CPU."""
+        """What the model is called with for a micro-batch of a worker; see `Run`."""
+        draw_alike(self._seed, step, micro, worker)
         ids = self._batches[worker].batch(step * self.task.accumulation + micro)
         return {"input_ids": ids, "labels": ids}
 

@@ -16,8 +16,8 @@ _COLOURS = ("#b3541e", "#1b4f8a", "#3f7d3a", "#7a3f8a", "#8a7a1b", "#444444")
 def curves_svg(group: Sequence[Comparison]) -> str:
     """Held-out result over steps, means over seeds, of dense training and every candidate."""
     drawing, axes = figure(height_inches=3.6)
-    dense = next((one.curves[0] for one in group if one.curves[0]), [])
-    axes.plot(*_columns(dense), label="dense", color="#000000", linewidth=1.8)
+    most = max(group, key=lambda one: len(one.differences))  # lossless ones have fewer seeds
+    axes.plot(*_columns(most.curves[0]), label="dense", color="#000000", linewidth=1.8)
     for i, one in enumerate(group):
         axes.plot(
             *_columns(one.curves[1]),

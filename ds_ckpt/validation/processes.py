@@ -21,8 +21,7 @@ from ds_ckpt.harness import cpu_op
 from ds_ckpt.harness.follow import Lines
 from ds_ckpt.harness.launch import check_running, deepspeed_command, free_port, launched
 from ds_ckpt.validation.candidates import DENSE
-from ds_ckpt.validation.cell import sixteen_bit_step_bytes
-from ds_ckpt.validation.experiment import SAMPLE_EVERY, Plan, Tell, about, gave_up
+from ds_ckpt.validation.experiment import SAMPLE_EVERY, Plan, Tell, about, sixteen_bit_bytes
 from ds_ckpt.validation.store import Result, Store, outcome_of
 
 _LOOPBACK = Path("/sys/class/net/lo")
@@ -85,7 +84,6 @@ def _job(plan: Plan, store: Store, folder: Path, events: Path) -> dict[str, Any]
             "start_step": candidate.in_run_of(steps).start_step,
         }
         for seed, candidate in plan.missing(store, "processes")
-        if not (candidate.lossy and gave_up(plan, candidate, store, "processes"))
     ]
     curves = {}
     for seed in plan.seeds:
@@ -117,7 +115,7 @@ def _take(lines: Iterator[dict[str, Any]], plan: Plan, store: Store, tell: Tell 
                 key=plan.key(candidate, line["seed"], "processes"),
                 names=(spec.kind, candidate.name),
                 outcome=outcome_of(line["outcome"]),
-                sixteen_bit_bytes=sixteen_bit_step_bytes(settings, plan.task.shapes, spec.world),
+                sixteen_bit_bytes=sixteen_bit_bytes(plan, settings),
                 step_s=line["step_s"],
                 about=about(),
             )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ds_ckpt.config.verdicts import Left, with_leeway
+from ds_ckpt.errors import UnsupportedError
 from ds_ckpt.validation.compare import Comparison
 
 COLUMNS = (
@@ -110,6 +111,7 @@ def notes(comparisons: Sequence[Comparison]) -> list[str]:
                 f"{one.candidate.name}: its dense warm-up of {configured} steps was cut to "
                 f"{one.warm_up} in runs of {one.plan.task.spec.steps}"
             )
+        found += _idle_rules(one)
     if any(one.mode == "virtual" for one in comparisons):
         found.append(
             "virtual workers have no network: time is their own CPU seconds, one worker's share, "
@@ -120,6 +122,16 @@ def notes(comparisons: Sequence[Comparison]) -> list[str]:
         "--model, --steps"
     )
     return sorted(set(found), key=found.index)
+
+
+def _idle_rules(one: Comparison) -> list[str]:
+    """Rules that took no parameter of the task's model, so that nothing was found out of them."""
+    try:
+        one.candidate.settings.choose().check(one.plan.task.shapes)
+    except UnsupportedError as error:
+        model = one.plan.task.model
+        return [f"{one.candidate.name} in {model}: {p.where}: {p.why}" for p in error.problems]
+    return []
 
 
 def about(one: Comparison) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,6 +51,10 @@ class Run(Protocol):
     def model(self) -> torch.nn.Module:
         """Trained in place by virtual workers."""
 
+    @property
+    def held_out(self) -> int:
+        """How many answers an accuracy is the share of; 0 for tasks without."""
+
     def initial(self, seed: int) -> torch.nn.Module:
         """A model with the weights of `seed`, in training mode."""
 
@@ -57,7 +62,8 @@ class Run(Protocol):
         """The weights and the data of `seed`, from the start."""
 
     def inputs(self, step: int, micro: int, worker: int) -> dict[str, Tensor]:
-        """What the model is called with for a micro-batch of a worker, on the CPU."""
+        """What the model is called with for a micro-batch of a worker, on the CPU; torch's random
+        numbers begin anew with it."""
 
     def loss(self, step: int, micro: int, worker: int) -> Tensor:
         """As `virtual_training.Loss`."""
@@ -69,6 +75,13 @@ class Run(Protocol):
             model: called in the place of this run's own, an engine for instance; in whatever mode
                 it is in.
         """
+
+
+def draw_alike(seed: int, step: int, micro: int, worker: int) -> None:
+    """Begin torch's random numbers anew for a micro-batch, so that runs of one seed drop out the
+    same entries, resumed or not."""
+    (number,) = np.random.SeedSequence([seed, step, micro, worker]).generate_state(1)
+    torch.manual_seed(int(number))
 
 
 def moved(inputs: Mapping[str, Tensor], device: torch.device | str) -> dict[str, Tensor]:

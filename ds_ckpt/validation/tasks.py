@@ -17,6 +17,7 @@ import torch
 
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.harness.corpus import embedded_corpus
+from ds_ckpt.validation.cell import digest_of
 from ds_ckpt.validation.checkpoints import loaded, pretrained, transformers_for
 from ds_ckpt.validation.classification import ClassificationRun, ClassificationTask, Examples
 from ds_ckpt.validation.data import Labelled, read_labelled, read_text, tokenized
@@ -78,11 +79,12 @@ class TaskSpec:
     def words(self) -> str:
         """The task in a few words."""
         data = self.data and Path(self.data).name
+        micro = f", {self.accumulation} micro-batches a step" if self.accumulation > 1 else ""
         if self.kind == "language":
-            return f"language modelling on {data or 'the embedded corpus'}"
+            return f"language modelling on {data or 'the embedded corpus'}{micro}"
         if self.kind == "digits":
-            return "fine-tuning on scikit-learn's digits"
-        return f"fine-tuning on {data or 'topics of the embedded corpus'}"
+            return f"fine-tuning on scikit-learn's digits{micro}"
+        return f"fine-tuning on {data or 'topics of the embedded corpus'}{micro}"
 
 
 _DEFAULTS: dict[Kind, dict[str, Any]] = {
@@ -136,7 +138,7 @@ def open_task(spec: TaskSpec, folder: Path, *, device: str = "cpu") -> Opened:
         examples, build = _classifier(spec, folder)
         task = ClassificationTask(spec.world, spec.batch, spec.accumulation)
         run = ClassificationRun(task, examples, build, device=device)
-        source, digest = examples.source, _digest_of(examples)
+        source, digest = examples.source, examples.sha256
     shapes = tuple((n, p.shape) for n, p in run.model.named_parameters() if p.requires_grad)
     parameters = sum(shape.numel() for _, shape in shapes)
     model = f"{type(run.model).__name__}, {parameters:,} parameters"
@@ -145,6 +147,10 @@ def open_task(spec: TaskSpec, folder: Path, *, device: str = "cpu") -> Opened:
     sizes = dataclasses.asdict(spec)
     if spec.attention == "eager":
         del sizes["attention"]
+    if device != "cpu":  # which computes other bits
+        sizes["device"] = device
+    if spec.model:  # a folder's content may change
+        sizes["weights"] = digest_of(run.model)
     said = json.dumps([digest, sizes], sort_keys=True)
     return Opened(spec, run, hashlib.sha256(said.encode()).hexdigest()[:16], model, source, shapes)
 
@@ -169,7 +175,7 @@ def _language(spec: TaskSpec, device: str) -> tuple[LanguageRun, str, str]:
     tokens = tokenized(corpus, loaded(transformers.AutoTokenizer, spec.model))
     build = pretrained(transformers.AutoModelForCausalLM, spec.model)
     run = LanguageRun(sizes, tokens, build=build, device=device)
-    return run, corpus.source, corpus.sha256
+    return run, corpus.source, tokens.sha256
 
 
 def _classifier(spec: TaskSpec, folder: Path) -> tuple[Examples, Callable[[int], torch.nn.Module]]:
@@ -216,12 +222,3 @@ def _encoded(
         return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
     return Examples(rows(labelled.train), rows(labelled.heldout), labelled.classes, labelled.source)
-
-
-def _digest_of(examples: Examples) -> str:
-    digest = hashlib.sha256()
-    for side in (examples.train, examples.heldout):
-        for name, values in sorted(side.items()):
-            digest.update(name.encode())
-            digest.update(values.contiguous().numpy().tobytes())
-    return digest.hexdigest()

@@ -206,7 +206,9 @@ def _evaluate(task: Opened, engine: Any, done: int, log: _Log) -> float:
 def _outcome(log: _Log, start: int, engine: Any) -> Outcome:
     session = ds_ckpt.session_of(engine)
     owed = 0.0
-    for _, residual in sorted(session.residuals.items() if session else ()):
+    device = get_accelerator().current_device_name()
+    for _, kept in sorted(session.residuals.items() if session else ()):
+        residual = kept.to(device)  # NCCL takes none that is kept on the host
         dist.all_reduce(residual)
         owed += float(residual.square().sum())
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):

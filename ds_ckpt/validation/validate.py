@@ -4,59 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, cast
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ds_ckpt.config.verdicts import FILE_NAME, write_verdicts
-from ds_ckpt.errors import ConfigError, Problem
-from ds_ckpt.validation.candidates import DENSE, read_candidates
+from ds_ckpt.config.verdicts import read_verdicts, write_verdicts
+from ds_ckpt.errors import ConfigError, Problem, StateError
+from ds_ckpt.validation.candidates import DENSE, read_candidates, versions
 from ds_ckpt.validation.compare import Comparison, Margins, compare, exit_code, false_alarms
-from ds_ckpt.validation.data import has_labels
 from ds_ckpt.validation.experiment import Plan, run_virtual
+from ds_ckpt.validation.options import Wanted, check_options
 from ds_ckpt.validation.records import records
 from ds_ckpt.validation.report import SelfCheck, table, write_report
-from ds_ckpt.validation.store import Mode, Store
-from ds_ckpt.validation.tasks import DEFAULT_TASKS, KINDS, Kind, make_spec, open_task
+from ds_ckpt.validation.store import Store
+from ds_ckpt.validation.tasks import Opened, make_spec, open_task
 
-
-@dataclass(frozen=True)
-class Wanted:
-    """What the options ask for; see `commands.validate_accuracy`. Margins are shares."""
-
-    files: tuple[Path, ...]
-    tasks: tuple[str, ...] | None = None
-    seeds: int = 5
-    margin: float = 0.005
-    accuracy_margin: float = 0.01
-    virtual_workers: int | None = None
-    processes: int | None = None
-    sizes: dict[str, Any] = field(default_factory=dict)
-    device: str = "cpu"
-    link_mbit: float = 1000.0
-    self_check: int | None = None
-    output: Path = Path("runs/accuracy")
-    record: Path | None = None
-
-    @property
-    def mode(self) -> Mode:
-        """Who trains."""
-        return "processes" if self.processes else "virtual"
-
-    @property
-    def kinds(self) -> tuple[Kind, ...]:
-        """The tasks, in order."""
-        if self.tasks:
-            return cast(tuple[Kind, ...], tuple(self.tasks))
-        data = self.sizes.get("data")
-        if data is None:
-            return ("language",) if self.self_check or self.sizes.get("model") else DEFAULT_TASKS
-        return ("labelled",) if has_labels(data) else ("language",)
+RESULTS = "results.jsonl"
 
 
 def run(wanted: Wanted, console: Console) -> int:
@@ -66,31 +30,36 @@ def run(wanted: Wanted, console: Console) -> int:
         DsCkptError: options, files, data or packages do not allow it; runs that are finished are
             kept.
     """
-    _check(wanted)
+    check_options(wanted)
+    for path in wanted.records:
+        read_verdicts(path)  # what cannot be added to is told before hours of training
     started_s = time.monotonic()
     candidates = read_candidates(wanted.files)
-    store = Store(wanted.output / "results.jsonl")
+    store = Store(wanted.output / RESULTS)
     world = wanted.processes or wanted.virtual_workers or 4
-    margins = Margins(wanted.margin, wanted.accuracy_margin)
+    margins = _margins(wanted)
+    device = wanted.device or "cpu"
     comparisons: list[Comparison] = []
     checks: list[SelfCheck] = []
+    link_mbit = wanted.link_mbit or 1000.0
     threads = torch.get_num_threads()
-    if wanted.mode == "virtual" and wanted.device == "cpu":
+    if wanted.mode == "virtual" and device == "cpu":
         torch.set_num_threads(1)  # sums in one order, whatever the machine
     try:
         for kind in wanted.kinds:
             spec = make_spec(kind, world=world, **wanted.sizes)
             console.print(f"{spec.words()}: loading")
-            task = open_task(spec, wanted.output / "states", device=wanted.device)
+            task = open_task(spec, wanted.output / "states", device=device)
+            _check_resolution(task, margins)
             seeds = range(max(wanted.seeds if candidates else 0, wanted.self_check or 0))
-            plan = Plan(task, candidates, range(wanted.seeds), device=wanted.device)
+            plan = Plan(task, candidates, range(wanted.seeds), device=device)
             work = [plan] if candidates else []
             if wanted.self_check:
                 work.insert(0, dataclasses.replace(plan, candidates=(), seeds=seeds))
             for part in work:
                 _train(part, store, wanted, console)
             comparisons += [
-                compare(plan, c, store, margins, mode=wanted.mode, link_mbit=wanted.link_mbit)
+                compare(plan, c, store, margins, mode=wanted.mode, link_mbit=link_mbit)
                 for c in candidates
             ]
             if wanted.self_check:
@@ -98,20 +67,70 @@ def run(wanted: Wanted, console: Console) -> int:
     finally:
         torch.set_num_threads(threads)
     report = write_report(wanted.output, comparisons, checks)
-    found = records(comparisons)
-    for path in {wanted.output / FILE_NAME, wanted.record} - {None}:
-        write_verdicts(cast(Path, path), found)
+    for path in wanted.records:
+        write_verdicts(path, records(comparisons))
     for line in table(comparisons, checks):
         console.print(line)
     minutes = (time.monotonic() - started_s) / 60
     console.print(f"report: {report}; {minutes:.1f} minutes", soft_wrap=True, highlight=False)
-    return exit_code(comparisons) if comparisons else 0
+    if comparisons:
+        return exit_code(comparisons)
+    return 0 if all(check.seeds > 1 for check in checks) else 2
+
+
+def _margins(wanted: Wanted) -> Margins:
+    usual = Margins()
+    loss, accuracy = wanted.margin, wanted.accuracy_margin
+    return Margins(
+        usual.loss if loss is None else loss, usual.accuracy if accuracy is None else accuracy
+    )
+
+
+def _check_resolution(task: Opened, margins: Margins) -> None:
+    """Refuse held-out data of which one example is more than the margin: most differences as large
+    would then be seen as none."""
+    held_out, margin = task.run.held_out, margins.accuracy
+    if task.spec.metric == "accuracy" and held_out * margin < 1:
+        raise ConfigError(
+            Problem(
+                where="--data",
+                found=f"{held_out} held-out examples",
+                why=f"one of them is {100 / held_out:.3g} points of accuracy, more than the margin "
+                f"of {100 * margin:g}",
+                remedy="give more examples, or a larger --accuracy-margin",
+            ),
+            headline="the data are too few to judge by",
+        )
+
+
+def _check_versions(plan: Plan, store: Store, wanted: Wanted) -> None:
+    """Refuse to go on beside runs of other packages: a pair would differ in more than its file."""
+    now = versions()
+    if wanted.mode == "virtual":
+        del now["deepspeed"]  # has no part in them
+    for candidate in (DENSE, *plan.candidates):
+        for seed in plan.seeds_of(candidate):
+            result = store.find(plan.key(candidate, seed, wanted.mode))
+            then = result.about.get("versions", now) if result else now
+            other = [name for name in now if then.get(name) != now[name]]
+            if other:
+                raise StateError(
+                    Problem(
+                        where=str(wanted.output / RESULTS),
+                        found="runs of " + ", ".join(f"{n} {then.get(n)}" for n in other),
+                        why="runs with " + ", ".join(f"{n} {now[n]}" for n in other) + " are still "
+                        "to come, and a pair must differ in nothing but its file",
+                        remedy="name another --output, or install what those were made with",
+                    ),
+                    headline="the comparison cannot go on with these packages",
+                )
 
 
 def _train(plan: Plan, store: Store, wanted: Wanted, console: Console) -> None:
     missing = plan.missing(store, wanted.mode)
     if not missing:
         return
+    _check_versions(plan, store, wanted)
     total = len(missing) * plan.task.spec.steps
     with Progress(
         TextColumn("{task.description}"),
@@ -163,32 +182,3 @@ def _self_check(plan: Plan, store: Store, wanted: Wanted, margins: Margins) -> S
     margin = margins.of(spec.metric)
     shares = false_alarms(values, seeds, margin, metric=spec.metric)
     return SelfCheck(spec.words(), tuple(values), seeds, margin, shares)
-
-
-def _check(wanted: Wanted) -> None:
-    problems: list[Problem] = []
-
-    def wrong(where: str, found: str, why: str, remedy: str) -> None:
-        problems.append(Problem(where, found, why, remedy))
-
-    if not wanted.files and not wanted.self_check:
-        wrong("CONFIG", "no file", "there is nothing to compare", "name a DeepSpeed JSON file")
-    for kind in wanted.tasks or ():
-        if kind not in KINDS:
-            wrong("--tasks", kind, "no such task is known", f"choose from {', '.join(KINDS)}")
-    if wanted.processes and wanted.virtual_workers:
-        why = "both say who trains"
-        wrong("--processes", f"{wanted.processes} beside --virtual-workers", why, "give one")
-    if wanted.sizes.get("data") and wanted.tasks:
-        builtin: Sequence[str] = [kind for kind in wanted.tasks if kind in ("digits", "topics")]
-        if builtin:
-            why = f"{', '.join(builtin)} have data of their own"
-            wrong("--data", str(wanted.sizes["data"]), why, "--tasks language or labelled")
-    if wanted.sizes.get("model") and set(wanted.kinds) & {"digits", "topics"}:
-        why = "a checkpoint is for language or labelled"
-        wrong("--model", str(wanted.sizes["model"]), why, "add --tasks language, or --data FILE")
-    if wanted.sizes.get("attention") not in (None, "sdpa"):
-        why = "the built-in model has two kinds"
-        wrong("--attention", str(wanted.sizes["attention"]), why, "eager or sdpa")
-    if problems:
-        raise ConfigError(problems, headline="the comparison cannot be made with these options")

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.exchange.build import ExchangeSettings
+from ds_ckpt.exchange.rules import embeddings_of
 from ds_ckpt.telemetry.left import Left
 from ds_ckpt.validation.virtual_workers import VirtualWorkers
 
@@ -125,7 +127,6 @@ class VirtualTraining:
         settings: what the `compression` section says.
         world: number of virtual workers.
         accumulation: micro-steps of a step.
-        embeddings: names of embedding weights that no other layer shares, see `exchange.rules`.
         sample_every: steps from one look at what compression leaves behind to the next; 0: never.
     """
 
@@ -138,11 +139,11 @@ class VirtualTraining:
         *,
         world: int,
         accumulation: int = 1,
-        embeddings: frozenset[str] = frozenset(),
         sample_every: int = 0,
     ) -> None:
         self._sample_every = sample_every
         trainable = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        self._names = [n for n, _ in trainable]
         self._parameters = [p for _, p in trainable]
         self._model, self._loss = model, loss
         self._world, self._accumulation = world, accumulation
@@ -150,10 +151,10 @@ class VirtualTraining:
         self.workers = VirtualWorkers(
             settings,
             world,
-            [n for n, _ in trainable],
+            self._names,
             [p.numel() for p in self._parameters],
             accumulation=accumulation,
-            embeddings=embeddings,
+            embeddings=embeddings_of(model),
         )
 
     @property
@@ -192,8 +193,18 @@ class VirtualTraining:
             loss.backward()
         losses.append(loss.item())
         gradients = []
-        for parameter in self._parameters:
-            assert parameter.grad is not None, "the loss does not reach a trainable parameter"
+        for name, parameter in zip(self._names, self._parameters, strict=True):
+            if parameter.grad is None:
+                raise UnsupportedError(
+                    Problem(
+                        where=name,
+                        found="no gradient",
+                        why="the loss does not reach this parameter, and virtual workers exchange "
+                        "those of all",
+                        remedy="freeze it in the checkpoint, or train with --processes",
+                    ),
+                    headline="the model cannot be trained by virtual workers",
+                )
             gradients.append(parameter.grad)
             parameter.grad = None
         return gradients

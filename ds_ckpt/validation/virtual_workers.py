@@ -43,7 +43,7 @@ class VirtualWorkers:
         names: of the parameters whose gradients will come, in the model's order.
         numels: of the same parameters.
         accumulation: micro-steps of a step; with more than one, lossy methods with error feedback
-            exchange at the boundary alone, as `exchange.when` has it by default.
+            exchange at the boundary alone, unless the settings say otherwise.
         embeddings: names of embedding weights that no other layer shares, see `exchange.rules`.
         bucket_numel: entries after which a bucket is full.
 
@@ -67,7 +67,12 @@ class VirtualWorkers:
         self._buckets = list(_buckets(numels, bucket_numel))
         self._at_boundary = True
         self._virtual = VirtualWorld(world, timeout_s=_TIMEOUT_S)
-        self._holds = accumulation > 1 and not settings.lossless and settings.error_feedback
+        self._holds = (
+            accumulation > 1
+            and not settings.lossless
+            and settings.error_feedback
+            and settings.when == "accumulation_boundary"
+        )
         self._workers = [
             self._put_together(transport, settings, embeddings)
             for transport in self._virtual.transports

@@ -97,3 +97,13 @@ def test_sixteen_bit_bytes(world: int) -> None:
     four = ExchangeSettings(MethodSettings("quantize", bits=4), start_step=9, min_numel=0)
     expected = 64 * 64 * 4.25 / 8 * share + 128 * share + 8 * (world - 1)
     assert sixteen_bit_step_bytes(four, shapes, world) == pytest.approx(expected, rel=0.02)
+
+
+def test_accumulated_steps_send_less_often_only_where_they_wait() -> None:
+    shapes = [("w", torch.Size((64, 64)))]
+    four = ExchangeSettings(MethodSettings("quantize", bits=4), min_numel=0)
+    each = dataclasses.replace(four, when="micro_step")
+    once, dense = (sixteen_bit_step_bytes(s, shapes, 2) for s in (four, DENSE))
+    assert sixteen_bit_step_bytes(DENSE, shapes, 2, accumulation=3) == 3 * dense
+    assert sixteen_bit_step_bytes(four, shapes, 2, accumulation=3) == once
+    assert sixteen_bit_step_bytes(each, shapes, 2, accumulation=3) == 3 * once

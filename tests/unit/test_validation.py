@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import html
 import json
@@ -10,12 +11,15 @@ import random
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 from ds_ckpt.errors import ConfigError, StateError
+from ds_ckpt.validation import experiment, plots
 from ds_ckpt.validation.candidates import DENSE, checkpointed, read_candidates
 from ds_ckpt.validation.cell import Outcome
 from ds_ckpt.validation.compare import Comparison, Margins, compare, exit_code, false_alarms
@@ -125,6 +129,16 @@ def test_a_run_that_diverged_is_worse_whatever_the_others_do(
     assert "1 of 2 runs diverged" in markdown([found], [])
 
 
+def test_what_a_diverged_run_left_behind_is_no_limit(tmp_path: Path, four_bits: Path) -> None:
+    wild = outcome(9.0, diverged=True, left=[(60, 1.0, 1e6)])
+    (found,) = judged(tmp_path, [four_bits], [outcome(2.0)] * 2, [[outcome(2.0), wild]])
+    assert found.left is not None
+    assert (found.left.error, found.left.residual_norm) == (0.2, 0.5)
+    (found,) = judged(tmp_path / "all", [four_bits], [outcome(2.0)], [[wild]])
+    assert found.left is None
+    assert "guard" not in markdown([found], [])
+
+
 def test_what_it_took_to_come_as_far(tmp_path: Path, four_bits: Path) -> None:
     dense = [outcome(2.0), outcome(2.0)]
     # a straight line from 3.5 to 1.9 over 50 steps passes 2.01 after 46.56 of them
@@ -214,6 +228,14 @@ def test_where_dense_training_fails_nothing_is_said_of_compression(
     assert words in found.verdict_words()
 
 
+def test_a_run_too_short_to_tell_anything_gets_no_verdict(tmp_path: Path, four_bits: Path) -> None:
+    # no training at all would be within half a percent of where these runs end
+    dense = [outcome(4.98)] * 3
+    (found,) = judged(tmp_path, [four_bits], dense, [dense])
+    assert (found.verdict, exit_code([found])) == ("inconclusive", 2)
+    assert "take more --steps" in found.verdict_words()
+
+
 def test_dense_against_itself_is_seldom_worse() -> None:
     draw = random.Random(1)
     values = [draw.gauss(2.0, 0.01) for _ in range(400)]
@@ -235,6 +257,10 @@ def test_far_behind_is_less_than_half_of_what_dense_has_learnt() -> None:
     assert hopeless(100, 3.6)
     assert not hopeless(75, 9.0)  # nothing to compare with there
     assert not far_behind([(0, 2.0), (50, 2.5)])(50, 9.0)  # dense training does not learn itself
+    # small data learnt by heart: at the end dense training has hardly any progress to show
+    by_heart = far_behind([(0, 2.3), (50, 0.6), (100, 2.2)])
+    assert by_heart(50, 1.5)
+    assert not by_heart(100, 2.26)
 
 
 def test_after_a_divergence_the_other_seeds_are_left_out(tmp_path: Path, four_bits: Path) -> None:
@@ -244,6 +270,38 @@ def test_after_a_divergence_the_other_seeds_are_left_out(tmp_path: Path, four_bi
     key = plan.key(candidate, 1)
     store.add(Result(key, ("language", "four"), outcome(9.0, diverged=True), 1.0, 0.0, {}))
     assert gave_up(plan, candidate, store)
+    assert plan.missing(store) == [(seed, DENSE) for seed in range(3)]
+
+
+def test_runs_that_would_be_equal_are_trained_once(tmp_path: Path, four_bits: Path) -> None:
+    (tmp_path / "copy").mkdir()
+    copy = tmp_path / "copy" / "other.json"
+    copy.write_bytes(four_bits.read_bytes())
+    candidates = read_candidates([four_bits, copy])
+    missing = Plan(opened(), candidates, range(2)).missing(Store(tmp_path / "r.jsonl"))
+    assert [(seed, c.name) for seed, c in missing] == [
+        (0, "dense"), (0, "four"), (1, "dense"), (1, "four"),
+    ]  # fmt: skip
+
+
+def test_only_the_dense_run_keeps_its_warm_up_for_others(
+    tmp_path: Path, four_bits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[set[int]] = []
+
+    def trained(*args: Any, keep_warm: Any, **options: Any) -> Outcome:
+        kept.append(set(keep_warm))
+        return outcome(2.0)
+
+    monkeypatch.setattr(experiment, "train_cell", trained)
+    monkeypatch.setattr(experiment, "sixteen_bit_bytes", lambda *_: 1.0)
+    monkeypatch.setattr(experiment, "checkpointed", lambda *_: contextlib.nullcontext())
+    block = config_file(tmp_path, "block", activation={"policy": "block"})
+    run = SimpleNamespace(begin=lambda seed: None, model=None, loss=None)
+    task = dataclasses.replace(opened(), run=run)
+    plan = Plan(task, read_candidates([block, four_bits]), range(1))
+    experiment.run_virtual(plan, Store(tmp_path / "r.jsonl"), tmp_path)
+    assert kept == [{25}, set(), set()]
 
 
 def test_runs_are_found_by_what_they_depend_on(tmp_path: Path, four_bits: Path) -> None:
@@ -261,6 +319,19 @@ def test_runs_are_found_by_what_they_depend_on(tmp_path: Path, four_bits: Path) 
     assert digests[0] == digests[2]
     assert len(set(digests)) == 3
     assert candidate.digest(STEPS) != candidate.digest(4 * STEPS)
+
+
+def test_when_micro_steps_are_exchanged_is_part_of_a_run(tmp_path: Path) -> None:
+    each, boundary, unsaid = (
+        config_file(tmp_path, name, compression={"method": "quantize", "exchange": exchange})
+        for name, exchange in (
+            ("each", {"when": "micro_step"}),
+            ("boundary", {"when": "accumulation_boundary"}),
+            ("unsaid", None),
+        )
+    )
+    digests = [c.digest(STEPS) for c in read_candidates([each, boundary, unsaid])]
+    assert digests[0] != digests[1] == digests[2]
 
 
 def test_a_torn_line_is_forgotten_and_others_stay(tmp_path: Path) -> None:
@@ -283,6 +354,14 @@ def test_a_torn_line_is_forgotten_and_others_stay(tmp_path: Path) -> None:
 def test_a_file_that_does_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="plain DeepSpeed"):
         read_candidates([config_file(tmp_path, "plain")])
+
+
+def test_a_guard_that_waits_for_its_limits_is_in_nobody_s_way(tmp_path: Path) -> None:
+    section = {"method": "quantize", "quantize": {"bits": 2}, "min_numel": 7}
+    plain = config_file(tmp_path, "plain", compression=section)
+    guarded = config_file(tmp_path, "g", compression={**section, "guard": {"action": "dense"}})
+    one, other = read_candidates([plain, guarded])
+    assert one.digest(STEPS) == other.digest(STEPS)
 
 
 def test_names_are_told_apart(tmp_path: Path) -> None:
@@ -313,6 +392,31 @@ def test_reports_name_everything_and_load_nothing(tmp_path: Path, four_bits: Pat
     assert "http" not in re.sub(names, "", page)
     assert "<script" not in page
     assert "src=" not in page
+
+
+def test_rules_that_took_nothing_are_named(tmp_path: Path) -> None:
+    rules = [{"match": "w", "method": "topk"}, {"match": "*head*", "method": "topk"}]
+    file = config_file(tmp_path, "r", compression={"method": "quantize", "rules": rules})
+    dense = [outcome(2.0)] * 2
+    found = judged(tmp_path, [file], dense, [dense])
+    text = markdown(found, [])
+    assert "r in a model: $.ds_ckpt.compression.rules[1]: no trainable parameter" in text
+    assert "rules[0]" not in text
+
+
+def test_the_plotted_dense_curve_is_over_all_seeds(
+    tmp_path: Path, four_bits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: dict[str, list[float]] = {}
+    axes = MagicMock()
+    axes.plot = lambda _, values, *, label, **__: drawn.update({label: values})
+    monkeypatch.setattr(plots, "figure", lambda **_: (None, axes))
+    monkeypatch.setattr(plots, "svg", lambda _: "")
+    block = config_file(tmp_path, "block", activation={"policy": "block"})
+    dense = [outcome(2.0), outcome(2.0), outcome(3.5)]
+    plots.curves_svg(judged(tmp_path, [block, four_bits], dense, [dense[:2], dense]))
+    assert drawn["dense"][-1] == pytest.approx(2.5)
+    assert drawn["dense"] == drawn["four"]
 
 
 def test_without_matplotlib_there_is_markdown(

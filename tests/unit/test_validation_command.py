@@ -14,7 +14,9 @@ from ds_ckpt.cli import app
 from ds_ckpt.config import load_file, parse
 from ds_ckpt.config.verdicts import read_verdicts, verdicts_on
 from ds_ckpt.validation import experiment
+from ds_ckpt.validation.options import Wanted
 from ds_ckpt.validation.store import Store
+from ds_ckpt.validation.tasks import DEFAULT_TASKS
 
 pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[2]
@@ -187,6 +189,15 @@ def test_what_needs_an_engine_is_told(tmp_path: Path, activation: dict[str, Any]
         (["FILE", "--tasks", "digits", "--data", "x.txt"], "data of their own"),
         (["FILE", "--tasks", "topics", "--model", "x"], "--model"),
         (["FILE", "--attention", "flash"], "eager or sdpa"),
+        (["FILE", "--tasks", "digits", "--layers", "3"], "--layers"),
+        (["FILE", "--tasks", "topics", "--length", "64"], "--length"),
+        (["FILE", "--tasks", "digits", "--margin", "2"], "--margin"),
+        (["FILE", "--tasks", "language", "--accuracy-margin", "2"], "--accuracy-margin"),
+        (["FILE", "--processes", "2", "--link-mbit", "100"], "--link-mbit"),
+        (["FILE", "--processes", "2", "--device", "cpu"], "--device"),
+        (["FILE", "--device", "abacus"], "--device"),
+        (["FILE", "--output", "FILE"], "it is not a folder"),
+        (["FILE", "--record", "."], "it is not a file"),
         (["none.json"], "none.json"),
         (["FILE", "--data", "no-such-file"], "--data"),
     ],
@@ -197,7 +208,7 @@ def test_what_cannot_be_done_is_told(
     monkeypatch.setitem(sys.modules, "datasets", None)
     file = str(ROOT / "ds_configs" / "zero3_4bit.json")
     options = [file if option == "FILE" else option for option in options]
-    found = run(app, ["validate-accuracy", *options, "--output", str(tmp_path / "out")])
+    found = run(app, ["validate-accuracy", "--output", str(tmp_path / "out"), *options])
     assert found.exit_code == 3
     assert words in found.output
     assert "fix:" in found.output
@@ -214,3 +225,65 @@ def test_the_script_is_the_command() -> None:
     from ds_ckpt.validation.commands import validate_accuracy
 
     assert module.validate_accuracy is validate_accuracy
+
+
+def test_what_nobody_foresaw_is_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(experiment, "train_cell", fails)
+    found = validate(tmp_path / "out", [ROOT / "ds_configs" / "zero3_4bit.json"], "--seeds", "2")
+    assert found.exit_code == 3
+    assert "out of memory" in found.output
+
+
+def test_one_example_must_not_be_more_than_the_margin(tmp_path: Path) -> None:
+    data = tmp_path / "d.jsonl"
+    rows = [{"text": f"{word} {i}", "label": word} for i in range(60) for word in ("up", "down")]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = str(ROOT / "ds_configs" / "zero3_4bit.json")
+    options = ["--data", str(data), "--output", str(tmp_path / "out"), "--length", "8"]
+    found = run(app, ["validate-accuracy", file, *options])
+    assert found.exit_code == 3
+    assert "held-out examples" in found.output
+    assert "--accuracy-margin" in found.output
+    assert not (tmp_path / "out" / "results.jsonl").exists()
+
+
+def test_a_record_that_cannot_be_added_to_is_told_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experiment, "train_cell", None)
+    record = tmp_path / "verdicts.json"
+    record.write_text("{}}")
+    file = ROOT / "ds_configs" / "zero3_4bit.json"
+    found = validate(tmp_path / "out", [file], "--record", str(record))
+    assert found.exit_code == 3
+    assert "the verdicts cannot be read" in found.output
+
+
+def test_runs_of_other_packages_are_not_paired_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = small(tmp_path, ROOT / "ds_configs" / "zero3_4bit.json")
+    options = ["--seeds", "2", "--steps", "8"]
+    before = validate(tmp_path / "out", [file], *options).exit_code
+    results = tmp_path / "out" / "results.jsonl"
+    lines = results.read_text().splitlines()
+    assert len(lines) == 4
+    older = [json.loads(line) for line in lines]
+    for line in older:
+        line["about"]["versions"]["torch"] = "1.0"
+    results.write_text("".join(json.dumps(line) + "\n" for line in older))
+    # nothing is to come: what is there is judged
+    assert validate(tmp_path / "out", [file], *options).exit_code == before
+    results.write_text("".join(json.dumps(line) + "\n" for line in older[:3]))
+    found = validate(tmp_path / "out", [file], *options)
+    assert found.exit_code == 3
+    assert "torch 1.0" in found.output
+    assert "another --output" in found.output
+
+
+def test_a_self_check_beside_files_leaves_no_task_out() -> None:
+    assert Wanted((Path("a"),), self_check=4).kinds == DEFAULT_TASKS
+    assert Wanted((), self_check=4).kinds == ("language",)

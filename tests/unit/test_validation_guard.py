@@ -80,3 +80,14 @@ def test_what_a_checkpoint_keeps() -> None:
     assert again.whole
     again.load_state_dict({})  # of a release before guards
     assert not again.whole
+
+
+def test_a_checkpoint_that_brings_the_fallback_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="ds_ckpt"):
+        for fallback in (Fallback(speaks=True), Fallback()):
+            fallback.load_state_dict({"whole": False})
+        assert not caplog.records
+        for fallback in (Fallback(speaks=True), Fallback()):
+            fallback.load_state_dict({"whole": True})
+    (record,) = caplog.records
+    assert "gradients go whole" in record.message

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,12 +76,20 @@ def test_classifiers_start_from_one_pretrained_model(tmp_path: Path) -> None:
     found = examples.topics()
     build = examples.TopicClassifier(tmp_path, found, steps=3)
     a, b = build(1).state_dict(), build(2).state_dict()
-    assert len(list(tmp_path.glob("pretrained-3.pt"))) == 1
+    assert len(list(tmp_path.glob("pretrained-3-*.pt"))) == 1
     same = [name for name in a if torch.equal(a[name], b[name])]
     assert [name for name in a if name not in same] == ["score.weight"]
     other = examples.TopicClassifier(tmp_path / "other", found, steps=3)
     assert all(torch.equal(x, y) for x, y in zip(a.values(), other(1).state_dict().values(),
                                                  strict=True))  # fmt: skip
+
+
+def test_a_pretrained_model_is_of_its_own_text(tmp_path: Path) -> None:
+    found = examples.topics()
+    rows = {name: values[:100] for name, values in found.train.items()}
+    other = Examples(rows, found.heldout, found.classes, "another text")
+    a, b = (examples.TopicClassifier(tmp_path, e, steps=3).pretrained() for e in (found, other))
+    assert any(not torch.equal(a[name], b[name]) for name in a)
 
 
 # drawing
@@ -156,6 +164,23 @@ def test_wrong_examples_are_named_by_their_line(tmp_path: Path, content: str, wo
     path.write_text(content + "\n")
     with pytest.raises(ConfigError, match=words):
         read_labelled(str(path))
+
+
+def test_json_lines_are_utf_8_and_end_at_line_feeds(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    rows = [{"text": f"one\u2028line {i}", "label": i % 2} for i in range(60)]
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\r\n" for row in rows))
+    assert sum(map(len, (read_labelled(str(path)).train, read_labelled(str(path)).heldout))) == 60
+    path.write_bytes(b'{"text": "caf\xe9", "label": 1}\n')
+    with pytest.raises(ConfigError, match=r"d\.jsonl.*\n.*UTF-8"):
+        read_labelled(str(path))
+
+
+def test_sequences_longer_than_what_is_held_out_are_refused(tmp_path: Path) -> None:
+    text = tmp_path / "t.txt"
+    text.write_text("\n\n".join("words " * 500 for _ in range(40)))  # about 12 kB are held out
+    with pytest.raises(ConfigError, match="shorter --length"):
+        open_task(make_spec("language", data=str(text), length=16_000), tmp_path)
 
 
 def test_too_short_a_text_is_refused(tmp_path: Path) -> None:
@@ -274,3 +299,42 @@ def test_the_same_sizes_and_data_are_the_same_task(tmp_path: Path) -> None:
     assert open_task(TaskSpec("labelled", data=source, length=9), tmp_path).digest != one
     labelled(tmp_path / "d.jsonl", 70)
     assert open_task(TaskSpec("labelled", data=source, length=8), tmp_path).digest != one
+
+
+def test_another_device_is_another_task(tmp_path: Path) -> None:
+    spec = TaskSpec("labelled", data=labelled(tmp_path / "d.jsonl"), length=8)
+    assert open_task(spec, tmp_path).digest != open_task(spec, tmp_path, device="cpu:0").digest
+
+
+def test_a_checkpoint_that_was_trained_on_is_another_task(tmp_path: Path) -> None:
+    source, model = labelled(tmp_path / "d.jsonl"), tmp_path / "model"
+    save_checkpoint(model)
+    spec = make_spec("labelled", data=source, model=str(model), length=8)
+    before = open_task(spec, tmp_path).digest
+    assert open_task(spec, tmp_path).digest == before
+    transformers = pytest.importorskip("transformers")
+    trained = transformers.LlamaForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        trained.model.norm.weight.add_(1)
+    trained.save_pretrained(model)
+    assert open_task(spec, tmp_path).digest != before
+
+
+def test_runs_of_one_seed_drop_out_the_same(tmp_path: Path) -> None:
+    class Dropping(Toy):
+        def forward(self, x: torch.Tensor, **_: Any) -> Any:
+            kept = torch.nn.functional.dropout(self.weight + torch.ones(64), 0.5, self.training)
+            return SimpleNamespace(loss=(kept * torch.arange(64)).sum())
+
+    run = ClassificationRun(ClassificationTask(world=2, batch=2), toy(), lambda _: Dropping())
+    places = [(0, 0, 0), (0, 0, 1), (1, 0, 0)]
+
+    def losses(seed: int) -> list[float]:
+        run.begin(seed)
+        return [run.loss(*place).item() for place in places]
+
+    first, other = losses(1), losses(2)
+    assert losses(1) == first
+    assert len({*first, *other}) == 6
+    run.begin(1)
+    assert run.loss(*places[2]).item() == first[2]  # resumed there

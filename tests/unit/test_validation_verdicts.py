@@ -89,11 +89,28 @@ def test_a_record_speaks_for_settings_not_for_files(shipped: Path) -> None:
         {"min_numel": 0},
         {"error_feedback": {"dtype": "bf16"}},
         {"error_feedback": {"enabled": False}},
+        {"exchange": {"when": "micro_step"}},
         {"rules": [{"match": "*", "method": "dense"}]},
         {"method": "hybrid"},
     ):
         assert not verdicts_on(compression(**{**FOUR, **other})), other
     assert verdicts_on(CompressionConfig()) == []
+
+
+def test_a_record_of_micro_steps_speaks_for_them_alone(shipped: Path) -> None:
+    each = compression(**FOUR, exchange={"when": "micro_step"})
+    write_verdicts(shipped, [record(each)])
+    assert verdicts_on(each)
+    assert not verdicts_on(compression(**FOUR))
+
+
+def test_few_workers_do_not_speak_for_many(shipped: Path) -> None:
+    four = compression(**FOUR)
+    write_verdicts(shipped, [record(four, workers=8, verdict="worse")])
+    write_verdicts(shipped, [record(four, workers=2)])
+    found = verdicts_on(four)
+    assert [(r.workers, r.verdict) for r in found] == [(2, "equivalent"), (8, "worse")]
+    assert found[1].words().endswith("5 seeds of 300 steps, 8 workers")
 
 
 def test_keys_that_are_newer_than_a_record_count_at_their_defaults(shipped: Path) -> None:
@@ -124,6 +141,22 @@ def test_a_new_verdict_takes_the_old_one_s_place(tmp_path: Path) -> None:
         ("a task", "equivalent", 9),
         ("b", "equivalent", 5),
     ]
+
+
+def test_a_write_that_is_broken_off_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, write = tmp_path / "v.json", Path.write_text
+    write_verdicts(path, [record(compression(**FOUR))])
+
+    def half(file: Path, text: str, **options: Any) -> int:
+        write(file, text[:20], **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(KeyboardInterrupt):
+        write_verdicts(path, [record(compression(**FOUR), task="b")])
+    assert [r.task for r in read_verdicts(path)] == ["a task"]
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,8 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_ckpt.compression.topk import TopK
+from ds_ckpt.errors import UnsupportedError
 from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.rules import MethodSettings
+from ds_ckpt.exchange.treatment import LowRank
 from ds_ckpt.validation.virtual_training import Recipe, VirtualTraining
 from ds_ckpt.validation.virtual_workers import VirtualWorkers
 
@@ -234,3 +238,44 @@ def test_the_rate_rises_and_falls() -> None:
     assert rates[100] == pytest.approx(0.05)
     assert rates[10:] == sorted(rates[10:], reverse=True)
     assert {Recipe(steps=5, rise=0.0, floor=1.0).rate(s) for s in range(6)} == {2e-3}
+
+
+def test_micro_steps_are_exchanged_when_the_settings_say() -> None:
+    sent = {}
+    for when in ("micro_step", "accumulation_boundary"):
+        settings = dataclasses.replace(LOSSY["4 bits"], when=when)
+        ours = workers(settings, 2, accumulation=2)
+        first = ours.average(gradients(2, 0), at_boundary=False)
+        assert any(t.any() for t in first) == (when == "micro_step")
+        ours.average(gradients(2, 1))
+        sent[when] = ours.sent_bytes
+    assert sent["micro_step"] == 2 * sent["accumulation_boundary"]
+
+
+class Embedded(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(8192, 16)
+        self.head = torch.nn.Linear(16, 16, bias=False)
+        self.idle = torch.nn.Linear(16, 1)
+
+
+def test_large_embeddings_go_as_in_a_session() -> None:
+    model = Embedded()
+    recipe = Recipe(steps=1)
+    training = VirtualTraining(model, lambda *_: torch.zeros(()), recipe, LOSSY["rank 2"], world=2)
+    choose = training.workers._workers[0].exchange._choose
+    shape = model.embed.weight.shape
+    assert isinstance(choose("embed.weight", shape), TopK)
+    assert isinstance(choose("other.weight", shape), LowRank)
+
+
+def test_a_parameter_that_no_loss_reaches_is_named() -> None:
+    model = Embedded()
+
+    def loss(step: int, micro: int, worker: int) -> torch.Tensor:
+        return model.head(model.embed.weight[worker]).square().sum()  # type: ignore[no-any-return]
+
+    training = VirtualTraining(model, loss, Recipe(steps=1), DENSE, world=2)
+    with pytest.raises(UnsupportedError, match=r"idle\.weight"):
+        training.train_step()
