@@ -57,6 +57,7 @@ def verdicts(output: Path) -> dict[str, str]:
     return {record.preset: record.verdict for record in read_verdicts(output / "verdicts.json")}
 
 
+@pytest.mark.timeout(900)  # twenty trainings
 def test_what_must_fail_fails_and_what_must_pass_passes(tmp_path: Path) -> None:
     accuracy = ROOT / "benchmarks" / "accuracy"
     must_fail = [
