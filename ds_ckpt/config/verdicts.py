@@ -83,6 +83,8 @@ class VerdictRecord(_Record):
         if self.interval is not None:
             low, high = (100 * bound for bound in self.interval)
             found = f"{low:+.2f} to {high:+.2f}{unit}, {margin}"
+            if self.verdict == "inconclusive" and self.interval[1] < self.margin:
+                found += ": not worse by it"
         else:
             found = f"diverged, {margin}" if self.verdict == "worse" else margin
         return (

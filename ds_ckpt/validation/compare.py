@@ -100,9 +100,12 @@ class Comparison:
             return self.verdict
         if self.why:
             return f"inconclusive: {self.why}"
+        open_side = ""
+        if self.interval is not None and self.interval.high < self.margin:
+            open_side = " (not worse by the margin; better by it is not ruled out)"
         if self.more_seeds is None:
-            return "inconclusive: too near the margin for any number of seeds"
-        return f"inconclusive: needs about {self.more_seeds} more seeds"
+            return f"inconclusive{open_side}: too near the margin for any number of seeds"
+        return f"inconclusive{open_side}: needs about {self.more_seeds} more seeds"
 
 
 def compare(

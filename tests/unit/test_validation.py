@@ -203,6 +203,9 @@ def test_an_open_verdict_says_how_many_seeds(tmp_path: Path, four_bits: Path) ->
     near = [outcome(2.01), outcome(2.0100001), outcome(2.0099999)]
     (found,) = judged(tmp_path / "near", [four_bits], dense, [near])
     assert found.verdict_words() == "inconclusive: too near the margin for any number of seeds"
+    perhaps_better = [outcome(1.98), outcome(2.0), outcome(1.988)]
+    (found,) = judged(tmp_path / "better", [four_bits], dense, [perhaps_better])
+    assert found.verdict_words().startswith("inconclusive (not worse by the margin; better")
 
 
 def test_settings_that_compress_nothing_get_no_verdict(tmp_path: Path, four_bits: Path) -> None:

@@ -207,6 +207,14 @@ def test_limits_that_nobody_acts_on_are_refused(key: str) -> None:
 # the presets
 
 
+def test_an_open_verdict_says_which_side_is_open() -> None:
+    section = compression(**FOUR)
+    open_above = record(section, verdict="inconclusive", interval=(-0.002, 0.006))
+    open_below = record(section, verdict="inconclusive", interval=(-0.006, 0.002))
+    assert "not worse" not in open_above.words()
+    assert "margin 0.5%: not worse by it" in open_below.words()
+
+
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda p: p.stem)
 def test_every_preset_that_compresses_has_a_verdict_on_record(preset: Path) -> None:
     config = parse(load_file(preset)).compression
