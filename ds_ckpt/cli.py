@@ -78,9 +78,10 @@ def _validate_one(path: Path) -> dict[str, Any]:
         verdicts = verdicts_on(config.compression, beside=path)
     except (ConfigError, StateError) as error:
         return result | {"problems": [asdict(problem) for problem in error.problems]}
-    summary = config.summary() + accuracy_words(config.compression, verdicts)
+    words = accuracy_words(config.compression, verdicts)
     accuracy = [verdict.model_dump(mode="json") for verdict in verdicts]
-    return result | {"ok": True, "summary": summary, "accuracy": accuracy}
+    found = {"summary": config.summary(), "accuracy": accuracy, "accuracy_words": words}
+    return result | {"ok": True, **found}
 
 
 def _print_result(result: dict[str, Any]) -> None:
@@ -91,6 +92,8 @@ def _print_result(result: dict[str, Any]) -> None:
     problems = result["problems"]
     if result["ok"]:
         console.print(Text("OK   ", "bold green"), Text(f"{result['file']}: {result['summary']}"))
+        for words in result["accuracy_words"]:
+            console.print(Text("      " + words))
         return
     count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
     console.print(Text("BAD  ", "bold red"), Text(f"{result['file']}: {count}"))

@@ -79,7 +79,8 @@ class VerdictRecord(_Record):
     def words(self) -> str:
         """The verdict and what it holds for."""
         unit = "%" if self.metric == "loss" else " points"
-        margin = f"margin {100 * self.margin:g}{unit}"
+        one_point = self.metric == "accuracy" and self.margin == 0.01
+        margin = f"margin {100 * self.margin:g}{' point' if one_point else unit}"
         if self.interval is not None:
             low, high = (100 * bound for bound in self.interval)
             found = f"{low:+.2f} to {high:+.2f}{unit}, {margin}"
@@ -175,13 +176,17 @@ def verdicts_on(compression: CompressionConfig, beside: Path | None = None) -> l
     return list(found.values())
 
 
-def accuracy_words(compression: CompressionConfig, verdicts: list[VerdictRecord]) -> str:
-    """A clause on what was validated; empty where nothing can be lost."""
+_CONCERN = {"worse": -3, "different": -2, "inconclusive": -1}
+
+
+def accuracy_words(compression: CompressionConfig, verdicts: list[VerdictRecord]) -> list[str]:
+    """A line on each thing that was validated, the worst first; none where nothing can be lost."""
     if not compression.lossy:
-        return ""
+        return []
     if not verdicts:
-        return "; accuracy never validated: ds-ckpt validate-accuracy FILE does it"
-    return "; accuracy against dense: " + "; ".join(verdict.words() for verdict in verdicts)
+        return ["accuracy never validated: ds-ckpt validate-accuracy FILE does it"]
+    worst_first = sorted(verdicts, key=lambda one: (_CONCERN.get(one.verdict, 0), one.task))
+    return ["accuracy against dense, plus is worse:", *(f"  {one.words()}" for one in worst_first)]
 
 
 def seen_range(records: Iterable[VerdictRecord]) -> Left | None:

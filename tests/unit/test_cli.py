@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from ds_ckpt import doctor
 from ds_ckpt.cli import app
-from ds_ckpt.config import json_schema
+from ds_ckpt.config import json_schema, load_file, parse
 
 PRESETS = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
 run = CliRunner().invoke
@@ -29,7 +29,13 @@ def test_validate_says_what_would_be_active(preset: Path) -> None:
     result = run(app, ["validate", str(preset)])
     assert result.exit_code == 0
     assert result.output.startswith("OK")
-    assert "\n" not in result.output.rstrip("\n")
+    first, *verdicts = result.output.splitlines()
+    assert preset.name in first
+    # one line, and below it what may be lost
+    lossy = parse(load_file(preset)).compression.lossy
+    assert bool(verdicts) == lossy
+    assert not lossy or "plus is worse" in verdicts[0]
+    assert all(line.startswith("      ") for line in verdicts)
 
 
 @pytest.fixture
