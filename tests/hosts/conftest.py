@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 
 import pytest
 
 from ds_ckpt.harness.hosts import EmulatedHosts, missing
+
+
+@pytest.fixture(scope="package", autouse=True)
+def own_folder() -> Iterator[None]:
+    """Records of sets go where nobody else's are: what another run left is not taken down here."""
+    own = tempfile.TemporaryDirectory(prefix="own_")
+    with own as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", folder)  # for what the tests launch
+        patch.setattr(tempfile, "tempdir", folder)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -162,9 +162,10 @@ def test_a_user_s_text_and_a_record_beside_the_file(tmp_path: Path) -> None:
     assert verdicts_on(parse(load_file(file)).compression, beside=file)[0] == written
     told = json.loads(run(app, ["validate", "--json", str(file)]).stdout)[0]
     assert told["accuracy"][0]["data"] == "mine.txt"
-    assert "mine.txt" in told["summary"]
-    assert written.verdict in told["summary"]
-    assert "margin 0.5%" in told["summary"]
+    words = told["accuracy_words"][1]  # after the heading
+    assert "mine.txt" in words
+    assert written.verdict in words
+    assert "margin 0.5%" in words
 
 
 @pytest.mark.parametrize(
