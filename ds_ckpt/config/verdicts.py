@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ds_ckpt.config.compression import CompressionConfig
 from ds_ckpt.errors import Problem, StateError
+from ds_ckpt.files import replacing
 
 FILE_NAME = "verdicts.json"
 SHIPPED = Path(__file__).parents[1] / FILE_NAME
@@ -150,9 +151,8 @@ def write_verdicts(path: Path, records: Iterable[VerdictRecord]) -> None:
     order = sorted(kept.items(), key=lambda item: item[0])
     text = _File(verdicts=tuple(record for _, record in order)).model_dump(mode="json")
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".writing")
-    unfinished.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
-    unfinished.replace(path)
+    with replacing(path) as unfinished:
+        unfinished.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
 
 
 def _place(record: VerdictRecord) -> tuple[str | int, ...]:

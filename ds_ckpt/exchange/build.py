@@ -32,7 +32,7 @@ class ExchangeSettings:
     """What the configuration's `compression` section says, in plain values.
 
     Attributes:
-        when: for virtual workers; of an engine the session asks whether it can be done.
+        when: see `holds_back`; of an engine the session asks whether it can be done, too.
     """
 
     default: MethodSettings
@@ -50,6 +50,15 @@ class ExchangeSettings:
     def lossless(self) -> bool:
         """Whether everything is sent: no residuals then."""
         return all(s.method == "dense" for s in (self.default, *(r.settings for r in self.rules)))
+
+    def holds_back(self, accumulation: int) -> bool:
+        """Whether a step's earlier micro-steps wait in the residuals for its boundary."""
+        return (
+            accumulation > 1
+            and self.when == "accumulation_boundary"
+            and self.error_feedback
+            and not self.lossless
+        )
 
     def choose(self, embeddings: frozenset[str] = frozenset()) -> Rules:
         """The treatment of each parameter."""

@@ -13,7 +13,6 @@ Format 1: tensors `NAME`, fp32, whole; no `about`.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +24,7 @@ from safetensors.torch import save_file
 
 from ds_ckpt.compression.storage import Stored
 from ds_ckpt.errors import Problem, StateError
+from ds_ckpt.files import replacing
 
 FORMATS = ("1", "2")
 _RESIDUAL, _SCALES = "residual/", "scales/"
@@ -61,13 +61,12 @@ def write(path: Path, method: str, contents: Contents) -> None:
             else:
                 values.setdefault(part, {})[key] = value
     about = {"steps": contents.steps, "members": contents.members, "values": values}
-    unfinished = path.with_suffix(".unfinished")
-    save_file(
-        {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()},
-        str(unfinished),
-        metadata={"format": FORMATS[-1], "method": method, "about": json.dumps(about)},
-    )
-    os.replace(unfinished, path)
+    with replacing(path) as unfinished:
+        save_file(
+            {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()},
+            str(unfinished),
+            metadata={"format": FORMATS[-1], "method": method, "about": json.dumps(about)},
+        )
 
 
 class SavedFile:

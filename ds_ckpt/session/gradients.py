@@ -78,14 +78,9 @@ class Gradients:
 
     def _boundary(self) -> Callable[[], bool] | None:
         """Tells the last micro-step of a step; None where every micro-step is exchanged."""
-        engine, config = self._engine, self._config
-        held_back = (
-            config.lossy
-            and config.exchange.when == "accumulation_boundary"
-            and config.error_feedback.enabled
-            and engine.gradient_accumulation_steps() > 1
-            and getattr(engine._config, "managed_gradient_accumulation", True)
-        )
+        engine = self._engine
+        managed = getattr(engine._config, "managed_gradient_accumulation", True)
+        held_back = managed and self._settings.holds_back(engine.gradient_accumulation_steps())
         return engine.optimizer.is_gradient_accumulation_boundary if held_back else None
 
     def _build(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 
 from ds_ckpt.exchange.build import ExchangeSettings
+from ds_ckpt.files import replacing
 from ds_ckpt.validation.run import Run, Score
 from ds_ckpt.validation.virtual_training import Recipe, VirtualTraining
 from ds_ckpt.validation.virtual_workers import VirtualWorkers
@@ -187,9 +187,8 @@ def _resume(training: VirtualTraining, saving: Saving, start: int) -> dict[str, 
 
 def _save(path: Path, training: VirtualTraining, log: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".writing")
-    torch.save({"training": training.state_dict(), "log": log}, unfinished)
-    os.replace(unfinished, path)
+    with replacing(path) as unfinished:
+        torch.save({"training": training.state_dict(), "log": log}, unfinished)
 
 
 def _outcome(log: dict[str, Any], start: int, residual_norm: float, weights: str) -> Outcome:

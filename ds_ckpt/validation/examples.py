@@ -20,6 +20,7 @@ from torch import Tensor
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.rules import MethodSettings
+from ds_ckpt.files import replacing
 from ds_ckpt.harness.corpus import python_topics
 from ds_ckpt.validation.classification import Examples
 from ds_ckpt.validation.language import LanguageRun, LanguageTask, Tokens
@@ -151,9 +152,8 @@ class TopicClassifier:
         if not self._path.exists():
             state = self._pretrain()
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = self._path.with_suffix(".writing")
-            torch.save(state, unfinished)
-            unfinished.replace(self._path)
+            with replacing(self._path) as unfinished:
+                torch.save(state, unfinished)
         saved: dict[str, Tensor] = torch.load(self._path, weights_only=True)
         return saved
 

@@ -7,6 +7,7 @@ whatever the others do, so its other seeds are left out.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -170,10 +171,13 @@ def _warm_ups(plan: Plan) -> set[int]:
     return {c.in_run_of(steps).start_step for c in plan.candidates if c.lossy}
 
 
+_step_bytes = functools.cache(sixteen_bit_step_bytes)
+
+
 def sixteen_bit_bytes(plan: Plan, settings: ExchangeSettings) -> float:
-    """For a result, see `Result`."""
+    """For a result, see `Result`. The same for every seed, so counted once."""
     spec, run = plan.task.spec, plan.task.run
-    return sixteen_bit_step_bytes(
+    return _step_bytes(
         settings,
         plan.task.shapes,
         spec.world,

@@ -5,7 +5,6 @@ Weights, data and their order are functions of the seed alone, so runs of one se
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,10 +30,8 @@ class Tokens:
     @property
     def sha256(self) -> str:
         """Digest over both: equal digests mean equal data."""
-        digest = hashlib.sha256(len(self.train).to_bytes(8, "little"))
-        for ids in (self.train, self.heldout):
-            digest.update(ids.contiguous().numpy().tobytes())
-        return digest.hexdigest()
+        train, heldout = (ids.numpy().tobytes() for ids in (self.train, self.heldout))
+        return Corpus("tokens", train, heldout).sha256
 
 
 @dataclass(frozen=True)

@@ -67,12 +67,7 @@ class VirtualWorkers:
         self._buckets = list(_buckets(numels, bucket_numel))
         self._at_boundary = True
         self._virtual = VirtualWorld(world, timeout_s=_TIMEOUT_S)
-        self._holds = (
-            accumulation > 1
-            and not settings.lossless
-            and settings.error_feedback
-            and settings.when == "accumulation_boundary"
-        )
+        self._holds = settings.holds_back(accumulation)
         self._workers = [
             self._put_together(transport, settings, embeddings)
             for transport in self._virtual.transports

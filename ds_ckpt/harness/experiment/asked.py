@@ -16,7 +16,7 @@ from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.harness.commands import parse_rate
 from ds_ckpt.harness.experiment.grounds import Ground, Hostfile, Loopback
 from ds_ckpt.harness.experiment.like import HARDWARE, account, cluster, rate_mbit
-from ds_ckpt.harness.experiment.plan import METHODS, POLICIES, Spec
+from ds_ckpt.harness.experiment.plan import METHODS, POLICIES, SHAPE, Spec
 from ds_ckpt.harness.experiment.report import Report
 from ds_ckpt.harness.experiment.run import emulated, measure
 from ds_ckpt.harness.hosts import missing
@@ -151,9 +151,8 @@ def shape_of(text: str) -> dict[str, int]:
     found = {}
     for word in filter(None, text.split(",")):
         name, _, value = word.partition("=")
-        known = ("hidden_size", "layers", "intermediate_size", "heads", "max_positions")
-        if name not in known or not value.isdigit():
-            raise typer.BadParameter(f"{word!r}: write NAME=NUMBER with one of {', '.join(known)}")
+        if name not in SHAPE or not value.isdigit():
+            raise typer.BadParameter(f"{word!r}: write NAME=NUMBER with one of {', '.join(SHAPE)}")
         found[name] = int(value)
     return found
 

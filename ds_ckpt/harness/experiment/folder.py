@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ds_ckpt.files import replacing
 from ds_ckpt.harness import corpus
 from ds_ckpt.harness.experiment.plan import Spec
 from ds_ckpt.harness.experiment.records import Store
@@ -60,9 +61,8 @@ class Folder:
 
     def ask_for(self, rate: float | None) -> None:
         """Process 0: have the links get a rate in Mbit/s; returns when they have it."""
-        fresh = self._wanted.with_suffix(".new")
-        fresh.write_text(json.dumps(rate))
-        fresh.replace(self._wanted)
+        with replacing(self._wanted) as fresh:
+            fresh.write_text(json.dumps(rate))
         while self._wanted.exists():
             time.sleep(0.02)
 
@@ -74,9 +74,9 @@ class Folder:
 
     def begin_launch(self) -> str:
         """Whoever launches: a name for this launch; what is left of others in here ends."""
-        launch, fresh = secrets.token_hex(8), self.alive.with_suffix(".new")
-        fresh.write_text(launch, encoding="utf-8")
-        fresh.replace(self.alive)
+        launch = secrets.token_hex(8)
+        with replacing(self.alive) as fresh:
+            fresh.write_text(launch, encoding="utf-8")
         return launch
 
     def forget_wishes(self) -> None:

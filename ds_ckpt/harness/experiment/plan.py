@@ -42,6 +42,10 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 DEFAULT_METHOD = "4bit"
 """The one that sends the fewest bytes among those that trained like dense in the first look."""
+SHAPE: dict[str, int] = {
+    name: of.default for name, of in inspect.signature(llama).parameters.items() if name != "seed"
+}
+"""What `Spec.shape` may change, and what it is otherwise."""
 BUCKETS = 8
 """Buckets that a backward has, about: DeepSpeed's own size would put every gradient into one."""
 Where = Literal["emulated", "hostfile", "loopback"]
@@ -166,12 +170,10 @@ def check(spec: Spec) -> None:
 
 def _wrong_shape(shape: dict[str, int]) -> list[Problem]:
     """What the Llama could not be built with; the launched processes would be the first to say."""
-    defaults = {name: p.default for name, p in inspect.signature(llama).parameters.items()}
-    full = {**defaults, **shape}
     empty = [f"{name}={value}" for name, value in shape.items() if value < 1]
     if empty:
         return [Problem("--shape", ", ".join(empty), "no model has it", "1 or more")]
-    width, heads = full["hidden_size"], full["heads"]
+    width, heads = (shape.get(name, SHAPE[name]) for name in ("hidden_size", "heads"))
     if width % (2 * heads):
         why = f"{width} is not {heads} heads of an even width, which rotary positions need"
         remedy = f"write a hidden_size that is a multiple of {2 * heads}, or other heads"

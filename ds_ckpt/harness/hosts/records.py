@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ds_ckpt.errors import Problem
+from ds_ckpt.files import replacing
 from ds_ckpt.harness.hosts.host import start_ticks
 from ds_ckpt.harness.hosts.tools import HostsError
 
@@ -72,9 +73,8 @@ class HostSet:
             "count": self.count,
             "rate_mbit": self.rate_mbit,
         }
-        fresh = self.folder / f"{_RECORD}.new"
-        fresh.write_text(json.dumps(content))
-        fresh.replace(self.folder / _RECORD)
+        with replacing(self.folder / _RECORD) as fresh:
+            fresh.write_text(json.dumps(content))
 
     @classmethod
     def read(cls, folder: Path) -> HostSet | None:
