@@ -34,8 +34,8 @@ from _frontier_table import table
 
 from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.rules import Method, MethodSettings
-from ds_ckpt.harness.corpus import embedded_corpus
-from ds_ckpt.validation.cell import Saving, sixteen_bit_step_bytes, train_cell
+from ds_ckpt.harness.corpus import Corpus, embedded_corpus
+from ds_ckpt.validation.cell import Outcome, Saving, sixteen_bit_step_bytes, train_cell
 from ds_ckpt.validation.language import LanguageRun, LanguageTask
 from ds_ckpt.validation.virtual_training import Recipe
 
@@ -65,36 +65,37 @@ CELLS = (
     cell("dense", "dense"),
     cell("4 bits", "quantize", bits=4),
     cell("2 bits", "quantize", bits=2),
-    cell("2 bits, rotated", "quantize", bits=2, rotated=True),
-    cell("2 bits, rotated, blocks of 256", "quantize", bits=2, rotated=True, block=256),
+    cell("2 bits, no feedback", "quantize", bits=2, feedback=False),
     cell("rank 4 alternating + 2 bits", "hybrid", rank=4, alternate=True, bits=2),
+    cell("rank 16", "powersgd", rank=16),
     cell("Top-K 10%", "topk", density=0.1),
+    cell("2 bits, rotated", "quantize", bits=2, rotated=True),
     cell("rank 4", "powersgd", rank=4),
     cell("Top-K 1.2%", "topk", density=0.012),
-    cell("2 bits", "quantize", 300, bits=2),
+    cell("2 bits, blocks of 256", "quantize", bits=2, block=256),
     cell("rank 16 alternating", "powersgd", rank=16, alternate=True),
-    cell("rank 4 alternating", "powersgd", rank=4, alternate=True),
-    cell("rank 4 + Top-K 1.2%", "hybrid", rank=4, remainder="topk", density=0.012),
-    cell("4 bits, no feedback", "quantize", bits=4, feedback=False),
-    cell("rank 4 + 2 bits", "hybrid", rank=4, bits=2),
-    cell("Top-K 1.2%", "topk", 300, density=0.012),
-    cell("rank 4 alternating + 2 bits", "hybrid", 300, rank=4, alternate=True, bits=2),
-    cell("rank 16", "powersgd", rank=16),
-    cell("rank 4", "powersgd", 300, rank=4),
     cell("Top-K 4%", "topk", density=0.04),
-    cell("4 bits, blocks of 128", "quantize", bits=4, block=128),
-    cell("2 bits, blocks of 128", "quantize", bits=2, block=128),
+    cell("Top-K 1.2%", "topk", 300, density=0.012),
+    cell("rank 4", "powersgd", 300, rank=4),
+    cell("4 bits, no feedback", "quantize", bits=4, feedback=False),
     cell("8 bits", "quantize", bits=8),
-    cell("rank 8", "powersgd", rank=8),
-    cell("Top-K 10%", "topk", 300, density=0.1),
-    cell("rank 8 alternating + 2 bits", "hybrid", rank=8, alternate=True, bits=2),
-    cell("rank 16 + 2 bits", "hybrid", rank=16, bits=2),
-    cell("rank 8 + 2 bits", "hybrid", rank=8, bits=2),
-    cell("rank 8 + Top-K 1.2%", "hybrid", rank=8, remainder="topk", density=0.012),
+    cell("rank 16", "powersgd", 300, rank=16),
+    cell("rank 4 + Top-K 1.2%", "hybrid", rank=4, remainder="topk", density=0.012),
+    cell("2 bits, rotated, blocks of 256", "quantize", bits=2, rotated=True, block=256),
+    cell("2 bits, rotated, no feedback", "quantize", bits=2, rotated=True, feedback=False),
+    cell("rank 4 alternating", "powersgd", rank=4, alternate=True),
+    cell("rank 32", "powersgd", rank=32),
     cell("rank 16 + Top-K 1.2%", "hybrid", rank=16, remainder="topk", density=0.012),
     cell("Top-K 1.2% exact", "topk", density=0.012, selection="exact"),
+    cell("2 bits", "quantize", 300, bits=2),
+    cell("rank 4 + 2 bits", "hybrid", rank=4, bits=2),
+    cell("Top-K 10%", "topk", 300, density=0.1),
+    cell("rank 4 alternating + 2 bits", "hybrid", 300, rank=4, alternate=True, bits=2),
+    cell("4 bits, blocks of 128", "quantize", bits=4, block=128),
+    cell("2 bits, blocks of 128", "quantize", bits=2, block=128),
+    cell("rank 8", "powersgd", rank=8),
+    cell("rank 16 + 2 bits", "hybrid", rank=16, bits=2),
     cell("rank 32 alternating", "powersgd", rank=32, alternate=True),
-    cell("rank 32", "powersgd", rank=32),
     cell("8 bits, blocks of 128", "quantize", bits=8, block=128),
 )
 
@@ -130,17 +131,9 @@ def main() -> None:
                 progress=_Progress(arguments.steps),
             )
             shapes = [(n, p.shape) for n, p in run.model.named_parameters()]
-            line = key | {
-                "settings": dataclasses.asdict(one.settings),
-                "task": dataclasses.asdict(task),
-                "recipe": dataclasses.asdict(recipe),
-                "corpus": text.sha256,
-                "parameters": sum(shape.numel() for _, shape in shapes),
-                "sixteen_bit_bytes": sixteen_bit_step_bytes(one.settings, shapes, task.world),
-                **dataclasses.asdict(outcome),
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-            }
+            settings = dataclasses.asdict(one.settings)
+            line = key | result_line(run, text, settings, recipe, outcome)
+            line["sixteen_bit_bytes"] = sixteen_bit_step_bytes(one.settings, shapes, task.world)
             append(results, line)
             last = outcome.heldout[-1:]
             print(f"{time.strftime('%H:%M:%S')} {last} {outcome.step_cpu_s:.3f} CPU s a step")
@@ -172,6 +165,26 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
 def is_done(results: Path, key: dict[str, Any]) -> bool:
     """Whether the file has the run with this cell, seed and number of steps."""
     return any(all(line[k] == v for k, v in key.items()) for line in _read(results))
+
+
+def result_line(
+    run: LanguageRun,
+    text: Corpus,
+    settings: dict[str, Any],
+    recipe: Recipe,
+    outcome: Outcome,
+) -> dict[str, Any]:
+    """What a finished run's line says of it, but for its key and its bytes in 16 bits."""
+    return {
+        "settings": settings,
+        "task": dataclasses.asdict(run.task),
+        "recipe": dataclasses.asdict(recipe),
+        "corpus": text.sha256,
+        "parameters": sum(p.numel() for p in run.model.parameters()),
+        **dataclasses.asdict(outcome),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
 
 
 def append(results: Path, line: dict[str, Any]) -> None:
