@@ -25,6 +25,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "dense": {"method": "dense"},
     "dense, one level": {"method": "dense", "exchange": {"levels": 1}},
     "4 bits": {"method": "quantize", "quantize": {"bits": 4}},
+    "3 bits": {"method": "quantize", "quantize": {"bits": 3}},
     "2 bits": {"method": "quantize", "quantize": {"bits": 2}},
     "Top-K 1.2% int8": {"method": "topk", "topk": {"density": 0.012, "values": "int8"}},
     "PowerSGD rank 4": {"method": "powersgd", "powersgd": {"rank": 4}},

@@ -64,6 +64,7 @@ def cell(
 CELLS = (
     cell("dense", "dense"),
     cell("4 bits", "quantize", bits=4),
+    cell("3 bits", "quantize", bits=3),
     cell("2 bits", "quantize", bits=2),
     cell("2 bits, no feedback", "quantize", bits=2, feedback=False),
     cell("rank 4 alternating + 2 bits", "hybrid", rank=4, alternate=True, bits=2),

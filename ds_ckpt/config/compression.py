@@ -57,12 +57,15 @@ class TopKConfig(Section):
 class QuantizeConfig(Section):
     """Few-bit values: every entry of each remote shard is sent, in blocks that share a scale."""
 
-    bits: Annotated[Literal[8, 4, 2], BeforeValidator(_whole), Expects("8, 4 or 2", "4")] = Field(
-        default=4,
-        description="Bits of a value, beside 16 bits of scale a block. 8 and 4: even steps up to "
-        "the block's largest magnitude. 2: the four levels that suit a Gaussian best. Fewer are "
-        "fewer bytes and a larger rounding error: on Gaussian entries in blocks of 64 its RMS is "
-        "0.6%, 9.5% and 34% of theirs. 2 bits take about 1.7 times as long to pack as 4.",
+    bits: Annotated[Literal[8, 4, 3, 2], BeforeValidator(_whole), Expects("8, 4, 3 or 2", "4")] = (
+        Field(
+            default=4,
+            description="Bits of a value, beside 16 bits of scale a block. 8, 4 and 3: even steps "
+            "up to the block's largest magnitude. 2: the four levels that suit a Gaussian best. "
+            "Fewer are fewer bytes and a larger rounding error: on Gaussian entries in blocks of "
+            "64 its RMS is 0.6%, 9.5%, 19% and 34% of theirs. 3 and 2 bits take nearly twice as "
+            "long to pack as 4.",
+        )
     )
     block: Annotated[
         Literal[32, 64, 128, 256],
@@ -272,7 +275,7 @@ class CompressionConfig(Section):
         "16-bit gradients are summed in fp32, with less error than DeepSpeed's sum. "
         '"topk": the largest entries only; fewer bytes, and it costs loss. "powersgd": low-rank '
         'factors of each matrix; fewest bytes for wide matrices, and it costs loss. "quantize": '
-        "every entry in 8, 4 or 2 bits; more bytes and a smaller error. "
+        "every entry in 8, 4, 3 or 2 bits; more bytes and a smaller error. "
         '"hybrid": low rank, then few-bit or Top-K values of what it missed.',
     )
     topk: Annotated[TopKConfig, Expects("an object", '{"density": 0.01}')] = Field(

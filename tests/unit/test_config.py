@@ -211,7 +211,7 @@ def test_valid_sections_come_back_as_given(section: dict[str, Any]) -> None:
         ("compression.start_step", -1),
         ("compression.min_numel", "4096"),
         ("compression.topk.values", 8),
-        ("compression.quantize.bits", 3),
+        ("compression.quantize.bits", 5),
         ("compression.quantize.bits", 4.0),
         ("compression.quantize.bits", "4"),
         ("compression.quantize.block", 48),

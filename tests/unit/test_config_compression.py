@@ -33,7 +33,7 @@ WRONG = {
     "max_numel": [-1, 1.0, True],
     "topk": [3, [], {"density": 0}],
     "powersgd": [{"rank": 0}, 4],
-    "quantize": [{"bits": 3}, "4"],
+    "quantize": [{"bits": 5}, "4"],
     "hybrid": [{"remainder": "powersgd"}, True],
 }
 OF_METHOD = {"topk": "topk", "powersgd": "powersgd", "quantize": "quantize", "hybrid": "hybrid"}

@@ -81,7 +81,7 @@ LEAVES: dict[Keys, st.SearchStrategy[Any]] = {
     ("ds_ckpt", "compression", "topk", "offsets"): _not_among("bytes", "packed"),
     ("ds_ckpt", "compression", "quantize", "rotated"): _BOOL_LIKE,
     ("ds_ckpt", "compression", "quantize", "bits"): _WHOLE
-    | st.integers().filter(lambda n: n not in (8, 4, 2)),
+    | st.integers().filter(lambda n: n not in (8, 4, 3, 2)),
     ("ds_ckpt", "compression", "quantize", "block"): _WHOLE
     | st.integers().filter(lambda n: n not in (32, 64, 128, 256)),
     ("ds_ckpt", "compression", "powersgd", "rank"): _WHOLE | st.integers(max_value=0),

@@ -96,7 +96,9 @@ def test_a_payload_has_the_announced_size_and_every_byte_is_written(
 ) -> None:
     groups = math.ceil(numel / codec.block)
     size_bytes = codec.packed_bytes(numel)
-    assert size_bytes == 8 * math.ceil(groups / 4) + 8 * math.ceil(numel * codec.bits / 64)
+    planes = (2, 1) if codec.bits == 3 else (codec.bits,)
+    code_bytes = sum(math.ceil(numel * width / 8) for width in planes)
+    assert size_bytes == 8 * math.ceil(groups / 4) + 8 * math.ceil(code_bytes / 8)
     packed = []
     for filler in (0x00, 0xFF):
         payload = torch.full((size_bytes,), filler, dtype=torch.uint8)
@@ -107,7 +109,7 @@ def test_a_payload_has_the_announced_size_and_every_byte_is_written(
 
 @quick
 @given(
-    st.builds(Quantize, st.sampled_from([8, 4]), st.sampled_from(BLOCKS)),
+    st.builds(Quantize, st.sampled_from([8, 4, 3]), st.sampled_from(BLOCKS)),
     numels,
     seeds,
     st.sampled_from([s for s in SCALES if 1e-30 <= s <= 1e30]),
@@ -138,7 +140,14 @@ def test_even_steps_err_by_half_a_step(
 # 2% above what the docstring and benchmarks/quantization.py say
 @pytest.mark.parametrize(
     ("bits", "block", "bound"),
-    [(8, 64, 0.0061), (4, 32, 0.0877), (4, 64, 0.0969), (4, 256, 0.1133), (2, 64, 0.343)],
+    [
+        (8, 64, 0.0061),
+        (3, 64, 0.1955),
+        (4, 32, 0.0877),
+        (4, 64, 0.0969),
+        (4, 256, 0.1133),
+        (2, 64, 0.343),
+    ],
 )
 def test_the_error_on_gaussian_entries(bits: int, block: int, bound: float) -> None:
     values = torch.randn(1 << 18, generator=torch.Generator().manual_seed(0))
@@ -154,6 +163,17 @@ def test_two_bits_are_the_lloyd_max_levels() -> None:
     assert levels.tolist() == pytest.approx([-3.3348, -1.0, 1.0, 3.3348], rel=1e-4)
     assert float(inner.mean()) == pytest.approx(0.4528, rel=0.02)
     assert torch.equal(arrived.sign(), values.sign())
+
+
+def test_three_bits_lie_in_two_planes() -> None:
+    """Low bits first: a checkpoint's or a packet's bytes mean the same in every version."""
+    values = torch.tensor([-4.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 3.0])
+    payload, left, _ = round_trip(Quantize(3), values)
+    assert not left.any()
+    scale, low, high = payload[:2].view(torch.bfloat16), payload[8:11], payload[11:13]
+    assert scale.tolist() == [1.0]
+    assert low.tolist() == [0b11100100, 0b11100100, 0b11]
+    assert high.tolist() == [0b00001111, 0b0]
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -231,7 +251,7 @@ def test_the_largest_fp32_values_decode_to_finite_ones(bits: int, sign: float) -
             _, left, arrived = round_trip(codec, kind)
             assert torch.isfinite(arrived).all()
             if bits > 2:
-                assert (left.abs() <= FP32.max / 7).all()
+                assert (left.abs() <= FP32.max / (7 if bits > 3 else 3)).all()
             else:
                 assert (left.abs() < 0.9 * FP32.max).all()
 
@@ -275,7 +295,7 @@ def test_the_default_sends_3_7_times_less_than_bf16() -> None:
         assert Quantize().packed_bytes(numel) + 8 < 2 * numel / 3.7
 
 
-@pytest.mark.parametrize("arguments", [(3,), (16,), (True,), (4, 48), (4, 512), ("4",)])
+@pytest.mark.parametrize("arguments", [(5,), (1,), (16,), (True,), (4, 48), (4, 512), ("4",)])
 def test_arguments_out_of_range_are_refused(arguments: tuple[object, ...]) -> None:
     with pytest.raises(ValueError, match="must be"):
         Quantize(*arguments)  # type: ignore[arg-type]
