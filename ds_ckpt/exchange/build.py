@@ -17,6 +17,7 @@ from ds_ckpt.exchange.gate import Gate
 from ds_ckpt.exchange.groups import Groups, Levels, make_groups
 from ds_ckpt.exchange.in_host import InHostSum
 from ds_ckpt.exchange.plan import Plan
+from ds_ckpt.exchange.referee import Referee
 from ds_ckpt.exchange.ring_order import ring_pieces
 from ds_ckpt.exchange.rules import MethodSettings, Rule, Rules
 from ds_ckpt.exchange.schedule import ScheduledExchange
@@ -86,6 +87,7 @@ class Built:
         factors: PowerSGD's.
         groups: who exchanges with whom.
         gate: None where every bucket travels as the rules say.
+        referee: None there too, and where accumulated steps are exchanged once.
         timings: host seconds by section.
         errors: what compression leaves behind, while it is sampled.
     """
@@ -95,6 +97,7 @@ class Built:
     factors: Factors
     groups: Groups
     gate: Gate | None
+    referee: Referee | None
     timings: Timings
     errors: Errors
 
@@ -106,6 +109,8 @@ class Built:
         }
         if self.gate is not None:
             parts["gate"] = self.gate
+        if self.referee is not None:
+            parts["referee"] = self.referee
         return parts
 
 
@@ -143,9 +148,13 @@ def build_exchange(
     # stock reduction on gloo adds in its ring's order; adding alike makes `dense` bit-equal to it
     on_gloo = torch_dist.get_backend(group) == "gloo"
     between = TorchTransport(groups.between, all_to_all_single, all_reduce)
-    gate, speaks = None, torch_dist.get_rank(group) == 0
+    gate = referee = None
+    speaks = torch_dist.get_rank(group) == 0
     if settings.gate and not settings.lossless:
         gate = Gate(between.all_reduce, world=between.world, speaks=speaks)
+        if at_boundary is None:
+            everyone = TorchTransport(group, all_to_all_single, all_reduce)
+            referee = Referee(everyone.all_reduce, world=everyone.world, speaks=speaks)
     exchange = AllToAllExchange(
         between,
         settings.choose(embeddings),
@@ -163,9 +172,12 @@ def build_exchange(
         current_step=current_step,
         at_boundary=at_boundary,
         gate=gate,
+        referee=referee,
     )
     scheduled.fallback.speaks = speaks
-    return Built(scheduled, feedback, factors, groups, gate, exchange.timings, exchange.errors)
+    return Built(
+        scheduled, feedback, factors, groups, gate, referee, exchange.timings, exchange.errors
+    )
 
 
 def describe(settings: ExchangeSettings, plan: Plan, groups: Groups) -> str:

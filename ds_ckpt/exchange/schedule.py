@@ -18,6 +18,7 @@ from ds_ckpt.compression.factors import Factors
 from ds_ckpt.compression.feedback import Feedback
 from ds_ckpt.exchange.exchange import AllToAllExchange
 from ds_ckpt.exchange.gate import Gate
+from ds_ckpt.exchange.referee import Referee, Way
 
 log = logging.getLogger("ds_ckpt")
 
@@ -61,6 +62,7 @@ class ScheduledExchange:
         at_boundary: whether this micro-step ends an accumulated step; the others' gradients are
             held back until then. None: every micro-step is exchanged.
         gate: sends buckets whole where that is faster. None: all are compressed.
+        referee: hands over to DeepSpeed's reduction where steps are shorter with it. None: never.
 
     Attributes:
         fallback: see `Fallback`.
@@ -76,6 +78,7 @@ class ScheduledExchange:
         current_step: Callable[[], int],
         at_boundary: Callable[[], bool] | None = None,
         gate: Gate | None = None,
+        referee: Referee | None = None,
     ) -> None:
         self._exchange = exchange
         self._feedback = feedback
@@ -83,7 +86,7 @@ class ScheduledExchange:
         self._start_step = start_step
         self._current_step = current_step
         self._at_boundary = at_boundary
-        self._gate = gate
+        self._gate, self._referee = gate, referee
         self._nonfinite_before = 0
         self.fallback = Fallback()
 
@@ -92,8 +95,22 @@ class ScheduledExchange:
         return self._current_step() < self._start_step
 
     def inline(self, names: Sequence[str]) -> bool:
-        """During the warm-up; see `ds_ckpt.zero3.gradient.BucketExchange`."""
-        return self.warming_up
+        """Where DeepSpeed reduces; see `ds_ckpt.zero3.gradient.BucketExchange`."""
+        return self.warming_up or self._way == "stock"
+
+    @property
+    def _way(self) -> Way:
+        """Of this step's buckets."""
+        if self.fallback.whole:
+            return "whole"
+        return self._referee.way if self._referee is not None else "gated"
+
+    @property
+    def whole_buckets(self) -> int:
+        """Buckets that are not compressed because that would take longer."""
+        if self._gate is None:
+            return 0
+        return self._gate.dense_buckets if self._way == "gated" else len(self._gate.verdicts)
 
     def reduce(
         self,
@@ -108,7 +125,12 @@ class ScheduledExchange:
             return stock(tensors)
         if self._at_boundary is not None and not self._at_boundary():
             return self._exchange.hold(names, tensors, loss_scale=loss_scale)
-        if self.fallback.whole:
+        way = self._way
+        if self._referee is not None and tensors:
+            self._referee.exchanged(tensors[0].device)
+        if way == "stock":
+            return stock(tensors)
+        if way == "whole":
             return self._exchange.reduce(names, tensors, loss_scale=loss_scale, whole=True)
         if self._gate is None or not tensors or self._exchange.world == 1:
             return self._exchange.reduce(names, tensors, loss_scale=loss_scale)
@@ -134,3 +156,5 @@ class ScheduledExchange:
                 state.rollback()
             else:
                 state.commit()
+        if self._referee is not None:
+            self._referee.step_ended(skipped=skipped)  # what all processes know alike

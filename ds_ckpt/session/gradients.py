@@ -102,11 +102,11 @@ class Gradients:
 
     def probe(self) -> ExchangeProbe:
         """For the step log."""
-        gate = self.built.gate
+        exchange = self.built.exchange
         return ExchangeProbe(
             self.built.timings,
             self.built.errors,
-            lambda: gate.dense_buckets if gate is not None else 0,
+            lambda: exchange.whole_buckets,
             self.plan.records(),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 import ds_ckpt
 from ds_ckpt.exchange.gate import TRIALS
+from ds_ckpt.exchange.referee import STEPS
 from ds_ckpt.telemetry import Purpose
 from tests.distributed import models
 from tests.distributed.pool import fresh
@@ -55,6 +57,69 @@ def gated(slow: str, folder: str, *, process: int) -> dict[str, Any]:
     engine = models.start("llama", config)
     engine.load_checkpoint(folder, tag="mine")
     models.train(engine, "llama", 4, first=20)
+    result["resumed"] = models.weights_digest(engine)
+    engine.destroy()
+    return result
+
+
+def refereed(slow: str, folder: str, *, process: int) -> dict[str, Any]:
+    """Train past the first verdict on whole steps while one way is slowed down in one process.
+
+    Args:
+        slow: "exchange", or "stock" and what goes whole.
+        process: the one that is slow.
+    """
+    fresh()
+    section = models.quantize_section(exchange={"gate": True})
+    config = models.zero3_config(ds_ckpt=section, bucket=10**9)
+    engine = models.start("llama", config)
+    session = ds_ckpt.session_of(engine)
+    assert session is not None
+    built = session.exchange
+    assert built is not None
+    assert built.referee is not None
+    assert built.feedback is not None
+    ours, by_stock = built.exchange._exchange.reduce, []
+
+    def slowed_exchange(*args: Any, whole: bool = False, **kwargs: Any) -> Any:
+        if dist.get_rank() == process and (whole or slow == "exchange"):
+            time.sleep(0.2)
+        return ours(*args, whole=whole, **kwargs)
+
+    scheduled = built.exchange.reduce
+
+    def slowed_stock(*args: Any, stock: Any, **kwargs: Any) -> Any:
+        def counted(tensors: Any) -> Any:
+            by_stock.append(threading.current_thread() is threading.main_thread())
+            if dist.get_rank() == process and slow == "stock":
+                time.sleep(0.2)
+            return stock(tensors)
+
+        return scheduled(*args, stock=counted, **kwargs)
+
+    built.exchange._exchange.reduce = slowed_exchange  # type: ignore[method-assign]
+    built.exchange.reduce = slowed_stock  # type: ignore[method-assign]
+    models.train(engine, "llama", STEPS)
+    compared = len(by_stock)
+    engine.save_checkpoint(folder, tag="mine")
+    before = session.counters.bytes_sent[Purpose.REDUCE]
+    models.train(engine, "llama", 2, first=50)
+    owed = sum(float(r.abs().sum()) for r in built.feedback.state_dict().values())
+    result = {
+        "compared": compared,
+        "kept": len(by_stock) - compared,
+        "in DeepSpeed's thread": all(by_stock),
+        "owed": owed,
+        "verdict": built.referee.stock,
+        "whole": built.exchange.whole_buckets == len(built.gate.verdicts) if built.gate else None,
+        "sent": session.counters.bytes_sent[Purpose.REDUCE] - before,
+        "weights": models.weights_digest(engine),
+    }
+    engine.destroy()
+    fresh()
+    engine = models.start("llama", config)
+    engine.load_checkpoint(folder, tag="mine")
+    models.train(engine, "llama", 2, first=50)
     result["resumed"] = models.weights_digest(engine)
     engine.destroy()
     return result

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ds_ckpt.exchange.referee import COUNTED
 from tests.distributed import cases_gate as cases
 from tests.distributed.models import quantize_section
 
@@ -28,6 +29,25 @@ def test_the_faster_way_is_taken_by_all_processes_and_kept(
     )
     fewer, more = (results, other) if slow == "whole" else (other, results)
     assert more[0]["sent"] > 5 * fewer[0]["sent"]
+
+
+@pytest.mark.parametrize("slow", ["exchange", "stock"])
+def test_the_shorter_step_is_taken_by_all_processes_and_kept(
+    world2: Any, tmp_path: Path, slow: str
+) -> None:
+    """DeepSpeed's own reduction comes back, in its own thread, where steps are shorter with it."""
+    results = world2.run(cases.refereed, slow, str(tmp_path), process=1)
+    for result in results:
+        assert result["compared"] == COUNTED + 1
+        assert result["in DeepSpeed's thread"]
+        assert result["verdict"] is (slow == "exchange")
+        assert result["kept"] == (2 if slow == "exchange" else 0)
+        assert result["resumed"] == result["weights"]
+        if slow == "exchange":
+            assert result["whole"]
+            assert result["owed"] == 0
+        else:
+            assert result["owed"] > 0
 
 
 def test_monitors_are_told(world2: Any, tmp_path: Path) -> None:

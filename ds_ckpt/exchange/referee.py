@@ -1,0 +1,132 @@
+"""Never slower than DeepSpeed by surprise: whole steps are held against each other, too.
+
+The gate times exchanges. A short exchange does not make a short step: beside backward it takes
+cores that backward needs, and on a fast link DeepSpeed's own reduction, which waits, can give the
+shorter step. So after the gate's comparisons `COUNTED` steps are timed as the gate has them, then
+as many with DeepSpeed's reduction; between the two a step goes whole, so that nothing is owed. The
+processes add up their medians, so that all come to the same verdict, and keep the faster way. Every
+`RECHECK` steps the two are timed anew.
+
+Skipped steps count for nothing. Not for accumulated steps that are exchanged once: DeepSpeed's
+reduction would run in every micro-step.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from statistics import median
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ds_ckpt.exchange.gate import TRIALS
+
+log = logging.getLogger("ds_ckpt")
+
+Way = Literal["gated", "whole", "stock"]
+COUNTED = 8
+"""Timed steps each way; the first step of each is not counted."""
+RECHECK = 1000
+"""Steps from one comparison to the next."""
+_SWITCH = 2 * TRIALS + 1 + COUNTED
+_VERDICT = _SWITCH + 2 + COUNTED
+STEPS = _VERDICT
+"""Steps after which the first verdict stands."""
+
+
+class Referee:
+    """Decides step by step; equal on all processes of the group.
+
+    Args:
+        add_up: sums a small fp32 tensor over those processes, in place.
+        world: how many they are.
+        speaks: whether this process tells of verdicts in the log.
+        clock: seconds.
+
+    Attributes:
+        stock: the last verdict; None before the first.
+    """
+
+    def __init__(
+        self,
+        add_up: Callable[[Tensor], None],
+        *,
+        world: int,
+        speaks: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._add_up, self._world, self._speaks, self._clock = add_up, world, speaks, clock
+        self.stock: bool | None = None
+        self._steps = 0
+        self._times: dict[Way, list[float]] = {"gated": [], "stock": []}
+        self._device: torch.device | None = None
+        self._ended_s: float | None = None
+
+    @property
+    def way(self) -> Way:
+        """How this step's buckets travel: as the gate has them, all whole, by DeepSpeed."""
+        turn = self._steps % RECHECK
+        if turn < _SWITCH:
+            return "gated"
+        if turn == _SWITCH:
+            return "whole"
+        return "stock" if turn < _VERDICT or self.stock else "gated"
+
+    def exchanged(self, device: torch.device) -> None:
+        """A bucket travels in this step, on this device."""
+        self._device = device
+
+    def step_ended(self, *, skipped: bool) -> None:
+        """Count the step if anything travelled in it.
+
+        Collective at the end of a comparison: all processes come to it in the same step.
+        """
+        if self._device is None:
+            return
+        device, self._device = self._device, None
+        before, self._ended_s = self._ended_s, self._clock()
+        if skipped:
+            return
+        turn, way = self._steps % RECHECK, self.way
+        self._steps += 1
+        counts = _SWITCH - COUNTED <= turn < _SWITCH or _VERDICT - COUNTED <= turn < _VERDICT
+        if counts and before is not None:
+            self._times[way].append(self._ended_s - before)
+        if turn == _VERDICT - 1:
+            self._judge(device)
+
+    def _judge(self, device: torch.device) -> None:
+        """A process that was resumed in between and has no times leaves things as they are."""
+        medians = [median(self._times[way] or [math.nan]) for way in ("gated", "stock")]
+        sums = torch.tensor(medians, device=device)
+        self._add_up(sums)
+        gated_s, stock_s = (float(s) / self._world for s in sums)
+        stock, before = stock_s < gated_s, self.stock
+        self.stock, self._times = stock, {"gated": [], "stock": []}
+        if self._speaks and stock != before:
+            log.info(
+                "ds_ckpt: gate: %s: a step takes %.1f ms with the exchange, %.1f ms with "
+                "DeepSpeed's own reduction (compression.exchange.gate: false compresses all)",
+                "gradients travel by DeepSpeed's own reduction" if stock else "the exchange stays",
+                1e3 * gated_s,
+                1e3 * stock_s,
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """As JSON values, so that a resumed run goes on as the first would have gone on."""
+        return {
+            "steps": self._steps,
+            "stock": self.stock,
+            "gated_s": self._times["gated"],
+            "stock_s": self._times["stock"],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace what is known; a checkpoint from before there was a referee starts anew."""
+        self._steps, self.stock = int(state.get("steps", 0)), state.get("stock")
+        self._times = {"gated": [*state.get("gated_s", ())], "stock": [*state.get("stock_s", ())]}
+        self._ended_s = self._device = None
