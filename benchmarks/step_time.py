@@ -32,10 +32,10 @@ import torch
 import torch.distributed as dist
 from _cells import CEILING, DENSE, METHODS, STOCK
 
-from ds_ckpt.exchange.gate import TRIALS
+from ds_ckpt.exchange.referee import STEPS
 
 WARM_UP_STEPS = 3
-GATED_STEPS = 2 * TRIALS + 1
+GATED_STEPS = STEPS + 1
 """Steps that are not counted: until ZeRO-3's trace stands, and until the gate has decided."""
 ZERO = {
     "stage3_param_persistence_threshold": 0,
