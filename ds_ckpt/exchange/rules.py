@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -22,6 +22,17 @@ from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.exchange.treatment import LowRank, Treatment
 
 Method = Literal["dense", "topk", "powersgd", "quantize", "hybrid"]
+
+_TOPK = ("density", "values", "selection", "offsets")
+_POWERSGD = ("rank", "alternate", *_TOPK)  # embeddings go by Top-K there
+_QUANTIZE = ("bits", "block", "rotated")
+_LOOKED_AT: dict[Method, tuple[str, ...]] = {
+    "dense": (),
+    "topk": _TOPK,
+    "powersgd": _POWERSGD,
+    "quantize": _QUANTIZE,
+    "hybrid": (*_POWERSGD, *_QUANTIZE, "remainder"),
+}
 
 SPARSE_ROWS = 8192
 """Embeddings of at least so many rows go by Top-K where the method is low rank."""
@@ -38,10 +49,14 @@ class MethodSettings:
     offsets: Offsets = "bytes"
     rank: int = 16
     alternate: bool = False
-    bits: Bits = 4
+    bits: Bits = 3
     block: Block = 64
     rotated: bool = False
     remainder: Literal["topk", "quantize"] = "quantize"
+
+    def looked_at(self) -> dict[str, Any]:
+        """The method and those settings that it looks at, by name."""
+        return {name: getattr(self, name) for name in ("method", *_LOOKED_AT[self.method])}
 
     def treatment(self, method: Method | None = None) -> Treatment:
         """What `method` (default: this one) does to a matrix."""

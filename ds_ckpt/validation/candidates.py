@@ -63,7 +63,13 @@ class Candidate:
 
     def digest(self, steps: int) -> str:
         """Of all that a run of so many steps depends on: equal digests are equal runs."""
-        settings = dataclasses.asdict(self.in_run_of(steps))
+        given = self.in_run_of(steps)
+        rules = [
+            dataclasses.asdict(rule) | {"settings": rule.settings.looked_at()}
+            for rule in given.rules
+        ]
+        settings = dataclasses.asdict(given) | {"default": given.default.looked_at()}
+        settings["rules"] = rules
         for name in ("gate", "levels"):  # virtual workers have neither a clock nor hosts
             del settings[name]
         if settings["when"] == "accumulation_boundary":  # as where a run knows of nothing else

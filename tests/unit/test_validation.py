@@ -19,6 +19,8 @@ import pytest
 import torch
 
 from ds_ckpt.errors import ConfigError, StateError
+from ds_ckpt.exchange.build import ExchangeSettings
+from ds_ckpt.exchange.rules import Method, MethodSettings, Rule
 from ds_ckpt.validation import experiment, plots
 from ds_ckpt.validation.candidates import DENSE, checkpointed, read_candidates
 from ds_ckpt.validation.cell import Outcome
@@ -322,6 +324,30 @@ def test_runs_are_found_by_what_they_depend_on(tmp_path: Path, four_bits: Path) 
     assert digests[0] == digests[2]
     assert len(set(digests)) == 3
     assert candidate.digest(STEPS) != candidate.digest(4 * STEPS)
+
+
+def test_settings_of_other_methods_are_no_part_of_a_run(four_bits: Path) -> None:
+    """Runs are found again whatever the defaults of other methods become."""
+    (candidate,) = read_candidates([four_bits])
+
+    def digest(method: Method, rules: tuple[Rule, ...] = (), **values: Any) -> str:
+        settings = ExchangeSettings(MethodSettings(method, **values), rules)
+        return dataclasses.replace(candidate, settings=settings).digest(STEPS)
+
+    assert digest("dense") == digest("dense", bits=8, rank=1, density=0.5)
+    assert digest("topk") == digest("topk", bits=8, rank=1, remainder="topk")
+    assert digest("quantize") == digest("quantize", rank=1, density=0.5)
+    for method in ("topk", "powersgd", "hybrid"):  # low rank sends embeddings by Top-K
+        assert digest(method) != digest(method, density=0.5)
+    for method in ("powersgd", "hybrid"):
+        assert digest(method) != digest(method, rank=1)
+    for method in ("quantize", "hybrid"):
+        assert digest(method) != digest(method, bits=8)
+    plain, spoken, other = (
+        digest("topk", (Rule("", "*", MethodSettings("dense", **values)),) if values else ())
+        for values in ({}, {"rank": 16}, {"rank": 3})
+    )
+    assert plain != spoken == other
 
 
 def test_when_micro_steps_are_exchanged_is_part_of_a_run(tmp_path: Path) -> None:
