@@ -73,7 +73,7 @@ class Quantize:
         ValueError: an argument is none of these.
     """
 
-    bits: Bits = 4
+    bits: Bits = 3
     block: Block = 64
     rotated: bool = False
 

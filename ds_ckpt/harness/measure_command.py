@@ -47,7 +47,7 @@ def measure(
     methods: Annotated[
         str,
         typer.Option(
-            help="4bit, 2bit, topk, powersgd, hybrid, or DeepSpeed files. The two dense "
+            help="4bit, 3bit, 2bit, topk, powersgd, hybrid, or DeepSpeed files. The two dense "
             "baselines and the ceiling are always there."
         ),
     ] = "4bit",

@@ -182,7 +182,7 @@ def topk_section(**compression: Any) -> dict[str, Any]:
 
 def quantize_section(**compression: Any) -> dict[str, Any]:
     """A `ds_ckpt` section with 4-bit values from the first step on."""
-    return topk_section(method="quantize", **compression)
+    return topk_section(**{"method": "quantize", "quantize": {"bits": 4}, **compression})
 
 
 def start(kind: str, config: dict[str, Any], *, plugin: bool = True) -> Any:

@@ -64,7 +64,7 @@ def test_defaults_are_those_that_are_documented() -> None:
         "compression": {
             "method": "topk",
             "topk": {"density": 0.01, "values": "int8", "selection": "blocks", "offsets": "bytes"},
-            "quantize": {"bits": 4, "block": 64, "rotated": False},
+            "quantize": {"bits": 3, "block": 64, "rotated": False},
             "powersgd": {"rank": 16, "alternate": False},
             "hybrid": {"remainder": "quantize"},
             "rules": (),

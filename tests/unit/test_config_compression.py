@@ -120,7 +120,7 @@ def test_a_rules_own_section_comes_before_the_common_one() -> None:
         method="hybrid",
     )
     rules = exchange_settings(compression).rules
-    assert [r.settings.bits for r in rules] == [8, 4, 4]
+    assert [r.settings.bits for r in rules] == [8, 3, 3]
     assert [r.where for r in rules] == [f"{PLACE}[{i}]" for i in range(3)]
     assert rules[2].applies("norm.weight", torch.Size([10]))
     assert not rules[2].applies("norm.weight", torch.Size([9]))

@@ -290,9 +290,10 @@ def test_unpacking_adds_a_multiple() -> None:
         assert torch.equal(into, arrived * 8.0 + 1.0)
 
 
-def test_the_default_sends_3_7_times_less_than_bf16() -> None:
+def test_the_default_sends_4_8_times_less_than_bf16() -> None:
     for numel in (1024 * 1024 // 2, 2816 * 1024 // 8, 32_000 * 1024 // 64):
-        assert Quantize().packed_bytes(numel) + 8 < 2 * numel / 3.7
+        assert Quantize().packed_bytes(numel) + 8 < 2 * numel / 4.8
+        assert Quantize(4).packed_bytes(numel) + 8 < 2 * numel / 3.7
 
 
 @pytest.mark.parametrize("arguments", [(5,), (1,), (16,), (True,), (4, 48), (4, 512), ("4",)])
