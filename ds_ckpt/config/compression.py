@@ -64,7 +64,7 @@ class QuantizeConfig(Section):
             "up to the block's largest magnitude. 2: the four levels that suit a Gaussian best. "
             "Fewer are fewer bytes and a larger rounding error: on Gaussian entries in blocks of "
             "64 its RMS is 0.6%, 9.5%, 19% and 34% of theirs. 3 is the fewest that validation "
-            "found equivalent to dense training with error feedback; 3 and 2 bits take nearly "
+            "found equivalent to dense training with error feedback; 3 bits take 1.6 times, 2 bits "
             "twice as long to pack as 4.",
         )
     )
@@ -82,7 +82,7 @@ class QuantizeConfig(Section):
         description="Rotate each block at random (signs, a Hadamard transform) before rounding, "
         "so that no entry dwarfs its block: on a Llama's matrices the error of 2 bits falls from "
         "0.59 to 0.31 of the gradient, of 4 bits from 0.10 to 0.07; on embeddings it rises. "
-        "Packing takes about 1.5 times as long.",
+        "Packing takes 1.5 to 4 times as long, by the CPU.",
     )
 
 
