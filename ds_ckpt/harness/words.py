@@ -227,8 +227,9 @@ def _loss(results: Results) -> str:
     if gap > 0.001:
         verdict = (
             f"Top-K loses: {topk:.3f} against {dense:.3f} ({gap:.1%} worse). Error feedback"
-            " delivers what was held back late, in bursts that AdamW's second moment sees. A longer"
-            " dense warm-up and a higher density are what this configuration offers against it."
+            " delivers what was held back late and in part, which AdamW's first moment suffers. A"
+            " longer dense warm-up and a higher density are what this configuration offers against"
+            " it."
         )
     elif gap < -0.001:
         verdict = f"Top-K ends lower here ({topk:.3f} against {dense:.3f}): chance, at one seed."
