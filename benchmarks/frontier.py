@@ -107,9 +107,7 @@ def main() -> None:
     if arguments.table:
         print(table(list(_read(results)), arguments.steps))
         return
-    torch.set_num_threads(1)
-    torch.set_float32_matmul_precision("medium")
-    torch.set_flush_denormal(True)
+    one_thread()
     text = embedded_corpus()
     task = LanguageTask()
     run = LanguageRun(task, text, compiled=not arguments.eager)
@@ -138,6 +136,13 @@ def main() -> None:
             append(results, line)
             last = outcome.heldout[-1:]
             print(f"{time.strftime('%H:%M:%S')} {last} {outcome.step_cpu_s:.3f} CPU s a step")
+
+
+def one_thread() -> None:
+    """How every run of the frontier computes; see above."""
+    torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("medium")
+    torch.set_flush_denormal(True)
 
 
 def _arguments() -> argparse.Namespace:

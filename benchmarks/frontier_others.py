@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from frontier import RESULTS, START, append, is_done, result_line
+from frontier import RESULTS, START, append, is_done, one_thread, result_line
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.multiprocessing.spawn import spawn
@@ -182,9 +182,7 @@ def _train_hook(dp_rank: int, key: dict[str, Any], rank: int, start: int, result
 
 
 def _begin(key: dict[str, Any], *, compiled: bool) -> LanguageRun:
-    torch.set_num_threads(1)
-    torch.set_float32_matmul_precision("medium")
-    torch.set_flush_denormal(True)
+    one_thread()
     run = LanguageRun(LanguageTask(), embedded_corpus(), compiled=compiled)
     run.begin(key["seed"])
     return run

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from frontier import append, is_done
+from frontier import append, is_done, one_thread
 from torch import Tensor
 
 from ds_ckpt.exchange.build import ExchangeSettings
@@ -94,9 +94,7 @@ def main() -> None:
         lines = map(json.loads, arguments.results.read_text(encoding="utf-8").splitlines())
         print(table([line for line in lines if line["steps"] == arguments.steps]))
         return
-    torch.set_num_threads(1)
-    torch.set_float32_matmul_precision("medium")
-    torch.set_flush_denormal(True)
+    one_thread()
     run = LanguageRun(LanguageTask(), embedded_corpus(), compiled=True)
     for seed, method, feeds in itertools.product(arguments.seeds, METHODS, ARMS):
         key = {"method": method, "feeds": list(feeds), "seed": seed, "steps": arguments.steps}

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ds_ckpt.config.compression import CompressionConfig
 from ds_ckpt.errors import Problem, StateError
+from ds_ckpt.exchange.methods import LOOKS_AT
 from ds_ckpt.files import replacing
 
 FILE_NAME = "verdicts.json"
@@ -25,12 +26,6 @@ SHIPPED = Path(__file__).parents[1] / FILE_NAME
 FORMAT = "ds_ckpt verdicts 1"
 LEEWAY = 1.25
 """Limits from a record are what validation saw and a quarter more: another batch is no alarm."""
-_SECTIONS = {
-    "topk": ("topk",),
-    "powersgd": ("powersgd", "topk"),  # embeddings go by Top-K there
-    "quantize": ("quantize",),
-    "hybrid": ("hybrid", "powersgd", "quantize", "topk"),
-}
 
 
 class _Record(BaseModel):
@@ -105,7 +100,7 @@ def decisive(compression: CompressionConfig) -> dict[str, Any]:
     """What of the section decides the numbers, flat, by dotted key."""
     methods = {compression.method, *(rule.method for rule in compression.rules)}
     wanted = {"method", "rules", "start_step", "min_numel"}
-    wanted |= {section for method in methods for section in _SECTIONS.get(method, ())}
+    wanted |= {section for method in methods for section in LOOKS_AT.get(method, ())}
     found = compression.model_dump(mode="json")
     flat: dict[str, Any] = {}
     for key in sorted(wanted):

@@ -33,8 +33,7 @@ COUNTED = 8
 RECHECK = 1000
 """Steps from one comparison to the next."""
 _SWITCH = 2 * TRIALS + 1 + COUNTED
-_VERDICT = _SWITCH + 2 + COUNTED
-STEPS = _VERDICT
+STEPS = _SWITCH + 2 + COUNTED
 """Steps after which the first verdict stands."""
 
 
@@ -74,7 +73,7 @@ class Referee:
             return "gated"
         if turn == _SWITCH:
             return "whole"
-        return "stock" if turn < _VERDICT or self.stock else "gated"
+        return "stock" if turn < STEPS or self.stock else "gated"
 
     def exchanged(self, device: torch.device) -> None:
         """A bucket travels in this step, on this device."""
@@ -93,14 +92,14 @@ class Referee:
             return
         turn, way = self._steps % RECHECK, self.way
         self._steps += 1
-        counts = _SWITCH - COUNTED <= turn < _SWITCH or _VERDICT - COUNTED <= turn < _VERDICT
+        counts = _SWITCH - COUNTED <= turn < _SWITCH or STEPS - COUNTED <= turn < STEPS
         if counts and before is not None:
             self._times[way].append(self._ended_s - before)
-        if turn == _VERDICT - 1:
+        if turn == STEPS - 1:
             self._judge(device)
 
     def _judge(self, device: torch.device) -> None:
-        """A process that was resumed in between and has no times leaves things as they are."""
+        """Without times, as in a process that was resumed in between, the exchange stays."""
         medians = [median(self._times[way] or [math.nan]) for way in ("gated", "stock")]
         sums = torch.tensor(medians, device=device)
         self._add_up(sums)

@@ -19,19 +19,16 @@ from ds_ckpt.compression.codec import Codec
 from ds_ckpt.compression.quantize import Bits, Block, Quantize
 from ds_ckpt.compression.topk import Offsets, Selection, TopK
 from ds_ckpt.errors import Problem, UnsupportedError
+from ds_ckpt.exchange.methods import LOOKS_AT
 from ds_ckpt.exchange.treatment import LowRank, Treatment
 
 Method = Literal["dense", "topk", "powersgd", "quantize", "hybrid"]
 
-_TOPK = ("density", "values", "selection", "offsets")
-_POWERSGD = ("rank", "alternate", *_TOPK)  # embeddings go by Top-K there
-_QUANTIZE = ("bits", "block", "rotated")
-_LOOKED_AT: dict[Method, tuple[str, ...]] = {
-    "dense": (),
-    "topk": _TOPK,
-    "powersgd": _POWERSGD,
-    "quantize": _QUANTIZE,
-    "hybrid": (*_POWERSGD, *_QUANTIZE, "remainder"),
+_SETTINGS_OF = {
+    "topk": ("density", "values", "selection", "offsets"),
+    "powersgd": ("rank", "alternate"),
+    "quantize": ("bits", "block", "rotated"),
+    "hybrid": ("remainder",),
 }
 
 SPARSE_ROWS = 8192
@@ -56,7 +53,8 @@ class MethodSettings:
 
     def looked_at(self) -> dict[str, Any]:
         """The method and those settings that it looks at, by name."""
-        return {name: getattr(self, name) for name in ("method", *_LOOKED_AT[self.method])}
+        names = [n for of in LOOKS_AT.get(self.method, ()) for n in _SETTINGS_OF[of]]
+        return {name: getattr(self, name) for name in ("method", *names)}
 
     def treatment(self, method: Method | None = None) -> Treatment:
         """What `method` (default: this one) does to a matrix."""

@@ -10,11 +10,34 @@ from typing import Any
 import torch.distributed as dist
 
 import ds_ckpt
+from ds_ckpt.exchange.build import Built
 from ds_ckpt.exchange.gate import TRIALS
 from ds_ckpt.exchange.referee import STEPS
+from ds_ckpt.session.session import Session
 from ds_ckpt.telemetry import Purpose
 from tests.distributed import models
 from tests.distributed.pool import fresh
+
+
+def _started() -> tuple[Any, Session, Built]:
+    """A gated run with one bucket for all, so that a slow way costs one pause a step."""
+    fresh()
+    section = models.quantize_section(exchange={"gate": True})
+    engine = models.start("llama", models.zero3_config(ds_ckpt=section, bucket=10**9))
+    session = ds_ckpt.session_of(engine)
+    assert session is not None
+    assert session.exchange is not None
+    return engine, session, session.exchange
+
+
+def _resumed(folder: str, *, steps: int, first: int) -> str:
+    """The weights of a new engine that goes on from the checkpoint."""
+    engine, _, _ = _started()
+    engine.load_checkpoint(folder, tag="mine")
+    models.train(engine, "llama", steps, first=first)
+    digest = models.weights_digest(engine)
+    engine.destroy()
+    return digest
 
 
 def gated(slow: str, folder: str, *, process: int) -> dict[str, Any]:
@@ -24,15 +47,7 @@ def gated(slow: str, folder: str, *, process: int) -> dict[str, Any]:
         slow: "compressed" or "whole".
         process: the one that is slow: the others have to come to the same verdict.
     """
-    fresh()
-    section = models.quantize_section(exchange={"gate": True})
-    # one bucket for all, so that a slow way costs one pause a step
-    config = models.zero3_config(ds_ckpt=section, bucket=10**9)
-    engine = models.start("llama", config)
-    session = ds_ckpt.session_of(engine)
-    assert session is not None
-    built = session.exchange
-    assert built is not None
+    engine, session, built = _started()
     exchange = built.exchange._exchange
     reduce = exchange.reduce
 
@@ -53,12 +68,7 @@ def gated(slow: str, folder: str, *, process: int) -> dict[str, Any]:
         "weights": models.weights_digest(engine),
     }
     engine.destroy()
-    fresh()
-    engine = models.start("llama", config)
-    engine.load_checkpoint(folder, tag="mine")
-    models.train(engine, "llama", 4, first=20)
-    result["resumed"] = models.weights_digest(engine)
-    engine.destroy()
+    result["resumed"] = _resumed(folder, steps=4, first=20)
     return result
 
 
@@ -69,14 +79,7 @@ def refereed(slow: str, folder: str, *, process: int) -> dict[str, Any]:
         slow: "exchange", or "stock" and what goes whole.
         process: the one that is slow.
     """
-    fresh()
-    section = models.quantize_section(exchange={"gate": True})
-    config = models.zero3_config(ds_ckpt=section, bucket=10**9)
-    engine = models.start("llama", config)
-    session = ds_ckpt.session_of(engine)
-    assert session is not None
-    built = session.exchange
-    assert built is not None
+    engine, session, built = _started()
     assert built.referee is not None
     assert built.feedback is not None
     ours, by_stock = built.exchange._exchange.reduce, []
@@ -116,12 +119,7 @@ def refereed(slow: str, folder: str, *, process: int) -> dict[str, Any]:
         "weights": models.weights_digest(engine),
     }
     engine.destroy()
-    fresh()
-    engine = models.start("llama", config)
-    engine.load_checkpoint(folder, tag="mine")
-    models.train(engine, "llama", 2, first=50)
-    result["resumed"] = models.weights_digest(engine)
-    engine.destroy()
+    result["resumed"] = _resumed(folder, steps=2, first=50)
     return result
 
 
