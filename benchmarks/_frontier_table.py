@@ -49,14 +49,20 @@ def _row(
     cells += [_times(in_run)]
     if len(losses) < len(runs) or not pairs:
         return sent, _line([*cells, "diverged" if len(losses) < len(runs) else "", "", "", "0"])
-    cells += [f"{statistics.fmean(loss for loss, _ in pairs):.4f}"]
+    cells += [_each([loss for loss, _ in pairs], ".4f")]
     gaps = [ours / theirs - 1 for ours, theirs in pairs]
     interval = ""
     if len(gaps) > 1 and name != "dense":
         found = paired(gaps)
         interval = f"{found.low:+.2%} to {found.high:+.2%}"
-    cells += [f"{statistics.fmean(gaps):+.2%}" if name != "dense" else "", interval]
+    cells += [_each(gaps, "+.2%") if name != "dense" else "", interval]
     return sent, _line([*cells, str(len(gaps))])
+
+
+def _each(values: list[float], form: str) -> str:
+    """Their mean, and the values of several."""
+    each = f" ({', '.join(format(v, form) for v in values)})" if len(values) > 1 else ""
+    return format(statistics.fmean(values), form) + each
 
 
 def _times(ratio: float) -> str:
