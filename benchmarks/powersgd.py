@@ -4,12 +4,13 @@
 
 First table: the gradients of one Llama block (fp32; 4 square matrices, 3 of the MLP, 2 norms), two
 processes with one thread each, gloo. `hook` is torch's `powerSGD_hook` with its defaults (warm
-start, error feedback), called as DDP calls it. `ours` is the same algorithm from
-`ds_ckpt.compression`: error feedback, the finiteness check (which the hook lacks), all products,
-orthogonalizations and the residual, two all-reduces. The hook delivers the whole product to each
-process; ours, as ZeRO-3 needs, the process's half of it. Calls take turns; medians of the repeats
-of process 0, by the clock and of processor time, which leaves out waiting for the other process and
-for busy cores. Bytes are those handed to all-reduce.
+start, error feedback), called as DDP calls it. `ours` is the same algorithm from the parts that
+the exchange uses: error feedback, the finiteness check (which the hook lacks), all products,
+orthogonalizations and the residual, two collectives, factors in bf16 (two processes). The hook
+delivers the whole product to each process; ours, as ZeRO-3 needs, the process's half of it. Calls
+take turns; medians of the repeats of process 0, by the clock and of processor time, which leaves
+out waiting for the other process and for busy cores. Bytes are those that a process sends: what it
+hands to an all-to-all, or half of what a ring's all-reduce moves.
 
 Second table: microseconds of the thread for `orthogonalize`, for torch's `_orthogonalize` of the
 same factors (fp32 QR; Gram-Schmidt for ranks 1 and 2), and for torch's Gram-Schmidt. Third: the
@@ -33,21 +34,30 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hook
 
 from ds_ckpt.compression import Feedback, all_finite, powersgd
+from ds_ckpt.exchange.factor_sum import FactorSum
+from ds_ckpt.exchange.transport import TorchTransport
 
 WORLD = 2
 
 
 class Wire:
-    """`all_reduce` with its bytes and calls counted."""
+    """Collectives with their bytes and calls counted."""
 
     def __init__(self) -> None:
-        self.all_reduce = dist.all_reduce
+        self._all_reduce, self._all_to_all = dist.all_reduce, dist.all_to_all_single
         self.nbytes = self.calls = 0
 
-    def __call__(self, tensor: Tensor, **keywords: object) -> object:
-        self.nbytes += tensor.numel() * tensor.element_size()
-        self.calls += tensor.numel() > 0
-        return self.all_reduce(tensor, **keywords)
+    def all_reduce(self, tensor: Tensor, **keywords: object) -> object:
+        self._count(tensor.nbytes * 2 * (WORLD - 1) // WORLD)
+        return self._all_reduce(tensor, **keywords)
+
+    def all_to_all(self, output: Tensor, sent: Tensor, *splits: object, **keywords: object) -> None:
+        self._count(sent.nbytes)
+        self._all_to_all(output, sent, *splits, **keywords)
+
+    def _count(self, nbytes: int) -> None:
+        self.nbytes += nbytes
+        self.calls += nbytes > 0
 
 
 class Bucket:
@@ -72,21 +82,20 @@ class Bucket:
 
 
 class Ours:
-    """One bucket's step with the parts of `ds_ckpt.compression`."""
+    """One bucket's step with the parts of `ds_ckpt.compression` and `ds_ckpt.exchange`."""
 
     def __init__(self, shapes: list[torch.Size], rank: int, wire: Wire) -> None:
-        self._shapes, self._wire, self._feedback = shapes, wire, Feedback()
+        self._shapes, self._feedback = shapes, Feedback()
+        self._sum = FactorSum(TorchTransport(None, wire.all_to_all, wire.all_reduce))
         self._low = [
             len(shape) > 1 and powersgd.worthwhile(*powersgd.matrix_shape(shape), rank)
             for shape in shapes
         ]
         sizes = [powersgd.matrix_shape(s) for s, low in zip(shapes, self._low, strict=True) if low]
-        self._p = torch.empty(sum(rows for rows, _ in sizes), rank)
-        self._q = torch.cat(
-            [powersgd.initial_factor(str(i), size[1], rank, "cpu") for i, size in enumerate(sizes)]
-        )
-        self._ps = list(self._p.split([rows for rows, _ in sizes]))
-        self._qs = list(self._q.split([columns for _, columns in sizes]))
+        self._ps = [torch.empty(rows, rank) for rows, _ in sizes]
+        self._qs = [
+            powersgd.initial_factor(str(i), size[1], rank, "cpu") for i, size in enumerate(sizes)
+        ]
 
     def __call__(self, gradients: list[Tensor]) -> list[Tensor]:
         """The process's part of each mean; dense tensors whole."""
@@ -100,22 +109,21 @@ class Ours:
                 dense.append(gradient.view(-1) / WORLD)
         for matrix, p, q in zip(matrices, self._ps, self._qs, strict=True):
             powersgd.project(matrix, powersgd.orthogonalize(q), p)
-        small = torch.cat([self._p.view(-1), *dense])
-        self._wire(small)  # dense tensors travel with the first factor
-        self._p.view(-1).copy_(small[: self._p.numel()])
-        own = [powersgd.orthogonalize(p) for p in self._ps]
+        # dense tensors travel with the first factor
+        sums = self._sum.sum([self._sum.rounded(p) for p in self._ps], dense)
+        summed, small = sums[: len(matrices)], sums[len(matrices) :]
+        own = [powersgd.orthogonalize(p) for p in summed]
+        mine = []
         for matrix, p, q in zip(matrices, own, self._qs, strict=True):
-            powersgd.back_project(matrix, p, q)
-        mine = self._q.clone()
-        self._wire(self._q)
+            mine.append(self._sum.rounded(powersgd.back_project(matrix, p, q)))
+        self._qs = self._sum.sum(mine)
         delivered = []
-        halves = list(mine.split([q.shape[0] for q in self._qs]))
-        for matrix, p, half, q in zip(matrices, own, halves, self._qs, strict=True):
+        for matrix, p, half, q in zip(matrices, own, mine, self._qs, strict=True):
             powersgd.subtract_product_(matrix, p, half)
             numel, columns = matrix.numel(), matrix.shape[1]
             delivered.append(powersgd.product_entries(p, q, 0, numel // WORLD, columns))
         self._feedback.commit()
-        return [*delivered, small[self._p.numel() :]]
+        return [*delivered, *small]
 
 
 def llama_block(hidden: int) -> list[torch.Size]:
@@ -137,11 +145,11 @@ def compare(process: int, meeting: str, hidden: int, rank: int, repeats: int) ->
     gradients = [torch.randn(shape) for shape in shapes]
 
     def torchs() -> None:
-        dist.all_reduce = wires["hook"]
+        stock, dist.all_reduce = dist.all_reduce, wires["hook"].all_reduce
         try:
             hook.powerSGD_hook(state, bucket).wait()  # type: ignore[arg-type]
         finally:
-            dist.all_reduce = wires["hook"].all_reduce
+            dist.all_reduce = stock
 
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in wires}
     works: dict[str, Callable[[], object]] = {"hook": torchs, "ours": lambda: ours(gradients)}
@@ -166,7 +174,7 @@ def compare(process: int, meeting: str, hidden: int, rank: int, repeats: int) ->
             print(
                 f"{name}  {clock_s * 1e3:8.2f} ms, processor {cpu_s * 1e3:8.2f} ms = "
                 f"{cpu_s / numel * 1e9:5.2f} ns/element  {wire.nbytes:8d} bytes in "
-                f"{wire.calls} all-reduces, {4 * numel / wire.nbytes:5.1f}x under fp32"
+                f"{wire.calls} collectives, {4 * numel / wire.nbytes:5.1f}x under fp32"
             )
         for i, kind in enumerate(("time", "processor time")):
             ratios = [a[i] / b[i] for a, b in zip(taken["hook"], taken["ours"], strict=True)]

@@ -87,7 +87,7 @@ class QuantizeConfig(Section):
 
 
 class PowerSGDConfig(Section):
-    """PowerSGD: two factors of each matrix travel by all-reduce, its rank the size of both."""
+    """PowerSGD: two factors of each matrix travel in its place, its rank the size of both."""
 
     rank: Annotated[int, Expects("a whole number from 1 to 1024", "16")] = Field(
         default=16,

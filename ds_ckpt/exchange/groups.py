@@ -37,6 +37,11 @@ class Groups:
             discard(self.inside)
 
     @property
+    def world(self) -> int:
+        """Number of processes that exchange compressed gradients with each other."""
+        return torch_dist.get_world_size(self.between)
+
+    @property
     def levels(self) -> int:
         return 2 if self.inside is not None else 1
 

@@ -1,11 +1,11 @@
-"""The low-rank part of a bucket: PowerSGD's factors by all-reduce, one call a factor.
+"""The low-rank part of a bucket: PowerSGD's factors, each summed by one collective (`factor_sum`).
 
 With M_p the matrix of process p, residual included, and hats for orthonormal columns (Vogels et
 al. 2019, arXiv 1905.13727):
 
-    P = sum_p M_p Q^            all-reduce; Q^ from the step before
-    Q_p = M_p^T P^              stays behind: M_p - P^ Q_p^T
-    Q = sum_p Q_p               all-reduce; the next step starts from it
+    P = sum_p M_p Q^            Q^ from the step before
+    Q_p = M_p^T P^              rounded as it will travel; stays behind: M_p - P^ Q_p^T
+    Q = sum_p Q_p               the next step starts from it
     the owner adds P^ (Q - Q_own)^T at its shard's entries, and its own M exactly
 
 Each process keeps what its own factor missed, not what the mean missed, so that what is left and
@@ -14,8 +14,8 @@ in M all the same: without it the matrices of two processes would have different
 projection of each on the common P^ would miss most of it (measured: an error of 24% where rank 2
 suffices). With `alternate` a step sends P or Q alone.
 
-A process with a non-finite value puts NaN into the first all-reduce: everybody learns of it there
-and stops, so nobody waits for a collective that does not come.
+A process with a non-finite value puts NaN into the first sum: everybody learns of it there and
+stops, so nobody waits for a collective that does not come.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch import Tensor
 from ds_ckpt.compression import powersgd
 from ds_ckpt.compression.factors import Factors, Side
 from ds_ckpt.compression.feedback import all_finite
+from ds_ckpt.exchange.factor_sum import FactorSum
 from ds_ckpt.exchange.row_blocks import RowBlocks
 from ds_ckpt.exchange.transport import Transport
 from ds_ckpt.exchange.treatment import LowRank
@@ -40,6 +41,7 @@ class _Matrix:
     name: str
     blocks: RowBlocks
     treatment: LowRank
+    factor_sum: FactorSum
     own: slice
     """This process's shard in the column."""
     column: Tensor
@@ -53,11 +55,11 @@ class _Matrix:
     total: Tensor
 
     def project(self) -> Tensor:
-        """This process's factor for `given`."""
+        """This process's factor for `given`, as it will arrive."""
         rows = self.side == "left"
         out = self.given.new_empty(self.matrix.shape[0 if rows else 1], self.given.shape[1])
         (powersgd.project if rows else powersgd.back_project)(self.matrix, self.given, out)
-        return out
+        return self.factor_sum.rounded(out)
 
     def subtract(self) -> None:
         """Leave in the column what this process's factor misses."""
@@ -89,7 +91,8 @@ class LowRankPart:
     """
 
     def __init__(self, transport: Transport, factors: Factors, device: torch.device) -> None:
-        self._transport = transport
+        self._dp_rank = transport.dp_rank
+        self._factor_sum = FactorSum(transport)
         self._factors = factors
         self._device = device
         self._matrices: dict[int, _Matrix] = {}
@@ -106,8 +109,20 @@ class LowRankPart:
         empty = given.new_empty(0)
         # with Q^ at hand P comes first; without alternation Q follows it
         sends: Side = "left" if side == "right" else "right"
-        own = blocks.layout.shard(self._transport.dp_rank)
-        item = _Matrix(name, blocks, treatment, own, column, matrix, given, sends, empty, empty)
+        own = blocks.layout.shard(self._dp_rank)
+        item = _Matrix(
+            name,
+            blocks,
+            treatment,
+            self._factor_sum,
+            own,
+            column,
+            matrix,
+            given,
+            sends,
+            empty,
+            empty,
+        )
         item.mine = item.project()
         if treatment.alternate:
             item.subtract()
@@ -130,7 +145,7 @@ class LowRankPart:
         return "right", powersgd.initial_factor(name, blocks.columns, rank, self._device)
 
     def first(self, finite: bool) -> bool:
-        """All-reduce the first factors; False where any process has a non-finite value.
+        """Sum the first factors; False where any process has a non-finite value.
 
         Args:
             finite: whether this process's values are; the same answer reaches everybody.
@@ -141,7 +156,7 @@ class LowRankPart:
         if not finite:
             verdict.fill_(torch.nan)
         whole = [column.float() for column in self._whole.values()]
-        verdict, *sums = self._all_reduce([verdict, *own, *whole])
+        verdict, *sums = self._factor_sum.sum([verdict, *own], whole)
         totals = sums[: len(items)]
         self._whole = dict(zip(self._whole, sums[len(items) :], strict=True))
         if not all(all_finite(t) for t in [verdict, *totals]):
@@ -156,13 +171,13 @@ class LowRankPart:
         return True
 
     def second(self) -> bool:
-        """All-reduce the other factors of those that do not alternate, and remember what was sent.
+        """Sum the other factors of those that do not alternate, and remember what was sent.
 
         False where a sum overflowed; the factors of the last step then stay.
         """
         twice = [item for item in self._matrices.values() if not item.treatment.alternate]
         if twice:
-            sums = self._all_reduce([item.mine for item in twice])
+            sums = self._factor_sum.sum([item.mine for item in twice])
             for item, total in zip(twice, sums, strict=True):
                 item.total = total
             if not all(all_finite(item.total) for item in twice):
@@ -171,19 +186,12 @@ class LowRankPart:
             self._factors.put(item.name, item.side, item.total.clone())
         return True
 
-    def _all_reduce(self, parts: list[Tensor]) -> list[Tensor]:
-        """One call for all; the sums in the parts' shapes."""
-        flat = torch.cat([part.reshape(-1) for part in parts])
-        self._transport.all_reduce(flat)
-        pieces = flat.split([part.numel() for part in parts])
-        return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
-
     def delivered(self, i: int) -> Tensor:
         """fp32, flat: the other processes' approximations at this process's shard, summed."""
         item = self._matrices.get(i)
         if item is None:
             return torch.zeros(0, device=self._device)
-        return item.others(item.blocks.entries(self._transport.dp_rank))
+        return item.others(item.blocks.entries(self._dp_rank))
 
     def whole(self, i: int) -> Tensor:
         """fp32 column: the sum of what `add_whole` was given everywhere."""

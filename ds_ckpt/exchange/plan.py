@@ -11,6 +11,7 @@ import torch
 from ds_ckpt.compression import powersgd
 from ds_ckpt.compression.quantize import Quantize
 from ds_ckpt.compression.topk import TopK
+from ds_ckpt.exchange.factor_sum import sent_entry_bytes
 from ds_ckpt.exchange.treatment import Choose, LowRank, Treatment
 
 
@@ -22,8 +23,8 @@ class PlannedTensor:
         how: its treatment in words.
         dense_bytes: the gradient in its own type.
         sent_bytes: what stands for the whole gradient on the wire, in the same terms: payloads
-            for all shards, or twice the factors, since an all-reduce moves everything twice. Norms
-            and biases that ride along with factors are counted as if sent alone.
+            for all shards, or the factors as their sum moves them (`factor_sum`). Norms and biases
+            that ride along with factors are counted as if sent alone.
     """
 
     name: str
@@ -40,9 +41,13 @@ class Plan:
     tensors: tuple[PlannedTensor, ...]
 
     @classmethod
-    def of(cls, choose: Choose, shapes: Iterable[tuple[str, torch.Size, int]]) -> Plan:
-        """From name, shape and bytes an element of each parameter."""
-        return cls(tuple(_planned(choose, *each) for each in shapes))
+    def of(cls, choose: Choose, shapes: Iterable[tuple[str, torch.Size, int]], world: int) -> Plan:
+        """From name, shape and bytes an element of each parameter.
+
+        Args:
+            world: processes that exchange: hosts, with two levels.
+        """
+        return cls(tuple(_planned(choose, world, *each) for each in shapes))
 
     @property
     def dense_bytes(self) -> int:
@@ -104,7 +109,9 @@ def words(treatment: Treatment) -> str:
     return type(treatment).__name__
 
 
-def _planned(choose: Choose, name: str, shape: torch.Size, itemsize: int) -> PlannedTensor:
+def _planned(
+    choose: Choose, world: int, name: str, shape: torch.Size, itemsize: int
+) -> PlannedTensor:
     treatment = choose(name, shape)
     numel = shape.numel()
     sent = numel * itemsize
@@ -112,7 +119,7 @@ def _planned(choose: Choose, name: str, shape: torch.Size, itemsize: int) -> Pla
         rows, columns = powersgd.matrix_shape(shape)
         left, right = powersgd.factor_numels(rows, columns, treatment.rank)
         factors = (left + right) / 2 if treatment.alternate else left + right
-        sent = int(2 * 4 * factors)
+        sent = int(sent_entry_bytes(world) * factors)
         if treatment.remainder is not None:
             sent += treatment.remainder.packed_bytes(numel)
     elif treatment is not None:

@@ -12,7 +12,7 @@ from ds_ckpt.compression.codec import Codec
 
 @dataclass(frozen=True)
 class LowRank:
-    """PowerSGD: the tensor as a matrix, of which two factors travel by all-reduce.
+    """PowerSGD: the tensor as a matrix, of which two factors travel.
 
     Attributes:
         rank: columns of each factor, lowered to the matrix's smaller side.

@@ -12,9 +12,12 @@ from virtual import World, assemble
 
 from ds_ckpt.compression import Dense, Quantize, TopK
 from ds_ckpt.compression.powersgd import factor_numels
+from ds_ckpt.exchange.factor_sum import FactorSum, gathers
 from ds_ckpt.exchange.layout import ColumnLayout, ShardLayout
+from ds_ckpt.exchange.plan import Plan
 from ds_ckpt.exchange.row_blocks import RowBlocks
 from ds_ckpt.exchange.treatment import Choose, LowRank, Treatment
+from ds_ckpt.exchange.virtual import VirtualWorld
 
 quick = settings(max_examples=60, deadline=None)
 
@@ -46,12 +49,66 @@ def test_collectives_of_a_bucket_with_norms_and_biases(treatment: LowRank, calls
     assert [t.calls for t in world.transports] == [calls] * 3
 
 
-def test_bytes_are_those_of_the_factors_and_the_small_tensors() -> None:
-    world = World(2, matrices(LowRank(4)))
-    world.reduce(["w", "b"], [[torch.randn(64, 48), torch.randn(48)]] * 2)
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_bytes_are_those_of_the_factors_and_the_small_tensors(size: int) -> None:
+    world = World(size, matrices(LowRank(4)))
+    world.reduce(["w", "b"], [[torch.randn(64, 48), torch.randn(48)]] * size)
     p, q = factor_numels(64, 48, 4)
-    # with two processes a ring's all-reduce sends the buffer once; one entry is the verdict
-    assert world.transports[0].sent_bytes == 4 * (p + q + 48 + 1)
+    sent = world.transports[0].sent_bytes
+    # one entry is the verdict
+    if size < 4:  # everybody's own to everybody: factors in bf16, the bias in fp32
+        assert sent == (size - 1) * (2 * (p + q + 1) + 4 * 48)
+    else:  # rings
+        assert abs(sent - 8 * (size - 1) / size * (p + q + 48 + 1)) < 16
+    planned = Plan.of(matrices(LowRank(4)), [("w", torch.Size([64, 48]), 2)], size)
+    alone = World(size, matrices(LowRank(4)))
+    alone.reduce(["w"], [[torch.randn(64, 48)]] * size)
+    assert alone.transports[0].sent_bytes == pytest.approx(
+        planned.sent_bytes * (size - 1) / size, abs=16 * size
+    )
+
+
+@quick
+@given(st.integers(2, 5), st.booleans(), st.booleans(), st.integers(0, 2**20))
+def test_rounded_factors_lose_nothing(size: int, alternate: bool, rest: bool, seed: int) -> None:
+    """What a process sends in fewer bits than it computed stays in its residual, to the bit of the
+    sum: one step of rank 1, far from exact, on numbers that bf16 does not hold."""
+    generator = torch.Generator().manual_seed(seed)
+    remainder = Quantize(4) if rest else None
+    world = World(size, matrices(LowRank(1, alternate=alternate, remainder=remainder)))
+    gradients = [[torch.randn(40, 30, generator=generator)] for _ in range(size)]
+    wanted = sum(g[0].double() for g in gradients).div(size).flatten()
+    delivered = assemble(world.reduce(["w"], gradients), 0).double()
+    world.commit()
+    left = world.residual_sum("w", 1200)
+    assert float((delivered + left - wanted).norm() / wanted.norm()) < 1e-6
+
+
+@quick
+@given(st.integers(1, 6), st.integers(1, 3), st.integers(0, 3), st.integers(0, 2**20))
+def test_sums_are_those_of_what_was_rounded_and_equal_everywhere(
+    size: int, factors: int, exact: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    virtual = VirtualWorld(size, timeout_s=20.0)
+    sums = [FactorSum(transport) for transport in virtual.transports]
+    shapes = [(3, 2), (5,), (1, 7)]
+    given_ = [
+        (
+            [sums[p].rounded(torch.randn(s, generator=generator)) for s in shapes[:factors]],
+            [torch.randn(s, generator=generator) for s in shapes[:exact]],
+        )
+        for p in range(size)
+    ]
+    arrived = virtual.run(lambda p: sums[p].sum(*given_[p]))
+    if gathers(size):
+        assert torch.equal(given_[0][0][0], given_[0][0][0].bfloat16().float())
+    assert len(arrived[0]) == factors + exact
+    for i in range(factors + exact):
+        kind, at = (0, i) if i < factors else (1, i - factors)
+        wanted = torch.stack([given_[p][kind][at].double() for p in range(size)]).sum(0)
+        assert torch.allclose(arrived[0][i].double(), wanted, rtol=1e-6, atol=1e-6)
+        assert all(torch.equal(arrived[0][i], arrived[p][i]) for p in range(size))
 
 
 def test_large_whole_tensors_do_not_ride_in_fp32() -> None:

@@ -75,7 +75,7 @@ def test_rules_that_cannot_work_are_refused_together() -> None:
 
 
 def test_the_plan_adds_up() -> None:
-    plan = Plan.of(rules("hybrid", rank=4, bits=4), SHAPES)
+    plan = Plan.of(rules("hybrid", rank=4, bits=4), SHAPES, world=8)
     assert plan.dense_bytes == sum(2 * s.numel() for _, s, _ in SHAPES)
     by_treatment = plan.by_treatment()
     assert sum(n for n, _, _ in by_treatment.values()) == len(SHAPES)
@@ -91,6 +91,6 @@ def test_the_plan_adds_up() -> None:
 
 def test_a_factor_in_turns_counts_half() -> None:
     shapes = [("w", torch.Size([128, 64]), 4)]
-    both = Plan.of(rules("powersgd", rank=4), shapes)
-    turns = Plan.of(rules("powersgd", rank=4, alternate=True), shapes)
+    both = Plan.of(rules("powersgd", rank=4), shapes, world=4)
+    turns = Plan.of(rules("powersgd", rank=4, alternate=True), shapes, world=4)
     assert both.sent_bytes == 2 * turns.sent_bytes == 2 * 4 * 4 * (128 + 64)
