@@ -197,6 +197,10 @@ def main() -> None:
         spec = json.loads((options.worker / "spec.json").read_text())
         worker(spec, options.worker / "rows.json")
         return
+    if options.methods and not {STOCK, CEILING} <= set(options.methods.split(";")):
+        parser.error(
+            f'--methods needs "{STOCK}" and "{CEILING}", which the others are held against'
+        )
     rows = [row for layout in options.layouts.split(",") for row in run_layout(layout, options)]
     gradient_bytes(rows)
     show(rows)

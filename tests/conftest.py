@@ -22,6 +22,8 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workerinput"):
+        return  # what a worker of xdist leaves behind becomes a child of the process above it
     said = []
     left = _living_children()
     if left:
