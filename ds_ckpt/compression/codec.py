@@ -9,6 +9,8 @@ The contract every codec keeps, elementwise and in fp32: `values before = values
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -25,6 +27,10 @@ INT8_GROUP = 64
 """Consecutive int8 values that share one bf16 scale: a quarter of a bit per value."""
 
 _INT8_MAX = 127
+
+
+Section = Callable[[], AbstractContextManager[None]]
+"""Opened around a part of the work by whoever wants to time it."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +60,13 @@ class Codec(Protocol):
         """Of packing `numel` elements, residual included. Does no work."""
         ...
 
-    def pack(self, values: Tensor, out: Tensor) -> None:
+    def pack(self, values: Tensor, out: Tensor, selecting: Section = nullcontext) -> None:
         """Write the payload; leave in `values` what the receiver will not see.
 
         Args:
             values: fp32 [n], contiguous, finite. The decoded payload is subtracted in place.
             out: uint8 [packed_bytes(n)], 8-byte aligned. Every byte is written.
+            selecting: entered while entries are chosen.
         """
         ...
 
@@ -176,7 +183,7 @@ class Dense:
         memory_bytes = 8 * numel + (1 if exact else 3) * payload_bytes
         return Cost(payload_bytes, memory_bytes, 0 if exact else 5 * numel)
 
-    def pack(self, values: Tensor, out: Tensor) -> None:
+    def pack(self, values: Tensor, out: Tensor, selecting: Section = nullcontext) -> None:
         sent = saturating_cast(values, self.dtype)
         write_section(out, 0, sent)
         if self.dtype == torch.float32:

@@ -60,23 +60,31 @@ def factor_numels(rows: int, columns: int, rank: int) -> tuple[int, int]:
     return rows * rank, columns * rank
 
 
-def worthwhile(rows: int, columns: int, rank: int) -> bool:
+def worthwhile(rows: int, columns: int, rank: int, local: int = 1) -> bool:
     """Whether both factors in fp32, all-reduced, are fewer bytes than a 16-bit reduce-scatter.
 
     On a ring an all-reduce sends each byte twice, a reduce-scatter once: 8 bytes an entry of the
     factors against 2 an entry of the matrix. Implies that `rank` is less than rows and columns.
+
+    Args:
+        local: parts that the rows are divided into, each with a right factor of its own.
     """
-    return rank >= 1 and 4 * rank * (rows + columns) < rows * columns
+    return rank >= 1 and 4 * rank * (rows + local * columns) < rows * columns
 
 
-def cost(rows: int, columns: int, rank: int) -> Cost:
+def cost(rows: int, columns: int, rank: int, *, alternate: bool = False) -> Cost:
     """Of one step: projection, orthogonalization, projection back, difference.
 
-    `payload_bytes` are those of both factors in fp32, once.
+    `payload_bytes` are those of what is sent of the factors, in fp32, once: both, or with
+    `alternate` half of both in the mean.
     """
     numel, factors = rows * columns, rows * rank + columns * rank
-    # three products with the matrix, read three times and written once; Householder: 4 n r^2
-    return Cost(4 * factors, 16 * numel + 16 * factors, 6 * numel * rank + 4 * rows * rank**2)
+    # A product to make each factor that is sent, one to take both away: the matrix is read as often
+    # and written once. Householder: 4 n r^2.
+    products = 2 if alternate else 3
+    payload_bytes = 2 * factors if alternate else 4 * factors
+    memory_bytes = 4 * (products + 1) * numel + 16 * factors
+    return Cost(payload_bytes, memory_bytes, 2 * products * numel * rank + 4 * rows * rank**2)
 
 
 def initial_factor(name: str, columns: int, rank: int, device: torch.device | str) -> Tensor:

@@ -27,13 +27,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ds_ckpt.compression.codec import Cost, add_scaled, aligned, section
+from ds_ckpt.compression.codec import Cost, Section, add_scaled, aligned, section
 from ds_ckpt.compression.rotation import MAX_RUN, rotate, rotate_back
 
 Bits = Literal[8, 4, 3, 2]
@@ -97,7 +98,7 @@ class Quantize:
         operations = (9 if self.bits > 2 else 18) + shifts + 4 * run
         return Cost(payload_bytes, 8 * numel + payload_bytes, operations * numel)
 
-    def pack(self, values: Tensor, out: Tensor) -> None:
+    def pack(self, values: Tensor, out: Tensor, selecting: Section = nullcontext) -> None:
         numel = values.numel()
         scales, planes = self._sections(out, numel)
         out[2 * scales.numel() : self._codes_start(numel)].zero_()

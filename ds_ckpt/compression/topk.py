@@ -12,6 +12,7 @@ Mbit/s (`benchmarks/selection.py`), so it is not the default.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from ds_ckpt.compression.codec import (
     VALUE_FORMATS,
     Cost,
+    Section,
     ValueFormat,
     add_scaled,
     aligned,
@@ -97,7 +99,7 @@ class TopK:
         # Quickselect of magnitudes with their positions: some 3 passes over 12 bytes an entry.
         return Cost(payload_bytes, 40 * numel + sent_bytes, 12 * numel + 2 * sent_operations)
 
-    def pack(self, values: Tensor, out: Tensor) -> None:
+    def pack(self, values: Tensor, out: Tensor, selecting: Section = nullcontext) -> None:
         count, offset_bytes = self._selected(values.numel())
         if count == 0:
             return
@@ -106,7 +108,7 @@ class TopK:
             return
         values_end = value_bytes(count, self.values)
         out[values_end + offset_bytes :].zero_()
-        index = self._select(values, count, out[values_end : values_end + offset_bytes])
+        index = self._select(values, count, out[values_end : values_end + offset_bytes], selecting)
         picked = values[index]
         decoded = encode_values(picked, self.values, out[:values_end])
         values.scatter_(0, index, picked - decoded)
@@ -123,20 +125,23 @@ class TopK:
         index = self._index(into.numel(), count, payload[values_end : values_end + offset_bytes])
         into.index_add_(0, index, decoded if scale == 1.0 else decoded * scale)
 
-    def _select(self, values: Tensor, count: int, out: Tensor) -> Tensor:
+    def _select(self, values: Tensor, count: int, out: Tensor, selecting: Section) -> Tensor:
         """Choose, write the offsets, return the positions in the order of the values."""
         numel = values.numel()
         if self.selection != "blocks":
-            index = (largest if self.selection == "exact" else largest_by_sample)(values, count)
+            with selecting():
+                choose = largest if self.selection == "exact" else largest_by_sample
+                index = choose(values, count)
             Ascending.of(numel, count).pack(index, out)
             return index
         blocks = blocks_for(numel, self.density)
         if self.offsets == "bytes":
             offsets = out.view(blocks.k, blocks.count)
-            select_in_blocks(values, blocks, offsets)
         else:
             offsets = out.new_empty(blocks.k, blocks.count)
+        with selecting():
             select_in_blocks(values, blocks, offsets)
+        if self.offsets == "packed":
             offsets = PerBlock.of(blocks.rows, blocks.k, blocks.count).pack(offsets, out)
         return blocks.flat_index(offsets)
 

@@ -67,6 +67,7 @@ def would_do_nothing(config: Mapping[str, Any], wanted: Wanted) -> Iterator[Prob
     compression = lookup(wanted.ours, ("compression",))
     yield from _unused_compression(compression, wanted.method)
     yield from _unused_in_rules(compression)
+    yield from _unused_by_others(compression, wanted.method)
     yield from _impossible_boundary(config, compression)
     yield from _unused_guard(compression)
     telemetry = lookup(wanted.ours, ("telemetry",))
@@ -109,11 +110,57 @@ def _unused_in_rules(section: Any) -> Iterator[Problem]:
         method = lookup(rule, ("method",))
         for key in ("topk", "powersgd", "quantize", "hybrid"):
             value = lookup(rule, (key,))
-            if isinstance(method, str) and method not in _USED_BY[key] and _written(value):
-                where = f"{OURS}.compression.rules[{i}]"
+            if not isinstance(method, str) or not _written(value):
+                continue
+            where = f"{OURS}.compression.rules[{i}]"
+            remedy = f"remove it, or set {where}.method to one that uses it"
+            # embeddings by Top-K, which the section's own low rank has, is not in a rule
+            built_in = key == "topk" and method == "powersgd"
+            if method not in _USED_BY[key] or built_in:
                 why = f'it does nothing with method "{method}"'
-                remedy = f"remove it, or set {where}.method to one that uses it"
                 yield Problem(f"{where}.{key}", show(value), why, remedy)
+            elif method == "hybrid" and key in ("topk", "quantize"):
+                remainder = _remainder(rule, section)
+                if key != remainder:
+                    why = f'what the factors missed goes by "{remainder}" in this rule'
+                    yield Problem(f"{where}.{key}", show(value), why, remedy)
+
+
+def _unused_by_others(section: Any, method: str | None) -> Iterator[Problem]:
+    """Settings that another setting of the same section leaves without a use."""
+    path = f"{OURS}.compression"
+    feedback = lookup(section, ("error_feedback",))
+    for key in ("dtype", "device"):
+        value = lookup(feedback, (key,))
+        if lookup(feedback, ("enabled",)) is False and _written(value):
+            why = "it does nothing while error feedback is off: there are no residuals"
+            remedy = f"remove it, or set {path}.error_feedback.enabled to true"
+            yield Problem(f"{path}.error_feedback.{key}", show(value), why, remedy)
+    quantize, remainder = lookup(section, ("quantize",)), _remainder(section)
+    others = _methods_of_rules(section) & set(_USED_BY["quantize"])
+    if method == "hybrid" and remainder != "quantize" and _written(quantize) and not others:
+        why = f'it does nothing while {path}.hybrid.remainder is "{remainder}"'
+        remedy = f'remove it, or set {path}.hybrid.remainder to "quantize"'
+        yield Problem(f"{path}.quantize", show(quantize), why, remedy)
+    rules = lookup(section, ("rules",))
+    places = [(path, section)]
+    for i, rule in enumerate(rules if isinstance(rules, list | tuple) else ()):
+        places.append((f"{path}.rules[{i}]", rule))
+    for where, place in places:
+        offsets = lookup(place, ("topk", "offsets"))
+        selection = lookup(place, ("topk", "selection"))
+        if _written(offsets) and selection in ("exact", "sampled"):
+            why = f'it does nothing with selection "{selection}", which packs its places in one way'
+            remedy = f'remove it, or set {where}.topk.selection to "blocks"'
+            yield Problem(f"{where}.topk.offsets", show(offsets), why, remedy)
+
+
+def _remainder(*places: Any) -> str:
+    """What a hybrid's remainder goes by, by the first of these that has a section for it."""
+    for place in places:
+        if lookup(place, ("hybrid",)) is not None:
+            return str(lookup(place, ("hybrid", "remainder")) or "quantize")
+    return "quantize"
 
 
 def _unused_guard(section: Any) -> Iterator[Problem]:

@@ -82,7 +82,7 @@ class Bucket:
         sizes: list[Callable[[int], int]] = []
         for i, item in enumerate(items):
             codec = _codec(item.treatment)
-            if codec is not None or (item.treatment is None and i not in self._riding):
+            if i not in self._riding and (codec is not None or item.treatment is None):
                 self._slots[i] = len(sizes)
                 sizes.append(codec.packed_bytes if codec else partial(_whole_bytes, item.dtype))
         self._packets = Packets(
@@ -98,13 +98,17 @@ class Bucket:
         with a few norms and biases does not need an all-to-all."""
         if self._low is None:
             return set()
-        whole = {i for i, item in enumerate(self._items) if item.treatment is None}
+        whole = {
+            i
+            for i, item in enumerate(self._items)
+            if item.treatment is None or isinstance(item.treatment, Dense)
+        }
         factors = 0
-        for item in self._items:
+        for i, item in enumerate(self._items):
             if isinstance(item.treatment, LowRank):
                 rows, columns = powersgd.matrix_shape(item.shape)
                 factors += sum(powersgd.factor_numels(rows, columns, item.treatment.rank))
-            elif item.treatment is not None:
+            elif i not in whole:
                 return set()  # there is an all-to-all anyway
         return whole if sum(self._items[i].column.numel() for i in whole) <= factors else set()
 
@@ -120,6 +124,8 @@ class Bucket:
             if not finite:
                 self.flagged = True
                 return [self._nan(i) for i in range(len(self._items))]
+            for i in self._riding & self._pending.keys():
+                self._pending[i].zero_()  # all of it has arrived, in fp32
             with timings.section("pack"):
                 self._pack_remainders()
         with timings.section("pack"):
@@ -128,7 +134,7 @@ class Bucket:
             for i, pending in self._pending.items():
                 item = self._items[i]
                 self._tools.feedback.keep(item.name, pending)
-                if item.treatment == Dense(torch.float32):
+                if i in self._riding or item.treatment == Dense(torch.float32):
                     self._tools.feedback.settle(item.name)
         with timings.section("wire"):
             if self._slots:
@@ -151,9 +157,11 @@ class Bucket:
             self._pending[i] = pending
             finite = finite and all_finite(pending)
             mine = pending[item.layout.shard(self._me)]
-            self._own[i] = mine.mul(self._loss_scale)
             if self._tools.errors.wanted:
                 self._before[i] = _energy(pending) - _energy(mine)
+            if i in self._riding:
+                continue
+            self._own[i] = mine.mul(self._loss_scale)
             if not isinstance(item.treatment, LowRank):  # that needs whole rows
                 mine.zero_()
         return finite
@@ -161,7 +169,10 @@ class Bucket:
     def _pack(self, finite: bool) -> None:
         for i, item in enumerate(self._items):
             treatment = item.treatment
-            if treatment is None:
+            if i in self._riding and i in self._pending:
+                assert self._low is not None
+                self._low.add_whole(i, self._pending[i])
+            elif treatment is None:
                 self._pack_whole(i, item)
             elif isinstance(treatment, LowRank):
                 assert self._low is not None
@@ -175,11 +186,10 @@ class Bucket:
                     self._packets.outgoing(dest, self._slots[i]).zero_()
 
     def _pack_codec(self, i: int, item: Item, codec: Codec) -> None:
-        pending = self._pending[i]
+        pending, selecting = self._pending[i], partial(self._tools.timings.section, "select")
         for dest in self._packets.peers:
-            codec.pack(
-                pending[item.layout.shard(dest)], self._packets.outgoing(dest, self._slots[i])
-            )
+            payload = self._packets.outgoing(dest, self._slots[i])
+            codec.pack(pending[item.layout.shard(dest)], payload, selecting)
 
     def _pack_remainders(self) -> None:
         for i, item in enumerate(self._items):
@@ -216,13 +226,14 @@ class Bucket:
 
     def _sum(self, i: int) -> Tensor:
         item = self._items[i]
+        if self.flagged and item.treatment is not None:
+            return self._nan(i)
         if i in self._riding:
             assert self._low is not None
-            return self._low.whole(i)[item.layout.shard(self._me)].to(item.dtype)
+            total = self._low.whole(i)[item.layout.shard(self._me)]
+            return (total.mul(self._loss_scale) if i in self._pending else total).to(item.dtype)
         if item.treatment is None:
             return self._sum_whole(i, item)
-        if self.flagged:
-            return self._nan(i)
         codec = _codec(item.treatment)
         total = torch.zeros_like(self._own[i])
         if isinstance(item.treatment, LowRank):

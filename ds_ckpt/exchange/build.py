@@ -61,9 +61,9 @@ class ExchangeSettings:
             and not self.lossless
         )
 
-    def choose(self, embeddings: frozenset[str] = frozenset()) -> Rules:
-        """The treatment of each parameter."""
-        return Rules(self.default, self.min_numel, self.rules, embeddings)
+    def choose(self, embeddings: frozenset[str] = frozenset(), local: int = 1) -> Rules:
+        """The treatment of each parameter; arguments as of `Rules`."""
+        return Rules(self.default, self.min_numel, self.rules, embeddings, local)
 
     def residuals(self, dp_rank: int, host: HostMemory | None = None) -> Feedback | None:
         """Empty residuals of one process; None where nothing is left behind."""
@@ -151,13 +151,14 @@ def build_exchange(
     gate = referee = None
     speaks = torch_dist.get_rank(group) == 0
     if settings.gate and not settings.lossless:
-        gate = Gate(between.all_reduce, world=between.world, speaks=speaks)
-        if at_boundary is None:
+        refereed = at_boundary is None
+        gate = Gate(between.all_reduce, world=between.world, speaks=speaks, rechecks=not refereed)
+        if refereed:
             everyone = TorchTransport(group, all_to_all_single, all_reduce)
             referee = Referee(everyone.all_reduce, world=everyone.world, speaks=speaks)
     exchange = AllToAllExchange(
         between,
-        settings.choose(embeddings),
+        settings.choose(embeddings, groups.local),
         feedback,
         factors,
         order=ring_pieces if on_gloo else ascending,

@@ -109,9 +109,11 @@ class AllToAllExchange:
     def _treatment(self, name: str, tensor: Tensor, whole: bool) -> Treatment:
         treatment = None if whole else self._choose(name, tensor.shape)
         if treatment is None and (self._holds or self._feedback.holds(name)):
-            # what is owed to a tensor that travels whole goes with it; without the loss scale,
-            # fp16 would round small gradients away
-            return Dense(torch.float32 if tensor.dtype == torch.float16 else tensor.dtype)
+            # What is owed to a tensor that travels whole goes with it, in fp32 so that nothing is
+            # owed afterwards. Where gradients are held it passes here in every step, and a rounded
+            # one is held like any other; but fp16 without the loss scale would lose small ones.
+            exact = not self._holds or tensor.dtype == torch.float16
+            return Dense(torch.float32 if exact else tensor.dtype)
         return treatment
 
     def step_ended(self) -> None:
@@ -174,13 +176,14 @@ class AllToAllExchange:
             this process owns nothing. In a world of one, views of the gradients themselves.
         """
         treatments = [self._treatment(n, t, whole) for n, t in zip(names, tensors, strict=True)]
+        if not tensors:
+            return []
         if self.world == 1:
+            self.nonfinite_buckets += self._held_nonfinite
             return [
                 self._alone(name, tensor.reshape(-1), treatment, loss_scale)
                 for name, tensor, treatment in zip(names, tensors, treatments, strict=True)
             ]
-        if not tensors:
-            return []
         columns, layouts = self._columns(tensors)
         items = [
             Item(name, tensor.shape, tensor.dtype, column, layout, treatment)
@@ -194,7 +197,9 @@ class AllToAllExchange:
         return shards
 
     def _alone(self, name: str, flat: Tensor, treatment: Treatment, loss_scale: float) -> Tensor:
-        """World of one: the gradient, and the residual that a larger world may have left."""
+        """World of one: the gradient, and what is held or a larger world has left."""
+        if treatment is not None and self._held_nonfinite:
+            return torch.full_like(flat, torch.nan)
         if treatment is None or not self._feedback.holds(name):
             return flat
         pending = self._feedback.accumulate(name, flat, 1, loss_scale)

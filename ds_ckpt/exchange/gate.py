@@ -3,7 +3,8 @@
 The first `TRIALS` exchanges of a bucket are made whole, the next `TRIALS` compressed, and timed
 from the gradients to this process's shard: adding to the residual, selecting, the wire, summing.
 The processes then add up their medians, so that all come to the same verdict, and the faster way is
-kept. Every `RECHECK` exchanges the two are timed anew: links and machines change.
+kept. Every `RECHECK` exchanges, or when it is told to, the two are timed anew: links and machines
+change.
 
 A bucket that goes whole takes what is owed to it along; nothing is lost by a verdict.
 """
@@ -54,14 +55,21 @@ class Gate:
         add_up: sums a small fp32 tensor over those processes, in place.
         world: how many they are.
         speaks: whether this process tells of verdicts in the log.
+        rechecks: time anew every `RECHECK` exchanges; else at `recheck` alone.
     """
 
     def __init__(
-        self, add_up: Callable[[Tensor], None], *, world: int, speaks: bool = False
+        self,
+        add_up: Callable[[Tensor], None],
+        *,
+        world: int,
+        speaks: bool = False,
+        rechecks: bool = True,
     ) -> None:
         self._add_up = add_up
         self._world = world
         self._speaks = speaks
+        self._rechecks = rechecks
         self._told: tuple[int, int] | None = None
         self.verdicts: dict[str, Verdict] = {}
 
@@ -71,10 +79,18 @@ class Gate:
         if key not in self.verdicts and len(self.verdicts) >= MOST_BUCKETS:
             return False  # buckets that differ from step to step are never seen often enough
         verdict = self.verdicts.setdefault(key, Verdict())
-        in_turn = verdict.visits % RECHECK
+        in_turn = self._in_turn(verdict)
         if in_turn < 2 * TRIALS:
             return in_turn < TRIALS
         return bool(verdict.whole)
+
+    def recheck(self) -> None:
+        """Time every bucket anew from its next exchange on; on all processes in the same step."""
+        for verdict in self.verdicts.values():
+            verdict.visits, verdict.times = 0, {True: [], False: []}
+
+    def _in_turn(self, verdict: Verdict) -> int:
+        return verdict.visits % RECHECK if self._rechecks else verdict.visits
 
     def took(self, names: Sequence[str], whole: bool, seconds: float, device: torch.device) -> None:
         """Note what the exchange took that `sends_whole` has just been asked about.
@@ -84,7 +100,7 @@ class Gate:
         verdict = self.verdicts.get(_key(names))
         if verdict is None:
             return
-        in_turn = verdict.visits % RECHECK
+        in_turn = self._in_turn(verdict)
         verdict.visits += 1
         if in_turn >= 2 * TRIALS:
             return

@@ -42,6 +42,11 @@ class Groups:
         return torch_dist.get_world_size(self.between)
 
     @property
+    def local(self) -> int:
+        """Processes of a host that divide each gradient among them; 1 with one level."""
+        return max(len(self.columns), 1)
+
+    @property
     def levels(self) -> int:
         return 2 if self.inside is not None else 1
 

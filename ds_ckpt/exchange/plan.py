@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,6 @@ import torch
 from ds_ckpt.compression import powersgd
 from ds_ckpt.compression.quantize import Quantize
 from ds_ckpt.compression.topk import TopK
-from ds_ckpt.exchange.factor_sum import sent_entry_bytes
 from ds_ckpt.exchange.treatment import Choose, LowRank, Treatment
 
 
@@ -41,13 +41,20 @@ class Plan:
     tensors: tuple[PlannedTensor, ...]
 
     @classmethod
-    def of(cls, choose: Choose, shapes: Iterable[tuple[str, torch.Size, int]], world: int) -> Plan:
+    def of(
+        cls,
+        choose: Choose,
+        shapes: Iterable[tuple[str, torch.Size, int]],
+        world: int,
+        local: int = 1,
+    ) -> Plan:
         """From name, shape and bytes an element of each parameter.
 
         Args:
             world: processes that exchange: hosts, with two levels.
+            local: processes of a host that divide each gradient among them; 1 with one level.
         """
-        return cls(tuple(_planned(choose, world, *each) for each in shapes))
+        return cls(tuple(_planned(choose, world, local, *each) for each in shapes))
 
     @property
     def dense_bytes(self) -> int:
@@ -79,13 +86,30 @@ class Plan:
         """One JSON-able record a tensor."""
         return [dict(vars(t)) for t in self.tensors]
 
+    def table(self) -> str:
+        """As `str`, tensors alike of numbered layers in one line."""
+        alike: dict[tuple[str, tuple[int, ...], str], list[PlannedTensor]] = {}
+        for t in self.tensors:
+            name = re.sub(r"(?<=\.)\d+(?=\.)", "*", t.name)
+            alike.setdefault((name, t.shape, t.how), []).append(t)
+        return self._lines(
+            (name if len(group) == 1 else f"{name} ({len(group)})", group)
+            for (name, _, _), group in alike.items()
+        )
+
     def __str__(self) -> str:
-        width = max((len(t.name) for t in self.tensors), default=0)
-        lines = [
-            f"{t.name:<{width}}  {'x'.join(map(str, t.shape)):>12}  {t.how:<28}"
-            f"  {t.sent_bytes:>12,} of {t.dense_bytes:>12,} B"
-            for t in self.tensors
-        ]
+        return self._lines((t.name, [t]) for t in self.tensors)
+
+    def _lines(self, rows: Iterable[tuple[str, list[PlannedTensor]]]) -> str:
+        named = list(rows)
+        width = max((len(name) for name, _ in named), default=0)
+        lines = []
+        for name, group in named:
+            shape = "x".join(map(str, group[0].shape))
+            sent, dense = sum(t.sent_bytes for t in group), sum(t.dense_bytes for t in group)
+            lines.append(
+                f"{name:<{width}}  {shape:>12}  {group[0].how:<28}  {sent:>12,} of {dense:>12,} B"
+            )
         total = f"{self.sent_bytes:,} of {self.dense_bytes:,} B: {self.share:.2%}"
         return "\n".join([*lines, total])
 
@@ -110,18 +134,14 @@ def words(treatment: Treatment) -> str:
 
 
 def _planned(
-    choose: Choose, world: int, name: str, shape: torch.Size, itemsize: int
+    choose: Choose, world: int, local: int, name: str, shape: torch.Size, itemsize: int
 ) -> PlannedTensor:
     treatment = choose(name, shape)
     numel = shape.numel()
     sent = numel * itemsize
     if isinstance(treatment, LowRank):
         rows, columns = powersgd.matrix_shape(shape)
-        left, right = powersgd.factor_numels(rows, columns, treatment.rank)
-        factors = (left + right) / 2 if treatment.alternate else left + right
-        sent = int(sent_entry_bytes(world) * factors)
-        if treatment.remainder is not None:
-            sent += treatment.remainder.packed_bytes(numel)
+        sent = treatment.sent_bytes(rows, columns, world, local)
     elif treatment is not None:
         sent = treatment.packed_bytes(numel)
     return PlannedTensor(name, tuple(shape), words(treatment), numel * itemsize, sent)

@@ -5,7 +5,8 @@ cores that backward needs, and on a fast link DeepSpeed's own reduction, which w
 shorter step. So after the gate's comparisons `COUNTED` steps are timed as the gate has them, then
 as many with DeepSpeed's reduction; between the two a step goes whole, so that nothing is owed. The
 processes add up their medians, so that all come to the same verdict, and keep the faster way. Every
-`RECHECK` steps the two are timed anew.
+`RECHECK` steps the two are timed anew, after the gate has timed its buckets anew: a verdict of
+either must not be taken while the other tries things out.
 
 Skipped steps count for nothing. Not for accumulated steps that are exchanged once: DeepSpeed's
 reduction would run in every micro-step.
@@ -74,6 +75,11 @@ class Referee:
         if turn == _SWITCH:
             return "whole"
         return "stock" if turn < STEPS or self.stock else "gated"
+
+    @property
+    def begins(self) -> bool:
+        """Whether a comparison but the first begins with the next step that sends something."""
+        return self._steps > 0 and self._steps % RECHECK == 0
 
     def exchanged(self, device: torch.device) -> None:
         """A bucket travels in this step, on this device."""

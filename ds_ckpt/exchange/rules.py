@@ -111,12 +111,14 @@ class Rules:
         min_numel: smaller tensors travel whole unless a rule takes them.
         rules: in order.
         embeddings: names of embedding weights that no other layer shares.
+        local: processes of a host that divide each gradient among them; 1 with one level.
     """
 
     default: MethodSettings
     min_numel: int = 4096
     rules: tuple[Rule, ...] = ()
     embeddings: frozenset[str] = frozenset()
+    local: int = 1
 
     def __call__(self, name: str, shape: torch.Size) -> Treatment:
         for rule in self.rules:
@@ -134,7 +136,7 @@ class Rules:
         """Factors that are no smaller than the matrix are left out: its remainder, or whole."""
         if isinstance(treatment, LowRank):
             rows, columns = powersgd.matrix_shape(shape)
-            if not powersgd.worthwhile(rows, columns, treatment.rank):
+            if not powersgd.worthwhile(rows, columns, treatment.rank, self.local):
                 return treatment.remainder
         return treatment
 

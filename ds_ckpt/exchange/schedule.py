@@ -158,3 +158,5 @@ class ScheduledExchange:
                 state.commit()
         if self._referee is not None:
             self._referee.step_ended(skipped=skipped)  # what all processes know alike
+            if self._referee.begins and self._gate is not None:
+                self._gate.recheck()

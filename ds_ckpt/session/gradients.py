@@ -49,15 +49,18 @@ class Gradients:
         self._settings = exchange_settings(config)
         self._shapes = shapes_of(engine)
         self._embeddings = embeddings_of(engine.module)
-        choose = self._settings.choose(self._embeddings)
-        choose.check((name, shape) for name, shape, _ in self._shapes)
+        self._settings.choose(self._embeddings).check(
+            (name, shape) for name, shape, _ in self._shapes
+        )
         group = engine.optimizer.dp_process_group
         self._one_thread = torch.distributed.get_backend(group) != "gloo"
         alone = torch.distributed.get_world_size(group) == 1
         self.overlaps = config.exchange.overlap and not alone and not self._one_thread
         self._own_group = twin_of(group) if self.overlaps else None
         self.built: Built = self._build(self._settings, self._boundary())
-        self.plan = Plan.of(choose, self._shapes, self.built.groups.world)
+        groups = self.built.groups
+        choose = self._settings.choose(self._embeddings, groups.local)
+        self.plan = Plan.of(choose, self._shapes, groups.world, groups.local)
 
     def finalizers(self) -> list[Any]:
         """Give the process groups up when the engine is dropped without a word."""

@@ -92,6 +92,8 @@ class Session:
         if torch.distributed.get_rank() == 0:
             make_heard()
             log.info(self.summary)
+            if self.plan is not None and self.plan.compressed:
+                log.info("ds_ckpt: what travels how, bytes a step\n%s", self.plan.table())
 
     def _put_together(self) -> None:
         engine, config = self.engine, self.config

@@ -10,14 +10,15 @@ from dataclasses import dataclass, field
 
 from ds_ckpt.telemetry.spans import Spans
 
-SECTIONS = ("in_host", "residual", "pack", "wire", "unpack")
-"""In-host sum; adding to the residual and checking it; selecting, factoring and encoding; waiting
-for other processes and their bytes; decoding and summing."""
+SECTIONS = ("in_host", "residual", "select", "pack", "wire", "unpack")
+"""In-host sum; adding to the residual and checking it; choosing entries (Top-K); factoring and
+encoding; waiting for other processes and their bytes; decoding and summing."""
 
 
 @dataclass
 class Timings:
-    """Host seconds by section. On an accelerator that runs behind, only `wire` means what it says.
+    """Host seconds by section, without those of a section inside it. On an accelerator that runs
+    behind, only `wire` means what it says. For one thread at a time.
 
     Attributes:
         seconds: by section, since the start.
@@ -26,15 +27,20 @@ class Timings:
 
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     spans: Spans | None = None
+    _inside_s: float = 0.0
+    """Of the sections that have ended inside the one that is open."""
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
+        outside_s, self._inside_s = self._inside_s, 0.0
         start_s = time.perf_counter()
         try:
             with nullcontext() if self.spans is None else self.spans.span(name):
                 yield
         finally:
-            self.seconds[name] += time.perf_counter() - start_s
+            took_s = time.perf_counter() - start_s
+            self.seconds[name] += took_s - self._inside_s
+            self._inside_s = outside_s + took_s
 
 
 @dataclass

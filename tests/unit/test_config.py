@@ -149,8 +149,9 @@ _valid = st.fixed_dictionaries(
                         "selection": st.sampled_from(["exact", "blocks"]),
                     },
                 ),
-                "error_feedback": st.fixed_dictionaries(
-                    {"enabled": st.booleans()},
+                "error_feedback": st.just({"enabled": False})
+                | st.fixed_dictionaries(
+                    {"enabled": st.just(True)},
                     optional={
                         "dtype": st.sampled_from(["fp32", "bf16", "int8"]),
                         "device": st.sampled_from(["accelerator", "cpu"]),

@@ -125,3 +125,71 @@ def test_a_rules_own_section_comes_before_the_common_one() -> None:
     assert rules[2].applies("norm.weight", torch.Size([10]))
     assert not rules[2].applies("norm.weight", torch.Size([9]))
     assert not rules[2].applies("norm.weight", torch.Size([5, 5]))
+
+
+@pytest.mark.parametrize(
+    ("compression", "places"),
+    [
+        (
+            {"method": "topk", "error_feedback": {"enabled": False, "dtype": "bf16"}},
+            ["error_feedback.dtype"],
+        ),
+        (
+            {"method": "topk", "error_feedback": {"enabled": False, "device": "cpu"}},
+            ["error_feedback.device"],
+        ),
+        (
+            {"method": "hybrid", "hybrid": {"remainder": "topk"}, "quantize": {"bits": 2}},
+            ["quantize"],
+        ),
+        ({"method": "topk", "topk": {"selection": "exact", "offsets": "packed"}}, ["topk.offsets"]),
+        (
+            {
+                "method": "quantize",
+                "rules": [
+                    {"match": "a", "method": "powersgd", "topk": {"density": 0.1}},
+                    {"match": "b", "method": "hybrid", "topk": {"density": 0.1}},
+                    {
+                        "match": "c",
+                        "method": "hybrid",
+                        "hybrid": {"remainder": "topk"},
+                        "quantize": {"bits": 2},
+                    },
+                    {
+                        "match": "d",
+                        "method": "topk",
+                        "topk": {"selection": "sampled", "offsets": "bytes"},
+                    },
+                ],
+            },
+            ["rules[0].topk", "rules[1].topk", "rules[2].quantize", "rules[3].topk.offsets"],
+        ),
+        # these act
+        ({"method": "hybrid", "topk": {"density": 0.1}}, []),
+        ({"method": "powersgd", "topk": {"density": 0.1}}, []),
+        ({"method": "topk", "topk": {"offsets": "packed"}}, []),
+        ({"method": "topk", "error_feedback": {"enabled": False}}, []),
+        (
+            {
+                "method": "hybrid",
+                "hybrid": {"remainder": "topk"},
+                "quantize": {"bits": 2},
+                "rules": [{"match": "a", "method": "hybrid", "hybrid": {"remainder": "quantize"}}],
+            },
+            [],
+        ),
+    ],
+)
+def test_settings_that_others_leave_without_a_use(
+    compression: dict[str, Any], places: list[str]
+) -> None:
+    config = {"zero_optimization": {"stage": 3}, "ds_ckpt": {"compression": compression}}
+    if not places:
+        parse(config)
+        return
+    with pytest.raises(ConfigError) as caught:
+        parse(config)
+    assert [p.where for p in caught.value.problems] == [
+        f"$.ds_ckpt.compression.{place}" for place in places
+    ]
+    assert all("does nothing" in p.why or "in this rule" in p.why for p in caught.value.problems)

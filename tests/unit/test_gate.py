@@ -63,6 +63,16 @@ def test_buckets_are_timed_anew_and_may_change_their_way() -> None:
     assert all(drive(gate, 10, 2.0, 1.0))
 
 
+def test_told_when_to_time_anew_it_does_so_then_and_only_then() -> None:
+    gate = Gate(lambda t: None, world=1, rechecks=False)
+    drive(gate, 2 * TRIALS, 1.0, 2.0)
+    assert not any(drive(gate, 2 * RECHECK, 1.0, 2.0))
+    gate.sends_whole(["others"])
+    gate.recheck()
+    ways = drive(gate, 2 * TRIALS + 5, 2.0, 1.0)
+    assert ways == [True] * TRIALS + [False] * TRIALS + [True] * 5
+
+
 def test_a_resumed_gate_goes_on_where_it_was() -> None:
     for visits in (0, 1, 3, 2 * TRIALS, 50):
         first = Gate(lambda t: None, world=1)

@@ -32,6 +32,7 @@ def low_rank(rows: int, columns: int, rank: int, seed: int) -> torch.Tensor:
     return left @ torch.randn(rank, columns, generator=generator)
 
 
+@pytest.mark.parametrize("holds", [False, True])
 @pytest.mark.parametrize(
     ("treatment", "calls"),
     [
@@ -41,12 +42,25 @@ def low_rank(rows: int, columns: int, rank: int, seed: int) -> torch.Tensor:
         (LowRank(4, remainder=TopK(0.01)), 3),
     ],
 )
-def test_collectives_of_a_bucket_with_norms_and_biases(treatment: LowRank, calls: int) -> None:
-    world = World(3, matrices(treatment))
+def test_collectives_of_a_bucket_with_norms_and_biases(
+    treatment: LowRank, calls: int, holds: bool
+) -> None:
+    """Accumulated or not: what was held of norms and biases rides along, and nothing stays."""
+    world = World(3, matrices(treatment), holds=holds)
     names = ["w", "bias", "v", "norm"]
-    gradients = [[torch.randn(64, 48), torch.randn(48), torch.randn(32, 64), torch.randn(16)]] * 3
-    world.reduce(names, gradients)
+    shapes = [(64, 48), (48,), (32, 64), (16,)]
+    held, last = ([[torch.randn(s) for s in shapes] for _ in range(3)] for _ in range(2))
+    if holds:
+        world.hold(names, held, 8.0)
+    shards = world.reduce(names, last, 8.0)
     assert [t.calls for t in world.transports] == [calls] * 3
+    world.commit()
+    for i in (1, 3):
+        wanted = torch.stack([g[i].double() for g in last]).mean(0)
+        if holds:
+            wanted += torch.stack([g[i].double() for g in held]).mean(0)
+        assert torch.allclose(assemble(shards, i).double(), wanted, atol=1e-6)
+        assert not any(names[i] in feedback.state_dict() for feedback in world.feedbacks)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
@@ -60,12 +74,21 @@ def test_bytes_are_those_of_the_factors_and_the_small_tensors(size: int) -> None
         assert sent == (size - 1) * (2 * (p + q + 1) + 4 * 48)
     else:  # rings
         assert abs(sent - 8 * (size - 1) / size * (p + q + 48 + 1)) < 16
-    planned = Plan.of(matrices(LowRank(4)), [("w", torch.Size([64, 48]), 2)], size)
-    alone = World(size, matrices(LowRank(4)))
-    alone.reduce(["w"], [[torch.randn(64, 48)]] * size)
-    assert alone.transports[0].sent_bytes == pytest.approx(
-        planned.sent_bytes * (size - 1) / size, abs=16 * size
-    )
+
+
+@pytest.mark.parametrize("hosts", [2, 3, 4])
+@pytest.mark.parametrize("local", [1, 2, 4])
+@pytest.mark.parametrize("treatment", [LowRank(4), LowRank(4, remainder=Quantize(4))])
+def test_the_plan_has_the_bytes_that_a_host_sends(
+    hosts: int, local: int, treatment: LowRank
+) -> None:
+    shape = torch.Size([96, 48])  # shards are whole rows, or a row would be sent by two processes
+    planned = Plan.of(matrices(treatment), [("w", shape, 2)], hosts, local)
+    world = World(hosts * local, matrices(treatment), local=local)
+    world.reduce(["w"], [[torch.randn(shape)] for _ in range(hosts * local)])
+    sent = sum(transport.sent_bytes for transport in world.transports[:local])
+    # headers and verdicts
+    assert sent == pytest.approx(planned.sent_bytes * (hosts - 1) / hosts, abs=64 * local * hosts)
 
 
 @quick

@@ -293,3 +293,12 @@ def test_the_cost_is_that_of_three_products() -> None:
     assert counted.payload_bytes == 4 * sum(factor_numels(1024, 4096, 4))
     assert counted.operations == pytest.approx(3 * 2 * 1024 * 4096 * 4, rel=0.01)
     assert cost(1024, 4096, 8).payload_bytes == 2 * counted.payload_bytes
+    in_turns = cost(1024, 4096, 4, alternate=True)
+    assert in_turns.payload_bytes * 2 == counted.payload_bytes
+    assert in_turns.operations == pytest.approx(counted.operations * 2 / 3, rel=0.01)
+    assert in_turns.memory_bytes < counted.memory_bytes
+
+
+def test_a_rank_that_pays_on_one_level_may_not_pay_where_rows_are_divided() -> None:
+    assert worthwhile(1024, 1024, 64)
+    assert not worthwhile(1024, 1024, 64, local=8)

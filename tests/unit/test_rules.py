@@ -89,6 +89,45 @@ def test_the_plan_adds_up() -> None:
     assert f"{plan.share:.2%}" in text.splitlines()[-1]
 
 
+def test_layers_alike_share_a_line_of_the_table() -> None:
+    shapes = [
+        *((f"model.layers.{i}.mlp.up.weight", torch.Size([64, 64]), 2) for i in range(12)),
+        ("model.layers.12.mlp.up.weight", torch.Size([64, 128]), 2),
+        ("model.norm.weight", torch.Size([64]), 2),
+    ]
+    plan = Plan.of(rules("quantize", bits=4), shapes, world=2)
+    lines = plan.table().splitlines()
+    assert [line.split("  ")[0].strip() for line in lines[:-1]] == [
+        "model.layers.*.mlp.up.weight (12)",
+        "model.layers.*.mlp.up.weight",
+        "model.norm.weight",
+    ]
+    sent = 12 * Quantize(4).packed_bytes(4096)
+    assert f"{sent:,} of {12 * 2 * 4096:,} B" in " ".join(lines[0].split())
+    assert lines[-1] == str(plan).splitlines()[-1]
+    assert len(str(plan).splitlines()) == len(shapes) + 1
+
+
+def test_the_cost_of_a_treatment_is_that_of_its_parts() -> None:
+    alone, both = LowRank(4), LowRank(4, remainder=Quantize(2))
+    cost, with_rest = alone.cost(64, 48, world=2), both.cost(64, 48, world=2)
+    rest = Quantize(2).cost(64 * 48)
+    assert cost.payload_bytes == 4 * 4 * (64 + 48)
+    assert with_rest.payload_bytes == cost.payload_bytes + rest.payload_bytes
+    assert with_rest.operations == cost.operations + rest.operations
+    assert with_rest.memory_bytes == cost.memory_bytes + rest.memory_bytes
+    assert LowRank(4, alternate=True).cost(64, 48, world=2).operations < cost.operations
+
+
+def test_rows_that_a_host_divides_have_a_right_factor_each() -> None:
+    shapes = [("w", torch.Size([1024, 1024]), 2)]
+    plans = [Plan.of(rules("powersgd", rank=4), shapes, 2, local) for local in (1, 2, 4)]
+    assert [p.sent_bytes for p in plans] == [4 * 4 * 1024 * (1 + local) for local in (1, 2, 4)]
+    high = MethodSettings("powersgd", rank=64)
+    assert Rules(high)("w", torch.Size([1024, 1024])) == LowRank(64)
+    assert Rules(high, local=8)("w", torch.Size([1024, 1024])) is None
+
+
 def test_a_factor_in_turns_counts_half() -> None:
     shapes = [("w", torch.Size([128, 64]), 4)]
     both = Plan.of(rules("powersgd", rank=4), shapes, world=4)

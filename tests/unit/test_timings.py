@@ -25,6 +25,20 @@ def test_sections_add_up() -> None:
     assert timings.seconds["pack"] > 0
 
 
+def test_time_inside_a_section_is_its_own() -> None:
+    timings = Timings()
+    with timings.section("pack"):
+        for _ in range(2):
+            with timings.section("select"):
+                time.sleep(0.02)
+        with pytest.raises(KeyError), timings.section("select"):
+            raise KeyError
+    with timings.section("pack"):
+        pass
+    assert timings.seconds["select"] >= 0.04
+    assert 0 <= timings.seconds["pack"] < 0.04
+
+
 def test_errors_are_ratios_of_norms() -> None:
     errors = Errors()
     errors.add("a", before=16.0, after=4.0)

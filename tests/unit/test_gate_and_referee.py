@@ -1,0 +1,119 @@
+"""Gate and referee together, over thousands of steps, by a clock that the test turns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds_ckpt.compression.factors import Factors
+from ds_ckpt.exchange import schedule
+from ds_ckpt.exchange.gate import TRIALS, Gate
+from ds_ckpt.exchange.referee import RECHECK, STEPS, Referee
+from ds_ckpt.exchange.schedule import ScheduledExchange
+
+COMPUTE_S = 0.5
+BUCKETS = ("front", "back")
+
+
+@dataclass
+class Machine:
+    """Takes its time, and nothing else.
+
+    Attributes:
+        compressed_s, whole_s, stock_s: of all buckets of a step.
+    """
+
+    compressed_s: float
+    whole_s: float
+    stock_s: float
+    now_s: float = 0.0
+    world: int = 2
+    nonfinite_buckets: int = 0
+    ways: list[str] = field(default_factory=list)
+
+    def reduce(
+        self,
+        names: Sequence[str],
+        tensors: list[Tensor],
+        loss_scale: float = 1.0,
+        *,
+        whole: bool = False,
+    ) -> list[Tensor]:
+        self._take("whole" if whole else "compressed", self.whole_s if whole else self.compressed_s)
+        return tensors
+
+    def stock(self, tensors: list[Tensor]) -> list[Tensor]:
+        self._take("stock", self.stock_s)
+        return tensors
+
+    def _take(self, way: str, seconds: float) -> None:
+        self.now_s += seconds / len(BUCKETS)
+        self.ways.append(way)
+
+    def step_ended(self) -> None:
+        pass
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    made = Machine(compressed_s=0.4, whole_s=0.7, stock_s=0.5)
+    monkeypatch.setattr(schedule.time, "perf_counter", lambda: made.now_s)
+    return made
+
+
+def scheduled(machine: Machine) -> ScheduledExchange:
+    exchange: Any = machine
+    gate = Gate(lambda t: t.mul_(2), world=2, rechecks=False)
+    referee = Referee(lambda t: t.mul_(2), world=2, clock=lambda: machine.now_s)
+    return ScheduledExchange(
+        exchange, None, Factors(), start_step=0, current_step=lambda: 1, gate=gate, referee=referee
+    )
+
+
+def train(machine: Machine, exchange: ScheduledExchange, steps: int) -> list[str]:
+    """How each step's last bucket went."""
+    ways = []
+    for _ in range(steps):
+        machine.now_s += COMPUTE_S
+        for name in BUCKETS:
+            exchange.reduce([name], [torch.zeros(1)], loss_scale=1.0, stock=machine.stock)
+        ways.append(machine.ways[-1])
+        exchange.step_ended(skipped=False)
+        exchange.step_ended(skipped=True)  # DeepSpeed drops gradients after every step, too
+    return ways
+
+
+def test_what_is_faster_stays_through_every_recheck(machine: Machine) -> None:
+    exchange = scheduled(machine)
+    ways = train(machine, exchange, 3 * RECHECK)
+    for start in range(0, len(ways), RECHECK):
+        period = ways[start : start + RECHECK]
+        assert period[:TRIALS] == ["whole"] * TRIALS
+        assert set(period[TRIALS : 2 * TRIALS]) == {"compressed"}
+        assert set(period[STEPS:]) == {"compressed"}, f"the comparison after step {start}"
+
+
+@pytest.mark.parametrize("turns_at", [100, RECHECK - 1])
+def test_a_link_that_slows_down_is_noticed_at_the_next_recheck(
+    machine: Machine, turns_at: int
+) -> None:
+    exchange = scheduled(machine)
+    machine.whole_s, machine.stock_s = 0.3, 0.2
+    assert set(train(machine, exchange, turns_at)[STEPS:]) == {"stock"}
+    machine.whole_s, machine.stock_s = 0.9, 0.8
+    ways = train(machine, exchange, 2 * RECHECK - turns_at)
+    assert set(ways[RECHECK - turns_at + STEPS :]) == {"compressed"}
+
+
+def test_a_resumed_run_compares_when_the_first_would_have(machine: Machine) -> None:
+    first = scheduled(machine)
+    train(machine, first, RECHECK - 3)
+    second = scheduled(machine)
+    for part in ("_gate", "_referee"):
+        getattr(second, part).load_state_dict(getattr(first, part).state_dict())
+    assert train(machine, second, STEPS + 10) == train(machine, first, STEPS + 10)
