@@ -94,7 +94,7 @@ class PowerSGDConfig(Section):
         ge=1,
         le=1024,
         description="Columns of each factor. A rows x columns matrix sends rank * (rows + columns) "
-        "fp32 numbers. Higher is more bytes, more compute and a lower loss; what a model needs "
+        "numbers. Higher is more bytes, more compute and a lower loss; what a model needs "
         "grows with its width.",
     )
     alternate: Annotated[bool, SWITCH] = Field(

@@ -99,7 +99,11 @@ def full_gradients(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def poisoned(
-    section: dict[str, Any], value: float, where: tuple[int, int, str], accumulation: int
+    section: dict[str, Any],
+    value: float,
+    where: tuple[int, int, str],
+    accumulation: int,
+    **options: Any,
 ) -> dict[str, Any]:
     """Train with one non-finite gradient entry in one process, micro-step and parameter.
 
@@ -124,7 +128,7 @@ def poisoned(
 
         handle = target.register_hook(inject)
 
-    config = models.zero3_config(accumulation=accumulation, ds_ckpt=section)
+    config = models.zero3_config(accumulation=accumulation, ds_ckpt=section, **options)
     engine = models.start("llama", config)
     session = ds_ckpt.session_of(engine)
     assert session is not None
@@ -137,6 +141,7 @@ def poisoned(
     equal = before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
     held = sum(float(r.abs().sum()) > 0 for r in before.values())
     losses = models.train(engine, "llama", 3, first=bad_step + 1)
+    skips = engine.skipped_steps
     engine.destroy()
     # the same run without that step
     fresh()
@@ -147,6 +152,7 @@ def poisoned(
     engine.destroy()
     return {
         "skipped": skipped,
+        "skips": skips,
         "equal": equal,
         "held": held,
         "losses": losses,

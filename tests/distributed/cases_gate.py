@@ -16,23 +16,24 @@ from ds_ckpt.exchange.referee import STEPS
 from ds_ckpt.session.session import Session
 from ds_ckpt.telemetry import Purpose
 from tests.distributed import models
+from tests.distributed.cases_levels import hosts
 from tests.distributed.pool import fresh
 
 
-def _started() -> tuple[Any, Session, Built]:
+def _started(**options: Any) -> tuple[Any, Session, Built]:
     """A gated run with one bucket for all, so that a slow way costs one pause a step."""
     fresh()
     section = models.quantize_section(exchange={"gate": True})
-    engine = models.start("llama", models.zero3_config(ds_ckpt=section, bucket=10**9))
+    engine = models.start("llama", models.zero3_config(ds_ckpt=section, bucket=10**9, **options))
     session = ds_ckpt.session_of(engine)
     assert session is not None
     assert session.exchange is not None
     return engine, session, session.exchange
 
 
-def _resumed(folder: str, *, steps: int, first: int) -> str:
+def _resumed(folder: str, *, steps: int, first: int, **options: Any) -> str:
     """The weights of a new engine that goes on from the checkpoint."""
-    engine, _, _ = _started()
+    engine, _, _ = _started(**options)
     engine.load_checkpoint(folder, tag="mine")
     models.train(engine, "llama", steps, first=first)
     digest = models.weights_digest(engine)
@@ -72,14 +73,15 @@ def gated(slow: str, folder: str, *, process: int) -> dict[str, Any]:
     return result
 
 
-def refereed(slow: str, folder: str, *, process: int) -> dict[str, Any]:
+def refereed(slow: str, folder: str, *, process: int, **options: Any) -> dict[str, Any]:
     """Train past the first verdict on whole steps while one way is slowed down in one process.
 
     Args:
         slow: "exchange", or "stock" and what goes whole.
         process: the one that is slow.
+        options: of the configuration.
     """
-    engine, session, built = _started()
+    engine, session, built = _started(**options)
     assert built.referee is not None
     assert built.feedback is not None
     ours, by_stock = built.exchange._exchange.reduce, []
@@ -119,8 +121,15 @@ def refereed(slow: str, folder: str, *, process: int) -> dict[str, Any]:
         "weights": models.weights_digest(engine),
     }
     engine.destroy()
-    result["resumed"] = _resumed(folder, steps=2, first=50)
+    result["levels"] = built.groups.levels
+    result["resumed"] = _resumed(folder, steps=2, first=50, **options)
     return result
+
+
+def refereed_on(slots: list[int], *arguments: Any, **options: Any) -> dict[str, Any]:
+    """As `refereed`, on hosts with so many processes each."""
+    with hosts(slots):
+        return refereed(*arguments, **options)
 
 
 def monitored(folder: str, section: dict[str, Any]) -> list[str]:

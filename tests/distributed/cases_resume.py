@@ -79,9 +79,9 @@ def resume(
     return _end(engine, models.train(engine, "llama", steps - split, first=split))
 
 
-def save(folder: str, section: dict[str, Any], steps: int) -> dict[str, Any]:
+def save(folder: str, section: dict[str, Any], steps: int, **options: Any) -> dict[str, Any]:
     """Train and save; digests of what was saved, and what a next step's losses would be."""
-    engine = _engine(section)
+    engine = _engine(section, **options)
     models.train(engine, "llama", steps)
     engine.save_checkpoint(folder)
     weights = models.weights_digest(engine)

@@ -143,6 +143,7 @@ def zero3_config(
     accumulation: int = 1,
     clip: float = 0.0,
     offload_optimizer: bool = False,
+    offload_param: bool = False,
     bucket: int = 5000,
     lr: float = 1e-2,
     **sections: Any,
@@ -158,6 +159,8 @@ def zero3_config(
         zero["stage3_prefetch_bucket_size"] = 0
     if offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu"}
+    if offload_param:
+        zero["offload_param"] = {"device": "cpu"}
     optimizer: dict[str, Any] = {"type": "AdamW", "params": {"lr": lr, "torch_adam": True}}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,

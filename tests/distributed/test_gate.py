@@ -50,6 +50,20 @@ def test_the_shorter_step_is_taken_by_all_processes_and_kept(
             assert result["owed"] > 0
 
 
+def test_nothing_is_owed_in_bf16_over_two_levels_when_stock_takes_over(
+    world4: Any, tmp_path: Path
+) -> None:
+    results = world4.run(
+        cases.refereed_on, [2, 2], "exchange", str(tmp_path), process=3, bf16={"enabled": True}
+    )
+    for result in results:
+        assert result["levels"] == 2
+        assert result["verdict"] is True
+        assert result["kept"] == 2
+        assert result["owed"] == 0
+        assert result["resumed"] == result["weights"]
+
+
 def test_monitors_are_told(world2: Any, tmp_path: Path) -> None:
     files = world2.run(cases.monitored, str(tmp_path), quantize_section())[0]
     text = " ".join(files)

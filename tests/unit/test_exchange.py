@@ -25,7 +25,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EPS = torch.finfo(torch.float32).eps
 quick = settings(max_examples=80, deadline=None)
 
-shapes = st.one_of(st.tuples(st.integers(0, 40), st.integers(1, 30)), st.tuples(st.integers(1, 50)))
+shapes = st.one_of(
+    st.tuples(st.integers(0, 40), st.integers(1, 30)),
+    st.tuples(st.integers(1, 50)),
+    st.tuples(st.integers(0, 9), st.integers(1, 8), st.integers(1, 6)),
+    st.tuples(st.integers(1, 6), st.integers(1, 5), st.integers(1, 3), st.integers(1, 3)),
+)
 codecs: st.SearchStrategy[Codec] = st.one_of(
     st.builds(
         TopK,
@@ -80,9 +85,8 @@ cases = st.builds(
     st.integers(0, 2**20),
 )
 hosts = st.builds(
-    lambda hosts, local, shapes, dtype, seed: Case(hosts * local, shapes, dtype, seed, local),
-    st.integers(1, 3),
-    st.integers(1, 3),
+    lambda of, shapes, dtype, seed: Case(of[0] * of[1], shapes, dtype, seed, of[1]),
+    st.sampled_from([(h, local) for h in range(1, 6) for local in range(1, 4) if h * local <= 9]),
     st.lists(shapes, min_size=1, max_size=4),
     st.sampled_from(DTYPES),
     st.integers(0, 2**20),
@@ -117,6 +121,44 @@ def test_sending_everything_is_the_stock_reduction_bitwise(case: Case, codec: Co
     world = World(case.world, lambda name, shape: codec)
     gradients = case.gradients()
     assert_same_shards(world.reduce(case.names, gradients), stock(gradients))
+
+
+@settings(max_examples=300, deadline=None)
+@given(cases, st.sampled_from([TopK(1.0, "fp32", "exact"), TopK(1.0, "fp32"), Dense()]))
+def test_sending_everything_of_sixteen_bits_is_an_fp32_sum_rounded_once(
+    case: Case, codec: Codec
+) -> None:
+    if case.dtype == torch.float32:
+        case = Case(case.world, case.shapes, torch.bfloat16, case.seed)
+    gradients = case.gradients()
+    shards = World(case.world, lambda name, shape: codec).reduce(case.names, gradients)
+    for i in range(len(case.shapes)):
+        total = torch.zeros(gradients[0][i].numel())
+        for process in gradients:
+            total += process[i].reshape(-1).float() / case.world
+        assert torch.equal(assemble(shards, i), total.to(case.dtype))
+
+
+@pytest.mark.parametrize("codec", [TopK(0.1), Quantize(3), LowRank(2), None])
+@pytest.mark.parametrize("local", [1, 2])
+def test_types_in_one_bucket_do_not_mix(codec: Treatment, local: int) -> None:
+    """What a tensor delivers does not depend on what it shares a bucket with."""
+    names, shape = ["a", "b", "c", "d"], (24, 20)
+    types = [torch.float32, torch.bfloat16, torch.float16, torch.float32]
+    generator = torch.Generator().manual_seed(0)
+    gradients = [
+        [torch.randn(shape, generator=generator).to(dtype) for dtype in types]
+        for _ in range(2 * local)
+    ]
+    together, apart = (World(2 * local, matrices(codec), local=local) for _ in range(2))
+    for _ in range(2):
+        shards = together.reduce(names, gradients)
+        for i, name in enumerate(names):
+            alone = apart.reduce([name], [[process[i]] for process in gradients])
+            assert_same_shards([[s[i]] for s in shards], alone)
+            assert all(s[i].dtype == types[i] for s in shards)
+        together.commit()
+        apart.commit()
 
 
 @pytest.mark.parametrize("piece", [1, 7, 1000])

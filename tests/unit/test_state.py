@@ -38,6 +38,18 @@ class Part:
         self.state = dict(state)
 
 
+def test_a_checkpoint_of_plain_deepspeed_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    processes = Processes(2)
+    with caplog.at_level(logging.INFO, logger="ds_ckpt"):
+        for files in processes.files:
+            files.restore(files.read(tmp_path))
+    said = [record.getMessage() for record in caplog.records]
+    assert any("holds no residuals" in line and "start at 0" in line for line in said)
+    assert not any(feedback.state_dict() for feedback in processes.feedbacks)
+
+
 class Processes:
     """`hosts` times `local` processes with residuals, each keeping its column."""
 

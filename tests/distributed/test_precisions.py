@@ -1,0 +1,98 @@
+"""Laws 4 and 5 with real engines in bf16 and fp16, with offloaded parameters, over two levels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed import cases_precision as cases
+from tests.distributed.models import quantize_section, topk_section
+
+# Hysteresis: the first overflow leaves the scale, so that a run without it computes the same.
+FP16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 100, "hysteresis": 3}
+BF16 = {"enabled": True}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "bf16": {"bf16": BF16},
+    "fp16": {"fp16": FP16, "clip": 0.5},
+    "fp16, offloaded": {"fp16": FP16, "offload_param": True, "offload_optimizer": True},
+    "parameters offloaded": {"offload_param": True, "offload_optimizer": True, "clip": 0.5},
+}
+EVERYTHING = topk_section(
+    method="hybrid",
+    powersgd={"rank": 2},
+    rules=[
+        {"match": "*embed*", "method": "topk", "topk": {"density": 0.1}},
+        {"match": "*down_proj*", "method": "quantize", "quantize": {"bits": 2}},
+        {"match": "*o_proj*", "method": "powersgd"},
+    ],
+    error_feedback={"dtype": "int8", "device": "cpu"},
+)
+"""Every method in one model, residuals rounded and on the host."""
+SECTIONS = {
+    "topk": topk_section(topk={"density": 0.05}),
+    "3 bits": quantize_section(quantize={"bits": 3}),
+    "everything": EVERYTHING,
+}
+WHERE = (1, 1, "model.layers.1.mlp.down_proj.weight")
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(
+    ("section", "value"), [("topk", "inf"), ("3 bits", "nan"), ("everything", "inf")]
+)
+def test_non_finite_passes_through(world2: Any, options: str, section: str, value: str) -> None:
+    given = (SECTIONS[section], float(value), WHERE, 2)
+    results = world2.run(cases.poisoned, [2], *given, **OPTIONS[options])
+    _passed_through(results)
+    assert all(process["skips"] == ("fp16" in options) for process in results)
+
+
+@pytest.mark.parametrize("options", ["bf16", "fp16"])
+@pytest.mark.parametrize("victim", range(4))
+def test_non_finite_passes_through_two_levels(world4: Any, options: str, victim: int) -> None:
+    where = (victim, *WHERE[1:])
+    value = float("nan" if victim % 2 else "inf")
+    _passed_through(
+        world4.run(cases.poisoned, [2, 2], EVERYTHING, value, where, 2, **OPTIONS[options])
+    )
+
+
+def _passed_through(results: list[dict[str, Any]]) -> None:
+    for process in results:
+        assert process["skipped"]
+        assert process["held"] > 3
+        assert process["equal"]
+        assert process["losses"] == process["expected"]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_resume_is_bit_exact(world2: Any, tmp_path: Path, options: str) -> None:
+    given = {"accumulation": 2, **OPTIONS[options]}
+    whole = world2.run(cases.train, [2], EVERYTHING, 6, 3, **given)
+    world2.run(cases.save, [2], str(tmp_path), EVERYTHING, 3, **given)
+    assert world2.run(cases.resume, [2], str(tmp_path), EVERYTHING, 3, 6, **given) == whole
+    assert whole[0]["factors"] > 3
+
+
+@pytest.mark.parametrize("options", ["bf16", "parameters offloaded"])
+def test_resume_over_two_levels_is_bit_exact(world4: Any, tmp_path: Path, options: str) -> None:
+    given = {"accumulation": 2, **OPTIONS[options]}
+    whole = world4.run(cases.train, [2, 2], EVERYTHING, 6, 3, **given)
+    world4.run(cases.save, [2, 2], str(tmp_path), EVERYTHING, 3, **given)
+    assert world4.run(cases.resume, [2, 2], str(tmp_path), EVERYTHING, 3, 6, **given) == whole
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_it_trains_as_plain_deepspeed_does(world2: Any, options: str) -> None:
+    """8 bits are as good as everything; an update of the wrong scale, or none, would show."""
+    given = {"lr": 3e-4, **OPTIONS[options]}
+    stock = world2.run(cases.run, "llama", {}, 12, **given)
+    section = quantize_section(quantize={"bits": 8})
+    ours = world2.run(cases.run, "llama", section, 12, **given)
+    for expected, got in zip(stock, ours, strict=True):
+        assert got["residuals"]
+        assert got["skipped"] == expected["skipped"] == 0
+        gaps = [abs(a - b) for a, b in zip(expected["losses"], got["losses"], strict=True)]
+        assert max(gaps) < 5e-3
