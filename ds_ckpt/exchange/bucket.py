@@ -2,56 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from ds_ckpt.compression import powersgd
-from ds_ckpt.compression.codec import Codec, Dense, aligned, section
-from ds_ckpt.compression.factors import Factors
-from ds_ckpt.compression.feedback import Feedback, all_finite
-from ds_ckpt.exchange.layout import ColumnLayout
+from ds_ckpt.compression.codec import Codec, Dense
+from ds_ckpt.compression.feedback import all_finite
+from ds_ckpt.exchange import whole
+from ds_ckpt.exchange.item import Item, Tools
 from ds_ckpt.exchange.low_rank import LowRankPart
 from ds_ckpt.exchange.packets import Packets
 from ds_ckpt.exchange.plan import words
 from ds_ckpt.exchange.row_blocks import RowBlocks
-from ds_ckpt.exchange.transport import Transport
 from ds_ckpt.exchange.treatment import LowRank, Treatment
-from ds_ckpt.telemetry.timings import Errors, Timings
-
-
-@dataclass(frozen=True)
-class Item:
-    """One tensor of a bucket.
-
-    Attributes:
-        column: this process's contribution, [layout.numel]: its gradient, or its host's sum.
-        dtype: the gradient's, in which shards are answered and whole tensors travel.
-    """
-
-    name: str
-    shape: torch.Size
-    dtype: torch.dtype
-    column: Tensor
-    layout: ColumnLayout
-    treatment: Treatment
-
-
-@dataclass(frozen=True)
-class Tools:
-    """What every bucket of an exchange uses."""
-
-    transport: Transport
-    feedback: Feedback
-    factors: Factors
-    order: Callable[[int, int, int, int, int], Iterable[tuple[int, int, Sequence[int]]]]
-    timings: Timings
-    errors: Errors
-    world: int
-    """Processes that are averaged over."""
 
 
 class Bucket:
@@ -84,7 +50,9 @@ class Bucket:
             codec = _codec(item.treatment)
             if i not in self._riding and (codec is not None or item.treatment is None):
                 self._slots[i] = len(sizes)
-                sizes.append(codec.packed_bytes if codec else partial(_whole_bytes, item.dtype))
+                sizes.append(
+                    codec.packed_bytes if codec else partial(whole.packed_bytes, item.dtype)
+                )
         self._packets = Packets(
             tools.transport, [items[i].layout for i in self._slots], sizes, self._device
         )
@@ -98,7 +66,7 @@ class Bucket:
         with a few norms and biases does not need an all-to-all."""
         if self._low is None:
             return set()
-        whole = {
+        small = {
             i
             for i, item in enumerate(self._items)
             if item.treatment is None or isinstance(item.treatment, Dense)
@@ -108,9 +76,9 @@ class Bucket:
             if isinstance(item.treatment, LowRank):
                 rows, columns = powersgd.matrix_shape(item.shape)
                 factors += sum(powersgd.factor_numels(rows, columns, item.treatment.rank))
-            elif i not in whole:
+            elif i not in small:
                 return set()  # there is an all-to-all anyway
-        return whole if sum(self._items[i].column.numel() for i in whole) <= factors else set()
+        return small if sum(self._items[i].column.numel() for i in small) <= factors else set()
 
     def reduce(self) -> list[Tensor]:
         timings = self._tools.timings
@@ -202,17 +170,10 @@ class Bucket:
             wide = item.column.to(torch.promote_types(item.dtype, torch.float32))
             self._low.add_whole(i, wide.div(self._tools.world))
             return
-        divisor = 1 if _divided_last(item) else self._tools.world
-        for dest in self._packets.peers:
-            payload = self._packets.outgoing(dest, self._slots[i])
-            part = item.column[item.layout.shard(dest)]
-            out = section(payload, 0, item.layout.size(dest), item.dtype)
-            if part.dtype == item.dtype:
-                torch.div(part, divisor, out=out)  # straight into the packet
-            else:
-                out.copy_(part.div(divisor))
-        own = item.column[item.layout.shard(self._me)].div(divisor)
-        self._own[i] = own.to(torch.promote_types(item.dtype, torch.float32))
+        outgoing = {
+            dest: self._packets.outgoing(dest, self._slots[i]) for dest in self._packets.peers
+        }
+        self._own[i] = whole.pack(item, self._tools.world, self._me, outgoing)
 
     def _sample(self) -> None:
         for i, before in self._before.items():
@@ -248,26 +209,10 @@ class Bucket:
         return total.to(item.dtype)
 
     def _sum_whole(self, i: int, item: Item) -> Tensor:
-        size, world = item.layout.size(self._me), self._tools.transport.world
-        parts = [
-            self._own[i]
-            if process == self._me
-            else section(self._packets.incoming(process, self._slots[i]), 0, size, item.dtype)
-            for process in range(world)
-        ]
-        total = torch.empty_like(self._own[i])
-        chunks = [other.layout.tensor.chunk for other in self._items]
-        at = self._me * sum(chunks) + sum(chunks[:i])
-        pieces = self._tools.order(world * sum(chunks), item.dtype.itemsize, world, at, at + size)
-        for start, stop, order in pieces:
-            piece = slice(start - at, stop - at)
-            # Starting from the first part, not from 0: 0 + -0 would turn into +0.
-            sum_ = total[piece].copy_(parts[order[0]][piece])
-            for process in order[1:]:
-                sum_.add_(parts[process][piece])
-        if _divided_last(item):
-            total.div_(self._tools.world)
-        return total.to(item.dtype)
+        payloads = {p: self._packets.incoming(p, self._slots[i]) for p in self._packets.peers}
+        before = sum(other.layout.tensor.chunk for other in self._items[:i])
+        chunks = sum(other.layout.tensor.chunk for other in self._items)
+        return whole.total(self._tools, item, self._own[i], payloads, (before, chunks))
 
 
 def _codec(treatment: Treatment) -> Codec | None:
@@ -275,18 +220,5 @@ def _codec(treatment: Treatment) -> Codec | None:
     return treatment.remainder if isinstance(treatment, LowRank) else treatment
 
 
-def _divided_last(item: Item) -> bool:
-    """16-bit gradients travel as they are and are summed and divided in fp32: one rounding.
-
-    fp32 is divided before the sum, as DeepSpeed does it, and so are sums of a host, which might not
-    fit into 16 bits.
-    """
-    return item.column.dtype == item.dtype and item.dtype.itemsize < 4
-
-
 def _energy(values: Tensor) -> float:
     return float(values.dot(values))
-
-
-def _whole_bytes(dtype: torch.dtype, numel: int) -> int:
-    return aligned(numel * dtype.itemsize)

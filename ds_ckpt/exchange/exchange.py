@@ -27,8 +27,9 @@ from torch import Tensor
 from ds_ckpt.compression.codec import Dense
 from ds_ckpt.compression.factors import Factors
 from ds_ckpt.compression.feedback import Feedback, all_finite
-from ds_ckpt.exchange.bucket import Bucket, Item, Tools
+from ds_ckpt.exchange.bucket import Bucket
 from ds_ckpt.exchange.in_host import InHostSum
+from ds_ckpt.exchange.item import Item, Tools
 from ds_ckpt.exchange.layout import ColumnLayout, ShardLayout
 from ds_ckpt.exchange.transport import Transport
 from ds_ckpt.exchange.treatment import Choose, Treatment
