@@ -6,7 +6,9 @@ They train what `frontier.py` trains: the same weights, data, optimizer, clippin
 dense warm-up, and their results go to the same file.
 
 - torch's hook runs in two DDP processes over gloo as torch ships it, with error feedback and warm
-  start. Its bytes are what it counts itself (`compression_stats`), sent in 16 bits by a ring
+  start, in one bucket: with several it starts its second collectives from callbacks, in no common
+  order, and gloo ends the processes when two of them meet ("Received data size doesn't match"). Its
+  bytes are what it counts itself (`compression_stats`), sent in 16 bits by a ring
   all-reduce, which is how it would send bf16 gradients.
 - Plain Top-K: of every tensor the largest entries, by `torch.topk`, as bf16 values with int32
   places. Plain int4: blocks of 64, -7 to 7 times the block's largest magnitude / 7, in bf16. Both
@@ -154,7 +156,7 @@ def _train_hook(dp_rank: int, key: dict[str, Any], rank: int, start: int, result
     world = LanguageTask().world
     dist.init_process_group("gloo", rank=dp_rank, world_size=world)
     run = _begin(key, compiled=False)
-    wrapped = DistributedDataParallel(run.model)
+    wrapped = DistributedDataParallel(run.model, bucket_cap_mb=1024)
     state = powerSGD_hook.PowerSGDState(
         process_group=None,
         matrix_approximation_rank=rank,
