@@ -16,7 +16,6 @@ from ds_ckpt.exchange.referee import STEPS
 from ds_ckpt.session.session import Session
 from ds_ckpt.telemetry import Purpose
 from tests.distributed import models
-from tests.distributed.cases_levels import hosts
 from tests.distributed.pool import fresh
 
 
@@ -124,12 +123,6 @@ def refereed(slow: str, folder: str, *, process: int, **options: Any) -> dict[st
     result["levels"] = built.groups.levels
     result["resumed"] = _resumed(folder, steps=2, first=50, **options)
     return result
-
-
-def refereed_on(slots: list[int], *arguments: Any, **options: Any) -> dict[str, Any]:
-    """As `refereed`, on hosts with so many processes each."""
-    with hosts(slots):
-        return refereed(*arguments, **options)
 
 
 def monitored(folder: str, section: dict[str, Any]) -> list[str]:

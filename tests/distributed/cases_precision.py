@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from deepspeed.accelerator import get_accelerator
 
-from tests.distributed import cases_compression, cases_resume
 from tests.distributed.cases_levels import hosts
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -23,31 +24,7 @@ def fp16_on_cpu() -> Iterator[None]:
         del accelerator.is_fp16_supported
 
 
-def poisoned(slots: list[int], *arguments: Any, **options: Any) -> dict[str, Any]:
-    """As `cases_compression.poisoned`, on hosts with so many processes each."""
+def on(slots: list[int], case: Callable[..., T], *arguments: Any, **options: Any) -> T:
+    """Another case, on hosts with so many processes each, in any precision."""
     with hosts(slots), fp16_on_cpu():
-        return cases_compression.poisoned(*arguments, **options)
-
-
-def train(slots: list[int], *arguments: Any, **options: Any) -> dict[str, Any]:
-    """As `cases_resume.train`."""
-    with hosts(slots), fp16_on_cpu():
-        return cases_resume.train(*arguments, **options)
-
-
-def save(slots: list[int], *arguments: Any, **options: Any) -> dict[str, Any]:
-    """As `cases_resume.save`."""
-    with hosts(slots), fp16_on_cpu():
-        return cases_resume.save(*arguments, **options)
-
-
-def resume(slots: list[int], *arguments: Any, **options: Any) -> dict[str, Any]:
-    """As `cases_resume.resume`."""
-    with hosts(slots), fp16_on_cpu():
-        return cases_resume.resume(*arguments, **options)
-
-
-def run(kind: str, section: dict[str, Any], steps: int, **options: Any) -> dict[str, Any]:
-    """As `cases_compression.run`."""
-    with fp16_on_cpu():
-        return cases_compression.run(kind, section, steps, **options)
+        return case(*arguments, **options)

@@ -9,6 +9,7 @@ import pytest
 
 from ds_ckpt.exchange.referee import COUNTED
 from tests.distributed import cases_gate as cases
+from tests.distributed.cases_precision import on
 from tests.distributed.models import quantize_section
 
 
@@ -54,7 +55,7 @@ def test_nothing_is_owed_in_bf16_over_two_levels_when_stock_takes_over(
     world4: Any, tmp_path: Path
 ) -> None:
     results = world4.run(
-        cases.refereed_on, [2, 2], "exchange", str(tmp_path), process=3, bf16={"enabled": True}
+        on, [2, 2], cases.refereed, "exchange", str(tmp_path), process=3, bf16={"enabled": True}
     )
     for result in results:
         assert result["levels"] == 2

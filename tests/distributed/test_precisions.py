@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.distributed import cases_precision as cases
+from tests.distributed import cases_compression, cases_resume
+from tests.distributed.cases_precision import on
 from tests.distributed.models import quantize_section, topk_section
 
 # Hysteresis: the first overflow leaves the scale, so that a run without it computes the same.
@@ -44,7 +45,7 @@ WHERE = (1, 1, "model.layers.1.mlp.down_proj.weight")
 )
 def test_non_finite_passes_through(world2: Any, options: str, section: str, value: str) -> None:
     given = (SECTIONS[section], float(value), WHERE, 2)
-    results = world2.run(cases.poisoned, [2], *given, **OPTIONS[options])
+    results = world2.run(on, [2], cases_compression.poisoned, *given, **OPTIONS[options])
     _passed_through(results)
     assert all(process["skips"] == 1 for process in results)
 
@@ -56,7 +57,9 @@ def test_non_finite_passes_through_two_levels(world4: Any, options: str, victim:
     where = (victim, *WHERE[1:])
     value = float("nan" if victim % 2 else "inf")
     _passed_through(
-        world4.run(cases.poisoned, [2, 2], EVERYTHING, value, where, 2, **OPTIONS[options])
+        world4.run(
+            on, [2, 2], cases_compression.poisoned, EVERYTHING, value, where, 2, **OPTIONS[options]
+        )
     )
 
 
@@ -71,27 +74,32 @@ def _passed_through(results: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("options", OPTIONS)
 def test_resume_is_bit_exact(world2: Any, tmp_path: Path, options: str) -> None:
     given = {"accumulation": 2, **OPTIONS[options]}
-    whole = world2.run(cases.train, [2], EVERYTHING, 6, 3, **given)
-    world2.run(cases.save, [2], str(tmp_path), EVERYTHING, 3, **given)
-    assert world2.run(cases.resume, [2], str(tmp_path), EVERYTHING, 3, 6, **given) == whole
+    whole = world2.run(on, [2], cases_resume.train, EVERYTHING, 6, 3, **given)
+    world2.run(on, [2], cases_resume.save, str(tmp_path), EVERYTHING, 3, **given)
+    assert (
+        world2.run(on, [2], cases_resume.resume, str(tmp_path), EVERYTHING, 3, 6, **given) == whole
+    )
     assert whole[0]["factors"] > 3
 
 
 @pytest.mark.parametrize("options", ["bf16", "parameters offloaded"])
 def test_resume_over_two_levels_is_bit_exact(world4: Any, tmp_path: Path, options: str) -> None:
     given = {"accumulation": 2, **OPTIONS[options]}
-    whole = world4.run(cases.train, [2, 2], EVERYTHING, 6, 3, **given)
-    world4.run(cases.save, [2, 2], str(tmp_path), EVERYTHING, 3, **given)
-    assert world4.run(cases.resume, [2, 2], str(tmp_path), EVERYTHING, 3, 6, **given) == whole
+    whole = world4.run(on, [2, 2], cases_resume.train, EVERYTHING, 6, 3, **given)
+    world4.run(on, [2, 2], cases_resume.save, str(tmp_path), EVERYTHING, 3, **given)
+    assert (
+        world4.run(on, [2, 2], cases_resume.resume, str(tmp_path), EVERYTHING, 3, 6, **given)
+        == whole
+    )
 
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_it_trains_as_plain_deepspeed_does(world2: Any, options: str) -> None:
     """8 bits are as good as everything; an update of the wrong scale, or none, would show."""
     given = {"lr": 3e-4, **OPTIONS[options]}
-    stock = world2.run(cases.run, "llama", {}, 12, **given)
+    stock = world2.run(on, [2], cases_compression.run, "llama", {}, 12, **given)
     section = quantize_section(quantize={"bits": 8})
-    ours = world2.run(cases.run, "llama", section, 12, **given)
+    ours = world2.run(on, [2], cases_compression.run, "llama", section, 12, **given)
     for expected, got in zip(stock, ours, strict=True):
         assert got["residuals"]
         assert got["skipped"] == expected["skipped"] == 0
