@@ -179,10 +179,16 @@ class Feedback:
             self._committed[name] = stored
             if previous is not None:
                 self._set_aside(name, previous, stored)
-        for name in self._settled:
-            for held in (self._committed, self._spare):
-                if name in held:
-                    self._buffers.release(*held.pop(name).tensors)
+        done = [
+            held.pop(name)
+            for name in self._settled
+            for held in (self._committed, self._spare)
+            if name in held
+        ]
+        if done:
+            self._settle()
+        for stored in done:
+            self._buffers.release(*stored.tensors)
         self._end_step()
         self._step += 1
 

@@ -4,7 +4,7 @@ The first `TRIALS` exchanges of a bucket are made whole, the next `TRIALS` compr
 from the gradients to this process's shard: adding to the residual, selecting, the wire, summing.
 The processes then add up their medians, so that all come to the same verdict, and the faster way is
 kept. Every `RECHECK` exchanges, or when it is told to, the two are timed anew: links and machines
-change.
+change. Exchanges of a skipped step count for nothing: one that meets an overflow may be cut short.
 
 A bucket that goes whole takes what is owed to it along; nothing is lost by a verdict.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -47,6 +47,14 @@ class Verdict:
     visits: int = 0
     times: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})
 
+    def copy(self) -> Verdict:
+        """Another one with the same values."""
+        return replace(self, times={whole: [*times] for whole, times in self.times.items()})
+
+    def compares_anew(self) -> None:
+        """The next exchange is the first of a comparison."""
+        self.visits, self.times = 0, {True: [], False: []}
+
 
 class Gate:
     """Decides bucket by bucket; equal on all processes that exchange with one another.
@@ -72,6 +80,8 @@ class Gate:
         self._rechecks = rechecks
         self._told: tuple[int, int] | None = None
         self.verdicts: dict[str, Verdict] = {}
+        self._before: dict[str, Verdict] = {}
+        """What this step's exchanges have changed, as it was."""
 
     def sends_whole(self, names: Sequence[str]) -> bool:
         """How the bucket of these parameters travels this time."""
@@ -87,7 +97,7 @@ class Gate:
     def recheck(self) -> None:
         """Time every bucket anew from its next exchange on; on all processes in the same step."""
         for verdict in self.verdicts.values():
-            verdict.visits, verdict.times = 0, {True: [], False: []}
+            verdict.compares_anew()
 
     def _in_turn(self, verdict: Verdict) -> int:
         return verdict.visits % RECHECK if self._rechecks else verdict.visits
@@ -100,6 +110,7 @@ class Gate:
         verdict = self.verdicts.get(_key(names))
         if verdict is None:
             return
+        self._before.setdefault(_key(names), verdict.copy())
         in_turn = self._in_turn(verdict)
         verdict.visits += 1
         if in_turn >= 2 * TRIALS:
@@ -115,6 +126,15 @@ class Gate:
             verdict.whole = verdict.compressed_s > verdict.whole_s
             verdict.times = {True: [], False: []}
             self._tell()
+
+    def commit(self) -> None:
+        """The step was taken: its times count."""
+        self._before.clear()
+
+    def rollback(self) -> None:
+        """The step was skipped: it counts for nothing."""
+        self.verdicts.update(self._before)
+        self._before.clear()
 
     @property
     def dense_buckets(self) -> int:
@@ -144,11 +164,23 @@ class Gate:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace all verdicts."""
+        """Replace all verdicts.
+
+        A gate that compares at other times may have saved a place amid a comparison of this one
+        but not its times: such a bucket is compared anew.
+        """
+        self._before.clear()
         self.verdicts = {
             key: Verdict(whole, compressed_s, whole_s, visits, {False: [*slow], True: [*fast]})
             for key, (whole, compressed_s, whole_s, visits, slow, fast) in state.items()
         }
+        for verdict in self.verdicts.values():
+            in_turn = self._in_turn(verdict)
+            due = {True: min(in_turn, TRIALS) - 1, False: in_turn - TRIALS - 1}
+            if in_turn < 2 * TRIALS and any(
+                len(verdict.times[whole]) != max(times, 0) for whole, times in due.items()
+            ):
+                verdict.compares_anew()
 
 
 def _key(names: Sequence[str]) -> str:

@@ -6,7 +6,8 @@ shorter step. So after the gate's comparisons `COUNTED` steps are timed as the g
 as many with DeepSpeed's reduction; between the two a step goes whole, so that nothing is owed. The
 processes add up their medians, so that all come to the same verdict, and keep the faster way. Every
 `RECHECK` steps the two are timed anew, after the gate has timed its buckets anew: a verdict of
-either must not be taken while the other tries things out.
+either must not be taken while the other tries things out. A parameter that had no gradient in the
+whole step goes whole when it next has one.
 
 Skipped steps count for nothing. Not for accumulated steps that are exchanged once: DeepSpeed's
 reduction would run in every micro-step.
@@ -17,7 +18,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any, Literal
 
@@ -33,8 +34,9 @@ COUNTED = 8
 """Timed steps each way; the first step of each is not counted."""
 RECHECK = 1000
 """Steps from one comparison to the next."""
-_SWITCH = 2 * TRIALS + 1 + COUNTED
-STEPS = _SWITCH + 2 + COUNTED
+SWITCH = 2 * TRIALS + 1 + COUNTED
+"""The step of a comparison that goes whole."""
+STEPS = SWITCH + 2 + COUNTED
 """Steps after which the first verdict stands."""
 
 
@@ -65,14 +67,18 @@ class Referee:
         self._times: dict[Way, list[float]] = {"gated": [], "stock": []}
         self._device: torch.device | None = None
         self._ended_s: float | None = None
+        self._owed: set[str] = set()
+        """Parameters that have travelled as the gate has them and not whole since. By the schedule
+        and not by residuals: with two levels only some processes may hold one."""
+        self._settled: set[str] = set()
 
     @property
     def way(self) -> Way:
         """How this step's buckets travel: as the gate has them, all whole, by DeepSpeed."""
         turn = self._steps % RECHECK
-        if turn < _SWITCH:
+        if turn < SWITCH:
             return "gated"
-        if turn == _SWITCH:
+        if turn == SWITCH:
             return "whole"
         return "stock" if turn < STEPS or self.stock else "gated"
 
@@ -81,24 +87,36 @@ class Referee:
         """Whether a comparison but the first begins with the next step that sends something."""
         return self._steps > 0 and self._steps % RECHECK == 0
 
-    def exchanged(self, device: torch.device) -> None:
-        """A bucket travels in this step, on this device."""
+    def way_of(self, names: Sequence[str]) -> Way:
+        """How a bucket travels. Changes with `step_ended` only."""
+        way = self.way
+        return "whole" if way == "stock" and not self._owed.isdisjoint(names) else way
+
+    def exchanged(self, names: Sequence[str], device: torch.device) -> None:
+        """A bucket travels in this step as `way_of` says, on this device."""
         self._device = device
+        way = self.way_of(names)
+        if way == "gated":
+            self._owed.update(names)
+        elif way == "whole":
+            self._settled.update(names)
 
     def step_ended(self, *, skipped: bool) -> None:
         """Count the step if anything travelled in it.
 
         Collective at the end of a comparison: all processes come to it in the same step.
         """
+        settled, self._settled = self._settled, set()
         if self._device is None:
             return
         device, self._device = self._device, None
         before, self._ended_s = self._ended_s, self._clock()
         if skipped:
             return
+        self._owed -= settled
         turn, way = self._steps % RECHECK, self.way
         self._steps += 1
-        counts = _SWITCH - COUNTED <= turn < _SWITCH or STEPS - COUNTED <= turn < STEPS
+        counts = SWITCH - COUNTED <= turn < SWITCH or STEPS - COUNTED <= turn < STEPS
         if counts and before is not None:
             self._times[way].append(self._ended_s - before)
         if turn == STEPS - 1:
@@ -128,10 +146,12 @@ class Referee:
             "stock": self.stock,
             "gated_s": self._times["gated"],
             "stock_s": self._times["stock"],
+            "owed": sorted(self._owed),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace what is known; a checkpoint from before there was a referee starts anew."""
         self._steps, self.stock = int(state.get("steps", 0)), state.get("stock")
         self._times = {"gated": [*state.get("gated_s", ())], "stock": [*state.get("stock_s", ())]}
+        self._owed, self._settled = set(state.get("owed", ())), set()
         self._ended_s = self._device = None

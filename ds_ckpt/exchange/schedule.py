@@ -96,21 +96,20 @@ class ScheduledExchange:
 
     def inline(self, names: Sequence[str]) -> bool:
         """Where DeepSpeed reduces; see `ds_ckpt.zero3.gradient.BucketExchange`."""
-        return self.warming_up or self._way == "stock"
+        return self.warming_up or self._way(names) == "stock"
 
-    @property
-    def _way(self) -> Way:
-        """Of this step's buckets."""
+    def _way(self, names: Sequence[str] = ()) -> Way:
+        """How a bucket of this step travels."""
         if self.fallback.whole:
             return "whole"
-        return self._referee.way if self._referee is not None else "gated"
+        return self._referee.way_of(names) if self._referee is not None else "gated"
 
     @property
     def whole_buckets(self) -> int:
         """Buckets that are not compressed because that would take longer."""
         if self._gate is None:
             return 0
-        return self._gate.dense_buckets if self._way == "gated" else len(self._gate.verdicts)
+        return self._gate.dense_buckets if self._way() == "gated" else len(self._gate.verdicts)
 
     def reduce(
         self,
@@ -125,9 +124,9 @@ class ScheduledExchange:
             return stock(tensors)
         if self._at_boundary is not None and not self._at_boundary():
             return self._exchange.hold(names, tensors, loss_scale=loss_scale)
-        way = self._way
+        way = self._way(names)
         if self._referee is not None and tensors:
-            self._referee.exchanged(tensors[0].device)
+            self._referee.exchanged(names, tensors[0].device)
         if way == "stock":
             return stock(tensors)
         if way == "whole":
@@ -144,12 +143,13 @@ class ScheduledExchange:
         """A skipped step leaves every residual and factor bit-equal to before (law 4).
 
         So does a step with a non-finite bucket that DeepSpeed did not skip: every process that this
-        one exchanges with was told of it, and a NaN must not live on in a residual.
+        one exchanges with was told of it, and a NaN must not live on in a residual. The gate's
+        times of such a step count for nothing.
         """
         nonfinite = self._exchange.nonfinite_buckets > self._nonfinite_before
         self._nonfinite_before = self._exchange.nonfinite_buckets
         self._exchange.step_ended()
-        for state in (self._feedback, self._factors):
+        for state in (self._feedback, self._factors, self._gate):
             if state is None:
                 continue
             if skipped or nonfinite:

@@ -28,6 +28,7 @@ from ds_ckpt.exchange.residual_file import FORMATS, Contents, SavedFile, write
 log = logging.getLogger("ds_ckpt")
 _ANY = "ds_ckpt_residuals_*_of_*.safetensors"
 _UNFINISHED = "ds_ckpt_residuals_*.unfinished"
+_MARK = "ds_ckpt_residuals_saving"
 _PATTERN = "ds_ckpt_residuals_{process:05d}_of_{world:05d}.safetensors"
 _START_AT_0 = "remove the ds_ckpt_residuals_* files to start with residuals of 0"
 
@@ -80,10 +81,21 @@ class ResidualFiles:
         self._parts = dict(parts or {})
         assert not self._parts.keys() & {"residual", "scales"}, "names of the file's own"
 
-    def clear(self, folder: Path) -> None:
-        """Remove every residual file of an earlier save under the same tag, broken-off ones too."""
-        for path in (*folder.glob(_ANY), *folder.glob(_UNFINISHED)):
+    def begin(self, folder: Path) -> None:
+        """Remove every residual file of an earlier save under the same tag, broken-off ones too.
+
+        Where there was one, a mark stands in their place until `end`: DeepSpeed's files of that
+        save are still there, and without their residuals they must not be loaded unawares.
+        """
+        earlier = [*folder.glob(_ANY), *folder.glob(_UNFINISHED)]
+        if earlier and self._feedback is not None:
+            (folder / _MARK).touch()
+        for path in earlier:
             path.unlink(missing_ok=True)
+
+    def end(self, folder: Path) -> None:
+        """Every process has written its file."""
+        (folder / _MARK).unlink(missing_ok=True)
 
     def save(self, folder: Path) -> None:
         """Write this process's file; `folder` is the checkpoint's tag folder."""
@@ -112,6 +124,16 @@ class ResidualFiles:
                 method = self._method
                 log.warning("ds_ckpt: %s holds residuals; method %s drops them", folder, method)
             return None
+        if (folder / _MARK).exists():
+            raise StateError(
+                Problem(
+                    where=str(folder),
+                    found="residuals of a save that was broken off",
+                    why="it had removed those of an earlier save under this tag, and DeepSpeed's "
+                    "files may still be of that one",
+                    remedy=f"load another tag, or {_START_AT_0}",
+                )
+            )
         if not found:
             log.info("ds_ckpt: %s holds no residuals (plain DeepSpeed?); they start at 0", folder)
             return None

@@ -255,7 +255,7 @@ class Session:
         self._on_drop.append(weakref.finalize(engine, self._gradient.lease.close))
         files = residual_files(engine, config.compression.method, built)
         dp_rank = torch.distributed.get_rank(optimizer.dp_process_group)
-        wrap_checkpoints(engine, files, self._patches, clears=dp_rank == 0)
+        wrap_checkpoints(engine, files, self._patches, begins=dp_rank == 0)
 
     @property
     def plan(self) -> Plan | None:

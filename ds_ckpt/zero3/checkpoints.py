@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,11 +22,14 @@ log = logging.getLogger("ds_ckpt")
 class StateFiles(Protocol):
     """State that is kept beside DeepSpeed's files, in the folder of a tag."""
 
-    def clear(self, folder: Path) -> None:
-        """Remove what an earlier save under this tag has left."""
+    def begin(self, folder: Path) -> None:
+        """Remove what an earlier save under this tag has left; one process, before all `save`."""
 
     def save(self, folder: Path) -> None:
         """Write this process's part."""
+
+    def end(self, folder: Path) -> None:
+        """All processes have written their parts; the process that began."""
 
     def read(self, folder: Path) -> Any:
         """Read and check this process's part without putting it in force."""
@@ -42,11 +46,11 @@ def _tag_to_load(folder: Path, tag: Any) -> str | None:
     return latest.read_text().strip() if latest.is_file() else None
 
 
-def wrap_checkpoints(engine: Any, files: StateFiles, patches: Patches, *, clears: bool) -> None:
+def wrap_checkpoints(engine: Any, files: StateFiles, patches: Patches, *, begins: bool) -> None:
     """Wrap `engine.save_checkpoint` and `load_checkpoint`; `patches` takes it back.
 
     Args:
-        clears: whether this process removes what an earlier save left (one of the group does).
+        begins: whether this process removes what an earlier save left (one of the group does).
     """
     save, load = engine.save_checkpoint, engine.load_checkpoint
     save_signature, load_signature = inspect.signature(save), inspect.signature(load)
@@ -59,13 +63,14 @@ def wrap_checkpoints(engine: Any, files: StateFiles, patches: Patches, *, clears
         name = f"global_step{engine.global_steps}" if tag is None else str(tag)
         folder = Path(asked["save_dir"]) / name
 
-        def clear() -> None:
-            if clears:
-                files.clear(folder)
+        def one(action: Callable[[Path], None]) -> None:
+            if begins:
+                action(folder)
 
         # ours first: DeepSpeed's `latest` names the tag only when all of it is there
-        together(clear, group, what="clear the checkpoint's folder")
+        together(lambda: one(files.begin), group, what="clear the checkpoint's folder")
         together(lambda: files.save(folder), group, what="save its residuals")
+        together(lambda: one(files.end), group, what="end the save of residuals")
         return save(*args, **kwargs)
 
     @functools.wraps(load)

@@ -36,6 +36,23 @@ def test_the_units_are_those_of_the_mean(
     assert torch.equal(feedback.accumulate("w", second, world, loss_scale), expected)
 
 
+def test_copies_have_ended_before_a_settled_buffer_is_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    feedback = Feedback(device="cpu")
+    feedback.accumulate("w", torch.ones(5), 1)
+    feedback.commit()
+    feedback.settle("w")
+    events: list[str] = []
+    monkeypatch.setattr(feedback, "_settle", lambda: events.append("copies ended"))
+    monkeypatch.setattr(feedback._buffers, "release", lambda *_: events.append("given back"))
+    feedback.commit()
+    assert events == ["copies ended", "given back"]
+    feedback.settle("w")
+    feedback.commit()
+    assert len(events) == 2, "nothing is held: nothing to wait for"
+
+
 def test_a_large_loss_scale_does_not_underflow_half_precision() -> None:
     gradient = torch.full((4,), 1.0, dtype=torch.float16)
     accumulated = Feedback().accumulate("w", gradient, 3, 2.0**20)

@@ -82,6 +82,18 @@ def test_a_resumed_gate_goes_on_where_it_was() -> None:
         assert drive(second, 30, 2.0, 1.0) == drive(first, 30, 2.0, 1.0)
 
 
+@pytest.mark.parametrize("visits", [RECHECK + 1, RECHECK + TRIALS, RECHECK + 2 * TRIALS - 1])
+@pytest.mark.parametrize("rechecks", [True, False])
+def test_a_gate_that_compares_at_other_times_resumes(visits: int, rechecks: bool) -> None:
+    """`when` was changed in between: the other gate may be amid a comparison, with no times."""
+    first = Gate(lambda t: None, world=1, rechecks=rechecks)
+    drive(first, visits, 2.0, 1.0)
+    second = Gate(lambda t: None, world=1, rechecks=not rechecks)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    drive(second, RECHECK, 2.0, 1.0)
+    assert second.dense_buckets == 1
+
+
 def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     gate = Gate(lambda t: None, world=1, speaks=True)
     with caplog.at_level(logging.INFO, logger="ds_ckpt"):

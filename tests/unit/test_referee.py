@@ -39,8 +39,8 @@ def drive(
     for step in range(1, steps + 1):
         way, skipped = referee.way, bool(skip) and step % skip == 0
         ways.append(way)
-        referee.exchanged(CPU)
-        referee.exchanged(CPU)
+        referee.exchanged(["a"], CPU)
+        referee.exchanged(["a"], CPU)
         took_s = stock_s if way == "stock" else gated_s
         referee._clock.now_s += 86400.0 if skipped else took_s  # type: ignore[attr-defined]
         referee.step_ended(skipped=skipped)
