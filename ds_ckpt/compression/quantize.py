@@ -16,7 +16,7 @@ the block, however far from Gaussian it is. (With the block's RMS as the scale o
 error is 0.336 of theirs; 0.338 with RMS scales, 0.385 with even steps below the largest magnitude.
 
 Real gradients have heavier tails than a Gaussian. `rotated` turns runs of 64 first (`rotation`):
-no more bytes; packing takes 1.4 to 4 times as long, by the CPU. On a small Llama, after some steps
+no more bytes; packing takes 3 to 4 times as long, by the CPU. On a small Llama, after some steps
 of error feedback, the residual of its matrices is then 1.9 times smaller at 2 bits, 1.4 times at 4;
 that of its embeddings, which have rows of zeros, a fifth larger
 (`benchmarks/rotation.py`). So it is a choice for each tensor, not the default.

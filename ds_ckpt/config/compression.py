@@ -82,7 +82,7 @@ class QuantizeConfig(Section):
         description="Rotate each block at random (signs, a Hadamard transform) before rounding, "
         "so that no entry dwarfs its block: on a Llama's matrices the error of 2 bits falls from "
         "0.59 to 0.31 of the gradient, of 4 bits from 0.10 to 0.07; on embeddings it rises. "
-        "Packing takes 1.5 to 4 times as long, by the CPU.",
+        "Packing takes 3 to 4 times as long, by the CPU.",
     )
 
 
@@ -122,7 +122,7 @@ class ErrorFeedbackConfig(Section):
     enabled: Annotated[bool, SWITCH] = Field(
         default=True,
         description="Keep a residual per parameter (8 bytes an entry of a compressed tensor, in "
-        "each process; see dtype). Without it, what is not sent is lost and training ends worse.",
+        "each process; see dtype). Without it, what is not sent is lost, which low rank and Top-K pay with loss.",
     )
     dtype: Annotated[
         Literal["fp32", "bf16", "int8"], Expects('"fp32", "bf16" or "int8"', '"bf16"')
@@ -166,7 +166,7 @@ class ExchangeConfig(Section):
     gate: Annotated[bool, SWITCH] = Field(
         default=True,
         description="Time each bucket of gradients both compressed and whole, in its first eight "
-        "exchanges and again every 1000, and send it whole where that is faster: on a fast link "
+        "exchanges and again after 1000, and send it whole where that is faster: on a fast link "
         "compression costs more than it saves. Then whole steps are timed, and DeepSpeed's own "
         "reduction comes back where they are shorter with it. What runs then depends on the "
         "machine. false: compress always.",
