@@ -104,6 +104,9 @@ class Call:
     """Of operators that are not computed again."""
     recording: Recording | None = None
     buffers: list[Any] = field(default_factory=list)
+    """Copies of those that the forward has changed."""
+    read: list[Any] = field(default_factory=list)
+    """Those that it has not."""
     outputs: list[Output | None] = field(default_factory=list)
 
     def take(self) -> tuple[list[Tensor], list[Tensor]]:

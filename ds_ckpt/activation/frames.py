@@ -19,11 +19,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ds_ckpt.activation.arguments import TakenApart
 from ds_ckpt.activation.calls import Around, Call, Site, outputs_of
 from ds_ckpt.activation.fingerprints import Printer
-from ds_ckpt.activation.guards import in_words, inner_gradient, refuse_changed, weight_changed
+from ds_ckpt.activation.guards import (
+    broken_off,
+    in_words,
+    inner_gradient,
+    refuse_changed,
+    weight_changed,
+)
+from ds_ckpt.activation.holders import tensors_in
 from ds_ckpt.activation.kept import Kept
 from ds_ckpt.activation.operators import Recording
 from ds_ckpt.activation.replay import Replay, Saved, Stop
@@ -75,6 +83,8 @@ class Frame:
         self._values: dict[int, Tensor] = {}
         self._task = -2
         self._running: Site | None = None
+        self._broken_off = ""
+        """The block of this frame that was left by an exception."""
 
     def continues(self, tensors: Sequence[Tensor]) -> bool:
         """Whether one of the tensors is an output of the last call, so that a call can be added."""
@@ -124,6 +134,7 @@ class Frame:
             with torch.autograd.graph.saved_tensors_hooks(self._packing(call), _unpack), recording:
                 result = function(*args, **kwargs)
         except BaseException:
+            self._broken_off = site.name
             if call.recording is not None:
                 call.recording.entries.clear()  # they hold the graph, which holds the recording
             raise
@@ -131,11 +142,13 @@ class Frame:
             self._running = None
             self._printer.forget()
         refuse_changed(site.name, tensors, versions)
-        call.buffers = site.buffers.after(copies, states)
+        call.buffers, call.read = site.buffers.after(copies, states), site.buffers.read()
         state.after()
         if call.recording is not None:
             assert site.choice is not None
-            call.results = Kept(call.recording.finish(result, whole=not last or bool(self._calls)))
+            outside = [*tensors_in(tree_leaves(result)), *state.left_behind()]
+            whole = not last or bool(self._calls)
+            call.results = Kept(call.recording.finish(outside, whole=whole))
             site.choice.require_hits(call.recording.seen)
             call.recording.seen.clear()
         if last and not self._saved.kinds:  # a frozen block whose input needs no gradient
@@ -171,6 +184,8 @@ class Frame:
     def _recompute(self) -> None:
         if self._running is not None:
             raise inner_gradient(self._running.name)
+        if not self._calls:
+            raise broken_off(self._broken_off)
         replay = Replay(self._calls, self._saved)
         first = self._calls[0].take()
         try:

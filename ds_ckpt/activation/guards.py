@@ -65,6 +65,31 @@ def weight_changed(name: str, weight: str) -> UnsupportedError:
     )
 
 
+def buffer_changed(name: str, buffer: str) -> UnsupportedError:
+    return UnsupportedError(
+        Problem(
+            where=name,
+            found=f"the buffer {buffer}, changed in place between the block's forward and its "
+            "backward",
+            why="the recompute would begin with the changed values",
+            remedy="change it after the backward of every forward that used it or inside the "
+            "block's forward, or leave the block out of checkpointing",
+        )
+    )
+
+
+def broken_off(name: str) -> UnsupportedError:
+    return UnsupportedError(
+        Problem(
+            where=name,
+            found="a backward through a forward that an exception has ended",
+            why="the recompute cannot tell how far it had come",
+            remedy="return tensors from the block instead of raising, or leave it out of "
+            "checkpointing",
+        )
+    )
+
+
 def attribute_changed(name: str, attribute: str) -> UnsupportedError:
     return UnsupportedError(
         Problem(

@@ -173,6 +173,28 @@ class Found:
             self.iterators.append(value)
 
 
+def tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    """Tensors that can be reached from some values: in containers, in objects, in what those hold.
+
+    Modules are not entered. No more than `MOST` holders are looked into.
+    """
+    tensors: list[Tensor] = []
+    seen: set[int] = set()
+    left = list(values)
+    while left:
+        value = left.pop()
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, tuple):
+            left += value
+        elif value is None or isinstance(value, bool | int | float | str):
+            continue
+        elif id(value) not in seen and len(seen) < MOST and _kind_of(value) != "leaf":
+            seen.add(id(value))
+            left += members(look(value))
+    return tensors
+
+
 def _is_copied(value: Any) -> bool:
     """A container that `arguments.TakenApart` copies."""
     if type(value) in (list, dict) or isinstance(value, OrderedDict | UserDict):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ds_ckpt.activation.choice import Choice
 from ds_ckpt.activation.surroundings import RandomState, Tracker, devices_of
@@ -137,21 +137,21 @@ class Recording(_Pausing):
             return False
         return all(self._writes.get(_storage(t), 0) <= index for t in tensors)
 
-    def finish(self, result: Any, *, whole: bool) -> list[Tensor]:
+    def finish(self, outside: Iterable[Tensor], *, whole: bool) -> list[Tensor]:
         """What is to be kept, in order; afterwards the entries hold no tensors.
 
         Args:
-            result: of the block. What lies in the memory of its tensors is not kept: the caller
-                may write there.
+            outside: tensors of the block that others can reach. What lies in their memory is not
+                kept: somebody may write there.
             whole: the recompute runs to the end. Otherwise it stops where autograd has saved its
                 last tensor, and what came later is not kept.
         """
         kept: list[Tensor] = []
-        outside = {_storage(t) for t in tree_leaves(result) if isinstance(t, Tensor)}
+        reachable = {_storage(t) for t in outside}
         for index, entry in enumerate(self.entries):
             tensors = [r for r in entry.results if isinstance(r, Tensor)]
             reached = whole or entry.packs < self._packs()
-            inside = not any(_storage(t) in outside for t in tensors)
+            inside = not any(_storage(t) in reachable for t in tensors)
             if reached and inside and self._unchanged(index, tensors):
                 entry.first = len(kept)
                 kept += [t.detach() for t in tensors]

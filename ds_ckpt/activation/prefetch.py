@@ -76,7 +76,8 @@ class Prefetch:
         """Start to bring back what the calls before `call` keep."""
         before = sorted((n for n in self._calls if n < call.number), reverse=True)
         for number in before[: self._ahead]:
-            for piece in list(self._calls[number].pieces):
+            ahead = self._calls.get(number)  # its graph may just have been dropped
+            for piece in list(ahead.pieces) if ahead is not None else ():
                 self.fetch(piece, late=False)
 
     def fetch(self, piece: Piece, *, late: bool) -> None:

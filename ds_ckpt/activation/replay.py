@@ -15,7 +15,7 @@ from ds_ckpt.activation.calls import Call
 from ds_ckpt.activation.fingerprints import Printer
 from ds_ckpt.activation.guards import in_words, saved_changed
 from ds_ckpt.activation.operators import Replaying
-from ds_ckpt.activation.surroundings import swapped
+from ds_ckpt.activation.surroundings import read_again, swapped
 from ds_ckpt.errors import Problem, RecomputeError
 
 
@@ -87,6 +87,7 @@ class Replay:
         with ExitStack() as stack:
             stack.enter_context(call.surroundings.again())
             stack.enter_context(call.state.again())
+            stack.enter_context(read_again(call.site.name, call.read))
             stack.enter_context(swapped(call.buffers))
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _as_it_is))
             if call.recording is not None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_ckpt.activation.guards import attribute_changed, object_changed, one_way, weight_changed
-from ds_ckpt.activation.holders import ITEMS, Found, look, members, put_back, same
+from ds_ckpt.activation.holders import ITEMS, Found, look, members, put_back, same, tensors_in
 
 
 def version_of(tensor: Tensor) -> int:
@@ -138,6 +138,11 @@ class State:
         """Tensors in objects among the arguments, and the weights."""
         inside = [t for noted in self._given for t in noted.tensors()]
         return [*inside, *(p for _, _, p, _ in self._weights)]
+
+    def left_behind(self) -> list[Tensor]:
+        """Tensors that the forward's objects and modules hold now."""
+        values = (v for n in self._modules for v in members(look(n.holder)))
+        return tensors_in([*(noted.holder for noted in self._given), *values])
 
     def after(self) -> None:
         """The forward has run.

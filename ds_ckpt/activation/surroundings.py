@@ -2,7 +2,8 @@
 
 Each is noted when the forward runs and put back around the recompute, which leaves it afterwards
 as it was found: generators go on from where training stands, a model that has been set to
-evaluation stays so, buffers (the running statistics of BatchNorm) are changed once.
+evaluation stays so, buffers (the running statistics of BatchNorm) are changed once. A buffer that
+the forward only reads must be as it was: another one in its place is swapped, a change is refused.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from ds_ckpt.activation.guards import buffer_changed
 from ds_ckpt.errors import Problem, UnsupportedError
 
 
@@ -113,6 +115,8 @@ _Place = tuple[nn.Module, str]
 _Value = Tensor | _Missing | None
 Copy = tuple[_Place, _Value]
 """A buffer's place and its value from before a forward: none, or not registered, are values too."""
+Read = tuple[_Place, Tensor, int]
+"""A buffer that a forward does not change, and its version."""
 
 
 def _at(place: _Place) -> _Value:
@@ -205,6 +209,34 @@ class Buffers:
             self._places = [p for p in self._places if p not in self._changing]
             copies = [*copies, *began]
         return copies
+
+    def read(self) -> list[Read]:
+        """After a forward: the buffers that it did not change."""
+        values = ((place, _at(place)) for place in self._places)
+        return [(p, value, _version(value)) for p, value in values if isinstance(value, Tensor)]
+
+
+@contextmanager
+def read_again(name: str, buffers: list[Read]) -> Iterator[None]:
+    """The buffers that a forward has read, where others have come into their places since.
+
+    Raises UnsupportedError: one was changed in place since the forward of block `name`.
+    """
+    for (module, key), value, version in buffers:
+        if _version(value) != version:
+            raise buffer_changed(name, f"{type(module).__name__}.{key}")
+    others = [(place, _at(place), value) for place, value, _ in buffers]
+    others = [(place, now, value) for place, now, value in others if now is not value]
+    try:
+        for (module, key), _, value in others:
+            module._buffers[key] = value
+        yield
+    finally:
+        for (module, key), now, _ in others:
+            if isinstance(now, _Missing):
+                module._buffers.pop(key, None)
+            else:
+                module._buffers[key] = now
 
 
 @contextmanager

@@ -395,6 +395,71 @@ def test_weights_given_by_functional_call(kind: str) -> None:
     same(lambda: Stack(lambda: Block(torch.tanh)), kind, step)
 
 
+class Leaves(nn.Module):
+    """Shows a tensor around and is then left by an exception."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise StopIteration(x.sin().sum())
+
+
+@KINDS
+def test_a_tensor_of_a_forward_that_an_exception_has_ended(kind: str) -> None:
+    model = Stack(lambda: Block(Leaves()))
+    put(model, kind)
+    with pytest.raises(StopIteration) as caught:
+        model(data())
+    with pytest.raises(UnsupportedError, match=r"blocks\.0.*: found a backward through a forward"):
+        caught.value.value.backward()
+
+
+class Offset(nn.Module):
+    """A buffer that it does not change, and of which autograd saves nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("offset", torch.full((16,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(x + self.offset)
+
+
+@KINDS
+def test_buffers_given_by_functional_call(kind: str) -> None:
+    def step(model: nn.Module) -> list[Tensor]:
+        given = {name: b * 3 for name, b in model.named_buffers()}
+        before = [b.clone() for b in model.buffers()]
+        torch.func.functional_call(model, given, (data(),)).backward()
+        assert all(torch.equal(b, now) for b, now in zip(before, model.buffers(), strict=True))
+        return []
+
+    same(lambda: Stack(lambda: Block(Offset())), kind, step)
+
+
+@KINDS
+def test_a_buffer_that_is_replaced_before_backward(kind: str) -> None:
+    def step(model: nn.Module) -> list[Tensor]:
+        loss = model(data())
+        for part in model.modules():
+            if isinstance(part, Offset):
+                part.offset = part.offset * 2
+        loss.backward()
+        return [b.clone() for b in model.buffers()]
+
+    same(lambda: Stack(lambda: Block(Offset())), kind, step)
+
+
+@KINDS
+def test_a_buffer_that_is_changed_in_place_before_backward_is_refused(kind: str) -> None:
+    model = Stack(lambda: Block(Offset()))
+    put(model, kind)
+    loss = model(data())
+    for part in model.modules():
+        if isinstance(part, Offset):
+            part.offset.mul_(2)
+    with pytest.raises(UnsupportedError, match=r"blocks\.\d.*: found the buffer Offset\.offset"):
+        loss.backward()
+
+
 @KINDS
 def test_work_in_place_after_autograd_has_saved_is_refused(kind: str) -> None:
     """torch refuses it by itself; behind saved-tensor hooks it looks at no versions."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -104,7 +105,7 @@ def test_only_later_writes_count() -> None:
         x.add_(1.0)
         written.view(4)[1:].mul_(3.0)
         last = x @ x
-    first, second = recording.finish(None, whole=True)
+    first, second = recording.finish([], whole=True)
     assert [first.data_ptr(), second.data_ptr()] == [kept.data_ptr(), last.data_ptr()]
     assert [entry.first for entry in recording.entries] == [0, -1, 1]
 
@@ -116,15 +117,23 @@ def test_no_set_holds_an_operator_that_changes_its_argument() -> None:
 
 
 class _Outside(nn.Module):
-    """Returns a product that it also uses, for its caller to write into."""
+    """Gets hold of a product that its blocks also use, and writes into it."""
 
-    def __init__(self) -> None:
+    def __init__(self, way: str) -> None:
         super().__init__()
+        self.way = way
         self.blocks = nn.ModuleList(_Both() for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
-            h, y = block(x)
+            given = types.SimpleNamespace()
+            y = block(x, self.way, given)
+            if self.way == "tuple":
+                y, h = y
+            elif self.way == "object":
+                y, h = y.y, y.h
+            else:
+                h = given.h if self.way == "argument" else block.h
             h += x
             x = h * y
         return x
@@ -136,15 +145,25 @@ class _Both(nn.Module):
         self.a = nn.Linear(8, 8, bias=False)
         self.b = nn.Linear(8, 8, bias=False)
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, way: str, given: types.SimpleNamespace) -> Any:
         h = self.a(x)
-        return h, self.b(torch.tanh(h))
+        y = self.b(torch.tanh(h))
+        if way == "tuple":
+            return y, h
+        if way == "object":
+            return types.SimpleNamespace(y=y, h=h)
+        if way == "argument":
+            given.h = h
+        else:
+            self.h = h
+        return y
 
 
+@pytest.mark.parametrize("way", ["tuple", "object", "argument", "attribute"])
 @pytest.mark.parametrize("shape", [(4, 8), (2, 4, 8)])
-def test_a_product_that_the_caller_writes_into_is_not_kept(shape: tuple[int, ...]) -> None:
+def test_a_product_that_others_can_write_into_is_not_kept(shape: tuple[int, ...], way: str) -> None:
     torch.manual_seed(0)
-    model, x = _Outside(), torch.randn(shape)
+    model, x = _Outside(way), torch.randn(shape)
 
     def gradients() -> list[torch.Tensor | None]:
         model.zero_grad()
