@@ -122,7 +122,8 @@ class ErrorFeedbackConfig(Section):
     enabled: Annotated[bool, SWITCH] = Field(
         default=True,
         description="Keep a residual per parameter (8 bytes an entry of a compressed tensor, in "
-        "each process; see dtype). Without it, what is not sent is lost, which low rank and Top-K pay with loss.",
+        "each process; see dtype). Without it, what is not sent is lost, which low rank and Top-K "
+        "pay for with a higher loss.",
     )
     dtype: Annotated[
         Literal["fp32", "bf16", "int8"], Expects('"fp32", "bf16" or "int8"', '"bf16"')

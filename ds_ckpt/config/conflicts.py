@@ -95,6 +95,13 @@ COMPRESSION = (
         "remove the key",
     ),
     Conflict(
+        ("checkpoint", "use_node_local_storage"),
+        _on,
+        "residuals are loaded from the files of all processes, as another number of processes "
+        "needs them; a host then sees its own alone",
+        "write false or remove the key, and save to a folder that all hosts share",
+    ),
+    Conflict(
         ("optimizer", "type"),
         _named("muon"),
         "Muon needs whole gradients and refuses reduce-scatter, which compression replaces",

@@ -84,17 +84,16 @@ class ResidualFiles:
     def begin(self, folder: Path) -> None:
         """Remove every residual file of an earlier save under the same tag, broken-off ones too.
 
-        Where there was one, a mark stands in their place until `end`: DeepSpeed's files of that
-        save are still there, and without their residuals they must not be loaded unawares.
+        Where there was a save, a mark stands there until `end`: DeepSpeed's files may still be of
+        that one, and must not be loaded unawares without its residuals or with others.
         """
-        earlier = [*folder.glob(_ANY), *folder.glob(_UNFINISHED)]
-        if earlier and self._feedback is not None:
+        if self._feedback is not None and folder.is_dir():
             (folder / _MARK).touch()
-        for path in earlier:
+        for path in (*folder.glob(_ANY), *folder.glob(_UNFINISHED)):
             path.unlink(missing_ok=True)
 
     def end(self, folder: Path) -> None:
-        """Every process has written its file."""
+        """All files of the checkpoint are written, DeepSpeed's too."""
         (folder / _MARK).unlink(missing_ok=True)
 
     def save(self, folder: Path) -> None:
@@ -128,9 +127,9 @@ class ResidualFiles:
             raise StateError(
                 Problem(
                     where=str(folder),
-                    found="residuals of a save that was broken off",
-                    why="it had removed those of an earlier save under this tag, and DeepSpeed's "
-                    "files may still be of that one",
+                    found=f"{_MARK}: a save that was broken off",
+                    why="there was an earlier save under this tag, and DeepSpeed's files may still "
+                    "be of that one",
                     remedy=f"load another tag, or {_START_AT_0}",
                 )
             )

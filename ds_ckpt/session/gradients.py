@@ -57,7 +57,12 @@ class Gradients:
         alone = torch.distributed.get_world_size(group) == 1
         self.overlaps = config.exchange.overlap and not alone and not self._one_thread
         self._own_group = twin_of(group) if self.overlaps else None
-        self.built: Built = self._build(self._settings, self._boundary())
+        try:
+            self.built: Built = self._build(self._settings, self._boundary())
+        except BaseException:
+            if self._own_group is not None:
+                discard(self._own_group)
+            raise
         groups = self.built.groups
         choose = self._settings.choose(self._embeddings, groups.local)
         self.plan = Plan.of(choose, self._shapes, groups.world, groups.local)
@@ -133,10 +138,15 @@ class Gradients:
         return clauses
 
 
+def trained(engine: Any) -> list[tuple[str, Any]]:
+    """Name and parameter of all that DeepSpeed's optimizer steps, frozen for now or not."""
+    stepped = {p.ds_id for group in engine.optimizer.fp16_groups for p in group}
+    return [(n, p) for n, p in engine.module.named_parameters() if p.ds_id in stepped]
+
+
 def shapes_of(engine: Any) -> list[tuple[str, torch.Size, int]]:
-    """Name, full shape and bytes an element of every trainable parameter."""
-    parameters = engine.module.named_parameters()
-    return [(n, p.ds_shape, p.element_size()) for n, p in parameters if p.requires_grad]
+    """Name, full shape and bytes an element of every trained parameter."""
+    return [(n, p.ds_shape, p.element_size()) for n, p in trained(engine)]
 
 
 def residual_files(engine: Any, method: str, built: Built | None) -> ResidualFiles:

@@ -28,7 +28,7 @@ from ds_ckpt.exchange.plan import Plan
 from ds_ckpt.memory import HostPool
 from ds_ckpt.patch import Patches
 from ds_ckpt.planner.plan import ActivationPlan
-from ds_ckpt.session.gradients import Gradients, residual_files
+from ds_ckpt.session.gradients import Gradients, residual_files, trained
 from ds_ckpt.session.planning import Change, Planning
 from ds_ckpt.session.refusals import (
     nothing_to_replace,
@@ -236,7 +236,7 @@ class Session:
         engine, config = self.engine, self.config
         refuse_no_zero3_optimizer(engine)
         optimizer = engine.optimizer
-        names = {p.ds_id: n for n, p in engine.module.named_parameters() if p.requires_grad}
+        names = {p.ds_id: n for n, p in trained(engine)}
         share = config.activation.active and config.activation.share_gather
         self._gather = GatherSeam(optimizer, self.counters, share=share)
         for finding in changed:
@@ -255,7 +255,8 @@ class Session:
         self._on_drop.append(weakref.finalize(engine, self._gradient.lease.close))
         files = residual_files(engine, config.compression.method, built)
         dp_rank = torch.distributed.get_rank(optimizer.dp_process_group)
-        wrap_checkpoints(engine, files, self._patches, begins=dp_rank == 0)
+        drop_step = self._gradient.drop_step
+        wrap_checkpoints(engine, files, self._patches, drop_step=drop_step, begins=dp_rank == 0)
 
     @property
     def plan(self) -> Plan | None:
@@ -366,6 +367,8 @@ class Session:
 
     def detach(self) -> None:
         """Leave DeepSpeed, the engine and the model as they were found. Residuals are dropped."""
+        from deepspeed.accelerator import get_accelerator
+
         self._patches.undo()
         if self._planning is not None:
             self._planning.stop()
@@ -378,6 +381,7 @@ class Session:
         if self._gradients is not None:
             self._gradients.discard()
         self._blocks = self._boundaries = self._gradient = self._gather = self._gradients = None
+        get_accelerator().synchronize()  # no copy under way to host memory that is given up
         self._host.close()
         collectives.unlisten(self.counters)
         for finalizer in self._on_drop:

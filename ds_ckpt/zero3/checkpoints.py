@@ -29,7 +29,7 @@ class StateFiles(Protocol):
         """Write this process's part."""
 
     def end(self, folder: Path) -> None:
-        """All processes have written their parts; the process that began."""
+        """All processes have written their parts, DeepSpeed's too; the process that began."""
 
     def read(self, folder: Path) -> Any:
         """Read and check this process's part without putting it in force."""
@@ -46,10 +46,18 @@ def _tag_to_load(folder: Path, tag: Any) -> str | None:
     return latest.read_text().strip() if latest.is_file() else None
 
 
-def wrap_checkpoints(engine: Any, files: StateFiles, patches: Patches, *, begins: bool) -> None:
+def wrap_checkpoints(
+    engine: Any,
+    files: StateFiles,
+    patches: Patches,
+    *,
+    drop_step: Callable[[], None],
+    begins: bool,
+) -> None:
     """Wrap `engine.save_checkpoint` and `load_checkpoint`; `patches` takes it back.
 
     Args:
+        drop_step: forgets the step under way, which a load replaces.
         begins: whether this process removes what an earlier save left (one of the group does).
     """
     save, load = engine.save_checkpoint, engine.load_checkpoint
@@ -70,8 +78,9 @@ def wrap_checkpoints(engine: Any, files: StateFiles, patches: Patches, *, begins
         # ours first: DeepSpeed's `latest` names the tag only when all of it is there
         together(lambda: one(files.begin), group, what="clear the checkpoint's folder")
         together(lambda: files.save(folder), group, what="save its residuals")
+        result = save(*args, **kwargs)
         together(lambda: one(files.end), group, what="end the save of residuals")
-        return save(*args, **kwargs)
+        return result
 
     @functools.wraps(load)
     def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
@@ -91,6 +100,7 @@ def wrap_checkpoints(engine: Any, files: StateFiles, patches: Patches, *, begins
         state = together(read, group, what="read its residuals")
         result = load(*args, **kwargs)
         if result[0] is not None:
+            together(drop_step, group, what="end the step under way")
             files.restore(state)
         return result
 

@@ -151,6 +151,12 @@ SYMBOLS: tuple[Symbol, ...] = (
         "know that gradients are written to the bucket's buffer there alone",
     ),
     Symbol(
+        f"{_OPTIMIZER}.clear_backward_seen_flag",
+        "self",
+        "26d2fcb4d2547af3",
+        "see that a forward begins after a backward that did not end, and drop its step",
+    ),
+    Symbol(
         f"{_OPTIMIZER}.backward_prologue",
         "self",
         "5d89067f71f31309",

@@ -7,12 +7,15 @@ tensor, unpadded*. Everything around it stays DeepSpeed's. With `overlap` the fi
 later, by a thread of its own (`overlap.py`), and answered with nothing for now.
 
 The step's verdict comes from `_loss_scale_update_and_overflow_cleanup`: True means that every
-process skips the step (`rolled_back`), False that the weights will change (`committed`).
+process skips the step (`rolled_back`), False that the weights will change (`committed`). A backward
+that does not end gets none: the next forward finds that buckets were reduced and no epilogue came,
+and drops the step.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +31,7 @@ from ds_ckpt.zero3.dispatcher import Lease, Reduce, set_bucket
 from ds_ckpt.zero3.identity import check_identity
 from ds_ckpt.zero3.overlap import Later, Overlap
 
+log = logging.getLogger("ds_ckpt")
 _PREFIX = "_DeepSpeedZeroOptimizer_Stage3__"
 
 
@@ -69,8 +73,8 @@ class GradientSeam:
         names: parameter name by `ds_id`.
         exchange: None counts only, DeepSpeed's own reduction runs.
         overlap: have the exchange's thread reduce buckets while backward goes on.
-        verify: hold the first bucket against DeepSpeed's own reduction (used when DeepSpeed's
-            source has changed); `dense` must then be an exchange that sends everything.
+        verify: an exchange that sends everything, where DeepSpeed's source has changed: the first
+            finite bucket is held against DeepSpeed's own reduction.
     """
 
     def __init__(
@@ -92,6 +96,8 @@ class GradientSeam:
         self.lease = Lease()
         self._overlap: Overlap | None = None
         self._backward_ends = False
+        self._unfinished = False
+        """Buckets were reduced and backward has not ended."""
         if overlap and exchange is not None:
             self._overlap = Overlap(optimizer, counters, self.lease.worker)
         self._install()
@@ -122,6 +128,7 @@ class GradientSeam:
                 self._counters.exposed_reduce_s += seconds
 
         def avg_scatter_grads(params: list[Any], dtype: torch.dtype) -> list[torch.Tensor]:
+            self._unfinished = self._exchange is not None
             with self._void_on_error():
                 if self._overlap is None:
                     return reduced_here(params, dtype)
@@ -143,12 +150,29 @@ class GradientSeam:
         @functools.wraps(zero_grad)
         def give_up(*args: Any, **kwargs: Any) -> Any:
             """Between backward and step the gradients are dropped, and what was held of them."""
-            if self._exchange is not None:
-                self._take_all()
+            if self._unfinished:
+                self.drop_step()
+            elif self._exchange is not None:
                 self._exchange.step_ended(skipped=True)
             return zero_grad(*args, **kwargs)
 
+        epilogue = optimizer.independent_gradient_partition_epilogue
+
+        def gradient_partition_epilogue() -> None:
+            self._backward_ends = True
+            try:
+                epilogue()  # reduces or hands over the last bucket
+                self._take_all()
+            finally:
+                self._backward_ends = False
+            self._unfinished = False
+
         self._patches.set(optimizer, "zero_grad", give_up)
+        name = "independent_gradient_partition_epilogue"
+        self._patches.set(optimizer, name, gradient_partition_epilogue)
+        name = "clear_backward_seen_flag"  # a forward begins
+        forward_begins = _after(self._drop_unfinished, getattr(optimizer, name))
+        self._patches.set(optimizer, name, forward_begins)
         self._patches.set(optimizer, f"{_PREFIX}avg_scatter_grads", avg_scatter_grads)
         name = "_loss_scale_update_and_overflow_cleanup"
         self._patches.set(optimizer, name, loss_scale_update_and_overflow_cleanup)
@@ -157,22 +181,11 @@ class GradientSeam:
         """Take partitions where DeepSpeed counts on them, and before it begins anything new."""
         optimizer = self._optimizer
         partition_grads = optimizer.partition_grads
-        epilogue = optimizer.independent_gradient_partition_epilogue
 
         def partition_grads_that_are_there(params: list[Any], partitions: Any) -> Any:
             return [] if isinstance(partitions, Later) else partition_grads(params, partitions)
 
-        def gradient_partition_epilogue() -> None:
-            self._backward_ends = True
-            try:
-                epilogue()  # hands over the last bucket
-                self._take_all()
-            finally:
-                self._backward_ends = False
-
         self._patches.set(optimizer, "partition_grads", partition_grads_that_are_there)
-        name = "independent_gradient_partition_epilogue"
-        self._patches.set(optimizer, name, gradient_partition_epilogue)
         # what a backward that was interrupted has left, DeepSpeed would have taken long ago
         for name in ("backward_prologue", "_pre_step"):
             self._patches.set(optimizer, name, _after(self._take_all, getattr(optimizer, name)))
@@ -189,22 +202,48 @@ class GradientSeam:
     def _void_on_error(self) -> Iterator[None]:
         """Leave nothing of the step's gradients where an exchange has raised.
 
-        Whoever catches the error may train on; residuals were rolled back where an exchange raised.
+        Whoever catches the error may train on; residuals were rolled back where an exchange raised,
+        and are with the next forward where something else did.
         """
         try:
             yield
         except BaseException:
-            if self._exchange is None:  # DeepSpeed's error, DeepSpeed's state
-                raise
-            optimizer = self._optimizer
-            optimizer.micro_step_id = 0
-            optimizer._epilogue_ran_this_backward = False
-            for bucket in optimizer.ipg_buckets.values():
-                bucket.clear_params()
-            for group in optimizer.fp16_groups:
-                for param in group:
-                    param.grad = None
+            if self._exchange is not None:  # else DeepSpeed's error, DeepSpeed's state
+                self._drop_gradients()
             raise
+
+    def _drop_gradients(self) -> None:
+        optimizer = self._optimizer
+        optimizer.micro_step_id = 0
+        optimizer._epilogue_ran_this_backward = False
+        for bucket in optimizer.ipg_buckets.values():
+            bucket.clear_params()
+        for group in optimizer.fp16_groups:
+            for param in group:
+                param.grad = None
+
+    def drop_step(self) -> None:
+        """Drop the gradients of the step under way and what its exchanges have left pending.
+
+        Of an accumulated step all micro-steps so far: what they left cannot be told apart. Waits
+        for the buckets on their way. Nothing happens without an exchange.
+
+        Raises:
+            Exception: what the exchange of one of them raised. They are dropped all the same.
+        """
+        if self._exchange is None:
+            return
+        self._take_all()
+        if self._overlap is not None:
+            self._overlap.wait_for_dropped()
+        self._exchange.step_ended(skipped=True)
+        self._drop_gradients()
+        self._unfinished = False
+
+    def _drop_unfinished(self) -> None:
+        if self._unfinished:
+            self.drop_step()
+            log.warning("ds_ckpt: a backward did not end; its step's gradients so far are dropped")
 
     def _inline(self, params: Sequence[Any]) -> bool:
         """Whether the thread that runs DeepSpeed reduces this bucket itself."""
@@ -232,8 +271,8 @@ class GradientSeam:
         scale = self._scale()
         if self._verify is not None:
             ours = functools.partial(self._verify.reduce, names, loss_scale=scale, stock=stock)
-            check_identity(names, tensors, ours, stock, group)
-            self._verify = None
+            if check_identity(names, tensors, ours, stock, group):
+                self._verify = None
         try:
             return self._exchange.reduce(names, tensors, loss_scale=scale, stock=stock)
         except BaseException:

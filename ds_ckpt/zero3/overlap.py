@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -128,6 +128,7 @@ class Overlap:
         self._streams = _Streams(self._accelerator)
         self._flights: deque[_Flight] = deque()
         self._spares: list[torch.Tensor] = []
+        self._dropped: list[Future[_Arrived]] = []
 
     def hand_over(
         self,
@@ -179,9 +180,15 @@ class Overlap:
     def drop(self) -> None:
         """Forget the buckets on their way; those that have not begun are not exchanged."""
         for flight in self._flights:  # their buffers may be in use and are not used again
-            flight.future.cancel()
+            if not flight.future.cancel() and not flight.future.done():
+                self._dropped.append(flight.future)
         self._flights.clear()
         self._worker.go_on()
+
+    def wait_for_dropped(self) -> None:
+        """Until the worker has done what `drop` could not stop any more."""
+        wait(self._dropped)
+        self._dropped.clear()
 
     def free_spares(self) -> None:
         """Give up the spare buffers."""

@@ -313,8 +313,10 @@ def load_residuals_only(folder: str) -> dict[str, torch.Tensor]:
     return total_residual(_Holder)
 
 
-def identity_check(broken: tuple[int, ...]) -> str:
+def identity_check(broken: tuple[int, ...], first: float = 1.0) -> str:
     """Attach as if DeepSpeed's source had changed; in `broken` processes its reduction has, too.
+
+    Process 0's gradients of the first step are multiplied by `first`.
 
     Returns the error's message, empty where training went through.
     """
@@ -324,8 +326,8 @@ def identity_check(broken: tuple[int, ...]) -> str:
 
     fresh()
     require, stock = contract.require, stage3.reduce_scatter_coalesced
-    first = contract.SYMBOLS[0]
-    changed = contract.Finding(first.path, "digest_changed", "source changed", "")
+    symbol = contract.SYMBOLS[0]
+    changed = contract.Finding(symbol.path, "digest_changed", "source changed", "")
     contract.require = lambda symbols=None: [changed]
     if dist.get_rank() in broken:  # the sum, where the mean was meant
         stage3.reduce_scatter_coalesced = lambda tensors, group=None: [
@@ -333,7 +335,14 @@ def identity_check(broken: tuple[int, ...]) -> str:
         ]
     try:
         engine = models.start("llama", models.zero3_config(ds_ckpt=topk_now()))
-        models.train(engine, "llama", 2)
+        if dist.get_rank() == 0 and first != 1.0:
+            weight = engine.module.model.norm.weight
+            handle = weight.register_hook(lambda gradient: gradient * first)
+            models.train(engine, "llama", 1)
+            handle.remove()
+        else:
+            models.train(engine, "llama", 1)
+        models.train(engine, "llama", 2, first=1)
         engine.destroy()
         return ""
     except ds_ckpt.ContractError as error:

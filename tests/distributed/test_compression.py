@@ -185,6 +185,11 @@ def test_a_changed_source_is_held_against_the_live_reduction(world2: Any) -> Non
     for message in world2.run(cases.identity_check, (0, 1)):
         assert "reduce_scatter_coalesced, parameter" in message
         assert "another result" in message
+    # with a non-finite gradient there is nothing to compare until the next step
+    nan, inf = float("nan"), float("inf")
+    assert world2.run(cases.identity_check, (), nan, timeout=60) == ["", ""]
+    for message in world2.run(cases.identity_check, (0, 1), inf, timeout=60):
+        assert "another result" in message
     # one process's finding ends all of them, and nobody waits for it in a collective
     well, ill = world2.run(cases.identity_check, (1,), timeout=60)
     assert "in other processes" in well

@@ -26,6 +26,7 @@ COMPRESSION_CONFLICTS: list[tuple[str, Any, Any]] = [
     ("zero_optimization.zenflow", {}, None),
     ("zero_optimization.mics_shard_size", 2, None),
     ("zero_optimization.offload_optimizer", {"device": "cpu", "super_offload": True}, None),
+    ("checkpoint.use_node_local_storage", True, False),
     ("optimizer.type", "Muon", "AdamW"),
     ("optimizer.type", "MUON", "auto"),
     ("compile.deepcompile", True, False),

@@ -156,6 +156,7 @@ _CONFLICTS: list[tuple[Keys, Any]] = [
     (("zero_optimization", "zenflow"), {"topk_ratio": 0.1}),
     (("zero_optimization", "mics_shard_size"), 4),
     (("zero_optimization", "offload_optimizer", "super_offload"), True),
+    (("checkpoint", "use_node_local_storage"), True),
     (("optimizer", "type"), "Muon"),
     (("compile", "deepcompile"), True),
     (("expert_parallel", "enabled"), True),

@@ -1,0 +1,163 @@
+"""Run in the worker processes: steps that do not end, and what is trained after them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ds_ckpt
+from tests.distributed import models
+from tests.distributed.cases_overlap import _engine, _wrap_reduce
+from tests.distributed.cases_resume import state_digest
+from tests.distributed.pool import fresh
+
+NAP_S = 0.1
+
+
+def _micro_step(engine: Any, number: int) -> float:
+    loss = engine(**models.batch("llama", number, dist.get_rank())).loss
+    engine.backward(loss)
+    engine.step()
+    return float(loss.detach())
+
+
+def _outcome(engine: Any, losses: list[float]) -> dict[str, Any]:
+    session = ds_ckpt.session_of(engine)
+    return {
+        "losses": losses,
+        "weights": models.weights_digest(engine),
+        "state": state_digest(session),
+    }
+
+
+def _interrupt(engine: Any, number: int) -> bool:
+    """A micro-step whose backward raises when most buckets are on their way or exchanged."""
+    target = dict(engine.module.named_parameters())["model.embed_tokens.weight"]
+
+    def stop(gradient: torch.Tensor) -> torch.Tensor:
+        raise ValueError("stop here")
+
+    handle = target.register_hook(stop)
+    try:
+        _micro_step(engine, number)
+    except ValueError:
+        return True
+    finally:
+        handle.remove()
+    return False
+
+
+def tried_again(section: dict[str, Any], overlaps: bool, accumulation: int) -> dict[str, Any]:
+    """The first micro-step of a step fails in backward and is done again; beside a run in which
+    nothing fails."""
+    told: dict[str, Any] = {}
+    for name in ("smooth", "interrupted"):
+        fresh()
+        engine = _engine("llama", section, overlaps, gradient_accumulation_steps=accumulation)
+        losses = [_micro_step(engine, i) for i in range(2 * accumulation)]
+        if name == "interrupted":
+            told["raised"] = _interrupt(engine, 2 * accumulation)
+        losses += [_micro_step(engine, i) for i in range(2 * accumulation, 4 * accumulation)]
+        told[name] = _outcome(engine, losses)
+        engine.destroy()
+    return told
+
+
+def save_that_fails(folder: str, section: dict[str, Any]) -> str:
+    """A second save under one tag, of which DeepSpeed's part fails; what a load says then."""
+    fresh()
+    engine = _engine("llama", section, True)
+    _micro_step(engine, 0)
+    engine.save_checkpoint(folder, tag="t")
+    _micro_step(engine, 1)
+
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise OSError("no space left")
+
+    engine._save_checkpoint = fails
+    with contextlib.suppress(OSError):
+        engine.save_checkpoint(folder, tag="t")
+    engine.destroy()
+    fresh()
+    engine = _engine("llama", section, True)
+    try:
+        engine.load_checkpoint(folder, tag="t")
+    except ds_ckpt.StateError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+    return ""
+
+
+def _attach(engine: Any, section: dict[str, Any]) -> None:
+    """As `attach` does for an engine that began with this section."""
+    before = ds_ckpt.session_of(engine)
+    if before is not None:
+        before.detach()
+    engine._config._param_dict["ds_ckpt"] = section
+    ds_ckpt.attach(engine)
+
+
+def unfrozen_later(section: dict[str, Any]) -> dict[str, Any]:
+    """A parameter is frozen when the section is attached and trained afterwards."""
+    fresh()
+    engine = models.start("llama", models.zero3_config())
+    parameter = engine.module.model.layers[0].mlp.down_proj.weight
+    parameter.requires_grad_(False)
+    _attach(engine, section)
+    parameter.requires_grad_(True)
+    losses = [_micro_step(engine, i) for i in range(2)]
+    session = ds_ckpt.session_of(engine)
+    assert session is not None
+    name = "model.layers.0.mlp.down_proj.weight"
+    told = {"losses": losses, "residual": float(session.residuals[name].norm())}
+    engine.destroy()
+    return told
+
+
+def refused_group(section: dict[str, Any]) -> tuple[str, int]:
+    """What a refused attach says, and how many process groups it leaves."""
+    fresh()
+    engine = models.start("llama", models.zero3_config())
+    groups = torch.distributed.distributed_c10d._world.pg_map
+    before = len(groups)
+    try:
+        _attach(engine, section)
+    except ds_ckpt.UnsupportedError as error:
+        return str(error), len(groups) - before
+    finally:
+        engine.destroy()
+    return "", 0
+
+
+def loaded_after(folder: str, section: dict[str, Any], what: str) -> dict[str, Any]:
+    """Loads amid a step: its backward was interrupted, or its first micro-step brought a NaN."""
+    told: dict[str, Any] = {}
+    for name in ("new", "amid"):
+        fresh()
+        engine = _engine("llama", section, True, gradient_accumulation_steps=2)
+        if name == "new":
+            for i in range(4):
+                _micro_step(engine, i)
+            engine.save_checkpoint(folder)
+        else:
+            for i in range(6):
+                _micro_step(engine, i)
+            if what == "interrupted":
+                _wrap_reduce(engine, lambda i: time.sleep(NAP_S))
+                told["raised"] = _interrupt(engine, 6)
+            else:
+                parameter = engine.module.model.norm.weight
+                handle = parameter.register_hook(lambda g: torch.full_like(g, torch.nan))
+                _micro_step(engine, 6)
+                handle.remove()
+            engine.load_checkpoint(folder)
+            engine.micro_steps = 4  # DeepSpeed counts on from where it was
+        losses = [_micro_step(engine, i) for i in range(4, 8)]
+        told[name] = _outcome(engine, losses) | {"skipped": engine.skipped_steps}
+        engine.destroy()
+    return told
