@@ -88,7 +88,7 @@ class Planner:
             cost_s += self._waiting_s(moved, index, cost_s)
             # those of the recomputes before it are on their way back meanwhile
             full += allowance.prefetch * moved
-        return _Way(candidate, Option(held - moved, full, cost_s), moved)
+        return _Way(candidate, Option(held - moved, full, cost_s, moved), moved)
 
     def _waiting_s(self, moved_bytes: int, index: int, recompute_s: float) -> float:
         """What a block's copies take longer than the computing that they run beside."""

@@ -171,3 +171,8 @@ def versions() -> dict[str, Any]:
         except PackageNotFoundError:
             found[name] = "not installed"
     return found
+
+
+def virtual_versions() -> dict[str, Any]:
+    """Of what runs of virtual workers depend on: DeepSpeed has no part in them."""
+    return {name: found for name, found in versions().items() if name != "deepspeed"}

@@ -8,6 +8,7 @@ the others start from it, bit-equal to having trained the warm-up themselves.
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import statistics
 import time
@@ -20,9 +21,12 @@ import torch
 
 from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.files import replacing
+from ds_ckpt.validation.candidates import virtual_versions
 from ds_ckpt.validation.run import Run, Score
 from ds_ckpt.validation.virtual_training import Recipe, VirtualTraining
 from ds_ckpt.validation.virtual_workers import VirtualWorkers
+
+logger = logging.getLogger("ds_ckpt")
 
 Progress = Callable[[int, float], None]
 """(steps done, last loss)."""
@@ -178,6 +182,8 @@ def _resume(training: VirtualTraining, saving: Saving, start: int) -> dict[str, 
     for path in (saving.partial, *([saving.warm(start)] if start else [])):
         if path.exists():
             state = torch.load(path, weights_only=True)
+            if not _of_these_versions(path, state.get("versions")):
+                continue
             training.load_state_dict(state["training"])
             log: dict[str, Any] = state["log"]
             return log
@@ -185,10 +191,23 @@ def _resume(training: VirtualTraining, saving: Saving, start: int) -> dict[str, 
     return {"diverged": False, "digest": ""} | {name: [] for name in lists}
 
 
+def _of_these_versions(path: Path, then: dict[str, str] | None) -> bool:
+    """Whether a run may go on from a state: its first steps would be of other packages than its
+    record says."""
+    now = virtual_versions()
+    if then == now:
+        return True
+    others = [f"{n} {then.get(n)}" for n in now if then.get(n) != now[n]] if then else []
+    made_with = ", ".join(others) or "unknown versions"
+    logger.warning("%s is of %s: the run does not go on from it but begins anew", path, made_with)
+    return False
+
+
 def _save(path: Path, training: VirtualTraining, log: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as unfinished:
-        torch.save({"training": training.state_dict(), "log": log}, unfinished)
+        state = {"training": training.state_dict(), "log": log, "versions": virtual_versions()}
+        torch.save(state, unfinished)
 
 
 def _outcome(log: dict[str, Any], start: int, residual_norm: float, weights: str) -> Outcome:

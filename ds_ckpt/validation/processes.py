@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import sys
 import time
@@ -17,9 +18,17 @@ from typing import Any
 
 import torch
 
+from ds_ckpt.errors import Problem
 from ds_ckpt.harness import cpu_op
 from ds_ckpt.harness.follow import Lines
-from ds_ckpt.harness.launch import check_running, deepspeed_command, free_port, launched
+from ds_ckpt.harness.launch import (
+    LaunchError,
+    check_running,
+    deepspeed_command,
+    free_port,
+    launched,
+    log_tail,
+)
 from ds_ckpt.validation.candidates import DENSE
 from ds_ckpt.validation.experiment import SAMPLE_EVERY, Plan, Tell, about, sixteen_bit_bytes
 from ds_ckpt.validation.store import Result, Store, outcome_of
@@ -28,6 +37,8 @@ _LOOPBACK = Path("/sys/class/net/lo")
 _POLL_S = 0.2
 _START_S, _STEP_S = 600.0, 60.0
 """How long starting, and a step, may take before the launch counts as hung."""
+_SILENT_S = 10 * _STEP_S + 600.0
+"""From one event to the next: ten steps, an engine that is built, evaluations before and after."""
 
 
 def run_processes(plan: Plan, store: Store, folder: Path, tell: Tell | None = None) -> None:
@@ -55,22 +66,42 @@ def run_processes(plan: Plan, store: Store, folder: Path, tell: Tell | None = No
         processes=plan.task.spec.world,
         master_port=port,
     )
-    limit_s = _START_S + _STEP_S * len(missing) * plan.task.spec.steps
-    started = time.monotonic()
+    started = heard = time.monotonic()
     with (
         cpu_op.shared_buffers_removed(port),
         cpu_op.lock_cleared_on_failure(environment),
         launched(command, environment=environment, log=log) as process,
     ):
         lines = Lines(events)
-        running = True
+        running, begun = True, False
         try:
             while running:
-                running = check_running(process, started=started, time_limit_s=limit_s, log=log)
-                _take(lines.new(), plan, store, tell)
+                running = check_running(process, started=started, time_limit_s=math.inf, log=log)
+                if _take(lines.new(), plan, store, tell):
+                    heard, begun = time.monotonic(), True
+                elif running:
+                    _check_heard(heard, begun=begun, log=log)
                 time.sleep(_POLL_S if running else 0)
         finally:
             _take(lines.new(), plan, store, tell)
+
+
+def _check_heard(heard: float, *, begun: bool, log: Path) -> None:
+    """Raises LaunchError where nothing has come since `heard` for longer than it may take."""
+    limit_s = _SILENT_S if begun else _START_S
+    if time.monotonic() - heard <= limit_s:
+        return
+    what = "the next event of training" if begun else "the processes to begin"
+    takes = "ten steps with an evaluation take" if begun else "starting takes"
+    raise LaunchError(
+        Problem(
+            where=str(log),
+            found=f"waited {limit_s:.0f} s for {what}; the log ends with\n{log_tail(log)}",
+            why=f"{takes} far less where all is well: a process hangs, or waits for another",
+            remedy="look at the log's last lines and at whether the machine is busy with something "
+            "else, then give the same command again: finished runs are kept",
+        )
+    )
 
 
 def _job(plan: Plan, store: Store, folder: Path, events: Path) -> dict[str, Any]:
@@ -100,9 +131,13 @@ def _job(plan: Plan, store: Store, folder: Path, events: Path) -> dict[str, Any]
     }
 
 
-def _take(lines: Iterator[dict[str, Any]], plan: Plan, store: Store, tell: Tell | None) -> None:
-    spec = plan.task.spec
+def _take(lines: Iterator[dict[str, Any]], plan: Plan, store: Store, tell: Tell | None) -> bool:
+    """Keep and tell what has come; whether there was anything."""
+    spec, came = plan.task.spec, False
     for line in lines:
+        came = True
+        if line["kind"] == "begun":
+            continue
         if line["kind"] == "progress":
             if tell is not None:
                 words = f"{spec.kind}, seed {line['seed']}, {line['name']}"
@@ -120,6 +155,7 @@ def _take(lines: Iterator[dict[str, Any]], plan: Plan, store: Store, tell: Tell 
                 about=about(),
             )
         )
+    return came
 
 
 def _environment() -> dict[str, str]:

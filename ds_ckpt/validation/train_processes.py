@@ -1,7 +1,7 @@
 """What `deepspeed` launches for a comparison: trains every run of a job with ZeRO-3, one by one.
 
-Process 0 writes events: progress, and each finished run's result. Weights, data and schedule are
-those of virtual workers, worker by worker; what trains is DeepSpeed.
+Process 0 writes events: that it has begun, progress, and each finished run's result. Weights, data
+and schedule are those of virtual workers, worker by worker; what trains is DeepSpeed.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ def main() -> None:
     device = get_accelerator().current_device_name()
     task = open_task(TaskSpec(**job["spec"]), Path(job["folder"]), device=str(device))
     events = _Events(Path(job["events"]) if dist.get_rank() == 0 else None)
+    events.write(kind="begun")
     curves = {int(seed): curve for seed, curve in job["dense_curves"].items()}
     given_up: set[str] = set()
     for run in job["runs"]:

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from ds_ckpt.config.verdicts import read_verdicts, write_verdicts
 from ds_ckpt.errors import ConfigError, Problem, StateError
-from ds_ckpt.validation.candidates import DENSE, read_candidates, versions
+from ds_ckpt.validation.candidates import DENSE, read_candidates, versions, virtual_versions
 from ds_ckpt.validation.compare import Comparison, Margins, compare, exit_code, false_alarms
 from ds_ckpt.validation.experiment import Plan, run_virtual
 from ds_ckpt.validation.options import Wanted, check_options
@@ -105,9 +105,7 @@ def _check_resolution(task: Opened, margins: Margins) -> None:
 
 def _check_versions(plan: Plan, store: Store, wanted: Wanted) -> None:
     """Refuse to go on beside runs of other packages: a pair would differ in more than its file."""
-    now = versions()
-    if wanted.mode == "virtual":
-        del now["deepspeed"]  # has no part in them
+    now = virtual_versions() if wanted.mode == "virtual" else versions()
     for candidate in (DENSE, *plan.candidates):
         for seed in plan.seeds_of(candidate):
             result = store.find(plan.key(candidate, seed, wanted.mode))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,29 @@ def test_an_interrupted_run_comes_to_the_same(tmp_path: Path) -> None:
     assert straight.heldout[-1][1] < straight.heldout[0][1]
     assert straight.warm_up_bytes > 2 * straight.step_bytes > 0
     assert straight.residual_norm > 0
+
+
+@pytest.mark.parametrize("then", [{"torch": "1.0"}, None], ids=["others", "unknown"])
+def test_a_state_of_other_packages_is_not_gone_on_from(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, then: dict[str, str] | None
+) -> None:
+    with pytest.raises(_InterruptionError):
+        train(tmp_path, TOPK, stop_at=10)
+    path = tmp_path / "run.partial.pt"
+    state = torch.load(path, weights_only=True)
+    assert state.pop("versions")["torch"] == version("torch")
+    state["log"]["losses"] = [0.0] * 10  # what would be seen of it in the outcome
+    torch.save(state | ({"versions": then} if then else {}), path)
+    with pytest.raises(_InterruptionError):  # it comes past step 10 again
+        train(tmp_path, TOPK, stop_at=10)
+    (said,) = caplog.messages
+    assert str(path) in said
+    assert "begins anew" in said
+    assert ("torch 1.0" if then else "unknown versions") in said
+    caplog.clear()
+    resumed = train(tmp_path, TOPK)
+    assert numbers(resumed) == numbers(train(tmp_path / "straight", TOPK))
+    assert not caplog.messages
 
 
 def test_a_shared_warm_up_changes_nothing(tmp_path: Path) -> None:

@@ -51,6 +51,18 @@ def test_a_users_section_stands_for_its_name() -> None:
     assert compression == {**section, "start_step": 0, "exchange": {"gate": False}}
 
 
+def test_dense_with_rules_compresses_from_the_first_step() -> None:
+    rules = [{"match": "*", "method": "quantize"}]
+    section = {"method": "dense", "rules": rules, "exchange": {"overlap": True}}
+    spec = Spec(methods=("mine",), sections={"compression/mine": section})
+    (cell,) = [c for c in spec.cells if c.name == "none/mine"]
+    config = json.loads(json.dumps(deepspeed_config(spec, cell, parameters=10)))
+    compression = parse(config).compression
+    assert compression.start_step == 0
+    assert not compression.exchange.gate
+    assert compression.exchange.overlap
+
+
 def test_a_spec_is_what_was_saved(tmp_path: Path) -> None:
     spec = Spec(rates=(50.0, None), shape={"layers": 2}, batches=(2, 4))
     spec.save(tmp_path / "spec.json")

@@ -11,14 +11,18 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
 from ds_ckpt.cli import app
 from ds_ckpt.errors import ConfigError, Problem
-from ds_ckpt.harness.experiment import preflight, run
+from ds_ckpt.harness.experiment import preflight, run, worker
 from ds_ckpt.harness.experiment import watch as watching
 from ds_ckpt.harness.experiment.folder import STALLED, Folder
 from ds_ckpt.harness.experiment.plan import Spec
@@ -42,6 +46,10 @@ for _ in range(int(sys.argv[3])):
     watchdog.beat()
 time.sleep(60 if sys.argv[4] == "hang" else 0)
 """
+
+
+class _KillError(BaseException):
+    """Takes a process's life in between."""
 
 
 class Ground:
@@ -306,3 +314,46 @@ def test_options_that_cannot_be_are_refused_in_words(
     assert said in " ".join(result.output.replace("│", " ").split())
     assert "Traceback" not in result.output
     assert not (tmp_path / "run").exists()
+
+
+def test_notes_outlive_a_kill_while_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, ground, write = Folder(tmp_path), MagicMock(), Path.write_text
+    ground.describe.return_value = "here"
+    with run._noted(folder, ground) as note:
+        note["ended_well"] = True
+
+    def torn(path: Path, text: str, **options: Any) -> int:
+        write(path, text[: 2 * len(text) // 3], **options)
+        raise _KillError
+
+    monkeypatch.setattr(Path, "write_text", torn)
+    with pytest.raises(_KillError), run._noted(folder, ground):
+        pass
+    monkeypatch.undo()
+    (kept,) = (tmp_path / run.RUNS).read_text().splitlines()
+    assert json.loads(kept)["ended_well"]
+    with run._noted(folder, ground):
+        pass
+    assert len((tmp_path / run.RUNS).read_text().splitlines()) == 2
+
+
+def test_the_memory_of_cells_is_agreed_on_where_the_backend_can(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NCCL takes no tensor of the host."""
+    devices = []
+
+    def all_reduce(tensor: torch.Tensor, **_: Any) -> None:
+        devices.append(str(tensor.device))
+        raise _KillError
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    monkeypatch.setattr(
+        worker, "get_accelerator", lambda: SimpleNamespace(current_device_name=lambda: "meta")
+    )
+    one = SimpleNamespace(memory=lambda _batch: (1, 2), cell=SimpleNamespace(name="none/stock"))
+    with pytest.raises(_KillError):
+        worker.Worker._memory(MagicMock(), one, 4)  # type: ignore[arg-type]
+    assert devices == ["meta"]

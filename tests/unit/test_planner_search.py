@@ -13,16 +13,17 @@ from ds_ckpt.planner.search import Option, Room, least, need, search
 
 
 @st.composite
-def _options(draw: st.DrawFn) -> list[Option]:
+def _options(draw: st.DrawFn, offload: bool = False) -> list[Option]:
     found = []
     for _ in range(draw(st.integers(1, 5))):
         held = draw(st.integers(0, 1000))
+        moved = draw(st.sampled_from([0, 0, 1, 90, 400])) if offload else 0
         cost = draw(st.floats(0, 100, allow_nan=False))
-        found.append(Option(held, held + draw(st.integers(0, 800)), cost))
+        found.append(Option(held, held + moved + draw(st.integers(0, 800)), cost, moved))
     return found
 
 
-_BLOCKS = st.lists(_options(), min_size=1, max_size=6)
+_BLOCKS = st.lists(_options() | _options(offload=True), min_size=1, max_size=6)
 _ROOMS = st.builds(
     Room,
     budget=st.integers(0, 6000),
@@ -108,6 +109,24 @@ def test_the_last_block_is_left_alone_where_its_recompute_would_need_as_much() -
     assert search(blocks, room) == [1, 1, 1, 0]
     assert need(blocks, [1, 1, 1, 0], room) == 13
     assert need(blocks, [1, 1, 1, 1], room) == 13
+
+
+def _moved(blocks: Sequence[Sequence[Option]], choice: Sequence[int]) -> list[int]:
+    chosen = (options[i].moved for options, i in zip(blocks, choice, strict=True))
+    return [moved for moved in chosen if moved]
+
+
+@settings(max_examples=200, deadline=None)
+@given(_BLOCKS, st.integers(0, 300), st.booleans())
+def test_the_last_that_moves_something_keeps_it_on_the_device(
+    blocks: list[list[Option]], tail: int, peak: bool
+) -> None:
+    room = Room(0, 0, tail, peak)
+    _, choice = least(blocks, room)
+    held = tail + sum(options[i].held for options, i in zip(blocks, choice, strict=True))
+    held += sum(_moved(blocks, choice)[-1:])
+    assert need(blocks, choice, room) >= held
+    assert peak or need(blocks, choice, room) == held
 
 
 def test_what_is_outside_of_blocks_counts() -> None:

@@ -162,7 +162,7 @@ def test_plans_keep_what_they_promise(offload: bool) -> None:
         top = found.saved_bytes
         budget = round(least.needed_bytes + share * (top - least.needed_bytes))
         plan = planner.plan(Allowance(budget, "activations", offload=offload))
-        assert plan.needed_bytes <= budget
+        assert plan.held_bytes <= plan.needed_bytes <= budget
         assert plan.recompute_s <= before
         before = plan.recompute_s
         step = simulate(model, (), data, plan.units(model))
@@ -171,6 +171,21 @@ def test_plans_keep_what_they_promise(offload: bool) -> None:
         assert step.flops == none.flops + plan.recompute_flops
         assert ActivationPlan.from_json(plan.to_json()) == plan
     assert before == 0.0
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.6])
+def test_with_offload_what_is_held_fits_the_budget(share: float) -> None:
+    """What the last recompute keeps stays on the device, and counts."""
+    _, _, found = _large()
+    planner = Planner(found, RATES, 1024)
+    least = planner.least(Allowance(1, "saved", offload=True))
+    budget = round(least.needed_bytes + share * (found.saved_bytes - least.needed_bytes))
+    plan = planner.plan(Allowance(budget, "saved", offload=True))
+    assert sum(b.offloaded_bytes for b in plan.blocks)
+    assert plan.held_bytes <= plan.needed_bytes <= budget
+    below = Allowance(least.needed_bytes - 1, "saved", offload=True)
+    with pytest.raises(UnsupportedError):
+        planner.plan(below)
 
 
 def test_the_words_say_what_would_fit() -> None:

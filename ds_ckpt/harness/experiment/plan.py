@@ -192,7 +192,7 @@ def deepspeed_config(
     activation = spec.sections.get(f"activation/{cell.policy}", POLICIES.get(cell.policy, {}))
     own = spec.sections.get(f"compression/{cell.method}")
     compression = METHODS.get(cell.method, {}) if own is None else own
-    if compression and compression["method"] != "dense":
+    if compression and (compression["method"] != "dense" or compression.get("rules")):
         exchange = {**compression.get("exchange", {}), "gate": False}
         compression = {**compression, "exchange": exchange, "start_step": start_step}
     plugin: dict[str, Any] = {"telemetry": {"enabled": True, "every_n_steps": 1_000_000}}

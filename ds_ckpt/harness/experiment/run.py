@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 
 from ds_ckpt.errors import ConfigError, Problem
+from ds_ckpt.files import replacing
 from ds_ckpt.harness import corpus
 from ds_ckpt.harness.cpu_op import lock_cleared_on_failure
 from ds_ckpt.harness.experiment.folder import Folder
@@ -169,10 +170,15 @@ def _noted(folder: Folder, ground: Ground) -> Iterator[dict[str, Any]]:
         "wall_time_s": None,
         "load_at_end": None,
     }
-    path.write_text(before + json.dumps(note) + "\n", encoding="utf-8")
+
+    def keep() -> None:
+        with replacing(path) as fresh:  # every later call reads it, and a kill may come any time
+            fresh.write_text(before + json.dumps(note) + "\n", encoding="utf-8")
+
+    keep()
     try:
         yield note
     finally:
         note["wall_time_s"] = round(time.monotonic() - began, 1)
         note["load_at_end"] = round(os.getloadavg()[0], 2)
-        path.write_text(before + json.dumps(note) + "\n", encoding="utf-8")
+        keep()

@@ -117,7 +117,8 @@ class Worker:
     def _memory(self, one: Running, sequences: int) -> Memory:
         """The record of one cell's activations; the same on all processes."""
         self.beat(f"memory of {one.cell.name}")
-        most = torch.tensor(one.memory(self.batch(sequences, 0)), dtype=torch.int64)
+        device = get_accelerator().current_device_name()  # NCCL takes no tensor of the host
+        most = torch.tensor(one.memory(self.batch(sequences, 0)), dtype=torch.int64, device=device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         held, peak = (int(n) for n in most)
         record = Memory(cell=one.cell.name, sequences=sequences, held_bytes=held, peak_bytes=peak)
