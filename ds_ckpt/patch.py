@@ -67,6 +67,11 @@ class Patches:
         """As `set`, with the original for copies of the object: its own method if none is given."""
         self.set(target, name, Method(function, original or getattr(target, name)))
 
+    @property
+    def active(self) -> bool:
+        """Whether anything is set."""
+        return bool(self._undo)
+
     def undo(self) -> None:
         while self._undo:
             target, name, before = self._undo.pop()

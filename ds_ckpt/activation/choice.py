@@ -6,7 +6,8 @@ import difflib
 import functools
 import importlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -107,7 +108,8 @@ class Choice:
     ) -> None:
         # a dispatch mode's first use imports it, and would keep that forward's frames alive
         importlib.import_module("torch._dynamo")
-        self._where, self._name = where, name
+        self._where, self._name, self._patches = where, name, patches
+        self._parts: list[tuple[str, nn.Module]] = []
         self._always: dict[str, frozenset[Any]] = {}
         self._inside: Counter[str] = Counter()
         """How many marked modules of each kind are running."""
@@ -141,7 +143,22 @@ class Choice:
             )
         self._marks.append(word)
         for part in parts:
+            self._parts.append((word, part))
             patches.set_method(part, "forward", self._marked(word, part.forward))
+
+    @contextmanager
+    def standing(self) -> Iterator[None]:
+        """The marks, for the recompute of a forward whose patches may have been undone since."""
+        if self._patches.active:
+            yield
+            return
+        again = Patches()
+        try:
+            for word, part in self._parts:
+                again.set_method(part, "forward", self._marked(word, part.forward))
+            yield
+        finally:
+            again.undo()
 
     def _marked(self, word: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)

@@ -93,6 +93,7 @@ class Replay:
             if call.recording is not None:
                 assert call.site.choice is not None
                 entries = call.recording.entries
+                stack.enter_context(call.site.choice.standing())
                 self._modes = Replaying(call.site.choice, entries, saved, self.differs)
                 stack.enter_context(self._modes)
             if several and _partitioned(call.site.module):

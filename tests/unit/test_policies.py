@@ -82,6 +82,26 @@ def test_gradients_are_bitwise_those_of_no_checkpointing(kind: str, policy: str)
     assert _attributes(model) == before
 
 
+MARKED = Policy(Treatment("selective", save_ops=("attention", "qkvo", "gate")))
+
+
+@pytest.mark.parametrize("policy", [*POLICIES.values(), MARKED], ids=[*POLICIES, "marked"])
+def test_a_graph_goes_back_after_checkpointing_was_taken_off(policy: Policy) -> None:
+    """As where a new plan comes between forward and backward: marks on parts of blocks are gone."""
+    gradients = []
+    for checkpoints in (False, True):
+        model = build("llama").train()
+        checkpointed = CheckpointedBlocks(model, policy=policy) if checkpoints else None
+        loss = model(**batch("llama")).loss
+        if checkpointed is not None:
+            checkpointed.remove()
+            before = _attributes(model)
+        loss.backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert _attributes(model) == before
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
 def _held(policy: Policy | None, kind: str = "llama") -> int:
     model = build(kind)
     if policy is not None:
