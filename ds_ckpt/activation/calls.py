@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -21,6 +22,15 @@ from ds_ckpt.activation.state import State, StateOfSite
 from ds_ckpt.activation.surroundings import Buffers, Surroundings, Tracker
 
 Scope = Callable[[], AbstractContextManager[Any]]
+
+
+class Recomputing(threading.local):
+    """Whose recompute runs in this thread: the `Around` of its frame."""
+
+    around: Any = None
+
+
+recomputing = Recomputing()
 
 
 @dataclass(frozen=True)

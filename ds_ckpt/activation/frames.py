@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ds_ckpt.activation.arguments import TakenApart
-from ds_ckpt.activation.calls import Around, Call, Site, outputs_of
+from ds_ckpt.activation.calls import Around, Call, Site, outputs_of, recomputing
 from ds_ckpt.activation.fingerprints import Printer
 from ds_ckpt.activation.guards import (
     broken_off,
@@ -188,6 +188,7 @@ class Frame:
             raise broken_off(self._broken_off)
         replay = Replay(self._calls, self._saved)
         first = self._calls[0].take()
+        before, recomputing.around = recomputing.around, self._around
         try:
             with entered(self._around.recompute), torch.enable_grad():
                 outputs: list[Any] = []
@@ -197,6 +198,7 @@ class Frame:
         except Stop:
             pass
         finally:
+            recomputing.around = before
             for call in self._calls:
                 call.site.replaying, call.site.raw = None, None
         self._values = replay.finish()

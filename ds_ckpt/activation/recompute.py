@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from ds_ckpt.activation.arguments import TakenApart, opened
 from ds_ckpt.activation.blocks import is_hf_layer
 from ds_ckpt.activation.caches import holds_cache, without_empty_caches
-from ds_ckpt.activation.calls import Around, Scope, Site
+from ds_ckpt.activation.calls import Around, Scope, Site, recomputing
 from ds_ckpt.activation.choice import Choice
 from ds_ckpt.activation.frames import Frame
 from ds_ckpt.activation.others import objection, refuse_other_checkpointing
@@ -162,7 +162,7 @@ class _UnitState:
     """What the sites of one unit share while a forward runs."""
 
     def __init__(self, around: Around, unit: Unit, check_every: int) -> None:
-        self._around = around
+        self.around = around
         self._size = len(unit.blocks)
         self._check_every = check_every
         self._forwards = 0
@@ -175,7 +175,7 @@ class _UnitState:
         if frame is None or index < self._next or not frame.continues(tensors):
             self._forwards += 1
             check = self._check_every > 0 and (self._forwards - 1) % self._check_every == 0
-            frame = Frame(self._around, check=check)
+            frame = Frame(self.around, check=check)
         last = index == self._size - 1
         self._open = None if last else weakref.ref(frame)
         self._next = index + 1
@@ -201,6 +201,9 @@ def _run(
         site.raw = again(*own_args, **own_kwargs)
         return site.raw
     if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    running = recomputing.around
+    if running is not None and running is not state.around:  # of a forward before this plan
         return function(*args, **kwargs)
     if torch.compiler.is_compiling():  # what torch.compile knows how to trace
         return checkpoint(function, *args, use_reentrant=False, **kwargs)

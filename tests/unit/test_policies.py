@@ -86,7 +86,12 @@ MARKED = Policy(Treatment("selective", save_ops=("attention", "qkvo", "gate")))
 
 
 @pytest.mark.parametrize("policy", [*POLICIES.values(), MARKED], ids=[*POLICIES, "marked"])
-def test_a_graph_goes_back_after_checkpointing_was_taken_off(policy: Policy) -> None:
+@pytest.mark.parametrize(
+    "then", [None, Policy(Treatment("mlp")), MARKED], ids=["", "mlp", "marked"]
+)
+def test_a_graph_goes_back_after_checkpointing_was_taken_off(
+    policy: Policy, then: Policy | None
+) -> None:
     """As where a new plan comes between forward and backward: marks on parts of blocks are gone."""
     gradients = []
     for checkpoints in (False, True):
@@ -96,7 +101,10 @@ def test_a_graph_goes_back_after_checkpointing_was_taken_off(policy: Policy) -> 
         if checkpointed is not None:
             checkpointed.remove()
             before = _attributes(model)
+            newer = [] if then is None else [CheckpointedBlocks(model, policy=then)]
         loss.backward()
+        for one in newer if checkpointed is not None else []:
+            one.remove()
         gradients.append([p.grad for p in model.parameters()])
     assert _attributes(model) == before
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
