@@ -25,12 +25,27 @@ Scope = Callable[[], AbstractContextManager[Any]]
 
 
 class Recomputing(threading.local):
-    """Whose recompute runs in this thread: the `Around` of its frame."""
+    """The recompute that runs in this thread."""
 
-    around: Any = None
+    newest: int | None = None
+    """The last plan that was there for its forward: plans of higher numbers had no part in it."""
 
 
 recomputing = Recomputing()
+
+
+class Plans:
+    """How many plans there have been."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def next(self) -> int:
+        self.count += 1
+        return self.count
+
+
+plans = Plans()
 
 
 @dataclass(frozen=True)
@@ -40,10 +55,12 @@ class Around:
     Attributes:
         recompute: scopes entered around every recompute.
         trackers: random states beside torch's own.
+        number: of the plan, in the order in which plans were put on models.
     """
 
     recompute: Sequence[Scope] = ()
     trackers: Sequence[Tracker] = ()
+    number: int = field(default_factory=plans.next)
 
 
 @dataclass

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ds_ckpt.activation.arguments import TakenApart
-from ds_ckpt.activation.calls import Around, Call, Site, outputs_of, recomputing
+from ds_ckpt.activation.calls import Around, Call, Site, outputs_of, plans, recomputing
 from ds_ckpt.activation.fingerprints import Printer
 from ds_ckpt.activation.guards import (
     broken_off,
@@ -76,6 +76,8 @@ class Frame:
 
     def __init__(self, around: Around, *, check: bool) -> None:
         self._around = around
+        # in a recompute, what was there for the forward that is repeated
+        self._newest = plans.count if recomputing.newest is None else recomputing.newest
         self._check = check
         self._printer = Printer()
         self._calls: list[Call] = []
@@ -188,7 +190,7 @@ class Frame:
             raise broken_off(self._broken_off)
         replay = Replay(self._calls, self._saved)
         first = self._calls[0].take()
-        before, recomputing.around = recomputing.around, self._around
+        before, recomputing.newest = recomputing.newest, self._newest
         try:
             with entered(self._around.recompute), torch.enable_grad():
                 outputs: list[Any] = []
@@ -198,7 +200,7 @@ class Frame:
         except Stop:
             pass
         finally:
-            recomputing.around = before
+            recomputing.newest = before
             for call in self._calls:
                 call.site.replaying, call.site.raw = None, None
         self._values = replay.finish()

@@ -202,9 +202,8 @@ def _run(
         return site.raw
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    running = recomputing.around
-    if running is not None and running is not state.around:  # of a forward before this plan
-        return function(*args, **kwargs)
+    if recomputing.newest is not None and state.around.number > recomputing.newest:
+        return function(*args, **kwargs)  # of a forward before this plan
     if torch.compiler.is_compiling():  # what torch.compile knows how to trace
         return checkpoint(function, *args, use_reentrant=False, **kwargs)
     if _is_transformed():

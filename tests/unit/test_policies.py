@@ -110,6 +110,22 @@ def test_a_graph_goes_back_after_checkpointing_was_taken_off(
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
+def test_a_plan_for_parts_of_blocks_leaves_outstanding_graphs_alone() -> None:
+    """Both plans stand in backward; the second had no part in the forward."""
+    gradients = []
+    for checkpoints in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+        if checkpoints:
+            CheckpointedBlocks(model, ["0", "1", "2"])
+        loss = model(torch.ones(4, 8)).square().mean()
+        if checkpoints:
+            CheckpointedBlocks(model, ["Linear"])
+        loss.backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
 def _held(policy: Policy | None, kind: str = "llama") -> int:
     model = build(kind)
     if policy is not None:
