@@ -53,27 +53,30 @@ def inner_gradient(name: str) -> UnsupportedError:
 
 
 def weight_changed(name: str, weight: str) -> UnsupportedError:
-    return UnsupportedError(
-        Problem(
-            where=name,
-            found=f"the weight {weight}, changed in place between the block's forward and its "
-            "backward",
-            why="the recompute would begin with the changed values",
-            remedy="change weights after the backward of every forward that used them, or leave "
-            "the block out of checkpointing",
-        )
+    return _changed_between(
+        name,
+        f"the weight {weight}",
+        "change weights after the backward of every forward that used them, or leave the block "
+        "out of checkpointing",
     )
 
 
 def buffer_changed(name: str, buffer: str) -> UnsupportedError:
+    return _changed_between(
+        name,
+        f"the buffer {buffer}",
+        "change it after the backward of every forward that used it or inside the block's "
+        "forward, or leave the block out of checkpointing",
+    )
+
+
+def _changed_between(name: str, what: str, remedy: str) -> UnsupportedError:
     return UnsupportedError(
         Problem(
             where=name,
-            found=f"the buffer {buffer}, changed in place between the block's forward and its "
-            "backward",
+            found=f"{what}, changed in place between the block's forward and its backward",
             why="the recompute would begin with the changed values",
-            remedy="change it after the backward of every forward that used it or inside the "
-            "block's forward, or leave the block out of checkpointing",
+            remedy=remedy,
         )
     )
 

@@ -107,10 +107,12 @@ class Gate:
 
         Collective at the end of a comparison: all processes that exchange come to it together.
         """
-        verdict = self.verdicts.get(_key(names))
+        key = _key(names)
+        verdict = self.verdicts.get(key)
         if verdict is None:
             return
-        self._before.setdefault(_key(names), verdict.copy())
+        if key not in self._before:
+            self._before[key] = verdict.copy()
         in_turn = self._in_turn(verdict)
         verdict.visits += 1
         if in_turn >= 2 * TRIALS:

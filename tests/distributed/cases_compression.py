@@ -335,13 +335,11 @@ def identity_check(broken: tuple[int, ...], first: float = 1.0) -> str:
         ]
     try:
         engine = models.start("llama", models.zero3_config(ds_ckpt=topk_now()))
-        if dist.get_rank() == 0 and first != 1.0:
-            weight = engine.module.model.norm.weight
-            handle = weight.register_hook(lambda gradient: gradient * first)
-            models.train(engine, "llama", 1)
-            handle.remove()
-        else:
-            models.train(engine, "llama", 1)
+        factor = first if dist.get_rank() == 0 else 1.0
+        weight = engine.module.model.norm.weight
+        handle = weight.register_hook(lambda gradient: gradient * factor)
+        models.train(engine, "llama", 1)
+        handle.remove()
         models.train(engine, "llama", 2, first=1)
         engine.destroy()
         return ""

@@ -8,24 +8,16 @@ from typing import Any
 import pytest
 
 from tests.distributed import cases_abandoned as cases
+from tests.distributed.models import topk_section
 
-# every run repeats to the bit: no gate; small buckets (see models.zero3_config)
 SECTIONS: dict[str, dict[str, Any]] = {
-    "topk": {
-        "method": "topk",
-        "topk": {"density": 0.05},
-        "start_step": 0,
-        "min_numel": 16,
-        "exchange": {"gate": False},
-    },
-    "powersgd": {
-        "method": "powersgd",
-        "powersgd": {"rank": 2},
-        "start_step": 0,
-        "min_numel": 16,
-        "exchange": {"gate": False},
-        "error_feedback": {"dtype": "int8"},
-    },
+    "topk": topk_section(topk={"density": 0.05}, min_numel=16),
+    "powersgd": topk_section(
+        method="powersgd",
+        powersgd={"rank": 2},
+        min_numel=16,
+        error_feedback={"dtype": "int8"},
+    ),
 }
 
 
@@ -35,7 +27,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
 def test_a_backward_that_raised_and_is_tried_again_leaves_no_trace(
     world2: Any, method: str, overlaps: bool, accumulation: int
 ) -> None:
-    section = {"compression": SECTIONS[method]}
+    section = SECTIONS[method]
     for told in world2.run(cases.tried_again, section, overlaps, accumulation):
         assert told["raised"]
         assert told["interrupted"] == told["smooth"]
@@ -46,7 +38,7 @@ def test_a_backward_that_raised_and_is_tried_again_leaves_no_trace(
 def test_a_checkpoint_loaded_amid_a_step_is_all_there_is(
     world2: Any, tmp_path: Path, method: str, what: str
 ) -> None:
-    section = {"compression": SECTIONS[method]}
+    section = SECTIONS[method]
     for told in world2.run(cases.loaded_after, str(tmp_path), section, what):
         assert told.get("raised", True)
         assert told["new"]["skipped"] == 0
@@ -55,22 +47,20 @@ def test_a_checkpoint_loaded_amid_a_step_is_all_there_is(
 
 
 def test_a_second_save_that_deepspeed_broke_off_is_refused(world2: Any, tmp_path: Path) -> None:
-    section = {"compression": SECTIONS["topk"]}
+    section = SECTIONS["topk"]
     for message in world2.run(cases.save_that_fails, str(tmp_path), section):
         assert "ds_ckpt_residuals_saving" in message
         assert "broken off" in message
 
 
 def test_a_parameter_that_is_unfrozen_after_attach_is_trained(world2: Any) -> None:
-    section = {"compression": SECTIONS["topk"]}
+    section = SECTIONS["topk"]
     for told in world2.run(cases.unfrozen_later, section):
         assert told["residual"] > 0
 
 
 def test_a_refused_engine_leaves_no_process_group(world2: Any) -> None:
-    levels = {"exchange": {"gate": False, "levels": 2}}
-    for message, left in world2.run(
-        cases.refused_group, {"compression": {**SECTIONS["topk"], **levels}}
-    ):
+    section = topk_section(exchange={"levels": 2})
+    for message, left in world2.run(cases.refused_group, section):
         assert "levels" in message
         assert left == 0
