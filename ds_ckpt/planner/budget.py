@@ -49,6 +49,13 @@ class _Way:
     moved_bytes: int
 
 
+def _away(chosen: Sequence[_Way]) -> list[int]:
+    """Bytes of each block in host memory: what the last recompute keeps stays where it is."""
+    moved = [way.moved_bytes for way in chosen]
+    last = max((i for i, n in enumerate(moved) if n), default=None)
+    return [0 if i == last else n for i, n in enumerate(moved)]
+
+
 class Planner:
     """The numbers of one survey, for as many budgets as are asked for.
 
@@ -150,6 +157,7 @@ class Planner:
         needed = need([[way.option for way in block] for block in ways], choice, room)
         if not any(choice):
             needed = self._none(allowance)
+        away = _away(chosen)
         return ActivationPlan(
             allowance.of,
             allowance.budget_bytes,
@@ -159,16 +167,16 @@ class Planner:
                     block.name,
                     way.candidate.word,
                     way.candidate.units,
-                    way.option.held,
-                    way.moved_bytes,
+                    way.option.held + way.moved_bytes - moved,
+                    moved,
                     way.option.full,
                     way.candidate.flops,
                     way.option.cost,
                 )
-                for block, way in zip(self._found.blocks, chosen, strict=True)
+                for block, way, moved in zip(self._found.blocks, chosen, away, strict=True)
             ),
             self._found.saved_bytes,
-            self._held(chosen),
+            self._held(chosen) - sum(away),
             needed,
             self._found.flops,
             sum(self._forward_s),
@@ -178,12 +186,10 @@ class Planner:
         )
 
     def _held(self, chosen: Sequence[_Way]) -> int:
-        """What the device holds when the forward has ended, each storage once."""
+        """What is held when the forward has ended, host memory included, each storage once."""
         held = self._found.outside.union(*(way.candidate.held for way in chosen))
         sizes = self._found.record.sizes
-        moved = [way.moved_bytes for way in chosen if way.moved_bytes]
-        # what the last recompute keeps stays where it is
-        return sum(sizes[s] for s in held) - sum(moved[:-1])
+        return sum(sizes[s] for s in held)
 
     def too_small(self, allowance: Allowance) -> UnsupportedError:
         """Words on a budget that nothing fits, with what would."""

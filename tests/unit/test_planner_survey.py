@@ -166,8 +166,13 @@ def test_plans_keep_what_they_promise(offload: bool) -> None:
         assert plan.recompute_s <= before
         before = plan.recompute_s
         step = simulate(model, (), data, plan.units(model))
-        moved = [b.offloaded_bytes for b in plan.blocks if b.offloaded_bytes]
-        assert plan.held_bytes + sum(moved[:-1]) == step.held_bytes
+        assert plan.held_bytes + sum(b.offloaded_bytes for b in plan.blocks) == step.held_bytes
+        recomputed = [b for b in plan.blocks if b.recompute_flops]
+        if offload and recomputed:
+            assert recomputed[-1].offloaded_bytes == 0  # the last boundary stays
+            assert all(b.offloaded_bytes > 0 for b in recomputed[:-1])
+        whole = {b.held_bytes + b.offloaded_bytes for b in plan.blocks if b.word == "block"}
+        assert len(whole) <= 1
         assert step.flops == none.flops + plan.recompute_flops
         assert ActivationPlan.from_json(plan.to_json()) == plan
     assert before == 0.0
