@@ -102,7 +102,7 @@ def initial_factor(name: str, columns: int, rank: int, device: torch.device | st
 
 
 def orthogonalize(factor: Tensor) -> Tensor:
-    """Orthonormal columns whose span holds those of `factor`, to fp32 rounding.
+    """Orthonormal columns whose span holds those of `factor`, to the rounding of fp32 input.
 
     Column j spans, with those before it, what the first j columns of `factor` span. Columns that
     are zero, or depend on those before them, become directions outside of that span, which are the
