@@ -34,6 +34,8 @@ class Feedback:
     """Residuals of one process. With `enabled=False` nothing is carried from call to call.
 
     Args:
+        accumulates: without `enabled`: calls of a step add up all the same, and what no `settle`
+            was said for waits for the next step.
         dtype: of what is kept between steps.
         device: where it is kept: beside the gradients, or in host memory.
         seed: of the rounding to bf16 or int8; a different one in each process.
@@ -48,6 +50,7 @@ class Feedback:
         self,
         *,
         enabled: bool = True,
+        accumulates: bool = False,
         dtype: ResidualDtype = "fp32",
         device: ResidualDevice = "accelerator",
         seed: int = 0,
@@ -56,6 +59,7 @@ class Feedback:
         if device not in ("accelerator", "cpu"):
             raise ValueError(f"residuals live on 'accelerator' or 'cpu', not {device!r}")
         self.enabled = enabled
+        self.accumulates = enabled or accumulates
         self._storage = Storage(dtype, seed)
         self._on_host = device == "cpu"
         self._buffers = Buffers(self._storage, host)
@@ -83,7 +87,7 @@ class Feedback:
     @property
     def entry_bytes(self) -> float:
         """Bytes an entry, once a step is taken: the residual, and what the next step writes."""
-        return 2 * self._storage.entry_bytes
+        return (self.enabled + self.accumulates) * self._storage.entry_bytes
 
     @property
     def steps(self) -> int:
@@ -92,7 +96,7 @@ class Feedback:
 
     def holds(self, name: str) -> bool:
         """Whether a residual exists for `name`, from earlier steps or from this one."""
-        if not self.enabled:
+        if not self.accumulates:
             return False
         return name in self._pending or name in self._working or name in self._committed
 
@@ -104,8 +108,8 @@ class Feedback:
         The tensor belongs to this object; what is delivered must be subtracted from it in place,
         then `keep` makes it the step's residual so far. It is valid until then. Several names may
         be in work at once. In a step's first call for `name` it starts from the committed residual,
-        later (further micro-steps) from what the step left so far. With feedback disabled it is the
-        share alone.
+        later (further micro-steps) from what the step left so far. Where nothing accumulates it is
+        the share alone.
 
         Args:
             grad_flat: [n], any floating dtype, multiplied by `loss_scale`; not changed.
@@ -116,11 +120,11 @@ class Feedback:
         """
         divisor, numel, device = world * loss_scale, grad_flat.numel(), grad_flat.device
         self._settled.discard(name)
-        held = self._working.get(name) if self.enabled else None
+        held = self._working.get(name) if self.accumulates else None
         source = None
         if held is not None:
             source = Stored(held)
-        elif self.enabled:
+        elif self.accumulates:
             source = self._pending.get(name, self._committed.get(name))
         if source is not None and source.numel != numel:
             raise ValueError(
@@ -131,7 +135,7 @@ class Feedback:
         elif self._is_pending_itself(device):
             working = self._target(name, numel, device).values
         else:
-            if not self.enabled:
+            if not self.accumulates:
                 self._forget_working(name)
             working = self._working[name] = self._buffers.empty(numel, torch.float32, device)
         if source is None:
@@ -151,7 +155,7 @@ class Feedback:
         Rounds to what is stored. The tensor may be overwritten from here on. A tensor that was not
         kept is kept by `commit`.
         """
-        if self.enabled and not self._is_pending_itself(working.device):
+        if self.accumulates and not self._is_pending_itself(working.device):
             device = torch.device("cpu") if self._on_host else working.device
             target = self._target(name, working.numel(), device)
             if self._storage.rounds:
@@ -167,7 +171,7 @@ class Feedback:
         self._forget_working(name)
 
     def settle(self, name: str) -> None:
-        """All of `name` was delivered: once the step is taken, nothing is held for it."""
+        """Nothing of `name` is owed: once the step is taken, nothing is held for it."""
         self._settled.add(name)
 
     def commit(self) -> None:
@@ -179,16 +183,10 @@ class Feedback:
             self._committed[name] = stored
             if previous is not None:
                 self._set_aside(name, previous, stored)
-        done = [
-            held.pop(name)
-            for name in self._settled
-            for held in (self._committed, self._spare)
-            if name in held
-        ]
-        if done:
-            self._settle()
-        for stored in done:
-            self._buffers.release(*stored.tensors)
+        if self.enabled:
+            self._give_back(self._settled)
+        else:
+            self._reuse(self._settled & self._pending.keys())
         self._end_step()
         self._step += 1
 
@@ -277,7 +275,7 @@ class Feedback:
     def _is_pending_itself(self, device: torch.device) -> bool:
         """Whether a gradient there is worked on in what is kept."""
         return (
-            self.enabled
+            self.accumulates
             and not self._storage.rounds
             and (not self._on_host or device.type == "cpu")
         )
@@ -291,6 +289,27 @@ class Feedback:
             target = self._buffers.new(numel, device)
         self._pending[name] = target
         return target
+
+    def _reuse(self, names: Iterable[str]) -> None:
+        """Nothing is owed: the next step's calls add up in the same memory."""
+        for name in names:
+            older = self._spare.pop(name, None)
+            if older is not None:
+                self._settle()
+                self._buffers.release(*older.tensors)
+            self._spare[name] = self._committed.pop(name)
+
+    def _give_back(self, names: Iterable[str]) -> None:
+        done = [
+            held.pop(name)
+            for name in names
+            for held in (self._committed, self._spare)
+            if name in held
+        ]
+        if done:
+            self._settle()
+        for stored in done:
+            self._buffers.release(*stored.tensors)
 
     def _end_step(self) -> None:
         self._pending.clear()

@@ -155,14 +155,17 @@ class ExchangeConfig(Section):
     """When gradients are exchanged, and beside what."""
 
     when: Annotated[
-        Literal["micro_step", "accumulation_boundary"],
-        Expects('"micro_step" or "accumulation_boundary"', '"accumulation_boundary"'),
+        Literal["auto", "micro_step", "accumulation_boundary"],
+        Expects('"auto", "micro_step" or "accumulation_boundary"', '"accumulation_boundary"'),
     ] = Field(
-        default="accumulation_boundary",
+        default="auto",
         description='With gradient accumulation: "accumulation_boundary" exchanges once a step and '
         "keeps earlier micro-steps in the residuals, so bytes and time are divided by the number "
-        'of micro-steps. "micro_step" exchanges every time, as DeepSpeed does, and is used in any '
-        "case where error feedback or managed_gradient_accumulation is off.",
+        'of micro-steps. Method "dense" and methods without error feedback have no residuals; they '
+        "then hold the gradients of a step in fp32, 4 bytes a parameter a process (with two levels "
+        'divided by the processes of a host). "micro_step" exchanges every time, as DeepSpeed '
+        'does. "auto": at the boundary where there are residuals, else every time; every time, '
+        "too, where managed_gradient_accumulation is off.",
     )
     gate: Annotated[bool, SWITCH] = Field(
         default=True,

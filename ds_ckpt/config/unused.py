@@ -20,7 +20,7 @@ _USED_BY = {
     "hybrid": ("hybrid",),
     "error_feedback": _LOSSY,
     "guard": _LOSSY,
-    "exchange.when": _LOSSY,
+    "exchange.when": ("dense", *_LOSSY),
     "exchange.gate": _LOSSY,
     "exchange.levels": ("dense", *_LOSSY),
     "exchange.overlap": ("dense", *_LOSSY),
@@ -188,10 +188,6 @@ def _impossible_boundary(config: Mapping[str, Any], compression: Any) -> Iterato
     if when != "accumulation_boundary":
         return
     path = f"{OURS}.compression.exchange.when"
-    if lookup(compression, ("error_feedback", "enabled")) is False:
-        why = "earlier micro-steps wait in the residuals, and error feedback is off"
-        remedy = f'write "micro_step", or set {OURS}.compression.error_feedback.enabled to true'
-        yield Problem(path, show(when), why, remedy)
     if config.get("managed_gradient_accumulation") is False:
         why = "with managed_gradient_accumulation off nobody knows which micro-step is the last"
         remedy = 'write "micro_step", or set $.managed_gradient_accumulation to true'

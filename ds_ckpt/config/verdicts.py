@@ -111,8 +111,10 @@ def decisive(compression: CompressionConfig) -> dict[str, Any]:
             flat[key] = value
     for name in ("enabled", "dtype"):
         flat[f"error_feedback.{name}"] = found["error_feedback"][name]
-    if compression.exchange.when == "micro_step":  # the other is the default
-        flat["exchange.when"] = "micro_step"
+    when = compression.exchange.when
+    held = compression.lossy and compression.error_feedback.enabled
+    if when != "auto" and held != (when == "accumulation_boundary"):
+        flat["exchange.when"] = when
     return flat
 
 

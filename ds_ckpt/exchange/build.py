@@ -25,7 +25,7 @@ from ds_ckpt.exchange.state import Stateful
 from ds_ckpt.exchange.transport import TorchTransport
 from ds_ckpt.telemetry.timings import Errors, Timings
 
-When = Literal["micro_step", "accumulation_boundary"]
+When = Literal["auto", "micro_step", "accumulation_boundary"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class ExchangeSettings:
     min_numel: int = 4096
     levels: Levels = "auto"
     gate: bool = True
-    when: When = "accumulation_boundary"
+    when: When = "auto"
 
     @property
     def lossless(self) -> bool:
@@ -53,24 +53,29 @@ class ExchangeSettings:
         return all(s.method == "dense" for s in (self.default, *(r.settings for r in self.rules)))
 
     def holds_back(self, accumulation: int) -> bool:
-        """Whether a step's earlier micro-steps wait in the residuals for its boundary."""
-        return (
-            accumulation > 1
-            and self.when == "accumulation_boundary"
-            and self.error_feedback
-            and not self.lossless
-        )
+        """Whether a step's earlier micro-steps wait for its boundary: in the residuals, and where
+        there are none only if that is asked for, because it takes memory of their size."""
+        if accumulation == 1 or self.when == "micro_step":
+            return False
+        return self.when == "accumulation_boundary" or (self.error_feedback and not self.lossless)
 
     def choose(self, embeddings: frozenset[str] = frozenset(), local: int = 1) -> Rules:
         """The treatment of each parameter; arguments as of `Rules`."""
         return Rules(self.default, self.min_numel, self.rules, embeddings, local)
 
-    def residuals(self, dp_rank: int, host: HostMemory | None = None) -> Feedback | None:
-        """Empty residuals of one process; None where nothing is left behind."""
-        if self.lossless:
+    def residuals(
+        self, dp_rank: int, host: HostMemory | None = None, *, holds: bool = False
+    ) -> Feedback | None:
+        """Empty residuals of one process; None where nothing is left behind or held back.
+
+        Args:
+            holds: whether micro-steps wait in them.
+        """
+        if self.lossless and not holds:
             return None
         return Feedback(
-            enabled=self.error_feedback,
+            enabled=self.error_feedback and not self.lossless,
+            accumulates=holds,
             dtype=self.residual_dtype,
             device=self.residual_device,
             seed=dp_rank,
@@ -83,7 +88,7 @@ class Built:
     """An exchange and what belongs to it.
 
     Attributes:
-        feedback: its residuals; None where nothing is left behind.
+        feedback: its residuals; None where nothing is left behind or held back.
         factors: PowerSGD's.
         groups: who exchanges with whom.
         gate: None where every bucket travels as the rules say.
@@ -140,7 +145,9 @@ def build_exchange(
         UnsupportedError: the hosts do not allow the levels that are asked for.
     """
     groups = make_groups(group, settings.levels)
-    feedback, factors = settings.residuals(torch_dist.get_rank(group), host), Factors()
+    holds = at_boundary is not None
+    feedback = settings.residuals(torch_dist.get_rank(group), host, holds=holds)
+    factors = Factors()
     in_host = None
     if groups.inside is not None:
         inside = TorchTransport(groups.inside, all_to_all_single, all_reduce)
@@ -151,9 +158,8 @@ def build_exchange(
     gate = referee = None
     speaks = torch_dist.get_rank(group) == 0
     if settings.gate and not settings.lossless:
-        refereed = at_boundary is None
-        gate = Gate(between.all_reduce, world=between.world, speaks=speaks, rechecks=not refereed)
-        if refereed:
+        gate = Gate(between.all_reduce, world=between.world, speaks=speaks, rechecks=holds)
+        if not holds:
             everyone = TorchTransport(group, all_to_all_single, all_reduce)
             referee = Referee(everyone.all_reduce, world=everyone.world, speaks=speaks)
     exchange = AllToAllExchange(
@@ -162,7 +168,7 @@ def build_exchange(
         feedback,
         factors,
         order=ring_pieces if on_gloo else ascending,
-        holds=at_boundary is not None,
+        holds=holds,
         in_host=in_host,
     )
     scheduled = ScheduledExchange(

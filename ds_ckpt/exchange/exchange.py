@@ -89,7 +89,7 @@ class AllToAllExchange:
         self._feedback = feedback if feedback is not None else Feedback(enabled=False)
         self._holds = holds
         self._in_host = in_host
-        assert not holds or self._feedback.enabled, "gradients are held in the residuals"
+        assert not holds or self._feedback.accumulates, "gradients are held in the residuals"
         self.nonfinite_buckets = 0
         self._held_nonfinite = False
         self.world = transport.world * (in_host.processes if in_host else 1)
@@ -181,10 +181,12 @@ class AllToAllExchange:
             return []
         if self.world == 1:
             self.nonfinite_buckets += self._held_nonfinite
-            return [
+            shards = [
                 self._alone(name, tensor.reshape(-1), treatment, loss_scale)
                 for name, tensor, treatment in zip(names, tensors, treatments, strict=True)
             ]
+            self._forget_left(names)
+            return shards
         columns, layouts = self._columns(tensors)
         items = [
             Item(name, tensor.shape, tensor.dtype, column, layout, treatment)
@@ -195,7 +197,14 @@ class AllToAllExchange:
         bucket = Bucket(self._tools, items, loss_scale, finite=not self._held_nonfinite)
         shards = bucket.reduce()
         self.nonfinite_buckets += bucket.flagged
+        self._forget_left(names)
         return shards
+
+    def _forget_left(self, names: Sequence[str]) -> None:
+        """Without error feedback what has been sent is all that goes out of a step."""
+        if not self._feedback.enabled:
+            for name in names:
+                self._feedback.settle(name)
 
     def _alone(self, name: str, flat: Tensor, treatment: Treatment, loss_scale: float) -> Tensor:
         """World of one: the gradient, and what is held or a larger world has left."""

@@ -72,8 +72,8 @@ class Candidate:
         settings["rules"] = rules
         for name in ("gate", "levels"):  # virtual workers have neither a clock nor hosts
             del settings[name]
-        if settings["when"] == "accumulation_boundary":  # as where a run knows of nothing else
-            del settings["when"]
+        if given.holds_back(2) == dataclasses.replace(given, when="auto").holds_back(2):
+            del settings["when"]  # as where a run knows of nothing else
         activation = self.plugin.activation.model_dump(mode="json") if self.checkpoints else None
         method = self.plugin.compression.method
         said = json.dumps([method, settings, activation], sort_keys=True, default=str)

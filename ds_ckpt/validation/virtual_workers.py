@@ -76,7 +76,8 @@ class VirtualWorkers:
     def _put_together(
         self, transport: VirtualTransport, settings: ExchangeSettings, embeddings: frozenset[str]
     ) -> _Worker:
-        feedback, factors = settings.residuals(transport.dp_rank), Factors()
+        feedback = settings.residuals(transport.dp_rank, holds=self._holds)
+        factors = Factors()
         exchange = AllToAllExchange(
             transport,
             settings.choose(embeddings),

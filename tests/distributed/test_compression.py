@@ -265,17 +265,33 @@ def test_nothing_is_lost_over_accumulated_steps(world2: Any, kind: str, when: st
         assert process["worst"] < 1e-5
 
 
-def test_one_exchange_an_accumulated_step(world2: Any) -> None:
+@pytest.mark.parametrize(
+    ("section", "close"),
+    [
+        (topk_section(), 0.1),
+        (topk_section(method="quantize", error_feedback={"enabled": False}), 0.1),
+        ({"compression": {"method": "dense"}}, 1e-4),
+    ],
+    ids=["topk", "quantize without feedback", "dense"],
+)
+def test_one_exchange_an_accumulated_step(world2: Any, section: Any, close: float) -> None:
+    compression = section["compression"]
     each, once = (
-        world2.run(cases.run, "llama", topk_section(exchange={"when": when}), 3, accumulation=4)[0]
-        for when in ("micro_step", "accumulation_boundary")
+        world2.run(
+            cases.run,
+            "llama",
+            {"compression": compression | {"exchange": compression.get("exchange", {}) | how}},
+            3,
+            accumulation=4,
+        )[0]
+        for how in ({"when": "micro_step"}, {"when": "accumulation_boundary"})
     )
     assert each["collectives"] == 4 * once["collectives"]
     assert each["sent"] == pytest.approx(4 * once["sent"], rel=0.02)
     stock = world2.run(cases.run, "llama", {}, 3, accumulation=4)[0]
     gaps = [abs(a - b) for a, b in zip(stock["losses"], once["losses"], strict=True)]
     assert max(gaps[:4]) == 0
-    assert 0 < max(gaps) < 0.1
+    assert 0 < max(gaps) < close
 
 
 def test_a_changed_exchange_still_delivers_what_is_owed(world2: Any, tmp_path: Path) -> None:

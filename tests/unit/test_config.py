@@ -70,7 +70,7 @@ def test_defaults_are_those_that_are_documented() -> None:
             "rules": (),
             "error_feedback": {"enabled": True, "dtype": "fp32", "device": "accelerator"},
             "exchange": {
-                "when": "accumulation_boundary",
+                "when": "auto",
                 "gate": True,
                 "levels": "auto",
                 "overlap": True,

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ds_ckpt.config import parse
+from ds_ckpt.config.settings import exchange_settings
 from ds_ckpt.errors import ConfigError
 
 COMPRESSING = ({"method": "dense"}, {"method": "topk"}, {"method": "quantize"})
@@ -366,39 +367,47 @@ def test_sections_in_the_wrong_place(config: dict[str, Any], where: str) -> None
     assert found[where].remedy.startswith("move it to $.")
 
 
-@pytest.mark.parametrize(
-    ("extra", "names"),
-    [
-        ({"ds": {"managed_gradient_accumulation": False}}, "managed_gradient_accumulation"),
-        ({"compression": {"error_feedback": {"enabled": False}}}, "error feedback is off"),
-    ],
-)
-def test_micro_steps_cannot_be_held_back_there(extra: dict[str, Any], names: str) -> None:
+def test_micro_steps_cannot_be_held_back_where_nobody_knows_the_last() -> None:
     compression: dict[str, Any] = {
         "method": "topk",
         "exchange": {"when": "accumulation_boundary"},
-        **extra.get("compression", {}),
     }
     config = {
         "zero_optimization": {"stage": 3},
-        **extra.get("ds", {}),
+        "managed_gradient_accumulation": False,
         "ds_ckpt": {"compression": compression},
     }
-    with pytest.raises(ConfigError, match=names) as error:
+    with pytest.raises(ConfigError, match="managed_gradient_accumulation") as error:
         parse(config)
     assert [p.where for p in error.value.problems] == ["$.ds_ckpt.compression.exchange.when"]
-    compression["exchange"]["when"] = "micro_step"
-    assert parse(config).compression.exchange.when == "micro_step"
-    del compression["exchange"]
-    assert parse(config).compression.exchange.when == "accumulation_boundary"
+    for when in ("micro_step", "auto"):
+        compression["exchange"]["when"] = when
+        assert parse(config).compression.exchange.when == when
 
 
-def test_dense_is_exchanged_as_deepspeed_does_and_takes_no_when() -> None:
-    compression = {"method": "dense", "exchange": {"when": "micro_step"}}
-    config = {"zero_optimization": {"stage": 3}, "ds_ckpt": {"compression": compression}}
-    with pytest.raises(ConfigError, match="exchange") as error:
-        parse(config)
-    assert [p.where for p in error.value.problems] == ["$.ds_ckpt.compression.exchange.when"]
+@pytest.mark.parametrize(
+    ("section", "by_itself"),
+    [
+        ({"method": "topk"}, True),
+        ({"method": "dense"}, False),
+        ({"method": "quantize", "error_feedback": {"enabled": False}}, False),
+        ({"method": "dense", "rules": [{"match": "*", "method": "topk"}]}, True),
+    ],
+)
+def test_micro_steps_wait_by_themselves_where_there_are_residuals(
+    section: dict[str, Any], by_itself: bool
+) -> None:
+    for when, expected in (
+        (None, by_itself),
+        ("auto", by_itself),
+        ("micro_step", False),
+        ("accumulation_boundary", True),
+    ):
+        compression = section | ({} if when is None else {"exchange": {"when": when}})
+        parsed = parse({"zero_optimization": {"stage": 3}, "ds_ckpt": {"compression": compression}})
+        given = exchange_settings(parsed.compression)
+        assert given.holds_back(8) == expected
+        assert not given.holds_back(1)
 
 
 def test_dense_may_be_exchanged_beside_backward_or_not() -> None:

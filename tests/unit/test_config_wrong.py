@@ -94,7 +94,7 @@ LEAVES: dict[Keys, st.SearchStrategy[Any]] = {
     ("ds_ckpt", "compression", "error_feedback", "dtype"): _not_among("fp32", "bf16", "int8"),
     ("ds_ckpt", "compression", "error_feedback", "device"): _not_among("accelerator", "cpu"),
     ("ds_ckpt", "compression", "exchange", "when"): _not_among(
-        "micro_step", "accumulation_boundary"
+        "auto", "micro_step", "accumulation_boundary"
     ),
     ("ds_ckpt", "compression", "exchange", "levels"): _WHOLE | st.sampled_from([0, 3, "1", "two"]),
     ("ds_ckpt", "compression", "exchange", "overlap"): _BOOL_LIKE,
@@ -135,6 +135,7 @@ SECTIONS: list[Keys] = [
     ("activation_checkpointing",),
 ]
 AUTO: list[Keys] = [
+    ("ds_ckpt", "compression", "exchange", "when"),
     ("ds_ckpt", "compression", "exchange", "levels"),
     ("ds_ckpt", "activation", "policy"),
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -152,3 +154,93 @@ def test_a_non_finite_micro_step_that_was_held_back_is_told_to_everybody(
             assert torch.equal(was[name], residual)
     again = processes.reduce(names, good)
     assert all(torch.isfinite(part).all() for process in again for part in process)
+
+
+def _whole(name: str, shape: torch.Size) -> Codec | None:
+    return None
+
+
+def _largest(name: str, shape: torch.Size) -> Codec | None:
+    return TopK(0.1, "fp32") if len(shape) > 1 else None
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    hosts=st.integers(1, 3),
+    local=st.integers(1, 2),
+    micro_steps=st.integers(2, 4),
+    largest=st.booleans(),
+    scale=st.sampled_from([1.0, 1024.0]),
+)
+def test_without_error_feedback_a_step_goes_as_one_gradient(
+    hosts: int, local: int, micro_steps: int, largest: bool, scale: float
+) -> None:
+    """What is delivered is what the sum of the micro-steps would deliver, in every step anew."""
+    world, choose = hosts * local, _largest if largest else _whole
+    given_ = World(world, choose, error_feedback=False, holds=True, local=local)
+    at_once = World(world, choose, error_feedback=False, local=local)
+    for step in range(3):
+        micros = [_gradients(world, 10 * step + micro) for micro in range(micro_steps)]
+        scaled = [[[t * scale for t in process] for process in micro] for micro in micros]
+        for micro in scaled[:-1]:
+            held = given_.hold(NAMES, micro, scale)
+            assert not any(bool(part.any()) for process in held for part in process)
+        out = given_.reduce(NAMES, scaled[-1], scale)
+        sums = [
+            [torch.stack(parts).sum(0) for parts in zip(*process, strict=True)]
+            for process in zip(*scaled, strict=True)
+        ]
+        expected = at_once.reduce(NAMES, sums, scale)
+        for i in range(len(SHAPES)):
+            assert torch.allclose(assemble(out, i), assemble(expected, i), rtol=1e-4, atol=1e-5)
+        given_.commit()
+        assert all(not feedback.state_dict() for feedback in given_.feedbacks)
+    for p, feedback in enumerate(given_.feedbacks):
+        held = sum(given_.column(p, torch.Size(s).numel()).numel for s in SHAPES)
+        assert feedback.nbytes == 4 * held == feedback.entry_bytes * held
+
+
+@pytest.mark.parametrize("choose", [_whole, _largest])
+def test_without_error_feedback_an_absent_parameter_is_owed_to_the_next_step(choose: Any) -> None:
+    processes = World(2, choose, error_feedback=False, holds=True)
+    first = _gradients(2, 0)
+    processes.hold(NAMES, first)
+    processes.reduce(NAMES[:1], [g[:1] for g in _gradients(2, 1)])
+    processes.commit()
+    assert [sorted(f.state_dict()) for f in processes.feedbacks] == [["bias", "small"]] * 2
+    second, zeros = _gradients(2, 2), [[torch.zeros(s) for s in SHAPES] for _ in range(2)]
+    processes.hold(NAMES, second)
+    delivered = assemble(processes.reduce(NAMES, zeros), 1)
+    expected = torch.stack([g[1].double() for g in (*first, *second)]).sum(0) / 2
+    assert torch.allclose(delivered.double(), expected, atol=1e-6)
+    processes.commit()
+    assert all(not feedback.state_dict() for feedback in processes.feedbacks)
+
+
+def test_without_error_feedback_a_skipped_step_is_forgotten() -> None:
+    processes = World(3, _whole, error_feedback=False, holds=True)
+    processes.hold(NAMES, _gradients(3, 0))
+    processes.rollback()
+    zeros = [[torch.zeros(s) for s in SHAPES] for _ in range(3)]
+    assert not any(bool(p.any()) for process in processes.reduce(NAMES, zeros) for p in process)
+
+
+@settings(max_examples=60, deadline=None)
+@given(world=st.integers(2, 5), micro_steps=st.integers(2, 5), seed=st.integers(0, 99))
+def test_held_gradients_in_bf16_are_rounded_once_a_process(
+    world: int, micro_steps: int, seed: int
+) -> None:
+    processes = World(world, _whole, error_feedback=False, holds=True)
+    micros = [_gradients(world, 100 * seed + m) for m in range(micro_steps)]
+    micros = [[[t.bfloat16() for t in process] for process in micro] for micro in micros]
+    for micro in micros[:-1]:
+        processes.hold(NAMES, micro)
+    out = processes.reduce(NAMES, micros[-1])
+    half_ulp = 2.0**-8
+    for i in range(len(SHAPES)):
+        own = torch.stack(
+            [sum(micro[p][i].flatten().double() for micro in micros) for p in range(world)]  # type: ignore[misc]
+        )
+        exact, delivered = own.sum(0) / world, assemble(out, i).double()
+        bound = half_ulp * (own.abs().sum(0) / world + delivered.abs()) + 1e-6
+        assert ((delivered - exact).abs() <= bound).all()

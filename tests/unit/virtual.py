@@ -42,7 +42,12 @@ class World:
             between[p % self.local].transports[p // self.local] for p in range(self.world)
         ]
         self.feedbacks = [
-            Feedback(enabled=self.error_feedback, dtype=self.residual_dtype, seed=p)
+            Feedback(
+                enabled=self.error_feedback,
+                accumulates=self.holds,
+                dtype=self.residual_dtype,
+                seed=p,
+            )
             for p in range(self.world)
         ]
         self.factors = [Factors() for _ in range(self.world)]
