@@ -42,7 +42,7 @@ class Bucket:
         self._device = items[0].column.device
         self._low: LowRankPart | None = None
         if any(isinstance(item.treatment, LowRank) for item in items):
-            self._low = LowRankPart(tools.transport, tools.factors, self._device)
+            self._low = LowRankPart(tools, self._device)
         self._riding = self._which_ride()
         self._slots: dict[int, int] = {}
         sizes: list[Callable[[int], int]] = []
@@ -87,7 +87,7 @@ class Bucket:
         with timings.section("pack"):
             self._pack(finite)
         if self._low is not None:
-            with timings.section("wire"):
+            with timings.section("pack"):
                 finite = self._low.first(finite)
             if not finite:
                 self.flagged = True
@@ -104,11 +104,12 @@ class Bucket:
                 self._tools.feedback.keep(item.name, pending)
                 if i in self._riding or item.treatment == Dense(torch.float32):
                     self._tools.feedback.settle(item.name)
-        with timings.section("wire"):
-            if self._slots:
+        if self._slots:
+            with timings.section("wire"):
                 self._packets.flag(not finite)
                 self.flagged = self._packets.exchange() or not finite
-            if self._low is not None:
+        if self._low is not None:
+            with timings.section("unpack"):
                 self.flagged = not self._low.second() or self.flagged
         with timings.section("unpack"):
             return [self._sum(i) for i in range(len(self._items))]

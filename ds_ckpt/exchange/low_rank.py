@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from ds_ckpt.compression import powersgd
-from ds_ckpt.compression.factors import Factors, Side
+from ds_ckpt.compression.factors import Side
 from ds_ckpt.compression.feedback import all_finite
 from ds_ckpt.exchange.factor_sum import FactorSum
+from ds_ckpt.exchange.item import Tools
 from ds_ckpt.exchange.row_blocks import RowBlocks
-from ds_ckpt.exchange.transport import Transport
 from ds_ckpt.exchange.treatment import LowRank
 
 
@@ -86,14 +86,14 @@ class LowRankPart:
     for each. After `first` the columns hold what the factors missed, own shards at zero.
 
     Args:
-        transport: of the processes that exchange.
-        factors: what the last step sent.
+        tools: of the exchange.
     """
 
-    def __init__(self, transport: Transport, factors: Factors, device: torch.device) -> None:
-        self._dp_rank = transport.dp_rank
-        self._factor_sum = FactorSum(transport)
-        self._factors = factors
+    def __init__(self, tools: Tools, device: torch.device) -> None:
+        self._dp_rank = tools.transport.dp_rank
+        self._factor_sum = FactorSum(tools.transport)
+        self._factors = tools.factors
+        self._timings = tools.timings
         self._device = device
         self._matrices: dict[int, _Matrix] = {}
         self._whole: dict[int, Tensor] = {}
@@ -156,7 +156,8 @@ class LowRankPart:
         if not finite:
             verdict.fill_(torch.nan)
         whole = [column.float() for column in self._whole.values()]
-        verdict, *sums = self._factor_sum.sum([verdict, *own], whole)
+        with self._timings.section("wire"):
+            verdict, *sums = self._factor_sum.sum([verdict, *own], whole)
         totals = sums[: len(items)]
         self._whole = dict(zip(self._whole, sums[len(items) :], strict=True))
         if not all(all_finite(t) for t in [verdict, *totals]):
@@ -177,7 +178,8 @@ class LowRankPart:
         """
         twice = [item for item in self._matrices.values() if not item.treatment.alternate]
         if twice:
-            sums = self._factor_sum.sum([item.mine for item in twice])
+            with self._timings.section("wire"):
+                sums = self._factor_sum.sum([item.mine for item in twice])
             for item, total in zip(twice, sums, strict=True):
                 item.total = total
             if not all(all_finite(item.total) for item in twice):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -115,6 +116,7 @@ class Gradients:
             self.built.timings,
             self.built.errors,
             lambda: exchange.whole_buckets,
+            lambda: gradient_norm(self._engine),
             self.plan.records(),
         )
 
@@ -132,7 +134,7 @@ class Gradients:
                 "exchanged in DeepSpeed's own stream (NCCL needs one order of collectives, so none "
                 "beside backward)"
             )
-        if self.built.feedback and self.built.feedback.enabled:
+        if self.built.feedback and self.built.feedback.accumulates:
             clauses.append(_residual_words(self.built.feedback, len(groups.columns) or 1))
         clauses.append("gradients are about a third of ZeRO-3's traffic")
         return clauses
@@ -147,6 +149,14 @@ def trained(engine: Any) -> list[tuple[str, Any]]:
 def shapes_of(engine: Any) -> list[tuple[str, torch.Size, int]]:
     """Name, full shape and bytes an element of every trained parameter."""
     return [(n, p.ds_shape, p.element_size()) for n, p in trained(engine)]
+
+
+def gradient_norm(engine: Any) -> float | None:
+    """Of the last step's averaged gradient, as DeepSpeed's clipping knows it; None where it is 0,
+    not finite, or not known yet."""
+    norm = engine.get_global_grad_norm()
+    known = norm is not None and math.isfinite(norm) and norm > 0
+    return float(norm) if known else None
 
 
 def residual_files(engine: Any, method: str, built: Built | None) -> ResidualFiles:
@@ -168,7 +178,7 @@ def residual_files(engine: Any, method: str, built: Built | None) -> ResidualFil
 def _residual_words(feedback: Feedback, shared_by: int) -> str:
     kept = "" if feedback.dtype == "fp32" else f" as {feedback.dtype}"
     where = " of host memory" if feedback.on_host else ""
-    return (
-        f"residuals{kept} cost {feedback.entry_bytes / shared_by:.3g} bytes{where} a compressed "
-        "parameter a process"
-    )
+    cost = f"{feedback.entry_bytes / shared_by:.3g} bytes{where} a"
+    if not feedback.enabled:
+        return f"earlier micro-steps, held until then, cost {cost} parameter a process"
+    return f"residuals{kept} cost {cost} compressed parameter a process"

@@ -26,7 +26,8 @@ class StepRecord:
         exchange_s: host seconds a step by section of the exchange (`timings.SECTIONS`).
         compression_error: of this process in the last step, by method: norm of what stays behind
             over norm of what there was to send, 0 to 1.
-        residual_norm: norm of what stays behind for other processes, by method.
+        residual_norm: norm of what stays behind for other processes, of this process in the last
+            step, by method, in norms of the averaged gradient; empty where that is not known.
         whole_buckets: buckets that the gate sends whole.
     """
 
@@ -62,12 +63,14 @@ class ExchangeProbe:
 
     Attributes:
         whole_buckets: tells how many buckets the gate sends whole.
+        gradient_norm: tells the norm of the last step's averaged gradient; None: not known.
         plan: one JSON-able record a tensor, written before the first step's record.
     """
 
     timings: Timings
     errors: Errors
     whole_buckets: Callable[[], int]
+    gradient_norm: Callable[[], float | None]
     plan: list[dict[str, Any]]
 
 
@@ -143,10 +146,13 @@ class StepLog:
         seconds = dict(self._exchange.timings.seconds)
         before, self._exchange_s = self._exchange_s, seconds
         errors = self._exchange.errors.take()
+        gradient_norm = self._exchange.gradient_norm()
         return {
             "exchange_s": {k: (s - before.get(k, 0.0)) / steps for k, s in seconds.items()},
             "compression_error": {method: error for method, (error, _) in errors.items()},
-            "residual_norm": {method: norm for method, (_, norm) in errors.items()},
+            "residual_norm": {m: norm / gradient_norm for m, (_, norm) in errors.items()}
+            if gradient_norm
+            else {},
             "whole_buckets": self._exchange.whole_buckets(),
         }
 

@@ -44,7 +44,8 @@ def test_without_a_path_only_the_last_record_is_kept() -> None:
 def test_an_exchange_adds_its_plan_its_times_and_its_errors(tmp_path: Path) -> None:
     timings, errors = Timings(), Errors()
     told: list[Event] = []
-    probe = ExchangeProbe(timings, errors, lambda: 3, [{"name": "w", "how": "whole"}])
+    norms = [None, 4.0]
+    probe = ExchangeProbe(timings, errors, lambda: 3, norms.pop, [{"name": "w", "how": "whole"}])
     log = StepLog(
         Counters(),
         every_n_steps=3,
@@ -67,8 +68,9 @@ def test_an_exchange_adds_its_plan_its_times_and_its_errors(tmp_path: Path) -> N
     for record in (first, second):
         assert record["exchange_s"] == {"wire": 0.5}
         assert record["compression_error"] == {"PowerSGD rank 4": 0.5}
-        assert record["residual_norm"] == {"PowerSGD rank 4": 1.0}
         assert record["whole_buckets"] == 3
+    assert first["residual_norm"] == {"PowerSGD rank 4": 0.25}  # 1.0 of 4.0
+    assert second["residual_norm"] == {}
     events = {name: (value, step) for name, value, step in told}
     assert events["ds_ckpt/compression_error/PowerSGD rank 4"] == (0.5, 6)
     assert events["ds_ckpt/whole_buckets"] == (3.0, 6)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from typing import Any
 
 import pytest
 import torch
 from virtual import World
 
-from ds_ckpt.compression import Quantize, TopK
+from ds_ckpt.compression import Quantize, TopK, powersgd
 from ds_ckpt.exchange.layout import ShardLayout
 from ds_ckpt.exchange.treatment import LowRank, Treatment
 from ds_ckpt.telemetry.timings import SECTIONS, Errors, Timings
@@ -94,3 +96,24 @@ def test_an_exchange_tells_where_its_time_goes() -> None:
     seconds = world.exchanges[0].timings.seconds
     assert set(seconds) == set(SECTIONS)
     assert all(s > 0 for s in seconds.values())
+
+
+def test_what_low_rank_computes_is_not_booked_as_the_wire(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock of each thread's own that runs in the named function alone."""
+    clock = threading.local()
+    for function in ("orthogonalize", "back_project", "subtract_product_"):
+        real = getattr(powersgd, function)
+
+        def slow(*args: Any, real: Any = real) -> Any:
+            clock.now = getattr(clock, "now", 0.0) + 1.0
+            return real(*args)
+
+        monkeypatch.setattr(powersgd, function, slow)
+    monkeypatch.setattr(
+        "ds_ckpt.telemetry.timings.time.perf_counter", lambda: getattr(clock, "now", 0.0)
+    )
+    world = World(2, lambda name, shape: LowRank(2))
+    world.reduce(["w"], [[torch.randn(40, 30)] for _ in range(2)])
+    for exchange in world.exchanges:
+        taken = {name: s for name, s in exchange.timings.seconds.items() if s}
+        assert taken == {"pack": 4.0}  # both factors are made orthonormal
