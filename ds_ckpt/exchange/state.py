@@ -119,9 +119,7 @@ class ResidualFiles:
         """
         found = sorted(folder.glob(_ANY))
         if self._feedback is None:
-            if found and self._dp_rank == 0:
-                method = self._method
-                log.warning("ds_ckpt: %s holds residuals; method %s drops them", folder, method)
+            self._without(folder, found)
             return None
         if (folder / _MARK).exists():
             raise StateError(
@@ -144,7 +142,7 @@ class ResidualFiles:
         else:
             own = first
             residuals = {n: Stored(total) for n, total in self._summed(paths, first).items()}
-        if not self._feedback.enabled:
+        if not self._feedback.accumulates:
             self._say_dropped(residuals, folder)
             residuals = {}
         self._say_converted(residuals, folder)
@@ -199,7 +197,7 @@ class ResidualFiles:
                     where=str(path),
                     found=f"method {file.method}, format {file.format}",
                     why=f"this run uses method {self._method}, formats {' and '.join(FORMATS)}",
-                    remedy=f"set ds_ckpt.compression.method to the saved one, or {_START_AT_0}",
+                    remedy=f"set ds_ckpt.compression.method to {file.method}, or {_START_AT_0}",
                 )
             )
         world = int(path.stem.rsplit("_", 1)[1])
@@ -225,6 +223,14 @@ class ResidualFiles:
         if problems:
             raise StateError(problems)
         return file
+
+    def _without(self, folder: Path, found: list[Path]) -> None:
+        """This run has no residuals: as with DeepSpeed alone, or with everything sent."""
+        opened = self._checked if self._method == "dense" else SavedFile
+        names = {name for path in found for name in opened(path).names}
+        if names and self._dp_rank == 0:
+            method = self._method
+            log.warning("ds_ckpt: %s holds residuals; method %s drops them", folder, method)
 
     def _say_dropped(self, residuals: dict[str, Stored], folder: Path) -> None:
         if residuals and self._dp_rank == 0:

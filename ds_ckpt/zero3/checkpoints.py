@@ -17,6 +17,11 @@ from ds_ckpt.patch import Patches
 from ds_ckpt.zero3.together import together
 
 log = logging.getLogger("ds_ckpt")
+_NOT_CONVERTED = (
+    "ds_ckpt: the universal checkpoint %s holds no residuals; they start at 0. DeepSpeed's "
+    "conversion leaves them out: to keep them, copy the ds_ckpt_residuals_* files of the "
+    "checkpoint that it was made from into it"
+)
 
 
 class StateFiles(Protocol):
@@ -89,13 +94,16 @@ def wrap_checkpoints(
         asked = bound.arguments
         # residuals are owed to the run whose optimizer goes on; another one starts without
         wanted = asked["load_optimizer_states"] and not asked["load_module_only"]
-        if wanted and engine.load_universal_checkpoint():
-            log.warning("ds_ckpt: a universal checkpoint holds no residuals; they start at 0")
-            wanted = False
 
         def read() -> Any:
             tag = _tag_to_load(Path(asked["load_dir"]), asked["tag"]) if wanted else None
-            return None if tag is None else files.read(Path(asked["load_dir"]) / tag)
+            if tag is None:
+                return None
+            folder = Path(asked["load_dir"]) / tag
+            state = files.read(folder)
+            if state is None and engine.load_universal_checkpoint():
+                log.warning(_NOT_CONVERTED, folder)
+            return state
 
         state = together(read, group, what="read its residuals")
         result = load(*args, **kwargs)

@@ -85,17 +85,18 @@ def save(folder: str, section: dict[str, Any], steps: int, **options: Any) -> di
     models.train(engine, "llama", steps)
     engine.save_checkpoint(folder)
     weights = models.weights_digest(engine)
-    return {"weights": weights, **_owed(ds_ckpt.session_of(engine), engine)}
-
-
-def _owed(session: Any, engine: Any) -> dict[str, Any]:
-    owed = {}
-    for name, residual in sorted(session.residuals.items()):
-        total = residual.double()
-        dist.all_reduce(total)
-        owed[name] = total
+    owed = _owed(engine)
     engine.destroy()
-    return {"owed": owed}
+    return {"weights": weights, "owed": owed}
+
+
+def _owed(engine: Any) -> dict[str, torch.Tensor]:
+    """Residuals by name, summed over processes."""
+    owed = {}
+    for name, residual in sorted(ds_ckpt.session_of(engine).residuals.items()):
+        owed[name] = residual.double()
+        dist.all_reduce(owed[name])
+    return owed
 
 
 def load(folder: str, section: dict[str, Any]) -> dict[str, Any]:
@@ -115,7 +116,9 @@ def load(folder: str, section: dict[str, Any]) -> dict[str, Any]:
         parts={"factors": files.factors},
     )
     reader.restore(reader.read(Path(folder)))
-    return _owed(ds_ckpt.session_of(engine), engine)
+    owed = _owed(engine)
+    engine.destroy()
+    return {"owed": owed}
 
 
 class _Lines(logging.Handler):
@@ -128,7 +131,7 @@ class _Lines(logging.Handler):
 
 
 def load_universal(folder: str, section: dict[str, Any]) -> dict[str, Any]:
-    """Load a universal checkpoint; weights then, what is owed, what is said, and three losses."""
+    """Load a universal checkpoint; what there is then, what is said, and three losses."""
     engine = _engine(section, checkpoint={"load_universal": True})
     heard = _Lines()
     logging.getLogger("ds_ckpt").addHandler(heard)
@@ -139,7 +142,7 @@ def load_universal(folder: str, section: dict[str, Any]) -> dict[str, Any]:
         logging.getLogger("ds_ckpt").removeHandler(heard)
     result = {
         "weights": models.weights_digest(engine),
-        "residuals": len(ds_ckpt.session_of(engine).residuals),
+        "owed": _owed(engine),
         "said": heard.lines,
         "steps": int(engine.global_steps),
         "losses": models.train(engine, "llama", 3, first=3),

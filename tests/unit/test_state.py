@@ -260,6 +260,35 @@ def test_a_second_save_that_was_broken_off_is_refused(tmp_path: Path, written: i
     assert len(list(tmp_path.iterdir())) == 2
 
 
+@pytest.mark.parametrize("method", ["dense", "none"])
+def test_a_run_without_residuals_does_not_drop_those_of_another_method_unawares(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, method: str
+) -> None:
+    saved = Processes(2)
+    saved.train(1)
+    saved.save(tmp_path)
+    files = ResidualFiles(None, method=method, numels=NUMELS, dp_rank=0, world=2)
+    if method == "dense":
+        with pytest.raises(StateError, match=r"method topk[\s\S]*remove the ds_ckpt_residuals_"):
+            files.read(tmp_path)
+        return
+    assert files.read(tmp_path) is None  # as DeepSpeed alone would
+    assert "holds residuals; method none drops them" in caplog.text
+
+
+def test_dense_goes_on_from_dense(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What was saved with micro-steps that wait owes nothing but for absent parameters."""
+    held = Processes(2, method="dense")
+    held.save(tmp_path)
+    files = ResidualFiles(None, method="dense", numels=NUMELS, dp_rank=0, world=2)
+    assert files.read(tmp_path) is None
+    assert "drops" not in caplog.text
+    held.train(1)
+    held.save(tmp_path)
+    assert files.read(tmp_path) is None
+    assert "method dense drops them" in caplog.text
+
+
 def test_a_first_save_leaves_no_mark(tmp_path: Path) -> None:
     processes = Processes(2)
     processes.files[0].begin(tmp_path / "tag")
