@@ -20,13 +20,21 @@ from ds_ckpt.exchange.silent import SilentExchange
 from ds_ckpt.harness import models
 
 STOCK, CEILING = "stock", "nothing sent"
+ONCE = {"when": "accumulation_boundary"}
 METHODS: dict[str, dict[str, Any] | None] = {
     STOCK: None,
     "dense": {"method": "dense"},
     "dense, one level": {"method": "dense", "exchange": {"levels": 1}},
+    "dense, once a step": {"method": "dense", "exchange": ONCE},
     "4 bits": {"method": "quantize", "quantize": {"bits": 4}},
     "3 bits": {"method": "quantize", "quantize": {"bits": 3}},
     "2 bits": {"method": "quantize", "quantize": {"bits": 2}},
+    "2 bits, no feedback, once a step": {
+        "method": "quantize",
+        "quantize": {"bits": 2},
+        "error_feedback": {"enabled": False},
+        "exchange": ONCE,
+    },
     "Top-K 1.2% int8": {"method": "topk", "topk": {"density": 0.012, "values": "int8"}},
     "PowerSGD rank 4": {"method": "powersgd", "powersgd": {"rank": 4}},
     "PowerSGD rank 4, alternating": {
@@ -111,8 +119,10 @@ def start(
     plugin: dict[str, Any] = {"telemetry": {"enabled": True}} if count else {}
     section = METHODS[name]
     if section is not None:
-        lossy = {"start_step": 0, "exchange": {"gate": gate}}
-        plugin["compression"] = {**section, **({} if section["method"] == "dense" else lossy)}
+        plugin["compression"] = dict(section)
+        if section["method"] != "dense":
+            exchange = {"gate": gate, **section.get("exchange", {})}
+            plugin["compression"] |= {"start_step": 0, "exchange": exchange}
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": accumulation,
