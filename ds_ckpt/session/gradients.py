@@ -14,7 +14,7 @@ from ds_ckpt.config.compression import CompressionConfig
 from ds_ckpt.config.settings import exchange_settings
 from ds_ckpt.exchange.build import Built, ExchangeSettings, build_exchange, describe
 from ds_ckpt.exchange.own_group import discard, twin_of
-from ds_ckpt.exchange.plan import Plan
+from ds_ckpt.exchange.plan import WHOLE, Plan
 from ds_ckpt.exchange.rules import MethodSettings, embeddings_of
 from ds_ckpt.exchange.state import ResidualFiles
 from ds_ckpt.memory import HostPool
@@ -135,9 +135,22 @@ class Gradients:
                 "beside backward)"
             )
         if self.built.feedback and self.built.feedback.accumulates:
-            clauses.append(_residual_words(self.built.feedback, len(groups.columns) or 1))
+            clauses.append(self._residual_words(self.built.feedback))
         clauses.append("gradients are about a third of ZeRO-3's traffic")
         return clauses
+
+    def _residual_words(self, feedback: Feedback) -> str:
+        entry_bytes = feedback.entry_bytes / (len(self.built.groups.columns) or 1)
+        kept = "" if feedback.dtype == "fp32" else f" as {feedback.dtype}"
+        cost = f"{entry_bytes:.3g} bytes{' of host memory' if feedback.on_host else ''}"
+        if not feedback.enabled:
+            what, of = "earlier micro-steps, held until then,", "parameter"
+            tensors = self.plan.tensors
+        else:
+            what, of = f"residuals{kept}", "compressed parameter"
+            tensors = tuple(t for t in self.plan.tensors if t.how != WHOLE)
+        total_mb = entry_bytes * sum(math.prod(t.shape) for t in tensors) / 1e6
+        return f"{what} cost {cost} a {of} a process, {total_mb:.3g} MB"
 
 
 def trained(engine: Any) -> list[tuple[str, Any]]:
@@ -173,12 +186,3 @@ def residual_files(engine: Any, method: str, built: Built | None) -> ResidualFil
         members=next((column for column in columns if dp_rank in column), None),
         parts=built.parts() if built else None,
     )
-
-
-def _residual_words(feedback: Feedback, shared_by: int) -> str:
-    kept = "" if feedback.dtype == "fp32" else f" as {feedback.dtype}"
-    where = " of host memory" if feedback.on_host else ""
-    cost = f"{feedback.entry_bytes / shared_by:.3g} bytes{where} a"
-    if not feedback.enabled:
-        return f"earlier micro-steps, held until then, cost {cost} parameter a process"
-    return f"residuals{kept} cost {cost} compressed parameter a process"

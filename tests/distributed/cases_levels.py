@@ -138,11 +138,16 @@ def entries_held(slots: list[int], section: dict[str, Any]) -> Any:
     session = ds_ckpt.session_of(engine)
     models.train(engine, "llama", 2)
     assert session is not None
+    feedback = session.exchange.feedback
     result = {
         "held": sum(r.numel() for r in session.residuals.values()),
         "whole": sum(s.numel() for n, s, _ in shapes_of(session.engine) if n in session.residuals),
         "sent": dict(session.counters.bytes_sent),
+        "tensors": len(session.residuals),
         "summary": session.summary,
+        "bytes": session.residual_bytes - sum(t.nbytes for t in feedback._storage.tables),
+        "on accelerator": feedback.accelerator_nbytes,
+        "in pool": session._host.nbytes_in_use,
         "reduce": session.counters.bytes_sent[Purpose.REDUCE],
     }
     engine.destroy()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,20 @@ def test_residuals_are_divided_by_the_processes_of_a_host(world4: Any) -> None:
         assert two["held"] == pytest.approx(two["whole"] / 2, rel=0.02)
         assert "among the 2 of a host" in two["summary"]
         assert "of a host" not in one["summary"]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "int8"])
+def test_residuals_on_the_host_take_what_is_stated(world4: Any, dtype: str) -> None:
+    """The pool rounds each block up by an eighth or a page at most."""
+    section = quantize_section(error_feedback={"dtype": dtype, "device": "cpu"})
+    for slots in (TWO, [4]):
+        for process in world4.run(cases.entries_held, slots, section):
+            stated = re.search(r"of host memory a compressed .*?, ([\d.]+) MB", process["summary"])
+            assert stated is not None
+            assert process["bytes"] == pytest.approx(1e6 * float(stated[1]), rel=0.02)
+            assert process["on accelerator"] == 0
+            pages = 2 * 2 * 4096 * process["tensors"]
+            assert process["bytes"] <= process["in pool"] <= 1.125 * process["bytes"] + pages
 
 
 def test_hosts_that_allow_no_two_levels(world4: Any) -> None:
