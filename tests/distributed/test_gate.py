@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,21 @@ def test_nothing_is_owed_in_bf16_over_two_levels_when_stock_takes_over(
         assert result["resumed"] == result["weights"]
 
 
-def test_monitors_are_told(world2: Any, tmp_path: Path) -> None:
-    files = world2.run(cases.monitored, str(tmp_path), quantize_section())[0]
-    text = " ".join(files)
+def test_monitors_the_step_log_and_the_log_are_told(world2: Any, tmp_path: Path) -> None:
+    first, other = world2.run(cases.monitored, str(tmp_path), quantize_section())
+    text = " ".join(first["files"])
     for name in ("compression_error", "residual_norm", "sent_bytes_reduce", "exchange_s_wire"):
-        assert name in text, files
+        assert name in text, first["files"]
+    for told in (first, other):
+        plan, *records = told["records"]
+        assert plan == json.loads(json.dumps({"plan": told["plan"]}))
+        assert {t["name"]: tuple(t["shape"]) for t in plan["plan"]} == told["parameters"]
+        assert [record["step"] for record in records] == [2, 4]
+        # one method; residuals are 0 at the own shard, so they are what is owed to others
+        (norm,) = records[-1]["residual_norm"].values()
+        assert norm == pytest.approx(told["residuals"] / told["norm"], rel=1e-4)
+        assert all(0 < error < 1 for error in records[-1]["compression_error"].values())
+    (table,) = [line for line in first["heard"] if "what travels how" in line]
+    assert "4-bit values in blocks of 64" in table
+    assert table.count("\n") > 5
+    assert not any("what travels how" in line for line in other["heard"])
