@@ -81,6 +81,11 @@ class ResidualFiles:
         self._parts = dict(parts or {})
         assert not self._parts.keys() & {"residual", "scales"}, "names of the file's own"
 
+    @property
+    def keeps(self) -> bool:
+        """Whether this run has residuals."""
+        return self._feedback is not None
+
     def begin(self, folder: Path) -> None:
         """Remove every residual file of an earlier save under the same tag, broken-off ones too.
 
@@ -226,9 +231,11 @@ class ResidualFiles:
 
     def _without(self, folder: Path, found: list[Path]) -> None:
         """This run has no residuals: as with DeepSpeed alone, or with everything sent."""
-        opened = self._checked if self._method == "dense" else SavedFile
-        names = {name for path in found for name in opened(path).names}
-        if names and self._dp_rank == 0:
+        holds = bool(found)
+        if self._method == "dense":
+            files = [self._checked(path) for path in found]
+            holds = any(file.names for file in files)
+        if holds and self._dp_rank == 0:
             method = self._method
             log.warning("ds_ckpt: %s holds residuals; method %s drops them", folder, method)
 

@@ -149,8 +149,9 @@ class Gradients:
         else:
             what, of = f"residuals{kept}", "compressed parameter"
             tensors = tuple(t for t in self.plan.tensors if t.how != WHOLE)
-        total_mb = entry_bytes * sum(math.prod(t.shape) for t in tensors) / 1e6
-        return f"{what} cost {cost} a {of} a process, {total_mb:.3g} MB"
+        total = entry_bytes * sum(math.prod(t.shape) for t in tensors)
+        in_all = f"{total / 1e6:.4g} MB" if total < 1e9 else f"{total / 1e9:,.1f} GB"
+        return f"{what} cost {cost} a {of} a process, {in_all}"
 
 
 def trained(engine: Any) -> list[tuple[str, Any]]:

@@ -27,6 +27,10 @@ _NOT_CONVERTED = (
 class StateFiles(Protocol):
     """State that is kept beside DeepSpeed's files, in the folder of a tag."""
 
+    @property
+    def keeps(self) -> bool:
+        """Whether there is any in this run."""
+
     def begin(self, folder: Path) -> None:
         """Remove what an earlier save under this tag has left; one process, before all `save`."""
 
@@ -101,7 +105,7 @@ def wrap_checkpoints(
                 return None
             folder = Path(asked["load_dir"]) / tag
             state = files.read(folder)
-            if state is None and engine.load_universal_checkpoint():
+            if files.keeps and state is None and engine.load_universal_checkpoint():
                 log.warning(_NOT_CONVERTED, folder)
             return state
 
