@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from ds_ckpt.exchange.build import Built
+from ds_ckpt.session.gradients import gradient_norm
 from ds_ckpt.telemetry.left import Left
 from ds_ckpt.telemetry.timings import Errors
 
@@ -53,8 +54,8 @@ class Watch:
         sums = torch.tensor(energies, dtype=torch.float64, device=self._engine.device)
         torch.distributed.all_reduce(sums, group=self._engine.optimizer.dp_process_group)
         given, remains = sums.tolist()
-        norm = self._engine.get_global_grad_norm()
-        left = None if norm is None else Left.of(given, remains, float(norm))
+        norm = gradient_norm(self._engine)
+        left = None if norm is None else Left.of(given, remains, norm)
         if left is not None:
             self._tell(step, left)
 
