@@ -43,8 +43,8 @@ ZERO = {
     "stage3_prefetch_bucket_size": 0,
 }
 SEQUENCES, TOKENS = 1, 128
-METHODS_HERE = [n for n in METHODS if n != "dense, one level" and "once a step" not in n]
-"""With one process a host there is but one level."""
+METHODS_HERE = [name for name, section in METHODS.items() if "exchange" not in (section or {})]
+"""With one process a host there is but one level, and without accumulation one micro-step."""
 
 
 def worker(spec: dict[str, Any], folder: Path) -> None:
