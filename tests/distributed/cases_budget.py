@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import deepspeed
@@ -12,21 +11,11 @@ import ds_ckpt
 from ds_ckpt.telemetry.activations import HeldActivations
 from tests import architectures
 from tests.distributed import models
+from tests.distributed.heard import hearing
 from tests.distributed.pool import fresh
 
 LAYERS = 4
 GIB = 2**30
-
-
-class Lines(logging.Handler):
-    """What ds_ckpt says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def _batch(kind: str, seed: int, length: int) -> dict[str, Any]:
@@ -60,35 +49,30 @@ def _train(
     """One step for each length; process 1's sequences are longer by `uneven`."""
     section = {"activation": activation, "telemetry": telemetry or {}}
     engine._config._param_dict["ds_ckpt"] = section
-    heard, log = Lines(), logging.getLogger("ds_ckpt")
-    level = log.level
-    log.setLevel(logging.INFO)
-    log.addHandler(heard)
-    before = engine.global_steps
-    session = ds_ckpt.attach(engine)
-    dp_rank = torch.distributed.get_rank()
-    gradients, held, offloaded = [], [], []
-    try:
-        for step, length in enumerate(lengths):
-            torch.manual_seed(step + dp_rank)
-            data = _batch(kind, 2 * step + dp_rank, length + uneven * dp_rank)
-            with HeldActivations(engine.module) as measured:
-                loss = engine(**data).loss
-            counters = session.offload
-            offloaded.append(counters.device_bytes if counters else 0)
-            held.append(measured.bytes)
-            engine.backward(loss)
-            groups = engine.optimizer.averaged_gradients.values()
-            gradients += [g.detach().clone() for group in groups for g in group]
-            engine.step()
-        plan = session.activation_plan
-        changes = session.plan_changes
-        summary = session.summary
-        hooks = len(engine.module._forward_pre_hooks)
-    finally:
-        session.detach()
-        log.removeHandler(heard)
-        log.setLevel(level)
+    with hearing() as heard:
+        before = engine.global_steps
+        session = ds_ckpt.attach(engine)
+        dp_rank = torch.distributed.get_rank()
+        gradients, held, offloaded = [], [], []
+        try:
+            for step, length in enumerate(lengths):
+                torch.manual_seed(step + dp_rank)
+                data = _batch(kind, 2 * step + dp_rank, length + uneven * dp_rank)
+                with HeldActivations(engine.module) as measured:
+                    loss = engine(**data).loss
+                counters = session.offload
+                offloaded.append(counters.device_bytes if counters else 0)
+                held.append(measured.bytes)
+                engine.backward(loss)
+                groups = engine.optimizer.averaged_gradients.values()
+                gradients += [g.detach().clone() for group in groups for g in group]
+                engine.step()
+            plan = session.activation_plan
+            changes = session.plan_changes
+            summary = session.summary
+            hooks = len(engine.module._forward_pre_hooks)
+        finally:
+            session.detach()
     return {
         "gradients": gradients,
         "held": held,
@@ -102,7 +86,7 @@ def _train(
         "none_bytes": plan.none_bytes if plan else 0,
         "needed": [c.plan.needed_bytes for c in changes],
         "resident": dict(plan.resident) if plan else {},
-        "lines": heard.lines,
+        "lines": heard,
         "summary": summary,
         "left_hooks": len(engine.module._forward_pre_hooks) - hooks,
         "tokens": [c.plan.tokens for c in changes],

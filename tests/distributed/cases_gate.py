@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import threading
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ from ds_ckpt.exchange.referee import STEPS
 from ds_ckpt.session.session import Session
 from ds_ckpt.telemetry import Purpose
 from tests.distributed import models
+from tests.distributed.heard import hearing
 from tests.distributed.pool import fresh
 
 
@@ -127,15 +127,6 @@ def refereed(slow: str, folder: str, *, process: int, **options: Any) -> dict[st
     return result
 
 
-class _Heard(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def monitored(folder: str, section: dict[str, Any]) -> dict[str, Any]:
     """Names of the CSV files that DeepSpeed's monitor wrote; what the log and the step log say."""
     fresh()
@@ -143,22 +134,15 @@ def monitored(folder: str, section: dict[str, Any]) -> dict[str, Any]:
     telemetry = {"enabled": True, "every_n_steps": 2, "path": str(path)}
     section = {**section, "telemetry": telemetry}
     csv = {"enabled": True, "output_path": folder, "job_name": "job"}
-    heard, logger = _Heard(), logging.getLogger("ds_ckpt")
-    logger.addHandler(heard)
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    try:
+    with hearing() as heard:
         engine = models.start("llama", models.zero3_config(ds_ckpt=section, csv_monitor=csv))
         models.train(engine, "llama", 4)
-    finally:
-        logger.removeHandler(heard)
-        logger.setLevel(level)
     session = ds_ckpt.session_of(engine)
     own = path.with_suffix(f".{dist.get_rank()}.jsonl")
     result = {
         "files": sorted(str(p.relative_to(folder)) for p in Path(folder).rglob("*ds_ckpt*")),
         "records": [json.loads(line) for line in own.read_text().splitlines()],
-        "heard": heard.lines,
+        "heard": heard,
         "plan": session.plan.records(),
         "norm": float(engine.get_global_grad_norm()),
         "residuals": sum(float(r.norm()) ** 2 for r in session.residuals.values()) ** 0.5,

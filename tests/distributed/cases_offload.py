@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import ds_ckpt
 from tests.distributed import models
+from tests.distributed.heard import hearing
 from tests.distributed.pool import fresh
 from tests.unit import offload_models
 
@@ -22,74 +22,60 @@ def _batch(step: int) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
 
 
-class _Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines += record.getMessage().splitlines()
-
-
 def steps(kind: str, sections: dict[str, Any]) -> dict[str, Any]:
     """Two steps of a tiny Hugging Face model: gradients, where boundaries were, the counters."""
     fresh()
-    heard, log = _Lines(), logging.getLogger("ds_ckpt")
-    level = log.level
-    log.setLevel(logging.INFO)
-    log.addHandler(heard)
-    model = offload_models.build(kind)
-    config = models.zero3_config(reuse=0, **sections)
-    engine, *_ = ds_ckpt.initialize(
-        model=model, model_parameters=list(model.parameters()), config=config
-    )
-    engine.train()
-    session = ds_ckpt.session_of(engine)
-    refs: list[StorageWeakRef] = []
-    layers = [m for m in model.modules() if hasattr(m, "gradient_checkpointing") and _layer(m)]
-    handles = [
-        layer.register_forward_pre_hook(
-            lambda _, args: refs.append(StorageWeakRef(args[0].untyped_storage()))
+    with hearing() as heard:
+        model = offload_models.build(kind)
+        config = models.zero3_config(reuse=0, **sections)
+        engine, *_ = ds_ckpt.initialize(
+            model=model, model_parameters=list(model.parameters()), config=config
         )
-        for layer in layers
-    ]
-    seen: list[torch.Tensor] = []
-    losses, on_device = [], []
-    for step in range(2):
-        torch.manual_seed(step)
-        refs.clear()
-        loss = engine(**_batch(step)).loss
-        on_device.append(sum(not ref.expired() for ref in refs[: len(layers)]))
-        engine.backward(loss)
-        losses.append(float(loss))
-        groups = engine.optimizer.averaged_gradients.values()
-        seen += [g.detach().clone() for group in groups for g in group]
-        engine.step()
-        del loss
-    for handle in handles:
-        handle.remove()
-    counters = session.offload if session is not None else None
-    store = session._boundaries.store if counters is not None else None
-    result = {
-        "gradients": seen,
-        "losses": losses,
-        "layers": len(layers),
-        "on_device": on_device,
-        "out": dict(counters.out) if counters else {},
-        "back": dict(counters.back) if counters else {},
-        "late": counters.late if counters else None,
-        "in_vain": counters.in_vain if counters else None,
-        "left_on_host": store.nbytes_on_host if store else None,
-        "left_on_device": counters.device_bytes if counters else None,
-        "summary": session.summary if session else "",
-        "profiled": sorted(session.block_profile.costs)
-        if session and session.block_profile
-        else [],
-    }
-    engine.destroy()
-    log.removeHandler(heard)
-    log.setLevel(level)
-    return {**result, "lines": heard.lines}
+        engine.train()
+        session = ds_ckpt.session_of(engine)
+        refs: list[StorageWeakRef] = []
+        layers = [m for m in model.modules() if hasattr(m, "gradient_checkpointing") and _layer(m)]
+        handles = [
+            layer.register_forward_pre_hook(
+                lambda _, args: refs.append(StorageWeakRef(args[0].untyped_storage()))
+            )
+            for layer in layers
+        ]
+        seen: list[torch.Tensor] = []
+        losses, on_device = [], []
+        for step in range(2):
+            torch.manual_seed(step)
+            refs.clear()
+            loss = engine(**_batch(step)).loss
+            on_device.append(sum(not ref.expired() for ref in refs[: len(layers)]))
+            engine.backward(loss)
+            losses.append(float(loss))
+            groups = engine.optimizer.averaged_gradients.values()
+            seen += [g.detach().clone() for group in groups for g in group]
+            engine.step()
+            del loss
+        for handle in handles:
+            handle.remove()
+        counters = session.offload if session is not None else None
+        store = session._boundaries.store if counters is not None else None
+        result = {
+            "gradients": seen,
+            "losses": losses,
+            "layers": len(layers),
+            "on_device": on_device,
+            "out": dict(counters.out) if counters else {},
+            "back": dict(counters.back) if counters else {},
+            "late": counters.late if counters else None,
+            "in_vain": counters.in_vain if counters else None,
+            "left_on_host": store.nbytes_on_host if store else None,
+            "left_on_device": counters.device_bytes if counters else None,
+            "summary": session.summary if session else "",
+            "profiled": sorted(session.block_profile.costs)
+            if session and session.block_profile
+            else [],
+        }
+        engine.destroy()
+    return {**result, "lines": "\n".join(heard).splitlines()}
 
 
 def _layer(module: torch.nn.Module) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ import ds_ckpt
 from ds_ckpt.telemetry import Counters
 from ds_ckpt.telemetry.counters import Purpose
 from tests.distributed import models
-from tests.distributed.cases_offload import _Lines
+from tests.distributed.heard import hearing
 from tests.distributed.pool import fresh
 from tests.distributed.tensor_parallel import (
     MegatronMpu,
@@ -92,22 +91,17 @@ def auto(
         twice: two forwards before a backward, and the second graph's backward twice.
     """
     fresh()
-    heard, log = _Lines(), logging.getLogger("ds_ckpt")
-    level = log.level
-    log.setLevel(logging.INFO)
-    log.addHandler(heard)
-    with auto_tp(size):
+    with hearing() as heard, auto_tp(size):
         model = _BUILD[kind](dropout)
         config = models.zero3_config(reuse=0, tensor_parallel={"autotp_size": size}, **sections)
         engine, *_ = ds_ckpt.initialize(
             model=model, model_parameters=list(model.parameters()), config=config
         )
         try:
-            return {**_train(engine, size, seeds, steps, twice), "lines": heard.lines}
+            trained = _train(engine, size, seeds, steps, twice)
+            return {**trained, "lines": "\n".join(heard).splitlines()}
         finally:
             engine.destroy()
-            log.removeHandler(heard)
-            log.setLevel(level)
 
 
 def _train(engine: Any, size: int, seeds: str, steps: int, twice: bool) -> dict[str, Any]:

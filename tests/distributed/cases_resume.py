@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch.distributed as dist
 
 import ds_ckpt
 from tests.distributed import models
+from tests.distributed.heard import hearing
 from tests.distributed.pool import fresh
 
 
@@ -121,29 +121,16 @@ def load(folder: str, section: dict[str, Any]) -> dict[str, Any]:
     return {"owed": owed}
 
 
-class _Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def load_universal(folder: str, section: dict[str, Any]) -> dict[str, Any]:
     """Load a universal checkpoint; what there is then, what is said, and three losses."""
     engine = _engine(section, checkpoint={"load_universal": True})
-    heard = _Lines()
-    logging.getLogger("ds_ckpt").addHandler(heard)
-    try:
+    with hearing() as heard:
         models.train(engine, "llama", 1)  # leaves residuals, which the load must not keep
         engine.load_checkpoint(folder)
-    finally:
-        logging.getLogger("ds_ckpt").removeHandler(heard)
     result = {
         "weights": models.weights_digest(engine),
         "owed": _owed(engine),
-        "said": heard.lines,
+        "said": heard,
         "steps": int(engine.global_steps),
         "losses": models.train(engine, "llama", 3, first=3),
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 import ds_ckpt
 from ds_ckpt.telemetry import Purpose
 from tests.distributed import models
+from tests.distributed.heard import hearing
 from tests.distributed.pool import fresh
 
 
@@ -33,23 +33,12 @@ def train(
     return {"losses": losses, "weights": weights, "sent": sent}
 
 
-class _Heard(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def guarded(section: dict[str, Any], steps: int, folder: str, accumulation: int = 1) -> Any:
     """Train under a guard: after each step whether it has fallen back and what was seen; what the
     log said; whether a checkpoint keeps it; bytes of the last step."""
     fresh()
-    heard, log = _Heard(), logging.getLogger("ds_ckpt")
-    log.addHandler(heard)
     config = models.zero3_config(accumulation=accumulation, ds_ckpt=section)
-    try:
+    with hearing() as heard:
         engine = models.start("llama", config)
         session = ds_ckpt.session_of(engine)
         assert session is not None
@@ -73,9 +62,7 @@ def guarded(section: dict[str, Any], steps: int, folder: str, accumulation: int 
         assert session.guard is not None
         resumed = session.guard.fallen_back
         engine.destroy()
-    finally:
-        log.removeHandler(heard)
-    said = [line for line in heard.lines if "guard: step" in line]
+    said = [line for line in heard if "guard: step" in line]
     return {"back": back, "seen": seen, "said": said, "sent": sent, "owed": owed, "kept": resumed}
 
 
