@@ -5,8 +5,10 @@ No policy here: `offload.py` decides when a piece goes and comes.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +21,8 @@ ALIGNMENT_BYTES = 64
 """A stretch begins at a multiple: the copy is aligned as the original was, so that kernels which
 look at alignment add up in the same order."""
 Key = tuple[int, int, int]
+ON_DEVICE = ("source", "slot", "fetched")
+"""Attributes of a piece that are on the device."""
 
 
 @dataclass
@@ -99,7 +103,9 @@ class Piece:
         self.event: Event | None = None
         self.changed = False
         self.asked = -2
-        self._dead = dead
+        # And not `__del__`: while that runs, weak references still give the piece to other threads,
+        # which would use, and account for, what it is about to leave.
+        weakref.finalize(self, _bury, vars(self), dead).atexit = False
 
     @property
     def key(self) -> Key:
@@ -112,7 +118,7 @@ class Piece:
     @property
     def device_bytes(self) -> int:
         """Bytes of this piece on the device: the original, the arena's copy or the fetched one."""
-        return sum(t is not None for t in (self.source, self.slot, self.fetched)) * self.nbytes
+        return sum(getattr(self, name) is not None for name in ON_DEVICE) * self.nbytes
 
     @property
     def is_here(self) -> bool:
@@ -128,15 +134,26 @@ class Piece:
         if self.source is not None and self.source._version != self.version:
             self.changed = True
 
-    def __del__(self) -> None:
-        # Nothing is locked here: the garbage collector may call this anywhere. Device memory that
-        # no copy needs is freed at once; the rest, and host memory, when the store looks next.
-        tickets = (self.leaving, self.arriving)
-        ends = zip(tickets, (self.source, self.fetched), strict=True)
-        held = tuple(end if ticket is not None else None for ticket, end in ends)
-        self._dead.append(
-            Remains(self.host, self.slot, held, tickets, self.event, self.device_bytes)
+
+def _bury(piece: dict[str, Any], dead: deque[Remains]) -> None:
+    """Leave what a piece that has died held, by its attributes.
+
+    Nothing is locked here: the garbage collector may call this anywhere. Device memory that no copy
+    needs is freed at once; the rest, and host memory, when the store looks next.
+    """
+    ends = (("leaving", "source"), ("arriving", "fetched"))
+    held = tuple(piece[end] if piece[ticket] is not None else None for ticket, end in ends)
+    on_device = sum(piece[name] is not None for name in ON_DEVICE)
+    dead.append(
+        Remains(
+            piece["host"],
+            piece["slot"],
+            held,
+            (piece["leaving"], piece["arriving"]),
+            piece["event"],
+            on_device * piece["stretch"].nbytes,
         )
+    )
 
 
 class Kept:

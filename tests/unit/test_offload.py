@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_ckpt.activation import CheckpointedBlocks
+from ds_ckpt.activation.pieces import Piece, Remains
 from ds_ckpt.activation.policy import Policy, Treatment
 from ds_ckpt.memory.copies import HostCopies
 from tests.unit.offload_models import (
@@ -201,3 +204,22 @@ def test_a_boundary_by_keyword_goes_out_too() -> None:
     _, store, _ = put_on(model, ["Block"])
     assert equal(plain, grads(model, x))
     assert store.counters.out.total() == store.counters.back.total() == 3
+
+
+def test_a_piece_that_dies_is_given_to_no_other_thread() -> None:
+    """What it leaves is noted when weak references to it are gone: nobody uses what is given back,
+    or accounts for it twice."""
+    known: weakref.WeakSet[Piece] = weakref.WeakSet()
+    seen: list[list[Piece]] = []
+
+    class Dead(deque[Remains]):
+        def append(self, remains: Remains) -> None:
+            seen.append(list(known))
+            super().append(remains)
+
+    dead = Dead()
+    piece = Piece(torch.ones(4), "block", dead)
+    known.add(piece)
+    del piece
+    assert seen == [[]]
+    assert [remains.device_bytes for remains in dead] == [16]
