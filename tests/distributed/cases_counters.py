@@ -11,11 +11,30 @@ from deepspeed import comm
 
 from ds_ckpt.telemetry import Counters, Purpose
 from ds_ckpt.zero3 import collectives
-from tests.distributed.isolation import is_isolated, loopback_sent_bytes
+from tests.distributed.isolation import (
+    is_isolated,
+    loopback_sent_bytes,
+    tcp_retransmissions,
+)
+
+_TRIES = 10  # how often a collective is counted until TCP repeats nothing
 
 
 def collective(op: str, elements: int, repeats: int) -> dict[str, Any]:
-    """Bytes that this process's counters saw, and those that left through the interface."""
+    """Bytes that this process's counters saw, and those that left through the interface.
+
+    What TCP repeats is on the interface and in no count, so a try in which it did so is made
+    again; of ``_TRIES`` that one counts in which the fewest segments were repeated.
+    """
+    best = _counted_once(op, elements, repeats)
+    for _ in range(_TRIES - 1):
+        if not best["repeated"]:
+            break
+        best = min(best, _counted_once(op, elements, repeats), key=lambda one: one["repeated"])
+    return best
+
+
+def _counted_once(op: str, elements: int, repeats: int) -> dict[str, Any]:
     world = dist.get_world_size()
     counters = Counters()
     collectives.listen(counters)
@@ -23,7 +42,7 @@ def collective(op: str, elements: int, repeats: int) -> dict[str, Any]:
     part = torch.zeros(elements)
     dist.barrier()
     time.sleep(0.2)
-    before = loopback_sent_bytes()
+    before, repeated = loopback_sent_bytes(), tcp_retransmissions()
     dist.barrier()
     with counters.purpose(Purpose.REDUCE):
         for _ in range(repeats):
@@ -38,13 +57,17 @@ def collective(op: str, elements: int, repeats: int) -> dict[str, Any]:
     dist.barrier()
     time.sleep(0.2)
     interface = loopback_sent_bytes() - before
+    repeated = tcp_retransmissions() - repeated
     collectives.unlisten(counters)
     total = torch.tensor([counters.bytes_sent[Purpose.REDUCE]], dtype=torch.float64)
     dist.all_reduce(total)
+    most = torch.tensor([repeated])
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return {
         "isolated": is_isolated(),
         "counted": float(total),
         "interface": interface,
+        "repeated": int(most),
         "other": counters.bytes_sent[Purpose.OTHER],
         "calls": counters.collectives[Purpose.REDUCE],
     }
