@@ -55,7 +55,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
     },
     CEILING: None,
 }
-DENSE = (STOCK, "dense", "dense, one level")
+DENSE = (STOCK, "dense", "dense, one level", "dense, once a step")
 SHAPES: dict[str, dict[str, int]] = {
     "demo": {},
     "wider": {"hidden_size": 512, "layers": 4, "intermediate_size": 1376},

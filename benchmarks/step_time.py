@@ -2,6 +2,7 @@
 
     sudo python benchmarks/step_time.py [--json benchmarks/results/step_time.json] [--repeats 9]
         [--rates 100,200,1000,unlimited] [--models demo,wider] [--methods "stock;4 bits;..."]
+        [--accumulation 8]
 
 Two emulated hosts with one process each, and one launch a model: all cells live in the same
 processes, each with an engine of its own, and take turns, in an order that rotates, so that what
@@ -9,18 +10,21 @@ disturbs the machine disturbs all of them alike. The links are given the next ra
 processes run, which then build new engines. A step is as long as its slowest process; medians, and
 the quartiles beside them. `stock` is DeepSpeed alone, without a session of the plugin.
 
-Columns: seconds; the ratio of stock's and of the best dense cell's median to the cell's; and the
-share of the ceiling, which is what the cell `nothing sent` takes over what this one takes: 1.00 is
-all that compressing gradients can give. Weights are still gathered for forward and backward, as in
-a model that is larger than memory. fp32: this CPU is slow in bf16, so every dense byte is twice
-what 16 bits would be, and a link of 200 Mbit/s here is one of 100 there for weights and for dense
-gradients. The gate is as the configuration has it, on; `--gate off` forces the methods.
+Columns: seconds; the ratio of stock's median to the cell's, with its standard error; that of the
+best dense cell's; and the share of the ceiling, which is what the cell `nothing sent` takes over
+what this one takes: 1.00 is all that compressing gradients can give. Weights are still gathered for
+forward and backward, as in a model that is larger than memory. fp32: this CPU is slow in bf16, so
+every dense byte is twice what 16 bits would be, and a link of 200 Mbit/s here is one of 100 there
+for weights and for dense gradients. The gate is as the configuration has it, on; `--gate off`
+forces the methods. Steps are counted from its verdict on; a cell that it has left to DeepSpeed's
+own reduction is marked so.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -32,11 +36,11 @@ import torch
 import torch.distributed as dist
 from _cells import CEILING, DENSE, METHODS, STOCK
 
-from ds_ckpt.exchange.referee import STEPS
+from ds_ckpt.exchange.gate import TRIALS
+from ds_ckpt.exchange.referee import middle
 
 WARM_UP_STEPS = 3
-GATED_STEPS = STEPS + 1
-"""Steps that are not counted: until ZeRO-3's trace stands, and until the gate has decided."""
+"""Steps that are not counted, at least: until ZeRO-3's trace stands."""
 ZERO = {
     "stage3_param_persistence_threshold": 0,
     "stage3_max_reuse_distance": 0,
@@ -56,13 +60,16 @@ def worker(spec: dict[str, Any], folder: Path) -> None:
         _ask_for(rate, folder)
         # new engines: what a gate has learned holds for the rate before
         cells = [
-            _cells.start(name, spec["model"], zero=ZERO, gate=spec["gate"]) for name in methods
+            _cells.start(
+                name,
+                spec["model"],
+                zero=ZERO,
+                gate=spec["gate"],
+                accumulation=spec["accumulation"],
+            )
+            for name in methods
         ]
-        for cell in cells:
-            section = METHODS[cell.name]
-            gated = spec["gate"] and section is not None and section["method"] != "dense"
-            for step in range(GATED_STEPS if gated else WARM_UP_STEPS):
-                cell.step(SEQUENCES, TOKENS, step)
+        by_stock = {cell.name: warmed_up(cell) for cell in cells}
         taken: dict[str, list[float]] = {cell.name: [] for cell in cells}
         for repeat in range(spec["repeats"]):
             for place in range(len(cells)):
@@ -71,7 +78,14 @@ def worker(spec: dict[str, Any], folder: Path) -> None:
         for cell in cells:
             cell.end()
         rows += [
-            {"model": spec["model"], "rate_mbit": rate, "method": name, "step_s": steps_s}
+            {
+                "model": spec["model"],
+                "rate_mbit": rate,
+                "accumulation": spec["accumulation"],
+                "method": name,
+                "by_stock": by_stock[name],
+                "step_s": steps_s,
+            }
             for name, steps_s in taken.items()
         ]
         if dist.get_rank() == 0:
@@ -79,6 +93,22 @@ def worker(spec: dict[str, Any], folder: Path) -> None:
             print(f"done: {rate}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def warmed_up(cell: _cells.Running) -> bool:
+    """Run a cell's first steps; whether it has been left to DeepSpeed's reduction since."""
+    exchange = cell.session.exchange if cell.session is not None else None
+    gate, referee = (exchange.gate, exchange.referee) if exchange is not None else (None, None)
+    step = 0
+    while (
+        step < WARM_UP_STEPS
+        or (gate is not None and step < 2 * TRIALS)
+        or (referee is not None and referee.stock is None)
+    ):
+        cell.step(SEQUENCES, TOKENS, step)
+        step += 1
+    cell.step(SEQUENCES, TOKENS, step)  # the first by the way that is kept
+    return bool(referee is not None and referee.stock)
 
 
 def timed_step(cell: _cells.Running, seed: int) -> float:
@@ -128,6 +158,7 @@ def run_model(model: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         "methods": options.methods.split(";") if options.methods else METHODS_HERE,
         "repeats": options.repeats,
         "gate": options.gate == "on",
+        "accumulation": options.accumulation,
     }
     with tempfile.TemporaryDirectory() as temporary, EmulatedHosts(2, rate_mbit=None) as hosts:
         folder = Path(temporary)
@@ -146,9 +177,13 @@ def compare(rows: list[dict[str, Any]]) -> None:
         row["median_s"] = statistics.median(steps_s)
         row["quartiles_s"] = _quartiles(steps_s)
     median_s = {row["method"]: row["median_s"] for row in rows}
+    error = {row["method"]: math.sqrt(middle(row["step_s"])[1]) / row["median_s"] for row in rows}
     best_dense_s = min(median_s[name] for name in DENSE if name in median_s)
     for row in rows:
         row["faster_than_stock"] = median_s[STOCK] / row["median_s"]
+        row["error_of_that"] = row["faster_than_stock"] * math.hypot(
+            error[STOCK], error[row["method"]]
+        )
         row["faster_than_best_dense"] = best_dense_s / row["median_s"]
         row["share_of_ceiling"] = median_s[CEILING] / row["median_s"]
 
@@ -164,14 +199,17 @@ def show(rows: list[dict[str, Any]]) -> None:
     """The table of one model and rate."""
     rate = rows[0]["rate_mbit"]
     link = "links not shaped" if rate is None else f"{rate:g} Mbit/s"
-    print(f"\nmodel {rows[0]['model']!r}, {link}, {len(rows[0]['step_s'])} steps each")
+    of = f" of {rows[0]['accumulation']} micro-steps" if rows[0]["accumulation"] > 1 else ""
+    print(f"\nmodel {rows[0]['model']!r}, {link}, {len(rows[0]['step_s'])} steps{of} each")
     print("| gradients | step, s | quartiles | x stock | x best dense | of the ceiling |")
     print("|---|---|---|---|---|---|")
     for row in rows:
         low, high = row["quartiles_s"]
+        left = ", left to DeepSpeed" if row["by_stock"] else ""
+        error = "" if row["method"] == STOCK else f" ± {row['error_of_that']:.2f}"
         print(
-            f"| {row['method']} | {row['median_s']:.3f} | {low:.3f} - {high:.3f} "
-            f"| {row['faster_than_stock']:.2f} | {row['faster_than_best_dense']:.2f} "
+            f"| {row['method']}{left} | {row['median_s']:.3f} | {low:.3f} - {high:.3f} "
+            f"| {row['faster_than_stock']:.2f}{error} | {row['faster_than_best_dense']:.2f} "
             f"| {row['share_of_ceiling']:.2f} |"
         )
 
@@ -183,11 +221,16 @@ def main() -> None:
     parser.add_argument("--models", default="demo,wider")
     parser.add_argument("--methods", default="", help="names of METHODS, with ; between them")
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--accumulation", type=int, default=1, help="micro-steps a step")
     parser.add_argument("--gate", choices=["on", "off"], default="on")
     parser.add_argument("--limit-s", type=float, default=7200, help="of each model")
     parser.add_argument("--worker", type=Path, help="the launched script's own option")
     parser.add_argument("--local_rank", type=int, default=0)
     options = parser.parse_args()
+    if options.methods and not {STOCK, CEILING} <= set(options.methods.split(";")):
+        parser.error(
+            f'--methods needs "{STOCK}" and "{CEILING}", which the others are held against'
+        )
     if options.worker:
         worker(json.loads((options.worker / "spec.json").read_text()), options.worker)
         return

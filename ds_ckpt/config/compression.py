@@ -172,8 +172,8 @@ class ExchangeConfig(Section):
         description="Time each bucket of gradients both compressed and whole, in its first eight "
         "exchanges and again after 1000, and send it whole where that is faster: on a fast link "
         "compression costs more than it saves. Then whole steps are timed, and DeepSpeed's own "
-        "reduction comes back where they are shorter with it. What runs then depends on the "
-        "machine. false: compress always.",
+        "reduction comes back unless they are shown to be shorter without it. What runs then "
+        "depends on the machine. false: compress always.",
     )
     levels: Annotated[
         Literal["auto", 1, 2], BeforeValidator(_whole), Expects('"auto", 1 or 2', "2")

@@ -4,10 +4,15 @@ The gate times exchanges. A short exchange does not make a short step: beside ba
 cores that backward needs, and on a fast link DeepSpeed's own reduction, which waits, can give the
 shorter step. So after the gate's comparisons `COUNTED` steps are timed as the gate has them, then
 as many with DeepSpeed's reduction; between the two a step goes whole, so that nothing is owed. The
-processes add up their medians, so that all come to the same verdict, and keep the faster way. Every
-`RECHECK` steps the two are timed anew, after the gate has timed its buckets anew: a verdict of
-either must not be taken while the other tries things out. A parameter that had no gradient in the
-whole step goes whole when it next has one.
+processes add up their medians and how far these can be trusted, so that all come to the same
+verdict. Where the two cannot be told apart, another such round is added to the times: steps often
+scatter more than ways differ. On a slow link one round does; it takes many where the ways are close
+or steps scatter much. After `ROUNDS` of them the exchange has not been shown to make steps shorter,
+and DeepSpeed's reduction has them.
+
+Every `RECHECK` steps the two are timed anew, after the gate has timed its buckets anew: a verdict
+of either must not be taken while the other tries things out. A parameter that had no gradient in
+the whole step goes whole when it next has one.
 
 Skipped steps count for nothing. Not for accumulated steps that are exchanged once: DeepSpeed's
 reduction would run in every micro-step.
@@ -31,13 +36,37 @@ log = logging.getLogger("ds_ckpt")
 
 Way = Literal["gated", "whole", "stock"]
 COUNTED = 8
-"""Timed steps each way; the first step of each is not counted."""
+"""Timed steps each way in a round; the first step of each is not counted."""
+ROUNDS = 16
+"""At most so many in a comparison."""
+SURE = 3.0
+"""Standard errors by which medians must differ for the exchange to stay, and for any verdict before
+the last round. They take steps to scatter independently."""
+WIDE = 1.2
+"""Ratio of medians from which the first round is enough. Steps in a row are more alike than others;
+what that does is not in a standard error, and another round shows it."""
 RECHECK = 1000
 """Steps from one comparison to the next."""
 SWITCH = 2 * TRIALS + 1 + COUNTED
-"""The step of a comparison that goes whole."""
+"""The step of a comparison that goes whole in its first round."""
 STEPS = SWITCH + 2 + COUNTED
-"""Steps after which the first verdict stands."""
+"""Steps after which the first verdict stands, where one round does."""
+ROUND = STEPS - 2 * TRIALS
+"""Steps of a round."""
+
+
+def middle(times: Sequence[float]) -> tuple[float, float]:
+    """The median and the variance of its error, for values around it that are about normal.
+
+    The variance is pi / 2 times that of a mean; the spread is taken from the median distance to the
+    median, times 1.4826 (Rousseeuw and Croux, JASA 1993), so that a pause does not count. NaN for
+    no values.
+    """
+    if not times:
+        return math.nan, math.nan
+    at = median(times)
+    spread = 1.4826 * median(abs(t - at) for t in times)
+    return at, math.pi / 2 * spread**2 / len(times)
 
 
 class Referee:
@@ -64,6 +93,8 @@ class Referee:
         self._add_up, self._world, self._speaks, self._clock = add_up, world, speaks, clock
         self.stock: bool | None = None
         self._steps = 0
+        self._rounds: int | None = 0
+        """Rounds of this comparison that told nothing; None once there is a verdict."""
         self._times: dict[Way, list[float]] = {"gated": [], "stock": []}
         self._device: torch.device | None = None
         self._ended_s: float | None = None
@@ -75,12 +106,16 @@ class Referee:
     @property
     def way(self) -> Way:
         """How this step's buckets travel: as the gate has them, all whole, by DeepSpeed."""
-        turn = self._steps % RECHECK
-        if turn < SWITCH:
-            return "gated"
-        if turn == SWITCH:
+        if self._rounds is None:
+            return "stock" if self.stock else "gated"
+        if self._turn == SWITCH:
             return "whole"
-        return "stock" if turn < STEPS or self.stock else "gated"
+        return "gated" if self._turn < SWITCH else "stock"
+
+    @property
+    def _turn(self) -> int:
+        """Where a comparison is; as in its first round in every other."""
+        return self._steps % RECHECK - ROUND * (self._rounds or 0)
 
     @property
     def begins(self) -> bool:
@@ -114,35 +149,51 @@ class Referee:
         if skipped:
             return
         self._owed -= settled
-        turn, way = self._steps % RECHECK, self.way
+        if self._rounds is not None:
+            turn = self._turn
+            counts = SWITCH - COUNTED <= turn < SWITCH or turn >= STEPS - COUNTED
+            if counts and before is not None:
+                self._times[self.way].append(self._ended_s - before)
+            if turn == STEPS - 1:
+                self._judge(device)
         self._steps += 1
-        counts = SWITCH - COUNTED <= turn < SWITCH or STEPS - COUNTED <= turn < STEPS
-        if counts and before is not None:
-            self._times[way].append(self._ended_s - before)
-        if turn == STEPS - 1:
-            self._judge(device)
+        if self.begins:
+            self._rounds = 0
 
     def _judge(self, device: torch.device) -> None:
-        """Without times, as in a process that was resumed in between, the exchange stays."""
-        medians = [median(self._times[way] or [math.nan]) for way in ("gated", "stock")]
-        sums = torch.tensor(medians, device=device)
-        self._add_up(sums)
-        gated_s, stock_s = (float(s) / self._world for s in sums)
-        stock, before = stock_s < gated_s, self.stock
-        self.stock, self._times = stock, {"gated": [], "stock": []}
+        """A verdict or another round.
+
+        Without times, as in a process that was resumed in between, the exchange stays.
+        """
+        assert self._rounds is not None
+        own = torch.tensor([middle(self._times[way]) for way in ("gated", "stock")], device=device)
+        self._add_up(own)
+        (gated_s, gated_variance), (stock_s, stock_variance) = (own / self._world).tolist()
+        error_s = math.sqrt(gated_variance + stock_variance)
+        gap_s = abs(gated_s - stock_s)
+        told_apart = not gap_s <= SURE * error_s  # so is NaN from anything, and wide
+        wide = not gap_s < (WIDE - 1.0) * min(gated_s, stock_s)
+        self._rounds += 1
+        if self._rounds < (ROUNDS if not told_apart else 1 if wide else 2):
+            return
+        stock, before = stock_s < gated_s or not told_apart, self.stock
+        self.stock, self._rounds, self._times = stock, None, {"gated": [], "stock": []}
         if self._speaks and stock != before:
             log.info(
                 "ds_ckpt: gate: %s: a step takes %.1f ms with the exchange, %.1f ms with "
-                "DeepSpeed's own reduction (compression.exchange.gate: false compresses all)",
+                "DeepSpeed's own reduction%s (compression.exchange.gate: false compresses all)",
                 "gradients travel by DeepSpeed's own reduction" if stock else "the exchange stays",
                 1e3 * gated_s,
                 1e3 * stock_s,
+                "" if told_apart else ", which cannot be told apart",
             )
 
     def state_dict(self) -> dict[str, Any]:
         """As JSON values, so that a resumed run goes on as the first would have gone on."""
         return {
+            "world": self._world,
             "steps": self._steps,
+            "rounds": self._rounds,
             "stock": self.stock,
             "gated_s": self._times["gated"],
             "stock_s": self._times["stock"],
@@ -150,8 +201,16 @@ class Referee:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace what is known; a checkpoint from before there was a referee starts anew."""
+        """Replace what is known.
+
+        A checkpoint from before there was a referee starts anew; one from before there were rounds
+        had one. Another number of processes compares anew and keeps the verdict until then.
+        """
         self._steps, self.stock = int(state.get("steps", 0)), state.get("stock")
+        self._rounds = state.get("rounds", 0 if self._steps % RECHECK < STEPS else None)
         self._times = {"gated": [*state.get("gated_s", ())], "stock": [*state.get("stock_s", ())]}
         self._owed, self._settled = set(state.get("owed", ())), set()
         self._ended_s = self._device = None
+        if state.get("world", self._world) != self._world:
+            self._steps = self._rounds = 0
+            self._times = {"gated": [], "stock": []}

@@ -125,7 +125,7 @@ class ScheduledExchange:
         if self._at_boundary is not None and not self._at_boundary():
             return self._exchange.hold(names, tensors, loss_scale=loss_scale)
         way = self._way(names)
-        if self._referee is not None and tensors:
+        if self._referee is not None and tensors and not self.fallback.whole:
             self._referee.exchanged(names, tensors[0].device)
         if way == "stock":
             return stock(tensors)

