@@ -86,7 +86,9 @@ def test_we_read_it(preset: Path) -> None:
     assert config.activation.offload == ("offload" in preset.stem)
     method = config.compression.method
     assert (method == "topk") == ("topk" in preset.stem)
-    assert (method == "quantize") == (preset.stem.endswith(("3bit", "4bit")))
+    assert (method == "quantize") == ("bit" in preset.stem and "hybrid" not in preset.stem)
+    feedback = config.compression.error_feedback.enabled
+    assert feedback == ("no_feedback" not in preset.stem)
     assert (method == "dense") == ("dense" in preset.stem)
     assert (method == "powersgd") == ("powersgd" in preset.stem)
     assert (method == "hybrid") == ("hybrid" in preset.stem)
