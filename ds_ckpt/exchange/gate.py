@@ -160,22 +160,28 @@ class Gate:
 
     def state_dict(self) -> dict[str, Any]:
         """Verdicts as JSON values, so that a resumed run sends what the first would have sent."""
-        return {
+        verdicts = {
             key: [v.whole, v.compressed_s, v.whole_s, v.visits, v.times[False], v.times[True]]
             for key, v in self.verdicts.items()
         }
+        return {"world": self._world, **verdicts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace all verdicts.
 
         A gate that compares at other times may have saved a place amid a comparison of this one
-        but not its times: such a bucket is compared anew.
+        but not its times: such a bucket is compared anew. So is every bucket where the processes
+        are not as many as they were.
         """
         self._before.clear()
+        verdicts = dict(state)
+        world = verdicts.pop("world", self._world)
         self.verdicts = {
             key: Verdict(whole, compressed_s, whole_s, visits, {False: [*slow], True: [*fast]})
-            for key, (whole, compressed_s, whole_s, visits, slow, fast) in state.items()
+            for key, (whole, compressed_s, whole_s, visits, slow, fast) in verdicts.items()
         }
+        if world != self._world:
+            self.recheck()
         for verdict in self.verdicts.values():
             in_turn = self._in_turn(verdict)
             due = {True: min(in_turn, TRIALS) - 1, False: in_turn - TRIALS - 1}

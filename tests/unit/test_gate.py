@@ -82,6 +82,28 @@ def test_a_resumed_gate_goes_on_where_it_was() -> None:
         assert drive(second, 30, 2.0, 1.0) == drive(first, 30, 2.0, 1.0)
 
 
+@pytest.mark.parametrize("visits", [2, TRIALS + 2, 2 * TRIALS + 20])
+def test_times_of_another_number_of_processes_do_not_count(visits: int) -> None:
+    """Resumed on more processes, where the other way is the faster one."""
+    first = Gate(lambda t: None, world=1)
+    drive(first, visits, 1.0, 2.0)
+    second = Gate(lambda t: t.mul_(2), world=2)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    ways = drive(second, 2 * TRIALS + 5, 60.0, 50.0)
+    assert ways == [True] * TRIALS + [False] * TRIALS + [True] * 5
+    (verdict,) = second.verdicts.values()
+    assert (verdict.compressed_s, verdict.whole_s) == (60.0, 50.0)
+
+
+def test_a_checkpoint_from_before_the_world_was_saved_goes_on() -> None:
+    first, second = Gate(lambda t: None, world=1), Gate(lambda t: None, world=1)
+    drive(first, 50, 2.0, 1.0)
+    state = first.state_dict()
+    del state["world"]
+    second.load_state_dict(state)
+    assert second.state_dict() == first.state_dict()
+
+
 @pytest.mark.parametrize("visits", [RECHECK + 1, RECHECK + TRIALS, RECHECK + 2 * TRIALS - 1])
 @pytest.mark.parametrize("rechecks", [True, False])
 def test_a_gate_that_compares_at_other_times_resumes(visits: int, rechecks: bool) -> None:
