@@ -158,9 +158,15 @@ def build_exchange(
     gate = referee = None
     speaks = torch_dist.get_rank(group) == 0
     if settings.gate and not settings.lossless:
-        gate = Gate(between.all_reduce, world=between.world, speaks=speaks, rechecks=holds)
+        everyone = TorchTransport(group, all_to_all_single, all_reduce)
+        gate = Gate(
+            between.all_reduce,
+            world=between.world,
+            processes=everyone.world,
+            speaks=speaks,
+            rechecks=holds,
+        )
         if not holds:
-            everyone = TorchTransport(group, all_to_all_single, all_reduce)
             referee = Referee(everyone.all_reduce, world=everyone.world, speaks=speaks)
     exchange = AllToAllExchange(
         between,

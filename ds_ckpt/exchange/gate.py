@@ -62,6 +62,7 @@ class Gate:
     Args:
         add_up: sums a small fp32 tensor over those processes, in place.
         world: how many they are.
+        processes: how many the whole group has, with two levels more than `world`, the default.
         speaks: whether this process tells of verdicts in the log.
         rechecks: time anew every `RECHECK` exchanges; else at `recheck` alone.
     """
@@ -71,11 +72,13 @@ class Gate:
         add_up: Callable[[Tensor], None],
         *,
         world: int,
+        processes: int | None = None,
         speaks: bool = False,
         rechecks: bool = True,
     ) -> None:
         self._add_up = add_up
         self._world = world
+        self._layout = [world, processes or world]
         self._speaks = speaks
         self._rechecks = rechecks
         self._told: tuple[int, int] | None = None
@@ -164,23 +167,23 @@ class Gate:
             key: [v.whole, v.compressed_s, v.whole_s, v.visits, v.times[False], v.times[True]]
             for key, v in self.verdicts.items()
         }
-        return {"world": self._world, **verdicts}
+        return {"layout": self._layout, **verdicts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace all verdicts.
 
         A gate that compares at other times may have saved a place amid a comparison of this one
         but not its times: such a bucket is compared anew. So is every bucket where the processes
-        are not as many as they were.
+        are not as many as they were, or otherwise divided over hosts.
         """
         self._before.clear()
         verdicts = dict(state)
-        world = verdicts.pop("world", self._world)
+        layout = verdicts.pop("layout", self._layout)
         self.verdicts = {
             key: Verdict(whole, compressed_s, whole_s, visits, {False: [*slow], True: [*fast]})
             for key, (whole, compressed_s, whole_s, visits, slow, fast) in verdicts.items()
         }
-        if world != self._world:
+        if layout != self._layout:
             self.recheck()
         for verdict in self.verdicts.values():
             in_turn = self._in_turn(verdict)

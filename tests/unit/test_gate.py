@@ -83,11 +83,14 @@ def test_a_resumed_gate_goes_on_where_it_was() -> None:
 
 
 @pytest.mark.parametrize("visits", [2, TRIALS + 2, 2 * TRIALS + 20])
-def test_times_of_another_number_of_processes_do_not_count(visits: int) -> None:
-    """Resumed on more processes, where the other way is the faster one."""
-    first = Gate(lambda t: None, world=1)
+@pytest.mark.parametrize("before", [(1, 1), (2, 2), (4, 4), (1, 4)])
+def test_times_of_another_number_of_processes_do_not_count(
+    visits: int, before: tuple[int, int]
+) -> None:
+    """Resumed on two hosts of two processes, where the other way is the faster one."""
+    first = Gate(lambda t: None, world=before[0], processes=before[1])
     drive(first, visits, 1.0, 2.0)
-    second = Gate(lambda t: t.mul_(2), world=2)
+    second = Gate(lambda t: t.mul_(2), world=2, processes=4)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     ways = drive(second, 2 * TRIALS + 5, 60.0, 50.0)
     assert ways == [True] * TRIALS + [False] * TRIALS + [True] * 5
@@ -95,11 +98,11 @@ def test_times_of_another_number_of_processes_do_not_count(visits: int) -> None:
     assert (verdict.compressed_s, verdict.whole_s) == (60.0, 50.0)
 
 
-def test_a_checkpoint_from_before_the_world_was_saved_goes_on() -> None:
+def test_a_checkpoint_from_before_the_layout_was_saved_goes_on() -> None:
     first, second = Gate(lambda t: None, world=1), Gate(lambda t: None, world=1)
     drive(first, 50, 2.0, 1.0)
     state = first.state_dict()
-    del state["world"]
+    del state["layout"]
     second.load_state_dict(state)
     assert second.state_dict() == first.state_dict()
 
