@@ -167,7 +167,9 @@ def build_exchange(
             rechecks=holds,
         )
         if not holds:
-            referee = Referee(everyone.all_reduce, world=everyone.world, speaks=speaks)
+            referee = Referee(
+                everyone.all_reduce, world=everyone.world, hosts=between.world, speaks=speaks
+            )
     exchange = AllToAllExchange(
         between,
         settings.choose(embeddings, groups.local),

@@ -118,7 +118,7 @@ def refereed(slow: str, folder: str, *, process: int, **options: Any) -> dict[st
         "kept": len(by_stock) - compared,
         "in DeepSpeed's thread": all(by_stock),
         "owed": owed,
-        "layout": built.gate.state_dict()["layout"] if built.gate else None,
+        "layouts": [part.state_dict()["layout"] for part in (built.gate, built.referee) if part],
         "verdict": built.referee.stock,
         "whole": built.exchange.whole_buckets == len(built.gate.verdicts) if built.gate else None,
         "sent": session.counters.bytes_sent[Purpose.REDUCE] - before,

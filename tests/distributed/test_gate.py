@@ -61,7 +61,7 @@ def test_nothing_is_owed_in_bf16_over_two_levels_when_stock_takes_over(
     )
     for result in results:
         assert result["levels"] == 2
-        assert result["layout"] == [2, 4], "two hosts, four processes"
+        assert result["layouts"] == [[2, 4]] * 2, "of gate and referee: two hosts, four processes"
         assert result["verdict"] is True
         assert result["kept"] == 2
         assert result["owed"] == 0

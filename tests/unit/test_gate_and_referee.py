@@ -72,10 +72,11 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return made
 
 
-def scheduled(machine: Machine) -> ScheduledExchange:
+def scheduled(machine: Machine, hosts: int = 2) -> ScheduledExchange:
+    """Two processes on so many hosts."""
     exchange: Any = machine
-    gate = Gate(lambda t: t.mul_(2), world=2, rechecks=False)
-    referee = Referee(lambda t: t.mul_(2), world=2, clock=lambda: machine.now_s)
+    gate = Gate(lambda t: t.mul_(2), world=hosts, processes=2, rechecks=False)
+    referee = Referee(lambda t: t.mul_(2), world=2, hosts=hosts, clock=lambda: machine.now_s)
     return ScheduledExchange(
         exchange, None, Factors(), start_step=0, current_step=lambda: 1, gate=gate, referee=referee
     )
@@ -133,6 +134,22 @@ def test_a_resumed_run_compares_when_the_first_would_have(machine: Machine) -> N
     for part in ("_gate", "_referee"):
         getattr(second, part).load_state_dict(getattr(first, part).state_dict())
     assert train(machine, second, DECIDED + 10) == train(machine, first, DECIDED + 10)
+
+
+@pytest.mark.parametrize("saved_after", [3, SWITCH + 3, DECIDED + 20])
+def test_as_many_processes_on_other_hosts_compare_anew(machine: Machine, saved_after: int) -> None:
+    """Buckets and whole steps, one after the other, wherever the first run was."""
+    first = scheduled(machine, hosts=1)
+    machine.whole_s, machine.stock_s = 0.3, 0.2
+    train(machine, first, saved_after)
+    second = scheduled(machine, hosts=2)
+    for part in ("_gate", "_referee"):
+        getattr(second, part).load_state_dict(getattr(first, part).state_dict())
+    machine.whole_s, machine.stock_s = 0.9, 0.8
+    ways = train(machine, second, DECIDED + 50)
+    assert ways[: 2 * TRIALS] == ["whole"] * TRIALS + ["compressed"] * TRIALS
+    assert "stock" in ways
+    assert set(ways[DECIDED:]) == {"compressed"}
 
 
 @pytest.mark.parametrize("resumed", [False, True])

@@ -38,8 +38,12 @@ class Clock:
         return self.now_s
 
 
-def made(add_up: Callable[[Tensor], object] = lambda t: None, world: int = 1) -> Referee:
-    return Referee(add_up, world=world, speaks=True, clock=Clock())  # type: ignore[arg-type]
+def made(
+    add_up: Callable[[Tensor], object] = lambda t: None, world: int = 1, hosts: int | None = None
+) -> Referee:
+    return Referee(  # type: ignore[arg-type]
+        add_up, world=world, hosts=hosts, speaks=True, clock=Clock()
+    )
 
 
 def drive(
@@ -218,9 +222,14 @@ def test_a_resumed_run_goes_on_where_it_was(times: tuple[float, float]) -> None:
     assert second.stock is None
 
 
-def test_times_of_another_number_of_processes_do_not_count() -> None:
+@pytest.mark.parametrize("before", [(1, None), (1, 1), (2, 1), (4, 2)])
+def test_times_of_another_number_of_processes_or_hosts_do_not_count(
+    before: tuple[int, int | None],
+) -> None:
+    """Resumed on two processes, each on a host of its own."""
     for steps, stock in ((STEPS - 5, None), (STEPS + 5, False)):
-        first, second = made(), made(lambda t: t.mul_(2), world=2)
+        first = made(lambda t: t.mul_(before[0]), *before)
+        second = made(lambda t: t.mul_(2), world=2)
         drive(first, steps, 1.0, 9.0)
         second.load_state_dict(json.loads(json.dumps(first.state_dict())))
         assert second.stock is stock
@@ -238,7 +247,7 @@ def test_a_checkpoint_from_before_there_were_rounds_is_of_the_first_or_past_it(
         drive(saved, steps, *times)
         assert saved.stock is stock
         state = saved.state_dict()
-        del state["rounds"], state["world"]
+        del state["rounds"], state["layout"]
         resumed = made()
         resumed.load_state_dict(state)
         assert drive(resumed, 30, *times) == drive(saved, 30, *times)
