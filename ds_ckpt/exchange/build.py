@@ -159,16 +159,13 @@ def build_exchange(
     speaks = torch_dist.get_rank(group) == 0
     if settings.gate and not settings.lossless:
         everyone = TorchTransport(group, all_to_all_single, all_reduce)
+        layout = (between.world, everyone.world)
         gate = Gate(
-            between.all_reduce,
-            world=between.world,
-            processes=everyone.world,
-            speaks=speaks,
-            rechecks=holds,
+            between.all_reduce, world=between.world, layout=layout, speaks=speaks, rechecks=holds
         )
         if not holds:
             referee = Referee(
-                everyone.all_reduce, world=everyone.world, hosts=between.world, speaks=speaks
+                everyone.all_reduce, world=everyone.world, layout=layout, speaks=speaks
             )
     exchange = AllToAllExchange(
         between,

@@ -62,7 +62,8 @@ class Gate:
     Args:
         add_up: sums a small fp32 tensor over those processes, in place.
         world: how many they are.
-        processes: how many the whole group has, with two levels more than `world`, the default.
+        layout: how many exchange with one another and how many there are in all. It is saved: a
+            gate of another layout has its buckets compared anew.
         speaks: whether this process tells of verdicts in the log.
         rechecks: time anew every `RECHECK` exchanges; else at `recheck` alone.
     """
@@ -72,13 +73,13 @@ class Gate:
         add_up: Callable[[Tensor], None],
         *,
         world: int,
-        processes: int | None = None,
+        layout: Sequence[int] = (),
         speaks: bool = False,
         rechecks: bool = True,
     ) -> None:
         self._add_up = add_up
         self._world = world
-        self._layout = [world, processes or world]
+        self._layout = [*layout]
         self._speaks = speaks
         self._rechecks = rechecks
         self._told: tuple[int, int] | None = None
@@ -173,12 +174,14 @@ class Gate:
         """Replace all verdicts.
 
         A gate that compares at other times may have saved a place amid a comparison of this one
-        but not its times: such a bucket is compared anew. So is every bucket where the processes
-        are not as many as they were, or otherwise divided over hosts.
+        but not its times: such a bucket is compared anew. So is every bucket of another layout.
+        An older checkpoint has the number of processes in its place, which is no layout either, or
+        neither, and then goes on.
         """
         self._before.clear()
         verdicts = dict(state)
-        layout = verdicts.pop("layout", self._layout)
+        world = verdicts.pop("world", self._layout)
+        layout = verdicts.pop("layout", world)
         self.verdicts = {
             key: Verdict(whole, compressed_s, whole_s, visits, {False: [*slow], True: [*fast]})
             for key, (whole, compressed_s, whole_s, visits, slow, fast) in verdicts.items()

@@ -75,8 +75,7 @@ class Referee:
     Args:
         add_up: sums a small fp32 tensor over those processes, in place.
         world: how many they are.
-        hosts: how many of them exchange with each other: with two levels fewer than `world`, the
-            default.
+        layout: see `Gate`; times of another one do not count.
         speaks: whether this process tells of verdicts in the log.
         clock: seconds.
 
@@ -89,12 +88,12 @@ class Referee:
         add_up: Callable[[Tensor], None],
         *,
         world: int,
-        hosts: int | None = None,
+        layout: Sequence[int] = (),
         speaks: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._add_up, self._world, self._speaks, self._clock = add_up, world, speaks, clock
-        self._layout = [hosts or world, world]
+        self._layout = [*layout]
         self.stock: bool | None = None
         self._steps = 0
         self._rounds: int | None = 0
@@ -208,14 +207,14 @@ class Referee:
         """Replace what is known.
 
         A checkpoint from before there was a referee starts anew; one from before there were rounds
-        had one. Another number of processes or hosts compares anew and keeps the verdict until
-        then.
+        had one. Another layout compares anew and keeps the verdict until then; so does one from
+        when the number of processes stood in its place.
         """
         self._steps, self.stock = int(state.get("steps", 0)), state.get("stock")
         self._rounds = state.get("rounds", 0 if self._steps % RECHECK < STEPS else None)
         self._times = {"gated": [*state.get("gated_s", ())], "stock": [*state.get("stock_s", ())]}
         self._owed, self._settled = set(state.get("owed", ())), set()
         self._ended_s = self._device = None
-        if state.get("layout", self._layout) != self._layout:
+        if state.get("layout", state.get("world", self._layout)) != self._layout:
             self._steps = self._rounds = 0
             self._times = {"gated": [], "stock": []}

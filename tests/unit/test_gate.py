@@ -88,9 +88,9 @@ def test_times_of_another_number_of_processes_do_not_count(
     visits: int, before: tuple[int, int]
 ) -> None:
     """Resumed on two hosts of two processes, where the other way is the faster one."""
-    first = Gate(lambda t: None, world=before[0], processes=before[1])
+    first = Gate(lambda t: None, world=before[0], layout=before)
     drive(first, visits, 1.0, 2.0)
-    second = Gate(lambda t: t.mul_(2), world=2, processes=4)
+    second = Gate(lambda t: t.mul_(2), world=2, layout=(2, 4))
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     ways = drive(second, 2 * TRIALS + 5, 60.0, 50.0)
     assert ways == [True] * TRIALS + [False] * TRIALS + [True] * 5
@@ -105,6 +105,17 @@ def test_a_checkpoint_from_before_the_layout_was_saved_goes_on() -> None:
     del state["layout"]
     second.load_state_dict(state)
     assert second.state_dict() == first.state_dict()
+
+
+@pytest.mark.parametrize("visits", [2, 2 * TRIALS + 20])
+def test_a_checkpoint_with_the_world_in_the_place_of_the_layout_compares_anew(visits: int) -> None:
+    first, second = (Gate(lambda t: None, world=1, layout=(1, 1)) for _ in range(2))
+    drive(first, visits, 2.0, 1.0)
+    state = first.state_dict()
+    second.load_state_dict({"world": 1} | {k: v for k, v in state.items() if k != "layout"})
+    assert drive(second, 2 * TRIALS, 60.0, 50.0) == [True] * TRIALS + [False] * TRIALS
+    (verdict,) = second.verdicts.values()
+    assert (verdict.compressed_s, verdict.whole_s) == (60.0, 50.0)
 
 
 @pytest.mark.parametrize("visits", [RECHECK + 1, RECHECK + TRIALS, RECHECK + 2 * TRIALS - 1])

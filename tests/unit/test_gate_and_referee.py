@@ -75,8 +75,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 def scheduled(machine: Machine, hosts: int = 2) -> ScheduledExchange:
     """Two processes on so many hosts."""
     exchange: Any = machine
-    gate = Gate(lambda t: t.mul_(2), world=hosts, processes=2, rechecks=False)
-    referee = Referee(lambda t: t.mul_(2), world=2, hosts=hosts, clock=lambda: machine.now_s)
+    layout = (hosts, 2)
+    gate = Gate(lambda t: t.mul_(2), world=hosts, layout=layout, rechecks=False)
+    referee = Referee(lambda t: t.mul_(2), world=2, layout=layout, clock=lambda: machine.now_s)
     return ScheduledExchange(
         exchange, None, Factors(), start_step=0, current_step=lambda: 1, gate=gate, referee=referee
     )

@@ -39,10 +39,12 @@ class Clock:
 
 
 def made(
-    add_up: Callable[[Tensor], object] = lambda t: None, world: int = 1, hosts: int | None = None
+    add_up: Callable[[Tensor], object] = lambda t: None,
+    world: int = 1,
+    layout: tuple[int, ...] = (1, 1),
 ) -> Referee:
     return Referee(  # type: ignore[arg-type]
-        add_up, world=world, hosts=hosts, speaks=True, clock=Clock()
+        add_up, world=world, layout=layout, speaks=True, clock=Clock()
     )
 
 
@@ -222,20 +224,30 @@ def test_a_resumed_run_goes_on_where_it_was(times: tuple[float, float]) -> None:
     assert second.stock is None
 
 
-@pytest.mark.parametrize("before", [(1, None), (1, 1), (2, 1), (4, 2)])
+@pytest.mark.parametrize("before", [(1, 1), (1, 2), (2, 4), (4, 4)])
 def test_times_of_another_number_of_processes_or_hosts_do_not_count(
-    before: tuple[int, int | None],
+    before: tuple[int, int],
 ) -> None:
     """Resumed on two processes, each on a host of its own."""
     for steps, stock in ((STEPS - 5, None), (STEPS + 5, False)):
-        first = made(lambda t: t.mul_(before[0]), *before)
-        second = made(lambda t: t.mul_(2), world=2)
+        first = made(lambda t: t.mul_(before[1]), before[1], before)
+        second = made(lambda t: t.mul_(2), 2, (2, 2))
         drive(first, steps, 1.0, 9.0)
         second.load_state_dict(json.loads(json.dumps(first.state_dict())))
         assert second.stock is stock
         ways = drive(second, STEPS + 9, 2.0, 1.0)
         assert ways[: STEPS - COUNTED - 1] == drive(made(), STEPS - COUNTED - 1)
         assert second.stock is True
+
+
+def test_a_checkpoint_with_the_world_in_the_place_of_the_layout_compares_anew() -> None:
+    first, second = made(), made()
+    drive(first, STEPS + 5, 1.0, 9.0)
+    state = first.state_dict()
+    second.load_state_dict({"world": 1} | {k: v for k, v in state.items() if k != "layout"})
+    assert second.stock is False
+    assert drive(second, STEPS, 2.0, 1.0) == drive(made(), STEPS)
+    assert second.stock is True
 
 
 @pytest.mark.parametrize(("times", "verdict"), [((2.0, 1.0), True), ((1.0, 2.0), False)])
