@@ -104,15 +104,15 @@ def start(
     shape: str,
     *,
     zero: dict[str, Any],
-    gate: bool,
+    autotune: bool,
     count: bool = False,
     bf16: bool = False,
     accumulation: int = 1,
 ) -> Running:
     """A cell's engine on the model `shape`; `zero` goes into `zero_optimization`.
 
-    `gate`: whether a bucket may travel whole where that is found to be faster. `count`: attach a
-    session to stock too, for its counters.
+    `autotune`: whether gradients may go by DeepSpeed where that makes steps shorter. `count`:
+    attach a session to stock too, for its counters.
     """
     model = models.llama(seed=0, **SHAPES[shape])
     bucket = -(-models.count_parameters(model) // BUCKETS)
@@ -121,8 +121,8 @@ def start(
     if section is not None:
         plugin["compression"] = dict(section)
         if section["method"] != "dense":
-            exchange = {"gate": gate, **section.get("exchange", {})}
-            plugin["compression"] |= {"start_step": 0, "exchange": exchange}
+            exchange = {"autotune": autotune, **section.get("exchange", {})}
+            plugin["compression"] |= {"warmup_steps": 0, "exchange": exchange}
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": accumulation,

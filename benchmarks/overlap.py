@@ -10,7 +10,7 @@ memory does, and so needs the link, too. `stock` is plain DeepSpeed, whose gloo 
 twice what it need; `nothing sent` is the ceiling. `reduce` is the time that reductions took in any
 thread, `exposed` that part of it in which backward stood still, both a step. `saved` is the median
 over the steps of a step inside less the step beside that follows it, which a busy machine disturbs
-least. The gate is off.
+least. The autotuner is off.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def sections() -> dict[str, dict[str, Any] | None]:
     for method, section in METHODS.items():
         for overlap in (False, True):
             exchange: dict[str, Any] = {"overlap": overlap}
-            lossy = {} if method == "dense" else {"start_step": 0}
+            lossy = {} if method == "dense" else {"warmup_steps": 0}
             if lossy:
-                exchange["gate"] = False
+                exchange["autotune"] = False
             name = f"{method}, {'beside' if overlap else 'inside'} backward"
             found[name] = {**section, **lossy, "exchange": exchange}
     return {**found, _cells.CEILING: None}

@@ -15,9 +15,9 @@ best dense cell's; and the share of the ceiling, which is what the cell `nothing
 what this one takes: 1.00 is all that compressing gradients can give. Weights are still gathered for
 forward and backward, as in a model that is larger than memory. fp32: this CPU is slow in bf16, so
 every dense byte is twice what 16 bits would be, and a link of 200 Mbit/s here is one of 100 there
-for weights and for dense gradients. The gate is as the configuration has it, on; `--gate off`
-forces the methods. Steps are counted from its verdict on; a cell that it has left to DeepSpeed's
-own reduction is marked so.
+for weights and for dense gradients. The autotuner is as the configuration has it, on; `--autotune
+off` forces the methods. Steps are counted from its verdict on; a cell that it has left to
+DeepSpeed's own reduction is marked so.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ import torch
 import torch.distributed as dist
 from _cells import CEILING, DENSE, METHODS, STOCK
 
-from ds_ckpt.exchange.gate import TRIALS
-from ds_ckpt.exchange.referee import middle
+from ds_ckpt.exchange.autotune import middle
 
 WARM_UP_STEPS = 3
 """Steps that are not counted, at least: until ZeRO-3's trace stands."""
@@ -58,13 +57,13 @@ def worker(spec: dict[str, Any], folder: Path) -> None:
     rows: list[dict[str, Any]] = []
     for rate in spec["rates"]:
         _ask_for(rate, folder)
-        # new engines: what a gate has learned holds for the rate before
+        # new engines: what an autotuner has learned holds for the rate before
         cells = [
             _cells.start(
                 name,
                 spec["model"],
                 zero=ZERO,
-                gate=spec["gate"],
+                autotune=spec["autotune"],
                 accumulation=spec["accumulation"],
             )
             for name in methods
@@ -98,17 +97,13 @@ def worker(spec: dict[str, Any], folder: Path) -> None:
 def warmed_up(cell: _cells.Running) -> bool:
     """Run a cell's first steps; whether it has been left to DeepSpeed's reduction since."""
     exchange = cell.session.exchange if cell.session is not None else None
-    gate, referee = (exchange.gate, exchange.referee) if exchange is not None else (None, None)
+    tuner = exchange.autotuner if exchange is not None else None
     step = 0
-    while (
-        step < WARM_UP_STEPS
-        or (gate is not None and step < 2 * TRIALS)
-        or (referee is not None and referee.stock is None)
-    ):
+    while step < WARM_UP_STEPS or (tuner is not None and tuner.verdict is None):
         cell.step(SEQUENCES, TOKENS, step)
         step += 1
     cell.step(SEQUENCES, TOKENS, step)  # the first by the way that is kept
-    return bool(referee is not None and referee.stock)
+    return tuner is not None and tuner.verdict == "deepspeed"
 
 
 def timed_step(cell: _cells.Running, seed: int) -> float:
@@ -157,7 +152,7 @@ def run_model(model: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         "rates": [None if r == "unlimited" else float(r) for r in options.rates.split(",")],
         "methods": options.methods.split(";") if options.methods else METHODS_HERE,
         "repeats": options.repeats,
-        "gate": options.gate == "on",
+        "autotune": options.autotune == "on",
         "accumulation": options.accumulation,
     }
     with tempfile.TemporaryDirectory() as temporary, EmulatedHosts(2, rate_mbit=None) as hosts:
@@ -222,7 +217,7 @@ def main() -> None:
     parser.add_argument("--methods", default="", help="names of METHODS, with ; between them")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--accumulation", type=int, default=1, help="micro-steps a step")
-    parser.add_argument("--gate", choices=["on", "off"], default="on")
+    parser.add_argument("--autotune", choices=["on", "off"], default="on")
     parser.add_argument("--limit-s", type=float, default=7200, help="of each model")
     parser.add_argument("--worker", type=Path, help="the launched script's own option")
     parser.add_argument("--local_rank", type=int, default=0)
@@ -243,7 +238,9 @@ def main() -> None:
         rows += measured
         if options.json:
             options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(json.dumps({"gate": options.gate, "rows": rows}, indent=1))
+            options.json.write_text(
+                json.dumps({"autotune": options.autotune, "rows": rows}, indent=1)
+            )
 
 
 if __name__ == "__main__":

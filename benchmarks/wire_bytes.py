@@ -17,8 +17,8 @@ Large segments are counted with one header; `--headers` cuts them into packets b
 counted, which adds 4.6% to every row alike. `sum` is the share that the counters saw of
 the bytes on eth0 and lo together (processes of one host talk through lo).
 
-The gate is off: on links as fast as these it would send buckets whole. Random tokens, one short
-sequence: what is sent does not depend on them.
+The autotuner is off: on links as fast as these it would leave them to DeepSpeed. Random tokens,
+one short sequence: what is sent does not depend on them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def worker(spec: dict[str, Any], out: Path) -> None:
                     name,
                     shape,
                     zero=ZERO,
-                    gate=False,
+                    autotune=False,
                     count=True,
                     bf16=True,
                     accumulation=accumulation,

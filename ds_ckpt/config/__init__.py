@@ -24,7 +24,7 @@ from ds_ckpt.config.compression import (
     TopKConfig,
 )
 from ds_ckpt.config.conflicts import across_sections
-from ds_ckpt.config.loading import load_file
+from ds_ckpt.config.loading import load_file, with_new_names
 from ds_ckpt.config.models import DeepSpeedActivationSection, PluginConfig, TelemetryConfig
 from ds_ckpt.config.paths import show
 from ds_ckpt.config.placement import misplaced
@@ -75,6 +75,8 @@ def parse(config: Mapping[str, Any], *, source: str = "config") -> PluginConfig:
         problem = Problem("$", show(config), why, 'write {"zero_optimization": {"stage": 3}, ...}')
         raise ConfigError(problem, headline=_headline(source, 1))
     config = dict(config)
+    if "ds_ckpt" in config:
+        config["ds_ckpt"] = with_new_names(config["ds_ckpt"])
     ours, deepspeeds = config.get("ds_ckpt"), config.get("activation_checkpointing")
     problems += misplaced(config)
     if deepspeeds is not None:

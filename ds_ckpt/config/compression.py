@@ -167,13 +167,13 @@ class ExchangeConfig(Section):
         'does. "auto": at the boundary where there are residuals, else every time; every time, '
         "too, where managed_gradient_accumulation is off.",
     )
-    gate: Annotated[bool, SWITCH] = Field(
+    autotune: Annotated[bool, SWITCH] = Field(
         default=True,
-        description="Time each bucket of gradients both compressed and whole, in its first eight "
-        "exchanges and again after 1000, and send it whole where that is faster: on a fast link "
-        "compression costs more than it saves. Then whole steps are timed, and DeepSpeed's own "
-        "reduction comes back unless they are shown to be shorter without it. What runs then "
-        "depends on the machine. false: compress always.",
+        description="After the warm-up, and again after 1000 steps, time whole steps with "
+        "gradients compressed and with DeepSpeed's own reduction (for accumulated steps that are "
+        "exchanged once: uncompressed), and compress only where steps are shown to be shorter with "
+        "it: on a fast link compression costs more than it saves. What runs then depends on the "
+        "machine. false: compress always.",
     )
     levels: Annotated[
         Literal["auto", 1, 2], BeforeValidator(_whole), Expects('"auto", 1 or 2', "2")
@@ -323,7 +323,7 @@ class CompressionConfig(Section):
         default_factory=GuardConfig,
         description="What to do when compression leaves more behind than validation has seen.",
     )
-    start_step: Annotated[int, Expects("a whole number, 0 or more", "100")] = Field(
+    warmup_steps: Annotated[int, Expects("a whole number, 0 or more", "100")] = Field(
         default=100,
         ge=0,
         description="Optimizer steps that are sent dense before compression begins. A longer dense "

@@ -1,21 +1,31 @@
 """Strict JSON from a file: duplicate keys, comments, NaN and Infinity are refused with their place.
 
+Keys that have another name now are accepted for one release.
+
 DeepSpeed reads its file with hjson, Hugging Face with `json.load`: only strict JSON means the same
 to both. Duplicate keys pass Python's parser silently, the last one winning.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ds_ckpt.config.paths import join, show
 from ds_ckpt.errors import ConfigError, Problem
 
+log = logging.getLogger("ds_ckpt")
+RENAMED = {
+    "compression.start_step": "compression.warmup_steps",
+    "compression.exchange.gate": "compression.exchange.autotune",
+}
+"""Former name -> name, both of one section, as paths below `ds_ckpt`."""
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|-?[A-Za-z0-9][A-Za-z0-9.+\-]*|[{}\[\]:,]')
 
 
@@ -57,7 +67,36 @@ def load_file(path: str | Path) -> dict[str, Any]:
         why = "a DeepSpeed configuration is one JSON object"
         remedy = 'write {"zero_optimization": {"stage": 3}, ...}'
         raise ConfigError(Problem("$", show(data), why, remedy), headline=f"{name} cannot be used")
-    return data
+    return {**data, "ds_ckpt": with_new_names(data["ds_ckpt"])} if "ds_ckpt" in data else data
+
+
+def with_new_names(section: Any, path: str = "") -> Any:
+    """Our raw section with former keys under their new names; each is told of once in the log.
+
+    Where a section has both, the former one stays: to `parse` it is a wrong key.
+    """
+    if not isinstance(section, Mapping):
+        return section
+    found: dict[Any, Any] = {}
+    for key, value in section.items():
+        former = f"{path}{key}"
+        new = RENAMED.get(former, former).removeprefix(path)
+        if new != key and section.get(new) is None:
+            _tell_of(former)
+            found[new] = value
+        elif value is not None or key not in found:
+            found[key] = with_new_names(value, f"{former}.")
+    return found
+
+
+@functools.cache
+def _tell_of(former: str) -> None:
+    log.warning(
+        "ds_ckpt: $.ds_ckpt.%s is called %s now; the former name is accepted in this release, and "
+        "not in the next",
+        former,
+        RENAMED[former].rpartition(".")[2],
+    )
 
 
 def _place(name: str, text: str, position: int) -> str:

@@ -72,7 +72,7 @@ class PluginConfig(Section):
             guard = f", guard: {comp.guard.action}" if comp.guard.active else ""
             parts.append(
                 f"gradients {lossy[comp.method]}{rules}, {feedback}, "
-                f"dense for {comp.start_step} steps{guard}"
+                f"dense for {comp.warmup_steps} steps{guard}"
             )
         elif comp.method == "dense":
             parts.append("gradients dense by all-to-all (lossless)")

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from ds_ckpt.config.base import Expects
+from ds_ckpt.config.loading import RENAMED
 from ds_ckpt.config.models import PluginConfig
 from ds_ckpt.config.paths import is_auto, join, nearest, plain, show
 from ds_ckpt.errors import Problem
@@ -29,7 +30,7 @@ _MEANT = {
         "ratio": "topk.density",
         "sparsity": "topk.density",
         "k": "topk.density",
-        "warmup_steps": "start_step",
+        "start_iter": "warmup_steps",
     },
     f"{OURS}.compression.topk": {
         "k": "density",
@@ -108,6 +109,9 @@ def _unknown_key(key: object, value: object, model: type[BaseModel], path: str) 
         )
         remedy = f"write it as {DEEPSPEEDS}.partition_activations, or remove it"
         return Problem(join(path, key), show(value), why, remedy)
+    if new := RENAMED.get(join(path, key).removeprefix(f"{OURS}.")):
+        why = f"it is the former name of {OURS}.{new}, which is written too"
+        return Problem(join(path, key), show(value), why, "remove it")
     if plain(key) in ("enable", "enabled") and path in _SWITCHES:
         return Problem(join(path, key), show(value), why, f"remove it; {_SWITCHES[path]}")
     meant = _MEANT.get(path.rstrip("0123456789[]"), {}).get(str(key).lower())

@@ -21,11 +21,11 @@ _USED_BY = {
     "error_feedback": _LOSSY,
     "guard": _LOSSY,
     "exchange.when": ("dense", *_LOSSY),
-    "exchange.gate": _LOSSY,
+    "exchange.autotune": _LOSSY,
     "exchange.levels": ("dense", *_LOSSY),
     "exchange.overlap": ("dense", *_LOSSY),
     "rules": ("dense", *_LOSSY),
-    "start_step": _LOSSY,
+    "warmup_steps": _LOSSY,
     "min_numel": _LOSSY,
 }
 """The methods that act on each key of the compression section."""

@@ -14,9 +14,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from ds_ckpt.config.compression import CompressionConfig
+from ds_ckpt.config.loading import RENAMED
 from ds_ckpt.errors import Problem, StateError
 from ds_ckpt.exchange.methods import LOOKS_AT
 from ds_ckpt.files import replacing
@@ -72,6 +73,12 @@ class VerdictRecord(_Record):
     versions: dict[str, str]
     date: str
 
+    @field_validator("settings")
+    @classmethod
+    def _with_new_names(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        section = "compression."
+        return {RENAMED.get(section + k, k).removeprefix(section): v for k, v in settings.items()}
+
     def words(self) -> str:
         """The verdict and what it holds for."""
         unit = "%" if self.metric == "loss" else " points"
@@ -99,7 +106,7 @@ class _File(_Record):
 def decisive(compression: CompressionConfig) -> dict[str, Any]:
     """What of the section decides the numbers, flat, by dotted key."""
     methods = {compression.method, *(rule.method for rule in compression.rules)}
-    wanted = {"method", "rules", "start_step", "min_numel"}
+    wanted = {"method", "rules", "warmup_steps", "min_numel"}
     wanted |= {section for method in methods for section in LOOKS_AT.get(method, ())}
     found = compression.model_dump(mode="json")
     flat: dict[str, Any] = {}

@@ -12,15 +12,13 @@ from ds_ckpt.compression.buffers import HostMemory
 from ds_ckpt.compression.factors import Factors
 from ds_ckpt.compression.feedback import Feedback, ResidualDevice
 from ds_ckpt.compression.storage import ResidualDtype
+from ds_ckpt.exchange.autotune import Autotuner, ScheduledExchange
 from ds_ckpt.exchange.exchange import AllToAllExchange, ascending
-from ds_ckpt.exchange.gate import Gate
 from ds_ckpt.exchange.groups import Groups, Levels, make_groups
 from ds_ckpt.exchange.in_host import InHostSum
 from ds_ckpt.exchange.plan import Plan
-from ds_ckpt.exchange.referee import Referee
 from ds_ckpt.exchange.ring_order import ring_pieces
 from ds_ckpt.exchange.rules import MethodSettings, Rule, Rules
-from ds_ckpt.exchange.schedule import ScheduledExchange
 from ds_ckpt.exchange.state import Stateful
 from ds_ckpt.exchange.transport import TorchTransport
 from ds_ckpt.telemetry.timings import Errors, Timings
@@ -44,7 +42,7 @@ class ExchangeSettings:
     start_step: int = 0
     min_numel: int = 4096
     levels: Levels = "auto"
-    gate: bool = True
+    autotune: bool = True
     when: When = "auto"
 
     @property
@@ -91,8 +89,7 @@ class Built:
         feedback: its residuals; None where nothing is left behind or held back.
         factors: PowerSGD's.
         groups: who exchanges with whom.
-        gate: None where every bucket travels as the rules say.
-        referee: None there too, and where accumulated steps are exchanged once.
+        autotuner: None where gradients always travel as the rules say.
         timings: host seconds by section.
         errors: what compression leaves behind, while it is sampled.
     """
@@ -101,8 +98,7 @@ class Built:
     feedback: Feedback | None
     factors: Factors
     groups: Groups
-    gate: Gate | None
-    referee: Referee | None
+    autotuner: Autotuner | None
     timings: Timings
     errors: Errors
 
@@ -112,10 +108,8 @@ class Built:
             "factors": self.factors,
             "fallback": self.exchange.fallback,
         }
-        if self.gate is not None:
-            parts["gate"] = self.gate
-        if self.referee is not None:
-            parts["referee"] = self.referee
+        if self.autotuner is not None:
+            parts["autotune"] = self.autotuner
         return parts
 
 
@@ -155,18 +149,17 @@ def build_exchange(
     # stock reduction on gloo adds in its ring's order; adding alike makes `dense` bit-equal to it
     on_gloo = torch_dist.get_backend(group) == "gloo"
     between = TorchTransport(groups.between, all_to_all_single, all_reduce)
-    gate = referee = None
+    autotuner = None
     speaks = torch_dist.get_rank(group) == 0
-    if settings.gate and not settings.lossless:
+    if settings.autotune and not settings.lossless:
         everyone = TorchTransport(group, all_to_all_single, all_reduce)
-        layout = (between.world, everyone.world)
-        gate = Gate(
-            between.all_reduce, world=between.world, layout=layout, speaks=speaks, rechecks=holds
+        autotuner = Autotuner(
+            everyone.all_reduce,
+            world=everyone.world,
+            layout=(between.world, everyone.world),
+            other="uncompressed" if holds else "deepspeed",
+            speaks=speaks,
         )
-        if not holds:
-            referee = Referee(
-                everyone.all_reduce, world=everyone.world, layout=layout, speaks=speaks
-            )
     exchange = AllToAllExchange(
         between,
         settings.choose(embeddings, groups.local),
@@ -180,16 +173,13 @@ def build_exchange(
         exchange,
         feedback,
         factors,
-        start_step=settings.start_step,
+        warmup_steps=settings.start_step,
         current_step=current_step,
         at_boundary=at_boundary,
-        gate=gate,
-        referee=referee,
+        autotuner=autotuner,
     )
     scheduled.fallback.speaks = speaks
-    return Built(
-        scheduled, feedback, factors, groups, gate, referee, exchange.timings, exchange.errors
-    )
+    return Built(scheduled, feedback, factors, groups, autotuner, exchange.timings, exchange.errors)
 
 
 def describe(settings: ExchangeSettings, plan: Plan, groups: Groups) -> str:
@@ -204,5 +194,5 @@ def describe(settings: ExchangeSettings, plan: Plan, groups: Groups) -> str:
     return (
         f"gradients: {how} tensors from step {settings.start_step}: "
         f"{plan.share:.2%} of the dense gradient bytes{levels}, error feedback {feedback}"
-        f"{', whole where that is faster' if settings.gate else ''}"
+        f"{', where that makes steps shorter' if settings.autotune else ''}"
     )

@@ -30,6 +30,8 @@ _ANY = "ds_ckpt_residuals_*_of_*.safetensors"
 _UNFINISHED = "ds_ckpt_residuals_*.unfinished"
 _MARK = "ds_ckpt_residuals_saving"
 _PATTERN = "ds_ckpt_residuals_{process:05d}_of_{world:05d}.safetensors"
+_FORMER = {"autotune": "referee"}
+"""Parts by the name that an older file has them under."""
 _START_AT_0 = "remove the ds_ckpt_residuals_* files to start with residuals of 0"
 
 
@@ -151,7 +153,7 @@ class ResidualFiles:
             self._say_dropped(residuals, folder)
             residuals = {}
         self._say_converted(residuals, folder)
-        parts = {name: own.part(name) for name in self._parts}
+        parts = {n: own.part(n) or own.part(_FORMER.get(n, n)) for n in self._parts}
         return Contents(residuals, steps=own.steps, parts=parts)
 
     def restore(self, state: Contents | None) -> None:

@@ -66,8 +66,8 @@ def deepspeed_config(cell: Cell, *, steps: int) -> dict[str, Any]:
             "topk": {"density": 0.01, "values": "int8", "selection": "blocks"},
             "error_feedback": {"enabled": True},
             # the demo shows what compression does, also where the link is too fast for it
-            "exchange": {"gate": False},
-            "start_step": topk_start_step(steps),
+            "exchange": {"autotune": False},
+            "warmup_steps": topk_start_step(steps),
             "min_numel": 4096,
         }
     elif cell.method == "all_to_all":

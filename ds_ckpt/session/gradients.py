@@ -115,7 +115,7 @@ class Gradients:
         return ExchangeProbe(
             self.built.timings,
             self.built.errors,
-            lambda: exchange.whole_buckets,
+            lambda: exchange.compresses,
             lambda: gradient_norm(self._engine),
             self.plan.records(),
         )

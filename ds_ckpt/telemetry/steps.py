@@ -28,7 +28,8 @@ class StepRecord:
             over norm of what there was to send, 0 to 1.
         residual_norm: norm of what stays behind for other processes, of this process in the last
             step, by method, in norms of the averaged gradient; empty where that is not known.
-        whole_buckets: buckets that the gate sends whole.
+        compresses: whether gradients go compressed after it; not in the warm-up, and not where that
+            was found to make no shorter steps.
     """
 
     step: int
@@ -42,7 +43,7 @@ class StepRecord:
     exchange_s: dict[str, float] = field(default_factory=dict)
     compression_error: dict[str, float] = field(default_factory=dict)
     residual_norm: dict[str, float] = field(default_factory=dict)
-    whole_buckets: int = 0
+    compresses: bool = False
 
     def events(self) -> list[Event]:
         """The record as numbers with names, for DeepSpeed's monitors."""
@@ -62,14 +63,14 @@ class ExchangeProbe:
     """What a gradient exchange can tell.
 
     Attributes:
-        whole_buckets: tells how many buckets the gate sends whole.
+        compresses: tells whether gradients go compressed now.
         gradient_norm: tells the norm of the last step's averaged gradient; None: not known.
         plan: one JSON-able record a tensor, written before the first step's record.
     """
 
     timings: Timings
     errors: Errors
-    whole_buckets: Callable[[], int]
+    compresses: Callable[[], bool]
     gradient_norm: Callable[[], float | None]
     plan: list[dict[str, Any]]
 
@@ -153,7 +154,7 @@ class StepLog:
             "residual_norm": {m: norm / gradient_norm for m, (_, norm) in errors.items()}
             if gradient_norm
             else {},
-            "whole_buckets": self._exchange.whole_buckets(),
+            "compresses": self._exchange.compresses(),
         }
 
     def _write(self, record: dict[str, Any]) -> None:

@@ -70,7 +70,7 @@ class Candidate:
         ]
         settings = dataclasses.asdict(given) | {"default": given.default.looked_at()}
         settings["rules"] = rules
-        for name in ("gate", "levels"):  # virtual workers have neither a clock nor hosts
+        for name in ("autotune", "levels"):  # virtual workers have neither a clock nor hosts
             del settings[name]
         if given.holds_back(2) == dataclasses.replace(given, when="auto").holds_back(2):
             del settings["when"]  # as where a run knows of nothing else

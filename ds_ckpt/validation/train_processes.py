@@ -92,9 +92,9 @@ def engine_config(spec: TaskSpec, file: str | None, start_step: int) -> dict[str
     compression = {**(ours.get("compression") or {})}
     if compression.get("method", "none") not in ("none", "dense") or compression.get("rules"):
         compression |= {
-            "start_step": start_step,
+            "warmup_steps": start_step,
             # what is sent must not depend on a clock
-            "exchange": {**(compression.get("exchange") or {}), "gate": False},
+            "exchange": {**(compression.get("exchange") or {}), "autotune": False},
         }
     compression.pop("guard", None)  # validation is what limits come from
     if compression:

@@ -17,11 +17,11 @@ from torch import Tensor
 from ds_ckpt.compression.factors import Factors
 from ds_ckpt.compression.feedback import Feedback
 from ds_ckpt.compression.storage import Stored
+from ds_ckpt.exchange.autotune import ScheduledExchange
 from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.exchange import AllToAllExchange
 from ds_ckpt.exchange.ring_order import ring_pieces
 from ds_ckpt.exchange.rules import MethodSettings
-from ds_ckpt.exchange.schedule import ScheduledExchange
 from ds_ckpt.exchange.virtual import VirtualTransport, VirtualWorld
 
 BUCKET_NUMEL = 500_000_000
@@ -90,7 +90,7 @@ class VirtualWorkers:
             exchange,
             feedback,
             factors,
-            start_step=0 if settings.lossless else settings.start_step,
+            warmup_steps=0 if settings.lossless else settings.start_step,
             current_step=lambda: self.step,
             at_boundary=(lambda: self._at_boundary) if self._holds else None,
         )

@@ -177,9 +177,9 @@ def zero3_config(
 
 def topk_section(**compression: Any) -> dict[str, Any]:
     """A `ds_ckpt` section with Top-K from the first step on."""
-    values = {"method": "topk", "start_step": 0, "min_numel": 0, **compression}
+    values = {"method": "topk", "warmup_steps": 0, "min_numel": 0, **compression}
     if values["method"] != "dense":
-        values["exchange"] = {"gate": False, **values.get("exchange", {})}
+        values["exchange"] = {"autotune": False, **values.get("exchange", {})}
     return {"compression": values}
 
 

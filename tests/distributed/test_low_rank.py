@@ -41,7 +41,7 @@ def test_nothing_is_lost(request: pytest.FixtureRequest, world: str, section: st
 @pytest.mark.parametrize("section", ["powersgd", "in turns"])
 def test_few_bytes_and_collectives(world2: Any, section: str) -> None:
     dense = topk_section(method="dense")
-    del dense["compression"]["start_step"], dense["compression"]["min_numel"]
+    del dense["compression"]["warmup_steps"], dense["compression"]["min_numel"]
     whole = world2.run(cases.run, "llama", dense, 3)[0]
     ours = world2.run(cases.run, "llama", SECTIONS[section], 3)[0]
     # 32 x 32 to 72 x 32 by rank 2 in fp32: a third to a sixth; in turns half of that

@@ -96,7 +96,7 @@ def test_bytes_are_counted_as_reduction_in_any_thread(world2: Any) -> None:
 
 
 def test_deepspeeds_own_reduction_stays_in_its_thread(world2: Any) -> None:
-    section = topk_section(topk={"density": 0.05}, start_step=2)
+    section = topk_section(topk={"density": 0.05}, warmup_steps=2)
     for process in world2.run(cases.stock_runs_in_the_main_thread, section):
         assert process["stock"] == {"MainThread"}
         (thread,) = process["exchange"]

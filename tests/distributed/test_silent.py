@@ -10,7 +10,7 @@ from tests.distributed import cases_silent as cases
 
 
 @pytest.mark.parametrize(
-    "section", [{}, {"compression": {"method": "topk", "start_step": 0}}], ids=["none", "topk"]
+    "section", [{}, {"compression": {"method": "topk", "warmup_steps": 0}}], ids=["none", "topk"]
 )
 def test_no_gradient_is_sent_and_training_goes_on(world2: Any, section: dict[str, Any]) -> None:
     for result in world2.run(cases.trained, section):

@@ -24,8 +24,8 @@ SPEC = TaskSpec(
     "language", world=2, batch=2, length=16, steps=8, evaluations=2, hidden_size=16, layers=1
 )  # fmt: skip
 SECTIONS: dict[str, Any] = {
-    "3bit": {"compression": {"method": "quantize", "start_step": 2, "min_numel": 0}},
-    "topk": {"compression": {"method": "topk", "start_step": 0, "min_numel": 0}},
+    "3bit": {"compression": {"method": "quantize", "warmup_steps": 2, "min_numel": 0}},
+    "topk": {"compression": {"method": "topk", "warmup_steps": 0, "min_numel": 0}},
     "offload": {"activation": {"policy": "block", "offload": True, "offload_min_bytes": 0}},
 }
 

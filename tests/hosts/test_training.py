@@ -18,8 +18,8 @@ PLUGIN: dict[str, Any] = {
     "compression": {
         "method": "topk",
         "topk": {"density": 0.01},
-        "start_step": 0,
-        "exchange": {"gate": False},  # it would try both ways for longer than these steps
+        "warmup_steps": 0,
+        "exchange": {"autotune": False},  # it would try both ways for longer than these steps
     },
 }
 

@@ -71,7 +71,7 @@ def test_defaults_are_those_that_are_documented() -> None:
             "error_feedback": {"enabled": True, "dtype": "fp32", "device": "accelerator"},
             "exchange": {
                 "when": "auto",
-                "gate": True,
+                "autotune": True,
                 "levels": "auto",
                 "overlap": True,
             },
@@ -81,7 +81,7 @@ def test_defaults_are_those_that_are_documented() -> None:
                 "residual_norm": None,
                 "every_n_steps": 10,
             },
-            "start_step": 100,
+            "warmup_steps": 100,
             "min_numel": 4096,
         },
         "telemetry": {"enabled": False, "every_n_steps": 10, "path": None},
@@ -114,7 +114,7 @@ def test_null_leaves_every_key_at_its_default() -> None:
             "method": "topk",
             "topk": {"density": None, "values": None, "selection": None},
             "error_feedback": None,
-            "start_step": None,
+            "warmup_steps": None,
             "min_numel": None,
         },
         "telemetry": None,
@@ -157,7 +157,7 @@ _valid = st.fixed_dictionaries(
                         "device": st.sampled_from(["accelerator", "cpu"]),
                     },
                 ),
-                "start_step": st.integers(0, 10**6),
+                "warmup_steps": st.integers(0, 10**6),
                 "min_numel": st.integers(0, 10**9),
             },
         )
@@ -207,9 +207,9 @@ def test_valid_sections_come_back_as_given(section: dict[str, Any]) -> None:
         ("compression.topk.density", 0),
         ("compression.topk.density", 1.01),
         ("compression.topk.density", float("nan")),
-        ("compression.start_step", 1.0),
-        ("compression.start_step", True),
-        ("compression.start_step", -1),
+        ("compression.warmup_steps", 1.0),
+        ("compression.warmup_steps", True),
+        ("compression.warmup_steps", -1),
         ("compression.min_numel", "4096"),
         ("compression.topk.values", 8),
         ("compression.quantize.bits", 5),
@@ -245,8 +245,8 @@ def test_list_items_are_named_by_position() -> None:
 
 @pytest.mark.parametrize("value", ["auto", "AUTO", " auto "])
 def test_auto_is_refused_with_words(value: str) -> None:
-    found = problems(ours(compression={"method": "topk", "start_step": value}))
-    problem = found["$.ds_ckpt.compression.start_step"]
+    found = problems(ours(compression={"method": "topk", "warmup_steps": value}))
+    problem = found["$.ds_ckpt.compression.warmup_steps"]
     assert "nothing fills it in" in problem.why
     assert "leave the key out or null (default 100)" in problem.remedy
     assert problem.found == f'"{value}"'

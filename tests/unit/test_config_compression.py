@@ -78,7 +78,7 @@ def test_rules_make_a_common_section_useful() -> None:
                 "method": "dense",
                 "topk": {"density": 0.5},
                 "rules": [{"match": "*", "method": "topk"}],
-                "start_step": 5,
+                "warmup_steps": 5,
             }
         },
     }

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ds_ckpt.config import load_file
+from ds_ckpt.config import load_file, loading, parse
+from ds_ckpt.config.loading import RENAMED
 from ds_ckpt.errors import ConfigError, Problem
 
 
@@ -101,3 +105,53 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as caught:
             load_file(path)
         assert caught.value.problems[0].where == str(path)
+
+
+@pytest.fixture
+def warned(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """What the log says of former names, as in a program that has not used one yet."""
+    loading._tell_of.cache_clear()
+    caplog.set_level(logging.WARNING, logger="ds_ckpt")
+    return caplog
+
+
+@pytest.mark.parametrize("former", RENAMED)
+def test_a_former_name_means_the_new_one_for_a_release(
+    former: str, tmp_path: Path, warned: pytest.LogCaptureFixture
+) -> None:
+    value = {"start_step": 7, "gate": False}[former.rpartition(".")[2]]
+    old, new = (nested(path, value) for path in (former, RENAMED[former]))
+    assert parse(old) == parse(new) != parse(nested(RENAMED[former], None))
+    (record,) = warned.records
+    assert (
+        f"$.ds_ckpt.{former} is called {RENAMED[former].rpartition('.')[2]} now" in record.message
+    )
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(old))
+    assert load_file(path) == new
+    assert len(warned.records) == 1, "once"
+
+
+@pytest.mark.parametrize("former", RENAMED)
+def test_a_former_name_beside_the_new_one_is_refused(former: str) -> None:
+    both = nested(former, 0)
+    section = both["ds_ckpt"]["compression"]
+    section = section.get("exchange", section)
+    section[RENAMED[former].rpartition(".")[2]] = 1
+    with pytest.raises(ConfigError) as caught:
+        parse(both)
+    problem = next(p for p in caught.value.problems if p.where == f"$.ds_ckpt.{former}")
+    new = RENAMED[former]
+    assert problem.why == f"it is the former name of $.ds_ckpt.{new}, which is written too"
+    assert problem.remedy == "remove it"
+
+
+def nested(path: str, value: object) -> dict[str, Any]:
+    """A configuration that compresses, with one value."""
+    compression: dict[str, Any] = {"method": "topk"}
+    *sections, key = path.removeprefix("compression.").split(".")
+    place = compression
+    for name in sections:
+        place = place.setdefault(name, {})
+    place[key] = value
+    return {"zero_optimization": {"stage": 3}, "ds_ckpt": {"compression": compression}}

@@ -144,7 +144,7 @@ def test_a_problem_of_both_halves_is_told_once() -> None:
         ("topk", {"density": 0.1}),
         ("quantize", {"bits": 4}),
         ("error_feedback", {"enabled": False}),
-        ("start_step", 100),
+        ("warmup_steps", 100),
         ("min_numel", 0),
     ],
 )
@@ -161,7 +161,7 @@ def test_settings_of_compression_without_it(method: str | None, key: str, value:
 )
 def test_the_section_of_another_method(method: str, other: str, value: dict[str, Any]) -> None:
     base = {"zero_optimization": {"stage": 3}}
-    section = {"compression": {"method": method, other: value, "start_step": 3, "min_numel": 0}}
+    section = {"compression": {"method": method, other: value, "warmup_steps": 3, "min_numel": 0}}
     found = problems({**base, "ds_ckpt": section})
     assert list(found) == [f"$.ds_ckpt.compression.{other}"]
     (problem,) = found.values()

@@ -98,7 +98,7 @@ LEAVES: dict[Keys, st.SearchStrategy[Any]] = {
     ),
     ("ds_ckpt", "compression", "exchange", "levels"): _WHOLE | st.sampled_from([0, 3, "1", "two"]),
     ("ds_ckpt", "compression", "exchange", "overlap"): _BOOL_LIKE,
-    ("ds_ckpt", "compression", "exchange", "gate"): _BOOL_LIKE,
+    ("ds_ckpt", "compression", "exchange", "autotune"): _BOOL_LIKE,
     ("ds_ckpt", "compression", "guard", "action"): _not_among("off", "warn", "dense"),
     ("ds_ckpt", "compression", "guard", "error"): _NOT_A_NUMBER
     | st.floats(max_value=0, allow_nan=False)
@@ -108,7 +108,7 @@ LEAVES: dict[Keys, st.SearchStrategy[Any]] = {
     | st.floats(max_value=0, allow_nan=False)
     | st.just(float("inf")),
     ("ds_ckpt", "compression", "guard", "every_n_steps"): _WHOLE | st.integers(max_value=0),
-    ("ds_ckpt", "compression", "start_step"): _WHOLE | st.integers(max_value=-1),
+    ("ds_ckpt", "compression", "warmup_steps"): _WHOLE | st.integers(max_value=-1),
     ("ds_ckpt", "compression", "min_numel"): _WHOLE | st.integers(max_value=-1),
     ("ds_ckpt", "telemetry", "enabled"): _BOOL_LIKE,
     ("ds_ckpt", "telemetry", "every_n_steps"): _WHOLE | st.integers(max_value=0),
@@ -197,12 +197,12 @@ _UNUSED: list[tuple[Keys, Any]] = [
     (("ds_ckpt", "compression", "hybrid"), {"remainder": "topk"}),
     (("ds_ckpt", "compression", "rules"), [{"match": "*", "method": "topk"}]),
     (("ds_ckpt", "compression", "exchange", "levels"), 2),
-    (("ds_ckpt", "compression", "exchange", "gate"), False),
+    (("ds_ckpt", "compression", "exchange", "autotune"), False),
     (("ds_ckpt", "compression", "guard"), {"action": "warn"}),
     (("ds_ckpt", "compression", "error_feedback"), {"enabled": True}),
     (("ds_ckpt", "compression", "exchange", "when"), "micro_step"),
     (("ds_ckpt", "compression", "exchange", "overlap"), False),
-    (("ds_ckpt", "compression", "start_step"), 0),
+    (("ds_ckpt", "compression", "warmup_steps"), 0),
     (("ds_ckpt", "compression", "min_numel"), 1),
     (("ds_ckpt", "telemetry", "path"), "t.jsonl"),
     (("ds_ckpt", "telemetry", "every_n_steps"), 1),

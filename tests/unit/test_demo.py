@@ -78,7 +78,7 @@ def test_the_cells_files_are_ones_the_plugin_accepts(tmp_path: Path) -> None:
         assert config.telemetry.enabled
         assert (config.activation.policy == "block") == cell.checkpointing
         if cell.method == "topk":
-            assert config.compression.start_step == topk_start_step(30) == 10
+            assert config.compression.warmup_steps == topk_start_step(30) == 10
 
 
 def test_on_emulated_hosts_the_timed_steps_are_the_last_and_after_the_warmup() -> None:

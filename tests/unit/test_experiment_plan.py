@@ -38,17 +38,17 @@ def test_every_cell_is_a_file_that_the_plugin_accepts() -> None:
         if cell.method in ("stock", "silent"):
             assert plugin.compression.method == "none"
         elif cell.method != "dense":
-            assert plugin.compression.start_step == 3
-            assert not plugin.compression.exchange.gate
+            assert plugin.compression.warmup_steps == 3
+            assert not plugin.compression.exchange.autotune
 
 
 def test_a_users_section_stands_for_its_name() -> None:
-    section = {"method": "quantize", "quantize": {"bits": 8}, "start_step": 7}
+    section = {"method": "quantize", "quantize": {"bits": 8}, "warmup_steps": 7}
     spec = Spec(methods=("mine",), sections={"compression/mine": section})
     check(spec)
     (cell,) = [c for c in spec.cells if c.name == "block/mine"]
     compression = deepspeed_config(spec, cell, parameters=10)["ds_ckpt"]["compression"]
-    assert compression == {**section, "start_step": 0, "exchange": {"gate": False}}
+    assert compression == {**section, "warmup_steps": 0, "exchange": {"autotune": False}}
 
 
 def test_dense_with_rules_compresses_from_the_first_step() -> None:
@@ -58,8 +58,8 @@ def test_dense_with_rules_compresses_from_the_first_step() -> None:
     (cell,) = [c for c in spec.cells if c.name == "none/mine"]
     config = json.loads(json.dumps(deepspeed_config(spec, cell, parameters=10)))
     compression = parse(config).compression
-    assert compression.start_step == 0
-    assert not compression.exchange.gate
+    assert compression.warmup_steps == 0
+    assert not compression.exchange.autotune
     assert compression.exchange.overlap
 
 

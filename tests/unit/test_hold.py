@@ -13,7 +13,7 @@ from virtual import World, assemble
 
 from ds_ckpt.compression import Codec, TopK
 from ds_ckpt.compression.storage import ResidualDtype
-from ds_ckpt.exchange.schedule import ScheduledExchange
+from ds_ckpt.exchange.autotune import ScheduledExchange
 
 SHAPES = ((7, 5), (13,), (3, 4))
 NAMES = ["matrix", "bias", "small"]
@@ -112,7 +112,7 @@ def test_the_schedule_asks_for_the_boundary_at_every_bucket() -> None:
         processes.exchanges[0],
         processes.feedbacks[0],
         processes.factors[0],
-        start_step=1,
+        warmup_steps=1,
         current_step=lambda: step,
         at_boundary=lambda: at_boundary,
     )

@@ -45,7 +45,7 @@ def test_an_exchange_adds_its_plan_its_times_and_its_errors(tmp_path: Path) -> N
     timings, errors = Timings(), Errors()
     told: list[Event] = []
     norms = [None, 4.0]
-    probe = ExchangeProbe(timings, errors, lambda: 3, norms.pop, [{"name": "w", "how": "whole"}])
+    probe = ExchangeProbe(timings, errors, lambda: True, norms.pop, [{"name": "w", "how": "whole"}])
     log = StepLog(
         Counters(),
         every_n_steps=3,
@@ -68,10 +68,10 @@ def test_an_exchange_adds_its_plan_its_times_and_its_errors(tmp_path: Path) -> N
     for record in (first, second):
         assert record["exchange_s"] == {"wire": 0.5}
         assert record["compression_error"] == {"PowerSGD rank 4": 0.5}
-        assert record["whole_buckets"] == 3
+        assert record["compresses"] is True
     assert first["residual_norm"] == {"PowerSGD rank 4": 0.25}  # 1.0 of 4.0
     assert second["residual_norm"] == {}
     events = {name: (value, step) for name, value, step in told}
     assert events["ds_ckpt/compression_error/PowerSGD rank 4"] == (0.5, 6)
-    assert events["ds_ckpt/whole_buckets"] == (3.0, 6)
+    assert events["ds_ckpt/compresses"] == (1.0, 6)
     assert "ds_ckpt/sent_bytes/reduce" in events

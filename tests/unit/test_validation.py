@@ -44,7 +44,7 @@ def config_file(folder: Path, name: str, **section: Any) -> Path:
 
 @pytest.fixture
 def four_bits(tmp_path: Path) -> Path:
-    return config_file(tmp_path, "four", compression={"method": "quantize", "start_step": 50})
+    return config_file(tmp_path, "four", compression={"method": "quantize", "warmup_steps": 50})
 
 
 def outcome(final: float, *, diverged: bool = False, digest: str = "d", **over: Any) -> Outcome:
@@ -312,15 +312,15 @@ def test_only_the_dense_run_keeps_its_warm_up_for_others(
 def test_runs_are_found_by_what_they_depend_on(tmp_path: Path, four_bits: Path) -> None:
     (candidate,) = read_candidates([four_bits])
     other = config_file(tmp_path, "o", compression={"method": "quantize", "quantize": {"bits": 2}})
-    gate = {"gate": False, "overlap": False}
+    clock = {"autotune": False, "overlap": False}
     same = config_file(
-        tmp_path, "s", compression={"method": "quantize", "start_step": 40, "exchange": gate}
+        tmp_path, "s", compression={"method": "quantize", "warmup_steps": 40, "exchange": clock}
     )
     kept = config_file(
         tmp_path, "k", activation={"policy": "block"}, compression={"method": "quantize"}
     )
     digests = [c.digest(STEPS) for c in (candidate, *read_candidates([other, same, kept]))]
-    # a longer warm-up than a quarter of the run is the same run; so is another clock's gate
+    # a longer warm-up than a quarter of the run is the same run; so is another clock's verdict
     assert digests[0] == digests[2]
     assert len(set(digests)) == 3
     assert candidate.digest(STEPS) != candidate.digest(4 * STEPS)
@@ -464,7 +464,7 @@ def test_records_hold_what_the_verdict_holds_for(tmp_path: Path, four_bits: Path
     assert record.preset == "four"
     assert record.verdict == "equivalent"
     assert record.settings["method"] == "quantize"
-    assert record.settings["start_step"] == 50
+    assert record.settings["warmup_steps"] == 50
     assert (record.steps, record.warm_up, record.seeds, record.margin) == (100, 25, 3, 0.005)
     assert record.left is not None
     assert record.left.error == 0.2

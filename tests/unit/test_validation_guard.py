@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import pytest
 
-from ds_ckpt.exchange.schedule import Fallback
+from ds_ckpt.exchange.autotune import Fallback
 from ds_ckpt.session.watch import Guard
 from ds_ckpt.telemetry.left import Left
 
@@ -90,4 +90,4 @@ def test_a_checkpoint_that_brings_the_fallback_says_so(caplog: pytest.LogCapture
         for fallback in (Fallback(speaks=True), Fallback()):
             fallback.load_state_dict({"whole": True})
     (record,) = caplog.records
-    assert "gradients go whole" in record.message
+    assert "gradients go uncompressed" in record.message

@@ -76,7 +76,7 @@ def test_a_record_speaks_for_settings_not_for_files(shipped: Path) -> None:
     write_verdicts(shipped, [record(four)])
     for same in (
         {},
-        {"exchange": {"gate": False, "overlap": False}},
+        {"exchange": {"autotune": False, "overlap": False}},
         {"error_feedback": {"device": "cpu"}},
         {"guard": {"action": "warn", "error": 0.5}},
         {"topk": None},
@@ -85,7 +85,7 @@ def test_a_record_speaks_for_settings_not_for_files(shipped: Path) -> None:
     for other in (
         {"quantize": {"bits": 2}},
         {"quantize": {"bits": 4, "block": 128}},
-        {"start_step": 99},
+        {"warmup_steps": 99},
         {"min_numel": 0},
         {"error_feedback": {"dtype": "bf16"}},
         {"error_feedback": {"enabled": False}},
@@ -95,6 +95,16 @@ def test_a_record_speaks_for_settings_not_for_files(shipped: Path) -> None:
     ):
         assert not verdicts_on(compression(**{**FOUR, **other})), other
     assert verdicts_on(CompressionConfig()) == []
+
+
+def test_a_record_with_a_former_name_is_found(shipped: Path) -> None:
+    four = compression(**FOUR, warmup_steps=50)
+    write_verdicts(shipped, [record(four)])
+    shipped.write_text(shipped.read_text().replace("warmup_steps", "start_step"))
+    (found,) = verdicts_on(four)
+    write_verdicts(shipped, [found])
+    assert shipped.read_text().count("warmup_steps") == 1
+    assert not verdicts_on(compression(**FOUR))
 
 
 def test_a_record_of_micro_steps_speaks_for_them_alone(shipped: Path) -> None:

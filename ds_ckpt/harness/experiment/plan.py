@@ -187,14 +187,14 @@ def deepspeed_config(
 ) -> dict[str, Any]:
     """A cell's DeepSpeed file: ZeRO-3 as if the model were larger than the memory, in fp32.
 
-    The gate is off: the report shows what compression does, also where it loses.
+    The autotuner is off: the report shows what compression does, also where it loses.
     """
     activation = spec.sections.get(f"activation/{cell.policy}", POLICIES.get(cell.policy, {}))
     own = spec.sections.get(f"compression/{cell.method}")
     compression = METHODS.get(cell.method, {}) if own is None else own
     if compression and (compression["method"] != "dense" or compression.get("rules")):
-        exchange = {**compression.get("exchange", {}), "gate": False}
-        compression = {**compression, "exchange": exchange, "start_step": start_step}
+        exchange = {**compression.get("exchange", {}), "autotune": False}
+        compression = {**compression, "exchange": exchange, "warmup_steps": start_step}
     plugin: dict[str, Any] = {"telemetry": {"enabled": True, "every_n_steps": 1_000_000}}
     if activation:
         plugin["activation"] = activation

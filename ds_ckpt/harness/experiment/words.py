@@ -93,8 +93,8 @@ def caveats(spec: Spec, rows: Sequence[Row], figures: Sequence[Figures]) -> list
         "Mbit/s is here what one of 100 is there, for weights and for dense gradients.",
         f"Losses: one seed ({spec.seed}), {spec.loss_steps} steps, the compressed methods dense "
         "for the first quarter. A direction, not a verdict: ds-ckpt validate-accuracy gives those.",
-        "The gate is off: compression runs also where it loses. As configured by default it "
-        "would send such buckets whole.",
+        "The autotuner is off: compression runs also where it loses. As configured by default it "
+        "would leave such gradients to DeepSpeed's own reduction.",
         "Steps are as long as the slowest process; waiting for another process counts as network.",
     ]
     if spec.where == "emulated":

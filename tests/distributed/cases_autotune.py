@@ -1,4 +1,5 @@
-"""Run in the worker processes: the gate on a live engine, and what monitors and files are told."""
+"""Run in the worker processes: the autotuner on a live engine, and what monitors and files are
+told."""
 
 from __future__ import annotations
 
@@ -12,7 +13,6 @@ import torch.distributed as dist
 
 import ds_ckpt
 from ds_ckpt.exchange.build import Built
-from ds_ckpt.exchange.gate import TRIALS
 from ds_ckpt.session.session import Session
 from ds_ckpt.telemetry import Purpose
 from tests.distributed import models
@@ -21,9 +21,9 @@ from tests.distributed.pool import fresh
 
 
 def _started(**options: Any) -> tuple[Any, Session, Built]:
-    """A gated run with one bucket for all, so that a slow way costs one pause a step."""
+    """A run with one bucket for all, so that a slow way costs one pause a step."""
     fresh()
-    section = models.quantize_section(exchange={"gate": True})
+    section = models.quantize_section(exchange={"autotune": True})
     engine = models.start("llama", models.zero3_config(ds_ckpt=section, bucket=10**9, **options))
     session = ds_ckpt.session_of(engine)
     assert session is not None
@@ -41,86 +41,55 @@ def _resumed(folder: str, *, steps: int, first: int, **options: Any) -> str:
     return digest
 
 
-def gated(slow: str, folder: str, *, process: int) -> dict[str, Any]:
-    """Train while one way is slowed down in one process; what was sent before and after.
+def tuned(slow: str, folder: str, *, process: int, **options: Any) -> dict[str, Any]:
+    """Train past the first verdict while one way is slowed down in one process.
 
     Args:
-        slow: "compressed" or "whole".
-        process: the one that is slow: the others have to come to the same verdict.
-    """
-    engine, session, built = _started()
-    exchange = built.exchange._exchange
-    reduce = exchange.reduce
-
-    def slowed(*args: Any, whole: bool = False, **kwargs: Any) -> Any:
-        if dist.get_rank() == process and whole == (slow == "whole"):
-            time.sleep(0.3)
-        return reduce(*args, whole=whole, **kwargs)
-
-    exchange.reduce = slowed
-    models.train(engine, "llama", 2 * TRIALS)
-    engine.save_checkpoint(folder, tag="mine")
-    before = session.counters.bytes_sent[Purpose.REDUCE]
-    models.train(engine, "llama", 4, first=20)
-    result = {
-        "whole": built.gate.dense_buckets if built.gate else -1,
-        "buckets": len(built.gate.verdicts) if built.gate else -1,
-        "sent": session.counters.bytes_sent[Purpose.REDUCE] - before,
-        "weights": models.weights_digest(engine),
-    }
-    engine.destroy()
-    result["resumed"] = _resumed(folder, steps=4, first=20)
-    return result
-
-
-def refereed(slow: str, folder: str, *, process: int, **options: Any) -> dict[str, Any]:
-    """Train past the first verdict on whole steps while one way is slowed down in one process.
-
-    Args:
-        slow: "exchange", or "stock" and what goes whole.
+        slow: "ours": what goes compressed; "other": what goes uncompressed or by DeepSpeed.
         process: the one that is slow.
         options: of the configuration.
     """
     engine, session, built = _started(**options)
-    assert built.referee is not None
+    tuner = built.autotuner
+    assert tuner is not None
     assert built.feedback is not None
-    ours, by_stock = built.exchange._exchange.reduce, []
+    ours, by_deepspeed = built.exchange._exchange.reduce, []
 
     def slowed_exchange(*args: Any, whole: bool = False, **kwargs: Any) -> Any:
-        if dist.get_rank() == process and (whole or slow == "exchange"):
+        if dist.get_rank() == process and whole == (slow == "other"):
             time.sleep(0.2)
         return ours(*args, whole=whole, **kwargs)
 
     scheduled = built.exchange.reduce
 
-    def slowed_stock(*args: Any, stock: Any, **kwargs: Any) -> Any:
+    def slowed_deepspeed(*args: Any, stock: Any, **kwargs: Any) -> Any:
         def counted(tensors: Any) -> Any:
-            by_stock.append(threading.current_thread() is threading.main_thread())
-            if dist.get_rank() == process and slow == "stock":
+            by_deepspeed.append(threading.current_thread() is threading.main_thread())
+            if dist.get_rank() == process and slow == "other":
                 time.sleep(0.2)
             return stock(tensors)
 
         return scheduled(*args, stock=counted, **kwargs)
 
     built.exchange._exchange.reduce = slowed_exchange  # type: ignore[method-assign]
-    built.exchange.reduce = slowed_stock  # type: ignore[method-assign]
+    built.exchange.reduce = slowed_deepspeed  # type: ignore[method-assign]
     steps = 0
-    while built.referee.stock is None:  # a busy machine may need more rounds than one
+    while tuner.verdict is None:  # a busy machine may need more rounds than one
         models.train(engine, "llama", 1, first=steps)
         steps += 1
-    compared = len(by_stock)
+    compared = len(by_deepspeed)
     engine.save_checkpoint(folder, tag="mine")
     before = session.counters.bytes_sent[Purpose.REDUCE]
     models.train(engine, "llama", 2, first=400)
     owed = sum(float(r.abs().sum()) for r in built.feedback.state_dict().values())
     result = {
         "compared": compared,
-        "kept": len(by_stock) - compared,
-        "in DeepSpeed's thread": all(by_stock),
+        "kept": len(by_deepspeed) - compared,
+        "in DeepSpeed's thread": all(by_deepspeed),
         "owed": owed,
-        "layouts": [part.state_dict()["layout"] for part in (built.gate, built.referee) if part],
-        "verdict": built.referee.stock,
-        "whole": built.exchange.whole_buckets == len(built.gate.verdicts) if built.gate else None,
+        "layout": tuner.state_dict()["layout"],
+        "verdict": tuner.verdict,
+        "compresses": built.exchange.compresses,
         "sent": session.counters.bytes_sent[Purpose.REDUCE] - before,
         "weights": models.weights_digest(engine),
     }

@@ -1,4 +1,4 @@
-"""The gate and the telemetry of compression on real engines."""
+"""The autotuner and the telemetry of compression on real engines."""
 
 from __future__ import annotations
 
@@ -8,61 +8,56 @@ from typing import Any
 
 import pytest
 
-from ds_ckpt.exchange.referee import COUNTED
-from tests.distributed import cases_gate as cases
+from ds_ckpt.exchange.autotune import COUNTED
+from tests.distributed import cases_autotune as cases
 from tests.distributed.cases_precision import on
 from tests.distributed.models import quantize_section
 
 
-@pytest.mark.parametrize("slow", ["compressed", "whole"])
-def test_the_faster_way_is_taken_by_all_processes_and_kept(
-    world2: Any, tmp_path: Path, slow: str
-) -> None:
-    results = world2.run(cases.gated, slow, str(tmp_path), process=1)
-    for result in results:
-        assert result["buckets"] >= 1
-        assert result["whole"] == (result["buckets"] if slow == "compressed" else 0)
-        assert result["resumed"] == result["weights"]
-    other = world2.run(
-        cases.gated,
-        "compressed" if slow == "whole" else "whole",
-        str(tmp_path / "other"),
-        process=0,
-    )
-    fewer, more = (results, other) if slow == "whole" else (other, results)
-    assert more[0]["sent"] > 5 * fewer[0]["sent"]
-
-
-@pytest.mark.parametrize("slow", ["exchange", "stock"])
+@pytest.mark.parametrize("slow", ["ours", "other"])
 def test_the_shorter_step_is_taken_by_all_processes_and_kept(
     world2: Any, tmp_path: Path, slow: str
 ) -> None:
     """DeepSpeed's own reduction comes back, in its own thread, where steps are shorter with it."""
-    results = world2.run(cases.refereed, slow, str(tmp_path), process=1)
+    results = world2.run(cases.tuned, slow, str(tmp_path), process=1)
     for result in results:
         assert result["compared"] > 0
         assert result["compared"] % (COUNTED + 1) == 0
         assert result["in DeepSpeed's thread"]
-        assert result["verdict"] is (slow == "exchange")
-        assert result["kept"] == (2 if slow == "exchange" else 0)
+        assert result["verdict"] == ("deepspeed" if slow == "ours" else "compressed")
+        assert result["kept"] == (2 if slow == "ours" else 0)
+        assert result["compresses"] is (slow == "other")
         assert result["resumed"] == result["weights"]
-        if slow == "exchange":
-            assert result["whole"]
+        if slow == "ours":
             assert result["owed"] == 0
         else:
             assert result["owed"] > 0
 
 
-def test_nothing_is_owed_in_bf16_over_two_levels_when_stock_takes_over(
+@pytest.mark.parametrize("slow", ["ours", "other"])
+def test_accumulated_steps_that_are_exchanged_once_are_held_against_uncompressed_ones(
+    world2: Any, tmp_path: Path, slow: str
+) -> None:
+    results = world2.run(cases.tuned, slow, str(tmp_path), process=0, accumulation=2)
+    for result in results:
+        assert result["compared"] == result["kept"] == 0
+        assert result["layout"] == [2, 2, "uncompressed"]
+        assert result["verdict"] == ("uncompressed" if slow == "ours" else "compressed")
+        assert result["compresses"] is (slow == "other")
+        assert result["resumed"] == result["weights"]
+        assert (result["owed"] == 0) is (slow == "ours")
+
+
+def test_nothing_is_owed_in_bf16_over_two_levels_when_deepspeed_takes_over(
     world4: Any, tmp_path: Path
 ) -> None:
     results = world4.run(
-        on, [2, 2], cases.refereed, "exchange", str(tmp_path), process=3, bf16={"enabled": True}
+        on, [2, 2], cases.tuned, "ours", str(tmp_path), process=3, bf16={"enabled": True}
     )
     for result in results:
         assert result["levels"] == 2
-        assert result["layouts"] == [[2, 4]] * 2, "of gate and referee: two hosts, four processes"
-        assert result["verdict"] is True
+        assert result["layout"] == [2, 4, "deepspeed"], "two hosts, four processes"
+        assert result["verdict"] == "deepspeed"
         assert result["kept"] == 2
         assert result["owed"] == 0
         assert result["resumed"] == result["weights"]

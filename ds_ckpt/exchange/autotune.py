@@ -1,0 +1,355 @@
+"""How a step's gradients travel: DeepSpeed's reduction in the warm-up, then whichever is faster.
+
+Never slower by surprise: a short exchange does not make a short step, since beside backward it
+takes cores that backward needs, and on a fast link DeepSpeed's own reduction, which waits, can give
+the shorter step. So after the warm-up `COUNTED` whole steps are timed compressed, then as many the
+other way; between the two a step goes uncompressed, so that nothing is owed. The processes add up
+their medians and how far these can be trusted, so that all come to the same verdict. Where the two
+cannot be told apart, another such round is added to the times: steps often scatter more than ways
+differ. After `ROUNDS` of them compression has not been shown to make steps shorter, and the other
+way has them. Every `RECHECK` steps the two are timed anew. Skipped steps count for nothing.
+
+The other way is DeepSpeed's own reduction; for accumulated steps that are exchanged once it is the
+same exchange uncompressed, since DeepSpeed's would run in every micro-step. A parameter that had no
+gradient in the uncompressed step goes uncompressed when it next has one.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ds_ckpt.compression.factors import Factors
+from ds_ckpt.compression.feedback import Feedback
+from ds_ckpt.exchange.exchange import AllToAllExchange
+
+log = logging.getLogger("ds_ckpt")
+
+Way = Literal["compressed", "uncompressed", "deepspeed"]
+_WORDS = {"uncompressed": "uncompressed", "deepspeed": "by DeepSpeed's own reduction"}
+COUNTED = 8
+"""Timed steps each way in a round; the first step of each is not counted."""
+ROUNDS = 16
+"""At most so many in a comparison."""
+SURE = 3.0
+"""Standard errors by which medians must differ for compression to stay, and for any verdict before
+the last round. They take steps to scatter independently."""
+WIDE = 1.2
+"""Ratio of medians from which the first round is enough. Steps in a row are more alike than others;
+what that does is not in a standard error, and another round shows it."""
+RECHECK = 1000
+"""Steps from one comparison to the next."""
+SWITCH = 1 + COUNTED
+"""The step of a round that goes uncompressed."""
+ROUND = SWITCH + 2 + COUNTED
+"""Steps of a round."""
+
+
+def middle(times: Sequence[float]) -> tuple[float, float]:
+    """The median and the variance of its error, for values around it that are about normal.
+
+    The variance is pi / 2 times that of a mean; the spread is taken from the median distance to the
+    median, times 1.4826 (Rousseeuw and Croux, JASA 1993), so that a pause does not count. NaN for
+    no values.
+    """
+    if not times:
+        return math.nan, math.nan
+    at = median(times)
+    spread = 1.4826 * median(abs(t - at) for t in times)
+    return at, math.pi / 2 * spread**2 / len(times)
+
+
+class Autotuner:
+    """Decides step by step; equal on all processes of the group.
+
+    Args:
+        add_up: sums a small fp32 tensor over those processes, in place.
+        world: how many they are.
+        layout: what else times depend on: how many exchange with one another, how many in all. It
+            is saved with `other`; times of another one do not count.
+        other: what compression is held against.
+        speaks: whether this process tells of verdicts in the log.
+        clock: seconds.
+
+    Attributes:
+        verdict: the last one, "compressed" or `other`; None before the first.
+    """
+
+    def __init__(
+        self,
+        add_up: Callable[[Tensor], None],
+        *,
+        world: int,
+        layout: Sequence[int] = (),
+        other: Literal["uncompressed", "deepspeed"] = "deepspeed",
+        speaks: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._add_up, self._world, self._speaks, self._clock = add_up, world, speaks, clock
+        self._layout: list[int | str] = [*layout, other]
+        self._other: Way = other
+        self.verdict: Way | None
+        self._steps: int
+        self._rounds: int | None
+        """Rounds of this comparison that told nothing; None once there is a verdict."""
+        self._times: tuple[list[float], list[float]]
+        """Compressed, and the other way."""
+        self._owed: set[str]
+        """Parameters that have travelled compressed and not uncompressed since. By what was sent
+        and not by residuals: with two levels only some processes may hold one."""
+        self._sent: dict[str, Way]
+        self._ended_s: float | None
+        self._device: torch.device | None
+        self.load_state_dict({})
+
+    @property
+    def _turn(self) -> int:
+        """Where a comparison is; as in its first round in every other."""
+        return self._steps % RECHECK - ROUND * (self._rounds or 0)
+
+    @property
+    def way(self) -> Way:
+        """How this step's gradients travel."""
+        if self._rounds is None:
+            return self.verdict or "compressed"
+        if self._turn == SWITCH:
+            return "uncompressed"
+        return "compressed" if self._turn < SWITCH else self._other
+
+    def way_of(self, names: Sequence[str]) -> Way:
+        """How the bucket of these parameters travels. Changes with `step_ended` only."""
+        way = self.way
+        owed = way == "deepspeed" and not self._owed.isdisjoint(names)
+        return "uncompressed" if owed else way
+
+    def exchanged(self, names: Sequence[str], device: torch.device) -> None:
+        """A bucket travels in this step as `way_of` says, on this device."""
+        self._device = device
+        self._sent.update(dict.fromkeys(names, self.way_of(names)))
+
+    def step_ended(self, *, skipped: bool) -> None:
+        """Count the step if anything travelled in it.
+
+        Collective at the end of a round: all processes come to it in the same step.
+        """
+        sent, self._sent = self._sent, {}
+        if not sent:
+            return
+        before, self._ended_s = self._ended_s, self._clock()
+        if skipped:
+            return
+        self._owed |= {name for name, way in sent.items() if way == "compressed"}
+        self._owed -= {name for name, way in sent.items() if way == "uncompressed"}
+        if self._rounds is not None:
+            turn = self._turn
+            if turn not in (0, SWITCH, SWITCH + 1) and before is not None:
+                self._times[turn > SWITCH].append(self._ended_s - before)
+            if turn == ROUND - 1:
+                self._judge()
+        self._steps += 1
+        if self._steps % RECHECK == 0:
+            self._rounds = 0
+
+    def _judge(self) -> None:
+        """A verdict or another round.
+
+        Without times, as in a process that was resumed in between, compression stays.
+        """
+        assert self._rounds is not None
+        own = torch.tensor([middle(times) for times in self._times], device=self._device)
+        self._add_up(own)
+        (ours_s, ours_variance), (other_s, other_variance) = (own / self._world).tolist()
+        error_s = math.sqrt(ours_variance + other_variance)
+        gap_s = abs(ours_s - other_s)
+        told_apart = not gap_s <= SURE * error_s  # so is NaN from anything, and wide
+        wide = not gap_s < (WIDE - 1.0) * min(ours_s, other_s)
+        self._rounds += 1
+        if self._rounds < (ROUNDS if not told_apart else 1 if wide else 2):
+            return
+        before = self.verdict
+        self.verdict = self._other if other_s < ours_s or not told_apart else "compressed"
+        self._rounds, self._times = None, ([], [])
+        if self._speaks and self.verdict != before:
+            log.info(
+                "ds_ckpt: autotune: gradients go %s: a step takes %.1f ms compressed, %.1f ms %s%s "
+                "(compression.exchange.autotune: false compresses always)",
+                _WORDS.get(self.verdict, self.verdict),
+                1e3 * ours_s,
+                1e3 * other_s,
+                _WORDS[self._other],
+                "" if told_apart else ", which cannot be told apart",
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """As JSON values, so that a resumed run goes on as the first would have gone on."""
+        return {
+            "layout": self._layout,
+            "steps": self._steps,
+            "rounds": self._rounds,
+            "verdict": self.verdict,
+            "times_s": list(self._times),
+            "owed": sorted(self._owed),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace what is known. Another layout compares anew, and keeps the verdict until then.
+
+        A checkpoint with a referee's state gives its verdict, if it had come to one.
+        """
+        if "stock" in state:
+            state = _of_referee(state)
+        self._owed, self._sent = set(state.get("owed", ())), {}
+        self._ended_s = self._device = None
+        self.verdict = state.get("verdict")
+        self._steps, self._rounds, self._times = 0, 0, ([], [])
+        if state.get("layout") == self._layout:
+            ours, other = state["times_s"]
+            self._steps, self._rounds = state["steps"], state["rounds"]
+            self._times = [*ours], [*other]
+
+
+def _of_referee(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What was saved where buckets were compared one by one and whole steps by a referee.
+
+    A comparison under way counts for nothing, what is owed does.
+    """
+    decided = state.get("rounds", 0) is None
+    return {
+        "layout": [*state.get("layout", ()), "deepspeed"] if decided else None,
+        "steps": state.get("steps", 0),
+        "rounds": None,
+        "verdict": {None: None, True: "deepspeed", False: "compressed"}[state["stock"]],
+        "times_s": ([], []),
+        "owed": state.get("owed", ()),
+    }
+
+
+@dataclass
+class Fallback:
+    """Whether compression is over for this run. Set between steps, on every process alike; saved
+    with a checkpoint.
+
+    Attributes:
+        whole: every bucket goes uncompressed, with what is owed to it.
+        speaks: whether this process tells of it in the log where a checkpoint brings it.
+    """
+
+    whole: bool = False
+    speaks: bool = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {"whole": self.whole}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """What a checkpoint does not tell: compression goes on."""
+        self.whole = bool(state.get("whole", False))
+        if self.whole and self.speaks:
+            log.warning(
+                "ds_ckpt: the checkpoint is of a run that a guard made fall back: gradients go "
+                "uncompressed, now too"
+            )
+
+
+class ScheduledExchange:
+    """Hands over to DeepSpeed's reduction in the warm-up, and as the autotuner says.
+
+    With gradient accumulation the exchange runs once, at the boundary; earlier micro-steps only add
+    to the residuals.
+
+    Args:
+        exchange: what runs after the warm-up.
+        feedback: its residuals, committed or rolled back with the step; None without.
+        factors: PowerSGD's, likewise.
+        warmup_steps: optimizer steps that are plain DeepSpeed.
+        current_step: DeepSpeed's count of optimizer steps so far.
+        at_boundary: whether this micro-step ends an accumulated step; the others' gradients are
+            held back until then. None: every micro-step is exchanged.
+        autotuner: None: gradients are always compressed.
+
+    Attributes:
+        fallback: see `Fallback`.
+    """
+
+    def __init__(
+        self,
+        exchange: AllToAllExchange,
+        feedback: Feedback | None,
+        factors: Factors,
+        *,
+        warmup_steps: int,
+        current_step: Callable[[], int],
+        at_boundary: Callable[[], bool] | None = None,
+        autotuner: Autotuner | None = None,
+    ) -> None:
+        self._exchange = exchange
+        self._transactional = (factors,) if feedback is None else (feedback, factors)
+        self._warmup_steps = warmup_steps
+        self._current_step = current_step
+        self._at_boundary = at_boundary
+        self._autotuner = autotuner
+        self._nonfinite_before = 0
+        self.fallback = Fallback()
+
+    def _way(self, names: Sequence[str] = ()) -> Way:
+        """How a bucket of this step travels."""
+        if self._current_step() < self._warmup_steps:
+            return "deepspeed"
+        if self.fallback.whole:
+            return "uncompressed"
+        return self._autotuner.way_of(names) if self._autotuner is not None else "compressed"
+
+    @property
+    def compresses(self) -> bool:
+        """Whether the step's gradients go compressed."""
+        return self._way() == "compressed"
+
+    def inline(self, names: Sequence[str]) -> bool:
+        """Where DeepSpeed reduces; see `ds_ckpt.zero3.gradient.BucketExchange`."""
+        return self._way(names) == "deepspeed"
+
+    def reduce(
+        self,
+        names: Sequence[str],
+        tensors: list[Tensor],
+        *,
+        loss_scale: float,
+        stock: Callable[[list[Tensor]], list[Tensor]],
+    ) -> list[Tensor]:
+        """One bucket; see `ds_ckpt.zero3.gradient.BucketExchange`."""
+        if self._current_step() < self._warmup_steps:
+            return stock(tensors)
+        if self._at_boundary is not None and not self._at_boundary():
+            return self._exchange.hold(names, tensors, loss_scale=loss_scale)
+        way = self._way(names)
+        if self._autotuner is not None and tensors and not self.fallback.whole:
+            self._autotuner.exchanged(names, tensors[0].device)
+        if way == "deepspeed":
+            return stock(tensors)
+        whole = way == "uncompressed"
+        return self._exchange.reduce(names, tensors, loss_scale=loss_scale, whole=whole)
+
+    def step_ended(self, *, skipped: bool) -> None:
+        """A skipped step leaves every residual and factor bit-equal to before (law 4).
+
+        So does a step with a non-finite bucket that DeepSpeed did not skip: every process that this
+        one exchanges with was told of it, and a NaN must not live on in a residual.
+        """
+        nonfinite = self._exchange.nonfinite_buckets > self._nonfinite_before
+        self._nonfinite_before = self._exchange.nonfinite_buckets
+        self._exchange.step_ended()
+        for state in self._transactional:
+            if skipped or nonfinite:
+                state.rollback()
+            else:
+                state.commit()
+        if self._autotuner is not None:
+            self._autotuner.step_ended(skipped=skipped)  # what all processes know alike
