@@ -2,7 +2,7 @@
 
 `parse` reports every mistake at once, each with its JSON path. The models are in `models.py`, one
 section's mistakes in `sections.py`, rules across sections in `conflicts.py` and `unused.py`, strict
-JSON in `loading.py`, the editors' schema in `schema.py`. Nothing here imports torch or DeepSpeed.
+JSON in `load.py`, the editors' schema in `schema.py`. Nothing here imports torch or DeepSpeed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from ds_ckpt.config.activation import ActivationConfig
-from ds_ckpt.config.budget import budget_problems
 from ds_ckpt.config.compression import (
     CompressionConfig,
     ErrorFeedbackConfig,
@@ -23,14 +22,18 @@ from ds_ckpt.config.compression import (
     RuleConfig,
     TopKConfig,
 )
-from ds_ckpt.config.conflicts import across_sections
-from ds_ckpt.config.loading import load_file, with_new_names
+from ds_ckpt.config.conflicts import (
+    across_sections,
+    budget_problems,
+    keeping_problems,
+    misplaced,
+    with_deepspeeds_keys,
+)
+from ds_ckpt.config.load import load_file, with_new_names
 from ds_ckpt.config.models import DeepSpeedActivationSection, PluginConfig, TelemetryConfig
 from ds_ckpt.config.paths import show
-from ds_ckpt.config.placement import misplaced
 from ds_ckpt.config.schema import json_schema
 from ds_ckpt.config.sections import DEEPSPEEDS, OURS, read
-from ds_ckpt.config.served import keeping_problems, with_deepspeeds_keys
 from ds_ckpt.config.unused import would_do_nothing
 from ds_ckpt.config.verdicts import without_range
 from ds_ckpt.config.wanted import Wanted

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from ds_ckpt.config.base import Expects
-from ds_ckpt.config.loading import RENAMED
+from ds_ckpt.config.load import RENAMED
 from ds_ckpt.config.models import PluginConfig
 from ds_ckpt.config.paths import is_auto, join, nearest, plain, show
 from ds_ckpt.errors import Problem

@@ -17,10 +17,11 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from ds_ckpt.config.compression import CompressionConfig
-from ds_ckpt.config.loading import RENAMED
+from ds_ckpt.config.load import RENAMED
 from ds_ckpt.errors import Problem, StateError
 from ds_ckpt.exchange.methods import LOOKS_AT
 from ds_ckpt.files import replacing
+from ds_ckpt.telemetry.left import Left
 
 FILE_NAME = "verdicts.json"
 SHIPPED = Path(__file__).parents[1] / FILE_NAME
@@ -33,13 +34,6 @@ class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Left(_Record):
-    """The largest that was seen: see `ds_ckpt.telemetry.left`."""
-
-    error: float
-    residual_norm: float
-
-
 class VerdictRecord(_Record):
     """One verdict, with all that it holds for.
 
@@ -50,7 +44,7 @@ class VerdictRecord(_Record):
         interval: of the difference to dense training, 90%, more than 0 is worse; None where a run
             diverged.
         steps, warm_up: of each run, and how many of them were dense.
-        left: None where nothing was left behind.
+        left: the largest that was seen; None where nothing was left behind.
     """
 
     preset: str

@@ -274,8 +274,7 @@ class Session:
         assert known is not None, "the configuration is refused without"
         assert config.guard.action != "off"
         speaks = torch.distributed.get_rank() == 0
-        held_to = Left(known.error, known.residual_norm)
-        guard = Guard(built, held_to, config.guard.action, speaks=speaks)
+        guard = Guard(built, known, config.guard.action, speaks=speaks)
         self.observe(config.guard.every_n_steps, guard.look)
         return guard
 

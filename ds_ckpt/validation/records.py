@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable
 from typing import Any, cast
 
-from ds_ckpt.config.verdicts import Left, VerdictRecord, decisive
+from ds_ckpt.config.verdicts import VerdictRecord, decisive
+from ds_ckpt.telemetry.left import Left
 from ds_ckpt.validation.compare import Comparison
 
 

@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ds_ckpt.config.verdicts import Left, with_leeway
+from ds_ckpt.config.verdicts import with_leeway
 from ds_ckpt.errors import UnsupportedError
+from ds_ckpt.telemetry.left import Left
 from ds_ckpt.validation.compare import Comparison
 
 COLUMNS = (

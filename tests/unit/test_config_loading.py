@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ds_ckpt.config import load_file, loading, parse
-from ds_ckpt.config.loading import RENAMED
+from ds_ckpt.config import load, load_file, parse
+from ds_ckpt.config.load import RENAMED
 from ds_ckpt.errors import ConfigError, Problem
 
 
@@ -110,7 +110,7 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
 @pytest.fixture
 def warned(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     """What the log says of former names, as in a program that has not used one yet."""
-    loading._tell_of.cache_clear()
+    load._tell_of.cache_clear()
     caplog.set_level(logging.WARNING, logger="ds_ckpt")
     return caplog
 

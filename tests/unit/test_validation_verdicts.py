@@ -17,7 +17,6 @@ from ds_ckpt.config import load_file, parse
 from ds_ckpt.config import verdicts as module
 from ds_ckpt.config.compression import CompressionConfig
 from ds_ckpt.config.verdicts import (
-    Left,
     VerdictRecord,
     decisive,
     limits,
@@ -26,6 +25,7 @@ from ds_ckpt.config.verdicts import (
     write_verdicts,
 )
 from ds_ckpt.errors import ConfigError, StateError
+from ds_ckpt.telemetry.left import Left
 
 ROOT = Path(__file__).parents[2]
 PRESETS = sorted((ROOT / "ds_configs").glob("*.json"))
