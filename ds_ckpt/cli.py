@@ -126,9 +126,9 @@ def schema(
 
 @app.command()
 def doctor(as_json: _AsJson = False) -> None:
-    """Look at versions, the seams' contract, launchers, memory limits and network interfaces.
+    """Look at versions, the hooks into DeepSpeed, launchers, memory limits and network interfaces.
 
-    Exit 1 if the installed DeepSpeed lacks what a seam leans on.
+    Exit 1 if the installed DeepSpeed lacks what a hook leans on.
     """
     from dataclasses import asdict
 

@@ -1,4 +1,4 @@
-"""What `ds-ckpt doctor` looks at: versions, the seams, launchers, limits and the network.
+"""What `ds-ckpt doctor` looks at: versions, hooks into DeepSpeed, launchers, limits, the network.
 
 Every check gives findings and raises nothing: a missing part is a finding with its remedy.
 """
@@ -38,7 +38,7 @@ def examine() -> list[Finding]:
     checks: tuple[Callable[[], list[Finding]], ...] = (
         _versions,
         _accelerator,
-        _seams,
+        _hooks,
         _compiler,
         _launchers,
         _mpi,
@@ -77,19 +77,21 @@ def _accelerator() -> list[Finding]:
     return [Finding("accelerator", "device", "ok", detail)]
 
 
-def _seams() -> list[Finding]:
-    group = "seams into DeepSpeed"
+def _hooks() -> list[Finding]:
+    group = "hooks into DeepSpeed"
     try:
         with redirect_stdout(sys.stderr):
-            from ds_ckpt.zero3 import contract
+            from ds_ckpt.zero3 import compatibility
 
-            checked = contract.check()
-    except Exception as error:  # the contract cannot even be read
+            checked = compatibility.check()
+    except Exception as error:  # it cannot even be read
         remedy = "install the tested DeepSpeed: see constraints.txt"
-        return [Finding(group, "contract", "broken", _one_line(error), remedy)]
+        return [Finding(group, "compatibility", "broken", _one_line(error), remedy)]
     status: dict[str, Status] = {"ok": "ok", "digest_changed": "warning", "broken": "broken"}
     whole = [f for f in checked if f.status == "ok"]
-    findings = [Finding(group, "contract", "ok", f"{len(whole)} of {len(checked)} symbols fit")]
+    findings = [
+        Finding(group, "compatibility", "ok", f"{len(whole)} of {len(checked)} symbols fit")
+    ]
     findings += [
         Finding(group, f.symbol.rpartition(":")[2], status[f.status], f.detail, f.remedy)
         for f in checked

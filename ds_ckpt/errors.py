@@ -46,7 +46,7 @@ class ConfigError(DsCkptError, ValueError):
 
 
 class ContractError(DsCkptError, ImportError):
-    """The installed DeepSpeed no longer has what a seam leans on."""
+    """The installed DeepSpeed no longer has what a hook leans on."""
 
     headline = "the installed DeepSpeed does not fit this ds_ckpt"
 

@@ -22,7 +22,7 @@ from ds_ckpt.planner.simulate import simulate
 from ds_ckpt.planner.survey import survey
 from ds_ckpt.session.batches import Sample, not_smaller
 from ds_ckpt.zero3.resident import resident_bytes
-from ds_ckpt.zero3.together import together
+from ds_ckpt.zero3.run_on_all import run_on_all_or_raise
 
 log = logging.getLogger("ds_ckpt")
 _REMEMBERED = 4
@@ -81,7 +81,7 @@ class Agreement:
         """
         self._start_s = time.perf_counter()
         measure = functools.partial(self._largest, samples)
-        planner, sample = together(measure, None, what="measure the model")
+        planner, sample = run_on_all_or_raise(measure, None, what="measure the model")
         covered = (max(s.tokens for s in samples), max(s.work for s in samples))
         return self._agreed(planner, sample, covered, budget_bytes, first)
 

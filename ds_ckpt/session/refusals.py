@@ -29,14 +29,14 @@ def refuse_pipeline(engine: Any) -> None:
 
 
 def refuse_no_zero3_optimizer(engine: Any) -> None:
-    """The seams need DeepSpeed's own."""
+    """The hooks need DeepSpeed's own."""
     optimizer = engine.optimizer
     if not trains(engine) or not hasattr(optimizer, "parameter_offload"):
         raise UnsupportedError(
             Problem(
                 where="engine.optimizer",
                 found=type(optimizer).__name__,
-                why="the seams lean on DeepSpeed's ZeRO-3 optimizer; without an optimizer "
+                why="the hooks lean on DeepSpeed's ZeRO-3 optimizer; without an optimizer "
                 "nothing is trained",
                 remedy="give ds_ckpt.initialize an optimizer, or name one in the JSON file",
             )

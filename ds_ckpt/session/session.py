@@ -43,10 +43,10 @@ from ds_ckpt.telemetry.left import Left
 from ds_ckpt.telemetry.offload import OffloadCounters
 from ds_ckpt.telemetry.partition import PartitionCounters
 from ds_ckpt.telemetry.steps import Event, StepLog
-from ds_ckpt.zero3 import collectives, contract
+from ds_ckpt.zero3 import collectives, compatibility
 from ds_ckpt.zero3.checkpoints import wrap_checkpoints
-from ds_ckpt.zero3.gather import GatherSeam
-from ds_ckpt.zero3.gradient import BucketExchange, GradientSeam
+from ds_ckpt.zero3.gather import GatherHook
+from ds_ckpt.zero3.gradient import BucketExchange, GradientHook
 
 log = logging.getLogger("ds_ckpt")
 ATTRIBUTE = "_ds_ckpt_session"
@@ -74,8 +74,8 @@ class Session:
         self._steps: StepLog | None = None
         self._blocks: CheckpointedBlocks | None = None
         self._boundaries: Boundaries | None = None
-        self._gather: GatherSeam | None = None
-        self._gradient: GradientSeam | None = None
+        self._gather: GatherHook | None = None
+        self._gradient: GradientHook | None = None
         self._gradients: Gradients | None = None
         self.guard: Guard | None = None
         self._host = HostPool()
@@ -99,11 +99,11 @@ class Session:
         engine, config = self.engine, self.config
         refuse_pipeline(engine)
         stage3 = engine.zero_optimization_stage() == 3
-        changed = contract.require() if stage3 else []
+        changed = compatibility.require() if stage3 else []
         collectives.listen(self.counters)
         self._on_drop.append(weakref.finalize(engine, collectives.unlisten, self.counters))
         if stage3:
-            self._attach_seams(changed)
+            self._attach_hooks(changed)
         if config.activation.active:
             self._checkpoint()
         if config.telemetry.enabled:
@@ -232,13 +232,13 @@ class Session:
         """Kept bytes and recompute time by block since the last table; None unless asked for."""
         return self._boundaries.profile if self._boundaries else None
 
-    def _attach_seams(self, changed: list[contract.Finding]) -> None:
+    def _attach_hooks(self, changed: list[compatibility.Finding]) -> None:
         engine, config = self.engine, self.config
         refuse_no_zero3_optimizer(engine)
         optimizer = engine.optimizer
         names = {p.ds_id: n for n, p in trained(engine)}
         share = config.activation.active and config.activation.share_gather
-        self._gather = GatherSeam(optimizer, self.counters, share=share)
+        self._gather = GatherHook(optimizer, self.counters, share=share)
         for finding in changed:
             log.warning("ds_ckpt: %s: %s", finding.symbol, finding.detail)
         exchange = verify = built = None
@@ -249,7 +249,7 @@ class Session:
             built, overlap = self._gradients.built, self._gradients.overlaps
             exchange = built.exchange
             verify = self._gradients.dense() if changed else None
-        self._gradient = GradientSeam(
+        self._gradient = GradientHook(
             optimizer, names, exchange, self.counters, overlap=overlap, verify=verify
         )
         self._on_drop.append(weakref.finalize(engine, self._gradient.lease.close))

@@ -1,1 +1,1 @@
-"""The only code that touches DeepSpeed's privates: two seams, their contract, the counters."""
+"""The only code that touches DeepSpeed's privates: two hooks, their compatibility, the counters."""

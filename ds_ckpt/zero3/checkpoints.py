@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ds_ckpt.patch import Patches
-from ds_ckpt.zero3.together import together
+from ds_ckpt.zero3.run_on_all import run_on_all_or_raise
 
 log = logging.getLogger("ds_ckpt")
 _NOT_CONVERTED = (
@@ -85,10 +85,10 @@ def wrap_checkpoints(
                 action(folder)
 
         # ours first: DeepSpeed's `latest` names the tag only when all of it is there
-        together(lambda: one(files.begin), group, what="clear the checkpoint's folder")
-        together(lambda: files.save(folder), group, what="save its residuals")
+        run_on_all_or_raise(lambda: one(files.begin), group, what="clear the checkpoint's folder")
+        run_on_all_or_raise(lambda: files.save(folder), group, what="save its residuals")
         result = save(*args, **kwargs)
-        together(lambda: one(files.end), group, what="end the save of residuals")
+        run_on_all_or_raise(lambda: one(files.end), group, what="end the save of residuals")
         return result
 
     @functools.wraps(load)
@@ -109,10 +109,10 @@ def wrap_checkpoints(
                 log.warning(_NOT_CONVERTED, folder)
             return state
 
-        state = together(read, group, what="read its residuals")
+        state = run_on_all_or_raise(read, group, what="read its residuals")
         result = load(*args, **kwargs)
         if result[0] is not None:
-            together(drop_step, group, what="end the step under way")
+            run_on_all_or_raise(drop_step, group, what="end the step under way")
             files.restore(state)
         return result
 

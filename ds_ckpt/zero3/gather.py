@@ -1,8 +1,8 @@
-"""The gather seam: what recompute gathers stays until backward has used it.
+"""The gather hook: what recompute gathers stays until backward has used it.
 
 ZeRO-3's coordinator releases a module's weights after every forward, the second forward of
 checkpointing included, and backward then gathers them again: 3 gathers of each parameter a step
-instead of 2. Inside a recompute this seam lets the release pass and leaves it to backward. What
+instead of 2. Inside a recompute this hook lets the release pass and leaves it to backward. What
 backward never comes back for (a frozen layer, a block whose input needs no gradient) is released
 when the next recompute begins, at the latest when backward ends.
 
@@ -25,7 +25,7 @@ from ds_ckpt.patch import Patches
 from ds_ckpt.telemetry import Counters, Purpose
 
 
-class GatherSeam:
+class GatherHook:
     """Wraps one engine's parameter coordinator. `detach()` restores it.
 
     Args:

@@ -1,7 +1,7 @@
-"""The gradient seam: another exchange in the place of ZeRO-3's reduce-scatter of a bucket.
+"""The gradient hook: another exchange in the place of ZeRO-3's reduce-scatter of a bucket.
 
 DeepSpeed reduces a bucket in `__avg_scatter_grads(params, dtype)`, which scales and casts around
-one call of the module-global `reduce_scatter_coalesced(tensors, group)`. The seam notes which
+one call of the module-global `reduce_scatter_coalesced(tensors, group)`. The hook notes which
 parameters the bucket holds, then answers that one call: *the mean over the group, my chunk of each
 tensor, unpadded*. Everything around it stays DeepSpeed's. With `overlap` the first call is made
 later, by a thread of its own (`overlap.py`), and answered with nothing for now.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,12 +28,64 @@ import torch.distributed as torch_dist
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.patch import Patches
 from ds_ckpt.telemetry import Counters, Purpose
-from ds_ckpt.zero3.dispatcher import Lease, Reduce, set_bucket
-from ds_ckpt.zero3.identity import check_identity
-from ds_ckpt.zero3.overlap import Later, Overlap
+from ds_ckpt.zero3.compatibility import Reduce, check_identity
+from ds_ckpt.zero3.overlap import Later, Overlap, Worker
 
 log = logging.getLogger("ds_ckpt")
 _PREFIX = "_DeepSpeedZeroOptimizer_Stage3__"
+_PATIENCE_S = 10.0
+"""How long closing waits for an exchange under way; it hangs where another process has gone."""
+_current = threading.local()
+"""In each thread, the hook whose bucket is about to be reduced, and the bucket's parameters."""
+_global = Patches()
+_leases: set[Lease] = set()
+
+
+class Lease:
+    """What one hook holds of the program: DeepSpeed's module-global, which stays replaced while
+    there is a lease, and the exchange's thread.
+
+    Apart from the hook, so that it can be given up when an engine is dropped without a word.
+    `close()` may be called more than once.
+    """
+
+    def __init__(self) -> None:
+        self.worker = Worker("exchange of ds_ckpt")
+        if not _leases:
+            _replace_reduction()
+        _leases.add(self)
+
+    def close(self) -> None:
+        _leases.discard(self)
+        if not _leases:
+            _global.undo()
+        if not self.worker.close(_PATIENCE_S):
+            log.warning(
+                "ds_ckpt: an exchange is still under way after %g s; its thread ends with it",
+                _PATIENCE_S,
+            )
+
+
+def _replace_reduction() -> None:
+    """Calls go to the hook that has announced a bucket in this thread, all others to DeepSpeed."""
+    from deepspeed.runtime.zero import stage3
+
+    deepspeeds = stage3.reduce_scatter_coalesced
+
+    def reduce_scatter_coalesced(
+        tensors: list[torch.Tensor], group: Any = None
+    ) -> list[torch.Tensor]:
+        def in_group(bucket: list[torch.Tensor]) -> list[torch.Tensor]:
+            result: list[torch.Tensor] = deepspeeds(bucket, group)
+            return result
+
+        hook: GradientHook | None = getattr(_current, "hook", None)
+        if hook is None:  # another engine in this program, which has no session
+            return in_group(tensors)
+        return hook.reduce_bucket(_current.params, tensors, group, in_group)
+
+    reduce_scatter_coalesced.__wrapped__ = deepspeeds  # type: ignore[attr-defined]
+    _global.set(stage3, "reduce_scatter_coalesced", reduce_scatter_coalesced)
 
 
 class BucketExchange(Protocol):
@@ -65,7 +118,7 @@ class BucketExchange(Protocol):
         program drops its gradients. Nothing is pending after it."""
 
 
-class GradientSeam:
+class GradientHook:
     """Routes one ZeRO-3 optimizer's buckets to a `BucketExchange`. `detach()` restores it.
 
     Args:
@@ -110,13 +163,13 @@ class GradientSeam:
         verdict = optimizer._loss_scale_update_and_overflow_cleanup
 
         def reduced(params: Sequence[Any], dtype: torch.dtype) -> list[torch.Tensor]:
-            set_bucket(self, params)
+            _current.hook, _current.params = self, params
             try:
                 with self._counters.purpose(Purpose.REDUCE):
                     result: list[torch.Tensor] = avg_scatter(params, dtype)
                     return result
             finally:
-                set_bucket(None)
+                _current.hook = _current.params = None
 
         def reduced_here(params: Sequence[Any], dtype: torch.dtype) -> list[torch.Tensor]:
             start_s = time.perf_counter()

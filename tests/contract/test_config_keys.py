@@ -12,7 +12,7 @@ from ds_ckpt.config.models import DeepSpeedActivationSection
 
 ALL = [c.key for c in (*COMPRESSION, *CHECKPOINTING, *EITHER)]
 # Of zero_optimization: what was looked at when the rules were written. A key that is new here may
-# lead gradients or weights past the seams: look at it, add a rule or add it to this list.
+# lead gradients or weights past the hooks: look at it, add a rule or add it to this list.
 REVIEWED = """stage contiguous_gradients reduce_scatter reduce_bucket_size
 use_multi_rank_bucket_allreduce allgather_partitions allgather_bucket_size overlap_comm
 compute_grad_norm load_from_fp32_weights elastic_checkpoint offload_param offload_optimizer zenflow

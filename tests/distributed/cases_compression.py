@@ -1,4 +1,4 @@
-"""Run in the worker processes: the gradient seam and Top-K on real engines."""
+"""Run in the worker processes: the gradient hook and Top-K on real engines."""
 
 from __future__ import annotations
 
@@ -322,13 +322,13 @@ def identity_check(broken: tuple[int, ...], first: float = 1.0) -> str:
     """
     from deepspeed.runtime.zero import stage3
 
-    from ds_ckpt.zero3 import contract
+    from ds_ckpt.zero3 import compatibility
 
     fresh()
-    require, stock = contract.require, stage3.reduce_scatter_coalesced
-    symbol = contract.SYMBOLS[0]
-    changed = contract.Finding(symbol.path, "digest_changed", "source changed", "")
-    contract.require = lambda symbols=None: [changed]
+    require, stock = compatibility.require, stage3.reduce_scatter_coalesced
+    symbol = compatibility.SYMBOLS[0]
+    changed = compatibility.Finding(symbol.path, "digest_changed", "source changed", "")
+    compatibility.require = lambda symbols=None: [changed]
     if dist.get_rank() in broken:  # the sum, where the mean was meant
         stage3.reduce_scatter_coalesced = lambda tensors, group=None: [
             part * dist.get_world_size(group) for part in stock(tensors, group)
@@ -346,7 +346,7 @@ def identity_check(broken: tuple[int, ...], first: float = 1.0) -> str:
     except ds_ckpt.ContractError as error:
         return str(error)
     finally:
-        contract.require = require
+        compatibility.require = require
         session = ds_ckpt.session_of(engine)
         if session is not None:
             session.detach()

@@ -1,4 +1,4 @@
-"""Run in the worker processes: what the gather seam does on real engines."""
+"""Run in the worker processes: what the gather hook does on real engines."""
 
 from __future__ import annotations
 

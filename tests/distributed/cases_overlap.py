@@ -16,7 +16,7 @@ from deepspeed.runtime.zero import parameter_offload
 
 import ds_ckpt
 from ds_ckpt.telemetry import Purpose
-from ds_ckpt.zero3 import dispatcher, overlap
+from ds_ckpt.zero3 import gradient, overlap
 from tests.distributed import models
 from tests.distributed.pool import fresh
 
@@ -144,10 +144,10 @@ def goes_on(section: dict[str, Any]) -> dict[str, Any]:
             told["gather"] = gathered.wait(WAIT_S)
 
     _wrap_reduce(engine, wait_for_a_gather)
-    seam = session._gradient
-    assert seam is not None
-    assert seam._overlap is not None
-    hand_over, take_next = seam._overlap.hand_over, seam._overlap._take_next
+    hook = session._gradient
+    assert hook is not None
+    assert hook._overlap is not None
+    hand_over, take_next = hook._overlap.hand_over, hook._overlap._take_next
     purposes = (Purpose.GATHER_BACKWARD, Purpose.GATHER_RECOMPUTE)
     handed_at: list[int] = []
 
@@ -179,12 +179,12 @@ def goes_on(section: dict[str, Any]) -> dict[str, Any]:
         return norm_groups()
 
     counters.sent = watched_sent
-    seam._overlap.hand_over, seam._overlap._take_next = watched_hand_over, watched_take_next
+    hook._overlap.hand_over, hook._overlap._take_next = watched_hand_over, watched_take_next
     engine.optimizer._get_norm_groups = watched_norm_groups
     models.train(engine, "llama", 2)
     told["buckets"] = len(handed_at)
     told["peak"], told["limit"] = peak[0], overlap.LIMIT
-    told["spares"] = len(seam._overlap._spares)
+    told["spares"] = len(hook._overlap._spares)
     told["before norm"] = before_norm
     told["other"] = counters.bytes_sent[Purpose.OTHER]
     engine.destroy()
@@ -302,7 +302,7 @@ def ends_in_flight(section: dict[str, Any], how: str) -> dict[str, Any]:
     models.train(engine, "llama", 1)
     session = ds_ckpt.session_of(engine)
     assert session is not None
-    patience_s, dispatcher._PATIENCE_S = dispatcher._PATIENCE_S, 1.0
+    patience_s, gradient._PATIENCE_S = gradient._PATIENCE_S, 1.0
     alone = how.endswith("alone")
     gate = threading.Event()
     if not alone:
@@ -328,7 +328,7 @@ def ends_in_flight(section: dict[str, Any], how: str) -> dict[str, Any]:
         session.detach()
         engine.destroy()
     took_s = time.monotonic() - start_s
-    dispatcher._PATIENCE_S = patience_s
+    gradient._PATIENCE_S = patience_s
     dist.barrier()
     limit = time.monotonic() + WAIT_S
     while threads() and time.monotonic() < limit:

@@ -1,4 +1,4 @@
-"""The gradient seam and Top-K on real ZeRO-3 engines: laws 1, 3, 4 and 5."""
+"""The gradient hook and Top-K on real ZeRO-3 engines: laws 1, 3, 4 and 5."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gather seam on real ZeRO-3 engines: 2.00 gathers, nothing left, bit-equal gradients."""
+"""The gather hook on real ZeRO-3 engines: 2.00 gathers, nothing left, bit-equal gradients."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_at_most_two_gathers_from_the_first_step(world2: Any, kind: str, reuse: 
 
 
 def test_a_limit_of_two_is_news(world2: Any) -> None:
-    """Stock DeepSpeed under transformers' own checkpointing: what the seam is for."""
+    """Stock DeepSpeed under transformers' own checkpointing: what the hook is for."""
     result = world2.run(cases_gather.gathers, "llama", 0, "transformers", 3, 1)[0]
     assert max(result["most"]) == 3
     assert all(mean > 2.5 for mean in result["mean"])

@@ -94,15 +94,15 @@ def test_doctor_reports_every_group_as_json() -> None:
     done = subprocess.run(command, capture_output=True, timeout=120, text=True)
     findings = json.loads(done.stdout)  # nothing else on stdout
     groups = {f["group"] for f in findings}
-    assert {"versions", "accelerator", "seams into DeepSpeed", "launchers", "memory"} <= groups
+    assert {"versions", "accelerator", "hooks into DeepSpeed", "launchers", "memory"} <= groups
     assert done.returncode == any(f["status"] == "broken" for f in findings)
     for finding in findings:
         assert finding["detail"]
         assert finding["remedy"] or finding["status"] == "ok"
 
 
-def test_doctor_exit_code_follows_a_broken_seam(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = doctor.Finding("seams into DeepSpeed", "step", "broken", "not there", "install 0.19.8")
+def test_doctor_exit_code_follows_a_broken_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = doctor.Finding("hooks into DeepSpeed", "step", "broken", "not there", "install 0.19.8")
     monkeypatch.setattr(doctor, "examine", lambda: [broken])
     result = run(app, ["doctor"])
     assert result.exit_code == 1
@@ -112,9 +112,9 @@ def test_doctor_exit_code_follows_a_broken_seam(monkeypatch: pytest.MonkeyPatch)
     assert run(app, ["doctor"]).exit_code == 0
 
 
-def test_doctor_survives_a_contract_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_survives_a_check_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ds_ckpt.zero3", None)
-    (finding,) = doctor._seams()
+    (finding,) = doctor._hooks()
     assert finding.status == "broken"
     assert finding.remedy
 

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_ckpt.telemetry import Counters, Purpose
-from ds_ckpt.zero3.overlap import LIMIT, Overlap, describe_overlap
-from ds_ckpt.zero3.worker import Worker
+from ds_ckpt.zero3.overlap import LIMIT, Overlap, Worker, describe_overlap
 
 PATIENCE_S = 5.0
 SIZE = 8

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_ckpt.zero3.worker import Worker
+from ds_ckpt.zero3.overlap import Worker
 
 PATIENCE_S = 5.0
 

@@ -1,40 +1,40 @@
-"""The installed DeepSpeed has what the seams lean on, and a moved one is told from it."""
+"""The installed DeepSpeed has what the hooks lean on, and a moved one is told from it."""
 
 from __future__ import annotations
 
 import pytest
 
 from ds_ckpt.errors import ContractError
-from ds_ckpt.zero3 import contract
+from ds_ckpt.zero3 import compatibility
 
-FIRST = contract.SYMBOLS[0]
+FIRST = compatibility.SYMBOLS[0]
 
 
 def test_every_symbol_is_as_tested() -> None:
-    findings = contract.check()
-    assert len(findings) == len(contract.SYMBOLS) > 10
+    findings = compatibility.check()
+    assert len(findings) == len(compatibility.SYMBOLS) > 10
     assert {f.status for f in findings} == {"ok"}
 
 
 def test_a_missing_symbol_is_refused_with_the_tested_versions() -> None:
-    moved = contract.Symbol(FIRST.path + "_gone", FIRST.signature, FIRST.digest, "reduce")
-    elsewhere = contract.Symbol("deepspeed.runtime.gone:thing", "", "", "reduce")
+    moved = compatibility.Symbol(FIRST.path + "_gone", FIRST.signature, FIRST.digest, "reduce")
+    elsewhere = compatibility.Symbol("deepspeed.runtime.gone:thing", "", "", "reduce")
     with pytest.raises(ContractError) as error:
-        contract.require([moved, elsewhere, FIRST])
+        compatibility.require([moved, elsewhere, FIRST])
     assert len(error.value.problems) == 2
     assert "reduce_scatter_coalesced_gone" in str(error.value)
-    assert contract.TESTED_VERSIONS[-1] in str(error.value)
+    assert compatibility.TESTED_VERSIONS[-1] in str(error.value)
 
 
 def test_another_signature_is_refused() -> None:
-    moved = contract.Symbol(FIRST.path, FIRST.signature + ", more", FIRST.digest, "reduce")
+    moved = compatibility.Symbol(FIRST.path, FIRST.signature + ", more", FIRST.digest, "reduce")
     with pytest.raises(ContractError, match="takes"):
-        contract.require([moved])
+        compatibility.require([moved])
 
 
 def test_another_digest_alone_only_warns() -> None:
-    moved = contract.Symbol(FIRST.path, FIRST.signature, "0" * 16, "reduce")
-    assert [f.status for f in contract.require([moved])] == ["digest_changed"]
+    moved = compatibility.Symbol(FIRST.path, FIRST.signature, "0" * 16, "reduce")
+    assert [f.status for f in compatibility.require([moved])] == ["digest_changed"]
 
 
 def test_digest_ignores_comments_and_space_only() -> None:
@@ -46,7 +46,7 @@ def test_digest_ignores_comments_and_space_only() -> None:
 
         return a + 1
 
-    source = contract.describe
+    source = compatibility.describe
     assert source(one)[0] == source(two)[0] == "a"
     assert source(one)[1] != source(two)[1]  # the name differs
     two_named_one = source(two)[1]
@@ -63,8 +63,8 @@ def test_a_decorated_function_is_held_by_its_own_source() -> None:
     def two(a: int, b: int) -> int:
         return a + b
 
-    assert contract.describe(instrument_w_nvtx(one)) == contract.describe(one)
-    assert contract.describe(instrument_w_nvtx(two)) == contract.describe(two)
-    digests = [s.digest for s in contract.SYMBOLS if s.digest]
+    assert compatibility.describe(instrument_w_nvtx(one)) == compatibility.describe(one)
+    assert compatibility.describe(instrument_w_nvtx(two)) == compatibility.describe(two)
+    digests = [s.digest for s in compatibility.SYMBOLS if s.digest]
     assert len(set(digests)) == len(digests)
-    assert all("*args" not in s.signature for s in contract.SYMBOLS)
+    assert all("*args" not in s.signature for s in compatibility.SYMBOLS)

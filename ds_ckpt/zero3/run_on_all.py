@@ -13,7 +13,7 @@ from ds_ckpt.errors import Problem, StateError
 _T = TypeVar("_T")
 
 
-def together(action: Callable[[], _T], group: Any, *, what: str) -> _T:
+def run_on_all_or_raise(action: Callable[[], _T], group: Any, *, what: str) -> _T:
     """Run `action` on every process of the group; where it fails on one, all raise.
 
     Args:

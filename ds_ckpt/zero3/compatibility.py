@@ -1,8 +1,8 @@
-"""What the seams lean on inside DeepSpeed, and whether the installed one still has it.
+"""What the hooks lean on inside DeepSpeed, and whether the installed one still has it.
 
 Each symbol is held by name, by signature and by a digest of its source (comments and blank lines
 left out). A missing symbol or another signature refuses the plugin; another digest alone warns, and
-the session then runs the identity check on the live engine (`GradientSeam.verify`).
+the first bucket of the live engine is then held against DeepSpeed's own reduction.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ import hashlib
 import importlib
 import inspect
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+
+import torch
+import torch.distributed as torch_dist
 
 from ds_ckpt.errors import ContractError, Problem
 
@@ -26,10 +29,13 @@ _COORDINATOR = (
 )
 _OFFLOAD = "deepspeed.runtime.zero.parameter_offload"
 
+Reduce = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+"""A bucket's full gradients to this process's parts."""
+
 
 @dataclass(frozen=True)
 class Symbol:
-    """One thing that a seam leans on. `path` is `module:qualified.name`."""
+    """One thing that a hook leans on. `path` is `module:qualified.name`."""
 
     path: str
     signature: str
@@ -256,3 +262,49 @@ def require(symbols: Iterable[Symbol] | None = None) -> list[Finding]:
         why = "the plugin wraps this symbol and would act on wrong assumptions"
         raise ContractError([Problem(f.symbol, f.detail, why, f.remedy) for f in broken])
     return [f for f in findings if f.status == "digest_changed"]
+
+
+def check_identity(
+    names: Sequence[str], tensors: list[torch.Tensor], ours: Reduce, stock: Reduce, group: Any
+) -> bool:
+    """Collective: reduce copies of the bucket both ways. Tells whether it was held against it.
+
+    A non-finite gradient leaves nothing to compare; fp16 often begins with some.
+
+    Args:
+        names: of the parameters, for the error.
+        ours: sends everything.
+        stock: DeepSpeed's reduction over `group`.
+
+    Raises:
+        ContractError: on every process, where the results differ on one.
+    """
+    expected = stock([t.clone() for t in tensors])
+    got = ours([t.clone() for t in tensors])
+    pairs = zip(names, expected, got, strict=True)
+    nonfinite = not all(bool(t.isfinite().all()) for t in (*expected, *got))
+    differing = [] if nonfinite else [name for name, a, b in pairs if not _same(a, b)]
+    # the verdict is the group's: nobody may go on into a collective where another has stopped
+    flags = torch.tensor([len(differing), int(nonfinite)], device=tensors[0].device)
+    torch_dist.all_reduce(flags, group=group)
+    different, unknown = flags.tolist()
+    if unknown or not different:
+        return not unknown
+    where = ", ".join(differing) if differing else "(in other processes)"
+    raise ContractError(
+        Problem(
+            where=f"reduce_scatter_coalesced, parameter {where}",
+            found="another result than an exchange that sends everything",
+            why="its reduction no longer means what the hook stands in for",
+            remedy="install a DeepSpeed that ds-ckpt doctor reports as tested",
+        )
+    )
+
+
+def _same(expected: torch.Tensor, got: torch.Tensor) -> bool:
+    """Equal but for the rounding of another order of summation. Both are finite."""
+    if expected.shape != got.shape:
+        return False
+    tolerance = 8 * torch.finfo(expected.dtype).eps
+    largest = float(expected.abs().max()) if expected.numel() else 0.0
+    return torch.allclose(expected, got, rtol=tolerance, atol=tolerance * largest)
