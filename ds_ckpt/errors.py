@@ -5,8 +5,10 @@ Only messages live here. `AssertionError` is kept for broken invariants of our o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,14 @@ class DsCkptError(Exception):
         self.problems: tuple[Problem, ...] = (
             (problems,) if isinstance(problems, Problem) else tuple(problems)
         )
-        lines = [headline or self.headline]
+        self.headline = headline or self.headline
+        lines = [self.headline]
         lines += [f"  {i}. {p}" for i, p in enumerate(self.problems, 1)]
         super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """So that it can be raised in another process, too."""
+        return functools.partial(type(self), headline=self.headline), (self.problems,)
 
 
 class ConfigError(DsCkptError, ValueError):

@@ -1,12 +1,10 @@
-"""A plan in plain values: what each block does, holds and costs. As line, table and JSON."""
+"""A plan in plain values: what each block does, holds and costs. As line and table."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from torch import nn
 
@@ -159,23 +157,6 @@ class ActivationPlan:
             else:
                 groups.append((index, index))
         return groups
-
-    def to_json(self) -> str:
-        """For other processes and for telemetry."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> ActivationPlan:
-        values: dict[str, Any] = json.loads(text)
-        values["rates"] = Rates(**values["rates"])
-        values["blocks"] = tuple(_block_plan(b) for b in values["blocks"])
-        return cls(**values)
-
-
-def _block_plan(values: Mapping[str, Any]) -> BlockPlan:
-    units: Sequence[Mapping[str, Any]] = values["units"]
-    words = tuple(UnitWords(tuple(u["modules"]), tuple(u["save_ops"])) for u in units)
-    return BlockPlan(**{**values, "units": words})
 
 
 def _block(name: str, module: nn.Module) -> Block:

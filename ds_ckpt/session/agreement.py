@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from ds_ckpt.config.activation import ActivationConfig
 from ds_ckpt.errors import Problem, StateError, UnsupportedError
@@ -20,7 +22,7 @@ from ds_ckpt.planner.costs import Rates, measured_rates
 from ds_ckpt.planner.plan import GIB, ActivationPlan
 from ds_ckpt.planner.simulate import simulate
 from ds_ckpt.planner.survey import survey
-from ds_ckpt.session.batches import Sample, not_smaller
+from ds_ckpt.planner.values import may_be_known
 from ds_ckpt.zero3.resident import resident_bytes
 from ds_ckpt.zero3.run_on_all import run_on_all_or_raise
 
@@ -120,59 +122,47 @@ class Agreement:
         first: bool,
     ) -> Agreed:
         """The plan of the process that would hold the most."""
-        world = torch.distributed.get_world_size()
-        sizes = [planner.saved_bytes, *own_covered]
-        own = torch.tensor(sizes, dtype=torch.int64, device=self._device)
-        every = [torch.empty_like(own) for _ in range(world)]
+        own = torch.tensor([planner.saved_bytes, *own_covered], device=self._device)
+        every = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size())]
         torch.distributed.all_gather(every, own)
         totals, tokens, work = zip(*(t.tolist() for t in every), strict=True)
-        covered = (max(tokens), max(work))
         owner = totals.index(max(totals))
-        text, failure = "", None
+        answer: list[Any] = [None]
+        failure: Exception | None = None
         if torch.distributed.get_rank() == owner:
             try:
-                text = self._plan_text(planner, sample, budget_bytes, first)
+                answer = [self._plan(planner, sample, budget_bytes, first)]
             except Exception as error:  # the others wait for an answer
                 failure = error
-                text = json.dumps({"failed": f"{type(error).__name__}: {error}"})
-        answer = json.loads(self._from(owner, text))
+                answer = [error if isinstance(error, UnsupportedError) else _failed(owner, error)]
+        torch.distributed.broadcast_object_list(answer, owner, device=self._device)
         if failure is not None:
             raise failure
-        if "failed" in answer:
-            raise StateError(
-                Problem(
-                    where=f"process {owner}, whose batch holds the most",
-                    found=answer["failed"],
-                    why="it plans for all processes, and could not",
-                    remedy="see the error of that process",
-                )
-            )
-        if "problem" in answer:
-            raise UnsupportedError(Problem(**answer["problem"]), headline=answer["headline"])
-        if answer["least"] and torch.distributed.get_rank() == 0:
-            log.warning("ds_ckpt: %s", answer["words"])
-        plan = ActivationPlan.from_json(answer["plan"])
-        return Agreed(plan, bool(answer["least"]), sample, covered)
+        if isinstance(answer[0], Exception):
+            raise answer[0]
+        plan, words = answer[0]
+        if words and torch.distributed.get_rank() == 0:
+            log.warning("ds_ckpt: %s", words)
+        return Agreed(plan, bool(words), sample, (max(tokens), max(work)))
 
-    def _plan_text(self, planner: Planner, sample: Sample, budget_bytes: int, first: bool) -> str:
+    def _plan(
+        self, planner: Planner, sample: Sample, budget_bytes: int, first: bool
+    ) -> tuple[ActivationPlan, str]:
+        """And, where nothing fits, so that it is the one that needs the fewest bytes, words."""
         allowance = self._allowance(budget_bytes)
         if allowance.of == "accelerator":
             allowance = self._with_temporaries(planner, sample, allowance)
         try:
-            plan = self._timed(planner.plan(allowance))
-            return json.dumps({"plan": plan.to_json(), "least": False})
+            return self._timed(planner.plan(allowance)), ""
         except UnsupportedError:
             full = replace(allowance, budget_bytes=self._limit)  # "auto" plans for less than it
             least = self._timed(planner.least(full))
             if first and least.needed_bytes > self._limit:
-                error = planner.too_small(full)
-                problem, headline = error.problems[0], str(error).splitlines()[0]
-                return json.dumps({"problem": vars(problem), "headline": headline})
-            words = (
+                raise planner.too_small(full) from None
+            return least, (
                 f"everything is recomputed that can be, and {least.needed_bytes / GIB:.6g} GiB of "
                 f"{self._limit / GIB:.6g} are needed for batches of {least.tokens} tokens"
             )
-            return json.dumps({"plan": least.to_json(), "least": True, "words": words})
 
     def _timed(self, plan: ActivationPlan) -> ActivationPlan:
         """With the time since this process began to measure."""
@@ -214,18 +204,97 @@ class Agreement:
         resident = {**allowance.resident, "gradients of activations and temporaries": beside}
         return replace(allowance, resident=resident)
 
-    def _from(self, owner: int, text: str) -> str:
-        """What the owner says, on every process."""
-        data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
-        size = torch.tensor([data.numel()], device=self._device)
-        torch.distributed.broadcast(size, owner)
-        if torch.distributed.get_rank() != owner:
-            data = torch.empty(int(size), dtype=torch.uint8)
-        data = data.to(self._device)
-        torch.distributed.broadcast(data, owner)
-        return bytes(data.cpu().tolist()).decode()
+
+def _failed(owner: int, error: Exception) -> StateError:
+    return StateError(
+        Problem(
+            where=f"process {owner}, whose batch holds the most",
+            found=f"{type(error).__name__}: {error}",
+            why="it plans for all processes, and could not",
+            remedy="see the error of that process",
+        )
+    )
 
 
 def _numel(parameter: torch.nn.Parameter) -> int:
     """Of the whole parameter: one that ZeRO-3 has partitioned is empty by itself."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A batch without its memory: small integers as they are, everything else as shapes.
+
+    Attributes:
+        tokens: elements of the largest integer tensor, else of the largest tensor.
+        work: of all tensors, elements times the longest dimension: attention grows so.
+        autocast: device kind, whether it is on, and its type.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    tokens: int
+    work: int
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Sample:
+        tokens, work = size_of(args, kwargs)
+        mode = FakeTensorMode()
+
+        def light(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if may_be_known(leaf):
+                return leaf.detach()
+            return mode.from_tensor(leaf.detach(), static_shapes=True).requires_grad_(
+                leaf.requires_grad
+            )
+
+        autocast = tuple(
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in dict.fromkeys(("cpu", device.type))
+        )
+        return cls(tree_map(light, args), tree_map(light, kwargs), tokens, work, autocast)
+
+    @property
+    def shapes(self) -> str:
+        """What decides what is saved."""
+        leaves, structure = tree_flatten((self.args, self.kwargs))
+        return repr((structure, [_word(leaf) for leaf in leaves], self.autocast))
+
+    @contextmanager
+    def surroundings(self) -> Iterator[None]:
+        """Autocast as it was."""
+        with ExitStack() as stack:
+            for kind, enabled, dtype in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+            yield
+
+
+def _word(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
+    return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf).__name__
+
+
+def size_of(args: Any, kwargs: Any) -> tuple[int, int]:
+    """Tokens and work of a batch; see `Sample`."""
+    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    whole = [t for t in tensors if not t.is_floating_point() and t.dim()]
+    named = [t for t in whole if t.dtype != torch.bool] or whole or tensors  # masks are no tokens
+    tokens = max((t.numel() for t in named), default=0)
+    return tokens, sum(t.numel() * max(t.shape, default=1) for t in tensors)
+
+
+def not_smaller(samples: Sequence[Sample]) -> list[Sample]:
+    """One of each shape, without those that another beats in tokens and in work."""
+    different = list({s.shapes: s for s in samples}.values())
+    return [
+        s
+        for i, s in enumerate(different)
+        if not any(
+            (o.tokens, o.work) != (s.tokens, s.work) and o.tokens >= s.tokens and o.work >= s.work
+            for o in different[:i] + different[i + 1 :]
+        )
+    ]

@@ -22,8 +22,7 @@ from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.patch import Patches
 from ds_ckpt.planner.plan import GIB, ActivationPlan
 from ds_ckpt.planner.watch import Watch, Word
-from ds_ckpt.session.agreement import Agreement
-from ds_ckpt.session.batches import Sample, not_smaller, size_of
+from ds_ckpt.session.agreement import Agreement, Sample, not_smaller, size_of
 from ds_ckpt.session.memory import MemoryGauge, capacity_of, gauge_for
 
 _WHERE = "$.ds_ckpt.activation.budget_gib"

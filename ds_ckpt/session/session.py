@@ -29,6 +29,7 @@ from ds_ckpt.memory import HostPool
 from ds_ckpt.patch import Patches
 from ds_ckpt.planner.plan import ActivationPlan
 from ds_ckpt.session.gradients import Gradients, residual_files, trained
+from ds_ckpt.session.guard import Guard, LeftMeter
 from ds_ckpt.session.planning import Change, Planning
 from ds_ckpt.session.refusals import (
     nothing_to_replace,
@@ -36,7 +37,6 @@ from ds_ckpt.session.refusals import (
     refuse_pipeline,
 )
 from ds_ckpt.session.tensor_parallel import TensorParallelGroup, find_group
-from ds_ckpt.session.watch import Guard, Watch
 from ds_ckpt.telemetry import Counters
 from ds_ckpt.telemetry.blocks import BlockProfile
 from ds_ckpt.telemetry.left import Left
@@ -284,8 +284,8 @@ class Session:
         Collective: every process asks for the same. Nothing is told without compression.
         """
         if self.exchange is not None:
-            watch = Watch(self.engine, self.exchange, every_n_steps, tell)
-            self._after_steps(watch.step_ended)
+            meter = LeftMeter(self.engine, self.exchange, every_n_steps, tell)
+            self._after_steps(meter.step_ended)
 
     def _monitor(self) -> Callable[[list[Event]], None] | None:
         """DeepSpeed's monitors (TensorBoard, W&B, CSV, Comet), where the JSON file has one on."""

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 
 from ds_ckpt.exchange.autotune import Fallback
-from ds_ckpt.session.watch import Guard
+from ds_ckpt.session.guard import Guard
 from ds_ckpt.telemetry.left import Left
 
 LIMITS, WITHIN, BEYOND = Left(0.5, 2.0), Left(0.2, 1.0), Left(0.2, 3.0)

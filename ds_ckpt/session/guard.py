@@ -23,7 +23,7 @@ IN_A_ROW = 2
 """Looks past a limit after which something is done: one batch may be odd."""
 
 
-class Watch:
+class LeftMeter:
     """Measures at every `every_n_steps`-th optimizer step.
 
     Args:
@@ -61,7 +61,7 @@ class Watch:
 
 
 class Guard:
-    """Holds a run to limits. `look` is what a `Watch` tells.
+    """Holds a run to limits. `look` is what a `LeftMeter` tells.
 
     Args:
         limits: see `config.verdicts.limits`.
