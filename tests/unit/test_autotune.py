@@ -8,9 +8,10 @@ import logging
 import math
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ds_ckpt.compression.factors import Factors
+from ds_ckpt.compression.feedback import Feedback
 from ds_ckpt.exchange.autotune import (
     COUNTED,
     RECHECK,
@@ -31,6 +33,7 @@ from ds_ckpt.exchange.autotune import (
     Way,
     middle,
 )
+from ds_ckpt.exchange.state import ResidualFiles
 
 CPU = torch.device("cpu")
 MOST_STEPS = ROUNDS * ROUND
@@ -310,6 +313,45 @@ def test_a_referee_of_another_layout_or_amid_a_comparison_is_asked_anew(
     assert saved(tuner)["owed"] == ["b"]
     assert drive(tuner, ROUND, 1.0, 2.0) == ONE_ROUND
     assert tuner.verdict == "compressed"
+
+
+def test_a_file_with_a_referees_state_gives_its_verdict(tmp_path: Path) -> None:
+    """And one of an autotuner its own, whatever else is in it."""
+    gate, old = Recorded({"layout": [1, 1]}), Recorded(referee(stock=False))
+    folder = tmp_path / "old"
+    kept_in(folder, {"gate": gate, "referee": old})
+    tuner = made()
+    for expected in ("compressed", "deepspeed"):
+        files = files_of({"autotune": tuner})
+        files.restore(files.read(folder))
+        assert tuner.verdict == expected
+        drive(tuner, RECHECK + MOST_STEPS)
+        folder = tmp_path / "new"
+        kept_in(folder, {"autotune": tuner})
+
+
+@dataclass
+class Recorded:
+    """A part of a checkpoint."""
+
+    state: dict[str, Any]
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        raise AssertionError("it is only saved")
+
+
+def files_of(parts: Mapping[str, Any]) -> ResidualFiles:
+    return ResidualFiles(Feedback(), method="topk", numels={}, dp_rank=0, world=1, parts=parts)
+
+
+def kept_in(folder: Path, parts: Mapping[str, Any]) -> None:
+    files = files_of(parts)
+    files.begin(folder)
+    files.save(folder)
+    files.end(folder)
 
 
 def test_no_times_are_no_verdict_against_compression() -> None:
