@@ -2,7 +2,8 @@
 
 `parse` reports every mistake at once, each with its JSON path. The models are in `models.py`, one
 section's mistakes in `sections.py`, rules across sections in `conflicts.py` and `unused.py`, strict
-JSON in `load.py`, the editors' schema in `schema.py`. Nothing here imports torch or DeepSpeed.
+JSON and former names in `load.py`, the editors' schema in `schema.py`. Nothing here imports torch
+or DeepSpeed.
 """
 
 from __future__ import annotations
@@ -11,17 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from ds_ckpt.config.activation import ActivationConfig
-from ds_ckpt.config.compression import (
-    CompressionConfig,
-    ErrorFeedbackConfig,
-    ExchangeConfig,
-    GuardConfig,
-    HybridConfig,
-    PowerSGDConfig,
-    QuantizeConfig,
-    RuleConfig,
-    TopKConfig,
-)
 from ds_ckpt.config.conflicts import (
     across_sections,
     budget_problems,
@@ -30,7 +20,7 @@ from ds_ckpt.config.conflicts import (
     with_deepspeeds_keys,
 )
 from ds_ckpt.config.load import load_file, with_new_names
-from ds_ckpt.config.models import DeepSpeedActivationSection, PluginConfig, TelemetryConfig
+from ds_ckpt.config.models import DeepSpeedActivationSection, PluginConfig
 from ds_ckpt.config.paths import show
 from ds_ckpt.config.schema import json_schema
 from ds_ckpt.config.sections import DEEPSPEEDS, OURS, read
@@ -39,23 +29,7 @@ from ds_ckpt.config.verdicts import without_range
 from ds_ckpt.config.wanted import Wanted
 from ds_ckpt.errors import ConfigError, Problem
 
-__all__ = [
-    "ActivationConfig",
-    "CompressionConfig",
-    "ErrorFeedbackConfig",
-    "ExchangeConfig",
-    "GuardConfig",
-    "HybridConfig",
-    "PluginConfig",
-    "PowerSGDConfig",
-    "QuantizeConfig",
-    "RuleConfig",
-    "TelemetryConfig",
-    "TopKConfig",
-    "json_schema",
-    "load_file",
-    "parse",
-]
+__all__ = ["ActivationConfig", "PluginConfig", "json_schema", "load_file", "parse"]
 
 
 def parse(config: Mapping[str, Any], *, source: str = "config") -> PluginConfig:
@@ -76,7 +50,7 @@ def parse(config: Mapping[str, Any], *, source: str = "config") -> PluginConfig:
     if not isinstance(config, Mapping):
         why = "a DeepSpeed configuration is one JSON object"
         problem = Problem("$", show(config), why, 'write {"zero_optimization": {"stage": 3}, ...}')
-        raise ConfigError(problem, headline=_headline(source, 1))
+        raise ConfigError(problem, headline=f"{source} cannot be used: 1 problem")
     config = dict(config)
     if "ds_ckpt" in config:
         config["ds_ckpt"] = with_new_names(config["ds_ckpt"])
@@ -96,24 +70,18 @@ def parse(config: Mapping[str, Any], *, source: str = "config") -> PluginConfig:
         problems += without_range(plugin.compression)
     if problems:
         problems = list({p.where: p for p in reversed(problems)}.values())[::-1]
-        raise ConfigError(problems, headline=_headline(source, len(problems)))
+        count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
+        raise ConfigError(problems, headline=f"{source} cannot be used: {count}")
     assert isinstance(plugin, PluginConfig)
     return plugin
 
 
-def _headline(source: str, count: int) -> str:
-    return f"{source} cannot be used: {count} problem{'s' if count > 1 else ''}"
-
-
 def _with_policy(ours: Any, *, section_stands: bool) -> Any:
     """The section with policy `block` filled in where DeepSpeed's section asks for it."""
-    if ours is None:
-        ours = {}
+    ours = {} if ours is None else ours
     if not section_stands or not isinstance(ours, Mapping):
         return ours
-    activation = ours.get("activation")
-    if activation is None:
-        activation = {}
+    activation = {} if ours.get("activation") is None else ours["activation"]
     if not isinstance(activation, Mapping) or activation.get("policy") is not None:
         return ours
     return {**ours, "activation": {**activation, "policy": "block"}}

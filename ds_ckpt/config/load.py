@@ -36,37 +36,32 @@ def load_file(path: str | Path) -> dict[str, Any]:
         ConfigError: unreadable, not strict JSON, or not an object; places as `file:line:column`.
     """
     name = str(path)
+
+    def refused(*problem: str) -> ConfigError:
+        return ConfigError(Problem(*problem), headline=f"{name} cannot be used")
+
+    give = "give the path of a DeepSpeed JSON file"
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         why = f"the file cannot be read: {error.strerror or error}"
-        raise ConfigError(
-            Problem(name, "no readable file", why, "give the path of a DeepSpeed JSON file"),
-            headline=f"{name} cannot be used",
-        ) from None
+        raise refused(name, "no readable file", why, give) from None
     except UnicodeDecodeError as error:
         why = f"JSON is UTF-8; byte {error.start} is not"
-        raise ConfigError(
-            Problem(name, "other bytes", why, "save the file as UTF-8"),
-            headline=f"{name} cannot be used",
-        ) from None
+        raise refused(name, "other bytes", why, "save the file as UTF-8") from None
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
         raise ConfigError(_syntax(name, text, error), headline=f"{name} is not JSON") from None
     except (RecursionError, ValueError):
         why = "it is nested too deeply, or holds a number of thousands of digits"
-        raise ConfigError(
-            Problem(name, "no configuration", why, "give the path of a DeepSpeed JSON file"),
-            headline=f"{name} cannot be used",
-        ) from None
+        raise refused(name, "no configuration", why, give) from None
     problems = list(_beyond_strict(name, text))
     if problems:
         raise ConfigError(problems, headline=f"{name} is not strict JSON")
     if not isinstance(data, dict):
         why = "a DeepSpeed configuration is one JSON object"
-        remedy = 'write {"zero_optimization": {"stage": 3}, ...}'
-        raise ConfigError(Problem("$", show(data), why, remedy), headline=f"{name} cannot be used")
+        raise refused("$", show(data), why, 'write {"zero_optimization": {"stage": 3}, ...}')
     return {**data, "ds_ckpt": with_new_names(data["ds_ckpt"])} if "ds_ckpt" in data else data
 
 
