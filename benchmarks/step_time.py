@@ -16,7 +16,7 @@ what this one takes: 1.00 is all that compressing gradients can give. Weights ar
 forward and backward, as in a model that is larger than memory. fp32: this CPU is slow in bf16, so
 every dense byte is twice what 16 bits would be, and a link of 200 Mbit/s here is one of 100 there
 for weights and for dense gradients. The autotuner is as the configuration has it, on; `--autotune
-off` forces the methods. Steps are counted from its verdict on; a cell that it has left to
+off` forces the methods. Steps are counted from its choice on; a cell that it has left to
 DeepSpeed's own reduction is marked so.
 """
 
@@ -99,11 +99,11 @@ def warmed_up(cell: _cells.Running) -> bool:
     exchange = cell.session.exchange if cell.session is not None else None
     tuner = exchange.autotuner if exchange is not None else None
     step = 0
-    while step < WARM_UP_STEPS or (tuner is not None and tuner.verdict is None):
+    while step < WARM_UP_STEPS or (tuner is not None and tuner.choice is None):
         cell.step(SEQUENCES, TOKENS, step)
         step += 1
     cell.step(SEQUENCES, TOKENS, step)  # the first by the way that is kept
-    return tuner is not None and tuner.verdict == "deepspeed"
+    return tuner is not None and tuner.choice == "deepspeed"
 
 
 def timed_step(cell: _cells.Running, seed: int) -> float:

@@ -25,7 +25,6 @@ from ds_ckpt.telemetry.left import Left
 
 FILE_NAME = "verdicts.json"
 SHIPPED = Path(__file__).parents[1] / FILE_NAME
-FORMAT = "ds_ckpt verdicts 1"
 LEEWAY = 1.25
 """Limits from a record are what validation saw and a quarter more: another batch is no alarm."""
 

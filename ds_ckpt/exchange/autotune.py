@@ -4,7 +4,7 @@ Never slower by surprise: a short exchange does not make a short step, since bes
 takes cores that backward needs, and on a fast link DeepSpeed's own reduction, which waits, can give
 the shorter step. So after the warm-up `COUNTED` whole steps are timed compressed, then as many the
 other way; between the two a step goes uncompressed, so that nothing is owed. The processes add up
-their medians and how far these can be trusted, so that all come to the same verdict. Where the two
+their medians and how far these can be trusted, so that all come to the same choice. Where the two
 cannot be told apart, another such round is added to the times: steps often scatter more than ways
 differ. After `ROUNDS` of them compression has not been shown to make steps shorter, and the other
 way has them. Every `RECHECK` steps the two are timed anew. Skipped steps count for nothing.
@@ -40,7 +40,7 @@ COUNTED = 8
 ROUNDS = 16
 """At most so many in a comparison."""
 SURE = 3.0
-"""Standard errors by which medians must differ for compression to stay, and for any verdict before
+"""Standard errors by which medians must differ for compression to stay, and for any choice before
 the last round. They take steps to scatter independently."""
 WIDE = 1.2
 """Ratio of medians from which the first round is enough. Steps in a row are more alike than others;
@@ -76,11 +76,11 @@ class Autotuner:
         layout: what else times depend on: how many exchange with one another, how many in all. It
             is saved with `other`; times of another one do not count.
         other: what compression is held against.
-        speaks: whether this process tells of verdicts in the log.
+        speaks: whether this process tells of choices in the log.
         clock: seconds.
 
     Attributes:
-        verdict: the last one, "compressed" or `other`; None before the first.
+        choice: the last one, "compressed" or `other`; None before the first.
     """
 
     def __init__(
@@ -96,10 +96,10 @@ class Autotuner:
         self._add_up, self._world, self._speaks, self._clock = add_up, world, speaks, clock
         self._layout: list[int | str] = [*layout, other]
         self._other: Way = other
-        self.verdict: Way | None
+        self.choice: Way | None
         self._steps: int
         self._rounds: int | None
-        """Rounds of this comparison that told nothing; None once there is a verdict."""
+        """Rounds of this comparison that told nothing; None once there is a choice."""
         self._times: tuple[list[float], list[float]]
         """Compressed, and the other way."""
         self._owed: set[str]
@@ -119,7 +119,7 @@ class Autotuner:
     def way(self) -> Way:
         """How this step's gradients travel."""
         if self._rounds is None:
-            return self.verdict or "compressed"
+            return self.choice or "compressed"
         if self._turn == SWITCH:
             return "uncompressed"
         return "compressed" if self._turn < SWITCH else self._other
@@ -159,7 +159,7 @@ class Autotuner:
             self._rounds = 0
 
     def _judge(self) -> None:
-        """A verdict or another round.
+        """Make a choice, or begin another round.
 
         Without times, as in a process that was resumed in between, compression stays.
         """
@@ -174,14 +174,14 @@ class Autotuner:
         self._rounds += 1
         if self._rounds < (ROUNDS if not told_apart else 1 if wide else 2):
             return
-        before = self.verdict
-        self.verdict = self._other if other_s < ours_s or not told_apart else "compressed"
+        before = self.choice
+        self.choice = self._other if other_s < ours_s or not told_apart else "compressed"
         self._rounds, self._times = None, ([], [])
-        if self._speaks and self.verdict != before:
+        if self._speaks and self.choice != before:
             log.info(
                 "ds_ckpt: autotune: gradients go %s: a step takes %.1f ms compressed, %.1f ms %s%s "
                 "(compression.exchange.autotune: false compresses always)",
-                _WORDS.get(self.verdict, self.verdict),
+                _WORDS.get(self.choice, self.choice),
                 1e3 * ours_s,
                 1e3 * other_s,
                 _WORDS[self._other],
@@ -194,21 +194,21 @@ class Autotuner:
             "layout": self._layout,
             "steps": self._steps,
             "rounds": self._rounds,
-            "verdict": self.verdict,
+            "choice": self.choice,
             "times_s": list(self._times),
             "owed": sorted(self._owed),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace what is known. Another layout compares anew, and keeps the verdict until then.
+        """Replace what is known. Another layout compares anew, and keeps the choice until then.
 
-        A checkpoint with a referee's state gives its verdict, if it had come to one.
+        A checkpoint with a referee's state gives its choice, if it had come to one.
         """
         if "stock" in state:
             state = _of_referee(state)
         self._owed, self._sent = set(state.get("owed", ())), {}
         self._ended_s = self._device = None
-        self.verdict = state.get("verdict")
+        self.choice = state.get("choice")
         self._steps, self._rounds, self._times = 0, 0, ([], [])
         if state.get("layout") == self._layout:
             ours, other = state["times_s"]
@@ -226,7 +226,7 @@ def _of_referee(state: Mapping[str, Any]) -> dict[str, Any]:
         "layout": [*state.get("layout", ()), "deepspeed"] if decided else None,
         "steps": state.get("steps", 0),
         "rounds": None,
-        "verdict": {None: None, True: "deepspeed", False: "compressed"}[state["stock"]],
+        "choice": {None: None, True: "deepspeed", False: "compressed"}[state["stock"]],
         "times_s": ([], []),
         "owed": state.get("owed", ()),
     }

@@ -265,7 +265,7 @@ class Session:
 
     @property
     def exchange(self) -> Built | None:
-        """The exchange and its parts: residuals, factors, gate, times; None without compression."""
+        """The exchange with its residuals, factors, autotuner, times; None without compression."""
         return self._gradients.built if self._gradients else None
 
     def _guarded(self, built: Built) -> Guard:

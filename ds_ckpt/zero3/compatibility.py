@@ -82,7 +82,7 @@ SYMBOLS: tuple[Symbol, ...] = (
         f"{_OPTIMIZER}.step",
         "self, closure=",
         "d4ab1c29bbf0f5c0",
-        "know that the overflow verdict comes before the weights change",
+        "know that the overflow decision comes before the weights change",
     ),
     Symbol(
         f"{_OPTIMIZER}._loss_scale_update_and_overflow_cleanup",
@@ -284,7 +284,7 @@ def check_identity(
     pairs = zip(names, expected, got, strict=True)
     nonfinite = not all(bool(t.isfinite().all()) for t in (*expected, *got))
     differing = [] if nonfinite else [name for name, a, b in pairs if not _same(a, b)]
-    # the verdict is the group's: nobody may go on into a collective where another has stopped
+    # the answer is the group's: nobody may go on into a collective where another has stopped
     flags = torch.tensor([len(differing), int(nonfinite)], device=tensors[0].device)
     torch_dist.all_reduce(flags, group=group)
     different, unknown = flags.tolist()

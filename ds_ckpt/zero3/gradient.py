@@ -6,10 +6,9 @@ parameters the bucket holds, then answers that one call: *the mean over the grou
 tensor, unpadded*. Everything around it stays DeepSpeed's. With `overlap` the first call is made
 later, by a thread of its own (`overlap.py`), and answered with nothing for now.
 
-The step's verdict comes from `_loss_scale_update_and_overflow_cleanup`: True means that every
-process skips the step (`rolled_back`), False that the weights will change (`committed`). A backward
-that does not end gets none: the next forward finds that buckets were reduced and no epilogue came,
-and drops the step.
+`_loss_scale_update_and_overflow_cleanup` tells whether a step is skipped, by every process, or the
+weights will change. After a backward that does not end nothing does: the next forward finds that
+buckets were reduced and no epilogue came, and drops the step.
 """
 
 from __future__ import annotations
@@ -114,7 +113,7 @@ class BucketExchange(Protocol):
         """
 
     def step_ended(self, *, skipped: bool) -> None:
-        """The step's verdict, the same on every process; skipped, too, where `reduce` raised or the
+        """Skipped or not is the same on every process; skipped, too, where `reduce` raised or the
         program drops its gradients. Nothing is pending after it."""
 
 
@@ -160,7 +159,7 @@ class GradientHook:
     def _install(self) -> None:
         optimizer = self._optimizer
         avg_scatter = getattr(optimizer, f"{_PREFIX}avg_scatter_grads")
-        verdict = optimizer._loss_scale_update_and_overflow_cleanup
+        overflow_decision = optimizer._loss_scale_update_and_overflow_cleanup
 
         def reduced(params: Sequence[Any], dtype: torch.dtype) -> list[torch.Tensor]:
             _current.hook, _current.params = self, params
@@ -193,7 +192,7 @@ class GradientHook:
                 return self._overlap.hand_over(params, dtype, reduce, more_to_come=more)
 
         def loss_scale_update_and_overflow_cleanup() -> Any:
-            skipped = verdict()
+            skipped = overflow_decision()
             if self._exchange is not None:
                 self._exchange.step_ended(skipped=bool(skipped))
             return skipped

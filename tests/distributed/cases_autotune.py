@@ -42,7 +42,7 @@ def _resumed(folder: str, *, steps: int, first: int, **options: Any) -> str:
 
 
 def tuned(slow: str, folder: str, *, process: int, **options: Any) -> dict[str, Any]:
-    """Train past the first verdict while one way is slowed down in one process.
+    """Train past the first choice while one way is slowed down in one process.
 
     Args:
         slow: "ours": what goes compressed; "other": what goes uncompressed or by DeepSpeed.
@@ -74,7 +74,7 @@ def tuned(slow: str, folder: str, *, process: int, **options: Any) -> dict[str, 
     built.exchange._exchange.reduce = slowed_exchange  # type: ignore[method-assign]
     built.exchange.reduce = slowed_deepspeed  # type: ignore[method-assign]
     steps = 0
-    while tuner.verdict is None:  # a busy machine may need more rounds than one
+    while tuner.choice is None:  # a busy machine may need more rounds than one
         models.train(engine, "llama", 1, first=steps)
         steps += 1
     compared = len(by_deepspeed)
@@ -88,7 +88,7 @@ def tuned(slow: str, folder: str, *, process: int, **options: Any) -> dict[str, 
         "in DeepSpeed's thread": all(by_deepspeed),
         "owed": owed,
         "layout": tuner.state_dict()["layout"],
-        "verdict": tuner.verdict,
+        "choice": tuner.choice,
         "compresses": built.exchange.compresses,
         "sent": session.counters.bytes_sent[Purpose.REDUCE] - before,
         "weights": models.weights_digest(engine),

@@ -24,7 +24,7 @@ def test_the_shorter_step_is_taken_by_all_processes_and_kept(
         assert result["compared"] > 0
         assert result["compared"] % (COUNTED + 1) == 0
         assert result["in DeepSpeed's thread"]
-        assert result["verdict"] == ("deepspeed" if slow == "ours" else "compressed")
+        assert result["choice"] == ("deepspeed" if slow == "ours" else "compressed")
         assert result["kept"] == (2 if slow == "ours" else 0)
         assert result["compresses"] is (slow == "other")
         assert result["resumed"] == result["weights"]
@@ -42,7 +42,7 @@ def test_accumulated_steps_that_are_exchanged_once_are_held_against_uncompressed
     for result in results:
         assert result["compared"] == result["kept"] == 0
         assert result["layout"] == [2, 2, "uncompressed"]
-        assert result["verdict"] == ("uncompressed" if slow == "ours" else "compressed")
+        assert result["choice"] == ("uncompressed" if slow == "ours" else "compressed")
         assert result["compresses"] is (slow == "other")
         assert result["resumed"] == result["weights"]
         assert (result["owed"] == 0) is (slow == "ours")
@@ -57,7 +57,7 @@ def test_nothing_is_owed_in_bf16_over_two_levels_when_deepspeed_takes_over(
     for result in results:
         assert result["levels"] == 2
         assert result["layout"] == [2, 4, "deepspeed"], "two hosts, four processes"
-        assert result["verdict"] == "deepspeed"
+        assert result["choice"] == "deepspeed"
         assert result["kept"] == 2
         assert result["owed"] == 0
         assert result["resumed"] == result["weights"]

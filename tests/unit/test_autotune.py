@@ -1,4 +1,4 @@
-"""Whole steps, compressed against the other way: one verdict for all, counted alike, kept when
+"""Whole steps, compressed against the other way: one choice for all, counted alike, kept when
 saved, and nothing owed when the other way takes over."""
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def test_the_shorter_step_is_kept(ours_s: float, other_s: float, rounds: int) ->
     tuner = made()
     ways = drive(tuner, rounds * ROUND + 50, ours_s, other_s)
     assert ways[: rounds * ROUND] == ONE_ROUND * rounds
-    assert tuner.verdict == ("deepspeed" if other_s < ours_s else "compressed")
-    assert set(ways[rounds * ROUND :]) == {tuner.verdict}
+    assert tuner.choice == ("deepspeed" if other_s < ours_s else "compressed")
+    assert set(ways[rounds * ROUND :]) == {tuner.choice}
 
 
 def test_nothing_is_owed_when_deepspeeds_reduction_begins() -> None:
@@ -110,12 +110,12 @@ def test_nothing_is_owed_when_deepspeeds_reduction_begins() -> None:
 
 
 def test_steps_exchanged_once_are_held_against_uncompressed_ones() -> None:
-    for times, verdict in (((1.0, 2.0), "compressed"), ((2.0, 1.0), "uncompressed")):
+    for times, choice in (((1.0, 2.0), "compressed"), ((2.0, 1.0), "uncompressed")):
         tuner = made(other="uncompressed")
         ways = drive(tuner, ROUND + 9, *times)
         assert ways[:ROUND] == ["uncompressed" if w == "deepspeed" else w for w in ONE_ROUND]
-        assert tuner.verdict == verdict
-        assert set(ways[ROUND:]) == {verdict}
+        assert tuner.choice == choice
+        assert set(ways[ROUND:]) == {choice}
 
 
 @settings(deadline=None)
@@ -124,15 +124,15 @@ def test_skipped_steps_count_for_nothing(skip: int, times: tuple[float, float]) 
     """One that was to go uncompressed has sent nothing for good: the next one goes so."""
     tuner = made()
     ways = drive(tuner, 3 * ROUND, *times, skip=skip)
-    assert tuner.verdict == ("deepspeed" if times[1] < times[0] else "compressed")
+    assert tuner.choice == ("deepspeed" if times[1] < times[0] else "compressed")
     kept = [way for step, way in enumerate(ways, 1) if step % skip]
     assert kept[:ROUND] == drive(made(), ROUND, *times)
 
 
 def judged(ours_s: float, other_s: float, scatter: float, seed: int) -> tuple[Autotuner, int]:
-    """Steps that scatter, until there is a verdict; how many."""
+    """Steps that scatter, until there is a choice; how many."""
     tuner, rng, steps = made(), random.Random(seed), 0
-    while tuner.verdict is None:
+    while tuner.choice is None:
         took_s = ours_s if tuner.way == "compressed" else other_s
         took_s *= max(0.3, rng.gauss(1.0, scatter))
         drive(tuner, 1, took_s, took_s)
@@ -142,11 +142,11 @@ def judged(ours_s: float, other_s: float, scatter: float, seed: int) -> tuple[Au
 
 def kept(ours_s: float, scatter: float, *, runs: int) -> int:
     """Of so many runs, in how many compression stays; DeepSpeed's step takes 1."""
-    verdicts = [judged(ours_s, 1.0, scatter, seed)[0].verdict for seed in range(runs)]
-    return verdicts.count("compressed")
+    choices = [judged(ours_s, 1.0, scatter, seed)[0].choice for seed in range(runs)]
+    return choices.count("compressed")
 
 
-def test_verdicts_are_about_as_sure_as_they_say() -> None:
+def test_choices_are_about_as_sure_as_they_say() -> None:
     """Eight steps each way alone mistake 7% for nothing where single steps scatter by 14%; three
     standard errors of all rounds keep few that are no shorter, and most that are 10% shorter."""
     assert kept(1.07, 0.14, runs=200) <= 2
@@ -168,7 +168,7 @@ def test_what_cannot_be_told_apart_is_left_to_deepspeed(caplog: pytest.LogCaptur
     tuner = made()
     with caplog.at_level(logging.INFO, logger="ds_ckpt"):
         ways = drive(tuner, MOST_STEPS)
-    assert tuner.verdict == "deepspeed"
+    assert tuner.choice == "deepspeed"
     assert ways == ONE_ROUND * ROUNDS
     assert set(drive(tuner, RECHECK - MOST_STEPS)) == {"deepspeed"}
     assert drive(tuner, 1) == ["compressed"]
@@ -198,15 +198,15 @@ def test_a_pause_and_the_first_step_each_way_do_not_count() -> None:
         drive(tuner, 1, 100.0 if step == 0 else 1.0, 0.001 if step == SWITCH + 1 else 2.0)
         if step % 4 == 0:  # an evaluation
             tuner._clock.now_s += 100.0  # type: ignore[attr-defined]
-    assert tuner.verdict == "compressed"
+    assert tuner.choice == "compressed"
 
 
-def test_the_verdict_is_that_of_the_sums() -> None:
+def test_the_choice_is_that_of_the_sums() -> None:
     sums = torch.tensor([[1.0 + 5.0, 0.0], [2.0 + 2.0, 0.0]])
     for ours_s in (1.0, 5.0):
         tuner = made(lambda t: t.copy_(sums), world=2)
         drive(tuner, ROUND, ours_s, 2.0)
-        assert tuner.verdict == "deepspeed"
+        assert tuner.choice == "deepspeed"
 
 
 @pytest.mark.parametrize(
@@ -222,13 +222,13 @@ def test_so_is_how_far_it_can_be_trusted(
     drive(tuner, ROUND)
     sums.copy_(torch.tensor([[2.0, 0.0], [4.0, 0.0]]))
     drive(tuner, ROUND)
-    assert tuner.verdict == ("deepspeed" if rounds == 1 else "compressed")
+    assert tuner.choice == ("deepspeed" if rounds == 1 else "compressed")
 
 
 def test_it_is_asked_anew_and_may_change_its_mind() -> None:
     tuner = made()
     drive(tuner, RECHECK, 2.0, 1.0)
-    assert tuner.verdict == "deepspeed"
+    assert tuner.choice == "deepspeed"
     ways = drive(tuner, ROUND + 10, 1.0, 2.0)
     assert ways == [*ONE_ROUND, *["compressed"] * 10]
 
@@ -244,10 +244,10 @@ def test_a_resumed_run_goes_on_where_it_was(times: tuple[float, float]) -> None:
         second.load_state_dict(state)
         assert saved(second) == state
         assert drive(second, MOST_STEPS + 9, *times) == drive(first, MOST_STEPS + 9, *times)
-        assert second.verdict == ("compressed" if times[0] < times[1] else "deepspeed")
+        assert second.choice == ("compressed" if times[0] < times[1] else "deepspeed")
     second.load_state_dict({})
     assert second.way == "compressed"
-    assert second.verdict is None
+    assert second.choice is None
 
 
 @pytest.mark.parametrize("before", [(1, 1), (1, 2), (2, 4), (4, 4)])
@@ -255,14 +255,14 @@ def test_times_of_another_number_of_processes_or_hosts_do_not_count(
     before: tuple[int, int],
 ) -> None:
     """Resumed on two processes, each on a host of its own."""
-    for steps, verdict in ((ROUND - 5, None), (ROUND + 5, "compressed")):
+    for steps, choice in ((ROUND - 5, None), (ROUND + 5, "compressed")):
         first = made(lambda t: t.mul_(before[1]), before[1], before)
         second = made(lambda t: t.mul_(2), 2, (2, 2))
         drive(first, steps, 1.0, 9.0)
         second.load_state_dict(saved(first))
-        assert second.verdict == verdict
+        assert second.choice == choice
         assert drive(second, ROUND, 2.0, 1.0) == ONE_ROUND
-        assert second.verdict == "deepspeed"
+        assert second.choice == "deepspeed"
 
 
 def test_nor_do_those_of_a_run_that_was_held_against_another_way() -> None:
@@ -270,7 +270,7 @@ def test_nor_do_those_of_a_run_that_was_held_against_another_way() -> None:
     drive(first, ROUND + 5, 2.0, 1.0)
     second.load_state_dict(saved(first))
     assert drive(second, ROUND, 1.0, 2.0) == ONE_ROUND
-    assert second.verdict == "compressed"
+    assert second.choice == "compressed"
 
 
 def referee(**values: Any) -> dict[str, Any]:
@@ -287,11 +287,11 @@ def referee(**values: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stock", [True, False])
-def test_a_referees_verdict_stands_until_the_next_comparison(stock: bool) -> None:
+def test_a_referees_choice_stands_until_the_next_comparison(stock: bool) -> None:
     tuner = made()
     tuner.load_state_dict(referee(stock=stock))
     way = "deepspeed" if stock else "compressed"
-    assert tuner.verdict == way
+    assert tuner.choice == way
     assert tuner.way_of(["b"]) == ("uncompressed" if stock else "compressed"), "it is owed"
     assert set(drive(tuner, RECHECK - 500)) == {way}
     assert drive(tuner, ROUND, 1.0, 2.0) == ONE_ROUND
@@ -312,10 +312,10 @@ def test_a_referee_of_another_layout_or_amid_a_comparison_is_asked_anew(
     tuner.load_state_dict(referee(**values))
     assert saved(tuner)["owed"] == ["b"]
     assert drive(tuner, ROUND, 1.0, 2.0) == ONE_ROUND
-    assert tuner.verdict == "compressed"
+    assert tuner.choice == "compressed"
 
 
-def test_a_file_with_a_referees_state_gives_its_verdict(tmp_path: Path) -> None:
+def test_a_file_with_a_referees_state_gives_its_choice(tmp_path: Path) -> None:
     """And one of an autotuner its own, whatever else is in it."""
     gate, old = Recorded({"layout": [1, 1]}), Recorded(referee(stock=False))
     folder = tmp_path / "old"
@@ -324,7 +324,7 @@ def test_a_file_with_a_referees_state_gives_its_verdict(tmp_path: Path) -> None:
     for expected in ("compressed", "deepspeed"):
         files = files_of({"autotune": tuner})
         files.restore(files.read(folder))
-        assert tuner.verdict == expected
+        assert tuner.choice == expected
         drive(tuner, RECHECK + MOST_STEPS)
         folder = tmp_path / "new"
         kept_in(folder, {"autotune": tuner})
@@ -354,19 +354,19 @@ def kept_in(folder: Path, parts: Mapping[str, Any]) -> None:
     files.end(folder)
 
 
-def test_no_times_are_no_verdict_against_compression() -> None:
+def test_no_times_are_no_choice_against_compression() -> None:
     """Saved and resumed at every step: no step was seen from end to end."""
     tuner = made()
     for _ in range(ROUND):
         drive(tuner, 1, 2.0, 1.0)
         tuner.load_state_dict(saved(tuner))
-    assert tuner.verdict == "compressed"
+    assert tuner.choice == "compressed"
 
 
-def test_nan_of_one_process_is_no_verdict_against_compression() -> None:
+def test_nan_of_one_process_is_no_choice_against_compression() -> None:
     tuner = made(lambda t: t.fill_(math.nan), world=2)
     drive(tuner, ROUND, 2.0, 1.0)
-    assert tuner.verdict == "compressed"
+    assert tuner.choice == "compressed"
 
 
 def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

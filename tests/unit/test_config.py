@@ -333,3 +333,9 @@ def test_import_is_light() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
     assert done.returncode == 0, done.stderr.decode()
+
+
+@pytest.mark.parametrize("value", [[], 0, "", False, "block"])
+def test_a_section_that_is_no_object_stays_wrong_beside_deepspeeds(value: Any) -> None:
+    found = problems({**ours(activation=value), "activation_checkpointing": {}})
+    assert "braces" in found["$.ds_ckpt.activation"].why
