@@ -21,12 +21,11 @@ import torch
 from _timing import Work, interleaved_medians_s
 from torch import Tensor
 
-from ds_ckpt.compression import Feedback, Quantize, all_finite
-from ds_ckpt.compression.codec import aligned
+from ds_ckpt.compression import Feedback, LowRank, Quantize, all_finite
+from ds_ckpt.compression.base import aligned
 from ds_ckpt.compression.quantize import BITS, BLOCKS
 from ds_ckpt.exchange.layout import HEADER_BYTES, ShardLayout
 from ds_ckpt.exchange.rules import MethodSettings, Rules
-from ds_ckpt.exchange.treatment import LowRank
 
 
 def timed_works(elements: int) -> dict[str, Work]:
@@ -38,7 +37,7 @@ def timed_works(elements: int) -> dict[str, Work]:
         feedback.commit()
     works: dict[str, Work] = {"cast to bf16": lambda: gradient.to(torch.bfloat16)}
     for bits, rotated in itertools.product(BITS, (False, True)):
-        codec = Quantize(bits, rotated=rotated)
+        codec = Quantize(bits=bits, rotated=rotated)
         row = f"{bits} rotated" if rotated else f"{bits}"
         payload = torch.empty(codec.packed_bytes(elements), dtype=torch.uint8)
 
@@ -116,7 +115,10 @@ def main() -> None:
     data = samples(1 << 20)
     print(f"\n{'RMS error / RMS':28s}" + "".join(f"{name:>13s}" for name in data))
     for bits, block, rotated in itertools.product(BITS, BLOCKS, (False, True)):
-        errors = [relative_error(Quantize(bits, block, rotated), x) for x in data.values()]
+        errors = [
+            relative_error(Quantize(bits=bits, block=block, rotated=rotated), x)
+            for x in data.values()
+        ]
         row = "".join(f"{error:13.4f}" for error in errors)
         print(f"{bits} bits, block {block:4d} {'rotated' if rotated else '':10s}" + row)
 

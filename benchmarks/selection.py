@@ -31,11 +31,11 @@ import time
 
 import torch
 from _timing import Work, interleaved_medians_s
+from ds_ckpt.compression.selection import blocks_for, largest_by_sample, select_in_blocks
 from torch import Tensor
 
 from ds_ckpt.compression import Feedback, TopK, all_finite
-from ds_ckpt.compression.codec import VALUE_FORMATS, value_bytes
-from ds_ckpt.compression.selection import blocks_for, largest_by_sample, select_in_blocks
+from ds_ckpt.compression.topk import VALUE_FORMATS, value_bytes
 
 ROWS = ("blocks", "packed")
 
@@ -44,10 +44,10 @@ def codecs(density: float) -> dict[str, TopK]:
     """By name of the row, selection/values."""
     found = {}
     for values in VALUE_FORMATS:
-        found[f"blocks/{values}"] = TopK(density, values)
-        found[f"packed/{values}"] = TopK(density, values, offsets="packed")
-        found[f"sampled/{values}"] = TopK(density, values, "sampled")
-    return found | {"exact/int8": TopK(density, "int8", "exact")}
+        found[f"blocks/{values}"] = TopK(density=density, values=values)
+        found[f"packed/{values}"] = TopK(density=density, values=values, offsets="packed")
+        found[f"sampled/{values}"] = TopK(density=density, values=values, selection="sampled")
+    return found | {"exact/int8": TopK(density=density, values="int8", selection="exact")}
 
 
 def timed_works(elements: int, density: float) -> dict[str, Work]:

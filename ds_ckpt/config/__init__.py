@@ -2,7 +2,8 @@
 
 `parse` reports every mistake at once, each with its JSON path. The models are in `models.py`, one
 section's mistakes in `sections.py`, rules across sections in `conflicts.py` and `unused.py`, strict
-JSON in `loading.py`, the editors' schema in `schema.py`. Nothing here imports torch or DeepSpeed.
+JSON in `loading.py`, the editors' schema in `schema.py`. What single methods of compression take is
+asked of their registry. Nothing here imports DeepSpeed or transformers.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ from ds_ckpt.config.compression import (
     ErrorFeedbackConfig,
     ExchangeConfig,
     GuardConfig,
-    HybridConfig,
-    PowerSGDConfig,
-    QuantizeConfig,
     RuleConfig,
-    TopKConfig,
 )
 from ds_ckpt.config.conflicts import across_sections
 from ds_ckpt.config.loading import load_file
-from ds_ckpt.config.models import DeepSpeedActivationSection, PluginConfig, TelemetryConfig
+from ds_ckpt.config.models import (
+    DeepSpeedActivationSection,
+    PluginConfig,
+    TelemetryConfig,
+    follow_registry,
+)
 from ds_ckpt.config.paths import show
 from ds_ckpt.config.placement import misplaced
 from ds_ckpt.config.schema import json_schema
@@ -42,13 +44,9 @@ __all__ = [
     "ErrorFeedbackConfig",
     "ExchangeConfig",
     "GuardConfig",
-    "HybridConfig",
     "PluginConfig",
-    "PowerSGDConfig",
-    "QuantizeConfig",
     "RuleConfig",
     "TelemetryConfig",
-    "TopKConfig",
     "json_schema",
     "load_file",
     "parse",
@@ -69,6 +67,7 @@ def parse(config: Mapping[str, Any], *, source: str = "config") -> PluginConfig:
     Raises:
         ConfigError: with every problem found.
     """
+    follow_registry()
     problems: list[Problem] = []
     if not isinstance(config, Mapping):
         why = "a DeepSpeed configuration is one JSON object"

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from ds_ckpt.compression.factors import Factors
-from ds_ckpt.compression.feedback import Feedback
+from ds_ckpt.compression.error_feedback import Feedback
+from ds_ckpt.compression.powersgd import Factors
 from ds_ckpt.exchange.exchange import AllToAllExchange
 from ds_ckpt.exchange.gate import Gate
 from ds_ckpt.exchange.referee import Referee, Way

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_ckpt.compression.factors import Factors
+from ds_ckpt.compression.powersgd import Factors
 from ds_ckpt.exchange import schedule
 from ds_ckpt.exchange.gate import TRIALS, Gate
 from ds_ckpt.exchange.referee import RECHECK, ROUND, STEPS, SWITCH, Referee
