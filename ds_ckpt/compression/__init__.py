@@ -6,13 +6,25 @@ DeepSpeed. `register` adds a method; docs/add_a_compressor.md shows how.
 
 from __future__ import annotations
 
-from ds_ckpt.compression.base import Codec, Compressor, Cost, Method, methods, register, unregister
+from ds_ckpt.compression.base import (
+    Codec,
+    Compressor,
+    Cost,
+    Method,
+    add_scaled,
+    aligned,
+    methods,
+    register,
+    section,
+    unregister,
+)
 from ds_ckpt.compression.dense import Dense, DenseMethod
 from ds_ckpt.compression.error_feedback import Feedback, all_finite
 from ds_ckpt.compression.hybrid import Hybrid
 from ds_ckpt.compression.powersgd import LowRank, PowerSGD
 from ds_ckpt.compression.quantize import Quantize
 from ds_ckpt.compression.topk import TopK
+from ds_ckpt.settings import Expects, Gone
 
 for _method in (DenseMethod, TopK, PowerSGD, Quantize, Hybrid):
     register(_method)
@@ -22,13 +34,18 @@ __all__ = [
     "Compressor",
     "Cost",
     "Dense",
+    "Expects",
     "Feedback",
+    "Gone",
     "LowRank",
     "Method",
     "Quantize",
     "TopK",
+    "add_scaled",
+    "aligned",
     "all_finite",
     "methods",
     "register",
+    "section",
     "unregister",
 ]
