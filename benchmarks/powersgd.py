@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hook
 
 from ds_ckpt.compression import Feedback, all_finite, powersgd
-from ds_ckpt.exchange.factor_sum import FactorSum
+from ds_ckpt.exchange.low_rank import FactorSum
 from ds_ckpt.exchange.transport import TorchTransport
 
 WORLD = 2

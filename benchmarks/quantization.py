@@ -3,7 +3,7 @@
     python benchmarks/quantization.py [--elements 8388608] [--repeats 9]
 
 Three tables. Nanoseconds of the thread per element (median of the repeats, rows timed in turn;
-`cast to bf16` is one call on the same data; `rotated` turns runs of 64 first, see `rotation.py`).
+`cast to bf16` is one call on the same data).
 RMS of the rounding error over RMS of the data, by bits and block: normal entries; Student's t with
 3 degrees of freedom, the heavy tail; rows of 1024 normal entries whose sizes differ by a log-normal
 factor; one entry in 20 not zero. Bytes that one process sends to
@@ -22,11 +22,10 @@ from _timing import Work, interleaved_medians_s
 from torch import Tensor
 
 from ds_ckpt.compression import Feedback, Quantize, all_finite
-from ds_ckpt.compression.codec import aligned
+from ds_ckpt.compression.base import aligned
 from ds_ckpt.compression.quantize import BITS, BLOCKS
 from ds_ckpt.exchange.layout import HEADER_BYTES, ShardLayout
 from ds_ckpt.exchange.rules import MethodSettings, Rules
-from ds_ckpt.exchange.treatment import LowRank
 
 
 def timed_works(elements: int) -> dict[str, Work]:
@@ -37,9 +36,8 @@ def timed_works(elements: int) -> dict[str, Work]:
         pending = feedback.accumulate("w", gradient, 2)
         feedback.commit()
     works: dict[str, Work] = {"cast to bf16": lambda: gradient.to(torch.bfloat16)}
-    for bits, rotated in itertools.product(BITS, (False, True)):
-        codec = Quantize(bits, rotated=rotated)
-        row = f"{bits} rotated" if rotated else f"{bits}"
+    for row in BITS:
+        codec = Quantize(bits=row)
         payload = torch.empty(codec.packed_bytes(elements), dtype=torch.uint8)
 
         def pack(c: Quantize = codec, p: Tensor = payload) -> None:
@@ -88,14 +86,13 @@ def sent_bytes(settings: MethodSettings, shapes: list[torch.Size], world: int) -
     rules = Rules(settings)
     sent = sixteen_bit = 0
     for shape in shapes:
-        codec = rules("", shape)
-        assert not isinstance(codec, LowRank)
+        compressor = rules("", shape)
+        codec = compressor.codec if compressor is not None else None
         for owner in range(1, world):
             size = ShardLayout(shape.numel(), world).size(owner)
             sixteen_bit += 2 * size
-            sent += HEADER_BYTES + (
-                aligned(2 * size) if codec is None else codec.packed_bytes(size)
-            )
+            packed = aligned(2 * size) if codec is None else codec.packed_bytes(size)
+            sent += HEADER_BYTES + packed
     return sent, sixteen_bit
 
 
@@ -115,10 +112,10 @@ def main() -> None:
 
     data = samples(1 << 20)
     print(f"\n{'RMS error / RMS':28s}" + "".join(f"{name:>13s}" for name in data))
-    for bits, block, rotated in itertools.product(BITS, BLOCKS, (False, True)):
-        errors = [relative_error(Quantize(bits, block, rotated), x) for x in data.values()]
+    for bits, block in itertools.product(BITS, BLOCKS):
+        errors = [relative_error(Quantize(bits=bits, block=block), x) for x in data.values()]
         row = "".join(f"{error:13.4f}" for error in errors)
-        print(f"{bits} bits, block {block:4d} {'rotated' if rotated else '':10s}" + row)
+        print(f"{bits} bits, block {block:4d}           " + row)
 
     print("\nLlama, hidden 1024: bytes of one process against 16 bits an element")
     for bits in BITS:

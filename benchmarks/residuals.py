@@ -35,7 +35,7 @@ def timed_works(elements: int) -> tuple[dict[str, Work], dict[str, Feedback]]:
             f.rollback()
 
         def step(f: Feedback = feedback) -> None:
-            f.keep("w", f.accumulate("w", gradient, 2))
+            f.store("w", f.accumulate("w", gradient, 2))
             f.commit()
 
         step()
@@ -53,7 +53,7 @@ def share_kept(dtype: ResidualDtype, steps: int = 1024, elements: int = 1 << 20)
     gradient = torch.full((elements,), 2.0**-8 / steps)
     gradient[::64] = 0.0
     for _ in range(steps):
-        feedback.keep("w", feedback.accumulate("w", gradient, 1))
+        feedback.store("w", feedback.accumulate("w", gradient, 1))
         feedback.commit()
     grown = (feedback.state_dict()["w"] - start)[gradient > 0].double().mean()
     return float(grown / (steps * gradient.max().double()))

@@ -7,17 +7,14 @@ Prints nanoseconds of the thread per element (median of the repeats) and the rat
 
     topk                 torch.topk on magnitudes: the selection alone, nothing packed
     select blocks        the rows of the largest entries of each block, nothing packed
-    select sampled       the same entries as topk, their positions ascending
     accumulate           residual + gradient / world
     finite               the check that nothing is inf or NaN
-    pack S/V             selection S, values V, payload written, residual left in place; `packed`
-                         is selection blocks with packed offsets
+    pack S/V             selection S, values V, payload written, residual left in place
     unpack S/V           the receiver's share of it
     whole S/V            accumulate + finite + pack: what a process does to a gradient it does
                          not own, from gradient to payload
 
-Then bits an element, beside the entropy of the positions alone (bits a position costs, and could),
-and the link above which packing the offsets of blocks takes longer than the bytes that it saves.
+Then bits an element, beside the entropy of the positions alone (bits a position costs, and could).
 
 The last block of lines says how much of the energy (sum of squares) each way of forming blocks
 sends, on a gradient whose rows differ in size by a log-normal factor.
@@ -34,20 +31,15 @@ from _timing import Work, interleaved_medians_s
 from torch import Tensor
 
 from ds_ckpt.compression import Feedback, TopK, all_finite
-from ds_ckpt.compression.codec import VALUE_FORMATS, value_bytes
-from ds_ckpt.compression.selection import blocks_for, largest_by_sample, select_in_blocks
-
-ROWS = ("blocks", "packed")
+from ds_ckpt.compression.topk import VALUE_FORMATS, blocks_for, select_in_blocks, value_bytes
 
 
 def codecs(density: float) -> dict[str, TopK]:
     """By name of the row, selection/values."""
     found = {}
     for values in VALUE_FORMATS:
-        found[f"blocks/{values}"] = TopK(density, values)
-        found[f"packed/{values}"] = TopK(density, values, offsets="packed")
-        found[f"sampled/{values}"] = TopK(density, values, "sampled")
-    return found | {"exact/int8": TopK(density, "int8", "exact")}
+        found[f"blocks/{values}"] = TopK(density=density, values=values)
+    return found | {"exact/int8": TopK(density=density, values="int8", selection="exact")}
 
 
 def timed_works(elements: int, density: float) -> dict[str, Work]:
@@ -65,7 +57,6 @@ def timed_works(elements: int, density: float) -> dict[str, Work]:
     works: dict[str, Work] = {
         "topk": lambda: gradient.abs().topk(kept),
         "select blocks": lambda: select_in_blocks(gradient, blocks, offsets),
-        "select sampled": lambda: largest_by_sample(gradient, kept),
         "accumulate": lambda: feedback.accumulate("w", gradient, 2),
         "finite": lambda: all_finite(pending),
     }
@@ -138,15 +129,6 @@ def main() -> None:
             f"{row:13s} {bits:6.3f} bits/element, {16 / bits:5.1f}x under bf16, "
             f"{position:5.2f} bits a position (any set: {entropy:.2f})"
         )
-    slower_s = sum(
-        medians_s[f"{step} packed/int8"] - medians_s[f"{step} blocks/int8"]
-        for step in ("pack", "unpack")
-    )
-    plain, packed = (codecs(density)[f"{row}/int8"].packed_bytes(elements) for row in ROWS)
-    print(
-        f"packing saves {1 - packed / plain:.1%} of the bytes and takes {slower_s * 1e3:.2f} ms: "
-        f"pays on links below {8 * (plain - packed) / slower_s / 1e6:.0f} Mbit/s"
-    )
     for name, share in energy_shares(elements, density).items():
         print(f"energy sent, {name:20s} {share:.3f}")
 

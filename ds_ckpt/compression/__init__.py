@@ -1,23 +1,51 @@
-"""Pure maths over tensors: which entries travel, in how many bits, and what stays behind.
+"""Which entries of a gradient travel, in how many bits, and what stays behind.
 
-Imports torch alone. Nothing here knows of processes, networks or DeepSpeed.
+Maths over tensors, and the settings of each method. Nothing here knows of processes, networks or
+DeepSpeed. `register` adds a method; docs/add_a_compressor.md shows how.
 """
 
 from __future__ import annotations
 
-from ds_ckpt.compression.codec import Codec, Cost, Dense, ValueFormat
-from ds_ckpt.compression.feedback import Feedback, all_finite
+from ds_ckpt.compression.base import (
+    Codec,
+    Compressor,
+    Cost,
+    Method,
+    add_scaled,
+    aligned,
+    methods,
+    register,
+    section,
+    unregister,
+)
+from ds_ckpt.compression.dense import Dense, DenseMethod
+from ds_ckpt.compression.error_feedback import Feedback, all_finite
+from ds_ckpt.compression.hybrid import Hybrid
+from ds_ckpt.compression.powersgd import LowRank, PowerSGD
 from ds_ckpt.compression.quantize import Quantize
-from ds_ckpt.compression.topk import Selection, TopK
+from ds_ckpt.compression.topk import TopK
+from ds_ckpt.settings import Expects, Gone
+
+for _method in (DenseMethod, TopK, PowerSGD, Quantize, Hybrid):
+    register(_method)
 
 __all__ = [
     "Codec",
+    "Compressor",
     "Cost",
     "Dense",
+    "Expects",
     "Feedback",
+    "Gone",
+    "LowRank",
+    "Method",
     "Quantize",
-    "Selection",
     "TopK",
-    "ValueFormat",
+    "add_scaled",
+    "aligned",
     "all_finite",
+    "methods",
+    "register",
+    "section",
+    "unregister",
 ]

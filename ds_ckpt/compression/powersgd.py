@@ -13,12 +13,13 @@ energy than M. Alternation (ACP-SGD, Zhang et al., ICDCS 2023, arXiv 2306.08881)
 step, for the q of the last one orthogonalized, and q for the orthogonalized p in the next: the same
 functions, one all-reduce a step instead of two, half the bytes.
 
-Here are the parts of it, without state and without network; who sums what, and when, is decided
-above. Each process orthogonalizes the summed factor on its own and must get what the others get.
-The factor is the same bits everywhere, so equal machines do. On machines of different makes, whose
-QR rounds differently, two things keep the results within rounding of each other: the diagonal of R
-is made positive, which makes the decomposition unique; and a column that depends on those before
-it, of which rounding errors alone would be left, is replaced by a direction that these determine.
+Here are its settings, its parts and its memory, without network; who sums what, and when, is
+decided in `exchange.low_rank`. Each process orthogonalizes the summed factor on its own and must
+get what the others get. The factor is the same bits everywhere, so equal machines do. On machines
+of different makes, whose QR rounds differently, two things keep the results within rounding of each
+other: the diagonal of R is made positive, which makes the decomposition unique; and a column that
+depends on those before it, of which rounding errors alone would be left, is replaced by a direction
+that these determine.
 
 Householder reflections (LAPACK, cuSOLVER) in fp64: squares of fp32 numbers neither over- nor
 underflow there, so no scaling is needed, which in fp32 costs more than fp64 does. torch's DDP hook
@@ -31,15 +32,124 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from ds_ckpt.compression.codec import Cost
+from ds_ckpt.compression.base import Codec, Compressor, Cost, Method
+from ds_ckpt.settings import SWITCH, Expects
 
 # A smaller part of a column, new against the columns before it, counts as rounding. 8 epsilons of
 # fp32: a column that was summed and rounded carries several by itself.
 _DEPENDENT = 2.0**-20
+_GATHERED_BELOW = 4
+
+Side = Literal["left", "right"]
+SIDES: tuple[Side, ...] = ("left", "right")
+
+
+class PowerSGD(Method):
+    """PowerSGD: two factors of each matrix travel in its place, its rank the size of both."""
+
+    name = "powersgd"
+    about = "low-rank factors of each matrix; fewest bytes for wide matrices, and it costs loss"
+    example = '{"rank": 16}'
+    least_dims = 2
+    sparse = "topk"
+    presets = {"powersgd": {"powersgd": {"rank": 4}}}
+    meant = {"r": "rank", "matrix_approximation_rank": "rank"}
+
+    rank: Annotated[int, Expects("a whole number from 1 to 1024", "16")] = Field(
+        default=16,
+        ge=1,
+        le=1024,
+        description="Columns of each factor. A rows x columns matrix sends rank * (rows + columns) "
+        "numbers. Higher is more bytes, more compute and a lower loss; what a model needs "
+        "grows with its width.",
+    )
+    alternate: Annotated[bool, SWITCH] = Field(
+        default=False,
+        description="Send only one of the two factors a step, in turns (ACP-SGD): half the bytes, "
+        "one collective less, two thirds of the compute; it follows the gradient more slowly.",
+    )
+
+    def build(self, sections: Mapping[str, Method]) -> LowRank:
+        return LowRank(self.rank, self.alternate)
+
+
+@dataclass(frozen=True)
+class LowRank(Compressor):
+    """A tensor as a matrix, of which two factors travel.
+
+    Attributes:
+        rank: columns of each factor, lowered to the matrix's smaller side.
+        alternate: only one factor travels a step, the two in turns (ACP-SGD): half the bytes and
+            one collective less, for an approximation that follows the gradient more slowly.
+        remainder: what the factors missed goes through this codec in the same step (hybrid). None:
+            all of it stays as residual.
+    """
+
+    rank: int
+    alternate: bool = False
+    remainder: Codec | None = None
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"rank must be at least 1, not {self.rank}")
+
+    @property
+    def codec(self) -> Codec | None:
+        return self.remainder
+
+    @property
+    def low_rank(self) -> LowRank:
+        return self
+
+    def words(self) -> str:
+        turns = ", P and Q in turns" if self.alternate else ""
+        rest = f" + {self.remainder.words()}" if self.remainder is not None else ""
+        return f"PowerSGD rank {self.rank}{turns}{rest}"
+
+    def suited(self, shape: torch.Size, local: int = 1) -> Compressor | None:
+        """Factors that are no smaller than the matrix are left out."""
+        fits = worthwhile(*matrix_shape(shape), self.rank, local)
+        return self if fits else self.remainder
+
+    def sent_bytes(self, shape: torch.Size, world: int, local: int = 1) -> int:
+        """As of any compressor, remainder included; each of the `local` processes that divide the
+        rows among them has a right factor of its own."""
+        left, right = factor_numels(*matrix_shape(shape), self.rank)
+        factors = sent_entry_bytes(world) * (left + local * right)
+        rest = 0 if self.remainder is None else self.remainder.packed_bytes(shape.numel())
+        return (factors // 2 if self.alternate else factors) + rest
+
+    def cost(self, shape: torch.Size, world: int, local: int = 1) -> Cost:
+        """Of a step, all processes of a host together; arguments as before."""
+        found = cost(*matrix_shape(shape), self.rank, alternate=self.alternate)
+        memory_bytes, operations = found.memory_bytes, found.operations
+        if self.remainder is not None:
+            rest = self.remainder.cost(shape.numel())
+            memory_bytes += rest.memory_bytes
+            operations += rest.operations
+        return Cost(self.sent_bytes(shape, world, local), memory_bytes, operations)
+
+
+def gathers(world: int) -> bool:
+    """Whether so many processes send each other factors in bf16 instead of an all-reduce in fp32.
+
+    A ring's all-reduce sends 8 (W - 1) / W bytes an fp32 entry, everybody's own entries in bf16 to
+    everybody 2 (W - 1): fewer where W is 2 or 3.
+    """
+    return 1 < world < _GATHERED_BELOW
+
+
+def sent_entry_bytes(world: int) -> int:
+    """Bytes an entry of a factor, times (world - 1) / world for what a process sends of it."""
+    return 2 * world if gathers(world) else 8
 
 
 def matrix_shape(shape: torch.Size) -> tuple[int, int]:
@@ -171,3 +281,58 @@ def product_entries(p: Tensor, q: Tensor, start: int, stop: int, columns: int) -
         return p.new_empty(0)
     rows = torch.mm(p[first_row:last_row], q.t()).view(-1)
     return rows[start - first_row * columns : stop - first_row * columns]
+
+
+class Factors:
+    """PowerSGD's memory: by parameter name the factor that was sent last, and which of the two.
+
+    The tensor's next approximation starts from it. Transactional as `error_feedback` is: `rollback`
+    leaves every committed factor bit-equal. Equal on all processes that exchange, because it comes
+    out of their all-reduce.
+    """
+
+    def __init__(self) -> None:
+        self._committed: dict[str, tuple[Side, Tensor]] = {}
+        self._pending: dict[str, tuple[Side, Tensor]] = {}
+
+    def get(self, name: str) -> tuple[Side, Tensor] | None:
+        """Side and fp32 [rows or columns, rank], of this step if it sent one already."""
+        return self._pending.get(name) or self._committed.get(name)
+
+    def put(self, name: str, side: Side, factor: Tensor) -> None:
+        """The summed factor that this step sent; `factor` is kept, not copied."""
+        self._pending[name] = (side, factor)
+
+    def commit(self) -> None:
+        """The step was taken."""
+        self._committed.update(self._pending)
+        self._pending.clear()
+
+    def rollback(self) -> None:
+        """The step was skipped."""
+        self._pending.clear()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Committed factors as `left:name` or `right:name`."""
+        return {f"{side}:{name}": factor for name, (side, factor) in self._committed.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Replace every factor by a copy; a step under way is forgotten.
+
+        Raises:
+            ValueError: a key without `left:` or `right:`.
+        """
+        loaded: dict[str, tuple[Side, Tensor]] = {}
+        for key, factor in state.items():
+            side, _, name = key.partition(":")
+            if side not in SIDES:
+                raise ValueError(f"{key!r} is not the key of a factor")
+            loaded[name] = (side, factor.detach().clone())
+        self._committed = loaded
+        self._pending.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that is held."""
+        held = [*self._committed.values(), *self._pending.values()]
+        return sum(factor.numel() * factor.element_size() for _, factor in held)

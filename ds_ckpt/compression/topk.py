@@ -1,92 +1,124 @@
 """Top-K: send the entries of largest magnitude, keep the rest as residual.
 
-Three selections (`selection`). `exact` takes the K = ceil(density * n) largest of the whole shard;
-`sampled` takes the same ones, an order of magnitude faster, on an accelerator at the price of
-waiting for it. Their positions cost less than 0.6 bits more than the entropy (`offsets`).
+Two selections. `exact` takes the K = ceil(density * n) largest of the whole shard; their positions
+travel as a byte each, the place in a page of 256 entries, and a bitmap that says where pages end.
 
-`blocks` takes the top k of each block of at most 256 entries. It is the fastest and never waits.
-Offsets in a block are bytes, or `packed` as sets within 0.15 bits of their entropy. At a density of
-0.01 packing saves 5% of the bytes, which takes longer than sending them on any link above some 20
-Mbit/s (`benchmarks/selection.py`), so it is not the default.
+`blocks` takes the top k of each block of at most 256 entries: several times cheaper, never waits,
+and the number of each is known beforehand. A block is not a run of neighbours. Gradients have rows
+that are large as a whole, and a block inside such a row can send only k of them. Block b holds the
+entries b, b + S, b + 2S, ... of the shard, S the number of blocks: the fixed permutation
+i -> (i mod S, i div S), a transposition that costs no memory traffic because the reduction runs
+down the columns of the [rows, S] view. S has no factor 2, 3 or 5, so that it does not fall in step
+with the row length of the tensor. Magnitudes are compared in blocks by the upper 23 bits of |x|;
+the lower 8 bits of the comparison key hold the row, so a plain integer maximum yields the winner's
+offset, which travels as a byte.
 """
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from functools import lru_cache
+from typing import Annotated, Literal
 
+import torch
+from pydantic import Field
 from torch import Tensor
 
-from ds_ckpt.compression.codec import (
-    VALUE_FORMATS,
+from ds_ckpt.compression.base import (
+    Codec,
     Cost,
-    Section,
-    ValueFormat,
+    Method,
+    Timed,
     add_scaled,
     aligned,
-    decode_values,
-    encode_values,
-    value_bytes,
+    saturating_cast,
+    section,
+    write_section,
 )
-from ds_ckpt.compression.offsets import Ascending, PerBlock
-from ds_ckpt.compression.selection import (
-    blocks_for,
-    ceil_of,
-    largest,
-    largest_by_sample,
-    select_in_blocks,
-)
+from ds_ckpt.settings import Expects, Gone
 
-Selection = Literal["exact", "sampled", "blocks"]
-SELECTIONS: tuple[Selection, ...] = ("exact", "sampled", "blocks")
+ValueFormat = Literal["fp32", "bf16", "int8"]
+VALUE_FORMATS: tuple[ValueFormat, ...] = ("fp32", "bf16", "int8")
+Selection = Literal["exact", "blocks"]
+SELECTIONS: tuple[Selection, ...] = ("exact", "blocks")
 
-Offsets = Literal["bytes", "packed"]
-OFFSETS: tuple[Offsets, ...] = ("bytes", "packed")
+MAX_BLOCK = 256
+"""Offsets inside a block, or inside a page of `exact`, are one byte."""
+INT8_GROUP = 64
+"""Consecutive int8 values that share one bf16 scale: a quarter of a bit per value."""
+
+_INT8_MAX = 127
+_ROW_BITS = MAX_BLOCK - 1
+_MAGNITUDE_BITS = 0x7FFFFFFF & ~_ROW_BITS
+# Selecting k entries is k passes of a maximum. At larger densities blocks shrink instead of k
+# growing: 8 of 80 keep nearly what 25 of 250 do.
+_MAX_PER_BLOCK = 8
+# Keys that are worked on at a time. Bounds the scratch memory at 4 MiB; smaller tiles were slower,
+# they make more calls.
+_TILE_ELEMENTS = 1 << 20
 
 
-@dataclass(frozen=True)
-class TopK:
-    """The codec. Where selecting would cost no less than sending everything, it sends everything.
+class TopK(Method, Codec):
+    """Top-K: of each remote shard only the largest entries are sent, by all-to-all."""
 
-    Attributes:
-        density: share of the entries that is sent, in (0, 1].
-        values: `fp32`, `bf16`, or `int8` with one bf16 scale per 64 values.
-        selection: `blocks`, `sampled` or `exact`, see the module's docstring.
-        offsets: of selection `blocks`: `bytes` or `packed`.
+    name = "topk"
+    about = "the largest entries only; fewer bytes, and it costs loss"
+    example = '{"density": 0.01}'
+    presets = {"topk": {"topk": {"density": 0.01, "values": "int8"}}}
+    meant = {"k": "density", "ratio": "density", "sparsity": "density", "dtype": "values"}
+    gone = {
+        "offsets": Gone(
+            "the places of entries are bytes now; packing them saved 5% of the bytes and took "
+            "longer than sending them on any link above some 20 Mbit/s",
+            "remove it",
+            stays="bytes",
+        ),
+        "selection": Gone(
+            'it took the entries that "exact" takes; "blocks" is faster and finds nearly the same '
+            "share of the energy",
+            'write "blocks", or "exact" for the same entries',
+            values=("sampled",),
+        ),
+    }
 
-    Raises:
-        ValueError: an argument out of its range.
-    """
+    density: Annotated[float, Expects("a number above 0 and at most 1", "0.01")] = Field(
+        default=0.01,
+        gt=0,
+        le=1,
+        allow_inf_nan=False,
+        description="Share of the entries that is sent (0.01 is 1%). Lower is fewer bytes and a "
+        "higher loss; ds_configs/README.md has what was measured.",
+    )
+    values: Annotated[ValueFormat, Expects('"fp32", "bf16" or "int8"', '"int8"')] = Field(
+        default="int8",
+        description="Type of a sent value on the wire: 4, 2 or 1 bytes each. The rounding error "
+        "goes into the residual where error feedback is on.",
+    )
+    selection: Annotated[Selection, Expects('"exact" or "blocks"', '"blocks"')] = Field(
+        default="blocks",
+        description='"exact": the largest entries of the whole shard, slow (about 20 ns an element '
+        'on one CPU core). "blocks": the largest of each fixed-size block, an eighth of the time, '
+        "somewhat less of the gradient's energy.",
+    )
 
-    density: float = 0.01
-    values: ValueFormat = "int8"
-    selection: Selection = "blocks"
-    offsets: Offsets = "bytes"
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.density <= 1.0:
-            raise ValueError(f"density must be in (0, 1], not {self.density}")
-        if self.values not in VALUE_FORMATS:
-            raise ValueError(f"values must be one of {VALUE_FORMATS}, not {self.values!r}")
-        if self.selection not in SELECTIONS:
-            raise ValueError(f"selection must be one of {SELECTIONS}, not {self.selection!r}")
-        if self.offsets not in OFFSETS:
-            raise ValueError(f"offsets must be one of {OFFSETS}, not {self.offsets!r}")
+    def words(self) -> str:
+        return f"Top-K {self.density:.3g} ({self.values}, {self.selection})"
 
     def sent(self, numel: int) -> int:
         """How many of `numel` entries travel."""
-        count, offset_bytes = self._selected(numel)
-        return numel if offset_bytes == 0 else count
+        count, place_bytes = self._selected(numel)
+        return numel if place_bytes == 0 else count
 
     def packed_bytes(self, numel: int) -> int:
-        count, offset_bytes = self._selected(numel)
-        return value_bytes(count, self.values) + aligned(offset_bytes)
+        count, place_bytes = self._selected(numel)
+        return value_bytes(count, self.values) + aligned(place_bytes)
 
     def cost(self, numel: int) -> Cost:
-        count, offset_bytes = self._selected(numel)
+        count, place_bytes = self._selected(numel)
         payload_bytes = self.packed_bytes(numel)
-        if offset_bytes == 0:
+        if place_bytes == 0:
             return Cost(payload_bytes, 8 * numel + payload_bytes, 5 * numel)
         # What is sent is gathered, encoded, decoded and scattered; its positions are 64 bits.
         sent_bytes, sent_operations = 24 * count + payload_bytes, 20 * count
@@ -94,80 +126,229 @@ class TopK:
             # mask and row into the key, then for each place a maximum
             operations = (2 + blocks_for(numel, self.density).k) * numel
             return Cost(payload_bytes, 4 * numel + sent_bytes, operations + sent_operations)
-        if self.selection == "sampled":  # magnitude, maximum, few comparisons
-            return Cost(payload_bytes, 4 * numel + sent_bytes, 3 * numel + 2 * sent_operations)
         # Quickselect of magnitudes with their positions: some 3 passes over 12 bytes an entry.
         return Cost(payload_bytes, 40 * numel + sent_bytes, 12 * numel + 2 * sent_operations)
 
-    def pack(self, values: Tensor, out: Tensor, selecting: Section = nullcontext) -> None:
-        count, offset_bytes = self._selected(values.numel())
+    def pack(self, values: Tensor, out: Tensor, selecting: Timed = nullcontext) -> None:
+        count, place_bytes = self._selected(values.numel())
         if count == 0:
             return
-        if offset_bytes == 0:
+        if place_bytes == 0:
             values.sub_(encode_values(values, self.values, out))
             return
         values_end = value_bytes(count, self.values)
-        out[values_end + offset_bytes :].zero_()
-        index = self._select(values, count, out[values_end : values_end + offset_bytes], selecting)
+        out[values_end + place_bytes :].zero_()
+        index = self._select(values, count, out[values_end : values_end + place_bytes], selecting)
         picked = values[index]
         decoded = encode_values(picked, self.values, out[:values_end])
         values.scatter_(0, index, picked - decoded)
 
     def unpack_add(self, payload: Tensor, into: Tensor, scale: float = 1.0) -> None:
-        count, offset_bytes = self._selected(into.numel())
+        count, place_bytes = self._selected(into.numel())
         if count == 0:
             return
         values_end = value_bytes(count, self.values)
         decoded = decode_values(payload[:values_end], count, self.values)
-        if offset_bytes == 0:
+        if place_bytes == 0:
             add_scaled(into, decoded, scale)
             return
-        index = self._index(into.numel(), count, payload[values_end : values_end + offset_bytes])
+        places = payload[values_end : values_end + place_bytes]
+        if self.selection == "exact":
+            index = read_positions(places, count)
+        else:
+            blocks = blocks_for(into.numel(), self.density)
+            index = blocks.flat_index(places.view(blocks.k, blocks.count))
         into.index_add_(0, index, decoded if scale == 1.0 else decoded * scale)
 
-    def _select(self, values: Tensor, count: int, out: Tensor, selecting: Section) -> Tensor:
-        """Choose, write the offsets, return the positions in the order of the values."""
-        numel = values.numel()
-        if self.selection != "blocks":
+    def _select(self, values: Tensor, count: int, places: Tensor, selecting: Timed) -> Tensor:
+        """Choose, write the places, return the positions in the order of the values."""
+        if self.selection == "exact":
             with selecting():
-                choose = largest if self.selection == "exact" else largest_by_sample
-                index = choose(values, count)
-            Ascending.of(numel, count).pack(index, out)
+                index = values.abs().topk(count, sorted=False).indices.sort().values
+            write_positions(index, places)
             return index
-        blocks = blocks_for(numel, self.density)
-        if self.offsets == "bytes":
-            offsets = out.view(blocks.k, blocks.count)
-        else:
-            offsets = out.new_empty(blocks.k, blocks.count)
+        blocks = blocks_for(values.numel(), self.density)
+        offsets = places.view(blocks.k, blocks.count)
         with selecting():
             select_in_blocks(values, blocks, offsets)
-        if self.offsets == "packed":
-            offsets = PerBlock.of(blocks.rows, blocks.k, blocks.count).pack(offsets, out)
         return blocks.flat_index(offsets)
 
-    def _index(self, numel: int, count: int, packed: Tensor) -> Tensor:
-        """The positions that `_select` returned, from what it wrote."""
-        if self.selection != "blocks":
-            return Ascending.of(numel, count).unpack(packed)
-        blocks = blocks_for(numel, self.density)
-        if self.offsets == "bytes":
-            return blocks.flat_index(packed.view(blocks.k, blocks.count))
-        return blocks.flat_index(PerBlock.of(blocks.rows, blocks.k, blocks.count).unpack(packed))
-
     def _selected(self, numel: int) -> tuple[int, int]:
-        """(entries sent, bytes of their offsets); no offsets means that everything is sent."""
-        if self.selection != "blocks":
+        """(entries sent, bytes of their places).
+
+        Where selecting would cost no less than sending everything, it sends everything, without
+        places.
+        """
+        if self.selection == "exact":
             count = max(min(1, numel), ceil_of(self.density * numel))
             everything = count >= numel
-            offset_bytes = Ascending.of(numel, count).nbytes
+            place_bytes = position_bytes(numel, count)
         else:
             blocks = blocks_for(numel, self.density)
-            count = offset_bytes = blocks.sent
+            count = place_bytes = blocks.sent
             # k < rows also guarantees k real entries in the blocks that miss the last row.
             everything = blocks.k >= blocks.rows
-            if self.offsets == "packed" and not everything:
-                offset_bytes = PerBlock.of(blocks.rows, blocks.k, blocks.count).nbytes
-        selected_bytes = value_bytes(count, self.values) + aligned(offset_bytes)
+        selected_bytes = value_bytes(count, self.values) + aligned(place_bytes)
         if everything or selected_bytes >= value_bytes(numel, self.values):
             return numel, 0
-        return count, offset_bytes
+        return count, place_bytes
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How `numel` entries fall into blocks. Entry i lies in block i % count, at row i // count."""
+
+    numel: int
+    count: int
+    """Number of blocks."""
+    rows: int
+    """Entries per block; the last row may be short, so some blocks hold one entry less."""
+    k: int
+    """Entries sent per block; less than `rows`."""
+
+    @property
+    def sent(self) -> int:
+        return self.count * self.k
+
+    def flat_index(self, offsets: Tensor) -> Tensor:
+        """uint8 rows [k, count] -> int64 positions [k * count] in the shard."""
+        columns = torch.arange(self.count, device=offsets.device)
+        return torch.add(columns, offsets.long(), alpha=self.count).view(-1)
+
+
+@lru_cache(maxsize=4096)
+def blocks_for(numel: int, density: float) -> Blocks:
+    """Blocks of at most 256 entries whose k / rows is the density or slightly more.
+
+    At least one entry per block is sent: densities below 1/256 become 1/256.
+    """
+    per_block = min(_MAX_PER_BLOCK, max(1, math.floor(MAX_BLOCK * density)))
+    length = min(MAX_BLOCK, math.floor(per_block / density * (1 + 1e-12)))
+    count = max(1, -(-numel // length))
+    # For a handful of blocks the step to the next admissible count would change the density.
+    if count > 30:
+        count = _without_small_factors(count)
+    rows = -(-numel // count)
+    return Blocks(numel, count, rows, min(per_block, max(1, ceil_of(density * rows))))
+
+
+def _without_small_factors(x: int) -> int:
+    """`x` or the next number that neither 2 nor 3 nor 5 divides."""
+    while any(x % prime == 0 for prime in (2, 3, 5)):
+        x += 1
+    return x
+
+
+def ceil_of(x: float) -> int:
+    """ceil that forgives the rounding of `density * n` (0.07 * 100 is not 8)."""
+    return math.ceil(x * (1 - 1e-12))
+
+
+def select_in_blocks(values: Tensor, blocks: Blocks, offsets: Tensor) -> None:
+    """Write the rows of each block's k largest magnitudes, descending, to uint8 [k, count]."""
+    full_rows = blocks.rows - 1
+    tail = blocks.numel - full_rows * blocks.count
+    bits = values.view(torch.int32)
+    body = bits[: full_rows * blocks.count].view(full_rows, blocks.count)
+    last = bits[full_rows * blocks.count :]
+    rows = torch.arange(blocks.rows, dtype=torch.int32, device=values.device).unsqueeze(1)
+    width = min(blocks.count, max(1, _TILE_ELEMENTS // blocks.rows))
+    scratch = torch.empty(blocks.rows * width, dtype=torch.int32, device=values.device)
+    for start in range(0, blocks.count, width):
+        stop = min(start + width, blocks.count)
+        in_tail = max(0, min(stop, tail) - start)
+        keys = scratch[: blocks.rows * (stop - start)].view(blocks.rows, stop - start)
+        torch.bitwise_and(body[:, start:stop], _MAGNITUDE_BITS, out=keys[:full_rows])
+        keys[full_rows, :in_tail] = last[start : start + in_tail] & _MAGNITUDE_BITS
+        keys[full_rows, in_tail:] = 0
+        keys.bitwise_or_(rows)
+        keys[full_rows, in_tail:] = -1  # below every real key: never selected
+        for place in range(blocks.k):
+            row = keys.amax(0).bitwise_and_(_ROW_BITS)
+            offsets[place, start:stop] = row
+            if place + 1 < blocks.k:
+                keys.scatter_(0, row.long().unsqueeze(0), -1)
+
+
+def position_bytes(numel: int, count: int) -> int:
+    """Bytes of `count` ascending positions below `numel`."""
+    return count + -(-(count + -(-numel // MAX_BLOCK)) // 8) if count else 0
+
+
+def write_positions(index: Tensor, out: Tensor) -> None:
+    """Write ascending positions, int64 [count], to uint8 [position_bytes]."""
+    count = index.numel()
+    out[:count] = index & (MAX_BLOCK - 1)
+    # entry number i of page p sets bit i + p: zeros in between are ends of pages
+    bits = torch.zeros(8 * (out.numel() - count), dtype=torch.uint8, device=out.device)
+    bits[torch.arange(count, device=index.device) + (index >> 8)] = 1
+    weights = 1 << torch.arange(8, dtype=torch.uint8, device=out.device)
+    torch.sum(bits.view(-1, 8) * weights, 1, dtype=torch.uint8, out=out[count:])
+
+
+def read_positions(packed: Tensor, count: int) -> Tensor:
+    """What `write_positions` was given: int64 [count]."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    bits = (packed[count:].unsqueeze(1) >> shifts) & 1
+    page = bits.view(-1).nonzero().view(-1) - torch.arange(count, device=packed.device)
+    return packed[:count].long() + MAX_BLOCK * page
+
+
+def value_bytes(count: int, fmt: ValueFormat) -> int:
+    """Bytes that `count` values take in format `fmt`, scales and alignment included."""
+    if fmt == "fp32":
+        return aligned(4 * count)
+    if fmt == "bf16":
+        return aligned(2 * count)
+    return aligned(2 * -(-count // INT8_GROUP)) + aligned(count)
+
+
+def encode_values(values: Tensor, fmt: ValueFormat, out: Tensor) -> Tensor:
+    """Write fp32 [count] to uint8 [value_bytes(count, fmt)]; return what will be decoded, fp32."""
+    if fmt == "int8":
+        return _encode_int8(values, out)
+    sent = saturating_cast(values, torch.float32 if fmt == "fp32" else torch.bfloat16)
+    write_section(out, 0, sent)
+    return sent.float()
+
+
+def decode_values(payload: Tensor, count: int, fmt: ValueFormat) -> Tensor:
+    """The fp32 [count] that `encode_values` returned, bitwise. May alias `payload` for fp32."""
+    if fmt == "fp32":
+        return section(payload, 0, count, torch.float32)
+    if fmt == "bf16":
+        return section(payload, 0, count, torch.bfloat16).float()
+    groups = -(-count // INT8_GROUP)
+    scales = section(payload, 0, groups, torch.bfloat16).float()
+    quantized = section(payload, aligned(2 * groups), count, torch.int8)
+    return _dequantize(quantized, scales)
+
+
+def _grouped(values: Tensor) -> Tensor:
+    """[count] as [groups, INT8_GROUP], the last group filled up with zeros."""
+    missing = -values.numel() % INT8_GROUP
+    if missing:
+        values = torch.nn.functional.pad(values, (0, missing))
+    return values.view(-1, INT8_GROUP)
+
+
+def _dequantize(quantized: Tensor, scales: Tensor) -> Tensor:
+    decoded = _grouped(quantized).float().mul_(scales.unsqueeze(1))
+    return decoded.view(-1)[: quantized.numel()]
+
+
+def _encode_int8(values: Tensor, out: Tensor) -> Tensor:
+    groups = _grouped(values)
+    # 127 times a scale stays finite: the largest fp32 / 127 is rounded down in bf16.
+    scales = groups.abs().amax(1).div_(_INT8_MAX).to(torch.bfloat16)
+    start_byte = write_section(out, 0, scales)
+    wide = scales.float()
+    # A group of zeros, or of denormals too small for a bf16 scale, sends zeros and keeps its
+    # values as residual; without the 1 it would cast NaN to an integer, which is undefined.
+    # Dividing (not multiplying by a reciprocal, which would overflow) is safe for denormal
+    # scales; the clamp catches their coarse rounding.
+    divisor = torch.where(wide == 0, torch.ones_like(wide), wide).unsqueeze(1)
+    quantized = groups.div(divisor).round_().clamp_(-_INT8_MAX, _INT8_MAX).to(torch.int8)
+    flat = quantized.view(-1)[: values.numel()]
+    write_section(out, start_byte, flat)
+    return _dequantize(flat, wide)

@@ -2,8 +2,8 @@
 
 `parse` reports every mistake at once, each with its JSON path. The models are in `models.py`, one
 section's mistakes in `sections.py`, rules across sections in `conflicts.py` and `unused.py`, strict
-JSON and former names in `load.py`, the editors' schema in `schema.py`. Nothing here imports torch
-or DeepSpeed.
+JSON and former names in `load.py`, the editors' schema in `schema.py`. What single methods of
+compression take is asked of their registry. Nothing here imports DeepSpeed or transformers.
 """
 
 from __future__ import annotations
@@ -12,6 +12,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from ds_ckpt.config.activation import ActivationConfig
+from ds_ckpt.config.compression import (
+    CompressionConfig,
+    ErrorFeedbackConfig,
+    ExchangeConfig,
+    GuardConfig,
+    RuleConfig,
+)
 from ds_ckpt.config.conflicts import (
     across_sections,
     budget_problems,
@@ -20,7 +27,12 @@ from ds_ckpt.config.conflicts import (
     with_deepspeeds_keys,
 )
 from ds_ckpt.config.load import load_file, with_new_names
-from ds_ckpt.config.models import DeepSpeedActivationSection, PluginConfig
+from ds_ckpt.config.models import (
+    DeepSpeedActivationSection,
+    PluginConfig,
+    TelemetryConfig,
+    follow_registry,
+)
 from ds_ckpt.config.paths import show
 from ds_ckpt.config.schema import json_schema
 from ds_ckpt.config.sections import DEEPSPEEDS, OURS, read
@@ -29,7 +41,19 @@ from ds_ckpt.config.verdicts import without_range
 from ds_ckpt.config.wanted import Wanted
 from ds_ckpt.errors import ConfigError, Problem
 
-__all__ = ["ActivationConfig", "PluginConfig", "json_schema", "load_file", "parse"]
+__all__ = [
+    "ActivationConfig",
+    "CompressionConfig",
+    "ErrorFeedbackConfig",
+    "ExchangeConfig",
+    "GuardConfig",
+    "PluginConfig",
+    "RuleConfig",
+    "TelemetryConfig",
+    "json_schema",
+    "load_file",
+    "parse",
+]
 
 
 def parse(config: Mapping[str, Any], *, source: str = "config") -> PluginConfig:
@@ -46,6 +70,7 @@ def parse(config: Mapping[str, Any], *, source: str = "config") -> PluginConfig:
     Raises:
         ConfigError: with every problem found.
     """
+    follow_registry()
     problems: list[Problem] = []
     if not isinstance(config, Mapping):
         why = "a DeepSpeed configuration is one JSON object"

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
-from ds_ckpt.config.base import SWITCH, Expects, ModuleName, Section, list_as_tuple
 from ds_ckpt.config.keeping import KeepingConfig
+from ds_ckpt.settings import SWITCH, Expects, ModuleName, Section, list_as_tuple
 
 RulePolicy = Literal["none", "block", "attention", "mlp", "every_n", "segments", "selective"]
 Policy = Literal[

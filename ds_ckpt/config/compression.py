@@ -1,119 +1,25 @@
-"""The `compression` section: how gradients travel, and what each key costs."""
+"""The `compression` section: how gradients travel, and what each key costs.
+
+Its sections for single methods are those of the registered ones: `follow_registry`.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, Field
+from pydantic.fields import FieldInfo
 
-from ds_ckpt.config.base import SWITCH, Expects, ModuleName, Section, list_as_tuple
-
-
-def _whole(value: Any) -> Any:
-    """`4.0` and `true` equal members of a Literal of integers; they are not whole numbers here."""
-    if isinstance(value, bool | float):
-        raise ValueError("not a whole number")
-    return value
-
-
-class TopKConfig(Section):
-    """Top-K: of each remote shard only the largest entries are sent, by all-to-all."""
-
-    density: Annotated[float, Expects("a number above 0 and at most 1", "0.01")] = Field(
-        default=0.01,
-        gt=0,
-        le=1,
-        allow_inf_nan=False,
-        description="Share of the entries that is sent (0.01 is 1%). Lower is fewer bytes and a "
-        "higher loss; ds_configs/README.md has what was measured.",
-    )
-    values: Annotated[
-        Literal["fp32", "bf16", "int8"], Expects('"fp32", "bf16" or "int8"', '"int8"')
-    ] = Field(
-        default="int8",
-        description="Type of a sent value on the wire: 4, 2 or 1 bytes each. The rounding error "
-        "goes into the residual where error feedback is on.",
-    )
-    selection: Annotated[
-        Literal["exact", "sampled", "blocks"],
-        Expects('"exact", "sampled" or "blocks"', '"blocks"'),
-    ] = Field(
-        default="blocks",
-        description='"exact": the largest entries of the whole shard, slow (about 20 ns an element '
-        'on one CPU core). "sampled": the same entries, found by a threshold from a sample, about '
-        'a fifth of the time. "blocks": the largest of each fixed-size block, an eighth of the '
-        "time, somewhat less of the gradient's energy.",
-    )
-    offsets: Annotated[Literal["bytes", "packed"], Expects('"bytes" or "packed"', '"bytes"')] = (
-        Field(
-            default="bytes",
-            description='How the places of selection "blocks" travel: "bytes": 8 bits each. '
-            '"packed": about 7.2 bits, 5% fewer bytes in all for a tenth more packing time, which '
-            "pays on links below about 20 Mbit/s. The other selections always pack.",
-        )
-    )
-
-
-class QuantizeConfig(Section):
-    """Few-bit values: every entry of each remote shard is sent, in blocks that share a scale."""
-
-    bits: Annotated[Literal[8, 4, 3, 2], BeforeValidator(_whole), Expects("8, 4, 3 or 2", "3")] = (
-        Field(
-            default=3,
-            description="Bits of a value, beside 16 bits of scale a block. 8, 4 and 3: even steps "
-            "up to the block's largest magnitude. 2: the four levels that suit a Gaussian best. "
-            "Fewer are fewer bytes and a larger rounding error: on Gaussian entries in blocks of "
-            "64 its RMS is 0.6%, 9.5%, 19% and 34% of theirs. 3 is the fewest that validation "
-            "found equivalent to dense training with error feedback; 3 bits take 1.6 times, 2 bits "
-            "twice as long to pack as 4.",
-        )
-    )
-    block: Annotated[
-        Literal[32, 64, 128, 256],
-        BeforeValidator(_whole),
-        Expects("32, 64, 128 or 256", "64"),
-    ] = Field(
-        default=64,
-        description="Neighbouring entries that share a scale: 16 / block bits an element. Shorter "
-        "blocks round finer and send more: at 3 bits 64 is 3.25 bits, 4.92 times less than bf16.",
-    )
-    rotated: Annotated[bool, SWITCH] = Field(
-        default=False,
-        description="Rotate each block at random (signs, a Hadamard transform) before rounding, "
-        "so that no entry dwarfs its block: on a Llama's matrices the error of 2 bits falls from "
-        "0.59 to 0.31 of the gradient, of 4 bits from 0.10 to 0.07; on embeddings it rises. "
-        "Packing takes 3 to 4 times as long, by the CPU.",
-    )
-
-
-class PowerSGDConfig(Section):
-    """PowerSGD: two factors of each matrix travel in its place, its rank the size of both."""
-
-    rank: Annotated[int, Expects("a whole number from 1 to 1024", "16")] = Field(
-        default=16,
-        ge=1,
-        le=1024,
-        description="Columns of each factor. A rows x columns matrix sends rank * (rows + columns) "
-        "numbers. Higher is more bytes, more compute and a lower loss; what a model needs "
-        "grows with its width.",
-    )
-    alternate: Annotated[bool, SWITCH] = Field(
-        default=False,
-        description="Send only one of the two factors a step, in turns (ACP-SGD): half the bytes, "
-        "one collective less, two thirds of the compute; it follows the gradient more slowly.",
-    )
-
-
-class HybridConfig(Section):
-    """Hybrid: low rank first, then values of what it missed."""
-
-    remainder: Annotated[
-        Literal["topk", "quantize"], Expects('"topk" or "quantize"', '"quantize"')
-    ] = Field(
-        default="quantize",
-        description="How the entries that the factors missed travel, by the section of that name: "
-        "few-bit values of all, or the largest alone.",
-    )
+from ds_ckpt.compression import Method, methods
+from ds_ckpt.exchange.rules import MethodSettings
+from ds_ckpt.settings import (
+    SWITCH,
+    WHOLE_NUMBER,
+    Expects,
+    ModuleName,
+    Section,
+    list_as_tuple,
+)
 
 
 class ErrorFeedbackConfig(Section):
@@ -175,9 +81,7 @@ class ExchangeConfig(Section):
         "it: on a fast link compression costs more than it saves. What runs then depends on the "
         "machine. false: compress always.",
     )
-    levels: Annotated[
-        Literal["auto", 1, 2], BeforeValidator(_whole), Expects('"auto", 1 or 2', "2")
-    ] = Field(
+    levels: Annotated[Literal["auto", 1, 2], WHOLE_NUMBER, Expects('"auto", 1 or 2', "2")] = Field(
         default="auto",
         description="2: gradients are summed exactly among the processes of a host, then "
         "compressed between hosts: fewer bytes on the link, and residuals of 1 / processes a host "
@@ -232,19 +136,24 @@ class GuardConfig(Section):
         return self.action != "off"
 
 
-_METHOD_WORDS = '"dense", "topk", "powersgd", "quantize" or "hybrid"'
+class _WithMethods(Section):
+    """A place where methods are named and have sections."""
+
+    def sections(self) -> dict[str, Method]:
+        """Settings of methods that stand here, by name."""
+        found = {name: getattr(self, name, None) for name in methods()}
+        return {name: section for name, section in found.items() if section is not None}
 
 
-class RuleConfig(Section):
+class RuleConfig(_WithMethods):
     """One rule: tensors that match travel by a method of their own. The first that fits decides."""
+
+    meant = {"pattern": "match", "name": "match", "ndim": "dims"}
 
     match: Annotated[ModuleName, Expects("a pattern over parameter names", '"*embed*"')] = Field(
         description="Shell pattern (fnmatch) over parameter names."
     )
-    method: Annotated[
-        Literal["dense", "topk", "powersgd", "quantize", "hybrid"],
-        Expects(_METHOD_WORDS, '"topk"'),
-    ] = Field(description='How these tensors travel; "dense": whole.')
+    method: str
     dims: Annotated[int | None, Expects("a whole number, 1 or more", "2")] = Field(
         default=None, ge=1, description="Only tensors of so many dimensions. Default: any."
     )
@@ -254,49 +163,22 @@ class RuleConfig(Section):
     max_numel: Annotated[int | None, Expects("a whole number, 0 or more", "1000000")] = Field(
         default=None, ge=0, description="Only tensors with at most so many entries."
     )
-    topk: Annotated[TopKConfig | None, Expects("an object", '{"density": 0.01}')] = Field(
-        default=None, description="Instead of the common section of this name."
-    )
-    powersgd: Annotated[PowerSGDConfig | None, Expects("an object", '{"rank": 16}')] = Field(
-        default=None, description="Instead of the common section of this name."
-    )
-    quantize: Annotated[QuantizeConfig | None, Expects("an object", '{"bits": 3}')] = Field(
-        default=None, description="Instead of the common section of this name."
-    )
-    hybrid: Annotated[HybridConfig | None, Expects("an object", '{"remainder": "topk"}')] = Field(
-        default=None, description="Instead of the common section of this name."
-    )
 
 
-class CompressionConfig(Section):
+class CompressionConfig(_WithMethods):
     """How gradients travel in ZeRO-3's reduction."""
 
-    method: Annotated[
-        Literal["none", "dense", "topk", "powersgd", "quantize", "hybrid"],
-        Expects(f'"none", {_METHOD_WORDS}', '"topk"'),
-    ] = Field(
-        default="none",
-        description='"none": DeepSpeed\'s own reduce-scatter. "dense": every entry sent once by '
-        "all-to-all and summed at its owner: lossless, half the bytes of gloo's reduce-scatter; "
-        "16-bit gradients are summed in fp32, with less error than DeepSpeed's sum. "
-        '"topk": the largest entries only; fewer bytes, and it costs loss. "powersgd": low-rank '
-        'factors of each matrix; fewest bytes for wide matrices, and it costs loss. "quantize": '
-        "every entry in 8, 4, 3 or 2 bits; more bytes and a smaller error. "
-        '"hybrid": low rank, then few-bit or Top-K values of what it missed.',
-    )
-    topk: Annotated[TopKConfig, Expects("an object", '{"density": 0.01}')] = Field(
-        default_factory=TopKConfig, description='Settings of method "topk".'
-    )
-    quantize: Annotated[QuantizeConfig, Expects("an object", '{"bits": 3}')] = Field(
-        default_factory=QuantizeConfig, description='Settings of method "quantize".'
-    )
-    powersgd: Annotated[PowerSGDConfig, Expects("an object", '{"rank": 16}')] = Field(
-        default_factory=PowerSGDConfig,
-        description='Settings of method "powersgd", and of the low rank of "hybrid".',
-    )
-    hybrid: Annotated[HybridConfig, Expects("an object", '{"remainder": "quantize"}')] = Field(
-        default_factory=HybridConfig, description='Settings of method "hybrid".'
-    )
+    meant = {
+        "type": "method",
+        "algorithm": "method",
+        "name": "method",
+        "ratio": "topk.density",
+        "sparsity": "topk.density",
+        "k": "topk.density",
+        "start_iter": "warmup_steps",
+    }
+
+    method: str = "none"
     rules: Annotated[
         tuple[RuleConfig, ...],
         BeforeValidator(list_as_tuple),
@@ -339,4 +221,73 @@ class CompressionConfig(Section):
     @property
     def lossy(self) -> bool:
         """Whether anything is left behind."""
-        return self.method not in ("none", "dense") or any(r.method != "dense" for r in self.rules)
+        known = methods()
+        return any(m != "none" and not known[m].lossless for m in self.methods_used())
+
+    def summary(self) -> str:
+        """A few words on what is switched on; of any method but "none"."""
+        if not self.lossy:
+            return "gradients uncompressed by all-to-all (lossless)"
+        compressor = MethodSettings(self.method, self.sections()).compressor()
+        how = "uncompressed" if compressor is None else f"as {compressor.words()}"
+        rules = f", {len(self.rules)} rules" if self.rules else ""
+        guard = f", guard: {self.guard.action}" if self.guard.active else ""
+        return (
+            f"gradients {how}{rules}, {self.error_feedback.words()}, "
+            f"dense for {self.warmup_steps} steps{guard}"
+        )
+
+    def methods_used(self) -> set[str]:
+        """The section's and its rules'."""
+        return {self.method, *(rule.method for rule in self.rules)}
+
+
+_STATIC: dict[type[Section], dict[str, FieldInfo]] = {
+    model: dict(model.model_fields) for model in (RuleConfig, CompressionConfig)
+}
+_followed: dict[str, type[Method]] = {}
+
+
+def follow_registry() -> bool:
+    """Give the models a section for every registered method; whether that changed anything."""
+    known = dict(methods())
+    if _followed == known:
+        return False
+    _followed.clear()
+    _followed.update(known)
+    *most, last = (f'"{name}"' for name in known)
+    words = f"{', '.join(most)} or {last}"
+    described = "".join(f' "{name}": {kind.about}.' for name, kind in known.items())
+    of_rule = _field(
+        Literal[tuple(known)],
+        Expects(words, '"topk"'),
+        description='How these tensors travel; "dense": uncompressed.',
+    )
+    of_section = _field(
+        Literal[("none", *known)],
+        Expects(f'"none", {words}', '"topk"'),
+        default="none",
+        description=f'"none": DeepSpeed\'s own reduce-scatter.{described}',
+    )
+    rule, section = _STATIC[RuleConfig], _STATIC[CompressionConfig]
+    rule, section = {**rule, "method": of_rule}, {**section, "method": of_section}
+    for name, kind in known.items():
+        if not kind.model_fields:
+            continue
+        expects = Expects("an object", kind.example)
+        others = " and ".join(f'"{n}"' for n, other in known.items() if name in other.uses)
+        about = f'Settings of method "{name}"' + (f", and of {others}." if others else ".")
+        section[name] = _field(kind, expects, default_factory=kind, description=about)
+        about = "Instead of the common section of this name."
+        rule[name] = _field(kind | None, expects, default=None, description=about)
+    for model, fields in ((RuleConfig, rule), (CompressionConfig, section)):
+        model.__pydantic_fields__ = fields
+        model.model_rebuild(force=True)
+    return True
+
+
+def _field(kind: Any, expects: Expects, **about: Any) -> FieldInfo:
+    return FieldInfo.from_annotated_attribute(cast(Any, Annotated[kind, expects]), Field(**about))
+
+
+follow_registry()

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ds_ckpt.config.base import SWITCH, Expects, Section
+from ds_ckpt.settings import SWITCH, Expects, Section
 
 
 class KeepingConfig(Section):

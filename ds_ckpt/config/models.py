@@ -10,9 +10,10 @@ from typing import Annotated
 
 from pydantic import Field
 
+from ds_ckpt.config import compression as _compression
 from ds_ckpt.config.activation import ActivationConfig
-from ds_ckpt.config.base import SWITCH, Expects, Section
 from ds_ckpt.config.compression import CompressionConfig
+from ds_ckpt.settings import SWITCH, Expects, Section
 
 
 class TelemetryConfig(Section):
@@ -58,24 +59,8 @@ class PluginConfig(Section):
         parts = []
         if self.activation.active:
             parts.append(self.activation.summary())
-        comp = self.compression
-        lossy = {
-            "topk": f"top-k {comp.topk.density:.3%} as {comp.topk.values} ({comp.topk.selection})",
-            "powersgd": f"as factors of rank {comp.powersgd.rank}",
-            "quantize": f"in {comp.quantize.bits} bits (blocks of {comp.quantize.block})",
-            "hybrid": f"as factors of rank {comp.powersgd.rank} and {comp.hybrid.remainder} of "
-            "the rest",
-        }
-        if comp.method in lossy:
-            feedback = comp.error_feedback.words()
-            rules = f", {len(comp.rules)} rules" if comp.rules else ""
-            guard = f", guard: {comp.guard.action}" if comp.guard.active else ""
-            parts.append(
-                f"gradients {lossy[comp.method]}{rules}, {feedback}, "
-                f"dense for {comp.warmup_steps} steps{guard}"
-            )
-        elif comp.method == "dense":
-            parts.append("gradients dense by all-to-all (lossless)")
+        if self.compression.method != "none":
+            parts.append(self.compression.summary())
         if self.telemetry.enabled:
             parts.append(f"telemetry every {self.telemetry.every_n_steps} steps")
         return "; ".join(parts) or "nothing switched on: plain DeepSpeed"
@@ -116,3 +101,9 @@ class DeepSpeedActivationSection(Section):
         default=False,
         description="Wait for the device at every boundary (ds_ckpt.activation.synchronize).",
     )
+
+
+def follow_registry() -> None:
+    """Let the sections know of methods that were registered since."""
+    if _compression.follow_registry():
+        PluginConfig.model_rebuild(force=True)

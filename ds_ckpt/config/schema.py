@@ -11,13 +11,14 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from ds_ckpt.config.models import DeepSpeedActivationSection, PluginConfig
+from ds_ckpt.config.models import DeepSpeedActivationSection, PluginConfig, follow_registry
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def json_schema() -> dict[str, Any]:
     """The schema as a JSON-ready dict."""
+    follow_registry()
     models: list[type[BaseModel]] = [PluginConfig, DeepSpeedActivationSection]
     _, generated = models_json_schema([(m, "validation") for m in models])
     definitions = generated["$defs"]

@@ -6,47 +6,26 @@ their place only: the words come from the model's `Expects`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from ds_ckpt.config.base import Expects
 from ds_ckpt.config.load import RENAMED
 from ds_ckpt.config.models import PluginConfig
 from ds_ckpt.config.paths import is_auto, join, nearest, plain, show
 from ds_ckpt.errors import Problem
+from ds_ckpt.settings import Expects, Section
 
+log = logging.getLogger("ds_ckpt")
 OURS = "$.ds_ckpt"
 DEEPSPEEDS = "$.activation_checkpointing"
 
 # Names that people write from other libraries or from wrong documentation: the key that was meant.
+# Methods of compression have theirs themselves.
 _MEANT = {
-    f"{OURS}.compression": {
-        "type": "method",
-        "algorithm": "method",
-        "name": "method",
-        "ratio": "topk.density",
-        "sparsity": "topk.density",
-        "k": "topk.density",
-        "start_iter": "warmup_steps",
-    },
-    f"{OURS}.compression.topk": {
-        "k": "density",
-        "ratio": "density",
-        "sparsity": "density",
-        "dtype": "values",
-    },
-    f"{OURS}.compression.powersgd": {"r": "rank", "matrix_approximation_rank": "rank"},
-    f"{OURS}.compression.rules": {"pattern": "match", "name": "match", "ndim": "dims"},
-    f"{OURS}.compression.quantize": {
-        "nbits": "bits",
-        "num_bits": "bits",
-        "block_size": "block",
-        "group_size": "block",
-        "blocksize": "block",
-    },
     f"{OURS}.activation": {
         "type": "policy",
         "mode": "policy",
@@ -114,7 +93,8 @@ def _unknown_key(key: object, value: object, model: type[BaseModel], path: str) 
         return Problem(join(path, key), show(value), why, "remove it")
     if plain(key) in ("enable", "enabled") and path in _SWITCHES:
         return Problem(join(path, key), show(value), why, f"remove it; {_SWITCHES[path]}")
-    meant = _MEANT.get(path.rstrip("0123456789[]"), {}).get(str(key).lower())
+    of_model = model.meant if issubclass(model, Section) else {}
+    meant = {**_MEANT.get(path.rstrip("0123456789[]"), {}), **of_model}.get(str(key).lower())
     meant = meant or nearest(key, keys)
     if meant:
         why += f'; did you mean "{meant}"?'
@@ -165,6 +145,8 @@ def _clean(
     for key, value in raw.items():
         field = model.model_fields.get(key) if isinstance(key, str) else None
         where = join(path, str(key))
+        if _is_gone(key, value, model, where, problems):
+            continue
         if field is None:
             problems.append(_unknown_key(key, value, model, path))
         elif value is None:
@@ -183,6 +165,20 @@ def _clean(
         else:
             problems.append(not_an_object(value, where))
     return kept
+
+
+def _is_gone(
+    key: object, value: object, model: type[BaseModel], where: str, problems: list[Problem]
+) -> bool:
+    """Whether an earlier release had that setting or value; told here."""
+    gone = model.gone.get(str(key)) if issubclass(model, Section) else None
+    if gone is None or (value not in gone.values if gone.values else value is None):
+        return False
+    if not gone.values and value == gone.stays and type(value) is type(gone.stays):
+        log.warning("ds_ckpt: %s is no setting any more: %s; %s", where, gone.why, gone.remedy)
+    else:
+        problems.append(Problem(where, show(value), gone.why, gone.remedy))
+    return True
 
 
 def _clean_items(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ds_ckpt.config.compression import CompressionConfig, RuleConfig
 from ds_ckpt.config.sections import OURS
 from ds_ckpt.exchange.build import ExchangeSettings
-from ds_ckpt.exchange.rules import Method, MethodSettings, Rule
+from ds_ckpt.exchange.rules import MethodSettings, Rule
 
 
 def exchange_settings(compression: CompressionConfig) -> ExchangeSettings:
@@ -37,23 +37,8 @@ def exchange_settings(compression: CompressionConfig) -> ExchangeSettings:
 
 
 def _method(
-    method: Method, compression: CompressionConfig, rule: RuleConfig | None = None
+    method: str, compression: CompressionConfig, rule: RuleConfig | None = None
 ) -> MethodSettings:
     """A rule's own sections come before the common ones."""
-    topk = (rule and rule.topk) or compression.topk
-    powersgd = (rule and rule.powersgd) or compression.powersgd
-    quantize = (rule and rule.quantize) or compression.quantize
-    hybrid = (rule and rule.hybrid) or compression.hybrid
-    return MethodSettings(
-        method=method,
-        density=topk.density,
-        values=topk.values,
-        selection=topk.selection,
-        offsets=topk.offsets,
-        rank=powersgd.rank,
-        alternate=powersgd.alternate,
-        bits=quantize.bits,
-        block=quantize.block,
-        rotated=quantize.rotated,
-        remainder=hybrid.remainder,
-    )
+    sections = compression.sections() | (rule.sections() if rule is not None else {})
+    return MethodSettings(method, sections)

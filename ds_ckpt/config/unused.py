@@ -3,33 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, get_args
 
+from ds_ckpt.compression import methods
 from ds_ckpt.config.activation import RULE_POLICIES
 from ds_ckpt.config.conflicts import ZERO, stage_problem
 from ds_ckpt.config.paths import lookup, show
 from ds_ckpt.config.sections import OURS
 from ds_ckpt.config.wanted import Wanted
 from ds_ckpt.errors import Problem
-
-_LOSSY = ("topk", "powersgd", "quantize", "hybrid")
-_USED_BY = {
-    "topk": ("topk", "powersgd", "hybrid"),
-    "powersgd": ("powersgd", "hybrid"),
-    "quantize": ("quantize", "hybrid"),
-    "hybrid": ("hybrid",),
-    "error_feedback": _LOSSY,
-    "guard": _LOSSY,
-    "exchange.when": ("dense", *_LOSSY),
-    "exchange.autotune": _LOSSY,
-    "exchange.levels": ("dense", *_LOSSY),
-    "exchange.overlap": ("dense", *_LOSSY),
-    "rules": ("dense", *_LOSSY),
-    "warmup_steps": _LOSSY,
-    "min_numel": _LOSSY,
-}
-"""The methods that act on each key of the compression section."""
-
 
 _POLICY_OF = {"every_n": "every_n", "segment_size": "segments", "save_ops": "selective"}
 """The policy that each of these keys of the activation section belongs to."""
@@ -66,8 +48,6 @@ def would_do_nothing(config: Mapping[str, Any], wanted: Wanted) -> Iterator[Prob
             yield from _unused_by_policy(rule, f"{OURS}.activation.rules[{i}]", str(policy))
     compression = lookup(wanted.ours, ("compression",))
     yield from _unused_compression(compression, wanted.method)
-    yield from _unused_in_rules(compression)
-    yield from _unused_by_others(compression, wanted.method)
     yield from _impossible_boundary(config, compression)
     yield from _unused_guard(compression)
     telemetry = lookup(wanted.ours, ("telemetry",))
@@ -91,76 +71,80 @@ def _unused_by_policy(section: Any, path: str, policy: str) -> Iterator[Problem]
 
 
 def _unused_compression(section: Any, method: str | None) -> Iterator[Problem]:
+    """Keys of the section that no method here acts on."""
     if method is None:
         return
-    here = {method} if method == "none" else {method, *_methods_of_rules(section)}
-    for key, methods in _USED_BY.items():
-        value = lookup(section, key.split("."))
-        if not here & set(methods) and _written(value):
-            lossless = ", which sends everything" if method == "dense" else ""
-            why = f'it does nothing with method "{method}"{lossless}'
-            choices = " or ".join(f'"{m}"' for m in methods)
-            remedy = f"remove it, or set {OURS}.compression.method to {choices}"
-            yield Problem(f"{OURS}.compression.{key}", show(value), why, remedy)
-
-
-def _unused_in_rules(section: Any) -> Iterator[Problem]:
-    rules = lookup(section, ("rules",))
-    for i, rule in enumerate(rules if isinstance(rules, list | tuple) else ()):
-        method = lookup(rule, ("method",))
-        for key in ("topk", "powersgd", "quantize", "hybrid"):
-            value = lookup(rule, (key,))
-            if not isinstance(method, str) or not _written(value):
-                continue
-            where = f"{OURS}.compression.rules[{i}]"
-            remedy = f"remove it, or set {where}.method to one that uses it"
-            # embeddings by Top-K, which the section's own low rank has, is not in a rule
-            built_in = key == "topk" and method == "powersgd"
-            if method not in _USED_BY[key] or built_in:
-                why = f'it does nothing with method "{method}"'
-                yield Problem(f"{where}.{key}", show(value), why, remedy)
-            elif method == "hybrid" and key in ("topk", "quantize"):
-                remainder = _remainder(rule, section)
-                if key != remainder:
-                    why = f'what the factors missed goes by "{remainder}" in this rule'
-                    yield Problem(f"{where}.{key}", show(value), why, remedy)
-
-
-def _unused_by_others(section: Any, method: str | None) -> Iterator[Problem]:
-    """Settings that another setting of the same section leaves without a use."""
+    known = methods()
+    lossy = [name for name, kind in known.items() if not kind.lossless]
+    users = {key: [n for n, kind in known.items() if key in kind.looks_at()] for key in known}
+    users |= dict.fromkeys(("error_feedback", "guard", "warmup_steps", "min_numel"), lossy)
+    users |= {f"exchange.{key}": [*known] for key in ("when", "levels", "overlap")}
+    users |= {"exchange.autotune": lossy, "rules": [*known]}
     path = f"{OURS}.compression"
-    feedback = lookup(section, ("error_feedback",))
+    here = {method} if method == "none" else {method, *(m for _, _, m in _rules(section))}
+    for key, names in users.items():
+        value = lookup(section, key.split("."))
+        if not here & set(names) and _written(value):
+            lossless = method in known and known[method].lossless
+            why = f'it does nothing with method "{method}"'
+            why += ", which sends everything" if lossless else ""
+            choices = " or ".join(f'"{m}"' for m in names)
+            remedy = f"remove it, or set {path}.method to {choices}"
+            yield Problem(f"{path}.{key}", show(value), why, remedy)
+        elif key in known and _written(value) and method != "none":
+            places = [(path, section, method), *_rules(section)]
+            reasons = [_passed_over(key, *place, section) for place in places]
+            if all(reasons):
+                yield Problem(f"{path}.{key}", show(value), *next(r for r in reasons if r))
+    for where, rule, of_rule in _rules(section):
+        for key in known:
+            value = lookup(rule, (key,))
+            if _written(value) and (reason := _passed_over(key, where, rule, of_rule, section)):
+                yield Problem(f"{where}.{key}", show(value), *reason)
     for key in ("dtype", "device"):
+        feedback = lookup(section, ("error_feedback",))
         value = lookup(feedback, (key,))
         if lookup(feedback, ("enabled",)) is False and _written(value):
             why = "it does nothing while error feedback is off: there are no residuals"
             remedy = f"remove it, or set {path}.error_feedback.enabled to true"
             yield Problem(f"{path}.error_feedback.{key}", show(value), why, remedy)
-    quantize, remainder = lookup(section, ("quantize",)), _remainder(section)
-    others = _methods_of_rules(section) & set(_USED_BY["quantize"])
-    if method == "hybrid" and remainder != "quantize" and _written(quantize) and not others:
-        why = f'it does nothing while {path}.hybrid.remainder is "{remainder}"'
-        remedy = f'remove it, or set {path}.hybrid.remainder to "quantize"'
-        yield Problem(f"{path}.quantize", show(quantize), why, remedy)
+
+
+def _passed_over(
+    key: str, where: str, place: Any, method: str, common: Any
+) -> tuple[str, str] | None:
+    """Why the method of a rule, or of the section itself, does not look at the section `key`, and
+    what to do; None if it does, or if nobody can tell."""
+    kind = methods().get(method)
+    if kind is None:
+        return None
+    sparse = (kind.sparse,) if place is common else ()  # rules say themselves what is sparse
+    if key in (kind.name, *kind.uses, *sparse):
+        return None
+    if kind.chooses is not None and key in kind.looks_at():
+        at = where if lookup(place, (kind.name,)) is not None else f"{OURS}.compression"
+        own = lookup(place if at == where else common, (kind.name,))
+        field = kind.model_fields[kind.chooses]
+        chosen = lookup(own, (kind.chooses,)) or field.default
+        choices = get_args(field.annotation)
+        if key == chosen or chosen not in choices:
+            return None
+        if key in choices:
+            setting = f"{at}.{kind.name}.{kind.chooses}"
+            why = f"it does nothing while {setting} is {show(chosen)}"
+            return why, f'remove it, or set {setting} to "{key}"'
+    why = f'it does nothing with method "{method}"'
+    return why, f"remove it, or set {where}.method to one that uses it"
+
+
+def _rules(section: Any) -> list[tuple[str, Any, str]]:
+    """Place, content and method of each rule whose method is known."""
     rules = lookup(section, ("rules",))
-    places = [(path, section)]
-    for i, rule in enumerate(rules if isinstance(rules, list | tuple) else ()):
-        places.append((f"{path}.rules[{i}]", rule))
-    for where, place in places:
-        offsets = lookup(place, ("topk", "offsets"))
-        selection = lookup(place, ("topk", "selection"))
-        if _written(offsets) and selection in ("exact", "sampled"):
-            why = f'it does nothing with selection "{selection}", which packs its places in one way'
-            remedy = f'remove it, or set {where}.topk.selection to "blocks"'
-            yield Problem(f"{where}.topk.offsets", show(offsets), why, remedy)
-
-
-def _remainder(*places: Any) -> str:
-    """What a hybrid's remainder goes by, by the first of these that has a section for it."""
-    for place in places:
-        if lookup(place, ("hybrid",)) is not None:
-            return str(lookup(place, ("hybrid", "remainder")) or "quantize")
-    return "quantize"
+    return [
+        (f"{OURS}.compression.rules[{i}]", rule, method)
+        for i, rule in enumerate(rules if isinstance(rules, list | tuple) else ())
+        if isinstance(method := lookup(rule, ("method",)), str)
+    ]
 
 
 def _unused_guard(section: Any) -> Iterator[Problem]:
@@ -173,13 +157,6 @@ def _unused_guard(section: Any) -> Iterator[Problem]:
             why = "it does nothing while nobody acts on it"
             remedy = f'remove it, or set {OURS}.compression.guard.action to "warn" or "dense"'
             yield Problem(f"{OURS}.compression.guard.{key}", show(value), why, remedy)
-
-
-def _methods_of_rules(section: Any) -> set[str]:
-    rules = lookup(section, ("rules",))
-    if not isinstance(rules, list | tuple):
-        return set()
-    return {str(lookup(rule, ("method",))) for rule in rules}
 
 
 def _impossible_boundary(config: Mapping[str, Any], compression: Any) -> Iterator[Problem]:

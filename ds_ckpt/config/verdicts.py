@@ -16,10 +16,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
+from ds_ckpt.compression import methods
 from ds_ckpt.config.compression import CompressionConfig
 from ds_ckpt.config.load import RENAMED
 from ds_ckpt.errors import Problem, StateError
-from ds_ckpt.exchange.methods import LOOKS_AT
 from ds_ckpt.files import replacing
 from ds_ckpt.telemetry.left import Left
 
@@ -98,9 +98,10 @@ class _File(_Record):
 
 def decisive(compression: CompressionConfig) -> dict[str, Any]:
     """What of the section decides the numbers, flat, by dotted key."""
-    methods = {compression.method, *(rule.method for rule in compression.rules)}
     wanted = {"method", "rules", "warmup_steps", "min_numel"}
-    wanted |= {section for method in methods for section in LOOKS_AT.get(method, ())}
+    known = methods()
+    for method in compression.methods_used() & known.keys():
+        wanted |= set(known[method].looks_at())
     found = compression.model_dump(mode="json")
     flat: dict[str, Any] = {}
     for key in sorted(wanted):
@@ -203,8 +204,10 @@ def with_leeway(seen: Left) -> Left:
 
 
 def _same(settings: dict[str, Any], compression: CompressionConfig) -> bool:
-    """Equal, where keys that are newer than the record are at their defaults."""
-    ours = decisive(compression)
+    """Equal, where keys that are newer than the record are at their defaults, and keys of the
+    record that are gone since are at what they always are now."""
+    settings = _of_today(settings)
+    ours = _of_today(decisive(compression))
     defaults = decisive(
         CompressionConfig.model_construct(
             **{**dict(CompressionConfig()), "method": compression.method}
@@ -216,6 +219,32 @@ def _same(settings: dict[str, Any], compression: CompressionConfig) -> bool:
         settings[key] == value if key in settings else value == defaults.get(key)
         for key, value in ours.items()
     )
+
+
+def _of_today(settings: dict[str, Any]) -> dict[str, Any]:
+    """Without keys that are at what they always are now, and without what rules leave open."""
+    gone = {
+        (name, key): gone.stays
+        for name, kind in methods().items()
+        for key, gone in kind.gone.items()
+        if not gone.values
+    }
+    found = {
+        path: value
+        for path, value in settings.items()
+        if (place := tuple(path.split("."))) not in gone or gone[place] != value
+    }
+    found["rules"] = [
+        {
+            key: {k: v for k, v in value.items() if (key, k) not in gone or gone[key, k] != v}
+            if isinstance(value, dict)
+            else value
+            for key, value in rule.items()
+            if value is not None
+        }
+        for rule in settings.get("rules", ())
+    ]
+    return found
 
 
 def limits(compression: CompressionConfig) -> Left | None:

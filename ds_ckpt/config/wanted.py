@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ds_ckpt.compression import methods
 from ds_ckpt.config.activation import POLICIES
 from ds_ckpt.config.paths import lookup, nearest
-
-_METHODS = ("none", "dense", "topk", "powersgd", "quantize", "hybrid")
 
 
 def _resolve(value: object, choices: tuple[str, ...]) -> str | None:
@@ -42,7 +41,8 @@ class Wanted:
         policy = _resolve(lookup(ours, ("activation", "policy")), POLICIES)
         if policy == "none" and _checkpointing_rules(ours):
             policy = "rules"
-        return cls(ours, policy, _resolve(lookup(ours, ("compression", "method")), _METHODS))
+        method = _resolve(lookup(ours, ("compression", "method")), ("none", *methods()))
+        return cls(ours, policy, method)
 
     @property
     def checkpointing(self) -> bool:

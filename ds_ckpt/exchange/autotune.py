@@ -27,8 +27,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ds_ckpt.compression.factors import Factors
-from ds_ckpt.compression.feedback import Feedback
+from ds_ckpt.compression.error_feedback import Feedback
+from ds_ckpt.compression.powersgd import Factors
 from ds_ckpt.exchange.exchange import AllToAllExchange
 
 log = logging.getLogger("ds_ckpt")

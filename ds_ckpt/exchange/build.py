@@ -8,16 +8,14 @@ from typing import Any, Literal
 
 import torch.distributed as torch_dist
 
-from ds_ckpt.compression.buffers import HostMemory
-from ds_ckpt.compression.factors import Factors
-from ds_ckpt.compression.feedback import Feedback, ResidualDevice
+from ds_ckpt.compression.error_feedback import Feedback, HostMemory, ResidualDevice
+from ds_ckpt.compression.powersgd import Factors
 from ds_ckpt.compression.storage import ResidualDtype
 from ds_ckpt.exchange.autotune import Autotuner, ScheduledExchange
-from ds_ckpt.exchange.exchange import AllToAllExchange, ascending
-from ds_ckpt.exchange.groups import Groups, Levels, make_groups
-from ds_ckpt.exchange.in_host import InHostSum
+from ds_ckpt.exchange.exchange import AllToAllExchange
+from ds_ckpt.exchange.hierarchy import Groups, InHostSum, Levels, make_groups
+from ds_ckpt.exchange.layout import ascending, ring_pieces
 from ds_ckpt.exchange.plan import Plan
-from ds_ckpt.exchange.ring_order import ring_pieces
 from ds_ckpt.exchange.rules import MethodSettings, Rule, Rules
 from ds_ckpt.exchange.state import Stateful
 from ds_ckpt.exchange.transport import TorchTransport
@@ -48,7 +46,7 @@ class ExchangeSettings:
     @property
     def lossless(self) -> bool:
         """Whether everything is sent: no residuals then."""
-        return all(s.method == "dense" for s in (self.default, *(r.settings for r in self.rules)))
+        return all(s.kind.lossless for s in (self.default, *(r.settings for r in self.rules)))
 
     def holds_back(self, accumulation: int) -> bool:
         """Whether a step's earlier micro-steps wait for its boundary: in the residuals, and where
@@ -58,7 +56,7 @@ class ExchangeSettings:
         return self.when == "accumulation_boundary" or (self.error_feedback and not self.lossless)
 
     def choose(self, embeddings: frozenset[str] = frozenset(), local: int = 1) -> Rules:
-        """The treatment of each parameter; arguments as of `Rules`."""
+        """How each parameter travels; arguments as of `Rules`."""
         return Rules(self.default, self.min_numel, self.rules, embeddings, local)
 
     def residuals(
@@ -188,8 +186,8 @@ def describe(settings: ExchangeSettings, plan: Plan, groups: Groups) -> str:
     if groups.levels == 2:
         levels = f", between hosts; summed exactly among the {len(groups.columns)} of a host"
     if settings.lossless:
-        return f"gradients whole by all-to-all, summed at the owner{levels}"
-    how = ", ".join(f"{words} on {n}" for words, (n, _, _) in plan.by_treatment().items())
+        return f"gradients uncompressed by all-to-all, summed at the owner{levels}"
+    how = ", ".join(f"{words} on {n}" for words, (n, _, _) in plan.by_compressor().items())
     feedback = "on" if settings.error_feedback else "off: what is not sent is lost"
     return (
         f"gradients: {how} tensors from step {settings.start_step}: "

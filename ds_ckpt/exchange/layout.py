@@ -13,11 +13,20 @@ same owner, so a packet's size depends on its destination alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 HEADER_BYTES = 8
+_MAX_SEGMENT_BYTES = 1024 * 1024
+
+Order = Callable[[int, int, int, int, int], Iterable[tuple[int, int, Sequence[int]]]]
+"""In which order the processes are added up, for tensors that travel uncompressed.
+
+(numel, itemsize, world, start, stop) -> pieces (start, stop, order) that cover [start, stop) of a
+buffer of `numel` elements. The buffer is the one that DeepSpeed would reduce: for each owner, its
+chunk of each tensor of the bucket, padded to `ceil(tensor's numel / world)`.
+"""
 
 
 @dataclass(frozen=True)
@@ -147,3 +156,34 @@ class PacketLayout:
         """Bytes of the receive buffer that hold `tensor`'s payload from `source`."""
         start, own = self.incoming(source), self.payloads[self.dp_rank]
         return slice(start + own[tensor], start + own[tensor + 1])
+
+
+def ascending(
+    numel: int, itemsize: int, world: int, start: int, stop: int
+) -> Iterable[tuple[int, int, Sequence[int]]]:
+    """An `Order`: processes by index everywhere."""
+    return [(start, stop, range(world))]
+
+
+def ring_chunk_elements(numel: int, itemsize: int, world: int) -> int:
+    """Elements of one ring chunk of a buffer of `numel` elements."""
+    total_bytes = numel * itemsize
+    segments_each = max(2, -(-total_bytes // (world * _MAX_SEGMENT_BYTES)))
+    segment_bytes = -(-total_bytes // (segments_each * world))
+    return segments_each * -(-segment_bytes // itemsize)
+
+
+def ring_pieces(
+    numel: int, itemsize: int, world: int, start: int, stop: int
+) -> Iterator[tuple[int, int, list[int]]]:
+    """An `Order`: cut `[start, stop)` of a buffer where the order of summation changes.
+
+    Yields `(start, stop, order)`: processes in the order in which they are added. Chunk `c` starts
+    its way round the ring at process `c - 1` and ends at `c`.
+    """
+    chunk = max(1, ring_chunk_elements(numel, itemsize, world))
+    while start < stop:
+        index = min(start // chunk, world - 1)
+        end = stop if index == world - 1 else min(stop, (index + 1) * chunk)
+        yield start, end, [(index - 1 - hop) % world for hop in range(world)]
+        start = end

@@ -1,4 +1,4 @@
-"""The low-rank part of a bucket: PowerSGD's factors, each summed by one collective (`factor_sum`).
+"""The low-rank part of a bucket: PowerSGD's factors, each summed by one collective.
 
 With M_p the matrix of process p, residual included, and hats for orthonormal columns (Vogels et
 al. 2019, arXiv 1905.13727):
@@ -16,22 +16,149 @@ suffices). With `alternate` a step sends P or Q alone.
 
 A process with a non-finite value puts NaN into the first sum: everybody learns of it there and
 stops, so nobody waits for a collective that does not come.
+
+ZeRO-3's shards are runs of the flattened tensor and start in the middle of rows. A factorization
+needs rows, so each shard brings the whole rows that it touches, entries of others as zeros
+(`RowBlocks`). What the product holds at those entries is never used: the shards' own entries are
+all that is delivered and all that is left behind.
+
+Among two or three processes factors travel in bf16, everybody's to everybody, and are added up in
+fp32 there (`FactorSum`). Rounding before sending costs nothing in the end: each process knows what
+it has rounded away and keeps it as residual. A sum that is rounded on its way, which would allow
+bf16 in a ring, leaves errors that no process knows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ds_ckpt.compression import powersgd
-from ds_ckpt.compression.factors import Side
-from ds_ckpt.compression.feedback import all_finite
-from ds_ckpt.exchange.factor_sum import FactorSum
-from ds_ckpt.exchange.item import Tools
-from ds_ckpt.exchange.row_blocks import RowBlocks
-from ds_ckpt.exchange.treatment import LowRank
+from ds_ckpt.compression.error_feedback import all_finite
+from ds_ckpt.compression.powersgd import Factors, LowRank, Side
+from ds_ckpt.exchange.layout import ColumnLayout
+from ds_ckpt.exchange.transport import Transport
+from ds_ckpt.telemetry.timings import Timings
+
+
+@dataclass(frozen=True)
+class RowBlocks:
+    """Rows of a [rows, columns] tensor that a column's shards touch, one block a member.
+
+    Attributes:
+        layout: the column.
+        columns: length of a row.
+        starts: first row of each member's block in the matrix of all blocks, and the end.
+    """
+
+    layout: ColumnLayout
+    columns: int
+    starts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, layout: ColumnLayout, columns: int) -> RowBlocks:
+        starts = [0]
+        for member in range(len(layout.members)):
+            source = layout.source(member)
+            empty = source.start == source.stop
+            first, last = source.start // columns, -(-source.stop // columns)
+            starts.append(starts[-1] + (0 if empty else last - first))
+        return cls(layout, columns, tuple(starts))
+
+    @property
+    def rows(self) -> int:
+        return self.starts[-1]
+
+    @property
+    def complete(self) -> bool:
+        """Whether the column is the whole tensor, which is then the matrix itself."""
+        return self.layout.numel == self.layout.tensor.numel
+
+    def entries(self, member: int) -> slice:
+        """Where a member's shard lies in the flattened matrix."""
+        if self.complete:
+            return self.layout.shard(member)
+        offset = self.layout.source(member).start % self.columns
+        start = self.starts[member] * self.columns + offset
+        return slice(start, start + self.layout.size(member))
+
+    @property
+    def matrix_rows(self) -> int:
+        """Rows of the matrix: those of the tensor, or of all blocks."""
+        return self.layout.tensor.numel // self.columns if self.complete else self.rows
+
+    def matrix(self, column: Tensor) -> Tensor:
+        """fp32 [matrix_rows, columns]: a view of the column where it is complete, else a copy."""
+        if self.complete:
+            return column.view(-1, self.columns)
+        matrix = torch.zeros(self.rows * self.columns, device=column.device)
+        for member in range(len(self.layout.members)):
+            matrix[self.entries(member)] = column[self.layout.shard(member)]
+        return matrix.view(-1, self.columns)
+
+    def write_back(self, matrix: Tensor, column: Tensor) -> None:
+        """Copy the shards' entries of `matrix` to the column that it was made from."""
+        if self.complete:
+            return
+        flat = matrix.view(-1)
+        for member in range(len(self.layout.members)):
+            column[self.layout.shard(member)] = flat[self.entries(member)]
+
+
+class FactorSum:
+    """What sums the factors of one group of processes."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._gathers = powersgd.gathers(transport.world)
+
+    def rounded(self, factor: Tensor) -> Tensor:
+        """fp32: what of a factor will arrive. Add this to nothing but itself before `sum`."""
+        return factor.bfloat16().float() if self._gathers else factor
+
+    def sum(self, factors: Sequence[Tensor], exact: Sequence[Tensor] = ()) -> list[Tensor]:
+        """Sums of both lists, one after the other, fp32 in the shapes given.
+
+        Args:
+            factors: fp32, as `rounded` left them; at least one.
+            exact: fp32; summed in fp32.
+        """
+        parts = [*exact, *factors]
+        if self._gathers:
+            sums = self._gathered(parts, sum(part.numel() for part in exact))
+        else:
+            sums = torch.cat([part.reshape(-1) for part in parts])
+            self._transport.all_reduce(sums)
+        pieces = sums.split([part.numel() for part in parts])
+        shaped = [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
+        return shaped[len(exact) :] + shaped[: len(exact)]
+
+    def _gathered(self, parts: list[Tensor], exact: int) -> Tensor:
+        """The first `exact` entries travel in fp32, the others in bf16."""
+        mine = torch.cat([part.reshape(-1) for part in parts])
+        packed = torch.cat(
+            [mine[:exact].view(torch.uint8), mine[exact:].bfloat16().view(torch.uint8)]
+        )
+        world, me, size = self._transport.world, self._transport.dp_rank, packed.numel()
+        splits = [0 if process == me else size for process in range(world)]
+        arrived = packed.new_empty((world - 1) * size)
+        self._transport.all_to_all(arrived, packed.repeat(world - 1), splits, splits)
+        # Own entries in their turn, so that everybody adds in the same order.
+        contributions = [_unpacked(piece, exact) for piece in arrived.split(size)]
+        contributions.insert(me, mine)
+        total = contributions[0]
+        for contribution in contributions[1:]:
+            total = total + contribution
+        return total
+
+
+def _unpacked(payload: Tensor, exact: int) -> Tensor:
+    # a copy begins where any type may
+    wide, narrow = payload.clone().split([4 * exact, payload.numel() - 4 * exact])
+    return torch.cat([wide.view(torch.float32), narrow.view(torch.bfloat16).float()])
 
 
 @dataclass
@@ -40,7 +167,7 @@ class _Matrix:
 
     name: str
     blocks: RowBlocks
-    treatment: LowRank
+    settings: LowRank
     factor_sum: FactorSum
     own: slice
     """This process's shard in the column."""
@@ -80,31 +207,33 @@ class _Matrix:
 
 
 class LowRankPart:
-    """Low-rank tensors of one bucket, and small tensors that ride along whole.
+    """Low-rank tensors of one bucket, and small tensors that ride along uncompressed.
 
-    The calls, in order: `add` and `add_whole` for each; `first`; `second`; `delivered` and `whole`
+    The calls, in order: `add` and `add_rider` for each; `first`; `second`; `delivered` and `rider`
     for each. After `first` the columns hold what the factors missed, own shards at zero.
 
     Args:
-        tools: of the exchange.
+        factors: what the last step sent.
+        timings: of the exchange.
     """
 
-    def __init__(self, tools: Tools, device: torch.device) -> None:
-        self._dp_rank = tools.transport.dp_rank
-        self._factor_sum = FactorSum(tools.transport)
-        self._factors = tools.factors
-        self._timings = tools.timings
+    def __init__(
+        self, transport: Transport, factors: Factors, timings: Timings, device: torch.device
+    ) -> None:
+        self._dp_rank = transport.dp_rank
+        self._factor_sum = FactorSum(transport)
+        self._factors = factors
+        self._timings = timings
         self._device = device
         self._matrices: dict[int, _Matrix] = {}
-        self._whole: dict[int, Tensor] = {}
-        self._first: list[Tensor] = []
+        self._riders: dict[int, Tensor] = {}
 
-    def add(self, i: int, name: str, column: Tensor, blocks: RowBlocks, treatment: LowRank) -> None:
+    def add(self, i: int, name: str, column: Tensor, blocks: RowBlocks, settings: LowRank) -> None:
         """Tensor `i`: its column, fp32; it is changed in place."""
-        rank = min(treatment.rank, blocks.matrix_rows, blocks.columns)
+        rank = min(settings.rank, blocks.matrix_rows, blocks.columns)
         if rank == 0:  # nothing of this tensor lies in the column
             return
-        side, given = self._given(name, blocks, rank, treatment.alternate)
+        side, given = self._given(name, blocks, rank, settings.alternate)
         matrix = blocks.matrix(column)
         empty = given.new_empty(0)
         # with Q^ at hand P comes first; without alternation Q follows it
@@ -113,7 +242,7 @@ class LowRankPart:
         item = _Matrix(
             name,
             blocks,
-            treatment,
+            settings,
             self._factor_sum,
             own,
             column,
@@ -124,13 +253,13 @@ class LowRankPart:
             empty,
         )
         item.mine = item.project()
-        if treatment.alternate:
+        if settings.alternate:
             item.subtract()
         self._matrices[i] = item
 
-    def add_whole(self, i: int, column: Tensor) -> None:
+    def add_rider(self, i: int, column: Tensor) -> None:
         """Tensor `i` as it is, already divided by the number of processes; summed in fp32."""
-        self._whole[i] = column
+        self._riders[i] = column
 
     def _given(
         self, name: str, blocks: RowBlocks, rank: int, alternate: bool
@@ -155,16 +284,16 @@ class LowRankPart:
         verdict = torch.zeros(1, device=self._device)
         if not finite:
             verdict.fill_(torch.nan)
-        whole = [column.float() for column in self._whole.values()]
+        riders = [column.float() for column in self._riders.values()]
         with self._timings.section("wire"):
-            verdict, *sums = self._factor_sum.sum([verdict, *own], whole)
+            verdict, *sums = self._factor_sum.sum([verdict, *own], riders)
         totals = sums[: len(items)]
-        self._whole = dict(zip(self._whole, sums[len(items) :], strict=True))
+        self._riders = dict(zip(self._riders, sums[len(items) :], strict=True))
         if not all(all_finite(t) for t in [verdict, *totals]):
             return False
         for item, total in zip(items, totals, strict=True):
             item.total = total
-            if not item.treatment.alternate:
+            if not item.settings.alternate:
                 item.given = powersgd.orthogonalize(total)
                 item.side = "right"
                 item.mine = item.project()
@@ -176,7 +305,7 @@ class LowRankPart:
 
         False where a sum overflowed; the factors of the last step then stay.
         """
-        twice = [item for item in self._matrices.values() if not item.treatment.alternate]
+        twice = [item for item in self._matrices.values() if not item.settings.alternate]
         if twice:
             with self._timings.section("wire"):
                 sums = self._factor_sum.sum([item.mine for item in twice])
@@ -195,6 +324,6 @@ class LowRankPart:
             return torch.zeros(0, device=self._device)
         return item.others(item.blocks.entries(self._dp_rank))
 
-    def whole(self, i: int) -> Tensor:
-        """fp32 column: the sum of what `add_whole` was given everywhere."""
-        return self._whole[i]
+    def rider(self, i: int) -> Tensor:
+        """fp32 column: the sum of what `add_rider` was given everywhere."""
+        return self._riders[i]

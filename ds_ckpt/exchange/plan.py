@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from ds_ckpt.compression import powersgd
-from ds_ckpt.compression.quantize import Quantize
-from ds_ckpt.compression.topk import TopK
-from ds_ckpt.exchange.treatment import Choose, LowRank, Treatment
+from ds_ckpt.compression.base import Compressor
+from ds_ckpt.exchange.rules import Choose
+
+UNCOMPRESSED = "uncompressed"
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,10 @@ class PlannedTensor:
     """One parameter.
 
     Attributes:
-        how: its treatment in words.
+        how: its compressor in words.
         dense_bytes: the gradient in its own type.
         sent_bytes: what stands for the whole gradient on the wire, in the same terms: payloads
-            for all shards, or the factors as their sum moves them (`factor_sum`). Norms and biases
+            for all shards, or the factors as their sum moves them (`low_rank`). Norms and biases
             that ride along with factors are counted as if sent alone.
     """
 
@@ -71,11 +71,11 @@ class Plan:
 
     @property
     def compressed(self) -> int:
-        """Number of tensors that do not travel whole."""
-        return sum(t.how != WHOLE for t in self.tensors)
+        """Number of tensors that travel compressed."""
+        return sum(t.how != UNCOMPRESSED for t in self.tensors)
 
-    def by_treatment(self) -> dict[str, tuple[int, int, int]]:
-        """For each treatment: number of tensors, dense bytes, bytes to be sent."""
+    def by_compressor(self) -> dict[str, tuple[int, int, int]]:
+        """For each compressor: number of tensors, dense bytes, bytes to be sent."""
         sums: dict[str, tuple[int, int, int]] = {}
         for t in self.tensors:
             n, dense, sent = sums.get(t.how, (0, 0, 0))
@@ -114,34 +114,15 @@ class Plan:
         return "\n".join([*lines, total])
 
 
-WHOLE = "whole"
-
-
-def words(treatment: Treatment) -> str:
-    """A treatment as people call it."""
-    if treatment is None:
-        return WHOLE
-    if isinstance(treatment, TopK):
-        return f"Top-K {treatment.density:.3g} ({treatment.values}, {treatment.selection})"
-    if isinstance(treatment, Quantize):
-        rotated = ", rotated" if treatment.rotated else ""
-        return f"{treatment.bits}-bit values in blocks of {treatment.block}{rotated}"
-    if isinstance(treatment, LowRank):
-        turns = ", P and Q in turns" if treatment.alternate else ""
-        rest = f" + {words(treatment.remainder)}" if treatment.remainder is not None else ""
-        return f"PowerSGD rank {treatment.rank}{turns}{rest}"
-    return type(treatment).__name__
+def words(compressor: Compressor | None) -> str:
+    """A compressor as people call it."""
+    return UNCOMPRESSED if compressor is None else compressor.words()
 
 
 def _planned(
     choose: Choose, world: int, local: int, name: str, shape: torch.Size, itemsize: int
 ) -> PlannedTensor:
-    treatment = choose(name, shape)
-    numel = shape.numel()
-    sent = numel * itemsize
-    if isinstance(treatment, LowRank):
-        rows, columns = powersgd.matrix_shape(shape)
-        sent = treatment.sent_bytes(rows, columns, world, local)
-    elif treatment is not None:
-        sent = treatment.packed_bytes(numel)
-    return PlannedTensor(name, tuple(shape), words(treatment), numel * itemsize, sent)
+    compressor = choose(name, shape)
+    dense = shape.numel() * itemsize
+    sent = dense if compressor is None else compressor.sent_bytes(shape, world, local)
+    return PlannedTensor(name, tuple(shape), words(compressor), dense, sent)

@@ -1,77 +1,88 @@
-"""Which tensor travels how: rules over names, shapes and sizes, and the plan that they make.
+"""Which tensor travels how: rules over names, shapes and sizes.
 
 The first rule whose conditions all hold decides; where none does, the method decides, with what is
-known to be right built in: biases, norms and small tensors whole; matrices too small for the rank
-whole; embeddings with many rows, of which a batch touches few, by Top-K rather than low rank.
+known to be right built in: biases, norms and small tensors uncompressed; matrices too small for the
+rank uncompressed; embeddings with many rows, of which a batch touches few, by
+Top-K rather than low rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from ds_ckpt.compression import powersgd
-from ds_ckpt.compression.codec import Codec
-from ds_ckpt.compression.quantize import Bits, Block, Quantize
-from ds_ckpt.compression.topk import Offsets, Selection, TopK
+from ds_ckpt.compression.base import Compressor, Method, methods
 from ds_ckpt.errors import Problem, UnsupportedError
-from ds_ckpt.exchange.methods import LOOKS_AT
-from ds_ckpt.exchange.treatment import LowRank, Treatment
 
-Method = Literal["dense", "topk", "powersgd", "quantize", "hybrid"]
-
-_SETTINGS_OF = {
-    "topk": ("density", "values", "selection", "offsets"),
-    "powersgd": ("rank", "alternate"),
-    "quantize": ("bits", "block", "rotated"),
-    "hybrid": ("remainder",),
-}
+Choose = Callable[[str, torch.Size], Compressor | None]
+"""How a parameter travels, by name and shape, the same on every process; None: uncompressed."""
 
 SPARSE_ROWS = 8192
-"""Embeddings of at least so many rows go by Top-K where the method is low rank."""
+"""Embeddings of at least so many rows go by another method where theirs is a low rank."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class MethodSettings:
-    """A method and its settings; those of other methods are not looked at."""
+    """A method and the settings of all; those that it does not look at are passed over.
 
-    method: Method
-    density: float = 0.01
-    values: Literal["fp32", "bf16", "int8"] = "int8"
-    selection: Selection = "blocks"
-    offsets: Offsets = "bytes"
-    rank: int = 16
-    alternate: bool = False
-    bits: Bits = 3
-    block: Block = 64
-    rotated: bool = False
-    remainder: Literal["topk", "quantize"] = "quantize"
+    Args:
+        method: its name.
+        sections: settings by name of the method that they are of; others are at their defaults.
+        values: single settings by their own name: of the method itself, else of one that it looks
+            at, else of whichever has it.
+
+    Raises:
+        TypeError: nothing has a setting of that name.
+    """
+
+    method: str
+    sections: Mapping[str, Method]
+
+    def __init__(
+        self, method: str, sections: Mapping[str, Method] | None = None, **values: Any
+    ) -> None:
+        known = methods()
+        given = dict(sections or {})
+        single: dict[str, dict[str, Any]] = {}
+        for key, value in values.items():
+            order = dict.fromkeys([*known[method].looks_at(), *known])
+            of = next((name for name in order if key in known[name].model_fields), None)
+            if of is None:
+                raise TypeError(f"no method has a setting {key!r}")
+            single.setdefault(of, {})[key] = value
+        object.__setattr__(self, "method", method)
+        object.__setattr__(
+            self,
+            "sections",
+            {
+                name: given[name] if name in given else kind(**single.get(name, {}))
+                for name, kind in known.items()
+            },
+        )
+
+    @property
+    def kind(self) -> type[Method]:
+        return methods()[self.method]
 
     def looked_at(self) -> dict[str, Any]:
-        """The method and those settings that it looks at, by name."""
-        names = [n for of in LOOKS_AT.get(self.method, ()) for n in _SETTINGS_OF[of]]
-        return {name: getattr(self, name) for name in ("method", *names)}
+        """The method and the settings that it looks at, by name: what a run is known by.
 
-    def treatment(self, method: Method | None = None) -> Treatment:
-        """What `method` (default: this one) does to a matrix."""
-        method = method or self.method
-        if method == "dense":
-            return None
-        if method == "topk":
-            return TopK(self.density, self.values, self.selection, self.offsets)
-        if method == "quantize":
-            return Quantize(self.bits, self.block, self.rotated)
-        rest: Codec | None = None
-        if method == "hybrid":
-            codec = self.treatment(self.remainder)
-            assert codec is not None
-            assert not isinstance(codec, LowRank)
-            rest = codec
-        return LowRank(self.rank, self.alternate, rest)
+        Settings that are gone are in it as they always are now, so that older runs are found.
+        """
+        found: dict[str, Any] = {"method": self.method}
+        for name in self.kind.looks_at():
+            section = self.sections[name]
+            found |= {key: gone.stays for key, gone in section.gone.items() if not gone.values}
+            found |= section.model_dump(mode="json")
+        return found
+
+    def compressor(self, method: str | None = None) -> Compressor | None:
+        """What `method` (default: this one) does to a tensor."""
+        return self.sections[method or self.method].build(self.sections)
 
 
 @dataclass(frozen=True)
@@ -104,11 +115,11 @@ class Rule:
 
 @dataclass(frozen=True)
 class Rules:
-    """The treatment of each parameter; a `Choose`.
+    """How each parameter travels; a `Choose`.
 
     Attributes:
         default: for what no rule takes.
-        min_numel: smaller tensors travel whole unless a rule takes them.
+        min_numel: smaller tensors travel uncompressed unless a rule takes them.
         rules: in order.
         embeddings: names of embedding weights that no other layer shares.
         local: processes of a host that divide each gradient among them; 1 with one level.
@@ -120,25 +131,18 @@ class Rules:
     embeddings: frozenset[str] = frozenset()
     local: int = 1
 
-    def __call__(self, name: str, shape: torch.Size) -> Treatment:
+    def __call__(self, name: str, shape: torch.Size) -> Compressor | None:
         for rule in self.rules:
             if rule.applies(name, shape):
-                return self._possible(rule.settings.treatment(), shape)
+                return self._suited(rule.settings.compressor(), shape)
         if len(shape) < 2 or shape.numel() < self.min_numel:
             return None
-        method: Method | None = None
-        low_rank = self.default.method in ("powersgd", "hybrid")
-        if low_rank and name in self.embeddings and shape[0] >= SPARSE_ROWS:
-            method = "topk"
-        return self._possible(self.default.treatment(method), shape)
+        sparse = name in self.embeddings and shape[0] >= SPARSE_ROWS
+        method = self.default.kind.sparse if sparse else None
+        return self._suited(self.default.compressor(method), shape)
 
-    def _possible(self, treatment: Treatment, shape: torch.Size) -> Treatment:
-        """Factors that are no smaller than the matrix are left out: its remainder, or whole."""
-        if isinstance(treatment, LowRank):
-            rows, columns = powersgd.matrix_shape(shape)
-            if not powersgd.worthwhile(rows, columns, treatment.rank, self.local):
-                return treatment.remainder
-        return treatment
+    def _suited(self, compressor: Compressor | None, shape: torch.Size) -> Compressor | None:
+        return compressor.suited(shape, self.local) if compressor is not None else None
 
     def check(self, shapes: Iterable[tuple[str, torch.Size]]) -> None:
         """Refuse rules that take no parameter, and low rank for tensors without two dimensions.
@@ -167,14 +171,17 @@ class Rules:
                         f"{example}, put it before a rule that takes them all, or remove it",
                     )
                 )
-            flat = [name for name, shape in taken[i] if len(shape) < 2]
-            if flat and rule.settings.method in ("powersgd", "hybrid"):
+            kind = rule.settings.kind
+            flat = [name for name, shape in taken[i] if len(shape) < kind.least_dims]
+            if flat:
+                others = [f'"{n}"' for n, m in methods().items() if m.least_dims < kind.least_dims]
                 problems.append(
                     Problem(
                         where=rule.where,
                         found=f"method {rule.settings.method} for {flat[0]}, a vector",
-                        why="a low rank needs two dimensions",
-                        remedy='add "dims": 2 to the rule, or choose "topk", "quantize" or "dense"',
+                        why=f"{rule.settings.method} needs {kind.least_dims} dimensions",
+                        remedy=f'add "dims": {kind.least_dims} to the rule, or choose '
+                        f"{' or '.join(others)}",
                     )
                 )
         if problems:

@@ -7,25 +7,39 @@ averaged gradient, so that sum is what training is still owed whatever the numbe
 With two levels a process keeps a column: the entries that its `members` own. The k-th member of an
 old column hands its entries to the (k mod members)-th member of whichever new column they lie in.
 Sums are in fp32 and stay so until the next step rounds them.
+
+A file is safetensors, no pickle. Tensors: `residual/NAME` as it is kept (fp32, bf16 or int8),
+`scales/NAME` with int8, and `PART/KEY` of the other parts. Metadata: `format`, `method`, and
+`about` in JSON:
+
+    steps    committed steps, which the rounding of the next one depends on
+    members  the processes whose shards the residuals cover, in this order; null: all
+    values   by part, what is not a tensor
 """
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from ds_ckpt.compression.feedback import Feedback
+from ds_ckpt.compression.error_feedback import Feedback
 from ds_ckpt.compression.storage import TORCH_DTYPES, Stored
 from ds_ckpt.errors import Problem, StateError
 from ds_ckpt.exchange.layout import ColumnLayout, ShardLayout
-from ds_ckpt.exchange.residual_file import FORMATS, Contents, SavedFile, write
+from ds_ckpt.files import replacing
 
 log = logging.getLogger("ds_ckpt")
+FORMAT = "2"
+_RESIDUAL, _SCALES = "residual/", "scales/"
 _ANY = "ds_ckpt_residuals_*_of_*.safetensors"
 _UNFINISHED = "ds_ckpt_residuals_*.unfinished"
 _MARK = "ds_ckpt_residuals_saving"
@@ -33,6 +47,107 @@ _PATTERN = "ds_ckpt_residuals_{process:05d}_of_{world:05d}.safetensors"
 _FORMER = {"autotune": "referee"}
 """Parts by the name that an older file has them under."""
 _START_AT_0 = "remove the ds_ckpt_residuals_* files to start with residuals of 0"
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a file holds.
+
+    Attributes:
+        residuals: by parameter name.
+        steps, members: see the module.
+        parts: by part, its tensors and JSON values by key.
+    """
+
+    residuals: Mapping[str, Stored]
+    steps: int = 0
+    members: tuple[int, ...] | None = None
+    parts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+def _write(path: Path, method: str, contents: Contents) -> None:
+    """Write the file whole or not at all."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, stored in contents.residuals.items():
+        tensors[_RESIDUAL + name] = stored.values
+        if stored.scales is not None:
+            tensors[_SCALES + name] = stored.scales
+    values: dict[str, dict[str, Any]] = {}
+    for part, state in contents.parts.items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"{part}/{key}"] = value
+            else:
+                values.setdefault(part, {})[key] = value
+    about = {"steps": contents.steps, "members": contents.members, "values": values}
+    with replacing(path) as unfinished:
+        save_file(
+            {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()},
+            str(unfinished),
+            metadata={"format": FORMAT, "method": method, "about": json.dumps(about)},
+        )
+
+
+class SavedFile:
+    """A file opened for reading.
+
+    Attributes:
+        path: where it is.
+        method: what the residuals are of.
+        format: the file's; one of another format than `FORMAT` holds nothing that can be read.
+        steps, members: see the module.
+
+    Raises:
+        StateError: the file is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file: Any = safe_open(str(path), framework="pt")
+            metadata = self._file.metadata() or {}
+            about = json.loads(metadata.get("about", "{}"))
+        except Exception as error:  # safetensors raises a type of its own for a damaged file
+            raise StateError(
+                Problem(
+                    where=str(path),
+                    found=f"a file that cannot be read ({error})",
+                    why="its residuals are part of what training is still owed",
+                    remedy="restore the file, or remove all ds_ckpt_residuals_* files to start "
+                    "with residuals of 0",
+                )
+            ) from error
+        self.method = str(metadata.get("method"))
+        self.format = str(metadata.get("format"))
+        members = about.get("members")
+        self.steps = int(about.get("steps", 0))
+        self.members: tuple[int, ...] | None = None if members is None else tuple(members)
+        self._values: dict[str, dict[str, Any]] = about.get("values", {})
+        self._keys = set(self._file.keys())
+
+    @property
+    def names(self) -> list[str]:
+        """Parameters with a residual."""
+        return sorted(k.removeprefix(_RESIDUAL) for k in self._keys if k.startswith(_RESIDUAL))
+
+    def shape(self, name: str) -> list[int]:
+        """Of a residual's values."""
+        return list(self._file.get_slice(_RESIDUAL + name).get_shape())
+
+    def residual(self, name: str) -> Stored:
+        """As it was kept, on the host."""
+        scales = _SCALES + name
+        return Stored(
+            self._file.get_tensor(_RESIDUAL + name),
+            self._file.get_tensor(scales) if scales in self._keys else None,
+        )
+
+    def part(self, part: str) -> dict[str, Any]:
+        """Tensors and JSON values by key; empty where the file has none of the part."""
+        start = f"{part}/"
+        keys = sorted(key for key in self._keys if key.startswith(start))
+        tensors = {key[len(start) :]: self._file.get_tensor(key) for key in keys}
+        return {**tensors, **self._values.get(part, {})}
 
 
 class Stateful(Protocol):
@@ -115,7 +230,7 @@ class ResidualFiles:
             parts={name: part.state_dict() for name, part in self._parts.items()},
         )
         path = folder / _PATTERN.format(process=self._dp_rank, world=self._world)
-        write(path, self._method, contents)
+        _write(path, self._method, contents)
 
     def read(self, folder: Path) -> Contents | None:
         """This process's share of what was saved; None where the checkpoint has none.
@@ -198,13 +313,15 @@ class ResidualFiles:
     def _checked(self, path: Path) -> SavedFile:
         """The file, if it is of this run's method and shapes."""
         file = SavedFile(path)
-        if file.method != self._method or file.format not in FORMATS:
+        if file.method != self._method or file.format != FORMAT:
             raise StateError(
                 Problem(
                     where=str(path),
                     found=f"method {file.method}, format {file.format}",
-                    why=f"this run uses method {self._method}, formats {' and '.join(FORMATS)}",
-                    remedy=f"set ds_ckpt.compression.method to {file.method}, or {_START_AT_0}",
+                    why=f"this run uses method {self._method}, format {FORMAT}",
+                    remedy=f"set ds_ckpt.compression.method to {file.method}, or {_START_AT_0}"
+                    if file.format == FORMAT
+                    else _START_AT_0,
                 )
             )
         world = int(path.stem.rsplit("_", 1)[1])

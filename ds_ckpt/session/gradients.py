@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from ds_ckpt.compression.feedback import Feedback
+from ds_ckpt.compression.error_feedback import Feedback
 from ds_ckpt.config.compression import CompressionConfig
 from ds_ckpt.config.settings import exchange_settings
 from ds_ckpt.exchange.build import Built, ExchangeSettings, build_exchange, describe
-from ds_ckpt.exchange.own_group import discard, twin_of
-from ds_ckpt.exchange.plan import WHOLE, Plan
+from ds_ckpt.exchange.hierarchy import discard, twin_of
+from ds_ckpt.exchange.plan import UNCOMPRESSED, Plan
 from ds_ckpt.exchange.rules import MethodSettings, embeddings_of
 from ds_ckpt.exchange.state import ResidualFiles
 from ds_ckpt.memory import HostPool
@@ -148,7 +148,7 @@ class Gradients:
             tensors = self.plan.tensors
         else:
             what, of = f"residuals{kept}", "compressed parameter"
-            tensors = tuple(t for t in self.plan.tensors if t.how != WHOLE)
+            tensors = tuple(t for t in self.plan.tensors if t.how != UNCOMPRESSED)
         total = entry_bytes * sum(math.prod(t.shape) for t in tensors)
         in_all = f"{total / 1e6:.4g} MB" if total < 1e9 else f"{total / 1e9:,.1f} GB"
         return f"{what} cost {cost} a {of} a process, {in_all}"

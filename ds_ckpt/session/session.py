@@ -356,7 +356,7 @@ class Session:
     def measure_with(self, exchange: BucketExchange) -> None:
         """Have `exchange` reduce gradients in the place of what the configuration names.
 
-        For measuring only, and between steps: `SilentExchange` shows the ceiling of compression,
+        For measuring only, and between steps: `NoCommunication` shows the ceiling of compression,
         with training that means nothing. Residuals of the configured method stay where they are.
         Raises UnsupportedError where there is no ZeRO-3 reduction to replace.
         """

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_ckpt.compression.factors import Factors
-from ds_ckpt.compression.feedback import Feedback
+from ds_ckpt.compression.error_feedback import Feedback
+from ds_ckpt.compression.powersgd import Factors
 from ds_ckpt.compression.storage import Stored
 from ds_ckpt.exchange.autotune import ScheduledExchange
 from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.exchange import AllToAllExchange
-from ds_ckpt.exchange.ring_order import ring_pieces
+from ds_ckpt.exchange.layout import ring_pieces
 from ds_ckpt.exchange.rules import MethodSettings
 from ds_ckpt.exchange.virtual import VirtualTransport, VirtualWorld
 

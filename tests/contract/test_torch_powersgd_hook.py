@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ds_ckpt.exchange.treatment import LowRank
+from ds_ckpt.compression import LowRank
 from tests.unit.virtual import World, assemble
 
 pytestmark = pytest.mark.timeout(60)

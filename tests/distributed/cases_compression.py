@@ -288,7 +288,7 @@ def save_plain(folder: str) -> None:
 
 def load_residuals_only(folder: str) -> dict[str, torch.Tensor]:
     """Read residuals saved by another world size and give their sum over this one."""
-    from ds_ckpt.compression.feedback import Feedback
+    from ds_ckpt.compression.error_feedback import Feedback
     from ds_ckpt.exchange.state import ResidualFiles
 
     model = models.build("llama")

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import ds_ckpt
 from ds_ckpt.errors import UnsupportedError
-from ds_ckpt.exchange.silent import SilentExchange
+from ds_ckpt.exchange.no_communication import NoCommunication
 from ds_ckpt.telemetry import Purpose
 from tests.distributed import models
 from tests.distributed.pool import fresh
@@ -19,7 +19,7 @@ def trained(section: dict[str, Any]) -> dict[str, Any]:
     fresh()
     engine = models.start("llama", models.zero3_config(ds_ckpt=section))
     session = ds_ckpt.session_of(engine) or ds_ckpt.attach(engine)
-    session.measure_with(SilentExchange(dist.get_world_size(), dist.get_rank()))
+    session.measure_with(NoCommunication(dist.get_world_size(), dist.get_rank()))
     before = session.counters.snapshot()
     losses = []
     for _ in range(3):
@@ -31,7 +31,7 @@ def trained(section: dict[str, Any]) -> dict[str, Any]:
     engine.destroy()
     refused = ""
     try:
-        session.measure_with(SilentExchange(1, 0))
+        session.measure_with(NoCommunication(1, 0))
     except UnsupportedError as error:
         refused = str(error)
     return {

@@ -20,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ds_ckpt.compression.factors import Factors
-from ds_ckpt.compression.feedback import Feedback
+from ds_ckpt.compression.error_feedback import Feedback
+from ds_ckpt.compression.powersgd import Factors
 from ds_ckpt.exchange.autotune import (
     COUNTED,
     RECHECK,

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from ds_ckpt.compression import Quantize, TopK
+from ds_ckpt.compression import LowRank, Quantize, TopK
 from ds_ckpt.config import parse
 from ds_ckpt.config.compression import CompressionConfig, RuleConfig
 from ds_ckpt.config.settings import exchange_settings
 from ds_ckpt.errors import ConfigError
-from ds_ckpt.exchange.treatment import LowRank
 
 PLACE = "$.ds_ckpt.compression.rules"
 
@@ -83,31 +82,24 @@ def test_rules_make_a_common_section_useful() -> None:
         },
     }
     settings = exchange_settings(parse(config).compression)
-    assert settings.rules[0].settings.density == 0.5
+    assert settings.rules[0].settings.sections["topk"].density == 0.5
     assert settings.start_step == 5
     assert not settings.lossless
 
 
-def test_settings_become_the_codec() -> None:
+def test_settings_become_the_compressor() -> None:
+    topk = {"density": 0.25, "values": "bf16", "selection": "exact"}
     compression = parse_rules(
-        {
-            "match": "a",
-            "method": "topk",
-            "topk": {"density": 0.25, "values": "bf16", "selection": "sampled"},
-        },
-        {"match": "b", "method": "topk", "topk": {"offsets": "packed"}},
-        {
-            "match": "c",
-            "method": "quantize",
-            "quantize": {"bits": 2, "block": 128, "rotated": True},
-        },
+        {"match": "a", "method": "topk", "topk": topk},
+        {"match": "b", "method": "dense"},
+        {"match": "c", "method": "quantize", "quantize": {"bits": 2, "block": 128}},
         {"match": "d", "method": "powersgd", "powersgd": {"rank": 3, "alternate": True}},
         {"match": "e", "method": "hybrid", "hybrid": {"remainder": "topk"}},
     )
-    a, b, c, d, e = (r.settings.treatment() for r in exchange_settings(compression).rules)
-    assert a == TopK(0.25, "bf16", "sampled")
-    assert b == TopK(offsets="packed")
-    assert c == Quantize(2, 128, rotated=True)
+    a, b, c, d, e = (r.settings.compressor() for r in exchange_settings(compression).rules)
+    assert a == TopK(**topk)
+    assert b is None
+    assert c == Quantize(bits=2, block=128)
     assert d == LowRank(3, alternate=True)
     assert e == LowRank(16, remainder=TopK())
 
@@ -120,7 +112,7 @@ def test_a_rules_own_section_comes_before_the_common_one() -> None:
         method="hybrid",
     )
     rules = exchange_settings(compression).rules
-    assert [r.settings.bits for r in rules] == [8, 3, 3]
+    assert [r.settings.sections["quantize"].bits for r in rules] == [8, 3, 3]
     assert [r.where for r in rules] == [f"{PLACE}[{i}]" for i in range(3)]
     assert rules[2].applies("norm.weight", torch.Size([10]))
     assert not rules[2].applies("norm.weight", torch.Size([9]))
@@ -142,7 +134,6 @@ def test_a_rules_own_section_comes_before_the_common_one() -> None:
             {"method": "hybrid", "hybrid": {"remainder": "topk"}, "quantize": {"bits": 2}},
             ["quantize"],
         ),
-        ({"method": "topk", "topk": {"selection": "exact", "offsets": "packed"}}, ["topk.offsets"]),
         (
             {
                 "method": "quantize",
@@ -155,19 +146,13 @@ def test_a_rules_own_section_comes_before_the_common_one() -> None:
                         "hybrid": {"remainder": "topk"},
                         "quantize": {"bits": 2},
                     },
-                    {
-                        "match": "d",
-                        "method": "topk",
-                        "topk": {"selection": "sampled", "offsets": "bytes"},
-                    },
                 ],
             },
-            ["rules[0].topk", "rules[1].topk", "rules[2].quantize", "rules[3].topk.offsets"],
+            ["rules[0].topk", "rules[1].topk", "rules[2].quantize"],
         ),
         # these act
         ({"method": "hybrid", "topk": {"density": 0.1}}, []),
         ({"method": "powersgd", "topk": {"density": 0.1}}, []),
-        ({"method": "topk", "topk": {"offsets": "packed"}}, []),
         ({"method": "topk", "error_feedback": {"enabled": False}}, []),
         (
             {
@@ -193,3 +178,39 @@ def test_settings_that_others_leave_without_a_use(
         f"$.ds_ckpt.compression.{place}" for place in places
     ]
     assert all("does nothing" in p.why or "in this rule" in p.why for p in caught.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("section", "where", "remedy"),
+    [
+        ({"topk": {"offsets": "packed"}}, "topk.offsets", "remove it"),
+        ({"topk": {"selection": "sampled"}}, "topk.selection", '"exact"'),
+        ({"topk": {"offsets": True}}, "topk.offsets", "remove it"),
+        ({"rules": [{"match": "*", "method": "quantize", "quantize": {"rotated": True}}]},)
+        + ("rules[0].quantize.rotated", "more bits"),
+        ({"rules": [{"match": "*", "method": "quantize", "quantize": {"rotated": 0}}]},)
+        + ("rules[0].quantize.rotated", "more bits"),
+    ],
+)
+def test_a_setting_that_is_gone_is_refused_with_what_to_write(
+    section: dict[str, Any], where: str, remedy: str
+) -> None:
+    config = {
+        "zero_optimization": {"stage": 3},
+        "ds_ckpt": {"compression": {"method": "topk", **section}},
+    }
+    with pytest.raises(ConfigError) as caught:
+        parse(config)
+    (problem,) = caught.value.problems
+    assert problem.where == f"$.ds_ckpt.compression.{where}"
+    assert remedy in problem.remedy
+
+
+def test_a_setting_that_is_gone_may_say_what_is_always_so_now(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    old = parse_rules({"match": "*", "method": "quantize", "quantize": {"rotated": False}})
+    assert old == parse_rules({"match": "*", "method": "quantize", "quantize": {}})
+    (line,) = (record.message for record in caplog.records)
+    assert f"{PLACE}[0].quantize.rotated" in line
+    assert "remove it" in line

@@ -77,9 +77,7 @@ LEAVES: dict[Keys, st.SearchStrategy[Any]] = {
     | st.floats(min_value=1, exclude_min=True)
     | st.integers(2, 100),
     ("ds_ckpt", "compression", "topk", "values"): _not_among("fp32", "bf16", "int8"),
-    ("ds_ckpt", "compression", "topk", "selection"): _not_among("exact", "sampled", "blocks"),
-    ("ds_ckpt", "compression", "topk", "offsets"): _not_among("bytes", "packed"),
-    ("ds_ckpt", "compression", "quantize", "rotated"): _BOOL_LIKE,
+    ("ds_ckpt", "compression", "topk", "selection"): _not_among("exact", "blocks"),
     ("ds_ckpt", "compression", "quantize", "bits"): _WHOLE
     | st.integers().filter(lambda n: n not in (8, 4, 3, 2)),
     ("ds_ckpt", "compression", "quantize", "block"): _WHOLE

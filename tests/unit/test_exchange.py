@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from virtual import World, assemble, stock
 
-from ds_ckpt.compression import Codec, Dense, Quantize, TopK
-from ds_ckpt.compression.codec import VALUE_FORMATS
+from ds_ckpt.compression import Codec, Compressor, Dense, LowRank, Quantize, TopK
 from ds_ckpt.compression.quantize import BITS, BLOCKS
-from ds_ckpt.compression.topk import OFFSETS, SELECTIONS
+from ds_ckpt.compression.topk import SELECTIONS, VALUE_FORMATS
 from ds_ckpt.exchange.layout import HEADER_BYTES, ShardLayout
-from ds_ckpt.exchange.treatment import Choose, LowRank, Treatment
+from ds_ckpt.exchange.rules import Choose
 from ds_ckpt.exchange.virtual import VirtualWorld
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -34,12 +33,12 @@ shapes = st.one_of(
 codecs: st.SearchStrategy[Codec] = st.one_of(
     st.builds(
         TopK,
-        st.sampled_from([0.001, 0.01, 0.1, 0.5, 1.0]),
+        density=st.sampled_from([0.001, 0.01, 0.1, 0.5, 1.0]),
         values=st.sampled_from(VALUE_FORMATS),
         selection=st.sampled_from(SELECTIONS),
     ),
     st.builds(Dense, st.sampled_from([torch.float32, torch.bfloat16])),
-    st.builds(Quantize, st.sampled_from(BITS), st.sampled_from(BLOCKS)),
+    st.builds(Quantize, bits=st.sampled_from(BITS), block=st.sampled_from(BLOCKS)),
 )
 low_ranks = st.builds(
     LowRank,
@@ -47,7 +46,7 @@ low_ranks = st.builds(
     alternate=st.booleans(),
     remainder=st.one_of(st.none(), codecs),
 )
-treatments: st.SearchStrategy[Treatment] = st.one_of(codecs, low_ranks)
+treatments: st.SearchStrategy[Compressor | None] = st.one_of(codecs, low_ranks)
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ hosts = st.builds(
 )
 
 
-def matrices(codec: Treatment) -> Choose:
+def matrices(codec: Compressor | None) -> Choose:
     """Tensors of two dimensions by `codec`, others whole."""
     return lambda name, shape: codec if len(shape) > 1 else None
 
@@ -114,7 +113,17 @@ def assert_same_shards(got: list[list[Tensor]], expected: list[list[Tensor]]) ->
 
 
 @settings(max_examples=300, deadline=None)
-@given(cases, st.sampled_from([None, TopK(1.0, "fp32", "exact"), TopK(1.0, "fp32"), Dense()]))
+@given(
+    cases,
+    st.sampled_from(
+        [
+            None,
+            TopK(density=1.0, values="fp32", selection="exact"),
+            TopK(density=1.0, values="fp32"),
+            Dense(),
+        ]
+    ),
+)
 def test_sending_everything_is_the_stock_reduction_bitwise(case: Case, codec: Codec | None) -> None:
     if codec is not None:  # with a codec 16-bit gradients are divided in fp32: see below
         case = replace(case, dtype=torch.float32)
@@ -160,10 +169,9 @@ def check_it_is_the_fp32_mean(case: Case, codec: Codec, loss_scale: float, step:
 
 everything_by_topk = st.builds(
     TopK,
-    st.just(1.0),
+    density=st.just(1.0),
     values=st.just("fp32"),
     selection=st.sampled_from(SELECTIONS),
-    offsets=st.sampled_from(OFFSETS),
 )
 several_hosts = st.builds(
     lambda of, shapes, dtype, seed: Case(of[0] * of[1], shapes, dtype, seed, of[1]),
@@ -190,9 +198,9 @@ def test_dense_in_fp32_is_the_fp32_sum_on_one_level_and_two(
     check_it_is_the_fp32_mean(case, Dense(), loss_scale, step)
 
 
-@pytest.mark.parametrize("codec", [TopK(0.1), Quantize(3), LowRank(2), None])
+@pytest.mark.parametrize("codec", [TopK(density=0.1), Quantize(bits=3), LowRank(2), None])
 @pytest.mark.parametrize("local", [1, 2])
-def test_types_in_one_bucket_do_not_mix(codec: Treatment, local: int) -> None:
+def test_types_in_one_bucket_do_not_mix(codec: Compressor | None, local: int) -> None:
     """What a tensor delivers does not depend on what it shares a bucket with."""
     names, shape = ["a", "b", "c", "d"], (24, 20)
     types = [torch.float32, torch.bfloat16, torch.float16, torch.float32]
@@ -240,7 +248,7 @@ def test_negative_zero_survives() -> None:
 
 
 def test_a_world_of_one_returns_the_gradient_itself() -> None:
-    world = World(1, lambda n, s: TopK(0.01))
+    world = World(1, lambda n, s: TopK(density=0.01))
     gradient = torch.randn(8, 8)
     (shard,) = world.exchanges[0].reduce(["w"], [gradient])
     assert shard.data_ptr() == gradient.data_ptr()
@@ -248,7 +256,7 @@ def test_a_world_of_one_returns_the_gradient_itself() -> None:
 
 
 def test_a_world_of_one_delivers_what_a_larger_one_left() -> None:
-    world = World(1, lambda n, s: TopK(0.01))
+    world = World(1, lambda n, s: TopK(density=0.01))
     world.feedbacks[0].load_state_dict({"w": torch.full((4,), 0.5)})
     for expected in (2.0 + 0.5 * 8, 2.0):
         ((shard,),) = world.reduce(["w"], [[torch.full((2, 2), 2.0)]], loss_scale=8.0)
@@ -260,7 +268,13 @@ def test_a_world_of_one_delivers_what_a_larger_one_left() -> None:
 
 
 def check_law_3(
-    case: Case, codec: Treatment, micro_steps: int, steps: int, loss_scale: float, *, exact: bool
+    case: Case,
+    codec: Compressor | None,
+    micro_steps: int,
+    steps: int,
+    loss_scale: float,
+    *,
+    exact: bool,
 ) -> None:
     world = World(case.world, matrices(codec), local=case.local)
     # a factorization rounds by the matrix's norm, not by its entries
@@ -302,7 +316,9 @@ def _matrices(case: Case) -> list[tuple[str, tuple[int, ...]]]:
 
 @quick
 @given(hosts, treatments, st.integers(1, 3), st.sampled_from([1.0, 1024.0, 1000.0]))
-def test_nothing_is_lost(case: Case, codec: Treatment, micro_steps: int, loss_scale: float) -> None:
+def test_nothing_is_lost(
+    case: Case, codec: Compressor | None, micro_steps: int, loss_scale: float
+) -> None:
     check_law_3(case, codec, micro_steps, 2, loss_scale, exact=False)
 
 
@@ -320,13 +336,13 @@ def test_nothing_at_all_is_lost_of_integers(
     if case.world not in (1, 2, 4):
         loss_scale = 1.0  # division by 3 * 1024 is not exact
     fp32 = Case(case.world, case.shapes, torch.float32, case.seed)
-    codec = TopK(density, "fp32", selection)  # type: ignore[arg-type]
+    codec = TopK(density=density, values="fp32", selection=selection)  # type: ignore[arg-type]
     check_law_3(fp32, codec, micro_steps, 3, loss_scale, exact=True)
 
 
 def test_without_feedback_the_rest_is_dropped() -> None:
     case = Case(2, [(30, 30)], torch.float32, 1)
-    world = World(2, matrices(TopK(0.01)), error_feedback=False)
+    world = World(2, matrices(TopK(density=0.01)), error_feedback=False)
     first = world.reduce(case.names, case.gradients())
     world.commit()
     assert_same_shards(world.reduce(case.names, case.gradients()), first)
@@ -335,7 +351,7 @@ def test_without_feedback_the_rest_is_dropped() -> None:
 
 def test_repeated_exchange_delivers_what_was_held_back() -> None:
     case = Case(3, [(50, 20)], torch.float32, 5)
-    world = World(3, matrices(TopK(0.05)))
+    world = World(3, matrices(TopK(density=0.05)))
     gradients = case.gradients()
     total = torch.zeros(1000)
     for _ in range(60):
@@ -350,7 +366,9 @@ def test_repeated_exchange_delivers_what_was_held_back() -> None:
 
 @quick
 @given(cases, treatments)
-def test_the_owners_part_is_exact_and_leaves_no_residual(case: Case, codec: Treatment) -> None:
+def test_the_owners_part_is_exact_and_leaves_no_residual(
+    case: Case, codec: Compressor | None
+) -> None:
     world = World(case.world, matrices(codec))
     gradients = case.gradients()
     for me in range(case.world):  # only `me` has a gradient: its own shard must arrive whole
@@ -372,7 +390,7 @@ def test_the_owners_part_is_exact_and_leaves_no_residual(case: Case, codec: Trea
 
 
 def test_a_residual_in_the_owners_part_is_delivered() -> None:
-    world = World(2, lambda n, s: TopK(0.5, "fp32", "exact"))
+    world = World(2, lambda n, s: TopK(density=0.5, values="fp32", selection="exact"))
     world.feedbacks[0].load_state_dict({"w": torch.tensor([1.0, 2.0, 0.0, 0.0])})
     shards = world.reduce(["w"], [[torch.zeros(2, 2)], [torch.zeros(2, 2)]], loss_scale=4.0)
     assert shards[0][0].tolist() == [4.0, 8.0]
@@ -392,7 +410,7 @@ def test_a_residual_in_the_owners_part_is_delivered() -> None:
     st.integers(0, 2),
 )
 def test_a_non_finite_value_is_seen_and_leaves_no_trace(
-    case: Case, codec: Treatment, bad: float, where: int, bad_micro_step: int
+    case: Case, codec: Compressor | None, bad: float, where: int, bad_micro_step: int
 ) -> None:
     clean, dirty = (World(case.world, matrices(codec), local=case.local) for _ in range(2))
     for world in (clean, dirty):
@@ -428,7 +446,7 @@ def test_a_non_finite_value_is_seen_and_leaves_no_trace(
 @pytest.mark.parametrize("sender", [0, 1, 2])
 @pytest.mark.parametrize("at", [0, 5, 11])
 def test_every_receiver_answers_nan_for_compressed_tensors(sender: int, at: int) -> None:
-    names, world = ["w", "b", "v"], World(3, matrices(TopK(0.1)))
+    names, world = ["w", "b", "v"], World(3, matrices(TopK(density=0.1)))
     gradients = [[torch.ones(3, 4), torch.ones(6), torch.ones(5, 5)] for _ in range(3)]
     gradients[sender][0].view(-1)[at] = torch.inf
     for process, shards in enumerate(world.reduce(names, gradients)):
@@ -451,7 +469,9 @@ def test_every_receiver_answers_nan_for_compressed_tensors(sender: int, at: int)
     st.sampled_from([1e-45, 1e-40, 1e-38, 1e30, 0.9 * torch.finfo(torch.float32).max]),
     st.integers(2, 4),
 )
-def test_extreme_finite_values_stay_finite(codec: Treatment, scale: float, world_size: int) -> None:
+def test_extreme_finite_values_stay_finite(
+    codec: Compressor | None, scale: float, world_size: int
+) -> None:
     if isinstance(codec, LowRank):
         scale = min(scale, 1e30)  # a row's product with a factor overflows before its entries do
     world = World(world_size, lambda n, s: codec)
@@ -494,7 +514,7 @@ def test_an_empty_bucket_needs_no_collective() -> None:
 
 @quick
 @given(hosts, treatments)
-def test_the_same_gradients_give_the_same_bits(case: Case, codec: Treatment) -> None:
+def test_the_same_gradients_give_the_same_bits(case: Case, codec: Compressor | None) -> None:
     results = []
     for _ in range(2):
         world = World(case.world, matrices(codec), local=case.local)
@@ -506,7 +526,7 @@ def test_the_same_gradients_give_the_same_bits(case: Case, codec: Treatment) -> 
 
 def test_codecs_that_differ_between_processes_are_noticed() -> None:
     world = World(2, lambda n, s: None)
-    world.exchanges[1]._choose = lambda n, s: TopK(0.01)
+    world.exchanges[1]._choose = lambda n, s: TopK(density=0.01)
     with pytest.raises(AssertionError, match="expects"):
         world.reduce(["w"], [[torch.zeros(64, 64)]] * 2)
 
@@ -564,16 +584,16 @@ def test_whole_sixteen_bit_gradients_round_a_hosts_sum_and_the_result(
     assert ours < 0.9 * float((ring.double() / case.world - exact).norm())
 
 
-exact_in_hosts: list[tuple[Treatment, bool]] = [
+exact_in_hosts: list[tuple[Compressor | None, bool]] = [
     (treatment, held)
     for treatment in (
-        TopK(0.1),
-        TopK(0.1, "fp32", "exact"),
-        Quantize(3),
+        TopK(density=0.1),
+        TopK(density=0.1, values="fp32", selection="exact"),
+        Quantize(bits=3),
         Dense(torch.bfloat16),
         LowRank(2),
         LowRank(2, alternate=True),
-        LowRank(2, remainder=Quantize(4)),
+        LowRank(2, remainder=Quantize(bits=4)),
     )
     for held in (False, True)
 ] + [(None, True)]
@@ -583,7 +603,7 @@ exact_in_hosts: list[tuple[Treatment, bool]] = [
 @pytest.mark.parametrize(("size", "local"), [(4, 2), (8, 4), (9, 3)])
 @pytest.mark.parametrize(("treatment", "held"), exact_in_hosts)
 def test_a_hosts_sum_of_sixteen_bits_keeps_the_bits_of_fp32(
-    treatment: Treatment, held: bool, size: int, local: int, dtype: torch.dtype
+    treatment: Compressor | None, held: bool, size: int, local: int, dtype: torch.dtype
 ) -> None:
     """What arrives and what is left are the sum of the gradients as they came, to fp32 rounding
     and the one rounding of what arrives to their type."""
@@ -611,7 +631,7 @@ def test_a_hosts_sum_of_sixteen_bits_keeps_the_bits_of_fp32(
 def test_a_bucket_that_goes_whole_takes_what_is_owed_and_then_costs_no_residual(
     dtype: torch.dtype, local: int
 ) -> None:
-    world = World(2 * local, matrices(TopK(0.1)), local=local)
+    world = World(2 * local, matrices(TopK(density=0.1)), local=local)
     gradients = [[torch.randn(20, 30).to(dtype)] for _ in range(2 * local)]
 
     def reduce(*, whole: bool) -> Tensor:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ds_ckpt.compression import Feedback, all_finite
-from ds_ckpt.compression.buffers import is_power_of_two
+from ds_ckpt.compression.error_feedback import is_power_of_two
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -36,19 +36,19 @@ def test_the_units_are_those_of_the_mean(
     assert torch.equal(feedback.accumulate("w", second, world, loss_scale), expected)
 
 
-def test_copies_have_ended_before_a_settled_buffer_is_given_back(
+def test_copies_have_ended_before_a_cleared_buffer_is_given_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     feedback = Feedback(device="cpu")
     feedback.accumulate("w", torch.ones(5), 1)
     feedback.commit()
-    feedback.settle("w")
+    feedback.clear("w")
     events: list[str] = []
-    monkeypatch.setattr(feedback, "_settle", lambda: events.append("copies ended"))
+    monkeypatch.setattr(feedback, "_wait_for_copies", lambda: events.append("copies ended"))
     monkeypatch.setattr(feedback._buffers, "release", lambda *_: events.append("given back"))
     feedback.commit()
     assert events == ["copies ended", "given back"]
-    feedback.settle("w")
+    feedback.clear("w")
     feedback.commit()
     assert len(events) == 2, "nothing is held: nothing to wait for"
 
@@ -182,7 +182,7 @@ def test_several_names_are_in_work_at_once(enabled: bool) -> None:
         assert torch.equal(tensor, torch.full((4,), float(i)))
     for name, tensor in zip(names, working, strict=True):
         tensor[:2] = 0.0
-        feedback.keep(name, tensor)
+        feedback.store(name, tensor)
     feedback.commit()
     expected = {n: [0.0, 0.0, float(i), float(i)] for i, n in enumerate(names)}
     assert {n: t.tolist() for n, t in feedback.state_dict().items()} == (
@@ -194,17 +194,17 @@ def test_what_was_delivered_to_the_last_bit_is_held_no_more() -> None:
     feedback = Feedback()
     feedback.load_state_dict({"w": torch.ones(4)})
     feedback.accumulate("w", torch.ones(4), 1).zero_()
-    feedback.settle("w")
+    feedback.clear("w")
     feedback.rollback()
     assert feedback.state_dict()["w"].tolist() == [1.0] * 4
     feedback.accumulate("w", torch.ones(4), 1).zero_()
-    feedback.settle("w")
+    feedback.clear("w")
     feedback.commit()
     assert not feedback.holds("w")
     assert feedback.nbytes == 0
     # a later micro-step of the same step leaves something again
     feedback.accumulate("w", torch.ones(4), 1).zero_()
-    feedback.settle("w")
+    feedback.clear("w")
     feedback.accumulate("w", torch.ones(4), 1)
     feedback.commit()
     assert feedback.state_dict()["w"].tolist() == [1.0] * 4

@@ -25,7 +25,7 @@ def _gradients(world: int, seed: int) -> list[list[Tensor]]:
 
 
 def _topk(name: str, shape: torch.Size) -> Codec | None:
-    return TopK(0.1, "int8") if len(shape) > 1 else None
+    return TopK(density=0.1, values="int8") if len(shape) > 1 else None
 
 
 @settings(max_examples=60, deadline=None)
@@ -161,7 +161,7 @@ def _whole(name: str, shape: torch.Size) -> Codec | None:
 
 
 def _largest(name: str, shape: torch.Size) -> Codec | None:
-    return TopK(0.1, "fp32") if len(shape) > 1 else None
+    return TopK(density=0.1, values="fp32") if len(shape) > 1 else None
 
 
 @settings(max_examples=60, deadline=None)

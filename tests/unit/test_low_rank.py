@@ -11,19 +11,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 from virtual import World, assemble
 
-from ds_ckpt.compression import Dense, Quantize, TopK
-from ds_ckpt.compression.powersgd import factor_numels
-from ds_ckpt.exchange.factor_sum import FactorSum, gathers, sent_entry_bytes
+from ds_ckpt.compression import Compressor, Dense, LowRank, Quantize, TopK
+from ds_ckpt.compression.powersgd import factor_numels, gathers, sent_entry_bytes
 from ds_ckpt.exchange.layout import ColumnLayout, ShardLayout
+from ds_ckpt.exchange.low_rank import FactorSum, RowBlocks
 from ds_ckpt.exchange.plan import Plan
-from ds_ckpt.exchange.row_blocks import RowBlocks
-from ds_ckpt.exchange.treatment import Choose, LowRank, Treatment
+from ds_ckpt.exchange.rules import Choose
 from ds_ckpt.exchange.virtual import VirtualWorld
 
 quick = settings(max_examples=60, deadline=None)
 
 
-def matrices(treatment: Treatment) -> Choose:
+def matrices(treatment: Compressor | None) -> Choose:
     return lambda name, shape: treatment if len(shape) > 1 else None
 
 
@@ -39,8 +38,8 @@ def low_rank(rows: int, columns: int, rank: int, seed: int) -> torch.Tensor:
     [
         (LowRank(4), 2),
         (LowRank(4, alternate=True), 1),
-        (LowRank(4, alternate=True, remainder=Quantize(4)), 2),
-        (LowRank(4, remainder=TopK(0.01)), 3),
+        (LowRank(4, alternate=True, remainder=Quantize(bits=4)), 2),
+        (LowRank(4, remainder=TopK(density=0.01)), 3),
     ],
 )
 def test_collectives_of_a_bucket_with_norms_and_biases(
@@ -79,7 +78,7 @@ def test_bytes_are_those_of_the_factors_and_the_small_tensors(size: int) -> None
 
 @pytest.mark.parametrize("hosts", [2, 3, 4])
 @pytest.mark.parametrize("local", [1, 2, 4])
-@pytest.mark.parametrize("treatment", [LowRank(4), LowRank(4, remainder=Quantize(4))])
+@pytest.mark.parametrize("treatment", [LowRank(4), LowRank(4, remainder=Quantize(bits=4))])
 def test_the_plan_has_the_bytes_that_a_host_sends(
     hosts: int, local: int, treatment: LowRank
 ) -> None:
@@ -98,7 +97,7 @@ def test_rounded_factors_lose_nothing(size: int, alternate: bool, rest: bool, se
     """What a process sends in fewer bits than it computed stays in its residual, to the bit of the
     sum: one step of rank 1, far from exact, on numbers that bf16 does not hold."""
     generator = torch.Generator().manual_seed(seed)
-    remainder = Quantize(4) if rest else None
+    remainder = Quantize(bits=4) if rest else None
     world = World(size, matrices(LowRank(1, alternate=alternate, remainder=remainder)))
     gradients = [[torch.randn(40, 30, generator=generator)] for _ in range(size)]
     wanted = sum(g[0].double() for g in gradients).div(size).flatten()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_ckpt.exchange.nodes import Nodes, Place, arrange, here
+from ds_ckpt.exchange.hierarchy import Nodes, Place, arrange, here
 
 
 @given(st.integers(2, 5), st.integers(2, 5), st.randoms())

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ds_ckpt.compression import Quantize, TopK
+from ds_ckpt.compression import LowRank, Quantize, TopK
 from ds_ckpt.errors import UnsupportedError
 from ds_ckpt.exchange.plan import Plan
 from ds_ckpt.exchange.rules import MethodSettings, Rule, Rules
-from ds_ckpt.exchange.treatment import LowRank
 
 SHAPES = [
     ("embed.weight", torch.Size([32000, 64]), 2),
@@ -42,7 +41,7 @@ def test_what_is_built_in() -> None:
 def test_a_rank_as_large_as_the_matrix_leaves_it_to_the_remainder() -> None:
     shape = torch.Size([64, 64])
     assert rules("powersgd", rank=64)("w", shape) is None
-    assert rules("hybrid", rank=64, bits=8)("w", shape) == Quantize(8)
+    assert rules("hybrid", rank=64, bits=8)("w", shape) == Quantize(bits=8)
     assert rules("hybrid", rank=2, remainder="topk")("w", shape) == LowRank(2, remainder=TopK())
 
 
@@ -54,7 +53,7 @@ def test_the_first_rule_that_fits_decides() -> None:
         Rule("r2", "*", MethodSettings("dense"), max_numel=15),
     )
     found = [choose(n, s) for n, s, _ in SHAPES]
-    assert found == [Quantize(), LowRank(2), TopK(0.1), TopK(0.1), None]
+    assert found == [Quantize(), LowRank(2), TopK(density=0.1), TopK(density=0.1), None]
     choose.check([(n, s) for n, s, _ in SHAPES[:4]] + [("b", torch.Size([3]))])
 
 
@@ -77,12 +76,12 @@ def test_rules_that_cannot_work_are_refused_together() -> None:
 def test_the_plan_adds_up() -> None:
     plan = Plan.of(rules("hybrid", rank=4, bits=4), SHAPES, world=8)
     assert plan.dense_bytes == sum(2 * s.numel() for _, s, _ in SHAPES)
-    by_treatment = plan.by_treatment()
-    assert sum(n for n, _, _ in by_treatment.values()) == len(SHAPES)
-    assert sum(sent for _, _, sent in by_treatment.values()) == plan.sent_bytes
+    by_compressor = plan.by_compressor()
+    assert sum(n for n, _, _ in by_compressor.values()) == len(SHAPES)
+    assert sum(sent for _, _, sent in by_compressor.values()) == plan.sent_bytes
     q = next(t for t in plan.tensors if t.name == "layers.0.q.weight")
     assert q.how == "PowerSGD rank 4 + 4-bit values in blocks of 64"
-    assert q.sent_bytes == 2 * 4 * 4 * (64 + 64) + Quantize(4).packed_bytes(4096)
+    assert q.sent_bytes == 2 * 4 * 4 * (64 + 64) + Quantize(bits=4).packed_bytes(4096)
     assert plan.compressed == 3
     text = str(plan)
     assert all(t.name in text for t in plan.tensors)
@@ -102,21 +101,22 @@ def test_layers_alike_share_a_line_of_the_table() -> None:
         "model.layers.*.mlp.up.weight",
         "model.norm.weight",
     ]
-    sent = 12 * Quantize(4).packed_bytes(4096)
+    sent = 12 * Quantize(bits=4).packed_bytes(4096)
     assert f"{sent:,} of {12 * 2 * 4096:,} B" in " ".join(lines[0].split())
     assert lines[-1] == str(plan).splitlines()[-1]
     assert len(str(plan).splitlines()) == len(shapes) + 1
 
 
-def test_the_cost_of_a_treatment_is_that_of_its_parts() -> None:
-    alone, both = LowRank(4), LowRank(4, remainder=Quantize(2))
-    cost, with_rest = alone.cost(64, 48, world=2), both.cost(64, 48, world=2)
-    rest = Quantize(2).cost(64 * 48)
+def test_the_cost_of_a_compressor_is_that_of_its_parts() -> None:
+    shape = torch.Size([64, 48])
+    alone, both = LowRank(4), LowRank(4, remainder=Quantize(bits=2))
+    cost, with_rest = alone.cost(shape, world=2), both.cost(shape, world=2)
+    rest = Quantize(bits=2).cost(64 * 48)
     assert cost.payload_bytes == 4 * 4 * (64 + 48)
     assert with_rest.payload_bytes == cost.payload_bytes + rest.payload_bytes
     assert with_rest.operations == cost.operations + rest.operations
     assert with_rest.memory_bytes == cost.memory_bytes + rest.memory_bytes
-    assert LowRank(4, alternate=True).cost(64, 48, world=2).operations < cost.operations
+    assert LowRank(4, alternate=True).cost(shape, world=2).operations < cost.operations
 
 
 def test_rows_that_a_host_divides_have_a_right_factor_each() -> None:

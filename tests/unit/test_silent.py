@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_ckpt.exchange.layout import ShardLayout
-from ds_ckpt.exchange.silent import SilentExchange
+from ds_ckpt.exchange.no_communication import NoCommunication
 
 
 def _never(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -26,7 +26,7 @@ def test_the_shards_of_all_processes_are_their_own_gradients(
     for dp_rank in range(world):
         tensors = [torch.randn(shape).to(dtype) for shape in shapes]
         names = [f"w{i}" for i in range(len(tensors))]
-        exchange = SilentExchange(world, dp_rank)
+        exchange = NoCommunication(world, dp_rank)
         assert not exchange.inline(names)
         parts = exchange.reduce(names, [t.clone() for t in tensors], loss_scale=8.0, stock=_never)
         exchange.step_ended(skipped=False)

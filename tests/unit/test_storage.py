@@ -133,7 +133,7 @@ def test_tiny_gradients_beside_a_large_residual_are_not_lost(
     gradient[::BLOCK] = 0.0
     assert torch.equal((start + gradient).bfloat16().float(), start)
     for _ in range(steps):
-        feedback.keep("w", feedback.accumulate("w", gradient, 1))
+        feedback.store("w", feedback.accumulate("w", gradient, 1))
         feedback.commit()
     grown = (feedback.state_dict()["w"] - start)[gradient > 0].double()
     expected = steps * share * unit_
@@ -206,7 +206,7 @@ def step(feedback: Feedback, seed: int, names: tuple[str, ...] = ("a", "b")) -> 
         for name in names:
             pending = feedback.accumulate(name, torch.randn(300, generator=generator), 2)
             pending[:75] = 0.0
-            feedback.keep(name, pending)
+            feedback.store(name, pending)
 
 
 @settings(max_examples=40, deadline=None)
@@ -273,7 +273,7 @@ def test_another_dtype_is_taken_over_exactly_and_rounded_by_the_next_step(
     assert all(torch.equal(t, expected[n]) for n, t in feedback.state_dict().items())
     pending = feedback.accumulate("a", torch.zeros(300), 1)
     assert torch.equal(pending, expected["a"])
-    feedback.keep("a", pending)
+    feedback.store("a", pending)
     feedback.commit()
     kept = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}[dtype]
     assert feedback.stored()["a"].values.dtype == kept
@@ -291,7 +291,7 @@ def test_bytes_held_are_two_of_what_is_stored(
     for _ in range(4):
         working = feedback.accumulate("w", torch.randn(numel), 2)
         in_work = feedback.nbytes
-        feedback.keep("w", working)
+        feedback.store("w", working)
         feedback.commit()
     one = numel * entry_bytes + (2 * numel // BLOCK if dtype == "int8" else 0)
     tables = 0 if dtype == "fp32" else table
@@ -348,7 +348,7 @@ def test_nothing_is_lost(dtype: ResidualDtype, micro_steps: int, steps: int, see
             gap[:50] -= pending[:50]
             pending[:50] = 0.0
             kept = pending.clone()
-            feedback.keep("w", pending)
+            feedback.store("w", pending)
             stored = feedback._pending["w"]
             allowed += 0 if dtype == "fp32" else unit(stored, kept).double()
         feedback.commit()

@@ -10,9 +10,8 @@ import pytest
 import torch
 from virtual import World
 
-from ds_ckpt.compression import Quantize, TopK, powersgd
+from ds_ckpt.compression import Compressor, LowRank, Quantize, TopK, powersgd
 from ds_ckpt.exchange.layout import ShardLayout
-from ds_ckpt.exchange.treatment import LowRank, Treatment
 from ds_ckpt.telemetry.timings import SECTIONS, Errors, Timings
 
 
@@ -68,13 +67,13 @@ def test_listeners_sample_at_times_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("treatment", "word"),
     [
-        (TopK(0.1), "Top-K 0.1 (int8, blocks)"),
-        (Quantize(2), "2-bit values in blocks of 64"),
+        (TopK(density=0.1), "Top-K 0.1 (int8, blocks)"),
+        (Quantize(bits=2), "2-bit values in blocks of 64"),
         (LowRank(2), "PowerSGD rank 2"),
-        (LowRank(2, remainder=Quantize(4)), "PowerSGD rank 2 + 4-bit values in blocks of 64"),
+        (LowRank(2, remainder=Quantize(bits=4)), "PowerSGD rank 2 + 4-bit values in blocks of 64"),
     ],
 )
-def test_the_sampled_error_is_that_of_the_residual(treatment: Treatment, word: str) -> None:
+def test_the_sampled_error_is_that_of_the_residual(treatment: Compressor | None, word: str) -> None:
     world = World(2, lambda name, shape: treatment)
     world.exchanges[0].errors.sampling = True
     gradients = [[torch.randn(40, 30)], [torch.randn(40, 30)]]
@@ -91,7 +90,7 @@ def test_the_sampled_error_is_that_of_the_residual(treatment: Treatment, word: s
 
 
 def test_an_exchange_tells_where_its_time_goes() -> None:
-    world = World(4, lambda name, shape: LowRank(2, remainder=TopK(0.1)), local=2)
+    world = World(4, lambda name, shape: LowRank(2, remainder=TopK(density=0.1)), local=2)
     world.reduce(["w"], [[torch.randn(40, 30)] for _ in range(4)])
     seconds = world.exchanges[0].timings.seconds
     assert set(seconds) == set(SECTIONS)

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_ckpt.compression import LowRank
 from ds_ckpt.compression.topk import TopK
 from ds_ckpt.errors import UnsupportedError
 from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.rules import MethodSettings
-from ds_ckpt.exchange.treatment import LowRank
 from ds_ckpt.validation.virtual_training import Recipe, VirtualTraining
 from ds_ckpt.validation.virtual_workers import VirtualWorkers
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from ds_ckpt.compression import Feedback
-from ds_ckpt.compression.factors import Factors
+from ds_ckpt.compression.powersgd import Factors
 from ds_ckpt.compression.storage import ResidualDtype
-from ds_ckpt.exchange.exchange import AllToAllExchange, Order, ascending
-from ds_ckpt.exchange.in_host import InHostSum
-from ds_ckpt.exchange.layout import ColumnLayout, ShardLayout
-from ds_ckpt.exchange.treatment import Choose
+from ds_ckpt.exchange.exchange import AllToAllExchange
+from ds_ckpt.exchange.hierarchy import InHostSum
+from ds_ckpt.exchange.layout import ColumnLayout, Order, ShardLayout, ascending
+from ds_ckpt.exchange.rules import Choose
 from ds_ckpt.exchange.virtual import VirtualTransport, VirtualWorld
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 import ds_ckpt
-from ds_ckpt.exchange.silent import SilentExchange
+from ds_ckpt.exchange.no_communication import NoCommunication
 from ds_ckpt.harness import corpus, models
 from ds_ckpt.harness.experiment import parts
 from ds_ckpt.harness.experiment.plan import SILENT, Cell, Spec, deepspeed_config
@@ -52,7 +52,7 @@ class Running:
         self.session: Any = session
         self.spans = Spans(_synchronize())
         if cell.method == SILENT:
-            session.measure_with(SilentExchange(dist.get_world_size(), dist.get_rank()))
+            session.measure_with(NoCommunication(dist.get_world_size(), dist.get_rank()))
 
     def plain_step(self, batch: torch.Tensor) -> float:
         """One optimizer step, nothing recorded; this process's loss."""

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from ds_ckpt.compression import methods
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.harness.models import llama
 
@@ -29,16 +30,10 @@ METHODS: dict[str, dict[str, Any]] = {
     STOCK: {},
     DENSE: {"method": "dense"},
     SILENT: {},
-    "4bit": {"method": "quantize", "quantize": {"bits": 4}},
-    "3bit": {"method": "quantize", "quantize": {"bits": 3}},
-    "2bit": {"method": "quantize", "quantize": {"bits": 2}},
-    "topk": {"method": "topk", "topk": {"density": 0.01, "values": "int8"}},
-    "powersgd": {"method": "powersgd", "powersgd": {"rank": 4}},
-    "hybrid": {
-        "method": "hybrid",
-        "powersgd": {"rank": 4},
-        "quantize": {"bits": 2},
-        "hybrid": {"remainder": "quantize"},
+    **{
+        preset: {"method": name, **sections}
+        for name, kind in methods().items()
+        for preset, sections in kind.presets.items()
     },
 }
 DEFAULT_METHOD = "4bit"

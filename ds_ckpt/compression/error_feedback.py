@@ -1,7 +1,7 @@
 """Error feedback: what compression left behind is added to the next gradient.
 
     pending = residual + gradient / (world * loss_scale)
-    sent    = codec(pending)
+    sent    = compressor(pending)
     residual = pending - sent
 
 One residual per parameter name, flat, in units of this process's share of the averaged gradient
@@ -17,24 +17,31 @@ working tensor is the pending buffer itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Literal
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from ds_ckpt.compression.buffers import Buffers, HostMemory, add_divided, divide
-from ds_ckpt.compression.finite import all_finite as all_finite
 from ds_ckpt.compression.storage import ResidualDtype, Storage, Stored, pieces
 
 ResidualDevice = Literal["accelerator", "cpu"]
+
+
+class HostMemory(Protocol):
+    """Where host tensors come from; `ds_ckpt.memory.HostPool` is one."""
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor: ...
+
+    def give_back(self, tensor: Tensor) -> None: ...
 
 
 class Feedback:
     """Residuals of one process. With `enabled=False` nothing is carried from call to call.
 
     Args:
-        accumulates: without `enabled`: calls of a step add up all the same, and what no `settle`
+        accumulates: without `enabled`: calls of a step add up all the same, and what no `clear`
             was said for waits for the next step.
         dtype: of what is kept between steps.
         device: where it is kept: beside the gradients, or in host memory.
@@ -70,8 +77,8 @@ class Feedback:
         self._working: dict[str, Tensor] = {}
         """Handed out by `accumulate` and not yet kept, where they are not `_pending` itself."""
         self._turns: dict[str, int] = {}
-        """How often `keep` has rounded a name in this step."""
-        self._settled: set[str] = set()
+        """How often `store` has rounded a name in this step."""
+        self._cleared: set[str] = set()
         """Names of which this step has left nothing."""
 
     @property
@@ -103,10 +110,10 @@ class Feedback:
     def accumulate(
         self, name: str, grad_flat: Tensor, world: int, loss_scale: float = 1.0
     ) -> Tensor:
-        """Residual plus this process's share of the mean: fp32 [n], for the codec to reduce.
+        """Residual plus this process's share of the mean: fp32 [n], for the codec to take from.
 
         The tensor belongs to this object; what is delivered must be subtracted from it in place,
-        then `keep` makes it the step's residual so far. It is valid until then. Several names may
+        then `store` makes it the step's residual so far. It is valid until then. Several names may
         be in work at once. In a step's first call for `name` it starts from the committed residual,
         later (further micro-steps) from what the step left so far. Where nothing accumulates it is
         the share alone.
@@ -119,7 +126,7 @@ class Feedback:
             ValueError: the residual of `name` has another length.
         """
         divisor, numel, device = world * loss_scale, grad_flat.numel(), grad_flat.device
-        self._settled.discard(name)
+        self._cleared.discard(name)
         held = self._working.get(name) if self.accumulates else None
         source = None
         if held is not None:
@@ -149,7 +156,7 @@ class Feedback:
             add_divided(part, grad_flat[piece.start : piece.stop], divisor, part)
         return working
 
-    def keep(self, name: str, working: Tensor) -> None:
+    def store(self, name: str, working: Tensor) -> None:
         """What is left of `accumulate`'s tensor, after delivery, is the step's residual so far.
 
         Rounds to what is stored. The tensor may be overwritten from here on. A tensor that was not
@@ -170,23 +177,23 @@ class Feedback:
                 target.copy_(Stored(working))
         self._forget_working(name)
 
-    def settle(self, name: str) -> None:
+    def clear(self, name: str) -> None:
         """Nothing of `name` is owed: once the step is taken, nothing is held for it."""
-        self._settled.add(name)
+        self._cleared.add(name)
 
     def commit(self) -> None:
         """The step was taken: what it left becomes the residual."""
         for name, working in list(self._working.items()):
-            self.keep(name, working)
+            self.store(name, working)
         for name, stored in self._pending.items():
             previous = self._committed.get(name)
             self._committed[name] = stored
             if previous is not None:
                 self._set_aside(name, previous, stored)
         if self.enabled:
-            self._give_back(self._settled)
+            self._give_back(self._cleared)
         else:
-            self._reuse(self._settled & self._pending.keys())
+            self._reuse(self._cleared & self._pending.keys())
         self._end_step()
         self._step += 1
 
@@ -203,7 +210,7 @@ class Feedback:
         Without `copy` those that are kept in fp32 are the live buffers, which later steps
         overwrite: good for looking at them at once.
         """
-        self._settle()
+        self._wait_for_copies()
         return {
             name: stored.values
             if not copy and stored.values.dtype == torch.float32
@@ -226,7 +233,7 @@ class Feedback:
 
     def stored(self) -> dict[str, Stored]:
         """Committed residuals as they are kept: the live buffers, which later steps overwrite."""
-        self._settle()
+        self._wait_for_copies()
         return dict(self._committed)
 
     def load_stored(self, state: Mapping[str, Stored], steps: int) -> None:
@@ -235,7 +242,7 @@ class Feedback:
         After `load_stored(other.stored(), other.steps)` the next steps are those of `other` to the
         bit.
         """
-        self._settle()
+        self._wait_for_copies()
         for held in (self._pending, self._spare, self._committed):
             for stored in held.values():
                 self._buffers.release(*stored.tensors)
@@ -247,7 +254,7 @@ class Feedback:
         for name, source in state.items():
             device = torch.device("cpu") if self._on_host else source.device
             self._committed[name] = self._buffers.copy_of(source, device)
-        self._settle()
+        self._wait_for_copies()
 
     @property
     def nbytes(self) -> int:
@@ -295,7 +302,7 @@ class Feedback:
         for name in names:
             older = self._spare.pop(name, None)
             if older is not None:
-                self._settle()
+                self._wait_for_copies()
                 self._buffers.release(*older.tensors)
             self._spare[name] = self._committed.pop(name)
 
@@ -307,14 +314,14 @@ class Feedback:
             if name in held
         ]
         if done:
-            self._settle()
+            self._wait_for_copies()
         for stored in done:
             self._buffers.release(*stored.tensors)
 
     def _end_step(self) -> None:
         self._pending.clear()
         self._turns.clear()
-        self._settled.clear()
+        self._cleared.clear()
         if self._on_host:
             self._storage.leave_accelerators()
 
@@ -323,7 +330,7 @@ class Feedback:
         if previous.is_like(current):
             self._spare[name] = previous
         else:
-            self._settle()
+            self._wait_for_copies()
             self._buffers.release(*previous.tensors)
 
     def _forget_working(self, name: str) -> None:
@@ -331,7 +338,63 @@ class Feedback:
         if working is not None:
             self._buffers.release(working)
 
-    def _settle(self) -> None:
+    def _wait_for_copies(self) -> None:
         """Host buffers hold what was last copied to them."""
         if self._on_host and torch.cuda.is_initialized():
             torch.cuda.synchronize()
+
+
+class Buffers:
+    """Flat tensors: host ones from `host` where given, others from torch."""
+
+    def __init__(self, storage: Storage, host: HostMemory | None) -> None:
+        self._storage = storage
+        self._host = host
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if device.type == "cpu" and self._host is not None:
+            return self._host.take((numel,), dtype)
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def new(self, numel: int, device: torch.device) -> Stored:
+        """Room for one residual, as it is kept."""
+        return Stored(*(self.empty(n, t, device) for n, t in self._storage.shapes(numel)))
+
+    def copy_of(self, source: Stored, device: torch.device) -> Stored:
+        """On `device`, in the dtype of `source`."""
+        copy = Stored(*(self.empty(t.numel(), t.dtype, device) for t in source.tensors))
+        copy.copy_(source)
+        return copy
+
+    def release(self, *tensors: Tensor) -> None:
+        """Give back what came from here and is used no more."""
+        for tensor in tensors:
+            if self._host is not None and tensor.device.type == "cpu":
+                self._host.give_back(tensor)
+
+
+def divide(grad: Tensor, divisor: float, out: Tensor) -> Tensor:
+    """`out = grad / divisor`, fp32."""
+    # Widen first: fp16 / divisor would round, and underflow under a large loss scale.
+    return torch.div(grad.float(), divisor, out=out)
+
+
+def add_divided(source: Tensor, grad: Tensor, divisor: float, out: Tensor) -> Tensor:
+    """`out = source + grad / divisor`, fp32; `out` may be `source`."""
+    if is_power_of_two(divisor):
+        # The reciprocal is exact, so one fused pass rounds exactly as a division would.
+        return torch.add(source, grad.float(), alpha=1.0 / divisor, out=out)
+    return torch.addcdiv(source, grad.float(), torch.full((), divisor, device=grad.device), out=out)
+
+
+def is_power_of_two(x: float) -> bool:
+    return math.frexp(x)[0] == 0.5
+
+
+def all_finite(values: Tensor) -> bool:
+    """Whether no entry is inf or NaN. One pass unless the sum of finite entries overflows."""
+    # A non-finite entry always makes the sum non-finite; the reverse does not hold.
+    if math.isfinite(values.sum().item()):
+        return True
+    low, high = torch.aminmax(values)
+    return math.isfinite(low.item()) and math.isfinite(high.item())

@@ -1,4 +1,4 @@
-"""An exchange that sends nothing: the ceiling of what any compression can gain.
+"""The no-communication bound: an exchange that sends nothing. No compression can gain more.
 
 For measuring only. Every process trains its shards on its own gradients, as if all the others' were
 the same; weights go on being gathered, so what a step takes then is what is left when the gradients
@@ -14,7 +14,7 @@ from torch import Tensor
 from ds_ckpt.exchange.layout import ShardLayout
 
 
-class SilentExchange:
+class NoCommunication:
     """One process's end of it; a `ds_ckpt.zero3.gradient.BucketExchange`.
 
     Args:

@@ -1,0 +1,278 @@
+"""What a compressor is, and the registry that everything else asks about them.
+
+A method is one class, in one file: its fields are its settings, which the JSON section of its name
+holds; its class attributes say what it is called, what it looks at, and what it gives up; its
+methods count bytes and do the work. `register` makes it known to the schema, the rules, the plan
+and the commands. A package of its own registers through the entry points `ds_ckpt.compressors`.
+
+A codec works on one flat fp32 tensor (a shard) and one uint8 payload whose size depends on the
+number of elements alone, so that sender and receiver compute it without talking. The contract that
+every codec keeps, elementwise and in fp32: `values before = values after + decoded`. What it left
+behind is carried by `error_feedback`.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, get_args
+
+import torch
+from torch import Tensor
+
+from ds_ckpt.settings import Expects, Section
+
+if TYPE_CHECKING:
+    from ds_ckpt.compression.powersgd import LowRank
+
+ALIGNMENT_BYTES = 8
+"""Payloads and the sections inside them start at multiples of this, so any dtype can be viewed."""
+
+Timed = Callable[[], AbstractContextManager[None]]
+"""Opened around a part of the work by whoever wants to time it."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What compressing costs, counted, not measured: to rank methods, not to predict a time.
+
+    Attributes:
+        payload_bytes: what travels.
+        memory_bytes: read from and written to memory, what stays in a cache left out.
+        operations: arithmetic on single entries, comparisons and casts included. Those of `exact`
+            selection and of index arithmetic are not vectorized and weigh more than others.
+    """
+
+    payload_bytes: int
+    memory_bytes: int
+    operations: int
+
+
+class Compressor(ABC):
+    """How one tensor travels. Stateless; equal on every process."""
+
+    @property
+    def codec(self) -> Codec | None:
+        """Packs what each owner gets; None: nothing goes from process to owner."""
+        return None
+
+    @property
+    def low_rank(self) -> LowRank | None:
+        """The factors that are summed first; None: there are none."""
+        return None
+
+    @abstractmethod
+    def words(self) -> str:
+        """What it is, for people."""
+
+    @abstractmethod
+    def sent_bytes(self, shape: torch.Size, world: int, local: int = 1) -> int:
+        """What a host sends for a tensor, times (world - 1) / world.
+
+        Args:
+            world: processes that exchange: hosts, with two levels.
+            local: processes of a host that divide the tensor among them.
+        """
+
+    def suited(self, shape: torch.Size, local: int = 1) -> Compressor | None:
+        """What is worth its bytes for such a tensor: this, a part of it, or None, uncompressed."""
+        return self
+
+
+class Codec(Compressor):
+    """Turns a flat fp32 shard into a payload and back."""
+
+    @property
+    def codec(self) -> Codec:
+        return self
+
+    @abstractmethod
+    def packed_bytes(self, numel: int) -> int:
+        """Size of the payload for `numel` elements, a multiple of 8. Does no work."""
+
+    @abstractmethod
+    def cost(self, numel: int) -> Cost:
+        """Of packing `numel` elements, residual included. Does no work."""
+
+    @abstractmethod
+    def pack(self, values: Tensor, out: Tensor, selecting: Timed = nullcontext) -> None:
+        """Write the payload; leave in `values` what the receiver will not see.
+
+        Args:
+            values: fp32 [n], contiguous, finite. The decoded payload is subtracted in place.
+            out: uint8 [packed_bytes(n)], 8-byte aligned. Every byte is written.
+            selecting: entered while entries are chosen.
+        """
+
+    @abstractmethod
+    def unpack_add(self, payload: Tensor, into: Tensor, scale: float = 1.0) -> None:
+        """Add `decoded * scale` to `into` (fp32 [n], contiguous) in place."""
+
+    def sent_bytes(self, shape: torch.Size, world: int, local: int = 1) -> int:
+        return self.packed_bytes(shape.numel())
+
+
+class Method(Section):
+    """A method's settings: the model of the JSON section of its name, and what is known of it.
+
+    A method that is a codec inherits from `Codec` too; another one overrides `build`.
+
+    Attributes:
+        name: in the configuration, and of its section.
+        about: one clause for the schema.
+        example: of a section, as JSON.
+        lossless: everything is sent: no residuals, no warm-up, no guard.
+        least_dims: tensors of fewer dimensions cannot travel by it.
+        uses: sections of other methods that it looks at.
+        chooses: the setting whose value names one more such section.
+        sparse: the method by which it sends embeddings with many rows, of which a batch touches
+            few, where no rule says otherwise.
+        presets: settings that `ds-ckpt measure` knows by a name: sections by name.
+    """
+
+    name: ClassVar[str]
+    about: ClassVar[str]
+    example: ClassVar[str] = "{}"
+    lossless: ClassVar[bool] = False
+    least_dims: ClassVar[int] = 1
+    uses: ClassVar[tuple[str, ...]] = ()
+    chooses: ClassVar[str | None] = None
+    sparse: ClassVar[str | None] = None
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+
+    def build(self, sections: Mapping[str, Method]) -> Compressor | None:
+        """What these settings do to a tensor; None: it travels uncompressed.
+
+        Args:
+            sections: settings of every method, by name.
+        """
+        assert isinstance(self, Codec), "a method that is no codec builds its compressor"
+        return self
+
+    @classmethod
+    def looks_at(cls) -> tuple[str, ...]:
+        """Every section that it may look at, whatever its settings are."""
+        own = (cls.name,) if cls.model_fields else ()
+        chosen = get_args(cls.model_fields[cls.chooses].annotation) if cls.chooses else ()
+        sparse = (cls.sparse,) if cls.sparse else ()
+        return tuple(dict.fromkeys((*own, *cls.uses, *chosen, *sparse)))
+
+
+AnyMethod = TypeVar("AnyMethod", bound=type[Method])
+ENTRY_POINTS = "ds_ckpt.compressors"
+TAKEN = frozenset(
+    [
+        *(
+            "none",
+            "auto",
+            "method",
+            "rules",
+            "error_feedback",
+            "exchange",
+            "guard",
+            "warmup_steps",
+            "start_step",
+        ),
+        *("match", "dims", "min_numel", "max_numel"),
+    ]
+)
+"""Names that mean something else in the configuration."""
+_registered: dict[str, type[Method]] = {}
+
+
+def register(method: AnyMethod) -> AnyMethod:
+    """Make a method known; also as a decorator. Before `initialize`, in every process.
+
+    Raises:
+        ValueError: its name is not free, or a setting has no default or explains nothing.
+    """
+    name = getattr(method, "name", "")
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name in TAKEN:
+        raise ValueError(f"{method.__name__}: {name!r} cannot be the name of a method")
+    known = _registered.get(name)
+    if known is not None and (known.__module__, known.__qualname__) != (
+        method.__module__,
+        method.__qualname__,
+    ):
+        raise ValueError(f"{name!r} is the name of {known.__module__}.{known.__qualname__} already")
+    for key, field in cast("type[Method]", method).model_fields.items():
+        if field.is_required():
+            raise ValueError(f"{name}.{key} has no default")
+        if not field.description or not any(isinstance(m, Expects) for m in field.metadata):
+            raise ValueError(
+                f"{name}.{key} explains nothing: annotate it with Expects(...) and give its Field "
+                "a description"
+            )
+    if not isinstance(getattr(method, "about", None), str):
+        raise ValueError(f"{name} has no `about`, the clause that the schema says of it")
+    if issubclass(method, Codec) and (missing := sorted(method.__abstractmethods__)):
+        raise ValueError(f"{name} lacks {', '.join(missing)}")
+    _registered[name] = method
+    return method
+
+
+def unregister(name: str) -> None:
+    """Forget a method, for tests."""
+    _registered.pop(name, None)
+
+
+def methods() -> Mapping[str, type[Method]]:
+    """Every method by its name: the built-in ones, then others in the order of registration.
+
+    Raises:
+        ValueError: another package's entry point cannot be loaded.
+    """
+    _load_entry_points()
+    return dict(_registered)
+
+
+@cache
+def _load_entry_points() -> None:
+    for point in entry_points(group=ENTRY_POINTS):
+        try:
+            found = point.load()
+            if isinstance(found, type) and issubclass(found, Method):
+                register(found)
+        except Exception as error:
+            of = point.dist.name if point.dist is not None else "another package"
+            raise ValueError(
+                f"the compressor {point.name!r} of {of} ({point.value}) cannot be loaded: {error}"
+            ) from error
+
+
+def aligned(size_bytes: int) -> int:
+    """`size_bytes` rounded up to the alignment of payloads."""
+    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def section(payload: Tensor, start_byte: int, count: int, dtype: torch.dtype) -> Tensor:
+    """View `count` elements of `dtype` that start at `start_byte` of a uint8 payload."""
+    return payload[start_byte : start_byte + count * dtype.itemsize].view(dtype)
+
+
+def write_section(payload: Tensor, start_byte: int, source: Tensor) -> int:
+    """Copy flat `source` to `start_byte`, zero up to the alignment, return the next start."""
+    size_bytes = source.numel() * source.dtype.itemsize
+    end_byte = start_byte + aligned(size_bytes)
+    section(payload, start_byte, source.numel(), source.dtype).copy_(source)
+    if end_byte > start_byte + size_bytes:
+        payload[start_byte + size_bytes : end_byte].zero_()
+    return end_byte
+
+
+def saturating_cast(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Finite fp32 to `dtype`, clamped to its range: rounding never makes an inf."""
+    if dtype == torch.float32:
+        return values
+    limit = torch.finfo(dtype).max
+    return values.clamp(-limit, limit).to(dtype)
+
+
+def add_scaled(into: Tensor, decoded: Tensor, scale: float) -> None:
+    """`into += decoded * scale`, in place."""
+    into.add_(decoded if scale == 1.0 else decoded * scale)

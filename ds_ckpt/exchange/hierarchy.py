@@ -1,0 +1,276 @@
+"""Two levels: who shares a host, the process groups, and the exact sum inside a host.
+
+With two levels process `l` of a host gets, from each process there, the entries that the `l`-th
+processes of all hosts own. It adds them up in fp32 or better. Links inside a host are fast, so
+uncompressed values travel; what then crosses between hosts, and the residual, is
+`1 / processes a host` of the gradient.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor
+
+from ds_ckpt.compression.base import aligned, section
+from ds_ckpt.errors import Problem, UnsupportedError
+from ds_ckpt.exchange.layout import ColumnLayout, ShardLayout
+from ds_ckpt.exchange.transport import Transport
+
+Levels = Literal["auto", 1, 2]
+
+_HOST_INDEX = ("CROSS_RANK", "GROUP_RANK")
+"""DeepSpeed's launcher; torchrun."""
+_LOCAL_INDEX = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one process runs.
+
+    Attributes:
+        host: name, and the launcher's number of the host where it gives one.
+        local: the launcher's number of the process on its host; None where it gives none.
+    """
+
+    host: str
+    local: int | None
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The world by hosts.
+
+    Attributes:
+        hosts: for each host its processes by index in the group, ascending; equally many each.
+    """
+
+    hosts: tuple[tuple[int, ...], ...]
+
+    @property
+    def local(self) -> int:
+        """Processes of a host."""
+        return len(self.hosts[0])
+
+    @property
+    def columns(self) -> tuple[tuple[int, ...], ...]:
+        """For each place in a host the processes of all hosts at that place, ascending."""
+        return tuple(tuple(sorted(column)) for column in zip(*self.hosts, strict=True))
+
+
+def here(environment: Mapping[str, str] = os.environ) -> Place:
+    """This process's place."""
+    number = next((environment[k] for k in _HOST_INDEX if environment.get(k)), "")
+    local = next((environment[k] for k in _LOCAL_INDEX if environment.get(k)), "")
+    return Place(f"{socket.gethostname()}/{number}", int(local) if local.isdigit() else None)
+
+
+def arrange(places: Sequence[Place]) -> Nodes | str:
+    """The layout of a group by its processes' places, or in words why there are no two levels."""
+    hosts: dict[str, list[int]] = {}
+    for process, place in enumerate(places):
+        hosts.setdefault(place.host, []).append(process)
+    for host, processes in hosts.items():
+        local = [places[p].local for p in processes if places[p].local is not None]
+        if len(set(local)) < len(local):
+            # network namespaces or containers that share a name, started without host numbers
+            return f"two processes of host {host} have the same local number"
+    sizes = sorted(len(processes) for processes in hosts.values())
+    if len(hosts) == 1:
+        return "all processes share one host"
+    if sizes[-1] == 1:
+        return "every process has a host of its own"
+    if sizes[0] != sizes[-1]:
+        return f"hosts have unequal numbers of processes ({', '.join(map(str, sizes))})"
+    return Nodes(tuple(tuple(processes) for processes in hosts.values()))
+
+
+def nodes_of(group: Any) -> Nodes | str:
+    """`arrange` for a process group. Collective: every process of the group calls it."""
+    places: list[Any] = [None] * torch_dist.get_world_size(group)
+    torch_dist.all_gather_object(places, here(), group=group)
+    return arrange(places)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Who exchanges with whom.
+
+    Attributes:
+        between: the processes that exchange compressed gradients: all, or one of each host.
+        inside: the processes of this host; None with one level.
+        columns: see `Nodes.columns`; empty with one level.
+        why_one: why `auto` chose one level; empty where it did not choose.
+    """
+
+    between: Any
+    inside: Any = None
+    columns: tuple[tuple[int, ...], ...] = ()
+    why_one: str = ""
+
+    def discard(self) -> None:
+        """End the groups that were made for two levels."""
+        if self.inside is not None:
+            discard(self.between)
+            discard(self.inside)
+
+    @property
+    def world(self) -> int:
+        """Number of processes that exchange compressed gradients with each other."""
+        return torch_dist.get_world_size(self.between)
+
+    @property
+    def local(self) -> int:
+        """Processes of a host that divide each gradient among them; 1 with one level."""
+        return max(len(self.columns), 1)
+
+    @property
+    def levels(self) -> int:
+        return 2 if self.inside is not None else 1
+
+
+def make_groups(group: Any, levels: Levels) -> Groups:
+    """Collective: every process of the program calls it, with the same arguments.
+
+    Args:
+        group: the data-parallel group.
+        levels: 1, 2, or "auto": 2 where hosts have several processes each, equally many.
+
+    Raises:
+        UnsupportedError: two levels are asked for and the hosts do not allow them.
+    """
+    ranks = torch_dist.get_process_group_ranks(
+        group if group is not None else torch_dist.group.WORLD
+    )
+    nodes: Nodes | str = "one level is configured"
+    if levels != 1:
+        nodes = nodes_of(group)
+    if isinstance(nodes, str):
+        if levels == 2:
+            raise UnsupportedError(
+                Problem(
+                    where="$.ds_ckpt.compression.exchange.levels",
+                    found="2",
+                    why=f"{nodes}, and two levels need several processes on each of several hosts, "
+                    "equally many",
+                    remedy='write "auto" or 1, or give every host of the hostfile the same slots',
+                )
+            )
+        why = nodes if levels == "auto" else ""
+        return Groups(group, why_one=why)
+    # every process makes every group: made by its members alone, a group is named by its ranks, and
+    # a second one of that name finds the addresses of the first
+    me, mine = torch_dist.get_rank(group), []
+    for sets in (nodes.columns, nodes.hosts):
+        made = [torch_dist.new_group(sorted(ranks[p] for p in members)) for members in sets]
+        for new, members in zip(made, sets, strict=True):
+            if me in members:
+                mine.append(new)
+    between, inside = mine
+    return Groups(between, inside, nodes.columns)
+
+
+def twin_of(group: Any) -> Any:
+    """A new group of the same processes and backend.
+
+    Every process of the program must call it, and all in the same order.
+    """
+    ranks = torch_dist.get_process_group_ranks(group)
+    return torch_dist.new_group(ranks, backend=torch_dist.get_backend(group))
+
+
+def discard(group: Any) -> None:
+    """Give a group up; nothing happens if the program has done so already.
+
+    Not a collective. Another process that is still in a collective of the group gets an error.
+    """
+    if torch_dist.is_initialized():
+        with contextlib.suppress(ValueError):  # what it raises for a group that is not there
+            torch_dist.destroy_process_group(group)
+
+
+class InHostSum:
+    """One process's end.
+
+    Args:
+        transport: between the processes of this host.
+        columns: by local process, the processes of the whole world that share its place.
+    """
+
+    def __init__(self, transport: Transport, columns: Sequence[tuple[int, ...]]) -> None:
+        assert len(columns) == transport.world
+        self._transport = transport
+        self._columns = columns
+
+    @property
+    def processes(self) -> int:
+        """Processes of a host."""
+        return self._transport.world
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The processes that this one exchanges with between hosts, itself included."""
+        return self._columns[self._transport.dp_rank]
+
+    def sum(self, flats: Sequence[Tensor], shards: Sequence[ShardLayout]) -> list[Tensor]:
+        """This process's column of each tensor, summed over the host.
+
+        Args:
+            flats: [n] each, any floating dtypes, one device.
+            shards: ZeRO-3's division of each.
+
+        Returns:
+            [column's entries] each, in fp32 or the gradient's dtype if that is wider.
+        """
+        me, local = self._transport.dp_rank, self._transport.world
+        layouts = [[ColumnLayout(s, members) for s in shards] for members in self._columns]
+        sizes = [
+            [c.numel * f.element_size() for c, f in zip(cs, flats, strict=True)] for cs in layouts
+        ]
+        packets = [sum(map(aligned, of_tensors)) for of_tensors in sizes]
+        device = flats[0].device
+        send = [0 if p == me else packets[p] for p in range(local)]
+        receive = [0 if p == me else packets[me] for p in range(local)]
+        outgoing = torch.empty(sum(send), dtype=torch.uint8, device=device)
+        incoming = torch.empty(sum(receive), dtype=torch.uint8, device=device)
+        start = 0
+        for peer in range(local):
+            if peer == me:
+                continue
+            for flat, layout, size in zip(flats, layouts[peer], sizes[peer], strict=True):
+                _gather(flat, layout, section(outgoing, start, layout.numel, flat.dtype))
+                start += aligned(size)
+        self._transport.all_to_all(incoming, outgoing, receive, send)
+        own = [
+            _gather(f, c, torch.empty(c.numel, dtype=f.dtype, device=device))
+            for f, c in zip(flats, layouts[me], strict=True)
+        ]
+        totals: list[Tensor] = []
+        start = 0
+        for i, flat in enumerate(flats):
+            total = None
+            for process in range(local):
+                if process == me:
+                    part = own[i]
+                else:
+                    at = packets[me] * (process - (process > me)) + start
+                    part = section(incoming, at, own[i].numel(), flat.dtype)
+                wide = torch.promote_types(flat.dtype, torch.float32)
+                total = part.to(wide, copy=True) if total is None else total.add_(part)
+            assert total is not None
+            totals.append(total)
+            start += aligned(sizes[me][i])
+        return totals
+
+
+def _gather(flat: Tensor, layout: ColumnLayout, out: Tensor) -> Tensor:
+    for member in range(len(layout.members)):
+        out[layout.shard(member)] = flat[layout.source(member)]
+    return out

@@ -1,0 +1,40 @@
+"""Code and JSON of docs/add_a_compressor.md, as used from outside the package."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ds_ckpt.compression import Method, unregister
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "add_a_compressor.md"
+
+
+def block(language: str) -> str:
+    """The page's block of that language."""
+    (found,) = re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
+    return str(found)
+
+
+def section() -> dict[str, Any]:
+    """The page's compression section."""
+    found: dict[str, Any] = json.loads(block("json"))
+    return found
+
+
+@contextmanager
+def registered() -> Iterator[type[Method]]:
+    """The page's class, known to ds_ckpt as long as this lasts."""
+    module = sys.modules["my_signs"] = ModuleType("my_signs")
+    try:
+        exec(compile(block("python"), str(PAGE), "exec"), module.__dict__)
+        yield module.Sign
+    finally:
+        unregister("sign")
+        del sys.modules["my_signs"]
