@@ -130,8 +130,8 @@ def _mean(rows: tuple[dict[str, Any], ...]) -> dict[str, Any]:
 
 def run(rate_mbit: float, reuse: int, steps: int, limit_s: float) -> list[dict[str, Any]]:
     """One launch."""
-    from ds_ckpt.harness.hosts import EmulatedHosts
-    from ds_ckpt.harness.hosts.launch import on_hosts
+    from ds_ckpt.hosts import EmulatedHosts
+    from ds_ckpt.hosts.launcher import on_hosts
 
     with (
         tempfile.TemporaryDirectory() as temporary,

@@ -149,8 +149,8 @@ def run_model(model: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """All rates and cells of one model."""
     import tempfile
 
-    from ds_ckpt.harness.hosts import EmulatedHosts
-    from ds_ckpt.harness.hosts.launch import on_hosts
+    from ds_ckpt.hosts import EmulatedHosts
+    from ds_ckpt.hosts.launcher import on_hosts
 
     spec = {
         "model": model,

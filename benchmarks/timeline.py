@@ -116,8 +116,8 @@ def length(intervals: Intervals) -> float:
 
 def run(cell: str, rate_mbit: float | None, trace_to: Path | None) -> dict[str, Any]:
     """One launch; both views of one step."""
-    from ds_ckpt.harness.hosts import EmulatedHosts, missing
-    from ds_ckpt.harness.hosts.launch import on_hosts, on_this_machine
+    from ds_ckpt.hosts import EmulatedHosts, missing
+    from ds_ckpt.hosts.launcher import on_hosts, on_this_machine
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

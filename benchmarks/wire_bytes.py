@@ -34,7 +34,7 @@ import _cells
 import torch.distributed as dist
 from _cells import CEILING, DENSE, METHODS, STOCK
 
-from ds_ckpt.harness.hosts.host import INTERFACE, interface_counter
+from ds_ckpt.hosts.host import INTERFACE, interface_counter
 from ds_ckpt.telemetry import Purpose
 
 WARM_UP_STEPS = 1
@@ -117,8 +117,8 @@ def run_layout(layout: str, options: argparse.Namespace) -> list[dict[str, Any]]
     import subprocess
     import tempfile
 
-    from ds_ckpt.harness.hosts import EmulatedHosts
-    from ds_ckpt.harness.hosts.launch import on_hosts
+    from ds_ckpt.hosts import EmulatedHosts
+    from ds_ckpt.hosts.launcher import on_hosts
 
     count, slots = map(int, layout.split("x"))
     spec = {

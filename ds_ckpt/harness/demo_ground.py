@@ -8,16 +8,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ds_ckpt.harness import cells, cpu_op
+from ds_ckpt.harness import cells
 from ds_ckpt.harness.experiment.folder import Folder
 from ds_ckpt.harness.follow import follow, following
-from ds_ckpt.harness.hosts import EmulatedHosts, missing
-from ds_ckpt.harness.hosts.launch import environment, on_hosts
-from ds_ckpt.harness.launch import (
+from ds_ckpt.hosts import EmulatedHosts, cpu_op, missing
+from ds_ckpt.hosts.launcher import (
     check_running,
     deepspeed_command,
+    environment,
     free_port,
     launched,
+    on_hosts,
     signals_as_exit,
 )
 

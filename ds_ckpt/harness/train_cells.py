@@ -31,9 +31,9 @@ import ds_ckpt
 from ds_ckpt.harness import cells as plan
 from ds_ckpt.harness import corpus, models
 from ds_ckpt.harness.experiment.folder import Folder
-from ds_ckpt.harness.experiment.interfaces import link_interface, sent
 from ds_ckpt.harness.results import Measurements
 from ds_ckpt.harness.summary import Share, StepRecord, summarise
+from ds_ckpt.hosts.interfaces import link_interface, sent
 from ds_ckpt.telemetry import Counters, Purpose
 from ds_ckpt.telemetry.activations import HeldActivations
 

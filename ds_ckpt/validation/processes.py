@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from ds_ckpt.errors import Problem
-from ds_ckpt.harness import cpu_op
 from ds_ckpt.harness.follow import Lines
-from ds_ckpt.harness.launch import (
+from ds_ckpt.hosts import cpu_op
+from ds_ckpt.hosts.launcher import (
     LaunchError,
     check_running,
     deepspeed_command,

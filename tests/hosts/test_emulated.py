@@ -13,10 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ds_ckpt.harness.hosts import EmulatedHosts, HostsError, records, tools
-from ds_ckpt.harness.hosts.launch import on_hosts, reach
-from ds_ckpt.harness.hosts.records import HostSet, ProcessId, all_sets, take_down
-from ds_ckpt.harness.launch import LaunchError
+from ds_ckpt.hosts import EmulatedHosts, HostsError, records, tools
+from ds_ckpt.hosts.launcher import LaunchError, on_hosts, reach
+from ds_ckpt.hosts.records import HostSet, ProcessId, all_sets, take_down
 
 _RECEIVE = """
 import socket, sys

@@ -14,13 +14,13 @@ import psutil
 import pytest
 from rich.console import Console
 
-from ds_ckpt.harness.experiment.grounds import Emulated
 from ds_ckpt.harness.experiment.plan import Spec
-from ds_ckpt.harness.experiment.preflight import LIMIT_S, HostError, check_hosts
 from ds_ckpt.harness.experiment.records import Store
 from ds_ckpt.harness.experiment.run import measure
-from ds_ckpt.harness.hosts import INTERFACE, EmulatedHosts
-from ds_ckpt.harness.hosts.host import namespace
+from ds_ckpt.hosts import INTERFACE, EmulatedHosts
+from ds_ckpt.hosts.checks import LIMIT_S, HostError, check_hosts
+from ds_ckpt.hosts.host import namespace
+from ds_ckpt.hosts.launcher import Emulated
 
 STALL_S = 20.0
 BOUND_S = STALL_S + LIMIT_S + 15

@@ -17,10 +17,10 @@ from ds_ckpt.harness.experiment.like import cluster
 from ds_ckpt.harness.experiment.parts import PARTS
 from ds_ckpt.harness.experiment.records import Loss, Memory, Sample, Store, Timeline, Turn
 from ds_ckpt.harness.experiment.report import Report
-from ds_ckpt.harness.hosts import EmulatedHosts
-from ds_ckpt.harness.hosts.host import namespace
-from ds_ckpt.harness.hosts.launch import MASTER_PORT, prepare, run_in_foreground
-from ds_ckpt.harness.hosts.records import all_sets
+from ds_ckpt.hosts import EmulatedHosts
+from ds_ckpt.hosts.host import namespace
+from ds_ckpt.hosts.launcher import MASTER_PORT, prepare, run_in_foreground
+from ds_ckpt.hosts.records import all_sets
 
 COMMAND = [sys.executable, "-m", "ds_ckpt.cli"]
 SMALL = ["--shape=hidden_size=256,layers=2,intermediate_size=688,heads=4", "--rounds=1"]

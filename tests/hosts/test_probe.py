@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from ds_ckpt.errors import UnsupportedError
-from ds_ckpt.harness import probe
-from ds_ckpt.harness.hosts import EmulatedHosts
-from ds_ckpt.harness.launch import LaunchError
-from ds_ckpt.harness.link_probe import Links, Pair
+from ds_ckpt.hosts import EmulatedHosts, probe
+from ds_ckpt.hosts.launcher import LaunchError
+from ds_ckpt.hosts.probe import Links, Pair
 
 SET_BYTES_PER_S = 200e6 / 8
 PAYLOAD = 1448 / 1514

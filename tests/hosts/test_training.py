@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ds_ckpt.harness.hosts import EmulatedHosts
-from ds_ckpt.harness.hosts.launch import on_hosts, on_this_machine
+from ds_ckpt.hosts import EmulatedHosts
+from ds_ckpt.hosts.launcher import on_hosts, on_this_machine
 
 SCRIPT = Path(__file__).with_name("train.py")
 STEPS = 4

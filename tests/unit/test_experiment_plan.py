@@ -10,13 +10,12 @@ import pytest
 
 from ds_ckpt.config import parse
 from ds_ckpt.errors import ConfigError, StateError
-from ds_ckpt.harness.experiment import grounds
 from ds_ckpt.harness.experiment.asked import sections_of
-from ds_ckpt.harness.experiment.grounds import read_hostfile
 from ds_ckpt.harness.experiment.plan import METHODS, POLICIES, Spec, check, deepspeed_config
 from ds_ckpt.harness.experiment.records import Memory, Store, Turn
 from ds_ckpt.harness.experiment.turns import equal_memory, median_index, slowest
-from ds_ckpt.harness.hosts.launch import Launcher, Prepared
+from ds_ckpt.hosts import launcher as grounds
+from ds_ckpt.hosts.launcher import Launcher, Prepared, read_hostfile
 from tests.unit import experiment_samples as known
 
 

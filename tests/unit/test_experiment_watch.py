@@ -22,14 +22,14 @@ from typer.testing import CliRunner
 
 from ds_ckpt.cli import app
 from ds_ckpt.errors import ConfigError, Problem
-from ds_ckpt.harness.experiment import preflight, run, worker
+from ds_ckpt.harness.experiment import run, worker
 from ds_ckpt.harness.experiment import watch as watching
 from ds_ckpt.harness.experiment.folder import STALLED, Folder
 from ds_ckpt.harness.experiment.plan import Spec
-from ds_ckpt.harness.experiment.preflight import HostError, check_hosts, unreachable
 from ds_ckpt.harness.experiment.records import Model
 from ds_ckpt.harness.experiment.watch import Watch
-from ds_ckpt.harness.hosts import HostsError
+from ds_ckpt.hosts import HostsError, checks
+from ds_ckpt.hosts.checks import HostError, check_hosts, unreachable
 
 WATCHDOG = """
 import sys, time
@@ -275,7 +275,7 @@ def test_a_host_that_says_nothing_is_named() -> None:
         check_hosts(Ground(b=(124, "", "")))  # type: ignore[arg-type]
     (problem,) = unreachable(Ground(c=(124, "", "")))  # type: ignore[arg-type]
     assert problem.where == "c"
-    assert f"{preflight.SSH_S:.0f} s" in problem.found
+    assert f"{checks.SSH_S:.0f} s" in problem.found
 
 
 @pytest.mark.parametrize(

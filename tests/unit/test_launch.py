@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ds_ckpt.harness import cpu_op
-from ds_ckpt.harness.launch import LaunchError, check_running, launched, log_tail
+from ds_ckpt.hosts import cpu_op
+from ds_ckpt.hosts.launcher import LaunchError, check_running, launched, log_tail
 
 # A parent that starts a child which hears no SIGTERM.
 FAMILY = """
@@ -43,7 +43,7 @@ def _gone(pid: int) -> bool:
 def test_an_interrupt_ends_the_whole_family(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ds_ckpt.harness.launch._GRACE_S", 1.0)
+    monkeypatch.setattr("ds_ckpt.hosts.launcher._GRACE_S", 1.0)
     log = tmp_path / "log"
     pids = []
 

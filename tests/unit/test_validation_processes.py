@@ -12,7 +12,7 @@ from unittest.mock import MagicMock
 import psutil
 import pytest
 
-from ds_ckpt.harness.launch import LaunchError
+from ds_ckpt.hosts.launcher import LaunchError
 from ds_ckpt.validation import processes
 from ds_ckpt.validation.processes import run_processes
 

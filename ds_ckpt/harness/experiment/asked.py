@@ -14,13 +14,12 @@ from rich.console import Console
 from ds_ckpt.config import load_file, parse
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.harness.commands import parse_rate
-from ds_ckpt.harness.experiment.grounds import Ground, Hostfile, Loopback
 from ds_ckpt.harness.experiment.like import HARDWARE, account, cluster, rate_mbit
 from ds_ckpt.harness.experiment.plan import METHODS, POLICIES, SHAPE, Spec
 from ds_ckpt.harness.experiment.report import Report
 from ds_ckpt.harness.experiment.run import emulated, measure
-from ds_ckpt.harness.hosts import missing
-from ds_ckpt.harness.hosts.launch import Launcher
+from ds_ckpt.hosts import missing
+from ds_ckpt.hosts.launcher import Ground, Hostfile, Launcher, Loopback
 
 CALIBRATION = "calibration"
 _NOT_ON_LOOPBACK = ("hosts", "launcher", "port")

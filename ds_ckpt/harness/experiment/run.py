@@ -19,16 +19,21 @@ from rich.console import Console
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.files import replacing
 from ds_ckpt.harness import corpus
-from ds_ckpt.harness.cpu_op import lock_cleared_on_failure
 from ds_ckpt.harness.experiment.folder import Folder
-from ds_ckpt.harness.experiment.grounds import Emulated, Ground
 from ds_ckpt.harness.experiment.plan import Spec, check
-from ds_ckpt.harness.experiment.preflight import HostError, check_hosts, unreachable
 from ds_ckpt.harness.experiment.watch import Watch
-from ds_ckpt.harness.hosts import EmulatedHosts, HostsError
-from ds_ckpt.harness.hosts.launch import Launcher, environment
-from ds_ckpt.harness.launch import LaunchError, signals_as_exit
 from ds_ckpt.harness.machine import machine, versions
+from ds_ckpt.hosts import EmulatedHosts, HostsError
+from ds_ckpt.hosts.checks import HostError, check_hosts, unreachable
+from ds_ckpt.hosts.cpu_op import lock_cleared_on_failure
+from ds_ckpt.hosts.launcher import (
+    Emulated,
+    Ground,
+    Launcher,
+    LaunchError,
+    environment,
+    signals_as_exit,
+)
 
 RUNS = "runs.jsonl"
 LIKE = "like.json"

@@ -11,8 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ds_ckpt.errors import Problem
 from ds_ckpt.harness.experiment.folder import ALIVE_EVERY_S, START_S, Folder
-from ds_ckpt.harness.experiment.grounds import Ground
-from ds_ckpt.harness.experiment.preflight import HostError, unreachable
+from ds_ckpt.hosts.checks import HostError, unreachable
+from ds_ckpt.hosts.launcher import Ground
 
 
 class Watch:

@@ -28,11 +28,11 @@ from deepspeed.accelerator import get_accelerator
 from ds_ckpt.harness import corpus, models
 from ds_ckpt.harness.experiment.cell import Running, Step
 from ds_ckpt.harness.experiment.folder import Folder, Watchdog
-from ds_ckpt.harness.experiment.interfaces import Sent, link_interface, sent
 from ds_ckpt.harness.experiment.losses import gathered, measure_losses
 from ds_ckpt.harness.experiment.plan import STOCK, Cell, Spec
 from ds_ckpt.harness.experiment.records import Memory, Model, Sample, Timeline, Turn
 from ds_ckpt.harness.experiment.turns import Variant, equal_memory, median_index, slowest
+from ds_ckpt.hosts.interfaces import Sent, link_interface, sent
 from ds_ckpt.telemetry import Purpose
 
 SETTLE_S = 0.15

@@ -24,8 +24,8 @@ from pathlib import Path
 
 from ds_ckpt.errors import Problem
 from ds_ckpt.files import replacing
-from ds_ckpt.harness.hosts.host import start_ticks
-from ds_ckpt.harness.hosts.tools import HostsError
+from ds_ckpt.hosts.host import start_ticks
+from ds_ckpt.hosts.tools import HostsError
 
 _RECORD = "record.json"
 _GONE_S = 15.0

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_ckpt.harness.hosts.host import INTERFACE, interface_counter
+from ds_ckpt.hosts.host import INTERFACE, interface_counter
 
 _TABLE = Path("/proc/self/net/dev")
 _ROUTES = Path("/proc/self/net/route")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ds_ckpt.harness.hosts.tools import call, need
+from ds_ckpt.hosts.tools import call, need
 
 PORT = 2222
 

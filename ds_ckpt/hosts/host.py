@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from ds_ckpt.harness.hosts.tools import need
+from ds_ckpt.hosts.tools import need
 
 INTERFACE = "eth0"
 """The name of every emulated host's network interface."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from ds_ckpt.errors import DsCkptError, Problem
-from ds_ckpt.harness.experiment.grounds import SSH_S, Ground
+from ds_ckpt.hosts.launcher import SSH_S, Ground
 
 LIMIT_S = 2 * SSH_S + 5
 MODULES = ("ds_ckpt", "deepspeed", "torch", "transformers")

@@ -26,10 +26,10 @@ from types import TracebackType
 import psutil
 
 from ds_ckpt.errors import Problem
-from ds_ckpt.harness.hosts.host import INTERFACE, Host, namespace
-from ds_ckpt.harness.hosts.records import HostSet, ProcessId, new_folder
-from ds_ckpt.harness.hosts.ssh import write_files
-from ds_ckpt.harness.hosts.tools import SPACES, HostsError, call, missing, need, path
+from ds_ckpt.hosts.host import INTERFACE, Host, namespace
+from ds_ckpt.hosts.records import HostSet, ProcessId, new_folder
+from ds_ckpt.hosts.ssh import write_files
+from ds_ckpt.hosts.tools import SPACES, HostsError, call, missing, need, path
 
 _PR_SET_PDEATHSIG = 1
 _UP_S = 15.0
