@@ -44,19 +44,14 @@ def run(
     if launcher not in ("pdsh", "openmpi"):
         raise typer.BadParameter(f"{launcher!r} is neither pdsh nor openmpi")
     from ds_ckpt.hosts import EmulatedHosts
-    from ds_ckpt.hosts.launcher import prepare, run_in_foreground, signals_as_exit
+    from ds_ckpt.hosts.launcher import Emulated, run_in_foreground, signals_as_exit
 
     with errors_in_words(), signals_as_exit():
         with EmulatedHosts(count, rate_mbit=rate_mbit) as emulated:
             names = ", ".join(f"{host.name} ({host.address})" for host in emulated.hosts)
             typer.echo(f"{emulated.folder.name}: {names}; {_described(rate_mbit)}", err=True)
-            prepared = prepare(
-                emulated,
-                command,
-                folder=Path.cwd(),
-                slots=slots,
-                launcher="pdsh" if launcher == "pdsh" else "openmpi",
-            )
+            backend = Emulated(emulated, slots, "pdsh" if launcher == "pdsh" else "openmpi")
+            prepared = backend.prepare(command, Path.cwd())
             code = run_in_foreground(prepared, limit_s=limit_s)
     raise typer.Exit(code)
 

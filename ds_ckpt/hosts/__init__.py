@@ -1,7 +1,10 @@
-"""Hosts emulated on this machine, and `deepspeed` launched on them. Linux, as root."""
+"""Where experiments run: hosts emulated on this machine, those of a hostfile, or this one alone.
 
-from ds_ckpt.hosts.emulated import EmulatedHosts
-from ds_ckpt.hosts.host import INTERFACE, Host
-from ds_ckpt.hosts.tools import HostsError, missing
+`launcher` starts a module on them and ends it, `heartbeat` is how both ends know of each other.
+"""
+
+from ds_ckpt.hosts.emulated import EmulatedHosts, Host, missing
+from ds_ckpt.hosts.interfaces import INTERFACE
+from ds_ckpt.hosts.records import HostsError
 
 __all__ = ["INTERFACE", "EmulatedHosts", "Host", "HostsError", "missing"]

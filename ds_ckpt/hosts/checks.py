@@ -10,10 +10,12 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 from ds_ckpt.errors import DsCkptError, Problem
-from ds_ckpt.hosts.launcher import SSH_S, Ground
 
+SSH_S = 12.0
+"""What a host may take to answer ssh."""
 LIMIT_S = 2 * SSH_S + 5
 MODULES = ("ds_ckpt", "deepspeed", "torch", "transformers")
 _LOOK = """
@@ -31,33 +33,43 @@ print("ds_ckpt-look", json.dumps({"missing": missing, "taken": taken}))
 """
 
 
+class Reachable(Protocol):
+    """Hosts that can be asked: see `launcher.Backend`."""
+
+    names: tuple[str, ...]
+    port: int
+
+    def on(self, host: str, argv: Sequence[str]) -> subprocess.CompletedProcess[str]: ...
+    def gone(self) -> list[str]: ...
+
+
 class HostError(DsCkptError, RuntimeError):
     """A host cannot take part, or has dropped out."""
 
     headline = "not every host can take part"
 
 
-def check_hosts(ground: Ground) -> None:
+def check_hosts(hosts: Reachable) -> None:
     """Look at every host at once: ssh, this Python, its modules, the first one's port.
 
     Raises HostError with all that was found.
     """
-    with ThreadPoolExecutor(len(ground.names)) as pool:
-        found = list(pool.map(lambda name: _look(ground, name), ground.names))
+    with ThreadPoolExecutor(len(hosts.names)) as pool:
+        found = list(pool.map(lambda name: _look(hosts, name), hosts.names))
     problems = [problem for host in found for problem in host]
     if problems:
         raise HostError(problems)
 
 
-def unreachable(ground: Ground) -> list[Problem]:
+def unreachable(hosts: Reachable) -> list[Problem]:
     """The hosts that have stopped to answer, for a run that has failed."""
-    gone = ground.gone()
-    if gone and gone[0] == ground.names[0]:
+    gone = hosts.gone()
+    if gone and gone[0] == hosts.names[0]:
         asked: Sequence[str] = gone  # all others are reached by way of the first one
     else:
-        asked = ground.names
+        asked = hosts.names
     with ThreadPoolExecutor(len(asked)) as pool:
-        answers = list(pool.map(lambda name: _answer(ground, name), asked))
+        answers = list(pool.map(lambda name: _answer(hosts, name), asked))
     return [
         Problem(
             where=name,
@@ -71,22 +83,22 @@ def unreachable(ground: Ground) -> list[Problem]:
     ]
 
 
-def _answer(ground: Ground, name: str) -> str | None:
+def _answer(hosts: Reachable, name: str) -> str | None:
     """None if the host answers, else why not."""
-    if name in ground.gone():
+    if name in hosts.gone():
         return "the host is not there any more"
     try:
-        result = ground.on(name, ["true"])
+        result = hosts.on(name, ["true"])
     except subprocess.TimeoutExpired:
         return f"ssh has said nothing for {SSH_S:.0f} s"
     return None if result.returncode == 0 else result.stderr.strip() or "ssh failed"
 
 
-def _look(ground: Ground, name: str) -> list[Problem]:
-    port = ground.port if name == ground.names[0] else 0
+def _look(hosts: Reachable, name: str) -> list[Problem]:
+    port = hosts.port if name == hosts.names[0] else 0
     command = [sys.executable, "-c", _LOOK, str(port), ",".join(MODULES)]
     try:
-        result = ground.on(name, command)
+        result = hosts.on(name, command)
     except subprocess.TimeoutExpired:
         return [_no_ssh(name, f"nothing for {SSH_S:.0f} s")]
     if result.returncode == 255:

@@ -1,265 +1,52 @@
-"""Commands on emulated hosts, on the machines of a hostfile, and on this machine.
+"""Starts a module on every host, follows it, and ends it: one way for all that is launched.
 
-`prepare` turns a command into one that starts in the first emulated host and reaches the others;
-`on_hosts` runs `deepspeed` that way with a time limit, `on_this_machine` on loopback instead. A
-launcher that is told to end gently runs `pkill -f` over pdsh, which on a machine that is shared
-could reach somebody else's run. So it is killed.
+`launch` starts `python -m MODULE` with a job over `deepspeed` on a backend: emulated hosts or the
+machines of a hostfile, reached over pdsh or Open MPI, or this machine alone. The module calls
+`heartbeat.begin` first. A launch ends when its processes do, when one fails, at a time limit, or
+when they are silent for too long; an error names the hosts that do not answer, or else has the end
+of the log. Nothing of it runs then.
+
+A launcher that is told to end gently runs `pkill -f` over pdsh, which on a machine that is shared
+could reach somebody else's run. So it is killed; what it has started on other machines is ended by
+their ssh, or by its own heartbeat.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import os
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal
 
 import psutil
 
 import ds_ckpt
 from ds_ckpt.errors import ConfigError, DsCkptError, Problem
-from ds_ckpt.hosts.cpu_op import shared_buffers_removed
-from ds_ckpt.hosts.emulated import EmulatedHosts
-from ds_ckpt.hosts.host import INTERFACE, namespace
-from ds_ckpt.hosts.ssh import PORT
-from ds_ckpt.hosts.tools import tool
+from ds_ckpt.hosts.checks import SSH_S, HostError, unreachable
+from ds_ckpt.hosts.cpu_op import lock_cleared_on_failure, shared_buffers_removed
+from ds_ckpt.hosts.emulated import SSH_PORT, EmulatedHosts, namespace, tool
+from ds_ckpt.hosts.heartbeat import JOB, Listener
+from ds_ckpt.hosts.interfaces import INTERFACE
+from ds_ckpt.hosts.records import HostsError
 
 Launcher = Literal["pdsh", "openmpi"]
 MASTER_PORT = 29500
-"""Free in emulated hosts, which have no servers but sshd."""
-_OUTER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A command to be run outside the hosts, which runs inside, and its environment."""
-
-    command: list[str]
-    environment: dict[str, str]
-
-
-def prepare(
-    hosts: EmulatedHosts,
-    argv: Sequence[str],
-    *,
-    folder: Path,
-    slots: int = 1,
-    launcher: Launcher = "pdsh",
-    port: int = MASTER_PORT,
-) -> Prepared:
-    """`argv` in the first host, in `folder`.
-
-    A leading `deepspeed` gets the options that lead it to all the hosts, unless it names a
-    hostfile itself. For others the environment names DeepSpeed's hostfile (`DS_CKPT_HOSTFILE`)
-    and has what pdsh and Open MPI's `mpirun` need to reach the hosts.
-    """
-    hostfile, exported = hosts.folder / "hostfile", hosts.folder / "deepspeed_env"
-    hostfile.write_text(hosts.hostfile(slots))
-    everywhere = environment(INTERFACE)
-    # DeepSpeed exports these on every host; pdsh would strip quotes, so there are none.
-    exported.write_text("".join(f"{k}={v}\n" for k, v in everywhere.items()))
-    command = list(argv)
-    if Path(command[0]).name == "deepspeed":
-        command[:1] = deepspeed()
-        if not any(word.split("=")[0] in ("-H", "--hostfile") for word in command):
-            command[1:1] = _options(hosts, hostfile, launcher, port)
-    return Prepared(
-        hosts.hosts[0].command(command, folder=folder),
-        {
-            **without_outer_launch(),
-            **everywhere,
-            **reach(hosts),
-            "DS_ENV_FILE": str(exported),
-            "DS_CKPT_HOSTFILE": str(hostfile),
-        },
-    )
-
-
-def on_hosts(
-    hosts: EmulatedHosts,
-    argv: Sequence[str],
-    *,
-    folder: Path,
-    slots: int = 1,
-    limit_s: float = 240,
-    launcher: Launcher = "pdsh",
-    port: int = MASTER_PORT,
-    while_running: Callable[[], None] = lambda: None,
-) -> str:
-    """Run `deepspeed ... argv` in `folder` from the first host on all of them; its output.
-
-    `while_running` is called a few times a second. Raises LaunchError. After a launch that took
-    too long the hosts are down.
-    """
-    command = ["deepspeed", *argv]
-    prepared = prepare(hosts, command, folder=folder, slots=slots, launcher=launcher, port=port)
-    return _run(prepared, folder, limit_s, hosts.down, while_running)
-
-
-def on_this_machine(
-    argv: Sequence[str],
-    *,
-    folder: Path,
-    processes: int = 2,
-    limit_s: float = 240,
-    while_running: Callable[[], None] = lambda: None,
-) -> str:
-    """Run `deepspeed ... argv` in `folder` with `processes` processes over loopback; its output.
-
-    Raises LaunchError.
-    """
-    where = ["--hostfile=none", f"--num_gpus={processes}", "--master_addr=127.0.0.1"]
-    port = free_port()
-    command = [*deepspeed(), *where, f"--master_port={port}", *argv]
-    prepared = Prepared(command, {**without_outer_launch(), **environment("lo")})
-    with shared_buffers_removed(port):
-        return _run(prepared, folder, limit_s, lambda: None, while_running)
-
-
-def run_prepared(
-    prepared: Prepared, folder: Path, limit_s: float, *, while_running: Callable[[], None]
-) -> str:
-    """Run a command that reaches its hosts itself; its output. Raises LaunchError.
-
-    What it has started on other machines is told to end by their launcher, or ends itself.
-    """
-    return _run(prepared, folder, limit_s, lambda: None, while_running)
-
-
-def deepspeed() -> list[str]:
-    """`deepspeed` of this Python's environment."""
-    return [str(Path(sys.executable).with_name("deepspeed"))]
-
-
-def environment(interface: str) -> dict[str, str]:
-    """What every process needs, also those that start over ssh with a bare environment."""
-    compiled = os.environ.get("TORCH_EXTENSIONS_DIR", f"{sys.prefix}/torch_extensions")
-    package = str(Path(ds_ckpt.__file__).parents[1])
-    return {
-        "TORCH_EXTENSIONS_DIR": compiled,
-        "DS_ACCELERATOR": "cpu",
-        "GLOO_SOCKET_IFNAME": interface,
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": ":".join(filter(None, [package, os.environ.get("PYTHONPATH")])),
-        # This Python's own tools first: DeepSpeed compiles with the ninja beside it.
-        "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
-    }
-
-
-def _options(hosts: EmulatedHosts, hostfile: Path, launcher: Launcher, port: int) -> list[str]:
-    where = [f"--hostfile={hostfile}", f"--master_addr={hosts.hosts[0].address}"]
-    where.append(f"--master_port={port}")
-    if launcher == "openmpi":
-        return [*where, "--no_ssh_check", "--launcher=openmpi"]
-    return [*where, "--no_ssh_check", f"--ssh_port={PORT}"]
-
-
-def reach(hosts: EmulatedHosts) -> dict[str, str]:
-    """How pdsh and Open MPI's mpirun reach the hosts."""
-    return {
-        # DeepSpeed adds `-p PORT` itself
-        "PDSH_SSH_ARGS_APPEND": f"-F {hosts.folder}/ssh_config",
-        "PDSH_RCMD_TYPE": "ssh",
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "OMPI_MCA_plm_rsh_args": f"-F {hosts.folder}/ssh_config",
-        "OMPI_MCA_oob_tcp_if_include": INTERFACE,
-        "OMPI_MCA_btl_tcp_if_include": INTERFACE,
-        # The hosts share /tmp, and small pids and names come back in every set.
-        "OMPI_MCA_orte_tmpdir_base": "/run",
-        "OMPI_MCA_rmaps_base_oversubscribe": "1",
-        "OMPI_MCA_hwloc_base_binding_policy": "none",
-    }
-
-
-def without_outer_launch() -> dict[str, str]:
-    """This process's environment without what an outer launch or worker has set."""
-    return {k: v for k, v in os.environ.items() if k not in _OUTER}
-
-
-def _run(
-    prepared: Prepared,
-    folder: Path,
-    limit_s: float,
-    end: Callable[[], None],
-    while_running: Callable[[], None],
-) -> str:
-    log = folder / "launch.log"
-    with log.open("wb") as sink:
-        process = subprocess.Popen(
-            prepared.command,
-            cwd=folder,
-            env=prepared.environment,
-            stdin=subprocess.DEVNULL,
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        ended = ""
-        limit = time.monotonic() + limit_s
-        try:
-            while process.poll() is None:
-                if time.monotonic() > limit:
-                    ended = f"it took longer than {limit_s:g} s"
-                    break
-                while_running()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(0.2)
-        finally:
-            _kill(process, end)
-    if process.returncode and not ended:
-        ended = f"exit code {process.returncode}"
-    if ended:
-        raise LaunchError(
-            Problem(
-                where=" ".join(prepared.command),
-                found=f"{ended}; its log ends with\n{log_tail(log)}",
-                why="one of the processes failed or did not come to an end",
-                remedy=f"mend what the last error names; the whole log is {log}",
-            )
-        )
-    return log.read_text(errors="replace")
-
-
-def _kill(process: subprocess.Popen[bytes], end: Callable[[], None]) -> None:
-    family: list[psutil.Process] = []
-    if process.poll() is None:
-        end()  # from the inside first, then from the outside
-    if process.poll() is None:
-        family = psutil.Process(process.pid).children(recursive=True)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    for member in family:
-        with contextlib.suppress(psutil.Error):
-            member.kill()
-    process.wait()
-
-
-def run_in_foreground(prepared: Prepared, *, limit_s: float | None = None) -> int:
-    """Run a prepared command on this terminal; its exit code, or 124 after `limit_s` seconds."""
-    with subprocess.Popen(prepared.command, env=prepared.environment) as process:
-        try:
-            return process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            return 124
-        except BaseException:
-            process.kill()
-            raise
-
-
-_GRACE_S = 8.0
+LOG = "launch.log"
 _LOG_LINES = 40
+_POLL_S = 0.2
+_END_S = 8.0
+_LOOPBACK = Path("/sys/class/net/lo")
+_OUTER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class LaunchError(DsCkptError, RuntimeError):
@@ -268,192 +55,130 @@ class LaunchError(DsCkptError, RuntimeError):
     headline = "the launched processes did not finish"
 
 
-def deepspeed_command(
-    module: str, arguments: Sequence[str], *, processes: int, master_port: int
-) -> list[str]:
-    """`deepspeed` of this Python's environment, for `processes` processes on this machine."""
-    beside = Path(sys.executable).with_name("deepspeed")
-    found = str(beside) if beside.exists() else shutil.which("deepspeed")
-    launcher = [found] if found else [sys.executable, "-m", "deepspeed.launcher.runner"]
-    return [
-        *launcher,
-        # A cluster's own hostfile must not draw other machines in.
-        "--hostfile=none",
-        f"--num_gpus={processes}",
-        "--master_addr=127.0.0.1",
-        f"--master_port={master_port}",
-        "--module",
-        module,
-        *arguments,
-    ]
+@dataclass(frozen=True)
+class Prepared:
+    """A command that reaches its hosts, and its environment."""
+
+    command: list[str]
+    environment: dict[str, str]
 
 
-def free_port() -> int:
-    """A TCP port that was free on this machine a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def launch(
+    backend: Backend,
+    module: str,
+    job: Mapping[str, Any],
+    folder: Path,
+    *,
+    stall_s: float = 180.0,
+    limit_s: float = math.inf,
+    heard: Callable[[dict[str, Any]], object] = lambda event: None,
+    look: Callable[[], None] = lambda: None,
+    if_silent: str = "",
+) -> None:
+    """Run `module` on all hosts of a backend, until it ends.
 
+    Args:
+        job: JSON; `heartbeat.begin` gives it to every process.
+        folder: of the launch, seen by this process and process 0: job, events, log.
+        stall_s: end when process 0 has been silent for so long: more than the longest step takes.
+        heard: gets what process 0 tells with `Heartbeat.beat`, also what came before a failure.
+        look: called a few times a second.
+        if_silent: what else to do about a silence, for the error's remedy.
 
-@contextlib.contextmanager
-def launched(
-    command: Sequence[str], *, environment: Mapping[str, str], log: Path
-) -> Iterator[subprocess.Popen[bytes]]:
-    """Run `command` in a process group of its own, its output in `log`; end it all on leaving.
-
-    SIGTERM and SIGHUP to this process are turned into SystemExit meanwhile, so that they too lead
-    through the clean-up.
+    Raises:
+        HostError: a host does not answer any more.
+        LaunchError: the processes failed, were silent, or took too long.
     """
-    with log.open("ab") as sink, signals_as_exit():
-        process = subprocess.Popen(
-            command,
-            env=dict(environment),
-            stdin=subprocess.DEVNULL,
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    folder = folder.absolute()
+    (folder / JOB).write_text(json.dumps(job), encoding="utf-8")
+
+    def asked(question: dict[str, Any]) -> None:
+        backend.set_rate(question["rate_mbit"])
+
+    listener = Listener(folder, stall_s=stall_s, heard=heard, asked=asked)
+
+    def attend() -> None:
+        listener.listen()
+        look()
+        overdue_s = listener.overdue_s()
+        if overdue_s is not None:
+            raise LaunchError(
+                Problem(
+                    where=", ".join(backend.names),
+                    found=f"nothing has come on for {overdue_s:.0f} s, and all hosts answer; "
+                    f"the log ends with\n{log_tail(folder / LOG)}",
+                    why="a process hangs, or a step or the start takes longer",
+                    remedy=f"look into {folder / LOG} and at what else the machine does, then give "
+                    f"the same command again, which goes on where this was{if_silent}",
+                )
+            )
+
+    arguments = [f"--folder={folder}", f"--launch={listener.launch}", f"--stall-s={stall_s}"]
+    with signals_as_exit():
         try:
-            yield process
+            argv = ["--module", module, *arguments]
+            backend.deepspeed(argv, folder, limit_s=limit_s, attend=attend)
         finally:
-            _end(process)
+            listener.listen(answer=False)  # what came last; nobody waits for an answer any more
 
 
-def check_running(
-    process: subprocess.Popen[bytes], *, started: float, time_limit_s: float, log: Path
-) -> bool:
-    """True while it runs, False once it has ended well. `started` is `time.monotonic()`'s.
-
-    Raises LaunchError if it failed or has run for longer than `time_limit_s`.
-    """
-    code = process.poll()
-    if code == 0:
-        return False
-    if code is not None:
-        raise LaunchError(
-            Problem(
-                where=str(log),
-                found=f"exit code {code}; the log ends with\n{log_tail(log)}",
-                why="one of the processes failed",
-                remedy="mend what the last error names, then start again",
-            )
-        )
-    if time.monotonic() - started > time_limit_s:
-        raise LaunchError(
-            Problem(
-                where=str(log),
-                found=f"no end after {time_limit_s:.0f} s; the log ends with\n{log_tail(log)}",
-                why="the time limit was reached",
-                remedy="take fewer --steps, or a larger --time-limit-s on a slow machine",
-            )
-        )
-    return True
-
-
-def log_tail(log: Path) -> str:
-    """The last traceback of a log, or else its last lines."""
-    try:
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return "    (no log)"
-    starts = [i for i, line in enumerate(lines) if "Traceback (most recent call last)" in line]
-    if not starts:
-        return _indented(lines[-_LOG_LINES:])
-    # Processes fail one after the other: what came first is the cause, what follows its echo.
-    first = starts[0]
-    prefix = lines[first].partition("Traceback")[0]  # "[rank1]: " where torch writes it
-    trace = [line.removeprefix(prefix) for line in lines[first:] if line.startswith(prefix)]
-    return _indented(trace[-_LOG_LINES:] if prefix else trace[:_LOG_LINES])
-
-
-def _indented(lines: Sequence[str]) -> str:
-    return "\n".join(f"    {line}" for line in lines)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    family: list[psutil.Process] = []
-    with contextlib.suppress(psutil.Error):
-        family = psutil.Process(process.pid).children(recursive=True)
-    _signal_group(process.pid, signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_GRACE_S)
-    psutil.wait_procs(family, timeout=_GRACE_S)
-    _signal_group(process.pid, signal.SIGKILL)
-    for member in family:
-        with contextlib.suppress(psutil.Error):
-            member.kill()
-    process.wait()
-    psutil.wait_procs(family, timeout=_GRACE_S)
-
-
-def _signal_group(group: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, number)
-
-
-@contextlib.contextmanager
-def signals_as_exit() -> Iterator[None]:
-    """SIGTERM and SIGHUP to this process become SystemExit inside, so that clean-ups run."""
-
-    def leave(number: int, _frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = {}
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        with contextlib.suppress(ValueError):  # Not in the main thread: leave signals alone.
-            before[number] = signal.signal(number, leave)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-SSH_S = 12.0
-"""What a host may take to answer ssh."""
-Look = Callable[[], None]
-
-
-class Ground(Protocol):
-    """What an experiment needs of the place that it runs in."""
+class Backend:
+    """Where something is launched."""
 
     names: tuple[str, ...]
     """The hosts, the one with process 0 first."""
     port: int
-    """The master port, on the first host."""
+    """The master port on the first host; 0 where any free one is taken."""
 
     def on(self, host: str, argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
         """Run something short on a host. Raises subprocess.TimeoutExpired after `SSH_S`."""
-        ...
+        raise NotImplementedError
 
-    def launch(self, argv: Sequence[str], folder: Path, limit_s: float, look: Look) -> None:
-        """`deepspeed ... argv` on all hosts; `look` is called a few times a second.
+    def prepare(self, argv: Sequence[str], folder: Path) -> Prepared:
+        """`argv`, to be run from the first host; a leading `deepspeed` is led to all of them."""
+        raise NotImplementedError
 
-        Raises LaunchError; whatever happens, nothing of it runs here when it returns.
-        """
-        ...
+    def describe(self) -> str:
+        """A sentence for a report."""
+        raise NotImplementedError
 
     def set_rate(self, rate_mbit: float | None) -> None:
         """Give every link a rate."""
-        ...
+        raise NotImplementedError("only the links of emulated hosts take a rate")
 
     def gone(self) -> list[str]:
         """Hosts that are known not to be there any more."""
-        ...
+        return []
 
-    def describe(self) -> str:
-        """A sentence for the report."""
-        ...
+    def end(self) -> None:
+        """End from the inside what has to be killed, where there is a way."""
+
+    def deepspeed(
+        self,
+        argv: Sequence[str],
+        folder: Path,
+        *,
+        limit_s: float = 240.0,
+        attend: Callable[[], None] = lambda: None,
+    ) -> str:
+        """Run `deepspeed ... argv` in `folder` over all hosts; its output.
+
+        `attend` is called a few times a second. Raises LaunchError or HostError; whatever happens,
+        nothing of it runs here when it returns.
+        """
+        prepared = self.prepare(["deepspeed", *argv], folder)
+        with lock_cleared_on_failure(prepared.environment):
+            return run(prepared, folder, limit_s=limit_s, attend=attend, backend=self)
 
 
 @dataclass
-class Emulated:
-    """Hosts that `EmulatedHosts` has up."""
+class Emulated(Backend):
+    """Hosts that `EmulatedHosts` has up. After a launch that had to be killed they are down."""
 
     hosts: EmulatedHosts
     slots: int = 1
     launcher: Launcher = "pdsh"
-    port: int = 29500
+    port: int = MASTER_PORT
 
     def __post_init__(self) -> None:
         self.names = tuple(host.name for host in self.hosts.hosts)
@@ -464,23 +189,52 @@ class Emulated:
         ssh = [str(tool("ssh")), "-F", config, host, shlex.join(argv)]
         return _short(self._up[0].command(ssh, folder=Path("/")))
 
-    def launch(self, argv: Sequence[str], folder: Path, limit_s: float, look: Look) -> None:
-        on_hosts(
-            self.hosts,
-            argv,
-            folder=folder,
-            slots=self.slots,
-            limit_s=limit_s,
-            launcher=self.launcher,
-            port=self.port,
-            while_running=look,
-        )
+    def prepare(self, argv: Sequence[str], folder: Path) -> Prepared:
+        """`argv` in the first host, in `folder`.
+
+        A leading `deepspeed` gets the options that lead it to all the hosts, unless it names a
+        hostfile itself. For others the environment names DeepSpeed's hostfile (`DS_CKPT_HOSTFILE`)
+        and has what pdsh and Open MPI's `mpirun` need to reach the hosts.
+        """
+        hostfile = self.hosts.folder / "hostfile"
+        hostfile.write_text("".join(f"{name} slots={self.slots}\n" for name in self.names))
+        everywhere = environment(INTERFACE)
+        command = list(argv)
+        if Path(command[0]).name == "deepspeed":
+            command[:1] = [_deepspeed()]
+            if not any(word.split("=")[0] in ("-H", "--hostfile") for word in command):
+                where = [f"--hostfile={hostfile}", f"--master_addr={self._up[0].address}"]
+                where += [f"--master_port={self.port}", "--no_ssh_check"]
+                pdsh = self.launcher == "pdsh"
+                where.append(f"--ssh_port={SSH_PORT}" if pdsh else "--launcher=openmpi")
+                command[1:1] = where
+        ssh = f"-F {self.hosts.folder}/ssh_config"
+        reach = {
+            "PDSH_SSH_ARGS_APPEND": ssh,  # DeepSpeed adds `-p PORT` itself
+            "PDSH_RCMD_TYPE": "ssh",
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "OMPI_MCA_plm_rsh_args": ssh,
+            "OMPI_MCA_oob_tcp_if_include": INTERFACE,
+            "OMPI_MCA_btl_tcp_if_include": INTERFACE,
+            # The hosts share /tmp, and small pids and names come back in every set.
+            "OMPI_MCA_orte_tmpdir_base": "/run",
+            "OMPI_MCA_rmaps_base_oversubscribe": "1",
+            "OMPI_MCA_hwloc_base_binding_policy": "none",
+            "DS_ENV_FILE": _exported(everywhere, self.hosts.folder),
+            "DS_CKPT_HOSTFILE": str(hostfile),
+        }
+        inside = self._up[0].command(command, folder=folder)
+        return Prepared(inside, {**_without_outer_launch(), **everywhere, **reach})
 
     def set_rate(self, rate_mbit: float | None) -> None:
         self.hosts.set_rate(rate_mbit)
 
     def gone(self) -> list[str]:
         return [host.name for host in self._up if namespace(host.pid) is None]
+
+    def end(self) -> None:
+        self.hosts.down()
 
     def describe(self) -> str:
         return (
@@ -491,8 +245,8 @@ class Emulated:
 
 
 @dataclass
-class Hostfile:
-    """Real machines. This one must be the first of them, or share the run's folder with it.
+class Hostfile(Backend):
+    """Real machines. This one must be the first of them, or share the launch's folder with it.
 
     Args:
         hostfile: DeepSpeed's.
@@ -502,7 +256,7 @@ class Hostfile:
     hostfile: Path
     interface: str | None = None
     launcher: Launcher = "pdsh"
-    port: int = 29500
+    port: int = MASTER_PORT
     ssh_port: int | None = None
     counts: dict[str, int] = field(init=False)
 
@@ -516,35 +270,25 @@ class Hostfile:
         options = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=8", *where, *more]
         return _short(["ssh", *options, host, shlex.join(argv)])
 
-    def launch(self, argv: Sequence[str], folder: Path, limit_s: float, look: Look) -> None:
+    def prepare(self, argv: Sequence[str], folder: Path) -> Prepared:
         import torch
 
-        everywhere = environment(self.interface or "")
-        if self.interface is None:
-            del everywhere["GLOO_SOCKET_IFNAME"]
-        elif torch.cuda.is_available():
-            everywhere["NCCL_SOCKET_IFNAME"] = self.interface
-        if torch.cuda.is_available():
-            del everywhere["DS_ACCELERATOR"], everywhere["OMP_NUM_THREADS"]
-        exported = folder / "deepspeed_env"
-        exported.write_text("".join(f"{k}={v}\n" for k, v in everywhere.items()))
-        command = [*deepspeed(), f"--hostfile={self.hostfile.resolve()}", "--no_ssh_check"]
-        command += [f"--master_port={self.port}"]
-        if self.launcher != "pdsh":
-            command.append(f"--launcher={self.launcher}")
-        elif self.ssh_port:
-            command.append(f"--ssh_port={self.ssh_port}")
-        here = {**without_outer_launch(), **everywhere, "DS_ENV_FILE": str(exported)}
+        everywhere = environment(self.interface, gpus=torch.cuda.is_available())
+        command = list(argv)
+        if command[0] == "deepspeed":
+            options = [f"--hostfile={self.hostfile.resolve()}", "--no_ssh_check"]
+            options.append(f"--master_port={self.port}")
+            if self.launcher != "pdsh":
+                options.append(f"--launcher={self.launcher}")
+            elif self.ssh_port:
+                options.append(f"--ssh_port={self.ssh_port}")
+            command[:1] = [_deepspeed(), *options]
+        here = {**_without_outer_launch(), **everywhere}
+        here["DS_ENV_FILE"] = _exported(everywhere, folder)
         if self.launcher == "openmpi" and self.ssh_port:  # deepspeed hands --ssh_port to pdsh alone
             name = "OMPI_MCA_plm_rsh_args"
             here[name] = f"{here.get(name, '')} -p {self.ssh_port}".strip()
-        run_prepared(Prepared([*command, *argv], here), folder, limit_s, while_running=look)
-
-    def set_rate(self, rate_mbit: float | None) -> None:
-        raise NotImplementedError("the links of real machines are what they are")
-
-    def gone(self) -> list[str]:
-        return []
+        return Prepared(command, here)
 
     def describe(self) -> str:
         hosts = ", ".join(f"{name} with {count}" for name, count in self.counts.items())
@@ -555,26 +299,51 @@ class Hostfile:
 
 
 @dataclass
-class Loopback:
-    """This machine alone; the link between its processes is memory and is not shaped."""
+class Loopback(Backend):
+    """This machine alone; the link between its processes is memory and is not shaped.
+
+    Args:
+        gpus: use them where there is one for each process and DS_ACCELERATOR does not say `cpu`.
+    """
 
     processes: int = 2
+    gpus: bool = False
     port: int = 0
     names: tuple[str, ...] = ("localhost",)
 
     def on(self, host: str, argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
         return _short(argv)
 
-    def launch(self, argv: Sequence[str], folder: Path, limit_s: float, look: Look) -> None:
-        on_this_machine(
-            argv, folder=folder, processes=self.processes, limit_s=limit_s, while_running=look
-        )
+    def prepare(self, argv: Sequence[str], folder: Path) -> Prepared:
+        # a cluster's own hostfile must not draw other machines in
+        where = ["--hostfile=none", f"--num_gpus={self.processes}", "--master_addr=127.0.0.1"]
+        command = list(argv)
+        if command[0] == "deepspeed":
+            command[:1] = [_deepspeed(), *where, f"--master_port={self.port}"]
+        interface = "lo" if _LOOPBACK.exists() else None
+        everywhere = environment(interface, gpus=self.on_gpus())
+        return Prepared(command, {**_without_outer_launch(), **everywhere})
 
-    def set_rate(self, rate_mbit: float | None) -> None:
-        raise NotImplementedError("loopback has no rate")
+    def on_gpus(self) -> bool:
+        """Whether what is launched runs on GPUs."""
+        import torch
 
-    def gone(self) -> list[str]:
-        return []
+        wanted = os.environ.get("DS_ACCELERATOR") in (None, "cuda")
+        return self.gpus and wanted and torch.cuda.device_count() >= self.processes
+
+    def deepspeed(
+        self,
+        argv: Sequence[str],
+        folder: Path,
+        *,
+        limit_s: float = 240.0,
+        attend: Callable[[], None] = lambda: None,
+    ) -> str:
+        """As `Backend.deepspeed`, on a port of its own."""
+        port = self.port or free_port()
+        once = replace(self, port=port)
+        with shared_buffers_removed(port):
+            return Backend.deepspeed(once, argv, folder, limit_s=limit_s, attend=attend)
 
     def describe(self) -> str:
         return (
@@ -607,6 +376,170 @@ def read_hostfile(path: Path) -> dict[str, int]:
     if problems:
         raise ConfigError(problems, headline="this hostfile cannot be used")
     return found
+
+
+def environment(interface: str | None, *, gpus: bool = False) -> dict[str, str]:
+    """What every process needs, also those that start over ssh with a bare environment."""
+    package = str(Path(ds_ckpt.__file__).parents[1])
+    everywhere = {
+        "TORCH_EXTENSIONS_DIR": os.environ.get(
+            "TORCH_EXTENSIONS_DIR", f"{sys.prefix}/torch_extensions"
+        ),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": ":".join(filter(None, [package, os.environ.get("PYTHONPATH")])),
+        # This Python's own tools first: DeepSpeed compiles with the ninja beside it.
+        "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
+    }
+    if not gpus:
+        everywhere |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}  # sums in one order
+    if interface:
+        everywhere["GLOO_SOCKET_IFNAME"] = interface
+        if gpus:
+            everywhere["NCCL_SOCKET_IFNAME"] = interface
+    return everywhere
+
+
+def run(
+    prepared: Prepared,
+    folder: Path,
+    *,
+    limit_s: float,
+    attend: Callable[[], None] = lambda: None,
+    backend: Backend | None = None,
+) -> str:
+    """Run a command in `folder`, its output in `LOG` there; the output.
+
+    It gets a session of its own, and all of that is killed on leaving. Where it fails, hangs, or
+    `attend` says so, the backend's hosts are asked whether they are still there.
+    """
+    log = folder / LOG
+    with log.open("wb") as sink:
+        process = subprocess.Popen(
+            prepared.command,
+            cwd=folder,
+            env=prepared.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        limit = time.monotonic() + limit_s
+        try:
+            while process.poll() is None:
+                if time.monotonic() > limit:
+                    raise _failed(f"it took longer than {limit_s:g} s", prepared, log)
+                attend()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_POLL_S)
+            if process.returncode:
+                raise _failed(f"exit code {process.returncode}", prepared, log)
+        except (LaunchError, HostsError) as error:
+            if backend is not None and (problems := unreachable(backend)):
+                raise HostError(problems, headline="a host has dropped out") from error
+            raise
+        finally:
+            _kill(process, backend)
+    return log.read_text(errors="replace")
+
+
+def run_in_foreground(prepared: Prepared, *, limit_s: float | None = None) -> int:
+    """Run a prepared command on this terminal; its exit code, or 124 after `limit_s` seconds."""
+    with subprocess.Popen(prepared.command, env=prepared.environment) as process:
+        try:
+            return process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return 124
+        except BaseException:
+            process.kill()
+            raise
+
+
+def log_tail(log: Path) -> str:
+    """The first traceback of a log, or else its last lines."""
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return "    (no log)"
+    found = lines[-_LOG_LINES:]
+    starts = [i for i, line in enumerate(lines) if "Traceback (most recent call last)" in line]
+    if starts:
+        # Processes fail one after the other: what came first is the cause, what follows its echo.
+        first = starts[0]
+        prefix = lines[first].partition("Traceback")[0]  # "[rank1]: " where torch writes it
+        trace = [line.removeprefix(prefix) for line in lines[first:] if line.startswith(prefix)]
+        found = trace[-_LOG_LINES:] if prefix else trace[:_LOG_LINES]
+    return "\n".join(f"    {line}" for line in found)
+
+
+def free_port() -> int:
+    """A TCP port that was free on this machine a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def signals_as_exit() -> Iterator[None]:
+    """SIGTERM and SIGHUP to this process become SystemExit inside, so that clean-ups run."""
+
+    def leave(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {}
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        with contextlib.suppress(ValueError):  # Not in the main thread: leave signals alone.
+            before[number] = signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _failed(what: str, prepared: Prepared, log: Path) -> LaunchError:
+    return LaunchError(
+        Problem(
+            where=" ".join(prepared.command),
+            found=f"{what}; its log ends with\n{log_tail(log)}",
+            why="one of the processes failed or did not come to an end",
+            remedy=f"mend what the last error names; the whole log is {log}",
+        )
+    )
+
+
+def _kill(process: subprocess.Popen[bytes], backend: Backend | None) -> None:
+    family: list[psutil.Process] = []
+    if process.poll() is None and backend is not None:
+        backend.end()  # from the inside first, then from the outside
+    if process.poll() is None:
+        with contextlib.suppress(psutil.Error):
+            family = psutil.Process(process.pid).children(recursive=True)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for member in family:
+        with contextlib.suppress(psutil.Error):
+            member.kill()
+    process.wait()
+    psutil.wait_procs(family, timeout=_END_S)
+
+
+def _exported(everywhere: Mapping[str, str], folder: Path) -> str:
+    """The file that DeepSpeed exports on every host; pdsh would strip quotes, so there are none."""
+    path = folder / "deepspeed_env"
+    path.write_text("".join(f"{name}={value}\n" for name, value in everywhere.items()))
+    return str(path)
+
+
+def _deepspeed() -> str:
+    """`deepspeed` of this Python's environment."""
+    return str(Path(sys.executable).with_name("deepspeed"))
+
+
+def _without_outer_launch() -> dict[str, str]:
+    """This process's environment without what an outer launch or worker has set."""
+    return {k: v for k, v in os.environ.items() if k not in _OUTER}
 
 
 def _short(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:

@@ -10,7 +10,8 @@ Runs with one process a host. For each pair of hosts in turn, while the others w
 
 A stream begins with a run-up that is not timed: a shaper's burst allowance and TCP's slow start lie
 in it. What is timed is payload; headers take 4 to 5% of an Ethernet link with frames of 1500 bytes,
-so payload at 95.6% of a link's nominal rate is a full link.
+so payload at 95.6% of a link's nominal rate is a full link. mpi4py's own `bench pingpong` times
+round trips of two processes alone: no direction, no two streams at once, no run-up.
 
 `Links` is what others read: the planner, `ds-ckpt probe`.
 """
@@ -25,23 +26,22 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ds_ckpt.errors import Problem, UnsupportedError
-
-if TYPE_CHECKING:
-    from ds_ckpt.hosts.emulated import EmulatedHosts
+from ds_ckpt.hosts.emulated import EmulatedHosts
+from ds_ckpt.hosts.launcher import Emulated, LaunchError, Prepared, run
 
 FORMAT = "ds_ckpt links 1"
 _PINGS = 60
+_START_S, _PAIR_S = 60.0, 30.0
 _RUN_UP_S = 0.4
 _UNDER_WAY_S = 0.5
 """How much of a link's time is under way at once: more than what queues on the way may hold."""
@@ -220,18 +220,11 @@ def _rate(arrivals_s: list[float], size: int) -> float:
     return (len(timed_s) - 1) * size / (timed_s[-1] - timed_s[0])
 
 
-_START_S, _PAIR_S = 60.0, 30.0
-
-
 def probe_emulated(hosts: EmulatedHosts, *, seconds: float = 1.0) -> Links:
     """The links between emulated hosts that are up. Raises as `probe_hostfile`."""
-    with tempfile.TemporaryDirectory(prefix="ds_ckpt_probe_") as folder:
-        out = Path(folder) / "links.json"
-        argv = _mpirun(hosts.count, hosts.folder / "hostfile", out, seconds)
-        from ds_ckpt.hosts.launcher import prepare
-
-        prepared = prepare(hosts, argv, folder=Path(folder))
-        return _run(prepared.command, prepared.environment, out, hosts.count, seconds)
+    backend = Emulated(hosts)
+    hostfile = hosts.folder / "hostfile"
+    return _mpirun(hosts.count, hostfile, seconds, backend.prepare)
 
 
 def probe_hostfile(hostfile: Path, *, seconds: float = 1.0) -> Links:
@@ -255,13 +248,16 @@ def probe_hostfile(hostfile: Path, *, seconds: float = 1.0) -> Links:
             ),
             headline="there is no link to probe",
         )
-    with tempfile.TemporaryDirectory(prefix="ds_ckpt_probe_") as folder:
-        out = Path(folder) / "links.json"
-        argv = _mpirun(count, hostfile.resolve(), out, seconds)
-        return _run(argv, os.environ, out, count, seconds)
+    here = dict(os.environ)
+    return _mpirun(count, hostfile.resolve(), seconds, lambda argv, _: Prepared([*argv], here))
 
 
-def _mpirun(count: int, hostfile: Path, out: Path, seconds: float) -> list[str]:
+def _mpirun(
+    count: int,
+    hostfile: Path,
+    seconds: float,
+    prepare: Callable[[Sequence[str], Path], Prepared],
+) -> Links:
     problems = []
     if importlib.util.find_spec("mpi4py") is None:
         found, remedy = "mpi4py is not installed", "pip install 'ds_ckpt[mpi]'"
@@ -274,51 +270,18 @@ def _mpirun(count: int, hostfile: Path, out: Path, seconds: float) -> list[str]:
         problems.append(Problem("mpirun", "not on the PATH", why, remedy))
     if mpirun is None or problems:
         raise UnsupportedError(problems, headline="links cannot be probed here")
-    where = ["-n", str(count), "--hostfile", str(hostfile), "--map-by", "ppr:1:node"]
-    probe = [sys.executable, "-m", "ds_ckpt.hosts.probe"]
-    return [mpirun, *where, *probe, f"--out={out}", f"--seconds={seconds}"]
-
-
-def _run(
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    out: Path,
-    count: int,
-    seconds: float,
-) -> Links:
-    pairs = count * (count - 1) // 2
-    limit_s = _START_S + pairs * (_PAIR_S + 3 * seconds)
-    ended = ""
-    try:
-        result = subprocess.run(
-            command,
-            env=dict(environment),
-            cwd=out.parent,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=limit_s,
-        )
-        said = result.stdout
-        if result.returncode or not out.exists():
-            ended = f"exit code {result.returncode}"
-    except subprocess.TimeoutExpired as error:
-        ended = f"no end after {limit_s:.0f} s"
-        said = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else ""
-    if ended:
-        from ds_ckpt.hosts.launcher import LaunchError
-
-        raise LaunchError(
-            Problem(
-                where=" ".join(command),
-                found=f"{ended}; it said\n{said[-4000:]}",
-                why="a host could not be reached, or lacks what the probe needs",
-                remedy="mend what it names; `mpirun ... hostname` is the shortest test",
-            ),
-            headline="the link probe did not finish",
-        )
-    return Links.load(out)
+    argv = [mpirun, "-n", str(count), "--hostfile", str(hostfile), "--map-by", "ppr:1:node"]
+    argv += [sys.executable, "-m", "ds_ckpt.hosts.probe", f"--seconds={seconds}"]
+    limit_s = _START_S + count * (count - 1) // 2 * (_PAIR_S + 3 * seconds)
+    with tempfile.TemporaryDirectory(prefix="ds_ckpt_probe_") as temporary:
+        folder = Path(temporary)
+        out = folder / "links.json"
+        try:
+            run(prepare([*argv, f"--out={out}"], folder), folder, limit_s=limit_s)
+        except LaunchError as error:
+            headline = "the link probe did not finish; `mpirun ... hostname` is the shortest test"
+            raise LaunchError(error.problems, headline=headline) from None
+        return Links.load(out)
 
 
 def main() -> None:

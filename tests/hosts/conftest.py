@@ -31,10 +31,17 @@ def can_emulate() -> None:
         pytest.skip(f"no emulated hosts here: {'; '.join(reasons)}")
 
 
-@pytest.fixture
+@pytest.fixture(scope="package")
 def two_hosts(can_emulate: None) -> Iterator[EmulatedHosts]:
-    """Two hosts with links of 200 Mbit/s."""
+    """Two hosts with links of 200 Mbit/s, for all tests that leave them as they were."""
     with EmulatedHosts(2, rate_mbit=200) as hosts:
+        yield hosts
+
+
+@pytest.fixture
+def own_hosts(can_emulate: None) -> Iterator[EmulatedHosts]:
+    """Two hosts for one test, which may break them."""
+    with EmulatedHosts(2, rate_mbit=None) as hosts:
         yield hosts
 
 

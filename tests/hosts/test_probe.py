@@ -58,8 +58,10 @@ def test_every_pair_is_measured_and_the_command_writes_json(
         assert 0 < max(_one_way(pair)) < 1.1 * 50e6 / 8
 
 
-def test_what_mpirun_says_is_in_the_error(two_hosts: EmulatedHosts) -> None:
-    two_hosts.count = 3  # one more than there are
+def test_what_mpirun_says_is_in_the_error(
+    two_hosts: EmulatedHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(two_hosts, "count", 3)  # one more than there are
     with pytest.raises(LaunchError, match="did not finish") as caught:
         probe.probe_emulated(two_hosts)
     assert "ppr:1:node" in str(caught.value)

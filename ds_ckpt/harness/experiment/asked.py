@@ -19,7 +19,7 @@ from ds_ckpt.harness.experiment.plan import METHODS, POLICIES, SHAPE, Spec
 from ds_ckpt.harness.experiment.report import Report
 from ds_ckpt.harness.experiment.run import emulated, measure
 from ds_ckpt.hosts import missing
-from ds_ckpt.hosts.launcher import Ground, Hostfile, Launcher, Loopback
+from ds_ckpt.hosts.launcher import Backend, Hostfile, Launcher, Loopback
 
 CALIBRATION = "calibration"
 _NOT_ON_LOOPBACK = ("hosts", "launcher", "port")
@@ -43,7 +43,7 @@ class Wanted:
 
 def ground_of(
     wanted: Wanted, spec: Spec, console: Console, given: Collection[str] = ()
-) -> tuple[Spec, Callable[[], AbstractContextManager[Ground]]]:
+) -> tuple[Spec, Callable[[], AbstractContextManager[Backend]]]:
     """The plan with its place, and what opens that place.
 
     Rates that a place cannot give stay in the plan, and `check` refuses them. Raises
@@ -159,7 +159,7 @@ def shape_of(text: str) -> dict[str, int]:
 def alike(
     spec: Spec,
     output: Path,
-    ground: Ground,
+    ground: Backend,
     console: Console,
     text: str,
     named: dict[str, Path | None],
