@@ -95,56 +95,33 @@ def _answer(hosts: Reachable, name: str) -> str | None:
 
 
 def _look(hosts: Reachable, name: str) -> list[Problem]:
+    """What keeps a host from taking part."""
     port = hosts.port if name == hosts.names[0] else 0
     command = [sys.executable, "-c", _LOOK, str(port), ",".join(MODULES)]
+    silent = ""
     try:
         result = hosts.on(name, command)
+        if result.returncode == 255:
+            silent = result.stderr.strip() or "ssh failed"
     except subprocess.TimeoutExpired:
-        return [_no_ssh(name, f"nothing for {SSH_S:.0f} s")]
-    if result.returncode == 255:
-        return [_no_ssh(name, result.stderr.strip())]
+        silent = f"nothing for {SSH_S:.0f} s"
+    if silent:
+        found, why = f"no answer to ssh: {silent}", "deepspeed starts the processes over it"
+        remedy = f"make `ssh {name} true` work without a password from the first host"
+        return [Problem(name, found, why, remedy)]
     lines = [line for line in result.stdout.splitlines() if line.startswith("ds_ckpt-look ")]
     if result.returncode or not lines:
-        return [
-            Problem(
-                where=name,
-                found=f"{sys.executable} fails there: {(result.stderr or result.stdout).strip()}",
-                why="every host runs the same Python at the same path",
-                remedy="install this environment there, at this path",
-            )
-        ]
-    return _judged(name, port, json.loads(lines[0].partition(" ")[2]))
-
-
-def _judged(name: str, port: int, seen: dict[str, object]) -> list[Problem]:
+        said = (result.stderr or result.stdout).strip()
+        why = "every host runs the same Python at the same path"
+        remedy = "install this environment there, at this path"
+        return [Problem(name, f"{sys.executable} fails there: {said}", why, remedy)]
     problems = []
+    seen = json.loads(lines[0].partition(" ")[2])
     if seen["missing"]:
-        missing = seen["missing"]
-        assert isinstance(missing, list)
-        problems.append(
-            Problem(
-                where=name,
-                found=f"no module {', '.join(missing)}",
-                why=f"the launched training imports it, with {sys.executable}",
-                remedy="install it there: pip install 'ds_ckpt[hf]' in that environment",
-            )
-        )
+        why = f"the launched training imports it, with {sys.executable}"
+        remedy = "install it there: pip install 'ds_ckpt[hf]' in that environment"
+        problems.append(Problem(name, f"no module {', '.join(seen['missing'])}", why, remedy))
     if seen["taken"]:
-        problems.append(
-            Problem(
-                where=name,
-                found=f"port {port} is taken ({seen['taken']})",
-                why="the processes meet there",
-                remedy="end what listens on it, or name another one: --port",
-            )
-        )
+        why, remedy = "the processes meet there", "end what listens on it, or name another: --port"
+        problems.append(Problem(name, f"port {port} is taken ({seen['taken']})", why, remedy))
     return problems
-
-
-def _no_ssh(name: str, said: str) -> Problem:
-    return Problem(
-        where=name,
-        found=f"no answer to ssh: {said}",
-        why="deepspeed starts the processes over it",
-        remedy=f"make `ssh {name} true` work without a password from the first host",
-    )

@@ -17,6 +17,7 @@ Every process says that it goes on with `Heartbeat.beat`. Three silences end a l
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import secrets
@@ -147,14 +148,14 @@ class Listener:
         self._begun = False
         self._last_s = time.monotonic()
         (folder / EVENTS).unlink(missing_ok=True)
-        self._lines = Lines(folder / EVENTS)
+        self._offset = 0
         self._renew()
 
     def listen(self, *, answer: bool = True) -> None:
         """Take what has come, and be known to listen. A few times a second."""
         if time.monotonic() - self._renewed_s > ALIVE_EVERY_S:
             self._renew()
-        for line in self._lines.new():
+        for line in self._new_lines():
             if line["launch"] != self.launch:
                 continue  # of a launch that was killed, and has not ended yet
             self._begun, self._last_s = True, time.monotonic()
@@ -170,30 +171,19 @@ class Listener:
         limit_s = self._stall_s if self._begun else max(START_S, self._stall_s)
         return limit_s if time.monotonic() - self._last_s > limit_s else None
 
+    def _new_lines(self) -> Iterator[dict[str, Any]]:
+        with contextlib.suppress(FileNotFoundError), (self._folder / EVENTS).open("rb") as file:
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return  # half-written: next time
+                self._offset += len(line)
+                yield json.loads(line)
+
     def _renew(self) -> None:
         with replacing(self._folder / ALIVE) as fresh:
             fresh.write_text(f"{self.launch} {self._answered}", encoding="utf-8")
         self._renewed_s = time.monotonic()
-
-
-class Lines:
-    """The whole lines that a growing file of JSON lines has got since the last look."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
-
-    def new(self) -> Iterator[dict[str, Any]]:
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                for line in file:
-                    if not line.endswith(b"\n"):
-                        return  # half-written: next time
-                    self._offset += len(line)
-                    yield json.loads(line)
-        except FileNotFoundError:
-            return
 
 
 def _state(folder: Path) -> tuple[str, int]:

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,7 +33,7 @@ import psutil
 import ds_ckpt
 from ds_ckpt.errors import ConfigError, DsCkptError, Problem
 from ds_ckpt.hosts.checks import SSH_S, HostError, unreachable
-from ds_ckpt.hosts.cpu_op import lock_cleared_on_failure, shared_buffers_removed
+from ds_ckpt.hosts.cpu_op import lock_cleared_on_failure, remove_shared_buffers
 from ds_ckpt.hosts.emulated import SSH_PORT, EmulatedHosts, namespace, tool
 from ds_ckpt.hosts.heartbeat import JOB, Listener
 from ds_ckpt.hosts.interfaces import INTERFACE
@@ -128,7 +128,7 @@ class Backend:
     names: tuple[str, ...]
     """The hosts, the one with process 0 first."""
     port: int
-    """The master port on the first host; 0 where any free one is taken."""
+    """The master port on the first host."""
 
     def on(self, host: str, argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
         """Run something short on a host. Raises subprocess.TimeoutExpired after `SSH_S`."""
@@ -153,6 +153,9 @@ class Backend:
     def end(self) -> None:
         """End from the inside what has to be killed, where there is a way."""
 
+    def clear(self) -> None:
+        """Take away what DeepSpeed leaves behind, when nothing of it runs any more."""
+
     def deepspeed(
         self,
         argv: Sequence[str],
@@ -167,7 +170,9 @@ class Backend:
         nothing of it runs here when it returns.
         """
         prepared = self.prepare(["deepspeed", *argv], folder)
-        with lock_cleared_on_failure(prepared.environment):
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.clear)
+            stack.enter_context(lock_cleared_on_failure(prepared.environment))
             return run(prepared, folder, limit_s=limit_s, attend=attend, backend=self)
 
 
@@ -308,7 +313,7 @@ class Loopback(Backend):
 
     processes: int = 2
     gpus: bool = False
-    port: int = 0
+    port: int = field(default_factory=lambda: free_port())
     names: tuple[str, ...] = ("localhost",)
 
     def on(self, host: str, argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
@@ -331,19 +336,8 @@ class Loopback(Backend):
         wanted = os.environ.get("DS_ACCELERATOR") in (None, "cuda")
         return self.gpus and wanted and torch.cuda.device_count() >= self.processes
 
-    def deepspeed(
-        self,
-        argv: Sequence[str],
-        folder: Path,
-        *,
-        limit_s: float = 240.0,
-        attend: Callable[[], None] = lambda: None,
-    ) -> str:
-        """As `Backend.deepspeed`, on a port of its own."""
-        port = self.port or free_port()
-        once = replace(self, port=port)
-        with shared_buffers_removed(port):
-            return Backend.deepspeed(once, argv, folder, limit_s=limit_s, attend=attend)
+    def clear(self) -> None:
+        remove_shared_buffers(self.port)
 
     def describe(self) -> str:
         return (
