@@ -67,7 +67,7 @@ class Heartbeat:
         if self._leads:
             self._asked += 1
             self._write({"ask": question})
-            while _state(self.folder) != (self._launch, self._asked):
+            while _state(self.folder, self._launch) != (self._launch, self._asked):
                 time.sleep(0.02)
 
     def _write(self, line: dict[str, Any]) -> None:
@@ -94,7 +94,7 @@ class Heartbeat:
             if age_s > ORPHANED_S:
                 return "who launched it is gone"
             # who launched may be killed and started again at once: two would write into one folder
-            if _state(self.folder)[0] != self._launch:
+            if _state(self.folder, self._launch)[0] != self._launch:
                 return "another launch has begun in its folder"
         return ""
 
@@ -149,12 +149,13 @@ class Listener:
         self._last_s = time.monotonic()
         (folder / EVENTS).unlink(missing_ok=True)
         self._offset = 0
-        self._renew()
+        self._say()
 
     def listen(self, *, answer: bool = True) -> None:
         """Take what has come, and be known to listen. A few times a second."""
         if time.monotonic() - self._renewed_s > ALIVE_EVERY_S:
-            self._renew()
+            (self._folder / ALIVE).touch()
+            self._renewed_s = time.monotonic()
         for line in self._new_lines():
             if line["launch"] != self.launch:
                 continue  # of a launch that was killed, and has not ended yet
@@ -162,7 +163,7 @@ class Listener:
             if "ask" in line and answer:
                 self._asked(line["ask"])
                 self._answered += 1
-                self._renew()
+                self._say()
             elif "tell" in line:
                 self._heard(line["tell"])
 
@@ -180,16 +181,19 @@ class Listener:
                 self._offset += len(line)
                 yield json.loads(line)
 
-    def _renew(self) -> None:
+    def _say(self) -> None:
         with replacing(self._folder / ALIVE) as fresh:
             fresh.write_text(f"{self.launch} {self._answered}", encoding="utf-8")
         self._renewed_s = time.monotonic()
 
 
-def _state(folder: Path) -> tuple[str, int]:
-    """The launch that `alive` names, and how many questions are answered."""
+def _state(folder: Path, launch: str) -> tuple[str, int]:
+    """The launch that `alive` names, and how many questions are answered.
+
+    A file that cannot be read, as may happen while it is replaced, names none but `launch`.
+    """
     try:
-        launch, answered = (folder / ALIVE).read_text(encoding="utf-8").split()
-        return launch, int(answered)
+        named, answered = (folder / ALIVE).read_text(encoding="utf-8").split()
+        return named, int(answered)
     except (OSError, ValueError):
-        return "", 0
+        return launch, 0

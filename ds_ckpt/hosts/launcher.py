@@ -340,6 +340,8 @@ class Loopback(Backend):
         remove_shared_buffers(self.port)
 
     def describe(self) -> str:
+        if self.on_gpus():
+            return f"{self.processes} GPUs of one machine, whose link is what it is"
         return (
             f"{self.processes} processes on one machine over loopback, WHOSE LINK IS NOT SHAPED: "
             "it is faster than any network, so times say what the methods cost, not what they save"
