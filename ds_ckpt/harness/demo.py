@@ -25,8 +25,7 @@ from ds_ckpt.harness.demo_ground import (
     accelerator_of,
     announce_compilation,
     shaped_steps,
-    train_on_hosts,
-    train_on_loopback,
+    train,
     why_no_hosts,
 )
 from ds_ckpt.harness.machine import machine, versions
@@ -69,19 +68,19 @@ def run(
         announce_compilation(settings, console)
     reasons = ["--loopback was given"] if on_loopback else why_no_hosts(accelerator)
     rate_mbit = None if reasons else RATE_MBIT
-    arguments = ["--run-dir", str(output.resolve()), "--steps", str(steps), "--seed", str(seed)]
+    job = {"steps": steps, "seed": seed, "rate_mbit": rate_mbit, "shaped_steps": 0}
     if rate_mbit is None:
         console.print(
             f"On loopback, whose link is not shaped ({'; '.join(reasons)}).", highlight=False
         )
-        train_on_loopback(arguments, settings, output, steps, started, time_limit_s, console)
     else:
         console.print(
             f"On two emulated hosts; their link has {rate_mbit:g} Mbit/s in the timed steps.",
             highlight=False,
         )
-        arguments += ["--rate-mbit", str(rate_mbit), "--shaped-steps", str(shaped_steps(steps))]
-        train_on_hosts(arguments, output, steps, time_limit_s, console)
+        job["shaped_steps"] = shaped_steps(steps)
+    on_hosts = rate_mbit is not None
+    train(job, output, on_hosts=on_hosts, time_limit_s=time_limit_s, console=console)
     measured = Measurements.model_validate_json(
         (output / "measurements.json").read_text(encoding="utf-8")
     )

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from ds_ckpt.harness import cells, cpu_op
-from ds_ckpt.harness.experiment.folder import Folder
-from ds_ckpt.harness.follow import follow, following
-from ds_ckpt.harness.hosts import EmulatedHosts, missing
-from ds_ckpt.harness.hosts.launch import environment, on_hosts
-from ds_ckpt.harness.launch import (
-    check_running,
-    deepspeed_command,
-    free_port,
-    launched,
-    signals_as_exit,
-)
+from ds_ckpt.harness import cells
+from ds_ckpt.harness.follow import following
+from ds_ckpt.hosts import EmulatedHosts, cpu_op, missing
+from ds_ckpt.hosts.launcher import Backend, Emulated, Loopback, launch, signals_as_exit
 
 RATE_MBIT, SHAPED_STEPS = 200.0, 6
 """Of the emulated hosts' link, while the last so many steps are timed."""
-MODULE, EVENTS, LOG = "ds_ckpt.harness.train_cells", "events.jsonl", "training.log"
+STALL_S = 300.0
+MODULE = "ds_ckpt.harness.train_cells"
 _LOOPBACK = Path("/sys/class/net/lo")
 
 
@@ -37,55 +32,18 @@ def why_no_hosts(accelerator: str) -> list[str]:
     return missing() if accelerator == "cpu" else ["GPUs are used where they are"]
 
 
-def train_on_loopback(
-    arguments: list[str],
-    settings: dict[str, str],
-    output: Path,
-    steps: int,
-    started: float,
-    time_limit_s: float,
-    console: Console,
+def train(
+    job: dict[str, Any], output: Path, *, on_hosts: bool, time_limit_s: float, console: Console
 ) -> None:
-    log = output / LOG
-    port = free_port()
-    command = deepspeed_command(MODULE, arguments, processes=cells.PROCESSES, master_port=port)
-    with (
-        cpu_op.shared_buffers_removed(port),
-        cpu_op.lock_cleared_on_failure(settings),
-        launched(command, environment=settings, log=log) as process,
-    ):
-        follow(
-            output / EVENTS,
-            steps=steps,
-            console=console,
-            running=lambda: check_running(
-                process, started=started, time_limit_s=time_limit_s, log=log
-            ),
-        )
-
-
-def train_on_hosts(
-    arguments: list[str], output: Path, steps: int, time_limit_s: float, console: Console
-) -> None:
-    folder = Folder(output.resolve())
-    with (
-        signals_as_exit(),
-        cpu_op.lock_cleared_on_failure(environment("")),
-        EmulatedHosts(cells.PROCESSES, rate_mbit=None) as hosts,
-        following(output / EVENTS, steps=steps, console=console) as look,
-    ):
-
-        def look_and_serve() -> None:
-            look()
-            folder.serve_rate(hosts.set_rate)
-
-        on_hosts(
-            hosts,
-            ["--module", MODULE, *arguments],
-            folder=folder.path,
-            limit_s=time_limit_s,
-            while_running=look_and_serve,
-        )
+    """Launch the training of the cells and follow it. Raises LaunchError or HostError."""
+    with contextlib.ExitStack() as stack:
+        backend: Backend = Loopback(cells.PROCESSES, gpus=True)
+        if on_hosts:
+            stack.enter_context(signals_as_exit())
+            hosts = stack.enter_context(EmulatedHosts(cells.PROCESSES, rate_mbit=None))
+            backend = Emulated(hosts)
+        heard = stack.enter_context(following(steps=job["steps"], console=console))
+        launch(backend, MODULE, job, output, limit_s=time_limit_s, stall_s=STALL_S, heard=heard)
 
 
 def accelerator_of(console: Console) -> tuple[str, dict[str, str]]:

@@ -5,7 +5,7 @@ step 0 of every cell, step 1 of every cell, in an order that rotates. What distu
 a while then disturbs all cells alike. Weights and data are the same for all: built from one seed,
 drawn by step.
 
-Process 0 writes `events.jsonl` while it runs (the orchestrator's progress bar reads it) and
+Process 0 tells of every step (the progress bar shows it) and
 `measurements.json` at the end.
 """
 
@@ -13,16 +13,12 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
@@ -30,10 +26,10 @@ from deepspeed.accelerator import get_accelerator
 import ds_ckpt
 from ds_ckpt.harness import cells as plan
 from ds_ckpt.harness import corpus, models
-from ds_ckpt.harness.experiment.folder import Folder
-from ds_ckpt.harness.experiment.interfaces import link_interface, sent
 from ds_ckpt.harness.results import Measurements
 from ds_ckpt.harness.summary import Share, StepRecord, summarise
+from ds_ckpt.hosts.heartbeat import Heartbeat, begin
+from ds_ckpt.hosts.interfaces import link_interface, sent
 from ds_ckpt.telemetry import Counters, Purpose
 from ds_ckpt.telemetry.activations import HeldActivations
 
@@ -54,17 +50,16 @@ class Trained:
 
 
 def main() -> None:
-    """Entry point: `deepspeed --num_gpus 2 --module ds_ckpt.harness.train_cells --run-dir D`."""
-    arguments = _arguments()
-    deepspeed.init_distributed()
+    """Entry point of every process."""
+    heartbeat, job = begin("Trains the demo's cells; started by deepspeed.")
+    arguments = argparse.Namespace(run_dir=heartbeat.folder, **job)
     process, processes = dist.get_rank(), dist.get_world_size()
-    events = _Events(arguments.run_dir / "events.jsonl" if process == 0 else None)
     text = corpus.load_corpus(arguments.run_dir / "corpus")
     parameters = models.count_parameters(models.llama(seed=arguments.seed))
 
     trained = []
     for cell in plan.CELLS:
-        events.write(phase="building", cell=cell.name)
+        heartbeat.beat(phase="building", cell=cell.name)
         trained.append(_build(cell, arguments))
     batches = corpus.Batches(
         text.train,
@@ -73,7 +68,7 @@ def main() -> None:
         seed=arguments.seed,
         process=process,
     )
-    link = Link(arguments)
+    link = Link(arguments, heartbeat)
     for step in range(arguments.steps):
         link.shape(step >= arguments.steps - arguments.shaped_steps)
         batch = batches.batch(step).to(get_accelerator().current_device_name())
@@ -84,11 +79,11 @@ def main() -> None:
             with link.shaped_for(one.cell):
                 record = _step(one, batch, link, measure_activations=step == 0)
             one.steps.append(record)
-            events.write(phase="training", cell=one.cell.name, step=step, loss=record.loss)
+            heartbeat.beat(phase="training", cell=one.cell.name, step=step, loss=record.loss)
     link.shape(False)
     for one in trained:
         if not one.cell.reference:
-            events.write(phase="evaluating", cell=one.cell.name)
+            heartbeat.beat(phase="evaluating", cell=one.cell.name)
             one.heldout_loss = _evaluate(one.engine, text.heldout, process, processes)
         one.weights_sha256 = _weights_sha256(one.engine)
 
@@ -108,20 +103,9 @@ def main() -> None:
         measurements = Measurements(cells=results, parameters=parameters)
         path = arguments.run_dir / "measurements.json"
         path.write_text(measurements.model_dump_json(indent=2), encoding="utf-8")
-    events.write(phase="done")
+    heartbeat.beat(phase="done")
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Trains the demo's cells; started by deepspeed.")
-    parser.add_argument("--run-dir", type=Path, required=True, help="holds configs/ and corpus/")
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--rate-mbit", type=float, help="of the timed steps, on emulated hosts")
-    parser.add_argument("--shaped-steps", type=int, default=0, help="that many last ones")
-    parser.add_argument("--local_rank", type=int, default=0, help="given by the launcher, unused")
-    return parser.parse_args()
 
 
 def _build(cell: plan.Cell, arguments: argparse.Namespace) -> Trained:
@@ -136,8 +120,8 @@ def _build(cell: plan.Cell, arguments: argparse.Namespace) -> Trained:
 class Link:
     """The link between the processes. On emulated hosts it has a rate while steps are timed."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self._folder = Folder(arguments.run_dir)
+    def __init__(self, arguments: argparse.Namespace, heartbeat: Heartbeat) -> None:
+        self._heartbeat = heartbeat
         self._rate_mbit: float | None = arguments.rate_mbit
         self._interface = link_interface("loopback" if self._rate_mbit is None else "emulated")
         self._shaped = False
@@ -147,8 +131,7 @@ class Link:
         if self._rate_mbit is None or wanted == self._shaped:
             return
         dist.barrier()
-        if dist.get_rank() == 0:
-            self._folder.ask_for(self._rate_mbit if wanted else None)
+        self._heartbeat.ask(rate_mbit=self._rate_mbit if wanted else None)
         dist.barrier()
         self._shaped = wanted
 
@@ -223,17 +206,6 @@ def _weights_sha256(engine: Any) -> str:
 
 def _share(one: Trained) -> Share:
     return Share(one.held_bytes, one.heldout_loss, one.weights_sha256, tuple(one.steps))
-
-
-class _Events:
-    """Lines of JSON that the orchestrator follows; nothing on processes other than 0."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._file = path.open("a", encoding="utf-8", buffering=1) if path else None
-
-    def write(self, **event: object) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps(event) + os.linesep)
 
 
 if __name__ == "__main__":

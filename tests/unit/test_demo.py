@@ -52,21 +52,13 @@ def test_wrong_options_are_told_together(tmp_path: Path) -> None:
     assert [problem.where for problem in caught.value.problems] == ["--steps", "--output"]
 
 
-def test_progress_counts_every_step_and_waits_for_whole_lines(tmp_path: Path) -> None:
-    events = tmp_path / "events.jsonl"
+def test_progress_counts_every_step() -> None:
     said = io.StringIO()
     total = sum(cell_steps(cell, 6) for cell in CELLS)
-    line = '{"phase": "training", "cell": "dense", "step": 0, "loss": 5.5}\n'
-    chunks = iter([line * (total - 1) + line[:20], line[20:] + '{"phase": "done"}\n'])
-
-    def running() -> bool:
-        chunk = next(chunks, None)
-        if chunk is not None:
-            with events.open("a") as file:
-                file.write(chunk)
-        return chunk is not None
-
-    follow.follow(events, steps=6, console=Console(file=said), running=running)
+    with follow.following(steps=6, console=Console(file=said)) as heard:
+        for step in range(total):
+            heard({"phase": "training", "cell": "dense", "step": step, "loss": 5.5})
+        heard({"phase": "done"})
     assert f"done: {total} of {total} steps" in said.getvalue()
 
 

@@ -14,13 +14,12 @@ from rich.console import Console
 from ds_ckpt.config import load_file, parse
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.harness.commands import parse_rate
-from ds_ckpt.harness.experiment.grounds import Ground, Hostfile, Loopback
 from ds_ckpt.harness.experiment.like import HARDWARE, account, cluster, rate_mbit
 from ds_ckpt.harness.experiment.plan import METHODS, POLICIES, SHAPE, Spec
 from ds_ckpt.harness.experiment.report import Report
 from ds_ckpt.harness.experiment.run import emulated, measure
-from ds_ckpt.harness.hosts import missing
-from ds_ckpt.harness.hosts.launch import Launcher
+from ds_ckpt.hosts import missing
+from ds_ckpt.hosts.launcher import Backend, Hostfile, Launcher, Loopback
 
 CALIBRATION = "calibration"
 _NOT_ON_LOOPBACK = ("hosts", "launcher", "port")
@@ -44,7 +43,7 @@ class Wanted:
 
 def ground_of(
     wanted: Wanted, spec: Spec, console: Console, given: Collection[str] = ()
-) -> tuple[Spec, Callable[[], AbstractContextManager[Ground]]]:
+) -> tuple[Spec, Callable[[], AbstractContextManager[Backend]]]:
     """The plan with its place, and what opens that place.
 
     Rates that a place cannot give stay in the plan, and `check` refuses them. Raises
@@ -160,7 +159,7 @@ def shape_of(text: str) -> dict[str, int]:
 def alike(
     spec: Spec,
     output: Path,
-    ground: Ground,
+    ground: Backend,
     console: Console,
     text: str,
     named: dict[str, Path | None],

@@ -19,16 +19,13 @@ from rich.console import Console
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.files import replacing
 from ds_ckpt.harness import corpus
-from ds_ckpt.harness.cpu_op import lock_cleared_on_failure
 from ds_ckpt.harness.experiment.folder import Folder
-from ds_ckpt.harness.experiment.grounds import Emulated, Ground
 from ds_ckpt.harness.experiment.plan import Spec, check
-from ds_ckpt.harness.experiment.preflight import HostError, check_hosts, unreachable
-from ds_ckpt.harness.experiment.watch import Watch
-from ds_ckpt.harness.hosts import EmulatedHosts, HostsError
-from ds_ckpt.harness.hosts.launch import Launcher, environment
-from ds_ckpt.harness.launch import LaunchError, signals_as_exit
+from ds_ckpt.harness.experiment.watch import Shown
 from ds_ckpt.harness.machine import machine, versions
+from ds_ckpt.hosts import EmulatedHosts
+from ds_ckpt.hosts.checks import check_hosts
+from ds_ckpt.hosts.launcher import Backend, Emulated, Launcher, launch, signals_as_exit
 
 RUNS = "runs.jsonl"
 LIKE = "like.json"
@@ -39,7 +36,7 @@ def measure(
     spec: Spec,
     path: Path,
     *,
-    ground: Ground,
+    ground: Backend,
     console: Console,
     stall_s: float = 180.0,
     limit_s: float = 6 * 3600.0,
@@ -65,23 +62,18 @@ def measure(
     console.print(f"{ground.describe()}.", highlight=False)
     with signals_as_exit(), _noted(folder, ground) as note:
         check_hosts(ground)
-        watch = Watch(ground, folder, stall_s, console)
-
-        def both() -> None:
-            watch()
-            look()
-
-        arguments = ["--folder", str(folder.path), "--stall-s", str(stall_s)]
-        arguments += ["--token", folder.begin_launch()]
-        module = ["--module", "ds_ckpt.harness.experiment.worker", *arguments]
-        with watch, lock_cleared_on_failure(environment("")):
-            try:
-                ground.launch(module, folder.path, limit_s, both)
-            except (LaunchError, HostsError) as error:  # a rate that no link takes any more, too
-                problems = unreachable(ground)
-                if problems:
-                    raise HostError(problems, headline="a host has dropped out") from error
-                raise
+        with Shown(console) as shown:
+            launch(
+                ground,
+                "ds_ckpt.harness.experiment.worker",
+                {},
+                folder.path,
+                stall_s=stall_s,
+                limit_s=limit_s,
+                heard=shown,
+                look=look,
+                if_silent="; on a slow link raise --stall-s",
+            )
         note["ended_well"] = True
 
 
@@ -94,7 +86,7 @@ def emulated(
         yield Emulated(hosts, slots, launcher, port)
 
 
-def _prepare(spec: Spec, path: Path, ground: Ground, console: Console) -> Folder:
+def _prepare(spec: Spec, path: Path, ground: Backend, console: Console) -> Folder:
     folder = Folder(path)
     if folder.spec.exists():
         there = Spec.load(folder.spec)
@@ -121,11 +113,10 @@ def _prepare(spec: Spec, path: Path, ground: Ground, console: Console) -> Folder
         text = corpus.file_corpus(Path(spec.text)) if spec.text else corpus.embedded_corpus()
         text.save(path / "corpus")
         spec.save(folder.spec)
-    folder.forget_wishes()
     return folder
 
 
-def _place(ground: Ground) -> dict[str, Any]:
+def _place(ground: Backend) -> dict[str, Any]:
     """What a measurement was made with and on."""
     return {
         "ground": ground.describe(),
@@ -135,7 +126,7 @@ def _place(ground: Ground) -> dict[str, Any]:
     }
 
 
-def _check_same_place(folder: Folder, ground: Ground) -> None:
+def _check_same_place(folder: Folder, ground: Backend) -> None:
     """Raises ConfigError where the run in `folder` was begun with or on something else."""
     notes = folder.path / RUNS
     lines = notes.read_text(encoding="utf-8").splitlines() if notes.exists() else []
@@ -157,7 +148,7 @@ def _check_same_place(folder: Folder, ground: Ground) -> None:
 
 
 @contextlib.contextmanager
-def _noted(folder: Folder, ground: Ground) -> Iterator[dict[str, Any]]:
+def _noted(folder: Folder, ground: Backend) -> Iterator[dict[str, Any]]:
     """Keep what was run on what, also of a run that fails or is killed."""
     began = time.monotonic()
     path = folder.path / RUNS
