@@ -33,7 +33,7 @@ class _Record(BaseModel):
 
 
 class Left(_Record):
-    """The largest that was seen: see `ds_ckpt.telemetry.left`."""
+    """The largest that was seen: see `ds_ckpt.telemetry.timings`."""
 
     error: float
     residual_norm: float

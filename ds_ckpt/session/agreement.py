@@ -15,12 +15,12 @@ from torch import nn
 
 from ds_ckpt.config.activation import ActivationConfig
 from ds_ckpt.errors import Problem, StateError, UnsupportedError
-from ds_ckpt.planner.budget import Allowance, Planner
+from ds_ckpt.planner.budget import ActivationPlan, Allowance, Planner
 from ds_ckpt.planner.costs import Rates, measured_rates
-from ds_ckpt.planner.plan import GIB, ActivationPlan
 from ds_ckpt.planner.simulate import simulate
 from ds_ckpt.planner.survey import survey
 from ds_ckpt.session.batches import Sample, not_smaller
+from ds_ckpt.telemetry.units import GIB
 from ds_ckpt.zero3.resident import resident_bytes
 from ds_ckpt.zero3.together import together
 

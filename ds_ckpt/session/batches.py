@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from ds_ckpt.planner.values import may_be_known
+from ds_ckpt.planner.fake import may_be_known
 
 
 @dataclass(frozen=True)
