@@ -2,7 +2,7 @@
 
     python benchmarks/planning.py [--layers 32] [--tokens 4096] [--budgets 2 4 7.85 11.6 16]
 
-For each budget: what the plan says that is held, what `HeldActivations` measures when the planned
+For each budget: what the plan says that is held, what `SavedActivations` measures when the planned
 units run, and products of forward, recompute and backward together against no checkpointing, with
 attention cores counted. Seconds are this process's computing time, which other load does not
 change: of measuring the model once, and of each plan. Nothing is allocated.
@@ -21,9 +21,8 @@ from collections import Counter
 import torch
 
 from ds_ckpt.errors import UnsupportedError
-from ds_ckpt.planner.budget import Allowance, Planner
+from ds_ckpt.planner.budget import Allowance, BudgetOf, Planner
 from ds_ckpt.planner.costs import Rates
-from ds_ckpt.planner.plan import BudgetOf
 from ds_ckpt.planner.simulate import simulate
 from ds_ckpt.planner.survey import survey
 

@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_flop
 
 from ds_ckpt.activation import CheckpointedBlocks, Policy, Rule, Treatment
-from ds_ckpt.planner.values import KnownValues, taken_for_real
-from ds_ckpt.telemetry.activations import HeldActivations
+from ds_ckpt.planner.fake import KnownValues, taken_for_real
+from ds_ckpt.telemetry.memory import SavedActivations
 
 GIB = 2**30
 SIZES = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32}
@@ -64,7 +64,7 @@ def measure(policy: Policy | None, layers: int, tokens: int) -> tuple[int, int]:
         embedded = torch.empty(1, tokens, SIZES["hidden_size"], dtype=torch.bfloat16)
         embedded.requires_grad_()
         with FlopCounterMode(display=False, custom_mapping=CORES) as counter:
-            with HeldActivations(model) as held:
+            with SavedActivations(model) as held:
                 output = model(inputs_embeds=embedded).last_hidden_state
             output.backward(torch.empty_like(output))
     return held.bytes, counter.get_total_flops()

@@ -21,7 +21,7 @@ from ds_ckpt.activation.partition import Partition
 from ds_ckpt.activation.pieces import Kept, Left
 from ds_ckpt.activation.prefetch import BlockCall
 from ds_ckpt.activation.shards import Split
-from ds_ckpt.telemetry.blocks import BlockProfile
+from ds_ckpt.telemetry.timings import BlockProfile
 
 
 class Boundaries:

@@ -17,7 +17,7 @@ from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.memory import HostPool
 from ds_ckpt.memory.arena import Arena, HostArena, device_arena
 from ds_ckpt.memory.copies import copies_for
-from ds_ckpt.telemetry.blocks import BlockProfile
+from ds_ckpt.telemetry.timings import BlockProfile
 
 
 @dataclass(frozen=True)

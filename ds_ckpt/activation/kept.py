@@ -1,7 +1,7 @@
 """The one place where a checkpointed call keeps tensors until its recompute.
 
 They are saved by an autograd node, so saved-tensor hooks that are active at that moment see them:
-those of whoever measures (`telemetry.activations`) and of whoever moves them elsewhere (offload).
+those of whoever measures (`telemetry.memory`) and of whoever moves them elsewhere (offload).
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from ds_ckpt.activation.prefetch import BlockCall, Prefetch
 from ds_ckpt.memory.arena import Arena
 from ds_ckpt.memory.copies import Copies
 from ds_ckpt.memory.pool import Event
-from ds_ckpt.telemetry.offload import OffloadCounters
+from ds_ckpt.telemetry.counters import OffloadCounters
 
 P = ParamSpec("P")
 R = TypeVar("R")

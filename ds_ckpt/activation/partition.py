@@ -24,7 +24,7 @@ from ds_ckpt.activation.pieces import Key, Left, Stretch, bytes_of, key_of
 from ds_ckpt.activation.prefetch import BlockCall
 from ds_ckpt.activation.shards import Shard, Split
 from ds_ckpt.activation.split import checksum, part_bytes, part_of
-from ds_ckpt.telemetry.partition import PartitionCounters
+from ds_ckpt.telemetry.counters import PartitionCounters
 
 
 @dataclass(frozen=True)

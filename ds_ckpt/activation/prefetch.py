@@ -10,7 +10,7 @@ from torch.autograd import Variable
 
 from ds_ckpt.activation.pieces import Piece
 from ds_ckpt.memory.copies import Copies
-from ds_ckpt.telemetry.offload import OffloadCounters
+from ds_ckpt.telemetry.counters import OffloadCounters
 
 
 class BlockCall:

@@ -21,7 +21,7 @@ from ds_ckpt.config.compression import CompressionConfig
 from ds_ckpt.config.load import RENAMED
 from ds_ckpt.errors import Problem, StateError
 from ds_ckpt.files import replacing
-from ds_ckpt.telemetry.left import Left
+from ds_ckpt.telemetry.timings import ResidualStats
 
 FILE_NAME = "verdicts.json"
 SHIPPED = Path(__file__).parents[1] / FILE_NAME
@@ -62,7 +62,7 @@ class VerdictRecord(_Record):
     warm_up: int
     workers: int
     mode: Literal["virtual", "processes"]
-    left: Left | None
+    left: ResidualStats | None
     versions: dict[str, str]
     date: str
 
@@ -187,20 +187,22 @@ def accuracy_words(compression: CompressionConfig, verdicts: list[VerdictRecord]
     return ["accuracy against dense, plus is worse:", *(f"  {one.words()}" for one in worst_first)]
 
 
-def seen_range(records: Iterable[VerdictRecord]) -> Left | None:
+def seen_range(records: Iterable[VerdictRecord]) -> ResidualStats | None:
     """The largest values over the records; None where none has any."""
     seen = [record.left for record in records if record.left is not None]
     if not seen:
         return None
-    return Left(
+    return ResidualStats(
         error=max(left.error for left in seen),
         residual_norm=max(left.residual_norm for left in seen),
     )
 
 
-def with_leeway(seen: Left) -> Left:
+def with_leeway(seen: ResidualStats) -> ResidualStats:
     """Limits that a run like the validated one keeps to; an error above 1 there is none."""
-    return Left(error=min(1.0, LEEWAY * seen.error), residual_norm=LEEWAY * seen.residual_norm)
+    return ResidualStats(
+        error=min(1.0, LEEWAY * seen.error), residual_norm=LEEWAY * seen.residual_norm
+    )
 
 
 def _same(settings: dict[str, Any], compression: CompressionConfig) -> bool:
@@ -247,7 +249,7 @@ def _of_today(settings: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def limits(compression: CompressionConfig) -> Left | None:
+def limits(compression: CompressionConfig) -> ResidualStats | None:
     """What the guard holds the run to: the section's numbers, or else what validation saw with
     some leeway.
 
@@ -257,7 +259,7 @@ def limits(compression: CompressionConfig) -> Left | None:
     if guard.error is None and guard.residual_norm is None:
         seen = seen_range(verdicts_on(compression))
         return None if seen is None else with_leeway(seen)
-    return Left(
+    return ResidualStats(
         error=guard.error if guard.error is not None else math.inf,
         residual_norm=guard.residual_norm if guard.residual_norm is not None else math.inf,
     )

@@ -31,7 +31,7 @@ from ds_ckpt.harness.summary import Share, StepRecord, summarise
 from ds_ckpt.hosts.heartbeat import Heartbeat, begin
 from ds_ckpt.hosts.interfaces import link_interface, sent
 from ds_ckpt.telemetry import Counters, Purpose
-from ds_ckpt.telemetry.activations import HeldActivations
+from ds_ckpt.telemetry.memory import SavedActivations
 
 EVALUATION_BATCHES = 24
 
@@ -158,7 +158,7 @@ def _step(
     counted_before = one.counters.snapshot()
     started = time.perf_counter()
     if measure_activations:
-        with HeldActivations(engine.module) as held:
+        with SavedActivations(engine.module) as held:
             loss = engine(input_ids=batch, labels=batch).loss
         one.held_bytes = held.bytes
     else:

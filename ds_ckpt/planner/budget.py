@@ -1,21 +1,170 @@
-"""From a survey and a budget to a plan, or to words on what would fit."""
+"""From a survey and a budget to a plan, or to words on what would fit; and when to plan anew.
+
+A plan is plain values, the same on every process: what each block does, holds and costs, as line,
+table and JSON.
+"""
 
 from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Literal
 
+from torch import nn
+
+from ds_ckpt.activation.blocks import Block, is_hf_layer
+from ds_ckpt.activation.plan import Unit
 from ds_ckpt.errors import Problem, UnsupportedError
-from ds_ckpt.planner.candidates import Candidate, candidates_of, shared_by_blocks
+from ds_ckpt.planner.candidates import Candidate, UnitNames, candidates_of, shared_by_blocks
 from ds_ckpt.planner.costs import Rates
-from ds_ckpt.planner.plan import GIB, ActivationPlan, BlockPlan, BudgetOf
-from ds_ckpt.planner.recording import Storage
-from ds_ckpt.planner.search import Option, Room, least, need, search
+from ds_ckpt.planner.solve import Option, Room, least, need, search
 from ds_ckpt.planner.survey import Survey
+from ds_ckpt.telemetry.memory import Storage
+from ds_ckpt.telemetry.units import GIB, MIB, size
 
 _WHERE = "$.ds_ckpt.activation.budget_gib"
+BudgetOf = Literal["saved", "activations", "accelerator"]
+_OF = {
+    "saved": "saved between forward and backward",
+    "activations": "activations with the recompute's own peak",
+    "accelerator": "the whole accelerator",
+}
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """What one block does.
+
+    Attributes:
+        held_bytes: on the device between its forward and its backward.
+        offloaded_bytes: of what it keeps, in host memory meanwhile.
+        full_bytes: on the device while its backward runs.
+        recompute_s: by the device's rates, waiting for copies included.
+    """
+
+    name: str
+    word: str
+    units: tuple[UnitNames, ...]
+    held_bytes: int
+    offloaded_bytes: int
+    full_bytes: int
+    recompute_flops: int
+    recompute_s: float
+
+
+@dataclass(frozen=True)
+class ActivationPlan:
+    """What a budget has led to. The same on every process.
+
+    Attributes:
+        of: what the budget is for.
+        budget_bytes: as asked for.
+        resident: bytes that are there beside activations, by what they are (budgets for the
+            accelerator).
+        none_bytes: what would be held if nothing were recomputed.
+        held_bytes: what the device holds between forward and backward.
+        needed_bytes: the most that is there at once, of what the budget counts.
+        forward_flops, forward_s: of one forward.
+        tokens: elements of the largest tensor of whole numbers that the plan was made for, else of
+            the largest tensor.
+        planning_s: wall time of measuring and searching.
+    """
+
+    of: BudgetOf
+    budget_bytes: int
+    resident: dict[str, int]
+    blocks: tuple[BlockPlan, ...]
+    none_bytes: int
+    held_bytes: int
+    needed_bytes: int
+    forward_flops: int
+    forward_s: float
+    rates: Rates
+    tokens: int
+    planning_s: float = 0.0
+
+    @property
+    def recompute_flops(self) -> int:
+        return sum(b.recompute_flops for b in self.blocks)
+
+    @property
+    def recompute_s(self) -> float:
+        return sum(b.recompute_s for b in self.blocks)
+
+    @property
+    def recompute_share(self) -> float:
+        """Of a forward's time: comparable between batches."""
+        return self.recompute_s / self.forward_s if self.forward_s else 0.0
+
+    @property
+    def choices(self) -> list[str]:
+        """The treatment of each block."""
+        return [b.word for b in self.blocks]
+
+    def units(self, model: nn.Module) -> list[Unit]:
+        """For `CheckpointedBlocks`."""
+        modules = dict(model.named_modules())
+        return [
+            Unit(
+                tuple(_block(name, modules[name]) for name in unit.modules),
+                unit.save_ops,
+                _WHERE,
+            )
+            for block in self.blocks
+            for unit in block.units
+        ]
+
+    def line(self) -> str:
+        """What is done, what it holds and costs."""
+        counts = Counter(self.choices)
+        treated = ", ".join(f"{n} x {word}" for word, n in counts.most_common())
+        offloaded = sum(b.offloaded_bytes for b in self.blocks)
+        away = f", {size(offloaded)} in host memory" if offloaded else ""
+        share = self.recompute_flops / self.forward_flops if self.forward_flops else 0.0
+        return (
+            f"plan for {size(self.budget_bytes)} ({_OF[self.of]}): {treated}; "
+            f"{size(self.held_bytes)} held of {size(self.none_bytes)} without recompute{away}, "
+            f"{size(self.needed_bytes)} needed at most; recomputes {share:.1%} of a forward's "
+            f"products, {self.recompute_share:.1%} of its time; "
+            f"made for {self.tokens} tokens in {self.planning_s:.1f} s"
+        )
+
+    def table(self) -> str:
+        """One line for neighbours that are treated alike, with their bytes and costs."""
+        head = ("blocks", "treatment", "held MiB", "in backward MiB", "recompute GFLOP", "ms")
+        rows = [head]
+        for word, neighbours in groupby(self.blocks, key=lambda block: block.word):
+            group = list(neighbours)
+            first, last = group[0].name, group[-1].name
+            rows.append(
+                (
+                    first if first == last else f"{first} to {last}",
+                    word,
+                    f"{sum(b.held_bytes for b in group) / MIB:.1f}",
+                    f"{max(b.full_bytes for b in group) / MIB:.1f}",
+                    f"{sum(b.recompute_flops for b in group) / 1e9:.2f}",
+                    f"{1e3 * sum(b.recompute_s for b in group):.3f}",
+                )
+            )
+        outside = self.held_bytes - sum(b.held_bytes for b in self.blocks)
+        for what, nbytes in {"outside of blocks": outside, **self.resident}.items():
+            rows.append((what, "", f"{nbytes / MIB:.1f}", "", "", ""))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join(
+            "  ".join(
+                cell.ljust(width) if i < 2 else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in rows
+        )
+
+
+def _block(name: str, module: nn.Module) -> Block:
+    return Block(name, module, "hf" if is_hf_layer(module) else "forward")
 
 
 @dataclass(frozen=True)
@@ -40,22 +189,6 @@ class Allowance:
     capacity_bytes: int = 0
 
 
-@dataclass(frozen=True)
-class _Way:
-    """One candidate in numbers."""
-
-    candidate: Candidate
-    option: Option
-    moved_bytes: int
-
-
-def _away(chosen: Sequence[_Way]) -> list[int]:
-    """Bytes of each block in host memory: what the last recompute keeps stays where it is."""
-    moved = [way.moved_bytes for way in chosen]
-    last = max((i for i, n in enumerate(moved) if n), default=None)
-    return [0 if i == last else n for i, n in enumerate(moved)]
-
-
 class Planner:
     """The numbers of one survey, for as many budgets as are asked for.
 
@@ -67,52 +200,7 @@ class Planner:
         self._found, self._rates, self._tokens = found, rates, tokens
         self._candidates = [candidates_of(found, i) for i in range(len(found.blocks))]
         self._shared = shared_by_blocks(self._candidates)
-        sizes = found.record.sizes
-        self._extra = sum(sizes[s] for s in self._shared - found.outside)
-        self._forward_s = [0.0] * (len(found.blocks) + 1)
-        """By block; the last entry is what runs outside of blocks."""
-        for operator in found.operators:
-            moved = 0 if operator.flops else operator.moved_bytes
-            self._forward_s[operator.block] += rates.seconds(operator.flops, moved)
-
-    def _sum(self, storages: frozenset[Storage]) -> int:
-        sizes = self._found.record.sizes
-        return sum(sizes[s] for s in storages - self._shared - self._found.outside)
-
-    def _ways(self, allowance: Allowance) -> list[list[_Way]]:
-        return [
-            [self._way(c, i, allowance) for c in ways] for i, ways in enumerate(self._candidates)
-        ]
-
-    def _way(self, candidate: Candidate, index: int, allowance: Allowance) -> _Way:
-        held, full = self._sum(candidate.held), self._sum(candidate.full)
-        cost_s = self._rates.seconds(candidate.flops, candidate.moved_bytes)
-        moved = 0
-        if allowance.offload:
-            sizes = self._found.record.sizes
-            large = (s for s in candidate.kept if sizes[s] >= allowance.min_bytes)
-            moved = self._sum(frozenset(large))
-            cost_s += self._waiting_s(moved, index, cost_s)
-            # those of the recomputes before it are on their way back meanwhile
-            full += allowance.prefetch * moved
-        return _Way(candidate, Option(held - moved, full, cost_s, moved), moved)
-
-    def _waiting_s(self, moved_bytes: int, index: int, recompute_s: float) -> float:
-        """What a block's copies take longer than the computing that they run beside."""
-        copy_s = moved_bytes / self._rates.bus_bytes_per_s
-        forward_s = self._forward_s[index]
-        out_s = max(0.0, copy_s - forward_s)
-        back_s = max(0.0, copy_s - 2 * forward_s - recompute_s)  # backward: two products for one
-        return out_s + back_s
-
-    def _room(self, allowance: Allowance) -> Room:
-        found = self._found
-        return Room(
-            allowance.budget_bytes,
-            found.head_bytes + self._extra + sum(allowance.resident.values()),
-            found.tail_bytes,
-            peak=allowance.of != "saved",
-        )
+        self._forward_s = found.forward_s(rates)
 
     @property
     def saved_bytes(self) -> int:
@@ -126,38 +214,79 @@ class Planner:
             UnsupportedError: none does; the words say what would.
         """
         start_s = time.perf_counter()
-        ways, room = self._ways(allowance), self._room(allowance)
-        choice: list[int] | None = [0] * len(ways)
-        if self._none(allowance) > allowance.budget_bytes:
-            choice = search([[way.option for way in block] for block in ways], room)
+        options, room = self._options(allowance), self._room(allowance)
+        choice: list[int] | None = [0] * len(options)
+        if self._untreated_bytes(allowance) > allowance.budget_bytes:
+            choice = search(options, room)
         if choice is None:
             raise self.too_small(allowance)
-        return self._written(allowance, ways, choice, room, start_s)
-
-    def _none(self, allowance: Allowance) -> int:
-        """Needed where nothing is recomputed: the search counts what blocks may share as held."""
-        return self._found.saved_bytes + sum(allowance.resident.values())
+        return self._written(allowance, options, choice, room, start_s)
 
     def least(self, allowance: Allowance) -> ActivationPlan:
         """The plan that needs the fewest bytes, whether or not it fits."""
         start_s = time.perf_counter()
-        ways, room = self._ways(allowance), self._room(allowance)
-        _, choice = least([[way.option for way in block] for block in ways], room)
-        return self._written(allowance, ways, choice, room, start_s)
+        options, room = self._options(allowance), self._room(allowance)
+        return self._written(allowance, options, least(options, room)[1], room, start_s)
+
+    def _untreated_bytes(self, allowance: Allowance) -> int:
+        """Needed where nothing is recomputed: the search counts what blocks may share as held."""
+        return self._found.saved_bytes + sum(allowance.resident.values())
+
+    def _room(self, allowance: Allowance) -> Room:
+        found = self._found
+        shared = found.bytes_of(self._shared - found.outside)
+        return Room(
+            allowance.budget_bytes,
+            found.head_bytes + shared + sum(allowance.resident.values()),
+            found.tail_bytes,
+            peak=allowance.of != "saved",
+        )
+
+    def _options(self, allowance: Allowance) -> list[list[Option]]:
+        """The candidates of every block in numbers."""
+        return [
+            [self._option(candidate, forward_s, allowance) for candidate in candidates]
+            for candidates, forward_s in zip(self._candidates, self._forward_s, strict=False)
+        ]
+
+    def _option(self, candidate: Candidate, forward_s: float, allowance: Allowance) -> Option:
+        held, full = self._own_bytes(candidate.held), self._own_bytes(candidate.full)
+        cost_s = self._rates.seconds(candidate.flops, candidate.moved_bytes)
+        moved = 0
+        if allowance.offload:
+            sizes = self._found.trace.sizes
+            large = (s for s in candidate.kept if sizes[s] >= allowance.min_bytes)
+            moved = self._own_bytes(frozenset(large))
+            # what copies take longer than the computing that they run beside
+            copy_s = moved / self._rates.bus_bytes_per_s
+            out_s = max(0.0, copy_s - forward_s)
+            back_s = max(0.0, copy_s - 2 * forward_s - cost_s)  # backward: two products for one
+            cost_s += out_s + back_s
+            # those of the recomputes before it are on their way back meanwhile
+            full += allowance.prefetch * moved
+        return Option(held - moved, full, cost_s, moved)
+
+    def _own_bytes(self, storages: frozenset[Storage]) -> int:
+        return self._found.bytes_of(storages - self._shared - self._found.outside)
 
     def _written(
         self,
         allowance: Allowance,
-        ways: Sequence[Sequence[_Way]],
+        options: Sequence[Sequence[Option]],
         choice: Sequence[int],
         room: Room,
         start_s: float,
     ) -> ActivationPlan:
-        chosen = [block[i] for block, i in zip(ways, choice, strict=True)]
-        needed = need([[way.option for way in block] for block in ways], choice, room)
-        if not any(choice):
-            needed = self._none(allowance)
-        away = _away(chosen)
+        found = self._found
+        ways = [block[i] for block, i in zip(self._candidates, choice, strict=True)]
+        chosen = [block[i] for block, i in zip(options, choice, strict=True)]
+        # in host memory; what the last recompute keeps stays where it is
+        away = [option.moved for option in chosen]
+        last = max((i for i, n in enumerate(away) if n), default=None)
+        if last is not None:
+            away[last] = 0
+        needed = need(options, choice, room) if any(choice) else self._untreated_bytes(allowance)
+        held = found.bytes_of(found.outside.union(*(way.held for way in ways)))
         return ActivationPlan(
             allowance.of,
             allowance.budget_bytes,
@@ -165,38 +294,31 @@ class Planner:
             tuple(
                 BlockPlan(
                     block.name,
-                    way.candidate.word,
-                    way.candidate.units,
-                    way.option.held + way.moved_bytes - moved,
+                    way.word,
+                    way.units,
+                    option.held + option.moved - moved,
                     moved,
-                    way.option.full,
-                    way.candidate.flops,
-                    way.option.cost,
+                    option.full,
+                    way.flops,
+                    option.cost,
                 )
-                for block, way, moved in zip(self._found.blocks, chosen, away, strict=True)
+                for block, way, option, moved in zip(found.blocks, ways, chosen, away, strict=True)
             ),
-            self._found.saved_bytes,
-            self._held(chosen) - sum(away),
+            found.saved_bytes,
+            held - sum(away),
             needed,
-            self._found.flops,
+            found.flops,
             sum(self._forward_s),
             self._rates,
             self._tokens,
             time.perf_counter() - start_s,
         )
 
-    def _held(self, chosen: Sequence[_Way]) -> int:
-        """What is held when the forward has ended, host memory included, each storage once."""
-        held = self._found.outside.union(*(way.candidate.held for way in chosen))
-        sizes = self._found.record.sizes
-        return sum(sizes[s] for s in held)
-
     def too_small(self, allowance: Allowance) -> UnsupportedError:
         """Words on a budget that nothing fits, with what would."""
 
         def fewest(changed: Allowance) -> int:
-            options = [[way.option for way in block] for block in self._ways(changed)]
-            return least(options, self._room(changed))[0]
+            return least(self._options(changed), self._room(changed))[0]
 
         now = fewest(allowance)
         remedies = [f"write at least {_up(now)} GiB"]
@@ -207,7 +329,8 @@ class Planner:
             if moved < now:
                 enough = "fits" if moved <= allowance.budget_bytes else "is still too much"
                 remedies.append(
-                    f'"offload": true keeps boundaries in host memory: {_up(moved)} GiB, {enough}'
+                    f'"offload": true keeps checkpointed inputs in host memory: {_up(moved)} GiB, '
+                    f"{enough}"
                 )
         fixed = sum(allowance.resident.values())
         room, per = allowance.budget_bytes - fixed, now - fixed
@@ -242,3 +365,69 @@ def _up(nbytes: int) -> str:
     value = nbytes / GIB
     digits = max(2, 4 - math.floor(math.log10(value))) if value > 0 else 2
     return f"{math.ceil(value * 10**digits) / 10**digits:.{digits}f}"
+
+
+Word = Literal["more", "less"]
+
+
+@dataclass
+class MemoryWatch:
+    """When to plan anew: pure decisions on what every process has seen. Same input, same word.
+
+    Above `high` of the capacity more is recomputed at once. Below `low` for `patience` steps in a
+    row less is, but not within `rest` steps of the last change. Between the two nothing happens: a
+    plan aims at `target`, in the middle. Where room turns out to have been none (more is recomputed
+    within `rest` steps of recomputing less), `rest` doubles: changes become rare and do not go to
+    and fro.
+
+    Attributes:
+        capacity_bytes: what there is.
+        correction: what is planned for is this share of `target`: below 1 where more was in use
+            than had been planned (fragmentation, a loss outside of the model).
+    """
+
+    capacity_bytes: int
+    high: float = 0.95
+    low: float = 0.75
+    target: float = 0.9
+    patience: int = 3
+    rest: int = 5
+    correction: float = 1.0
+    _quiet: int = field(default=0, repr=False)
+    _changed: int | None = field(default=None, repr=False)
+    _last: Word | None = field(default=None, repr=False)
+
+    @property
+    def budget_bytes(self) -> int:
+        """What to plan for."""
+        return int(self.capacity_bytes * self.target * self.correction)
+
+    def look(self, step: int, used_bytes: float) -> Word | None:
+        """What this step's memory asks for.
+
+        Args:
+            used_bytes: the most of all processes.
+        """
+        share = used_bytes / self.capacity_bytes
+        self._quiet = self._quiet + 1 if share < self.low else 0
+        if share > self.high:
+            return "more"
+        rested = self._changed is None or step - self._changed >= self.rest
+        return "less" if rested and self._quiet >= self.patience else None
+
+    def changed(self, step: int, word: Word) -> None:
+        """The plan has become another one."""
+        soon = self._changed is not None and step - self._changed <= self.rest
+        if word == "more" and self._last == "less" and soon:
+            self.rest *= 2
+        self._changed, self._last, self._quiet = step, word, 0
+
+    def unchanged(self, step: int, word: Word) -> bool:
+        """Planning has led to the same plan; whether to plan once more, with less to plan for."""
+        self._quiet = 0
+        if word == "more":
+            self.correction *= self.target
+            return True
+        self._changed = step  # asked again after a rest only
+        self.correction = 1.0
+        return False

@@ -13,10 +13,22 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ds_ckpt.activation.choice import cores, products
-from ds_ckpt.planner.recording import Event, Recorder, Run, Storage
-from ds_ckpt.planner.survey import Survey
+from ds_ckpt.planner.survey import (
+    NO_STORAGE,
+    Call,
+    Survey,
+    SurveyedBlock,
+    Trace,
+    TracedOperator,
+)
+from ds_ckpt.telemetry.memory import Storage
 
-_SELECTIONS: tuple[tuple[str, ...], ...] = (
+Keeps = Callable[[TracedOperator], bool]
+"""Whether an operator's result is kept for the recompute."""
+
+# Policies by name: what a block is treated with, and which operators a set of results means.
+
+_SAVE_OPS: tuple[tuple[str, ...], ...] = (
     ("attention",),
     ("qkvo",),
     ("gate",),
@@ -28,8 +40,56 @@ _SELECTIONS: tuple[tuple[str, ...], ...] = (
 )
 
 
+def _treatments(
+    found: Survey, block: SurveyedBlock
+) -> Iterator[tuple[str, list[list[str]], list[str]]]:
+    """Name, modules of each recompute, and the sets of results that are kept."""
+    attention = [[name] for name in block.attention]
+    mlps = [list(chain) for chain in block.mlps]
+    yield "none", [], []
+    yield "block", [[block.name]], []
+    if attention:
+        yield "attention", attention, []
+    if mlps:
+        yield "mlp", mlps, []
+    if attention and mlps:
+        yield "attention and mlp", [*attention, *mlps], []
+    operators = [o for call in block.calls for o in found.trace.within(call)]
+    for sets in _SAVE_OPS:
+        if all(any(map(_kept_by(found.trace, block, (word,)), operators)) for word in sets):
+            yield f"selective {'+'.join(sets)}", [[block.name]], list(sets)
+
+
+def _kept_by(trace: Trace, block: SurveyedBlock, sets: Sequence[str]) -> Keeps:
+    """Whether an operator's result is in one of these sets, as `activation.choice` decides."""
+    anywhere: frozenset[object] = frozenset()
+    if "matmuls" in sets:
+        anywhere |= products() | cores()
+    if "attention" in sets:
+        anywhere |= cores()
+    inside = {
+        *(block.attention if "qkvo" in sets else ()),
+        *(block.gates if "gate" in sets else ()),
+    }
+    marked = {
+        number
+        for number, name in enumerate(trace.names)
+        if any(name == n or name.startswith(n + ".") for n in inside)
+    }
+    in_modules = products()
+
+    def kept(operator: TracedOperator) -> bool:
+        func = operator.func
+        return func in anywhere or (operator.module in marked and func in in_modules)
+
+    return kept
+
+
+# What each way holds and repeats.
+
+
 @dataclass(frozen=True)
-class UnitWords:
+class UnitNames:
     """A `Unit` in names: the modules of one recompute, and the operators whose results it keeps."""
 
     modules: tuple[str, ...]
@@ -50,176 +110,128 @@ class Candidate:
     """
 
     word: str
-    units: tuple[UnitWords, ...]
+    units: tuple[UnitNames, ...]
     held: frozenset[Storage]
     kept: frozenset[Storage]
     full: frozenset[Storage]
     flops: int
     moved_bytes: int
 
+    @property
+    def numbers(self) -> tuple[object, ...]:
+        """What tells it from others."""
+        return self.held, self.full, self.flops, self.moved_bytes
+
 
 @dataclass(frozen=True)
 class _Recompute:
+    """Storages that it keeps, storages that are saved inside, operators that run again."""
+
     kept: frozenset[Storage]
     inner: frozenset[Storage]
-    events: tuple[Event, ...]
+    repeated: tuple[TracedOperator, ...]
 
 
 def candidates_of(found: Survey, index: int) -> list[Candidate]:
     """The ways to treat block `index`; the first is to leave it alone."""
-    block, parts = found.blocks[index], found.parts[index]
-    runs = found.runs_of(block.name)
-    ways: list[tuple[str, list[list[str]], tuple[str, ...]]] = [("none", [], ())]
-    ways.append(("block", [[block.name]], ()))
-    attention = [[name] for name in parts.attention]
-    mlps = [list(chain) for chain in parts.mlps]
-    if attention:
-        ways.append(("attention", attention, ()))
-    if mlps:
-        ways.append(("mlp", mlps, ()))
-    if attention and mlps:
-        ways.append(("attention and mlp", [*attention, *mlps], ()))
-    for words in _SELECTIONS:
-        if all(_hits(found, index, word) for word in words):
-            ways.append((f"selective {'+'.join(words)}", [[block.name]], words))
-    result: list[Candidate] = []
-    for word, groups, words in ways:
-        candidate = _candidate(found, index, runs, word, groups, words)
-        if candidate is not None and not any(_same(candidate, other) for other in result):
-            result.append(candidate)
-    return result
-
-
-def _same(a: Candidate, b: Candidate) -> bool:
-    return (a.held, a.full, a.flops, a.moved_bytes) == (b.held, b.full, b.flops, b.moved_bytes)
-
-
-def _hits(found: Survey, index: int, word: str) -> bool:
-    wants = chosen_by(found, index, (word,))
-    runs = found.runs_of(found.blocks[index].name)
-    return any(wants(e) for r in runs for e in found.record.events[slice(*r.events)])
-
-
-def chosen_by(found: Survey, index: int, words: Sequence[str]) -> Callable[[Event], bool]:
-    """Whether an operator's result is kept under these sets, as `activation.choice` decides."""
-    always: frozenset[object] = frozenset()
-    for word in words:
-        if word == "matmuls":
-            always |= products() | cores()
-        elif word == "attention":
-            always |= cores()
-    inside: set[str] = set()
-    if "qkvo" in words:
-        inside |= set(found.parts[index].attention)
-    if "gate" in words:
-        inside |= set(found.parts[index].gates)
-    names = found.record.names
-    marked = {
-        number
-        for number, name in enumerate(names)
-        if any(name == n or name.startswith(n + ".") for n in inside)
-    }
-    in_modules = products()
-
-    def wants(event: Event) -> bool:
-        return event.func in always or (event.module in marked and event.func in in_modules)
-
-    return wants
+    block = found.blocks[index]
+    ways: dict[tuple[object, ...], Candidate] = {}
+    for word, groups, sets in _treatments(found, block):
+        keeps = _kept_by(found.trace, block, sets) if sets else None
+        candidate = _candidate(found, block, word, groups, tuple(sets), keeps)
+        if candidate is not None:
+            ways.setdefault(candidate.numbers, candidate)
+    return list(ways.values())
 
 
 def _candidate(
     found: Survey,
-    index: int,
-    runs: Sequence[Run],
+    block: SurveyedBlock,
     word: str,
     groups: Sequence[Sequence[str]],
-    words: tuple[str, ...],
+    sets: tuple[str, ...],
+    keeps: Keeps | None,
 ) -> Candidate | None:
-    record = found.record
-    wants = chosen_by(found, index, words) if words else None
+    trace = found.trace
     recomputes = []
     inside: list[tuple[int, int]] = []
     for group in groups:
-        for calls in _chains(found, runs, group):
-            recomputes.append(_recompute(record, calls, wants))
+        for calls in _chains(found, block, group):
+            recomputes.append(_recompute(trace, calls, keeps))
             inside += [call.saves for call in calls]
     if groups and not recomputes:
         return None
-    saves = [n for run in runs for n in range(*run.saves)]
+    saves = [n for call in block.calls for n in range(*call.saves)]
     plain = [n for n in saves if not any(first <= n < end for first, end in inside)]
-    held = frozenset(s for n in plain if record.alive(s := record.saves[n].storage))
+    held = frozenset(s for n in plain if trace.alive(s := trace.saves[n]))
     kept = frozenset[Storage]().union(*(r.kept for r in recomputes))
     largest = max(
         (r.inner for r in recomputes),
-        key=lambda inner: sum(record.sizes[s] for s in inner - held - kept),
+        key=lambda inner: found.bytes_of(inner - held - kept),
         default=frozenset[Storage](),
     )
-    events = [e for r in recomputes for e in r.events]
+    repeated = [operator for r in recomputes for operator in r.repeated]
     return Candidate(
         word,
-        tuple(UnitWords(tuple(group), words) for group in groups),
+        tuple(UnitNames(tuple(group), sets) for group in groups),
         held | kept,
         kept - held,
         held | kept | largest,
-        sum(e.flops for e in events),
-        sum(e.moved_bytes for e in events),
+        sum(operator.flops for operator in repeated),
+        sum(operator.moved_bytes for operator in repeated),
     )
 
 
-def _chains(found: Survey, runs: Sequence[Run], group: Sequence[str]) -> Iterator[list[Run]]:
+def _chains(found: Survey, block: SurveyedBlock, group: Sequence[str]) -> Iterator[list[Call]]:
     """The calls that one recompute repeats, for each time that the block runs."""
-    for block in runs:
-        inner = [[r for r in found.runs_of(name) if _inside(r, block)] for name in group]
-        for calls in zip(*inner, strict=False):
-            yield list(calls)
+    for outer in block.calls:
+        (first, end), inner = outer.operators, []
+        for name in group:
+            calls = found.calls_of(name)
+            inner.append([c for c in calls if first <= c.operators[0] and c.operators[1] <= end])
+        for chain in zip(*inner, strict=False):
+            yield list(chain)
 
 
-def _inside(run: Run, outer: Run) -> bool:
-    return outer.events[0] <= run.events[0] and run.events[1] <= outer.events[1]
-
-
-def _recompute(
-    record: Recorder, calls: Sequence[Run], wants: Callable[[Event], bool] | None
-) -> _Recompute:
-    saves = [record.saves[n].storage for call in calls for n in range(*call.saves)]
+def _recompute(trace: Trace, calls: Sequence[Call], keeps: Keeps | None) -> _Recompute:
+    saves = [trace.saves[n] for call in calls for n in range(*call.saves)]
     if not saves:  # a frozen block whose input needs no gradient
         return _Recompute(frozenset(), frozenset(), ())
     kept: set[Storage] = set()
-    events: list[Event] = []
+    repeated: list[TracedOperator] = []
     before: set[Storage] = set()
     for number, call in enumerate(calls):
         last = number == len(calls) - 1
         kept |= set(call.arguments) - before
         before = set(call.results)
-        for event, results in _results(record, call, wants, whole=not last or number > 0):
+        for operator, results in _results(trace, call, keeps, whole=not last or number > 0):
             if results is not None:
-                kept |= set(results)
-            elif event.packs < call.saves[1] or not last:
-                events.append(event)
-    inner = frozenset(s for s in saves if s != -1 and s not in record.parameters)
-    return _Recompute(
-        frozenset(s for s in kept if s not in record.parameters), inner, tuple(events)
-    )
+                kept |= results
+            elif operator.packs < call.saves[1] or not last:
+                repeated.append(operator)
+    none = trace.weights | {NO_STORAGE}
+    return _Recompute(frozenset(kept) - none, frozenset(saves) - none, tuple(repeated))
 
 
 def _results(
-    record: Recorder, call: Run, wants: Callable[[Event], bool] | None, *, whole: bool
-) -> Iterator[tuple[Event, tuple[Storage, ...] | None]]:
+    trace: Trace, call: Call, keeps: Keeps | None, *, whole: bool
+) -> Iterator[tuple[TracedOperator, set[Storage] | None]]:
     """Every operator of a call with the storages that are kept of it; None: it runs again."""
-    events = record.events[slice(*call.events)]
+    operators = trace.within(call)
     written: dict[Storage, int] = {}
-    for number, event in enumerate(events):
-        written.update(dict.fromkeys(event.written, number))
+    for number, operator in enumerate(operators):
+        written.update(dict.fromkeys(operator.written, number))
     outside = set(call.results)
-    for number, event in enumerate(events):
-        keeps = (
-            wants is not None
-            and wants(event)
-            and (whole or event.packs < call.saves[1])
-            and not outside & set(event.results)
-            and all(written.get(s, -1) <= number for s in event.results)
+    for number, operator in enumerate(operators):
+        results = set(operator.results)
+        is_kept = (
+            keeps is not None
+            and keeps(operator)
+            and (whole or operator.packs < call.saves[1])
+            and not outside & results
+            and all(written.get(s, -1) <= number for s in results)
         )
-        yield event, tuple(s for s in event.results if s != -1) if keeps else None
+        yield operator, results - {NO_STORAGE} if is_kept else None
 
 
 def shared_by_blocks(candidates: Sequence[Sequence[Candidate]]) -> frozenset[Storage]:

@@ -1,4 +1,4 @@
-"""What recomputing takes in seconds: products by the device's arithmetic, the rest by its memory.
+"""What operators cost: launches, floating-point operations, bytes, and seconds by a device's rates.
 
 An operator is bound by arithmetic or by memory (Williams, Waterman, Patterson: Roofline, 2009).
 Here products, convolutions and attention cores take `flops / flops_per_s`, every other operator
@@ -8,13 +8,105 @@ milliseconds; only their ratio decides which plan is best. Launch times are left
 
 from __future__ import annotations
 
+import functools
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
+
+from ds_ckpt.telemetry.memory import Operator
 
 _TRIES = 3
+_NO_KERNEL = {
+    "aten::empty",
+    "aten::empty_like",
+    "aten::empty_strided",
+    "aten::new_empty",
+    "aten::new_empty_strided",
+    "aten::detach",
+    "aten::lift_fresh",
+    "aten::_local_scalar_dense",
+    "aten::is_same_size",
+}
+_CORES = ("_scaled_dot_product_", "_flash_attention", "_efficient_attention")
+
+
+def _grouped_flops(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
+    """Rows of every group times that group's matrix: 2 m k n over all rows together."""
+    return 2 * a.numel() * b[-1]
+
+
+def _packet(name: str) -> Any:
+    return getattr(torch.ops.aten, name, None)
+
+
+_MORE: dict[Any, Any] = {
+    # torch's registry knows the attention cores of GPUs
+    _packet("_scaled_dot_product_flash_attention_for_cpu"): lambda q, k, v, *_, **__: sdpa_flop(
+        q, k, v
+    ),
+    _packet("_scaled_dot_product_flash_attention_for_cpu_backward"): (
+        lambda g, q, k, v, *_, **__: sdpa_backward_flop(g, q, k, v)
+    ),
+    _packet("_grouped_mm"): _grouped_flops,
+}
+
+
+def _shape(value: Any) -> Any:
+    return value.shape if isinstance(value, Tensor) else value
+
+
+def flops_of(operator: Operator) -> int:
+    """Multiplications and additions of a product, convolution or attention core; others: 0."""
+    packet, kwargs = operator.func.overloadpacket, operator.kwargs
+    if packet in _MORE:
+        return int(_MORE[packet](*map(_shape, operator.args), **kwargs))
+    formula = flop_registry.get(packet)
+    return int(formula(*operator.args, **kwargs, out_val=operator.out)) if formula else 0
+
+
+def moved_bytes(operator: Operator) -> int:
+    """Bytes of all tensors that go in and come out, each object once."""
+    tensors = {id(t): t for t in (*operator.given, *operator.made)}
+    return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def launches(operator: Operator) -> bool:
+    """Whether it computes something: on an accelerator, whether it starts a kernel."""
+    return _computes(operator.func)
+
+
+@functools.cache
+def _computes(func: Any) -> bool:
+    schema = func._schema
+    if schema.name in _NO_KERNEL or schema.name.startswith(("prim::", "profiler::")):
+        return False
+    aliases = [r.alias_info for r in schema.returns if r.alias_info is not None]
+    view = any(not alias.is_write for alias in aliases)
+    return not view and bool(schema.returns or schema.is_mutable)
+
+
+def stored_attention(operator: Operator) -> tuple[int, int]:
+    """Elements of attention weights that a softmax stores, and bytes of those that a core does not.
+
+    A core (flash, memory-efficient, cuDNN) computes them again in its own backward.
+    """
+    name = operator.func._schema.name.removeprefix("aten::")
+    if name.startswith(_CORES) and "math" not in name:
+        query, key = operator.args[0], operator.args[1]
+        if query.dim() != 4 or key.dim() != 4:
+            return 0, 0
+        pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
+        return 0, int(pairs) * query.element_size()
+    out = operator.out
+    if name == "_softmax" and isinstance(out, Tensor) and out.dim() >= 3:
+        return math.prod(int(n) for n in out.shape), 0
+    return 0, 0
 
 
 @dataclass(frozen=True)

@@ -1,75 +1,197 @@
-"""Measures a model's forward without its memory: what each block and operator saves and costs.
+"""Measures a model's forward without its memory: what blocks save, and what operators do.
 
-One forward of a fake copy (`fake_copy.py`) with the shapes of a real batch. The numbers are not
-estimates from a formula: the same modules run, autograd saves what it would save, and storages are
-counted as `HeldActivations` counts them. What is not seen: a loss that is computed outside of the
-model's forward, and memory that kernels use inside.
+One forward of a fake copy (`fake.py`) with the shapes of a real batch, followed by the memory
+tracker. The numbers are not estimates from a formula: the same modules run, autograd saves what it
+would save, and storages are counted as `SavedActivations` counts them. What is not seen: a loss
+that is computed outside of the model's forward, and memory that kernels use inside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ds_ckpt.activation.arguments import TakenApart
 from ds_ckpt.activation.blocks import Block, find_blocks
-from ds_ckpt.activation.parts import Part, attention_parts, gates, is_norm, mlp_parts
+from ds_ckpt.activation.caches import without_empty_caches
+from ds_ckpt.activation.operators import is_view, writes_to
+from ds_ckpt.activation.parts import Part, attention_parts, gates, mlp_parts
 from ds_ckpt.activation.recompute import CheckpointedBlocks
-from ds_ckpt.planner.fake_run import fake_run, told_in_words
-from ds_ckpt.planner.recording import Event, Recorder, Run, Storage
+from ds_ckpt.planner.costs import Rates, flops_of, moved_bytes
+from ds_ckpt.planner.fake import fake_run, unknown_values_refused
+from ds_ckpt.telemetry.memory import MemoryTracker, Operator, Storage, tensors_in
 
-PartName = Literal["attention", "mlp", "norm", "other"]
+NO_STORAGE = -1
+"""Of a tensor that has none of its own (sparse)."""
 
 
 @dataclass(frozen=True)
-class OperatorRecord:
+class TracedOperator:
     """One operator of the forward.
 
     Attributes:
-        module: full name of the innermost module that runs it; "" is the model itself.
-        block: index into `Survey.blocks`; -1 outside of blocks.
+        module: number of the innermost module that runs.
+        packs: tensors that autograd had saved when it had run, parameters not counted.
+        results: storages of the tensors that it returned, in order.
+        written: storages that it wrote into.
         flops: of products, convolutions and attention cores.
         moved_bytes: read and written; 0 for views.
-        output_bytes: of new storages.
-        saved_bytes: of storages that autograd saves first because of it.
     """
 
-    operator: str
-    module: str
-    part: PartName
-    block: int
+    func: Any
+    module: int
+    packs: int
+    results: tuple[Storage, ...]
+    written: tuple[Storage, ...]
     flops: int
     moved_bytes: int
-    output_bytes: int
-    saved_bytes: int
-    view: bool
+
+
+@dataclass
+class Call:
+    """One call of one module: what was inside, from where to where.
+
+    Attributes:
+        arguments: storages of the tensors that checkpointing the call would keep, in order.
+        results: storages of its tensors.
+        operators, saves: first, and one behind the last.
+    """
+
+    module: str
+    arguments: list[Storage]
+    operators: tuple[int, int]
+    saves: tuple[int, int]
+    results: list[Storage] = field(default_factory=list)
+
+
+class Trace:
+    """What one forward of a copy did: operators, tensors that autograd saved, calls of modules.
+
+    Args:
+        module: the copy; its modules' forwards are wrapped.
+        watched: names of modules whose calls are noted with their arguments.
+
+    Attributes:
+        tracker: to be entered around the forward, with its `saved`.
+        names: of modules, by number.
+        saves: storages of the tensors that autograd saved, in order.
+        sizes: bytes by storage.
+        weights: storages of parameters.
+    """
+
+    def __init__(self, module: nn.Module, watched: frozenset[str]) -> None:
+        self.tracker = MemoryTracker(module, operator=self._ran, noted=self._saved)
+        self.names: list[str] = []
+        self.operators: list[TracedOperator] = []
+        self.saves: list[Storage] = []
+        self.calls: list[Call] = []
+        self.sizes = self.tracker.storages.bytes
+        self._living: frozenset[Storage] = frozenset()
+        self._open: list[int] = [0]
+        self._stopped = 0
+        self.weights = frozenset(map(self._storage, module.parameters())) - {NO_STORAGE}
+        for number, (name, part) in enumerate(module.named_modules()):
+            self.names.append(name)
+            if type(part).forward is not nn.Module.forward:
+                part.forward = self._wrapped(number, part.forward, name in watched)
+
+    @property
+    def running(self) -> str:
+        """The innermost module in which the forward is, or where it stopped."""
+        return self.names[self._stopped or self._open[-1]]
+
+    def finish(self) -> None:
+        """The forward has ended and its result is still there: note what is held."""
+        living = frozenset(filter(self.tracker.storages.alive, self.saves))
+        self._living = living - self.weights
+
+    def alive(self, storage: Storage) -> bool:
+        """Whether what was saved was held when the forward had ended; weights do not count."""
+        return storage in self._living
+
+    def within(self, call: Call) -> list[TracedOperator]:
+        """The operators of a call."""
+        return self.operators[slice(*call.operators)]
+
+    def _storage(self, tensor: Tensor) -> Storage:
+        number = self.tracker.storages.number(tensor)
+        return NO_STORAGE if number is None else number
+
+    def _storages(self, value: Any) -> list[Storage]:
+        """Of all tensors in a structure, in order, weights left out."""
+        found = (self._storage(t) for t in tensors_in(value))
+        return [s for s in found if s not in self.weights and s != NO_STORAGE]
+
+    def _saved(self, tensor: Tensor, _: Storage | None) -> None:
+        if not isinstance(tensor, nn.Parameter):
+            self.saves.append(self._storage(tensor))
+
+    def _ran(self, operator: Operator) -> None:
+        written: list[Storage] = []
+        for position, name in writes_to(operator.func):
+            args, kwargs = operator.args, operator.kwargs
+            value = args[position] if position < len(args) else kwargs.get(name)
+            written += map(self._storage, tensors_in(value))
+        view = not written and is_view(operator.func)
+        self.operators.append(
+            TracedOperator(
+                operator.func,
+                self._open[-1],
+                len(self.saves),
+                tuple(map(self._storage, operator.made)),
+                tuple(s for s in written if s != NO_STORAGE),
+                0 if view else flops_of(operator),
+                0 if view else moved_bytes(operator),
+            )
+        )
+
+    def _wrapped(
+        self, number: int, forward: Callable[..., Any], watched: bool
+    ) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            self._open.append(number)
+            call = None
+            if watched:
+                given, named = without_empty_caches(self.names[number], args, kwargs)
+                arguments = self._storages(TakenApart(forward, given, named).tensors)
+                first, saves = len(self.operators), len(self.saves)
+                call = Call(self.names[number], arguments, (first, first), (saves, saves))
+                self.calls.append(call)
+            try:
+                result = forward(*args, **kwargs)
+            except BaseException:
+                self._stopped = self._stopped or number
+                raise
+            finally:
+                self._open.pop()
+            if call is not None:
+                call.operators = (call.operators[0], len(self.operators))
+                call.saves = (call.saves[0], len(self.saves))
+                call.results = self._storages(result)
+            return result
+
+        return traced
 
 
 @dataclass(frozen=True)
-class BlockRecord:
+class SurveyedBlock:
     """One block without checkpointing.
 
     Attributes:
+        calls: in order.
         saved_bytes: of storages that autograd saves first inside of it.
-        boundary_bytes: of its tensor arguments, each storage once: what policy "block" keeps.
+        attention, mlps, gates: its parts, by names of modules; an MLP is a chain of them.
     """
 
     name: str
-    class_name: str
-    calls: int
+    calls: tuple[Call, ...]
     saved_bytes: int
-    boundary_bytes: int
-    flops: int
-    moved_bytes: int
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The parts of one block, by names of modules."""
-
     attention: tuple[str, ...]
     mlps: tuple[tuple[str, ...], ...]
     gates: tuple[str, ...]
@@ -81,34 +203,37 @@ class Survey:
 
     Attributes:
         blocks: in the order in which they first run.
-        operators: in the order in which they ran.
-        saved_bytes: what `HeldActivations` measures without checkpointing.
+        saved_bytes: what `SavedActivations` measures without checkpointing.
         head_bytes, tail_bytes: of them outside of blocks: saved before the last block has ended,
             and afterwards (final norm, head, loss).
-        output_bytes: storages of the model's result.
-        record, parts, first_saves: for `candidates.py`.
+        flops: of the forward.
+        outside: storages that are saved outside of blocks.
+        block_of: by operator, the index of its block; -1 outside of blocks.
     """
 
-    blocks: tuple[BlockRecord, ...]
-    operators: tuple[OperatorRecord, ...]
+    blocks: tuple[SurveyedBlock, ...]
     saved_bytes: int
     head_bytes: int
     tail_bytes: int
-    output_bytes: int
     flops: int
-    moved_bytes: int
-    record: Recorder = field(repr=False)
-    parts: tuple[Parts, ...] = field(repr=False)
     outside: frozenset[Storage] = field(repr=False)
-    """Storages that are saved outside of blocks."""
+    block_of: tuple[int, ...] = field(repr=False)
+    trace: Trace = field(repr=False)
 
-    @property
-    def outside_bytes(self) -> int:
-        return self.head_bytes + self.tail_bytes
+    def bytes_of(self, storages: frozenset[Storage]) -> int:
+        return sum(self.trace.sizes[s] for s in storages)
 
-    def runs_of(self, name: str) -> list[Run]:
+    def calls_of(self, name: str) -> list[Call]:
         """The calls of a module, in order."""
-        return [r for r in self.record.runs if self.record.names[r.module] == name]
+        return [call for call in self.trace.calls if call.module == name]
+
+    def forward_s(self, rates: Rates) -> list[float]:
+        """Seconds by block; the last entry is what runs outside of blocks."""
+        found = [0.0] * (len(self.blocks) + 1)
+        for operator, block in zip(self.trace.operators, self.block_of, strict=True):
+            moved = 0 if operator.flops else operator.moved_bytes
+            found[block] += rates.seconds(operator.flops, moved)
+        return found
 
 
 def survey(
@@ -132,24 +257,32 @@ def survey(
         UnsupportedError: the forward depends on values of tensors, or torch cannot tell the shape
             of an operator's result.
     """
-    blocks = outermost(find_blocks(model, modules))
-    parts = tuple(_parts_of(b) for b in blocks)
-    names = {b.name for b in blocks}
-    for part in parts:
-        names |= {*part.attention, *(n for chain in part.mlps for n in chain)}
+    blocks = _outermost(find_blocks(model, modules))
+    parts = {block.name: _parts_of(block) for block in blocks}
+    watched = set(parts)
+    for attention, mlps, _ in parts.values():
+        watched |= {*attention, *(name for chain in mlps for name in chain)}
     with fake_run(model, args, kwargs, device) as (twin, fake_args, fake_kwargs):
         # with its hook in place, as in training: transformers then leaves out its cache
         plainly = CheckpointedBlocks(twin, units=[])
-        recorder = Recorder(twin, [m for n, m in twin.named_modules() if n in names])
-        with told_in_words(recorder), recorder:
+        trace = Trace(twin, frozenset(watched))
+        with not_plannable(lambda: trace.running), trace.tracker.saved, trace.tracker:
             result = twin(*fake_args, **fake_kwargs)
-        recorder.finish()
-        found = _survey(blocks, parts, recorder, result)
+        trace.finish()
         del plainly, result
-    return found
+    return _survey(parts, trace)
 
 
-def outermost(blocks: Sequence[Block]) -> list[Block]:
+def not_plannable(running: Callable[[], str] = lambda: "") -> Any:
+    """Refuses a forward that asks for values, with the module that did."""
+    return unknown_values_refused(
+        lambda: f"the forward of {running() or 'the model'}",
+        'set "policy" to "block", "selective" or another that measures nothing, or '
+        "replace what asks for the value (.item(), nonzero, an if on a tensor)",
+    )
+
+
+def _outermost(blocks: Sequence[Block]) -> list[Block]:
     """Those that are not inside another one."""
     names = {b.name for b in blocks}
 
@@ -160,133 +293,66 @@ def outermost(blocks: Sequence[Block]) -> list[Block]:
     return [b for b in blocks if not inside(b.name)]
 
 
-def _parts_of(block: Block) -> Parts:
+_Parts = tuple[tuple[str, ...], tuple[tuple[str, ...], ...], tuple[str, ...]]
+
+
+def _parts_of(block: Block) -> _Parts:
+    """Names of attention, of the MLPs and of their gates."""
+
     def names(parts: Sequence[Part]) -> tuple[str, ...]:
         return tuple(name for name, _ in parts)
 
     mlps = mlp_parts(block.name, block.module)
     found = {id(m) for m in gates(mlps)}
     inside = block.module.named_modules(prefix=block.name)
-    return Parts(
+    return (
         names(attention_parts(block.name, block.module)),
         tuple(names(chain) for chain in mlps),
         tuple(n for n, m in inside if id(m) in found),
     )
 
 
-def _survey(
-    blocks: Sequence[Block], parts: Sequence[Parts], record: Recorder, result: Any
-) -> Survey:
-    by_name = {b.name: b for b in blocks}
-    calls: dict[str, list[Run]] = {b.name: [] for b in blocks}
-    for run in record.runs:
-        name = record.names[run.module]
-        if name in calls:
-            calls[name].append(run)
-    order = sorted((b for b in by_name if calls[b]), key=lambda n: calls[n][0].events)
-    block_of_event = [-1] * len(record.events)
-    block_of_save = [-1] * len(record.saves)
+def _survey(parts: Mapping[str, _Parts], trace: Trace) -> Survey:
+    """Every storage belongs to the block, or to the outside, that saved it first."""
+    calls = {name: tuple(c for c in trace.calls if c.module == name) for name in parts}
+    order = sorted((n for n in parts if calls[n]), key=lambda n: calls[n][0].operators)
+    block_of, block_of_save = [-1] * len(trace.operators), [-1] * len(trace.saves)
     for index, name in enumerate(order):
-        for run in calls[name]:
-            block_of_event[slice(*run.events)] = [index] * (run.events[1] - run.events[0])
-            block_of_save[slice(*run.saves)] = [index] * (run.saves[1] - run.saves[0])
-    last_save = max((r.saves[1] for name in order for r in calls[name]), default=0)
-    operators = [0] * len(record.events)
-    saved, seen = [0] * len(order), set[Storage]()
+        for call in calls[name]:
+            for labels, (first, end) in (
+                (block_of, call.operators),
+                (block_of_save, call.saves),
+            ):
+                labels[first:end] = [index] * (end - first)
+    last_save = max((c.saves[1] for name in order for c in calls[name]), default=0)
+    saved = [0] * len(order)
     head = tail = 0
-    outside = set()
-    for number, save in enumerate(record.saves):
-        storage, block = save.storage, block_of_save[number]
-        if not record.alive(storage):
+    seen, outside = set[Storage](), set[Storage]()
+    for number, (storage, block) in enumerate(zip(trace.saves, block_of_save, strict=True)):
+        if not trace.alive(storage):
             continue
         if block == -1:
             outside.add(storage)
         if storage in seen:
             continue
         seen.add(storage)
-        size = record.sizes[storage]
-        operators[_owner(record.events, save.event, storage)] += size
+        size = trace.sizes[storage]
         if block >= 0:
             saved[block] += size
         elif number < last_save:
             head += size
         else:
             tail += size
-    by_index = {b.name: p for b, p in zip(blocks, parts, strict=True)}
-    labels = [_part(name, record, by_index) for name in record.names]
-    norms = [is_norm(class_name) for class_name in record.classes]
-    records = tuple(
-        OperatorRecord(
-            str(e.func),
-            record.names[e.module],
-            "norm" if norms[e.module] else labels[e.module],
-            block_of_event[i],
-            e.flops,
-            e.moved_bytes,
-            e.output_bytes,
-            operators[i],
-            e.view,
-        )
-        for i, e in enumerate(record.events)
-    )
     return Survey(
         tuple(
-            BlockRecord(
-                name,
-                type(by_name[name].module).__name__,
-                len(calls[name]),
-                saved[i],
-                sum(record.sizes[s] for s in {s for r in calls[name] for s in r.arguments}),
-                sum(r.flops for r in records if r.block == i),
-                sum(r.moved_bytes for r in records if r.block == i),
-            )
-            for i, name in enumerate(order)
+            SurveyedBlock(name, calls[name], nbytes, *parts[name])
+            for name, nbytes in zip(order, saved, strict=True)
         ),
-        records,
         sum(saved) + head + tail,
         head,
         tail,
-        sum(record.sizes[s] for s in set(record.storages(result))),
-        sum(r.flops for r in records),
-        sum(r.moved_bytes for r in records),
-        record,
-        tuple(by_index[name] for name in order),
+        sum(operator.flops for operator in trace.operators),
         frozenset(outside),
+        tuple(block_of),
+        trace,
     )
-
-
-def _part(name: str, record: Recorder, parts: Mapping[str, Parts]) -> PartName:
-    for part in parts.values():
-        if any(_within(name, n) for n in part.attention):
-            return "attention"
-        if any(_within(name, n) for chain in part.mlps for n in chain):
-            return "mlp"
-    return "other"
-
-
-def _within(name: str, outer: str) -> bool:
-    return name == outer or name.startswith(outer + ".")
-
-
-_SAVES_ITS_RESULT = {
-    "_softmax", "_log_softmax", "exp", "sigmoid", "tanh", "relu", "rsqrt", "sqrt", "reciprocal",
-    "native_layer_norm", "native_dropout", "native_batch_norm", "native_group_norm", "var_mean",
-    "_fused_rms_norm", "max_pool2d_with_indices", "sort", "topk", "norm", "linalg_vector_norm",
-}  # fmt: skip
-
-
-def _owner(events: Sequence[Event], position: int, storage: Storage) -> int:
-    """The operator that a save at `position` belongs to: autograd saves arguments before an
-    operator runs and results after it."""
-    if position:
-        before = events[position - 1]
-        name = before.func._schema.name.split("::")[-1]
-        if storage in before.results and (name in _SAVES_ITS_RESULT or "attention" in name):
-            return position - 1
-    for index in range(position, min(position + 4, len(events))):
-        if storage in events[index].given and not events[index].view:
-            return index
-    for index in range(position - 1, max(position - 7, -1), -1):
-        if storage in events[index].given or storage in events[index].results:
-            return index
-    return min(position, len(events) - 1)

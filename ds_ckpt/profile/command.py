@@ -74,14 +74,14 @@ def profile(
     counts = _counts(batch, batches)
     from rich.console import Console
 
+    from ds_ckpt.profile.report import print_profile
     from ds_ckpt.profile.run import Options, make_profile
     from ds_ckpt.profile.subject import Sizes
-    from ds_ckpt.profile.tables import print_profile
 
     with _errors_in_words():
         settings = _settings(config)
         if plot_file is not None:
-            from ds_ckpt.profile.plot import check_target
+            from ds_ckpt.profile.report import check_target
 
             check_target(plot_file)
         sizes = Sizes(tokens, _dtype(dtype), attention or None)
@@ -108,7 +108,7 @@ def profile(
             json_file.write_text(found.to_json(), encoding="utf-8")
     with _errors_in_words(), _written(plot_file):
         if plot_file is not None:
-            from ds_ckpt.profile.plot import draw
+            from ds_ckpt.profile.report import draw
 
             draw(found, plot_file)
 

@@ -15,25 +15,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_ckpt.activation import Block
 from ds_ckpt.errors import Problem, UnsupportedError
-from ds_ckpt.planner.work import flops_of
-from ds_ckpt.profile.fakes import Faked
-from ds_ckpt.profile.held import HeldByPlace
-from ds_ckpt.profile.measure import gradients_dropped
-from ds_ckpt.profile.operators import launches
-from ds_ckpt.profile.records import OUTSIDE, BlockCompiled, Break, Compiled, Footprint
+from ds_ckpt.planner.costs import flops_of, launches
+from ds_ckpt.planner.fake import FakeModel
+from ds_ckpt.profile.measure import Observation, gradients_dropped
+from ds_ckpt.profile.records import BlockCompiled, Break, Compiled, Footprint
 from ds_ckpt.profile.subject import run_forward
-from ds_ckpt.profile.watch import Watch
+from ds_ckpt.telemetry.memory import OUTSIDE, MemoryTracker, Operator
 
 _STILL_MUCH = 0.1
 """A block that the compiler has captured needs a policy if it still holds more than this share of
 what it held, and twice its boundary."""
 
 
-def compile_report(made: Faked, blocks: Sequence[Block], kept: Footprint) -> Compiled:
+def compile_report(made: FakeModel, blocks: Sequence[Block], kept: Footprint) -> Compiled:
     """Raises UnsupportedError where the compiler itself fails.
 
     Args:
@@ -42,7 +39,7 @@ def compile_report(made: Faked, blocks: Sequence[Block], kept: Footprint) -> Com
         kept: the step with policy "block".
     """
     names = [b.name for b in blocks]
-    counting, cutting = _Counting(names), _Cutting(names, _owners(made.model, blocks))
+    counting, cutting = _Counting(made.model, names), _Cutting(names, _owners(made.model, blocks))
     with _fresh(made):
         _forward(made, counting.backend)
         seen = _told_breaks(counting.breaks)
@@ -50,13 +47,16 @@ def compile_report(made: Faked, blocks: Sequence[Block], kept: Footprint) -> Com
         loss = _forward(made, cutting.backend)
         with gradients_dropped(made.model, made.batch):
             loss.backward()
-    traced, held = _as_traced(made, blocks)
-    before = {b.name: b.total_bytes for b in held.blocks}
+    # a forward without the compiler, masks decided as the compiler sees them
+    traced = Observation(made.model, blocks)
+    with made.entered(tracing=True), traced, traced.saved:
+        loss = run_forward(made.model, made.batch)
+    before = {b.name: b.total_bytes for b in traced.blocks()}
     boundary = {b.name: b.boundary_bytes for b in kept.blocks}
     whole = traced.total("forward")
     launched: Counter[str] = Counter()
-    for (_, block, _), work in traced.work.items():
-        launched[block] += work.launches
+    for place, work in traced.work.items():
+        launched[place.block] += work.launches
     return Compiled(
         graphs=counting.graphs,
         breaks=seen,
@@ -64,7 +64,7 @@ def compile_report(made: Faked, blocks: Sequence[Block], kept: Footprint) -> Com
         flops=whole.flops,
         captured_operators=sum(counting.launches.values()),
         operators=whole.launches,
-        eager_held_bytes=held.bytes,
+        eager_held_bytes=traced.saved.bytes,
         min_cut_bytes=sum(cutting.min_cut.values()),
         blocks=tuple(
             _block(
@@ -89,7 +89,7 @@ def _block(
 
 
 @contextmanager
-def _fresh(made: Faked) -> Iterator[None]:
+def _fresh(made: FakeModel) -> Iterator[None]:
     """The compiler without what it remembers, and its errors in words."""
     import torch._dynamo as dynamo
 
@@ -112,7 +112,7 @@ def _fresh(made: Faked) -> Iterator[None]:
         dynamo.reset()
 
 
-def _forward(made: Faked, backend: Callable[..., Any]) -> Tensor:
+def _forward(made: FakeModel, backend: Callable[..., Any]) -> Tensor:
     """Outside the fake mode: the compiler finds it in the tensors, and takes no other mode."""
     compiled = torch.compile(made.model, backend=backend)
     return run_forward(compiled, made.batch)  # type: ignore[arg-type]
@@ -134,8 +134,8 @@ def _first_line(reason: str) -> str:
 class _Counting:
     """A backend that interprets captured graphs and counts what runs in them, by block."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
+    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+        self._model, self._names, self._block = model, names, OUTSIDE
         self.graphs = 0
         self.breaks: list[Break] = []
         self.flops: Counter[str] = Counter()
@@ -152,26 +152,19 @@ class _Counting:
 
         class Interpreter(fx.Interpreter):
             def run_node(self, node: fx.Node) -> Any:
-                with _Operators(outer, _block_of(node, outer._names)):
-                    return super().run_node(node)
+                outer._block = _block_of(node, outer._names)
+                return super().run_node(node)
 
-        return lambda *args: Interpreter(module).run(*args)
+        def run(*args: Any) -> Any:
+            with MemoryTracker(self._model, operator=self._ran):
+                return Interpreter(module).run(*args)
 
+        return run
 
-class _Operators(TorchDispatchMode):
-    def __init__(self, into: _Counting, block: str) -> None:
-        super().__init__()
-        self._into, self._block = into, block
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        if launches(func):
-            self._into.launches[self._block] += 1
-            self._into.flops[self._block] += flops_of(func, args, kwargs, out)
-        return out
+    def _ran(self, operator: Operator) -> None:
+        if launches(operator):
+            self.launches[self._block] += 1
+            self.flops[self._block] += flops_of(operator)
 
 
 class _Cutting:
@@ -260,13 +253,3 @@ def _block_of(node: fx.Node, names: Sequence[str]) -> str:
 
 def _owners(model: nn.Module, blocks: Sequence[Block]) -> dict[int, str]:
     return {id(p): b.name for b in blocks for p in b.module.parameters()}
-
-
-def _as_traced(made: Faked, blocks: Sequence[Block]) -> tuple[Watch, HeldByPlace]:
-    """A forward without the compiler, masks decided as the compiler sees them."""
-    watch = Watch(made.model, blocks)
-    held = HeldByPlace(made.model, blocks, watch)
-    with made.entered(tracing=True), watch, held:
-        loss = run_forward(made.model, made.batch)
-    del loss
-    return watch, held

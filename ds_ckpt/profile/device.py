@@ -1,11 +1,15 @@
-"""What the device itself says of a step: the allocator's peak, kernels, gaps, bandwidth.
+"""Steps on real tensors, and what the device itself says of them: times, allocator, kernels.
 
-The allocator's peak is taken on any device; it knows nothing of `watch.py`. The rest needs CUDA: it
-was written without a GPU at hand, and its arithmetic alone is tested.
+No dispatch mode is on and no hook but one that drops gradients. Policies take turns in timed steps,
+so that a busy machine slows all of them alike. Kernels, gaps and bandwidth need CUDA; that part was
+written without a GPU at hand, and its arithmetic alone is tested.
 """
 
 from __future__ import annotations
 
+import statistics
+import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,30 +18,80 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_ckpt.profile.measure import checkpointed, gradients_dropped
-from ds_ckpt.profile.policies import Choice
-from ds_ckpt.profile.records import Device
+from ds_ckpt.profile.measure import Told, checkpointed, gradients_dropped
+from ds_ckpt.profile.policies import ComparedPolicy
+from ds_ckpt.profile.records import Device, Times
 from ds_ckpt.profile.subject import run_forward
-from ds_ckpt.telemetry.activations import HeldActivations
+from ds_ckpt.telemetry.memory import SavedActivations
 
 _RECOMPUTE = "ds_ckpt recompute"
 _COPY_BYTES = 2**28
 
 
-@dataclass(frozen=True)
-class Span:
-    """A kernel on the device; seconds."""
+def times_of(
+    model: nn.Module,
+    batch: Any,
+    policies: Sequence[ComparedPolicy],
+    device: torch.device,
+    repeats: int,
+    told: Told = lambda text: None,
+) -> dict[str, Times]:
+    """Medians by policy. The first round warms up and does not count.
 
-    start_s: float
-    end_s: float
+    Raises ConfigError, UnsupportedError: from putting a policy on the model.
+    """
+    taken: defaultdict[str, list[tuple[float, float, float]]] = defaultdict(list)
+    for repeat in range(repeats + 1):
+        told(f"timed steps, {repeat} of {repeats}" if repeat else "warming up")
+        for policy in policies:
+            step = _timed_step(model, batch, policy, device)
+            if repeat:
+                taken[policy.name].append(step)
+    name = f"CPU, {torch.get_num_threads()} threads"
+    if device.type == "cuda":
+        name = str(torch.cuda.get_device_name(device))
+    return {
+        policy: Times(name, repeats, *map(statistics.median, zip(*steps, strict=True)))
+        for policy, steps in taken.items()
+    }
+
+
+def _timed_step(
+    model: nn.Module, batch: Any, policy: ComparedPolicy, device: torch.device
+) -> tuple[float, float, float]:
+    """Seconds of forward, of backward, and of the recomputes in it."""
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    recompute_s = 0.0
+
+    @contextmanager
+    def recomputing() -> Iterator[None]:
+        nonlocal recompute_s
+        start_s = now()
+        try:
+            yield
+        finally:
+            recompute_s += now() - start_s
+
+    with gradients_dropped(model, batch), checkpointed(model, policy, recomputing):
+        start_s = now()
+        loss = run_forward(model, batch)
+        middle_s = now()
+        loss.backward()
+        end_s = now()
+    return middle_s - start_s, end_s - middle_s, recompute_s
 
 
 def real_bytes(
-    model: nn.Module, batch: Any, choice: Choice, device: torch.device
+    model: nn.Module, batch: Any, policy: ComparedPolicy, device: torch.device
 ) -> tuple[int, int]:
     """Bytes held after a real forward, and the allocator's peak above what was there before."""
-    with gradients_dropped(model, batch), checkpointed(model, choice):
-        held = HeldActivations(model)
+    with gradients_dropped(model, batch), checkpointed(model, policy):
+        held = SavedActivations(model)
         with held:
             loss = run_forward(model, batch)
         del loss
@@ -70,8 +124,16 @@ def highest(changes: Iterable[int]) -> int:
     return most
 
 
+@dataclass(frozen=True)
+class KernelSpan:
+    """A kernel on the device; seconds."""
+
+    start_s: float
+    end_s: float
+
+
 def watch_device(
-    model: nn.Module, batch: Any, choice: Choice, moved_bytes: int, device: torch.device
+    model: nn.Module, batch: Any, policy: ComparedPolicy, moved_bytes: int, device: torch.device
 ) -> Device:
     """One step under torch's profiler, on a CUDA device.
 
@@ -91,7 +153,7 @@ def watch_device(
             torch.cuda.synchronize(device)
 
     def step(scope: Any) -> None:
-        with gradients_dropped(model, batch), checkpointed(model, choice, scope):
+        with gradients_dropped(model, batch), checkpointed(model, policy, scope):
             run_forward(model, batch).backward()
         torch.cuda.synchronize(device)
 
@@ -116,13 +178,13 @@ def watch_device(
     )
 
 
-def _spans(seen: Any) -> tuple[list[Span], list[Span]]:
+def _spans(seen: Any) -> tuple[list[KernelSpan], list[KernelSpan]]:
     """Kernels, and the ranges of recomputes on the host's side of the same clock."""
     cuda = torch._C._autograd.DeviceType.CUDA
     kernels, ranges = [], []
     for event in seen.profiler.kineto_results.events():
         start_s = 1e-9 * event.start_ns()
-        span = Span(start_s, start_s + 1e-9 * event.duration_ns())
+        span = KernelSpan(start_s, start_s + 1e-9 * event.duration_ns())
         if event.device_type() == cuda:
             if event.name() != _RECOMPUTE:
                 kernels.append(span)
@@ -131,7 +193,7 @@ def _spans(seen: Any) -> tuple[list[Span], list[Span]]:
     return kernels, ranges
 
 
-def gaps(kernels: Sequence[Span]) -> tuple[float, float]:
+def gaps(kernels: Sequence[KernelSpan]) -> tuple[float, float]:
     """Seconds from the first kernel's start to the last one's end, and of them without a kernel."""
     if not kernels:
         return 0.0, 0.0
@@ -143,10 +205,10 @@ def gaps(kernels: Sequence[Span]) -> tuple[float, float]:
     return end_s - ordered[0].start_s, idle_s
 
 
-def busy(kernels: Sequence[Span], within: Span) -> float:
+def busy(kernels: Sequence[KernelSpan], within: KernelSpan) -> float:
     """Seconds of a range in which at least one kernel ran."""
     inside = [
-        Span(max(k.start_s, within.start_s), min(k.end_s, within.end_s))
+        KernelSpan(max(k.start_s, within.start_s), min(k.end_s, within.end_s))
         for k in kernels
         if k.end_s > within.start_s and k.start_s < within.end_s
     ]

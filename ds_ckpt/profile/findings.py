@@ -3,16 +3,80 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from ds_ckpt.profile.facts import Facts, best_of, part_bytes, total_bytes
 from ds_ckpt.profile.policies import NONE
-from ds_ckpt.profile.records import Finding
-from ds_ckpt.profile.words import share, size, times
+from ds_ckpt.profile.records import Best, Compiled, Finding, Footprint, States
+from ds_ckpt.telemetry.units import percent, size, times
 
 _OFFLOADED = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
 _PARTS = ("attention", "mlp", "norm", "other")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What findings are drawn from.
+
+    Attributes:
+        sections: the activation section of each policy; None for the step without one.
+        sdpa: the same step with attention "sdpa", where the model stores attention weights.
+        trainable_count: elements of parameters that get gradients.
+        modules: of a plain model's blocks.
+    """
+
+    states: States
+    footprints: tuple[Footprint, ...]
+    sections: Mapping[str, Mapping[str, Any] | None]
+    limit_bytes: int | None
+    compiled: Compiled | None
+    sdpa: Footprint | None
+    trainable_count: int
+    modules: Any = None
+
+    @property
+    def first(self) -> Footprint:
+        """No policy, at the first batch."""
+        return next(f for f in self.footprints if f.policy == NONE)
+
+    def at_first(self, policy: str) -> Footprint | None:
+        """A policy's step at the first batch; None where it was not compared."""
+        wanted = (policy, self.first.batch)
+        return next((f for f in self.footprints if (f.policy, f.batch) == wanted), None)
+
+    @property
+    def attention(self) -> str:
+        """What computes attention."""
+        stored, avoided = self.first.score_bytes > 0, self.first.core_avoided_bytes > 0
+        return {
+            (True, True): "mixed",
+            (True, False): "eager",
+            (False, True): "core",
+            (False, False): "none",
+        }[stored, avoided]
+
+    def config(self, policy: str) -> dict[str, Any] | None:
+        section = self.sections.get(policy)
+        return None if section is None else {"ds_ckpt": {"activation": dict(section)}}
+
+    def total_bytes(self, footprint: Footprint) -> int:
+        """What a process has at the peak: resident states and what the step makes."""
+        return self.states.resident_bytes + footprint.peak.live_bytes
+
+    @property
+    def best(self) -> Best | None:
+        """The most tokens a second under the limit; the largest batch where nothing was timed."""
+        limit = self.limit_bytes
+        fits = [f for f in self.footprints if limit is None or self.total_bytes(f) <= limit]
+        timed = [f for f in fits if f.times is not None]
+        if not timed and (limit is None or not fits):
+            return None
+        if timed:
+            best = max(timed, key=lambda f: f.tokens_per_s or 0.0)
+        else:
+            best = max(fits, key=lambda f: (f.batch, -f.flops))
+        return Best(best.policy, best.batch, self.total_bytes(best), best.tokens_per_s)
 
 
 def findings_of(facts: Facts) -> Iterator[Finding]:
@@ -31,10 +95,10 @@ def findings_of(facts: Facts) -> Iterator[Finding]:
 
 def _where(facts: Facts) -> Iterator[Finding]:
     first = facts.first
-    parts = {p: part_bytes(first, p) for p in (*_PARTS, "outside")}
+    parts = {p: first.part_bytes(p) for p in (*_PARTS, "outside")}
     most = max(parts, key=lambda p: parts[p])
     words = ", ".join(
-        f"{'outside the blocks' if p == 'outside' else p} {share(n, first.held_bytes)}"
+        f"{'outside the blocks' if p == 'outside' else p} {percent(n, first.held_bytes)}"
         for p, n in parts.items()
         if n
     )
@@ -58,7 +122,7 @@ def _where(facts: Facts) -> Iterator[Finding]:
 def _attention(facts: Facts) -> Iterator[Finding]:
     first = facts.first
     if first.core_avoided_bytes:
-        left = part_bytes(first, "attention")
+        left = first.part_bytes("attention")
         without = facts.at_first("attention")
         text = (
             "Attention runs in a core (SDPA, flash) that recomputes by itself:"
@@ -96,7 +160,7 @@ def _free(facts: Facts) -> Iterator[Finding]:
         return
     yield Finding(
         f'"selective" repeats no product: {size(first.held_bytes - free.held_bytes)} less'
-        f" ({share(first.held_bytes - free.held_bytes, first.held_bytes)}) for the FLOPs of no"
+        f" ({percent(first.held_bytes - free.held_bytes, first.held_bytes)}) for the FLOPs of no"
         f" policy and {times(free.launches, first.launches)} the operator launches.",
         facts.config("selective"),
     )
@@ -110,7 +174,7 @@ def _smallest(facts: Facts) -> Iterator[Finding]:
     small = min(found, key=lambda f: f.held_bytes)
     text = (
         f'"{small.policy}" keeps least: {size(small.held_bytes)}'
-        f" ({share(small.held_bytes, first.held_bytes)}). It costs"
+        f" ({percent(small.held_bytes, first.held_bytes)}). It costs"
         f" {times(small.flops, first.flops)} the FLOPs and"
         f" {times(small.launches, first.launches)} the operator launches"
         f" ({small.launches} instead of {first.launches}), which is what a model of small kernels"
@@ -128,7 +192,7 @@ def _peak(facts: Facts) -> Iterator[Finding]:
     first = facts.first
     found = [f for f in facts.footprints if f.batch == first.batch]
     small = min(found, key=lambda f: f.peak.live_bytes)
-    outside = part_bytes(small, "outside")
+    outside = small.part_bytes("outside")
     text = (
         f"The peak of activations and temporaries is {size(first.peak.live_bytes)} in the"
         f' {first.peak.words()}; with "{small.policy}" {size(small.peak.live_bytes)} in the'
@@ -153,7 +217,7 @@ def _boundaries(facts: Facts) -> Iterator[Finding]:
     section = facts.sections.get("block")
     if block is None or section is None:
         return
-    boundary = part_bytes(block, "boundary")
+    boundary = block.part_bytes("boundary")
     blocks = sum(b.boundary_bytes > 0 for b in block.blocks)
     if blocks < 2:
         return
@@ -200,8 +264,9 @@ def _compiled(facts: Facts) -> Iterator[Finding]:
         return
     where = f" in {report.graphs} graph{'s' if report.graphs != 1 else ''}"
     text = (
-        f"torch.compile captures {share(report.captured_flops, report.flops)} of the forward's"
-        f" FLOPs and {share(report.captured_operators, report.operators)} of its operators{where}."
+        f"torch.compile captures {percent(report.captured_flops, report.flops)} of the forward's"
+        f" FLOPs and {percent(report.captured_operators, report.operators)} of its operators"
+        f"{where}."
     )
     for broken in report.breaks[:3]:
         text += f" A graph ends: {broken.reason}" + (f" ({broken.where})." if broken.where else ".")
@@ -209,8 +274,8 @@ def _compiled(facts: Facts) -> Iterator[Finding]:
     if report.captured_flops >= report.flops:
         text += (
             f" Its partitioner recomputes by itself: {size(report.min_cut_bytes)} wait for backward"
-            f" instead of {size(report.eager_held_bytes)} ({share(saved, report.eager_held_bytes)}"
-            " less)."
+            f" instead of {size(report.eager_held_bytes)}"
+            f" ({percent(saved, report.eager_held_bytes)} less)."
         )
     else:
         text += (
@@ -247,14 +312,14 @@ def _spans(indices: list[int]) -> list[str]:
 def _limit(facts: Facts) -> Iterator[Finding]:
     if facts.limit_bytes is None:
         return
-    best = best_of(facts)
+    best = facts.best
     limit = size(facts.limit_bytes)
     if best is None:
         bucket = facts.states.zero_stage == 3 and _bucket_too_large(facts)
-        least = min(facts.footprints, key=lambda f: total_bytes(facts, f))
+        least = min(facts.footprints, key=lambda f: facts.total_bytes(f))
         yield Finding(
             f"Nothing that was measured fits into {limit}: the least is"
-            f' {size(total_bytes(facts, least))} (batch {least.batch}, "{least.policy}"), of which'
+            f' {size(facts.total_bytes(least))} (batch {least.batch}, "{least.policy}"), of which'
             f" {size(facts.states.resident_bytes)} are states. "
             + ("A smaller reduce bucket:" if bucket else "More processes, or offload:"),
             _smaller_bucket(facts) if bucket else _OFFLOADED,
@@ -274,11 +339,11 @@ def _limit(facts: Facts) -> Iterator[Finding]:
 def _budget(facts: Facts) -> Iterator[Finding]:
     """Where no policy is too much and some policy fits: the cheapest that does lies between."""
     first, limit = facts.first, facts.limit_bytes
-    if limit is None or total_bytes(facts, first) <= limit:
+    if limit is None or facts.total_bytes(first) <= limit:
         return
     measured = [f for f in facts.footprints if f.batch == first.batch]
-    least = min(measured, key=lambda f: total_bytes(facts, f))
-    if total_bytes(facts, least) > limit:
+    least = min(measured, key=lambda f: facts.total_bytes(f))
+    if facts.total_bytes(least) > limit:
         return
     stage3 = facts.states.zero_stage == 3
     # what is resident is on the accelerator too; only of ZeRO-3 a plan knows how much it is
@@ -291,8 +356,8 @@ def _budget(facts: Facts) -> Iterator[Finding]:
     if keys["budget_gib"] == 0:
         return
     yield Finding(
-        f"Without a policy a batch of {first.batch} needs {size(total_bytes(facts, first))}, more"
+        f"Without a policy a batch of {first.batch} needs {size(facts.total_bytes(first))}, more"
         f" than {size(limit)}. A budget recomputes no more than it takes to fit: less than"
-        f' "{least.policy}", which needs {size(total_bytes(facts, least))}.',
+        f' "{least.policy}", which needs {size(facts.total_bytes(least))}.',
         {"ds_ckpt": {"activation": _section(facts, **keys)}},
     )

@@ -1,109 +1,219 @@
 """One policy at one batch size: a step on fake tensors, or on real ones, under observation.
 
-Gradients of weights are dropped as soon as they are there, as ZeRO-3 moves them into its bucket:
-they count while they are made and not after.
+The memory tracker follows storages and says where the step is; here its records are added up by
+block, part and phase. Gradients of weights are dropped as soon as they are there, as ZeRO-3 moves
+them into its bucket: they count while they are made and not after.
 """
 
 from __future__ import annotations
 
 import gc
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
-from ds_ckpt.activation import CheckpointedBlocks
+from ds_ckpt.activation import Block, CheckpointedBlocks
+from ds_ckpt.activation.parts import attention_parts, is_norm, mlp_parts
 from ds_ckpt.activation.recompute import Surrounding
 from ds_ckpt.errors import Problem, UnsupportedError
-from ds_ckpt.profile.fakes import built_fake
-from ds_ckpt.profile.held import HeldByPlace
-from ds_ckpt.profile.plans import with_plan
-from ds_ckpt.profile.policies import Choice, blocks_of
-from ds_ckpt.profile.records import Footprint
+from ds_ckpt.planner.costs import flops_of, launches, moved_bytes, stored_attention
+from ds_ckpt.planner.fake import FakeModel
+from ds_ckpt.profile.policies import ComparedPolicy, blocks_of, with_plan
+from ds_ckpt.profile.records import BlockHeld, Footprint, Peak, Work
 from ds_ckpt.profile.subject import Subject, run_forward, tokens_of
-from ds_ckpt.profile.watch import Watch
+from ds_ckpt.telemetry.memory import (
+    OUTSIDE,
+    MemoryTracker,
+    ModuleTracker,
+    Operator,
+    Phase,
+    Place,
+    Storage,
+    tensors_in,
+)
+
+_PARTS = ("attention", "mlp", "norm", "other", "boundary")
+Told = Callable[[str], object]
+
+
+class Observation:
+    """One step, seen by the memory tracker. Enter it around the step, `saved` around the forward.
+
+    Args:
+        model: nothing of it is changed but for hooks, which are taken off again.
+        blocks: what bytes and operators are told apart by.
+
+    Attributes:
+        where: says which phase, block and part runs; to be told when backward begins.
+        work: launches, FLOPs and bytes by place.
+        by_operator: launches of each operator.
+        avoided_bytes: of attention weights that attention cores did not store.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[Block]) -> None:
+        self._names = {b.name: type(b.module).__name__ for b in blocks}
+        self.where = ModuleTracker(
+            {b.name: b.module for b in blocks}, {b.name: list(_parts_of(b)) for b in blocks}
+        )
+        self._tracker = MemoryTracker(
+            model, place=lambda: self.where.place, operator=self._ran, noted=self._noted
+        )
+        self.saved = self._tracker.saved
+        self.work: defaultdict[Place, Work] = defaultdict(Work)
+        self.by_operator: Counter[str] = Counter()
+        self.avoided_bytes = 0
+        self._score_sizes: set[int] = set()
+        """Numbers of elements of attention weights that were stored."""
+        self._savers: dict[Storage, Callable[[], Place]] = {}
+        self._sizes: defaultdict[Storage, set[int]] = defaultdict(set)
+        """Numbers of elements of the tensors that share a saved storage."""
+
+    def __enter__(self) -> Observation:
+        self.where.__enter__()
+        self._tracker.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._tracker.__exit__(*error)
+        self.where.__exit__(*error)
+
+    def _ran(self, operator: Operator) -> None:
+        if not launches(operator):
+            return
+        place, flops = self.where.place, flops_of(operator)
+        self.work[place] += Work(1, flops, moved_bytes(operator))
+        self.by_operator[str(operator.func)] += 1
+        if place.phase == "forward" and place.block != OUTSIDE:
+            stored, avoided = stored_attention(operator)
+            self.avoided_bytes += avoided
+            if stored:
+                self._score_sizes.add(stored)
+
+    def _noted(self, tensor: Tensor, storage: Storage | None) -> None:
+        if storage is not None:
+            self._savers.setdefault(storage, self.where.saver())
+            self._sizes[storage].add(tensor.numel())
+
+    def total(self, phase: Phase) -> Work:
+        """All operators of a phase."""
+        return sum((work for place, work in self.work.items() if place.phase == phase), Work())
+
+    @property
+    def peak(self) -> Peak:
+        place = self._tracker.peak_place or Place("forward", OUTSIDE)
+        return Peak(self._tracker.peak_bytes, place.phase, place.block)
+
+    def blocks(self) -> tuple[BlockHeld, ...]:
+        """What each block held after the forward; what lies outside of all blocks last."""
+        bytes_of: Counter[tuple[str, str]] = Counter()
+        for storage, nbytes in self.saved.held.items():
+            place = self._savers[storage]()
+            bytes_of[place.block, place.part] += nbytes
+        return tuple(
+            BlockHeld(name, class_name, **{f"{p}_bytes": bytes_of[name, p] for p in _PARTS})
+            for name, class_name in {**self._names, OUTSIDE: ""}.items()
+        )
+
+    def score_bytes(self) -> int:
+        """Of what was held: storages as large as attention weights."""
+        held = self.saved.held.items()
+        return sum(nbytes for s, nbytes in held if self._sizes[s] & self._score_sizes)
+
+
+def _parts_of(block: Block) -> Iterator[tuple[str, nn.Module]]:
+    """Attention, MLP and norms of a block; a norm inside attention is a norm."""
+    for name, module in block.module.named_modules():
+        if name and is_norm(type(module).__name__):
+            yield "norm", module
+    for _, module in attention_parts(block.name, block.module):
+        yield "attention", module
+    for chain in mlp_parts(block.name, block.module):
+        for _, module in chain:
+            yield "mlp", module
 
 
 @contextmanager
 def gradients_dropped(model: nn.Module, batch: Any = None) -> Iterator[None]:
     """Weights' gradients are let go as they come, as ZeRO-3 does; the batch's at the end."""
 
-    def drop(parameter: torch.Tensor) -> None:
-        parameter.grad = None
+    def drop(tensor: Tensor) -> None:
+        tensor.grad = None
 
-    handles = [
-        p.register_post_accumulate_grad_hook(drop) for p in model.parameters() if p.requires_grad
-    ]
-    try:
+    with ExitStack() as stack:
+        for leaf in tensors_in(batch):
+            stack.callback(drop, leaf)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                stack.callback(parameter.register_post_accumulate_grad_hook(drop).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for leaf in tree_leaves(batch):
-            if isinstance(leaf, torch.Tensor):
-                leaf.grad = None
 
 
 @contextmanager
 def checkpointed(
     model: nn.Module,
-    choice: Choice,
+    policy: ComparedPolicy,
     scope: Callable[[], Any] | None = None,
     around: Surrounding | None = None,
 ) -> Iterator[None]:
     """The policy on the model. ConfigError or UnsupportedError as in training."""
-    policy = choice.policy()
-    if policy is None:
+    activation = policy.policy()
+    if activation is None:
         yield
         return
     scopes = (scope,) if scope is not None else ()
-    units = None if choice.plan is None else choice.plan.units(model)
-    put = CheckpointedBlocks(model, scopes=scopes, policy=policy, units=units, around=around)
+    units = None if policy.plan is None else policy.plan.units(model)
+    put = CheckpointedBlocks(model, scopes=scopes, policy=activation, units=units, around=around)
     try:
         yield
     finally:
         put.remove()
 
 
-def observe(
+def _footprint(
     model: nn.Module,
     batch: Any,
-    choice: Choice,
+    policy: ComparedPolicy,
     modules: Sequence[str] | None,
     *,
     count: int,
     fake: bool,
 ) -> Footprint:
     """One step under observation; the model is left as it was found."""
-    blocks, _ = blocks_of(model, modules)
-    watch = Watch(model, blocks)
-    held = HeldByPlace(model, blocks, watch)
-    with ExitStack() as stack:
-        stack.enter_context(gradients_dropped(model, batch))
-        stack.enter_context(checkpointed(model, choice, watch.recomputing, watch.around))
-        stack.enter_context(watch)
-        with held:
+    seen = Observation(model, blocks_of(model, modules)[0])
+    with (
+        gradients_dropped(model, batch),
+        checkpointed(model, policy, seen.where.recomputing, seen.where.around),
+        seen,
+    ):
+        with seen.saved:
             loss = run_forward(model, batch)
-        watch.backward()
+        seen.where.backward()
         loss.backward()
     return Footprint(
-        policy=choice.name,
+        policy=policy.name,
         batch=count,
-        tokens=tokens_of(batch, count),
+        tokens=tokens_of(batch),
         fake=fake,
-        held_bytes=held.bytes,
-        blocks=held.blocks,
-        peak=watch.peak,
-        forward=watch.total("forward"),
-        recompute=watch.total("recompute"),
-        backward=watch.total("backward"),
-        score_bytes=held.score_bytes,
-        core_avoided_bytes=watch.avoided_bytes,
-        operators=tuple(watch.by_operator.most_common(20)),
+        held_bytes=seen.saved.bytes,
+        blocks=seen.blocks(),
+        peak=seen.peak,
+        forward=seen.total("forward"),
+        recompute=seen.total("recompute"),
+        backward=seen.total("backward"),
+        score_bytes=seen.score_bytes(),
+        core_avoided_bytes=seen.avoided_bytes,
+        operators=tuple(seen.by_operator.most_common(20)),
     )
+
+
+def built_fake(subject: Subject, count: int) -> FakeModel:
+    """Without memory; UnsupportedError where that cannot be."""
+    return FakeModel.build(subject.name, lambda: subject.build(count))
 
 
 def built_real(subject: Subject, count: int, device: torch.device) -> tuple[nn.Module, Any]:
@@ -118,37 +228,39 @@ def built_real(subject: Subject, count: int, device: torch.device) -> tuple[nn.M
 def fake_footprints(
     subject: Subject,
     count: int,
-    wanted: Sequence[Choice],
+    policies: Sequence[ComparedPolicy],
     modules: Sequence[str] | None,
-    told: Callable[[str], object] = lambda text: None,
+    told: Told = lambda text: None,
 ) -> list[Footprint]:
     """One of each policy at a batch of `count`."""
     made = built_fake(subject, count)
     found = []
-    for unplanned in wanted:
+    for unplanned in policies:
         told(f"{unplanned.name}, batch {count}")
-        choice = with_plan(unplanned, made.model, made.known_batch(), torch.device("cpu"))
+        policy = with_plan(unplanned, made.model, made.known_batch(), torch.device("cpu"))
         with made.entered():
-            found.append(observe(made.model, made.batch, choice, modules, count=count, fake=True))
+            found.append(
+                _footprint(made.model, made.batch, policy, modules, count=count, fake=True)
+            )
     return found
 
 
 def real_footprints(
     subject: Subject,
     count: int,
-    wanted: Sequence[Choice],
+    policies: Sequence[ComparedPolicy],
     modules: Sequence[str] | None,
     device: torch.device,
-    told: Callable[[str], object] = lambda text: None,
+    told: Told = lambda text: None,
 ) -> list[Footprint]:
     """The same with real tensors on the device. UnsupportedError where they do not fit."""
     found = []
     with out_of_memory(count):
         model, batch = built_real(subject, count, device)
-        for unplanned in wanted:
+        for unplanned in policies:
             told(f"{unplanned.name}, batch {count}, real tensors")
-            choice = with_plan(unplanned, model, batch, device)
-            found.append(observe(model, batch, choice, modules, count=count, fake=False))
+            policy = with_plan(unplanned, model, batch, device)
+            found.append(_footprint(model, batch, policy, modules, count=count, fake=False))
     return found
 
 

@@ -1,11 +1,12 @@
-"""The policies that a profile compares, and the configuration that stands for each."""
+"""The policies that a profile compares: the configuration of each, and the plan of a budget."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from ds_ckpt.activation import Policy, find_blocks
@@ -14,7 +15,12 @@ from ds_ckpt.config import parse
 from ds_ckpt.config.activation import ActivationConfig
 from ds_ckpt.config.policy import activation_policy
 from ds_ckpt.errors import ConfigError, DsCkptError, Problem
-from ds_ckpt.planner.plan import ActivationPlan
+from ds_ckpt.planner.budget import ActivationPlan, Allowance, MemoryWatch, Planner
+from ds_ckpt.planner.costs import measured_rates
+from ds_ckpt.planner.survey import survey
+from ds_ckpt.profile.subject import arguments_of
+from ds_ckpt.telemetry.memory import tensors_in
+from ds_ckpt.telemetry.units import GIB
 
 NONE = "none"
 CONFIGURED = "configured"
@@ -31,11 +37,11 @@ NAMES = (NONE, *_COMPARED)
 
 
 @dataclass(frozen=True)
-class Choice:
+class ComparedPolicy:
     """A policy under a name, and the activation section that asks for it (None: no section).
 
     Attributes:
-        plan: of the policies "budget" and "auto", once the model is known (`plans.with_plan`).
+        plan: of the policies "budget" and "auto", once the model is known (`with_plan`).
         resident_bytes: what ZeRO keeps beside activations, for budgets of the accelerator.
         limit_bytes: what the accelerator has, where that is known.
     """
@@ -45,11 +51,6 @@ class Choice:
     plan: ActivationPlan | None = None
     resident_bytes: int = 0
     limit_bytes: int | None = None
-
-    @property
-    def config(self) -> dict[str, Any] | None:
-        """To be merged into a DeepSpeed file."""
-        return None if self.section is None else {"ds_ckpt": {"activation": self.section}}
 
     def activation(self) -> ActivationConfig | None:
         """Raises ConfigError, as training would."""
@@ -64,9 +65,9 @@ class Choice:
         return None if activation is None else activation_policy(activation)
 
 
-def choices(
+def compared(
     names: Sequence[str], modules: Sequence[str] | None, configured: dict[str, Any] | None
-) -> list[Choice]:
+) -> list[ComparedPolicy]:
     """What is compared: no policy first, then the configured one, then the named ones.
 
     Args:
@@ -85,9 +86,9 @@ def choices(
             ),
             headline="the policies cannot be compared",
         )
-    found = [Choice(NONE, None)]
+    found = [ComparedPolicy(NONE, None)]
     if configured is not None:
-        found.append(Choice(CONFIGURED, configured))
+        found.append(ComparedPolicy(CONFIGURED, configured))
     for name in names:
         if name == NONE or _COMPARED[name] == configured:
             continue
@@ -96,7 +97,7 @@ def choices(
             if name in ("attention", "mlp"):  # there they name the parts themselves
                 continue
             section["modules"] = list(modules)
-        found.append(Choice(name, section))
+        found.append(ComparedPolicy(name, section))
     return found
 
 
@@ -115,3 +116,71 @@ def blocks_of(
     except DsCkptError:
         likely = repeated_classes(model)[:1]
         return (find_blocks(model, likely), likely) if likely else ([], None)
+
+
+def with_plan(
+    policy: ComparedPolicy, model: nn.Module, batch: Any, device: torch.device
+) -> ComparedPolicy:
+    """The policy with the plan that training would begin with; others as they are.
+
+    Of a budget for the accelerator what ZeRO keeps (`ComparedPolicy.resident_bytes`) is taken off.
+    Temporaries are not known here, so training may recompute a little more.
+
+    Args:
+        model, batch: real, or fake with the values that are known.
+        device: whose rates weigh products against memory.
+
+    Raises:
+        ConfigError: "auto" has no limit here.
+        UnsupportedError: nothing fits, or the model cannot be measured.
+    """
+    config = policy.activation()
+    if config is None or not config.planned:
+        return policy
+    args, kwargs = arguments_of(batch)
+    found = survey(model, args, kwargs, modules=config.modules)
+    dtype = next((p.dtype for p in model.parameters() if p.numel()), torch.float32)
+    tokens = max((t.numel() for t in tensors_in(batch)), default=0)
+    planner = Planner(found, measured_rates(device, dtype), tokens)
+    of = config.budget_is_of
+    resident = {"what ZeRO keeps": policy.resident_bytes} if of == "accelerator" else {}
+    budget = _budget(config, policy.limit_bytes)
+    allowance = Allowance(
+        budget,
+        of,
+        resident,
+        config.offload,
+        config.offload_prefetch,
+        config.offload_min_bytes,
+    )
+    return replace(policy, plan=planner.plan(allowance))
+
+
+def _budget(config: ActivationConfig, limit_bytes: int | None) -> int:
+    if config.budget_gib is not None:
+        limit_bytes = int(config.budget_gib * GIB)
+    if limit_bytes is None:
+        raise ConfigError(
+            Problem(
+                where="--limit-gib",
+                found="nothing",
+                why='policy "auto" without budget_gib takes what the accelerator has, and a '
+                "profile does not know which one that will be",
+                remedy="write --limit-gib, for example 80",
+            )
+        )
+    return MemoryWatch(limit_bytes).budget_bytes if config.policy == "auto" else limit_bytes
+
+
+def not_counted(activation: ActivationConfig) -> list[str]:
+    """Where a policy's tensors go is not seen here: all of them count as held."""
+    ways = {
+        "offload": "move to host memory",
+        "partition": "split over the tensor-parallel group",
+        "contiguous": "keep in one buffer",
+    }
+    return [
+        f"{key}: what it would {does} counts as held whole, in one process"
+        for key, does in ways.items()
+        if getattr(activation, key)
+    ]

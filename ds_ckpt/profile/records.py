@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
+
+from ds_ckpt.telemetry.memory import OUTSIDE, Phase
 
 SCHEMA = 1
-Kind = Literal["forward", "recompute", "backward"]
-OUTSIDE = "(outside blocks)"
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,20 @@ class Work:
     flops: int = 0
     moved_bytes: int = 0
 
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.launches + other.launches,
+            self.flops + other.flops,
+            self.moved_bytes + other.moved_bytes,
+        )
+
 
 @dataclass(frozen=True)
 class Peak:
     """The most bytes that were there at once of what a step makes, and where that was."""
 
     live_bytes: int
-    kind: Kind
+    kind: Phase
     block: str
 
     def words(self) -> str:
@@ -131,6 +138,18 @@ class Footprint:
     @property
     def flops(self) -> int:
         return self.forward.flops + self.recompute.flops + self.backward.flops
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """None where no step was timed."""
+        return None if self.times is None else self.batch * self.tokens / self.times.step_s
+
+    def part_bytes(self, part: str) -> int:
+        """Held by one kind of layer over all blocks; "outside": beside the blocks."""
+        if part == "outside":
+            return sum(b.total_bytes for b in self.blocks if b.name == OUTSIDE)
+        found = (b for b in self.blocks if b.name != OUTSIDE)
+        return sum(int(getattr(b, f"{part}_bytes")) for b in found)
 
 
 @dataclass(frozen=True)

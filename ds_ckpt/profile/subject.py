@@ -1,12 +1,13 @@
 """What is profiled: from the MODEL of the command line to a model and a batch.
 
-Four kinds: the embedded default, a Hugging Face configuration (file, directory or hub name; no
+Three kinds: the embedded default, a Hugging Face configuration (file, directory or hub name; no
 weights are read), and `module:callable`. Building happens under whatever tensor mode is on, so that
-a 7B model can be built of fake tensors.
+a 7B model can be built of fake tensors. transformers is imported when a model is asked for.
 """
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import sys
@@ -17,12 +18,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_map
 
 from ds_ckpt.errors import DsCkptError, Problem, UnsupportedError
+from ds_ckpt.telemetry.memory import tensors_in
 
 DEFAULT = "demo"
 _MODEL = "MODEL"
+_LONGEST = 2048
+"""Tokens where neither the command line nor a Hugging Face model says less."""
+_NONE = "there is no model to profile"
+_NOT_BUILT = "the model cannot be built"
+_NOT_PROFILED = "the model cannot be profiled"
 Built = tuple[nn.Module, Any]
 
 
@@ -46,13 +53,29 @@ class Subject:
         name: as it was asked for.
         build: model in training mode and batch, for a number of sequences.
         can_sdpa: whether attention can be set to "sdpa" by transformers.
+        sized: whether the batch follows the number that is asked for.
     """
 
     name: str
     build: Callable[[int], Built]
     can_sdpa: bool = False
     sized: bool = True
-    """Whether the batch follows the number that is asked for."""
+
+
+def _refused(where: str, found: str, why: str, remedy: str, headline: str) -> UnsupportedError:
+    return UnsupportedError(Problem(where, found, why, remedy), headline=headline)
+
+
+def _unknown(name: str, why: str, remedy: str) -> UnsupportedError:
+    return _refused(_MODEL, f'"{name}"', why, remedy, _NONE)
+
+
+def _short(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
+
+
+# A step of it.
 
 
 def run_forward(model: nn.Module, batch: Any) -> Tensor:
@@ -66,48 +89,53 @@ def run_forward(model: nn.Module, batch: Any) -> Tensor:
         loss = output.get("loss")
     if isinstance(loss, Tensor):
         return loss
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
+    for leaf in tensors_in(output):
+        if leaf.requires_grad:
             return leaf if leaf.dim() == 0 else leaf.float().mean()
-    raise UnsupportedError(
-        Problem(
-            where=_MODEL,
-            found=f"{type(model).__name__} returns {type(output).__name__}",
-            why="no tensor in it needs a gradient, so there is no backward to profile",
-            remedy="leave some parameters trainable, and return a loss or a tensor",
-        ),
-        headline="the model cannot be profiled",
+    raise _refused(
+        _MODEL,
+        f"{type(model).__name__} returns {type(output).__name__}",
+        "no tensor in it needs a gradient, so there is no backward to profile",
+        "leave some parameters trainable, and return a loss or a tensor",
+        _NOT_PROFILED,
     )
 
 
 def _output(model: nn.Module, batch: Any) -> Any:
+    args, kwargs = arguments_of(batch)
     try:
-        if isinstance(batch, Mapping):
-            return model(**batch)
-        return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+        return model(*args, **kwargs)
     except DsCkptError:
         raise
     except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
         own = type(error) is RuntimeError and "memory" not in str(error)
         if isinstance(error, RuntimeError) and not own:  # of the allocator, or of fake tensors
             raise
-        raise UnsupportedError(
-            Problem(
-                where=_MODEL,
-                found=short(error),
-                why=f"the forward of {type(model).__name__} fails on its batch",
-                remedy="make model(**batch), model(*batch) or model(batch) run",
-            ),
-            headline="the model cannot be profiled",
+        raise _refused(
+            _MODEL,
+            _short(error),
+            f"the forward of {type(model).__name__} fails on its batch",
+            "make model(**batch), model(*batch) or model(batch) run",
+            _NOT_PROFILED,
         ) from error
 
 
-def tokens_of(batch: Any, count: int) -> int:
-    """Tokens of one sequence in a batch of `count`: the second size of integer tensors, else 1."""
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.dim() == 2 and not leaf.is_floating_point():
+def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What the model's forward is called with."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch), {}) if isinstance(batch, tuple | list) else ((batch,), {})
+
+
+def tokens_of(batch: Any) -> int:
+    """Tokens of one sequence: the second size of integer tensors, else 1."""
+    for leaf in tensors_in(batch):
+        if leaf.dim() == 2 and not leaf.is_floating_point():
             return int(leaf.shape[1])
     return 1
+
+
+# The kinds of MODEL.
 
 
 def find_subject(name: str, sizes: Sizes) -> Subject:
@@ -115,55 +143,236 @@ def find_subject(name: str, sizes: Sizes) -> Subject:
     if name == DEFAULT:
         return _demo(sizes)
     if name == "" or name.isspace():
-        raise unknown(name, "it is empty", _kinds())
-    target = Path(name)
-    if not target.exists() and ":" in name:
+        raise _unknown(
+            name,
+            "it is empty",
+            f'write "{DEFAULT}", a Hugging Face config.json, a checkpoint directory, a hub name, '
+            'or "package.module:function"',
+        )
+    if not Path(name).exists() and ":" in name:
         return _callable(name, sizes)
-    from ds_ckpt.profile.hugging import hugging_face
-
-    return hugging_face(name, sizes)
-
-
-def _kinds() -> str:
-    return (
-        f'write "{DEFAULT}", a Hugging Face config.json, a checkpoint directory, a hub name, or '
-        '"package.module:function"'
-    )
-
-
-def unknown(name: str, why: str, remedy: str) -> UnsupportedError:
-    return UnsupportedError(
-        Problem(where=_MODEL, found=f'"{name}"', why=why, remedy=remedy),
-        headline="there is no model to profile",
-    )
+    return _hugging_face(name, sizes)
 
 
 def _demo(sizes: Sizes) -> Subject:
     from ds_ckpt.harness.corpus import VOCAB_SIZE
     from ds_ckpt.harness.models import llama
 
-    positions = 1024
     tokens = sizes.tokens or 256
 
     def build(batch: int) -> Built:
-        model = llama(seed=0, max_positions=max(positions, tokens)).train()
-        if sizes.attention:
-            set_attention(model, sizes.attention)
-        ids = counted(batch, tokens, VOCAB_SIZE)
-        return cast(model, sizes.dtype), {"input_ids": ids, "labels": ids}
+        model = llama(seed=0, max_positions=max(1024, tokens))
+        ids = _ids(batch, tokens, VOCAB_SIZE)
+        return _prepared(model, sizes), {"input_ids": ids, "labels": ids}
 
     return Subject(DEFAULT, build, can_sdpa=True)
 
 
-def counted(batch: int, tokens: int, vocabulary: int) -> Tensor:
+def _callable(name: str, sizes: Sizes) -> Subject:
+    module_name, _, path = name.partition(":")
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # a command has none, `python -m` does
+    try:
+        target: Any = importlib.import_module(module_name)
+    except Exception as error:
+        remedy = "write a module that Python finds from this folder, for example train:make"
+        raise _unknown(name, f"importing {module_name} fails: {_short(error)}", remedy) from error
+    for part in path.split("."):
+        if not hasattr(target, part):
+            public = (n for n in dir(target) if not n.startswith("_"))
+            names = [n for n in public if callable(getattr(target, n))]
+            remedy = f"callables there: {', '.join(names[:20]) or 'none'}"
+            raise _unknown(name, f"{module_name} has no {path}", remedy)
+        target = getattr(target, part)
+    if not callable(target):
+        raise _unknown(name, f"{path} is a {type(target).__name__}", "name a function")
+    try:
+        takes = set(inspect.signature(target).parameters)
+    except (TypeError, ValueError):
+        takes = set()
+
+    def build(batch: int) -> Built:
+        wanted = {"batch": batch, "tokens": sizes.tokens}
+        keywords = {k: v for k, v in wanted.items() if k in takes and v is not None}
+        try:
+            made = target(**keywords)
+        except DsCkptError:
+            raise
+        except Exception as error:
+            why, remedy = f"{path} was called with {keywords or 'no arguments'}", "mend it"
+            if _fake_now():
+                why += " on fake tensors, which hold no values"
+                remedy += ", or measure real tensors with --real"
+            raise _refused(name, _short(error), why, remedy, _NOT_BUILT) from error
+        if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
+            kinds = [type(m).__name__ for m in (made if isinstance(made, tuple) else (made,))]
+            returned = f"({', '.join(kinds)})" if isinstance(made, tuple) else kinds[0]
+            raise _refused(
+                name,
+                f"it returned {returned}",
+                "a model and a batch are needed to run a step",
+                "return (model, batch); the batch is a dict, a tuple or one tensor",
+                _NOT_BUILT,
+            )
+        model, given = made
+
+        def cast(leaf: Any) -> Any:
+            floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
+            return leaf.to(sizes.dtype) if floating and sizes.dtype is not None else leaf
+
+        return _prepared(model, sizes), tree_map(cast, given)
+
+    return Subject(name, build, sized="batch" in takes)
+
+
+def _fake_now() -> bool:
+    from torch._guards import detect_fake_mode
+
+    return detect_fake_mode() is not None
+
+
+def _hugging_face(name: str, sizes: Sizes) -> Subject:
+    """From a config.json, a directory with one, or a name on the hub."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise _refused(
+            "transformers",
+            "not installed",
+            "the model is a Hugging Face configuration",
+            "install the extra: pip install 'ds_ckpt[hf]'",
+            _NONE,
+        ) from error
+    path = Path(name)
+    if path.is_dir() and not (path / "config.json").exists():
+        raise _unknown(name, "the directory holds no config.json", "name a checkpoint's directory")
+    if path.suffix == ".json" and not path.exists():
+        raise _unknown(name, "there is no such file", "check the path")
+    try:
+        config = transformers.AutoConfig.from_pretrained(name)
+    except Exception as error:
+        why = f"transformers finds no configuration in it: {_short(error)}"
+        remedy = (
+            'the file must name its "model_type", for example "llama"'
+            if path.exists()
+            else 'check the name, or write "demo", the path of a config.json, or "module:function"'
+        )
+        raise _unknown(name, why, remedy) from error
+
+    def build(batch: int) -> Built:
+        model = _hf_model(name, config, sizes)
+        return model, _hf_batch(name, model, batch, sizes)
+
+    return Subject(name, build, can_sdpa=True)
+
+
+def _hf_model(name: str, config: Any, sizes: Sizes) -> nn.Module:
+    import transformers
+
+    config = copy.deepcopy(config)
+    if hasattr(config, "use_cache"):
+        config.use_cache = False
+    heads = [getattr(transformers, n, None) for n in getattr(config, "architectures", None) or ()]
+    dtype = sizes.dtype or getattr(config, "dtype", None) or torch.float32
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(dtype)
+        if heads and heads[0] is not None:
+            model = heads[0]._from_config(config)
+        else:
+            model = _by_kind(config)
+    except Exception as error:
+        why = f"the model cannot be made of it: {_short(error)}"
+        raise _unknown(name, why, "correct the configuration") from error
+    finally:
+        torch.set_default_dtype(before)
+    return _prepared(model, Sizes(dtype=dtype, attention=sizes.attention))
+
+
+def _by_kind(config: Any) -> Any:
+    """For configurations that name no class of model: the first kind that knows them."""
+    import transformers
+
+    kinds = ("CausalLM", "Seq2SeqLM", "MaskedLM", "ImageClassification", "SequenceClassification")
+    for kind in kinds:
+        auto = getattr(transformers, f"AutoModelFor{kind}")
+        if type(config) in auto._model_mapping:
+            return auto.from_config(config)
+    return transformers.AutoModel.from_config(config)
+
+
+def _hf_batch(name: str, model: nn.Module, batch: int, sizes: Sizes) -> dict[str, Tensor]:
+    config: Any = model.config
+    kind, main_input = type(model).__name__, getattr(model, "main_input_name", "input_ids")
+    if main_input == "pixel_values":
+        side = config.image_size
+        height, width = side if isinstance(side, list | tuple) else (side, side)
+        shape = (batch, getattr(config, "num_channels", 3), height, width)
+        made = {main_input: torch.randn(*shape, dtype=next(model.parameters()).dtype)}
+        if "Classification" in kind:
+            made["labels"] = torch.zeros(batch, dtype=torch.long)
+        return made
+    text = config.get_text_config()
+    vocabulary = getattr(text, "vocab_size", None)
+    if not hasattr(model, "main_input_name") or main_input != "input_ids" or vocabulary is None:
+        raise _unknown(
+            name,
+            f"{kind} takes {main_input}, for which no batch is known",
+            'write a function that returns (model, batch) and give "module:function"',
+        )
+    positions = getattr(text, "max_position_embeddings", None) or _LONGEST
+    tokens = sizes.tokens or min(int(positions), _LONGEST)
+    # rotary positions are computed for any length
+    rotary = any(hasattr(text, n) for n in ("rope_theta", "rope_parameters", "rope_scaling"))
+    if tokens > positions and not rotary:
+        raise _refused(
+            "--tokens",
+            str(tokens),
+            f"{kind} has {positions} positions",
+            f"write {positions} or less, or raise max_position_embeddings",
+            _NOT_PROFILED,
+        )
+    ids = _ids(batch, tokens, vocabulary)
+    made = {"input_ids": ids}
+    if kind.endswith("SequenceClassification"):
+        made["labels"] = torch.zeros(batch, dtype=torch.long)
+    elif kind.endswith(("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForConditionalGeneration")):
+        made["labels"] = ids
+    return made
+
+
+# What all kinds share.
+
+
+def _ids(batch: int, tokens: int, vocabulary: int) -> Tensor:
     """int64 [batch, tokens] below `vocabulary`: not random, so that fake tensors know them."""
     return torch.arange(batch * tokens).remainder(vocabulary).view(batch, tokens)
 
 
-def cast(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+def _prepared(model: nn.Module, sizes: Sizes) -> nn.Module:
+    """In training mode, with the attention and the type that are asked for.
+
+    Raises UnsupportedError where transformers does not have that attention for this model.
+    """
+    model.train()
+    if sizes.attention:
+        try:
+            model.set_attn_implementation(sizes.attention)  # type: ignore[operator]
+        except (ValueError, ImportError, AttributeError) as error:
+            raise _refused(
+                "--attention",
+                f'"{sizes.attention}" for {type(model).__name__}',
+                str(error).split("\n")[0],
+                'write "eager" or "sdpa", or leave the option out',
+                _NOT_PROFILED,
+            ) from error
+    if sizes.dtype is not None:
+        _cast(model, sizes.dtype)
+    return model
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
     """All of it, as DeepSpeed does for bf16 and fp16. `Module.to` cannot swap fake tensors."""
-    if dtype is None:
-        return model
     done: dict[int, Tensor] = {}
 
     def other(tensor: Tensor) -> Tensor:
@@ -177,116 +386,7 @@ def cast(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     with torch.no_grad():
         for module in model.modules():
             tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-            for held in tables:
-                for name, tensor in held.items():
+            for table in tables:
+                for name, tensor in table.items():
                     if tensor is not None and tensor.is_floating_point() and tensor.dtype != dtype:
-                        held[name] = other(tensor)
-    return model
-
-
-def set_attention(model: nn.Module, implementation: str) -> None:
-    """Raises UnsupportedError where transformers does not have it for this model."""
-    try:
-        model.set_attn_implementation(implementation)  # type: ignore[operator]
-    except (ValueError, ImportError, AttributeError) as error:
-        raise UnsupportedError(
-            Problem(
-                where="--attention",
-                found=f'"{implementation}" for {type(model).__name__}',
-                why=str(error).split("\n")[0],
-                remedy='write "eager" or "sdpa", or leave the option out',
-            ),
-            headline="the model cannot be profiled",
-        ) from error
-
-
-def _callable(name: str, sizes: Sizes) -> Subject:
-    module_name, _, path = name.partition(":")
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # a command has none, `python -m` does
-    try:
-        target: Any = importlib.import_module(module_name)
-    except Exception as error:
-        remedy = "write a module that Python finds from this folder, for example train:make"
-        raise unknown(name, f"importing {module_name} fails: {short(error)}", remedy) from error
-    for part in path.split("."):
-        if not hasattr(target, part):
-            public = (n for n in dir(target) if not n.startswith("_"))
-            names = [n for n in public if callable(getattr(target, n))]
-            remedy = f"callables there: {', '.join(names[:20]) or 'none'}"
-            raise unknown(name, f"{module_name} has no {path}", remedy)
-        target = getattr(target, part)
-    if not callable(target):
-        raise unknown(name, f"{path} is a {type(target).__name__}", "name a function")
-    takes = _accepted(target)
-
-    def build(batch: int) -> Built:
-        wanted = {"batch": batch, "tokens": sizes.tokens}
-        keywords = {k: v for k, v in wanted.items() if k in takes and v is not None}
-        try:
-            made = target(**keywords)
-        except DsCkptError:
-            raise
-        except Exception as error:
-            raise UnsupportedError(
-                Problem(
-                    where=name,
-                    found=short(error),
-                    why=f"{path} was called with {keywords or 'no arguments'}"
-                    + (" on fake tensors, which hold no values" if _fake_now() else ""),
-                    remedy="mend it" + (", or measure real tensors with --real" * _fake_now()),
-                ),
-                headline="the model cannot be built",
-            ) from error
-        pair = isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)
-        if not pair:
-            raise UnsupportedError(
-                Problem(
-                    where=name,
-                    found=f"it returned {_words(made)}",
-                    why="a model and a batch are needed to run a step",
-                    remedy="return (model, batch); the batch is a dict, a tuple or one tensor",
-                ),
-                headline="the model cannot be built",
-            )
-        model, given = made
-        model.train()
-        if sizes.attention:
-            set_attention(model, sizes.attention)
-        return cast(model, sizes.dtype), _cast_batch(given, sizes.dtype)
-
-    return Subject(name, build, can_sdpa=False, sized="batch" in takes)
-
-
-def _accepted(function: Callable[..., Any]) -> set[str]:
-    try:
-        return set(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return set()
-
-
-def _cast_batch(batch: Any, dtype: torch.dtype | None) -> Any:
-    from torch.utils._pytree import tree_map
-
-    def one(leaf: Any) -> Any:
-        floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
-        return leaf.to(dtype) if floating and dtype is not None else leaf
-
-    return tree_map(one, batch)
-
-
-def _fake_now() -> bool:
-    from torch._guards import detect_fake_mode
-
-    return detect_fake_mode() is not None
-
-
-def short(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
-
-
-def _words(made: object) -> str:
-    if isinstance(made, tuple):
-        return "(" + ", ".join(type(m).__name__ for m in made) + ")"
-    return type(made).__name__
+                        table[name] = other(tensor)

@@ -17,12 +17,12 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from ds_ckpt.config.activation import ActivationConfig
 from ds_ckpt.errors import Problem, StateError, UnsupportedError
-from ds_ckpt.planner.budget import Allowance, Planner
+from ds_ckpt.planner.budget import ActivationPlan, Allowance, Planner
 from ds_ckpt.planner.costs import Rates, measured_rates
-from ds_ckpt.planner.plan import GIB, ActivationPlan
+from ds_ckpt.planner.fake import may_be_known
 from ds_ckpt.planner.simulate import simulate
 from ds_ckpt.planner.survey import survey
-from ds_ckpt.planner.values import may_be_known
+from ds_ckpt.telemetry.units import GIB
 from ds_ckpt.zero3.resident import resident_bytes
 from ds_ckpt.zero3.run_on_all import run_on_all_or_raise
 

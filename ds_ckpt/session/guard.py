@@ -15,8 +15,7 @@ import torch
 
 from ds_ckpt.exchange.build import Built
 from ds_ckpt.session.gradients import gradient_norm
-from ds_ckpt.telemetry.left import Left
-from ds_ckpt.telemetry.timings import Errors
+from ds_ckpt.telemetry.timings import Errors, ResidualStats
 
 log = logging.getLogger("ds_ckpt")
 IN_A_ROW = 2
@@ -32,7 +31,11 @@ class LeftMeter:
     """
 
     def __init__(
-        self, engine: Any, built: Built, every_n_steps: int, tell: Callable[[int, Left], None]
+        self,
+        engine: Any,
+        built: Built,
+        every_n_steps: int,
+        tell: Callable[[int, ResidualStats], None],
     ) -> None:
         self._engine, self._every, self._tell = engine, every_n_steps, tell
         self._errors, self._own = built.errors, Errors()
@@ -55,7 +58,7 @@ class LeftMeter:
         torch.distributed.all_reduce(sums, group=self._engine.optimizer.dp_process_group)
         given, remains = sums.tolist()
         norm = gradient_norm(self._engine)
-        left = None if norm is None else Left.of(given, remains, norm)
+        left = None if norm is None else ResidualStats.of(given, remains, norm)
         if left is not None:
             self._tell(step, left)
 
@@ -74,12 +77,12 @@ class Guard:
     """
 
     def __init__(
-        self, built: Built, limits: Left, action: Literal["warn", "dense"], *, speaks: bool
+        self, built: Built, limits: ResidualStats, action: Literal["warn", "dense"], *, speaks: bool
     ) -> None:
         self._fallback = built.exchange.fallback
         self._limits, self._action, self._speaks = limits, action, speaks
         self._past = 0
-        self.last: Left | None = None
+        self.last: ResidualStats | None = None
 
     @property
     def fallen_back(self) -> bool:
@@ -99,7 +102,7 @@ class Guard:
         ]
         return f"guard: {then} beyond {' or '.join(limits)}"
 
-    def look(self, step: int, left: Left) -> None:
+    def look(self, step: int, left: ResidualStats) -> None:
         """Compare, and act at the second look in a row that is past a limit."""
         self.last = left
         if self._fallback.whole:

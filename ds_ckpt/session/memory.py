@@ -9,7 +9,7 @@ import psutil
 import torch
 
 from ds_ckpt.patch import Patches
-from ds_ckpt.telemetry.activations import HeldActivations
+from ds_ckpt.telemetry.memory import SavedActivations
 
 
 class MemoryGauge(Protocol):
@@ -32,7 +32,7 @@ class SavedGauge:
         def measured_forward(*args: Any, **kwargs: Any) -> Any:
             if not engine.module.training or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            with HeldActivations(engine.module) as held:
+            with SavedActivations(engine.module) as held:
                 result = forward(*args, **kwargs)
             self._most = max(self._most, held.bytes)
             return result

@@ -20,10 +20,10 @@ from ds_ckpt.activation.plan import Unit
 from ds_ckpt.config.activation import ActivationConfig
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.patch import Patches
-from ds_ckpt.planner.plan import GIB, ActivationPlan
-from ds_ckpt.planner.watch import Watch, Word
+from ds_ckpt.planner.budget import ActivationPlan, MemoryWatch, Word
 from ds_ckpt.session.agreement import Agreement, Sample, not_smaller, size_of
 from ds_ckpt.session.memory import MemoryGauge, capacity_of, gauge_for
+from ds_ckpt.telemetry.units import GIB
 
 _WHERE = "$.ds_ckpt.activation.budget_gib"
 
@@ -69,7 +69,7 @@ class Planning:
         self._check(asked, capacity)
         self._limit = capacity if asked is None else int(asked * GIB)
         self._agreement = Agreement(engine, config, blocks, self._limit, capacity)
-        self._watch = Watch(self._limit) if config.policy == "auto" else None
+        self._watch = MemoryWatch(self._limit) if config.policy == "auto" else None
         self._patches = Patches()
         self._gauge: MemoryGauge | None = None
         if self._watch is not None:
@@ -222,7 +222,7 @@ class Planning:
         self._tell(change)
 
     def stop(self) -> None:
-        """Watch and plan no longer."""
+        """MemoryWatch and plan no longer."""
         self._handle.remove()
         self._patches.undo()
 

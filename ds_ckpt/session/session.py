@@ -27,7 +27,7 @@ from ds_ckpt.exchange.build import Built
 from ds_ckpt.exchange.plan import Plan
 from ds_ckpt.memory import HostPool
 from ds_ckpt.patch import Patches
-from ds_ckpt.planner.plan import ActivationPlan
+from ds_ckpt.planner.budget import ActivationPlan
 from ds_ckpt.session.gradients import Gradients, residual_files, trained
 from ds_ckpt.session.guard import Guard, LeftMeter
 from ds_ckpt.session.planning import Change, Planning
@@ -38,11 +38,9 @@ from ds_ckpt.session.refusals import (
 )
 from ds_ckpt.session.tensor_parallel import TensorParallelGroup, find_group
 from ds_ckpt.telemetry import Counters
-from ds_ckpt.telemetry.blocks import BlockProfile
-from ds_ckpt.telemetry.left import Left
-from ds_ckpt.telemetry.offload import OffloadCounters
-from ds_ckpt.telemetry.partition import PartitionCounters
+from ds_ckpt.telemetry.counters import OffloadCounters, PartitionCounters
 from ds_ckpt.telemetry.steps import Event, StepLog
+from ds_ckpt.telemetry.timings import BlockProfile, ResidualStats
 from ds_ckpt.zero3 import collectives, compatibility
 from ds_ckpt.zero3.checkpoints import wrap_checkpoints
 from ds_ckpt.zero3.gather import GatherHook
@@ -278,7 +276,7 @@ class Session:
         self.observe(config.guard.every_n_steps, guard.look)
         return guard
 
-    def observe(self, every_n_steps: int, tell: Callable[[int, Left], None]) -> None:
+    def observe(self, every_n_steps: int, tell: Callable[[int, ResidualStats], None]) -> None:
         """Have `tell` called with what compression leaves behind, every so many optimizer steps.
 
         Collective: every process asks for the same. Nothing is told without compression.

@@ -1,5 +1,7 @@
 """Counts what passes at each collective, by purpose, and each parameter's gathers.
 
+Also what offload moves and what partitioned checkpoints keep.
+
 The counters are fed where the collective is called (`ds_ckpt.zero3.collectives`) with the sizes of
 the tensors handed over; nothing is predicted from the model. `sent_bytes` turns a payload into the
 bytes that leave this process, with the factor of the algorithm that the backend really runs; a
@@ -15,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 
-from ds_ckpt.telemetry.spans import Spans
+from ds_ckpt.telemetry.timings import Spans
 
 
 class Purpose(str, Enum):
@@ -146,3 +148,82 @@ class Counters:
         self.collectives.clear()
         self.gathers.clear()
         self.reduce_s = self.exposed_reduce_s = 0.0
+
+
+@dataclass
+class OffloadCounters:
+    """Counts storages, not tensors: two tensors that share a storage leave once.
+
+    The counters by block are keyed by the block that kept the tensor first, and grow until
+    `reset()`. Bytes of the device are those of what checkpointing keeps, nothing else's.
+    """
+
+    out: Counter[str] = field(default_factory=Counter)
+    """Storages that left for host memory, by block."""
+    out_bytes: Counter[str] = field(default_factory=Counter)
+    back: Counter[str] = field(default_factory=Counter)
+    """Storages that were brought back, by block; with `retain_graph` more than have left."""
+    back_bytes: Counter[str] = field(default_factory=Counter)
+    kept: Counter[str] = field(default_factory=Counter)
+    """Storages that were still on the device when backward asked for them, by block."""
+    left: Counter[str] = field(default_factory=Counter)
+    """Tensors that were let be, by reason."""
+    late: int = 0
+    """Of those brought back: not prefetched, so that the recompute waited for the whole copy."""
+    in_vain: int = 0
+    """Of those brought back: never asked for by that backward."""
+    device_bytes: int = 0
+    """Bytes on the device now."""
+    peak_device_bytes: int = 0
+
+    def on_device(self, change_bytes: int) -> None:
+        self.device_bytes += change_bytes
+        self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
+
+    def reset(self) -> None:
+        """Start counting again; what lies on the device goes on lying there."""
+        for counter in (
+            self.out,
+            self.out_bytes,
+            self.back,
+            self.back_bytes,
+            self.kept,
+            self.left,
+        ):
+            counter.clear()
+        self.late = self.in_vain = 0
+        self.peak_device_bytes = self.device_bytes
+
+
+@dataclass
+class PartitionCounters:
+    """Counts storages by the block that kept them first; grows until `reset()`."""
+
+    whole_bytes: Counter[str] = field(default_factory=Counter)
+    """Bytes of what was split."""
+    kept_bytes: Counter[str] = field(default_factory=Counter)
+    """Bytes of this process's parts of it."""
+    left: Counter[str] = field(default_factory=Counter)
+    """Tensors that were not split, by reason."""
+    gathers: int = 0
+    received_bytes: int = 0
+    """Of other processes' parts, in gathers."""
+    late: int = 0
+    """Of those: begun when the part was needed, and not before."""
+    in_vain: int = 0
+    """Of those: never asked for by that backward."""
+
+    def reset(self) -> None:
+        for counter in (self.whole_bytes, self.kept_bytes, self.left):
+            counter.clear()
+        self.gathers = self.received_bytes = self.late = self.in_vain = 0
+
+    def line(self) -> str:
+        """What this process keeps and receives, in words."""
+        kept, whole = sum(self.kept_bytes.values()), sum(self.whole_bytes.values())
+        words = (
+            f"{kept / 2**20:.2f} of {whole / 2**20:.2f} MiB of boundaries kept by this process, "
+            f"{self.received_bytes / 2**20:.2f} MiB received in {self.gathers} all-gathers"
+        )
+        left = ", ".join(f"{count} {reason}" for reason, count in sorted(self.left.items()))
+        return words + (f"; tensors kept whole: {left}" if left else "")

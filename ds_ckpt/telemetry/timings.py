@@ -1,14 +1,101 @@
-"""Where an exchange spends its time and how much of a gradient it leaves behind."""
+"""Where the time of a step goes, and how much of a gradient compression leaves behind.
+
+Spans are stretches of time with a kind, nested, per thread; nothing is recorded unless somebody
+gives a `Spans` to the counters and timings of a session. What they mean for a step is worked out in
+the harness. Kinds are the phases that the measuring loop names (`forward`, `backward`, `update`),
+`recompute`, the purposes of collectives, `collective` (a call of a collective, or the wait for
+one), `exchange_wait` (DeepSpeed's thread stands still for an exchange in another one), and the
+sections of `SECTIONS`.
+"""
 
 from __future__ import annotations
 
+import math
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
-from ds_ckpt.telemetry.spans import Spans
+
+@dataclass(frozen=True)
+class Span:
+    """One stretch of time in one thread; `time.perf_counter`'s seconds.
+
+    Attributes:
+        detail: of a `collective` its purpose, else empty.
+        depth: spans of this thread that it lies in.
+    """
+
+    kind: str
+    start_s: float
+    end_s: float
+    thread: int
+    depth: int
+    detail: str = ""
+
+
+class Spans:
+    """Records spans of any thread.
+
+    Args:
+        synchronize: called before the clock is read. On an accelerator that runs behind, only that
+            makes a span mean what it says, and it takes away what the accelerator does beside.
+    """
+
+    def __init__(self, synchronize: Callable[[], object] = lambda: None) -> None:
+        self._synchronize = synchronize
+        self._local = threading.local()
+        self._spans: list[Span] = []
+
+    @contextmanager
+    def span(self, kind: str, detail: str = "") -> Iterator[None]:
+        """What happens inside is recorded as one span when it ends, also by an exception."""
+        stack = self._stack()
+        self._synchronize()
+        start_s = time.perf_counter()
+        stack.append(kind)
+        try:
+            yield
+        finally:
+            stack.pop()
+            self._synchronize()
+            end_s = time.perf_counter()
+            thread = threading.get_ident()
+            self._spans.append(Span(kind, start_s, end_s, thread, len(stack), detail))
+
+    @property
+    def open(self) -> tuple[str, ...]:
+        """Kinds of the spans that this thread is in, the outermost first."""
+        return tuple(self._stack())
+
+    def take(self) -> list[Span]:
+        """The spans that have ended since the last call."""
+        taken, self._spans = self._spans, []
+        return taken
+
+    def _stack(self) -> list[str]:
+        stack: list[str] = self._local.__dict__.setdefault("stack", [])
+        return stack
+
+
+class TimedHandle:
+    """A collective's handle whose `wait` is recorded; all else is the handle's own."""
+
+    def __init__(self, handle: Any, spans: Spans, purpose: str) -> None:
+        self._handle = handle
+        self._spans = spans
+        self._purpose = purpose
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        with self._spans.span("collective", self._purpose):
+            return self._handle.wait(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handle, name)
+
 
 SECTIONS = ("in_host", "residual", "select", "pack", "wire", "unpack")
 """In-host sum; adding to the residual and checking it; choosing entries (Top-K); factoring and
@@ -91,3 +178,107 @@ class Errors:
         after = sum(sums[1] for sums in self._energy.values())
         self._energy.clear()
         return before, after
+
+
+@dataclass(frozen=True)
+class ResidualStats:
+    """One step, all processes together.
+
+    Attributes:
+        error: norm of what was left over norm of what there was to send, residual of earlier steps
+            included: 0 is lossless, 1 sends nothing.
+        residual_norm: norm of what was left, over all processes, in norms of the averaged gradient:
+            how many steps' worth the weights are owed. Gradients of other models have other sizes;
+            this ratio has none.
+    """
+
+    error: float
+    residual_norm: float
+
+    @classmethod
+    def of(cls, before: float, after: float, gradient_norm: float) -> ResidualStats | None:
+        """From squared norms summed over all processes; None where nothing was compressed, or
+        where a number is not finite."""
+        numbers = (before, after, gradient_norm)
+        if not all(map(math.isfinite, numbers)) or before <= 0 or gradient_norm <= 0:
+            return None
+        return cls(math.sqrt(after / before), math.sqrt(after) / gradient_norm)
+
+
+@dataclass
+class BlockCost:
+    """Sums over the calls of one block since counting began."""
+
+    calls: int = 0
+    kept_bytes: int = 0
+    """Of the storages that its calls kept for their recompute, each once a call."""
+    forward_s: float = 0.0
+    recomputes: int = 0
+    recompute_s: float = 0.0
+
+
+class BlockProfile:
+    """Times each block's forward and recompute.
+
+    A recompute ends where torch stops it early: when everything that backward needs is there.
+
+    Args:
+        synchronize: called before each reading of the clock; on an accelerator without it the time
+            to launch the work is measured, not the work.
+    """
+
+    def __init__(self, synchronize: Callable[[], object] = lambda: None) -> None:
+        self.costs: dict[str, BlockCost] = {}
+        self._synchronize = synchronize
+        self._steps = 0
+
+    def kept(self, label: str, nbytes: int) -> None:
+        self.costs.setdefault(label, BlockCost()).kept_bytes += nbytes
+
+    @contextmanager
+    def timed(self, label: str, *, forward: bool) -> Iterator[None]:
+        cost = self.costs.setdefault(label, BlockCost())
+        self._synchronize()
+        start_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._synchronize()
+            taken_s = time.perf_counter() - start_s
+            if forward:
+                cost.calls += 1
+                cost.forward_s += taken_s
+            else:
+                cost.recomputes += 1
+                cost.recompute_s += taken_s
+
+    def step_ended(self) -> None:
+        self._steps += 1
+
+    def reset(self) -> None:
+        self.costs.clear()
+        self._steps = 0
+
+    def table(self) -> str:
+        """One line a block, means over the steps that have ended since the last reset."""
+        steps = max(self._steps, 1)
+        names = [*self.costs, "all blocks"]
+        width = max(len(name) for name in names)
+        whole = BlockCost()
+        for cost in self.costs.values():
+            whole.calls += cost.calls
+            whole.kept_bytes += cost.kept_bytes
+            whole.forward_s += cost.forward_s
+            whole.recomputes += cost.recomputes
+            whole.recompute_s += cost.recompute_s
+        head = f"{'block':<{width}}  calls  kept MiB  forward ms  recomputes  recompute ms"
+        lines = [f"means of {steps} step{'s' if steps > 1 else ''}", head]
+        for name, cost in zip(names, [*self.costs.values(), whole], strict=True):
+            kept_mib = cost.kept_bytes / 2**20
+            forward_ms, recompute_ms = 1e3 * cost.forward_s, 1e3 * cost.recompute_s
+            lines.append(
+                f"{name:<{width}}  {cost.calls / steps:5.1f}  {kept_mib / steps:8.3f}"
+                f"  {forward_ms / steps:10.2f}  {cost.recomputes / steps:10.1f}"
+                f"  {recompute_ms / steps:12.2f}"
+            )
+        return "\n".join(lines)

@@ -67,7 +67,7 @@ class Outcome:
     Attributes:
         heldout: (steps done, held-out loss) at intervals; the last one is the result.
         accuracy: (steps done, held-out accuracy) likewise; empty for tasks without.
-        left: (steps done, compression error, residual norm) where sampled, see `telemetry.left`.
+        left: (steps done, compression error, residual norm) where sampled, see `telemetry.timings`.
         digest: of every micro-step's loss and of the weights at the end, bit for bit.
         train: mean training loss of each interval between two of them.
         step_bytes: that the busiest worker sent in a step after the warm-up, gradients in fp32.

@@ -44,7 +44,7 @@ class Margins:
 @dataclass(frozen=True)
 class Range:
     """The largest values that validation saw after the warm-up in runs that did not diverge; see
-    `telemetry.left`."""
+    `telemetry.timings`."""
 
     error: float
     residual_norm: float

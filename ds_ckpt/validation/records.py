@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any, cast
 
 from ds_ckpt.config.verdicts import VerdictRecord, decisive
-from ds_ckpt.telemetry.left import Left
+from ds_ckpt.telemetry.timings import ResidualStats
 from ds_ckpt.validation.compare import Comparison
 
 
@@ -38,7 +38,9 @@ def _record(one: Comparison) -> VerdictRecord:
         warm_up=one.warm_up,
         workers=spec.world,
         mode=one.mode,
-        left=Left(error=one.left.error, residual_norm=one.left.residual_norm) if one.left else None,
+        left=ResidualStats(error=one.left.error, residual_norm=one.left.residual_norm)
+        if one.left
+        else None,
         versions=about.get("versions", {}),
         date=about.get("date", ""),
     )

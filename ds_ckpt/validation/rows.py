@@ -8,7 +8,7 @@ from typing import Any
 
 from ds_ckpt.config.verdicts import with_leeway
 from ds_ckpt.errors import UnsupportedError
-from ds_ckpt.telemetry.left import Left
+from ds_ckpt.telemetry.timings import ResidualStats
 from ds_ckpt.validation.compare import Comparison
 
 COLUMNS = (
@@ -82,15 +82,15 @@ def _reached(one: Comparison) -> str:
 
 def guards(comparisons: Sequence[Comparison]) -> list[str]:
     """The limits to write into a configuration, by candidate."""
-    found: dict[str, list[Left]] = {}
+    found: dict[str, list[ResidualStats]] = {}
     for one in comparisons:
         if one.left is not None:
-            seen = Left(error=one.left.error, residual_norm=one.left.residual_norm)
+            seen = ResidualStats(error=one.left.error, residual_norm=one.left.residual_norm)
             found.setdefault(one.candidate.name, []).append(seen)
     lines = []
     for name, lefts in found.items():
         limit = with_leeway(
-            Left(
+            ResidualStats(
                 error=max(left.error for left in lefts),
                 residual_norm=max(left.residual_norm for left in lefts),
             )

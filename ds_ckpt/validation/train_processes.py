@@ -25,7 +25,7 @@ import ds_ckpt
 from ds_ckpt.config import load_file
 from ds_ckpt.hosts.heartbeat import Heartbeat, begin
 from ds_ckpt.telemetry import Purpose
-from ds_ckpt.telemetry.left import Left
+from ds_ckpt.telemetry.timings import ResidualStats
 from ds_ckpt.validation.cell import Outcome, chained, digest_of
 from ds_ckpt.validation.experiment import far_behind
 from ds_ckpt.validation.run import moved
@@ -113,7 +113,7 @@ class _Log:
     left: list[tuple[int, float, float]] = field(default_factory=list)
     diverged: bool = False
 
-    def look(self, step: int, left: Left) -> None:
+    def look(self, step: int, left: ResidualStats) -> None:
         self.left.append((step, left.error, left.residual_norm))
 
 

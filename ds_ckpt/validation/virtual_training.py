@@ -20,7 +20,7 @@ from torch import Tensor
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.rules import embeddings_of
-from ds_ckpt.telemetry.left import Left
+from ds_ckpt.telemetry.timings import ResidualStats
 from ds_ckpt.validation.virtual_workers import VirtualWorkers
 
 Loss = Callable[[int, int, int], Tensor]
@@ -78,7 +78,7 @@ class StepReport:
     norm: float
     exchange_cpu_s: float
     skipped: bool
-    left: Left | None = None
+    left: ResidualStats | None = None
 
 
 class Steps:
@@ -182,7 +182,11 @@ class VirtualTraining:
         skipped = not math.isfinite(norm)
         self.workers.step_ended(skipped=skipped)
         sent_bytes = self.workers.sent_bytes - sent_before
-        left = Left.of(*self.workers.take_energies(), norm) if sampled and not skipped else None
+        left = (
+            ResidualStats.of(*self.workers.take_energies(), norm)
+            if sampled and not skipped
+            else None
+        )
         return StepReport(tuple(losses), sent_bytes, norm, exchange_cpu_s, skipped, left)
 
     def _gradients(self, micro: int, worker: int, losses: list[float]) -> list[Tensor]:

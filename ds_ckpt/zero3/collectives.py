@@ -18,7 +18,7 @@ import torch.distributed as torch_dist
 from ds_ckpt.errors import ContractError, Problem
 from ds_ckpt.patch import Patches
 from ds_ckpt.telemetry import Counters, sent_bytes
-from ds_ckpt.telemetry.spans import TimedHandle
+from ds_ckpt.telemetry.timings import TimedHandle
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

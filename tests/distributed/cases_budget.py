@@ -8,7 +8,7 @@ import deepspeed
 import torch
 
 import ds_ckpt
-from ds_ckpt.telemetry.activations import HeldActivations
+from ds_ckpt.telemetry.memory import SavedActivations
 from tests import architectures
 from tests.distributed import models
 from tests.distributed.heard import hearing
@@ -58,7 +58,7 @@ def _train(
             for step, length in enumerate(lengths):
                 torch.manual_seed(step + dp_rank)
                 data = _batch(kind, 2 * step + dp_rank, length + uneven * dp_rank)
-                with HeldActivations(engine.module) as measured:
+                with SavedActivations(engine.module) as measured:
                     loss = engine(**data).loss
                 counters = session.offload
                 offloaded.append(counters.device_bytes if counters else 0)
@@ -158,7 +158,7 @@ def _planned_engine(section: dict[str, Any], share: float, length: int) -> tuple
 
 def _step(engine: Any, data: dict[str, Any]) -> int:
     """One optimizer step; bytes that wait for backward."""
-    with HeldActivations(engine.module) as measured:
+    with SavedActivations(engine.module) as measured:
         loss = engine(**data).loss
     engine.backward(loss)
     engine.step()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ds_ckpt
-from ds_ckpt.telemetry.activations import HeldActivations
+from ds_ckpt.telemetry.memory import SavedActivations
 from tests.distributed import models
 from tests.distributed.pool import fresh
 
@@ -26,7 +26,7 @@ def held_bytes(kind: str, sections: dict[str, Any], plugin: bool = True) -> dict
     fresh()
     engine = models.start(kind, models.zero3_config(**sections), plugin=plugin)
     data = models.batch(kind, 0, dist.get_rank())
-    with HeldActivations(engine.module) as held:
+    with SavedActivations(engine.module) as held:
         loss = models.loss_of(engine(**data))
     engine.backward(loss)
     groups = engine.optimizer.averaged_gradients.values()

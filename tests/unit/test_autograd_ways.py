@@ -269,13 +269,13 @@ class Calls(nn.Module):
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5", "vit"])
 def test_hugging_face_models_in_evaluation_mode(name: str, kind: Any) -> None:
     """Held bytes fall as in training; what `gradient_checkpointing_disable` says still holds."""
-    from ds_ckpt.telemetry.activations import HeldActivations
+    from ds_ckpt.telemetry.memory import SavedActivations
 
     options = {} if name in ("vit", "bert") else {"use_cache": False}
 
     def run(model: nn.Module) -> tuple[int, list[Tensor]]:
         model.zero_grad()
-        with HeldActivations(model) as held:
+        with SavedActivations(model) as held:
             loss = model(**batch(name), **options).loss
         loss.backward()
         return held.bytes, [p.grad.clone() for p in model.parameters() if p.grad is not None]

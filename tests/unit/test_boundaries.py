@@ -15,7 +15,7 @@ from ds_ckpt.activation.plan import make_plan
 from ds_ckpt.activation.policy import Policy, Treatment
 from ds_ckpt.activation.recompute import CheckpointedBlocks
 from ds_ckpt.errors import ConfigError
-from ds_ckpt.telemetry.blocks import BlockProfile
+from ds_ckpt.telemetry.timings import BlockProfile
 
 CPU = torch.device("cpu")
 WIDTH, ROWS = 8, 16

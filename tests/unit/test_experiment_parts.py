@@ -20,9 +20,8 @@ from ds_ckpt.harness.experiment.parts import (
     parts,
 )
 from ds_ckpt.telemetry import Counters, Purpose
-from ds_ckpt.telemetry.peak import PeakActivations
-from ds_ckpt.telemetry.spans import Span, Spans, TimedHandle
-from ds_ckpt.telemetry.timings import Timings
+from ds_ckpt.telemetry.memory import activations_tracker
+from ds_ckpt.telemetry.timings import Span, Spans, TimedHandle, Timings
 from ds_ckpt.zero3 import collectives
 
 MAIN, BESIDE = 1, 2
@@ -186,7 +185,7 @@ class _Gathered(nn.Module):
 def _peak(run: Callable[[Spans, torch.Tensor], torch.Tensor]) -> int:
     spans = Spans()
     x = torch.zeros(1000, requires_grad=True)
-    with PeakActivations(spans) as peak:
+    with activations_tracker(nn.Identity(), spans) as peak:
         with spans.span("forward"):
             y = run(spans, x)
         with spans.span("backward"):

@@ -21,7 +21,7 @@ from ds_ckpt.errors import UnsupportedError
 from ds_ckpt.memory import HostPool
 from ds_ckpt.memory.arena import device_arena
 from ds_ckpt.memory.copies import HostCopies
-from ds_ckpt.telemetry.blocks import BlockProfile
+from ds_ckpt.telemetry.timings import BlockProfile
 from tests.unit.offload_models import CPU, LateCopies, equal
 from tests.unit.thread_group import ThreadGroup, in_threads, results
 

@@ -1,4 +1,4 @@
-"""What the survey says without memory is what `HeldActivations` and a FLOP counter measure."""
+"""What the survey says without memory is what `SavedActivations` and a FLOP counter measure."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import nn
 from ds_ckpt.activation import CheckpointedBlocks, Unit
 from ds_ckpt.activation.blocks import Block, is_hf_layer
 from ds_ckpt.errors import UnsupportedError
-from ds_ckpt.planner.budget import Allowance, Planner
+from ds_ckpt.planner.budget import ActivationPlan, Allowance, Planner
 from ds_ckpt.planner.candidates import Candidate, candidates_of
 from ds_ckpt.planner.costs import Rates, measured_rates
-from ds_ckpt.planner.plan import GIB, ActivationPlan
 from ds_ckpt.planner.simulate import simulate
 from ds_ckpt.planner.survey import Survey, survey
-from ds_ckpt.telemetry.activations import HeldActivations
+from ds_ckpt.telemetry.memory import SavedActivations
+from ds_ckpt.telemetry.units import GIB
 from tests.architectures import ARCHITECTURES, batch, build
 
 RATES = Rates(1e12, 1e10, 1e9)
@@ -35,7 +35,7 @@ def _units(model: nn.Module, candidate: Candidate) -> list[Unit]:
 def _measured(model: nn.Module, data: dict[str, Any], units: list[Unit]) -> int:
     blocks = CheckpointedBlocks(model, units=units)
     try:
-        with HeldActivations(model) as held:
+        with SavedActivations(model) as held:
             loss = model(**data).loss
         loss.backward()
     finally:
@@ -53,7 +53,6 @@ def test_every_candidate_holds_and_computes_what_is_measured(kind: str) -> None:
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(before[n], p) and p.grad is None for n, p in model.named_parameters())
     assert found.saved_bytes == _measured(model, data, [])
-    assert sum(o.saved_bytes for o in found.operators) == found.saved_bytes
     ways = [candidates_of(found, i) for i in range(len(found.blocks))]
     none = simulate(model, (), data, [])
     assert none.held_bytes == found.saved_bytes
@@ -63,28 +62,24 @@ def test_every_candidate_holds_and_computes_what_is_measured(kind: str) -> None:
         chosen = [next((c for c in w if c.word == word), w[0]) for w in ways]
         units = [u for c in chosen for u in _units(model, c)]
         held = found.outside.union(*(c.held for c in chosen))
-        assert sum(found.record.sizes[s] for s in held) == _measured(model, data, units), word
+        assert sum(found.trace.sizes[s] for s in held) == _measured(model, data, units), word
         if word in ("block", "attention and mlp", "selective attention+qkvo"):
             step = simulate(model, (), data, units)
             assert step.flops - none.flops == sum(c.flops for c in chosen), word
 
 
-def test_parts_are_told_apart() -> None:
+def test_every_byte_belongs_to_a_block_or_to_the_outside() -> None:
     found = survey(build("llama", 2), (), batch("llama"))
-    assert {o.part for o in found.operators if o.block >= 0} == {
-        "attention",
-        "mlp",
-        "norm",
-        "other",
-    }
-    core = next(o for o in found.operators if "attention" in o.operator)
-    assert core.module == "model.layers.0.self_attn"
-    assert core.flops > 0
-    head = next(o for o in found.operators if o.module == "lm_head" and o.flops)
-    assert head.block == -1
+    assert found.head_bytes > 0
+    assert found.tail_bytes > 0
     assert found.head_bytes + found.tail_bytes + sum(b.saved_bytes for b in found.blocks) == (
         found.saved_bytes
     )
+    names = [found.trace.names[o.module] for o in found.trace.operators]
+    core = next(i for i, o in enumerate(found.trace.operators) if "attention" in str(o.func))
+    assert (names[core], found.block_of[core]) == ("model.layers.0.self_attn", 0)
+    assert found.trace.operators[core].flops > 0
+    assert found.block_of[names.index("lm_head")] == -1
 
 
 def test_a_padding_mask_decides_as_in_training() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_ckpt.planner.watch import Watch
+from ds_ckpt.planner.budget import MemoryWatch
 
 
 def test_more_at_once_and_less_after_some_steps() -> None:
-    watch = Watch(1000)
+    watch = MemoryWatch(1000)
     assert watch.look(1, 900) is None
     assert watch.look(2, 951) == "more"
     watch.changed(2, "more")
@@ -19,13 +19,13 @@ def test_more_at_once_and_less_after_some_steps() -> None:
 
 
 def test_one_step_above_the_low_mark_begins_the_count_anew() -> None:
-    watch = Watch(1000)
+    watch = MemoryWatch(1000)
     assert [watch.look(i, used) for i, used in enumerate([700, 700, 800, 700, 700])] == [None] * 5
     assert watch.look(5, 700) == "less"
 
 
 def test_the_same_plan_is_not_asked_for_again_and_again() -> None:
-    watch = Watch(1000)
+    watch = MemoryWatch(1000)
     assert [watch.look(i, 100) for i in range(3)][-1] == "less"
     assert not watch.unchanged(2, "less")
     assert [watch.look(i, 100) for i in range(3, 7)] == [None] * 4
@@ -33,7 +33,7 @@ def test_the_same_plan_is_not_asked_for_again_and_again() -> None:
 
 
 def test_more_that_changes_nothing_plans_for_less() -> None:
-    watch = Watch(1000)
+    watch = MemoryWatch(1000)
     assert watch.look(1, 990) == "more"
     assert watch.unchanged(1, "more")
     assert watch.budget_bytes == 810
@@ -43,7 +43,7 @@ def test_more_that_changes_nothing_plans_for_less() -> None:
 @given(st.lists(st.sampled_from([300, 990]), min_size=200, max_size=400))
 def test_to_and_fro_dies_out(used: list[int]) -> None:
     """Whatever the load does, changes in `n` steps grow with its logarithm, not with n."""
-    watch = Watch(1000)
+    watch = MemoryWatch(1000)
     state, changes, pairs = "more", 0, 0
     for step, load in enumerate(used):
         # what is in use once less is recomputed is too much at heavy steps

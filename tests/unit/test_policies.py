@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ds_ckpt.activation import CheckpointedBlocks, Policy, Rule, Treatment
-from ds_ckpt.telemetry.activations import HeldActivations
+from ds_ckpt.telemetry.memory import SavedActivations
 from tests.architectures import ARCHITECTURES, batch, build
 
 POLICIES: dict[str, Policy] = {
@@ -35,7 +35,7 @@ def step(model: nn.Module, kind: str) -> tuple[dict[str, torch.Tensor], float, i
     """Gradients by name, the loss, and bytes held between forward and backward."""
     torch.manual_seed(5)
     model.zero_grad()
-    with HeldActivations(model) as held:
+    with SavedActivations(model) as held:
         loss = model(**batch(kind)).loss
     loss.backward()
     named = model.named_parameters()

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ds_ckpt.profile.compiled import compile_report
-from ds_ckpt.profile.fakes import built_fake
-from ds_ckpt.profile.measure import fake_footprints
-from ds_ckpt.profile.policies import blocks_of, choices
+from ds_ckpt.profile.measure import built_fake, fake_footprints
+from ds_ckpt.profile.policies import blocks_of, compared
 from ds_ckpt.profile.records import Compiled
 from ds_ckpt.profile.subject import Sizes, find_subject
 from tests.unit.profile_models import WIDTH
@@ -19,7 +18,7 @@ ROWS = 2 * 8 * WIDTH * 4
 
 def _report(name: str) -> Compiled:
     subject = find_subject(f"tests.unit.profile_models:{name}", Sizes())
-    wanted = choices(("block",), MODULES, None)[1:]
+    wanted = compared(("block",), MODULES, None)[1:]
     (block,) = fake_footprints(subject, 2, wanted, MODULES)
     made = built_fake(subject, 2)
     blocks, _ = blocks_of(made.model, MODULES)

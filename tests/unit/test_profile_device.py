@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ds_ckpt.profile.device import Span, busy, gaps, highest
+from ds_ckpt.profile.device import KernelSpan, busy, gaps, highest
 
 
 def test_the_highest_sum_is_the_peak() -> None:
@@ -14,7 +14,13 @@ def test_the_highest_sum_is_the_peak() -> None:
 
 
 def test_gaps_are_times_without_any_kernel() -> None:
-    kernels = [Span(0.0, 1.0), Span(0.5, 2.0), Span(3.0, 4.0), Span(3.1, 3.2), Span(4.5, 5.0)]
+    kernels = [
+        KernelSpan(0.0, 1.0),
+        KernelSpan(0.5, 2.0),
+        KernelSpan(3.0, 4.0),
+        KernelSpan(3.1, 3.2),
+        KernelSpan(4.5, 5.0),
+    ]
     span_s, idle_s = gaps(kernels[::-1])
     assert span_s == pytest.approx(5.0)
     assert idle_s == pytest.approx(1.5)
@@ -22,6 +28,6 @@ def test_gaps_are_times_without_any_kernel() -> None:
 
 
 def test_busy_counts_what_lies_inside_once() -> None:
-    kernels = [Span(0.0, 1.0), Span(0.5, 2.0), Span(3.0, 9.0)]
-    assert busy(kernels, Span(0.8, 4.0)) == pytest.approx(1.2 + 1.0)
-    assert busy(kernels, Span(2.1, 2.9)) == 0.0
+    kernels = [KernelSpan(0.0, 1.0), KernelSpan(0.5, 2.0), KernelSpan(3.0, 9.0)]
+    assert busy(kernels, KernelSpan(0.8, 4.0)) == pytest.approx(1.2 + 1.0)
+    assert busy(kernels, KernelSpan(2.1, 2.9)) == 0.0

@@ -13,9 +13,10 @@ from ds_ckpt.errors import ConfigError
 from ds_ckpt.planner.survey import survey
 from ds_ckpt.profile.device import real_bytes
 from ds_ckpt.profile.measure import built_real, checkpointed, fake_footprints, real_footprints
-from ds_ckpt.profile.policies import Choice, choices
-from ds_ckpt.profile.records import OUTSIDE, Footprint
+from ds_ckpt.profile.policies import ComparedPolicy, compared
+from ds_ckpt.profile.records import Footprint
 from ds_ckpt.profile.subject import Sizes, Subject, find_subject, run_forward
+from ds_ckpt.telemetry.memory import OUTSIDE
 from tests import architectures
 from tests.unit.profile_models import WIDTH
 
@@ -33,7 +34,7 @@ def _subject(kind: str, **options: object) -> Subject:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_fake_tensors_hold_what_real_ones_hold(kind: str) -> None:
-    wanted = choices(("block", "selective"), None, None)
+    wanted = compared(("block", "selective"), None, None)
     subject = _subject(kind)
     model, batch = built_real(subject, 2, CPU)
     for choice, footprint in zip(wanted, fake_footprints(subject, 2, wanted, None), strict=True):
@@ -44,7 +45,7 @@ def test_fake_tensors_hold_what_real_ones_hold(kind: str) -> None:
 
 def test_the_peak_is_the_allocators() -> None:
     subject = find_subject("demo", Sizes(tokens=192))
-    wanted = choices(("block", "mlp", "selective"), None, None)
+    wanted = compared(("block", "mlp", "selective"), None, None)
     model, batch = built_real(subject, 1, CPU)
     for choice, footprint in zip(wanted, fake_footprints(subject, 1, wanted, None), strict=True):
         held, peak = real_bytes(model, batch, choice, CPU)
@@ -55,7 +56,7 @@ def test_the_peak_is_the_allocators() -> None:
 
 
 def test_real_tensors_under_observation_do_the_same_work() -> None:
-    wanted = choices(("block",), None, None)
+    wanted = compared(("block",), None, None)
     fake = fake_footprints(_subject("llama"), 2, wanted, None)
     real = real_footprints(_subject("llama"), 2, wanted, None, CPU)
     for one, other in zip(fake, real, strict=True):
@@ -64,7 +65,7 @@ def test_real_tensors_under_observation_do_the_same_work() -> None:
 
 
 def test_the_planners_survey_says_the_same() -> None:
-    (footprint,) = fake_footprints(_subject("llama"), 2, choices((), None, None), None)
+    (footprint,) = fake_footprints(_subject("llama"), 2, compared((), None, None), None)
     found = survey(architectures.build("llama", layers=2), (), architectures.batch("llama"))
     assert found.saved_bytes == footprint.held_bytes
     assert found.flops == footprint.forward.flops
@@ -75,13 +76,13 @@ def test_the_planners_survey_says_the_same() -> None:
 @pytest.fixture(scope="module")
 def plain() -> dict[str, Footprint]:
     subject = find_subject(STACK, Sizes())
-    found = fake_footprints(subject, 2, choices(("block",), ["Mixer"], None), ["Mixer"])
+    found = fake_footprints(subject, 2, compared(("block",), ["Mixer"], None), ["Mixer"])
     return {f.policy: f for f in found}
 
 
 def test_launches_are_those_that_torchs_profiler_sees(plain: dict[str, Footprint]) -> None:
     subject = find_subject(STACK, Sizes())
-    for choice in choices(("block",), ["Mixer"], None):
+    for choice in compared(("block",), ["Mixer"], None):
         model, batch = built_real(subject, 2, CPU)
         with checkpointed(model, choice), profile(activities=[ProfilerActivity.CPU]) as seen:
             run_forward(model, batch).backward()
@@ -123,7 +124,7 @@ def test_bytes_belong_to_the_block_that_saves_them(plain: dict[str, Footprint]) 
 
 
 def test_parts_of_a_transformer_are_told_apart() -> None:
-    (none, kept) = fake_footprints(_subject("llama"), 2, choices(("attention",), None, None), None)
+    (none, kept) = fake_footprints(_subject("llama"), 2, compared(("attention",), None, None), None)
     first = none.blocks[0]
     assert min(first.attention_bytes, first.mlp_bytes, first.norm_bytes) > 0
     assert first.boundary_bytes == 0
@@ -163,7 +164,7 @@ def test_a_recompute_can_be_the_peak() -> None:
             return x.sum()
 
     subject = Subject("wide", lambda _: (Model(), torch.randn(1000)))
-    wanted = [Choice("block", {"policy": "block", "modules": ["Wide"]})]
+    wanted = [ComparedPolicy("block", {"policy": "block", "modules": ["Wide"]})]
     (footprint,) = fake_footprints(subject, 1, wanted, ["Wide"])
     assert footprint.peak.kind in ("recompute", "backward")
     assert footprint.peak.live_bytes > 20 * 4000
@@ -171,7 +172,7 @@ def test_a_recompute_can_be_the_peak() -> None:
 
 
 def test_eager_attention_is_seen_and_a_core_too() -> None:
-    wanted = choices((), None, None)
+    wanted = compared((), None, None)
     (eager,) = fake_footprints(_subject("llama", attn_implementation="eager"), 2, wanted, None)
     (core,) = fake_footprints(_subject("llama", attn_implementation="sdpa"), 2, wanted, None)
     # weights of 2 sequences, 2 heads, 11 x 11 positions in 32 bits, of 2 blocks: 2 storages each
@@ -185,9 +186,9 @@ def test_eager_attention_is_seen_and_a_core_too() -> None:
 @pytest.mark.parametrize("policy", ["budget", "auto"])
 def test_a_budget_is_profiled_with_the_plan_that_it_leads_to(policy: str) -> None:
     subject = find_subject("demo", Sizes(tokens=64))
-    (plain,) = fake_footprints(subject, 1, choices((), None, None), None)
+    (plain,) = fake_footprints(subject, 1, compared((), None, None), None)
     section = {"policy": policy, "budget_gib": 0.6 * plain.held_bytes / 2**30}
-    wanted = choices((), None, section)
+    wanted = compared((), None, section)
     _, planned = fake_footprints(subject, 1, wanted, None)
     assert planned.recompute.launches > 0
     assert 0 < planned.held_bytes <= 0.6 * plain.held_bytes
@@ -199,14 +200,14 @@ def test_a_budget_is_profiled_with_the_plan_that_it_leads_to(policy: str) -> Non
 def test_a_plan_without_a_limit_is_refused_and_says_which_option() -> None:
     subject = find_subject("demo", Sizes(tokens=16))
     with pytest.raises(ConfigError, match="--limit-gib"):
-        fake_footprints(subject, 1, choices((), None, {"policy": "auto"}), None)
+        fake_footprints(subject, 1, compared((), None, {"policy": "auto"}), None)
 
 
 def test_a_budget_of_the_accelerator_takes_off_what_zero_keeps() -> None:
     subject = find_subject("demo", Sizes(tokens=64))
-    (plain,) = fake_footprints(subject, 1, choices((), None, None), None)
+    (plain,) = fake_footprints(subject, 1, compared((), None, None), None)
     section = {"policy": "budget", "budget_gib": 1.0, "budget_of": "accelerator"}
-    wanted = choices((), None, section)
+    wanted = compared((), None, section)
     assert fake_footprints(subject, 1, wanted, None)[1].recompute.launches == 0
     full = 2**30 - int(0.8 * plain.held_bytes)
     wanted = [replace(c, resident_bytes=full) for c in wanted]

@@ -16,9 +16,7 @@ from rich.console import Console
 from ds_ckpt.config import parse
 from ds_ckpt.errors import UnsupportedError
 from ds_ckpt.profile import records
-from ds_ckpt.profile.facts import Facts, best_of, total_bytes
-from ds_ckpt.profile.findings import _spans, findings_of
-from ds_ckpt.profile.plot import draw
+from ds_ckpt.profile.findings import Facts, _spans, findings_of
 from ds_ckpt.profile.records import (
     BlockCompiled,
     Break,
@@ -30,9 +28,9 @@ from ds_ckpt.profile.records import (
     Times,
     Work,
 )
+from ds_ckpt.profile.report import draw, print_profile
 from ds_ckpt.profile.run import Options, make_profile
 from ds_ckpt.profile.subject import Sizes
-from ds_ckpt.profile.tables import print_profile
 
 COMPILED = Compiled(
     graphs=2,
@@ -143,7 +141,7 @@ def test_the_line_of_every_finding_is_a_valid_configuration(
     measured: Profile, changes: dict[str, Any]
 ) -> None:
     if changes.get("limit_bytes") == "less than no policy":
-        changes = {"limit_bytes": total_bytes(_facts(measured), measured.footprints[0]) - 1}
+        changes = {"limit_bytes": _facts(measured).total_bytes(measured.footprints[0]) - 1}
     found = list(findings_of(_facts(measured, **changes)))
     with_line = [f for f in found if f.config is not None]
     assert len(with_line) >= 5
@@ -187,20 +185,20 @@ def test_the_best_batch_is_the_fastest_that_fits(measured: Profile) -> None:
         _step("block", 8, 80, 5.0),
     )
     facts = _facts(measured, footprints=steps, limit_bytes=base + 100)
-    best = best_of(facts)
+    best = facts.best
     assert best is not None
     assert (best.policy, best.batch, best.tokens_per_s) == ("block", 8, 16.0)
     assert best.total_bytes == base + 80
-    roomy = best_of(replace(facts, limit_bytes=base + 400))
+    roomy = replace(facts, limit_bytes=base + 400).best
     assert roomy is not None
     assert (roomy.policy, roomy.batch) == ("none", 4)
-    assert best_of(replace(facts, limit_bytes=base + 10)) is None
+    assert replace(facts, limit_bytes=base + 10).best is None
 
 
 def test_without_times_the_best_is_the_largest_batch(measured: Profile) -> None:
     steps = (_step("none", 1, 100, None), _step("block", 4, 40, None))
     base = measured.states.resident_bytes
-    best = best_of(_facts(measured, footprints=steps, limit_bytes=base + 100))
+    best = _facts(measured, footprints=steps, limit_bytes=base + 100).best
     assert best is not None
     assert (best.policy, best.batch, best.tokens_per_s) == ("block", 4, None)
 
@@ -237,8 +235,8 @@ def test_an_unknown_picture_is_refused(full: Profile, tmp_path: Path) -> None:
 
 def test_a_limit_that_no_policy_exceeds_proposes_a_budget(measured: Profile) -> None:
     facts = _facts(measured)
-    plain = total_bytes(facts, facts.first)
-    least = min(total_bytes(facts, f) for f in measured.footprints if f.batch == facts.first.batch)
+    plain = facts.total_bytes(facts.first)
+    least = min(facts.total_bytes(f) for f in measured.footprints if f.batch == facts.first.batch)
     assert least < plain - 2**20
 
     def proposed(limit: int, **changes: Any) -> dict[str, Any] | None:

@@ -11,23 +11,23 @@ import pytest
 
 from ds_ckpt.exchange.autotune import Fallback
 from ds_ckpt.session.guard import Guard
-from ds_ckpt.telemetry.left import Left
+from ds_ckpt.telemetry.timings import ResidualStats
 
-LIMITS, WITHIN, BEYOND = Left(0.5, 2.0), Left(0.2, 1.0), Left(0.2, 3.0)
+LIMITS, WITHIN, BEYOND = ResidualStats(0.5, 2.0), ResidualStats(0.2, 1.0), ResidualStats(0.2, 3.0)
 
 
 def guard(
-    action: Literal["warn", "dense"], *, speaks: bool = True, limits: Left = LIMITS
+    action: Literal["warn", "dense"], *, speaks: bool = True, limits: ResidualStats = LIMITS
 ) -> tuple[Guard, Fallback]:
     built: Any = SimpleNamespace(exchange=SimpleNamespace(fallback=Fallback()))
     return Guard(built, limits, action, speaks=speaks), built.exchange.fallback
 
 
 def test_the_two_numbers() -> None:
-    left = Left.of(16.0, 4.0, 0.5)
-    assert left == Left(error=0.5, residual_norm=4.0)
+    left = ResidualStats.of(16.0, 4.0, 0.5)
+    assert left == ResidualStats(error=0.5, residual_norm=4.0)
     for nothing in ((0.0, 0.0, 1.0), (1.0, 1.0, 0.0), (math.inf, 1.0, 1.0), (1.0, 1.0, math.nan)):
-        assert Left.of(*nothing) is None
+        assert ResidualStats.of(*nothing) is None
 
 
 def test_one_odd_batch_is_no_reason_two_are() -> None:
@@ -36,7 +36,7 @@ def test_one_odd_batch_is_no_reason_two_are() -> None:
         ours.look(step, left)
         assert not ours.fallen_back
     ours.look(4, BEYOND)
-    ours.look(5, Left(0.6, 0.0))  # the other limit counts as well
+    ours.look(5, ResidualStats(0.6, 0.0))  # the other limit counts as well
     assert ours.fallen_back
     assert fallback.whole
     ours.look(6, WITHIN)
@@ -66,9 +66,9 @@ def test_warnings_come_once_for_each_time_that_it_begins(
 
 
 def test_a_number_without_a_limit_is_not_held_to_one() -> None:
-    ours, _ = guard("dense", limits=Left(0.5, math.inf))
+    ours, _ = guard("dense", limits=ResidualStats(0.5, math.inf))
     for step in range(3):
-        ours.look(step, Left(0.4, 1e9))
+        ours.look(step, ResidualStats(0.4, 1e9))
     assert not ours.fallen_back
     assert ours.describe() == "guard: everything whole beyond error 0.5"
 

@@ -25,7 +25,7 @@ from ds_ckpt.config.verdicts import (
     write_verdicts,
 )
 from ds_ckpt.errors import ConfigError, StateError
-from ds_ckpt.telemetry.left import Left
+from ds_ckpt.telemetry.timings import ResidualStats
 
 ROOT = Path(__file__).parents[2]
 PRESETS = sorted((ROOT / "ds_configs").glob("*.json"))
@@ -57,7 +57,7 @@ def record(section: CompressionConfig, **over: Any) -> VerdictRecord:
         "warm_up": 75,
         "workers": 2,
         "mode": "virtual",
-        "left": Left(error=0.1, residual_norm=0.3),
+        "left": ResidualStats(error=0.1, residual_norm=0.3),
         "versions": {},
         "date": "2026-01-01",
     }
@@ -204,14 +204,14 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
 def test_limits_are_the_section_s_or_what_validation_saw(shipped: Path) -> None:
     guard = {"action": "warn"}
     four = compression(**FOUR)
-    bigger = record(four, task="b", left=Left(error=0.05, residual_norm=2.0))
+    bigger = record(four, task="b", left=ResidualStats(error=0.05, residual_norm=2.0))
     write_verdicts(shipped, [record(four), bigger])
-    assert limits(compression(**FOUR, guard=guard)) == Left(error=0.125, residual_norm=2.5)
-    nearly_all = record(four, task="c", left=Left(error=0.95, residual_norm=2.0))
+    assert limits(compression(**FOUR, guard=guard)) == ResidualStats(error=0.125, residual_norm=2.5)
+    nearly_all = record(four, task="c", left=ResidualStats(error=0.95, residual_norm=2.0))
     write_verdicts(shipped, [nearly_all])
-    assert limits(compression(**FOUR, guard=guard)) == Left(error=1.0, residual_norm=2.5)
+    assert limits(compression(**FOUR, guard=guard)) == ResidualStats(error=1.0, residual_norm=2.5)
     own = limits(compression(**FOUR, guard={**guard, "error": 0.7}))
-    assert own == Left(error=0.7, residual_norm=math.inf)
+    assert own == ResidualStats(error=0.7, residual_norm=math.inf)
 
 
 def test_a_guard_without_limits_is_refused(shipped: Path) -> None:

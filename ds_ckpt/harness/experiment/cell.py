@@ -22,9 +22,8 @@ from ds_ckpt.harness import corpus, models
 from ds_ckpt.harness.experiment import parts
 from ds_ckpt.harness.experiment.plan import SILENT, Cell, Spec, deepspeed_config
 from ds_ckpt.harness.experiment.records import StepTime, Stretch
-from ds_ckpt.telemetry.activations import HeldActivations
-from ds_ckpt.telemetry.peak import PeakActivations
-from ds_ckpt.telemetry.spans import Span, Spans
+from ds_ckpt.telemetry.memory import SavedActivations, activations_tracker
+from ds_ckpt.telemetry.timings import Span, Spans
 
 EVALUATION_BATCHES = 24
 
@@ -83,13 +82,13 @@ class Running:
         """Bytes of activations in one step: held after the forward, and the peak."""
         self.engine.train()
         spans = self.spans
-        with HeldActivations(self.engine.module) as held:
+        with SavedActivations(self.engine.module) as held:
             loss = self.engine(input_ids=batch, labels=batch).loss
         self.engine.backward(loss)
         self.engine.step()
         del loss
         self._record(spans)
-        with PeakActivations(spans) as peak:
+        with activations_tracker(self.engine.module, spans) as peak:
             with spans.span("forward"):
                 loss = self.engine(input_ids=batch, labels=batch).loss
             with spans.span("backward"):

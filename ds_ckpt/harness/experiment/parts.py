@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ds_ckpt.telemetry.spans import Span
+from ds_ckpt.telemetry.timings import Span
 
 PHASES = ("forward", "backward", "update")
 NETWORK = ("network_forward", "network_recompute", "network_backward", "network_update")

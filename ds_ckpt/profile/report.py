@@ -1,19 +1,25 @@
-"""A profile in the terminal: rich tables, eighty columns where they can."""
+"""A profile for people: tables in the terminal, eighty columns where they can, and a picture.
+
+The picture tells policies apart by hatches and numbers, not by colour alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, TypeVar
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ds_ckpt.profile.facts import tokens_per_s
+from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.profile.policies import NONE
-from ds_ckpt.profile.records import OUTSIDE, BlockCompiled, BlockHeld, Footprint, Profile
-from ds_ckpt.profile.words import count, seconds, share, size, times
+from ds_ckpt.profile.records import BlockCompiled, BlockHeld, Footprint, Profile
+from ds_ckpt.telemetry.memory import OUTSIDE
+from ds_ckpt.telemetry.units import GIB, MIB, count, percent, seconds, size, times
 
 _PARTS = ("attention", "mlp", "norm", "other", "boundary")
 
@@ -77,7 +83,7 @@ def _held(profile: Profile) -> Table:
     first = profile.footprint(NONE)
     table = _table("Held for backward without a policy, by block", "block", *_PARTS[:4], "all")
     blocks = [b for b in first.blocks if b.name != OUTSIDE]
-    for name, held in _runs(blocks, _cells):
+    for name, held in _alike(blocks, _cells):
         table.add_row(escape(name), *_cells(held))
     table.add_section()
     outside = [b for b in first.blocks if b.name == OUTSIDE]
@@ -91,17 +97,16 @@ def _held(profile: Profile) -> Table:
 _Row = TypeVar("_Row", BlockHeld, BlockCompiled)
 
 
-def _runs(blocks: Sequence[_Row], cells: Callable[[_Row], list[str]]) -> Iterator[tuple[str, _Row]]:
+def _alike(
+    blocks: Sequence[_Row], cells: Callable[[_Row], list[str]]
+) -> Iterator[tuple[str, _Row]]:
     """Neighbours that say the same, in one line."""
-    start = 0
-    for index in range(1, len(blocks) + 1):
-        if index < len(blocks) and cells(blocks[index]) == cells(blocks[start]):
-            continue
-        name, number = blocks[start].name, index - start
-        if number > 1:
-            name += f" ... {blocks[index - 1].name.rpartition('.')[2]} (each of {number})"
-        yield name, blocks[start]
-        start = index
+    for _, neighbours in groupby(blocks, key=cells):
+        group = list(neighbours)
+        name = group[0].name
+        if len(group) > 1:
+            name += f" ... {group[-1].name.rpartition('.')[2]} (each of {len(group)})"
+        yield name, group[0]
 
 
 def _cells(block: BlockHeld) -> list[str]:
@@ -163,28 +168,25 @@ def _real(profile: Profile) -> list[Table]:
 
 def _batches(profile: Profile) -> Table:
     title = "Memory and time against the batch: states and the step's peak"
-    if profile.limit_bytes is not None:
-        title += f"; limit {size(profile.limit_bytes)}"
+    limit, best = profile.limit_bytes, profile.best
+    if limit is not None:
+        title += f"; limit {size(limit)}"
     table = _table(title, "policy", "batch", "held", "all", "fits", "step", "tokens/s")
     for footprint in profile.footprints:
-        table.add_row(*_batch_row(profile, footprint))
+        whole = profile.states.resident_bytes + footprint.peak.live_bytes
+        mine = (footprint.policy, footprint.batch)
+        chosen = best is not None and (best.policy, best.batch) == mine
+        rate = footprint.tokens_per_s
+        table.add_row(
+            footprint.policy + (" <- best" if chosen else ""),
+            str(footprint.batch),
+            size(footprint.held_bytes),
+            size(whole),
+            "-" if limit is None else "yes" if whole <= limit else "no",
+            seconds(footprint.times.step_s) if footprint.times else "-",
+            f"{rate:.0f}" if rate else "-",
+        )
     return table
-
-
-def _batch_row(profile: Profile, footprint: Footprint) -> list[str]:
-    whole = profile.states.resident_bytes + footprint.peak.live_bytes
-    limit, best = profile.limit_bytes, profile.best
-    chosen = best is not None and (best.policy, best.batch) == (footprint.policy, footprint.batch)
-    rate = tokens_per_s(footprint)
-    return [
-        footprint.policy + (" <- best" if chosen else ""),
-        str(footprint.batch),
-        size(footprint.held_bytes),
-        size(whole),
-        "-" if limit is None else "yes" if whole <= limit else "no",
-        seconds(footprint.times.step_s) if footprint.times else "-",
-        f"{rate:.0f}" if rate else "-",
-    ]
 
 
 def _compiled(profile: Profile) -> list[Table]:
@@ -194,14 +196,14 @@ def _compiled(profile: Profile) -> list[Table]:
     title = f"torch.compile: {report.graphs} graphs, {len(report.breaks)} breaks"
     columns = ("block", "captured", "held", "compiled", "checkpointed", "needs a policy")
     table = _table(title, *columns)
-    for name, block in _runs(report.blocks, _compiled_cells):
+    for name, block in _alike(report.blocks, _compiled_cells):
         table.add_row(escape(name), *_compiled_cells(block))
     return [table]
 
 
 def _compiled_cells(block: BlockCompiled) -> list[str]:
     return [
-        share(min(block.captured_operators, block.operators), block.operators),
+        percent(min(block.captured_operators, block.operators), block.operators),
         size(block.eager_bytes),
         size(block.compiled_bytes),
         size(block.boundary_bytes),
@@ -217,7 +219,133 @@ def _device(profile: Profile, console: Console) -> None:
         f"Recompute moves {size(device.recompute_moved_bytes)} in"
         f" {seconds(device.recompute_busy_s)} of kernels: {device.recompute_bandwidth_share:.0%}"
         f" of what a copy reaches ({size(device.copy_bandwidth_bytes_per_s)}/s)."
-        f" {device.kernels} kernels; none runs in {share(device.gaps_s, device.span_s)} of the"
+        f" {device.kernels} kernels; none runs in {percent(device.gaps_s, device.span_s)} of the"
         f" step ({seconds(device.gaps_s)}).",
         highlight=False,
     )
+
+
+# The picture.
+
+SUFFIXES = (".png", ".svg")
+_KINDS = (
+    ("attention", "attention", "#c9d6e6", ""),
+    ("mlp", "MLP", "#8fa9c9", "//"),
+    ("norm", "norm", "#5a7fae", ".."),
+    ("other", "other", "#e0a27d", "xx"),
+    ("boundary", "kept for recompute", "#b3541e", "\\\\"),
+    ("outside", "outside the blocks", "#999999", "--"),
+)
+_STYLES = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"), ("-", "x"), ("--", "v"), (":", "P"))
+
+
+def check_target(path: Path) -> None:
+    """Raises UnsupportedError for a suffix that is not drawn, or where matplotlib is missing."""
+    if path.suffix.lower() not in SUFFIXES:
+        raise UnsupportedError(
+            Problem(
+                where="--plot",
+                found=f'"{path.name}"',
+                why="the suffix says what is drawn",
+                remedy="end the name in .png or .svg",
+            ),
+            headline="the plot cannot be drawn",
+        )
+    _matplotlib()
+
+
+def draw(profile: Profile, path: Path) -> None:
+    """Write the picture. Raises UnsupportedError (see `check_target`) and OSError."""
+    check_target(path)
+    matplotlib, figure_class = _matplotlib()
+    first = profile.footprints[0].batch
+    shown = [f for f in profile.footprints if f.batch == first]
+    swept = len({f.batch for f in profile.footprints}) > 1
+    figure = figure_class(figsize=(8.4, 5.8 if swept else 3.4), layout="constrained")
+    upper, *lower = figure.subplots(2 if swept else 1, 1, squeeze=False)[:, 0]
+    _bars(upper, shown, profile)
+    if lower:
+        _sweep(lower[0], profile)
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "ds_ckpt"}):
+        metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
+        figure.savefig(path, metadata=metadata, dpi=150)
+
+
+def _bars(axes: Any, shown: list[Footprint], profile: Profile) -> None:
+    none = profile.footprint(NONE)
+    names = [f.policy for f in shown]
+    left = [0.0] * len(shown)
+    for part, label, colour, hatch in _KINDS:
+        widths = [f.part_bytes(part) / MIB for f in shown]
+        if any(widths):
+            axes.barh(
+                names, widths, left=left, label=label, color=colour, hatch=hatch, edgecolor="#333"
+            )
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    for index, footprint in enumerate(shown):
+        text = (
+            f" {size(footprint.held_bytes)}; {times(footprint.flops, none.flops)} FLOPs,"
+            f" {times(footprint.launches, none.launches)} launches"
+        )
+        inside = left[index] > 0.55 * max(left)
+        axes.text(
+            left[index],
+            index,
+            text + " " * inside,
+            va="center",
+            ha="right" if inside else "left",
+            fontsize=7,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.85},
+        )
+    axes.invert_yaxis()
+    axes.set_xlabel("MiB held for backward")
+    title = f"{profile.model}, batch {none.batch} of {none.tokens} tokens, {profile.dtype}"
+    axes.set_title(title, loc="left", fontsize=9)
+    axes.legend(frameon=False, fontsize=7, loc="lower right")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _sweep(axes: Any, profile: Profile) -> None:
+    """Memory against the batch; where steps were timed, tokens a second beside each mark."""
+    policies = list(dict.fromkeys(f.policy for f in profile.footprints))
+    for index, policy in enumerate(policies):
+        found = [f for f in profile.footprints if f.policy == policy]
+        line, marker = _STYLES[index % len(_STYLES)]
+        gib = [(profile.states.resident_bytes + f.peak.live_bytes) / GIB for f in found]
+        axes.plot(
+            [f.batch for f in found],
+            gib,
+            linestyle=line,
+            marker=marker,
+            label=policy,
+            color=f"{0.55 * index / max(len(policies) - 1, 1):.2f}",
+        )
+        rate = found[-1].tokens_per_s
+        if rate:
+            axes.annotate(
+                f" {rate:.0f} tokens/s", (found[-1].batch, gib[-1]), fontsize=7, va="center"
+            )
+    if profile.limit_bytes is not None:
+        axes.axhline(profile.limit_bytes / GIB, color="#333", linewidth=1)
+        axes.text(1, profile.limit_bytes / GIB, " limit", fontsize=7, va="bottom")
+    axes.set_xlabel("sequences in a batch")
+    axes.set_ylabel("GiB a process")
+    axes.legend(frameon=False, fontsize=7)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _matplotlib() -> tuple[Any, Any]:
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UnsupportedError(
+            Problem(
+                where="matplotlib",
+                found="not installed",
+                why="the plot is drawn with it",
+                remedy="install the extra: pip install 'ds_ckpt[report]'",
+            ),
+            headline="the plot cannot be drawn",
+        ) from error
+    return matplotlib, Figure

@@ -1,0 +1,456 @@
+"""Models and batches without their memory: fake tensors of the full shapes, one copy for everybody.
+
+A fake tensor has no values, and models ask for some: whether a padding mask is all ones decides
+which attention runs, and so what autograd saves. Small integers and booleans keep theirs
+(`KnownValues`), and so does whatever is computed from them and from constants alone.
+
+Two ways in: `fake_run` copies a model that there is, in any state of ZeRO's partitioning;
+`FakeModel` builds one that there is not. Random states stay as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import random
+import sys
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    unset_fake_temporarily,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ds_ckpt.errors import Problem, UnsupportedError
+from ds_ckpt.patch import Patches
+from ds_ckpt.telemetry.memory import NO_WORK, tensors_in
+
+MOST_ELEMENTS = 2**20
+"""Of tensors whose values are kept: beyond it an attention mask of every pair of positions."""
+
+
+class UnknownValueError(Exception):
+    """A forward needs a value that a fake tensor does not have. `operator` asked for it."""
+
+    def __init__(self, operator: str) -> None:
+        super().__init__(operator)
+        self.operator = operator
+
+
+class KnownValues(TorchDispatchMode):
+    """Entered above a `FakeTensorMode`: computes for real what depends on known values alone."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self._mode = mode
+        self._known = WeakTensorKeyDictionary()
+
+    def fake(self, value: Tensor) -> Tensor:
+        """A fake tensor for `value`, whose values are remembered if it is small and whole."""
+        twin = faked(value, self._mode)
+        real = not isinstance(value, FakeTensor) and value.device.type != "meta"
+        if real and may_be_known(value):
+            self._known[twin] = value.detach().clone()  # a forward may write into it
+        return twin
+
+    def known(self, leaf: Any) -> Any:
+        """The values of a fake tensor where they are known; anything else as it is."""
+        return self._known.get(leaf, leaf) if isinstance(leaf, Tensor) else leaf
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in NO_WORK:
+            return func(*args, **kwargs)
+        if _makes_integers(func, args):
+            with unset_fake_temporarily():
+                return self.fake(func(*args, **kwargs))
+        tensors = tensors_in((args, kwargs))
+        known = all(t in self._known for t in tensors)
+        try:
+            out = _grouped(func, args, kwargs) if _is_grouped(func) else func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            if not known:
+                raise UnknownValueError(str(func)) from None
+            return tree_map(self._to_fake, self._really(func, args, kwargs))
+        results = tensors_in(out)
+        if known and self._wanted(func, tensors, results):
+            real = tensors_in(self._really(func, args, kwargs))
+            for twin, value in zip(results, real, strict=True):
+                self._known[twin] = value
+        elif _is_mutable(func):
+            self._forget(tensors)
+        return out
+
+    def _wanted(self, func: Any, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
+        if _is_random(func):  # one number that decides: whether LayerDrop leaves out a layer
+            return not tensors and all(t.numel() == 1 for t in results)
+        return _has_values(func) and all(_small(t) for t in results)
+
+    def _really(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        def value(leaf: Any) -> Any:
+            return self._known[leaf] if isinstance(leaf, Tensor) else leaf
+
+        with unset_fake_temporarily():
+            return func(*tree_map(value, args), **tree_map(value, kwargs))
+
+    def _to_fake(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        twin = self._mode.from_tensor(leaf, static_shapes=True)
+        self._known[twin] = leaf
+        return twin
+
+    def _forget(self, tensors: Sequence[Tensor]) -> None:
+        """What may have been written over, under whatever view."""
+        storages = {t.untyped_storage()._cdata for t in tensors}
+        for twin in list(self._known.keys()):
+            if twin.untyped_storage()._cdata in storages:
+                del self._known[twin]
+
+
+def _makes_integers(func: Any, args: Any) -> bool:
+    """Random integers and constants: masks are made of them."""
+    if func._schema.name == "aten::lift_fresh":
+        return not isinstance(args[0], FakeTensor) and not args[0].is_floating_point()
+    return bool(func._schema.name == "aten::randint")
+
+
+def may_be_known(tensor: Tensor) -> bool:
+    """Whether the tensor's values are kept: it is small, and of whole numbers."""
+    return not tensor.is_floating_point() and not tensor.is_complex() and _small(tensor)
+
+
+def _small(tensor: Tensor) -> bool:
+    return tensor.numel() <= MOST_ELEMENTS and tensor.layout == torch.strided
+
+
+@functools.cache
+def _is_random(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+@functools.cache
+def _has_values(func: Any) -> bool:
+    """Memory that nobody has written has none."""
+    return "empty" not in func._schema.name
+
+
+@functools.cache
+def _is_mutable(func: Any) -> bool:
+    return bool(func._schema.is_mutable)
+
+
+@functools.cache
+def _is_grouped(func: Any) -> bool:
+    return str(func._schema.name) == "aten::_grouped_mm"
+
+
+def _grouped(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Torch tells the shape of grouped products for bf16 alone, and computes them for all types."""
+    dtype = args[0].dtype
+
+    def cast(leaf: Any) -> Any:
+        floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return leaf.to(torch.bfloat16) if floating else leaf
+
+    out = func(*tree_map(cast, args), **tree_map(cast, kwargs))
+    return out.to(dtype)
+
+
+@contextmanager
+def taken_for_real() -> Iterator[None]:
+    """While it lasts, transformers treats fake tensors as any: it would else trace, not train."""
+    patches = Patches()
+    utils = sys.modules.get("transformers.utils.import_utils")
+    if utils is not None and hasattr(utils, "is_fake_tensor"):
+        patches.set(utils, "is_fake_tensor", lambda _: False)
+    try:
+        yield
+    finally:
+        patches.undo()
+
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+)
+_DROPPED = ("deepspeed", "ds_ckpt")
+_OWN = {"_parameters", "_buffers", "_modules", *_HOOKS}
+
+
+class FakeCopy:
+    """The same modules over fake tensors; `module` is the copy, the original is not changed.
+
+    Under ZeRO-3 a parameter is an empty tensor that knows its whole shape (`ds_shape`); the copy
+    has it whole, and nothing is gathered or allocated. Hooks of DeepSpeed and of ds_ckpt are left
+    out, so running the copy touches no engine; everybody else's run, as they may change what
+    autograd saves (PEFT lets the embeddings' result ask for a gradient that way).
+
+    Args:
+        model: in any state of ZeRO's partitioning.
+        mode: the fake tensors' mode.
+        device: where parameters are when the model runs; None: where each says it is. Under
+            offload of parameters they say "cpu" and run elsewhere.
+
+    Raises:
+        UnsupportedError: a parameter of a kind whose memory nobody can foretell from its shape.
+    """
+
+    def __init__(
+        self, model: nn.Module, mode: FakeTensorMode, device: torch.device | None = None
+    ) -> None:
+        self._mode, self._device = mode, device
+        self._tensors: dict[int, Tensor] = {}
+        self._twins = {id(m): type(m).__new__(type(m)) for m in model.modules()}
+        for name, module in model.named_modules():
+            self._fill(name, module)
+        self.module: nn.Module = self._twins[id(model)]
+
+    def _fill(self, name: str, module: nn.Module) -> None:
+        twin = self._twins[id(module)]
+        own = {k: v for k, v in vars(module).items() if k not in _OWN}
+        # `__new__` may have set nothing, and `__setattr__` needs what `nn.Module` sets first
+        vars(twin).update(
+            _parameters={
+                k: self._parameter(f"{name}.{k}", p) for k, p in module._parameters.items()
+            },
+            _buffers={k: None if b is None else self._plain(b) for k, b in module._buffers.items()},
+            _modules={
+                k: None if m is None else self._twins[id(m)] for k, m in module._modules.items()
+            },
+        )
+        for key in _HOOKS:
+            if key in vars(module):
+                vars(twin)[key] = _kept_hooks(vars(module)[key])
+        vars(twin).update({k: self._value(v) for k, v in own.items()})
+        vars(twin).pop("_compiled_call_impl", None)  # would run the original
+
+    def _parameter(self, name: str, parameter: nn.Parameter | None) -> Tensor | None:
+        if parameter is None:
+            return None
+        known = self._tensors.get(id(parameter))
+        if known is not None:
+            return known
+        plain = type(parameter).__name__ == "Parameter" or isinstance(parameter, FakeTensor)
+        if not plain or parameter.layout != torch.strided:
+            raise UnsupportedError(
+                Problem(
+                    where=name,
+                    found=f"a {type(parameter).__name__} ({parameter.layout})",
+                    why="the model is measured with tensors that have shapes and no memory, and "
+                    "this kind of weight cannot be made so",
+                    remedy='set "policy" to "block", "selective" or another that measures nothing',
+                )
+            )
+        device = self._device or home_of(parameter)
+        shape = getattr(parameter, "ds_shape", None)
+        with self._mode:
+            if shape is not None:
+                data = torch.empty(tuple(shape), dtype=parameter.dtype, device=device)
+            else:
+                data = torch.empty_strided(
+                    parameter.size(), parameter.stride(), dtype=parameter.dtype, device=device
+                )
+            twin = nn.Parameter(data, requires_grad=parameter.requires_grad)
+        self._tensors[id(parameter)] = twin
+        return twin
+
+    def _plain(self, tensor: Tensor) -> Tensor:
+        known = self._tensors.get(id(tensor))
+        if known is None:
+            known = faked(tensor, self._mode)
+            self._tensors[id(tensor)] = known
+        return known
+
+    def _value(self, value: Any) -> Any:
+        """An attribute: tensors become fake, modules their copies, containers new ones."""
+        if isinstance(value, nn.Module):
+            return self._twins.get(id(value), value)
+        if isinstance(value, nn.Parameter):
+            return self._tensors.get(id(value), value)
+        if isinstance(value, Tensor):
+            return self._plain(value)
+        if type(value) in (list, tuple, set):
+            return type(value)(self._value(v) for v in value)
+        if type(value) in (dict, OrderedDict):
+            return type(value)((k, self._value(v)) for k, v in value.items())
+        if isinstance(value, types.MethodType) and id(value.__self__) in self._twins:
+            return types.MethodType(value.__func__, self._twins[id(value.__self__)])
+        return value
+
+
+def home_of(tensor: Tensor) -> torch.device:
+    """Where a tensor will be when the model runs; one without memory ("meta"): on the CPU."""
+    return torch.device("cpu") if tensor.device.type == "meta" else tensor.device
+
+
+def faked(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    """A leaf of the mode like `tensor`, which may be real, without memory, or of another mode."""
+    if not isinstance(tensor, FakeTensor) and tensor.device.type != "meta":
+        twin: Tensor = mode.from_tensor(tensor.detach(), static_shapes=True)
+    else:
+        with mode:
+            twin = torch.empty_strided(
+                tensor.size(), tensor.stride(), dtype=tensor.dtype, device=home_of(tensor)
+            )
+    return twin.requires_grad_(tensor.requires_grad)
+
+
+def _kept_hooks(hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:
+    return OrderedDict((k, h) for k, h in hooks.items() if not _is_dropped(h))
+
+
+def _is_dropped(hook: Callable[..., Any] | bool) -> bool:
+    while hasattr(hook, "func"):
+        hook = hook.func
+    home = getattr(hook, "__module__", None) or type(hook).__module__
+    return home.split(".")[0] in _DROPPED
+
+
+@contextmanager
+def fake_run(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device | None
+) -> Iterator[tuple[nn.Module, Any, Any]]:
+    """A copy of the model and of its arguments; inside, every operator is fake."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    values = KnownValues(mode)
+    twin = FakeCopy(model, mode, device).module
+
+    def fake(leaf: Any) -> Any:
+        return values.fake(leaf) if isinstance(leaf, Tensor) else leaf
+
+    fake_args, fake_kwargs = tree_map(fake, list(args)), tree_map(fake, dict(kwargs))
+    state = random.getstate()
+    kinds = {p.device.type for p in twin.parameters()} - {"cpu", "meta"}
+    try:
+        with torch.random.fork_rng(
+            devices=list(range(torch.cuda.device_count())) if "cuda" in kinds else []
+        ):
+            with mode, values, taken_for_real(), torch.enable_grad():
+                yield twin, fake_args, fake_kwargs
+    finally:
+        random.setstate(state)
+
+
+@dataclass(frozen=True)
+class FakeModel:
+    """A model and a batch that were built without memory; they run inside `entered`."""
+
+    name: str
+    model: nn.Module
+    batch: Any
+    mode: FakeTensorMode
+    values: KnownValues
+
+    @classmethod
+    def build(cls, name: str, make: Callable[[], tuple[nn.Module, Any]]) -> FakeModel:
+        """Allocates nothing but small integers, whose values decide on masks.
+
+        Raises UnsupportedError where building asks for values that nobody knows.
+        """
+        mode = FakeTensorMode(allow_non_fake_inputs=True)  # it may have made constants before
+        values = KnownValues(mode)
+        with _profile_refused(name), taken_for_real(), _first_values_left_out(), mode, values:
+            model, batch = make()
+        return cls(name, model, batch, mode, values)
+
+    def known_batch(self) -> Any:
+        """The batch with real tensors where their values are known."""
+        return tree_map(self.values.known, self.batch)
+
+    @contextmanager
+    def entered(self, *, tracing: bool = False) -> Iterator[None]:
+        """Where the model can run.
+
+        Args:
+            tracing: transformers sees that tensors are fake and decides as under torch.compile:
+                masks are made, not left out.
+
+        Raises UnsupportedError where the forward asks for values that nobody knows.
+        """
+        seen = nullcontext() if tracing else taken_for_real()
+        with _profile_refused(self.name), _torch_quiet(), seen, self.mode, self.values:
+            yield
+
+
+@contextmanager
+def _first_values_left_out() -> Iterator[None]:
+    """torch's truncated normal asks tensors for its bounds, which fake ones cannot tell."""
+    patches = Patches()
+    patches.set(torch.nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor)
+    try:
+        yield
+    finally:
+        patches.undo()
+
+
+@contextmanager
+def _torch_quiet() -> Iterator[None]:
+    """torch logs what operators raise; the error says it already."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
+@contextmanager
+def unknown_values_refused(
+    where: Callable[[], str], remedy: str, headline: str | None = None
+) -> Iterator[None]:
+    """Turns what torch says of a forward that cannot run with fake tensors into our words.
+
+    Args:
+        where: asked at the error: what was running.
+        remedy: what to do instead.
+    """
+    try:
+        yield
+    except (
+        UnknownValueError,
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        UnsupportedFakeTensorException,
+    ) as error:
+        asked = getattr(error, "operator", None) or getattr(error, "func", None) or error
+        raise UnsupportedError(
+            Problem(
+                where=where(),
+                found=f"{asked}, which needs the value of a tensor",
+                why="what the model saves is measured with tensors that have shapes alone, and "
+                "what it does here depends on values: fake tensors hold none",
+                remedy=remedy,
+            ),
+            headline=headline,
+        ) from error
+
+
+def _profile_refused(name: str) -> Any:
+    return unknown_values_refused(
+        lambda: name,
+        "measure real tensors with --real, on a smaller shape if need be",
+        "the model cannot be profiled by fake tensors",
+    )
