@@ -77,7 +77,7 @@ class Fault:
             path, at = _place(tree, hunk, contents)
             lines = contents.setdefault(path, _lines(path))
             shift = _indent(lines[at]) - _indent(hunk.before[0])
-            lines[at : at + len(hunk.before)] = [_shifted(line, shift) for line in hunk.after]
+            lines[at : at + len(hunk.before)] = [_shifted(line, shift) or "" for line in hunk.after]
         return contents
 
 
@@ -112,11 +112,14 @@ def _place(tree: Path, hunk: Hunk, contents: dict[Path, list[str]]) -> tuple[Pat
 
 
 def _places(lines: list[str], hunk: Hunk) -> Iterator[int]:
-    wanted = [_shifted(line, -_indent(hunk.before[0])) for line in hunk.before]
-    for at in range(len(lines) - len(wanted) + 1):
-        if lines[at].strip() == wanted[0]:
-            shift = _indent(lines[at])
-            if all(_shifted(w, shift) == line for w, line in zip(wanted, lines[at:], strict=False)):
+    first = hunk.before[0]
+    for at in range(len(lines) - len(hunk.before) + 1):
+        if lines[at].strip() == first.strip():
+            shift = _indent(lines[at]) - _indent(first)
+            found = lines[at : at + len(hunk.before)]
+            if all(
+                _shifted(line, shift) == is_ for line, is_ in zip(hunk.before, found, strict=True)
+            ):
                 yield at
 
 
@@ -128,5 +131,9 @@ def _indent(line: str) -> int:
     return len(line) - len(line.lstrip(" "))
 
 
-def _shifted(line: str, by: int) -> str:
-    return " " * max(0, _indent(line) + by) + line.lstrip(" ") if line.strip() else ""
+def _shifted(line: str, by: int) -> str | None:
+    """None where the line would begin before the margin."""
+    at = _indent(line) + by
+    if not line.strip():
+        return ""
+    return " " * at + line.lstrip(" ") if at >= 0 else None
