@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Runs the tests that need no root. Options go to pytest: ./scripts/test.sh -k topk
+# The slow tier waits for --slow: ./scripts/test.sh --slow runs everything.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
 # Several processes share the cores: one thread each.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,11 +11,15 @@ import torch.distributed as dist
 import ds_ckpt
 from ds_ckpt.telemetry import Purpose
 from tests.distributed import models
-from tests.distributed.pool import fresh
+from tests.distributed.pool import fresh, once
 
 
 def run(kind: str, section: dict[str, Any], steps: int, **options: Any) -> dict[str, Any]:
     """Train; losses, weights and what was sent. An empty section is plain DeepSpeed."""
+    return (_run if section else _stock)(kind, section, steps, **options)
+
+
+def _run(kind: str, section: dict[str, Any], steps: int, **options: Any) -> dict[str, Any]:
     fresh()
     sections = {"ds_ckpt": section} if section else {}
     engine = models.start(kind, models.zero3_config(**sections, **options))
@@ -35,6 +38,9 @@ def run(kind: str, section: dict[str, Any], steps: int, **options: Any) -> dict[
     return result
 
 
+_stock = once(_run)
+
+
 def conservation(
     kind: str, section: dict[str, Any], steps: int, accumulation: int = 1
 ) -> dict[str, float]:
@@ -44,7 +50,7 @@ def conservation(
     lr 0 the weights never move, so both see the same gradients at every step.
     """
     delivered = _sums(kind, {"ds_ckpt": section}, steps, accumulation)
-    put_in = _sums(kind, {}, steps, accumulation)
+    put_in = stock_sums(kind, {}, steps, accumulation)
     worst = 0.0
     for name, total in put_in["taken"].items():
         left = delivered["left"].get(name, torch.zeros_like(total))
@@ -78,6 +84,9 @@ def _sums(
         left[name] = total
     engine.destroy()
     return {"taken": taken, "left": left}
+
+
+stock_sums = once(_sums)
 
 
 def full_gradients(engine: Any) -> dict[str, torch.Tensor]:
@@ -143,21 +152,26 @@ def poisoned(
     losses = models.train(engine, "llama", 3, first=bad_step + 1)
     skips = engine.skipped_steps
     engine.destroy()
-    # the same run without that step
-    fresh()
-    engine = models.start("llama", config)
-    models.train(engine, "llama", bad_step)
-    engine.global_steps += 1
-    expected = models.train(engine, "llama", 3, first=bad_step + 1)
-    engine.destroy()
     return {
         "skipped": skipped,
         "skips": skips,
         "equal": equal,
         "held": held,
         "losses": losses,
-        "expected": expected,
+        "expected": _without_step(config, bad_step),
     }
+
+
+@once
+def _without_step(config: dict[str, Any], left_out: int) -> list[float]:
+    """The losses of three steps behind one that never comes."""
+    fresh()
+    engine = models.start("llama", config)
+    models.train(engine, "llama", left_out)
+    engine.global_steps += 1
+    losses = models.train(engine, "llama", 3, first=left_out + 1)
+    engine.destroy()
+    return losses
 
 
 def stock_skips(value: float) -> bool:
@@ -218,46 +232,6 @@ def _differs(thing: Any, before: dict[str, Any], key: str) -> bool:
     return key not in before or vars(thing)[key] is not before[key]
 
 
-def save_and_train(folder: str, section: dict[str, Any], split: int, steps: int) -> dict[str, Any]:
-    """Train `steps` with a checkpoint after `split` of them."""
-    fresh()
-    engine = models.start("llama", models.zero3_config(ds_ckpt=section))
-    session = ds_ckpt.session_of(engine)
-    models.train(engine, "llama", split)
-    engine.save_checkpoint(folder)
-    saved = total_residual(session)
-    losses = models.train(engine, "llama", steps - split, first=split)
-    digest = models.weights_digest(engine)
-    engine.destroy()
-    files = sorted(p.name for p in Path(folder).rglob("ds_ckpt_residuals*"))
-    return {"losses": losses, "weights": digest, "saved": saved, "files": files}
-
-
-def total_residual(session: Any) -> dict[str, torch.Tensor]:
-    """Residuals summed over processes, in float64."""
-    totals = {}
-    for name, residual in sorted(session.residuals.items()):
-        total = residual.double().clone()
-        dist.all_reduce(total)
-        totals[name] = total
-    return totals
-
-
-def resume_and_train(
-    folder: str, section: dict[str, Any], split: int, steps: int
-) -> dict[str, Any]:
-    """Load the checkpoint into a fresh engine and train on."""
-    fresh()
-    engine = models.start("llama", models.zero3_config(ds_ckpt=section))
-    session = ds_ckpt.session_of(engine)
-    engine.load_checkpoint(folder)
-    loaded = total_residual(session)
-    losses = models.train(engine, "llama", steps - split, first=split)
-    digest = models.weights_digest(engine)
-    engine.destroy()
-    return {"losses": losses, "weights": digest, "loaded": loaded}
-
-
 def resume_error(folder: str, section: dict[str, Any], kind: str = "llama") -> str:
     """The message of a load that must be refused; residuals must be untouched after it."""
     fresh()
@@ -284,33 +258,6 @@ def save_plain(folder: str) -> None:
     models.train(engine, "llama", 2)
     engine.save_checkpoint(folder)
     engine.destroy()
-
-
-def load_residuals_only(folder: str) -> dict[str, torch.Tensor]:
-    """Read residuals saved by another world size and give their sum over this one."""
-    from ds_ckpt.compression.error_feedback import Feedback
-    from ds_ckpt.exchange.state import ResidualFiles
-
-    model = models.build("llama")
-    feedback = Feedback(enabled=True)
-    files = ResidualFiles(
-        feedback,
-        method="topk",
-        numels={n: p.numel() for n, p in model.named_parameters()},
-        dp_rank=dist.get_rank(),
-        world=dist.get_world_size(),
-    )
-    files.restore(files.read(Path(folder)))
-
-    class _Holder:
-        residuals = feedback.state_dict()
-
-    # a process that got nothing has no entries: give every process the same names
-    names = sorted({n for n, p in model.named_parameters() if p.dim() >= 2})
-    for name in names:
-        numel = dict(model.named_parameters())[name].numel()
-        _Holder.residuals.setdefault(name, torch.zeros(numel))
-    return total_residual(_Holder)
 
 
 def identity_check(broken: tuple[int, ...], first: float = 1.0) -> str:

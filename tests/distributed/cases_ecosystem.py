@@ -26,14 +26,16 @@ PLANS: dict[str, dict[str, Any]] = {
     "selective": {"policy": "selective"},
     "block, offload": {"policy": "block", **OFFLOAD},
     "selective, offload": {"policy": "selective", **OFFLOAD},
+    "block, topk": {"policy": "block"},
 }
+COMPRESSION = {"block, topk": models.topk_section(topk={"density": 0.05})}
 
 
 def _sections(plan: str, modules: tuple[str, ...] = ()) -> dict[str, Any]:
     if plan == "stock":
         return {}
     named = {"modules": list(modules)} if modules else {}
-    return {"ds_ckpt": {"activation": {**PLANS[plan], **named}}}
+    return {"ds_ckpt": {"activation": {**PLANS[plan], **named}, **COMPRESSION.get(plan, {})}}
 
 
 def _digest(tensors: Any) -> str:
@@ -51,6 +53,7 @@ def _done(engine: Any) -> dict[str, Any]:
     return {
         "weights": models.weights_digest(engine),
         "buffers": _digest(buffers),
+        "summary": session.summary if session is not None else "",
         "blocks": len(session._blocks.blocks) if session is not None else 0,
         "moved": offload.out.total() if offload is not None else 0,
         "back": offload.back.total() if offload is not None else 0,
@@ -238,7 +241,10 @@ def trainer(folder: str, plan: str, resume: bool, **flags: Any) -> dict[str, Any
             model=_model(), args=arguments, train_dataset=_Rows(32), eval_dataset=_Rows(8, 99)
         )
         start = Path(folder) / "checkpoint-2"
-        running.train(resume_from_checkpoint=str(start) if resume else None)
+        try:
+            running.train(resume_from_checkpoint=str(start) if resume else None)
+        except ds_ckpt.DsCkptError as error:
+            return {"error": str(error)}
         assert running.accelerator.num_processes == dist.get_world_size()
         history = running.state.log_history
         return {

@@ -61,7 +61,7 @@ def conservation(slots: list[int], section: dict[str, Any], steps: int, accumula
     """Law 3 over two levels: the worst gap between what went in and what came out or is owed."""
     with hosts(slots):
         ours, left, levels = _sums(section, steps, accumulation)
-    put_in, _, _ = _sums({}, steps, accumulation)
+    put_in = cases_compression.stock_sums("llama", {}, steps, accumulation)["taken"]
     worst = 0.0
     for name, total in put_in.items():
         gap = (ours[name] + left.get(name, torch.zeros_like(total)) - total).abs().max().item()
@@ -75,10 +75,8 @@ def conservation(slots: list[int], section: dict[str, Any], steps: int, accumula
 
 def _sums(section: dict[str, Any], steps: int, accumulation: int) -> Any:
     fresh()
-    sections = {"ds_ckpt": section} if section else {}
-    engine = models.start(
-        "llama", models.zero3_config(lr=0.0, accumulation=accumulation, **sections)
-    )
+    config = models.zero3_config(lr=0.0, accumulation=accumulation, ds_ckpt=section)
+    engine = models.start("llama", config)
     session = ds_ckpt.session_of(engine)
     taken: dict[str, torch.Tensor] = {}
     for micro in range(steps * accumulation):
@@ -88,8 +86,8 @@ def _sums(section: dict[str, Any], steps: int, accumulation: int) -> Any:
             for name, gradient in cases_compression.full_gradients(engine).items():
                 taken[name] = taken.get(name, 0) + gradient.double().flatten()
         engine.step()
-    left = whole_residuals(session) if session else {}
-    levels = session.exchange.groups.levels if session else 0
+    left = whole_residuals(session)
+    levels = session.exchange.groups.levels
     engine.destroy()
     return taken, left, levels
 

@@ -49,10 +49,15 @@ def _end(engine: Any, losses: list[float]) -> dict[str, Any]:
     return result
 
 
-def train(section: dict[str, Any], steps: int, after: int, **options: Any) -> dict[str, Any]:
-    """Train without a break; losses are those behind step `after`."""
+def train(
+    section: dict[str, Any], steps: int, after: int, folder: str = "", **options: Any
+) -> dict[str, Any]:
+    """Train without a break, saving after step `after` where a folder is given; the losses behind
+    it."""
     engine = _engine(section, **options)
     models.train(engine, "llama", after)
+    if folder:
+        engine.save_checkpoint(folder)
     return _end(engine, models.train(engine, "llama", steps - after, first=after))
 
 

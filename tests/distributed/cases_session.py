@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,6 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import ds_ckpt
 from ds_ckpt.telemetry.memory import SavedActivations
@@ -104,114 +101,6 @@ def refused(sections: dict[str, Any], kind: str = "llama") -> dict[str, Any]:
     return {"message": message, "untouched": stage3.reduce_scatter_coalesced is stock}
 
 
-class _Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    def __len__(self) -> int:
-        return 16
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        generator = torch.Generator().manual_seed(index)
-        tokens = torch.randint(0, models.VOCAB, (16,), generator=generator)
-        return {"input_ids": tokens, "labels": tokens}
-
-
-@contextlib.contextmanager
-def _no_accelerate_state() -> Any:
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._shared_state.clear()
-    try:
-        yield
-    finally:
-        for state in (AcceleratorState, GradientState, PartialState):
-            state._shared_state.clear()
-
-
-def _hf_config(sections: dict[str, Any]) -> dict[str, Any]:
-    config = copy.deepcopy(models.zero3_config(**sections))
-    for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
-        config[key] = "auto"
-    config["gradient_clipping"] = "auto"
-    return config
-
-
-def trainer(folder: str, sections: dict[str, Any], **flags: Any) -> dict[str, Any]:
-    """The HF Trainer with `TrainingArguments(deepspeed=...)`, not a line of ours in it."""
-    fresh()
-    from transformers import Trainer, TrainerCallback, TrainingArguments
-
-    seen: dict[str, Any] = {}
-
-    class Look(TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if "session" not in seen:
-                seen.update(_look(running.model_wrapped))
-
-    ds_ckpt.install()
-    try:
-        with _no_accelerate_state():
-            arguments = TrainingArguments(
-                output_dir=folder,
-                per_device_train_batch_size=2,
-                max_steps=3,
-                logging_steps=1,
-                learning_rate=1e-2,
-                save_strategy="no",
-                report_to=[],
-                disable_tqdm=True,
-                seed=0,
-                deepspeed=_hf_config(sections),
-                **flags,
-            )
-            model = models.build("llama")
-            running = Trainer(
-                model=model, args=arguments, train_dataset=_Rows(), callbacks=[Look()]
-            )
-            try:
-                running.train()
-            except ds_ckpt.DsCkptError as error:
-                return {"error": str(error)}
-            losses = [h["loss"] for h in running.state.log_history if "loss" in h]
-            return {**seen, "losses": losses}
-    finally:
-        ds_ckpt.uninstall()
-        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
-        unset_hf_deepspeed_config()
-
-
-def accelerate(sections: dict[str, Any]) -> dict[str, Any]:
-    """accelerate's `prepare`, which calls `deepspeed.initialize` itself."""
-    fresh()
-    from accelerate import Accelerator, DeepSpeedPlugin
-
-    ds_ckpt.install()
-    try:
-        with _no_accelerate_state():
-            config = models.zero3_config(**sections)
-            plugin = DeepSpeedPlugin(hf_ds_config=config)
-            accelerator = Accelerator(deepspeed_plugin=plugin)
-            model = models.build("llama")
-            loader = torch.utils.data.DataLoader(_Rows(), batch_size=2)
-            from accelerate.utils import DummyOptim
-
-            optimizer = DummyOptim(model.parameters())
-            engine, _optimizer, loader = accelerator.prepare(model, optimizer, loader)
-            result = _look(engine)
-            losses = []
-            for rows in loader:
-                loss = engine(**rows).loss
-                accelerator.backward(loss)
-                losses.append(float(loss.detach()))
-            result["losses"] = losses
-            return result
-    finally:
-        ds_ckpt.uninstall()
-        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
-        unset_hf_deepspeed_config()
-
-
 def generate_after_training() -> dict[str, Any]:
     """Evaluation with a cache after checkpointed training, and the flag's own switch."""
     fresh()
@@ -227,18 +116,6 @@ def generate_after_training() -> dict[str, Any]:
     losses = models.train(engine, "llama", 2, first=2)
     engine.destroy()
     return {"shape": list(out.shape), "losses": losses}
-
-
-class NormedModel(nn.Module):
-    """Holds a block that must not be recomputed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = nn.Sequential(nn.Linear(17, 17), nn.BatchNorm1d(17))
-        self.head = nn.Linear(17, 5)
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(self.head(self.block(x)), labels)
 
 
 def inference(way: str) -> dict[str, Any]:

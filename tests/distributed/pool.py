@@ -29,9 +29,9 @@ import psutil
 
 from ds_ckpt.hosts.cpu_op import lock_cleared_on_failure, remove_shared_buffers
 from ds_ckpt.hosts.launcher import free_port
-from tests.distributed.worker import fresh
+from tests.distributed.worker import fresh, once
 
-__all__ = ["Pool", "PoolError", "fresh"]
+__all__ = ["Pool", "PoolError", "fresh", "once"]
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 240.0

@@ -15,7 +15,7 @@ from ds_ckpt.harness.cells import CELLS, topk_start_step
 from ds_ckpt.harness.results import Results
 
 STEPS = 6
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 
 from tests.distributed import cases_ecosystem as cases
 
-OURS = ["block", "selective, offload"]
+SLOW = pytest.mark.slow
 _SAME = ("losses", "gradients", "evaluated", "written", "lengths", "weights", "buffers")
 
 
@@ -24,6 +24,7 @@ def _compare(plain: dict[str, Any], ours: dict[str, Any], plan: str) -> None:
     assert ours["moved"] // 2 <= ours["back"] <= ours["moved"]
 
 
+@pytest.mark.parametrize("plan", ["selective, offload", pytest.param("block", marks=SLOW)])
 @pytest.mark.parametrize(
     "names",
     [
@@ -34,19 +35,17 @@ def _compare(plain: dict[str, Any], ours: dict[str, Any], plan: str) -> None:
     ],
     ids=" ".join,
 )
-def test_training_is_what_it_is_without(world2: Any, names: list[str]) -> None:
+def test_training_is_what_it_is_without(world2: Any, names: list[str], plan: str) -> None:
     """Losses, gradients, weights and buffers of three steps, for policies with and without offload.
 
     BatchNorm's statistics are buffers; with experts, the two processes run other ones.
     """
-    for results in world2.run(cases.train, names, ["stock", *OURS], timeout=280):
+    for results in world2.run(cases.train, names, ["stock", plan], timeout=280):
         for name in names:
-            for plan in OURS:
-                _compare(results[f"{name}: stock"], results[f"{name}: {plan}"], plan)
+            _compare(results[f"{name}: stock"], results[f"{name}: {plan}"], plan)
 
 
-@pytest.mark.parametrize("ready", [False, True], ids=["plain", "enable_input_require_grads"])
-@pytest.mark.parametrize("plan", ["segments", "block, offload"])
+@pytest.mark.parametrize(("ready", "plan"), [(False, "segments"), (True, "block, offload")])
 def test_every_lora_parameter_gets_its_gradient(world2: Any, ready: bool, plan: str) -> None:
     """Whether or not the input of the first block needs one; frozen weights stay."""
     for result in world2.run(cases.lora_gradients, ready, plan):
@@ -56,7 +55,7 @@ def test_every_lora_parameter_gets_its_gradient(world2: Any, ready: bool, plan: 
         assert result["frozen moved"] == []
 
 
-@pytest.mark.parametrize("plan", ["block", "selective, offload"])
+@pytest.mark.parametrize("plan", ["selective, offload", pytest.param("block", marks=SLOW)])
 def test_generation_and_evaluation_between_steps(world2: Any, plan: str) -> None:
     plain = world2.run(cases.generate_between_steps, "stock")
     ours = world2.run(cases.generate_between_steps, plan)
@@ -69,10 +68,10 @@ def test_generation_and_evaluation_between_steps(world2: Any, plan: str) -> None
 @pytest.mark.parametrize(
     ("plan", "flags"),
     [
-        ("block", {}),
+        pytest.param("block", {}, marks=SLOW),
         ("block", {"activation_checkpointing": True}),
         ("block, offload", {"gradient_checkpointing": True}),
-        ("selective, offload", {}),
+        pytest.param("selective, offload", {}, marks=SLOW),
     ],
     ids=str,
 )
@@ -88,7 +87,34 @@ def test_trainer_with_evaluation_accumulation_and_resume(
         _compare(without, resumed, plan)
 
 
-@pytest.mark.parametrize("plan", ["block", "block, offload"])
+def test_trainer_with_compression_and_resume(world2: Any, tmp_path: Path) -> None:
+    plain = world2.run(cases.trainer, str(tmp_path / "plain"), "stock", False)
+    ours = world2.run(cases.trainer, str(tmp_path / "ours"), "block, topk", False)
+    again = world2.run(cases.trainer, str(tmp_path / "ours"), "block, topk", True)
+    for without, with_us, resumed in zip(plain, ours, again, strict=True):
+        assert "Top-K" in with_us["summary"]
+        assert "one exchange an accumulated step" in with_us["summary"]
+        assert with_us["losses"][0] == without["losses"][0]
+        assert with_us["losses"] != without["losses"]
+        gaps = [abs(a - b) for a, b in zip(with_us["losses"], without["losses"], strict=True)]
+        assert max(gaps) < 0.1
+        assert resumed["losses"] == with_us["losses"]
+        assert resumed["weights"] == with_us["weights"]
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{"use_reentrant": True}, {"every_n_layers": 2}, {"offload": True}], ids=str
+)
+def test_a_trainer_flag_that_asks_for_something_else_is_refused(
+    world2: Any, tmp_path: Path, kwargs: dict[str, Any]
+) -> None:
+    flags = {"activation_checkpointing": True, "activation_checkpointing_kwargs": kwargs}
+    for result in world2.run(cases.trainer, str(tmp_path), "block", False, **flags):
+        assert "activation_checkpointing_kwargs" in result["error"]
+        assert "fix:" in result["error"]
+
+
+@pytest.mark.parametrize("plan", ["block, offload", pytest.param("block", marks=SLOW)])
 def test_accelerate_with_accumulation_and_resume(world2: Any, tmp_path: Path, plan: str) -> None:
     plain = world2.run(cases.accelerate, str(tmp_path / "plain"), "stock")
     ours = world2.run(cases.accelerate, str(tmp_path / "ours"), plan)

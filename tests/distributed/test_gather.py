@@ -13,11 +13,12 @@ from tests.distributed.models import PLAIN
 KINDS = ["llama", "llama-tied", "mixtral", "lora", "plain"]
 
 
-@pytest.mark.parametrize("reuse", [0, 1e9])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "reuse"), [*((kind, 0) for kind in KINDS), ("llama", 1e9), ("lora", 1e9)]
+)
 def test_at_most_two_gathers_from_the_first_step(world2: Any, kind: str, reuse: float) -> None:
     without, ours = (
-        world2.run(cases_gather.gathers, kind, reuse, mode, 4, 1) for mode in ("none", "ours")
+        world2.run(cases_gather.gathers, kind, reuse, mode, 3, 1) for mode in ("none", "ours")
     )
     for plain, checkpointed in zip(without, ours, strict=True):
         # tied weights are used at both ends of the model and count twice, in plain ZeRO-3 too
@@ -62,7 +63,7 @@ def test_gradients_are_bitwise_those_of_no_checkpointing(world2: Any, kind: str)
         assert all(torch.equal(a, b) for a, b in pairs)
 
 
-def test_the_module_stack_does_not_grow_over_a_thousand_steps(world2: Any) -> None:
-    for process in world2.run(cases_gather.many_steps, 1000, timeout=200):
+def test_the_module_stack_does_not_grow_over_a_hundred_steps(world2: Any) -> None:
+    for process in world2.run(cases_gather.many_steps, 100):
         assert process["heights"][0] == process["heights"][1]
         assert process["kept"] == 0

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.distributed import cases_compression as cases
+from tests.distributed import cases_resume
 from tests.distributed.models import topk_section
 
 
@@ -29,8 +30,9 @@ SECTIONS = {
 }
 
 
-@pytest.mark.parametrize("world", ["world2", "world4"])
-@pytest.mark.parametrize("section", [*SECTIONS])
+@pytest.mark.parametrize(
+    ("section", "world"), [*((s, "world2") for s in SECTIONS), ("in turns", "world4")]
+)
 def test_nothing_is_lost(request: pytest.FixtureRequest, world: str, section: str) -> None:
     chosen = SECTIONS[section]
     for process in request.getfixturevalue(world).run(cases.conservation, "llama", chosen, 4):
@@ -62,11 +64,9 @@ def test_non_finite_passes_through(world2: Any, section: str) -> None:
 @pytest.mark.parametrize("section", ["in turns", "by rules"])
 def test_resume_on_the_same_world_is_bit_exact(world2: Any, tmp_path: Path, section: str) -> None:
     folder = str(tmp_path)
-    whole = world2.run(cases.save_and_train, folder, SECTIONS[section], 3, 6)
-    resumed = world2.run(cases.resume_and_train, folder, SECTIONS[section], 3, 6)
-    for expected, got in zip(whole, resumed, strict=True):
-        assert expected["losses"] == got["losses"]
-        assert expected["weights"] == got["weights"]
+    whole = world2.run(cases_resume.train, SECTIONS[section], 6, 3, folder)
+    assert world2.run(cases_resume.resume, folder, SECTIONS[section], 3, 6) == whole
+    assert whole[0]["factors"] > 3
 
 
 def test_a_high_rank_trains_like_stock(world2: Any) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from ds_ckpt.harness.experiment.records import Store, Turn
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 @pytest.mark.timeout(600)

@@ -42,7 +42,7 @@ def _check(world: Any, kind: str, size: int, sections: dict[str, Any], **how: An
     return list(ours)
 
 
-@pytest.mark.parametrize("kind", ["llama", "neox"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("neox", marks=pytest.mark.slow)])
 def test_autotp_with_two_processes(world2: Any, kind: str) -> None:
     for process, split in enumerate(_check(world2, kind, 2, _sections())):
         told = [line for line in split["lines"] if "MiB received in 3 all-gathers" in line]
@@ -59,7 +59,7 @@ def test_autotp_with_two_processes(world2: Any, kind: str) -> None:
         assert "all-gathers" in split["summary"]
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_autotp_with_four_processes(world4: Any, size: int) -> None:
     for split in _check(world4, "llama", size, _sections()):
         assert split["kept"] == [{f"model.layers.{i}": HIDDEN // size for i in range(3)}] * 2
@@ -83,7 +83,13 @@ def test_autotp_with_offload_in_one_buffer_and_everything_split(world2: Any) -> 
     _check(world2, "llama", 2, sections)
 
 
-@pytest.mark.parametrize("policy", ["segments", "selective", "attention", "mlp"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "selective",
+        *(pytest.param(p, marks=pytest.mark.slow) for p in ("segments", "attention", "mlp")),
+    ],
+)
 def test_autotp_with_other_policies(world2: Any, policy: str) -> None:
     plain = world2.run(cases.auto, "llama", 2, {}, timeout=240)
     ours = world2.run(cases.auto, "llama", 2, _sections(policy=policy), timeout=240)
@@ -116,19 +122,22 @@ def test_dropout_that_differs_over_the_group_is_found(world2: Any) -> None:
     assert world2.run(cases.different_seeds, "neox", 0.0, timeout=240) == ["", ""]
 
 
-@pytest.mark.parametrize("way", ["initialize", "old", "attach"])
-@pytest.mark.parametrize("world", ["world2", "world4"])
-def test_a_megatron_style_mpu(request: pytest.FixtureRequest, world: str, way: str) -> None:
+@pytest.mark.parametrize(
+    ("world", "way", "dropout"),
+    [("world2", "initialize", 0.3), ("world2", "old", 0.0), ("world4", "attach", 0.3)],
+)
+def test_a_megatron_style_mpu(
+    request: pytest.FixtureRequest, world: str, way: str, dropout: float
+) -> None:
     pool = request.getfixturevalue(world)
     own = {"modules": ["ParallelBlock"], "partition_min_bytes": 2 * 5 * 16 * 4}
     none = {"ds_ckpt": {"activation": {"policy": "none"}}}
-    for dropout in (0.0, 0.3):
-        plain = pool.run(cases.megatron, 2, none, dropout=dropout)
-        ours = pool.run(cases.megatron, 2, _sections(**own), way=way, dropout=dropout)
-        for one, split in zip(plain, ours, strict=True):
-            assert one["loss"] == split["loss"]
-            assert _equal(one["gradients"], split["gradients"])
-            assert split["kept"] == {f"blocks.{i}": 2 * 5 * 16 * 4 // 2 for i in range(3)}
+    plain = pool.run(cases.megatron, 2, none, dropout=dropout)
+    ours = pool.run(cases.megatron, 2, _sections(**own), way=way, dropout=dropout)
+    for one, split in zip(plain, ours, strict=True):
+        assert one["loss"] == split["loss"]
+        assert _equal(one["gradients"], split["gradients"])
+        assert split["kept"] == {f"blocks.{i}": 2 * 5 * 16 * 4 // 2 for i in range(3)}
     if pool.world == 4:  # two replicas of other data
         assert ours[0]["loss"] == ours[1]["loss"] != ours[2]["loss"]
 
@@ -154,8 +163,9 @@ def test_groups_that_hold_other_tensors_are_refused(
         assert [word for word in words if word not in text] == []
 
 
-@pytest.mark.parametrize("what", ["data", "length", "blocks"])
-@pytest.mark.parametrize("world", ["world2", "world4"])
+@pytest.mark.parametrize(
+    ("world", "what"), [("world2", "data"), ("world2", "length"), ("world4", "blocks")]
+)
 def test_data_parallel_processes_in_disguise_are_found(
     request: pytest.FixtureRequest, world: str, what: str
 ) -> None:

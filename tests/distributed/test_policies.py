@@ -6,18 +6,30 @@ from typing import Any
 
 import pytest
 
-from tests.architectures import ARCHITECTURES
+from tests.architectures import ARCHITECTURES, OFTEN
 from tests.distributed import cases_policies
 
 CHECKPOINTING = [p for p in cases_policies.POLICIES if p != "none"]
-QUARTERS = [list(ARCHITECTURES[i::4]) for i in range(4)]
+ALL = [(policy, offload) for policy in CHECKPOINTING for offload in (False, True)]
+SOME = [("block", False), ("selective", True)]
+OTHERS = tuple(kind for kind in ARCHITECTURES if kind not in OFTEN)
 
 
-@pytest.mark.parametrize("kinds", QUARTERS, ids=" ".join)
-def test_gradients_are_bitwise_those_of_no_checkpointing(world2: Any, kinds: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("kinds", "policies"),
+    [
+        *(((kind,), ALL) for kind in OFTEN),
+        *((OTHERS[i::3], SOME) for i in range(3)),
+        *(pytest.param(OTHERS[i::3], ALL, marks=pytest.mark.slow) for i in range(3)),
+    ],
+    ids=lambda given: " ".join(given) if isinstance(given, tuple) else f"{len(given)} ways",
+)
+def test_gradients_are_bitwise_those_of_no_checkpointing(
+    world2: Any, kinds: tuple[str, ...], policies: list[tuple[str, bool]]
+) -> None:
     """And no weight is gathered more often than twice a step, none is left gathered."""
-    for results in world2.run(cases_policies.compare, kinds, CHECKPOINTING, timeout=280):
-        assert len(results) == 2 * len(kinds) * len(CHECKPOINTING)
+    for results in world2.run(cases_policies.compare, kinds, policies, timeout=280):
+        assert len(results) == len(kinds) * len(policies)
         for name, result in results.items():
             assert result["equal"], name
             assert result["nonzero"], name

@@ -39,9 +39,16 @@ SECTIONS = {
 WHERE = (1, 1, "model.layers.1.mlp.down_proj.weight")
 
 
-@pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize(
-    ("section", "value"), [("topk", "inf"), ("3 bits", "nan"), ("everything", "inf")]
+    ("options", "section", "value"),
+    [
+        ("bf16", "topk", "inf"),
+        ("bf16", "everything", "nan"),
+        ("fp16", "3 bits", "nan"),
+        ("fp16, offloaded", "everything", "inf"),
+        ("fp16, offloaded", "topk", "nan"),
+        ("parameters offloaded", "3 bits", "inf"),
+    ],
 )
 def test_non_finite_passes_through(world2: Any, options: str, section: str, value: str) -> None:
     given = (SECTIONS[section], float(value), WHERE, 2)
@@ -50,9 +57,7 @@ def test_non_finite_passes_through(world2: Any, options: str, section: str, valu
     assert all(process["skips"] == 1 for process in results)
 
 
-@pytest.mark.parametrize(
-    ("options", "victim"), [("bf16", 0), ("fp16", 1), ("bf16", 2), ("fp16", 3)]
-)
+@pytest.mark.parametrize(("options", "victim"), [("bf16", 0), ("fp16", 3)])
 def test_non_finite_passes_through_two_levels(world4: Any, options: str, victim: int) -> None:
     where = (victim, *WHERE[1:])
     value = float("nan" if victim % 2 else "inf")
@@ -71,29 +76,26 @@ def _passed_through(results: list[dict[str, Any]]) -> None:
         assert process["losses"] == process["expected"]
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", ["bf16", "fp16, offloaded"])
 def test_resume_is_bit_exact(world2: Any, tmp_path: Path, options: str) -> None:
     given = {"accumulation": 2, **OPTIONS[options]}
-    whole = world2.run(on, [2], cases_resume.train, EVERYTHING, 6, 3, **given)
-    world2.run(on, [2], cases_resume.save, str(tmp_path), EVERYTHING, 3, **given)
+    whole = world2.run(on, [2], cases_resume.train, EVERYTHING, 6, 3, str(tmp_path), **given)
     assert (
         world2.run(on, [2], cases_resume.resume, str(tmp_path), EVERYTHING, 3, 6, **given) == whole
     )
     assert whole[0]["factors"] > 3
 
 
-@pytest.mark.parametrize("options", ["bf16", "parameters offloaded"])
-def test_resume_over_two_levels_is_bit_exact(world4: Any, tmp_path: Path, options: str) -> None:
-    given = {"accumulation": 2, **OPTIONS[options]}
-    whole = world4.run(on, [2, 2], cases_resume.train, EVERYTHING, 6, 3, **given)
-    world4.run(on, [2, 2], cases_resume.save, str(tmp_path), EVERYTHING, 3, **given)
+def test_resume_over_two_levels_is_bit_exact(world4: Any, tmp_path: Path) -> None:
+    given = {"accumulation": 2, **OPTIONS["parameters offloaded"]}
+    whole = world4.run(on, [2, 2], cases_resume.train, EVERYTHING, 6, 3, str(tmp_path), **given)
     assert (
         world4.run(on, [2, 2], cases_resume.resume, str(tmp_path), EVERYTHING, 3, 6, **given)
         == whole
     )
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", ["bf16", "fp16", "parameters offloaded"])
 def test_it_trains_as_plain_deepspeed_does(world2: Any, options: str) -> None:
     """8 bits are as good as everything; an update of the wrong scale, or none, would show."""
     given = {"lr": 3e-4, **OPTIONS[options]}

@@ -20,7 +20,6 @@ from tests.distributed.pool import Pool, PoolError
 
 INT8_ON_HOST = {"dtype": "int8", "device": "cpu"}
 SECTIONS = {
-    "topk": topk_section(topk={"density": 0.05}),
     "topk bf16": topk_section(topk={"density": 0.05}, error_feedback={"dtype": "bf16"}),
     "powersgd int8 on host": topk_section(
         method="powersgd", powersgd={"rank": 2}, error_feedback=INT8_ON_HOST
@@ -79,28 +78,11 @@ def _lines(path: str) -> int:
     return len(Path(path).read_text().splitlines()) if Path(path).exists() else 0
 
 
-@pytest.mark.parametrize("name", SECTIONS)
+@pytest.mark.parametrize("name", ["topk bf16", "powersgd by turns"])
 def test_every_kind_of_state_resumes_to_the_bit(world2: Any, tmp_path: Path, name: str) -> None:
     section = SECTIONS[name]
-    whole = world2.run(cases.train, section, 6, 3)
-    world2.run(cases.save, str(tmp_path), section, 3)
+    whole = world2.run(cases.train, section, 6, 3, str(tmp_path))
     assert world2.run(cases.resume, str(tmp_path), section, 3, 6) == whole
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "int8"])
-def test_four_processes_owe_what_two_owed_and_back(
-    world2: Any, world4: Any, tmp_path: Path, dtype: str
-) -> None:
-    section = topk_section(topk={"density": 0.05}, error_feedback={"dtype": dtype})
-    for before, after, tag in ((world2, world4, "2"), (world4, world2, "4")):
-        folder = tmp_path / tag
-        saved = before.run(cases.save, str(folder), section, 3)[0]["owed"]
-        loaded = after.run(cases.load, str(folder / "global_step3"), section)[0]["owed"]
-        assert saved.keys() == loaded.keys()
-        for name, total in saved.items():
-            gap = (loaded[name] - total).abs().max()
-            assert gap <= 1e-6 * total.abs().max()
-            assert total.abs().max() > 0
 
 
 def test_universal_checkpoints_work_with_compression_on(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,45 +47,6 @@ def test_without_our_sections_it_is_plain_deepspeed(world2: Any, way: str) -> No
         assert result["losses"] == plain["losses"]
 
 
-@pytest.mark.parametrize("flags", [{}, {"activation_checkpointing": True}], ids=["plain", "flag"])
-def test_hf_trainer(world2: Any, tmp_path: Path, flags: dict[str, Any]) -> None:
-    ours = world2.run(cases.trainer, str(tmp_path), OURS, **flags)
-    stock = world2.run(cases.trainer, str(tmp_path), {}, **flags)
-    for with_us, without in zip(ours, stock, strict=True):
-        assert with_us["session"] == "Session"
-        assert len(with_us["blocks"]) == 3
-        assert without["session"] is None
-        assert with_us["losses"] == without["losses"]
-        assert len(with_us["losses"]) == 3
-
-
-@pytest.mark.parametrize(
-    "kwargs", [{"use_reentrant": True}, {"every_n_layers": 2}, {"offload": True}], ids=str
-)
-def test_a_trainer_flag_that_asks_for_something_else_is_refused(
-    world2: Any, tmp_path: Path, kwargs: dict[str, Any]
-) -> None:
-    results = world2.run(
-        cases.trainer,
-        str(tmp_path),
-        OURS,
-        activation_checkpointing=True,
-        activation_checkpointing_kwargs=kwargs,
-    )
-    for result in results:
-        assert "activation_checkpointing_kwargs" in result["error"]
-        assert "fix:" in result["error"]
-
-
-def test_accelerate(world2: Any) -> None:
-    ours = world2.run(cases.accelerate, OURS)
-    stock = world2.run(cases.accelerate, {})
-    for with_us, without in zip(ours, stock, strict=True):
-        assert with_us["session"] == "Session"
-        assert without["session"] is None
-        assert with_us["losses"] == without["losses"]
-
-
 def test_modules_that_match_nothing_are_refused_with_the_candidates(world2: Any) -> None:
     wrong = {"ds_ckpt": {"activation": {"policy": "block", "modules": ["PlainBlok"]}}}
     for result in world2.run(cases.refused, wrong, "plain"):
@@ -117,17 +77,3 @@ def test_an_engine_for_evaluation_alone_is_left_to_deepspeed(world2: Any) -> Non
     for result in world2.run(cases.inference, "attach"):
         assert "engine.optimizer" in result["message"]
         assert result["loss"] > 0
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_hf_trainer_with_compression(world2: Any, tmp_path: Path, accumulation: int) -> None:
-    flags = {"gradient_accumulation_steps": accumulation}
-    ours = world2.run(cases.trainer, str(tmp_path), BOTH, **flags)
-    stock = world2.run(cases.trainer, str(tmp_path), {}, **flags)
-    for with_us, without in zip(ours, stock, strict=True):
-        assert with_us["method"] == "topk"
-        assert ("one exchange an accumulated step" in with_us["summary"]) == (accumulation > 1)
-        assert with_us["losses"][0] == without["losses"][0]
-        assert with_us["losses"] != without["losses"]
-        gaps = [abs(a - b) for a, b in zip(with_us["losses"], without["losses"], strict=True)]
-        assert max(gaps) < 0.1

@@ -54,7 +54,7 @@ SPOILS: dict[str, Callable[[Tensor], Tensor]] = {
 PARTS = ("self_attn.q_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj", "input_layernorm")
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", range(25))
 def test_every_injected_difference_is_caught_and_named(seed: int) -> None:
     random.seed(seed)
     spoil = list(SPOILS.values())[seed % len(SPOILS)]

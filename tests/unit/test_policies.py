@@ -11,8 +11,9 @@ from torch import nn
 
 from ds_ckpt.activation import CheckpointedBlocks, Policy, Rule, Treatment
 from ds_ckpt.telemetry.memory import SavedActivations
-from tests.architectures import ARCHITECTURES, batch, build
+from tests.architectures import ARCHITECTURES, OFTEN, batch, build
 
+SLOW = pytest.mark.slow
 POLICIES: dict[str, Policy] = {
     "block": Policy(),
     "attention": Policy(Treatment("attention")),
@@ -64,8 +65,14 @@ def test_the_comparison_can_fail() -> None:
     assert not all(torch.equal(gradients[n], others[n]) for n in gradients)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("kind", "policy"),
+    [
+        pytest.param(k, p, marks=() if k in OFTEN or p in ("block", "selective") else SLOW)
+        for k in ARCHITECTURES
+        for p in POLICIES
+    ],
+)
 def test_gradients_are_bitwise_those_of_no_checkpointing(kind: str, policy: str) -> None:
     expected, loss, held = plain(kind)
     model = build(kind)
