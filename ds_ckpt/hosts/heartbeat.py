@@ -146,7 +146,7 @@ class Listener:
         self._heard, self._asked = heard, asked
         self._answered = 0
         self._begun = False
-        self._last_s = time.monotonic()
+        self._last_s = self._renewed_s = time.monotonic()
         (folder / EVENTS).unlink(missing_ok=True)
         self._offset = 0
         self._say()
