@@ -37,7 +37,7 @@ from typing import Any
 
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.hosts.emulated import EmulatedHosts
-from ds_ckpt.hosts.launcher import Emulated, LaunchError, Prepared, run
+from ds_ckpt.hosts.launcher import Emulated, LaunchError, Prepared, environment, run
 
 FORMAT = "ds_ckpt links 1"
 _PINGS = 60
@@ -248,7 +248,7 @@ def probe_hostfile(hostfile: Path, *, seconds: float = 1.0) -> Links:
             ),
             headline="there is no link to probe",
         )
-    here = dict(os.environ)
+    here = {**os.environ, "PYTHONPATH": environment(None)["PYTHONPATH"]}
     return _mpirun(count, hostfile.resolve(), seconds, lambda argv, _: Prepared([*argv], here))
 
 
@@ -271,7 +271,8 @@ def _mpirun(
     if mpirun is None or problems:
         raise UnsupportedError(problems, headline="links cannot be probed here")
     argv = [mpirun, "-n", str(count), "--hostfile", str(hostfile), "--map-by", "ppr:1:node"]
-    argv += [sys.executable, "-m", "ds_ckpt.hosts.probe", f"--seconds={seconds}"]
+    argv += ["-x", "PYTHONPATH", sys.executable, "-m", "ds_ckpt.hosts.probe"]
+    argv.append(f"--seconds={seconds}")
     limit_s = _START_S + count * (count - 1) // 2 * (_PAIR_S + 3 * seconds)
     with tempfile.TemporaryDirectory(prefix="ds_ckpt_probe_") as temporary:
         folder = Path(temporary)
