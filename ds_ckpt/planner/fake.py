@@ -10,14 +10,13 @@ Two ways in: `fake_run` copies a model that there is, in any state of ZeRO's par
 
 from __future__ import annotations
 
-import functools
 import logging
 import random
 import sys
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,7 +82,8 @@ class KnownValues(TorchDispatchMode):
         tensors = tensors_in((args, kwargs))
         known = all(t in self._known for t in tensors)
         try:
-            out = _grouped(func, args, kwargs) if _is_grouped(func) else func(*args, **kwargs)
+            grouped = func._schema.name == "aten::_grouped_mm"
+            out = _grouped(func, args, kwargs) if grouped else func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             if not known:
                 raise UnknownValueError(str(func)) from None
@@ -93,14 +93,16 @@ class KnownValues(TorchDispatchMode):
             real = tensors_in(self._really(func, args, kwargs))
             for twin, value in zip(results, real, strict=True):
                 self._known[twin] = value
-        elif _is_mutable(func):
+        elif func._schema.is_mutable:
             self._forget(tensors)
         return out
 
     def _wanted(self, func: Any, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
-        if _is_random(func):  # one number that decides: whether LayerDrop leaves out a layer
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            # one number that decides: whether LayerDrop leaves out a layer
             return not tensors and all(t.numel() == 1 for t in results)
-        return _has_values(func) and all(_small(t) for t in results)
+        # memory that nobody has written has no values
+        return "empty" not in func._schema.name and all(_small(t) for t in results)
 
     def _really(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         def value(leaf: Any) -> Any:
@@ -140,27 +142,6 @@ def _small(tensor: Tensor) -> bool:
     return tensor.numel() <= MOST_ELEMENTS and tensor.layout == torch.strided
 
 
-@functools.cache
-def _is_random(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags
-
-
-@functools.cache
-def _has_values(func: Any) -> bool:
-    """Memory that nobody has written has none."""
-    return "empty" not in func._schema.name
-
-
-@functools.cache
-def _is_mutable(func: Any) -> bool:
-    return bool(func._schema.is_mutable)
-
-
-@functools.cache
-def _is_grouped(func: Any) -> bool:
-    return str(func._schema.name) == "aten::_grouped_mm"
-
-
 def _grouped(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Torch tells the shape of grouped products for bf16 alone, and computes them for all types."""
     dtype = args[0].dtype
@@ -174,16 +155,21 @@ def _grouped(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 @contextmanager
-def taken_for_real() -> Iterator[None]:
-    """While it lasts, transformers treats fake tensors as any: it would else trace, not train."""
+def _patched(target: Any, name: str, value: Any) -> Iterator[None]:
     patches = Patches()
-    utils = sys.modules.get("transformers.utils.import_utils")
-    if utils is not None and hasattr(utils, "is_fake_tensor"):
-        patches.set(utils, "is_fake_tensor", lambda _: False)
+    patches.set(target, name, value)
     try:
         yield
     finally:
         patches.undo()
+
+
+def taken_for_real() -> AbstractContextManager[None]:
+    """While it lasts, transformers treats fake tensors as any: it would else trace, not train."""
+    utils = sys.modules.get("transformers.utils.import_utils")
+    if utils is None or not hasattr(utils, "is_fake_tensor"):
+        return nullcontext()
+    return _patched(utils, "is_fake_tensor", lambda _: False)
 
 
 _HOOKS = (
@@ -371,7 +357,9 @@ class FakeModel:
         """
         mode = FakeTensorMode(allow_non_fake_inputs=True)  # it may have made constants before
         values = KnownValues(mode)
-        with _profile_refused(name), taken_for_real(), _first_values_left_out(), mode, values:
+        # torch's truncated normal asks tensors for its bounds, which fake ones cannot tell
+        unasked = _patched(nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor)
+        with _profile_refused(name), taken_for_real(), unasked, mode, values:
             model, batch = make()
         return cls(name, model, batch, mode, values)
 
@@ -392,17 +380,6 @@ class FakeModel:
         seen = nullcontext() if tracing else taken_for_real()
         with _profile_refused(self.name), _torch_quiet(), seen, self.mode, self.values:
             yield
-
-
-@contextmanager
-def _first_values_left_out() -> Iterator[None]:
-    """torch's truncated normal asks tensors for its bounds, which fake ones cannot tell."""
-    patches = Patches()
-    patches.set(torch.nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor)
-    try:
-        yield
-    finally:
-        patches.undo()
 
 
 @contextmanager
@@ -448,7 +425,7 @@ def unknown_values_refused(
         ) from error
 
 
-def _profile_refused(name: str) -> Any:
+def _profile_refused(name: str) -> AbstractContextManager[None]:
     return unknown_values_refused(
         lambda: name,
         "measure real tensors with --real, on a smaller shape if need be",

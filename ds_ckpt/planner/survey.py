@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -273,7 +274,7 @@ def survey(
     return _survey(parts, trace)
 
 
-def not_plannable(running: Callable[[], str] = lambda: "") -> Any:
+def not_plannable(running: Callable[[], str] = lambda: "") -> AbstractContextManager[None]:
     """Refuses a forward that asks for values, with the module that did."""
     return unknown_values_refused(
         lambda: f"the forward of {running() or 'the model'}",

@@ -39,7 +39,8 @@ def compile_report(made: FakeModel, blocks: Sequence[Block], kept: Footprint) ->
         kept: the step with policy "block".
     """
     names = [b.name for b in blocks]
-    counting, cutting = _Counting(made.model, names), _Cutting(names, _owners(made.model, blocks))
+    owners = {id(p): b.name for b in blocks for p in b.module.parameters()}
+    counting, cutting = _Counting(made.model, names), _Cutting(names, owners)
     with _fresh(made):
         _forward(made, counting.backend)
         seen = _told_breaks(counting.breaks)
@@ -249,7 +250,3 @@ def _block_of(node: fx.Node, names: Sequence[str]) -> str:
                 if name in wanted:
                     return name
     return OUTSIDE
-
-
-def _owners(model: nn.Module, blocks: Sequence[Block]) -> dict[int, str]:
-    return {id(p): b.name for b in blocks for p in b.module.parameters()}

@@ -10,6 +10,7 @@ an estimate; fragmentation and what NCCL takes are not in it.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,10 +60,9 @@ class Parameters:
         of_blocks = [sum(p.numel() for p in b.module.parameters()) for b in blocks]
         in_blocks = {id(p) for b in blocks for p in b.module.parameters()}
         outside = [p.numel() for p in parameters if id(p) not in in_blocks]
-        sizes: dict[int, int] = {}
+        sizes: Counter[int] = Counter()
         for parameter in parameters:
-            size = parameter.element_size()
-            sizes[size] = sizes.get(size, 0) + parameter.numel()
+            sizes[parameter.element_size()] += parameter.numel()
         config = getattr(model, "config", None)
         return cls(
             counts=tuple(p.numel() for p in parameters),
@@ -90,7 +90,9 @@ def estimate(
     total, trainable = sum(parameters.counts), sum(parameters.trainable)
     shard = sum(math.ceil(n / world) for n in parameters.trainable)
     whole_shard = sum(math.ceil(n / world) for n in parameters.counts)
-    setting = _Settings(zero, parameters.hidden)
+
+    def setting(key: str) -> int:
+        return _elements(key, zero, parameters.hidden)
 
     persistent = sum(
         n for n in parameters.counts if n <= setting("stage3_param_persistence_threshold")
@@ -142,22 +144,17 @@ def estimate(
     return states, tuple(notes)
 
 
-class _Settings:
-    """Counts of elements by DeepSpeed's key; "auto" as transformers fills it in."""
-
-    def __init__(self, zero: Mapping[str, Any], hidden: int | None) -> None:
-        self._zero, self._hidden = zero, hidden
-
-    def __call__(self, key: str) -> int:
-        value = self._zero.get(key, self._zero.get(key.removeprefix("stage3_")))
-        if is_auto(value) and self._hidden is not None:
-            square = self._hidden * self._hidden
-            return {
-                "reduce_bucket_size": square,
-                "stage3_prefetch_bucket_size": int(0.9 * square),
-                "stage3_param_persistence_threshold": 10 * self._hidden,
-            }.get(key, _DEFAULTS[key])
-        return _whole(value, _DEFAULTS[key])
+def _elements(key: str, zero: Mapping[str, Any], hidden: int | None) -> int:
+    """A setting that counts elements, by DeepSpeed's key; "auto" as transformers fills it in."""
+    value = zero.get(key, zero.get(key.removeprefix("stage3_")))
+    if is_auto(value) and hidden is not None:
+        filled_in = {
+            "reduce_bucket_size": hidden * hidden,
+            "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
+            "stage3_param_persistence_threshold": 10 * hidden,
+        }
+        return filled_in.get(key, _DEFAULTS[key])
+    return _whole(value, _DEFAULTS[key])
 
 
 def _whole(value: Any, default: int) -> int:
