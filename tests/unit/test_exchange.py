@@ -113,7 +113,7 @@ def assert_same_shards(got: list[list[Tensor]], expected: list[list[Tensor]]) ->
 # ---- identity
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(cases, st.sampled_from([None, TopK(1.0, "fp32", "exact"), TopK(1.0, "fp32"), Dense()]))
 def test_sending_everything_is_the_stock_reduction_bitwise(case: Case, codec: Codec | None) -> None:
     if codec is not None:  # with a codec 16-bit gradients are divided in fp32: see below
@@ -174,7 +174,7 @@ several_hosts = st.builds(
 )
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(several_hosts, everything_by_topk, st.sampled_from([1.0, 1024.0]), st.integers(0, 1))
 def test_topk_of_all_entries_is_the_fp32_sum_on_one_level_and_two(
     case: Case, codec: Codec, loss_scale: float, step: int
