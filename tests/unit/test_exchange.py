@@ -112,7 +112,7 @@ def assert_same_shards(got: list[list[Tensor]], expected: list[list[Tensor]]) ->
 # ---- identity
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     cases,
     st.sampled_from(
@@ -182,7 +182,7 @@ several_hosts = st.builds(
 )
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(several_hosts, everything_by_topk, st.sampled_from([1.0, 1024.0]), st.integers(0, 1))
 def test_topk_of_all_entries_is_the_fp32_sum_on_one_level_and_two(
     case: Case, codec: Codec, loss_scale: float, step: int
