@@ -130,12 +130,12 @@ class ScheduledExchange:
         if way == "stock":
             return stock(tensors)
         if way == "whole":
-            return self._exchange.reduce(names, tensors, loss_scale=loss_scale, whole=True)
+            return self._exchange.average(names, tensors, loss_scale=loss_scale, uncompressed=True)
         if self._gate is None or not tensors or self._exchange.world == 1:
-            return self._exchange.reduce(names, tensors, loss_scale=loss_scale)
+            return self._exchange.average(names, tensors, loss_scale=loss_scale)
         device, start_s = tensors[0].device, time.perf_counter()
         whole = self._gate.sends_whole(names)
-        shards = self._exchange.reduce(names, tensors, loss_scale=loss_scale, whole=whole)
+        shards = self._exchange.average(names, tensors, loss_scale=loss_scale, uncompressed=whole)
         self._gate.took(names, whole, time.perf_counter() - start_s, device)
         return shards
 

@@ -50,14 +50,14 @@ def gated(slow: str, folder: str, *, process: int) -> dict[str, Any]:
     """
     engine, session, built = _started()
     exchange = built.exchange._exchange
-    reduce = exchange.reduce
+    average = exchange.average
 
-    def slowed(*args: Any, whole: bool = False, **kwargs: Any) -> Any:
-        if dist.get_rank() == process and whole == (slow == "whole"):
+    def slowed(*args: Any, uncompressed: bool = False, **kwargs: Any) -> Any:
+        if dist.get_rank() == process and uncompressed == (slow == "whole"):
             time.sleep(0.3)
-        return reduce(*args, whole=whole, **kwargs)
+        return average(*args, uncompressed=uncompressed, **kwargs)
 
-    exchange.reduce = slowed
+    exchange.average = slowed
     models.train(engine, "llama", 2 * TRIALS)
     engine.save_checkpoint(folder, tag="mine")
     before = session.counters.bytes_sent[Purpose.REDUCE]
@@ -84,12 +84,12 @@ def refereed(slow: str, folder: str, *, process: int, **options: Any) -> dict[st
     engine, session, built = _started(**options)
     assert built.referee is not None
     assert built.feedback is not None
-    ours, by_stock = built.exchange._exchange.reduce, []
+    ours, by_stock = built.exchange._exchange.average, []
 
-    def slowed_exchange(*args: Any, whole: bool = False, **kwargs: Any) -> Any:
-        if dist.get_rank() == process and (whole or slow == "exchange"):
+    def slowed_exchange(*args: Any, uncompressed: bool = False, **kwargs: Any) -> Any:
+        if dist.get_rank() == process and (uncompressed or slow == "exchange"):
             time.sleep(0.2)
-        return ours(*args, whole=whole, **kwargs)
+        return ours(*args, uncompressed=uncompressed, **kwargs)
 
     scheduled = built.exchange.reduce
 
@@ -102,7 +102,7 @@ def refereed(slow: str, folder: str, *, process: int, **options: Any) -> dict[st
 
         return scheduled(*args, stock=counted, **kwargs)
 
-    built.exchange._exchange.reduce = slowed_exchange  # type: ignore[method-assign]
+    built.exchange._exchange.average = slowed_exchange  # type: ignore[method-assign]
     built.exchange.reduce = slowed_stock  # type: ignore[method-assign]
     steps = 0
     while built.referee.stock is None:  # a busy machine may need more rounds than one

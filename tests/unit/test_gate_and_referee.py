@@ -41,15 +41,18 @@ class Machine:
     ways: list[str] = field(default_factory=list)
     went: dict[str, str] = field(default_factory=dict)
 
-    def reduce(
+    def average(
         self,
         names: Sequence[str],
         tensors: list[Tensor],
         loss_scale: float = 1.0,
         *,
-        whole: bool = False,
+        uncompressed: bool = False,
     ) -> list[Tensor]:
-        self._take("whole" if whole else "compressed", self.whole_s if whole else self.compressed_s)
+        self._take(
+            "whole" if uncompressed else "compressed",
+            self.whole_s if uncompressed else self.compressed_s,
+        )
         self.went[names[0]] = self.ways[-1]
         return tensors
 
