@@ -31,6 +31,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ds_ckpt.compression.base import methods
 from ds_ckpt.compression.error_feedback import Feedback
 from ds_ckpt.compression.storage import TORCH_DTYPES, Stored
 from ds_ckpt.errors import Problem, StateError
@@ -349,7 +350,8 @@ class ResidualFiles:
     def _without(self, folder: Path, found: list[Path]) -> None:
         """This run has no residuals: as with DeepSpeed alone, or with everything sent."""
         holds = bool(found)
-        if self._method == "dense":
+        kind = methods().get(self._method)
+        if kind is not None and kind.lossless:
             files = [self._checked(path) for path in found]
             holds = any(file.names for file in files)
         if holds and self._dp_rank == 0:
