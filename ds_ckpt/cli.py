@@ -1,6 +1,6 @@
 """`ds-ckpt`: validate configurations, print the schema, look at the installation, emulate hosts.
 
-Heavy imports stay inside the commands: `validate` and `schema` load neither torch nor DeepSpeed.
+Heavy imports stay inside the commands: `validate` and `schema` load no DeepSpeed.
 """
 
 from __future__ import annotations

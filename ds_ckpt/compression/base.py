@@ -167,18 +167,8 @@ AnyMethod = TypeVar("AnyMethod", bound=type[Method])
 ENTRY_POINTS = "ds_ckpt.compressors"
 TAKEN = frozenset(
     [
-        *(
-            "none",
-            "auto",
-            "method",
-            "rules",
-            "error_feedback",
-            "exchange",
-            "guard",
-            "warmup_steps",
-            "start_step",
-        ),
-        *("match", "dims", "min_numel", "max_numel"),
+        *("none", "auto", "method", "rules", "error_feedback", "exchange", "guard"),
+        *("start_step", "warmup_steps", "match", "dims", "min_numel", "max_numel"),
     ]
 )
 """Names that mean something else in the configuration."""

@@ -334,8 +334,10 @@ class ScheduledExchange:
             self._autotuner.exchanged(names, tensors[0].device)
         if way == "deepspeed":
             return stock(tensors)
-        whole = way == "uncompressed"
-        return self._exchange.reduce(names, tensors, loss_scale=loss_scale, whole=whole)
+        uncompressed = way == "uncompressed"
+        return self._exchange.average(
+            names, tensors, loss_scale=loss_scale, uncompressed=uncompressed
+        )
 
     def step_ended(self, *, skipped: bool) -> None:
         """A skipped step leaves every residual and factor bit-equal to before (law 4).

@@ -143,7 +143,7 @@ def build_exchange(
     in_host = None
     if groups.inside is not None:
         inside = TorchTransport(groups.inside, all_to_all_single, all_reduce)
-        in_host = InHostSum(inside, groups.columns)
+        in_host = InHostSum(inside, groups.peers)
     # stock reduction on gloo adds in its ring's order; adding alike makes `dense` bit-equal to it
     on_gloo = torch_dist.get_backend(group) == "gloo"
     between = TorchTransport(groups.between, all_to_all_single, all_reduce)
@@ -184,7 +184,7 @@ def describe(settings: ExchangeSettings, plan: Plan, groups: Groups) -> str:
     """One clause on what travels how, from codecs' own sizes."""
     levels = ""
     if groups.levels == 2:
-        levels = f", between hosts; summed exactly among the {len(groups.columns)} of a host"
+        levels = f", between hosts; summed exactly among the {len(groups.peers)} of a host"
     if settings.lossless:
         return f"gradients uncompressed by all-to-all, summed at the owner{levels}"
     how = ", ".join(f"{words} on {n}" for words, (n, _, _) in plan.by_compressor().items())

@@ -34,7 +34,7 @@ from ds_ckpt.compression.powersgd import Factors, factor_numels, matrix_shape
 from ds_ckpt.exchange.hierarchy import InHostSum
 from ds_ckpt.exchange.layout import (
     HEADER_BYTES,
-    ColumnLayout,
+    LocalShard,
     Order,
     PacketLayout,
     ShardLayout,
@@ -52,15 +52,15 @@ class Item:
     """One tensor of a bucket.
 
     Attributes:
-        column: this process's contribution, [layout.numel]: its gradient, or its host's sum.
+        local: this process's contribution, [layout.numel]: its gradient, or its host's sum.
         dtype: the gradient's, in which shards are answered and uncompressed tensors travel.
     """
 
     name: str
     shape: torch.Size
     dtype: torch.dtype
-    column: Tensor
-    layout: ColumnLayout
+    local: Tensor
+    layout: LocalShard
     compressor: Compressor | None
 
     def packed_bytes(self, numel: int) -> int:
@@ -73,11 +73,11 @@ class Item:
     @property
     def divided_last(self) -> bool:
         """Whether an uncompressed tensor is summed before it is divided."""
-        return self.column.dtype == self.dtype and self.dtype.itemsize < 4
+        return self.local.dtype == self.dtype and self.dtype.itemsize < 4
 
 
 class AllToAllExchange:
-    """One process's end. All processes call `reduce` for the same buckets in the same order.
+    """One process's end. All processes call `average` for the same buckets in the same order.
 
     Args:
         transport: carries the packets; with two levels, between hosts.
@@ -86,7 +86,7 @@ class AllToAllExchange:
             left out is lost.
         factors: PowerSGD's, committed or rolled back likewise.
         order: see `Order`; not used with two levels.
-        holds: gradients of some calls are held back by `hold` and go with the next `reduce`.
+        holds: gradients of some calls are held back by `hold` and go with the next `average`.
             Tensors without a compressor then pass through the feedback too: it is where they are
             held.
         in_host: the lower level; None: every process is on its own.
@@ -136,15 +136,15 @@ class AllToAllExchange:
         """Add a micro-step's gradients to what goes out later; nothing leaves the host.
 
         A non-finite value in them is told to everybody with the step's every bucket. Arguments as
-        for `reduce`.
+        for `average`.
 
         Returns:
-            Zeros of the shape of what `reduce` returns.
+            Zeros of the shape of what `average` returns.
         """
-        columns, layouts = self._columns(tensors)
+        locals_, layouts = self._local_shards(tensors)
         with self.timings.section("residual"):
-            for name, column in zip(names, columns, strict=True):
-                pending = self.feedback.accumulate(name, column, self.world, loss_scale)
+            for name, local in zip(names, locals_, strict=True):
+                pending = self.feedback.accumulate(name, local, self.world, loss_scale)
                 # residuals that are rounded cannot hold an inf, and the parameter may be absent
                 # from the micro-step that sends
                 self._held_nonfinite |= not all_finite(pending)
@@ -153,13 +153,13 @@ class AllToAllExchange:
         return [t.new_zeros(size) for t, size in zip(tensors, sizes, strict=True)]
 
     @torch.no_grad()
-    def reduce(
+    def average(
         self,
         names: Sequence[str],
         tensors: list[Tensor],
         loss_scale: float = 1.0,
         *,
-        whole: bool = False,
+        uncompressed: bool = False,
     ) -> list[Tensor]:
         """The mean over the group of a bucket's gradients, this process's shards.
 
@@ -168,13 +168,13 @@ class AllToAllExchange:
             tensors: this process's full gradients, contiguous, one device, any floating dtypes;
                 multiplied by `loss_scale`. May be overwritten.
             loss_scale: the same on every process.
-            whole: send this bucket uncompressed, with what is owed to it; the same everywhere.
+            uncompressed: send this bucket so, with what is owed to it; the same everywhere.
 
         Returns:
             Flat shards in the gradients' dtypes, still multiplied by `loss_scale`; empty where
             this process owns nothing. In a world of one, views of the gradients themselves.
         """
-        chosen = [self._compressor(n, t, whole) for n, t in zip(names, tensors, strict=True)]
+        chosen = [self._compressor(n, t, uncompressed) for n, t in zip(names, tensors, strict=True)]
         if not tensors:
             return []
         if self.world == 1:
@@ -184,11 +184,11 @@ class AllToAllExchange:
                 for name, tensor, compressor in zip(names, tensors, chosen, strict=True)
             ]
         else:
-            columns, layouts = self._columns(tensors)
+            locals_, layouts = self._local_shards(tensors)
             items = [
-                Item(name, tensor.shape, tensor.dtype, column, layout, compressor)
-                for name, tensor, column, layout, compressor in zip(
-                    names, tensors, columns, layouts, chosen, strict=True
+                Item(name, tensor.shape, tensor.dtype, local, layout, compressor)
+                for name, tensor, local, layout, compressor in zip(
+                    names, tensors, locals_, layouts, chosen, strict=True
                 )
             ]
             bucket = _Bucket(self, items, loss_scale, finite=not self._held_nonfinite)
@@ -199,8 +199,8 @@ class AllToAllExchange:
                 self.feedback.clear(name)
         return shards
 
-    def _compressor(self, name: str, tensor: Tensor, whole: bool) -> Compressor | None:
-        compressor = None if whole else self._choose(name, tensor.shape)
+    def _compressor(self, name: str, tensor: Tensor, uncompressed: bool) -> Compressor | None:
+        compressor = None if uncompressed else self._choose(name, tensor.shape)
         if compressor is None and (self._holds or self.feedback.holds(name)):
             # What is owed to an uncompressed tensor goes with it, in fp32 so that nothing is
             # owed afterwards. Where gradients are held it passes here in every step, and a rounded
@@ -209,11 +209,11 @@ class AllToAllExchange:
             return Dense(torch.float32 if exact else tensor.dtype)
         return compressor
 
-    def _columns(self, tensors: list[Tensor]) -> tuple[list[Tensor], list[ColumnLayout]]:
+    def _local_shards(self, tensors: list[Tensor]) -> tuple[list[Tensor], list[LocalShard]]:
         """What this process brings to the exchange of each tensor."""
         flats = [t.reshape(-1) for t in tensors]
         shards = [ShardLayout(f.numel(), self.world) for f in flats]
-        layouts = [ColumnLayout(s, self._members) for s in shards]
+        layouts = [LocalShard(s, self._members) for s in shards]
         if self._in_host is not None and flats:
             with self.timings.section("in_host"):
                 flats = self._in_host.sum(flats, shards)
@@ -253,7 +253,7 @@ class _Bucket:
         self._loss_scale = loss_scale
         self._finite = finite
         self._me, self._processes = exchange.transport.dp_rank, exchange.transport.world
-        self._device = items[0].column.device
+        self._device = items[0].local.device
         self._low: LowRankPart | None = None
         if any(item.compressor is not None and item.compressor.low_rank for item in items):
             self._low = LowRankPart(
@@ -281,7 +281,7 @@ class _Bucket:
             compressor = item.compressor
             if compressor is None or isinstance(compressor, Dense):
                 riders.add(i)
-                rider_numel += item.column.numel()
+                rider_numel += item.local.numel()
             elif compressor.low_rank is None:
                 return set()  # there is an all-to-all anyway
             else:
@@ -321,7 +321,7 @@ class _Bucket:
             if item.compressor is None:
                 continue
             pending = self._exchange.feedback.accumulate(
-                item.name, item.column, self._exchange.world, self._loss_scale
+                item.name, item.local, self._exchange.world, self._loss_scale
             )
             self._pending[i] = pending
             finite = finite and all_finite(pending)
@@ -341,7 +341,7 @@ class _Bucket:
                 if i in self._pending:
                     low.add_rider(i, self._pending[i])
                 else:
-                    wide = item.column.to(torch.promote_types(item.dtype, torch.float32))
+                    wide = item.local.to(torch.promote_types(item.dtype, torch.float32))
                     low.add_rider(i, wide.div(self._exchange.world))
             elif item.compressor is not None and item.compressor.low_rank is not None:
                 _, columns = matrix_shape(item.shape)
@@ -368,13 +368,13 @@ class _Bucket:
         """Write each destination's part; returns the own one, in the dtype of the sum."""
         divisor = 1 if item.divided_last else self._exchange.world
         for dest, payload in outgoing.items():
-            part = item.column[item.layout.shard(dest)]
+            part = item.local[item.layout.shard(dest)]
             out = section(payload, 0, item.layout.size(dest), item.dtype)
             if part.dtype == item.dtype:
                 torch.div(part, divisor, out=out)  # straight into the packet
             else:
                 out.copy_(part.div(divisor))
-        own = item.column[item.layout.shard(self._me)].div(divisor)
+        own = item.local[item.layout.shard(self._me)].div(divisor)
         return own.to(torch.promote_types(item.dtype, torch.float32))
 
     def _store(self, finite: bool) -> None:

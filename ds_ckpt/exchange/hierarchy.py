@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ds_ckpt.compression.base import aligned, section
 from ds_ckpt.errors import Problem, UnsupportedError
-from ds_ckpt.exchange.layout import ColumnLayout, ShardLayout
+from ds_ckpt.exchange.layout import LocalShard, ShardLayout
 from ds_ckpt.exchange.transport import Transport
 
 Levels = Literal["auto", 1, 2]
@@ -60,9 +60,9 @@ class Nodes:
         return len(self.hosts[0])
 
     @property
-    def columns(self) -> tuple[tuple[int, ...], ...]:
+    def peers(self) -> tuple[tuple[int, ...], ...]:
         """For each place in a host the processes of all hosts at that place, ascending."""
-        return tuple(tuple(sorted(column)) for column in zip(*self.hosts, strict=True))
+        return tuple(tuple(sorted(at)) for at in zip(*self.hosts, strict=True))
 
 
 def here(environment: Mapping[str, str] = os.environ) -> Place:
@@ -106,13 +106,13 @@ class Groups:
     Attributes:
         between: the processes that exchange compressed gradients: all, or one of each host.
         inside: the processes of this host; None with one level.
-        columns: see `Nodes.columns`; empty with one level.
+        peers: see `Nodes.peers`; empty with one level.
         why_one: why `auto` chose one level; empty where it did not choose.
     """
 
     between: Any
     inside: Any = None
-    columns: tuple[tuple[int, ...], ...] = ()
+    peers: tuple[tuple[int, ...], ...] = ()
     why_one: str = ""
 
     def discard(self) -> None:
@@ -129,7 +129,7 @@ class Groups:
     @property
     def local(self) -> int:
         """Processes of a host that divide each gradient among them; 1 with one level."""
-        return max(len(self.columns), 1)
+        return max(len(self.peers), 1)
 
     @property
     def levels(self) -> int:
@@ -168,13 +168,13 @@ def make_groups(group: Any, levels: Levels) -> Groups:
     # every process makes every group: made by its members alone, a group is named by its ranks, and
     # a second one of that name finds the addresses of the first
     me, mine = torch_dist.get_rank(group), []
-    for sets in (nodes.columns, nodes.hosts):
+    for sets in (nodes.peers, nodes.hosts):
         made = [torch_dist.new_group(sorted(ranks[p] for p in members)) for members in sets]
         for new, members in zip(made, sets, strict=True):
             if me in members:
                 mine.append(new)
     between, inside = mine
-    return Groups(between, inside, nodes.columns)
+    return Groups(between, inside, nodes.peers)
 
 
 def twin_of(group: Any) -> Any:
@@ -201,13 +201,13 @@ class InHostSum:
 
     Args:
         transport: between the processes of this host.
-        columns: by local process, the processes of the whole world that share its place.
+        peers: by local process, the processes of the whole world that share its place.
     """
 
-    def __init__(self, transport: Transport, columns: Sequence[tuple[int, ...]]) -> None:
-        assert len(columns) == transport.world
+    def __init__(self, transport: Transport, peers: Sequence[tuple[int, ...]]) -> None:
+        assert len(peers) == transport.world
         self._transport = transport
-        self._columns = columns
+        self._peers = peers
 
     @property
     def processes(self) -> int:
@@ -217,20 +217,20 @@ class InHostSum:
     @property
     def members(self) -> tuple[int, ...]:
         """The processes that this one exchanges with between hosts, itself included."""
-        return self._columns[self._transport.dp_rank]
+        return self._peers[self._transport.dp_rank]
 
     def sum(self, flats: Sequence[Tensor], shards: Sequence[ShardLayout]) -> list[Tensor]:
-        """This process's column of each tensor, summed over the host.
+        """This process's local shard of each tensor, summed over the host.
 
         Args:
             flats: [n] each, any floating dtypes, one device.
             shards: ZeRO-3's division of each.
 
         Returns:
-            [column's entries] each, in fp32 or the gradient's dtype if that is wider.
+            [its entries] each, in fp32 or the gradient's dtype if that is wider.
         """
         me, local = self._transport.dp_rank, self._transport.world
-        layouts = [[ColumnLayout(s, members) for s in shards] for members in self._columns]
+        layouts = [[LocalShard(s, members) for s in shards] for members in self._peers]
         sizes = [
             [c.numel * f.element_size() for c, f in zip(cs, flats, strict=True)] for cs in layouts
         ]
@@ -270,7 +270,7 @@ class InHostSum:
         return totals
 
 
-def _gather(flat: Tensor, layout: ColumnLayout, out: Tensor) -> Tensor:
+def _gather(flat: Tensor, layout: LocalShard, out: Tensor) -> Tensor:
     for member in range(len(layout.members)):
         out[layout.shard(member)] = flat[layout.source(member)]
     return out

@@ -54,11 +54,11 @@ class ShardLayout:
 
 
 @dataclass(frozen=True)
-class ColumnLayout:
+class LocalShard:
     """What a group of processes exchanges of a tensor: the shards that its members own, in a row.
 
-    With one level the group is the whole world and the column is the flattened tensor. With two
-    levels it is one process of each host, and the column is `1 / processes a host` of the tensor.
+    With one level the group is the whole world, and this is the flattened tensor. With two levels
+    it is one process of each host, and this is `1 / processes a host` of the tensor.
 
     Attributes:
         tensor: ZeRO-3's division of the whole tensor.
@@ -70,7 +70,7 @@ class ColumnLayout:
 
     @property
     def numel(self) -> int:
-        """Entries of the column."""
+        """Entries of the local shard."""
         return sum(self.size(m) for m in range(len(self.members)))
 
     def source(self, member: int) -> slice:
@@ -78,7 +78,7 @@ class ColumnLayout:
         return self.tensor.shard(self.members[member])
 
     def shard(self, member: int) -> slice:
-        """Where a member's shard lies in the column."""
+        """Where a member's shard lies in the local shard."""
         start = sum(self.size(m) for m in range(member))
         return slice(start, start + self.size(member))
 
@@ -106,7 +106,7 @@ class PacketLayout:
     @classmethod
     def of(
         cls,
-        shards: Sequence[ShardLayout | ColumnLayout],
+        shards: Sequence[ShardLayout | LocalShard],
         payload_bytes: Sequence[Callable[[int], int]],
         *,
         dp_rank: int,

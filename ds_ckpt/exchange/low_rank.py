@@ -39,27 +39,27 @@ from torch import Tensor
 from ds_ckpt.compression import powersgd
 from ds_ckpt.compression.error_feedback import all_finite
 from ds_ckpt.compression.powersgd import Factors, LowRank, Side
-from ds_ckpt.exchange.layout import ColumnLayout
+from ds_ckpt.exchange.layout import LocalShard
 from ds_ckpt.exchange.transport import Transport
 from ds_ckpt.telemetry.timings import Timings
 
 
 @dataclass(frozen=True)
 class RowBlocks:
-    """Rows of a [rows, columns] tensor that a column's shards touch, one block a member.
+    """Rows of a [rows, columns] tensor that a process's local shard touches, one block a member.
 
     Attributes:
-        layout: the column.
+        layout: the local shard.
         columns: length of a row.
         starts: first row of each member's block in the matrix of all blocks, and the end.
     """
 
-    layout: ColumnLayout
+    layout: LocalShard
     columns: int
     starts: tuple[int, ...]
 
     @classmethod
-    def of(cls, layout: ColumnLayout, columns: int) -> RowBlocks:
+    def of(cls, layout: LocalShard, columns: int) -> RowBlocks:
         starts = [0]
         for member in range(len(layout.members)):
             source = layout.source(member)
@@ -74,7 +74,7 @@ class RowBlocks:
 
     @property
     def complete(self) -> bool:
-        """Whether the column is the whole tensor, which is then the matrix itself."""
+        """Whether the local shard is the whole tensor, which is then the matrix itself."""
         return self.layout.numel == self.layout.tensor.numel
 
     def entries(self, member: int) -> slice:
@@ -90,22 +90,22 @@ class RowBlocks:
         """Rows of the matrix: those of the tensor, or of all blocks."""
         return self.layout.tensor.numel // self.columns if self.complete else self.rows
 
-    def matrix(self, column: Tensor) -> Tensor:
-        """fp32 [matrix_rows, columns]: a view of the column where it is complete, else a copy."""
+    def matrix(self, local: Tensor) -> Tensor:
+        """fp32 [matrix_rows, columns]: a view where the local shard is complete, else a copy."""
         if self.complete:
-            return column.view(-1, self.columns)
-        matrix = torch.zeros(self.rows * self.columns, device=column.device)
+            return local.view(-1, self.columns)
+        matrix = torch.zeros(self.rows * self.columns, device=local.device)
         for member in range(len(self.layout.members)):
-            matrix[self.entries(member)] = column[self.layout.shard(member)]
+            matrix[self.entries(member)] = local[self.layout.shard(member)]
         return matrix.view(-1, self.columns)
 
-    def write_back(self, matrix: Tensor, column: Tensor) -> None:
-        """Copy the shards' entries of `matrix` to the column that it was made from."""
+    def write_back(self, matrix: Tensor, local: Tensor) -> None:
+        """Copy the shards' entries of `matrix` to the local shard that it was made from."""
         if self.complete:
             return
         flat = matrix.view(-1)
         for member in range(len(self.layout.members)):
-            column[self.layout.shard(member)] = flat[self.entries(member)]
+            local[self.layout.shard(member)] = flat[self.entries(member)]
 
 
 class FactorSum:
@@ -170,8 +170,8 @@ class _Matrix:
     settings: LowRank
     factor_sum: FactorSum
     own: slice
-    """This process's shard in the column."""
-    column: Tensor
+    """This process's part of the local shard."""
+    local: Tensor
     """What is to be sent. Turns into what is left, own shard zero."""
     matrix: Tensor
     given: Tensor
@@ -189,11 +189,11 @@ class _Matrix:
         return self.factor_sum.rounded(out)
 
     def subtract(self) -> None:
-        """Leave in the column what this process's factor misses."""
+        """Leave in the local shard what this process's factor misses."""
         left, right = self._factors(self.mine)
         powersgd.subtract_product_(self.matrix, left, right)
-        self.blocks.write_back(self.matrix, self.column)
-        self.column[self.own].zero_()
+        self.blocks.write_back(self.matrix, self.local)
+        self.local[self.own].zero_()
 
     def others(self, entries: slice) -> Tensor:
         """What the other processes sent for these entries of the matrix: fp32, flat."""
@@ -210,7 +210,7 @@ class LowRankPart:
     """Low-rank tensors of one bucket, and small tensors that ride along uncompressed.
 
     The calls, in order: `add` and `add_rider` for each; `first`; `second`; `delivered` and `rider`
-    for each. After `first` the columns hold what the factors missed, own shards at zero.
+    for each. After `first` the local shards hold what the factors missed, own shards at zero.
 
     Args:
         factors: what the last step sent.
@@ -228,13 +228,13 @@ class LowRankPart:
         self._matrices: dict[int, _Matrix] = {}
         self._riders: dict[int, Tensor] = {}
 
-    def add(self, i: int, name: str, column: Tensor, blocks: RowBlocks, settings: LowRank) -> None:
-        """Tensor `i`: its column, fp32; it is changed in place."""
+    def add(self, i: int, name: str, local: Tensor, blocks: RowBlocks, settings: LowRank) -> None:
+        """Tensor `i`: its local shard, fp32; it is changed in place."""
         rank = min(settings.rank, blocks.matrix_rows, blocks.columns)
-        if rank == 0:  # nothing of this tensor lies in the column
+        if rank == 0:  # nothing of this tensor lies in the local shard
             return
         side, given = self._given(name, blocks, rank, settings.alternate)
-        matrix = blocks.matrix(column)
+        matrix = blocks.matrix(local)
         empty = given.new_empty(0)
         # with Q^ at hand P comes first; without alternation Q follows it
         sends: Side = "left" if side == "right" else "right"
@@ -245,7 +245,7 @@ class LowRankPart:
             settings,
             self._factor_sum,
             own,
-            column,
+            local,
             matrix,
             given,
             sends,
@@ -257,9 +257,9 @@ class LowRankPart:
             item.subtract()
         self._matrices[i] = item
 
-    def add_rider(self, i: int, column: Tensor) -> None:
+    def add_rider(self, i: int, local: Tensor) -> None:
         """Tensor `i` as it is, already divided by the number of processes; summed in fp32."""
-        self._riders[i] = column
+        self._riders[i] = local
 
     def _given(
         self, name: str, blocks: RowBlocks, rank: int, alternate: bool
@@ -284,7 +284,7 @@ class LowRankPart:
         verdict = torch.zeros(1, device=self._device)
         if not finite:
             verdict.fill_(torch.nan)
-        riders = [column.float() for column in self._riders.values()]
+        riders = [local.float() for local in self._riders.values()]
         with self._timings.section("wire"):
             verdict, *sums = self._factor_sum.sum([verdict, *own], riders)
         totals = sums[: len(items)]
@@ -325,5 +325,5 @@ class LowRankPart:
         return item.others(item.blocks.entries(self._dp_rank))
 
     def rider(self, i: int) -> Tensor:
-        """fp32 column: the sum of what `add_rider` was given everywhere."""
+        """fp32: the sum of what `add_rider` was given everywhere."""
         return self._riders[i]

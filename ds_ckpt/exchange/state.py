@@ -4,8 +4,8 @@ The same processes in the same places resume bit-exactly. Another world size or 
 processes over hosts keeps the sum over processes of every entry: residuals are in units of the
 averaged gradient, so that sum is what training is still owed whatever the number of processes.
 
-With two levels a process keeps a column: the entries that its `members` own. The k-th member of an
-old column hands its entries to the (k mod members)-th member of whichever new column they lie in.
+With two levels a process keeps a local shard: the entries that its `members` own. The k-th member
+of an old one hands its entries to the (k mod members)-th member of whichever new one they lie in.
 Sums are in fp32 and stay so until the next step rounds them.
 
 A file is safetensors, no pickle. Tensors: `residual/NAME` as it is kept (fp32, bf16 or int8),
@@ -31,10 +31,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ds_ckpt.compression.base import methods
 from ds_ckpt.compression.error_feedback import Feedback
 from ds_ckpt.compression.storage import TORCH_DTYPES, Stored
 from ds_ckpt.errors import Problem, StateError
-from ds_ckpt.exchange.layout import ColumnLayout, ShardLayout
+from ds_ckpt.exchange.layout import LocalShard, ShardLayout
 from ds_ckpt.files import replacing
 
 log = logging.getLogger("ds_ckpt")
@@ -151,7 +152,7 @@ class SavedFile:
 
 
 class Stateful(Protocol):
-    """State beside the residuals that is equal on all members of a column: factors, decisions."""
+    """State beside the residuals, equal on all that share a place in a host: factors, decisions."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Tensors, and values that JSON holds, by key."""
@@ -286,11 +287,11 @@ class ResidualFiles:
         members = self._members or tuple(range(self._world))
         place = members.index(self._dp_rank)
         total: dict[str, Tensor] = {}
-        # every process holds the same names: an exchange lays its packets out by them. Columns may
-        # differ in what they have left
-        columns = paths if first.members is not None else paths[:1]
-        for name in sorted({name for path in columns for name in self._checked(path).names}):
-            total[name] = torch.zeros(self._column(name, self._world, self._members).numel)
+        # every process holds the same names: an exchange lays its packets out by them. Local shards
+        # may differ in what they have left
+        files = paths if first.members is not None else paths[:1]
+        for name in sorted({name for path in files for name in self._checked(path).names}):
+            total[name] = torch.zeros(self._local(name, self._world, self._members).numel)
         if first.members is None:  # then none has any, and only the own ones need be opened
             paths = paths[place :: len(members)]
         for path in paths:
@@ -300,15 +301,15 @@ class ResidualFiles:
             if old_place % len(members) != place:
                 continue
             for name in file.names:
-                old = self._column(name, world, file.members)
-                new = self._column(name, self._world, self._members)
+                old = self._local(name, world, file.members)
+                new = self._local(name, self._world, self._members)
                 part = _taken(file.residual(name).decoded(), old, new)
                 total[name] = total[name].add_(part) if name in total else part
         return total
 
-    def _column(self, name: str, world: int, members: tuple[int, ...] | None) -> ColumnLayout:
+    def _local(self, name: str, world: int, members: tuple[int, ...] | None) -> LocalShard:
         shards = ShardLayout(self._numels[name], world)
-        return ColumnLayout(shards, members or tuple(range(world)))
+        return LocalShard(shards, members or tuple(range(world)))
 
     def _checked(self, path: Path) -> SavedFile:
         """The file, if it is of this run's method and shapes."""
@@ -329,12 +330,12 @@ class ResidualFiles:
         for name in file.names:
             shape, why = file.shape(name), "the model has no trainable parameter of this name"
             if name in self._numels:
-                want = self._column(name, world, file.members).numel
+                want = self._local(name, world, file.members).numel
                 if shape == [want]:
                     continue
                 why = f"the model's parameter has {self._numels[name]} elements"
                 if file.members is not None:
-                    why += f", {want} of them in this process's column"
+                    why += f", {want} of them in this process's local shard"
             problems.append(
                 Problem(
                     where=name,
@@ -351,7 +352,8 @@ class ResidualFiles:
     def _without(self, folder: Path, found: list[Path]) -> None:
         """This run has no residuals: as with DeepSpeed alone, or with everything sent."""
         holds = bool(found)
-        if self._method == "dense":
+        kind = methods().get(self._method)
+        if kind is not None and kind.lossless:
             files = [self._checked(path) for path in found]
             holds = any(file.names for file in files)
         if holds and self._dp_rank == 0:
@@ -396,13 +398,13 @@ def _complete(folder: Path, found: list[Path]) -> list[Path]:
     return expected
 
 
-def _taken(column: Tensor, old: ColumnLayout, new: ColumnLayout) -> Tensor:
-    """The entries of an old column that lie in a new one, at their place there; 0 elsewhere."""
+def _taken(local: Tensor, old: LocalShard, new: LocalShard) -> Tensor:
+    """The entries of an old one that lie in a new one, at their place there; 0 elsewhere."""
     if old.numel == new.numel == old.tensor.numel:
-        return column
+        return local
     whole = torch.zeros(old.tensor.numel)
     for member in range(len(old.members)):
-        whole[old.source(member)] = column[old.shard(member)]
+        whole[old.source(member)] = local[old.shard(member)]
     taken = torch.empty(new.numel)
     for member in range(len(new.members)):
         taken[new.shard(member)] = whole[new.source(member)]

@@ -140,7 +140,7 @@ class Gradients:
         return clauses
 
     def _residual_words(self, feedback: Feedback) -> str:
-        entry_bytes = feedback.entry_bytes / (len(self.built.groups.columns) or 1)
+        entry_bytes = feedback.entry_bytes / (len(self.built.groups.peers) or 1)
         kept = "" if feedback.dtype == "fp32" else f" as {feedback.dtype}"
         cost = f"{entry_bytes:.3g} bytes{' of host memory' if feedback.on_host else ''}"
         if not feedback.enabled:
@@ -177,13 +177,13 @@ def residual_files(engine: Any, method: str, built: Built | None) -> ResidualFil
     """What travels with the engine's checkpoints; without an exchange it only clears and warns."""
     group = engine.optimizer.dp_process_group
     dp_rank = torch.distributed.get_rank(group)
-    columns = built.groups.columns if built else ()
+    peers = built.groups.peers if built else ()
     return ResidualFiles(
         built.feedback if built else None,
         method=method,
         numels={n: shape.numel() for n, shape, _ in shapes_of(engine)},
         dp_rank=dp_rank,
         world=torch.distributed.get_world_size(group),
-        members=next((column for column in columns if dp_rank in column), None),
+        members=next((at for at in peers if dp_rank in at), None),
         parts=built.parts() if built else None,
     )

@@ -192,7 +192,7 @@ class _Worker:
 
     def reduce(self, names: list[str], tensors: list[Tensor]) -> list[Tensor]:
         def stock(bucket: list[Tensor]) -> list[Tensor]:
-            return self.stock.reduce(names, bucket)
+            return self.stock.average(names, bucket)
 
         return self.scheduled.reduce(names, tensors, loss_scale=1.0, stock=stock)
 

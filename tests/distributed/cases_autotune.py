@@ -53,12 +53,12 @@ def tuned(slow: str, folder: str, *, process: int, **options: Any) -> dict[str, 
     tuner = built.autotuner
     assert tuner is not None
     assert built.feedback is not None
-    ours, by_deepspeed = built.exchange._exchange.reduce, []
+    ours, by_deepspeed = built.exchange._exchange.average, []
 
-    def slowed_exchange(*args: Any, whole: bool = False, **kwargs: Any) -> Any:
-        if dist.get_rank() == process and whole == (slow == "other"):
+    def slowed_exchange(*args: Any, uncompressed: bool = False, **kwargs: Any) -> Any:
+        if dist.get_rank() == process and uncompressed == (slow == "other"):
             time.sleep(0.2)
-        return ours(*args, whole=whole, **kwargs)
+        return ours(*args, uncompressed=uncompressed, **kwargs)
 
     scheduled = built.exchange.reduce
 
@@ -71,7 +71,7 @@ def tuned(slow: str, folder: str, *, process: int, **options: Any) -> dict[str, 
 
         return scheduled(*args, stock=counted, **kwargs)
 
-    built.exchange._exchange.reduce = slowed_exchange  # type: ignore[method-assign]
+    built.exchange._exchange.average = slowed_exchange  # type: ignore[method-assign]
     built.exchange.reduce = slowed_deepspeed  # type: ignore[method-assign]
     steps = 0
     while tuner.choice is None:  # a busy machine may need more rounds than one

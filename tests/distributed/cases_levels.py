@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import ds_ckpt
-from ds_ckpt.exchange.layout import ColumnLayout, ShardLayout
+from ds_ckpt.exchange.layout import LocalShard, ShardLayout
 from ds_ckpt.session.gradients import shapes_of
 from ds_ckpt.telemetry import Purpose
 from tests.distributed import cases_compression, models
@@ -42,13 +42,13 @@ def run(slots: list[int], kind: str, section: dict[str, Any], steps: int, **opti
 def whole_residuals(session: Any) -> dict[str, torch.Tensor]:
     """Residuals summed over processes, at their places in the flattened parameters (fp64)."""
     world, me = dist.get_world_size(), dist.get_rank()
-    columns = session.exchange.groups.columns or (tuple(range(world)),)
+    columns = session.exchange.groups.peers or (tuple(range(world)),)
     members = next(column for column in columns if me in column)
     shapes = {name: shape for name, shape, _ in shapes_of(session.engine)}
     sums = {}
     for name, residual in session.residuals.items():
         numel = shapes[name].numel()
-        layout = ColumnLayout(ShardLayout(numel, world), members)
+        layout = LocalShard(ShardLayout(numel, world), members)
         total = torch.zeros(numel, dtype=torch.float64)
         for member in range(len(members)):
             total[layout.source(member)] = residual[layout.shard(member)].double()

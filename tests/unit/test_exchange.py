@@ -250,7 +250,7 @@ def test_negative_zero_survives() -> None:
 def test_a_world_of_one_returns_the_gradient_itself() -> None:
     world = World(1, lambda n, s: TopK(density=0.01))
     gradient = torch.randn(8, 8)
-    (shard,) = world.exchanges[0].reduce(["w"], [gradient])
+    (shard,) = world.exchanges[0].average(["w"], [gradient])
     assert shard.data_ptr() == gradient.data_ptr()
     assert shard.shape == (64,)
 
@@ -634,19 +634,21 @@ def test_a_bucket_that_goes_whole_takes_what_is_owed_and_then_costs_no_residual(
     world = World(2 * local, matrices(TopK(density=0.1)), local=local)
     gradients = [[torch.randn(20, 30).to(dtype)] for _ in range(2 * local)]
 
-    def reduce(*, whole: bool) -> Tensor:
+    def average(*, uncompressed: bool) -> Tensor:
         shards = world.virtual.run(
-            lambda p: world.exchanges[p].reduce(["w"], [gradients[p][0].clone()], whole=whole)
+            lambda p: world.exchanges[p].average(
+                ["w"], [gradients[p][0].clone()], uncompressed=uncompressed
+            )
         )
         world.commit()
         return assemble(shards, 0)
 
-    total = reduce(whole=False)
+    total = average(uncompressed=False)
     assert world.residual_sum("w", 600).abs().sum() > 0
-    total += reduce(whole=True)
+    total += average(uncompressed=True)
     # what is delivered is rounded to the gradients' type, twice; what is owed is not
     atol = 1e-6 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
     assert torch.allclose(total.double(), 2 * mean(gradients, 0), atol=atol)
     assert not any(feedback.holds("w") for feedback in world.feedbacks)
     if local == 1:
-        assert_same_shards([[reduce(whole=True)]], [[assemble(stock(gradients), 0)]])
+        assert_same_shards([[average(uncompressed=True)]], [[assemble(stock(gradients), 0)]])

@@ -13,7 +13,7 @@ from virtual import World, assemble
 
 from ds_ckpt.compression import Compressor, Dense, LowRank, Quantize, TopK
 from ds_ckpt.compression.powersgd import factor_numels, gathers, sent_entry_bytes
-from ds_ckpt.exchange.layout import ColumnLayout, ShardLayout
+from ds_ckpt.exchange.layout import LocalShard, ShardLayout
 from ds_ckpt.exchange.low_rank import FactorSum, RowBlocks
 from ds_ckpt.exchange.plan import Plan
 from ds_ckpt.exchange.rules import Choose
@@ -260,7 +260,7 @@ def test_a_column_as_a_matrix_keeps_rows_and_entries(
 ) -> None:
     place %= local
     world = hosts * local
-    layout = ColumnLayout(ShardLayout(rows * columns, world), tuple(range(place, world, local)))
+    layout = LocalShard(ShardLayout(rows * columns, world), tuple(range(place, world, local)))
     tensor = torch.arange(1.0, rows * columns + 1)
     column = torch.cat([tensor[layout.source(m)] for m in range(hosts)])
     blocks = RowBlocks.of(layout, columns)

@@ -19,10 +19,10 @@ def test_equal_hosts_make_columns(hosts: int, local: int, random: object) -> Non
     assert sorted(p for host in nodes.hosts for p in host) == list(range(hosts * local))
     for host in nodes.hosts:
         assert len({places[p].host for p in host}) == 1
-    for column in nodes.columns:
+    for column in nodes.peers:
         assert list(column) == sorted(column)
         assert len({places[p].host for p in column}) == hosts
-    assert sorted(p for column in nodes.columns for p in column) == list(range(hosts * local))
+    assert sorted(p for column in nodes.peers for p in column) == list(range(hosts * local))
 
 
 @pytest.mark.parametrize(

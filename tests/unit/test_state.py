@@ -18,7 +18,7 @@ from torch import Tensor
 from ds_ckpt.compression import Feedback
 from ds_ckpt.compression.storage import ResidualDtype
 from ds_ckpt.errors import StateError
-from ds_ckpt.exchange.layout import ColumnLayout, ShardLayout
+from ds_ckpt.exchange.layout import LocalShard, ShardLayout
 from ds_ckpt.exchange.state import ResidualFiles
 
 NUMELS = {"layers.0.weight": 700, "layers/odd name": 129, "tiny": 3}
@@ -78,8 +78,8 @@ class Processes:
             for p in range(self.world)
         ]
 
-    def column(self, process: int, name: str) -> ColumnLayout:
-        return ColumnLayout(ShardLayout(NUMELS[name], self.world), self.members[process])
+    def column(self, process: int, name: str) -> LocalShard:
+        return LocalShard(ShardLayout(NUMELS[name], self.world), self.members[process])
 
     def train(self, steps: int, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -292,7 +292,7 @@ def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(tmp_path: Path
         ({"method": "quantize"}, ["method topk", "method quantize", "compression.method"]),
         (
             {"numels": {**NUMELS, "layers.0.weight": 704}},
-            ["layers.0.weight", "has 704 elements, 352 of them in this process's column"],
+            ["layers.0.weight", "has 704 elements, 352 of them in this process's local shard"],
         ),
         ({"numels": {"tiny": 3}}, ["layers/odd name", "no trainable parameter"]),
     ]

@@ -13,7 +13,7 @@ from ds_ckpt.compression.powersgd import Factors
 from ds_ckpt.compression.storage import ResidualDtype
 from ds_ckpt.exchange.exchange import AllToAllExchange
 from ds_ckpt.exchange.hierarchy import InHostSum
-from ds_ckpt.exchange.layout import ColumnLayout, Order, ShardLayout, ascending
+from ds_ckpt.exchange.layout import LocalShard, Order, ShardLayout, ascending
 from ds_ckpt.exchange.rules import Choose
 from ds_ckpt.exchange.virtual import VirtualTransport, VirtualWorld
 
@@ -75,7 +75,7 @@ class World:
         """`gradients[process][tensor]` -> shards `[process][tensor]`; inputs are not changed."""
 
         def work(p: int) -> list[Tensor]:
-            return self.exchanges[p].reduce(names, [g.clone() for g in gradients[p]], loss_scale)
+            return self.exchanges[p].average(names, [g.clone() for g in gradients[p]], loss_scale)
 
         return self.virtual.run(work)
 
@@ -119,9 +119,9 @@ class World:
                     total[layout.source(member)] += residual[layout.shard(member)].double()
         return total
 
-    def column(self, process: int, numel: int) -> ColumnLayout:
+    def column(self, process: int, numel: int) -> LocalShard:
         """What `process` exchanges of a tensor of `numel` entries."""
-        return ColumnLayout(ShardLayout(numel, self.world), self.columns[process % self.local])
+        return LocalShard(ShardLayout(numel, self.world), self.columns[process % self.local])
 
 
 def assemble(shards: Sequence[Sequence[Tensor]], tensor: int) -> Tensor:
