@@ -11,7 +11,7 @@ from torch import nn
 from ds_ckpt.activation import CheckpointedBlocks, Unit
 from ds_ckpt.activation.blocks import Block, is_hf_layer
 from ds_ckpt.errors import UnsupportedError
-from ds_ckpt.planner.budget import ActivationPlan, Allowance, Planner
+from ds_ckpt.planner.budget import Allowance, Planner
 from ds_ckpt.planner.candidates import Candidate, candidates_of
 from ds_ckpt.planner.costs import Rates, measured_rates
 from ds_ckpt.planner.simulate import simulate
@@ -169,7 +169,6 @@ def test_plans_keep_what_they_promise(offload: bool) -> None:
         whole = {b.held_bytes + b.offloaded_bytes for b in plan.blocks if b.word == "block"}
         assert len(whole) <= 1
         assert step.flops == none.flops + plan.recompute_flops
-        assert ActivationPlan.from_json(plan.to_json()) == plan
     assert before == 0.0
 
 
