@@ -29,8 +29,14 @@ from ds_ckpt.harness.launch import (
     launched,
     log_tail,
 )
-from ds_ckpt.validation.candidates import DENSE
-from ds_ckpt.validation.experiment import SAMPLE_EVERY, Plan, Tell, about, sixteen_bit_bytes
+from ds_ckpt.validation.experiment import (
+    DENSE,
+    SAMPLE_EVERY,
+    Plan,
+    Tell,
+    about,
+    sixteen_bit_bytes,
+)
 from ds_ckpt.validation.store import Result, Store, outcome_of
 
 _LOOPBACK = Path("/sys/class/net/lo")

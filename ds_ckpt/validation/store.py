@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ds_ckpt.errors import Problem, StateError
-from ds_ckpt.validation.cell import Outcome
+from ds_ckpt.validation.trainer import Outcome
 
 Mode = Literal["virtual", "processes"]
 

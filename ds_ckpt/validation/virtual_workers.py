@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,9 @@ from ds_ckpt.exchange.ring_order import ring_pieces
 from ds_ckpt.exchange.rules import MethodSettings
 from ds_ckpt.exchange.schedule import ScheduledExchange
 from ds_ckpt.exchange.virtual import VirtualTransport, VirtualWorld
+
+DENSE_SETTINGS = ExchangeSettings(MethodSettings("dense"))
+"""Everything is sent whole."""
 
 BUCKET_NUMEL = 500_000_000
 """DeepSpeed's default `reduce_bucket_size`."""
@@ -95,8 +98,7 @@ class VirtualWorkers:
             at_boundary=(lambda: self._at_boundary) if self._holds else None,
         )
         # in place of DeepSpeed's reduction during the warm-up, to which it is bit-equal on gloo
-        dense = ExchangeSettings(MethodSettings("dense")).choose()
-        stock = AllToAllExchange(transport, dense, order=ring_pieces)
+        stock = AllToAllExchange(transport, DENSE_SETTINGS.choose(), order=ring_pieces)
         return _Worker(exchange, scheduled, feedback, factors, stock)
 
     @torch.no_grad()
@@ -209,6 +211,40 @@ class _Worker:
             stored = {name: Stored(*tensors) for name, tensors in state["residuals"].items()}
             self.feedback.load_stored(stored, state["residual_steps"])
         self.factors.load_state_dict(state["factors"])
+
+
+def sixteen_bit_step_bytes(
+    settings: ExchangeSettings,
+    shapes: Sequence[tuple[str, torch.Size]],
+    world: int,
+    *,
+    accumulation: int = 1,
+    embeddings: frozenset[str] = frozenset(),
+) -> float:
+    """Bytes that the busiest of `world` workers sends in a step where gradients are bfloat16.
+
+    Counted on two steps, since a method may alternate. What travels whole then takes 16 bits.
+
+    Args:
+        accumulation, embeddings: as `VirtualWorkers`.
+    """
+    workers = VirtualWorkers(
+        replace(settings, start_step=0),
+        world,
+        [name for name, _ in shapes],
+        [shape.numel() for _, shape in shapes],
+        accumulation=accumulation,
+        embeddings=embeddings,
+    )
+    for micro in range(2 * accumulation):
+        gradients = [
+            [torch.randn(shape, dtype=torch.bfloat16) for _, shape in shapes] for _ in range(world)
+        ]
+        last = (micro + 1) % accumulation == 0
+        workers.average(gradients, at_boundary=last)
+        if last:
+            workers.step_ended(skipped=False)
+    return workers.sent_bytes / 2
 
 
 def _buckets(numels: Sequence[int], limit: int) -> Iterator[list[int]]:

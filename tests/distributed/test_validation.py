@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from ds_ckpt.validation.candidates import DENSE, read_candidates
-from ds_ckpt.validation.experiment import Plan, run_virtual
+from ds_ckpt.validation.experiment import DENSE, Plan, read_candidates, run_virtual
 from ds_ckpt.validation.processes import run_processes
 from ds_ckpt.validation.store import Store
-from ds_ckpt.validation.tasks import TaskSpec, open_task
-from ds_ckpt.validation.virtual_training import VirtualTraining
+from ds_ckpt.validation.task import TaskSpec, open_task
+from ds_ckpt.validation.world import InProcessWorld
 from tests.distributed import cases_compression, cases_validation
 from tests.distributed.models import topk_section
 
@@ -85,11 +84,17 @@ def test_what_is_left_behind_is_the_same_number(world2: Any, tmp_path: Path) -> 
     ((real,), _) = world2.run(
         cases_validation.validated, dataclasses.asdict(SPEC), [run], str(tmp_path), timeout=250
     )
-    task.run.begin(0)
-    training = VirtualTraining(
-        task.run.model, task.run.loss, SPEC.recipe(), candidate.settings, world=2, sample_every=2
+    learner = task.learner
+    learner.begin(0)
+    world = InProcessWorld(
+        learner.model,
+        learner.loss,
+        SPEC.recipe(),
+        candidate.settings,
+        workers=2,
+        sample_every=2,
     )
-    lefts = {step: training.train_step().left for step in range(1, SPEC.steps + 1)}
+    lefts = {step: world.train_step().left for step in range(1, SPEC.steps + 1)}
     assert [step for step, _, _ in real["left"]] == [2, 4, 6, 8]
     for step, error, norm in real["left"]:
         ours = lefts[step]

@@ -10,7 +10,7 @@ import torch
 
 from ds_ckpt.config import parse
 from ds_ckpt.config.settings import exchange_settings
-from ds_ckpt.validation.virtual_training import Recipe, VirtualTraining
+from ds_ckpt.validation.world import InProcessWorld, Recipe
 from tests.distributed import cases_validation, models
 from tests.distributed.models import quantize_section, topk_section
 
@@ -85,9 +85,11 @@ def _virtual(
         return models.loss_of(model(**data))
 
     settings = exchange_settings(parse(models.zero3_config(ds_ckpt=section)).compression)
-    recipe = Recipe(STEPS, LR, betas=(0.9, 0.999), rise=0.0, floor=1.0, clip=clip, fused=False)
-    training = VirtualTraining(model, loss, recipe, settings, world=2, accumulation=accumulation)
-    reports = [training.train_step() for _ in range(STEPS)]
+    recipe = Recipe(
+        STEPS, LR, betas=(0.9, 0.999), warmup_ratio=0.0, min_lr_ratio=1.0, clip=clip, fused=False
+    )
+    world = InProcessWorld(model, loss, recipe, settings, workers=2, accumulation=accumulation)
+    reports = [world.train_step() for _ in range(STEPS)]
     losses = [[x for report in reports for x in report.losses[worker::2]] for worker in range(2)]
     weights = {n: p.detach() for n, p in model.named_parameters()}
     return losses, weights, sum(report.sent_bytes for report in reports)
