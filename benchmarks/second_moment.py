@@ -111,7 +111,7 @@ def train(
 ) -> dict[str, Any]:
     """Held-out loss at the end; median over compressed steps of the arrived energy's excess."""
     names, parameters = zip(*run.model.named_parameters(), strict=True)
-    workers = VirtualWorkers(settings, SIZES["world"], names, [p.numel() for p in parameters])
+    workers = VirtualWorkers(settings, SIZES["world"], names)
     optimizer = TwoFeeds(list(parameters), Recipe(steps=steps), feeds)
     energies = []
     for step in range(steps):

@@ -12,7 +12,6 @@ whatever the others do, so its other seeds are left out.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +29,7 @@ from ds_ckpt.config.policy import activation_policy, boundary_keeping
 from ds_ckpt.config.settings import exchange_settings
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.exchange.build import ExchangeSettings
-from ds_ckpt.exchange.rules import MethodSettings, embeddings_of
+from ds_ckpt.exchange.rules import embeddings_of
 from ds_ckpt.validation.store import Key, Mode, Result, Store
 from ds_ckpt.validation.task import Task
 from ds_ckpt.validation.trainer import Hopeless, Saving, train, versions
@@ -81,23 +80,15 @@ class Candidate:
         return hashlib.sha256(said.encode()).hexdigest()[:16]
 
 
-_RETIRED: dict[str, dict[str, Any]] = {"bits": {"rotated": False}, "density": {"offsets": "bytes"}}
-"""Settings that a release may have no more, with the value that every run on record has, each by a
-setting that it stood beside."""
-
-
 def _as_recorded(settings: ExchangeSettings) -> dict[str, Any]:
     """What of the settings decides the numbers, under the names by which runs on record are found
     again: a field of another name keeps its old one here."""
 
-    def method(of: MethodSettings) -> dict[str, Any]:
-        found = of.looked_at()
-        retired = [gone for beside, gone in _RETIRED.items() if beside in found]
-        return {name: value for gone in (*retired, found) for name, value in gone.items()}
-
     recorded = {
-        "default": method(settings.default),
-        "rules": [dataclasses.asdict(r) | {"settings": method(r.settings)} for r in settings.rules],
+        "default": settings.default.looked_at(),
+        "rules": [
+            dataclasses.asdict(r) | {"settings": r.settings.looked_at()} for r in settings.rules
+        ],
         "error_feedback": settings.error_feedback,
         "residual_dtype": settings.residual_dtype,
         "residual_device": settings.residual_device,
@@ -345,18 +336,15 @@ def _warm_ups(plan: Plan) -> frozenset[int]:
     return frozenset(c.in_run_of(steps).start_step for c in plan.candidates if c.lossy)
 
 
-_step_bytes = functools.cache(sixteen_bit_step_bytes)
-
-
 def sixteen_bit_bytes(plan: Plan, settings: ExchangeSettings) -> float:
-    """For a result, see `Result`. The same for every seed, so counted once."""
-    spec, learner = plan.task.spec, plan.task.learner
-    return _step_bytes(
+    """For a result, see `Result`."""
+    spec = plan.task.spec
+    return sixteen_bit_step_bytes(
         settings,
         plan.task.shapes,
         spec.world,
         accumulation=spec.accumulation,
-        embeddings=embeddings_of(learner.model),
+        embeddings=embeddings_of(plan.task.learner.model),
     )
 
 

@@ -7,7 +7,7 @@ transport is another (`exchange.virtual`). Nothing here trains, and nothing here
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,9 +27,6 @@ from ds_ckpt.exchange.virtual import VirtualTransport, VirtualWorld
 DENSE_SETTINGS = ExchangeSettings(MethodSettings("dense"))
 """Everything is sent whole."""
 
-BUCKET_NUMEL = 500_000_000
-"""DeepSpeed's default `reduce_bucket_size`."""
-
 _TIMEOUT_S = 7 * 86_400.0
 """One worker waits for the others so long: a run may be stopped with SIGSTOP and go on later."""
 
@@ -37,18 +34,16 @@ _TIMEOUT_S = 7 * 86_400.0
 class VirtualWorkers:
     """The mean of W workers' gradients as ZeRO-3 processes with these settings would get it.
 
-    Buckets are filled in the order of `names` reversed, about the order of backward. What they hold
-    makes no difference to the numbers, only to how many headers there are.
+    All gradients go as one bucket, in the order of `names` reversed, about that of backward. What
+    buckets hold makes no difference to the numbers, only to how many headers there are.
 
     Args:
         settings: what the `compression` section says; one level, whatever they say of levels.
         world: number of virtual processes.
         names: of the parameters whose gradients will come, in the model's order.
-        numels: of the same parameters.
         accumulation: micro-steps of a step; with more than one, lossy methods with error feedback
             exchange at the boundary alone, unless the settings say otherwise.
         embeddings: names of embedding weights that no other layer shares, see `exchange.rules`.
-        bucket_numel: entries after which a bucket is full.
 
     Attributes:
         step: optimizer steps so far; the warm-up is counted in these.
@@ -59,15 +54,12 @@ class VirtualWorkers:
         settings: ExchangeSettings,
         world: int,
         names: Sequence[str],
-        numels: Sequence[int],
         *,
         accumulation: int = 1,
         embeddings: frozenset[str] = frozenset(),
-        bucket_numel: int = BUCKET_NUMEL,
     ) -> None:
         self.step = 0
-        self._names = list(names)
-        self._buckets = list(_buckets(numels, bucket_numel))
+        self._bucket = list(reversed(names))
         self._at_boundary = True
         self._virtual = VirtualWorld(world, timeout_s=_TIMEOUT_S)
         self._holds = settings.holds_back(accumulation)
@@ -116,20 +108,11 @@ class VirtualWorkers:
         """
         self._at_boundary = at_boundary
 
-        def work(process: int) -> list[list[Tensor]]:
-            return [
-                self._workers[process].reduce(
-                    [self._names[i] for i in bucket], [gradients[process][i] for i in bucket]
-                )
-                for bucket in self._buckets
-            ]
+        def work(process: int) -> list[Tensor]:
+            return self._workers[process].reduce(self._bucket, list(reversed(gradients[process])))
 
         shards = self._virtual.run(work)
-        whole: dict[int, Tensor] = {}
-        for b, bucket in enumerate(self._buckets):
-            for place, i in enumerate(bucket):
-                whole[i] = torch.cat([of_process[b][place] for of_process in shards])
-        return [whole[i] for i in range(len(self._names))]
+        return [torch.cat(of_owners) for of_owners in zip(*shards, strict=True)][::-1]
 
     def step_ended(self, *, skipped: bool) -> None:
         """The step's verdict: residuals are committed or rolled back. Counts the step."""
@@ -232,7 +215,6 @@ def sixteen_bit_step_bytes(
         replace(settings, start_step=0),
         world,
         [name for name, _ in shapes],
-        [shape.numel() for _, shape in shapes],
         accumulation=accumulation,
         embeddings=embeddings,
     )
@@ -245,16 +227,3 @@ def sixteen_bit_step_bytes(
         if last:
             workers.step_ended(skipped=False)
     return workers.sent_bytes / 2
-
-
-def _buckets(numels: Sequence[int], limit: int) -> Iterator[list[int]]:
-    bucket: list[int] = []
-    filled = 0
-    for i in reversed(range(len(numels))):
-        if bucket and filled + numels[i] > limit:
-            yield bucket
-            bucket, filled = [], 0
-        bucket.append(i)
-        filled += numels[i]
-    if bucket:
-        yield bucket

@@ -189,7 +189,6 @@ class InProcessWorld:
             settings,
             workers,
             self._names,
-            [p.numel() for p in self._parameters],
             accumulation=accumulation,
             embeddings=embeddings_of(model),
         )

@@ -49,8 +49,21 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("clip", "accumulation"), [(0.0, 1), (0.5, 2)])
-@pytest.mark.parametrize("name", SECTIONS)
+PLAIN, CLIPPED_AND_ACCUMULATED = (0.0, 1), (0.5, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "clip", "accumulation"),
+    [
+        ("dense", *CLIPPED_AND_ACCUMULATED),
+        ("topk after a warm-up", *CLIPPED_AND_ACCUMULATED),
+        ("quantize", *PLAIN),
+        ("2 bits without feedback", *CLIPPED_AND_ACCUMULATED),
+        ("powersgd", *PLAIN),
+        ("powersgd", *CLIPPED_AND_ACCUMULATED),
+        ("hybrid, alternating", *PLAIN),
+    ],
+)
 def test_virtual_workers_give_the_numbers_of_real_processes(
     world2: Any, name: str, clip: float, accumulation: int
 ) -> None:
