@@ -254,14 +254,9 @@ def words(text: bytes) -> Tensor:
 # hash, as the embedded corpus is by topic; labelled lines are {"text": ..., "label": ...}
 
 
-@dataclass(frozen=True)
-class Labelled:
-    """Texts with their classes; labels are 0 and up."""
-
-    train: list[tuple[str, int]]
-    heldout: list[tuple[str, int]]
-    classes: int
-    source: str
+Row = Mapping[str, Any]
+Places = Iterable[tuple[str, Row]]
+"""Rows, each with where it stands, for messages."""
 
 
 def read_text(source: str) -> Corpus:
@@ -272,15 +267,10 @@ def read_text(source: str) -> Corpus:
         UnsupportedError: it is a name, and `datasets` is not installed.
     """
     path = Path(source)
-    if path.suffix == ".jsonl" and path.is_file():
-        pieces = [_text_of(line, place) for place, line in _lines(path)]
-    elif path.is_file():
-        pieces = _pieces(path)
-    else:
-        splits = _dataset(source)
-        train = "\n\n".join(_text_of(row, source) for row in splits[0])
-        heldout = "\n\n".join(_text_of(row, source) for row in splits[1])
-        return Corpus(source, train.encode(), heldout.encode())
+    if not path.is_file():
+        train, heldout = ("\n\n".join(map(_text_of, side)).encode() for side in _dataset(source))
+        return Corpus(source, train, heldout)
+    pieces = list(map(_text_of, _lines(path))) if path.suffix == ".jsonl" else _pieces(path)
     if len(pieces) < _MIN_PIECES:
         raise _wrong(
             f"{source} with {len(pieces)} pieces of text",
@@ -291,23 +281,26 @@ def read_text(source: str) -> Corpus:
     return split_topics(named, source=path.name)
 
 
-def read_labelled(source: str) -> Labelled:
+def read_labelled(
+    source: str, encode: Callable[[str], list[int]], length: int, padding: int = 0
+) -> Examples:
     """The examples behind `--data`: JSON lines with "text" and "label", or a data set's name.
+
+    Args:
+        encode: ids of the tokens of a text; cut or filled up to `length`, with a mask.
 
     Raises:
         ConfigError, UnsupportedError: as `read_text`.
     """
     path = Path(source)
+    sides: tuple[list[tuple[str, Any]], ...] = ([], [])
     if path.is_file():
-        rows = [(_text_of(line, place), _label_of(line, place)) for place, line in _lines(path)]
-        sides = ([], []) if not rows else _tenths(rows)
-        name = path.name
+        for line in _lines(path):
+            text = _text_of(line)
+            held_out = int(_hash(text), 16) % 10 == 0  # equal texts are on one side
+            sides[held_out].append((text, _label_of(line)))
     else:
-        found = _dataset(source)
-        sides = tuple(  # type: ignore[assignment]
-            [(_text_of(row, source), _label_of(row, source)) for row in split] for split in found
-        )
-        name = source
+        sides = tuple([(_text_of(r), _label_of(r)) for r in side] for side in _dataset(source))
     classes = sorted({label for side in sides for _, label in side}, key=str)
     if len(classes) < 2 or min(map(len, sides)) < 2:
         raise _wrong(
@@ -316,9 +309,19 @@ def read_labelled(source: str) -> Labelled:
             "a classifier needs two classes, and examples on both sides",
             'give more lines like {"text": "...", "label": "..."}',
         )
-    number = {label: i for i, label in enumerate(classes)}
-    train, heldout = ([(text, number[label]) for text, label in side] for side in sides)
-    return Labelled(train, heldout, len(classes), name)
+
+    def rows(side: list[tuple[str, Any]]) -> Inputs:
+        ids = torch.full((len(side), length), padding, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, (text, _) in enumerate(side):
+            found = encode(text)[:length]
+            ids[row, : len(found)] = torch.tensor(found, dtype=torch.int64)
+            mask[row, : max(1, len(found))] = 1
+        labels = torch.tensor([classes.index(label) for _, label in side])
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+    name = path.name if path.is_file() else source
+    return Examples(rows(sides[0]), rows(sides[1]), len(classes), name)
 
 
 def has_labels(source: str) -> bool:
@@ -330,41 +333,10 @@ def has_labels(source: str) -> bool:
     return any(key in first for key in _LABEL_KEYS)
 
 
-def encoded(
-    labelled: Labelled, encode: Callable[[str], list[int]], length: int, padding: int
-) -> Examples:
-    """Cut or filled up to `length` tokens, with a mask."""
-
-    def rows(side: list[tuple[str, int]]) -> Inputs:
-        ids = torch.full((len(side), length), padding, dtype=torch.int64)
-        mask = torch.zeros_like(ids)
-        for row, (text, _) in enumerate(side):
-            found = encode(text)[:length]
-            ids[row, : len(found)] = torch.tensor(found, dtype=torch.int64)
-            mask[row, : max(1, len(found))] = 1
-        labels = torch.tensor([label for _, label in side])
-        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
-
-    return Examples(rows(labelled.train), rows(labelled.heldout), labelled.classes, labelled.source)
-
-
-def _tenths(rows: list[tuple[str, Any]]) -> tuple[list[Any], list[Any]]:
-    """About a tenth held out, by the text's hash: equal texts are on one side."""
-    sides: tuple[list[Any], list[Any]] = ([], [])
-    for row in rows:
-        sides[int(_hash(row[0]), 16) % 10 == 0].append(row)
-    return sides
-
-
 def _pieces(path: Path) -> list[str]:
     """Paragraphs, put together to 2 kB or more."""
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        why = f"the file cannot be read: {error.strerror or error}"
-        raise _wrong(str(path), why, "give the path of a text file") from error
     pieces, gathered = [], ""
-    for paragraph in re.split(r"\n[ \t]*\n", text):
+    for paragraph in re.split(r"\n[ \t]*\n", _contents(path, "replace")):
         gathered += paragraph + "\n\n"
         if len(gathered) >= _PIECE_BYTES:
             pieces.append(gathered)
@@ -372,17 +344,9 @@ def _pieces(path: Path) -> list[str]:
     return [*pieces, gathered] if gathered.strip() else pieces
 
 
-def _lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _lines(path: Path) -> Iterator[tuple[str, Row]]:
     """Place and object of each line that is not empty."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        why = f"the file cannot be read: {error.strerror or error}"
-        raise _wrong(str(path), why, "give the path of a file of JSON lines") from error
-    except UnicodeDecodeError as error:
-        why = f"JSON is UTF-8; byte {error.start} is not"
-        raise _wrong(str(path), why, "save the file as UTF-8") from error
-    for number, line in enumerate(text.split("\n"), 1):
+    for number, line in enumerate(_contents(path, "strict").split("\n"), 1):
         if not line.strip():
             continue
         place = f"{path}:{number}"
@@ -395,29 +359,37 @@ def _lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield place, found
 
 
-def _text_of(row: Mapping[str, Any], place: str) -> str:
-    for key in _TEXT_KEYS:
-        if isinstance(row.get(key), str):
-            return str(row[key])
-    raise _wrong(
-        f"{place} with {', '.join(map(repr, row)) or 'nothing'}",
-        f"none of {', '.join(_TEXT_KEYS)} is there as text",
-        'name the text "text"',
-    )
+def _contents(path: Path, errors: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors=errors)
+    except OSError as error:
+        why = f"the file cannot be read: {error.strerror or error}"
+        raise _wrong(str(path), why, "give the path of a file of text or JSON lines") from error
+    except UnicodeDecodeError as error:
+        why = f"JSON is UTF-8; byte {error.start} is not"
+        raise _wrong(str(path), why, "save the file as UTF-8") from error
 
 
-def _label_of(row: Mapping[str, Any], place: str) -> Any:
-    for key in _LABEL_KEYS:
-        if isinstance(row.get(key), int | str):
+def _text_of(line: tuple[str, Row]) -> str:
+    why = f"none of {', '.join(_TEXT_KEYS)} is there as text"
+    return str(_value_of(line, _TEXT_KEYS, str, why, 'name the text "text"'))
+
+
+def _label_of(line: tuple[str, Row]) -> Any:
+    remedy = 'name the class "label", a number or a word'
+    return _value_of(line, _LABEL_KEYS, int | str, "no label is there", remedy)
+
+
+def _value_of(line: tuple[str, Row], keys: Iterable[str], kind: Any, why: str, remedy: str) -> Any:
+    place, row = line
+    for key in keys:
+        if isinstance(row.get(key), kind):
             return row[key]
-    raise _wrong(
-        f"{place} with {', '.join(map(repr, row)) or 'nothing'}",
-        "no label is there",
-        'name the class "label", a number or a word',
-    )
+    found = f"{place} with {', '.join(map(repr, row)) or 'nothing'}"
+    raise _wrong(found, why, remedy)
 
 
-def _dataset(name: str) -> tuple[Iterable[Mapping[str, Any]], Iterable[Mapping[str, Any]]]:
+def _dataset(name: str) -> tuple[Places, Places]:
     """Train and held-out split of a Hugging Face data set, `NAME` or `NAME:CONFIGURATION`."""
     try:
         import datasets
@@ -440,7 +412,8 @@ def _dataset(name: str) -> tuple[Iterable[Mapping[str, Any]], Iterable[Mapping[s
     if "train" not in splits or held_out is None:
         why = f"it has the splits {', '.join(splits)}"
         raise _wrong(name, why, "choose a data set with a train split and a validation or test one")
-    return splits["train"], splits[held_out]
+    train, heldout = ([(name, row) for row in splits[side]] for side in ("train", held_out))
+    return train, heldout
 
 
 def _hash(text: str) -> str:

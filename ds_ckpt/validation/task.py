@@ -296,25 +296,21 @@ def _labelled(spec: TaskSpec, folder: Path) -> tuple[Examples, Build]:
     if spec.data is None:
         why = "it trains on examples of yours"
         raise ConfigError(Problem("--tasks", "labelled without --data", why, "add --data FILE"))
-    labelled = data.read_labelled(spec.data)
     if spec.model is None:
-
-        def encode(text: str) -> list[int]:
-            return data.words(text.encode()).tolist()
-
-        found = data.encoded(labelled, encode, spec.length, 0)
-        return found, classifier(labelled.classes, spec.length)
+        mine = data.read_labelled(spec.data, lambda t: data.words(t.encode()).tolist(), spec.length)
+        return mine, classifier(mine.classes, spec.length)
     transformers = _transformers(spec.model)
     tokenizer = _loaded(transformers.AutoTokenizer, spec.model)
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    found = data.encoded(labelled, lambda text: tokenizer(text)["input_ids"], spec.length, padding)
-    build = _pretrained(
+    mine = data.read_labelled(
+        spec.data, lambda text: tokenizer(text)["input_ids"], spec.length, padding
+    )
+    return mine, _pretrained(
         transformers.AutoModelForSequenceClassification,
         spec.model,
-        num_labels=labelled.classes,
+        num_labels=mine.classes,
         pad_token_id=padding,
     )
-    return found, build
 
 
 # Models: fp32, their random weights drawn by the seed alone

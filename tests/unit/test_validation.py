@@ -44,6 +44,7 @@ from ds_ckpt.validation.store import Key, Result, Store
 from ds_ckpt.validation.task import Task, TaskSpec
 from ds_ckpt.validation.trainer import Outcome
 
+ROOT = Path(__file__).parents[2]
 STEPS = 100
 SHAPES = (("w", torch.Size([64, 64])),)
 
@@ -338,6 +339,21 @@ def test_runs_are_found_by_what_they_depend_on(tmp_path: Path, four_bits: Path) 
     assert digests[0] == digests[2]
     assert len(set(digests)) == 3
     assert candidate.digest(STEPS) != candidate.digest(4 * STEPS)
+
+
+def test_every_run_on_record_is_found_again() -> None:
+    results = ROOT / "benchmarks" / "results" / "accuracy" / "results.jsonl"
+    files = [*(ROOT / "ds_configs").glob("*.json"), *(ROOT / "benchmarks/accuracy").glob("*.json")]
+    candidates = {one.name: one for one in (DENSE, *read_candidates(files))}
+    steps = {"language": 300, "topics": 240, "digits": 300}
+    store, lines = Store(results), results.read_text().splitlines()
+    assert len(lines) == 313
+    for line in map(json.loads, lines):
+        task, name = line["names"]
+        assert line["key"]["settings"] == candidates[name].digest(steps[task]), name
+        found = store.find(Key(**line["key"]))
+        assert found is not None
+        assert json.loads(json.dumps(dataclasses.asdict(found))) == line
 
 
 def test_settings_of_other_methods_are_no_part_of_a_run(four_bits: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ds_ckpt.errors import ConfigError, UnsupportedError
-from ds_ckpt.validation import data
+from ds_ckpt.validation import data, task
 from ds_ckpt.validation.data import Examples, has_labels, read_labelled, read_text
 from ds_ckpt.validation.task import (
     Learner,
@@ -38,6 +38,15 @@ def labelled(path: Path, count: int = 60) -> str:
         {"text": f"{words[label]} {i}", "label": label} for i in range(count) for label in words
     ]
     return lines(path, rows)
+
+
+def characters(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def texts(side: dict[str, torch.Tensor]) -> list[str]:
+    kept = zip(side["input_ids"], side["attention_mask"], strict=True)
+    return [bytes(ids[mask.bool()].tolist()).decode() for ids, mask in kept]
 
 
 # the default sets
@@ -142,11 +151,13 @@ def test_text_with_blank_lines_of_spaces_is_cut_there(tmp_path: Path) -> None:
 def test_json_lines_are_texts_and_examples(tmp_path: Path) -> None:
     source = labelled(tmp_path / "d.jsonl")
     assert has_labels(source)
-    found = read_labelled(source)
+    found = read_labelled(source, characters, 64)
     assert found.classes == 2
-    assert len(found.train) + len(found.heldout) == 120
-    assert not {text for text, _ in found.train} & {text for text, _ in found.heldout}
-    assert {label for text, label in found.train if "sky" in text} == {1}
+    assert sum(found.sizes) == 120
+    train, heldout = texts(found.train), texts(found.heldout)
+    assert not set(train) & set(heldout)
+    labels = zip(train, found.train["labels"].tolist(), strict=True)
+    assert {label for text, label in labels if "sky" in text} == {1}
     corpus = read_text(source)
     assert b"low under the ground 7" in corpus.train + corpus.heldout
     plain = lines(tmp_path / "p.jsonl", [{"text": "x"}])
@@ -168,17 +179,17 @@ def test_wrong_examples_are_named_by_their_line(tmp_path: Path, content: str, wo
     path = tmp_path / "d.jsonl"
     path.write_text(content + "\n")
     with pytest.raises(ConfigError, match=words):
-        read_labelled(str(path))
+        read_labelled(str(path), characters, 8)
 
 
 def test_json_lines_are_utf_8_and_end_at_line_feeds(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     rows = [{"text": f"one\u2028line {i}", "label": i % 2} for i in range(60)]
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\r\n" for row in rows))
-    assert sum(map(len, (read_labelled(str(path)).train, read_labelled(str(path)).heldout))) == 60
+    assert sum(read_labelled(str(path), characters, 8).sizes) == 60
     path.write_bytes(b'{"text": "caf\xe9", "label": 1}\n')
     with pytest.raises(ConfigError, match=r"d\.jsonl.*\n.*UTF-8"):
-        read_labelled(str(path))
+        read_labelled(str(path), characters, 8)
 
 
 def test_sequences_longer_than_what_is_held_out_are_refused(tmp_path: Path) -> None:
@@ -220,9 +231,9 @@ def test_data_sets_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"sentence": f"s {i}", "label": i % 2} for i in range(6)]
     module = Datasets({"train": rows, "validation": rows[:3]})
     monkeypatch.setitem(sys.modules, "datasets", module)
-    found = read_labelled("owner/name:part")
+    found = read_labelled("owner/name:part", characters, 8)
     assert module.asked == [("owner/name", "part")]
-    assert (len(found.train), len(found.heldout), found.classes) == (6, 3, 2)
+    assert (*found.sizes, found.classes) == (6, 3, 2)
     assert b"s 5" in read_text("owner/name").train
     with pytest.raises(ConfigError, match="no such data set"):
         read_text("missing")
@@ -303,6 +314,19 @@ def test_the_same_sizes_and_data_are_the_same_task(tmp_path: Path) -> None:
     assert open_task(TaskSpec("labelled", data=source, length=9), tmp_path).digest != one
     labelled(tmp_path / "d.jsonl", 70)
     assert open_task(TaskSpec("labelled", data=source, length=8), tmp_path).digest != one
+
+
+def test_runs_on_record_are_of_these_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("sklearn")
+    results = Path(__file__).parents[2] / "benchmarks" / "results" / "accuracy" / "results.jsonl"
+    lines = map(json.loads, results.read_text().splitlines())
+    recorded = {(line["names"][0], line["key"]["task"]) for line in lines}
+    # of Python 3.11.7, whose own text it is
+    sha256 = "f10e6f3cfd3e9aa4633c7cfd90bbec454e34262848da2dc7abf6eb509fa7d4eb"
+    corpus = SimpleNamespace(train=b"x" * 99, heldout=b"x" * 99, source="", sha256=sha256)
+    monkeypatch.setattr(task, "embedded_corpus", lambda: corpus)
+    for kind in ("digits", "language"):
+        assert (kind, open_task(make_spec(kind, world=4), tmp_path).digest) in recorded
 
 
 def test_another_device_is_another_task(tmp_path: Path) -> None:
