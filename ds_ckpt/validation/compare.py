@@ -152,9 +152,9 @@ def compare(
     }
     judged = judge(list(gaps.values()), margin)
     verdict: Word = judged.verdict
-    interval, more_seeds, warm_up, why = judged.interval, judged.more_seeds, 0, ""
+    interval, more_seeds, why = judged.interval, judged.more_seeds, ""
+    warm_up = candidate.warm_up(spec.steps)
     if candidate.lossy:
-        warm_up = candidate.in_run_of(spec.steps).start_step
         why = _no_verdict(pairs, metric, margin)
         if why:
             verdict, more_seeds = "inconclusive", 0

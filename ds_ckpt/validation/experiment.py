@@ -71,6 +71,10 @@ class Candidate:
         most = int(WARM_UP_SHARE * steps)
         return dataclasses.replace(self.settings, start_step=min(self.settings.start_step, most))
 
+    def warm_up(self, steps: int) -> int:
+        """Dense steps at the beginning of a run of so many; 0 for what loses nothing."""
+        return self.in_run_of(steps).start_step if self.lossy else 0
+
     def digest(self, steps: int) -> str:
         """Of all that a run of so many steps depends on: equal digests are equal runs."""
         activation = self.plugin.activation.model_dump(mode="json") if self.checkpoints else None
@@ -313,7 +317,7 @@ def _train(
             learner,
             world,
             spec.steps,
-            warm_up=settings.start_step if candidate.lossy else 0,
+            warm_up=candidate.warm_up(spec.steps),
             saving=Saving(folder, name, shared, every=100, keep_after=warm_ups),
             evaluate_every=spec.evaluate_every,
             hopeless=far_behind(dense.outcome.heldout) if dense and candidate.lossy else None,
@@ -333,7 +337,7 @@ def _warm_ups(plan: Plan) -> frozenset[int]:
     """Steps after which a candidate starts from the dense run: that of nobody else, though its
     bits should be the same."""
     steps = plan.task.spec.steps
-    return frozenset(c.in_run_of(steps).start_step for c in plan.candidates if c.lossy)
+    return frozenset(c.warm_up(steps) for c in plan.candidates if c.lossy)
 
 
 def sixteen_bit_bytes(plan: Plan, settings: ExchangeSettings) -> float:

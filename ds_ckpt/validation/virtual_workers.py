@@ -115,7 +115,7 @@ class VirtualWorkers:
         return [torch.cat(of_owners) for of_owners in zip(*shards, strict=True)][::-1]
 
     def step_ended(self, *, skipped: bool) -> None:
-        """The step's verdict: residuals are committed or rolled back. Counts the step."""
+        """The step's overflow decision: residuals are committed or rolled back. Counts the step."""
         for worker in self._workers:
             worker.scheduled.step_ended(skipped=skipped)
         self.step += 1
