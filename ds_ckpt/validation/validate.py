@@ -100,7 +100,7 @@ def check(given: Arguments) -> None:
         ConfigError: with every one that is wrong.
     """
     problems: list[Problem] = []
-    kinds, named = given.kinds, given.tasks is not None
+    kinds, named = given.kinds, bool(given.tasks)
 
     def wrong(name: str, found: object, why: str, remedy: str) -> None:
         problems.append(Problem(_option(name), str(found), why, remedy))
