@@ -35,12 +35,26 @@ from _frontier_table import table
 from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.rules import MethodSettings
 from ds_ckpt.harness.corpus import Corpus, embedded_corpus
-from ds_ckpt.validation.cell import Outcome, Saving, sixteen_bit_step_bytes, train_cell
-from ds_ckpt.validation.language import LanguageRun, LanguageTask
-from ds_ckpt.validation.virtual_training import Recipe
+from ds_ckpt.validation.data import Text
+from ds_ckpt.validation.task import Learner, small_llama
+from ds_ckpt.validation.trainer import Outcome, Saving, train
+from ds_ckpt.validation.virtual_workers import sixteen_bit_step_bytes
+from ds_ckpt.validation.world import InProcessWorld, Recipe
 
 RESULTS = Path(__file__).parent / "results" / "frontier.jsonl"
 START = 100
+SIZES: dict[str, int] = {
+    "world": 2,
+    "sequences": 4,
+    "sequence_length": 128,
+    "accumulation": 1,
+    "evaluation_batches": 32,
+    "hidden_size": 256,
+    "layers": 6,
+    "intermediate_size": 688,
+    "heads": 8,
+}
+"""Of the task: virtual workers, a worker's micro-batch, evaluation, the Llama."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +120,7 @@ def main() -> None:
         return
     one_thread()
     text = embedded_corpus()
-    task = LanguageTask()
-    run = LanguageRun(task, text, compiled=not arguments.eager)
+    learner = begin(text, compiled=not arguments.eager)
     for seed in arguments.seeds:
         for one in CELLS:
             if not fnmatch.fnmatchcase(one.name, arguments.only):
@@ -117,23 +130,46 @@ def main() -> None:
             if is_done(results, key):
                 continue
             print(f"{time.strftime('%H:%M:%S')} seed {seed}: {one.name}", flush=True)
-            run.begin(seed)
-            outcome = train_cell(
-                run,
-                one.settings,
-                recipe,
-                Saving(arguments.states, _slug(one, seed, recipe), f"dense-{seed}-{recipe.steps}"),
-                keep_warm={c.settings.start_step for c in CELLS},
+            learner.begin(seed)
+            world = InProcessWorld(
+                learner.model, learner.loss, recipe, one.settings, workers=SIZES["world"]
+            )
+            dense = one.settings.lossless
+            saving = Saving(
+                arguments.states,
+                _slug(one, seed, recipe),
+                f"dense-{seed}-{recipe.steps}",
+                keep_after=frozenset(c.settings.start_step for c in CELLS if dense),
+            )
+            outcome = train(
+                learner,
+                world,
+                recipe.steps,
+                warm_up=0 if dense else one.settings.start_step,
+                saving=saving,
+                evaluate_first=False,
                 progress=_Progress(arguments.steps),
             )
-            shapes = [(n, p.shape) for n, p in run.model.named_parameters()]
+            shapes = [(n, p.shape) for n, p in learner.model.named_parameters()]
             default = one.settings.default.looked_at()
             settings = dataclasses.asdict(one.settings) | {"default": default}
-            line = key | result_line(run, text, settings, recipe, outcome)
-            line["sixteen_bit_bytes"] = sixteen_bit_step_bytes(one.settings, shapes, task.world)
+            line = key | result_line(learner, text, settings, recipe, outcome)
+            line["sixteen_bit_bytes"] = sixteen_bit_step_bytes(one.settings, shapes, SIZES["world"])
             append(results, line)
             last = outcome.heldout[-1:]
             print(f"{time.strftime('%H:%M:%S')} {last} {outcome.step_cpu_s:.3f} CPU s a step")
+
+
+def begin(text: Corpus, *, compiled: bool) -> Learner:
+    """What the frontier trains."""
+    llama = ("hidden_size", "layers", "intermediate_size", "heads")
+    return Learner(
+        Text.of_bytes(text, SIZES["sequence_length"], SIZES["evaluation_batches"]),
+        small_llama(length=SIZES["sequence_length"], **{name: SIZES[name] for name in llama}),
+        workers=SIZES["world"],
+        batch=SIZES["sequences"],
+        compiled=compiled,
+    )
 
 
 def one_thread() -> None:
@@ -172,7 +208,7 @@ def is_done(results: Path, key: dict[str, Any]) -> bool:
 
 
 def result_line(
-    run: LanguageRun,
+    learner: Learner,
     text: Corpus,
     settings: dict[str, Any],
     recipe: Recipe,
@@ -181,10 +217,10 @@ def result_line(
     """What a finished run's line says of it, but for its key and its bytes in 16 bits."""
     return {
         "settings": settings,
-        "task": dataclasses.asdict(run.task),
+        "task": SIZES,
         "recipe": dataclasses.asdict(recipe),
         "corpus": text.sha256,
-        "parameters": sum(p.numel() for p in run.model.parameters()),
+        "parameters": sum(p.numel() for p in learner.model.parameters()),
         **dataclasses.asdict(outcome),
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from frontier import RESULTS, START, append, is_done, one_thread, result_line
+from frontier import RESULTS, SIZES, START, append, begin, is_done, one_thread, result_line
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.multiprocessing.spawn import spawn
@@ -38,9 +38,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ds_ckpt.harness.corpus import embedded_corpus
 from ds_ckpt.hosts.launcher import free_port
-from ds_ckpt.validation.cell import Outcome, chained, digest_of
-from ds_ckpt.validation.language import LanguageRun, LanguageTask
-from ds_ckpt.validation.virtual_training import Recipe, Steps
+from ds_ckpt.validation.task import Learner
+from ds_ckpt.validation.trainer import Outcome, chained
+from ds_ckpt.validation.world import Recipe, WholeOptimizer, digest_of
 
 EVALUATE_EVERY = 250
 MIN_NUMEL = 4096
@@ -113,12 +113,12 @@ def main() -> None:
                 _train_plain(key, how, arguments.start, arguments.results)
             else:
                 given = (key, how, arguments.start, arguments.results)
-                spawn(_train_hook, given, nprocs=LanguageTask().world)
+                spawn(_train_hook, given, nprocs=SIZES["world"])
 
 
 def _train_plain(key: dict[str, Any], how: Plain, start: int, results: Path) -> None:
     run = _begin(key, compiled=True)
-    world, parameters = run.task.world, list(run.model.parameters())
+    world, parameters = SIZES["world"], list(run.model.parameters())
     residuals = [[torch.zeros(p.numel()) for p in parameters] for _ in range(world)]
 
     @torch.no_grad()
@@ -153,7 +153,7 @@ def _train_plain(key: dict[str, Any], how: Plain, start: int, results: Path) -> 
 
 
 def _train_hook(dp_rank: int, key: dict[str, Any], rank: int, start: int, results: Path) -> None:
-    world = LanguageTask().world
+    world = SIZES["world"]
     dist.init_process_group("gloo", rank=dp_rank, world_size=world)
     run = _begin(key, compiled=False)
     wrapped = DistributedDataParallel(run.model, bucket_cap_mb=1024)
@@ -183,20 +183,20 @@ def _train_hook(dp_rank: int, key: dict[str, Any], rank: int, start: int, result
     dist.destroy_process_group()
 
 
-def _begin(key: dict[str, Any], *, compiled: bool) -> LanguageRun:
+def _begin(key: dict[str, Any], *, compiled: bool) -> Learner:
     one_thread()
-    run = LanguageRun(LanguageTask(), embedded_corpus(), compiled=compiled)
+    run = begin(embedded_corpus(), compiled=compiled)
     run.begin(key["seed"])
     return run
 
 
 def _train(
-    run: LanguageRun,
+    run: Learner,
     key: dict[str, Any],
     mean: Callable[[int], tuple[list[Tensor], list[float]]],
 ) -> Outcome:
     recipe = Recipe(steps=key["steps"])
-    steps = Steps(list(run.model.parameters()), recipe)
+    steps = WholeOptimizer(list(run.model.parameters()), recipe)
     heldout, train, losses, cpu_s, digest = [], [], [], [], ""
     for step in range(recipe.steps):
         started_s = time.process_time()
@@ -228,7 +228,7 @@ def _train(
 def _append(
     results: Path,
     key: dict[str, Any],
-    run: LanguageRun,
+    run: Learner,
     settings: dict[str, Any],
     sixteen_bit_bytes: float,
     outcome: Outcome,

@@ -22,15 +22,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from frontier import append, is_done, one_thread
+from frontier import SIZES, append, begin, is_done, one_thread
 from torch import Tensor
 
 from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.rules import MethodSettings
 from ds_ckpt.harness.corpus import embedded_corpus
-from ds_ckpt.validation.language import LanguageRun, LanguageTask
-from ds_ckpt.validation.virtual_training import Recipe
+from ds_ckpt.validation.task import Learner
 from ds_ckpt.validation.virtual_workers import VirtualWorkers
+from ds_ckpt.validation.world import Recipe
 
 RESULTS = Path(__file__).parent / "results" / "second_moment.jsonl"
 START = 40
@@ -95,7 +95,7 @@ def main() -> None:
         print(table([line for line in lines if line["steps"] == arguments.steps]))
         return
     one_thread()
-    run = LanguageRun(LanguageTask(), embedded_corpus(), compiled=True)
+    run = begin(embedded_corpus(), compiled=True)
     for seed, method, feeds in itertools.product(arguments.seeds, METHODS, ARMS):
         key = {"method": method, "feeds": list(feeds), "seed": seed, "steps": arguments.steps}
         told_apart = method != "dense" or feeds == ARMS[0]
@@ -107,15 +107,15 @@ def main() -> None:
 
 
 def train(
-    run: LanguageRun, settings: ExchangeSettings, feeds: tuple[str, str], steps: int
+    run: Learner, settings: ExchangeSettings, feeds: tuple[str, str], steps: int
 ) -> dict[str, Any]:
     """Held-out loss at the end; median over compressed steps of the arrived energy's excess."""
     names, parameters = zip(*run.model.named_parameters(), strict=True)
-    workers = VirtualWorkers(settings, run.task.world, names, [p.numel() for p in parameters])
+    workers = VirtualWorkers(settings, SIZES["world"], names)
     optimizer = TwoFeeds(list(parameters), Recipe(steps=steps), feeds)
     energies = []
     for step in range(steps):
-        local = [_gradients(run, parameters, step, w) for w in range(run.task.world)]
+        local = [_gradients(run, parameters, step, w) for w in range(SIZES["world"])]
         exact = [torch.stack(of).mean(0).view(-1) for of in zip(*local, strict=True)]
         arrived = workers.average(local)
         workers.step_ended(skipped=False)
@@ -125,7 +125,7 @@ def train(
     return {"heldout": run.evaluate().loss, "energy": statistics.median(energies)}
 
 
-def _gradients(run: LanguageRun, parameters: Any, step: int, worker: int) -> list[Tensor]:
+def _gradients(run: Learner, parameters: Any, step: int, worker: int) -> list[Tensor]:
     run.loss(step, 0, worker).backward()
     taken = [p.grad for p in parameters]
     for parameter in parameters:

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    pass
 
 FAILED = 3
 """Exit code where there is no verdict because the command could not run."""
@@ -96,42 +93,14 @@ def validate_accuracy(
     1: one is worse. 2: one is undecided; the table says how many more --seeds it needs. 3: the
     command could not run. Finished runs are kept in the output folder and not repeated.
     """
+    given = {**locals(), "files": tuple(files or ())}
     from rich.console import Console
 
     from ds_ckpt.errors import DsCkptError
-    from ds_ckpt.validation.options import Wanted
-    from ds_ckpt.validation.validate import run
+    from ds_ckpt.validation.validate import Arguments, run
 
-    console = Console(stderr=True)
-    sizes: dict[str, Any] = {
-        "data": data,
-        "model": model,
-        "steps": steps,
-        "learning_rate": learning_rate,
-        "batch": batch,
-        "length": length,
-        "accumulation": accumulation,
-        "hidden_size": hidden_size,
-        "layers": layers,
-        "attention": attention,
-    }
     try:
-        wanted = Wanted(
-            files=tuple(files or ()),
-            tasks=tuple(tasks.split(",")) if tasks else None,
-            seeds=seeds,
-            margin=None if margin is None else margin / 100,
-            accuracy_margin=None if accuracy_margin is None else accuracy_margin / 100,
-            virtual_workers=virtual_workers,
-            processes=processes,
-            sizes={name: value for name, value in sizes.items() if value is not None},
-            device=device,
-            link_mbit=link_mbit,
-            self_check=self_check,
-            output=output,
-            record=record,
-        )
-        code = run(wanted, console)
+        code = run(Arguments(**given), Console(stderr=True))
     except DsCkptError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(FAILED) from None

@@ -1,27 +1,48 @@
-"""Data that a user brings: text files, JSON lines, data sets of Hugging Face by name.
+"""What tasks train on: a text, or labelled examples; built in, or brought by a user.
 
-Texts are split by piece or line into train and held-out by their content's hash, as the embedded
-corpus is by topic. Labelled lines are `{"text": ..., "label": ...}`. `datasets` and `transformers`
-are imported when they are needed, and said to be missing in words.
+A micro-batch is a function of (seed, number, worker) alone, so runs of one seed see the same data
+in the same order, whoever trains. Nothing is downloaded but data sets that a user names: `datasets`
+is imported when one is, and said to be missing in words.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ds_ckpt.errors import ConfigError, Problem, UnsupportedError
-from ds_ckpt.harness.corpus import Corpus, split_topics
-from ds_ckpt.validation.language import Tokens
+from ds_ckpt.harness.corpus import (
+    Batches,
+    Corpus,
+    evaluation_batches,
+    python_topics,
+    split_topics,
+)
 
+Inputs = dict[str, Tensor]
+"""What a model is called with, `labels` among it."""
+
+PASSAGE = 32
+"""Words of a passage of `topics`."""
+WORDS = 2048
+"""Different ids of words."""
+FAMILIES = 5
+PER_FAMILY = (240, 250)
+"""Passages of a family to train on and held out, at most."""
+_DIGITS_HELD_OUT = 800
+_EVALUATION_EXAMPLES = 100
+_EVALUATION_SEQUENCES = 8
 _OPTION = "--data"
 _PIECE_BYTES = 2048
 _MIN_PIECES = 20
@@ -30,13 +51,212 @@ _HELD_OUT_SPLITS = ("validation", "test")
 
 
 @dataclass(frozen=True)
-class Labelled:
-    """Texts with their classes; labels are 0 and up."""
+class Text:
+    """A text to learn as a language: windows at random places, fixed ones to be judged by.
 
-    train: list[tuple[str, int]]
-    heldout: list[tuple[str, int]]
+    Attributes:
+        train, heldout: two vectors of ids.
+        length: of a sequence.
+        sha256: digest over both: equal digests mean equal data.
+        evaluation_batches: of 8 sequences each, spread evenly over the held-out text.
+
+    Raises:
+        ConfigError: the text is too short for the sequences.
+    """
+
+    train: Tensor
+    heldout: Tensor
+    length: int
+    source: str
+    sha256: str
+    evaluation_batches: int = 24
+
+    answers: ClassVar[bool] = False
+    held_out: ClassVar[int] = 0
+    """No answers are counted."""
+
+    def __post_init__(self) -> None:
+        if len(self.heldout) <= self.length:
+            raise _wrong(
+                f"{len(self.heldout)} held-out tokens, a tenth of the text",
+                f"a sequence takes {self.length} of them",
+                "give more text or a shorter --length",
+            )
+
+    @classmethod
+    def of_bytes(cls, corpus: Corpus, length: int, evaluation_batches: int = 24) -> Text:
+        """Bytes are the tokens."""
+        train, heldout = (
+            torch.frombuffer(bytearray(side), dtype=torch.uint8)
+            for side in (corpus.train, corpus.heldout)
+        )
+        return cls(train, heldout, length, corpus.source, corpus.sha256, evaluation_batches)
+
+    @classmethod
+    def of_tokens(cls, train: Tensor, heldout: Tensor, length: int, source: str) -> Text:
+        """Ids of another model's tokenizer, int64."""
+        first, second = (ids.numpy().tobytes() for ids in (train, heldout))
+        return cls(train, heldout, length, source, Corpus("tokens", first, second).sha256)
+
+    def batch(self, seed: int, number: int, worker: int, workers: int, rows: int) -> Inputs:
+        """Micro-batch `number` of a worker."""
+        drawn = Batches(
+            self.train, sequences=rows, sequence_length=self.length, seed=seed, process=worker
+        )
+        ids = drawn.batch(number)
+        return {"input_ids": ids, "labels": ids}
+
+    def evaluation(self) -> Iterator[Inputs]:
+        """Batches of the held-out side, the same every time."""
+        for ids in evaluation_batches(
+            self.heldout,
+            sequences=_EVALUATION_SEQUENCES,
+            sequence_length=self.length,
+            batches=self.evaluation_batches,
+            process=0,
+            processes=1,
+        ):
+            yield {"input_ids": ids, "labels": ids}
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Labelled examples. They come in permutations, one after the other, each a function of
+    (seed, epoch), and are dealt out to the workers.
+
+    Small data is where compression was reported to cost accuracy.
+
+    Attributes:
+        train, heldout: all rows, `labels` among it.
+        classes: their number.
+        source: where they come from, in words.
+    """
+
+    train: Inputs
+    heldout: Inputs
     classes: int
     source: str
+
+    answers: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        assert "labels" in self.train
+        assert self.train.keys() == self.heldout.keys()
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Examples to train on and held out."""
+        return len(self.train["labels"]), len(self.heldout["labels"])
+
+    @property
+    def held_out(self) -> int:
+        """Held-out examples that are asked for: those that fill batches of 100."""
+        count = self.sizes[1]
+        return count - count % min(_EVALUATION_EXAMPLES, count)
+
+    @property
+    def sha256(self) -> str:
+        """Digest over both sides: equal digests mean equal data."""
+        digest = hashlib.sha256()
+        for side in (self.train, self.heldout):
+            for name, values in sorted(side.items()):
+                digest.update(name.encode())
+                digest.update(values.contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+    def batch(self, seed: int, number: int, worker: int, workers: int, rows: int) -> Inputs:
+        """Micro-batch `number` of a worker."""
+        first = (number * workers + worker) * rows
+        count = self.sizes[0]
+        places = (divmod(place, count) for place in range(first, first + rows))
+        chosen = torch.tensor([int(_order(seed, epoch, count)[at]) for epoch, at in places])
+        return {name: values[chosen] for name, values in self.train.items()}
+
+    def evaluation(self) -> Iterator[Inputs]:
+        """Batches of the held-out side, the same every time."""
+        size = min(_EVALUATION_EXAMPLES, self.sizes[1])
+        for first in range(0, self.held_out, size):
+            yield {name: values[first : first + size] for name, values in self.heldout.items()}
+
+
+@functools.lru_cache(maxsize=16)
+def _order(seed: int, epoch: int, count: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng([seed, epoch]).permutation(count)
+
+
+# What is built in
+
+
+def digits() -> Examples:
+    """scikit-learn's 1,797 images of 8x8 grey values, 997 to train on: `pixel_values` [n, 1, 8, 8]
+    from 0 to 1. UnsupportedError without the package."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise UnsupportedError(
+            Problem(
+                where="--tasks digits",
+                found="no scikit-learn",
+                why="the images are part of it",
+                remedy="pip install 'ds_ckpt[validation]', or --tasks language,topics",
+            ),
+            headline="the digits cannot be loaded",
+        ) from error
+    data = load_digits()
+    order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0))
+    rows = {
+        "pixel_values": torch.tensor(data.images / 16.0, dtype=torch.float32).unsqueeze(1)[order],
+        "labels": torch.tensor(data.target, dtype=torch.int64)[order],
+    }
+    train = {name: values[_DIGITS_HELD_OUT:] for name, values in rows.items()}
+    heldout = {name: values[:_DIGITS_HELD_OUT] for name, values in rows.items()}
+    return Examples(train, heldout, 10, "digits")
+
+
+def topics() -> Examples:
+    """Passages of the library's larger packages and of the language reference, by which it is.
+
+    `input_ids` [n, 32] are words by their hash. Every third passage of a file can be held out:
+    files are on both sides, passages are not.
+    """
+    families: dict[str, list[Tensor]] = {}
+    for name, text in sorted(python_topics().items()):
+        kind, _, rest = name.partition(": ")
+        family = "reference" if kind == "reference" else rest.partition("/")[0]
+        families.setdefault(family, []).append(words(text))
+    sizes = {f: sum(map(len, parts)) for f, parts in families.items() if len(parts) > 2}
+    chosen = sorted(sizes, key=lambda f: (-sizes[f], f))[:FAMILIES]
+    sides: tuple[list[tuple[Tensor, int]], list[tuple[Tensor, int]]] = ([], [])
+    for label, family in enumerate(sorted(chosen)):
+        passages = [p for text in families[family] for p in text.split(PASSAGE)[:-1]]
+        order = torch.randperm(len(passages), generator=torch.Generator().manual_seed(label))
+        mixed = order.tolist()
+        parts = [i for i in mixed if i % 3 < 2], [i for i in mixed if i % 3 == 2]
+        for side, part, most in zip(sides, parts, PER_FAMILY, strict=True):
+            side += [(passages[i], label) for i in part[:most]]
+
+    def rows(side: list[tuple[Tensor, int]]) -> Inputs:
+        order = torch.randperm(len(side), generator=torch.Generator().manual_seed(0))
+        ids = torch.stack([passage for passage, _ in side])
+        return {"input_ids": ids[order], "labels": torch.tensor([n for _, n in side])[order]}
+
+    train, heldout = map(rows, sides)
+    return Examples(train, heldout, len(chosen), "topics of the embedded corpus")
+
+
+def words(text: bytes) -> Tensor:
+    """Ids of the words and marks of a text, int64: 1 and up, by their hash, whatever the case."""
+    found = re.findall(rb"[a-z_]+|[^\sa-z_]", text.lower())
+    return torch.tensor([1 + zlib.crc32(word) % (WORDS - 1) for word in found], dtype=torch.int64)
+
+
+# What a user brings: texts are split by piece or line into train and held-out by their content's
+# hash, as the embedded corpus is by topic; labelled lines are {"text": ..., "label": ...}
+
+
+Row = Mapping[str, Any]
+Places = Iterable[tuple[str, Row]]
+"""Rows, each with where it stands, for messages."""
 
 
 def read_text(source: str) -> Corpus:
@@ -47,15 +267,10 @@ def read_text(source: str) -> Corpus:
         UnsupportedError: it is a name, and `datasets` is not installed.
     """
     path = Path(source)
-    if path.suffix == ".jsonl" and path.is_file():
-        pieces = [_text_of(line, place) for place, line in _lines(path)]
-    elif path.is_file():
-        pieces = _pieces(path)
-    else:
-        splits = _dataset(source)
-        train = "\n\n".join(_text_of(row, source) for row in splits[0])
-        heldout = "\n\n".join(_text_of(row, source) for row in splits[1])
-        return Corpus(source, train.encode(), heldout.encode())
+    if not path.is_file():
+        train, heldout = ("\n\n".join(map(_text_of, side)).encode() for side in _dataset(source))
+        return Corpus(source, train, heldout)
+    pieces = list(map(_text_of, _lines(path))) if path.suffix == ".jsonl" else _pieces(path)
     if len(pieces) < _MIN_PIECES:
         raise _wrong(
             f"{source} with {len(pieces)} pieces of text",
@@ -66,23 +281,26 @@ def read_text(source: str) -> Corpus:
     return split_topics(named, source=path.name)
 
 
-def read_labelled(source: str) -> Labelled:
+def read_labelled(
+    source: str, encode: Callable[[str], list[int]], length: int, padding: int = 0
+) -> Examples:
     """The examples behind `--data`: JSON lines with "text" and "label", or a data set's name.
+
+    Args:
+        encode: ids of the tokens of a text; cut or filled up to `length`, with a mask.
 
     Raises:
         ConfigError, UnsupportedError: as `read_text`.
     """
     path = Path(source)
+    sides: tuple[list[tuple[str, Any]], ...] = ([], [])
     if path.is_file():
-        rows = [(_text_of(line, place), _label_of(line, place)) for place, line in _lines(path)]
-        sides = ([], []) if not rows else _tenths(rows)
-        name = path.name
+        for line in _lines(path):
+            text = _text_of(line)
+            held_out = int(_hash(text), 16) % 10 == 0  # equal texts are on one side
+            sides[held_out].append((text, _label_of(line)))
     else:
-        found = _dataset(source)
-        sides = tuple(  # type: ignore[assignment]
-            [(_text_of(row, source), _label_of(row, source)) for row in split] for split in found
-        )
-        name = source
+        sides = tuple([(_text_of(r), _label_of(r)) for r in side] for side in _dataset(source))
     classes = sorted({label for side in sides for _, label in side}, key=str)
     if len(classes) < 2 or min(map(len, sides)) < 2:
         raise _wrong(
@@ -91,9 +309,19 @@ def read_labelled(source: str) -> Labelled:
             "a classifier needs two classes, and examples on both sides",
             'give more lines like {"text": "...", "label": "..."}',
         )
-    number = {label: i for i, label in enumerate(classes)}
-    train, heldout = ([(text, number[label]) for text, label in side] for side in sides)
-    return Labelled(train, heldout, len(classes), name)
+
+    def rows(side: list[tuple[str, Any]]) -> Inputs:
+        ids = torch.full((len(side), length), padding, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, (text, _) in enumerate(side):
+            found = encode(text)[:length]
+            ids[row, : len(found)] = torch.tensor(found, dtype=torch.int64)
+            mask[row, : max(1, len(found))] = 1
+        labels = torch.tensor([classes.index(label) for _, label in side])
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+    name = path.name if path.is_file() else source
+    return Examples(rows(sides[0]), rows(sides[1]), len(classes), name)
 
 
 def has_labels(source: str) -> bool:
@@ -105,33 +333,10 @@ def has_labels(source: str) -> bool:
     return any(key in first for key in _LABEL_KEYS)
 
 
-def tokenized(corpus: Corpus, tokenizer: Any) -> Tokens:
-    """The corpus as ids of another model's tokenizer."""
-
-    def ids(text: bytes) -> Tensor:
-        found = tokenizer(text.decode(errors="replace"), add_special_tokens=False)["input_ids"]
-        return torch.tensor(found, dtype=torch.int64)
-
-    return Tokens(ids(corpus.train), ids(corpus.heldout))
-
-
-def _tenths(rows: list[tuple[str, Any]]) -> tuple[list[Any], list[Any]]:
-    """About a tenth held out, by the text's hash: equal texts are on one side."""
-    sides: tuple[list[Any], list[Any]] = ([], [])
-    for row in rows:
-        sides[int(_hash(row[0]), 16) % 10 == 0].append(row)
-    return sides
-
-
 def _pieces(path: Path) -> list[str]:
     """Paragraphs, put together to 2 kB or more."""
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        why = f"the file cannot be read: {error.strerror or error}"
-        raise _wrong(str(path), why, "give the path of a text file") from error
     pieces, gathered = [], ""
-    for paragraph in re.split(r"\n[ \t]*\n", text):
+    for paragraph in re.split(r"\n[ \t]*\n", _contents(path, "replace")):
         gathered += paragraph + "\n\n"
         if len(gathered) >= _PIECE_BYTES:
             pieces.append(gathered)
@@ -139,17 +344,9 @@ def _pieces(path: Path) -> list[str]:
     return [*pieces, gathered] if gathered.strip() else pieces
 
 
-def _lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _lines(path: Path) -> Iterator[tuple[str, Row]]:
     """Place and object of each line that is not empty."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        why = f"the file cannot be read: {error.strerror or error}"
-        raise _wrong(str(path), why, "give the path of a file of JSON lines") from error
-    except UnicodeDecodeError as error:
-        why = f"JSON is UTF-8; byte {error.start} is not"
-        raise _wrong(str(path), why, "save the file as UTF-8") from error
-    for number, line in enumerate(text.split("\n"), 1):
+    for number, line in enumerate(_contents(path, "strict").split("\n"), 1):
         if not line.strip():
             continue
         place = f"{path}:{number}"
@@ -162,29 +359,37 @@ def _lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield place, found
 
 
-def _text_of(row: Mapping[str, Any], place: str) -> str:
-    for key in _TEXT_KEYS:
-        if isinstance(row.get(key), str):
-            return str(row[key])
-    raise _wrong(
-        f"{place} with {', '.join(map(repr, row)) or 'nothing'}",
-        f"none of {', '.join(_TEXT_KEYS)} is there as text",
-        'name the text "text"',
-    )
+def _contents(path: Path, errors: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors=errors)
+    except OSError as error:
+        why = f"the file cannot be read: {error.strerror or error}"
+        raise _wrong(str(path), why, "give the path of a file of text or JSON lines") from error
+    except UnicodeDecodeError as error:
+        why = f"JSON is UTF-8; byte {error.start} is not"
+        raise _wrong(str(path), why, "save the file as UTF-8") from error
 
 
-def _label_of(row: Mapping[str, Any], place: str) -> Any:
-    for key in _LABEL_KEYS:
-        if isinstance(row.get(key), int | str):
+def _text_of(line: tuple[str, Row]) -> str:
+    why = f"none of {', '.join(_TEXT_KEYS)} is there as text"
+    return str(_value_of(line, _TEXT_KEYS, str, why, 'name the text "text"'))
+
+
+def _label_of(line: tuple[str, Row]) -> Any:
+    remedy = 'name the class "label", a number or a word'
+    return _value_of(line, _LABEL_KEYS, int | str, "no label is there", remedy)
+
+
+def _value_of(line: tuple[str, Row], keys: Iterable[str], kind: Any, why: str, remedy: str) -> Any:
+    place, row = line
+    for key in keys:
+        if isinstance(row.get(key), kind):
             return row[key]
-    raise _wrong(
-        f"{place} with {', '.join(map(repr, row)) or 'nothing'}",
-        "no label is there",
-        'name the class "label", a number or a word',
-    )
+    found = f"{place} with {', '.join(map(repr, row)) or 'nothing'}"
+    raise _wrong(found, why, remedy)
 
 
-def _dataset(name: str) -> tuple[Iterable[Mapping[str, Any]], Iterable[Mapping[str, Any]]]:
+def _dataset(name: str) -> tuple[Places, Places]:
     """Train and held-out split of a Hugging Face data set, `NAME` or `NAME:CONFIGURATION`."""
     try:
         import datasets
@@ -207,7 +412,8 @@ def _dataset(name: str) -> tuple[Iterable[Mapping[str, Any]], Iterable[Mapping[s
     if "train" not in splits or held_out is None:
         why = f"it has the splits {', '.join(splits)}"
         raise _wrong(name, why, "choose a data set with a train split and a validation or test one")
-    return splits["train"], splits[held_out]
+    train, heldout = ([(name, row) for row in splits[side]] for side in ("train", held_out))
+    return train, heldout
 
 
 def _hash(text: str) -> str:

@@ -1,4 +1,8 @@
-"""Dense against every candidate, seed by seed, with virtual workers: who is trained when.
+"""Dense against every candidate, seed by seed: what is compared, and who is trained when.
+
+Candidates are read from DeepSpeed JSON files. What is taken from a file is its `ds_ckpt` section.
+Optimizer, batch and schedule are the task's, the same for all, so that nothing but compression or
+checkpointing differs.
 
 The dense run of a seed comes first: others start from its warm-up, are stopped when they are far
 behind it, and are compared with it alone. A candidate of which one run has diverged is worse
@@ -7,21 +11,178 @@ whatever the others do, so its other seeds are left out.
 
 from __future__ import annotations
 
-import functools
+import dataclasses
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from ds_ckpt.config import PluginConfig, load_file, parse
+from ds_ckpt.config.paths import lookup
+from ds_ckpt.config.policy import activation_policy, boundary_keeping
+from ds_ckpt.config.settings import exchange_settings
+from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.rules import embeddings_of
-from ds_ckpt.validation.candidates import DENSE, Candidate, checkpointed, versions
-from ds_ckpt.validation.cell import Hopeless, Saving, sixteen_bit_step_bytes, train_cell
 from ds_ckpt.validation.store import Key, Mode, Result, Store
-from ds_ckpt.validation.tasks import Opened
+from ds_ckpt.validation.task import Task
+from ds_ckpt.validation.trainer import Hopeless, Saving, train, versions
+from ds_ckpt.validation.virtual_workers import DENSE_SETTINGS, sixteen_bit_step_bytes
+from ds_ckpt.validation.world import InProcessWorld
+
+WARM_UP_SHARE = 0.25
+"""Of a run, at most: a longer dense start would leave little to judge."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One configuration.
+
+    Attributes:
+        name: the file's without its suffix, or `dense`.
+        file: as it was given; empty for dense.
+        plugin: its `ds_ckpt` section.
+        settings: of the exchange; dense where the section has no method.
+    """
+
+    name: str
+    file: str
+    plugin: PluginConfig
+    settings: ExchangeSettings
+
+    @property
+    def lossy(self) -> bool:
+        """Whether gradients may differ from dense ones; if not, every bit of a run is the same."""
+        return not self.settings.lossless
+
+    @property
+    def checkpoints(self) -> bool:
+        """Whether activations are recomputed."""
+        return self.plugin.activation.active
+
+    def in_run_of(self, steps: int) -> ExchangeSettings:
+        """The settings with the dense warm-up that a run of so many steps has."""
+        most = int(WARM_UP_SHARE * steps)
+        return dataclasses.replace(self.settings, start_step=min(self.settings.start_step, most))
+
+    def warm_up(self, steps: int) -> int:
+        """Dense steps at the beginning of a run of so many; 0 for what loses nothing."""
+        return self.in_run_of(steps).start_step if self.lossy else 0
+
+    def digest(self, steps: int) -> str:
+        """Of all that a run of so many steps depends on: equal digests are equal runs."""
+        activation = self.plugin.activation.model_dump(mode="json") if self.checkpoints else None
+        method = self.plugin.compression.method
+        settings = _as_recorded(self.in_run_of(steps))
+        said = json.dumps([method, settings, activation], sort_keys=True, default=str)
+        return hashlib.sha256(said.encode()).hexdigest()[:16]
+
+
+def _as_recorded(settings: ExchangeSettings) -> dict[str, Any]:
+    """What of the settings decides the numbers, under the names by which runs on record are found
+    again: a field of another name keeps its old one here."""
+
+    recorded = {
+        "default": settings.default.looked_at(),
+        "rules": [
+            dataclasses.asdict(r) | {"settings": r.settings.looked_at()} for r in settings.rules
+        ],
+        "error_feedback": settings.error_feedback,
+        "residual_dtype": settings.residual_dtype,
+        "residual_device": settings.residual_device,
+        "start_step": settings.start_step,
+        "min_numel": settings.min_numel,
+    }
+    usual = dataclasses.replace(settings, when="auto")
+    if settings.holds_back(2) != usual.holds_back(2):  # else as where a run knows of nothing else
+        recorded["when"] = settings.when
+    return recorded
+
+
+DENSE = Candidate("dense", "", PluginConfig(), DENSE_SETTINGS)
+
+
+def read_candidates(files: Sequence[Path]) -> list[Candidate]:
+    """Candidates of these files, names made different where files share one.
+
+    Raises:
+        ConfigError: a file cannot be used, or would do nothing that could be judged.
+    """
+    found: list[Candidate] = []
+    for path in files:
+        config = load_file(path)
+        compression = lookup(config, ("ds_ckpt", "compression"))
+        if isinstance(compression, dict):
+            compression.pop("guard", None)  # validation is what limits come from
+        plugin = parse(config, source=str(path))
+        if not plugin.active:
+            raise ConfigError(
+                Problem(
+                    where=str(path),
+                    found="neither compression nor checkpointing",
+                    why="it is plain DeepSpeed, which it would be compared with",
+                    remedy="give a file with a ds_ckpt section that switches something on",
+                )
+            )
+        method = plugin.compression.method
+        settings = DENSE_SETTINGS if method == "none" else exchange_settings(plugin.compression)
+        name, taken = path.stem, {c.name for c in found} | {DENSE.name}
+        if name in taken:
+            name = next(f"{name}-{i}" for i in range(2, 999) if f"{name}-{i}" not in taken)
+        found.append(Candidate(name, str(path), plugin, settings))
+    return found
+
+
+@contextmanager
+def checkpointed(model: torch.nn.Module, plugin: PluginConfig, device: str) -> Iterator[None]:
+    """The model with the section's checkpointing and offload, as a session would have it.
+
+    Raises:
+        ConfigError, UnsupportedError: the policy does not fit the model, or needs an engine.
+    """
+    config = plugin.activation
+    if not config.active:
+        yield
+        return
+    from ds_ckpt.activation import CheckpointedBlocks
+    from ds_ckpt.activation.build import build_boundaries
+    from ds_ckpt.activation.plan import make_plan
+
+    if config.planned:
+        raise ConfigError(
+            Problem(
+                where="$.ds_ckpt.activation.policy",
+                found=f'"{config.policy}"',
+                why="its plan is made from a batch of an engine, which virtual workers have not",
+                remedy="validate with --processes 2; the plan changes no number",
+            )
+        )
+    keeping, policy = boundary_keeping(config), activation_policy(config)
+    if keeping.partition:
+        raise ConfigError(
+            Problem(
+                where="$.ds_ckpt.activation.partition",
+                found="true",
+                why="virtual workers have no tensor-parallel group",
+                remedy="validate the file without it, it changes no number",
+            )
+        )
+    units = make_plan(model, policy)
+    boundaries = build_boundaries(keeping, model, units, torch.device(device))
+    blocks = CheckpointedBlocks(
+        model, policy=policy, units=units, around=boundaries.around if boundaries else None
+    )
+    try:
+        yield
+    finally:
+        blocks.remove()
+
 
 SAMPLE_EVERY = 10
 LOSSLESS_SEEDS = 2
@@ -41,7 +202,7 @@ class Plan:
         device: where virtual workers compute.
     """
 
-    task: Opened
+    task: Task
     candidates: Sequence[Candidate]
     seeds: Sequence[int]
     device: str = "cpu"
@@ -130,7 +291,7 @@ def _denormals_flushed() -> Iterator[None]:
 def _train(
     plan: Plan, candidate: Candidate, seed: int, store: Store, folder: Path, tell: Tell | None
 ) -> Result:
-    spec, run = plan.task.spec, plan.task.run
+    spec, learner = plan.task.spec, plan.task.learner
     settings = candidate.in_run_of(spec.steps)
     dense = store.find(plan.key(DENSE, seed))
     shared = f"dense-{plan.task.digest}-{seed}"
@@ -140,17 +301,25 @@ def _train(
         if tell is not None:
             tell(f"{spec.kind}, seed {seed}, {candidate.name}", done, spec.steps, loss)
 
-    run.begin(seed)
-    with checkpointed(run.model, candidate.plugin, plan.device):
-        outcome = train_cell(
-            run,
-            settings,
+    learner.begin(seed)
+    warm_ups = _warm_ups(plan) if candidate is DENSE else frozenset()
+    with checkpointed(learner.model, candidate.plugin, plan.device):
+        world = InProcessWorld(
+            learner.model,
+            learner.loss,
             spec.recipe(),
-            Saving(folder, name, shared, every=100),
-            evaluate_every=spec.evaluate_every,
-            evaluate_first=True,
+            settings,
+            workers=spec.world,
+            accumulation=spec.accumulation,
             sample_every=SAMPLE_EVERY if candidate.lossy else 0,
-            keep_warm=_warm_ups(plan) if candidate is DENSE else (),
+        )
+        outcome = train(
+            learner,
+            world,
+            spec.steps,
+            warm_up=candidate.warm_up(spec.steps),
+            saving=Saving(folder, name, shared, every=100, keep_after=warm_ups),
+            evaluate_every=spec.evaluate_every,
             hopeless=far_behind(dense.outcome.heldout) if dense and candidate.lossy else None,
             progress=progress,
         )
@@ -164,25 +333,22 @@ def _train(
     )
 
 
-def _warm_ups(plan: Plan) -> set[int]:
+def _warm_ups(plan: Plan) -> frozenset[int]:
     """Steps after which a candidate starts from the dense run: that of nobody else, though its
     bits should be the same."""
     steps = plan.task.spec.steps
-    return {c.in_run_of(steps).start_step for c in plan.candidates if c.lossy}
-
-
-_step_bytes = functools.cache(sixteen_bit_step_bytes)
+    return frozenset(c.warm_up(steps) for c in plan.candidates if c.lossy)
 
 
 def sixteen_bit_bytes(plan: Plan, settings: ExchangeSettings) -> float:
-    """For a result, see `Result`. The same for every seed, so counted once."""
-    spec, run = plan.task.spec, plan.task.run
-    return _step_bytes(
+    """For a result, see `Result`."""
+    spec = plan.task.spec
+    return sixteen_bit_step_bytes(
         settings,
         plan.task.shapes,
         spec.world,
         accumulation=spec.accumulation,
-        embeddings=embeddings_of(run.model),
+        embeddings=embeddings_of(plan.task.learner.model),
     )
 
 

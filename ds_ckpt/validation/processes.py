@@ -10,8 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from ds_ckpt.hosts.launcher import Loopback, launch
-from ds_ckpt.validation.candidates import DENSE
-from ds_ckpt.validation.experiment import SAMPLE_EVERY, Plan, Tell, about, sixteen_bit_bytes
+from ds_ckpt.validation.experiment import (
+    DENSE,
+    SAMPLE_EVERY,
+    Plan,
+    Tell,
+    about,
+    sixteen_bit_bytes,
+)
 from ds_ckpt.validation.store import Result, Store, outcome_of
 
 _STEP_S = 60.0

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import TypeAdapter
+
 from ds_ckpt.errors import Problem, StateError
-from ds_ckpt.validation.cell import Outcome
+from ds_ckpt.validation.trainer import Outcome
 
 Mode = Literal["virtual", "processes"]
 
@@ -22,7 +24,7 @@ class Key:
     """What a run depends on.
 
     Attributes:
-        task: `Opened.digest`.
+        task: `Task.digest`.
         settings: `Candidate.digest`.
         mode: virtual workers, or ZeRO-3 processes.
     """
@@ -70,11 +72,12 @@ class Store:
         for number, line in enumerate(whole.splitlines(), 1):
             try:
                 result = _result(json.loads(line))
-            except (ValueError, TypeError, KeyError) as error:
+            except ValueError as error:
+                found = str(error).splitlines()[0]
                 raise StateError(
                     Problem(
                         where=f"{self._path}:{number}",
-                        found=f"a line that is no result of this version ({error})",
+                        found=f"a line that is no result of this version ({found})",
                         why="results are added to the file and read back from it",
                         remedy="name another --output, or remove the file",
                     ),
@@ -97,20 +100,6 @@ class Store:
         self._results[result.key] = result
 
 
-def outcome_of(line: dict[str, Any]) -> Outcome:
-    """What was written as JSON."""
-    outcome = dict(line)
-    for name in ("heldout", "accuracy", "left"):
-        outcome[name] = [tuple(row) for row in outcome[name]]
-    return Outcome(**outcome)
-
-
-def _result(line: dict[str, Any]) -> Result:
-    return Result(
-        key=Key(**line["key"]),
-        names=tuple(line["names"]),
-        outcome=outcome_of(line["outcome"]),
-        sixteen_bit_bytes=line["sixteen_bit_bytes"],
-        step_s=line["step_s"],
-        about=line["about"],
-    )
+outcome_of = TypeAdapter(Outcome).validate_python
+"""What was written as JSON."""
+_result = TypeAdapter(Result).validate_python

@@ -1,18 +1,16 @@
 """What `deepspeed` launches for a comparison: trains every run of a job with ZeRO-3, one by one.
 
-Process 0 writes events: that it has begun, progress, and each finished run's result. Weights, data
-and schedule are those of virtual workers, worker by worker; what trains is DeepSpeed.
+The processes tell of their progress and of each finished run's result. Weights, data, schedule and
+the loop are those of virtual workers, worker by worker; what trains is DeepSpeed.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import gc
-import hashlib
 import math
 import statistics
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +21,13 @@ from deepspeed.accelerator import get_accelerator
 
 import ds_ckpt
 from ds_ckpt.config import load_file
-from ds_ckpt.hosts.heartbeat import Heartbeat, begin
+from ds_ckpt.hosts.heartbeat import begin
 from ds_ckpt.telemetry import Purpose
 from ds_ckpt.telemetry.timings import ResidualStats
-from ds_ckpt.validation.cell import Outcome, chained, digest_of
 from ds_ckpt.validation.experiment import far_behind
-from ds_ckpt.validation.run import moved
-from ds_ckpt.validation.tasks import Opened, TaskSpec, open_task
+from ds_ckpt.validation.task import Learner, Task, TaskSpec, open_task
+from ds_ckpt.validation.trainer import Outcome, Progress, train
+from ds_ckpt.validation.world import Recipe, Step, digest_of
 
 
 def main() -> None:
@@ -43,20 +41,131 @@ def main() -> None:
     for run in job["runs"]:
         if run["name"] in given_up:
             continue
-        outcome, step_s = _train(task, run, curves.get(run["seed"]), job["sample_every"], heartbeat)
+        named = {"seed": run["seed"], "name": run["name"]}
+
+        def progress(done: int, loss: float, named: dict[str, Any] = named) -> None:
+            heartbeat.beat(kind="progress", **named, done=done, loss=loss)
+
+        outcome, step_s = train_run(
+            task, run, curves.get(run["seed"]), job["sample_every"], progress
+        )
         if run["file"] is None:
             curves[run["seed"]] = outcome.heldout
         if outcome.diverged and run["lossy"]:
             given_up.add(run["name"])
-        heartbeat.beat(
-            kind="result",
-            seed=run["seed"],
-            name=run["name"],
-            outcome=dataclasses.asdict(outcome),
-            step_s=step_s,
-        )
+        heartbeat.beat(kind="result", **named, outcome=dataclasses.asdict(outcome), step_s=step_s)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def train_run(
+    task: Task,
+    run: dict[str, Any],
+    dense: list[tuple[int, float]] | None,
+    sample_every: int,
+    progress: Progress | None = None,
+) -> tuple[Outcome, float]:
+    """One run of a job: its outcome, and wall seconds of a step (median). On every process.
+
+    Args:
+        dense: held-out losses of the seed's dense run.
+    """
+    spec, seed = task.spec, run["seed"]
+    warm_up = run["start_step"] if run["lossy"] else 0
+    model = task.learner.initial(seed)
+    config = engine_config(spec, run["file"], warm_up)
+    engine, *_ = ds_ckpt.initialize(model=model, config=config)
+    task.learner.begin(seed)
+    world = Zero3World(
+        engine, task.learner, spec.recipe(), sample_every=sample_every if run["lossy"] else 0
+    )
+    outcome = train(
+        task.learner,
+        world,
+        spec.steps,
+        warm_up=warm_up,
+        evaluate_every=spec.evaluate_every,
+        hopeless=far_behind(dense) if dense and run["lossy"] else None,
+        progress=progress,
+    )
+    engine.destroy()
+    gc.collect()
+    return outcome, statistics.median(world.seconds[warm_up:] or world.seconds)
+
+
+class Zero3World:
+    """The processes of a `deepspeed` launch, each with an engine; a `World`, on every one of them.
+
+    Args:
+        engine: made by `ds_ckpt.initialize`, with telemetry.
+        learner: whose micro-batches are trained on.
+        sample_every: as `InProcessWorld`.
+
+    Attributes:
+        seconds: of each step, by the clock.
+    """
+
+    def __init__(
+        self, engine: Any, learner: Learner, recipe: Recipe, *, sample_every: int = 0
+    ) -> None:
+        self.model, self._learner, self._recipe = engine, learner, recipe
+        self.seconds: list[float] = []
+        self._left: ResidualStats | None = None
+        session = ds_ckpt.session_of(engine)
+        assert session is not None, "telemetry is on"
+        self._session = session
+        if sample_every:
+            session.observe(sample_every, self._look)
+
+    def _look(self, step: int, left: ResidualStats) -> None:
+        self._left = left
+
+    @property
+    def step(self) -> int:
+        """See `World`."""
+        return len(self.seconds)
+
+    def train_step(self) -> Step:
+        """See `World`."""
+        engine, counters = self.model, self._session.counters
+        for group in engine.optimizer.param_groups:
+            group["lr"] = self._recipe.rate(self.step)
+        self._left = None
+        skipped, sent = engine.skipped_steps, counters.bytes_sent[Purpose.REDUCE]
+        started_s = time.perf_counter()
+        mine = []
+        for micro in range(self._learner.accumulation):
+            loss = engine(**self._learner.inputs(self.step, micro, dist.get_rank())).loss
+            engine.backward(loss)
+            engine.step()
+            mine.append(float(loss))
+        self.seconds.append(time.perf_counter() - started_s)
+        sent = counters.bytes_sent[Purpose.REDUCE] - sent
+        return Step(_everyone(mine), sent, engine.skipped_steps > skipped, self._left)
+
+    def residual_norm(self) -> float:
+        """See `World`."""
+        owed = 0.0
+        device = get_accelerator().current_device_name()
+        for _, kept in sorted(self._session.residuals.items()):
+            residual = kept.to(device)  # NCCL takes none that is kept on the host
+            dist.all_reduce(residual)
+            owed += float(residual.square().sum())
+        return math.sqrt(owed)
+
+    def weights_digest(self) -> str:
+        """See `World`."""
+        module = self.model.module
+        with deepspeed.zero.GatheredParameters(list(module.parameters())):
+            return digest_of(module)
+
+
+def _everyone(mine: list[float]) -> tuple[float, ...]:
+    """Losses of every micro-step and worker, in the order of virtual workers."""
+    own = torch.tensor(mine, dtype=torch.float64, device=get_accelerator().current_device_name())
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, own)
+    return tuple(float(part[micro]) for micro in range(len(mine)) for part in parts)
 
 
 def engine_config(spec: TaskSpec, file: str | None, start_step: int) -> dict[str, Any]:
@@ -98,130 +207,6 @@ def engine_config(spec: TaskSpec, file: str | None, start_step: int) -> dict[str
     if theirs.get("activation_checkpointing") is not None:
         config["activation_checkpointing"] = theirs["activation_checkpointing"]
     return config
-
-
-@dataclass
-class _Log:
-    """What a run has come to so far, the same on every process."""
-
-    digest: str = ""
-    losses: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    sent: list[int] = field(default_factory=list)
-    heldout: list[tuple[int, float]] = field(default_factory=list)
-    accuracy: list[tuple[int, float]] = field(default_factory=list)
-    left: list[tuple[int, float, float]] = field(default_factory=list)
-    diverged: bool = False
-
-    def look(self, step: int, left: ResidualStats) -> None:
-        self.left.append((step, left.error, left.residual_norm))
-
-
-def _train(
-    task: Opened,
-    run: dict[str, Any],
-    dense: list[tuple[int, float]] | None,
-    sample_every: int,
-    heartbeat: Heartbeat,
-) -> tuple[Outcome, float]:
-    spec, seed = task.spec, run["seed"]
-    start = run["start_step"] if run["lossy"] else 0
-    model = task.run.initial(seed)
-    config = engine_config(spec, run["file"], start)
-    engine, *_ = ds_ckpt.initialize(model=model, config=config)
-    session = ds_ckpt.session_of(engine)
-    assert session is not None, "telemetry is on"
-    task.run.begin(seed)
-    log = _Log()
-    if run["lossy"]:
-        session.observe(sample_every, log.look)
-    hopeless = far_behind(dense) if dense and run["lossy"] else None
-    recipe = spec.recipe()
-    _evaluate(task, engine, 0, log)
-    while len(log.losses) < spec.steps and not log.diverged:
-        step = len(log.losses)
-        for group in engine.optimizer.param_groups:
-            group["lr"] = recipe.rate(step)
-        skipped, sent = engine.skipped_steps, session.counters.bytes_sent[Purpose.REDUCE]
-        started_s = time.perf_counter()
-        mine = _step(task, engine, step)
-        log.seconds.append(time.perf_counter() - started_s)
-        log.sent.append(session.counters.bytes_sent[Purpose.REDUCE] - sent)
-        everyone = _everyone(mine)
-        log.losses.append(sum(everyone) / len(everyone))
-        log.digest = chained(log.digest, everyone)
-        log.diverged = engine.skipped_steps > skipped or not math.isfinite(log.losses[-1])
-        done = step + 1
-        if done % spec.evaluate_every == 0 or done == spec.steps:
-            loss = _evaluate(task, engine, done, log)
-            if hopeless is not None and done > start:
-                log.diverged |= not math.isfinite(loss) or hopeless(done, loss)
-        if done % 10 == 0 or done == spec.steps:
-            heartbeat.beat(
-                kind="progress", seed=seed, name=run["name"], done=done, loss=log.losses[-1]
-            )
-    outcome = _outcome(log, start, engine)
-    engine.destroy()
-    gc.collect()
-    return outcome, statistics.median(log.seconds[start:] or log.seconds)
-
-
-def _step(task: Opened, engine: Any, step: int) -> list[float]:
-    """Losses of this process's micro-batches."""
-    device, losses = get_accelerator().current_device_name(), []
-    for micro in range(task.spec.accumulation):
-        inputs = moved(task.run.inputs(step, micro, dist.get_rank()), device)
-        loss = engine(**inputs).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss))
-    return losses
-
-
-def _everyone(mine: list[float]) -> list[float]:
-    """Losses of every micro-step and worker, in the order of virtual workers."""
-    world = dist.get_world_size()
-    device = get_accelerator().current_device_name()
-    own = torch.tensor(mine, dtype=torch.float64, device=device)
-    parts = [torch.empty_like(own) for _ in range(world)]
-    dist.all_gather(parts, own)
-    return [float(part[micro]) for micro in range(len(mine)) for part in parts]
-
-
-def _evaluate(task: Opened, engine: Any, done: int, log: _Log) -> float:
-    engine.eval()
-    score = task.run.evaluate(engine)
-    engine.train()
-    log.heldout.append((done, score.loss))
-    if score.accuracy is not None:
-        log.accuracy.append((done, score.accuracy))
-    return score.loss
-
-
-def _outcome(log: _Log, start: int, engine: Any) -> Outcome:
-    session = ds_ckpt.session_of(engine)
-    owed = 0.0
-    device = get_accelerator().current_device_name()
-    for _, kept in sorted(session.residuals.items() if session else ()):
-        residual = kept.to(device)  # NCCL takes none that is kept on the host
-        dist.all_reduce(residual)
-        owed += float(residual.square().sum())
-    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
-        weights = digest_of(engine.module)
-    rest = log.sent[start:]
-    return Outcome(
-        heldout=log.heldout,
-        accuracy=log.accuracy,
-        left=log.left,
-        digest=hashlib.sha256(f"{log.digest}{weights}".encode()).hexdigest(),
-        train=[],
-        step_bytes=statistics.fmean(rest) if rest else 0.0,
-        warm_up_bytes=statistics.fmean(log.sent[:start]) if start else 0.0,
-        residual_norm=math.sqrt(owed),
-        step_cpu_s=0.0,
-        exchange_cpu_s=0.0,
-        diverged=log.diverged,
-    )
 
 
 if __name__ == "__main__":

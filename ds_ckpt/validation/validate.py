@@ -4,70 +4,203 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ds_ckpt.config.verdicts import read_verdicts, write_verdicts
+from ds_ckpt.config.verdicts import FILE_NAME, read_verdicts, write_verdicts
 from ds_ckpt.errors import ConfigError, Problem, StateError
-from ds_ckpt.validation.candidates import DENSE, read_candidates, versions, virtual_versions
-from ds_ckpt.validation.compare import Comparison, Margins, compare, exit_code, false_alarms
-from ds_ckpt.validation.experiment import Plan, run_virtual
-from ds_ckpt.validation.options import Wanted, check_options
-from ds_ckpt.validation.records import records
+from ds_ckpt.validation.compare import (
+    Comparison,
+    Margins,
+    compare,
+    curve_of,
+    exit_code,
+    false_alarms,
+    records,
+)
+from ds_ckpt.validation.data import has_labels
+from ds_ckpt.validation.experiment import DENSE, Plan, read_candidates, run_virtual
 from ds_ckpt.validation.report import SelfCheck, table, write_report
-from ds_ckpt.validation.store import Store
-from ds_ckpt.validation.tasks import Opened, make_spec, open_task
+from ds_ckpt.validation.store import Mode, Store
+from ds_ckpt.validation.task import DEFAULT_TASKS, KINDS, Kind, Task, make_spec, open_task
+from ds_ckpt.validation.trainer import versions, virtual_versions
 
 RESULTS = "results.jsonl"
+_OWN_DATA = ("digits", "topics")
+_BUILT_IN_LANGUAGE = ("hidden_size", "layers", "attention")
+_SIZES = (
+    *("data", "model", "steps", "learning_rate", "batch", "length", "accumulation"),
+    *_BUILT_IN_LANGUAGE,
+)
 
 
-def run(wanted: Wanted, console: Console) -> int:
-    """Do what is asked for, results in `wanted.output`, words to the console; the exit code.
+@dataclass(frozen=True)
+class Arguments:
+    """The command's options, see `commands.validate_accuracy`; None is the default."""
+
+    files: tuple[Path, ...]
+    tasks: str | None = None
+    seeds: int = 5
+    margin: float | None = None
+    accuracy_margin: float | None = None
+    virtual_workers: int | None = None
+    processes: int | None = None
+    data: str | None = None
+    model: str | None = None
+    steps: int | None = None
+    learning_rate: float | None = None
+    batch: int | None = None
+    length: int | None = None
+    accumulation: int | None = None
+    hidden_size: int | None = None
+    layers: int | None = None
+    attention: str | None = None
+    device: str | None = None
+    link_mbit: float | None = None
+    self_check: int | None = None
+    output: Path = Path("runs/accuracy")
+    record: Path | None = None
+
+    @property
+    def records(self) -> list[Path]:
+        """The files of verdicts."""
+        return [self.output / FILE_NAME, *([self.record] if self.record else [])]
+
+    @property
+    def mode(self) -> Mode:
+        """Who trains."""
+        return "processes" if self.processes else "virtual"
+
+    @property
+    def margins(self) -> Margins:
+        """As shares."""
+        given = {"loss": self.margin, "accuracy": self.accuracy_margin}
+        return Margins(**{name: v / 100 for name, v in given.items() if v is not None})
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The tasks, in order."""
+        if self.tasks:
+            return cast(tuple[Kind, ...], tuple(self.tasks.split(",")))
+        if self.data is None:
+            only_check = self.self_check and not self.files
+            return ("language",) if only_check or self.model else DEFAULT_TASKS
+        return ("labelled",) if has_labels(self.data) else ("language",)
+
+
+def check(given: Arguments) -> None:
+    """Options that cannot be served, or that nothing would come of.
+
+    Raises:
+        ConfigError: with every one that is wrong.
+    """
+    problems: list[Problem] = []
+    kinds, named = given.kinds, bool(given.tasks)
+
+    def wrong(name: str, found: object, why: str, remedy: str) -> None:
+        problems.append(Problem(_option(name), str(found), why, remedy))
+
+    def idle(names: tuple[str, ...], why: str) -> None:
+        for name in names:
+            value = getattr(given, name)
+            if value is not None:
+                wrong(name, value, f"it does nothing {why}", "remove it")
+
+    if not given.files and not given.self_check:
+        why = "there is nothing to compare"
+        problems.append(Problem("CONFIG", "no file", why, "name a DeepSpeed JSON file"))
+    for kind in kinds:
+        if kind not in KINDS:
+            wrong("tasks", kind, "no such task is known", f"choose from {', '.join(KINDS)}")
+    if given.processes and given.virtual_workers:
+        found = f"{given.processes} beside --virtual-workers"
+        wrong("processes", found, "both say who trains", "give one")
+    own = [kind for kind in kinds if kind in _OWN_DATA]
+    if given.data and named and own:
+        why = f"{', '.join(own)} have data of their own"
+        wrong("data", given.data, why, "--tasks language or labelled")
+    if given.model and own:
+        why = "a checkpoint is for language or labelled"
+        wrong("model", given.model, why, "add --tasks language, or --data FILE")
+    if given.output.exists() and not given.output.is_dir():
+        wrong("output", given.output, "it is not a folder", "name a folder, there or new")
+    if given.record is not None and given.record.is_dir():
+        wrong("record", given.record, "it is not a file", "name a file, there or new")
+    if given.mode == "processes":
+        idle(("device",), "with --processes, which train on DeepSpeed's accelerator")
+        idle(("link_mbit",), "with --processes, whose times are measured")
+    if "language" not in kinds or given.model:
+        idle(_BUILT_IN_LANGUAGE, "without the built-in language model")
+    if set(kinds) <= set(_OWN_DATA):
+        idle(("length",), "where the task has a length of its own")
+    if "language" not in kinds:
+        idle(("margin",), "where verdicts are on accuracy: --accuracy-margin")
+    if set(kinds) == {"language"}:
+        idle(("accuracy_margin",), "where verdicts are on loss: --margin")
+    if given.device is not None and given.mode == "virtual":
+        try:
+            torch.empty(0, device=given.device)
+        except (RuntimeError, AssertionError) as error:
+            wrong("device", given.device, str(error).splitlines()[0], "cpu, or cuda with a GPU")
+    if given.attention not in (None, "eager", "sdpa"):
+        wrong("attention", given.attention, "the built-in model has two kinds", "eager or sdpa")
+    if problems:
+        raise ConfigError(problems, headline="the comparison cannot be made with these options")
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def run(given: Arguments, console: Console) -> int:
+    """Do what is asked for, results in `given.output`, words to the console; the exit code.
 
     Raises:
         DsCkptError: options, files, data or packages do not allow it; runs that are finished are
             kept.
     """
-    check_options(wanted)
-    for path in wanted.records:
+    check(given)
+    for path in given.records:
         read_verdicts(path)  # what cannot be added to is told before hours of training
     started_s = time.monotonic()
-    candidates = read_candidates(wanted.files)
-    store = Store(wanted.output / RESULTS)
-    world = wanted.processes or wanted.virtual_workers or 4
-    margins = _margins(wanted)
-    device = wanted.device or "cpu"
+    candidates = read_candidates(given.files)
+    store = Store(given.output / RESULTS)
+    world = given.processes or given.virtual_workers or 4
+    device = given.device or "cpu"
+    sizes = {name: getattr(given, name) for name in _SIZES}
     comparisons: list[Comparison] = []
     checks: list[SelfCheck] = []
-    link_mbit = wanted.link_mbit or 1000.0
     threads = torch.get_num_threads()
-    if wanted.mode == "virtual" and device == "cpu":
+    if given.mode == "virtual" and device == "cpu":
         torch.set_num_threads(1)  # sums in one order, whatever the machine
     try:
-        for kind in wanted.kinds:
-            spec = make_spec(kind, world=world, **wanted.sizes)
+        for kind in given.kinds:
+            spec = make_spec(kind, world=world, **sizes)
             console.print(f"{spec.words()}: loading")
-            task = open_task(spec, wanted.output / "states", device=device)
-            _check_resolution(task, margins)
-            seeds = range(max(wanted.seeds if candidates else 0, wanted.self_check or 0))
-            plan = Plan(task, candidates, range(wanted.seeds), device=device)
-            work = [plan] if candidates else []
-            if wanted.self_check:
-                work.insert(0, dataclasses.replace(plan, candidates=(), seeds=seeds))
-            for part in work:
-                _train(part, store, wanted, console)
+            task = open_task(spec, given.output / "states", device=device)
+            _check_resolution(task, given.margins)
+            plan = Plan(task, candidates, range(given.seeds), device=device)
+            if given.self_check:
+                seeds = range(max(given.seeds if candidates else 0, given.self_check))
+                alone = dataclasses.replace(plan, candidates=(), seeds=seeds)
+                _train(alone, store, given, console)
+                checks.append(_self_check(alone, store, given))
+            if candidates:
+                _train(plan, store, given, console)
+            link = given.link_mbit or 1000.0
             comparisons += [
-                compare(plan, c, store, margins, mode=wanted.mode, link_mbit=link_mbit)
+                compare(plan, c, store, given.margins, mode=given.mode, link_mbit=link)
                 for c in candidates
             ]
-            if wanted.self_check:
-                checks.append(_self_check(work[0], store, wanted, margins))
     finally:
         torch.set_num_threads(threads)
-    report = write_report(wanted.output, comparisons, checks)
-    for path in wanted.records:
+    report = write_report(given.output, comparisons, checks)
+    for path in given.records:
         write_verdicts(path, records(comparisons))
     for line in table(comparisons, checks):
         console.print(line)
@@ -78,18 +211,10 @@ def run(wanted: Wanted, console: Console) -> int:
     return 0 if all(check.seeds > 1 for check in checks) else 2
 
 
-def _margins(wanted: Wanted) -> Margins:
-    usual = Margins()
-    loss, accuracy = wanted.margin, wanted.accuracy_margin
-    return Margins(
-        usual.loss if loss is None else loss, usual.accuracy if accuracy is None else accuracy
-    )
-
-
-def _check_resolution(task: Opened, margins: Margins) -> None:
+def _check_resolution(task: Task, margins: Margins) -> None:
     """Refuse held-out data of which one example is more than the margin: most differences as large
     would then be seen as none."""
-    held_out, margin = task.run.held_out, margins.accuracy
+    held_out, margin = task.learner.data.held_out, margins.accuracy
     if task.spec.metric == "accuracy" and held_out * margin < 1:
         raise ConfigError(
             Problem(
@@ -103,18 +228,18 @@ def _check_resolution(task: Opened, margins: Margins) -> None:
         )
 
 
-def _check_versions(plan: Plan, store: Store, wanted: Wanted) -> None:
+def _check_versions(plan: Plan, store: Store, given: Arguments) -> None:
     """Refuse to go on beside runs of other packages: a pair would differ in more than its file."""
-    now = virtual_versions() if wanted.mode == "virtual" else versions()
+    now = virtual_versions() if given.mode == "virtual" else versions()
     for candidate in (DENSE, *plan.candidates):
         for seed in plan.seeds_of(candidate):
-            result = store.find(plan.key(candidate, seed, wanted.mode))
+            result = store.find(plan.key(candidate, seed, given.mode))
             then = result.about.get("versions", now) if result else now
             other = [name for name in now if then.get(name) != now[name]]
             if other:
                 raise StateError(
                     Problem(
-                        where=str(wanted.output / RESULTS),
+                        where=str(given.output / RESULTS),
                         found="runs of " + ", ".join(f"{n} {then.get(n)}" for n in other),
                         why="runs with " + ", ".join(f"{n} {now[n]}" for n in other) + " are still "
                         "to come, and a pair must differ in nothing but its file",
@@ -124,11 +249,11 @@ def _check_versions(plan: Plan, store: Store, wanted: Wanted) -> None:
                 )
 
 
-def _train(plan: Plan, store: Store, wanted: Wanted, console: Console) -> None:
-    missing = plan.missing(store, wanted.mode)
+def _train(plan: Plan, store: Store, given: Arguments, console: Console) -> None:
+    missing = plan.missing(store, given.mode)
     if not missing:
         return
-    _check_versions(plan, store, wanted)
+    _check_versions(plan, store, given)
     total = len(missing) * plan.task.spec.steps
     with Progress(
         TextColumn("{task.description}"),
@@ -139,12 +264,12 @@ def _train(plan: Plan, store: Store, wanted: Wanted, console: Console) -> None:
         disable=not console.is_terminal,
     ) as progress:
         tell = _Told(progress, total, len(missing), console)
-        if wanted.mode == "virtual":
-            run_virtual(plan, store, wanted.output / "states", tell)
+        if given.mode == "virtual":
+            run_virtual(plan, store, given.output / "states", tell)
         else:
             from ds_ckpt.validation.processes import run_processes
 
-            run_processes(plan, store, wanted.output, tell)
+            run_processes(plan, store, given.output, tell)
 
 
 class _Told:
@@ -167,16 +292,14 @@ class _Told:
         self._progress.update(self._task, description=words, completed=self._done + done)
 
 
-def _self_check(plan: Plan, store: Store, wanted: Wanted, margins: Margins) -> SelfCheck:
+def _self_check(plan: Plan, store: Store, given: Arguments) -> SelfCheck:
     spec = plan.task.spec
     values = []
     for seed in plan.seeds:
-        result = store.find(plan.key(DENSE, seed, wanted.mode))
+        result = store.find(plan.key(DENSE, seed, given.mode))
         if result is not None and not result.outcome.diverged:
-            outcome = result.outcome
-            curve = outcome.accuracy if spec.metric == "accuracy" else outcome.heldout
-            values.append(curve[-1][1])
-    seeds = min(wanted.seeds, len(values) // 2)
-    margin = margins.of(spec.metric)
+            values.append(curve_of(result, spec.metric)[-1][1])
+    seeds = min(given.seeds, len(values) // 2)
+    margin = given.margins.of(spec.metric)
     shares = false_alarms(values, seeds, margin, metric=spec.metric)
     return SelfCheck(spec.words(), tuple(values), seeds, margin, shares)

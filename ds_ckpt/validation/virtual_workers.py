@@ -7,8 +7,8 @@ transport is another (`exchange.virtual`). Nothing here trains, and nothing here
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,8 +24,8 @@ from ds_ckpt.exchange.layout import ring_pieces
 from ds_ckpt.exchange.rules import MethodSettings
 from ds_ckpt.exchange.virtual import VirtualTransport, VirtualWorld
 
-BUCKET_NUMEL = 500_000_000
-"""DeepSpeed's default `reduce_bucket_size`."""
+DENSE_SETTINGS = ExchangeSettings(MethodSettings("dense"))
+"""Everything is sent whole."""
 
 _TIMEOUT_S = 7 * 86_400.0
 """One worker waits for the others so long: a run may be stopped with SIGSTOP and go on later."""
@@ -34,18 +34,16 @@ _TIMEOUT_S = 7 * 86_400.0
 class VirtualWorkers:
     """The mean of W workers' gradients as ZeRO-3 processes with these settings would get it.
 
-    Buckets are filled in the order of `names` reversed, about the order of backward. What they hold
-    makes no difference to the numbers, only to how many headers there are.
+    All gradients go as one bucket, in the order of `names` reversed, about that of backward. What
+    buckets hold makes no difference to the numbers, only to how many headers there are.
 
     Args:
         settings: what the `compression` section says; one level, whatever they say of levels.
         world: number of virtual processes.
         names: of the parameters whose gradients will come, in the model's order.
-        numels: of the same parameters.
         accumulation: micro-steps of a step; with more than one, lossy methods with error feedback
             exchange at the boundary alone, unless the settings say otherwise.
         embeddings: names of embedding weights that no other layer shares, see `exchange.rules`.
-        bucket_numel: entries after which a bucket is full.
 
     Attributes:
         step: optimizer steps so far; the warm-up is counted in these.
@@ -56,15 +54,12 @@ class VirtualWorkers:
         settings: ExchangeSettings,
         world: int,
         names: Sequence[str],
-        numels: Sequence[int],
         *,
         accumulation: int = 1,
         embeddings: frozenset[str] = frozenset(),
-        bucket_numel: int = BUCKET_NUMEL,
     ) -> None:
         self.step = 0
-        self._names = list(names)
-        self._buckets = list(_buckets(numels, bucket_numel))
+        self._bucket = list(reversed(names))
         self._at_boundary = True
         self._virtual = VirtualWorld(world, timeout_s=_TIMEOUT_S)
         self._holds = settings.holds_back(accumulation)
@@ -95,8 +90,7 @@ class VirtualWorkers:
             at_boundary=(lambda: self._at_boundary) if self._holds else None,
         )
         # in place of DeepSpeed's reduction during the warm-up, to which it is bit-equal on gloo
-        dense = ExchangeSettings(MethodSettings("dense")).choose()
-        stock = AllToAllExchange(transport, dense, order=ring_pieces)
+        stock = AllToAllExchange(transport, DENSE_SETTINGS.choose(), order=ring_pieces)
         return _Worker(exchange, scheduled, feedback, factors, stock)
 
     @torch.no_grad()
@@ -114,23 +108,14 @@ class VirtualWorkers:
         """
         self._at_boundary = at_boundary
 
-        def work(process: int) -> list[list[Tensor]]:
-            return [
-                self._workers[process].reduce(
-                    [self._names[i] for i in bucket], [gradients[process][i] for i in bucket]
-                )
-                for bucket in self._buckets
-            ]
+        def work(process: int) -> list[Tensor]:
+            return self._workers[process].reduce(self._bucket, list(reversed(gradients[process])))
 
         shards = self._virtual.run(work)
-        whole: dict[int, Tensor] = {}
-        for b, bucket in enumerate(self._buckets):
-            for place, i in enumerate(bucket):
-                whole[i] = torch.cat([of_process[b][place] for of_process in shards])
-        return [whole[i] for i in range(len(self._names))]
+        return [torch.cat(of_owners) for of_owners in zip(*shards, strict=True)][::-1]
 
     def step_ended(self, *, skipped: bool) -> None:
-        """The step's verdict: residuals are committed or rolled back. Counts the step."""
+        """The step's overflow decision: residuals are committed or rolled back. Counts the step."""
         for worker in self._workers:
             worker.scheduled.step_ended(skipped=skipped)
         self.step += 1
@@ -211,14 +196,34 @@ class _Worker:
         self.factors.load_state_dict(state["factors"])
 
 
-def _buckets(numels: Sequence[int], limit: int) -> Iterator[list[int]]:
-    bucket: list[int] = []
-    filled = 0
-    for i in reversed(range(len(numels))):
-        if bucket and filled + numels[i] > limit:
-            yield bucket
-            bucket, filled = [], 0
-        bucket.append(i)
-        filled += numels[i]
-    if bucket:
-        yield bucket
+def sixteen_bit_step_bytes(
+    settings: ExchangeSettings,
+    shapes: Sequence[tuple[str, torch.Size]],
+    world: int,
+    *,
+    accumulation: int = 1,
+    embeddings: frozenset[str] = frozenset(),
+) -> float:
+    """Bytes that the busiest of `world` workers sends in a step where gradients are bfloat16.
+
+    Counted on two steps, since a method may alternate. What travels whole then takes 16 bits.
+
+    Args:
+        accumulation, embeddings: as `VirtualWorkers`.
+    """
+    workers = VirtualWorkers(
+        replace(settings, start_step=0),
+        world,
+        [name for name, _ in shapes],
+        accumulation=accumulation,
+        embeddings=embeddings,
+    )
+    for micro in range(2 * accumulation):
+        gradients = [
+            [torch.randn(shape, dtype=torch.bfloat16) for _, shape in shapes] for _ in range(world)
+        ]
+        last = (micro + 1) % accumulation == 0
+        workers.average(gradients, at_boundary=last)
+        if last:
+            workers.step_ended(skipped=False)
+    return workers.sent_bytes / 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -70,14 +69,13 @@ def guarded(section: dict[str, Any], steps: int, folder: str, accumulation: int 
 def validated(spec: dict[str, Any], runs: list[dict[str, Any]], folder: str) -> Any:
     """What the launched processes of `validate-accuracy --processes` do: outcomes of the runs."""
     from ds_ckpt.validation import train_processes
-    from ds_ckpt.validation.tasks import TaskSpec, open_task
+    from ds_ckpt.validation.task import TaskSpec, open_task
 
     torch.set_num_threads(1)
     task = open_task(TaskSpec(**spec), Path(folder))
-    heartbeat: Any = SimpleNamespace(beat=lambda **event: None)
     outcomes = []
     for run in runs:
         fresh()
-        outcome, _ = train_processes._train(task, run, None, 2, heartbeat)
+        outcome, _ = train_processes.train_run(task, run, None, 2)
         outcomes.append(dataclasses.asdict(outcome))
     return outcomes

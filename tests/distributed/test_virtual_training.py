@@ -11,7 +11,7 @@ import torch
 
 from ds_ckpt.config import parse
 from ds_ckpt.config.settings import exchange_settings
-from ds_ckpt.validation.virtual_training import Recipe, VirtualTraining
+from ds_ckpt.validation.world import InProcessWorld, Recipe
 from tests.distributed import cases_validation, models
 from tests.distributed.models import quantize_section, topk_section
 
@@ -49,15 +49,19 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+PLAIN, CLIPPED_AND_ACCUMULATED = (0.0, 1), (0.5, 2)
+
+
 @pytest.mark.parametrize(
     ("name", "clip", "accumulation"),
     [
-        ("dense", 0.5, 2),
-        ("topk after a warm-up", 0.0, 1),
-        ("quantize", 0.5, 2),
-        ("2 bits without feedback", 0.0, 1),
-        ("powersgd", 0.0, 1),
-        ("hybrid, alternating", 0.5, 2),
+        ("dense", *CLIPPED_AND_ACCUMULATED),
+        ("topk after a warm-up", *CLIPPED_AND_ACCUMULATED),
+        ("quantize", *PLAIN),
+        ("2 bits without feedback", *CLIPPED_AND_ACCUMULATED),
+        ("powersgd", *PLAIN),
+        ("powersgd", *CLIPPED_AND_ACCUMULATED),
+        ("hybrid, alternating", *PLAIN),
     ],
 )
 def test_virtual_workers_give_the_numbers_of_real_processes(
@@ -94,11 +98,12 @@ def _virtual(
         data = models.batch("llama", step * accumulation + micro, worker)
         return models.loss_of(model(**data))
 
-    config = parse(models.zero3_config(ds_ckpt=SECTIONS[name]))
-    settings = exchange_settings(config.compression)
-    recipe = Recipe(STEPS, LR, betas=(0.9, 0.999), rise=0.0, floor=1.0, clip=clip, fused=False)
-    training = VirtualTraining(model, loss, recipe, settings, world=2, accumulation=accumulation)
-    reports = [training.train_step() for _ in range(STEPS)]
+    settings = exchange_settings(parse(models.zero3_config(ds_ckpt=SECTIONS[name])).compression)
+    recipe = Recipe(
+        STEPS, LR, betas=(0.9, 0.999), warmup_ratio=0.0, min_lr_ratio=1.0, clip=clip, fused=False
+    )
+    world = InProcessWorld(model, loss, recipe, settings, workers=2, accumulation=accumulation)
+    reports = [world.train_step() for _ in range(STEPS)]
     losses = [[x for report in reports for x in report.losses[worker::2]] for worker in range(2)]
     weights = {n: p.detach() for n, p in model.named_parameters()}
     return losses, weights, sum(report.sent_bytes for report in reports)

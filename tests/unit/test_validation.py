@@ -21,16 +21,30 @@ import torch
 from ds_ckpt.errors import ConfigError, StateError
 from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.rules import Method, MethodSettings, Rule
-from ds_ckpt.validation import experiment, plots
-from ds_ckpt.validation.candidates import DENSE, checkpointed, read_candidates
-from ds_ckpt.validation.cell import Outcome
-from ds_ckpt.validation.compare import Comparison, Margins, compare, exit_code, false_alarms
-from ds_ckpt.validation.experiment import Plan, _denormals_flushed, far_behind, gave_up
-from ds_ckpt.validation.records import records
+from ds_ckpt.validation import experiment, report
+from ds_ckpt.validation.compare import (
+    Comparison,
+    Margins,
+    compare,
+    exit_code,
+    false_alarms,
+    records,
+)
+from ds_ckpt.validation.experiment import (
+    DENSE,
+    Plan,
+    _denormals_flushed,
+    checkpointed,
+    far_behind,
+    gave_up,
+    read_candidates,
+)
 from ds_ckpt.validation.report import SelfCheck, markdown, write_report
 from ds_ckpt.validation.store import Key, Result, Store
-from ds_ckpt.validation.tasks import Opened, TaskSpec
+from ds_ckpt.validation.task import Task, TaskSpec
+from ds_ckpt.validation.trainer import Outcome
 
+ROOT = Path(__file__).parents[2]
 STEPS = 100
 SHAPES = (("w", torch.Size([64, 64])),)
 
@@ -64,9 +78,9 @@ def outcome(final: float, *, diverged: bool = False, digest: str = "d", **over: 
     return Outcome(**{**given, **over})
 
 
-def opened(kind: Any = "language") -> Opened:
+def opened(kind: Any = "language") -> Task:
     spec = TaskSpec(kind, steps=STEPS)
-    return Opened(spec, None, "task", "a model", "a text", SHAPES)  # type: ignore[arg-type]
+    return Task(spec, None, "task", "a model", "a text", SHAPES)  # type: ignore[arg-type]
 
 
 def judged(
@@ -294,16 +308,17 @@ def test_only_the_dense_run_keeps_its_warm_up_for_others(
 ) -> None:
     kept: list[set[int]] = []
 
-    def trained(*args: Any, keep_warm: Any, **options: Any) -> Outcome:
-        kept.append(set(keep_warm))
+    def trained(*args: Any, saving: Any, **options: Any) -> Outcome:
+        kept.append(set(saving.keep_after))
         return outcome(2.0)
 
-    monkeypatch.setattr(experiment, "train_cell", trained)
+    monkeypatch.setattr(experiment, "train", trained)
+    monkeypatch.setattr(experiment, "InProcessWorld", lambda *_, **__: None)
     monkeypatch.setattr(experiment, "sixteen_bit_bytes", lambda *_: 1.0)
     monkeypatch.setattr(experiment, "checkpointed", lambda *_: contextlib.nullcontext())
     block = config_file(tmp_path, "block", activation={"policy": "block"})
-    run = SimpleNamespace(begin=lambda seed: None, model=None, loss=None)
-    task = dataclasses.replace(opened(), run=run)
+    learner: Any = SimpleNamespace(begin=lambda seed: None, model=None, loss=None)
+    task = dataclasses.replace(opened(), learner=learner)
     plan = Plan(task, read_candidates([block, four_bits]), range(1))
     experiment.run_virtual(plan, Store(tmp_path / "r.jsonl"), tmp_path)
     assert kept == [{25}, set(), set()]
@@ -324,6 +339,21 @@ def test_runs_are_found_by_what_they_depend_on(tmp_path: Path, four_bits: Path) 
     assert digests[0] == digests[2]
     assert len(set(digests)) == 3
     assert candidate.digest(STEPS) != candidate.digest(4 * STEPS)
+
+
+def test_every_run_on_record_is_found_again() -> None:
+    results = ROOT / "benchmarks" / "results" / "accuracy" / "results.jsonl"
+    files = [*(ROOT / "ds_configs").glob("*.json"), *(ROOT / "benchmarks/accuracy").glob("*.json")]
+    candidates = {one.name: one for one in (DENSE, *read_candidates(files))}
+    steps = {"language": 300, "topics": 240, "digits": 300}
+    store, lines = Store(results), results.read_text().splitlines()
+    assert len(lines) == 313
+    for line in map(json.loads, lines):
+        task, name = line["names"]
+        assert line["key"]["settings"] == candidates[name].digest(steps[task]), name
+        found = store.find(Key(**line["key"]))
+        assert found is not None
+        assert json.loads(json.dumps(dataclasses.asdict(found))) == line
 
 
 def test_settings_of_other_methods_are_no_part_of_a_run(four_bits: Path) -> None:
@@ -439,11 +469,11 @@ def test_the_plotted_dense_curve_is_over_all_seeds(
     drawn: dict[str, list[float]] = {}
     axes = MagicMock()
     axes.plot = lambda _, values, *, label, **__: drawn.update({label: values})
-    monkeypatch.setattr(plots, "figure", lambda **_: (None, axes))
-    monkeypatch.setattr(plots, "svg", lambda _: "")
+    monkeypatch.setattr(report, "figure", lambda **_: (None, axes))
+    monkeypatch.setattr(report, "svg", lambda _: "")
     block = config_file(tmp_path, "block", activation={"policy": "block"})
     dense = [outcome(2.0), outcome(2.0), outcome(3.5)]
-    plots.curves_svg(judged(tmp_path, [block, four_bits], dense, [dense[:2], dense]))
+    report.curves_svg(judged(tmp_path, [block, four_bits], dense, [dense[:2], dense]))
     assert drawn["dense"][-1] == pytest.approx(2.5)
     assert drawn["dense"] == drawn["four"]
 

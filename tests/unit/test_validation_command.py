@@ -14,9 +14,9 @@ from ds_ckpt.cli import app
 from ds_ckpt.config import load_file, parse
 from ds_ckpt.config.verdicts import read_verdicts, verdicts_on
 from ds_ckpt.validation import experiment
-from ds_ckpt.validation.options import Wanted
 from ds_ckpt.validation.store import Store
-from ds_ckpt.validation.tasks import DEFAULT_TASKS
+from ds_ckpt.validation.task import DEFAULT_TASKS
+from ds_ckpt.validation.validate import Arguments
 
 pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[2]
@@ -95,7 +95,7 @@ def test_a_killed_command_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     file = small(tmp_path, ROOT / "benchmarks" / "accuracy" / "2bit.json")
     straight = validate(tmp_path / "a", [file], "--seeds", "2")
     assert straight.exit_code in (0, 1, 2)
-    train, trained = experiment.train_cell, []
+    train, trained = experiment.train, []
 
     def killed(*args: Any, **options: Any) -> Any:
         if len(trained) == 2:
@@ -103,11 +103,11 @@ def test_a_killed_command_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         trained.append(1)
         return train(*args, **options)
 
-    monkeypatch.setattr(experiment, "train_cell", killed)
+    monkeypatch.setattr(experiment, "train", killed)
     stopped = validate(tmp_path / "b", [file], "--seeds", "2")
     assert stopped.exit_code == 130
     assert len((tmp_path / "b" / "results.jsonl").read_text().splitlines()) == 2
-    monkeypatch.setattr(experiment, "train_cell", train)
+    monkeypatch.setattr(experiment, "train", train)
     resumed = validate(tmp_path / "b", [file], "--seeds", "2")
     assert resumed.exit_code == straight.exit_code
     curves = [
@@ -233,7 +233,7 @@ def test_what_nobody_foresaw_is_no_verdict(tmp_path: Path, monkeypatch: pytest.M
     def fails(*args: Any, **options: Any) -> Any:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(experiment, "train_cell", fails)
+    monkeypatch.setattr(experiment, "train", fails)
     found = validate(tmp_path / "out", [ROOT / "ds_configs" / "zero3_4bit.json"], "--seeds", "2")
     assert found.exit_code == 3
     assert "out of memory" in found.output
@@ -255,7 +255,7 @@ def test_one_example_must_not_be_more_than_the_margin(tmp_path: Path) -> None:
 def test_a_record_that_cannot_be_added_to_is_told_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(experiment, "train_cell", None)
+    monkeypatch.setattr(experiment, "train", None)
     record = tmp_path / "verdicts.json"
     record.write_text("{}}")
     file = ROOT / "ds_configs" / "zero3_4bit.json"
@@ -287,5 +287,5 @@ def test_runs_of_other_packages_are_not_paired_with(
 
 
 def test_a_self_check_beside_files_leaves_no_task_out() -> None:
-    assert Wanted((Path("a"),), self_check=4).kinds == DEFAULT_TASKS
-    assert Wanted((), self_check=4).kinds == ("language",)
+    assert Arguments((Path("a"),), self_check=4).kinds == DEFAULT_TASKS
+    assert Arguments((), self_check=4).kinds == ("language",)

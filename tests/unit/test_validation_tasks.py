@@ -12,10 +12,17 @@ import pytest
 import torch
 
 from ds_ckpt.errors import ConfigError, UnsupportedError
-from ds_ckpt.validation import examples
-from ds_ckpt.validation.classification import ClassificationRun, ClassificationTask, Examples
-from ds_ckpt.validation.data import has_labels, read_labelled, read_text
-from ds_ckpt.validation.tasks import TaskSpec, make_spec, open_task
+from ds_ckpt.validation import data, task
+from ds_ckpt.validation.data import Examples, has_labels, read_labelled, read_text
+from ds_ckpt.validation.task import (
+    Learner,
+    TaskSpec,
+    classifier,
+    make_spec,
+    open_task,
+    pretrained_llama,
+    vit,
+)
 
 pytest.importorskip("transformers")
 
@@ -33,62 +40,70 @@ def labelled(path: Path, count: int = 60) -> str:
     return lines(path, rows)
 
 
+def characters(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def texts(side: dict[str, torch.Tensor]) -> list[str]:
+    kept = zip(side["input_ids"], side["attention_mask"], strict=True)
+    return [bytes(ids[mask.bool()].tolist()).decode() for ids, mask in kept]
+
+
 # the default sets
 
 
 def test_topics_are_small_balanced_and_apart() -> None:
-    found = examples.topics()
-    assert found.classes == examples.FAMILIES
-    for side, most in zip((found.train, found.heldout), examples.PER_FAMILY, strict=True):
+    found = data.topics()
+    assert found.classes == data.FAMILIES
+    for side, most in zip((found.train, found.heldout), data.PER_FAMILY, strict=True):
         counts = side["labels"].bincount()
         assert len(counts) == found.classes
         assert int(counts.max()) <= most
         assert int(counts.min()) > most // 3
-        assert side["input_ids"].shape == (len(side["labels"]), examples.PASSAGE)
-        assert 1 <= int(side["input_ids"].min()) <= int(side["input_ids"].max()) < examples.WORDS
+        assert side["input_ids"].shape == (len(side["labels"]), data.PASSAGE)
+        assert 1 <= int(side["input_ids"].min()) <= int(side["input_ids"].max()) < data.WORDS
     ours, theirs = ({tuple(row.tolist()) for row in s["input_ids"]} for s in (
         found.train, found.heldout))  # fmt: skip
     assert len(ours & theirs) < 0.02 * len(theirs)  # texts that stand twice in the library
-    again = examples.topics()
+    again = data.topics()
     assert torch.equal(found.train["input_ids"], again.train["input_ids"])
 
 
 def test_digits_need_scikit_learn_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(UnsupportedError, match=r"ds_ckpt\[validation\]"):
-        examples.digits()
+        data.digits()
 
 
 def test_digits_go_through_the_vit() -> None:
     pytest.importorskip("sklearn")
-    found = examples.digits()
+    found = data.digits()
     assert found.sizes == (997, 800)
     assert float(found.train["pixel_values"].min()) >= 0
     assert float(found.train["pixel_values"].max()) == 1.0
-    run = ClassificationRun(ClassificationTask(batch=4), found, examples.vit)
-    assert run.loss(0, 0, 0).item() == pytest.approx(2.3, abs=0.3)
-    score = run.evaluate()
+    learner = Learner(found, vit, batch=4)
+    assert learner.loss(0, 0, 0).item() == pytest.approx(2.3, abs=0.3)
+    score = learner.evaluate()
     assert score.accuracy is not None
     assert 0.02 < score.accuracy < 0.25
 
 
 def test_classifiers_start_from_one_pretrained_model(tmp_path: Path) -> None:
-    found = examples.topics()
-    build = examples.TopicClassifier(tmp_path, found, steps=3)
+    found = data.topics()
+    build = classifier(found.classes, begun=lambda: pretrained_llama(tmp_path, found, 3))
     a, b = build(1).state_dict(), build(2).state_dict()
     assert len(list(tmp_path.glob("pretrained-3-*.pt"))) == 1
     same = [name for name in a if torch.equal(a[name], b[name])]
     assert [name for name in a if name not in same] == ["score.weight"]
-    other = examples.TopicClassifier(tmp_path / "other", found, steps=3)
-    assert all(torch.equal(x, y) for x, y in zip(a.values(), other(1).state_dict().values(),
-                                                 strict=True))  # fmt: skip
+    again = pretrained_llama(tmp_path / "other", found, 3)
+    assert all(torch.equal(a[f"model.{name}"], weight) for name, weight in again.items())
 
 
 def test_a_pretrained_model_is_of_its_own_text(tmp_path: Path) -> None:
-    found = examples.topics()
+    found = data.topics()
     rows = {name: values[:100] for name, values in found.train.items()}
     other = Examples(rows, found.heldout, found.classes, "another text")
-    a, b = (examples.TopicClassifier(tmp_path, e, steps=3).pretrained() for e in (found, other))
+    a, b = (pretrained_llama(tmp_path, e, 3) for e in (found, other))
     assert any(not torch.equal(a[name], b[name]) for name in a)
 
 
@@ -107,18 +122,17 @@ class Toy(torch.nn.Module):
 
 
 def test_an_epoch_has_every_example_once_dealt_out_to_the_workers() -> None:
-    task = ClassificationTask(world=2, batch=5, accumulation=1)
-    run = ClassificationRun(task, toy(), lambda _: Toy())
+    learner = Learner(toy(), lambda _: Toy(), workers=2, batch=5)
     epochs = []
     for seed in (0, 1):
-        run.begin(seed)
+        learner.begin(seed)
         for step in range(2):
-            drawn = [run.inputs(step, 0, worker)["x"] for worker in range(2)]
+            drawn = [learner.inputs(step, 0, worker)["x"] for worker in range(2)]
             epochs.append(torch.cat(drawn).tolist())
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 4
-    run.begin(0)
-    again = torch.cat([run.inputs(1, 0, worker)["x"] for worker in range(2)]).tolist()
+    learner.begin(0)
+    again = torch.cat([learner.inputs(1, 0, worker)["x"] for worker in range(2)]).tolist()
     assert again == epochs[1]
 
 
@@ -137,11 +151,13 @@ def test_text_with_blank_lines_of_spaces_is_cut_there(tmp_path: Path) -> None:
 def test_json_lines_are_texts_and_examples(tmp_path: Path) -> None:
     source = labelled(tmp_path / "d.jsonl")
     assert has_labels(source)
-    found = read_labelled(source)
+    found = read_labelled(source, characters, 64)
     assert found.classes == 2
-    assert len(found.train) + len(found.heldout) == 120
-    assert not {text for text, _ in found.train} & {text for text, _ in found.heldout}
-    assert {label for text, label in found.train if "sky" in text} == {1}
+    assert sum(found.sizes) == 120
+    train, heldout = texts(found.train), texts(found.heldout)
+    assert not set(train) & set(heldout)
+    labels = zip(train, found.train["labels"].tolist(), strict=True)
+    assert {label for text, label in labels if "sky" in text} == {1}
     corpus = read_text(source)
     assert b"low under the ground 7" in corpus.train + corpus.heldout
     plain = lines(tmp_path / "p.jsonl", [{"text": "x"}])
@@ -163,17 +179,17 @@ def test_wrong_examples_are_named_by_their_line(tmp_path: Path, content: str, wo
     path = tmp_path / "d.jsonl"
     path.write_text(content + "\n")
     with pytest.raises(ConfigError, match=words):
-        read_labelled(str(path))
+        read_labelled(str(path), characters, 8)
 
 
 def test_json_lines_are_utf_8_and_end_at_line_feeds(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     rows = [{"text": f"one\u2028line {i}", "label": i % 2} for i in range(60)]
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\r\n" for row in rows))
-    assert sum(map(len, (read_labelled(str(path)).train, read_labelled(str(path)).heldout))) == 60
+    assert sum(read_labelled(str(path), characters, 8).sizes) == 60
     path.write_bytes(b'{"text": "caf\xe9", "label": 1}\n')
     with pytest.raises(ConfigError, match=r"d\.jsonl.*\n.*UTF-8"):
-        read_labelled(str(path))
+        read_labelled(str(path), characters, 8)
 
 
 def test_sequences_longer_than_what_is_held_out_are_refused(tmp_path: Path) -> None:
@@ -215,9 +231,9 @@ def test_data_sets_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"sentence": f"s {i}", "label": i % 2} for i in range(6)]
     module = Datasets({"train": rows, "validation": rows[:3]})
     monkeypatch.setitem(sys.modules, "datasets", module)
-    found = read_labelled("owner/name:part")
+    found = read_labelled("owner/name:part", characters, 8)
     assert module.asked == [("owner/name", "part")]
-    assert (len(found.train), len(found.heldout), found.classes) == (6, 3, 2)
+    assert (*found.sizes, found.classes) == (6, 3, 2)
     assert b"s 5" in read_text("owner/name").train
     with pytest.raises(ConfigError, match="no such data set"):
         read_text("missing")
@@ -256,23 +272,22 @@ def test_a_checkpoint_is_tuned_on_texts_and_on_examples(tmp_path: Path) -> None:
     spec = make_spec("language", data=str(text), model=str(tmp_path / "model"), batch=2, length=8)
     assert spec.learning_rate == 5e-5
     task = open_task(spec, tmp_path)
-    first = task.run.initial(0).state_dict()
-    assert all(
-        torch.equal(a, b) for a, b in zip(first.values(), task.run.initial(1).state_dict().values(),
-                                          strict=True))  # fmt: skip
-    assert task.run.inputs(0, 0, 0)["input_ids"].max() <= 3
-    assert torch.isfinite(task.run.loss(0, 0, 0))
+    first = task.learner.initial(0).state_dict()
+    again = task.learner.initial(1).state_dict()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert task.learner.inputs(0, 0, 0)["input_ids"].max() <= 3
+    assert torch.isfinite(task.learner.loss(0, 0, 0))
 
     source = labelled(tmp_path / "d.jsonl")
     spec = make_spec("labelled", data=source, model=str(tmp_path / "model"), batch=4, length=8)
     task = open_task(spec, tmp_path)
-    inputs = task.run.inputs(0, 0, 1)
+    inputs = task.learner.inputs(0, 0, 1)
     assert inputs["input_ids"].shape == (4, 8)
     assert inputs["attention_mask"].sum() < 32
-    heads = [task.run.initial(seed).score.weight for seed in (0, 1, 0)]  # type: ignore[union-attr]
+    heads = [task.learner.initial(seed).score.weight for seed in (0, 1, 0)]  # type: ignore[union-attr]
     assert not torch.equal(heads[0], heads[1])  # type: ignore[arg-type]
     assert torch.equal(heads[0], heads[2])  # type: ignore[arg-type]
-    assert torch.isfinite(task.run.loss(0, 0, 0))
+    assert torch.isfinite(task.learner.loss(0, 0, 0))
 
 
 def test_a_checkpoint_that_is_not_there_is_told(tmp_path: Path) -> None:
@@ -286,8 +301,8 @@ def test_a_checkpoint_that_is_not_there_is_told(tmp_path: Path) -> None:
 def test_own_examples_without_a_checkpoint(tmp_path: Path) -> None:
     source = labelled(tmp_path / "d.jsonl")
     task = open_task(TaskSpec("labelled", data=source, batch=4, length=8), tmp_path)
-    assert torch.isfinite(task.run.loss(0, 0, 0))
-    assert task.run.evaluate().accuracy is not None
+    assert torch.isfinite(task.learner.loss(0, 0, 0))
+    assert task.learner.evaluate().accuracy is not None
     with pytest.raises(ConfigError, match="add --data"):
         open_task(TaskSpec("labelled"), tmp_path)
 
@@ -299,6 +314,19 @@ def test_the_same_sizes_and_data_are_the_same_task(tmp_path: Path) -> None:
     assert open_task(TaskSpec("labelled", data=source, length=9), tmp_path).digest != one
     labelled(tmp_path / "d.jsonl", 70)
     assert open_task(TaskSpec("labelled", data=source, length=8), tmp_path).digest != one
+
+
+def test_runs_on_record_are_of_these_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("sklearn")
+    results = Path(__file__).parents[2] / "benchmarks" / "results" / "accuracy" / "results.jsonl"
+    lines = map(json.loads, results.read_text().splitlines())
+    recorded = {(line["names"][0], line["key"]["task"]) for line in lines}
+    # of Python 3.11.7, whose own text it is
+    sha256 = "f10e6f3cfd3e9aa4633c7cfd90bbec454e34262848da2dc7abf6eb509fa7d4eb"
+    corpus = SimpleNamespace(train=b"x" * 99, heldout=b"x" * 99, source="", sha256=sha256)
+    monkeypatch.setattr(task, "embedded_corpus", lambda: corpus)
+    for kind in ("digits", "language"):
+        assert (kind, open_task(make_spec(kind, world=4), tmp_path).digest) in recorded
 
 
 def test_another_device_is_another_task(tmp_path: Path) -> None:
@@ -326,15 +354,15 @@ def test_runs_of_one_seed_drop_out_the_same(tmp_path: Path) -> None:
             kept = torch.nn.functional.dropout(self.weight + torch.ones(64), 0.5, self.training)
             return SimpleNamespace(loss=(kept * torch.arange(64)).sum())
 
-    run = ClassificationRun(ClassificationTask(world=2, batch=2), toy(), lambda _: Dropping())
+    learner = Learner(toy(), lambda _: Dropping(), workers=2, batch=2)
     places = [(0, 0, 0), (0, 0, 1), (1, 0, 0)]
 
     def losses(seed: int) -> list[float]:
-        run.begin(seed)
-        return [run.loss(*place).item() for place in places]
+        learner.begin(seed)
+        return [learner.loss(*place).item() for place in places]
 
     first, other = losses(1), losses(2)
     assert losses(1) == first
     assert len({*first, *other}) == 6
-    run.begin(1)
-    assert run.loss(*places[2]).item() == first[2]  # resumed there
+    learner.begin(1)
+    assert learner.loss(*places[2]).item() == first[2]  # resumed there

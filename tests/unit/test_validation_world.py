@@ -15,8 +15,9 @@ from ds_ckpt.compression.topk import TopK
 from ds_ckpt.errors import UnsupportedError
 from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.rules import MethodSettings
-from ds_ckpt.validation.virtual_training import Recipe, VirtualTraining
+from ds_ckpt.validation.virtual_workers import DENSE_SETTINGS as DENSE
 from ds_ckpt.validation.virtual_workers import VirtualWorkers
+from ds_ckpt.validation.world import InProcessWorld, Recipe
 
 SHAPES = [(24, 18), (5,), (31, 20), (6, 8, 5)]
 NAMES = ["a", "b", "c", "d"]
@@ -31,7 +32,6 @@ def lossy(method: Any, start_step: int = 0, *, feedback: bool = True, **options:
     )
 
 
-DENSE = ExchangeSettings(MethodSettings("dense"))
 LOSSY = {
     "topk": lossy("topk", density=0.1),
     "4 bits": lossy("quantize", bits=4),
@@ -41,8 +41,7 @@ LOSSY = {
 
 
 def workers(settings: ExchangeSettings, world: int, **options: Any) -> VirtualWorkers:
-    numels = [torch.Size(shape).numel() for shape in SHAPES]
-    return VirtualWorkers(settings, world, NAMES, numels, **options)
+    return VirtualWorkers(settings, world, NAMES, **options)
 
 
 def gradients(world: int, seed: int) -> list[list[torch.Tensor]]:
@@ -55,12 +54,12 @@ def mean(of: list[list[torch.Tensor]]) -> list[torch.Tensor]:
     return [torch.stack(column).double().mean(0).flatten() for column in columns]
 
 
-@given(st.integers(1, 9), st.integers(0, 99), st.sampled_from([1, 700, 10_000]))
+@given(st.integers(1, 9), st.integers(0, 99))
 @settings(max_examples=25, deadline=None)
-def test_dense_is_the_mean(world: int, seed: int, bucket: int) -> None:
+def test_dense_is_the_mean(world: int, seed: int) -> None:
     given_ = gradients(world, seed)
     expected = mean(given_)
-    got = workers(DENSE, world, bucket_numel=bucket).average(given_)
+    got = workers(DENSE, world).average(given_)
     for ours, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-6)
 
@@ -83,17 +82,6 @@ def test_what_is_not_delivered_is_owed(name: str, world: int) -> None:
         total += float((total_in - total_out).square().sum())
     assert ours.residual_norm() == pytest.approx(total**0.5, rel=1e-4)
     assert ours.residual_norm() > 0.1
-
-
-@pytest.mark.parametrize("name", LOSSY)
-def test_a_bucket_s_size_changes_headers_alone(name: str) -> None:
-    small, large = workers(LOSSY[name], 2, bucket_numel=1), workers(LOSSY[name], 2)
-    for step in range(3):
-        pair = [w.average(gradients(2, step)) for w in (small, large)]
-        assert all(torch.equal(a, b) for a, b in zip(*pair, strict=True))
-        small.step_ended(skipped=False)
-        large.step_ended(skipped=False)
-    assert 0 < small.sent_bytes - large.sent_bytes < 3 * len(SHAPES) * 64
 
 
 @pytest.mark.parametrize("name", LOSSY)
@@ -141,7 +129,7 @@ def data(step: int, micro: int, worker: int) -> torch.Tensor:
 
 def training(
     settings: ExchangeSettings, *, world: int = 2, accumulation: int = 1, **recipe: Any
-) -> tuple[_Net, VirtualTraining]:
+) -> tuple[_Net, InProcessWorld]:
     model = _Net()
 
     def loss(step: int, micro: int, worker: int) -> torch.Tensor:
@@ -149,8 +137,8 @@ def training(
         return torch.nn.functional.mse_loss(model(x), x[:, :3].sin())
 
     given_ = Recipe(steps=8, learning_rate=1e-2, **recipe)
-    return model, VirtualTraining(
-        model, loss, given_, settings, world=world, accumulation=accumulation
+    return model, InProcessWorld(
+        model, loss, given_, settings, workers=world, accumulation=accumulation
     )
 
 
@@ -230,14 +218,14 @@ def test_a_step_that_is_not_finite_is_skipped() -> None:
 
 
 def test_the_rate_rises_and_falls() -> None:
-    recipe = Recipe(steps=100, learning_rate=1.0, rise=0.1, floor=0.05)
+    recipe = Recipe(steps=100, learning_rate=1.0, warmup_ratio=0.1, min_lr_ratio=0.05)
     rates = [recipe.rate(step) for step in range(101)]
     assert rates[0] == pytest.approx(0.1)
     assert rates[9] == rates[10] == pytest.approx(1.0)
     assert rates[55] == pytest.approx(0.525)
     assert rates[100] == pytest.approx(0.05)
     assert rates[10:] == sorted(rates[10:], reverse=True)
-    assert {Recipe(steps=5, rise=0.0, floor=1.0).rate(s) for s in range(6)} == {2e-3}
+    assert {Recipe(steps=5, warmup_ratio=0.0, min_lr_ratio=1.0).rate(s) for s in range(6)} == {2e-3}
 
 
 def test_micro_steps_are_exchanged_when_the_settings_say() -> None:
@@ -263,7 +251,7 @@ class Embedded(torch.nn.Module):
 def test_large_embeddings_go_as_in_a_session() -> None:
     model = Embedded()
     recipe = Recipe(steps=1)
-    training = VirtualTraining(model, lambda *_: torch.zeros(()), recipe, LOSSY["rank 2"], world=2)
+    training = InProcessWorld(model, lambda *_: torch.zeros(()), recipe, LOSSY["rank 2"], workers=2)
     choose = training.workers._workers[0].exchange._choose
     shape = model.embed.weight.shape
     assert isinstance(choose("embed.weight", shape), TopK)
@@ -276,6 +264,6 @@ def test_a_parameter_that_no_loss_reaches_is_named() -> None:
     def loss(step: int, micro: int, worker: int) -> torch.Tensor:
         return model.head(model.embed.weight[worker]).square().sum()  # type: ignore[no-any-return]
 
-    training = VirtualTraining(model, loss, Recipe(steps=1), DENSE, world=2)
+    training = InProcessWorld(model, loss, Recipe(steps=1), DENSE, workers=2)
     with pytest.raises(UnsupportedError, match=r"idle\.weight"):
         training.train_step()

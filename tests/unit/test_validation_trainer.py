@@ -13,22 +13,16 @@ import torch
 from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.rules import MethodSettings
 from ds_ckpt.harness.corpus import Corpus
-from ds_ckpt.validation.cell import Outcome, Saving, sixteen_bit_step_bytes, train_cell
-from ds_ckpt.validation.language import LanguageRun, LanguageTask
-from ds_ckpt.validation.virtual_training import Recipe
+from ds_ckpt.validation.data import Text
+from ds_ckpt.validation.task import Learner, small_llama
+from ds_ckpt.validation.trainer import Outcome, Saving, train
+from ds_ckpt.validation.virtual_workers import DENSE_SETTINGS as DENSE
+from ds_ckpt.validation.virtual_workers import sixteen_bit_step_bytes
+from ds_ckpt.validation.world import InProcessWorld, Recipe
 
 pytest.importorskip("transformers")
 TEXT = Corpus("made up", train=b"abcdefgh" * 100, heldout=b"abcdefgh" * 20)
-TASK = LanguageTask(
-    sequences=2,
-    sequence_length=16,
-    evaluation_batches=2,
-    hidden_size=16,
-    layers=1,
-    intermediate_size=24,
-    heads=2,
-)
-DENSE = ExchangeSettings(MethodSettings("dense"))
+SMALL = small_llama(length=16, hidden_size=16, layers=1, intermediate_size=24, heads=2)
 TOPK = ExchangeSettings(MethodSettings("topk", density=0.1), start_step=4, min_numel=0)
 RECIPE = Recipe(steps=12, learning_rate=1e-2)
 
@@ -37,18 +31,33 @@ class _InterruptionError(Exception):
     pass
 
 
-def train(
-    folder: Path, settings: ExchangeSettings, *, name: str = "run", stop_at: int | None = None,
-    **options: Any,
-) -> Outcome:  # fmt: skip
+def begun(settings: ExchangeSettings) -> tuple[Learner, InProcessWorld]:
+    learner = Learner(Text.of_bytes(TEXT, 16, 2), SMALL, batch=2)
+    learner.begin(5)
+    return learner, InProcessWorld(learner.model, learner.loss, RECIPE, settings, workers=2)
+
+
+def trained(
+    folder: Path,
+    settings: ExchangeSettings,
+    *,
+    name: str = "run",
+    stop_at: int | None = None,
+    keep_after: frozenset[int] = frozenset(),
+) -> Outcome:
     def progress(done: int, loss: float) -> None:
         if done == stop_at:
             raise _InterruptionError
 
-    run = LanguageRun(TASK, TEXT)
-    run.begin(5)
-    saving = Saving(folder, name, "dense", every=5)
-    return train_cell(run, settings, RECIPE, saving, evaluate_every=6, progress=progress, **options)
+    return train(
+        *begun(settings),
+        RECIPE.steps,
+        warm_up=settings.start_step,
+        saving=Saving(folder, name, "dense", every=5, keep_after=keep_after),
+        evaluate_every=6,
+        evaluate_first=False,
+        progress=progress,
+    )
 
 
 def numbers(outcome: Outcome) -> dict[str, Any]:
@@ -58,11 +67,11 @@ def numbers(outcome: Outcome) -> dict[str, Any]:
 
 
 def test_an_interrupted_run_comes_to_the_same(tmp_path: Path) -> None:
-    straight = train(tmp_path / "a", TOPK)
+    straight = trained(tmp_path / "a", TOPK)
     with pytest.raises(_InterruptionError):
-        train(tmp_path / "b", TOPK, stop_at=10)
+        trained(tmp_path / "b", TOPK, stop_at=10)
     assert (tmp_path / "b" / "run.partial.pt").exists()
-    resumed = train(tmp_path / "b", TOPK)
+    resumed = trained(tmp_path / "b", TOPK)
     assert numbers(straight) == numbers(resumed)
     assert not list((tmp_path / "b").glob("*.partial.pt"))
     assert [step for step, _ in straight.heldout] == [6, 12]
@@ -76,38 +85,37 @@ def test_a_state_of_other_packages_is_not_gone_on_from(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, then: dict[str, str] | None
 ) -> None:
     with pytest.raises(_InterruptionError):
-        train(tmp_path, TOPK, stop_at=10)
+        trained(tmp_path, TOPK, stop_at=10)
     path = tmp_path / "run.partial.pt"
     state = torch.load(path, weights_only=True)
     assert state.pop("versions")["torch"] == version("torch")
     state["log"]["losses"] = [0.0] * 10  # what would be seen of it in the outcome
     torch.save(state | ({"versions": then} if then else {}), path)
     with pytest.raises(_InterruptionError):  # it comes past step 10 again
-        train(tmp_path, TOPK, stop_at=10)
+        trained(tmp_path, TOPK, stop_at=10)
     (said,) = caplog.messages
     assert str(path) in said
     assert "begins anew" in said
     assert ("torch 1.0" if then else "unknown versions") in said
     caplog.clear()
-    resumed = train(tmp_path, TOPK)
-    assert numbers(resumed) == numbers(train(tmp_path / "straight", TOPK))
+    resumed = trained(tmp_path, TOPK)
+    assert numbers(resumed) == numbers(trained(tmp_path / "straight", TOPK))
     assert not caplog.messages
 
 
 def test_a_shared_warm_up_changes_nothing(tmp_path: Path) -> None:
-    alone = train(tmp_path / "alone", TOPK)
-    dense = train(tmp_path / "shared", DENSE, name="dense run", keep_warm=[4])
+    alone = trained(tmp_path / "alone", TOPK)
+    dense = trained(tmp_path / "shared", DENSE, name="dense run", keep_after=frozenset({4}))
     assert (tmp_path / "shared" / "dense.after-4.pt").exists()
-    assert numbers(train(tmp_path / "shared", TOPK)) == numbers(alone)
+    assert numbers(trained(tmp_path / "shared", TOPK)) == numbers(alone)
     assert dense.heldout != alone.heldout
 
 
-def test_a_run_that_diverges_is_stopped(tmp_path: Path) -> None:
-    run = LanguageRun(TASK, TEXT)
-    run.begin(5)
+def test_a_run_that_diverges_is_stopped() -> None:
+    learner, world = begun(TOPK)
     with torch.no_grad():
-        next(run.model.parameters()).fill_(torch.nan)
-    outcome = train_cell(run, TOPK, RECIPE, Saving(tmp_path, "run", "dense"))
+        next(learner.model.parameters()).fill_(torch.nan)
+    outcome = train(learner, world, RECIPE.steps, evaluate_first=False)
     assert outcome.diverged
     assert outcome.heldout == []
 
