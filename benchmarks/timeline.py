@@ -38,8 +38,8 @@ def worker(spec: dict[str, Any], folder: Path) -> None:
     import torch.distributed as dist
     from torch.profiler import ProfilerActivity, profile, record_function
 
-    from ds_ckpt.harness.experiment.cell import Running
-    from ds_ckpt.harness.experiment.plan import Cell, Spec
+    from ds_ckpt.measure.cell import Running
+    from ds_ckpt.measure.spec import Cell, Spec
 
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)

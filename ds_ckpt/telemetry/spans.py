@@ -1,7 +1,7 @@
 """Where the time of a step goes: spans with a kind, nested, per thread. For measuring only.
 
 Nothing is recorded unless somebody gives a `Spans` to the counters and timings of a session. What
-the spans mean for a step is worked out in `ds_ckpt.harness.experiment.parts`.
+the spans mean for a step is worked out in `ds_ckpt.measure.parts`.
 
 Kinds are the phases that the measuring loop names (`forward`, `backward`, `update`), `recompute`,
 the purposes of collectives, `collective` (a call of a collective, or the wait for one),

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ds_ckpt.harness.experiment.records import Store, Turn
+from ds_ckpt.measure.records import Store, Turn
 
 pytestmark = pytest.mark.distributed
 

@@ -15,12 +15,12 @@ import pytest
 from rich.console import Console
 
 from ds_ckpt.harness.experiment.grounds import Emulated
-from ds_ckpt.harness.experiment.plan import Spec
 from ds_ckpt.harness.experiment.preflight import LIMIT_S, HostError, check_hosts
-from ds_ckpt.harness.experiment.records import Store
-from ds_ckpt.harness.experiment.run import measure
 from ds_ckpt.harness.hosts import INTERFACE, EmulatedHosts
 from ds_ckpt.harness.hosts.host import namespace
+from ds_ckpt.measure.records import Store
+from ds_ckpt.measure.run import measure
+from ds_ckpt.measure.spec import Spec
 
 STALL_S = 20.0
 BOUND_S = STALL_S + LIMIT_S + 15

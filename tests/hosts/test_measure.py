@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from ds_ckpt.harness.experiment.like import cluster
-from ds_ckpt.harness.experiment.parts import PARTS
-from ds_ckpt.harness.experiment.records import Loss, Memory, Sample, Store, Timeline, Turn
-from ds_ckpt.harness.experiment.report import Report
 from ds_ckpt.harness.hosts import EmulatedHosts
 from ds_ckpt.harness.hosts.host import namespace
 from ds_ckpt.harness.hosts.launch import MASTER_PORT, prepare, run_in_foreground
 from ds_ckpt.harness.hosts.records import all_sets
+from ds_ckpt.measure.cluster import cluster
+from ds_ckpt.measure.parts import PARTS
+from ds_ckpt.measure.records import Loss, Memory, Sample, Store, Timeline, Turn
+from ds_ckpt.measure.report import Report
 
 COMMAND = [sys.executable, "-m", "ds_ckpt.cli"]
 SMALL = ["--shape=hidden_size=256,layers=2,intermediate_size=688,heads=4", "--rounds=1"]

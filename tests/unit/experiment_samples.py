@@ -6,9 +6,8 @@ gradient bytes * 8 / r + PACKING (lossy alone) seconds; round n adds n * `drift`
 
 from __future__ import annotations
 
-from ds_ckpt.harness.experiment.parts import PARTS
-from ds_ckpt.harness.experiment.plan import Spec
-from ds_ckpt.harness.experiment.records import (
+from ds_ckpt.measure.parts import PARTS
+from ds_ckpt.measure.records import (
     Loss,
     Memory,
     Model,
@@ -18,6 +17,7 @@ from ds_ckpt.harness.experiment.records import (
     Timeline,
     Turn,
 )
+from ds_ckpt.measure.spec import Spec
 
 COMPUTE_S, RECOMPUTE_S, PACKING_S = 0.4, 0.1, 0.02
 WEIGHTS_MB = 20.0

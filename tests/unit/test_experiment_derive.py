@@ -7,17 +7,17 @@ import random
 
 import pytest
 
-from ds_ckpt.harness.experiment.break_even import crossing
-from ds_ckpt.harness.experiment.derive import (
+from ds_ckpt.measure.break_even import crossing
+from ds_ckpt.measure.derive import (
     DEFINITIONS,
     HEADLINES,
     SETTLED_ROUNDS,
     Figures,
     derive,
 )
-from ds_ckpt.harness.experiment.estimates import Estimate, Key, Rounds
-from ds_ckpt.harness.experiment.records import StepTime, Turn
-from ds_ckpt.harness.experiment.tables import FIGURE_WORDS
+from ds_ckpt.measure.records import StepTime, Turn
+from ds_ckpt.measure.statistics import Estimate, Key, Rounds
+from ds_ckpt.measure.tables import FIGURE_WORDS
 from tests.unit import experiment_samples as known
 
 

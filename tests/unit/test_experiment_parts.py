@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_ckpt.harness.experiment.parts import (
+from ds_ckpt.measure.parts import (
     PARTS,
     beside_pieces,
     in_collectives_s,

@@ -11,12 +11,12 @@ import pytest
 from ds_ckpt.config import parse
 from ds_ckpt.errors import ConfigError, StateError
 from ds_ckpt.harness.experiment import grounds
-from ds_ckpt.harness.experiment.asked import sections_of
 from ds_ckpt.harness.experiment.grounds import read_hostfile
-from ds_ckpt.harness.experiment.plan import METHODS, POLICIES, Spec, check, deepspeed_config
-from ds_ckpt.harness.experiment.records import Memory, Store, Turn
-from ds_ckpt.harness.experiment.turns import equal_memory, median_index, slowest
 from ds_ckpt.harness.hosts.launch import Launcher, Prepared
+from ds_ckpt.measure.arguments import sections_of
+from ds_ckpt.measure.records import Memory, Store, Turn
+from ds_ckpt.measure.spec import METHODS, POLICIES, Spec, check, deepspeed_config
+from ds_ckpt.measure.turns import equal_memory, median_index, slowest
 from tests.unit import experiment_samples as known
 
 

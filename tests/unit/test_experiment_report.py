@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 
 from ds_ckpt.cli import app
 from ds_ckpt.errors import StateError
-from ds_ckpt.harness.experiment import plots, tables
 from ds_ckpt.harness.experiment.folder import Folder
-from ds_ckpt.harness.experiment.plan import Spec
-from ds_ckpt.harness.experiment.report import Report
-from ds_ckpt.harness.experiment.run import LIKE, RUNS
+from ds_ckpt.measure import charts, tables
+from ds_ckpt.measure.report import Report
+from ds_ckpt.measure.run import LIKE, RUNS
+from ds_ckpt.measure.spec import Spec
 from tests.unit import experiment_samples as known
 
 PLOTS = (
@@ -298,7 +298,7 @@ def test_with_several_batches_each_is_told_apart(tmp_path: Path) -> None:
 
 
 def test_no_two_lines_of_a_plot_look_alike() -> None:
-    assert len({plots.look(place) for place in range(52)}) == 52
+    assert len({charts.look(place) for place in range(52)}) == 52
 
 
 def test_every_column_has_its_unit(tmp_path: Path) -> None:

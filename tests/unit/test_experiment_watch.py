@@ -22,14 +22,15 @@ from typer.testing import CliRunner
 
 from ds_ckpt.cli import app
 from ds_ckpt.errors import ConfigError, Problem
-from ds_ckpt.harness.experiment import preflight, run, worker
+from ds_ckpt.harness.experiment import preflight
 from ds_ckpt.harness.experiment import watch as watching
 from ds_ckpt.harness.experiment.folder import STALLED, Folder
-from ds_ckpt.harness.experiment.plan import Spec
 from ds_ckpt.harness.experiment.preflight import HostError, check_hosts, unreachable
-from ds_ckpt.harness.experiment.records import Model
 from ds_ckpt.harness.experiment.watch import Watch
 from ds_ckpt.harness.hosts import HostsError
+from ds_ckpt.measure import run, worker
+from ds_ckpt.measure.records import Model
+from ds_ckpt.measure.spec import Spec
 
 WATCHDOG = """
 import sys, time

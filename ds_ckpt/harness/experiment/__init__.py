@@ -1,1 +1,1 @@
-"""The experiment of `ds-ckpt measure`: cells, parts of a step, derived figures, report."""
+"""Where an experiment runs and how it is watched: launch backends, preflight, folder."""

@@ -23,8 +23,8 @@ from typing import Any
 
 from ds_ckpt.files import replacing
 from ds_ckpt.harness import corpus
-from ds_ckpt.harness.experiment.plan import Spec
-from ds_ckpt.harness.experiment.records import Store
+from ds_ckpt.measure.records import Store
+from ds_ckpt.measure.spec import Spec
 
 ALIVE_EVERY_S = 2.0
 ORPHANED_S = 45.0

@@ -19,9 +19,9 @@ from deepspeed.accelerator import get_accelerator
 import ds_ckpt
 from ds_ckpt.exchange.silent import SilentExchange
 from ds_ckpt.harness import corpus, models
-from ds_ckpt.harness.experiment import parts
-from ds_ckpt.harness.experiment.plan import SILENT, Cell, Spec, deepspeed_config
-from ds_ckpt.harness.experiment.records import StepTime, Stretch
+from ds_ckpt.measure import parts
+from ds_ckpt.measure.records import StepTime, Stretch
+from ds_ckpt.measure.spec import SILENT, Cell, Spec, deepspeed_config
 from ds_ckpt.telemetry.activations import HeldActivations
 from ds_ckpt.telemetry.peak import PeakActivations
 from ds_ckpt.telemetry.spans import Span, Spans

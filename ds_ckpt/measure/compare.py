@@ -7,10 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ds_ckpt.errors import Problem, StateError
-from ds_ckpt.harness.experiment.derive import HEADLINES, Figures
-from ds_ckpt.harness.experiment.plan import link
-from ds_ckpt.harness.experiment.report import Report
-from ds_ckpt.harness.experiment.tables import FIGURE_WORDS, number, title
+from ds_ckpt.measure.derive import HEADLINES, Figures
+from ds_ckpt.measure.report import Report
+from ds_ckpt.measure.spec import link
+from ds_ckpt.measure.tables import FIGURE_WORDS, number, title
 
 _DECIDES = ("where", "hosts", "slots", "sections", "tokens", "shape", "text")
 

@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ds_ckpt.harness.experiment.derive import DEFINITIONS, HEADLINES, Figures
-from ds_ckpt.harness.experiment.estimates import Estimate
-from ds_ckpt.harness.experiment.parts import COMPUTE
-from ds_ckpt.harness.experiment.plan import DENSE, SILENT, STOCK, Spec, link
-from ds_ckpt.harness.experiment.rows import Row
 from ds_ckpt.harness.words import megabytes
+from ds_ckpt.measure.derive import DEFINITIONS, HEADLINES, Figures
+from ds_ckpt.measure.parts import COMPUTE
+from ds_ckpt.measure.rows import Row
+from ds_ckpt.measure.spec import DENSE, SILENT, STOCK, Spec, link
+from ds_ckpt.measure.statistics import Estimate
 
 Table = tuple[list[str], list[list[str]]]
 """Heads and rows of text."""

@@ -15,12 +15,12 @@ from ds_ckpt.config import load_file, parse
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.harness.commands import parse_rate
 from ds_ckpt.harness.experiment.grounds import Ground, Hostfile, Loopback
-from ds_ckpt.harness.experiment.like import HARDWARE, account, cluster, rate_mbit
-from ds_ckpt.harness.experiment.plan import METHODS, POLICIES, SHAPE, Spec
-from ds_ckpt.harness.experiment.report import Report
-from ds_ckpt.harness.experiment.run import emulated, measure
 from ds_ckpt.harness.hosts import missing
 from ds_ckpt.harness.hosts.launch import Launcher
+from ds_ckpt.measure.cluster import HARDWARE, account, cluster, rate_mbit
+from ds_ckpt.measure.report import Report
+from ds_ckpt.measure.run import emulated, measure
+from ds_ckpt.measure.spec import METHODS, POLICIES, SHAPE, Spec
 
 CALIBRATION = "calibration"
 _NOT_ON_LOOPBACK = ("hosts", "launcher", "port")

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from ds_ckpt.harness.experiment.cell import Running
-from ds_ckpt.harness.experiment.plan import BASELINES, SILENT
-from ds_ckpt.harness.experiment.records import Loss
+from ds_ckpt.measure.cell import Running
+from ds_ckpt.measure.records import Loss
+from ds_ckpt.measure.spec import BASELINES, SILENT
 
 if TYPE_CHECKING:
-    from ds_ckpt.harness.experiment.worker import Worker
+    from ds_ckpt.measure.worker import Worker
 
 
 def measure_losses(worker: Worker) -> None:

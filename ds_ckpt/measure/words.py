@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ds_ckpt.harness.experiment.break_even import BreakEven
-from ds_ckpt.harness.experiment.derive import HEADLINES, Figures
-from ds_ckpt.harness.experiment.plan import DENSE, STOCK, Spec, link
-from ds_ckpt.harness.experiment.rows import Row
-from ds_ckpt.harness.experiment.tables import FIGURE_WORDS, in_unit, number, title
+from ds_ckpt.measure.break_even import BreakEven
+from ds_ckpt.measure.derive import HEADLINES, Figures
+from ds_ckpt.measure.rows import Row
+from ds_ckpt.measure.spec import DENSE, STOCK, Spec, link
+from ds_ckpt.measure.tables import FIGURE_WORDS, in_unit, number, title
 
 
 def not_whole(missing: Sequence[str]) -> list[str]:

@@ -16,8 +16,8 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ds_ckpt.harness.experiment.parts import NETWORK, PARTS
-from ds_ckpt.harness.experiment.records import StepTime, Turn
+from ds_ckpt.measure.parts import NETWORK, PARTS
+from ds_ckpt.measure.records import StepTime, Turn
 
 DRAWS = 400
 _SHARE = 0.95

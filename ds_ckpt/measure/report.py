@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from ds_ckpt.errors import Problem, StateError
-from ds_ckpt.harness.experiment import plots, tables, words
-from ds_ckpt.harness.experiment.derive import Figures, Findings, derive
 from ds_ckpt.harness.experiment.folder import Folder
-from ds_ckpt.harness.experiment.plan import DENSE, STOCK, Spec, link
-from ds_ckpt.harness.experiment.records import Loss, Model, Sample, Timeline
-from ds_ckpt.harness.experiment.rows import Row
-from ds_ckpt.harness.experiment.run import LIKE, RUNS
 from ds_ckpt.harness.svg import missing
+from ds_ckpt.measure import charts, tables, words
+from ds_ckpt.measure.derive import Figures, Findings, derive
+from ds_ckpt.measure.records import Loss, Model, Sample, Timeline
+from ds_ckpt.measure.rows import Row
+from ds_ckpt.measure.run import LIKE, RUNS
+from ds_ckpt.measure.spec import DENSE, STOCK, Spec, link
 
 FORMAT = "ds_ckpt measure 1"
 
@@ -94,13 +94,13 @@ class Report:
         except ImportError as error:
             raise missing("jinja2") from error
         environment = jinja2.Environment(
-            loader=jinja2.PackageLoader("ds_ckpt", "harness"),
+            loader=jinja2.PackageLoader("ds_ckpt", "measure"),
             autoescape=True,
             undefined=jinja2.StrictUndefined,
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        content: str = environment.get_template("measure.html.j2").render(
+        content: str = environment.get_template("report.html.j2").render(
             ground=self.runs[-1]["ground"] if self.runs else self.spec.where,
             like=self.like,
             squares=self.squares(),
@@ -108,11 +108,11 @@ class Report:
             lossless=words.lossless(self.losses),
             timelines=self._timelines(),
             parts=[
-                (title, tables.cells_table(rows), f"parts-{i}", plots.parts_svg(rows))
+                (title, tables.cells_table(rows), f"parts-{i}", charts.parts_svg(rows))
                 for i, (title, rows) in enumerate(self._by_rate())
             ],
             bytes=[
-                (title, tables.bytes_table(rows), f"bytes-{i}", plots.bytes_svg(rows))
+                (title, tables.bytes_table(rows), f"bytes-{i}", charts.bytes_svg(rows))
                 for i, (title, rows) in enumerate(self._by_rate()[:1])
             ],
             figures=[(t, tables.figures_table(f)) for t, f in self._by_method()],
@@ -125,7 +125,7 @@ class Report:
         return content
 
     def markdown(self) -> str:
-        """The tables and sentences, without the plots."""
+        """The tables and sentences, without the charts."""
         found = ["# How much bandwidth compression frees, and what it pays for", ""]
         found += [*self.like, ""]
         for title, square in self.squares():
@@ -223,7 +223,7 @@ class Report:
                     "exchange's thread beside it. Gathers and reduction are exposed: nothing is "
                     "computed in them."
                 )
-                found.append((f"timeline-{i}", plots.timeline_svg(shown), caption))
+                found.append((f"timeline-{i}", charts.timeline_svg(shown), caption))
         return found
 
     def _sweep(self) -> list[tuple[str, str, str]]:
@@ -234,10 +234,12 @@ class Report:
             return []
         figures = [f for f in self.findings.figures if f.sequences == batch]
         even = [b for b in self.findings.break_even if b.sequences == batch]
-        found = [("sweep-steps", plots.sweep_svg(rated), "Median step over the rate, logarithmic.")]
+        found = [
+            ("sweep-steps", charts.sweep_svg(rated), "Median step over the rate, logarithmic.")
+        ]
         if any(f.rate_mbit and not math.isnan(f.values["share_paid"].value) for f in figures):
             caption = "Above 1 compression pays for all recomputation, below 0 it costs time."
-            found.append(("sweep-paid", plots.paid_svg(figures, even), caption))
+            found.append(("sweep-paid", charts.paid_svg(figures, even), caption))
         return found
 
 

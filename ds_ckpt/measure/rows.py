@@ -6,10 +6,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ds_ckpt.harness.experiment.estimates import Estimate, Key, Lookup, Rounds
-from ds_ckpt.harness.experiment.parts import PARTS
-from ds_ckpt.harness.experiment.plan import SILENT, STOCK
-from ds_ckpt.harness.experiment.records import Loss, Memory, Turn
+from ds_ckpt.measure.parts import PARTS
+from ds_ckpt.measure.records import Loss, Memory, Turn
+from ds_ckpt.measure.spec import SILENT, STOCK
+from ds_ckpt.measure.statistics import Estimate, Key, Lookup, Rounds
 
 
 @dataclass(frozen=True)

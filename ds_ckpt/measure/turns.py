@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ds_ckpt.harness.experiment.plan import DENSE, STOCK, Cell, Spec
-from ds_ckpt.harness.experiment.records import Memory, StepTime
+from ds_ckpt.measure.records import Memory, StepTime
+from ds_ckpt.measure.spec import DENSE, STOCK, Cell, Spec
 
 Memories = Mapping[tuple[object, ...], Memory]
 """By the records' keys."""

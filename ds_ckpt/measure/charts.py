@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ds_ckpt.harness.experiment.break_even import BreakEven
-from ds_ckpt.harness.experiment.derive import Figures
-from ds_ckpt.harness.experiment.parts import COMPUTE, NETWORK
-from ds_ckpt.harness.experiment.records import Stretch, Timeline
-from ds_ckpt.harness.experiment.rows import Row
-from ds_ckpt.harness.experiment.tables import labels
 from ds_ckpt.harness.svg import figure, svg
+from ds_ckpt.measure.break_even import BreakEven
+from ds_ckpt.measure.derive import Figures
+from ds_ckpt.measure.parts import COMPUTE, NETWORK
+from ds_ckpt.measure.records import Stretch, Timeline
+from ds_ckpt.measure.rows import Row
+from ds_ckpt.measure.tables import labels
 
 BANDS: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     ("compute", COMPUTE, "#e8e8e8", ""),

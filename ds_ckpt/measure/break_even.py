@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ds_ckpt.harness.experiment.derive import Figures
+    from ds_ckpt.measure.derive import Figures
 
 
 @dataclass(frozen=True)

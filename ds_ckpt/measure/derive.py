@@ -10,11 +10,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ds_ckpt.harness.experiment.break_even import BreakEven, break_even
-from ds_ckpt.harness.experiment.estimates import Estimate, Key, Lookup, Rounds
-from ds_ckpt.harness.experiment.plan import BASELINES, DENSE, SILENT, STOCK, Spec, link
-from ds_ckpt.harness.experiment.records import Loss, Memory, Sample, Turn
-from ds_ckpt.harness.experiment.rows import Row, row_of
+from ds_ckpt.measure.break_even import BreakEven, break_even
+from ds_ckpt.measure.records import Loss, Memory, Sample, Turn
+from ds_ckpt.measure.rows import Row, row_of
+from ds_ckpt.measure.spec import BASELINES, DENSE, SILENT, STOCK, Spec, link
+from ds_ckpt.measure.statistics import Estimate, Key, Lookup, Rounds
 
 SETTLED, SETTLED_ROUNDS = 0.05, 4
 """A headline is a figure whose interval is no wider than this either way, from so many rounds."""

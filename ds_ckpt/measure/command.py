@@ -84,9 +84,9 @@ def measure(
     """
     from rich.console import Console
 
-    from ds_ckpt.harness.experiment import asked
-    from ds_ckpt.harness.experiment.plan import Spec, check
-    from ds_ckpt.harness.experiment.run import measure as run
+    from ds_ckpt.measure import arguments as asked
+    from ds_ckpt.measure.run import measure as run
+    from ds_ckpt.measure.spec import Spec, check
 
     console = Console()
     given = {
@@ -152,7 +152,7 @@ def report(
         _write_report(folder, console)
         if against is None:
             return
-        from ds_ckpt.harness.experiment.compare import compare
+        from ds_ckpt.measure.compare import compare
 
         lines, worst = compare(folder, against)
     for line in lines:
@@ -163,7 +163,7 @@ def report(
 
 
 def _write_report(output: Path, console: Console) -> None:
-    from ds_ckpt.harness.experiment.report import Report
+    from ds_ckpt.measure.report import Report
 
     made = Report.of(output)
     paths = made.write(output)

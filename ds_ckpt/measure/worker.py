@@ -1,6 +1,6 @@
 """The script that `deepspeed` launches for `ds-ckpt measure`.
 
-    deepspeed ... --module ds_ckpt.harness.experiment.worker --folder F
+    deepspeed ... --module ds_ckpt.measure.worker --folder F
 
 All cells live in the same processes, each with an engine of its own, and take turns, in an order
 that rotates, so that what disturbs the machine for a while disturbs all of them alike; so do the
@@ -26,13 +26,13 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from ds_ckpt.harness import corpus, models
-from ds_ckpt.harness.experiment.cell import Running, Step
 from ds_ckpt.harness.experiment.folder import Folder, Watchdog
 from ds_ckpt.harness.experiment.interfaces import Sent, link_interface, sent
-from ds_ckpt.harness.experiment.losses import gathered, measure_losses
-from ds_ckpt.harness.experiment.plan import STOCK, Cell, Spec
-from ds_ckpt.harness.experiment.records import Memory, Model, Sample, Timeline, Turn
-from ds_ckpt.harness.experiment.turns import Variant, equal_memory, median_index, slowest
+from ds_ckpt.measure.cell import Running, Step
+from ds_ckpt.measure.losses import gathered, measure_losses
+from ds_ckpt.measure.records import Memory, Model, Sample, Timeline, Turn
+from ds_ckpt.measure.spec import STOCK, Cell, Spec
+from ds_ckpt.measure.turns import Variant, equal_memory, median_index, slowest
 from ds_ckpt.telemetry import Purpose
 
 SETTLE_S = 0.15

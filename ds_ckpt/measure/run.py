@@ -22,13 +22,13 @@ from ds_ckpt.harness import corpus
 from ds_ckpt.harness.cpu_op import lock_cleared_on_failure
 from ds_ckpt.harness.experiment.folder import Folder
 from ds_ckpt.harness.experiment.grounds import Emulated, Ground
-from ds_ckpt.harness.experiment.plan import Spec, check
 from ds_ckpt.harness.experiment.preflight import HostError, check_hosts, unreachable
 from ds_ckpt.harness.experiment.watch import Watch
 from ds_ckpt.harness.hosts import EmulatedHosts, HostsError
 from ds_ckpt.harness.hosts.launch import Launcher, environment
 from ds_ckpt.harness.launch import LaunchError, signals_as_exit
 from ds_ckpt.harness.machine import machine, versions
+from ds_ckpt.measure.spec import Spec, check
 
 RUNS = "runs.jsonl"
 LIKE = "like.json"
@@ -73,7 +73,7 @@ def measure(
 
         arguments = ["--folder", str(folder.path), "--stall-s", str(stall_s)]
         arguments += ["--token", folder.begin_launch()]
-        module = ["--module", "ds_ckpt.harness.experiment.worker", *arguments]
+        module = ["--module", "ds_ckpt.measure.worker", *arguments]
         with watch, lock_cleared_on_failure(environment("")):
             try:
                 ground.launch(module, folder.path, limit_s, both)
