@@ -1,4 +1,4 @@
-"""From what a person asks `ds-ckpt measure` for to a plan."""
+"""From what a person asks `ds-ckpt measure` for to a spec and a launch backend."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DEFAULT_RATES: tuple[float | None, ...] = (200.0,)
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Place:
     """Where the experiment is to run; `rates` is None where nobody has named any."""
 
     hostfile: Path | None
@@ -42,37 +42,37 @@ class Wanted:
     ssh_port: int | None
 
 
-def ground_of(
-    wanted: Wanted, spec: Spec, console: Console, given: Collection[str] = ()
+def backend_of(
+    place: Place, spec: Spec, console: Console, given: Collection[str] = ()
 ) -> tuple[Spec, Callable[[], AbstractContextManager[Ground]]]:
-    """The plan with its place, and what opens that place.
+    """The spec with its place, and what opens that place.
 
-    Rates that a place cannot give stay in the plan, and `check` refuses them. Raises
+    Rates that a place cannot give stay in the spec, and `check` refuses them. Raises
     typer.BadParameter where one of the options `given` has no meaning at that place.
     """
-    rates = wanted.rates or (None,)
-    if wanted.hostfile is None:
+    rates = place.rates or (None,)
+    if place.hostfile is None:
         refuse_unused(given, ("interface", "ssh_port"), "there is no --hostfile")
     else:
         refuse_unused(given, ("hosts", "slots", "on_loopback"), "the hostfile says so")
         machines = Hostfile(
-            wanted.hostfile, wanted.interface, wanted.launcher, wanted.port, wanted.ssh_port
+            place.hostfile, place.interface, place.launcher, place.port, place.ssh_port
         )
         slots = next(iter(machines.counts.values()))
         count = len(machines.names)
         spec = replace(spec, where="hostfile", hosts=count, slots=slots, rates=rates)
         return spec, lambda: nullcontext(machines)
     reasons = missing()
-    if wanted.loopback or reasons:
+    if place.loopback or reasons:
         refuse_unused(given, _NOT_ON_LOOPBACK, "this runs on loopback")
-        if not wanted.loopback:
+        if not place.loopback:
             console.print(f"No emulated hosts here: {'; '.join(reasons)}.", highlight=False)
-        here = Loopback(wanted.slots if "slots" in given else 2)
+        here = Loopback(place.slots if "slots" in given else 2)
         spec = replace(spec, where="loopback", hosts=1, slots=here.processes, rates=rates)
         return spec, lambda: nullcontext(here)
-    rates = wanted.rates or DEFAULT_RATES
-    spec = replace(spec, where="emulated", hosts=wanted.hosts, slots=wanted.slots, rates=rates)
-    return spec, lambda: emulated(wanted.hosts, wanted.slots, wanted.launcher, wanted.port)
+    rates = place.rates or DEFAULT_RATES
+    spec = replace(spec, where="emulated", hosts=place.hosts, slots=place.slots, rates=rates)
+    return spec, lambda: emulated(place.hosts, place.slots, place.launcher, place.port)
 
 
 def refuse_unused(given: Collection[str], unused: Sequence[str], why: str) -> None:
@@ -132,7 +132,7 @@ def sections_of(
                 own = content.get("ds_ckpt", {}).get(section)
                 key = f"{section}/{name}"
                 if name in known or key in sections:
-                    why = "the report tells cells apart by it"
+                    why = "the report tells configurations apart by it"
                     problems.append(Problem(path, f"{name} is a name already", why, "rename it"))
                 elif not own:
                     why = "nothing would differ from stock DeepSpeed"
@@ -143,7 +143,7 @@ def sections_of(
             names.append(name)
         chosen.append(tuple(names))
     if problems:
-        raise ConfigError(problems, headline="these files make no cells")
+        raise ConfigError(problems, headline="these files make no configurations")
     return chosen[0], chosen[1], sections
 
 
@@ -160,13 +160,13 @@ def shape_of(text: str) -> dict[str, int]:
 def alike(
     spec: Spec,
     output: Path,
-    ground: Ground,
+    backend: Ground,
     console: Console,
     text: str,
     named: dict[str, Path | None],
     limits: dict[str, Any],
 ) -> tuple[Spec, list[str]]:
-    """The plan at the rate that makes this machine like the named cluster, and why."""
+    """The spec at the rate that makes this machine like the named cluster, and why."""
     other = cluster(text, hardware=named["hardware"] or HARDWARE, links=named["links"])
     short = replace(
         spec,
@@ -177,14 +177,14 @@ def alike(
         batches=spec.batches[:1],
         loss_steps=0,
         equal_memory=False,
-        rounds=min(spec.rounds, 4),
+        repetitions=min(spec.repetitions, 4),
     )
     folder = output.with_name(f"{output.name}-{CALIBRATION}")
     console.print("Measuring this machine on a link that is not shaped ...", highlight=False)
-    measure(short, folder, ground=ground, console=console, **limits)
-    (row,) = [r for r in Report.of(folder).findings.rows if r.cell == "block/dense"]
+    measure(short, folder, backend=backend, console=console, **limits)
+    (row,) = [r for r in Report.of(folder).findings.rows if r.configuration == "block/dense"]
     compute = [v.value for k, v in row.parts_s.items() if k.startswith(("compute", "recompute"))]
-    here = {"compute_s": sum(compute), "link_bytes": row.link_bytes}
+    here = {"compute_s": sum(compute), "link_bytes": row.number("link_bytes")}
     lines = account(other, **here)
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)

@@ -56,8 +56,11 @@ def measure(
     shape: Annotated[
         str, typer.Option(help="Of the Llama: hidden_size=256,layers=6,intermediate_size=688.")
     ] = "",
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of every cell.")] = 6,
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps of a turn.")] = 2,
+    repetitions: Annotated[
+        int,
+        typer.Option("--repetitions", "--rounds", min=1, help="Trials of each configuration."),
+    ] = 6,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps of a trial.")] = 2,
     loss_steps: Annotated[
         int, typer.Option(min=0, help="Of the training for the held-out loss; 0: none.")
     ] = 60,
@@ -84,7 +87,7 @@ def measure(
     """
     from rich.console import Console
 
-    from ds_ckpt.measure import arguments as asked
+    from ds_ckpt.measure import arguments
     from ds_ckpt.measure.run import measure as run
     from ds_ckpt.measure.spec import Spec, check
 
@@ -95,45 +98,45 @@ def measure(
         if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
     }
     with errors_in_words():
-        chosen_policies, chosen_methods, sections = asked.sections_of(policies, methods)
+        chosen_policies, chosen_methods, sections = arguments.sections_of(policies, methods)
         spec = Spec(
             policies=chosen_policies,
             methods=chosen_methods,
             sections=sections,
-            batches=asked.batches_of(batches),
+            batches=arguments.batches_of(batches),
             tokens=tokens,
-            shape=asked.shape_of(shape),
-            rounds=rounds,
+            shape=arguments.shape_of(shape),
+            repetitions=repetitions,
             steps=steps,
             loss_steps=loss_steps,
             equal_memory=equal_memory,
             text=str(text) if text else None,
             seed=seed,
         )
-        wanted = asked.Wanted(
+        place = arguments.Place(
             hostfile,
             on_loopback,
             hosts,
             slots,
-            asked.rates_of(rates),
-            asked.launcher_of(launcher),
+            arguments.rates_of(rates),
+            arguments.launcher_of(launcher),
             interface,
             port,
             ssh_port,
         )
-        spec, open_ground = asked.ground_of(wanted, spec, console, given)
+        spec, open_backend = arguments.backend_of(place, spec, console, given)
         check(spec)
         if like is None:
-            asked.refuse_unused(given, ("hardware", "links"), "there is no --like")
+            arguments.refuse_unused(given, ("hardware", "links"), "there is no --like")
         elif rates is not None or spec.where != "emulated":
             raise typer.BadParameter("--like sets the rate of emulated links: leave out --rates")
-        with open_ground() as ground:
+        with open_backend() as backend:
             limits: dict[str, Any] = {"stall_s": stall_s, "limit_s": limit_s}
             account: list[str] = []
             if like is not None:
                 named = {"hardware": hardware, "links": links}
-                spec, account = asked.alike(spec, output, ground, console, like, named, limits)
-            run(spec, output, ground=ground, console=console, account=account, **limits)
+                spec, account = arguments.alike(spec, output, backend, console, like, named, limits)
+            run(spec, output, backend=backend, console=console, account=account, **limits)
         _write_report(output, console)
 
 
@@ -152,7 +155,7 @@ def report(
         _write_report(folder, console)
         if against is None:
             return
-        from ds_ckpt.measure.compare import compare
+        from ds_ckpt.measure.report import compare
 
         lines, worst = compare(folder, against)
     for line in lines:

@@ -1,7 +1,8 @@
 """What a run leaves on disk, a JSON line a record, each with its units in its names.
 
-`samples.jsonl` only grows, so that a run that was stopped goes on where it was: whoever reads it
-drops a last line that is not whole.
+On disk a configuration is a `cell`, a trial a `turn` and its repetition a `round`: runs that were
+begun under those names go on. `samples.jsonl` only grows, so that a run that was stopped goes on
+where it was: whoever reads it drops a last line that is not whole.
 """
 
 from __future__ import annotations
@@ -10,13 +11,29 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+)
 
 from ds_ckpt.errors import Problem, StateError
 
 
 class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+Configured = Annotated[
+    str,
+    Field(validation_alias=AliasChoices("cell", "configuration"), serialization_alias="cell"),
+]
+Repeated = Annotated[
+    int, Field(validation_alias=AliasChoices("round", "repetition"), serialization_alias="round")
+]
 
 
 class StepTime(_Record):
@@ -28,16 +45,16 @@ class StepTime(_Record):
     in_collectives_s: float
 
 
-class Turn(_Record):
-    """One turn of a cell: some steps, one after the other."""
+class Trial(_Record):
+    """Some steps of a configuration, one after the other."""
 
     kind: Literal["turn"] = "turn"
-    cell: str
+    configuration: Configured
     rate_mbit: float | None
     sequences: int
     """A process and step."""
     equal_memory: bool = False
-    round: int
+    repetition: Repeated
     steps: tuple[StepTime, ...]
     purpose_bytes: dict[str, float]
     """Counted where collectives are called, a step, summed over the processes."""
@@ -45,17 +62,26 @@ class Turn(_Record):
     """What each host's interface to the others sent, a step; loopback's own on one machine."""
     interface_bytes: float
     """What all hosts' interfaces sent, loopback included, a step."""
+    figures: dict[str, float] = {}
+    """Whatever else the registry's figures take, by their names."""
 
     @property
     def key(self) -> tuple[object, ...]:
-        return ("turn", self.cell, self.rate_mbit, self.sequences, self.equal_memory, self.round)
+        return (
+            "trial",
+            self.configuration,
+            self.rate_mbit,
+            self.sequences,
+            self.equal_memory,
+            self.repetition,
+        )
 
 
 class Memory(_Record):
-    """Activations of one cell with one batch, of the process that needs most."""
+    """Activations of one configuration with one batch, of the process that needs most."""
 
     kind: Literal["memory"] = "memory"
-    cell: str
+    configuration: Configured
     sequences: int
     held_bytes: int
     """What autograd holds between forward and backward."""
@@ -64,24 +90,27 @@ class Memory(_Record):
 
     @property
     def key(self) -> tuple[object, ...]:
-        return ("memory", self.cell, self.sequences)
+        return ("memory", self.configuration, self.sequences)
 
 
 class Loss(_Record):
     """A training of its own, on a link that is not shaped; rates change no number."""
 
     kind: Literal["loss"] = "loss"
-    cell: str
+    configuration: Configured
     steps: int
     start_step: int
     """Steps before it were dense."""
     heldout_loss: float
     """Natural logarithm, a byte."""
     train_losses: tuple[float, ...]
+    """Mean over the processes, before each step's update."""
+    weights_sha256: str = ""
+    """Over the weights of all processes after the last step; empty in older runs."""
 
     @property
     def key(self) -> tuple[object, ...]:
-        return ("loss", self.cell)
+        return ("loss", self.configuration)
 
 
 class Stretch(_Record):
@@ -94,20 +123,20 @@ class Stretch(_Record):
 
 
 class Timeline(_Record):
-    """One step on process 0: the step of its turn that is nearest to the turn's median."""
+    """One step on process 0: the step of its trial that is nearest to the trial's median."""
 
     kind: Literal["timeline"] = "timeline"
-    cell: str
+    configuration: Configured
     rate_mbit: float | None
     sequences: int
-    round: int
+    repetition: Repeated
     step_s: float
     main: tuple[Stretch, ...]
     beside: tuple[Stretch, ...]
 
     @property
     def key(self) -> tuple[object, ...]:
-        return ("timeline", self.cell, self.rate_mbit, self.sequences, self.round)
+        return ("timeline", self.configuration, self.rate_mbit, self.sequences, self.repetition)
 
 
 class Model(_Record):
@@ -124,7 +153,7 @@ class Model(_Record):
         return ("model",)
 
 
-Sample = Turn | Memory | Loss | Timeline | Model
+Sample = Trial | Memory | Loss | Timeline | Model
 _LINE: TypeAdapter[Sample] = TypeAdapter(Annotated[Sample, Field(discriminator="kind")])
 
 
@@ -171,5 +200,5 @@ class Store:
         """Write records behind the others, and have them on the disk."""
         with self.path.open("a", encoding="utf-8") as sink:
             for sample in samples:
-                sink.write(sample.model_dump_json() + "\n")
+                sink.write(sample.model_dump_json(by_alias=True) + "\n")
             sink.flush()

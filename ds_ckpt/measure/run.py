@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import json
 import os
+import platform
 import shlex
 import sys
 import time
@@ -13,6 +15,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from rich.console import Console
 
@@ -27,7 +30,6 @@ from ds_ckpt.harness.experiment.watch import Watch
 from ds_ckpt.harness.hosts import EmulatedHosts, HostsError
 from ds_ckpt.harness.hosts.launch import Launcher, environment
 from ds_ckpt.harness.launch import LaunchError, signals_as_exit
-from ds_ckpt.harness.machine import machine, versions
 from ds_ckpt.measure.spec import Spec, check
 
 RUNS = "runs.jsonl"
@@ -39,7 +41,7 @@ def measure(
     spec: Spec,
     path: Path,
     *,
-    ground: Ground,
+    backend: Ground,
     console: Console,
     stall_s: float = 180.0,
     limit_s: float = 6 * 3600.0,
@@ -59,13 +61,13 @@ def measure(
         LaunchError: the launched processes failed.
     """
     check(spec)
-    folder = _prepare(spec, path.absolute(), ground, console)  # the launched work in the folder
+    folder = _prepare(spec, path.absolute(), backend, console)  # the launched work in the folder
     if account:  # before anything is measured: a run that is stopped has a report, too
         (folder.path / LIKE).write_text(json.dumps(list(account)), encoding="utf-8")
-    console.print(f"{ground.describe()}.", highlight=False)
-    with signals_as_exit(), _noted(folder, ground) as note:
-        check_hosts(ground)
-        watch = Watch(ground, folder, stall_s, console)
+    console.print(f"{backend.describe()}.", highlight=False)
+    with signals_as_exit(), _noted(folder, backend) as note:
+        check_hosts(backend)
+        watch = Watch(backend, folder, stall_s, console)
 
         def both() -> None:
             watch()
@@ -76,9 +78,9 @@ def measure(
         module = ["--module", "ds_ckpt.measure.worker", *arguments]
         with watch, lock_cleared_on_failure(environment("")):
             try:
-                ground.launch(module, folder.path, limit_s, both)
+                backend.launch(module, folder.path, limit_s, both)
             except (LaunchError, HostsError) as error:  # a rate that no link takes any more, too
-                problems = unreachable(ground)
+                problems = unreachable(backend)
                 if problems:
                     raise HostError(problems, headline="a host has dropped out") from error
                 raise
@@ -94,11 +96,38 @@ def emulated(
         yield Emulated(hosts, slots, launcher, port)
 
 
-def _prepare(spec: Spec, path: Path, ground: Ground, console: Console) -> Folder:
+def versions() -> dict[str, str]:
+    """Of Python and the packages that a measurement depends on."""
+    names = ("ds_ckpt", "deepspeed", "torch", "transformers", "numpy")
+    return {
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in names},
+    }
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores, memory, system."""
+    model = platform.processor() or platform.machine()
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                model = line.partition(":")[2].strip()
+                break
+    except OSError:
+        pass
+    return {
+        "cpu_model": model,
+        "cpu_cores": os.cpu_count() or 1,
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def _prepare(spec: Spec, path: Path, backend: Ground, console: Console) -> Folder:
     folder = Folder(path)
     if folder.spec.exists():
         there = Spec.load(folder.spec)
-        if there.digest != spec.digest:
+        if there != spec:
             raise ConfigError(
                 Problem(
                     where="--output",
@@ -108,7 +137,7 @@ def _prepare(spec: Spec, path: Path, ground: Ground, console: Console) -> Folder
                 ),
                 headline="this run cannot go on here",
             )
-        _check_same_place(folder, ground)
+        _check_same_place(folder, backend)
         folder.store.mend()
         console.print(f"Going on: {len(folder.store.read())} records are there.", highlight=False)
     elif path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -125,23 +154,23 @@ def _prepare(spec: Spec, path: Path, ground: Ground, console: Console) -> Folder
     return folder
 
 
-def _place(ground: Ground) -> dict[str, Any]:
+def _place(backend: Ground) -> dict[str, Any]:
     """What a measurement was made with and on."""
     return {
-        "ground": ground.describe(),
+        "ground": backend.describe(),
         "versions": versions(),
         "machine": machine(),
         "accelerator": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu",
     }
 
 
-def _check_same_place(folder: Folder, ground: Ground) -> None:
+def _check_same_place(folder: Folder, backend: Ground) -> None:
     """Raises ConfigError where the run in `folder` was begun with or on something else."""
     notes = folder.path / RUNS
     lines = notes.read_text(encoding="utf-8").splitlines() if notes.exists() else []
     if not lines or not folder.store.read():
         return
-    then, now = json.loads(lines[-1]), _place(ground)
+    then, now = json.loads(lines[-1]), _place(backend)
     problems = [
         Problem(
             where="--output",
@@ -157,7 +186,7 @@ def _check_same_place(folder: Folder, ground: Ground) -> None:
 
 
 @contextlib.contextmanager
-def _noted(folder: Folder, ground: Ground) -> Iterator[dict[str, Any]]:
+def _noted(folder: Folder, backend: Ground) -> Iterator[dict[str, Any]]:
     """Keep what was run on what, also of a run that fails or is killed."""
     began = time.monotonic()
     path = folder.path / RUNS
@@ -165,7 +194,7 @@ def _noted(folder: Folder, ground: Ground) -> Iterator[dict[str, Any]]:
     note: dict[str, Any] = {
         "started_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        **_place(ground),
+        **_place(backend),
         "ended_well": False,
         "wall_time_s": None,
         "load_at_end": None,

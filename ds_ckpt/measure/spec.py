@@ -1,21 +1,22 @@
-"""What is to be measured: cells, their DeepSpeed configurations, and the tasks of a run.
+"""What is to be measured: configurations, their DeepSpeed files, and the trials of a run. Pure.
 
-A cell is a checkpointing policy with a compression method. `stock` is DeepSpeed's own reduction,
-`dense` the plugin's exchange that sends everything (on gloo half of stock's bytes), `silent` an
-exchange that sends no gradient: the ceiling.
+A configuration is a checkpointing policy with a compression method. `stock` is DeepSpeed's own
+reduction, `dense` the plugin's exchange that sends everything (on gloo half of stock's bytes),
+`silent` an exchange that sends no gradient: the ceiling.
 """
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import json
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from ds_ckpt.errors import ConfigError, Problem
+from ds_ckpt.errors import ConfigError, Problem, StateError
 from ds_ckpt.harness.models import llama
+from ds_ckpt.measure.records import Memory, StepTime
 
 STOCK, DENSE, SILENT = "stock", "dense", "silent"
 BASELINES = (STOCK, DENSE, SILENT)
@@ -53,7 +54,7 @@ Where = Literal["emulated", "hostfile", "loopback"]
 
 
 @dataclass(frozen=True, order=True)
-class Cell:
+class Configuration:
     """One way to train."""
 
     policy: str
@@ -64,7 +65,7 @@ class Cell:
         return f"{self.policy}/{self.method}"
 
     @classmethod
-    def of(cls, name: str) -> Cell:
+    def of(cls, name: str) -> Configuration:
         return cls(*name.split("/", 1))
 
 
@@ -76,10 +77,11 @@ class Spec:
         sections: taken from users' files, by `activation/NAME` or `compression/NAME`.
         rates: Mbit/s, None is not shaped.
         batches: sequences a process and step.
-        rounds: times that all cells take their turn.
-        steps: timed steps of a turn, after `drop` that are not.
+        repetitions: trials of each configuration at a rate; `rounds` on disk.
+        steps: timed steps of a trial, after `drop` that are not.
         shape: arguments of `ds_ckpt.harness.models.llama`.
-        equal_memory: also time checkpointed cells with the batch that their memory allows.
+        ceiling: also measure `silent`.
+        equal_memory: also time checkpointed configurations with the batch that their memory allows.
     """
 
     where: Where = "emulated"
@@ -91,37 +93,51 @@ class Spec:
     rates: tuple[float | None, ...] = (200.0,)
     batches: tuple[int, ...] = (4,)
     tokens: int = 128
-    rounds: int = 6
+    repetitions: int = 6
     steps: int = 2
     drop: int = 1
     warm_up: int = 3
     loss_steps: int = 60
     seed: int = 1
     shape: dict[str, int] = field(default_factory=dict)
+    ceiling: bool = True
     equal_memory: bool = True
     text: str | None = None
 
     @property
-    def cells(self) -> list[Cell]:
+    def configurations(self) -> list[Configuration]:
         """The policies with the two dense baselines, the methods and the ceiling."""
-        methods = [STOCK, DENSE, *(m for m in self.methods if m not in BASELINES), SILENT]
-        return [Cell(policy, method) for policy in self.policies for method in methods]
+        methods = [STOCK, DENSE, *(m for m in self.methods if m not in BASELINES)]
+        if self.ceiling:
+            methods.append(SILENT)
+        return [Configuration(policy, method) for policy in self.policies for method in methods]
 
     @property
     def processes(self) -> int:
         return self.hosts * self.slots
 
     @property
-    def digest(self) -> str:
-        text = json.dumps(asdict(self), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+    def content(self) -> dict[str, Any]:
+        """As it stands in files."""
+        content = asdict(self)
+        content["rounds"] = content.pop("repetitions")
+        return content
 
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(self.content, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> Spec:
+        """Raises StateError where the file has settings that this version does not know."""
         content = json.loads(path.read_text(encoding="utf-8"))
+        content["repetitions"] = content.pop("rounds", content.get("repetitions", 6))
+        if unknown := sorted(content.keys() - {one.name for one in fields(cls)}):
+            why = "another version of ds_ckpt has begun this run"
+            remedy = "go on with that version, or name a new folder"
+            raise StateError(
+                Problem(str(path), f"settings {', '.join(unknown)}", why, remedy),
+                headline="this run cannot be read",
+            )
         for name in ("policies", "methods", "rates", "batches"):
             content[name] = tuple(content[name])
         return cls(**content)
@@ -145,7 +161,7 @@ def check(spec: Spec) -> None:
             why = f"known are {', '.join(known)} and names of DeepSpeed JSON files"
             problems.append(Problem(option, ", ".join(unknown), why, "name one of those"))
         if len(set(names)) < len(names):
-            why = "a cell is measured once"
+            why = "a configuration is measured once"
             problems.append(Problem(option, ", ".join(names), why, "name each once"))
     if "none" not in spec.policies:
         why = "what recomputing costs is measured against no checkpointing"
@@ -158,7 +174,7 @@ def check(spec: Spec) -> None:
         why = "a single process exchanges nothing"
         problems.append(Problem("--hosts, --slots", "1 process", why, "take at least 2"))
     for option, value in (
-        ("--rounds", spec.rounds),
+        ("--repetitions", spec.repetitions),
         ("--steps", spec.steps),
         ("--batches", min(spec.batches, default=0)),
     ):
@@ -183,15 +199,22 @@ def _wrong_shape(shape: dict[str, int]) -> list[Problem]:
 
 
 def deepspeed_config(
-    spec: Spec, cell: Cell, *, parameters: int, start_step: int = 0, total_steps: int = 1000
+    spec: Spec,
+    configuration: Configuration,
+    *,
+    parameters: int,
+    start_step: int = 0,
+    total_steps: int = 1000,
 ) -> dict[str, Any]:
-    """A cell's DeepSpeed file: ZeRO-3 as if the model were larger than the memory, in fp32.
+    """Its DeepSpeed file: ZeRO-3 as if the model were larger than the memory, in fp32.
 
     The gate is off: the report shows what compression does, also where it loses.
     """
-    activation = spec.sections.get(f"activation/{cell.policy}", POLICIES.get(cell.policy, {}))
-    own = spec.sections.get(f"compression/{cell.method}")
-    compression = METHODS.get(cell.method, {}) if own is None else own
+    activation = spec.sections.get(
+        f"activation/{configuration.policy}", POLICIES.get(configuration.policy, {})
+    )
+    own = spec.sections.get(f"compression/{configuration.method}")
+    compression = METHODS.get(configuration.method, {}) if own is None else own
     if compression and (compression["method"] != "dense" or compression.get("rules")):
         exchange = {**compression.get("exchange", {}), "gate": False}
         compression = {**compression, "exchange": exchange, "start_step": start_step}
@@ -228,3 +251,68 @@ def deepspeed_config(
         },
         "ds_ckpt": plugin,
     }
+
+
+Memories = Mapping[tuple[object, ...], Memory]
+"""By the records' keys."""
+MOST_BATCHES = 8
+"""Checkpointing takes at most so many times the batch, however much memory it leaves."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A configuration with a batch."""
+
+    configuration: Configuration
+    sequences: int
+    equal_memory: bool = False
+
+    def key(self, rate: float | None, repetition: int) -> tuple[object, ...]:
+        """The key of its trial's record."""
+        name = self.configuration.name
+        return ("trial", name, rate, self.sequences, self.equal_memory, repetition)
+
+
+def equal_memory(spec: Spec, memories: Memories) -> list[Variant]:
+    """Those of the other policies with the batch whose activations take what `none`'s take."""
+    found = []
+    sequences = {m.configuration: sequences_in(spec, m, memories) for m in memories.values()}
+    for policy in spec.policies:
+        fits = sequences[Configuration(policy, STOCK).name]
+        if policy != "none" and fits > min(spec.batches):
+            for method in (STOCK, DENSE, *spec.methods):
+                found.append(Variant(Configuration(policy, method), fits, equal_memory=True))
+    return list(dict.fromkeys(found))
+
+
+def sequences_in(spec: Spec, memory: Memory, memories: Memories) -> int:
+    """Sequences whose peak stays within that of no checkpointing at the usual batch.
+
+    From its peaks with one batch and with two, on the line through them; at least one batch.
+    """
+    base = min(spec.batches)
+    limit = _peak(memories, Configuration("none", STOCK).name, base)
+    one, two = (
+        _peak(memories, memory.configuration, base),
+        _peak(memories, memory.configuration, 2 * base),
+    )
+    each = (two - one) / base
+    if each <= 0:
+        return base
+    fits = base + int((limit - one) // each)
+    return max(base, min(fits, MOST_BATCHES * base))
+
+
+def _peak(memories: Memories, name: str, sequences: int) -> int:
+    return memories[("memory", name, sequences)].peak_bytes
+
+
+def slowest(processes: Sequence[Sequence[StepTime]]) -> tuple[StepTime, ...]:
+    """Of each step the process that took longest: a step is as long as that."""
+    return tuple(max(step, key=lambda t: t.step_s) for step in zip(*processes, strict=True))
+
+
+def median_index(values: Sequence[float]) -> int:
+    """Where the value is that is nearest to the middle one."""
+    order = sorted(range(len(values)), key=lambda i: values[i])
+    return order[len(order) // 2]

@@ -1,11 +1,11 @@
-"""From turns to medians, and intervals by resampling rounds. Pure.
+"""From trials to medians, and intervals by resampling repetitions. Pure.
 
-Steps of one turn run one after the other and share what disturbs them; rounds are apart in time. So
-the rounds are what is drawn with replacement, all cells of a round together: a slow round then is
-slow for both sides of a difference. An interval is the middle 95% of what the draws give, made
-wider about the value: drawing from n rounds understates their spread by sqrt((n - 1) / n), and its
-percentiles are the normal's where Student's t is due (Hesterberg, The American Statistician 69,
-2015, on the narrowness of bootstrap intervals from few samples).
+Steps of one trial run one after the other and share what disturbs them; repetitions are apart in
+time. So the repetitions are what is drawn with replacement, all configurations of one together: a
+slow one then is slow for both sides of a difference. An interval is the middle 95% of what the
+draws give, made wider about the value: drawing from n repetitions understates their spread by
+sqrt((n - 1) / n), and its percentiles are the normal's where Student's t is due (Hesterberg, The
+American Statistician 69, 2015, on the narrowness of bootstrap intervals from few samples).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ds_ckpt.measure.parts import NETWORK, PARTS
-from ds_ckpt.measure.records import StepTime, Turn
+from ds_ckpt.measure.records import StepTime, Trial
 
 DRAWS = 400
 _SHARE = 0.95
@@ -34,6 +34,11 @@ class Estimate:
     low: float
     high: float
 
+    @classmethod
+    def exact(cls, value: float) -> Estimate:
+        """A figure that no noise is in."""
+        return cls(value, value, value)
+
     @property
     def half_width(self) -> float:
         """The longer side of the interval over the value; infinite at 0, NaN without interval."""
@@ -45,14 +50,14 @@ class Estimate:
 class Key:
     """Whose steps."""
 
-    cell: str
+    configuration: str
     sequences: int
     equal_memory: bool = False
 
 
 @dataclass(frozen=True)
 class Point:
-    """A cell's steps in short.
+    """A configuration's steps in short.
 
     Attributes:
         step_s: median.
@@ -76,22 +81,22 @@ class Point:
 Lookup = Callable[[Key], Point]
 
 
-class Rounds:
-    """The steps of every cell at one rate, by round."""
+class Repetitions:
+    """The steps of every configuration at one rate, by repetition."""
 
-    def __init__(self, turns: Iterable[Turn]) -> None:
+    def __init__(self, trials: Iterable[Trial]) -> None:
         self._steps: dict[Key, dict[int, tuple[StepTime, ...]]] = {}
-        for turn in turns:
-            key = Key(turn.cell, turn.sequences, turn.equal_memory)
-            self._steps.setdefault(key, {})[turn.round] = turn.steps
+        for trial in trials:
+            key = Key(trial.configuration, trial.sequences, trial.equal_memory)
+            self._steps.setdefault(key, {})[trial.repetition] = trial.steps
         self.keys = sorted(self._steps)
-        numbers = [set(rounds) for rounds in self._steps.values()]
-        self.rounds = sorted(set.intersection(*numbers)) if numbers else []
-        """Those that every cell has taken part in."""
+        every = [set(numbered) for numbered in self._steps.values()]
+        self.numbers = sorted(set.intersection(*every)) if every else []
+        """Those that every configuration has taken part in."""
 
-    def lookup(self, rounds: Sequence[int] | None = None) -> Lookup:
-        """Points from these rounds, which may stand there more than once; all without."""
-        chosen = self.rounds if rounds is None else rounds
+    def lookup(self, numbers: Sequence[int] | None = None) -> Lookup:
+        """Points from these repetitions, which may stand there more than once; all without."""
+        chosen = self.numbers if numbers is None else numbers
         points: dict[Key, Point] = {}
 
         def at(key: Key) -> Point:
@@ -104,19 +109,19 @@ class Rounds:
     def estimate(
         self, figures: Callable[[Lookup], Mapping[str, float]], *, seed: int = 0
     ) -> dict[str, Estimate]:
-        """Every figure with its interval; those of one draw come from the same rounds.
+        """Every figure with its interval; those of one draw come from the same repetitions.
 
-        With a single round the interval is the value.
+        With a single repetition the interval is the value.
         """
         values = figures(self.lookup())
         draw = random.Random(seed)
         drawn: dict[str, list[float]] = {name: [] for name in values}
-        if len(self.rounds) > 1:
+        if len(self.numbers) > 1:
             for _ in range(DRAWS):
-                rounds = draw.choices(self.rounds, k=len(self.rounds))
-                for name, value in figures(self.lookup(rounds)).items():
+                drawn_numbers = draw.choices(self.numbers, k=len(self.numbers))
+                for name, value in figures(self.lookup(drawn_numbers)).items():
                     drawn[name].append(value)
-        wider = widening(len(self.rounds))
+        wider = widening(len(self.numbers))
         return {name: _interval(value, drawn[name], wider) for name, value in values.items()}
 
 
@@ -135,21 +140,21 @@ def _middle_half(steps: Sequence[StepTime]) -> list[StepTime]:
     return ordered[cut : len(ordered) - cut]
 
 
-def widening(rounds: int) -> float:
+def widening(repetitions: int) -> float:
     """The factor by which the ends of the middle 95% of draws move away from the value."""
-    free = rounds - 1
+    free = repetitions - 1
     if free < 1:
         return 1.0
     if free <= len(_STUDENT):
         student = _STUDENT[free - 1]
     else:  # Cornish and Fisher's expansion, its first terms: within 2%
         student = _NORMAL * (1 + (_NORMAL**2 + 1) / (4 * free))
-    return student / _NORMAL * math.sqrt(rounds / free)
+    return student / _NORMAL * math.sqrt(repetitions / free)
 
 
 def _interval(value: float, drawn: Sequence[float], wider: float) -> Estimate:
     if not drawn:
-        return Estimate(value, value, value)
+        return Estimate.exact(value)
     if any(map(math.isnan, drawn)):
         return Estimate(value, math.nan, math.nan)
     ordered = sorted(drawn)

@@ -2,10 +2,11 @@
 
     deepspeed ... --module ds_ckpt.measure.worker --folder F
 
-All cells live in the same processes, each with an engine of its own, and take turns, in an order
-that rotates, so that what disturbs the machine for a while disturbs all of them alike; so do the
-link's rates. Only process 0 needs the folder: it hands the others what is to be done, and appends
-to `samples.jsonl` after every turn. What stands there already is not measured again.
+All configurations live in the same processes, each with an engine of its own, and take turns at
+their trials, in an order that rotates, so that what disturbs the machine for a while disturbs all
+of them alike; so do the link's rates. Only process 0 needs the folder: it hands the others what is
+to be done, and appends to `samples.jsonl` after every trial. What stands there already is not
+measured again.
 
 Which rate a link has is not this process's to decide: `Folder.ask_for` asks whoever launched.
 """
@@ -13,9 +14,12 @@ Which rate a link has is not this process's to decide: `Folder.ask_for` asks who
 from __future__ import annotations
 
 import argparse
+import gc
+import hashlib
 import os
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,18 +29,153 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+import ds_ckpt
+from ds_ckpt.exchange.silent import SilentExchange
 from ds_ckpt.harness import corpus, models
 from ds_ckpt.harness.experiment.folder import Folder, Watchdog
 from ds_ckpt.harness.experiment.interfaces import Sent, link_interface, sent
-from ds_ckpt.measure.cell import Running, Step
-from ds_ckpt.measure.losses import gathered, measure_losses
-from ds_ckpt.measure.records import Memory, Model, Sample, Timeline, Turn
-from ds_ckpt.measure.spec import STOCK, Cell, Spec
-from ds_ckpt.measure.turns import Variant, equal_memory, median_index, slowest
+from ds_ckpt.measure import parts
+from ds_ckpt.measure.figures import Take, put_together, taken
+from ds_ckpt.measure.records import (
+    Loss,
+    Memory,
+    Model,
+    Sample,
+    StepTime,
+    Stretch,
+    Timeline,
+    Trial,
+)
+from ds_ckpt.measure.spec import (
+    BASELINES,
+    SILENT,
+    STOCK,
+    Configuration,
+    Spec,
+    Variant,
+    deepspeed_config,
+    equal_memory,
+    median_index,
+    slowest,
+)
 from ds_ckpt.telemetry import Purpose
+from ds_ckpt.telemetry.activations import HeldActivations
+from ds_ckpt.telemetry.peak import PeakActivations
+from ds_ckpt.telemetry.spans import Span, Spans
 
+EVALUATION_BATCHES = 24
 SETTLE_S = 0.15
 """How long nothing is sent around a reading of the interfaces' counters."""
+
+
+@dataclass
+class Step:
+    """One recorded step of this process."""
+
+    time: StepTime
+    loss: float
+    main: tuple[Stretch, ...]
+    beside: tuple[Stretch, ...]
+
+
+class Running:
+    """A configuration with its engine while it trains. Every process makes one; collective."""
+
+    def __init__(self, configuration: Configuration, spec: Spec, **options: Any) -> None:
+        self.configuration = configuration
+        model = models.llama(seed=spec.seed, **spec.shape)
+        parameters = models.count_parameters(model)
+        config = deepspeed_config(spec, configuration, parameters=parameters, **options)
+        self.engine, *_ = ds_ckpt.initialize(model=model, config=config)
+        session = ds_ckpt.session_of(self.engine)
+        assert session is not None, "initialize attaches a session where the JSON has a section"
+        self.session: Any = session
+        self.spans = Spans(_synchronize())
+        if configuration.method == SILENT:
+            session.measure_with(SilentExchange(dist.get_world_size(), dist.get_rank()))
+
+    def plain_step(self, batch: torch.Tensor) -> float:
+        """One optimizer step, nothing recorded; this process's loss."""
+        self.engine.train()
+        loss = self.engine(input_ids=batch, labels=batch).loss
+        self.engine.backward(loss)
+        self.engine.step()
+        return float(loss)
+
+    def step(self, batch: torch.Tensor) -> Step:
+        """One optimizer step with its spans, begun by all processes at once."""
+        self.engine.train()
+        spans = self.spans
+        dist.barrier()
+        self._record(spans)
+        start_s = time.perf_counter()
+        with spans.span("forward"):
+            loss = self.engine(input_ids=batch, labels=batch).loss
+        with spans.span("backward"):
+            self.engine.backward(loss)
+        with spans.span("update"):
+            self.engine.step()
+        step_s = time.perf_counter() - start_s
+        self._record(None)
+        return _recorded(spans.take(), start_s, step_s, float(loss))
+
+    def memory(self, batch: torch.Tensor) -> tuple[int, int]:
+        """Bytes of activations in one step: held after the forward, and the peak."""
+        self.engine.train()
+        spans = self.spans
+        with HeldActivations(self.engine.module) as held:
+            loss = self.engine(input_ids=batch, labels=batch).loss
+        self.engine.backward(loss)
+        self.engine.step()
+        del loss
+        self._record(spans)
+        with PeakActivations(spans) as peak:
+            with spans.span("forward"):
+                loss = self.engine(input_ids=batch, labels=batch).loss
+            with spans.span("backward"):
+                self.engine.backward(loss)
+        self._record(None)
+        self.engine.step()
+        spans.take()
+        return held.bytes, peak.peak_bytes
+
+    def evaluate(self, text: bytes, spec: Spec) -> float:
+        """Held-out loss, mean over the processes."""
+        self.engine.eval()
+        losses = []
+        with torch.no_grad():
+            for batch in corpus.evaluation_batches(
+                text,
+                sequences=min(spec.batches),
+                sequence_length=spec.tokens,
+                batches=EVALUATION_BATCHES,
+                process=dist.get_rank(),
+                processes=dist.get_world_size(),
+            ):
+                ids = batch.to(get_accelerator().current_device_name())
+                losses.append(self.engine(input_ids=ids, labels=ids).loss.double())
+        mean = torch.stack(losses).mean()
+        dist.all_reduce(mean)
+        return float(mean) / dist.get_world_size()
+
+    def weights_sha256(self) -> str:
+        """Over this process's partitions."""
+        digest = hashlib.sha256()
+        for parameter in self.engine.module.parameters():
+            shard = parameter.ds_tensor.detach().cpu().contiguous()
+            digest.update(shard.view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    def end(self) -> None:
+        """Give its memory back."""
+        self.engine.destroy()
+        self.engine = self.session = None
+        gc.collect()
+
+    def _record(self, spans: Spans | None) -> None:
+        self.session.counters.spans = spans
+        if self.session.exchange is not None:
+            self.session.exchange.timings.spans = spans
 
 
 @dataclass
@@ -69,66 +208,70 @@ class Worker:
             corpus_sha256=self.text.sha256,
         )
         self.append([model])
-        self._measure_turns()
-        measure_losses(self)
+        self._measure_trials()
+        self._measure_losses()
         self.folder.beat("done")
 
-    def _measure_turns(self) -> None:
+    def _measure_trials(self) -> None:
         spec = self.spec
-        usual = [Variant(c, b) for b in spec.batches for c in spec.cells]
+        usual = [Variant(c, b) for b in spec.batches for c in spec.configurations]
         memories = [
-            ("memory", cell.name, factor * min(spec.batches))
-            for cell in spec.cells
+            ("memory", configuration.name, factor * min(spec.batches))
+            for configuration in spec.configurations
             for factor in (1, 2)
-            if cell.method == STOCK
+            if configuration.method == STOCK
         ]
-        wanted = [v.key(rate, r) for r in range(spec.rounds) for rate in spec.rates for v in usual]
+        wanted = [
+            v.key(rate, r) for r in range(spec.repetitions) for rate in spec.rates for v in usual
+        ]
         if self.done.issuperset([*wanted, *memories]) and ("turns done",) in self.done:
             return
         running = {}
-        for cell in spec.cells:
-            self.beat(f"building {cell.name}")
-            running[cell] = Running(cell, spec)
+        for configuration in spec.configurations:
+            self.beat(f"building {configuration.name}")
+            running[configuration] = Running(configuration, spec)
             for step in range(spec.warm_up):
-                running[cell].plain_step(self.batch(min(spec.batches), step))
+                running[configuration].plain_step(self.batch(min(spec.batches), step))
         found: dict[tuple[object, ...], Memory] = {
-            key: self._memory(running[Cell.of(key[1])], key[2]) for key in memories
+            key: self._memory(running[Configuration.of(key[1])], key[2]) for key in memories
         }
         variants = [*usual, *(equal_memory(spec, found) if spec.equal_memory else [])]
         for variant in variants:
-            if variant.equal_memory and variant.cell.method == STOCK:
-                self._memory(running[variant.cell], variant.sequences)
-        total = spec.rounds * len(spec.rates) * len(variants)
+            if variant.equal_memory and variant.configuration.method == STOCK:
+                self._memory(running[variant.configuration], variant.sequences)
+        total = spec.repetitions * len(spec.rates) * len(variants)
         count = 0
-        for round_ in range(spec.rounds):
+        for repetition in range(spec.repetitions):
             for rate in spec.rates:
                 self._ask_for(rate)
                 for place in range(len(variants)):
-                    variant = variants[(place + round_) % len(variants)]
+                    variant = variants[(place + repetition) % len(variants)]
                     count += 1
-                    self.beat(f"{count} of {total} turns", done=count, total=total)
-                    if variant.key(rate, round_) not in self.done:
-                        self._turn(running[variant.cell], variant, rate, round_)
+                    self.beat(f"{count} of {total} trials", done=count, total=total)
+                    if variant.key(rate, repetition) not in self.done:
+                        self._trial(running[variant.configuration], variant, rate, repetition)
         self._ask_for(None)
         for one in running.values():
             one.end()
-        self._note_turns_done()
+        if dist.get_rank() == 0:
+            self.folder.turns_done.touch()
 
     def _memory(self, one: Running, sequences: int) -> Memory:
-        """The record of one cell's activations; the same on all processes."""
-        self.beat(f"memory of {one.cell.name}")
+        """The record of one configuration's activations; the same on all processes."""
+        name = one.configuration.name
+        self.beat(f"memory of {name}")
         device = get_accelerator().current_device_name()  # NCCL takes no tensor of the host
         most = torch.tensor(one.memory(self.batch(sequences, 0)), dtype=torch.int64, device=device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         held, peak = (int(n) for n in most)
-        record = Memory(cell=one.cell.name, sequences=sequences, held_bytes=held, peak_bytes=peak)
+        record = Memory(configuration=name, sequences=sequences, held_bytes=held, peak_bytes=peak)
         if record.key not in self.done:
             self.append([record])
         return record
 
-    def _turn(self, one: Running, variant: Variant, rate: float | None, round_: int) -> None:
+    def _trial(self, one: Running, variant: Variant, rate: float | None, repetition: int) -> None:
         spec = self.spec
-        first = round_ * (spec.steps + spec.drop)
+        first = repetition * (spec.steps + spec.drop)
         for step in range(spec.drop):
             one.plain_step(self.batch(variant.sequences, first + step))
         before, counted = self._settled(), one.session.counters.snapshot()
@@ -138,43 +281,66 @@ class Worker:
             self.beat(None)
         delta = one.session.counters.snapshot() - counted
         bytes_ = self._settled() - before
-        mine = {
-            "times": [step.time for step in steps],
-            "purposes": {p.value: delta.bytes_sent.get(p, 0) / spec.steps for p in Purpose},
-            "sent": bytes_,
-            "leads": int(os.environ.get("LOCAL_RANK", "0")) == 0,
-        }
-        everyone = gathered(mine)
-        hosts = [one["sent"] for one in everyone if one["leads"]]
+        leads = int(os.environ.get("LOCAL_RANK", "0")) == 0
+        take = Take([step.time for step in steps], [step.loss for step in steps], bytes_, leads)
+        everyone = gathered(
+            {
+                "times": take.times,
+                "purposes": {p.value: delta.bytes_sent.get(p, 0) / spec.steps for p in Purpose},
+                "link": bytes_.link_bytes / spec.steps if leads else None,
+                "taken": taken(take),
+            }
+        )
+        figures = put_together([one["taken"] for one in everyone])
         at: dict[str, Any] = {
-            "cell": one.cell.name,
+            "configuration": one.configuration.name,
             "rate_mbit": rate,
             "sequences": variant.sequences,
+            "repetition": repetition,
         }
-        turn = Turn(
+        trial = Trial(
             **at,
             equal_memory=variant.equal_memory,
-            round=round_,
             steps=slowest([one["times"] for one in everyone]),
             purpose_bytes={
                 p.value: sum(one["purposes"][p.value] for one in everyone) for p in Purpose
             },
-            link_bytes=tuple(host.link_bytes / spec.steps for host in hosts),
-            interface_bytes=sum(host.all_bytes for host in hosts) / spec.steps,
+            link_bytes=tuple(one["link"] for one in everyone if one["link"] is not None),
+            interface_bytes=figures.pop("interface_bytes"),
+            figures=figures,
         )
-        records: list[Sample] = [turn]
-        if round_ == spec.rounds - 1 and not variant.equal_memory:
+        records: list[Sample] = [trial]
+        if repetition == spec.repetitions - 1 and not variant.equal_memory:
             shown = steps[median_index([step.time.step_s for step in steps])]
-            records.append(
-                Timeline(
-                    **at,
-                    round=round_,
-                    step_s=shown.time.step_s,
-                    main=shown.main,
-                    beside=shown.beside,
-                )
-            )
+            step_s = shown.time.step_s
+            records.append(Timeline(**at, step_s=step_s, main=shown.main, beside=shown.beside))
         self.append(records)
+
+    def _measure_losses(self) -> None:
+        """Train every configuration anew, one after the other, and keep its held-out loss."""
+        spec = self.spec
+        for configuration in spec.configurations if spec.loss_steps else ():
+            name, method = configuration.name, configuration.method
+            if method == SILENT or ("loss", name) in self.done:
+                continue
+            start_step = 0 if method in BASELINES else spec.loss_steps // 4
+            one = Running(configuration, spec, start_step=start_step, total_steps=spec.loss_steps)
+            losses = []
+            for step in range(spec.loss_steps):
+                self.beat(f"training {name} for its loss", done=step, total=spec.loss_steps)
+                losses.append(one.plain_step(self.batch(min(spec.batches), step)))
+            everyone = gathered((losses, one.weights_sha256()))
+            means = [sum(s) / len(everyone) for s in zip(*(e[0] for e in everyone), strict=True)]
+            record = Loss(
+                configuration=name,
+                steps=spec.loss_steps,
+                start_step=start_step,
+                heldout_loss=one.evaluate(self.text.heldout, spec),
+                train_losses=tuple(means),
+                weights_sha256=hashlib.sha256("".join(e[1] for e in everyone).encode()).hexdigest(),
+            )
+            one.end()
+            self.append([record])
 
     def _settled(self) -> Sent:
         """The interfaces' counters while nothing is under way."""
@@ -194,15 +360,50 @@ class Worker:
         if dist.get_rank() == 0:
             self.folder.store.append(records)
 
-    def _note_turns_done(self) -> None:
-        if dist.get_rank() == 0:
-            self.folder.turns_done.touch()
-
     def _ask_for(self, rate: float | None) -> None:
         dist.barrier()
         if dist.get_rank() == 0 and self.spec.where == "emulated":
             self.folder.ask_for(rate)
         dist.barrier()
+
+
+def gathered(mine: Any) -> list[Any]:
+    """What every process has given, by process."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def _recorded(spans: list[Span], start_s: float, step_s: float, loss: float) -> Step:
+    thread = threading.get_ident()
+
+    def stretches(pieces: list[parts.Piece]) -> tuple[Stretch, ...]:
+        return tuple(
+            Stretch(
+                start_s=round(p.start_s - start_s, 6),
+                end_s=round(p.end_s - start_s, 6),
+                part=p.part,
+                purpose=p.purpose,
+            )
+            for p in pieces
+        )
+
+    times = StepTime(
+        step_s=step_s,
+        parts_s=parts.parts(spans, thread),
+        in_collectives_s=parts.in_collectives_s(spans),
+    )
+    main = stretches(parts.main_pieces(spans, thread))
+    return Step(times, loss, main, stretches(parts.beside_pieces(spans, thread)))
+
+
+def _synchronize() -> Callable[[], object]:
+    """On an accelerator that runs behind, a span ends when its work has."""
+    accelerator = get_accelerator()
+    if accelerator.is_synchronized_device():
+        return lambda: None
+    synchronize: Callable[[], object] = accelerator.synchronize
+    return synchronize
 
 
 def _handed_out(folder: Folder) -> tuple[Spec, corpus.Corpus, set[tuple[Any, ...]]]:
@@ -217,7 +418,7 @@ def _handed_out(folder: Folder) -> tuple[Spec, corpus.Corpus, set[tuple[Any, ...
 
 def main() -> None:
     """Entry point of every process."""
-    parser = argparse.ArgumentParser(description="Measures cells; started by deepspeed.")
+    parser = argparse.ArgumentParser(description="Measures configurations; started by deepspeed.")
     parser.add_argument("--folder", type=Path, required=True, help="of the run; process 0 reads it")
     parser.add_argument("--stall-s", type=float, default=180.0, help="end after so long a silence")
     parser.add_argument("--token", default="", help="of the launch, in the folder's file alive")

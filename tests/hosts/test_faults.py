@@ -28,7 +28,7 @@ BOUND_S = STALL_S + LIMIT_S + 15
 SHAPE = {"hidden_size": 64, "layers": 2, "intermediate_size": 128, "heads": 2}
 SPEC = Spec(
     rates=(None,),
-    rounds=500,
+    repetitions=500,
     tokens=32,
     loss_steps=0,
     equal_memory=False,
@@ -136,7 +136,7 @@ def _fails_in_mid_run(
         measure(
             SPEC,
             folder,
-            ground=Emulated(hosts),
+            backend=Emulated(hosts),
             console=Console(quiet=True),
             stall_s=STALL_S,
             limit_s=300,

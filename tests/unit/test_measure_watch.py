@@ -155,7 +155,7 @@ def test_a_rate_that_no_link_takes_names_the_host(
         run.measure(
             Spec(loss_steps=0),
             tmp_path / "run",
-            ground=ground,
+            backend=ground,
             console=Console(),
             account=["Like nothing on earth."],
         )
@@ -172,17 +172,17 @@ def test_a_run_does_not_go_on_in_another_place(
     ground = Gone()
     for _ in range(2):  # nothing is measured yet, so it may begin anew anywhere
         with pytest.raises(HostError):
-            run.measure(Spec(), folder, ground=ground, console=console)
+            run.measure(Spec(), folder, backend=ground, console=console)
     Folder(folder).store.append([Model(parameters=1, text="", heldout_bytes=1, corpus_sha256="a")])
     with pytest.raises(HostError):
-        run.measure(Spec(), folder, ground=ground, console=console)
+        run.measure(Spec(), folder, backend=ground, console=console)
     ground.where = "other hosts"
     with pytest.raises(ConfigError, match="other hosts"):
-        run.measure(Spec(), folder, ground=ground, console=console)
+        run.measure(Spec(), folder, backend=ground, console=console)
     ground.where = "hosts"
     monkeypatch.setattr(run, "versions", lambda: {"torch": "0.1"})
     with pytest.raises(ConfigError, match=r"0\.1"):
-        run.measure(Spec(), folder, ground=ground, console=console)
+        run.measure(Spec(), folder, backend=ground, console=console)
 
 
 def test_a_rate_that_is_asked_for_is_given(tmp_path: Path) -> None:
@@ -219,10 +219,10 @@ def test_progress_is_shown_and_silence_ends_the_run(
     watch, folder, said = _watch(tmp_path, ground, 0.5)
     with watch:
         assert folder.alive.exists()
-        folder.beat("3 of 4 turns", done=3, total=4)
+        folder.beat("3 of 4 trials", done=3, total=4)
         folder.beat(None)
         watch()
-        assert "3 of 4 turns" in said.getvalue()
+        assert "3 of 4 trials" in said.getvalue()
         with folder.beats.open("a") as sink:
             sink.write('{"words": "half')
         watch()
@@ -236,7 +236,7 @@ def test_progress_is_shown_and_silence_ends_the_run(
 def test_silence_with_all_hosts_well_is_said_so(tmp_path: Path) -> None:
     watch, folder, _ = _watch(tmp_path, Ground(), 0.2)
     with watch:
-        folder.beat("1 of 4 turns", done=1, total=4)
+        folder.beat("1 of 4 trials", done=1, total=4)
         watch()
         time.sleep(0.3)
         with pytest.raises(HostError, match="all hosts answer") as caught:
@@ -340,7 +340,7 @@ def test_notes_outlive_a_kill_while_they_are_written(
     assert len((tmp_path / run.RUNS).read_text().splitlines()) == 2
 
 
-def test_the_memory_of_cells_is_agreed_on_where_the_backend_can(
+def test_the_memory_of_configurations_is_agreed_on_where_the_backend_can(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """NCCL takes no tensor of the host."""
@@ -354,7 +354,9 @@ def test_the_memory_of_cells_is_agreed_on_where_the_backend_can(
     monkeypatch.setattr(
         worker, "get_accelerator", lambda: SimpleNamespace(current_device_name=lambda: "meta")
     )
-    one = SimpleNamespace(memory=lambda _batch: (1, 2), cell=SimpleNamespace(name="none/stock"))
+    one = SimpleNamespace(
+        memory=lambda _batch: (1, 2), configuration=SimpleNamespace(name="none/stock")
+    )
     with pytest.raises(_KillError):
         worker.Worker._memory(MagicMock(), one, 4)  # type: ignore[arg-type]
     assert devices == ["meta"]

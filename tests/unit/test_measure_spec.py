@@ -1,4 +1,4 @@
-"""What is planned, and what a run keeps: cells, files, turns, records."""
+"""What is planned, and what a run keeps: configurations, files, trials, records."""
 
 from __future__ import annotations
 
@@ -14,14 +14,22 @@ from ds_ckpt.harness.experiment import grounds
 from ds_ckpt.harness.experiment.grounds import read_hostfile
 from ds_ckpt.harness.hosts.launch import Launcher, Prepared
 from ds_ckpt.measure.arguments import sections_of
-from ds_ckpt.measure.records import Memory, Store, Turn
-from ds_ckpt.measure.spec import METHODS, POLICIES, Spec, check, deepspeed_config
-from ds_ckpt.measure.turns import equal_memory, median_index, slowest
-from tests.unit import experiment_samples as known
+from ds_ckpt.measure.records import Memory, Store, Trial
+from ds_ckpt.measure.spec import (
+    METHODS,
+    POLICIES,
+    Spec,
+    check,
+    deepspeed_config,
+    equal_memory,
+    median_index,
+    slowest,
+)
+from tests.unit import measure_samples as known
 
 
 def test_the_default_is_two_by_two_with_the_dense_baselines_and_the_ceiling() -> None:
-    assert [cell.name for cell in Spec().cells] == [
+    assert [one.name for one in Spec().configurations] == [
         f"{policy}/{method}"
         for policy in ("none", "block")
         for method in ("stock", "dense", "4bit", "silent")
@@ -30,14 +38,14 @@ def test_the_default_is_two_by_two_with_the_dense_baselines_and_the_ceiling() ->
 
 def test_every_cell_is_a_file_that_the_plugin_accepts() -> None:
     spec = Spec(policies=tuple(POLICIES), methods=tuple(m for m in METHODS if m != "stock"))
-    for cell in spec.cells:
-        config = deepspeed_config(spec, cell, parameters=1000, start_step=3)
-        plugin = parse(json.loads(json.dumps(config)), source=cell.name)
-        assert plugin.activation.active == (cell.policy != "none")
+    for one in spec.configurations:
+        config = deepspeed_config(spec, one, parameters=1000, start_step=3)
+        plugin = parse(json.loads(json.dumps(config)), source=one.name)
+        assert plugin.activation.active == (one.policy != "none")
         assert config["zero_optimization"]["reduce_bucket_size"] == 125
-        if cell.method in ("stock", "silent"):
+        if one.method in ("stock", "silent"):
             assert plugin.compression.method == "none"
-        elif cell.method != "dense":
+        elif one.method != "dense":
             assert plugin.compression.start_step == 3
             assert not plugin.compression.exchange.gate
 
@@ -46,8 +54,8 @@ def test_a_users_section_stands_for_its_name() -> None:
     section = {"method": "quantize", "quantize": {"bits": 8}, "start_step": 7}
     spec = Spec(methods=("mine",), sections={"compression/mine": section})
     check(spec)
-    (cell,) = [c for c in spec.cells if c.name == "block/mine"]
-    compression = deepspeed_config(spec, cell, parameters=10)["ds_ckpt"]["compression"]
+    (one,) = [c for c in spec.configurations if c.name == "block/mine"]
+    compression = deepspeed_config(spec, one, parameters=10)["ds_ckpt"]["compression"]
     assert compression == {**section, "start_step": 0, "exchange": {"gate": False}}
 
 
@@ -55,8 +63,8 @@ def test_dense_with_rules_compresses_from_the_first_step() -> None:
     rules = [{"match": "*", "method": "quantize"}]
     section = {"method": "dense", "rules": rules, "exchange": {"overlap": True}}
     spec = Spec(methods=("mine",), sections={"compression/mine": section})
-    (cell,) = [c for c in spec.cells if c.name == "none/mine"]
-    config = json.loads(json.dumps(deepspeed_config(spec, cell, parameters=10)))
+    (one,) = [c for c in spec.configurations if c.name == "none/mine"]
+    config = json.loads(json.dumps(deepspeed_config(spec, one, parameters=10)))
     compression = parse(config).compression
     assert compression.start_step == 0
     assert not compression.exchange.gate
@@ -68,7 +76,7 @@ def test_a_spec_is_what_was_saved(tmp_path: Path) -> None:
     spec.save(tmp_path / "spec.json")
     loaded = Spec.load(tmp_path / "spec.json")
     assert loaded == spec
-    assert loaded.digest == spec.digest != Spec().digest
+    assert loaded != Spec()
 
 
 def test_what_cannot_be_measured_is_told_together() -> None:
@@ -105,7 +113,7 @@ def test_records_come_back_and_a_half_written_one_is_measured_again(tmp_path: Pa
 
 def test_of_equal_keys_the_last_record_counts(tmp_path: Path) -> None:
     store = Store(tmp_path / "samples.jsonl")
-    first = Memory(cell="none/stock", sequences=4, held_bytes=1, peak_bytes=2)
+    first = Memory(configuration="none/stock", sequences=4, held_bytes=1, peak_bytes=2)
     second = first.model_copy(update={"peak_bytes": 3})
     store.append([first, second])
     assert store.read() == [second]
@@ -125,7 +133,7 @@ def _memories() -> dict[tuple[object, ...], Memory]:
 
 def test_the_batch_at_equal_memory_is_the_largest_that_fits() -> None:
     found = equal_memory(known.SPEC, _memories())
-    assert [(v.cell.name, v.sequences) for v in found] == [
+    assert [(v.configuration.name, v.sequences) for v in found] == [
         ("block/stock", 12),
         ("block/dense", 12),
         ("block/4bit", 12),
@@ -150,9 +158,9 @@ def test_the_step_nearest_to_the_middle(values: list[float], index: int) -> None
     assert median_index(values) == index
 
 
-def test_turns_are_known_by_what_they_measured() -> None:
-    turns = [s for s in known.samples() if isinstance(s, Turn)]
-    assert len({turn.key for turn in turns}) == len(turns)
+def test_trials_are_known_by_what_they_measured() -> None:
+    trials = [s for s in known.samples() if isinstance(s, Trial)]
+    assert len({trial.key for trial in trials}) == len(trials)
 
 
 def test_hostfiles(tmp_path: Path) -> None:
@@ -192,8 +200,8 @@ def test_one_file_may_be_policy_and_method(tmp_path: Path) -> None:
     policies, methods, sections = sections_of(f"none,{both}", both)
     spec = Spec(policies=policies, methods=methods, sections=sections)
     check(spec)
-    (cell,) = [c for c in spec.cells if c.name == "both/both"]
-    plugin = deepspeed_config(spec, cell, parameters=10)["ds_ckpt"]
+    (one,) = [c for c in spec.configurations if c.name == "both/both"]
+    plugin = deepspeed_config(spec, one, parameters=10)["ds_ckpt"]
     assert plugin["activation"] == activation
     assert plugin["compression"]["method"] == "quantize"
 
@@ -210,7 +218,7 @@ def test_one_file_may_be_policy_and_method(tmp_path: Path) -> None:
 def test_a_file_that_would_change_or_be_nothing_is_refused(
     tmp_path: Path, policies: str, methods: str, said: str
 ) -> None:
-    """A cell of that name would be stock DeepSpeed, or the baseline another one, silently."""
+    """Of that name it would be stock DeepSpeed, or the baseline another one, silently."""
     files = {
         "none": _file(tmp_path, "none.json", activation={"policy": "block"}),
         "dense": _file(tmp_path, "dense.json", compression={"method": "topk"}),

@@ -1,7 +1,7 @@
 """Samples of an experiment that nobody has run, with parts of which every figure is known.
 
 At a rate of r Mbit/s a step of P/C takes COMPUTE + RECOMPUTE (block alone) + WEIGHTS * 8 / r +
-gradient bytes * 8 / r + PACKING (lossy alone) seconds; round n adds n * `drift` to compute.
+gradient bytes * 8 / r + PACKING (lossy alone) seconds; repetition n adds n * `drift` to compute.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from ds_ckpt.measure.records import (
     StepTime,
     Stretch,
     Timeline,
-    Turn,
+    Trial,
 )
 from ds_ckpt.measure.spec import Spec
 
 COMPUTE_S, RECOMPUTE_S, PACKING_S = 0.4, 0.1, 0.02
 WEIGHTS_MB = 20.0
 GRADIENTS_MB = {"stock": 20.0, "dense": 10.0, "4bit": 1.25, "silent": 0.0}
-SPEC = Spec(rates=(100.0, 400.0, 1600.0), rounds=5, loss_steps=3)
+SPEC = Spec(rates=(100.0, 400.0, 1600.0), repetitions=5, loss_steps=3)
 
 
 def seconds(mb: float, rate_mbit: float) -> float:
     return 8 * mb / rate_mbit
 
 
-def step(cell: str, rate_mbit: float, more_s: float = 0.0, tokens: float = 1.0) -> StepTime:
-    policy, _, method = cell.partition("/")
+def step(name: str, rate_mbit: float, more_s: float = 0.0, tokens: float = 1.0) -> StepTime:
+    policy, _, method = name.partition("/")
     parts = dict.fromkeys(PARTS, 0.0)
     parts["compute_forward"] = (COMPUTE_S + more_s) * tokens / 4
     parts["compute_backward"] = (COMPUTE_S + more_s) * tokens / 2
@@ -47,8 +47,8 @@ def step(cell: str, rate_mbit: float, more_s: float = 0.0, tokens: float = 1.0) 
     return StepTime(step_s=sum(parts.values()), parts_s=parts, in_collectives_s=0.1)
 
 
-def turn(spec: Spec, cell: str, rate: float | None, round_: int, drift: float) -> Turn:
-    policy, _, method = cell.partition("/")
+def trial(spec: Spec, name: str, rate: float | None, repetition: int, drift: float) -> Trial:
+    policy, _, method = name.partition("/")
     again = 0.75 if policy == "block" else 0.0
     mb = WEIGHTS_MB + GRADIENTS_MB[method]
     purposes = {
@@ -58,12 +58,12 @@ def turn(spec: Spec, cell: str, rate: float | None, round_: int, drift: float) -
         "reduce": 2 * GRADIENTS_MB[method] * 1e6,
         "other": 1000.0,
     }
-    return Turn(
-        cell=cell,
+    return Trial(
+        configuration=name,
         rate_mbit=rate,
         sequences=4,
-        round=round_,
-        steps=(step(cell, rate or 1e4, round_ * drift),) * spec.steps,
+        repetition=repetition,
+        steps=(step(name, rate or 1e4, repetition * drift),) * spec.steps,
         purpose_bytes=purposes,
         link_bytes=(mb * 1e6, mb * 1e6 - 5),
         interface_bytes=1.01 * sum(purposes.values()),
@@ -75,10 +75,10 @@ def samples(spec: Spec = SPEC, drift: float = 0.0) -> list[Sample]:
     found: list[Sample] = [
         Model(parameters=5, text="none", heldout_bytes=9, corpus_sha256="a" * 64)
     ]
-    for cell in spec.cells:
+    for one in spec.configurations:
         for rate in spec.rates:
-            found += [turn(spec, cell.name, rate, n, drift) for n in range(spec.rounds)]
-            shown = step(cell.name, rate or 1e4)
+            found += [trial(spec, one.name, rate, n, drift) for n in range(spec.repetitions)]
+            shown = step(one.name, rate or 1e4)
             line = (
                 Stretch(start_s=0.0, end_s=0.2, part="compute_forward"),
                 Stretch(start_s=0.2, end_s=0.3, part="network_forward", purpose="gather_forward"),
@@ -88,25 +88,30 @@ def samples(spec: Spec = SPEC, drift: float = 0.0) -> list[Sample]:
             )
             found.append(
                 Timeline(
-                    cell=cell.name,
+                    configuration=one.name,
                     rate_mbit=rate,
                     sequences=4,
-                    round=spec.rounds - 1,
+                    repetition=spec.repetitions - 1,
                     step_s=shown.step_s,
                     main=line,
                     beside=line[3:],
                 )
             )
-        if cell.method == "stock":
+        if one.method == "stock":
             found += [
-                Memory(cell=cell.name, sequences=n, held_bytes=n, peak_bytes=_peak(cell.policy, n))
+                Memory(
+                    configuration=one.name,
+                    sequences=n,
+                    held_bytes=n,
+                    peak_bytes=_peak(one.policy, n),
+                )
                 for n in (4, 8)
             ]
-        if cell.method != "silent":
-            losses = (5.0, 4.0, 3.5 if cell.method != "4bit" else 3.6)
+        if one.method != "silent":
+            losses = (5.0, 4.0, 3.5 if one.method != "4bit" else 3.6)
             found.append(
                 Loss(
-                    cell=cell.name,
+                    configuration=one.name,
                     steps=3,
                     start_step=0,
                     heldout_loss=losses[-1],
@@ -116,8 +121,8 @@ def samples(spec: Spec = SPEC, drift: float = 0.0) -> list[Sample]:
     if spec.equal_memory:
         for rate in spec.rates:
             for method in ("stock", "dense", *spec.methods):
-                for n in range(spec.rounds):
-                    base = turn(spec, f"block/{method}", rate, n, drift)
+                for n in range(spec.repetitions):
+                    base = trial(spec, f"block/{method}", rate, n, drift)
                     large = (step(f"block/{method}", rate or 1e4, n * drift, 3.0),) * spec.steps
                     more = {"sequences": 12, "equal_memory": True, "steps": large}
                     found.append(base.model_copy(update=more))

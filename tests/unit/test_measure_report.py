@@ -19,15 +19,17 @@ from typer.testing import CliRunner
 from ds_ckpt.cli import app
 from ds_ckpt.errors import StateError
 from ds_ckpt.harness.experiment.folder import Folder
-from ds_ckpt.measure import charts, tables
-from ds_ckpt.measure.report import Report
+from ds_ckpt.measure import charts
+from ds_ckpt.measure.figures import MEASURED
+from ds_ckpt.measure.records import Loss, Store, Trial
+from ds_ckpt.measure.report import FORMAT, Report, bytes_table
 from ds_ckpt.measure.run import LIKE, RUNS
 from ds_ckpt.measure.spec import Spec
-from tests.unit import experiment_samples as known
+from tests.unit import measure_samples as known
 
 PLOTS = (
     *("timeline-0", "timeline-1", "timeline-2", "parts-0", "parts-1", "parts-2", "bytes-0"),
-    *("sweep-steps", "sweep-paid"),
+    *("sweep-steps", "sweep-paid", "losses"),
 )
 RUN = {
     "started_utc": "2030-01-01T00:00:00+00:00",
@@ -112,13 +114,14 @@ def test_every_plot_is_there_with_its_data(page: str) -> None:
     for name, svg in drawn.items():
         words = " ".join(text for e in svg.iter() if (text := e.text))
         shapes = [e for e in svg.iter() if e.tag.endswith("}path")]
-        assert len(shapes) > 20, name
+        assert len(shapes) > (10 if name == "losses" else 20), name
         wanted = {
             "timeline": ["block/stock", "block/4bit", "gathers", "reduction", "recompute"],
             "parts": ["none/stock", "block/4bit", "network, backward", "compression"],
             "bytes": ["none/stock", "gradients", "weights, recompute"],
             "sweep-steps": ["block/silent", "Mbit/s"],
             "sweep-paid": ["break-even", "block: 4bit against dense"],
+            "losses": ["training loss", "block/4bit"],
         }
         for word in next(v for k, v in wanted.items() if name.startswith(k)):
             assert word in words, (name, word)
@@ -131,15 +134,19 @@ def test_bars_are_told_apart_by_hatching(page: str) -> None:
             assert len(patterns) >= 4, name
 
 
-def test_the_square_stands_first_then_one_step_bytes_sweep_run_and_caveats(page: str) -> None:
+def test_the_square_stands_first_and_the_run_last(
+    page: str,
+) -> None:
     heads = re.findall(r"<h2>(.*?)</h2>", page)
     assert heads == [
         "Checkpointing off and on, dense and compressed",
+        "What it means",
         "One step",
         "What it is made of",
         "Bytes by purpose",
         "What compression pays for",
-        "Over the links' rates",  # an apostrophe of the template is not escaped
+        "Over the links&#39; rates",
+        "Training loss",
         "What the figures are",
         "What these numbers cannot say",
         "What was run on what",
@@ -172,36 +179,39 @@ def test_the_numbers_are_those_of_the_samples(run_folder: Path) -> None:
 
 
 def test_what_is_uncertain_is_no_headline(tmp_path: Path) -> None:
-    few = replace(known.SPEC, rounds=2)
+    few = replace(known.SPEC, repetitions=2)
     lines = Report.of(write_run(tmp_path / "few", few)).headlines()
     assert not any("time freed" in line for line in lines)
-    assert any("More rounds" in line for line in lines)
+    assert any("More repetitions" in line for line in lines)
 
 
 def test_losses_that_differ_are_said_aloud(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     store = Folder(folder).store
-    loss = next(s for s in store.read() if s.kind == "loss" and s.cell == "block/dense")
+    loss = next(s for s in store.read() if s.kind == "loss" and s.configuration == "block/dense")
     store.append([loss.model_copy(update={"train_losses": (5.0, 4.0, 3.4)})])
-    assert "differ from those without checkpointing in block/dense" in Report.of(folder).html()
+    assert (
+        "differ from those without checkpointing in block/dense"
+        in Report.of(folder).document().html()
+    )
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StateError, match=r"no spec\.json"):
         Report.of(tmp_path)
     known.SPEC.save(tmp_path / "spec.json")
-    with pytest.raises(StateError, match="no round"):
+    with pytest.raises(StateError, match="no repetition"):
         Report.of(tmp_path)
     result = CliRunner().invoke(app, ["report", str(tmp_path)])
     assert result.exit_code == 1
-    assert "no round" in result.output
+    assert "no repetition" in result.output
 
 
 def test_a_run_of_a_single_rate_has_a_report_too(tmp_path: Path) -> None:
     spec = replace(
         known.SPEC, where="loopback", hosts=1, slots=2, rates=(None,), equal_memory=False
     )
-    page = Report.of(write_run(tmp_path / "run", spec)).html()
+    page = Report.of(write_run(tmp_path / "run", spec)).document().html()
     assert "sweep" not in "".join(_plots(page))
     assert "NOT SHAPED" in page
 
@@ -215,7 +225,7 @@ def test_two_runs_are_held_against_each_other(tmp_path: Path) -> None:
     turns = [s for s in Folder(second).store.read() if s.kind == "turn"]
     longer = []
     for turn in turns:
-        if turn.cell == "block/stock" and turn.rate_mbit == 100.0:
+        if turn.configuration == "block/stock" and turn.rate_mbit == 100.0:
             parts = {**turn.steps[0].parts_s}
             parts["network_backward"] += 0.2
             step = turn.steps[0].model_copy(update={"parts_s": parts})
@@ -234,21 +244,21 @@ def test_what_is_missing_is_said_first(tmp_path: Path) -> None:
         s
         for s in store.read()
         if s.kind != "loss"
-        and not (s.kind == "turn" and s.rate_mbit == 400.0 and s.round > 0)
-        and not (s.kind == "turn" and s.rate_mbit == 1600.0 and s.cell != "none/stock")
+        and not (s.kind == "turn" and s.rate_mbit == 400.0 and s.repetition > 0)
+        and not (s.kind == "turn" and s.rate_mbit == 1600.0 and s.configuration != "none/stock")
     ]
     store.path.unlink()
     store.append(kept)
     lines = Report.of(folder).headlines()
     assert lines[0].startswith("NOT WHOLE")
-    assert "400 Mbit/s: 1 of 5 rounds" in lines[0]
-    assert "1600 Mbit/s: none of 5 rounds" in lines[0]
+    assert "400 Mbit/s: 1 of 5 repetitions" in lines[0]
+    assert "1600 Mbit/s: none of 5 repetitions" in lines[0]
     assert "100 Mbit/s: 5" not in lines[0]
     assert "no held-out loss of none/stock, none/dense, none/4bit, block/stock" in lines[0]
-    assert lines[0] in Report.of(folder).html()
-    assert lines[0] in Report.of(folder).markdown()
+    assert lines[0] in Report.of(folder).document().html()
+    assert lines[0] in Report.of(folder).document().markdown()
     whole = Report.of(write_run(tmp_path / "whole"))
-    assert "NOT WHOLE" not in whole.html()
+    assert "NOT WHOLE" not in whole.document().html()
 
 
 def test_the_file_of_a_run_without_a_share_is_json(tmp_path: Path) -> None:
@@ -257,7 +267,7 @@ def test_the_file_of_a_run_without_a_share_is_json(tmp_path: Path) -> None:
     turns = [s for s in Folder(folder).store.read() if s.kind == "turn"]
     free = []
     for turn in turns:
-        if turn.cell.startswith("block"):
+        if turn.configuration.startswith("block"):
             parts = {**turn.steps[0].parts_s, "recompute": 0.0, "network_recompute": 0.0}
             step = turn.steps[0].model_copy(update={"parts_s": parts})
             free.append(turn.model_copy(update={"steps": (step,) * 2}))
@@ -270,7 +280,7 @@ def test_the_file_of_a_run_without_a_share_is_json(tmp_path: Path) -> None:
 
     data = json.loads((folder / "report.json").read_text(), parse_constant=refuse)
     assert data["figures"][0]["values"]["share_paid"]["value"] is None
-    assert "nan" not in report.markdown()
+    assert "nan" not in report.document().markdown()
 
 
 def test_with_several_batches_each_is_told_apart(tmp_path: Path) -> None:
@@ -285,7 +295,7 @@ def test_with_several_batches_each_is_told_apart(tmp_path: Path) -> None:
     ]
     store.append(more)
     report = Report.of(folder)
-    page = report.html()
+    page = report.document().html()
     drawn = _plots(page)
     for name in ("parts-0", "bytes-0"):
         words = [text for e in drawn[name].iter() if (text := e.text)]
@@ -294,7 +304,7 @@ def test_with_several_batches_each_is_told_apart(tmp_path: Path) -> None:
     assert "9.000 s" not in "".join(e.text or "" for e in drawn["timeline-0"].iter())
     lines = [line for line in report.headlines() if " against " in line]
     assert len({line.split(":")[0] for line in lines}) == len(lines)
-    assert "block/4bit, 6 sequences" in report.markdown()
+    assert "block/4bit, 6 sequences" in report.document().markdown()
 
 
 def test_no_two_lines_of_a_plot_look_alike() -> None:
@@ -303,17 +313,16 @@ def test_no_two_lines_of_a_plot_look_alike() -> None:
 
 def test_every_column_has_its_unit(tmp_path: Path) -> None:
     rows = Report.of(write_run(tmp_path / "run")).findings.rows
-    bare = [h for h in tables.cells_table(rows)[0] if not h.endswith((", s", "MB", "MB a host"))]
-    counts = ["cell", "sequences", "parts / step", "interfaces / purposes", "held-out loss"]
-    assert bare == counts
-    assert all(head.endswith(", MB") for head in tables.bytes_table(rows)[0][1:])
+    bare = [one.heading for one in MEASURED if not one.unit.startswith(("s", "MB"))]
+    assert bare == ["parts / step", "interfaces / purposes", "held-out loss"]
+    assert all(head.endswith(", MB") for head in bytes_table(rows).heads[1:])
 
 
 def test_interfaces_that_count_otherwise_are_a_caveat(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     assert not any("payload" in line for line in Report.of(folder).caveats())
     store = Folder(folder).store
-    more = [s for s in store.read() if s.kind == "turn" and s.cell == "none/dense"]
+    more = [s for s in store.read() if s.kind == "turn" and s.configuration == "none/dense"]
     store.append([s.model_copy(update={"interface_bytes": 1.1 * s.interface_bytes}) for s in more])
     (line,) = [line for line in Report.of(folder).caveats() if "payload" in line]
     assert "(none/dense)" in line
@@ -338,7 +347,7 @@ def test_a_break_even_is_no_headline(tmp_path: Path) -> None:
     """It has no interval, and two runs are not held against each other in it."""
     report = Report.of(write_run(tmp_path / "run"))
     assert not any("Break-even" in line for line in report.headlines())
-    assert "Break-even" in report.markdown()
+    assert "Break-even" in report.document().markdown()
 
 
 def test_two_experiments_are_not_held_against_each_other(tmp_path: Path) -> None:
@@ -347,10 +356,101 @@ def test_two_experiments_are_not_held_against_each_other(tmp_path: Path) -> None
     result = CliRunner().invoke(app, ["report", str(first), "--against", str(other)])
     assert result.exit_code == 1
     assert "slots, tokens" in result.output
-    few = write_run(tmp_path / "few", replace(known.SPEC, rounds=2))
+    few = write_run(tmp_path / "few", replace(known.SPEC, repetitions=2))
     result = CliRunner().invoke(app, ["report", str(few), "--against", str(few)])
     assert result.exit_code == 1
     assert "nothing to hold" in result.output
+
+
+def test_the_words_say_where_compression_wins_and_loses(tmp_path: Path) -> None:
+    spec = replace(known.SPEC, rates=(100.0, 1600.0))
+    ((_, claims),) = Report.of(write_run(tmp_path / "run", spec)).claims()
+    said = dict(claims)
+    assert list(said) == ["Memory", "Weights", "Gradients", "The ceiling", "Time", "Held-out loss"]
+    assert "The price, a second forward: 0.100 s a step" in said["Memory"]
+    assert "20.0 MB sent a process and step" in said["Weights"]
+    assert "(7.50 MB) stays" in said["Weights"]
+    assert (
+        "4bit sends 1.25 MB a process and step, stock DeepSpeed 20.0 MB (16.0x less)"
+        in (said["Gradients"])
+    )
+    assert "That flatters it" in said["Gradients"]
+    assert "8.00x less" in said["Gradients"]
+    assert "gradients are 33% of it" in said["The ceiling"]
+    assert "at most 1.50x faster" in said["The ceiling"]
+    assert "faster than stock's" in said["Time"]
+    assert said["Time"].count("Mbit/s:") == 4  # two rates, two baselines
+    assert "4bit loses: 3.600 against 3.500 (2.9% worse)" in said["Held-out loss"]
+
+
+def test_times_that_overlap_are_not_called_a_difference_and_longer_ones_lose(
+    tmp_path: Path,
+) -> None:
+    spec = replace(known.SPEC, rates=(1e5,))
+    folder = write_run(tmp_path / "run", spec)
+    (one,) = Report.of(folder).claims()
+    assert "LOSES: choosing what to send takes longer" in dict(one[1])["Time"]
+    store = Folder(folder).store
+    uneven = []
+    for trial in store.read():
+        if isinstance(trial, Trial) and trial.configuration == "block/4bit":
+            step = trial.steps[0]
+            longer = step.step_s * (1.5 if trial.repetition % 2 else 0.5)
+            steps = (step.model_copy(update={"step_s": longer}),) * 2
+            uneven.append(trial.model_copy(update={"steps": steps}))
+    store.append(uneven)
+    (one,) = Report.of(folder).claims()
+    assert "no difference to stock's that stands out of the spread" in dict(one[1])["Time"]
+
+
+def test_other_weights_are_a_broken_promise(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    store = Folder(folder).store
+    losses = {s.configuration: s for s in store.read() if isinstance(s, Loss)}
+    for name, digest in (("none/dense", "a"), ("block/dense", "b")):
+        store.append([losses[name].model_copy(update={"weights_sha256": digest})])
+    (line,) = [t for t in Report.of(folder).document().markdown().split("\n") if "NOT met" in t]
+    assert "in block/dense" in line
+
+
+OLD = Path(__file__).parent / "measured_before"
+
+
+def test_a_run_of_before_is_read_and_reported(tmp_path: Path) -> None:
+    """Its settings and records have the names of then: rounds, turns, cells."""
+    shutil.copytree(OLD, tmp_path / "old")
+    spec = Spec.load(tmp_path / "old" / "spec.json")
+    assert spec.repetitions == 1
+    assert spec.ceiling
+    report = Report.of(tmp_path / "old")
+    assert {row.configuration for row in report.findings.rows} == {
+        one.name for one in spec.configurations
+    }
+    report.write(tmp_path / "old")
+    data = json.loads((tmp_path / "old" / "report.json").read_text())
+    then = json.loads((OLD / "report.json").read_text())
+    assert data["format"] == then["format"] == FORMAT
+    assert data["spec"].items() >= then["spec"].items()
+    for new, old in zip(data["rows"], then["rows"], strict=True):
+        assert new.items() >= old.items()
+    assert data["figures"] == then["figures"]
+    assert data["break_even"] == then["break_even"]
+
+
+def test_records_keep_the_names_that_they_had(tmp_path: Path) -> None:
+    before = (OLD / "samples.jsonl").read_text().splitlines()
+    store = Store(tmp_path / "samples.jsonl")
+    store.append(Store(OLD / "samples.jsonl").read())
+    for old, new in zip(before, store.path.read_text().splitlines(), strict=True):
+        assert json.loads(new).items() >= json.loads(old).items()
+
+
+def test_settings_of_another_version_are_refused(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    content = json.loads((folder / "spec.json").read_text())
+    (folder / "spec.json").write_text(json.dumps({**content, "colour": "red"}))
+    with pytest.raises(StateError, match="settings colour"):
+        Report.of(folder)
 
 
 def _chromium() -> str:
