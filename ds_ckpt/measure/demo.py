@@ -35,7 +35,7 @@ from ds_ckpt.measure.document import terminal_table
 from ds_ckpt.measure.report import Report
 from ds_ckpt.measure.run import emulated, measure
 from ds_ckpt.measure.spec import Spec, deepspeed_config
-from ds_ckpt.measure.words import lossless
+from ds_ckpt.measure.words import lossless, not_whole
 
 DEFAULT_STEPS, MINIMUM_STEPS = 64, 6
 PROCESSES = 2
@@ -147,7 +147,7 @@ def show(report: Report, folder: Path, console: Console) -> None:
         highlight=False,
     )
     said = [f"{head}: {text}" for _, claims in report.claims() for head, text in claims]
-    for text in [*report.headlines()[:-1], lossless(report.losses), *said]:
+    for text in [*not_whole(report.findings.missing), *said, lossless(report.losses)]:
         console.print(f"* {escape(text)}", highlight=False)
     console.print(
         f"\nLoss curves, caveats, the run's data: {escape(str(folder / 'report.html'))}\n"

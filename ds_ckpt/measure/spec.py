@@ -130,7 +130,8 @@ class Spec:
     def load(cls, path: Path) -> Spec:
         """Raises StateError where the file has settings that this version does not know."""
         content = json.loads(path.read_text(encoding="utf-8"))
-        content["repetitions"] = content.pop("rounds", content.get("repetitions", 6))
+        if "rounds" in content:
+            content["repetitions"] = content.pop("rounds")
         if unknown := sorted(content.keys() - {one.name for one in fields(cls)}):
             why = "another version of ds_ckpt has begun this run"
             remedy = "go on with that version, or name a new folder"

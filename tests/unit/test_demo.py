@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 
 from ds_ckpt.config import load_file, parse
 from ds_ckpt.errors import ConfigError
+from ds_ckpt.harness.experiment.folder import Folder
 from ds_ckpt.harness.hosts.launch import Prepared
 from ds_ckpt.measure import demo
-from ds_ckpt.measure.report import Report
 from ds_ckpt.measure.run import RUNS
-from ds_ckpt.measure.spec import check
+from ds_ckpt.measure.spec import Spec, check
 from tests.unit import measure_samples as known
 from tests.unit.test_measure_report import RUN
 
@@ -84,12 +84,12 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
 def shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, str]:
     """What a run with made-up samples prints, 80 columns wide."""
 
-    def measured(spec: demo.Spec, folder: Path, **_: object) -> None:
+    def measured(spec: Spec, folder: Path, **_: object) -> None:
         folder.mkdir()
         spec.save(folder / "spec.json")
         (folder / RUNS).write_text(json.dumps(RUN) + "\n")
         monkeypatch.setitem(known.GRADIENTS_MB, "topk", 0.25)
-        Report.of.__func__.__globals__["Folder"](folder).store.append(known.samples(spec))
+        Folder(folder).store.append(known.samples(spec))
 
     monkeypatch.setattr(demo, "measure", measured)
     spec, folder = demo.spec_of(12, 1, None, on_hosts=False), tmp_path / "run"
