@@ -84,7 +84,10 @@ def lossless(losses: Mapping[str, Loss]) -> str:
             "Exactness: NOT met: losses or final weights differ from those without checkpointing "
             f"in {', '.join(different)}. On CPU in fp32 they must be equal: please report it."
         )
-    return "Exactness: checkpointing changed no training loss by a single bit, in any method."
+    weights = all(one.weights_sha256 for one in losses.values())
+    return "Exactness: checkpointing changed no training loss by a single bit, in any method" + (
+        "; the final weights are equal, too." if weights else "."
+    )
 
 
 def claims(

@@ -411,6 +411,8 @@ def test_other_weights_are_a_broken_promise(tmp_path: Path) -> None:
         store.append([losses[name].model_copy(update={"weights_sha256": digest})])
     (line,) = [t for t in Report.of(folder).document().markdown().split("\n") if "NOT met" in t]
     assert "in block/dense" in line
+    store.append([one.model_copy(update={"weights_sha256": "a"}) for one in losses.values()])
+    assert "final weights are equal, too" in Report.of(folder).document().markdown()
 
 
 OLD = Path(__file__).parent / "measured_before"
