@@ -37,7 +37,7 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from ds_ckpt.harness.corpus import embedded_corpus
-from ds_ckpt.harness.launch import free_port
+from ds_ckpt.hosts.launcher import free_port
 from ds_ckpt.validation.cell import Outcome, chained, digest_of
 from ds_ckpt.validation.language import LanguageRun, LanguageTask
 from ds_ckpt.validation.virtual_training import Recipe, Steps

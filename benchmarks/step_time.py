@@ -149,8 +149,8 @@ def run_model(model: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """All rates and cells of one model."""
     import tempfile
 
-    from ds_ckpt.harness.hosts import EmulatedHosts
-    from ds_ckpt.harness.hosts.launch import on_hosts
+    from ds_ckpt.hosts import EmulatedHosts
+    from ds_ckpt.hosts.launcher import Emulated
 
     spec = {
         "model": model,
@@ -165,7 +165,7 @@ def run_model(model: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         (folder / "spec.json").write_text(json.dumps(spec))
         script = [str(Path(__file__).resolve()), "--worker", str(folder)]
         looks = rate_setter(hosts, folder)
-        on_hosts(hosts, script, folder=folder, limit_s=options.limit_s, while_running=looks)
+        Emulated(hosts).deepspeed(script, folder, limit_s=options.limit_s, attend=looks)
         rows: list[dict[str, Any]] = json.loads((folder / "rows.json").read_text())
     return rows
 

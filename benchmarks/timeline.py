@@ -116,18 +116,18 @@ def length(intervals: Intervals) -> float:
 
 def run(cell: str, rate_mbit: float | None, trace_to: Path | None) -> dict[str, Any]:
     """One launch; both views of one step."""
-    from ds_ckpt.harness.hosts import EmulatedHosts, missing
-    from ds_ckpt.harness.hosts.launch import on_hosts, on_this_machine
+    from ds_ckpt.hosts import EmulatedHosts, missing
+    from ds_ckpt.hosts.launcher import Emulated, Loopback
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         (folder / "spec.json").write_text(json.dumps({"cell": cell}))
         script = [str(Path(__file__).resolve()), "--worker", str(folder)]
         if missing():
-            on_this_machine(script, folder=folder, limit_s=580)
+            Loopback().deepspeed(script, folder, limit_s=580)
         else:
             with EmulatedHosts(2, rate_mbit=rate_mbit) as hosts:
-                on_hosts(hosts, script, folder=folder, limit_s=580)
+                Emulated(hosts).deepspeed(script, folder, limit_s=580)
         text = (folder / "trace.json").read_text()
         if trace_to is not None:
             trace_to.write_text(text)

@@ -34,7 +34,7 @@ import _cells
 import torch.distributed as dist
 from _cells import CEILING, DENSE, METHODS, STOCK
 
-from ds_ckpt.harness.hosts.host import INTERFACE, interface_counter
+from ds_ckpt.hosts.interfaces import INTERFACE, interface_counter
 from ds_ckpt.telemetry import Purpose
 
 WARM_UP_STEPS = 1
@@ -117,8 +117,8 @@ def run_layout(layout: str, options: argparse.Namespace) -> list[dict[str, Any]]
     import subprocess
     import tempfile
 
-    from ds_ckpt.harness.hosts import EmulatedHosts
-    from ds_ckpt.harness.hosts.launch import on_hosts
+    from ds_ckpt.hosts import EmulatedHosts
+    from ds_ckpt.hosts.launcher import Emulated
 
     count, slots = map(int, layout.split("x"))
     spec = {
@@ -138,7 +138,7 @@ def run_layout(layout: str, options: argparse.Namespace) -> list[dict[str, Any]]
         folder = Path(temporary)
         (folder / "spec.json").write_text(json.dumps(spec))
         script = [str(Path(__file__).resolve()), "--worker", str(folder)]
-        on_hosts(hosts, script, folder=folder, slots=slots, limit_s=options.limit_s)
+        Emulated(hosts, slots).deepspeed(script, folder, limit_s=options.limit_s)
         rows: list[dict[str, Any]] = json.loads((folder / "rows.json").read_text())
     return [{"layout": layout, **row} for row in rows]
 

@@ -1,4 +1,7 @@
-"""For all tests: no process may outlive the session, and CI may not pass on skips alone."""
+"""For all tests: no process may outlive the session, CI may not pass on skips alone, slow waits.
+
+Tests marked `slow` run with `--slow` only; `./scripts/test.sh --slow` runs everything.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,19 @@ import psutil
 import pytest
 
 _PR_SET_CHILD_SUBREAPER = 36
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--slow"):
+        return
+    wait = pytest.mark.skip(reason="slow: runs with --slow")
+    for item in items:
+        if item.get_closest_marker("slow"):
+            item.add_marker(wait)
 
 
 def pytest_configure() -> None:

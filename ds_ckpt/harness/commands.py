@@ -43,21 +43,15 @@ def run(
     rate_mbit = parse_rate(rate)
     if launcher not in ("pdsh", "openmpi"):
         raise typer.BadParameter(f"{launcher!r} is neither pdsh nor openmpi")
-    from ds_ckpt.harness.hosts import EmulatedHosts
-    from ds_ckpt.harness.hosts.launch import prepare, run_in_foreground
-    from ds_ckpt.harness.launch import signals_as_exit
+    from ds_ckpt.hosts import EmulatedHosts
+    from ds_ckpt.hosts.launcher import Emulated, run_in_foreground, signals_as_exit
 
     with errors_in_words(), signals_as_exit():
         with EmulatedHosts(count, rate_mbit=rate_mbit) as emulated:
             names = ", ".join(f"{host.name} ({host.address})" for host in emulated.hosts)
             typer.echo(f"{emulated.folder.name}: {names}; {_described(rate_mbit)}", err=True)
-            prepared = prepare(
-                emulated,
-                command,
-                folder=Path.cwd(),
-                slots=slots,
-                launcher="pdsh" if launcher == "pdsh" else "openmpi",
-            )
+            backend = Emulated(emulated, slots, "pdsh" if launcher == "pdsh" else "openmpi")
+            prepared = backend.prepare(command, Path.cwd())
             code = run_in_foreground(prepared, limit_s=limit_s)
     raise typer.Exit(code)
 
@@ -69,7 +63,7 @@ def list_sets(
     """Sets of hosts that are up or were left behind."""
     import json
 
-    from ds_ckpt.harness.hosts.records import all_sets
+    from ds_ckpt.hosts.records import all_sets
 
     with errors_in_words():
         rows: list[dict[str, Any]] = [
@@ -104,7 +98,7 @@ def down(
     ] = False,
 ) -> None:
     """Clear away what a killed run has left: processes, namespaces, links and folders."""
-    from ds_ckpt.harness.hosts.records import take_down
+    from ds_ckpt.hosts.records import take_down
 
     with errors_in_words():
         downed, left = take_down(names or (), living=everything)
@@ -125,9 +119,9 @@ def probe(
     ] = None,
 ) -> None:
     """Measure the links between hosts with MPI: latency, payload one way and both ways."""
-    from ds_ckpt.harness.hosts import EmulatedHosts
-    from ds_ckpt.harness.launch import signals_as_exit
-    from ds_ckpt.harness.probe import probe_emulated, probe_hostfile
+    from ds_ckpt.hosts import EmulatedHosts
+    from ds_ckpt.hosts.launcher import signals_as_exit
+    from ds_ckpt.hosts.probe import probe_emulated, probe_hostfile
 
     rate_mbit = parse_rate(rate)
     with errors_in_words(), signals_as_exit():

@@ -14,9 +14,8 @@ from rich.console import Console
 from ds_ckpt.config import load_file, parse
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.harness.commands import parse_rate
-from ds_ckpt.harness.experiment.grounds import Ground, Hostfile, Loopback
-from ds_ckpt.harness.hosts import missing
-from ds_ckpt.harness.hosts.launch import Launcher
+from ds_ckpt.hosts import missing
+from ds_ckpt.hosts.launcher import Backend, Hostfile, Launcher, Loopback
 from ds_ckpt.measure.cluster import HARDWARE, account, cluster, rate_mbit
 from ds_ckpt.measure.report import Report
 from ds_ckpt.measure.run import emulated, measure
@@ -44,7 +43,7 @@ class Place:
 
 def backend_of(
     place: Place, spec: Spec, console: Console, given: Collection[str] = ()
-) -> tuple[Spec, Callable[[], AbstractContextManager[Ground]]]:
+) -> tuple[Spec, Callable[[], AbstractContextManager[Backend]]]:
     """The spec with its place, and what opens that place.
 
     Rates that a place cannot give stay in the spec, and `check` refuses them. Raises
@@ -160,7 +159,7 @@ def shape_of(text: str) -> dict[str, int]:
 def alike(
     spec: Spec,
     output: Path,
-    backend: Ground,
+    backend: Backend,
     console: Console,
     text: str,
     named: dict[str, Path | None],

@@ -28,7 +28,7 @@ from typing import Any
 
 from ds_ckpt.config import load_file
 from ds_ckpt.errors import ConfigError, Problem
-from ds_ckpt.harness.link_probe import Links
+from ds_ckpt.hosts.probe import Links
 
 HARDWARE = Path(__file__).with_name("hardware.json")
 _FORM = re.compile(

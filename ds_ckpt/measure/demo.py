@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated
@@ -20,17 +19,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from ds_ckpt.errors import ConfigError, DsCkptError, Problem
-from ds_ckpt.harness import cpu_op
-from ds_ckpt.harness.experiment.grounds import Ground, Look, Loopback
-from ds_ckpt.harness.hosts import missing
-from ds_ckpt.harness.hosts.launch import (
-    Prepared,
-    deepspeed,
-    environment,
-    run_prepared,
-    without_outer_launch,
-)
-from ds_ckpt.harness.launch import free_port
+from ds_ckpt.hosts import cpu_op, missing
+from ds_ckpt.hosts.launcher import Backend, Loopback, environment
 from ds_ckpt.measure.document import terminal_table
 from ds_ckpt.measure.report import Report
 from ds_ckpt.measure.run import emulated, measure
@@ -67,21 +57,6 @@ def spec_of(steps: int, seed: int, text: Path | None, *, on_hosts: bool) -> Spec
     )
 
 
-class OnGpus(Loopback):
-    """GPUs of this machine."""
-
-    def launch(self, argv: Sequence[str], folder: Path, limit_s: float, look: Look) -> None:
-        where = ["--hostfile=none", f"--num_gpus={self.processes}", "--master_addr=127.0.0.1"]
-        command = [*deepspeed(), *where, f"--master_port={free_port()}", *argv]
-        everywhere = environment("lo")
-        del everywhere["DS_ACCELERATOR"], everywhere["OMP_NUM_THREADS"]
-        prepared = Prepared(command, {**without_outer_launch(), **everywhere})
-        run_prepared(prepared, folder, limit_s, while_running=look)
-
-    def describe(self) -> str:
-        return f"{self.processes} GPUs of one machine, whose link is what it is"
-
-
 def gpus(console: Console) -> bool:
     """Whether there are enough GPUs; says so where there are some, but too few."""
     allowed = os.environ.get("DS_ACCELERATOR") in (None, "cuda")
@@ -95,7 +70,7 @@ def gpus(console: Console) -> bool:
 
 def announce_compilation(console: Console) -> None:
     """Say what the first seconds on a CPU go into."""
-    where = environment("")
+    where = environment(None)
     if cpu_op.is_compiled(where):
         console.print("Starting deepspeed (about 10 s) ...")
     elif locks := cpu_op.locks(where):
@@ -110,13 +85,13 @@ def announce_compilation(console: Console) -> None:
         )
 
 
-def run(spec: Spec, folder: Path, limit_s: float, console: Console, *, on_gpus: bool) -> Report:
+def run(spec: Spec, folder: Path, limit_s: float, console: Console) -> Report:
     """Measure into `folder` and write the report and the DeepSpeed files there.
 
     Raises ConfigError, LaunchError or HostError as `ds_ckpt.measure.run.measure` does.
     """
     with contextlib.ExitStack() as stack:
-        backend: Ground = OnGpus(PROCESSES) if on_gpus else Loopback(PROCESSES)
+        backend: Backend = Loopback(PROCESSES, gpus=True)
         if spec.where == "emulated":
             backend = stack.enter_context(emulated(spec.hosts, spec.slots))
         measure(spec, folder, backend=backend, console=console, limit_s=limit_s)
@@ -183,16 +158,15 @@ def main(
     console = Console()
     folder = output or Path("runs") / datetime.now(timezone.utc).strftime("demo-%Y%m%d-%H%M%S")
     try:
-        on_gpus = gpus(console)
         reasons = ["--loopback was given"] if on_loopback else missing()
-        if on_gpus:
+        if gpus(console):
             reasons = ["GPUs are used where they are"]
         else:
             announce_compilation(console)
         if reasons:
             console.print(f"No emulated hosts: {'; '.join(reasons)}.", highlight=False)
         spec = spec_of(steps, seed, text, on_hosts=not reasons)
-        show(run(spec, folder, time_limit_s, console, on_gpus=on_gpus), folder, console)
+        show(run(spec, folder, time_limit_s, console), folder, console)
     except DsCkptError as error:
         said = escape(str(error))
         Console(stderr=True).print(f"[bold red]Error:[/] {said}", highlight=False, soft_wrap=True)

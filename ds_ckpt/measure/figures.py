@@ -17,7 +17,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ds_ckpt.harness.experiment.interfaces import Sent
+from ds_ckpt.hosts.interfaces import Sent
 from ds_ckpt.measure.parts import COMPUTE
 from ds_ckpt.measure.records import Loss, Memory, StepTime, Trial
 from ds_ckpt.measure.spec import SILENT, Spec

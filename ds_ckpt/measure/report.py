@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from ds_ckpt.errors import Problem, StateError
-from ds_ckpt.harness.experiment.folder import Folder
 from ds_ckpt.measure import charts, words
 from ds_ckpt.measure.document import (
     Block,
@@ -28,7 +27,7 @@ from ds_ckpt.measure.figures import DERIVED, MEASURED, measured, number
 from ds_ckpt.measure.findings import Comparison, Findings, Row, find
 from ds_ckpt.measure.records import Loss, Model, Sample, Timeline
 from ds_ckpt.measure.run import LIKE, RUNS
-from ds_ckpt.measure.spec import DENSE, SILENT, STOCK, Spec, link
+from ds_ckpt.measure.spec import DENSE, SILENT, STOCK, Folder, Spec, link
 
 FORMAT = "ds_ckpt measure 1"
 TITLE = "How much bandwidth compression frees, and how much of recomputation it pays for"

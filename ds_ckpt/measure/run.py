@@ -18,19 +18,15 @@ from typing import Any
 import psutil
 import torch
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.files import replacing
 from ds_ckpt.harness import corpus
-from ds_ckpt.harness.cpu_op import lock_cleared_on_failure
-from ds_ckpt.harness.experiment.folder import Folder
-from ds_ckpt.harness.experiment.grounds import Emulated, Ground
-from ds_ckpt.harness.experiment.preflight import HostError, check_hosts, unreachable
-from ds_ckpt.harness.experiment.watch import Watch
-from ds_ckpt.harness.hosts import EmulatedHosts, HostsError
-from ds_ckpt.harness.hosts.launch import Launcher, environment
-from ds_ckpt.harness.launch import LaunchError, signals_as_exit
-from ds_ckpt.measure.spec import Spec, check
+from ds_ckpt.hosts import EmulatedHosts
+from ds_ckpt.hosts.checks import check_hosts
+from ds_ckpt.hosts.launcher import Backend, Emulated, Launcher, launch, signals_as_exit
+from ds_ckpt.measure.spec import Folder, Spec, check
 
 RUNS = "runs.jsonl"
 LIKE = "like.json"
@@ -41,7 +37,7 @@ def measure(
     spec: Spec,
     path: Path,
     *,
-    backend: Ground,
+    backend: Backend,
     console: Console,
     stall_s: float = 180.0,
     limit_s: float = 6 * 3600.0,
@@ -67,24 +63,55 @@ def measure(
     console.print(f"{backend.describe()}.", highlight=False)
     with signals_as_exit(), _noted(folder, backend) as note:
         check_hosts(backend)
-        watch = Watch(backend, folder, stall_s, console)
-
-        def both() -> None:
-            watch()
-            look()
-
-        arguments = ["--folder", str(folder.path), "--stall-s", str(stall_s)]
-        arguments += ["--token", folder.begin_launch()]
-        module = ["--module", "ds_ckpt.measure.worker", *arguments]
-        with watch, lock_cleared_on_failure(environment("")):
-            try:
-                backend.launch(module, folder.path, limit_s, both)
-            except (LaunchError, HostsError) as error:  # a rate that no link takes any more, too
-                problems = unreachable(backend)
-                if problems:
-                    raise HostError(problems, headline="a host has dropped out") from error
-                raise
+        with Shown(console) as shown:
+            launch(
+                backend,
+                "ds_ckpt.measure.worker",
+                {},
+                folder.path,
+                stall_s=stall_s,
+                limit_s=limit_s,
+                heard=shown,
+                look=look,
+                if_silent="; on a slow link raise --stall-s",
+            )
         note["ended_well"] = True
+
+
+class Shown:
+    """A context, called with every event: a progress bar, without a terminal a line a tenth."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._words: tuple[str, int] = ("", 0)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
+        )
+        self._task = self._progress.add_task("starting deepspeed", total=None)
+
+    def __enter__(self) -> Shown:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        words = event.get("words")
+        if words is None:
+            return
+        total, done = event.get("total"), event.get("done", 0)
+        self._progress.update(self._task, description=words, total=total, completed=done)
+        kind, tenth = words.lstrip("0123456789 "), 10 * done // max(total or 1, 1)
+        if self._progress.disable and (kind, tenth) != self._words:
+            self._console.print(f"  {words}", highlight=False)
+            self._words = (kind, tenth)
 
 
 @contextlib.contextmanager
@@ -123,7 +150,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-def _prepare(spec: Spec, path: Path, backend: Ground, console: Console) -> Folder:
+def _prepare(spec: Spec, path: Path, backend: Backend, console: Console) -> Folder:
     folder = Folder(path)
     if folder.spec.exists():
         there = Spec.load(folder.spec)
@@ -150,11 +177,10 @@ def _prepare(spec: Spec, path: Path, backend: Ground, console: Console) -> Folde
         text = corpus.file_corpus(Path(spec.text)) if spec.text else corpus.embedded_corpus()
         text.save(path / "corpus")
         spec.save(folder.spec)
-    folder.forget_wishes()
     return folder
 
 
-def _place(backend: Ground) -> dict[str, Any]:
+def _place(backend: Backend) -> dict[str, Any]:
     """What a measurement was made with and on."""
     return {
         "ground": backend.describe(),
@@ -164,7 +190,7 @@ def _place(backend: Ground) -> dict[str, Any]:
     }
 
 
-def _check_same_place(folder: Folder, backend: Ground) -> None:
+def _check_same_place(folder: Folder, backend: Backend) -> None:
     """Raises ConfigError where the run in `folder` was begun with or on something else."""
     notes = folder.path / RUNS
     lines = notes.read_text(encoding="utf-8").splitlines() if notes.exists() else []
@@ -186,7 +212,7 @@ def _check_same_place(folder: Folder, backend: Ground) -> None:
 
 
 @contextlib.contextmanager
-def _noted(folder: Folder, backend: Ground) -> Iterator[dict[str, Any]]:
+def _noted(folder: Folder, backend: Backend) -> Iterator[dict[str, Any]]:
     """Keep what was run on what, also of a run that fails or is killed."""
     began = time.monotonic()
     path = folder.path / RUNS

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ds_ckpt.errors import ConfigError, Problem, StateError
+from ds_ckpt.harness import corpus
 from ds_ckpt.harness.models import llama
-from ds_ckpt.measure.records import Memory, StepTime
+from ds_ckpt.measure.records import Memory, StepTime, Store
 
 STOCK, DENSE, SILENT = "stock", "dense", "silent"
 BASELINES = (STOCK, DENSE, SILENT)
@@ -317,3 +318,29 @@ def median_index(values: Sequence[float]) -> int:
     """Where the value is that is nearest to the middle one."""
     order = sorted(range(len(values)), key=lambda i: values[i])
     return order[len(order) // 2]
+
+
+class Folder:
+    """One run's folder, for who launches and for process 0 of the launched.
+
+    spec.json       what is to be measured
+    corpus/         the text
+    samples.jsonl   what has been measured (`records`)
+    turns_done      all trials are done
+    report.*        made from the above
+
+    The files through which the two talk lie there, too: `hosts.heartbeat`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.store = Store(path / "samples.jsonl")
+        self.spec = path / "spec.json"
+        self.turns_done = path / "turns_done"
+
+    def handout(self) -> tuple[Spec, corpus.Corpus, set[tuple[object, ...]]]:
+        """What the launched processes have to know: settings, text, keys of what is there."""
+        done = {sample.key for sample in self.store.read()}
+        if self.turns_done.exists():
+            done.add(("turns done",))
+        return Spec.load(self.spec), corpus.load_corpus(self.path / "corpus"), done

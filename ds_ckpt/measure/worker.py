@@ -1,6 +1,6 @@
 """The script that `deepspeed` launches for `ds-ckpt measure`.
 
-    deepspeed ... --module ds_ckpt.measure.worker --folder F
+    hosts.launcher.launch(backend, "ds_ckpt.measure.worker", {}, folder)
 
 All configurations live in the same processes, each with an engine of its own, and take turns at
 their trials, in an order that rotates, so that what disturbs the machine for a while disturbs all
@@ -8,12 +8,11 @@ of them alike; so do the link's rates. Only process 0 needs the folder: it hands
 to be done, and appends to `samples.jsonl` after every trial. What stands there already is not
 measured again.
 
-Which rate a link has is not this process's to decide: `Folder.ask_for` asks whoever launched.
+Which rate a link has is not this process's to decide: `Heartbeat.ask` asks whoever launched.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import hashlib
 import os
@@ -21,10 +20,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
@@ -32,8 +29,8 @@ from deepspeed.accelerator import get_accelerator
 import ds_ckpt
 from ds_ckpt.exchange.silent import SilentExchange
 from ds_ckpt.harness import corpus, models
-from ds_ckpt.harness.experiment.folder import Folder, Watchdog
-from ds_ckpt.harness.experiment.interfaces import Sent, link_interface, sent
+from ds_ckpt.hosts.heartbeat import Heartbeat, begin
+from ds_ckpt.hosts.interfaces import Sent, link_interface, sent
 from ds_ckpt.measure import parts
 from ds_ckpt.measure.figures import Take, put_together, taken
 from ds_ckpt.measure.records import (
@@ -51,6 +48,7 @@ from ds_ckpt.measure.spec import (
     SILENT,
     STOCK,
     Configuration,
+    Folder,
     Spec,
     Variant,
     deepspeed_config,
@@ -186,7 +184,7 @@ class Worker:
     folder: Folder
     text: corpus.Corpus
     done: set[tuple[Any, ...]]
-    watchdog: Watchdog
+    heartbeat: Heartbeat
     interface: str | None
 
     def batch(self, sequences: int, step: int) -> torch.Tensor:
@@ -210,7 +208,7 @@ class Worker:
         self.append([model])
         self._measure_trials()
         self._measure_losses()
-        self.folder.beat("done")
+        self.beat("done")
 
     def _measure_trials(self) -> None:
         spec = self.spec
@@ -352,9 +350,7 @@ class Worker:
 
     def beat(self, words: str | None, **more: int) -> None:
         """Say that this process goes on; process 0 says so to whoever launched, too."""
-        self.watchdog.beat()
-        if dist.get_rank() == 0:
-            self.folder.beat(words, **more)
+        self.heartbeat.beat(words=words, **more)
 
     def append(self, records: Sequence[Sample]) -> None:
         if dist.get_rank() == 0:
@@ -362,8 +358,8 @@ class Worker:
 
     def _ask_for(self, rate: float | None) -> None:
         dist.barrier()
-        if dist.get_rank() == 0 and self.spec.where == "emulated":
-            self.folder.ask_for(rate)
+        if self.spec.where == "emulated":
+            self.heartbeat.ask(rate_mbit=rate)
         dist.barrier()
 
 
@@ -418,19 +414,10 @@ def _handed_out(folder: Folder) -> tuple[Spec, corpus.Corpus, set[tuple[Any, ...
 
 def main() -> None:
     """Entry point of every process."""
-    parser = argparse.ArgumentParser(description="Measures configurations; started by deepspeed.")
-    parser.add_argument("--folder", type=Path, required=True, help="of the run; process 0 reads it")
-    parser.add_argument("--stall-s", type=float, default=180.0, help="end after so long a silence")
-    parser.add_argument("--token", default="", help="of the launch, in the folder's file alive")
-    parser.add_argument("--local_rank", type=int, default=0, help="given by the launcher, unused")
-    arguments = parser.parse_args()
-    watchdog = Watchdog(arguments.stall_s)
-    deepspeed.init_distributed(verbose=False)
-    folder = Folder(arguments.folder)
-    if dist.get_rank() == 0:
-        watchdog.look_at(folder.alive, arguments.token)
+    heartbeat, _ = begin("Measures configurations; started by deepspeed.")
+    folder = Folder(heartbeat.folder)
     spec, text, done = _handed_out(folder)
-    Worker(spec, folder, text, done, watchdog, link_interface(spec.where)).run()
+    Worker(spec, folder, text, done, heartbeat, link_interface(spec.where)).run()
     dist.barrier()
     dist.destroy_process_group()
 

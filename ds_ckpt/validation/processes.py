@@ -1,42 +1,21 @@
 """The real path: `deepspeed` launches ZeRO-3 processes, which train every run that is missing.
 
-This side writes the job, follows the events, and keeps the results as they come; what trains is
-`train_processes`.
+This side names the job and keeps the results as they come; what trains is `train_processes`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
-import os
-import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ds_ckpt.errors import Problem
-from ds_ckpt.harness import cpu_op
-from ds_ckpt.harness.follow import Lines
-from ds_ckpt.harness.launch import (
-    LaunchError,
-    check_running,
-    deepspeed_command,
-    free_port,
-    launched,
-    log_tail,
-)
+from ds_ckpt.hosts.launcher import Loopback, launch
 from ds_ckpt.validation.candidates import DENSE
 from ds_ckpt.validation.experiment import SAMPLE_EVERY, Plan, Tell, about, sixteen_bit_bytes
 from ds_ckpt.validation.store import Result, Store, outcome_of
 
-_LOOPBACK = Path("/sys/class/net/lo")
-_POLL_S = 0.2
-_START_S, _STEP_S = 600.0, 60.0
-"""How long starting, and a step, may take before the launch counts as hung."""
+_STEP_S = 60.0
+"""How long a step may take before the launch counts as hung."""
 _SILENT_S = 10 * _STEP_S + 600.0
 """From one event to the next: ten steps, an engine that is built, evaluations before and after."""
 
@@ -49,62 +28,22 @@ def run_processes(plan: Plan, store: Store, folder: Path, tell: Tell | None = No
         tell: as `run_virtual`.
 
     Raises:
-        LaunchError: the processes failed; what was finished before is kept.
+        LaunchError: the processes failed or hung; what was finished before is kept.
     """
-    missing = plan.missing(store, "processes")
-    if not missing:
+    if not plan.missing(store, "processes"):
         return
     folder.mkdir(parents=True, exist_ok=True)
-    job, events, log = (folder / name for name in ("job.json", "events.jsonl", "training.log"))
-    events.unlink(missing_ok=True)
-    job.write_text(json.dumps(_job(plan, store, folder, events)), encoding="utf-8")
-    environment = _environment()
-    port = free_port()
-    command = deepspeed_command(
+    launch(
+        Loopback(plan.task.spec.world, gpus=True),
         "ds_ckpt.validation.train_processes",
-        ["--job", str(job)],
-        processes=plan.task.spec.world,
-        master_port=port,
-    )
-    started = heard = time.monotonic()
-    with (
-        cpu_op.shared_buffers_removed(port),
-        cpu_op.lock_cleared_on_failure(environment),
-        launched(command, environment=environment, log=log) as process,
-    ):
-        lines = Lines(events)
-        running, begun = True, False
-        try:
-            while running:
-                running = check_running(process, started=started, time_limit_s=math.inf, log=log)
-                if _take(lines.new(), plan, store, tell):
-                    heard, begun = time.monotonic(), True
-                elif running:
-                    _check_heard(heard, begun=begun, log=log)
-                time.sleep(_POLL_S if running else 0)
-        finally:
-            _take(lines.new(), plan, store, tell)
-
-
-def _check_heard(heard: float, *, begun: bool, log: Path) -> None:
-    """Raises LaunchError where nothing has come since `heard` for longer than it may take."""
-    limit_s = _SILENT_S if begun else _START_S
-    if time.monotonic() - heard <= limit_s:
-        return
-    what = "the next event of training" if begun else "the processes to begin"
-    takes = "ten steps with an evaluation take" if begun else "starting takes"
-    raise LaunchError(
-        Problem(
-            where=str(log),
-            found=f"waited {limit_s:.0f} s for {what}; the log ends with\n{log_tail(log)}",
-            why=f"{takes} far less where all is well: a process hangs, or waits for another",
-            remedy="look at the log's last lines and at whether the machine is busy with something "
-            "else, then give the same command again: finished runs are kept",
-        )
+        _job(plan, store, folder),
+        folder,
+        stall_s=_SILENT_S,
+        heard=lambda event: _take(event, plan, store, tell),
     )
 
 
-def _job(plan: Plan, store: Store, folder: Path, events: Path) -> dict[str, Any]:
+def _job(plan: Plan, store: Store, folder: Path) -> dict[str, Any]:
     steps = plan.task.spec.steps
     runs = [
         {
@@ -123,49 +62,30 @@ def _job(plan: Plan, store: Store, folder: Path, events: Path) -> dict[str, Any]
             curves[str(seed)] = dense.outcome.heldout
     return {
         "spec": dataclasses.asdict(plan.task.spec),
-        "folder": str(folder / "states"),
-        "events": str(events),
+        "folder": str(folder.absolute() / "states"),
         "sample_every": SAMPLE_EVERY,
         "runs": runs,
         "dense_curves": curves,
     }
 
 
-def _take(lines: Iterator[dict[str, Any]], plan: Plan, store: Store, tell: Tell | None) -> bool:
-    """Keep and tell what has come; whether there was anything."""
-    spec, came = plan.task.spec, False
-    for line in lines:
-        came = True
-        if line["kind"] == "begun":
-            continue
-        if line["kind"] == "progress":
-            if tell is not None:
-                words = f"{spec.kind}, seed {line['seed']}, {line['name']}"
-                tell(words, line["done"], spec.steps, line["loss"])
-            continue
-        (candidate,) = (c for c in (DENSE, *plan.candidates) if c.name == line["name"])
-        settings = candidate.in_run_of(spec.steps)
-        store.add(
-            Result(
-                key=plan.key(candidate, line["seed"], "processes"),
-                names=(spec.kind, candidate.name),
-                outcome=outcome_of(line["outcome"]),
-                sixteen_bit_bytes=sixteen_bit_bytes(plan, settings),
-                step_s=line["step_s"],
-                about=about(),
-            )
+def _take(event: dict[str, Any], plan: Plan, store: Store, tell: Tell | None) -> None:
+    """Keep or tell what has come."""
+    spec = plan.task.spec
+    if event["kind"] == "progress" and tell is not None:
+        words = f"{spec.kind}, seed {event['seed']}, {event['name']}"
+        tell(words, event["done"], spec.steps, event["loss"])
+    if event["kind"] != "result":
+        return
+    (candidate,) = (c for c in (DENSE, *plan.candidates) if c.name == event["name"])
+    settings = candidate.in_run_of(spec.steps)
+    store.add(
+        Result(
+            key=plan.key(candidate, event["seed"], "processes"),
+            names=(spec.kind, candidate.name),
+            outcome=outcome_of(event["outcome"]),
+            sixteen_bit_bytes=sixteen_bit_bytes(plan, settings),
+            step_s=event["step_s"],
+            about=about(),
         )
-    return came
-
-
-def _environment() -> dict[str, str]:
-    environment = dict(os.environ)
-    # DeepSpeed compiles with the ninja of its own environment, activated or not.
-    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    if torch.cuda.device_count() == 0:
-        environment.setdefault("DS_ACCELERATOR", "cpu")
-    if environment.get("DS_ACCELERATOR") == "cpu":
-        environment["OMP_NUM_THREADS"] = "1"  # sums in one order, whatever the machine
-        if _LOOPBACK.exists():
-            environment.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK.name)
-    return environment
+    )

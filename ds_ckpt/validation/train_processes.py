@@ -6,11 +6,9 @@ and schedule are those of virtual workers, worker by worker; what trains is Deep
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import gc
 import hashlib
-import json
 import math
 import statistics
 import time
@@ -25,6 +23,7 @@ from deepspeed.accelerator import get_accelerator
 
 import ds_ckpt
 from ds_ckpt.config import load_file
+from ds_ckpt.hosts.heartbeat import Heartbeat, begin
 from ds_ckpt.telemetry import Purpose
 from ds_ckpt.telemetry.left import Left
 from ds_ckpt.validation.cell import Outcome, chained, digest_of
@@ -34,27 +33,22 @@ from ds_ckpt.validation.tasks import Opened, TaskSpec, open_task
 
 
 def main() -> None:
-    """Entry point: `deepspeed --num_gpus N --module ds_ckpt.validation.train_processes --job F`."""
-    parser = argparse.ArgumentParser(description="Trains a comparison; started by deepspeed.")
-    parser.add_argument("--job", type=Path, required=True)
-    parser.add_argument("--local_rank", type=int, default=0, help="given by the launcher, unused")
-    job = json.loads(parser.parse_args().job.read_text(encoding="utf-8"))
-    deepspeed.init_distributed()
+    """Entry point of every process."""
+    heartbeat, job = begin("Trains a comparison; started by deepspeed.")
     device = get_accelerator().current_device_name()
     task = open_task(TaskSpec(**job["spec"]), Path(job["folder"]), device=str(device))
-    events = _Events(Path(job["events"]) if dist.get_rank() == 0 else None)
-    events.write(kind="begun")
+    heartbeat.beat(kind="begun")
     curves = {int(seed): curve for seed, curve in job["dense_curves"].items()}
     given_up: set[str] = set()
     for run in job["runs"]:
         if run["name"] in given_up:
             continue
-        outcome, step_s = _train(task, run, curves.get(run["seed"]), job["sample_every"], events)
+        outcome, step_s = _train(task, run, curves.get(run["seed"]), job["sample_every"], heartbeat)
         if run["file"] is None:
             curves[run["seed"]] = outcome.heldout
         if outcome.diverged and run["lossy"]:
             given_up.add(run["name"])
-        events.write(
+        heartbeat.beat(
             kind="result",
             seed=run["seed"],
             name=run["name"],
@@ -128,7 +122,7 @@ def _train(
     run: dict[str, Any],
     dense: list[tuple[int, float]] | None,
     sample_every: int,
-    events: _Events,
+    heartbeat: Heartbeat,
 ) -> tuple[Outcome, float]:
     spec, seed = task.spec, run["seed"]
     start = run["start_step"] if run["lossy"] else 0
@@ -163,7 +157,7 @@ def _train(
             if hopeless is not None and done > start:
                 log.diverged |= not math.isfinite(loss) or hopeless(done, loss)
         if done % 10 == 0 or done == spec.steps:
-            events.write(
+            heartbeat.beat(
                 kind="progress", seed=seed, name=run["name"], done=done, loss=log.losses[-1]
             )
     outcome = _outcome(log, start, engine)
@@ -228,17 +222,6 @@ def _outcome(log: _Log, start: int, engine: Any) -> Outcome:
         exchange_cpu_s=0.0,
         diverged=log.diverged,
     )
-
-
-class _Events:
-    """Lines of JSON that the command follows; nothing on processes other than 0."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._file = path.open("a", encoding="utf-8", buffering=1) if path else None
-
-    def write(self, **event: object) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps(event) + "\n")
 
 
 if __name__ == "__main__":

@@ -113,9 +113,9 @@ def test_the_launched_path_from_end_to_end(tmp_path: Path) -> None:
     assert ours is not None
     assert ours.outcome.digest == dense.outcome.digest
     assert ours.step_s > 0
-    before = (tmp_path / "training.log").read_bytes()
+    before = (tmp_path / "launch.log").read_bytes()
     run_processes(plan, Store(tmp_path / "results.jsonl"), tmp_path)  # nothing is missing
-    assert (tmp_path / "training.log").read_bytes() == before
+    assert (tmp_path / "launch.log").read_bytes() == before
 
 
 TIGHT = {"error": 1e-6, "every_n_steps": 2}

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ds_ckpt.harness.hosts import EmulatedHosts, missing
+from ds_ckpt.hosts import EmulatedHosts, missing
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -31,10 +31,17 @@ def can_emulate() -> None:
         pytest.skip(f"no emulated hosts here: {'; '.join(reasons)}")
 
 
-@pytest.fixture
+@pytest.fixture(scope="package")
 def two_hosts(can_emulate: None) -> Iterator[EmulatedHosts]:
-    """Two hosts with links of 200 Mbit/s."""
+    """Two hosts with links of 200 Mbit/s, for all tests that leave them as they were."""
     with EmulatedHosts(2, rate_mbit=200) as hosts:
+        yield hosts
+
+
+@pytest.fixture
+def own_hosts(can_emulate: None) -> Iterator[EmulatedHosts]:
+    """Two hosts for one test, which may break them."""
+    with EmulatedHosts(2, rate_mbit=None) as hosts:
         yield hosts
 
 

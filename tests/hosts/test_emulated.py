@@ -13,10 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ds_ckpt.harness.hosts import EmulatedHosts, HostsError, records, tools
-from ds_ckpt.harness.hosts.launch import on_hosts, reach
-from ds_ckpt.harness.hosts.records import HostSet, ProcessId, all_sets, take_down
-from ds_ckpt.harness.launch import LaunchError
+from ds_ckpt.hosts import EmulatedHosts, HostsError, emulated, records
+from ds_ckpt.hosts.launcher import Emulated, LaunchError, run
+from ds_ckpt.hosts.records import HostSet, ProcessId, all_sets, take_down
 
 _RECEIVE = """
 import socket, sys
@@ -51,20 +50,17 @@ def system_state() -> dict[str, object]:
     return {"devices": devices, "queues": queues_by_device, "spaces": spaces}
 
 
-def test_hosts_are_apart_and_reach_each_other_over_pdsh(two_hosts: EmulatedHosts) -> None:
+def test_hosts_are_apart_and_reach_each_other_over_pdsh(
+    two_hosts: EmulatedHosts, tmp_path: Path
+) -> None:
     first, second = two_hosts.hosts
     assert (first.name, second.name) == ("host0", "host1")
     pdsh = ["pdsh", "-S", "-w", "host0,host1", "hostname; ip -o -4 address show dev eth0"]
-    pdsh[1:1] = ["-R", "ssh"]
-    environment = {**os.environ, **reach(two_hosts)}
     before = second.rx_bytes()
-    result = subprocess.run(
-        first.command(pdsh), env=environment, capture_output=True, text=True, timeout=30
-    )
-    assert result.returncode == 0, result.stderr
+    said = run(Emulated(two_hosts).prepare(pdsh, tmp_path), tmp_path, limit_s=30)
     for host in two_hosts.hosts:
-        assert f"{host.name}: {host.name}" in result.stdout
-        assert f"inet {host.address}/24" in result.stdout
+        assert f"{host.name}: {host.name}" in said
+        assert f"inet {host.address}/24" in said
     assert second.rx_bytes() > before + 1000
     assert first.processes() == second.processes() == []
 
@@ -166,7 +162,7 @@ def test_a_name_that_no_set_has_is_refused(can_emulate: None) -> None:
 def test_the_rate_can_be_changed_while_hosts_are_up(two_hosts: EmulatedHosts) -> None:
     show = two_hosts.hosts[1].command(["tc", "qdisc", "show", "dev", "eth0"])
     shown = []
-    for rate_mbit in (30, None, 1000):
+    for rate_mbit in (30, None, 1000, 200):
         two_hosts.set_rate(rate_mbit)
         shown.append(subprocess.run(show, capture_output=True, text=True, check=True).stdout)
     assert "rate 30Mbit" in shown[0]
@@ -188,21 +184,22 @@ def test_hosts_share_no_memory_and_the_command_decides_the_exit_code(can_emulate
 
 
 def test_a_launch_that_hangs_ends_in_time_and_says_where(
-    two_hosts: EmulatedHosts, tmp_path: Path
+    own_hosts: EmulatedHosts, tmp_path: Path
 ) -> None:
-    (tmp_path / "hang.py").write_text("import time\nprint('in the script')\ntime.sleep(600)\n")
+    backend = Emulated(own_hosts)
+    pdsh = ["pdsh", "-S", "-w", "host0,host1", "echo in the script; sleep 600"]
     started = time.monotonic()
-    with pytest.raises(LaunchError, match=r"longer than 40 s") as caught:
-        on_hosts(two_hosts, [str(tmp_path / "hang.py")], folder=tmp_path, limit_s=40)
-    assert time.monotonic() - started < 55
+    with pytest.raises(LaunchError, match=r"longer than 8 s") as caught:
+        run(backend.prepare(pdsh, tmp_path), tmp_path, limit_s=8, backend=backend)
+    assert time.monotonic() - started < 30
     assert "host1: in the script" in str(caught.value)
-    assert two_hosts.hosts == ()
+    assert own_hosts.hosts == ()
 
 
 def test_what_is_missing_is_said_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tools, "tool", lambda name: None if name == "pdsh" else "/bin/true")
+    monkeypatch.setattr(emulated, "tool", lambda name: None if name == "pdsh" else "/bin/true")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    reasons = tools.missing()
+    reasons = emulated.missing()
     assert reasons == [
         "network namespaces need root",
         "not found: pdsh (Debian packages: pdsh)",

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from ds_ckpt.errors import UnsupportedError
-from ds_ckpt.harness import probe
-from ds_ckpt.harness.hosts import EmulatedHosts
-from ds_ckpt.harness.launch import LaunchError
-from ds_ckpt.harness.link_probe import Links, Pair
+from ds_ckpt.hosts import EmulatedHosts, probe
+from ds_ckpt.hosts.launcher import LaunchError
+from ds_ckpt.hosts.probe import Links, Pair
 
 SET_BYTES_PER_S = 200e6 / 8
 PAYLOAD = 1448 / 1514
@@ -59,8 +58,10 @@ def test_every_pair_is_measured_and_the_command_writes_json(
         assert 0 < max(_one_way(pair)) < 1.1 * 50e6 / 8
 
 
-def test_what_mpirun_says_is_in_the_error(two_hosts: EmulatedHosts) -> None:
-    two_hosts.count = 3  # one more than there are
+def test_what_mpirun_says_is_in_the_error(
+    two_hosts: EmulatedHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(two_hosts, "count", 3)  # one more than there are
     with pytest.raises(LaunchError, match="did not finish") as caught:
         probe.probe_emulated(two_hosts)
     assert "ppr:1:node" in str(caught.value)

@@ -1,6 +1,7 @@
 """A user's training script: a tiny Llama under ZeRO-3. It knows nothing of ds_ckpt.
 
-Each process writes its losses to `losses_<process>.json` in the folder named by --out.
+It trains once with each of the DeepSpeed files in --folder, and each process writes there, by the
+files' names, its losses and what its host's interface has sent, to `trained_<process>.json`.
 """
 
 from __future__ import annotations
@@ -8,19 +9,22 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--local_rank", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--out", type=Path, required=True)
-    arguments = deepspeed.add_config_arguments(parser).parse_args()
+def sent_bytes() -> int:
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, values = line.strip().partition(":")
+        if name == "eth0":
+            return int(values.split()[8])
+    return 0
 
+
+def train(config: Path, steps: int) -> dict[str, Any]:
     torch.manual_seed(0)
     shape = LlamaConfig(
         vocab_size=128,
@@ -33,19 +37,33 @@ def main() -> None:
     )
     model = LlamaForCausalLM(shape)
     engine, *_ = deepspeed.initialize(
-        args=arguments, model=model, model_parameters=model.parameters()
+        model=model, model_parameters=model.parameters(), config=str(config)
     )
-    dp_rank = torch.distributed.get_rank()
+    before = sent_bytes()
     losses = []
-    for step in range(arguments.steps):
-        generator = torch.Generator().manual_seed(1000 * step + dp_rank)
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(1000 * step + torch.distributed.get_rank())
         tokens = torch.randint(0, 128, (1, 32), generator=generator)
         loss = engine(input_ids=tokens, labels=tokens).loss
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-    (arguments.out / f"losses_{dp_rank}.json").write_text(json.dumps(losses))
+    torch.distributed.barrier()
     engine.destroy()
+    return {"losses": losses, "sent_bytes": sent_bytes() - before}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--folder", type=Path, required=True)
+    arguments = parser.parse_args()
+    deepspeed.init_distributed()
+    configs = [arguments.folder / "stock.json", arguments.folder / "plugin.json"]
+    trained = {config.stem: train(config, arguments.steps) for config in configs}
+    dp_rank = torch.distributed.get_rank()
+    (arguments.folder / f"trained_{dp_rank}.json").write_text(json.dumps(trained))
     torch.distributed.destroy_process_group()
 
 

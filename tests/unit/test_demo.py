@@ -14,11 +14,9 @@ from typer.testing import CliRunner
 
 from ds_ckpt.config import load_file, parse
 from ds_ckpt.errors import ConfigError
-from ds_ckpt.harness.experiment.folder import Folder
-from ds_ckpt.harness.hosts.launch import Prepared
 from ds_ckpt.measure import demo
 from ds_ckpt.measure.run import RUNS
-from ds_ckpt.measure.spec import Spec, check
+from ds_ckpt.measure.spec import Folder, Spec, check
 from tests.unit import measure_samples as known
 from tests.unit.test_measure_report import RUN
 
@@ -34,19 +32,6 @@ def test_gpus_are_used_where_there_are_enough(
     assert ("training on the CPU instead" in said.getvalue()) == (count == 1)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert not demo.gpus(Console(file=said))
-
-
-def test_on_gpus_processes_choose_their_accelerator(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    launched: list[Prepared] = []
-    monkeypatch.setattr(demo, "run_prepared", lambda one, *_, **__: launched.append(one))
-    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
-    demo.OnGpus(2).launch(["--module", "x"], tmp_path, 1.0, lambda: None)
-    (one,) = launched
-    assert "--num_gpus=2" in one.command
-    assert "DS_ACCELERATOR" not in one.environment
-    assert one.environment["HF_HUB_OFFLINE"] == "1"
 
 
 def test_few_steps_are_refused() -> None:
@@ -94,7 +79,7 @@ def shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, str]:
     monkeypatch.setattr(demo, "measure", measured)
     spec, folder = demo.spec_of(12, 1, None, on_hosts=False), tmp_path / "run"
     said = io.StringIO()
-    report = demo.run(spec, folder, 1.0, Console(file=said), on_gpus=False)
+    report = demo.run(spec, folder, 1.0, Console(file=said))
     demo.show(report, folder, Console(file=said, width=80))
     return folder, said.getvalue()
 

@@ -13,9 +13,8 @@ from typer.testing import CliRunner
 
 from ds_ckpt.cli import app
 from ds_ckpt.harness.commands import parse_rate
-from ds_ckpt.harness.hosts import records
-from ds_ckpt.harness.hosts.launch import environment
-from ds_ckpt.harness.hosts.tools import HostsError
+from ds_ckpt.hosts import HostsError, records
+from ds_ckpt.hosts.launcher import environment
 
 run = CliRunner().invoke
 

@@ -2,35 +2,80 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import sys
-import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from ds_ckpt.harness import cpu_op
-from ds_ckpt.harness.launch import LaunchError, check_running, launched, log_tail
+from ds_ckpt.errors import Problem
+from ds_ckpt.hosts import HostsError, checks, cpu_op, launcher
+from ds_ckpt.hosts.checks import HostError, check_hosts, unreachable
+from ds_ckpt.hosts.launcher import Backend, LaunchError, Loopback, Prepared, launch, log_tail, run
 
-# A parent that starts a child which hears no SIGTERM.
+# A parent that starts a child which hears no SIGTERM, in a session of its own.
 FAMILY = """
 import signal, subprocess, sys, time
 code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
-child = subprocess.Popen([sys.executable, "-c", code])
+child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
 print(child.pid, flush=True)
 time.sleep(600)
 """
+# What `heartbeat.begin` does, without the meeting of the processes.
+MODULE = """
+import argparse, json, os, sys, time
+from pathlib import Path
+from ds_ckpt.hosts.heartbeat import JOB, Heartbeat
+parser = argparse.ArgumentParser()
+for name in ("--module", "--launch", "--folder"):
+    parser.add_argument(name)
+parser.add_argument("--stall-s", type=float)
+given = parser.parse_args()
+folder = Path(given.folder)
+process = Heartbeat(folder, launch=given.launch, stall_s=600)
+process.lead()
+print("pid", os.getpid(), flush=True)
+job = json.loads((folder / JOB).read_text())
+"""
 
 
-def _child_pid(log: Path) -> int:
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        words = log.read_text().split() if log.exists() else []
-        if words:
-            return int(words[0])
-        time.sleep(0.05)
-    raise AssertionError("the child did not start")
+class Hosts(Backend):
+    """Three hosts of which some answer as told; what is launched runs here."""
+
+    names = ("a", "b", "c")
+    port = 1234
+
+    def __init__(self, code: str = "", **answers: tuple[int, str, str]) -> None:
+        self.code, self.answers = code, answers
+        self.rates: list[float | None] = []
+        self.asked: list[list[str]] = []
+        self.ended = False
+
+    def on(self, host: str, argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        assert not self.ended, "it is too late to ask"
+        self.asked.append([host, *argv])
+        well = "banner\nds_ckpt-look " + json.dumps({"missing": [], "taken": ""}) + "\n"
+        code, out, err = self.answers.get(host, (0, well, ""))
+        if code == 124:
+            raise subprocess.TimeoutExpired(list(argv), 1.0)
+        return subprocess.CompletedProcess(list(argv), code, out, err)
+
+    def prepare(self, argv: Sequence[str], folder: Path) -> Prepared:
+        command = [sys.executable, "-c", MODULE + self.code, *argv[1:]]
+        return Prepared(command, dict(os.environ))
+
+    def set_rate(self, rate_mbit: float | None) -> None:
+        if rate_mbit == 0:
+            raise HostsError(Problem("nsenter", "exit code 1", "no such namespace", "look"))
+        self.rates.append(rate_mbit)
+
+    def end(self) -> None:
+        self.ended = True
 
 
 def _gone(pid: int) -> bool:
@@ -40,46 +85,47 @@ def _gone(pid: int) -> bool:
         return True
 
 
-def test_an_interrupt_ends_the_whole_family(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ds_ckpt.harness.launch._GRACE_S", 1.0)
-    log = tmp_path / "log"
-    pids = []
+def _pid(folder: Path) -> int:
+    return int((folder / launcher.LOG).read_text().split()[1])
+
+
+def _command(code: str) -> Prepared:
+    return Prepared([sys.executable, "-c", code], dict(os.environ))
+
+
+def test_an_interrupt_ends_the_whole_family(tmp_path: Path) -> None:
+    pids: list[int] = []
 
     def interrupted() -> None:
-        with launched([sys.executable, "-c", FAMILY], environment=os.environ, log=log) as process:
-            pids.extend([process.pid, _child_pid(log)])
+        if words := (tmp_path / launcher.LOG).read_text().split():
+            pids.append(int(words[0]))
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        interrupted()
+        run(_command(FAMILY), tmp_path, limit_s=60, attend=interrupted)
     assert all(_gone(pid) for pid in pids)
+    assert len(pids) == 1
 
 
 def test_the_time_limit_is_told(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    command = [sys.executable, "-c", "import time; time.sleep(600)"]
-    with launched(command, environment=os.environ, log=log) as process:
-        with pytest.raises(LaunchError, match="no end after 1 s"):
-            check_running(process, started=time.monotonic() - 2, time_limit_s=1.0, log=log)
-    assert _gone(process.pid)
+    code = "import os, time; print('pid', os.getpid(), flush=True); time.sleep(600)"
+    with pytest.raises(LaunchError, match="it took longer than 2 s"):
+        run(_command(code), tmp_path, limit_s=2.0)
+    assert _gone(_pid(tmp_path))
 
 
 def test_a_failure_shows_the_first_traceback(tmp_path: Path) -> None:
-    log = tmp_path / "log"
     code = (
         "print('[rank1]: Traceback (most recent call last):');"
         "print('[rank0]: Traceback (most recent call last):');"
         "print('[rank1]: ValueError: the cause'); print('[rank0]: RuntimeError: peer is gone');"
         "raise SystemExit(3)"
     )
-    with launched([sys.executable, "-c", code], environment=os.environ, log=log) as process:
-        process.wait(30)
-        with pytest.raises(LaunchError, match="exit code 3") as caught:
-            check_running(process, started=time.monotonic(), time_limit_s=60, log=log)
-    assert "ValueError: the cause" in str(caught.value)
-    assert "peer is gone" not in str(caught.value)
+    with pytest.raises(LaunchError, match="exit code 3") as caught:
+        run(_command(code), tmp_path, limit_s=60)
+    (problem,) = caught.value.problems
+    assert "ValueError: the cause" in problem.found
+    assert "peer is gone" not in problem.found
 
 
 def test_the_log_of_a_failure_without_traceback_and_without_a_file(tmp_path: Path) -> None:
@@ -109,3 +155,114 @@ def test_a_lock_left_by_a_failed_build_is_cleared(tmp_path: Path) -> None:
     assert cpu_op.locks(environment)
     (folder / "deepspeed_shm_comm.so").touch()
     assert cpu_op.is_compiled(environment)
+
+
+def test_the_module_gets_its_job_tells_and_asks(tmp_path: Path) -> None:
+    code = "process.beat(words=job['word']); process.ask(rate_mbit=50.0); process.beat(n=2)"
+    hosts, told = Hosts(code), list[dict[str, Any]]()
+    launch(hosts, "m", {"word": "hello"}, tmp_path, stall_s=60, heard=told.append)
+    assert told == [{"words": "hello"}, {"n": 2}]
+    assert hosts.rates == [50.0]
+
+
+def test_what_came_before_a_failure_is_heard(tmp_path: Path) -> None:
+    told: list[dict[str, Any]] = []
+    with pytest.raises(LaunchError, match="exit code 3"):
+        launch(Hosts("process.beat(n=1); sys.exit(3)"), "m", {}, tmp_path, heard=told.append)
+    assert told == [{"n": 1}]
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_silence_ends_what_is_launched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begins: bool
+) -> None:
+    monkeypatch.setattr("ds_ckpt.hosts.heartbeat.START_S", 60.0 if begins else 4.0)
+    hosts = Hosts("process.beat()\n" * begins + "time.sleep(600)")
+    with pytest.raises(LaunchError, match="and all hosts answer") as caught:
+        launch(hosts, "m", {}, tmp_path, stall_s=1.0, if_silent="; raise --stall-s")
+    words = str(caught.value)
+    assert f"nothing has come on for {1 if begins else 4} s" in words
+    assert str(tmp_path / launcher.LOG) in words
+    assert "the same command" in words
+    assert "raise --stall-s" in words
+    assert hosts.ended
+    assert _gone(_pid(tmp_path))
+
+
+def test_events_keep_a_launch_alive(tmp_path: Path) -> None:
+    code = "for n in range(5):\n    process.beat(n=n)\n    time.sleep(0.8)\n"
+    told: list[dict[str, Any]] = []
+    launch(Hosts(code), "m", {}, tmp_path, stall_s=2.5, heard=told.append)
+    assert len(told) == 5
+
+
+def _silent(folder: Path, hosts: Hosts) -> None:
+    launch(hosts, "m", {}, folder, stall_s=1.0)
+
+
+def _failing(folder: Path, hosts: Hosts) -> None:
+    hosts.code = "sys.exit(1)"
+    launch(hosts, "m", {}, folder)
+
+
+def _refusing(folder: Path, hosts: Hosts) -> None:
+    hosts.code = "process.ask(rate_mbit=0)"  # the kernel takes no rate: the host has vanished
+    launch(hosts, "m", {}, folder)
+
+
+@pytest.mark.parametrize("happens", [_silent, _failing, _refusing])
+def test_a_host_that_does_not_answer_is_named_whatever_has_ended_the_launch(
+    tmp_path: Path, happens: Callable[[Path, Hosts], None]
+) -> None:
+    hosts = Hosts("process.beat()\ntime.sleep(600)", b=(255, "", "No route to host"))
+    with pytest.raises(HostError, match="b: found no answer any more: No route") as caught:
+        happens(tmp_path, hosts)
+    assert len(caught.value.problems) == 1
+    assert "goes on where this run was" in str(caught.value)
+    assert isinstance(caught.value.__cause__, HostsError if happens is _refusing else LaunchError)
+
+
+def test_every_host_that_is_found_wanting_is_named() -> None:
+    wanting = "ds_ckpt-look " + json.dumps({"missing": ["torch", "deepspeed"], "taken": "in use"})
+    hosts = Hosts(
+        a=(0, wanting, ""), b=(255, "", "Connection refused"), c=(127, "", "no such file")
+    )
+    with pytest.raises(HostError) as caught:
+        check_hosts(hosts)
+    found = {(p.where, p.found) for p in caught.value.problems}
+    assert ("a", "no module torch, deepspeed") in found
+    assert ("a", "port 1234 is taken (in use)") in found
+    assert ("b", "no answer to ssh: Connection refused") in found
+    assert any(where == "c" and "no such file" in said for where, said in found)
+    ports = {asked[0]: asked[4] for asked in hosts.asked}
+    assert ports == {"a": "1234", "b": "0", "c": "0"}
+
+
+def test_a_host_that_says_nothing_is_named() -> None:
+    with pytest.raises(HostError, match=r"b: found no answer to ssh: nothing for 12 s"):
+        check_hosts(Hosts(b=(124, "", "")))
+    (problem,) = unreachable(Hosts(c=(124, "", "")))
+    assert problem.where == "c"
+    assert f"{checks.SSH_S:.0f} s" in problem.found
+
+
+@pytest.mark.parametrize(
+    ("gpus", "wanted", "there", "cpu"),
+    [(True, None, 2, False), (True, None, 1, True), (True, "cpu", 2, True), (False, None, 2, True)],
+)
+def test_gpus_are_used_where_there_are_enough(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: bool,
+    wanted: str | None,
+    there: int,
+    cpu: bool,
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: there)
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    if wanted:
+        monkeypatch.setenv("DS_ACCELERATOR", wanted)
+    found = Loopback(2, gpus=gpus, port=5).prepare(["deepspeed", "x"], tmp_path)
+    assert (found.environment.get("DS_ACCELERATOR") == "cpu") == cpu
+    assert "--num_gpus=2" in found.command
+    assert "--hostfile=none" in found.command

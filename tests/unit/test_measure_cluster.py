@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ds_ckpt.errors import ConfigError
-from ds_ckpt.harness.link_probe import Links, Pair
+from ds_ckpt.hosts.probe import Links, Pair
 from ds_ckpt.measure.cluster import HARDWARE, account, cluster, rate_mbit
 
 TEXT = "4 nodes x 8 A100, 100 Gbit/s, llama-7b"

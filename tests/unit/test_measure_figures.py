@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_ckpt.harness.experiment.interfaces import Sent
+from ds_ckpt.hosts.interfaces import Sent
 from ds_ckpt.measure import figures
 from ds_ckpt.measure.figures import DERIVED, MEASURED, Measured, Take, number, put_together, taken
 from ds_ckpt.measure.findings import SETTLED_REPETITIONS, Comparison, crossing, find

@@ -10,9 +10,7 @@ import pytest
 
 from ds_ckpt.config import parse
 from ds_ckpt.errors import ConfigError, StateError
-from ds_ckpt.harness.experiment import grounds
-from ds_ckpt.harness.experiment.grounds import read_hostfile
-from ds_ckpt.harness.hosts.launch import Launcher, Prepared
+from ds_ckpt.hosts.launcher import Hostfile, Launcher, read_hostfile
 from ds_ckpt.measure.arguments import sections_of
 from ds_ckpt.measure.records import Memory, Store, Trial
 from ds_ckpt.measure.spec import (
@@ -233,16 +231,11 @@ def test_sshs_port_reaches_both_launchers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: Launcher
 ) -> None:
     """`deepspeed --ssh_port` is for pdsh; mpirun starts its daemons with ssh of its own."""
-    launched: list[Prepared] = []
-    monkeypatch.setattr(
-        grounds, "run_prepared", lambda prepared, *_, **__: launched.append(prepared)
-    )
     monkeypatch.setenv("OMPI_MCA_plm_rsh_args", "-F mine")
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("a slots=1\nb slots=1\n")
-    ground = grounds.Hostfile(hostfile, launcher=launcher, ssh_port=2222)
-    ground.launch(["--module", "x"], tmp_path, 1.0, lambda: None)
-    (one,) = launched
+    backend = Hostfile(hostfile, launcher=launcher, ssh_port=2222)
+    one = backend.prepare(["deepspeed", "--module", "x"], tmp_path)
     by_option = "--ssh_port=2222" in one.command
     assert by_option == (launcher == "pdsh")
     assert (one.environment["OMPI_MCA_plm_rsh_args"] == "-F mine -p 2222") == (not by_option)

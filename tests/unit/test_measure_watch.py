@@ -1,15 +1,9 @@
-"""Whoever launches and the launched: signs of life, rates, silence, and what is said of it."""
+"""A run of `ds-ckpt measure`: what is shown and noted, where it goes on, what is refused."""
 
 from __future__ import annotations
 
 import io
 import json
-import os
-import subprocess
-import sys
-import threading
-import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,145 +16,19 @@ from typer.testing import CliRunner
 
 from ds_ckpt.cli import app
 from ds_ckpt.errors import ConfigError, Problem
-from ds_ckpt.harness.experiment import preflight
-from ds_ckpt.harness.experiment import watch as watching
-from ds_ckpt.harness.experiment.folder import STALLED, Folder
-from ds_ckpt.harness.experiment.preflight import HostError, check_hosts, unreachable
-from ds_ckpt.harness.experiment.watch import Watch
-from ds_ckpt.harness.hosts import HostsError
+from ds_ckpt.hosts.checks import HostError
 from ds_ckpt.measure import run, worker
 from ds_ckpt.measure.records import Model
-from ds_ckpt.measure.spec import Spec
-
-WATCHDOG = """
-import sys, time
-from pathlib import Path
-from ds_ckpt.harness.experiment import folder
-folder.START_S, folder.ORPHANED_S = 0.1, 1.0
-watchdog = folder.Watchdog(float(sys.argv[1]))
-watchdog.beat()
-if sys.argv[2]:
-    watchdog.look_at(Path(sys.argv[2]), sys.argv[5])
-print("watched", flush=True)
-for _ in range(int(sys.argv[3])):
-    time.sleep(0.1)
-    watchdog.beat()
-time.sleep(60 if sys.argv[4] == "hang" else 0)
-"""
+from ds_ckpt.measure.run import Shown
+from ds_ckpt.measure.spec import Folder, Spec
 
 
 class _KillError(BaseException):
     """Takes a process's life in between."""
 
 
-class Ground:
-    """Three hosts of which some answer as told."""
-
-    names: tuple[str, ...] = ("a", "b", "c")
-    port: int = 1234
-
-    def __init__(self, **answers: tuple[int, str, str]) -> None:
-        self.answers = answers
-        self.rates: list[float | None] = []
-        self.asked: list[list[str]] = []
-
-    def on(self, host: str, argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
-        self.asked.append([host, *argv])
-        well = "banner\nds_ckpt-look " + json.dumps({"missing": [], "taken": ""}) + "\n"
-        code, out, err = self.answers.get(host, (0, well, ""))
-        if code == 124:
-            raise subprocess.TimeoutExpired(list(argv), 1.0)
-        return subprocess.CompletedProcess(list(argv), code, out, err)
-
-    def set_rate(self, rate_mbit: float | None) -> None:
-        self.rates.append(rate_mbit)
-
-    def gone(self) -> list[str]:
-        return []
-
-
-class Gone(Ground):
-    """Hosts of which one vanishes while it runs."""
-
-    where = "hosts"
-
-    def __init__(self) -> None:
-        super().__init__(b=(255, "", "No route to host"))
-
-    def describe(self) -> str:
-        return self.where
-
-    def launch(
-        self, argv: Sequence[str], folder: Path, limit_s: float, look: Callable[[], None]
-    ) -> None:
-        (folder / "wanted_rate").write_text("50.0")
-        look()
-
-    def set_rate(self, rate_mbit: float | None) -> None:
-        why = Problem("nsenter", "exit code 1", "there is no such namespace", "look")
-        raise HostsError(why)
-
-
-def _watchdog(
-    limit_s: float, alive: str, beats: int, then: str, launch: str = ""
-) -> tuple[int, str, float]:
-    command = [sys.executable, "-c", WATCHDOG, str(limit_s), alive, str(beats), then, launch]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "watched\n"
-    started = time.monotonic()
-    said = process.communicate(timeout=60)[1]
-    return process.returncode, said, time.monotonic() - started
-
-
-def test_a_process_that_hangs_ends_itself() -> None:
-    code, said, took_s = _watchdog(2.0, "", 0, "hang")
-    assert code == STALLED
-    assert "nothing has come on for 2 s" in said
-    assert took_s < 30
-
-
-def test_a_process_that_goes_on_is_left_alone() -> None:
-    assert _watchdog(2.0, "", 40, "end")[0] == 0
-
-
-def test_a_process_whose_launcher_is_gone_ends_itself(tmp_path: Path) -> None:
-    (tmp_path / "alive").touch()
-    code, said, _ = _watchdog(60.0, str(tmp_path / "alive"), 300, "hang")
-    assert code == STALLED
-    assert "who launched it is gone" in said
-
-
-def test_what_is_left_of_a_killed_launch_ends_when_another_begins(tmp_path: Path) -> None:
-    """Its launcher was killed and the command given again at once: the file is touched again."""
-    folder = Folder(tmp_path)
-    launch = folder.begin_launch()
-    later_s = time.time() + 600  # as if it were touched again and again
-    os.utime(folder.alive, (later_s, later_s))
-    assert _watchdog(60.0, str(folder.alive), 5, "end", launch)[0] == 0
-    folder.begin_launch()
-    os.utime(folder.alive, (later_s, later_s))
-    code, said, _ = _watchdog(60.0, str(folder.alive), 300, "hang", launch)
-    assert code == STALLED
-    assert "another launch has begun" in said
-
-
-def test_a_rate_that_no_link_takes_names_the_host(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A host vanishes while the rates change: the kernel refuses, and that is not all to say."""
-    monkeypatch.setattr(run, "check_hosts", lambda ground: None)
-    ground = Gone()
-    with pytest.raises(HostError, match="b: found no answer") as caught:
-        run.measure(
-            Spec(loss_steps=0),
-            tmp_path / "run",
-            backend=ground,
-            console=Console(),
-            account=["Like nothing on earth."],
-        )
-    assert isinstance(caught.value.__cause__, HostsError)
-    assert "nothing on earth" in (tmp_path / "run" / run.LIKE).read_text()  # also when it stops
+def _vanished(*_: object, **__: object) -> None:
+    raise HostError(Problem("b", "no answer any more", "it has vanished", "look"))
 
 
 def test_a_run_does_not_go_on_in_another_place(
@@ -168,115 +36,38 @@ def test_a_run_does_not_go_on_in_another_place(
 ) -> None:
     """Other versions, machines or hosts with the same settings: times cannot be put together."""
     monkeypatch.setattr(run, "check_hosts", lambda ground: None)
-    folder, console = tmp_path / "run", Console()
-    ground = Gone()
+    monkeypatch.setattr(run, "launch", _vanished)
+    folder, console, ground = tmp_path / "run", Console(), MagicMock()
+    ground.describe.return_value = "hosts"
     for _ in range(2):  # nothing is measured yet, so it may begin anew anywhere
         with pytest.raises(HostError):
-            run.measure(Spec(), folder, backend=ground, console=console)
+            run.measure(
+                Spec(), folder, backend=ground, console=console, account=["Like nothing on earth."]
+            )
+    assert "nothing on earth" in (folder / run.LIKE).read_text()  # also when it stops
     Folder(folder).store.append([Model(parameters=1, text="", heldout_bytes=1, corpus_sha256="a")])
     with pytest.raises(HostError):
         run.measure(Spec(), folder, backend=ground, console=console)
-    ground.where = "other hosts"
+    ground.describe.return_value = "other hosts"
     with pytest.raises(ConfigError, match="other hosts"):
         run.measure(Spec(), folder, backend=ground, console=console)
-    ground.where = "hosts"
+    ground.describe.return_value = "hosts"
     monkeypatch.setattr(run, "versions", lambda: {"torch": "0.1"})
     with pytest.raises(ConfigError, match=r"0\.1"):
         run.measure(Spec(), folder, backend=ground, console=console)
 
 
-def test_a_rate_that_is_asked_for_is_given(tmp_path: Path) -> None:
-    folder, ground = Folder(tmp_path), Ground()
-    for rate in (50.0, None):
-        asking = threading.Thread(target=folder.ask_for, args=(rate,))
-        asking.start()
-        while asking.is_alive():
-            folder.serve_rate(ground.set_rate)
-            time.sleep(0.01)
-    assert ground.rates == [50.0, None]
-
-
-def test_wishes_of_a_killed_run_are_forgotten(tmp_path: Path) -> None:
-    folder, ground = Folder(tmp_path), Ground()
-    (tmp_path / "wanted_rate").write_text("7.0")
-    folder.beat("old")
-    folder.forget_wishes()
-    folder.serve_rate(ground.set_rate)
-    assert ground.rates == []
-    assert not folder.beats.exists()
-
-
-def _watch(tmp_path: Path, ground: Ground, stall_s: float) -> tuple[Watch, Folder, io.StringIO]:
+def test_progress_is_shown_a_line_a_tenth_without_a_terminal() -> None:
     said = io.StringIO()
-    folder = Folder(tmp_path)
-    return Watch(ground, folder, stall_s, Console(file=said, width=100)), folder, said  # type: ignore[arg-type]
-
-
-def test_progress_is_shown_and_silence_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ground = Ground(b=(255, "", "no route to host"))
-    watch, folder, said = _watch(tmp_path, ground, 0.5)
-    with watch:
-        assert folder.alive.exists()
-        folder.beat("3 of 4 trials", done=3, total=4)
-        folder.beat(None)
-        watch()
-        assert "3 of 4 trials" in said.getvalue()
-        with folder.beats.open("a") as sink:
-            sink.write('{"words": "half')
-        watch()
-        time.sleep(0.6)
-        with pytest.raises(HostError) as caught:
-            watch()
-    assert "b: found no answer any more: no route to host" in str(caught.value)
-    assert len(caught.value.problems) == 1
-
-
-def test_silence_with_all_hosts_well_is_said_so(tmp_path: Path) -> None:
-    watch, folder, _ = _watch(tmp_path, Ground(), 0.2)
-    with watch:
-        folder.beat("1 of 4 trials", done=1, total=4)
-        watch()
-        time.sleep(0.3)
-        with pytest.raises(HostError, match="all hosts answer") as caught:
-            watch()
-    assert "launch.log" in str(caught.value)
-    assert "--stall-s" in str(caught.value)
-
-
-def test_the_first_start_is_given_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    watch, _, _ = _watch(tmp_path, Ground(), 0.1)
-    with watch:
-        time.sleep(0.2)
-        watch()
-        monkeypatch.setattr(watching, "START_S", 0.1)
-        with pytest.raises(HostError):
-            watch()
-
-
-def test_every_host_that_is_found_wanting_is_named() -> None:
-    wanting = "ds_ckpt-look " + json.dumps({"missing": ["torch", "deepspeed"], "taken": "in use"})
-    ground = Ground(
-        a=(0, wanting, ""), b=(255, "", "Connection refused"), c=(127, "", "no such file")
-    )
-    with pytest.raises(HostError) as caught:
-        check_hosts(ground)  # type: ignore[arg-type]
-    found = {(p.where, p.found) for p in caught.value.problems}
-    assert ("a", "no module torch, deepspeed") in found
-    assert ("a", "port 1234 is taken (in use)") in found
-    assert ("b", "no answer to ssh: Connection refused") in found
-    assert any(where == "c" and "no such file" in said for where, said in found)
-    ports = {asked[0]: asked[4] for asked in ground.asked}
-    assert ports == {"a": "1234", "b": "0", "c": "0"}
-
-
-def test_a_host_that_says_nothing_is_named() -> None:
-    with pytest.raises(HostError, match=r"b: found no answer to ssh: nothing for 12 s"):
-        check_hosts(Ground(b=(124, "", "")))  # type: ignore[arg-type]
-    (problem,) = unreachable(Ground(c=(124, "", "")))  # type: ignore[arg-type]
-    assert problem.where == "c"
-    assert f"{preflight.SSH_S:.0f} s" in problem.found
+    with Shown(Console(file=said, width=100)) as shown:
+        for done in range(1, 41):
+            shown({"words": f"{done} of 40 trials", "done": done, "total": 40})
+            shown({"words": None})
+        shown({"words": "training none/stock for its loss", "done": 0, "total": 60})
+    lines = [line.strip() for line in said.getvalue().splitlines() if line.strip()]
+    assert lines[:2] == ["1 of 40 trials", "4 of 40 trials"]
+    assert lines[-1] == "training none/stock for its loss"
+    assert len(lines) == 12
 
 
 @pytest.mark.parametrize(

@@ -22,13 +22,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_ckpt.errors import Problem
+from ds_ckpt.errors import DsCkptError, Problem
 from ds_ckpt.files import replacing
-from ds_ckpt.harness.hosts.host import start_ticks
-from ds_ckpt.harness.hosts.tools import HostsError
 
 _RECORD = "record.json"
 _GONE_S = 15.0
+
+
+class HostsError(DsCkptError, RuntimeError):
+    """Hosts cannot be emulated here, or one of them did not come up or go down."""
+
+    headline = "the emulated hosts"
 
 
 @dataclass(frozen=True)
@@ -41,14 +45,14 @@ class ProcessId:
     @classmethod
     def of(cls, pid: int) -> ProcessId:
         """Raises ProcessLookupError if it has ended."""
-        ticks = start_ticks(pid)
+        ticks = _start_ticks(pid)
         if ticks is None:
             raise ProcessLookupError(pid)
         return cls(pid, ticks)
 
     @property
     def alive(self) -> bool:
-        return start_ticks(self.pid) == self.start_ticks
+        return _start_ticks(self.pid) == self.start_ticks
 
 
 @dataclass(frozen=True)
@@ -199,3 +203,15 @@ def _age(folder: Path) -> float:
         return folder.stat().st_mtime
     except OSError:
         return 0.0
+
+
+def _start_ticks(pid: int) -> int | None:
+    """When a running process was started, in clock ticks since boot; None if it has ended.
+
+    With the pid it names one process for as long as the machine is up: pids come back, this not.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])

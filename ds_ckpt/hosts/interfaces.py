@@ -6,8 +6,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_ckpt.harness.hosts.host import INTERFACE, interface_counter
-
+INTERFACE = "eth0"
+"""The name of every emulated host's network interface."""
 _TABLE = Path("/proc/self/net/dev")
 _ROUTES = Path("/proc/self/net/route")
 _SENT = 8
@@ -30,6 +30,15 @@ def sent(interface: str | None) -> Sent:
         return Sent(0, 0)
     link = interface_counter(_TABLE, interface, _SENT)
     return Sent(link, link if interface == "lo" else link + interface_counter(_TABLE, "lo", _SENT))
+
+
+def interface_counter(table: Path, interface: str, column: int) -> int:
+    """One number of a `/proc/.../net/dev`. Raises KeyError if there is no such interface."""
+    for line in table.read_text().splitlines():
+        name, _, values = line.strip().partition(":")
+        if name == interface:
+            return int(values.split()[column])
+    raise KeyError(interface)
 
 
 def link_interface(where: str) -> str | None:

@@ -51,12 +51,3 @@ def remove_shared_buffers(port: int) -> None:
     for segment in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
         with contextlib.suppress(OSError):
             segment.unlink()
-
-
-@contextlib.contextmanager
-def shared_buffers_removed(port: int) -> Iterator[None]:
-    """Call `remove_shared_buffers` when what runs inside has ended."""
-    try:
-        yield
-    finally:
-        remove_shared_buffers(port)

@@ -7,7 +7,7 @@ The first processes die with the Python thread that made them, however that ends
 go on running, and several sets of hosts at once cannot clash. A maker that is killed leaves its
 folder; `records` finds and removes it.
 
-Delay is what it is: this shapes bandwidth alone. Launching on hosts is in `launch`.
+Delay is what it is: this shapes bandwidth alone. Launching on hosts is in `launcher`.
 """
 
 from __future__ import annotations
@@ -19,20 +19,34 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import psutil
 
 from ds_ckpt.errors import Problem
-from ds_ckpt.harness.hosts.host import INTERFACE, Host, namespace
-from ds_ckpt.harness.hosts.records import HostSet, ProcessId, new_folder
-from ds_ckpt.harness.hosts.ssh import write_files
-from ds_ckpt.harness.hosts.tools import SPACES, HostsError, call, missing, need, path
+from ds_ckpt.hosts.interfaces import INTERFACE, interface_counter
+from ds_ckpt.hosts.records import HostsError, HostSet, ProcessId, new_folder
 
+SSH_PORT = 2222
+_TOOLS = {
+    "ip": "iproute2",
+    "tc": "iproute2",
+    "pdsh": "pdsh",
+    "ssh": "openssh-client",
+    "ssh-keygen": "openssh-client",
+    "sshd": "openssh-server",
+    "nsenter": "util-linux",
+    "unshare": "util-linux",
+}
+_SYSTEM_FOLDERS = f"{os.defpath}:/usr/sbin:/sbin:/usr/local/sbin"
+# for `unshare`: what each host has of its own, and that it dies with its maker
+_SPACES = ["--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "--"]
 _PR_SET_PDEATHSIG = 1
-_UP_S = 15.0
+_CALL_S, _UP_S = 30.0, 15.0
 _SEGMENT_BYTES = 72_000
 """The kernel's largest segment with the headers of its packets."""
 # $1 folder, $2 name, $3 sshd. /run is the host's own because sshd insists on /run/sshd, /dev/shm
@@ -52,6 +66,80 @@ ip link set lo up
 until ip -4 address show dev eth0 2>/dev/null | grep -q inet; do sleep 0.05; done
 exec "$3" -D -e -f "$1/$2.sshd"
 """
+
+
+def missing() -> list[str]:
+    """Why hosts cannot be emulated here, in words; empty if they can."""
+    if sys.platform != "linux":
+        return ["network namespaces need Linux"]
+    reasons = [] if os.geteuid() == 0 else ["network namespaces need root"]
+    absent = [name for name in _TOOLS if tool(name) is None]
+    if absent:
+        packages = " ".join(sorted({_TOOLS[name] for name in absent}))
+        reasons.append(f"not found: {', '.join(absent)} (Debian packages: {packages})")
+    if not reasons:  # root in a container may still lack the right
+        command = [need("unshare"), *_SPACES, "true"]
+        tried = subprocess.run(command, capture_output=True, text=True, timeout=_CALL_S)
+        if tried.returncode:
+            reasons.append(f"the kernel refuses new namespaces: {tried.stderr.strip()}")
+    return reasons
+
+
+def tool(name: str) -> str | None:
+    """Where a system tool is, or None; a plain user's PATH may lack the system's folders."""
+    return shutil.which(name, path=_path())
+
+
+def need(name: str) -> str:
+    """Where a tool is; HostsError with its Debian package if it is not there."""
+    if found := tool(name):
+        return found
+    remedy = f"install it (Debian package {_TOOLS[name]})"
+    raise HostsError(Problem(name, "not on the PATH", "emulated hosts are made of it", remedy))
+
+
+@dataclass(frozen=True)
+class Host:
+    """One emulated host. `pid` is its first process, as seen from outside."""
+
+    name: str
+    address: str
+    pid: int
+
+    def command(self, argv: Sequence[str], *, folder: Path | None = None) -> list[str]:
+        """The command that, run outside, runs `argv` in this host, in `folder` or the current."""
+        spaces = ["--net", "--mount", "--pid", "--uts", f"--wdns={folder or Path.cwd()}"]
+        return [need("nsenter"), f"--target={self.pid}", *spaces, "--", *argv]
+
+    def tx_bytes(self) -> int:
+        """Bytes that have left this host by its interface, headers included."""
+        return interface_counter(Path(f"/proc/{self.pid}/net/dev"), INTERFACE, 8)
+
+    def rx_bytes(self) -> int:
+        """Bytes that have reached this host by its interface, headers included."""
+        return interface_counter(Path(f"/proc/{self.pid}/net/dev"), INTERFACE, 0)
+
+    def processes(self) -> list[psutil.Process]:
+        """What runs in this host, without its sshd; nothing once the host is gone."""
+        own = namespace(self.pid)
+        found: list[psutil.Process] = []
+        if own is None:
+            return found
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                dead = process.status() == psutil.STATUS_ZOMBIE
+                if not dead and process.name() != "sshd" and namespace(process.pid) == own:
+                    found.append(process)
+        return found
+
+
+def namespace(pid: int) -> str | None:
+    """Identity of the process namespace that `pid` lives in; None if it has ended."""
+    try:
+        os.readlink(f"/proc/{pid}/ns/net")  # a process that waits to be collected has none
+        return os.readlink(f"/proc/{pid}/ns/pid")
+    except OSError:
+        return None
 
 
 class EmulatedHosts:
@@ -81,8 +169,7 @@ class EmulatedHosts:
         self._pids: list[int] = []
 
     def __enter__(self) -> EmulatedHosts:
-        reasons = missing()
-        if reasons:
+        if reasons := missing():
             raise HostsError(
                 Problem(
                     where="this machine",
@@ -101,12 +188,7 @@ class EmulatedHosts:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.down()
 
     def down(self) -> None:
@@ -142,10 +224,6 @@ class EmulatedHosts:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder = Path()
 
-    def hostfile(self, slots: int = 1) -> str:
-        """The text of DeepSpeed's hostfile for these hosts."""
-        return "".join(f"{host.name} slots={slots}\n" for host in self.hosts)
-
     def set_rate(self, rate_mbit: float | None) -> None:
         """Give every link another rate at once; what is under way goes on at that rate."""
         self.rate_mbit = rate_mbit
@@ -158,18 +236,17 @@ class EmulatedHosts:
         self._record()
         names = [f"host{i}" for i in range(self.count)]
         addresses = [f"10.77.0.{i + 1}" for i in range(self.count)]
-        write_files(self.folder, names, addresses)
+        _write_ssh_files(self.folder, dict(zip(names, addresses, strict=True)))
         self._start(["sleep", "infinity"])  # the switch
         for name in names:
             first = ["sh", "-c", _FIRST_PROCESS, "sh", str(self.folder), name, need("sshd")]
             self._start(first, log=self.folder / f"{name}.log")
-        for process in self._first:
-            self._pids.append(_child_of(process))
+        self._pids += map(_child_of, self._first)
         self._record()
         pids = self._pids
         inside = _in_network(pids[0])
-        call([*inside, "ip", "link", "add", "switch", "type", "bridge"])
-        call([*inside, "ip", "link", "set", "switch", "up"])
+        _call([*inside, "ip", "link", "add", "switch", "type", "bridge"])
+        _call([*inside, "ip", "link", "set", "switch", "up"])
         for i, pid in enumerate(pids[1:]):
             self._link(inside, f"port{i}", pid, addresses[i])
         self.hosts = tuple(map(Host, names, addresses, pids[1:]))
@@ -189,37 +266,35 @@ class EmulatedHosts:
     def _link(self, switch: list[str], port: str, pid: int, address: str) -> None:
         host = _in_network(pid)
         peer = ["peer", "name", INTERFACE, "netns", str(pid)]
-        call([*switch, "ip", "link", "add", port, "type", "veth", *peer])
-        call([*switch, "ip", "link", "set", port, "master", "switch", "up"])
-        call([*host, "ip", "address", "add", f"{address}/24", "dev", INTERFACE])
-        call([*host, "ip", "link", "set", INTERFACE, "up"])
+        _call([*switch, "ip", "link", "add", port, "type", "veth", *peer])
+        _call([*switch, "ip", "link", "set", port, "master", "switch", "up"])
+        _call([*host, "ip", "address", "add", f"{address}/24", "dev", INTERFACE])
+        _call([*host, "ip", "link", "set", INTERFACE, "up"])
         # what the host sends, and what the switch sends to it
         self._shape(host, INTERFACE)
         self._shape(switch, port)
 
     def _shape(self, where: list[str], device: str) -> None:
-        tc = [*where, "tc", "qdisc"]
-        if self.rate_mbit is None:
-            call([*tc, "replace", "dev", device, "root", "noqueue"])
-            return
-        # what a link that was idle may send at once: a segment of 64 KiB, or what passes in 1 ms
-        burst_bytes = round(max(_SEGMENT_BYTES, self.rate_mbit * 1e6 / 8 * 1e-3))
-        limit = ["rate", f"{self.rate_mbit}mbit", "burst", f"{burst_bytes}b", "latency", "100ms"]
-        call([*tc, "replace", "dev", device, "root", "tbf", *limit])
+        queue = ["noqueue"]
+        if self.rate_mbit is not None:
+            # what a link that was idle may send at once: a segment of 64 KiB, or 1 ms of its rate
+            burst_bytes = round(max(_SEGMENT_BYTES, self.rate_mbit * 1e6 / 8 * 1e-3))
+            queue = ["tbf", "rate", f"{self.rate_mbit}mbit", "burst", f"{burst_bytes}b"]
+            queue += ["latency", "100ms"]
+        _call([*where, "tc", "qdisc", "replace", "dev", device, "root", *queue])
 
-    def _start(self, argv: list[str], log: Path | None = None) -> subprocess.Popen[bytes]:
+    def _start(self, argv: list[str], log: Path | None = None) -> None:
         with (log or Path(os.devnull)).open("wb") as sink:
             process = subprocess.Popen(
-                [need("unshare"), *SPACES, *argv],
+                [need("unshare"), *_SPACES, *argv],
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "PATH": path()},
+                env={**os.environ, "PATH": _path()},
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
             )
         self._first.append(process)
-        return process
 
     def _wait_for_ssh(self, host: Host) -> None:
         ssh = [need("ssh"), "-F", f"{self.folder}/ssh_config", host.name, "true"]
@@ -241,6 +316,51 @@ class EmulatedHosts:
                     )
                 )
             time.sleep(0.1)
+
+
+def _write_ssh_files(folder: Path, addresses: dict[str, str]) -> None:
+    """`ssh_config` for the client, `NAME.sshd` for each host, keys, and what is laid over /etc."""
+    for key in ("host_key", "user_key"):
+        keygen = [need("ssh-keygen"), "-q", "-t", "ed25519", "-N", "", "-C", "ds_ckpt"]
+        _call([*keygen, "-f", str(folder / key)])
+    host_key = (folder / "host_key.pub").read_text()
+    reached = [f"[{name}]:{SSH_PORT}" for name in (*addresses, *addresses.values())]
+    (folder / "known_hosts").write_text("".join(f"{r} {host_key}" for r in reached))
+    names = "".join(f"{address} {name}\n" for name, address in addresses.items())
+    (folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
+    (folder / "shadow").write_text("root:*:19000:0:99999:7:::\n")
+    (folder / "shadow").chmod(0o600)
+    (folder / "ssh_config").write_text(
+        f"Port {SSH_PORT}\nUser root\nIdentityFile {folder}/user_key\nIdentitiesOnly yes\n"
+        f"UserKnownHostsFile {folder}/known_hosts\nStrictHostKeyChecking yes\nBatchMode yes\n"
+        "ConnectTimeout 10\nServerAliveInterval 5\nServerAliveCountMax 3\n"
+    )
+    for name, address in addresses.items():
+        (folder / f"{name}.sshd").write_text(
+            f"Port {SSH_PORT}\nListenAddress {address}\nHostKey {folder}/host_key\n"
+            f"AuthorizedKeysFile {folder}/user_key.pub\nPidFile none\nUsePAM no\n"
+            "StrictModes no\nPermitRootLogin prohibit-password\nPasswordAuthentication no\n"
+            "UseDNS no\nMaxStartups 100\nPrintMotd no\n"
+        )
+
+
+def _call(argv: Sequence[str]) -> None:
+    """Run a tool; HostsError with its words if it fails."""
+    environment = {**os.environ, "PATH": _path()}
+    result = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=_CALL_S)
+    if result.returncode:
+        raise HostsError(
+            Problem(
+                where=" ".join(argv),
+                found=f"exit code {result.returncode}: {result.stderr.strip()}",
+                why="the hosts and their links are made with it",
+                remedy="look whether this kernel and its tools offer what was asked for",
+            )
+        )
+
+
+def _path() -> str:
+    return f"{os.environ.get('PATH', '')}:{_SYSTEM_FOLDERS}"
 
 
 def _die_with_parent() -> None:

@@ -1,6 +1,6 @@
 """Measures the links between hosts with mpi4py; torch is not imported.
 
-    mpirun -n HOSTS --hostfile H --map-by node python -m ds_ckpt.harness.link_probe --out F
+    mpirun -n HOSTS --hostfile H --map-by node python -m ds_ckpt.hosts.probe --out F
 
 Runs with one process a host. For each pair of hosts in turn, while the others wait:
 
@@ -10,7 +10,8 @@ Runs with one process a host. For each pair of hosts in turn, while the others w
 
 A stream begins with a run-up that is not timed: a shaper's burst allowance and TCP's slow start lie
 in it. What is timed is payload; headers take 4 to 5% of an Ethernet link with frames of 1500 bytes,
-so payload at 95.6% of a link's nominal rate is a full link.
+so payload at 95.6% of a link's nominal rate is a full link. mpi4py's own `bench pingpong` times
+round trips of two processes alone: no direction, no two streams at once, no run-up.
 
 `Links` is what others read: the planner, `ds-ckpt probe`.
 """
@@ -20,17 +21,27 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import importlib.util
 import json
 import os
+import shutil
 import statistics
+import sys
+import tempfile
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ds_ckpt.errors import Problem, UnsupportedError
+from ds_ckpt.hosts.emulated import EmulatedHosts
+from ds_ckpt.hosts.launcher import Emulated, LaunchError, Prepared, run
+
 FORMAT = "ds_ckpt links 1"
 _PINGS = 60
+_START_S, _PAIR_S = 60.0, 30.0
 _RUN_UP_S = 0.4
 _UNDER_WAY_S = 0.5
 """How much of a link's time is under way at once: more than what queues on the way may hold."""
@@ -207,6 +218,70 @@ def _rate(arrivals_s: list[float], size: int) -> float:
     if len(timed_s) < 2 or timed_s[-1] == timed_s[0]:
         return 0.0
     return (len(timed_s) - 1) * size / (timed_s[-1] - timed_s[0])
+
+
+def probe_emulated(hosts: EmulatedHosts, *, seconds: float = 1.0) -> Links:
+    """The links between emulated hosts that are up. Raises as `probe_hostfile`."""
+    backend = Emulated(hosts)
+    hostfile = hosts.folder / "hostfile"
+    return _mpirun(hosts.count, hostfile, seconds, backend.prepare)
+
+
+def probe_hostfile(hostfile: Path, *, seconds: float = 1.0) -> Links:
+    """The links between the machines of a hostfile, reached as `mpirun` reaches them.
+
+    They need this Python environment at the same path, as `deepspeed --hostfile` does too.
+
+    Raises:
+        UnsupportedError: no mpi4py, no mpirun, or a hostfile with fewer than two hosts.
+        LaunchError: mpirun failed or did not end; the message has what it said.
+    """
+    lines = [line.split("#")[0].split() for line in hostfile.read_text().splitlines()]
+    count = len({words[0] for words in lines if words})
+    if count < 2:
+        raise UnsupportedError(
+            Problem(
+                where=str(hostfile),
+                found=f"{count} hosts",
+                why="a link has two ends",
+                remedy="name at least two, one a line: `host1 slots=8`",
+            ),
+            headline="there is no link to probe",
+        )
+    here = dict(os.environ)
+    return _mpirun(count, hostfile.resolve(), seconds, lambda argv, _: Prepared([*argv], here))
+
+
+def _mpirun(
+    count: int,
+    hostfile: Path,
+    seconds: float,
+    prepare: Callable[[Sequence[str], Path], Prepared],
+) -> Links:
+    problems = []
+    if importlib.util.find_spec("mpi4py") is None:
+        found, remedy = "mpi4py is not installed", "pip install 'ds_ckpt[mpi]'"
+        problems.append(Problem("mpi4py", found, "the probe speaks MPI", remedy))
+    beside = Path(sys.executable).with_name("mpirun")
+    mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
+    if mpirun is None:
+        why = "it starts the probe on every host"
+        remedy = "install Open MPI (Debian package openmpi-bin) on every host"
+        problems.append(Problem("mpirun", "not on the PATH", why, remedy))
+    if mpirun is None or problems:
+        raise UnsupportedError(problems, headline="links cannot be probed here")
+    argv = [mpirun, "-n", str(count), "--hostfile", str(hostfile), "--map-by", "ppr:1:node"]
+    argv += [sys.executable, "-m", "ds_ckpt.hosts.probe", f"--seconds={seconds}"]
+    limit_s = _START_S + count * (count - 1) // 2 * (_PAIR_S + 3 * seconds)
+    with tempfile.TemporaryDirectory(prefix="ds_ckpt_probe_") as temporary:
+        folder = Path(temporary)
+        out = folder / "links.json"
+        try:
+            run(prepare([*argv, f"--out={out}"], folder), folder, limit_s=limit_s)
+        except LaunchError as error:
+            headline = "the link probe did not finish; `mpirun ... hostname` is the shortest test"
+            raise LaunchError(error.problems, headline=headline) from None
+        return Links.load(out)
 
 
 def main() -> None:

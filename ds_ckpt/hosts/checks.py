@@ -10,10 +10,12 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 from ds_ckpt.errors import DsCkptError, Problem
-from ds_ckpt.harness.experiment.grounds import SSH_S, Ground
 
+SSH_S = 12.0
+"""What a host may take to answer ssh."""
 LIMIT_S = 2 * SSH_S + 5
 MODULES = ("ds_ckpt", "deepspeed", "torch", "transformers")
 _LOOK = """
@@ -31,33 +33,43 @@ print("ds_ckpt-look", json.dumps({"missing": missing, "taken": taken}))
 """
 
 
+class Reachable(Protocol):
+    """Hosts that can be asked: see `launcher.Backend`."""
+
+    names: tuple[str, ...]
+    port: int
+
+    def on(self, host: str, argv: Sequence[str]) -> subprocess.CompletedProcess[str]: ...
+    def gone(self) -> list[str]: ...
+
+
 class HostError(DsCkptError, RuntimeError):
     """A host cannot take part, or has dropped out."""
 
     headline = "not every host can take part"
 
 
-def check_hosts(ground: Ground) -> None:
+def check_hosts(hosts: Reachable) -> None:
     """Look at every host at once: ssh, this Python, its modules, the first one's port.
 
     Raises HostError with all that was found.
     """
-    with ThreadPoolExecutor(len(ground.names)) as pool:
-        found = list(pool.map(lambda name: _look(ground, name), ground.names))
+    with ThreadPoolExecutor(len(hosts.names)) as pool:
+        found = list(pool.map(lambda name: _look(hosts, name), hosts.names))
     problems = [problem for host in found for problem in host]
     if problems:
         raise HostError(problems)
 
 
-def unreachable(ground: Ground) -> list[Problem]:
+def unreachable(hosts: Reachable) -> list[Problem]:
     """The hosts that have stopped to answer, for a run that has failed."""
-    gone = ground.gone()
-    if gone and gone[0] == ground.names[0]:
+    gone = hosts.gone()
+    if gone and gone[0] == hosts.names[0]:
         asked: Sequence[str] = gone  # all others are reached by way of the first one
     else:
-        asked = ground.names
+        asked = hosts.names
     with ThreadPoolExecutor(len(asked)) as pool:
-        answers = list(pool.map(lambda name: _answer(ground, name), asked))
+        answers = list(pool.map(lambda name: _answer(hosts, name), asked))
     return [
         Problem(
             where=name,
@@ -71,68 +83,45 @@ def unreachable(ground: Ground) -> list[Problem]:
     ]
 
 
-def _answer(ground: Ground, name: str) -> str | None:
+def _answer(hosts: Reachable, name: str) -> str | None:
     """None if the host answers, else why not."""
-    if name in ground.gone():
+    if name in hosts.gone():
         return "the host is not there any more"
     try:
-        result = ground.on(name, ["true"])
+        result = hosts.on(name, ["true"])
     except subprocess.TimeoutExpired:
         return f"ssh has said nothing for {SSH_S:.0f} s"
     return None if result.returncode == 0 else result.stderr.strip() or "ssh failed"
 
 
-def _look(ground: Ground, name: str) -> list[Problem]:
-    port = ground.port if name == ground.names[0] else 0
+def _look(hosts: Reachable, name: str) -> list[Problem]:
+    """What keeps a host from taking part."""
+    port = hosts.port if name == hosts.names[0] else 0
     command = [sys.executable, "-c", _LOOK, str(port), ",".join(MODULES)]
+    silent = ""
     try:
-        result = ground.on(name, command)
+        result = hosts.on(name, command)
+        if result.returncode == 255:
+            silent = result.stderr.strip() or "ssh failed"
     except subprocess.TimeoutExpired:
-        return [_no_ssh(name, f"nothing for {SSH_S:.0f} s")]
-    if result.returncode == 255:
-        return [_no_ssh(name, result.stderr.strip())]
+        silent = f"nothing for {SSH_S:.0f} s"
+    if silent:
+        found, why = f"no answer to ssh: {silent}", "deepspeed starts the processes over it"
+        remedy = f"make `ssh {name} true` work without a password from the first host"
+        return [Problem(name, found, why, remedy)]
     lines = [line for line in result.stdout.splitlines() if line.startswith("ds_ckpt-look ")]
     if result.returncode or not lines:
-        return [
-            Problem(
-                where=name,
-                found=f"{sys.executable} fails there: {(result.stderr or result.stdout).strip()}",
-                why="every host runs the same Python at the same path",
-                remedy="install this environment there, at this path",
-            )
-        ]
-    return _judged(name, port, json.loads(lines[0].partition(" ")[2]))
-
-
-def _judged(name: str, port: int, seen: dict[str, object]) -> list[Problem]:
+        said = (result.stderr or result.stdout).strip()
+        why = "every host runs the same Python at the same path"
+        remedy = "install this environment there, at this path"
+        return [Problem(name, f"{sys.executable} fails there: {said}", why, remedy)]
     problems = []
+    seen = json.loads(lines[0].partition(" ")[2])
     if seen["missing"]:
-        missing = seen["missing"]
-        assert isinstance(missing, list)
-        problems.append(
-            Problem(
-                where=name,
-                found=f"no module {', '.join(missing)}",
-                why=f"the launched training imports it, with {sys.executable}",
-                remedy="install it there: pip install 'ds_ckpt[hf]' in that environment",
-            )
-        )
+        why = f"the launched training imports it, with {sys.executable}"
+        remedy = "install it there: pip install 'ds_ckpt[hf]' in that environment"
+        problems.append(Problem(name, f"no module {', '.join(seen['missing'])}", why, remedy))
     if seen["taken"]:
-        problems.append(
-            Problem(
-                where=name,
-                found=f"port {port} is taken ({seen['taken']})",
-                why="the processes meet there",
-                remedy="end what listens on it, or name another one: --port",
-            )
-        )
+        why, remedy = "the processes meet there", "end what listens on it, or name another: --port"
+        problems.append(Problem(name, f"port {port} is taken ({seen['taken']})", why, remedy))
     return problems
-
-
-def _no_ssh(name: str, said: str) -> Problem:
-    return Problem(
-        where=name,
-        found=f"no answer to ssh: {said}",
-        why="deepspeed starts the processes over it",
-        remedy=f"make `ssh {name} true` work without a password from the first host",
-    )
