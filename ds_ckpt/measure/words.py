@@ -184,7 +184,10 @@ def _ceiling(rows: Mapping[str, Row], method: str) -> str:
 def _time(one: Comparison, rows: Sequence[Row]) -> str:
     """Of one rate against one baseline; what the interval does not tell apart is no difference."""
     faster = one.values["faster"]
-    ratio = f"{number(faster.value)}x ({number(faster.low)} to {number(faster.high)})"
+    interval = f"{number(faster.low)} to {number(faster.high)}"
+    if one.repetitions < 2:
+        interval = "once, without an interval"
+    ratio = f"{number(faster.value)}x ({interval})"
     if faster.low > 1:
         verdict = f"is {ratio} faster than {one.baseline}'s"
     elif faster.high < 1:

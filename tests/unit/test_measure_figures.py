@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ds_ckpt.hosts.interfaces import Sent
-from ds_ckpt.measure import figures
 from ds_ckpt.measure.figures import DERIVED, MEASURED, Measured, Take, number, put_together, taken
 from ds_ckpt.measure.findings import SETTLED_REPETITIONS, Comparison, crossing, find
 from ds_ckpt.measure.records import StepTime, Store, Trial
@@ -55,7 +55,7 @@ def test_every_figure_is_its_definition(baseline: str, rate: float) -> None:
     }
     found = _compared(baseline, rate).values
     assert {name: e.value for name, e in found.items()} == pytest.approx(expected)
-    for estimate in found.values():  # all rounds are alike
+    for estimate in found.values():  # all repetitions are alike
         assert estimate.low == pytest.approx(estimate.value) == estimate.high
 
 
@@ -100,16 +100,22 @@ def _repetitions(values: list[float]) -> Repetitions:
     )
 
 
-def test_a_new_figure_is_one_entry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Taken in the processes, put together, kept on disk, shown in the tables."""
-    loss = Measured("loss", "loss", "nat", take=lambda take: max(take.losses), over=min)
-    monkeypatch.setattr(figures, "MEASURED", [*MEASURED, loss])
+@pytest.fixture
+def loss() -> Iterator[Measured]:
+    """A figure that somebody has registered."""
+    one = Measured("loss", "loss", "nat", take=lambda take: max(take.losses), over=min)
+    MEASURED.append(one)
+    yield one
+    MEASURED.remove(one)
+
+
+def test_a_new_figure_is_one_entry(loss: Measured, tmp_path: Path) -> None:
+    """Taken in the processes, put together, kept on disk, shown with its unit."""
     everyone = [
         taken(Take([_step(1.0), _step(2.0)], losses, Sent(3, 40), leads))
         for losses, leads in (([5.0, 7.0], True), ([6.0, 6.5], False))
     ]
-    together = put_together(everyone)
-    assert together == {"interface_bytes": 20.0, "loss": 6.5}
+    assert put_together(everyone) == {"interface_bytes": 20.0, "loss": 6.5}
     store = Store(tmp_path / "samples.jsonl")
     store.append(
         [
@@ -117,9 +123,9 @@ def test_a_new_figure_is_one_entry(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
             for s in known.samples()
         ]
     )
-    monkeypatch.setattr("ds_ckpt.measure.findings.MEASURED", figures.MEASURED)
-    row = find(known.SPEC, store.read()).rows[0]
-    assert row.text("loss") == "6.50"
+    findings = find(known.SPEC, store.read())
+    assert findings.rows[0].text("loss") == "6.50"
+    assert findings.content()["rows"][0]["loss"] == 6.5
     assert loss.heading == "loss, nat"
     plain = find(known.SPEC, known.samples()).rows[0]  # of a run that has not taken it
     assert plain.text("loss") == "-"
@@ -154,7 +160,7 @@ def test_a_row_has_what_its_samples_say() -> None:
 KEY = Key("none/stock", 4)
 
 
-def test_one_slow_round_moves_neither_median_nor_parts() -> None:
+def test_one_slow_repetition_moves_neither_median_nor_parts() -> None:
     point = _repetitions([1.0, 1.1, 0.9, 1.0, 50.0]).lookup()(KEY)
     assert point.step_s == 1.0
     assert point.parts_s["compute_forward"] == pytest.approx(1.0, rel=0.1)
@@ -170,7 +176,7 @@ def test_an_interval_holds_the_median_of_resampled_repetitions() -> None:
 
 
 @pytest.mark.parametrize("count", [4, 8])
-def test_an_interval_of_few_rounds_holds_the_truth_as_often_as_it_says(count: int) -> None:
+def test_an_interval_of_few_repetitions_holds_the_truth_as_often_as_it_says(count: int) -> None:
     """In 95% of trials, or about that; the draws' own percentiles would hold it in 85 to 88%."""
     draw = random.Random(count)
     held = 0
@@ -183,8 +189,8 @@ def test_an_interval_of_few_rounds_holds_the_truth_as_often_as_it_says(count: in
     assert held >= 91
 
 
-def test_a_slow_round_is_slow_for_both_sides_of_a_difference() -> None:
-    """Rounds are drawn for all cells at once: what they share cancels."""
+def test_a_slow_repetition_is_slow_for_both_sides_of_a_difference() -> None:
+    """Repetitions are drawn for all configurations at once: what they share cancels."""
     spec = known.SPEC
     found = find(spec, known.samples(spec, drift=0.5))
     figures = [f for f in found.comparisons if f.rate_mbit == 100.0]
@@ -234,8 +240,8 @@ def test_draws_in_which_recomputing_costs_nothing_leave_no_interval() -> None:
 
 
 @pytest.mark.parametrize("kept", [1, 5, 8])
-def test_a_rate_without_a_whole_round_is_left_out(kept: int) -> None:
-    """Stopped in the first round at the last rate, after some cells had their turn."""
+def test_a_rate_without_a_whole_repetition_is_left_out(kept: int) -> None:
+    """Stopped in the first repetition at the last rate, after some had their trial."""
     names = [one.name for one in known.SPEC.configurations][:kept]
     found = [
         s
