@@ -106,11 +106,11 @@ def begin(description: str) -> tuple[Heartbeat, dict[str, Any]]:
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--folder", type=Path, required=True, help="process 0 reads and writes it")
-    parser.add_argument("--launch", required=True, help="the name of this launch")
+    parser.add_argument("--token", required=True, help="the name of this launch")
     parser.add_argument("--stall-s", type=float, required=True, help="end after so long a silence")
     parser.add_argument("--local_rank", type=int, default=0, help="given by the launcher, unused")
     arguments = parser.parse_args()
-    heartbeat = Heartbeat(arguments.folder, launch=arguments.launch, stall_s=arguments.stall_s)
+    heartbeat = Heartbeat(arguments.folder, launch=arguments.token, stall_s=arguments.stall_s)
     import deepspeed
     import torch.distributed as dist
     from deepspeed.accelerator import get_accelerator

@@ -113,7 +113,7 @@ def launch(
                 )
             )
 
-    arguments = [f"--folder={folder}", f"--launch={listener.launch}", f"--stall-s={stall_s}"]
+    arguments = [f"--folder={folder}", f"--token={listener.launch}", f"--stall-s={stall_s}"]
     with signals_as_exit():
         try:
             argv = ["--module", module, *arguments]

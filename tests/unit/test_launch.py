@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+from deepspeed.launcher.runner import parse_args
 
 from ds_ckpt.errors import Problem
 from ds_ckpt.hosts import HostsError, checks, cpu_op, launcher
@@ -32,12 +33,12 @@ import argparse, json, os, sys, time
 from pathlib import Path
 from ds_ckpt.hosts.heartbeat import JOB, Heartbeat
 parser = argparse.ArgumentParser()
-for name in ("--module", "--launch", "--folder"):
+for name in ("--module", "--token", "--folder"):
     parser.add_argument(name)
 parser.add_argument("--stall-s", type=float)
 given = parser.parse_args()
 folder = Path(given.folder)
-process = Heartbeat(folder, launch=given.launch, stall_s=600)
+process = Heartbeat(folder, launch=given.token, stall_s=600)
 process.lead()
 print("pid", os.getpid(), flush=True)
 job = json.loads((folder / JOB).read_text())
@@ -54,6 +55,7 @@ class Hosts(Backend):
         self.code, self.answers = code, answers
         self.rates: list[float | None] = []
         self.asked: list[list[str]] = []
+        self.argv: list[str] = []
         self.ended = False
 
     def on(self, host: str, argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
@@ -66,6 +68,7 @@ class Hosts(Backend):
         return subprocess.CompletedProcess(list(argv), code, out, err)
 
     def prepare(self, argv: Sequence[str], folder: Path) -> Prepared:
+        self.argv = list(argv)
         command = [sys.executable, "-c", MODULE + self.code, *argv[1:]]
         return Prepared(command, dict(os.environ))
 
@@ -163,6 +166,9 @@ def test_the_module_gets_its_job_tells_and_asks(tmp_path: Path) -> None:
     launch(hosts, "m", {"word": "hello"}, tmp_path, stall_s=60, heard=told.append)
     assert told == [{"words": "hello"}, {"n": 2}]
     assert hosts.rates == [50.0]
+    _, _, module, *arguments = hosts.argv
+    parsed = parse_args(["--num_gpus=2", *hosts.argv[1:]])  # none is taken for one of DeepSpeed's
+    assert (parsed.user_script, parsed.user_args) == (module, arguments)
 
 
 def test_what_came_before_a_failure_is_heard(tmp_path: Path) -> None:
