@@ -38,12 +38,12 @@ def worker(spec: dict[str, Any], folder: Path) -> None:
     import torch.distributed as dist
     from torch.profiler import ProfilerActivity, profile, record_function
 
-    from ds_ckpt.harness.experiment.cell import Running
-    from ds_ckpt.harness.experiment.plan import Cell, Spec
+    from ds_ckpt.measure.spec import Configuration, Spec
+    from ds_ckpt.measure.worker import Running
 
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    one = Running(Cell.of(spec["cell"]), Spec())
+    one = Running(Configuration.of(spec["cell"]), Spec())
     generator = torch.Generator().manual_seed(dist.get_rank())
     batch = torch.randint(0, 256, (4, 128), generator=generator)
     for _ in range(4):

@@ -17,7 +17,7 @@ for layout in ${LAYOUTS:-2x1 2x2}; do
   for run in 1 2; do
     "$venv/bin/ds-ckpt" measure --output "$folder/$layout-$run" \
       --hosts "${layout%x*}" --slots "${layout#*x}" --rates 50mbit,200mbit,1gbit,unlimited \
-      --rounds "${ROUNDS:-5}" --shape "${SHAPE:-}" --stall-s 300
+      --repetitions "${ROUNDS:-5}" --shape "${SHAPE:-}" --stall-s 300
   done
   "$venv/bin/ds-ckpt" report "$folder/$layout-1" --against "$folder/$layout-2" || failed=1
 done

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ds_ckpt.harness.experiment.records import Store, Turn
+from ds_ckpt.measure.records import Store, Trial
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -32,7 +32,7 @@ def test_the_experiment_runs_without_root_and_says_that_the_link_is_not_shaped(
         )
     )
     options = ["--shape=hidden_size=256,layers=2,intermediate_size=688,heads=4", "--tokens=32"]
-    options += ["--rounds=1", "--steps=1", "--loss-steps=2", f"--methods={mine}"]
+    options += ["--repetitions=1", "--steps=1", "--loss-steps=2", f"--methods={mine}"]
     command = [sys.executable, "-m", "ds_ckpt.cli", "measure", "--loopback", f"--output={folder}"]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
@@ -40,17 +40,17 @@ def test_the_experiment_runs_without_root_and_says_that_the_link_is_not_shaped(
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "NOT SHAPED" in result.stdout
-    turns = [s for s in Store(folder / "samples.jsonl").read() if isinstance(s, Turn)]
-    assert {t.cell for t in turns if not t.equal_memory} == {
+    trials = [s for s in Store(folder / "samples.jsonl").read() if isinstance(s, Trial)]
+    assert {t.configuration for t in trials if not t.equal_memory} == {
         f"{policy}/{method}"
         for policy in ("none", "block")
         for method in ("stock", "dense", "mine", "silent")
     }
-    reduced = {t.cell: t.purpose_bytes["reduce"] for t in turns if not t.equal_memory}
+    reduced = {t.configuration: t.purpose_bytes["reduce"] for t in trials if not t.equal_memory}
     assert 0 < reduced["none/mine"] < reduced["none/dense"] / 3
-    for turn in turns:
-        assert turn.rate_mbit is None
-        for step in turn.steps:
+    for trial in trials:
+        assert trial.rate_mbit is None
+        for step in trial.steps:
             assert sum(step.parts_s.values()) == pytest.approx(step.step_s, rel=0.03)
     page = (folder / "report.html").read_text()
     assert "NOT SHAPED" in page

@@ -14,13 +14,13 @@ import psutil
 import pytest
 from rich.console import Console
 
-from ds_ckpt.harness.experiment.plan import Spec
-from ds_ckpt.harness.experiment.records import Store
-from ds_ckpt.harness.experiment.run import measure
 from ds_ckpt.hosts import INTERFACE, EmulatedHosts
 from ds_ckpt.hosts.checks import LIMIT_S, HostError, check_hosts
 from ds_ckpt.hosts.emulated import namespace
 from ds_ckpt.hosts.launcher import Emulated
+from ds_ckpt.measure.records import Store
+from ds_ckpt.measure.run import measure
+from ds_ckpt.measure.spec import Spec
 
 STALL_S = 20.0
 BOUND_S = STALL_S + LIMIT_S + 15
@@ -28,7 +28,7 @@ BOUND_S = STALL_S + LIMIT_S + 15
 SHAPE = {"hidden_size": 64, "layers": 2, "intermediate_size": 128, "heads": 2}
 SPEC = Spec(
     rates=(None,),
-    rounds=500,
+    repetitions=500,
     tokens=32,
     loss_steps=0,
     equal_memory=False,
@@ -120,7 +120,7 @@ def _fails_in_mid_run(
         measure(
             SPEC,
             folder,
-            ground=Emulated(hosts),
+            backend=Emulated(hosts),
             console=Console(quiet=True),
             stall_s=STALL_S,
             limit_s=300,

@@ -13,17 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from ds_ckpt.harness.experiment.like import cluster
-from ds_ckpt.harness.experiment.parts import PARTS
-from ds_ckpt.harness.experiment.records import Loss, Memory, Sample, Store, Timeline, Turn
-from ds_ckpt.harness.experiment.report import Report
 from ds_ckpt.hosts import EmulatedHosts
 from ds_ckpt.hosts.emulated import namespace
 from ds_ckpt.hosts.launcher import MASTER_PORT, Emulated, run_in_foreground
 from ds_ckpt.hosts.records import all_sets
+from ds_ckpt.measure.cluster import cluster
+from ds_ckpt.measure.parts import PARTS
+from ds_ckpt.measure.records import Loss, Memory, Sample, Store, Timeline, Trial
+from ds_ckpt.measure.report import Report
 
 COMMAND = [sys.executable, "-m", "ds_ckpt.cli"]
-SMALL = ["--shape=hidden_size=256,layers=2,intermediate_size=688,heads=4", "--rounds=1"]
+SMALL = ["--shape=hidden_size=256,layers=2,intermediate_size=688,heads=4", "--repetitions=1"]
 SMALL += ["--steps=2", "--loss-steps=2", "--tokens=32", "--batches=2"]
 RATES = (200.0, None)
 
@@ -32,15 +32,15 @@ def samples(folder: Path) -> list[Sample]:
     return Store(folder / "samples.jsonl").read()
 
 
-def turns(folder: Path) -> list[Turn]:
-    return [s for s in samples(folder) if isinstance(s, Turn)]
+def trials(folder: Path) -> list[Trial]:
+    return [s for s in samples(folder) if isinstance(s, Trial)]
 
 
-def wait_for_turns(folder: Path, process: subprocess.Popen[str], count: int = 2) -> None:
+def wait_for_trials(folder: Path, process: subprocess.Popen[str], count: int = 2) -> None:
     limit = time.monotonic() + 240
-    while len(turns(folder)) < count:
+    while len(trials(folder)) < count:
         assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < limit, "no turn was measured in time"
+        assert time.monotonic() < limit, "no trial was measured in time"
         time.sleep(0.1)
 
 
@@ -70,7 +70,7 @@ def test_a_run_that_was_killed_goes_on_where_it_was(can_emulate: None, tmp_path:
     folder = tmp_path / "run"
     arguments = [f"--output={folder}", "--rates=200mbit,unlimited", *SMALL]
     process = start(arguments)
-    wait_for_turns(folder, process)
+    wait_for_trials(folder, process)
     (hosts,) = [found for found in all_sets() if found.owner.pid == process.pid]
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
@@ -88,7 +88,7 @@ def test_a_run_that_was_killed_goes_on_where_it_was(can_emulate: None, tmp_path:
     assert content.startswith(before), "what was measured before the kill is kept"
     keys = [json.loads(line) for line in content.splitlines()]
     again = [k for k in keys if k["kind"] == "turn"]
-    assert len(again) == len(turns(folder)), "no turn is measured twice"
+    assert len(again) == len(trials(folder)), "no trial is measured twice"
     data = json.loads((folder / "report.json").read_text())
     assert [run["ended_well"] for run in data["runs"]] == [False, True]  # the first was killed
     assert ", killed" in (folder / "report.md").read_text()
@@ -96,39 +96,41 @@ def test_a_run_that_was_killed_goes_on_where_it_was(can_emulate: None, tmp_path:
 
 @pytest.mark.timeout(1200)
 def test_every_cell_took_its_turn_at_every_rate(measured: Path) -> None:
-    cells = [f"{p}/{m}" for p in ("none", "block") for m in ("stock", "dense", "4bit", "silent")]
-    usual = {(t.cell, t.rate_mbit) for t in turns(measured) if not t.equal_memory}
-    assert usual == {(cell, rate) for cell in cells for rate in RATES}
-    large = {(t.cell, t.rate_mbit) for t in turns(measured) if t.equal_memory}
+    names = [f"{p}/{m}" for p in ("none", "block") for m in ("stock", "dense", "4bit", "silent")]
+    usual = {(t.configuration, t.rate_mbit) for t in trials(measured) if not t.equal_memory}
+    assert usual == {(name, rate) for name in names for rate in RATES}
+    large = {(t.configuration, t.rate_mbit) for t in trials(measured) if t.equal_memory}
     assert large == {(f"block/{m}", r) for m in ("stock", "dense", "4bit") for r in RATES}
-    lines = {(s.cell, s.rate_mbit) for s in samples(measured) if isinstance(s, Timeline)}
+    lines = {(s.configuration, s.rate_mbit) for s in samples(measured) if isinstance(s, Timeline)}
     assert lines == usual
 
 
 def test_the_parts_of_a_step_add_up_to_the_step_within_3_percent(measured: Path) -> None:
     """The step has a clock of its own, read once before and once after."""
-    for turn in turns(measured):
-        for step in turn.steps:
+    for trial in trials(measured):
+        for step in trial.steps:
             assert set(step.parts_s) == set(PARTS)
-            assert sum(step.parts_s.values()) == pytest.approx(step.step_s, rel=0.03), turn.key
+            assert sum(step.parts_s.values()) == pytest.approx(step.step_s, rel=0.03), trial.key
             assert min(step.parts_s.values()) >= 0
-            recomputes = turn.cell.startswith("block")
+            recomputes = trial.configuration.startswith("block")
             assert (step.parts_s["recompute"] > 0) == recomputes
             assert (step.parts_s["network_recompute"] > 0) == recomputes
             assert step.parts_s["network_forward"] > 0
 
 
 def test_interface_bytes_are_the_sum_of_the_purposes_within_3_percent(measured: Path) -> None:
-    for turn in turns(measured):
-        counted = sum(turn.purpose_bytes.values())
-        assert turn.interface_bytes == pytest.approx(counted, rel=0.03), turn.key
+    for trial in trials(measured):
+        counted = sum(trial.purpose_bytes.values())
+        assert trial.interface_bytes == pytest.approx(counted, rel=0.03), trial.key
         # one process a host: nothing goes over loopback
-        assert sum(turn.link_bytes) == pytest.approx(turn.interface_bytes, rel=0.001)
-        assert len(turn.link_bytes) == 2
+        assert sum(trial.link_bytes) == pytest.approx(trial.interface_bytes, rel=0.001)
+        assert len(trial.link_bytes) == 2
 
 
 def test_the_cells_send_what_they_are_to_send(measured: Path) -> None:
-    reduced = {t.cell: t.purpose_bytes["reduce"] for t in turns(measured) if not t.equal_memory}
+    reduced = {
+        t.configuration: t.purpose_bytes["reduce"] for t in trials(measured) if not t.equal_memory
+    }
     for policy in ("none", "block"):
         assert reduced[f"{policy}/stock"] == pytest.approx(2 * reduced[f"{policy}/dense"], rel=0.02)
         assert 0 < reduced[f"{policy}/4bit"] < reduced[f"{policy}/dense"] / 6
@@ -137,25 +139,25 @@ def test_the_cells_send_what_they_are_to_send(measured: Path) -> None:
 
 def test_a_shaped_link_is_busy_no_longer_than_a_step(measured: Path) -> None:
     """The rate was really set: no interface sends more than its rate allows."""
-    for turn in turns(measured):
-        if turn.rate_mbit is not None:
-            busy_s = 8e-6 * max(turn.link_bytes) / turn.rate_mbit
-            longest_s = max(step.step_s for step in turn.steps)
-            assert busy_s < 1.1 * longest_s, turn.key
+    for trial in trials(measured):
+        if trial.rate_mbit is not None:
+            busy_s = 8e-6 * max(trial.link_bytes) / trial.rate_mbit
+            longest_s = max(step.step_s for step in trial.steps)
+            assert busy_s < 1.1 * longest_s, trial.key
 
 
 def test_checkpointing_takes_less_memory_and_at_equal_memory_no_more(measured: Path) -> None:
-    found = {(s.cell, s.sequences): s for s in samples(measured) if isinstance(s, Memory)}
+    found = {(s.configuration, s.sequences): s for s in samples(measured) if isinstance(s, Memory)}
     none = found["none/stock", 2]
     assert found["block/stock", 2].peak_bytes < none.peak_bytes
     assert found["block/stock", 2].held_bytes < found["block/stock", 2].peak_bytes
-    (more,) = {t.sequences for t in turns(measured) if t.equal_memory}
+    (more,) = {t.sequences for t in trials(measured) if t.equal_memory}
     assert more > 2
     assert found["block/stock", more].peak_bytes <= 1.02 * none.peak_bytes
 
 
 def test_losses_are_those_of_training_and_checkpointing_changes_none(measured: Path) -> None:
-    found = {s.cell: s for s in samples(measured) if isinstance(s, Loss)}
+    found = {s.configuration: s for s in samples(measured) if isinstance(s, Loss)}
     assert set(found) == {f"{p}/{m}" for p in ("none", "block") for m in ("stock", "dense", "4bit")}
     for method in ("stock", "dense", "4bit"):
         plain, kept = found[f"none/{method}"], found[f"block/{method}"]
@@ -192,12 +194,12 @@ def test_a_hostfile_of_machines(two_hosts: EmulatedHosts, tmp_path: Path, launch
     command = [*COMMAND, "measure", *options]
     prepared = Emulated(two_hosts, slots=2).prepare(command, tmp_path)
     assert run_in_foreground(prepared, limit_s=300) == 0
-    found = {turn.cell: turn for turn in turns(folder)}
+    found = {trial.configuration: trial for trial in trials(folder)}
     assert set(found) == {"none/stock", "none/dense", "none/silent"}
-    for turn in found.values():
-        counted = sum(turn.purpose_bytes.values())
-        assert turn.interface_bytes == pytest.approx(counted, rel=0.03)
-        assert sum(turn.link_bytes) < 0.9 * turn.interface_bytes  # two processes meet on loopback
+    for trial in found.values():
+        counted = sum(trial.purpose_bytes.values())
+        assert trial.interface_bytes == pytest.approx(counted, rel=0.03)
+        assert sum(trial.link_bytes) < 0.9 * trial.interface_bytes  # two processes meet on loopback
     data = json.loads((folder / "report.json").read_text())
     assert data["spec"]["where"] == "hostfile"
     assert launcher in data["runs"][0]["ground"]
@@ -220,14 +222,14 @@ def test_like_a_named_cluster(can_emulate: None, tmp_path: Path) -> None:
     (row,) = [
         r
         for r in Report.of(folder.with_name("run-calibration")).findings.rows
-        if r.cell == "block/dense"
+        if r.configuration == "block/dense"
     ]
     compute_s = sum(
         e.value for name, e in row.parts_s.items() if name.startswith(("compute", "recompute"))
     )
     (rate,) = data["spec"]["rates"]
-    network_s = 8e-6 * row.link_bytes / rate
+    network_s = 8e-6 * row.number("link_bytes") / rate
     assert network_s / compute_s == pytest.approx(cluster(text).ratio, rel=0.05)
     assert text in data["like"][0]
     assert "arXiv 2104.04473" in (folder / "report.html").read_text()
-    assert {turn.rate_mbit for turn in turns(folder)} == {rate}
+    assert {trial.rate_mbit for trial in trials(folder)} == {rate}

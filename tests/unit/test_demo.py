@@ -1,88 +1,106 @@
-"""The demo's choices before anything is launched: accelerator, environment, options."""
+"""The demo's choices before anything is launched: options, accelerator, the files it gives away."""
 
 from __future__ import annotations
 
 import io
+import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
+from typer.testing import CliRunner
 
+from ds_ckpt.config import load_file, parse
 from ds_ckpt.errors import ConfigError
-from ds_ckpt.harness import demo, demo_ground, follow
-from ds_ckpt.harness.cells import CELLS, cell_steps, topk_start_step, write_configs
+from ds_ckpt.measure import demo
+from ds_ckpt.measure.run import RUNS
+from ds_ckpt.measure.spec import Folder, Spec, check
+from tests.unit import measure_samples as known
+from tests.unit.test_measure_report import RUN
 
 
-def _choose(monkeypatch: pytest.MonkeyPatch, gpus: int) -> tuple[str, dict[str, str], str]:
+@pytest.mark.parametrize(("count", "enough"), [(0, False), (1, False), (2, True), (3, True)])
+def test_gpus_are_used_where_there_are_enough(
+    monkeypatch: pytest.MonkeyPatch, count: int, enough: bool
+) -> None:
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _index: "A GPU")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     said = io.StringIO()
-    accelerator, environment = demo_ground.accelerator_of(Console(file=said, width=200))
-    return accelerator, environment, said.getvalue()
+    assert demo.gpus(Console(file=said, width=200)) == enough
+    assert ("training on the CPU instead" in said.getvalue()) == (count == 1)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert not demo.gpus(Console(file=said))
 
 
-def test_no_gpu_trains_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(demo_ground.os, "cpu_count", lambda: 8)
-    accelerator, environment, said = _choose(monkeypatch, 0)
-    assert accelerator == environment["DS_ACCELERATOR"] == "cpu"
-    assert environment["OMP_NUM_THREADS"] == "4"
-    assert said == ""
-
-
-def test_one_gpu_is_not_enough_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    accelerator, environment, said = _choose(monkeypatch, 1)
-    assert accelerator == environment["DS_ACCELERATOR"] == "cpu"
-    assert "training on the CPU instead" in said
-
-
-def test_two_gpus_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    accelerator, environment, said = _choose(monkeypatch, 3)
-    assert accelerator == "A GPU"
-    assert "DS_ACCELERATOR" not in environment
-    assert "2 of 3 GPUs" in said
-
-
-def test_wrong_options_are_told_together(tmp_path: Path) -> None:
-    (tmp_path / "old").touch()
+def test_few_steps_are_refused() -> None:
     with pytest.raises(ConfigError) as caught:
-        demo._check(2, tmp_path)
-    assert [problem.where for problem in caught.value.problems] == ["--steps", "--output"]
+        demo.spec_of(5, 1, None, on_hosts=False)
+    assert [problem.where for problem in caught.value.problems] == ["--steps"]
+    assert "6" in str(caught.value)
 
 
-def test_progress_counts_every_step() -> None:
+@pytest.mark.parametrize("on_hosts", [True, False])
+def test_the_settings_are_an_experiment(on_hosts: bool, tmp_path: Path) -> None:
+    spec = demo.spec_of(8, 3, tmp_path / "text", on_hosts=on_hosts)
+    check(spec)
+    assert spec.processes == demo.PROCESSES
+    assert (spec.rates == (None,)) == (not on_hosts)
+    assert os.path.isabs(spec.text or "")
+    assert [one.name for one in spec.configurations] == [
+        f"{policy}/{method}"
+        for policy in ("none", "block")
+        for method in ("stock", "dense", "topk")
+    ]
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine").touch()
+    app = demo.typer.Typer()
+    app.command()(demo.main)
+    result = CliRunner().invoke(app, [f"--output={tmp_path}", "--loopback"])
+    assert result.exit_code == 1
+    assert "it holds something else" in result.output
+    assert "Traceback" not in result.output
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, str]:
+    """What a run with made-up samples prints, 80 columns wide."""
+
+    def measured(spec: Spec, folder: Path, **_: object) -> None:
+        folder.mkdir()
+        spec.save(folder / "spec.json")
+        (folder / RUNS).write_text(json.dumps(RUN) + "\n")
+        monkeypatch.setitem(known.GRADIENTS_MB, "topk", 0.25)
+        Folder(folder).store.append(known.samples(spec))
+
+    monkeypatch.setattr(demo, "measure", measured)
+    spec, folder = demo.spec_of(12, 1, None, on_hosts=False), tmp_path / "run"
     said = io.StringIO()
-    total = sum(cell_steps(cell, 6) for cell in CELLS)
-    with follow.following(steps=6, console=Console(file=said)) as heard:
-        for step in range(total):
-            heard({"phase": "training", "cell": "dense", "step": step, "loss": 5.5})
-        heard({"phase": "done"})
-    assert f"done: {total} of {total} steps" in said.getvalue()
+    report = demo.run(spec, folder, 1.0, Console(file=said))
+    demo.show(report, folder, Console(file=said, width=80))
+    return folder, said.getvalue()
 
 
-def test_the_cells_files_are_ones_the_plugin_accepts(tmp_path: Path) -> None:
-    from ds_ckpt.config import load_file, parse
+def test_the_table_and_its_meaning_fit_a_terminal(shown: tuple[Path, str]) -> None:
+    folder, said = shown
+    assert "…" not in said.split("*")[0]
+    for word in ("none/stock", "block/topk", "0.250", "3.5000", "Memory:", "Gradients:", "Time:"):
+        assert word in said, word
+    assert "Held-out loss:" in said
+    assert "changed no training loss by a single bit" in " ".join(said.split())
+    for kind in ("html", "md", "json"):
+        assert (folder / f"report.{kind}").exists()
 
-    for cell, path in zip(CELLS, write_configs(tmp_path, steps=30), strict=True):
+
+def test_the_files_to_take_away_are_ones_the_plugin_accepts(shown: tuple[Path, str]) -> None:
+    files = sorted((shown[0] / "configs").glob("*.json"))
+    assert len(files) == 6
+    for path in files:
         config = parse(load_file(path), source=str(path))
         assert config.telemetry.enabled
-        assert (config.activation.policy == "block") == cell.checkpointing
-        if cell.method == "topk":
-            assert config.compression.warmup_steps == topk_start_step(30) == 10
-
-
-def test_on_emulated_hosts_the_timed_steps_are_the_last_and_after_the_warmup() -> None:
-    for steps in range(demo.MINIMUM_STEPS, 100):
-        shaped = demo_ground.shaped_steps(steps)
-        assert 2 <= shaped <= demo_ground.SHAPED_STEPS
-        assert steps - shaped > topk_start_step(steps)
-
-
-def test_gpus_are_not_put_into_emulated_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo_ground, "missing", list)
-    assert demo_ground.why_no_hosts("cpu") == []
-    assert demo_ground.why_no_hosts("A GPU")
-    monkeypatch.setattr(demo_ground, "missing", lambda: ["network namespaces need root"])
-    assert demo_ground.why_no_hosts("cpu") == ["network namespaces need root"]
+        assert (config.activation.policy == "block") == path.name.startswith("block")
+        if "topk" in path.name:
+            assert config.compression.warmup_steps == 3

@@ -1,0 +1,175 @@
+"""`ds-ckpt measure` and `ds-ckpt report`. Heavy imports stay inside the commands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ds_ckpt.harness.commands import errors_in_words
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def _file(words: str) -> Any:
+    return typer.Option(help=words, exists=True, dir_okay=False, readable=True)
+
+
+def measure(
+    context: typer.Context,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The run's folder. One that was stopped goes on.")
+    ],
+    hostfile: Annotated[Path | None, _file("Real machines, one `name slots=N` a line.")] = None,
+    on_loopback: Annotated[
+        bool, typer.Option("--loopback", help="This machine alone; the link is not shaped.")
+    ] = False,
+    hosts: Annotated[int, typer.Option(min=1, max=200, help="Emulated hosts.")] = 2,
+    slots: Annotated[int, typer.Option(min=1, help="Processes a host; on loopback in all.")] = 1,
+    rates: Annotated[
+        str | None,
+        typer.Option(help="Of the emulated links: 50mbit,1gbit,unlimited. [default: 200mbit]"),
+    ] = None,
+    like: Annotated[
+        str | None, typer.Option(help='"4 nodes x 8 A100, 100 Gbit/s, llama-7b" sets the rate.')
+    ] = None,
+    hardware: Annotated[
+        Path | None, _file("Figures for --like; a copy of hardware.json to edit.")
+    ] = None,
+    links: Annotated[
+        Path | None, _file("For --like: the rate from a file of `ds-ckpt probe`.")
+    ] = None,
+    policies: Annotated[
+        str, typer.Option(help="Checkpointing: none, block, attention, mlp, or DeepSpeed files.")
+    ] = "none,block",
+    methods: Annotated[
+        str,
+        typer.Option(
+            help="4bit, 3bit, 2bit, topk, powersgd, hybrid, or DeepSpeed files. The two dense "
+            "baselines and the ceiling are always there."
+        ),
+    ] = "4bit",
+    batches: Annotated[str, typer.Option(help="Sequences a process and step.")] = "4",
+    tokens: Annotated[int, typer.Option(min=2, help="Of a sequence.")] = 128,
+    shape: Annotated[
+        str, typer.Option(help="Of the Llama: hidden_size=256,layers=6,intermediate_size=688.")
+    ] = "",
+    repetitions: Annotated[
+        int,
+        typer.Option("--repetitions", "--rounds", min=1, help="Trials of each configuration."),
+    ] = 6,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps of a trial.")] = 2,
+    loss_steps: Annotated[
+        int, typer.Option(min=0, help="Of the training for the held-out loss; 0: none.")
+    ] = 60,
+    equal_memory: Annotated[
+        bool, typer.Option(help="Also the batch that checkpointing leaves memory for.")
+    ] = True,
+    text: Annotated[Path | None, _file("Train on it, not on Python's texts.")] = None,
+    seed: Annotated[int, typer.Option(help="Of weights and data.")] = 1,
+    launcher: Annotated[str, typer.Option(help="For deepspeed: pdsh or openmpi.")] = "pdsh",
+    interface: Annotated[
+        str | None, typer.Option(help="With a hostfile: the network interface, such as eth0.")
+    ] = None,
+    port: Annotated[int, typer.Option(help="Where the processes meet, on the first host.")] = 29500,
+    ssh_port: Annotated[int | None, typer.Option(help="With a hostfile: sshd's.")] = None,
+    stall_s: Annotated[
+        float, typer.Option(min=5, help="End after so long a silence: more than a step takes.")
+    ] = 180.0,
+    limit_s: Annotated[float, typer.Option(min=10, help="End it after so long.")] = 6 * 3600.0,
+) -> None:
+    """Measure how much bandwidth compression frees and how much of recomputation it pays for.
+
+    As root on emulated hosts, with --hostfile on real machines, else on loopback. Leaves
+    report.html, report.md and report.json in the folder. Given again, it goes on where it was.
+    """
+    from rich.console import Console
+
+    from ds_ckpt.measure import arguments
+    from ds_ckpt.measure.run import measure as run
+    from ds_ckpt.measure.spec import Spec, check
+
+    console = Console()
+    given = {
+        name
+        for name in context.params
+        if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+    }
+    with errors_in_words():
+        chosen_policies, chosen_methods, sections = arguments.sections_of(policies, methods)
+        spec = Spec(
+            policies=chosen_policies,
+            methods=chosen_methods,
+            sections=sections,
+            batches=arguments.batches_of(batches),
+            tokens=tokens,
+            shape=arguments.shape_of(shape),
+            repetitions=repetitions,
+            steps=steps,
+            loss_steps=loss_steps,
+            equal_memory=equal_memory,
+            text=str(text) if text else None,
+            seed=seed,
+        )
+        place = arguments.Place(
+            hostfile,
+            on_loopback,
+            hosts,
+            slots,
+            arguments.rates_of(rates),
+            arguments.launcher_of(launcher),
+            interface,
+            port,
+            ssh_port,
+        )
+        spec, open_backend = arguments.backend_of(place, spec, console, given)
+        check(spec)
+        if like is None:
+            arguments.refuse_unused(given, ("hardware", "links"), "there is no --like")
+        elif rates is not None or spec.where != "emulated":
+            raise typer.BadParameter("--like sets the rate of emulated links: leave out --rates")
+        with open_backend() as backend:
+            limits: dict[str, Any] = {"stall_s": stall_s, "limit_s": limit_s}
+            account: list[str] = []
+            if like is not None:
+                named = {"hardware": hardware, "links": links}
+                spec, account = arguments.alike(spec, output, backend, console, like, named, limits)
+            run(spec, output, backend=backend, console=console, account=account, **limits)
+        _write_report(output, console)
+
+
+def report(
+    folder: Annotated[Path, typer.Argument(help="Of a measured run.")],
+    against: Annotated[
+        Path | None, typer.Option(help="Another run: how far its headlines are from this one's.")
+    ] = None,
+    tolerance: Annotated[float, typer.Option(help="For --against: exit 1 beyond it.")] = 0.05,
+) -> None:
+    """Make a run's report again; with --against hold its headlines against another run's."""
+    from rich.console import Console
+
+    console = Console()
+    with errors_in_words():
+        _write_report(folder, console)
+        if against is None:
+            return
+        from ds_ckpt.measure.report import compare
+
+        lines, worst = compare(folder, against)
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
+    if worst > tolerance:
+        console.print(f"beyond {tolerance:.0%}", highlight=False)
+        raise typer.Exit(1)
+
+
+def _write_report(output: Path, console: Console) -> None:
+    from ds_ckpt.measure.report import Report
+
+    made = Report.of(output)
+    paths = made.write(output)
+    for line in made.headlines():
+        console.print(f"* {line}", highlight=False, soft_wrap=True)
+    console.print("wrote " + ", ".join(map(str, paths)), highlight=False, soft_wrap=True)

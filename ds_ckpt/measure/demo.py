@@ -1,0 +1,180 @@
+"""The demo, `python -m ds_ckpt.measure.demo`: `ds-ckpt measure` with fixed settings.
+
+A small Llama with checkpointing off and on, dense and Top-K. Nothing is measured here: it chooses
+the settings and where they run, then prints the report's first table and what it means.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from ds_ckpt.errors import ConfigError, DsCkptError, Problem
+from ds_ckpt.hosts import cpu_op, missing
+from ds_ckpt.hosts.launcher import Backend, Loopback, environment
+from ds_ckpt.measure.document import terminal_table
+from ds_ckpt.measure.report import Report
+from ds_ckpt.measure.run import emulated, measure
+from ds_ckpt.measure.spec import Spec, deepspeed_config
+from ds_ckpt.measure.words import lossless, not_whole
+
+DEFAULT_STEPS, MINIMUM_STEPS = 64, 6
+PROCESSES = 2
+RATE_MBIT = 200.0
+"""Of the emulated hosts' link in the timed steps."""
+COLUMNS = ("step_s", "held_bytes", "gradient_bytes", "weight_bytes", "heldout_loss")
+
+
+def spec_of(steps: int, seed: int, text: Path | None, *, on_hosts: bool) -> Spec:
+    """The demo's settings. Raises ConfigError where there are too few steps."""
+    if steps < MINIMUM_STEPS:
+        why = "a quarter of the steps is dense warm-up, and the rest must show a loss"
+        raise ConfigError(
+            Problem("--steps", str(steps), why, f"take at least {MINIMUM_STEPS}"),
+            headline="the demo cannot run with these options",
+        )
+    return Spec(
+        where="emulated" if on_hosts else "loopback",
+        hosts=PROCESSES if on_hosts else 1,
+        slots=1 if on_hosts else PROCESSES,
+        methods=("topk",),
+        rates=(RATE_MBIT if on_hosts else None,),
+        repetitions=4,
+        loss_steps=steps,
+        seed=seed,
+        ceiling=False,
+        equal_memory=False,
+        text=str(text.resolve()) if text else None,
+    )
+
+
+def gpus(console: Console) -> bool:
+    """Whether there are enough GPUs; says so where there are some, but too few."""
+    allowed = os.environ.get("DS_ACCELERATOR") in (None, "cuda")
+    count = torch.cuda.device_count() if allowed else 0
+    if 0 < count < PROCESSES:
+        console.print(
+            f"Found {count} GPU, and the demo needs {PROCESSES}: training on the CPU instead."
+        )
+    return count >= PROCESSES
+
+
+def announce_compilation(console: Console) -> None:
+    """Say what the first seconds on a CPU go into."""
+    where = environment(None)
+    if cpu_op.is_compiled(where):
+        console.print("Starting deepspeed (about 10 s) ...")
+    elif locks := cpu_op.locks(where):
+        console.print(
+            "DeepSpeed's CPU operator is being compiled by another process, or its compilation was"
+            f" interrupted. If nothing happens for some minutes: stop, delete {min(locks)}, again.",
+        )
+    else:
+        console.print(
+            "Starting deepspeed. This first time on this machine it compiles a CPU operator, which"
+            " takes about a minute ..."
+        )
+
+
+def run(spec: Spec, folder: Path, limit_s: float, console: Console) -> Report:
+    """Measure into `folder` and write the report and the DeepSpeed files there.
+
+    Raises ConfigError, LaunchError or HostError as `ds_ckpt.measure.run.measure` does.
+    """
+    with contextlib.ExitStack() as stack:
+        backend: Backend = Loopback(PROCESSES, gpus=True)
+        if spec.where == "emulated":
+            backend = stack.enter_context(emulated(spec.hosts, spec.slots))
+        measure(spec, folder, backend=backend, console=console, limit_s=limit_s)
+    report = Report.of(folder)
+    report.write(folder)
+    configs = folder / "configs"
+    configs.mkdir(exist_ok=True)
+    for one in spec.configurations:
+        content = deepspeed_config(
+            spec,
+            one,
+            parameters=report.model.parameters if report.model else 0,
+            start_step=spec.loss_steps // 4,
+            total_steps=spec.loss_steps,
+        )
+        path = configs / f"{one.name.replace('/', '-')}.json"
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    return report
+
+
+def show(report: Report, folder: Path, console: Console) -> None:
+    """The table, what it means, and what lies where."""
+    title = f"ZeRO-3 on {PROCESSES} processes; bytes are of one step"
+    console.print()
+    console.print(terminal_table(report.table(COLUMNS), title))
+    console.print(
+        "dense: each gradient sent once, by all-to-all; stock: DeepSpeed's own. Loss: held-out.\n",
+        highlight=False,
+    )
+    said = [f"{head}: {text}" for _, claims in report.claims() for head, text in claims]
+    for text in [*not_whole(report.findings.missing), *said, lossless(report.losses)]:
+        console.print(f"* {escape(text)}", highlight=False)
+    console.print(
+        f"\nLoss curves, caveats, the run's data: {escape(str(folder / 'report.html'))}\n"
+        f"DeepSpeed files to take away:         {escape(str(folder / 'configs'))}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def main(
+    steps: Annotated[
+        int, typer.Option(help="Training steps for the loss; Top-K is dense for a quarter.")
+    ] = DEFAULT_STEPS,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Folder; one that was stopped goes on. [default: runs/demo-TIME]"),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the weights and of the data's order.")] = 1,
+    text: Annotated[
+        Path | None, typer.Option(help="Train on this text file instead of Python's own texts.")
+    ] = None,
+    time_limit_s: Annotated[float, typer.Option(help="Stop everything after so long.")] = 1200.0,
+    on_loopback: Annotated[
+        bool, typer.Option("--loopback", help="On this machine alone, also as root.")
+    ] = False,
+) -> None:
+    """Train a small Llama under ZeRO-3 with checkpointing off and on, dense and Top-K.
+
+    Two processes, started by deepspeed: as root on two emulated hosts with a link of 200 Mbit/s,
+    else on loopback. Prints one table and what it means, and leaves report.html, the samples and
+    the DeepSpeed files in the output folder. `ds-ckpt measure` has everything else to choose from.
+    """
+    console = Console()
+    folder = output or Path("runs") / datetime.now(timezone.utc).strftime("demo-%Y%m%d-%H%M%S")
+    try:
+        reasons = ["--loopback was given"] if on_loopback else missing()
+        if gpus(console):
+            reasons = ["GPUs are used where they are"]
+        else:
+            announce_compilation(console)
+        if reasons:
+            console.print(f"No emulated hosts: {'; '.join(reasons)}.", highlight=False)
+        spec = spec_of(steps, seed, text, on_hosts=not reasons)
+        show(run(spec, folder, time_limit_s, console), folder, console)
+    except DsCkptError as error:
+        said = escape(str(error))
+        Console(stderr=True).print(f"[bold red]Error:[/] {said}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from error
+    except KeyboardInterrupt as error:
+        console.print("\nStopped; nothing is left running. The same --output goes on.")
+        raise typer.Exit(130) from error
+
+
+if __name__ == "__main__":
+    typer.run(main)

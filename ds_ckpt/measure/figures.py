@@ -1,0 +1,420 @@
+"""The figures of an experiment, one entry each. Pure.
+
+An entry owns a figure's name, words, unit, format and how it is got; worker, tables, report and the
+comparison of runs ask it. To add a figure is to add its entry (and its tests):
+
+    MEASURED    of one configuration at a rate: from its trials, its memory, its training. With
+                `take` every process of the worker takes it in each trial, and `over` puts the
+                processes' values together; what is got so stands in the trials' records.
+    DERIVED     of a policy P, a dense baseline D (`stock` or `dense`) and a method C at a rate.
+                `definition` says what it is; docs/measuring.md and the report print it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ds_ckpt.hosts.interfaces import Sent
+from ds_ckpt.measure.parts import COMPUTE
+from ds_ckpt.measure.records import Loss, Memory, StepTime, Trial
+from ds_ckpt.measure.spec import SILENT, Spec
+from ds_ckpt.measure.statistics import Estimate, Key, Lookup, Point
+
+
+def number(value: float) -> str:
+    """Three significant digits, without an exponent."""
+    if math.isnan(value):
+        return "-"
+    if value == 0:
+        return "0"
+    decimals = max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:.{min(decimals, 4)}f}"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What all figures have: a name with its unit for files, words and a unit for people.
+
+    Bytes are kept in bytes; a unit that begins with MB shows them in 10^6.
+    """
+
+    name: str
+    words: str
+    unit: str = ""
+    shown_as: Callable[[float], str] = field(default=number, kw_only=True)
+
+    @property
+    def heading(self) -> str:
+        return f"{self.words}, {self.unit}" if self.unit else self.words
+
+    def text(self, value: float | Estimate | None, *, interval: bool = True) -> str:
+        """The value in its unit, without the unit; `-` where there is none."""
+        if value is None:
+            return "-"
+        if not isinstance(value, Estimate):
+            value = Estimate.exact(value)
+        scale = 1e-6 if self.unit.startswith("MB") else 1.0
+        middle, low, high = (
+            self.shown_as(scale * v) if not math.isnan(v) else "-"
+            for v in (value.value, value.low, value.high)
+        )
+        exact = value.low == value.high or math.isnan(value.value)
+        return middle if exact or not interval else f"{middle} ({low} to {high})"
+
+    def with_unit(self, value: float | Estimate | None) -> str:
+        """The value alone with its unit, for a sentence."""
+        return f"{self.text(value, interval=False)} {self.unit}".rstrip()
+
+
+@dataclass(frozen=True)
+class Take:
+    """What one process has seen of a trial: its steps, and what its host has sent meanwhile."""
+
+    times: Sequence[StepTime]
+    losses: Sequence[float]
+    sent: Sent
+    leads: bool
+    """Whether it is the first process of its host."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What there is of a configuration at a rate. Bytes are a step's."""
+
+    point: Point
+    trials: Sequence[Trial]
+    spec: Spec
+    rate_mbit: float | None
+    memory: Memory | None
+    loss: Loss | None
+
+    def purposes(self) -> dict[str, float]:
+        """Bytes by purpose, of all processes."""
+        names = self.trials[0].purpose_bytes
+        return {n: statistics.median(t.purpose_bytes[n] for t in self.trials) for n in names}
+
+    def link_bytes(self) -> float:
+        """Of the host that sends most."""
+        hosts = range(len(self.trials[0].link_bytes))
+        return max(statistics.median(t.link_bytes[host] for t in self.trials) for host in hosts)
+
+    def a_process(self, *beginnings: str) -> float:
+        """Bytes of the purposes that begin so, a process."""
+        total = sum(v for n, v in self.purposes().items() if n.startswith(beginnings))
+        return total / self.spec.processes
+
+
+@dataclass(frozen=True)
+class Measured(Figure):
+    """A figure of one configuration. `timed` ones have an interval."""
+
+    of: Callable[[Seen], float | None] | None = field(default=None, kw_only=True)
+    timed: bool = field(default=False, kw_only=True)
+    take: Callable[[Take], float] | None = field(default=None, kw_only=True)
+    over: Callable[[Sequence[float]], float] = field(default=max, kw_only=True)
+
+    def value(self, seen: Seen) -> float | None:
+        if self.of is not None:
+            return self.of(seen)
+        taken = [t.figures[self.name] for t in seen.trials if self.name in t.figures]
+        return statistics.median(taken) if taken else None
+
+
+def _part(*names: str) -> Callable[[Seen], float]:
+    return lambda seen: sum(seen.point.parts_s[name] for name in names)
+
+
+def _interface(seen: Seen) -> float:
+    return statistics.median(t.interface_bytes for t in seen.trials)
+
+
+def _three_decimals(value: float) -> str:
+    return f"{value:.3f}"
+
+
+MEASURED: list[Measured] = [
+    Measured("step_s", "step", "s", of=lambda s: s.point.step_s, timed=True),
+    Measured("compute_s", "compute", "s", of=_part(*COMPUTE)),
+    Measured("recompute_s", "recompute", "s", of=_part("recompute")),
+    Measured("network_forward_s", "network: forward", "s", of=_part("network_forward")),
+    Measured("network_recompute_s", "in recompute", "s", of=_part("network_recompute")),
+    Measured("network_backward_s", "in backward", "s", of=_part("network_backward")),
+    Measured("network_update_s", "in update", "s", of=_part("network_update")),
+    Measured("compression_s", "compression", "s", of=_part("compression")),
+    Measured(
+        "parts_over_step",
+        "parts / step",
+        of=lambda s: sum(s.point.parts_s.values()) / s.point.step_s,
+        shown_as=_three_decimals,
+    ),
+    Measured("in_collectives_s", "in collectives", "s", of=lambda s: s.point.in_collectives_s),
+    Measured(
+        "link_busy_s",
+        "link busy",
+        "s",
+        of=lambda s: None if s.rate_mbit is None else 8e-6 * s.link_bytes() / s.rate_mbit,
+    ),
+    Measured("link_bytes", "link", "MB a host", of=Seen.link_bytes),
+    Measured("gradient_bytes", "gradients", "MB a process", of=lambda s: s.a_process("reduce")),
+    Measured("weight_bytes", "weights", "MB a process", of=lambda s: s.a_process("gather")),
+    Measured(
+        "interface_bytes",
+        "interfaces",
+        "MB in all",
+        of=_interface,
+        take=lambda t: t.sent.all_bytes / len(t.times) if t.leads else 0.0,
+        over=sum,
+    ),
+    Measured(
+        "interface_over_purposes",
+        "interfaces / purposes",
+        of=lambda s: _interface(s) / max(sum(s.purposes().values()), 1.0),
+        shown_as=_three_decimals,
+    ),
+    Measured(
+        "held_bytes",
+        "held activations",
+        "MB",
+        of=lambda s: s.memory.held_bytes if s.memory else None,
+    ),
+    Measured(
+        "peak_bytes",
+        "peak activations",
+        "MB",
+        of=lambda s: s.memory.peak_bytes if s.memory else None,
+    ),
+    Measured(
+        "heldout_loss",
+        "held-out loss",
+        of=lambda s: s.loss.heldout_loss if s.loss else None,
+        shown_as=lambda value: f"{value:.4f}",
+    ),
+]
+
+
+def taken(take: Take) -> dict[str, float]:
+    """On every process: what the registry takes of a trial."""
+    return {one.name: one.take(take) for one in MEASURED if one.take is not None}
+
+
+def put_together(everyone: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """On process 0: the processes' values as one."""
+    return {
+        one.name: float(one.over([values[one.name] for values in everyone]))
+        for one in MEASURED
+        if one.take is not None
+    }
+
+
+@dataclass(frozen=True)
+class Sides:
+    """What a derived figure compares: policy P, dense baseline D, method C at one rate."""
+
+    at: Lookup
+    spec: Spec
+    link_bytes: Mapping[Key, float]
+    """Of every configuration with every batch that was measured."""
+    rate_mbit: float | None
+    policy: str
+    baseline: str
+    method: str
+    batch: int
+
+    def point(self, policy: str, method: str) -> Point:
+        return self.at(Key(f"{policy}/{method}", self.batch))
+
+    @property
+    def dense(self) -> Point:
+        return self.point(self.policy, self.baseline)
+
+    @property
+    def compressed(self) -> Point:
+        return self.point(self.policy, self.method)
+
+    @property
+    def plain(self) -> Point:
+        """No checkpointing, D."""
+        return self.point("none", self.baseline)
+
+    def recomputing_s(self, method: str) -> float:
+        point = self.point(self.policy, method)
+        return point.parts_s["recompute"] + point.network_s - self.point("none", method).network_s
+
+    @property
+    def freed_s(self) -> float:
+        return self.dense.exchange_s - self.compressed.exchange_s
+
+    @property
+    def ceiling_s(self) -> float | None:
+        if not self.spec.ceiling:
+            return None
+        return self.dense.exchange_s - self.point(self.policy, SILENT).exchange_s
+
+    @property
+    def freed_bytes(self) -> float:
+        dense, compressed = (
+            self.link_bytes[Key(f"{self.policy}/{m}", self.batch)]
+            for m in (self.baseline, self.method)
+        )
+        return dense - compressed
+
+    def tokens_per_s(self, *, equal_memory: bool) -> float | None:
+        """With the batch at equal memory of (P, C), or at the usual one of no checkpointing, D."""
+        name = f"{self.policy}/{self.method}"
+        large = [k for k in self.link_bytes if k.equal_memory and k.configuration == name]
+        if not large or self.batch != min(self.spec.batches):
+            return None
+        key = large[0] if equal_memory else Key(f"none/{self.baseline}", self.batch)
+        return key.sequences * self.spec.tokens * self.spec.processes / self.at(key).step_s
+
+
+@dataclass(frozen=True)
+class Derived(Figure):
+    """A figure of a comparison; `timed` ones are estimated from whole draws of repetitions."""
+
+    of: Callable[[Sides], float | None] = field(kw_only=True)
+    definition: str = field(kw_only=True)
+    headline: bool = field(default=False, kw_only=True)
+    timed: bool = field(default=True, kw_only=True)
+
+
+def _over(value: float, by: float | None) -> float | None:
+    return None if by is None else value / by if by > 0 else math.nan
+
+
+def _gain(sides: Sides) -> float | None:
+    more = sides.tokens_per_s(equal_memory=True)
+    usual = sides.tokens_per_s(equal_memory=False)
+    return None if more is None or usual is None else more / usual
+
+
+DERIVED: list[Derived] = [
+    Derived(
+        "recompute_dense_s",
+        "recomputing adds, dense",
+        "s",
+        of=lambda s: s.recomputing_s(s.baseline),
+        definition="recompute(P, D) + network(P, D) - network(none, D): what recomputing adds to a "
+        "step with dense gradients, its own gathers included and those that backward is spared "
+        "taken off",
+        headline=True,
+    ),
+    Derived(
+        "recompute_compressed_s",
+        "recomputing adds, compressed",
+        "s",
+        of=lambda s: s.recomputing_s(s.method),
+        definition="the same with C in the place of D",
+    ),
+    Derived(
+        "recompute_dense_by_difference_s",
+        "the same by difference of steps",
+        "s",
+        of=lambda s: s.dense.step_s - s.plain.step_s,
+        definition="step(P, D) - step(none, D): the same from whole steps, which carry the noise "
+        "of all their parts",
+    ),
+    Derived(
+        "bytes_freed",
+        "bytes freed, a host and step",
+        "MB",
+        of=lambda s: s.freed_bytes,
+        definition="link bytes(P, D) - link bytes(P, C): what a host's interface need not send in "
+        "a step",
+        headline=True,
+        timed=False,
+    ),
+    Derived(
+        "link_seconds_freed_s",
+        "link seconds freed",
+        "s",
+        of=lambda s: None if s.rate_mbit is None else 8e-6 * s.freed_bytes / s.rate_mbit,
+        definition="8 * bytes freed / rate of the link",
+        headline=True,
+        timed=False,
+    ),
+    Derived(
+        "time_freed_s",
+        "time freed",
+        "s",
+        of=lambda s: s.freed_s,
+        definition="exchange(P, D) - exchange(P, C), exchange = exposed network + compression: "
+        "what compression takes off a step after its own work is paid",
+        headline=True,
+    ),
+    Derived(
+        "time_freed_by_difference_s",
+        "the same by difference of steps",
+        "s",
+        of=lambda s: s.dense.step_s - s.compressed.step_s,
+        definition="step(P, D) - step(P, C): the same from whole steps",
+    ),
+    Derived(
+        "share_paid",
+        "share of recomputing that is paid for",
+        of=lambda s: _over(s.freed_s, s.recomputing_s(s.baseline)),
+        definition="time freed / what recomputing adds with dense gradients: 1 means that "
+        "compression pays for all of it",
+        headline=True,
+    ),
+    Derived(
+        "ceiling_s",
+        "ceiling: time freed if nothing were sent",
+        "s",
+        of=lambda s: s.ceiling_s,
+        definition="exchange(P, D) - exchange(P, silent): the time freed if no gradient were sent",
+        headline=True,
+    ),
+    Derived(
+        "share_of_ceiling",
+        "share of the ceiling",
+        of=lambda s: _over(s.freed_s, s.ceiling_s),
+        definition="time freed / ceiling",
+    ),
+    Derived(
+        "faster",
+        "faster than dense, both checkpointed",
+        "x",
+        of=lambda s: s.dense.step_s / s.compressed.step_s,
+        definition="step(P, D) / step(P, C)",
+        headline=True,
+    ),
+    Derived(
+        "faster_than_no_checkpointing",
+        "faster than dense without checkpointing",
+        "x",
+        of=lambda s: s.plain.step_s / s.compressed.step_s,
+        definition="step(none, D) / step(P, C): above 1, memory is saved for nothing",
+    ),
+    Derived(
+        "tokens_per_s_none",
+        "tokens a second, dense, no checkpointing",
+        "/s",
+        of=lambda s: s.tokens_per_s(equal_memory=False),
+        definition="tokens a second without checkpointing, D, at the usual batch",
+    ),
+    Derived(
+        "tokens_per_s_equal_memory",
+        "tokens a second at equal memory",
+        "/s",
+        of=lambda s: s.tokens_per_s(equal_memory=True),
+        definition="tokens a second of (P, C) with the batch whose activations peak no higher "
+        "than those of no checkpointing at the usual batch",
+    ),
+    Derived(
+        "equal_memory_gain",
+        "tokens a second at equal memory over those without checkpointing",
+        "x",
+        of=_gain,
+        definition="the second over the first",
+        headline=True,
+    ),
+]
+
+
+def measured(name: str) -> Measured:
+    """The entry of that name."""
+    return next(one for one in MEASURED if one.name == name)

@@ -1,0 +1,204 @@
+"""What a run leaves on disk, a JSON line a record, each with its units in its names.
+
+On disk a configuration is a `cell`, a trial a `turn` and its repetition a `round`: runs that were
+begun under those names go on. `samples.jsonl` only grows, so that a run that was stopped goes on
+where it was: whoever reads it drops a last line that is not whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+)
+
+from ds_ckpt.errors import Problem, StateError
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+Configured = Annotated[
+    str,
+    Field(validation_alias=AliasChoices("cell", "configuration"), serialization_alias="cell"),
+]
+Repeated = Annotated[
+    int, Field(validation_alias=AliasChoices("round", "repetition"), serialization_alias="round")
+]
+
+
+class StepTime(_Record):
+    """One step of the slowest process."""
+
+    step_s: float
+    parts_s: dict[str, float]
+    """By `parts.PARTS`, of that process."""
+    in_collectives_s: float
+
+
+class Trial(_Record):
+    """Some steps of a configuration, one after the other."""
+
+    kind: Literal["turn"] = "turn"
+    configuration: Configured
+    rate_mbit: float | None
+    sequences: int
+    """A process and step."""
+    equal_memory: bool = False
+    repetition: Repeated
+    steps: tuple[StepTime, ...]
+    purpose_bytes: dict[str, float]
+    """Counted where collectives are called, a step, summed over the processes."""
+    link_bytes: tuple[float, ...]
+    """What each host's interface to the others sent, a step; loopback's own on one machine."""
+    interface_bytes: float
+    """What all hosts' interfaces sent, loopback included, a step."""
+    figures: dict[str, float] = {}
+    """Whatever else the registry's figures take, by their names."""
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return (
+            "trial",
+            self.configuration,
+            self.rate_mbit,
+            self.sequences,
+            self.equal_memory,
+            self.repetition,
+        )
+
+
+class Memory(_Record):
+    """Activations of one configuration with one batch, of the process that needs most."""
+
+    kind: Literal["memory"] = "memory"
+    configuration: Configured
+    sequences: int
+    held_bytes: int
+    """What autograd holds between forward and backward."""
+    peak_bytes: int
+    """The most that activations took at once, a recompute's own included."""
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return ("memory", self.configuration, self.sequences)
+
+
+class Loss(_Record):
+    """A training of its own, on a link that is not shaped; rates change no number."""
+
+    kind: Literal["loss"] = "loss"
+    configuration: Configured
+    steps: int
+    start_step: int
+    """Steps before it were dense."""
+    heldout_loss: float
+    """Natural logarithm, a byte."""
+    train_losses: tuple[float, ...]
+    """Mean over the processes, before each step's update."""
+    weights_sha256: str = ""
+    """Over the weights of all processes after the last step; empty in older runs."""
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return ("loss", self.configuration)
+
+
+class Stretch(_Record):
+    """A piece of a timeline, in seconds from the step's begin."""
+
+    start_s: float
+    end_s: float
+    part: str
+    purpose: str = ""
+
+
+class Timeline(_Record):
+    """One step on process 0: the step of its trial that is nearest to the trial's median."""
+
+    kind: Literal["timeline"] = "timeline"
+    configuration: Configured
+    rate_mbit: float | None
+    sequences: int
+    repetition: Repeated
+    step_s: float
+    main: tuple[Stretch, ...]
+    beside: tuple[Stretch, ...]
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return ("timeline", self.configuration, self.rate_mbit, self.sequences, self.repetition)
+
+
+class Model(_Record):
+    """What was trained."""
+
+    kind: Literal["model"] = "model"
+    parameters: int
+    text: str
+    heldout_bytes: int
+    corpus_sha256: str
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return ("model",)
+
+
+Sample = Trial | Memory | Loss | Timeline | Model
+_LINE: TypeAdapter[Sample] = TypeAdapter(Annotated[Sample, Field(discriminator="kind")])
+
+
+class Store:
+    """The samples of one run. Reading drops what a kill left half-written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self) -> list[Sample]:
+        """Every whole record; the last one of equal keys.
+
+        Raises StateError where a line that is not the last is no record.
+        """
+        if not self.path.exists():
+            return []
+        lines = self.path.read_bytes().split(b"\n")
+        found: dict[tuple[object, ...], Sample] = {}
+        for number, line in enumerate(lines[:-1], 1):
+            try:
+                sample = _LINE.validate_json(line)
+            except ValidationError as error:
+                raise StateError(
+                    Problem(
+                        where=f"{self.path}, line {number}",
+                        found=line[:60].decode(errors="replace"),
+                        why=error.errors()[0]["msg"],
+                        remedy="remove that line, and what it measured is measured again",
+                    ),
+                    headline="this is no record of a measurement",
+                ) from error
+            found[sample.key] = sample
+        return list(found.values())
+
+    def mend(self) -> None:
+        """Cut off a last line that was not written to its end."""
+        if self.path.exists():
+            content = self.path.read_bytes()
+            whole = content[: content.rfind(b"\n") + 1]
+            if len(whole) < len(content):
+                self.path.write_bytes(whole)
+
+    def append(self, samples: Sequence[Sample]) -> None:
+        """Write records behind the others, and have them on the disk."""
+        with self.path.open("a", encoding="utf-8") as sink:
+            for sample in samples:
+                sink.write(sample.model_dump_json(by_alias=True) + "\n")
+            sink.flush()

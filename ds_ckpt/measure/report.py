@@ -1,0 +1,387 @@
+"""A run's report: `report.html`, which loads nothing, `report.md` and `report.json`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, is_dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ds_ckpt.errors import Problem, StateError
+from ds_ckpt.measure import charts, words
+from ds_ckpt.measure.document import (
+    Block,
+    Document,
+    Heading,
+    Items,
+    Paragraph,
+    Plot,
+    Section,
+    Table,
+    Terms,
+)
+from ds_ckpt.measure.figures import DERIVED, MEASURED, measured, number
+from ds_ckpt.measure.findings import Comparison, Findings, Row, find
+from ds_ckpt.measure.records import Loss, Model, Sample, Timeline
+from ds_ckpt.measure.run import LIKE, RUNS
+from ds_ckpt.measure.spec import DENSE, SILENT, STOCK, Folder, Spec, link
+
+FORMAT = "ds_ckpt measure 1"
+TITLE = "How much bandwidth compression frees, and how much of recomputation it pays for"
+_DECIDES = ("where", "hosts", "slots", "sections", "tokens", "shape", "text")
+
+
+@dataclass
+class Report:
+    """All that a report says, before it is put into any form."""
+
+    spec: Spec
+    runs: list[dict[str, Any]]
+    findings: Findings
+    timelines: list[Timeline]
+    losses: dict[str, Loss]
+    model: Model | None
+    like: list[str]
+
+    @classmethod
+    def of(cls, path: Path) -> Report:
+        """Raises StateError if the folder holds no run, or nothing measured yet."""
+        folder = Folder(path)
+        if not folder.spec.exists():
+            raise _nothing(path, "no spec.json")
+        samples: list[Sample] = folder.store.read()
+        spec = Spec.load(folder.spec)
+        findings = find(spec, samples)
+        if not findings.rows:
+            raise _nothing(path, "no repetition in which every configuration had its trial")
+        runs, like = path / RUNS, path / LIKE
+        return cls(
+            spec,
+            [json.loads(line) for line in runs.read_text().splitlines()] if runs.exists() else [],
+            findings,
+            [s for s in samples if isinstance(s, Timeline)],
+            {s.configuration: s for s in samples if isinstance(s, Loss)},
+            next((s for s in samples if isinstance(s, Model)), None),
+            json.loads(like.read_text()) if like.exists() else [],
+        )
+
+    def write(self, path: Path) -> list[Path]:
+        """Write the three files into the folder `path`; their paths, the HTML page first."""
+        page, text, data = (path / f"report.{kind}" for kind in ("html", "md", "json"))
+        document = self.document()
+        text.write_text(document.markdown(), encoding="utf-8")
+        content = json.dumps(_plain(self.json()), indent=1, allow_nan=False)
+        data.write_text(content + "\n", encoding="utf-8")
+        page.write_text(document.html(), encoding="utf-8")  # last: it may lack its packages
+        return [page, text, data]
+
+    def json(self) -> dict[str, Any]:
+        """Everything, as values that JSON has but for dataclasses and NaN."""
+        return {
+            "format": FORMAT,
+            "spec": self.spec.content,
+            "runs": self.runs,
+            "model": self.model.model_dump() if self.model else None,
+            "like": self.like,
+            **self.findings.content(),
+        }
+
+    def headlines(self) -> list[str]:
+        """What is missing, if anything is, and what is certain."""
+        found = self.findings
+        return words.not_whole(found.missing) + words.headlines(found.comparisons)
+
+    def claims(self) -> list[tuple[str, list[tuple[str, str]]]]:
+        """What the numbers mean, by policy and method."""
+        spec, rows, comparisons = self.spec, self.findings.rows, self.findings.comparisons
+        return [
+            (f"{one.policy}, {one.method}", words.claims(spec, rows, comparisons, **vars(one)))
+            for one in spec.configurations
+            if one.policy != "none" and one.method in spec.methods
+        ]
+
+    def caveats(self) -> list[str]:
+        """What the numbers cannot say."""
+        return words.caveats(self.spec, self.findings.rows, self.findings.comparisons)
+
+    def document(self) -> Document:
+        found = self.findings
+        rates = [(link(rate), self._rows(rate)) for rate in self._rates()]
+        several = len(self.spec.batches) > 1
+        sweep: list[Block] = [*self._sweep()]
+        if sweep:
+            evens = [words.break_even_words(one, name_batch=several) for one in found.break_even]
+            sweep.append(Items(evens))
+        trained = [one for one in self.losses.values() if len(one.train_losses) > 1]
+        parts: list[Block] = []
+        for place, (title, rows) in enumerate(rates):
+            draw = partial(charts.parts_svg, rows)
+            caption = "Exposed parts of a step: means over the steps in the middle half."
+            parts += [Heading(title), Plot(f"parts-{place}", draw, caption), _figures_table(rows)]
+        title, rows = rates[0]
+        draw = partial(charts.bytes_svg, rows)
+        caption = "Counted at each collective; the mark is what the interfaces counted."
+        bytes_: list[Block] = [Heading(title), Plot("bytes-0", draw, caption), bytes_table(rows)]
+        caption = "Before each step's update, mean over the processes."
+        sections = [
+            Section("Checkpointing off and on, dense and compressed", self._squares()),
+            Section("What it means", self._claimed()),
+            Section("One step", self._timelines()),
+            Section("What it is made of", parts),
+            Section("Bytes by purpose", bytes_),
+            Section("What compression pays for", self._compared()),
+            Section("Over the links' rates", sweep),
+            Section(
+                "Training loss",
+                [Plot("losses", partial(charts.losses_svg, trained), caption)] if trained else [],
+            ),
+            Section("What the figures are", [Terms([(f.words, f.definition) for f in DERIVED])]),
+            Section("What these numbers cannot say", [Items(self.caveats())]),
+            Section("What was run on what", [self._facts()]),
+        ]
+        ground = self.runs[-1]["ground"] if self.runs else self.spec.where
+        return Document(TITLE, [f"{ground}.", *self.like], [s for s in sections if s.blocks])
+
+    def table(self, names: Sequence[str]) -> Table:
+        """Some measured figures of every configuration, first rate, usual batch."""
+        batch = min(self.spec.batches)
+        rows = [r for r in self._rows(self._rates()[0]) if r.sequences == batch]
+        heads = ["", *(measured(name).heading for name in names)]
+        return Table(
+            heads,
+            [[r.configuration, *map(r.text, names)] for r in rows if not r.equal_memory],
+        )
+
+    def _rates(self) -> list[float | None]:
+        return list(dict.fromkeys(row.rate_mbit for row in self.findings.rows))
+
+    def _rows(self, rate: float | None) -> list[Row]:
+        return [row for row in self.findings.rows if row.rate_mbit == rate]
+
+    def _squares(self) -> list[Block]:
+        """The two-by-two of every rate, policy and method, and what is certain of them."""
+        spec, found = self.spec, list[Block]()
+        batch = min(spec.batches)
+        named = f", {batch} sequences" if len(spec.batches) > 1 else ""
+        for rate in self._rates():
+            usual = [r for r in self._rows(rate) if r.sequences == batch and not r.equal_memory]
+            rows = {r.configuration: r for r in usual}
+            for policy in spec.policies:
+                for method in spec.methods if policy != "none" else ():
+                    found.append(Heading(f"{link(rate)}: {policy}, {method}{named}"))
+                    found.append(_square(rows, policy, method))
+        found.append(
+            Paragraph(
+                "Medians with intervals of 95%, from resampled repetitions, widened where those "
+                "are few. Bytes in MB of 10^6."
+            )
+        )
+        found.append(Items([*self.headlines(), words.lossless(self.losses)]))
+        return found
+
+    def _claimed(self) -> list[Block]:
+        found: list[Block] = []
+        for title, claimed in self.claims():
+            found += [Heading(title), Terms(claimed)]
+        return found
+
+    def _compared(self) -> list[Block]:
+        found: list[Block] = []
+        lines: dict[str, list[Comparison]] = {}
+        for one in self.findings.comparisons:
+            lines.setdefault(words.title(one, self.findings.comparisons), []).append(one)
+        for title, mine in lines.items():
+            found += [Heading(title), comparisons_table(mine)]
+        if found:
+            found.append(
+                Paragraph("* the interval is within 5% of the value either way: a headline.")
+            )
+        return found
+
+    def _timelines(self) -> list[Block]:
+        policy = next((p for p in self.spec.policies if p != "none"), "none")
+        wanted = [f"{policy}/{m}" for m in (STOCK, DENSE, *self.spec.methods)]
+        mine = [t for t in self.timelines if t.sequences == min(self.spec.batches)]
+        found: list[Block] = []
+        for place, rate in enumerate(dict.fromkeys(t.rate_mbit for t in self.timelines)):
+            here = {t.configuration: t for t in mine if t.rate_mbit == rate}
+            shown = [here[name] for name in wanted if name in here]
+            if shown:
+                caption = (
+                    f"{link(rate)}: what DeepSpeed's thread does and, in the last lane, the "
+                    "exchange's thread beside it. Gathers and reduction are exposed: nothing is "
+                    "computed in them."
+                )
+                draw = partial(charts.timeline_svg, shown)
+                found.append(Plot(f"timeline-{place}", draw, caption))
+        return found
+
+    def _sweep(self) -> list[Plot]:
+        batch = min(self.spec.batches)
+        rated = [
+            r
+            for r in self.findings.rows
+            if r.rate_mbit and not r.equal_memory and r.sequences == batch
+        ]
+        if len({r.rate_mbit for r in rated}) < 2:
+            return []
+        mine = [c for c in self.findings.comparisons if c.sequences == batch]
+        even = [b for b in self.findings.break_even if b.sequences == batch]
+        draw = partial(charts.sweep_svg, rated)
+        found = [Plot("sweep-steps", draw, "Median step over the rate, logarithmic.")]
+        if any(c.rate_mbit and not math.isnan(c.values["share_paid"].value) for c in mine):
+            caption = "Above 1 compression pays for all recomputation, below 0 it costs time."
+            found.append(Plot("sweep-paid", partial(charts.paid_svg, mine, even), caption))
+        return found
+
+    def _facts(self) -> Table:
+        spec = self.spec
+        rows = [
+            ["layout", f"{spec.hosts} hosts x {spec.slots} processes ({spec.where})"],
+            ["batch", f"{spec.batches} sequences of {spec.tokens} tokens a process"],
+            [
+                "repetitions",
+                f"{spec.repetitions}, {spec.steps} timed steps a trial after {spec.drop} dropped",
+            ],
+            ["seed", str(spec.seed)],
+        ]
+        if self.model:
+            rows.append(["model", f"Llama, {self.model.parameters:,} parameters, fp32"])
+            rows.append(["text", f"{self.model.text}, sha256 {self.model.corpus_sha256[:16]}"])
+        for place, run in enumerate(self.runs, 1):
+            machine = run["machine"]
+            took = f"{run['started_utc']}, killed"
+            if run["wall_time_s"] is not None:
+                ended = "to its end" if run["ended_well"] else "stopped"
+                took = f"{run['started_utc']}, {run['wall_time_s']:.0f} s, {ended}"
+            where = (
+                f"{machine['cpu_model']}, {machine['cpu_cores']} cores, {machine['memory_gib']} "
+                f"GiB, {run['accelerator']}, {machine['system']}, load at the end "
+                f"{run['load_at_end'] or 'not known'}"
+            )
+            versions = ", ".join(f"{name} {found}" for name, found in run["versions"].items())
+            rows += [[f"run {place}", took], ["   command", run["command"]]]
+            rows += [["   machine", where], ["   versions", versions]]
+        return Table(["", ""], rows, prose=True)
+
+
+def compare(first: Path, second: Path) -> tuple[list[str], float]:
+    """Two runs of one experiment: lines for people, and the largest difference of headlines.
+
+    Only what both reports print as a headline is compared; where one alone does, that is said.
+    The difference is over the larger value, and infinite where they have none in common. Raises
+    StateError where a folder has no run to report, or the two are different experiments.
+    """
+    one_report, other_report = Report.of(first), Report.of(second)
+    mine, theirs = asdict(one_report.spec), asdict(other_report.spec)
+    if names := [name for name in _DECIDES if mine[name] != theirs[name]]:
+        raise StateError(
+            Problem(
+                where=f"{first} and {second}",
+                found=f"other settings: {', '.join(names)}",
+                why="what they measured differs, whatever the runs have done",
+                remedy="name two runs of one experiment; repetitions, rates and methods may differ",
+            ),
+            headline="these runs cannot be held against each other",
+        )
+    comparisons = one_report.findings.comparisons
+    others = {(c.rate_mbit, c.line): c for c in other_report.findings.comparisons}
+    lines: list[str] = []
+    compared: list[float] = []
+    for one in comparisons:
+        other = others.get((one.rate_mbit, one.line))
+        if other is None:
+            continue
+        where = f"{link(one.rate_mbit)}, {words.title(one, comparisons)}"
+        for figure in DERIVED:
+            settled = (one.settled(figure.name), other.settled(figure.name))
+            if not figure.headline or not any(settled):
+                continue
+            if all(settled):
+                a, b = one.values[figure.name].value, other.values[figure.name].value
+                compared.append(abs(a - b) / max(abs(a), abs(b)))
+                said = f"{number(a)} and {number(b)}, {compared[-1]:.1%} apart"
+            else:
+                said = f"a headline of the {'first' if settled[0] else 'second'} run alone"
+            lines.append(f"{where}: {figure.words}: {said}")
+    if not compared:
+        lines.append("nothing to hold against each other: no figure is a headline of both")
+    return lines, max(compared, default=math.inf)
+
+
+def bytes_table(rows: Sequence[Row]) -> Table:
+    """Bytes by purpose, of all processes, and the interfaces' own count."""
+    purposes = list(rows[0].purpose_bytes)
+    spelt = (p.replace("_", " ") for p in purposes)
+    heads = ["configuration", *(f"{p}, MB" for p in spelt), "sum, MB", "interfaces, MB"]
+    table = []
+    for name, row in zip(charts.labels(rows), rows, strict=True):
+        counts = [*(row.purpose_bytes[p] for p in purposes), sum(row.purpose_bytes.values())]
+        counts.append(row.number("interface_bytes"))
+        table.append([name, *(number(count / 1e6) for count in counts)])
+    return Table(heads, table)
+
+
+def comparisons_table(comparisons: Sequence[Comparison]) -> Table:
+    """Derived figures over the rates, of one policy, baseline and method."""
+    rows = []
+    for figure in DERIVED:
+        if any(figure.name in one.values for one in comparisons):
+            row = [figure.heading]
+            for one in comparisons:
+                mark = " *" if figure.headline and one.settled(figure.name) else ""
+                row.append(figure.text(one.values.get(figure.name)) + mark)
+            rows.append(row)
+    return Table(["", *(link(one.rate_mbit) for one in comparisons)], rows)
+
+
+def _figures_table(rows: Sequence[Row]) -> Table:
+    """Every configuration of one rate with all that is measured."""
+    return Table(
+        ["configuration", "sequences", *(figure.heading for figure in MEASURED)],
+        [
+            [
+                row.configuration,
+                f"{row.sequences}{' (equal memory)' if row.equal_memory else ''}",
+                *(row.text(figure.name, interval=figure.timed) for figure in MEASURED),
+            ]
+            for row in rows
+        ],
+    )
+
+
+def _square(rows: dict[str, Row], policy: str, method: str) -> Table:
+    """Checkpointing off and on, dense and compressed."""
+    methods = [STOCK, DENSE, method, *([SILENT] if f"none/{SILENT}" in rows else [])]
+    said = {DENSE: f"{DENSE} (best dense exchange)", SILENT: f"{SILENT} (ceiling)"}
+    table = []
+    for name in ("none", policy):
+        here = [rows.get(f"{name}/{m}") for m in methods]
+        for figure in map(measured, ("step_s", "peak_bytes", "link_bytes", "heldout_loss")):
+            timed = figure.name == "step_s"
+            head = f"checkpointing {name}: " if timed else "   "
+            texts = (r.text(figure.name, interval=timed) if r else "-" for r in here)
+            table.append([f"{head}{figure.heading}", *texts])
+    return Table(["", *(said.get(m, m) for m in methods)], table)
+
+
+def _plain(content: Any) -> Any:
+    """As JSON has it: dataclasses are objects, and what has no value is null."""
+    if is_dataclass(content) and not isinstance(content, type):
+        return _plain(asdict(content))
+    if isinstance(content, dict):
+        return {name: _plain(value) for name, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [_plain(value) for value in content]
+    return None if isinstance(content, float) and math.isnan(content) else content
+
+
+def _nothing(path: Path, found: str) -> StateError:
+    remedy = "run `ds-ckpt measure --output` with this folder to its end"
+    return StateError(
+        Problem(str(path), found, "a report is made from a measured run", remedy),
+        headline="there is nothing to report",
+    )

@@ -1,0 +1,239 @@
+"""Runs an experiment into a folder, or goes on with one that was stopped there."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ds_ckpt.errors import ConfigError, Problem
+from ds_ckpt.files import replacing
+from ds_ckpt.harness import corpus
+from ds_ckpt.hosts import EmulatedHosts
+from ds_ckpt.hosts.checks import check_hosts
+from ds_ckpt.hosts.launcher import Backend, Emulated, Launcher, launch, signals_as_exit
+from ds_ckpt.measure.spec import Folder, Spec, check
+
+RUNS = "runs.jsonl"
+LIKE = "like.json"
+"""How the rate came about, where a cluster was named."""
+
+
+def measure(
+    spec: Spec,
+    path: Path,
+    *,
+    backend: Backend,
+    console: Console,
+    stall_s: float = 180.0,
+    limit_s: float = 6 * 3600.0,
+    account: Sequence[str] = (),
+    look: Callable[[], None] = lambda: None,
+) -> None:
+    """Measure what is not measured yet; samples lie in `path` then.
+
+    Args:
+        stall_s: end when process 0 has been silent for so long: more than the longest step takes.
+        account: sentences for the report on how the rate came about.
+        look: called a few times a second, too.
+
+    Raises:
+        ConfigError: `spec` cannot be measured, or `path` holds a run of another one.
+        HostError: a host cannot take part, or has dropped out.
+        LaunchError: the launched processes failed.
+    """
+    check(spec)
+    folder = _prepare(spec, path.absolute(), backend, console)  # the launched work in the folder
+    if account:  # before anything is measured: a run that is stopped has a report, too
+        (folder.path / LIKE).write_text(json.dumps(list(account)), encoding="utf-8")
+    console.print(f"{backend.describe()}.", highlight=False)
+    with signals_as_exit(), _noted(folder, backend) as note:
+        check_hosts(backend)
+        with Shown(console) as shown:
+            launch(
+                backend,
+                "ds_ckpt.measure.worker",
+                {},
+                folder.path,
+                stall_s=stall_s,
+                limit_s=limit_s,
+                heard=shown,
+                look=look,
+                if_silent="; on a slow link raise --stall-s",
+            )
+        note["ended_well"] = True
+
+
+class Shown:
+    """A context, called with every event: a progress bar, without a terminal a line a tenth."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._words: tuple[str, int] = ("", 0)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
+        )
+        self._task = self._progress.add_task("starting deepspeed", total=None)
+
+    def __enter__(self) -> Shown:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        words = event.get("words")
+        if words is None:
+            return
+        total, done = event.get("total"), event.get("done", 0)
+        self._progress.update(self._task, description=words, total=total, completed=done)
+        kind, tenth = words.lstrip("0123456789 "), 10 * done // max(total or 1, 1)
+        if self._progress.disable and (kind, tenth) != self._words:
+            self._console.print(f"  {words}", highlight=False)
+            self._words = (kind, tenth)
+
+
+@contextlib.contextmanager
+def emulated(
+    count: int, slots: int, launcher: Launcher = "pdsh", port: int = 29500
+) -> Iterator[Emulated]:
+    """Hosts for one experiment, their links not shaped until a rate is asked for."""
+    with signals_as_exit(), EmulatedHosts(count, rate_mbit=None) as hosts:
+        yield Emulated(hosts, slots, launcher, port)
+
+
+def versions() -> dict[str, str]:
+    """Of Python and the packages that a measurement depends on."""
+    names = ("ds_ckpt", "deepspeed", "torch", "transformers", "numpy")
+    return {
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in names},
+    }
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores, memory, system."""
+    model = platform.processor() or platform.machine()
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                model = line.partition(":")[2].strip()
+                break
+    except OSError:
+        pass
+    return {
+        "cpu_model": model,
+        "cpu_cores": os.cpu_count() or 1,
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def _prepare(spec: Spec, path: Path, backend: Backend, console: Console) -> Folder:
+    folder = Folder(path)
+    if folder.spec.exists():
+        there = Spec.load(folder.spec)
+        if there != spec:
+            raise ConfigError(
+                Problem(
+                    where="--output",
+                    found=f"{path}, which holds a run with other settings",
+                    why="samples of different experiments cannot be put together",
+                    remedy="name another folder, or give the command that runs.jsonl there names",
+                ),
+                headline="this run cannot go on here",
+            )
+        _check_same_place(folder, backend)
+        folder.store.mend()
+        console.print(f"Going on: {len(folder.store.read())} records are there.", highlight=False)
+    elif path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigError(
+            Problem("--output", str(path), "it holds something else", "name a folder to be made"),
+            headline="this run cannot begin here",
+        )
+    else:
+        path.mkdir(parents=True, exist_ok=True)
+        text = corpus.file_corpus(Path(spec.text)) if spec.text else corpus.embedded_corpus()
+        text.save(path / "corpus")
+        spec.save(folder.spec)
+    return folder
+
+
+def _place(backend: Backend) -> dict[str, Any]:
+    """What a measurement was made with and on."""
+    return {
+        "ground": backend.describe(),
+        "versions": versions(),
+        "machine": machine(),
+        "accelerator": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu",
+    }
+
+
+def _check_same_place(folder: Folder, backend: Backend) -> None:
+    """Raises ConfigError where the run in `folder` was begun with or on something else."""
+    notes = folder.path / RUNS
+    lines = notes.read_text(encoding="utf-8").splitlines() if notes.exists() else []
+    if not lines or not folder.store.read():
+        return
+    then, now = json.loads(lines[-1]), _place(backend)
+    problems = [
+        Problem(
+            where="--output",
+            found=f"{folder.path}, whose {name} were {then[name]}, and are now {now[name]}",
+            why="samples of different machines, launches or versions cannot be put together",
+            remedy="name another folder",
+        )
+        for name in now
+        if then[name] != now[name]
+    ]
+    if problems:
+        raise ConfigError(problems, headline="this run cannot go on here")
+
+
+@contextlib.contextmanager
+def _noted(folder: Folder, backend: Backend) -> Iterator[dict[str, Any]]:
+    """Keep what was run on what, also of a run that fails or is killed."""
+    began = time.monotonic()
+    path = folder.path / RUNS
+    before = path.read_text(encoding="utf-8") if path.exists() else ""
+    note: dict[str, Any] = {
+        "started_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        **_place(backend),
+        "ended_well": False,
+        "wall_time_s": None,
+        "load_at_end": None,
+    }
+
+    def keep() -> None:
+        with replacing(path) as fresh:  # every later call reads it, and a kill may come any time
+            fresh.write_text(before + json.dumps(note) + "\n", encoding="utf-8")
+
+    keep()
+    try:
+        yield note
+    finally:
+        note["wall_time_s"] = round(time.monotonic() - began, 1)
+        note["load_at_end"] = round(os.getloadavg()[0], 2)
+        keep()

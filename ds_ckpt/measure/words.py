@@ -1,0 +1,274 @@
+"""The report's sentences, computed from the findings, also where compression loses. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ds_ckpt.measure.figures import DERIVED, measured, number
+from ds_ckpt.measure.findings import BreakEven, Comparison, Row
+from ds_ckpt.measure.records import Loss
+from ds_ckpt.measure.spec import DENSE, STOCK, Spec, link
+from ds_ckpt.measure.statistics import Estimate
+
+
+def not_whole(missing: Sequence[str]) -> list[str]:
+    """What is missing, as a sentence; nothing of a whole run."""
+    if not missing:
+        return []
+    return [f"NOT WHOLE: {'; '.join(missing)}. Give the command again, and it goes on."]
+
+
+def title(one: Comparison, comparisons: Sequence[Comparison]) -> str:
+    """Whose figures, told apart from all others of the same rate."""
+    batch = f", {one.sequences} sequences" if len({c.sequences for c in comparisons}) > 1 else ""
+    return f"{one.policy}, {one.method} against {one.baseline}{batch}"
+
+
+def headlines(comparisons: Sequence[Comparison]) -> list[str]:
+    """Sentences of the figures that are certain enough; and how many are not."""
+    found, open_ = [], 0
+    for one in comparisons:
+        said = []
+        for figure in DERIVED:
+            if not figure.headline or figure.name not in one.values:
+                continue
+            if one.settled(figure.name):
+                said.append(f"{figure.words} {figure.with_unit(one.values[figure.name])}")
+            else:
+                open_ += 1
+        if said:
+            where = f"{link(one.rate_mbit)}, {title(one, comparisons)}"
+            found.append(f"{where}: {'; '.join(said)}.")
+    if open_:
+        found.append(
+            f"{open_} figures have an interval wider than 5% either way: they stand in the tables, "
+            "not here. More repetitions make them certain."
+        )
+    return found
+
+
+def break_even_words(even: BreakEven, *, name_batch: bool) -> str:
+    """The two rates; no headline, for they lie between measured ones and have no interval."""
+    who = f"{even.policy}, {even.method} against {even.baseline}"
+    if name_batch:
+        who += f", {even.sequences} sequences"
+    pays = (
+        f"pays for all recomputation up to about {even.pays_for_recompute_mbit:.0f} Mbit/s"
+        if even.pays_for_recompute_mbit
+        else "pays for all recomputation at all measured rates or at none (see the table)"
+    )
+    frees = (
+        f"frees no time above about {even.frees_nothing_mbit:.0f} Mbit/s"
+        if even.frees_nothing_mbit
+        else "has no rate among those measured above which it begins to cost time"
+    )
+    return f"Break-even, {who}: compression {pays}, and {frees}."
+
+
+def lossless(losses: Mapping[str, Loss]) -> str:
+    """Whether checkpointing changed any training loss or weight, method by method."""
+    different = []
+    compared = 0
+    for name, kept in losses.items():
+        policy, _, method = name.partition("/")
+        plain = losses.get(f"none/{method}")
+        if policy != "none" and plain is not None:
+            compared += 1
+            digests = {one.weights_sha256 for one in (plain, kept) if one.weights_sha256}
+            if kept.train_losses != plain.train_losses or len(digests) > 1:
+                different.append(name)
+    if not compared:
+        return "No losses were compared."
+    if different:
+        return (
+            "Exactness: NOT met: losses or final weights differ from those without checkpointing "
+            f"in {', '.join(different)}. On CPU in fp32 they must be equal: please report it."
+        )
+    weights = all(one.weights_sha256 for one in losses.values())
+    return "Exactness: checkpointing changed no training loss by a single bit, in any method" + (
+        "; the final weights are equal, too." if weights else "."
+    )
+
+
+def claims(
+    spec: Spec,
+    rows: Sequence[Row],
+    comparisons: Sequence[Comparison],
+    *,
+    policy: str,
+    method: str,
+) -> list[tuple[str, str]]:
+    """What the numbers of a policy and a method mean, a head and its sentences each.
+
+    Of the first rate and the usual batch, but for the time, which is said of every rate.
+    """
+    batch = min(spec.batches)
+    usual = [r for r in rows if r.sequences == batch and not r.equal_memory]
+    first = {r.configuration: r for r in usual if r.rate_mbit == usual[0].rate_mbit}
+    mine = [c for c in comparisons if (c.policy, c.method, c.sequences) == (policy, method, batch)]
+    found = [
+        ("Memory", _memory(first, policy, mine)),
+        ("Weights", _weights(spec, first, policy)),
+        ("Gradients", _gradients(first, method)),
+        ("The ceiling", _ceiling(first, method)),
+        ("Time", " ".join(_time(one, usual) for one in mine)),
+    ]
+    if (loss := _loss(first, method)) is not None:
+        found.append(("Held-out loss", loss))
+    return [(head, text) for head, text in found if text]
+
+
+def _memory(rows: Mapping[str, Row], policy: str, mine: Sequence[Comparison]) -> str:
+    plain, kept = rows[f"none/{STOCK}"], rows[f"{policy}/{STOCK}"]
+    if plain.values["held_bytes"] is None or kept.values["held_bytes"] is None:
+        return ""
+    cost = next((c.values["recompute_dense_s"] for c in mine if c.baseline == STOCK), None)
+    price = f" The price, a second forward: {_seconds(cost)} a step." if cost else ""
+    return (
+        f"with {policy} autograd holds {kept.text('held_bytes')} MB after the forward instead of "
+        f"{plain.text('held_bytes')} MB, {_times_less(plain, kept, 'held_bytes')}; at the peak "
+        f"activations take {kept.text('peak_bytes')} MB instead of {plain.text('peak_bytes')} MB."
+        f"{price}"
+    )
+
+
+def _weights(spec: Spec, rows: Mapping[str, Row], policy: str) -> str:
+    plain, kept = rows[f"none/{STOCK}"], rows[f"{policy}/{STOCK}"]
+
+    def gathered(purpose: str) -> str:
+        return number(kept.purpose_bytes[purpose] / spec.processes / 1e6)
+
+    return (
+        f"ZeRO-3 gathers them for the forward and again for the backward, "
+        f"{plain.text('weight_bytes')} MB sent a process and step. With {policy} the recompute's "
+        f"gather ({gathered('gather_recompute')} MB) stays until backward has used it; with what "
+        f"only backward needs ({gathered('gather_backward')} MB) that makes "
+        f"{kept.text('weight_bytes')} MB in all."
+    )
+
+
+def _gradients(rows: Mapping[str, Row], method: str) -> str:
+    stock, best, sent = (rows[f"none/{m}"] for m in (STOCK, DENSE, method))
+    found = (
+        f"{method} sends {sent.text('gradient_bytes')} MB a process and step, stock DeepSpeed "
+        f"{stock.text('gradient_bytes')} MB ({_times_less(stock, sent, 'gradient_bytes')})."
+    )
+    if _doubled(rows):
+        found += " That flatters it: gloo's reduce-scatter sends an all-reduce's bytes."
+    return (
+        f"{found} Dense gradients sent once, by all-to-all, take {best.text('gradient_bytes')} MB, "
+        f"and against those it is {_times_less(best, sent, 'gradient_bytes')}."
+    )
+
+
+def _doubled(rows: Mapping[str, Row]) -> bool:
+    """Whether stock's reduce-scatter sends about twice what it needs to, as gloo's does."""
+    stock, best = (rows[f"none/{m}"].number("gradient_bytes") for m in (STOCK, DENSE))
+    return stock > 1.5 * best
+
+
+def _ceiling(rows: Mapping[str, Row], method: str) -> str:
+    best, sent = rows[f"none/{DENSE}"], rows[f"none/{method}"]
+    gradients, weights = best.number("gradient_bytes"), best.number("weight_bytes")
+    share = gradients / (gradients + weights)
+    total = sent.number("gradient_bytes") + sent.number("weight_bytes")
+    return (
+        f"weights are most of ZeRO-3's traffic. Sent without waste, gradients are {share:.0%} of "
+        "it, so that a step that does nothing but wait for the network can get at most "
+        f"{1 / (1 - share):.2f}x faster by compressing them. In all, {method} sends "
+        f"{number(total / 1e6)} MB a process and step, the dense all-to-all "
+        f"{number((gradients + weights) / 1e6)} MB."
+    )
+
+
+def _time(one: Comparison, rows: Sequence[Row]) -> str:
+    """Of one rate against one baseline; what the interval does not tell apart is no difference."""
+    faster = one.values["faster"]
+    interval = f"{number(faster.low)} to {number(faster.high)}"
+    if one.repetitions < 2:
+        interval = "once, without an interval"
+    ratio = f"{number(faster.value)}x ({interval})"
+    if faster.low > 1:
+        verdict = f"is {ratio} faster than {one.baseline}'s"
+    elif faster.high < 1:
+        verdict = f"LOSES: choosing what to send takes longer than sending it, {ratio} as fast as"
+        verdict += f" {one.baseline}'s"
+    else:
+        verdict = f"shows no difference to {one.baseline}'s that stands out of the spread, {ratio}"
+    steps = {r.configuration: r.step_s for r in rows if r.rate_mbit == one.rate_mbit}
+    return (
+        f"{link(one.rate_mbit)}: {one.method}'s step with {one.policy} {verdict}; "
+        f"{_seconds(steps[f'{one.policy}/{one.method}'])}, and {one.baseline} without "
+        f"checkpointing {_seconds(steps[f'none/{one.baseline}'])}."
+    )
+
+
+def _loss(rows: Mapping[str, Row], method: str) -> str | None:
+    dense, found = (rows[f"none/{m}"].values["heldout_loss"] for m in (STOCK, method))
+    if dense is None or found is None:
+        return None
+    values = [v.value if isinstance(v, Estimate) else v for v in (found, dense)]
+    gap = values[0] / values[1] - 1
+    against = f"{values[0]:.3f} against {values[1]:.3f}"
+    if gap > 0.001:
+        return (
+            f"{method} loses: {against} ({gap:.1%} worse). Error feedback delivers what was held "
+            "back late and in part, which AdamW's first moment suffers. A longer dense warm-up and "
+            "more bits or a higher density are what the configuration offers against it."
+        )
+    if gap < -0.001:
+        return f"{method} ends lower here ({against}): chance, at one seed."
+    return f"no difference to be seen here ({against})."
+
+
+def _times_less(larger: Row, smaller: Row, name: str) -> str:
+    """How much less one row has of a figure than another."""
+    one, other = larger.number(name), smaller.number(name)
+    return f"{number(one / other)}x less" if other > 0 else "nothing"
+
+
+def _seconds(value: Estimate | float) -> str:
+    return measured("step_s").with_unit(value)
+
+
+def caveats(spec: Spec, rows: Sequence[Row], comparisons: Sequence[Comparison]) -> list[str]:
+    """What these numbers cannot say."""
+    found = [
+        "Gradients are about a third of ZeRO-3's traffic, weights the rest: a step bound by the "
+        "network gets at most 1.5 times faster by compressing them. `silent` is that ceiling.",
+        f"On gloo, {STOCK} DeepSpeed sends an all-reduce's bytes for its reduce-scatter, twice "
+        f"what it needs. Read every gain beside {DENSE}, which sends each gradient once.",
+        "fp32 throughout: every dense byte is twice what 16 bits would be, so a link of 200 "
+        "Mbit/s is here what one of 100 is there, for weights and for dense gradients.",
+        f"Losses: one seed ({spec.seed}), {spec.loss_steps} steps, the compressed methods dense "
+        "for the first quarter. A direction, not a verdict: ds-ckpt validate-accuracy gives those.",
+        "The autotuner is off: compression runs also where it loses. As configured by default it "
+        "would leave such gradients to DeepSpeed's own reduction.",
+        "Steps are as long as the slowest process; waiting for another process counts as network.",
+    ]
+    if spec.where == "emulated":
+        found.append(
+            "All hosts share one machine's processor and memory, and their links have no delay of "
+            "their own: only bandwidth is emulated."
+        )
+    if spec.where == "loopback":
+        found.append(
+            "The link is memory and NOT SHAPED: what compression saves on a network is not here."
+        )
+    wrong = [r.configuration for r in rows if abs(r.number("parts_over_step") - 1) > 0.03]
+    if wrong:
+        found.append(
+            f"The parts miss the median step by more than 3% in {len(wrong)} of {len(rows)} rows "
+            f"({', '.join(dict.fromkeys(wrong))}): steps differed much from one another."
+        )
+    share = "interface_over_purposes"
+    uncounted = [r.configuration for r in rows if abs(r.number(share) - 1) > 0.03]
+    if uncounted:
+        found.append(
+            "The interfaces counted more than 3% more or less than the collectives' payload in "
+            f"{len(uncounted)} of {len(rows)} rows ({', '.join(dict.fromkeys(uncounted))}): "
+            "headers weigh in a model this small, or something else used the network."
+        )
+    if not comparisons:
+        found.append("No derived figures: they need a policy beside none and a compressed method.")
+    return found

@@ -1,0 +1,425 @@
+"""The script that `deepspeed` launches for `ds-ckpt measure`.
+
+    hosts.launcher.launch(backend, "ds_ckpt.measure.worker", {}, folder)
+
+All configurations live in the same processes, each with an engine of its own, and take turns at
+their trials, in an order that rotates, so that what disturbs the machine for a while disturbs all
+of them alike; so do the link's rates. Only process 0 needs the folder: it hands the others what is
+to be done, and appends to `samples.jsonl` after every trial. What stands there already is not
+measured again.
+
+Which rate a link has is not this process's to decide: `Heartbeat.ask` asks whoever launched.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+import ds_ckpt
+from ds_ckpt.exchange.no_communication import NoCommunication
+from ds_ckpt.harness import corpus, models
+from ds_ckpt.hosts.heartbeat import Heartbeat, begin
+from ds_ckpt.hosts.interfaces import Sent, link_interface, sent
+from ds_ckpt.measure import parts
+from ds_ckpt.measure.figures import Take, put_together, taken
+from ds_ckpt.measure.records import (
+    Loss,
+    Memory,
+    Model,
+    Sample,
+    StepTime,
+    Stretch,
+    Timeline,
+    Trial,
+)
+from ds_ckpt.measure.spec import (
+    BASELINES,
+    SILENT,
+    STOCK,
+    Configuration,
+    Folder,
+    Spec,
+    Variant,
+    deepspeed_config,
+    equal_memory,
+    median_index,
+    slowest,
+)
+from ds_ckpt.telemetry import Purpose
+from ds_ckpt.telemetry.memory import SavedActivations, activations_tracker
+from ds_ckpt.telemetry.timings import Span, Spans
+
+EVALUATION_BATCHES = 24
+SETTLE_S = 0.15
+"""How long nothing is sent around a reading of the interfaces' counters."""
+
+
+@dataclass
+class Step:
+    """One recorded step of this process."""
+
+    time: StepTime
+    loss: float
+    main: tuple[Stretch, ...]
+    beside: tuple[Stretch, ...]
+
+
+class Running:
+    """A configuration with its engine while it trains. Every process makes one; collective."""
+
+    def __init__(self, configuration: Configuration, spec: Spec, **options: Any) -> None:
+        self.configuration = configuration
+        model = models.llama(seed=spec.seed, **spec.shape)
+        parameters = models.count_parameters(model)
+        config = deepspeed_config(spec, configuration, parameters=parameters, **options)
+        self.engine, *_ = ds_ckpt.initialize(model=model, config=config)
+        session = ds_ckpt.session_of(self.engine)
+        assert session is not None, "initialize attaches a session where the JSON has a section"
+        self.session: Any = session
+        self.spans = Spans(_synchronize())
+        if configuration.method == SILENT:
+            session.measure_with(NoCommunication(dist.get_world_size(), dist.get_rank()))
+
+    def plain_step(self, batch: torch.Tensor) -> float:
+        """One optimizer step, nothing recorded; this process's loss."""
+        self.engine.train()
+        loss = self.engine(input_ids=batch, labels=batch).loss
+        self.engine.backward(loss)
+        self.engine.step()
+        return float(loss)
+
+    def step(self, batch: torch.Tensor) -> Step:
+        """One optimizer step with its spans, begun by all processes at once."""
+        self.engine.train()
+        spans = self.spans
+        dist.barrier()
+        self._record(spans)
+        start_s = time.perf_counter()
+        with spans.span("forward"):
+            loss = self.engine(input_ids=batch, labels=batch).loss
+        with spans.span("backward"):
+            self.engine.backward(loss)
+        with spans.span("update"):
+            self.engine.step()
+        step_s = time.perf_counter() - start_s
+        self._record(None)
+        return _recorded(spans.take(), start_s, step_s, float(loss))
+
+    def memory(self, batch: torch.Tensor) -> tuple[int, int]:
+        """Bytes of activations in one step: held after the forward, and the peak."""
+        self.engine.train()
+        spans = self.spans
+        with SavedActivations(self.engine.module) as held:
+            loss = self.engine(input_ids=batch, labels=batch).loss
+        self.engine.backward(loss)
+        self.engine.step()
+        del loss
+        self._record(spans)
+        with activations_tracker(self.engine.module, spans) as peak:
+            with spans.span("forward"):
+                loss = self.engine(input_ids=batch, labels=batch).loss
+            with spans.span("backward"):
+                self.engine.backward(loss)
+        self._record(None)
+        self.engine.step()
+        spans.take()
+        return held.bytes, peak.peak_bytes
+
+    def evaluate(self, text: bytes, spec: Spec) -> float:
+        """Held-out loss, mean over the processes."""
+        self.engine.eval()
+        losses = []
+        with torch.no_grad():
+            for batch in corpus.evaluation_batches(
+                text,
+                sequences=min(spec.batches),
+                sequence_length=spec.tokens,
+                batches=EVALUATION_BATCHES,
+                process=dist.get_rank(),
+                processes=dist.get_world_size(),
+            ):
+                ids = batch.to(get_accelerator().current_device_name())
+                losses.append(self.engine(input_ids=ids, labels=ids).loss.double())
+        mean = torch.stack(losses).mean()
+        dist.all_reduce(mean)
+        return float(mean) / dist.get_world_size()
+
+    def weights_sha256(self) -> str:
+        """Over this process's partitions."""
+        digest = hashlib.sha256()
+        for parameter in self.engine.module.parameters():
+            shard = parameter.ds_tensor.detach().cpu().contiguous()
+            digest.update(shard.view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    def end(self) -> None:
+        """Give its memory back."""
+        self.engine.destroy()
+        self.engine = self.session = None
+        gc.collect()
+
+    def _record(self, spans: Spans | None) -> None:
+        self.session.counters.spans = spans
+        if self.session.exchange is not None:
+            self.session.exchange.timings.spans = spans
+
+
+@dataclass
+class Worker:
+    """This process's end of a run."""
+
+    spec: Spec
+    folder: Folder
+    text: corpus.Corpus
+    done: set[tuple[Any, ...]]
+    heartbeat: Heartbeat
+    interface: str | None
+
+    def batch(self, sequences: int, step: int) -> torch.Tensor:
+        batches = corpus.Batches(
+            self.text.train,
+            sequences=sequences,
+            sequence_length=self.spec.tokens,
+            seed=self.spec.seed,
+            process=dist.get_rank(),
+        )
+        return batches.batch(step).to(get_accelerator().current_device_name())
+
+    def run(self) -> None:
+        parameters = models.count_parameters(models.llama(seed=self.spec.seed, **self.spec.shape))
+        model = Model(
+            parameters=parameters,
+            text=self.text.source,
+            heldout_bytes=len(self.text.heldout),
+            corpus_sha256=self.text.sha256,
+        )
+        self.append([model])
+        self._measure_trials()
+        self._measure_losses()
+        self.beat("done")
+
+    def _measure_trials(self) -> None:
+        spec = self.spec
+        usual = [Variant(c, b) for b in spec.batches for c in spec.configurations]
+        memories = [
+            ("memory", configuration.name, factor * min(spec.batches))
+            for configuration in spec.configurations
+            for factor in (1, 2)
+            if configuration.method == STOCK
+        ]
+        wanted = [
+            v.key(rate, r) for r in range(spec.repetitions) for rate in spec.rates for v in usual
+        ]
+        if self.done.issuperset([*wanted, *memories]) and ("turns done",) in self.done:
+            return
+        running = {}
+        for configuration in spec.configurations:
+            self.beat(f"building {configuration.name}")
+            running[configuration] = Running(configuration, spec)
+            for step in range(spec.warm_up):
+                running[configuration].plain_step(self.batch(min(spec.batches), step))
+        found: dict[tuple[object, ...], Memory] = {
+            key: self._memory(running[Configuration.of(key[1])], key[2]) for key in memories
+        }
+        variants = [*usual, *(equal_memory(spec, found) if spec.equal_memory else [])]
+        for variant in variants:
+            if variant.equal_memory and variant.configuration.method == STOCK:
+                self._memory(running[variant.configuration], variant.sequences)
+        total = spec.repetitions * len(spec.rates) * len(variants)
+        count = 0
+        for repetition in range(spec.repetitions):
+            for rate in spec.rates:
+                self._ask_for(rate)
+                for place in range(len(variants)):
+                    variant = variants[(place + repetition) % len(variants)]
+                    count += 1
+                    self.beat(f"{count} of {total} trials", done=count, total=total)
+                    if variant.key(rate, repetition) not in self.done:
+                        self._trial(running[variant.configuration], variant, rate, repetition)
+        self._ask_for(None)
+        for one in running.values():
+            one.end()
+        if dist.get_rank() == 0:
+            self.folder.turns_done.touch()
+
+    def _memory(self, one: Running, sequences: int) -> Memory:
+        """The record of one configuration's activations; the same on all processes."""
+        name = one.configuration.name
+        self.beat(f"memory of {name}")
+        device = get_accelerator().current_device_name()  # NCCL takes no tensor of the host
+        most = torch.tensor(one.memory(self.batch(sequences, 0)), dtype=torch.int64, device=device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        held, peak = (int(n) for n in most)
+        record = Memory(configuration=name, sequences=sequences, held_bytes=held, peak_bytes=peak)
+        if record.key not in self.done:
+            self.append([record])
+        return record
+
+    def _trial(self, one: Running, variant: Variant, rate: float | None, repetition: int) -> None:
+        spec = self.spec
+        first = repetition * (spec.steps + spec.drop)
+        for step in range(spec.drop):
+            one.plain_step(self.batch(variant.sequences, first + step))
+        before, counted = self._settled(), one.session.counters.snapshot()
+        steps: list[Step] = []
+        for step in range(spec.steps):
+            steps.append(one.step(self.batch(variant.sequences, first + spec.drop + step)))
+            self.beat(None)
+        delta = one.session.counters.snapshot() - counted
+        bytes_ = self._settled() - before
+        leads = int(os.environ.get("LOCAL_RANK", "0")) == 0
+        take = Take([step.time for step in steps], [step.loss for step in steps], bytes_, leads)
+        everyone = gathered(
+            {
+                "times": take.times,
+                "purposes": {p.value: delta.bytes_sent.get(p, 0) / spec.steps for p in Purpose},
+                "link": bytes_.link_bytes / spec.steps if leads else None,
+                "taken": taken(take),
+            }
+        )
+        figures = put_together([one["taken"] for one in everyone])
+        at: dict[str, Any] = {
+            "configuration": one.configuration.name,
+            "rate_mbit": rate,
+            "sequences": variant.sequences,
+            "repetition": repetition,
+        }
+        trial = Trial(
+            **at,
+            equal_memory=variant.equal_memory,
+            steps=slowest([one["times"] for one in everyone]),
+            purpose_bytes={
+                p.value: sum(one["purposes"][p.value] for one in everyone) for p in Purpose
+            },
+            link_bytes=tuple(one["link"] for one in everyone if one["link"] is not None),
+            interface_bytes=figures.pop("interface_bytes"),
+            figures=figures,
+        )
+        records: list[Sample] = [trial]
+        if repetition == spec.repetitions - 1 and not variant.equal_memory:
+            shown = steps[median_index([step.time.step_s for step in steps])]
+            step_s = shown.time.step_s
+            records.append(Timeline(**at, step_s=step_s, main=shown.main, beside=shown.beside))
+        self.append(records)
+
+    def _measure_losses(self) -> None:
+        """Train every configuration anew, one after the other, and keep its held-out loss."""
+        spec = self.spec
+        for configuration in spec.configurations if spec.loss_steps else ():
+            name, method = configuration.name, configuration.method
+            if method == SILENT or ("loss", name) in self.done:
+                continue
+            start_step = 0 if method in BASELINES else spec.loss_steps // 4
+            one = Running(configuration, spec, start_step=start_step, total_steps=spec.loss_steps)
+            losses = []
+            for step in range(spec.loss_steps):
+                self.beat(f"training {name} for its loss", done=step, total=spec.loss_steps)
+                losses.append(one.plain_step(self.batch(min(spec.batches), step)))
+            everyone = gathered((losses, one.weights_sha256()))
+            means = [sum(s) / len(everyone) for s in zip(*(e[0] for e in everyone), strict=True)]
+            record = Loss(
+                configuration=name,
+                steps=spec.loss_steps,
+                start_step=start_step,
+                heldout_loss=one.evaluate(self.text.heldout, spec),
+                train_losses=tuple(means),
+                weights_sha256=hashlib.sha256("".join(e[1] for e in everyone).encode()).hexdigest(),
+            )
+            one.end()
+            self.append([record])
+
+    def _settled(self) -> Sent:
+        """The interfaces' counters while nothing is under way."""
+        dist.barrier()
+        time.sleep(SETTLE_S)
+        found = sent(self.interface)
+        dist.barrier()
+        return found
+
+    def beat(self, words: str | None, **more: int) -> None:
+        """Say that this process goes on; process 0 says so to whoever launched, too."""
+        self.heartbeat.beat(words=words, **more)
+
+    def append(self, records: Sequence[Sample]) -> None:
+        if dist.get_rank() == 0:
+            self.folder.store.append(records)
+
+    def _ask_for(self, rate: float | None) -> None:
+        dist.barrier()
+        if self.spec.where == "emulated":
+            self.heartbeat.ask(rate_mbit=rate)
+        dist.barrier()
+
+
+def gathered(mine: Any) -> list[Any]:
+    """What every process has given, by process."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def _recorded(spans: list[Span], start_s: float, step_s: float, loss: float) -> Step:
+    thread = threading.get_ident()
+
+    def stretches(pieces: list[parts.Piece]) -> tuple[Stretch, ...]:
+        return tuple(
+            Stretch(
+                start_s=round(p.start_s - start_s, 6),
+                end_s=round(p.end_s - start_s, 6),
+                part=p.part,
+                purpose=p.purpose,
+            )
+            for p in pieces
+        )
+
+    times = StepTime(
+        step_s=step_s,
+        parts_s=parts.parts(spans, thread),
+        in_collectives_s=parts.in_collectives_s(spans),
+    )
+    main = stretches(parts.main_pieces(spans, thread))
+    return Step(times, loss, main, stretches(parts.beside_pieces(spans, thread)))
+
+
+def _synchronize() -> Callable[[], object]:
+    """On an accelerator that runs behind, a span ends when its work has."""
+    accelerator = get_accelerator()
+    if accelerator.is_synchronized_device():
+        return lambda: None
+    synchronize: Callable[[], object] = accelerator.synchronize
+    return synchronize
+
+
+def _handed_out(folder: Folder) -> tuple[Spec, corpus.Corpus, set[tuple[Any, ...]]]:
+    """What process 0 has read, on every process."""
+    content: list[Any] = [None]
+    if dist.get_rank() == 0:
+        content[0] = folder.handout()
+    dist.broadcast_object_list(content, src=0)
+    spec, text, done = content[0]
+    return spec, text, done
+
+
+def main() -> None:
+    """Entry point of every process."""
+    heartbeat, _ = begin("Measures configurations; started by deepspeed.")
+    folder = Folder(heartbeat.folder)
+    spec, text, done = _handed_out(folder)
+    Worker(spec, folder, text, done, heartbeat, link_interface(spec.where)).run()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""Samples of an experiment that nobody has run, with parts of which every figure is known.
+
+At a rate of r Mbit/s a step of P/C takes COMPUTE + RECOMPUTE (block alone) + WEIGHTS * 8 / r +
+gradient bytes * 8 / r + PACKING (lossy alone) seconds; repetition n adds n * `drift` to compute.
+"""
+
+from __future__ import annotations
+
+from ds_ckpt.measure.parts import PARTS
+from ds_ckpt.measure.records import (
+    Loss,
+    Memory,
+    Model,
+    Sample,
+    StepTime,
+    Stretch,
+    Timeline,
+    Trial,
+)
+from ds_ckpt.measure.spec import Spec
+
+COMPUTE_S, RECOMPUTE_S, PACKING_S = 0.4, 0.1, 0.02
+WEIGHTS_MB = 20.0
+GRADIENTS_MB = {"stock": 20.0, "dense": 10.0, "4bit": 1.25, "silent": 0.0}
+SPEC = Spec(rates=(100.0, 400.0, 1600.0), repetitions=5, loss_steps=3)
+
+
+def seconds(mb: float, rate_mbit: float) -> float:
+    return 8 * mb / rate_mbit
+
+
+def step(name: str, rate_mbit: float, more_s: float = 0.0, tokens: float = 1.0) -> StepTime:
+    policy, _, method = name.partition("/")
+    parts = dict.fromkeys(PARTS, 0.0)
+    parts["compute_forward"] = (COMPUTE_S + more_s) * tokens / 4
+    parts["compute_backward"] = (COMPUTE_S + more_s) * tokens / 2
+    parts["compute_update"] = (COMPUTE_S + more_s) * tokens / 4
+    parts["network_forward"] = seconds(WEIGHTS_MB / 2, rate_mbit)
+    parts["network_backward"] = seconds(GRADIENTS_MB[method], rate_mbit)
+    if policy == "block":
+        parts["recompute"] = RECOMPUTE_S * tokens
+        parts["network_recompute"] = seconds(WEIGHTS_MB / 2, rate_mbit)
+    else:
+        parts["network_backward"] += seconds(WEIGHTS_MB / 2, rate_mbit)
+    if method == "4bit":
+        parts["compression"] = PACKING_S
+    return StepTime(step_s=sum(parts.values()), parts_s=parts, in_collectives_s=0.1)
+
+
+def trial(spec: Spec, name: str, rate: float | None, repetition: int, drift: float) -> Trial:
+    policy, _, method = name.partition("/")
+    again = 0.75 if policy == "block" else 0.0
+    mb = WEIGHTS_MB + GRADIENTS_MB[method]
+    purposes = {
+        "gather_forward": WEIGHTS_MB * 1e6,
+        "gather_recompute": again * WEIGHTS_MB * 1e6,
+        "gather_backward": (1 - again) * WEIGHTS_MB * 1e6,
+        "reduce": 2 * GRADIENTS_MB[method] * 1e6,
+        "other": 1000.0,
+    }
+    return Trial(
+        configuration=name,
+        rate_mbit=rate,
+        sequences=4,
+        repetition=repetition,
+        steps=(step(name, rate or 1e4, repetition * drift),) * spec.steps,
+        purpose_bytes=purposes,
+        link_bytes=(mb * 1e6, mb * 1e6 - 5),
+        interface_bytes=1.01 * sum(purposes.values()),
+    )
+
+
+def samples(spec: Spec = SPEC, drift: float = 0.0) -> list[Sample]:
+    """A whole run of `spec`."""
+    found: list[Sample] = [
+        Model(parameters=5, text="none", heldout_bytes=9, corpus_sha256="a" * 64)
+    ]
+    for one in spec.configurations:
+        for rate in spec.rates:
+            found += [trial(spec, one.name, rate, n, drift) for n in range(spec.repetitions)]
+            shown = step(one.name, rate or 1e4)
+            line = (
+                Stretch(start_s=0.0, end_s=0.2, part="compute_forward"),
+                Stretch(start_s=0.2, end_s=0.3, part="network_forward", purpose="gather_forward"),
+                Stretch(start_s=0.3, end_s=0.4, part="recompute"),
+                Stretch(start_s=0.4, end_s=0.5, part="network_backward", purpose="reduce"),
+                Stretch(start_s=0.5, end_s=0.6, part="compression", purpose="reduce"),
+            )
+            found.append(
+                Timeline(
+                    configuration=one.name,
+                    rate_mbit=rate,
+                    sequences=4,
+                    repetition=spec.repetitions - 1,
+                    step_s=shown.step_s,
+                    main=line,
+                    beside=line[3:],
+                )
+            )
+        if one.method == "stock":
+            found += [
+                Memory(
+                    configuration=one.name,
+                    sequences=n,
+                    held_bytes=n,
+                    peak_bytes=_peak(one.policy, n),
+                )
+                for n in (4, 8)
+            ]
+        if one.method != "silent":
+            losses = (5.0, 4.0, 3.5 if one.method != "4bit" else 3.6)
+            found.append(
+                Loss(
+                    configuration=one.name,
+                    steps=3,
+                    start_step=0,
+                    heldout_loss=losses[-1],
+                    train_losses=losses,
+                )
+            )
+    if spec.equal_memory:
+        for rate in spec.rates:
+            for method in ("stock", "dense", *spec.methods):
+                for n in range(spec.repetitions):
+                    base = trial(spec, f"block/{method}", rate, n, drift)
+                    large = (step(f"block/{method}", rate or 1e4, n * drift, 3.0),) * spec.steps
+                    more = {"sequences": 12, "equal_memory": True, "steps": large}
+                    found.append(base.model_copy(update=more))
+    return found
+
+
+def _peak(policy: str, sequences: int) -> int:
+    """12 sequences of block, and no more, take what 4 of none take."""
+    return 1_000_000 * sequences if policy == "none" else 1_000_000 + 250_000 * sequences

@@ -1,0 +1,510 @@
+"""The report: every part that the page promises, no network, and a look at it in a browser."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from typer.testing import CliRunner
+
+from ds_ckpt.cli import app
+from ds_ckpt.errors import StateError
+from ds_ckpt.measure import charts
+from ds_ckpt.measure.figures import MEASURED
+from ds_ckpt.measure.records import Loss, Store, Trial
+from ds_ckpt.measure.report import FORMAT, Report, bytes_table
+from ds_ckpt.measure.run import LIKE, RUNS
+from ds_ckpt.measure.spec import Folder, Spec
+from tests.unit import measure_samples as known
+
+PLOTS = (
+    *("timeline-0", "timeline-1", "timeline-2", "parts-0", "parts-1", "parts-2", "bytes-0"),
+    *("sweep-steps", "sweep-paid", "losses"),
+)
+RUN = {
+    "started_utc": "2030-01-01T00:00:00+00:00",
+    "command": "ds-ckpt measure --output x",
+    "ground": "two hosts <b>made up</b>",
+    "versions": {"torch": "1.2.3"},
+    "machine": {"cpu_model": "a CPU", "cpu_cores": 2, "memory_gib": 4.0, "system": "Linux"},
+    "accelerator": "cpu",
+    "ended_well": True,
+    "wall_time_s": 12.0,
+    "load_at_end": 0.5,
+}
+
+
+def write_run(folder: Path, spec: Spec = known.SPEC, drift: float = 0.0) -> Path:
+    folder.mkdir(parents=True)
+    spec.save(folder / "spec.json")
+    Folder(folder).store.append(known.samples(spec, drift))
+    (folder / RUNS).write_text(json.dumps(RUN) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_run(tmp_path_factory.mktemp("report") / "run")
+    (folder / LIKE).write_text(json.dumps(["Like nothing on earth."]))
+    Report.of(folder).write(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(run_folder: Path) -> str:
+    return (run_folder / "report.html").read_text(encoding="utf-8")
+
+
+class _Strict(HTMLParser):
+    """Refuses what a browser would mend: tags that are not closed, or closed in another order."""
+
+    VOID = ("meta", "br", "hr", "img", "link", "input")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.links += [v or "" for k, v in attrs if k in ("href", "src", "xlink:href", "data")]
+        assert not [k for k, _ in attrs if k.startswith("on")], attrs
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, tag
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_and_needs_no_network(page: str) -> None:
+    parser = _Strict()
+    parser.feed(page)
+    parser.close()
+    assert parser.open == []
+    assert not parser.tags & {"script", "link", "iframe", "object", "embed", "img"}
+    assert all(link.startswith("#") for link in parser.links), parser.links
+    assert not re.search(r"@import|url\(\s*[^#)]", page)
+
+
+def _plots(page: str) -> dict[str, ElementTree.Element]:
+    figures = re.findall(r'<figure id="([^"]+)">\s*(<svg.*?</svg>)', page, re.DOTALL)
+    return {name: ElementTree.fromstring(svg) for name, svg in figures}
+
+
+def test_every_plot_is_there_with_its_data(page: str) -> None:
+    drawn = _plots(page)
+    assert tuple(drawn) == PLOTS
+    for name, svg in drawn.items():
+        words = " ".join(text for e in svg.iter() if (text := e.text))
+        shapes = [e for e in svg.iter() if e.tag.endswith("}path")]
+        assert len(shapes) > (10 if name == "losses" else 20), name
+        wanted = {
+            "timeline": ["block/stock", "block/4bit", "gathers", "reduction", "recompute"],
+            "parts": ["none/stock", "block/4bit", "network, backward", "compression"],
+            "bytes": ["none/stock", "gradients", "weights, recompute"],
+            "sweep-steps": ["block/silent", "Mbit/s"],
+            "sweep-paid": ["break-even", "block: 4bit against dense"],
+            "losses": ["training loss", "block/4bit"],
+        }
+        for word in next(v for k, v in wanted.items() if name.startswith(k)):
+            assert word in words, (name, word)
+
+
+def test_bars_are_told_apart_by_hatching(page: str) -> None:
+    for name, svg in _plots(page).items():
+        if name.startswith(("parts", "bytes", "timeline")):
+            patterns = [e for e in svg.iter() if e.tag.endswith("}pattern")]
+            assert len(patterns) >= 4, name
+
+
+def test_the_square_stands_first_and_the_run_last(
+    page: str,
+) -> None:
+    heads = re.findall(r"<h2>(.*?)</h2>", page)
+    assert heads == [
+        "Checkpointing off and on, dense and compressed",
+        "What it means",
+        "One step",
+        "What it is made of",
+        "Bytes by purpose",
+        "What compression pays for",
+        "Over the links&#39; rates",
+        "Training loss",
+        "What the figures are",
+        "What these numbers cannot say",
+        "What was run on what",
+    ]
+    for words in (
+        "Like nothing on earth.",
+        "two hosts &lt;b&gt;made up&lt;/b&gt;",
+        "ds-ckpt measure --output x",
+        "torch 1.2.3",
+        "a CPU, 2 cores",
+        "changed no training loss by a single bit",
+        "pays for all recomputation up to about",
+    ):
+        assert words in page, words
+
+
+def test_the_numbers_are_those_of_the_samples(run_folder: Path) -> None:
+    text = (run_folder / "report.md").read_text()
+    freed = known.seconds(18.75, 100.0) - known.PACKING_S
+    assert f"| time freed, s | {freed:.2f} *" in text
+    line = next(row for row in text.splitlines() if row.startswith("| checkpointing block"))
+    assert f"{known.step('block/4bit', 100.0).step_s:.2f}" in line
+    data = json.loads((run_folder / "report.json").read_text())
+    assert data["spec"]["rates"] == [100.0, 400.0, 1600.0]
+    (figures,) = [
+        f for f in data["figures"] if f["rate_mbit"] == 100.0 and f["baseline"] == "stock"
+    ]
+    assert figures["values"]["time_freed_s"]["value"] == pytest.approx(freed)
+    assert "share_paid" in data["settled"][0]
+
+
+def test_what_is_uncertain_is_no_headline(tmp_path: Path) -> None:
+    few = replace(known.SPEC, repetitions=2)
+    lines = Report.of(write_run(tmp_path / "few", few)).headlines()
+    assert not any("time freed" in line for line in lines)
+    assert any("More repetitions" in line for line in lines)
+
+
+def test_losses_that_differ_are_said_aloud(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    store = Folder(folder).store
+    loss = next(s for s in store.read() if s.kind == "loss" and s.configuration == "block/dense")
+    store.append([loss.model_copy(update={"train_losses": (5.0, 4.0, 3.4)})])
+    assert (
+        "differ from those without checkpointing in block/dense"
+        in Report.of(folder).document().html()
+    )
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StateError, match=r"no spec\.json"):
+        Report.of(tmp_path)
+    known.SPEC.save(tmp_path / "spec.json")
+    with pytest.raises(StateError, match="no repetition"):
+        Report.of(tmp_path)
+    result = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "no repetition" in result.output
+
+
+def test_a_run_of_a_single_rate_has_a_report_too(tmp_path: Path) -> None:
+    spec = replace(
+        known.SPEC, where="loopback", hosts=1, slots=2, rates=(None,), equal_memory=False
+    )
+    page = Report.of(write_run(tmp_path / "run", spec)).document().html()
+    assert "sweep" not in "".join(_plots(page))
+    assert "NOT SHAPED" in page
+
+
+def test_two_runs_are_held_against_each_other(tmp_path: Path) -> None:
+    first, second = write_run(tmp_path / "first"), write_run(tmp_path / "second")
+    command = ["report", str(first), "--against", str(second)]
+    same = CliRunner().invoke(app, command)
+    assert same.exit_code == 0, same.output
+    assert "0.0% apart" in same.output
+    turns = [s for s in Folder(second).store.read() if s.kind == "turn"]
+    longer = []
+    for turn in turns:
+        if turn.configuration == "block/stock" and turn.rate_mbit == 100.0:
+            parts = {**turn.steps[0].parts_s}
+            parts["network_backward"] += 0.2
+            step = turn.steps[0].model_copy(update={"parts_s": parts})
+            longer.append(turn.model_copy(update={"steps": (step,) * 2}))
+    Folder(second).store.append(longer)
+    apart = CliRunner().invoke(app, command)
+    assert apart.exit_code == 1
+    assert "beyond 5%" in apart.output
+
+
+def test_what_is_missing_is_said_first(tmp_path: Path) -> None:
+    """Stopped in the second round at one rate, in the first at another, before any loss."""
+    folder = write_run(tmp_path / "run")
+    store = Folder(folder).store
+    kept = [
+        s
+        for s in store.read()
+        if s.kind != "loss"
+        and not (s.kind == "turn" and s.rate_mbit == 400.0 and s.repetition > 0)
+        and not (s.kind == "turn" and s.rate_mbit == 1600.0 and s.configuration != "none/stock")
+    ]
+    store.path.unlink()
+    store.append(kept)
+    lines = Report.of(folder).headlines()
+    assert lines[0].startswith("NOT WHOLE")
+    assert "400 Mbit/s: 1 of 5 repetitions" in lines[0]
+    assert "1600 Mbit/s: none of 5 repetitions" in lines[0]
+    assert "100 Mbit/s: 5" not in lines[0]
+    assert "no held-out loss of none/stock, none/dense, none/4bit, block/stock" in lines[0]
+    assert lines[0] in Report.of(folder).document().html()
+    assert lines[0] in Report.of(folder).document().markdown()
+    whole = Report.of(write_run(tmp_path / "whole"))
+    assert "NOT WHOLE" not in whole.document().html()
+
+
+def test_the_file_of_a_run_without_a_share_is_json(tmp_path: Path) -> None:
+    """Recomputing that costs nothing has no share that is paid; JSON has no NaN."""
+    folder = write_run(tmp_path / "run")
+    turns = [s for s in Folder(folder).store.read() if s.kind == "turn"]
+    free = []
+    for turn in turns:
+        if turn.configuration.startswith("block"):
+            parts = {**turn.steps[0].parts_s, "recompute": 0.0, "network_recompute": 0.0}
+            step = turn.steps[0].model_copy(update={"parts_s": parts})
+            free.append(turn.model_copy(update={"steps": (step,) * 2}))
+    Folder(folder).store.append(free)
+    report = Report.of(folder)
+    report.write(folder)
+
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    data = json.loads((folder / "report.json").read_text(), parse_constant=refuse)
+    assert data["figures"][0]["values"]["share_paid"]["value"] is None
+    assert "nan" not in report.document().markdown()
+
+
+def test_with_several_batches_each_is_told_apart(tmp_path: Path) -> None:
+    spec = replace(known.SPEC, batches=(4, 6))
+    folder = write_run(tmp_path / "run", spec)
+    store = Folder(folder).store
+    more = [
+        s.model_copy(update={"sequences": 6, "step_s": 9.0} if s.kind == "timeline" else six)
+        for six in ({"sequences": 6},)
+        for s in store.read()
+        if s.kind in ("turn", "timeline") and not getattr(s, "equal_memory", False)
+    ]
+    store.append(more)
+    report = Report.of(folder)
+    page = report.document().html()
+    drawn = _plots(page)
+    for name in ("parts-0", "bytes-0"):
+        words = [text for e in drawn[name].iter() if (text := e.text)]
+        for label in ("none/stock, 4 sequences", "none/stock, 6 sequences"):
+            assert words.count(label) == 1, (name, label)
+    assert "9.000 s" not in "".join(e.text or "" for e in drawn["timeline-0"].iter())
+    lines = [line for line in report.headlines() if " against " in line]
+    assert len({line.split(":")[0] for line in lines}) == len(lines)
+    assert "block/4bit, 6 sequences" in report.document().markdown()
+
+
+def test_no_two_lines_of_a_plot_look_alike() -> None:
+    assert len({charts.look(place) for place in range(52)}) == 52
+
+
+def test_every_column_has_its_unit(tmp_path: Path) -> None:
+    rows = Report.of(write_run(tmp_path / "run")).findings.rows
+    bare = [one.heading for one in MEASURED if not one.unit.startswith(("s", "MB"))]
+    assert bare == ["parts / step", "interfaces / purposes", "held-out loss"]
+    assert all(head.endswith(", MB") for head in bytes_table(rows).heads[1:])
+
+
+def test_interfaces_that_count_otherwise_are_a_caveat(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    assert not any("payload" in line for line in Report.of(folder).caveats())
+    store = Folder(folder).store
+    more = [s for s in store.read() if s.kind == "turn" and s.configuration == "none/dense"]
+    store.append([s.model_copy(update={"interface_bytes": 1.1 * s.interface_bytes}) for s in more])
+    (line,) = [line for line in Report.of(folder).caveats() if "payload" in line]
+    assert "(none/dense)" in line
+
+
+def test_without_its_packages_the_page_alone_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of hours must not end with nothing to read."""
+    folder = write_run(tmp_path / "run")
+    for name in ("jinja2", "matplotlib.figure"):
+        with monkeypatch.context() as without:
+            without.setitem(sys.modules, name, None)
+            result = CliRunner().invoke(app, ["report", str(folder)])
+        assert result.exit_code == 1
+        assert "ds_ckpt[report]" in result.output
+        for kind in ("md", "json"):
+            (folder / f"report.{kind}").unlink()
+
+
+def test_a_break_even_is_no_headline(tmp_path: Path) -> None:
+    """It has no interval, and two runs are not held against each other in it."""
+    report = Report.of(write_run(tmp_path / "run"))
+    assert not any("Break-even" in line for line in report.headlines())
+    assert "Break-even" in report.document().markdown()
+
+
+def test_two_experiments_are_not_held_against_each_other(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "first")
+    other = write_run(tmp_path / "other", replace(known.SPEC, tokens=64, slots=2))
+    result = CliRunner().invoke(app, ["report", str(first), "--against", str(other)])
+    assert result.exit_code == 1
+    assert "slots, tokens" in result.output
+    few = write_run(tmp_path / "few", replace(known.SPEC, repetitions=2))
+    result = CliRunner().invoke(app, ["report", str(few), "--against", str(few)])
+    assert result.exit_code == 1
+    assert "nothing to hold" in result.output
+
+
+def test_the_words_say_where_compression_wins_and_loses(tmp_path: Path) -> None:
+    spec = replace(known.SPEC, rates=(100.0, 1600.0))
+    ((_, claims),) = Report.of(write_run(tmp_path / "run", spec)).claims()
+    said = dict(claims)
+    assert list(said) == ["Memory", "Weights", "Gradients", "The ceiling", "Time", "Held-out loss"]
+    assert "The price, a second forward: 0.100 s a step" in said["Memory"]
+    assert "20.0 MB sent a process and step" in said["Weights"]
+    assert "(7.50 MB) stays" in said["Weights"]
+    assert (
+        "4bit sends 1.25 MB a process and step, stock DeepSpeed 20.0 MB (16.0x less)"
+        in (said["Gradients"])
+    )
+    assert "That flatters it" in said["Gradients"]
+    assert "8.00x less" in said["Gradients"]
+    assert "gradients are 33% of it" in said["The ceiling"]
+    assert "at most 1.50x faster" in said["The ceiling"]
+    assert "faster than stock's" in said["Time"]
+    assert said["Time"].count("Mbit/s:") == 4  # two rates, two baselines
+    assert "4bit loses: 3.600 against 3.500 (2.9% worse)" in said["Held-out loss"]
+
+
+def test_times_that_overlap_are_not_called_a_difference_and_longer_ones_lose(
+    tmp_path: Path,
+) -> None:
+    spec = replace(known.SPEC, rates=(1e5,))
+    folder = write_run(tmp_path / "run", spec)
+    (one,) = Report.of(folder).claims()
+    assert "LOSES: choosing what to send takes longer" in dict(one[1])["Time"]
+    store = Folder(folder).store
+    uneven = []
+    for trial in store.read():
+        if isinstance(trial, Trial) and trial.configuration == "block/4bit":
+            step = trial.steps[0]
+            longer = step.step_s * (1.5 if trial.repetition % 2 else 0.5)
+            steps = (step.model_copy(update={"step_s": longer}),) * 2
+            uneven.append(trial.model_copy(update={"steps": steps}))
+    store.append(uneven)
+    (one,) = Report.of(folder).claims()
+    assert "no difference to stock's that stands out of the spread" in dict(one[1])["Time"]
+
+
+def test_other_weights_are_a_broken_promise(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    store = Folder(folder).store
+    losses = {s.configuration: s for s in store.read() if isinstance(s, Loss)}
+    for name, digest in (("none/dense", "a"), ("block/dense", "b")):
+        store.append([losses[name].model_copy(update={"weights_sha256": digest})])
+    (line,) = [t for t in Report.of(folder).document().markdown().split("\n") if "NOT met" in t]
+    assert "in block/dense" in line
+    store.append([one.model_copy(update={"weights_sha256": "a"}) for one in losses.values()])
+    assert "final weights are equal, too" in Report.of(folder).document().markdown()
+
+
+OLD = Path(__file__).parent / "measured_before"
+
+
+def test_a_run_of_before_is_read_and_reported(tmp_path: Path) -> None:
+    """Its settings and records have the names of then: rounds, turns, cells."""
+    shutil.copytree(OLD, tmp_path / "old")
+    spec = Spec.load(tmp_path / "old" / "spec.json")
+    assert spec.repetitions == 1
+    assert spec.ceiling
+    report = Report.of(tmp_path / "old")
+    assert {row.configuration for row in report.findings.rows} == {
+        one.name for one in spec.configurations
+    }
+    report.write(tmp_path / "old")
+    data = json.loads((tmp_path / "old" / "report.json").read_text())
+    then = json.loads((OLD / "report.json").read_text())
+    assert data["format"] == then["format"] == FORMAT
+    assert data["spec"].items() >= then["spec"].items()
+    for new, old in zip(data["rows"], then["rows"], strict=True):
+        assert new.items() >= old.items()
+    assert data["figures"] == then["figures"]
+    assert data["break_even"] == then["break_even"]
+
+
+def test_records_keep_the_names_that_they_had(tmp_path: Path) -> None:
+    before = (OLD / "samples.jsonl").read_text().splitlines()
+    store = Store(tmp_path / "samples.jsonl")
+    store.append(Store(OLD / "samples.jsonl").read())
+    for old, new in zip(before, store.path.read_text().splitlines(), strict=True):
+        assert json.loads(new).items() >= json.loads(old).items()
+
+
+def test_settings_of_another_version_are_refused(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    content = json.loads((folder / "spec.json").read_text())
+    (folder / "spec.json").write_text(json.dumps({**content, "colour": "red"}))
+    with pytest.raises(StateError, match="settings colour"):
+        Report.of(folder)
+
+
+def _chromium() -> str:
+    found = shutil.which("chromium") or shutil.which("chromium-browser")
+    if found is None and os.environ.get("CI") == "true":
+        pytest.fail("CI must look at the report in a browser: install the Debian package chromium")
+    if found is None:
+        pytest.skip("no chromium here (Debian package chromium)")
+    return found
+
+
+PROBE = """
+<pre id="seen"></pre>
+<script>
+window.addEventListener("error", e => document.getElementById("seen").append("ERROR " + e.message));
+window.addEventListener("load", () => {
+  const seen = [...document.querySelectorAll("figure")].map(f => {
+    const box = f.querySelector("svg").getBoundingClientRect();
+    const shapes = [...f.querySelectorAll("path, use")];
+    const drawn = shapes.filter(p => {
+      const size = p.getBoundingClientRect();
+      return size.width + size.height > 0;
+    });
+    return {name: f.id, width: box.width, height: box.height, drawn: drawn.length};
+  });
+  const wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
+  document.getElementById("seen").append("SEEN " + JSON.stringify({figures: seen, wide: wide}));
+});
+</script>
+"""
+
+
+@pytest.mark.timeout(180)
+def test_a_browser_draws_every_plot_without_an_error(page: str, tmp_path: Path) -> None:
+    """The page itself has no script; the one that looks is put into a copy of it."""
+    looked_at = tmp_path / "page.html"
+    looked_at.write_text(page.replace("</body>", PROBE + "</body>"), encoding="utf-8")
+    command = [
+        _chromium(),
+        *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
+        *(f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1200,900"),
+        *("--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=10000"),
+        *("--enable-logging=stderr", "--dump-dom", looked_at.as_uri()),
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "CONSOLE" not in result.stderr, result.stderr
+    assert "ERROR " not in re.findall(r'<pre id="seen">(.*?)</pre>', result.stdout, re.DOTALL)[0]
+    (found,) = re.findall(r"SEEN (\{.*?\})</pre>", result.stdout, re.DOTALL)
+    seen = json.loads(found)
+    assert tuple(figure["name"] for figure in seen["figures"]) == PLOTS
+    for figure in seen["figures"]:
+        assert figure["width"] > 300, figure
+        assert figure["height"] > 100, figure
+        assert figure["drawn"] > 15, figure
+    assert seen["wide"] <= 0, "the page is wider than the window"

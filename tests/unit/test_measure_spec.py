@@ -1,0 +1,241 @@
+"""What is planned, and what a run keeps: configurations, files, trials, records."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_ckpt.config import parse
+from ds_ckpt.errors import ConfigError, StateError
+from ds_ckpt.hosts.launcher import Hostfile, Launcher, read_hostfile
+from ds_ckpt.measure.arguments import sections_of
+from ds_ckpt.measure.records import Memory, Store, Trial
+from ds_ckpt.measure.spec import (
+    METHODS,
+    POLICIES,
+    Spec,
+    check,
+    deepspeed_config,
+    equal_memory,
+    median_index,
+    slowest,
+)
+from tests.unit import measure_samples as known
+
+
+def test_the_default_is_two_by_two_with_the_dense_baselines_and_the_ceiling() -> None:
+    assert [one.name for one in Spec().configurations] == [
+        f"{policy}/{method}"
+        for policy in ("none", "block")
+        for method in ("stock", "dense", "4bit", "silent")
+    ]
+
+
+def test_every_cell_is_a_file_that_the_plugin_accepts() -> None:
+    spec = Spec(policies=tuple(POLICIES), methods=tuple(m for m in METHODS if m != "stock"))
+    for one in spec.configurations:
+        config = deepspeed_config(spec, one, parameters=1000, start_step=3)
+        plugin = parse(json.loads(json.dumps(config)), source=one.name)
+        assert plugin.activation.active == (one.policy != "none")
+        assert config["zero_optimization"]["reduce_bucket_size"] == 125
+        if one.method in ("stock", "silent"):
+            assert plugin.compression.method == "none"
+        elif one.method != "dense":
+            assert plugin.compression.warmup_steps == 3
+            assert not plugin.compression.exchange.autotune
+
+
+def test_a_users_section_stands_for_its_name() -> None:
+    section = {"method": "quantize", "quantize": {"bits": 8}, "warmup_steps": 7}
+    spec = Spec(methods=("mine",), sections={"compression/mine": section})
+    check(spec)
+    (one,) = [c for c in spec.configurations if c.name == "block/mine"]
+    compression = deepspeed_config(spec, one, parameters=10)["ds_ckpt"]["compression"]
+    assert compression == {**section, "warmup_steps": 0, "exchange": {"autotune": False}}
+
+
+def test_dense_with_rules_compresses_from_the_first_step() -> None:
+    rules = [{"match": "*", "method": "quantize"}]
+    section = {"method": "dense", "rules": rules, "exchange": {"overlap": True}}
+    spec = Spec(methods=("mine",), sections={"compression/mine": section})
+    (one,) = [c for c in spec.configurations if c.name == "none/mine"]
+    config = json.loads(json.dumps(deepspeed_config(spec, one, parameters=10)))
+    compression = parse(config).compression
+    assert compression.warmup_steps == 0
+    assert not compression.exchange.autotune
+    assert compression.exchange.overlap
+
+
+def test_a_spec_is_what_was_saved(tmp_path: Path) -> None:
+    spec = Spec(rates=(50.0, None), shape={"layers": 2}, batches=(2, 4))
+    spec.save(tmp_path / "spec.json")
+    loaded = Spec.load(tmp_path / "spec.json")
+    assert loaded == spec
+    assert loaded != Spec()
+
+
+def test_what_cannot_be_measured_is_told_together() -> None:
+    spec = Spec(
+        where="loopback", hosts=1, policies=("block", "blocks"), methods=("zip",), batches=(0,)
+    )
+    with pytest.raises(ConfigError) as caught:
+        check(spec)
+    places = [problem.where for problem in caught.value.problems]
+    assert places == [
+        "--policies",
+        "--methods",
+        "--policies",
+        "--rates",
+        "--hosts, --slots",
+        "--batches",
+    ]
+
+
+def test_records_come_back_and_a_half_written_one_is_measured_again(tmp_path: Path) -> None:
+    store = Store(tmp_path / "samples.jsonl")
+    assert store.read() == []
+    samples = known.samples()
+    store.append(samples[:5])
+    store.append(samples[5:])
+    assert store.read() == samples
+    whole = store.path.read_bytes()
+    store.path.write_bytes(whole[:-20])
+    assert store.read() == samples[:-1]
+    store.mend()
+    store.append(samples[-1:])
+    assert store.path.read_bytes() == whole
+
+
+def test_of_equal_keys_the_last_record_counts(tmp_path: Path) -> None:
+    store = Store(tmp_path / "samples.jsonl")
+    first = Memory(configuration="none/stock", sequences=4, held_bytes=1, peak_bytes=2)
+    second = first.model_copy(update={"peak_bytes": 3})
+    store.append([first, second])
+    assert store.read() == [second]
+
+
+def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
+    store = Store(tmp_path / "samples.jsonl")
+    store.path.write_text('{"kind": "turn"}\n')
+    with pytest.raises(StateError, match="line 1") as caught:
+        store.read()
+    assert "measured again" in str(caught.value)
+
+
+def _memories() -> dict[tuple[object, ...], Memory]:
+    return {s.key: s for s in known.samples() if isinstance(s, Memory)}
+
+
+def test_the_batch_at_equal_memory_is_the_largest_that_fits() -> None:
+    found = equal_memory(known.SPEC, _memories())
+    assert [(v.configuration.name, v.sequences) for v in found] == [
+        ("block/stock", 12),
+        ("block/dense", 12),
+        ("block/4bit", 12),
+    ]
+
+
+def test_no_batch_is_taken_that_does_not_fit() -> None:
+    memories = _memories()
+    for key in memories:
+        if key[1] == "block/stock":
+            memories[key] = memories[key].model_copy(update={"peak_bytes": 5_000_000 + key[2]})
+    assert equal_memory(known.SPEC, memories) == []
+
+
+def test_of_every_step_the_slowest_process_counts() -> None:
+    fast, slow = known.step("none/stock", 400.0), known.step("none/stock", 100.0)
+    assert slowest([[fast, slow, fast], [slow, fast, fast]]) == (slow, slow, fast)
+
+
+@pytest.mark.parametrize(("values", "index"), [([3.0], 0), ([5.0, 1.0, 3.0], 2), ([2.0, 9.0], 1)])
+def test_the_step_nearest_to_the_middle(values: list[float], index: int) -> None:
+    assert median_index(values) == index
+
+
+def test_trials_are_known_by_what_they_measured() -> None:
+    trials = [s for s in known.samples() if isinstance(s, Trial)]
+    assert len({trial.key for trial in trials}) == len(trials)
+
+
+def test_hostfiles(tmp_path: Path) -> None:
+    path = tmp_path / "hostfile"
+    path.write_text("# mine\nnode1 slots=8\n\nnode2 slots=8 # the other\n")
+    assert read_hostfile(path) == {"node1": 8, "node2": 8}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "no hosts"),
+        ("node1\n", "line 1"),
+        ("node1 slots=0\n", "line 1"),
+        ("a slots=2\na slots=2\n", "line 2"),
+        ("a slots=2\nb slots=4\n", "different slots"),
+    ],
+)
+def test_hostfiles_that_cannot_be_used(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "hostfile"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        read_hostfile(path)
+
+
+def _file(folder: Path, name: str, **plugin: Any) -> str:
+    path = folder / name
+    zero = {"zero_optimization": {"stage": 3}}
+    content = {"train_micro_batch_size_per_gpu": 1, **zero, "ds_ckpt": plugin}
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return str(path)
+
+
+def test_one_file_may_be_policy_and_method(tmp_path: Path) -> None:
+    activation, compression = {"policy": "mlp"}, {"method": "quantize"}
+    both = _file(tmp_path, "both.json", activation=activation, compression=compression)
+    policies, methods, sections = sections_of(f"none,{both}", both)
+    spec = Spec(policies=policies, methods=methods, sections=sections)
+    check(spec)
+    (one,) = [c for c in spec.configurations if c.name == "both/both"]
+    plugin = deepspeed_config(spec, one, parameters=10)["ds_ckpt"]
+    assert plugin["activation"] == activation
+    assert plugin["compression"]["method"] == "quantize"
+
+
+@pytest.mark.parametrize(
+    ("policies", "methods", "said"),
+    [
+        ("none,{none}", "", "is a name already"),
+        ("none", "{dense}", "is a name already"),
+        ("none", "{none}", "no ds_ckpt.compression"),
+        ("none,{other}", "", "no ds_ckpt.activation"),
+    ],
+)
+def test_a_file_that_would_change_or_be_nothing_is_refused(
+    tmp_path: Path, policies: str, methods: str, said: str
+) -> None:
+    """Of that name it would be stock DeepSpeed, or the baseline another one, silently."""
+    files = {
+        "none": _file(tmp_path, "none.json", activation={"policy": "block"}),
+        "dense": _file(tmp_path, "dense.json", compression={"method": "topk"}),
+        "other": _file(tmp_path, "other.json", compression={"method": "topk"}),
+    }
+    with pytest.raises(ConfigError, match=said):
+        sections_of(policies.format(**files), methods.format(**files))
+
+
+@pytest.mark.parametrize("launcher", ["pdsh", "openmpi"])
+def test_sshs_port_reaches_both_launchers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: Launcher
+) -> None:
+    """`deepspeed --ssh_port` is for pdsh; mpirun starts its daemons with ssh of its own."""
+    monkeypatch.setenv("OMPI_MCA_plm_rsh_args", "-F mine")
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("a slots=1\nb slots=1\n")
+    backend = Hostfile(hostfile, launcher=launcher, ssh_port=2222)
+    one = backend.prepare(["deepspeed", "--module", "x"], tmp_path)
+    by_option = "--ssh_port=2222" in one.command
+    assert by_option == (launcher == "pdsh")
+    assert (one.environment["OMPI_MCA_plm_rsh_args"] == "-F mine -p 2222") == (not by_option)

@@ -1,0 +1,153 @@
+"""A run of `ds-ckpt measure`: what is shown and noted, where it goes on, what is refused."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from ds_ckpt.cli import app
+from ds_ckpt.errors import ConfigError, Problem
+from ds_ckpt.hosts.checks import HostError
+from ds_ckpt.measure import run, worker
+from ds_ckpt.measure.records import Model
+from ds_ckpt.measure.run import Shown
+from ds_ckpt.measure.spec import Folder, Spec
+
+
+class _KillError(BaseException):
+    """Takes a process's life in between."""
+
+
+def _vanished(*_: object, **__: object) -> None:
+    raise HostError(Problem("b", "no answer any more", "it has vanished", "look"))
+
+
+def test_a_run_does_not_go_on_in_another_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other versions, machines or hosts with the same settings: times cannot be put together."""
+    monkeypatch.setattr(run, "check_hosts", lambda ground: None)
+    monkeypatch.setattr(run, "launch", _vanished)
+    folder, console, ground = tmp_path / "run", Console(), MagicMock()
+    ground.describe.return_value = "hosts"
+    for _ in range(2):  # nothing is measured yet, so it may begin anew anywhere
+        with pytest.raises(HostError):
+            run.measure(
+                Spec(), folder, backend=ground, console=console, account=["Like nothing on earth."]
+            )
+    assert "nothing on earth" in (folder / run.LIKE).read_text()  # also when it stops
+    Folder(folder).store.append([Model(parameters=1, text="", heldout_bytes=1, corpus_sha256="a")])
+    with pytest.raises(HostError):
+        run.measure(Spec(), folder, backend=ground, console=console)
+    ground.describe.return_value = "other hosts"
+    with pytest.raises(ConfigError, match="other hosts"):
+        run.measure(Spec(), folder, backend=ground, console=console)
+    ground.describe.return_value = "hosts"
+    monkeypatch.setattr(run, "versions", lambda: {"torch": "0.1"})
+    with pytest.raises(ConfigError, match=r"0\.1"):
+        run.measure(Spec(), folder, backend=ground, console=console)
+
+
+def test_progress_is_shown_a_line_a_tenth_without_a_terminal() -> None:
+    said = io.StringIO()
+    with Shown(Console(file=said, width=100)) as shown:
+        for done in range(1, 41):
+            shown({"words": f"{done} of 40 trials", "done": done, "total": 40})
+            shown({"words": None})
+        shown({"words": "training none/stock for its loss", "done": 0, "total": 60})
+    lines = [line.strip() for line in said.getvalue().splitlines() if line.strip()]
+    assert lines[:2] == ["1 of 40 trials", "4 of 40 trials"]
+    assert lines[-1] == "training none/stock for its loss"
+    assert len(lines) == 12
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--loopback", "--rates=50mbit"], "only the links of emulated hosts"),
+        (["--loopback", "--like=4 nodes x 8 A100, 100 Gbit/s, llama-7b"], "of emulated links"),
+        (["--loopback", "--batches=2,many"], "write numbers with commas"),
+        (["--loopback", "--policies=block"], "add none"),
+        (["--loopback", "--methods=zip"], "zip"),
+        (["--loopback", "--launcher=slurm"], "neither pdsh nor openmpi"),
+        (["--loopback", "--shape=width=3"], "hidden_size"),
+        (["--loopback", "--shape=heads=3"], "256 is not 3 heads of an even width"),
+        (["--loopback", "--shape=layers=0"], "layers=0"),
+        (["--loopback", "--slots=1"], "a single process exchanges nothing"),
+        (["--rates=fast"], "write 200mbit"),
+        (["--rates=50mbit,50mbit"], "names a rate twice"),
+        (["--loopback", "--hosts=3"], "--hosts would change nothing"),
+        (["--loopback", "--launcher=openmpi", "--port=3"], "--launcher, --port would change"),
+        (["--interface=eth0", "--ssh-port=3"], "--interface, --ssh-port would change nothing"),
+        (["--links={file}", "--hardware={file}", "--loopback"], "--hardware, --links would"),
+        (["--hostfile={file}", "--hosts=3"], "--hosts would change nothing"),
+        (["--hostfile={file}", "--loopback"], "--loopback would change nothing"),
+        (["--hostfile={file}.none"], "does not exist"),
+        (["--text={file}.none"], "does not exist"),
+        (["--loopback", "--like=x", "--hardware={file}.none"], "does not exist"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_in_words(
+    tmp_path: Path, options: list[str], said: str
+) -> None:
+    (tmp_path / "file").write_text("node slots=2\n")
+    options = [option.format(file=tmp_path / "file") for option in options]
+    result = CliRunner().invoke(app, ["measure", f"--output={tmp_path / 'run'}", *options])
+    assert result.exit_code in (1, 2)
+    assert said in " ".join(result.output.replace("│", " ").split())
+    assert "Traceback" not in result.output
+    assert not (tmp_path / "run").exists()
+
+
+def test_notes_outlive_a_kill_while_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, ground, write = Folder(tmp_path), MagicMock(), Path.write_text
+    ground.describe.return_value = "here"
+    with run._noted(folder, ground) as note:
+        note["ended_well"] = True
+
+    def torn(path: Path, text: str, **options: Any) -> int:
+        write(path, text[: 2 * len(text) // 3], **options)
+        raise _KillError
+
+    monkeypatch.setattr(Path, "write_text", torn)
+    with pytest.raises(_KillError), run._noted(folder, ground):
+        pass
+    monkeypatch.undo()
+    (kept,) = (tmp_path / run.RUNS).read_text().splitlines()
+    assert json.loads(kept)["ended_well"]
+    with run._noted(folder, ground):
+        pass
+    assert len((tmp_path / run.RUNS).read_text().splitlines()) == 2
+
+
+def test_the_memory_of_configurations_is_agreed_on_where_the_backend_can(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NCCL takes no tensor of the host."""
+    devices = []
+
+    def all_reduce(tensor: torch.Tensor, **_: Any) -> None:
+        devices.append(str(tensor.device))
+        raise _KillError
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    monkeypatch.setattr(
+        worker, "get_accelerator", lambda: SimpleNamespace(current_device_name=lambda: "meta")
+    )
+    one = SimpleNamespace(
+        memory=lambda _batch: (1, 2), configuration=SimpleNamespace(name="none/stock")
+    )
+    with pytest.raises(_KillError):
+        worker.Worker._memory(MagicMock(), one, 4)  # type: ignore[arg-type]
+    assert devices == ["meta"]
