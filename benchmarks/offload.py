@@ -32,8 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ds_ckpt.activation import CheckpointedBlocks
 from ds_ckpt.activation.boundaries import Boundaries
 from ds_ckpt.activation.build import Keeping, build_boundaries
-from ds_ckpt.activation.plan import make_plan
-from ds_ckpt.activation.policy import Policy
+from ds_ckpt.activation.policies import Policy, make_plan
 
 ROWS: dict[str, Keeping | str] = {
     "no checkpointing": "none",

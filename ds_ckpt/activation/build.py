@@ -12,7 +12,7 @@ from ds_ckpt.activation.boundaries import Boundaries
 from ds_ckpt.activation.handshake import Group
 from ds_ckpt.activation.offload import BoundaryStore, Pool
 from ds_ckpt.activation.partition import Partition
-from ds_ckpt.activation.plan import Unit
+from ds_ckpt.activation.policies import Unit
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.memory import HostPool
 from ds_ckpt.memory.arena import Arena, HostArena, device_arena

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ds_ckpt.activation.guards import in_words
+from ds_ckpt.activation.snapshot import in_words
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.memory.copies import Ticket
 

@@ -22,9 +22,9 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ds_ckpt.activation.guards import changed_later
 from ds_ckpt.activation.pieces import Kept, Key, Left, Piece, Remains, bytes_of, key_of
 from ds_ckpt.activation.prefetch import BlockCall, Prefetch
+from ds_ckpt.activation.snapshot import input_changed
 from ds_ckpt.memory.arena import Arena
 from ds_ckpt.memory.copies import Copies
 from ds_ckpt.memory.pool import Event
@@ -239,14 +239,14 @@ class BoundaryStore:
         self.collect()
         if isinstance(kept, Left):
             if kept.changed:
-                raise changed_later("a block", "input")
+                raise input_changed("a block", "input")
             return kept.tensor
         call, piece = kept.call, kept.piece
         assert isinstance(call, BlockCall)
         first = self._prefetch.reach(call)
         piece.look()
         if piece.changed:
-            raise changed_later(piece.label, "input")
+            raise input_changed(piece.label, "input")
         view = self.take(kept)
         if first:
             self._prefetch.look_ahead(call)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ds_ckpt.activation.policies import PLANNED
 from ds_ckpt.config.conflicts import stage_problem
 from ds_ckpt.config.paths import lookup, show
 from ds_ckpt.config.sections import DEEPSPEEDS, OURS
@@ -12,7 +13,6 @@ from ds_ckpt.config.wanted import Wanted
 from ds_ckpt.errors import Problem
 
 _HERE = f"{OURS}.activation"
-PLANNED = ("budget", "auto")
 
 
 def budget_problems(config: Mapping[str, Any], wanted: Wanted) -> Iterator[Problem]:

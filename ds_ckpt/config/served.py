@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ds_ckpt.config.keeping import KeepingConfig
+from ds_ckpt.config.activation import KeepingConfig
 from ds_ckpt.config.paths import lookup, show
 from ds_ckpt.config.sections import DEEPSPEEDS, OURS
 from ds_ckpt.config.wanted import Wanted

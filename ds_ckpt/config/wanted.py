@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ds_ckpt.config.activation import POLICIES
+from ds_ckpt.activation.policies import policy_names
 from ds_ckpt.config.paths import lookup, nearest
 
 _METHODS = ("none", "dense", "topk", "powersgd", "quantize", "hybrid")
@@ -39,7 +39,7 @@ class Wanted:
 
     @classmethod
     def of(cls, ours: Any) -> Wanted:
-        policy = _resolve(lookup(ours, ("activation", "policy")), POLICIES)
+        policy = _resolve(lookup(ours, ("activation", "policy")), policy_names())
         if policy == "none" and _checkpointing_rules(ours):
             policy = "rules"
         return cls(ours, policy, _resolve(lookup(ours, ("compression", "method")), _METHODS))

@@ -3,29 +3,21 @@
 A candidate is something that `activation` can run: a list of recomputes (`Unit`) and the operators
 that each keeps. Its bytes are sets of storages, so that what two operators or two blocks share is
 counted once. The recompute runs to the last tensor that autograd saves and no further, and leaves
-out the operators whose results were kept, as `activation.frames` does it.
+out the operators whose results were kept, as `activation.checkpoint` does it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
-from ds_ckpt.activation.choice import cores, products
+from ds_ckpt.activation.policies import PolicySettings, policies
+from ds_ckpt.activation.selective import cores, products
+from ds_ckpt.errors import ConfigError
 from ds_ckpt.planner.recording import Event, Recorder, Run, Storage
 from ds_ckpt.planner.survey import Survey
-
-_SELECTIONS: tuple[tuple[str, ...], ...] = (
-    ("attention",),
-    ("qkvo",),
-    ("gate",),
-    ("attention", "qkvo"),
-    ("attention", "gate"),
-    ("qkvo", "gate"),
-    ("attention", "qkvo", "gate"),
-    ("matmuls",),
-)
 
 
 @dataclass(frozen=True)
@@ -67,21 +59,22 @@ class _Recompute:
 
 def candidates_of(found: Survey, index: int) -> list[Candidate]:
     """The ways to treat block `index`; the first is to leave it alone."""
-    block, parts = found.blocks[index], found.parts[index]
+    block = found.blocks[index]
     runs = found.runs_of(block.name)
-    ways: list[tuple[str, list[list[str]], tuple[str, ...]]] = [("none", [], ())]
-    ways.append(("block", [[block.name]], ()))
-    attention = [[name] for name in parts.attention]
-    mlps = [list(chain) for chain in parts.mlps]
-    if attention:
-        ways.append(("attention", attention, ()))
-    if mlps:
-        ways.append(("mlp", mlps, ()))
-    if attention and mlps:
-        ways.append(("attention and mlp", [*attention, *mlps], ()))
-    for words in _SELECTIONS:
-        if all(_hits(found, index, word) for word in words):
-            ways.append((f"selective {'+'.join(words)}", [[block.name]], words))
+    ways: list[tuple[str, list[list[str]], tuple[str, ...]]] = []
+    for policy in policies():
+        for options in policy.per_block:
+            settings = PolicySettings(policy.name, **options)
+            words = settings.save_ops if "save_ops" in policy.uses else ()
+            name = f"{policy.name} {'+'.join(words)}".rstrip()
+            with suppress(ConfigError):  # this block has no such part
+                units = policy.units([block], settings, "")
+                if all(_hits(found, index, word) for word in words):
+                    ways.append((name, [[b.name for b in unit.blocks] for unit in units], words))
+    groups = {name: groups for name, groups, _ in ways}
+    if "attention" in groups and "mlp" in groups:
+        both = ("attention and mlp", [*groups["attention"], *groups["mlp"]], ())
+        ways.insert([name for name, _, _ in ways].index("mlp") + 1, both)
     result: list[Candidate] = []
     for word, groups, words in ways:
         candidate = _candidate(found, index, runs, word, groups, words)
@@ -101,7 +94,7 @@ def _hits(found: Survey, index: int, word: str) -> bool:
 
 
 def chosen_by(found: Survey, index: int, words: Sequence[str]) -> Callable[[Event], bool]:
-    """Whether an operator's result is kept under these sets, as `activation.choice` decides."""
+    """Whether an operator's result is kept under these sets, as `activation.selective` decides."""
     always: frozenset[object] = frozenset()
     for word in words:
         if word == "matmuls":

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from torch import nn
 
 from ds_ckpt.activation.blocks import Block, is_hf_layer
-from ds_ckpt.activation.plan import Unit
+from ds_ckpt.activation.policies import Unit
 from ds_ckpt.planner.candidates import UnitWords
 from ds_ckpt.planner.costs import Rates
 

@@ -17,9 +17,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ds_ckpt.activation.arguments import TakenApart
-from ds_ckpt.activation.caches import without_empty_caches
-from ds_ckpt.activation.operators import is_view, writes_to
+from ds_ckpt.activation.checkpoint import Arguments
+from ds_ckpt.activation.install import without_empty_caches
+from ds_ckpt.activation.selective import is_view, writes_to
 from ds_ckpt.planner.work import NO_WORK, flops_of, moved_bytes
 
 Storage = int
@@ -171,7 +171,7 @@ class Recorder(TorchDispatchMode):
             run = None
             if noted:
                 given, named = without_empty_caches(self.names[number], args, kwargs)
-                tensors = TakenApart(forward, given, named).tensors
+                tensors = Arguments(forward, given, named).tensors
                 arguments = self.storages(tensors)
                 events, saves = len(self.events), len(self.saves)
                 run = Run(number, len(self._open), arguments, (events, events), (saves, saves))

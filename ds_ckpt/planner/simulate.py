@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ds_ckpt.activation.blocks import Block
-from ds_ckpt.activation.plan import Unit
-from ds_ckpt.activation.recompute import CheckpointedBlocks
+from ds_ckpt.activation.install import CheckpointedBlocks
+from ds_ckpt.activation.policies import Unit
 from ds_ckpt.planner.fake_run import fake_run, told_in_words
 from ds_ckpt.planner.work import NO_WORK, flops_of
 from ds_ckpt.telemetry.activations import HeldActivations

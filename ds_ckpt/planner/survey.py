@@ -15,9 +15,16 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ds_ckpt.activation.blocks import Block, find_blocks
-from ds_ckpt.activation.parts import Part, attention_parts, gates, is_norm, mlp_parts
-from ds_ckpt.activation.recompute import CheckpointedBlocks
+from ds_ckpt.activation.blocks import (
+    Block,
+    Part,
+    attention_parts,
+    find_blocks,
+    gates,
+    is_norm,
+    mlp_parts,
+)
+from ds_ckpt.activation.install import CheckpointedBlocks
 from ds_ckpt.planner.fake_run import fake_run, told_in_words
 from ds_ckpt.planner.recording import Event, Recorder, Run, Storage
 

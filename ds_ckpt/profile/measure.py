@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ds_ckpt.activation import CheckpointedBlocks
-from ds_ckpt.activation.recompute import Surrounding
+from ds_ckpt.activation.install import Surrounding
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.profile.fakes import built_fake
 from ds_ckpt.profile.held import HeldByPlace

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ds_ckpt.activation import Block
-from ds_ckpt.activation.parts import attention_parts, is_norm, mlp_parts
+from ds_ckpt.activation.blocks import attention_parts, is_norm, mlp_parts
 from ds_ckpt.planner.work import flops_of, moved_bytes
 from ds_ckpt.profile.operators import launches, stored_attention
 from ds_ckpt.profile.records import OUTSIDE, Kind, Peak, Work

@@ -19,7 +19,7 @@ from ds_ckpt.activation import CheckpointedBlocks
 from ds_ckpt.activation.boundaries import Boundaries
 from ds_ckpt.activation.build import Keeping, build_boundaries
 from ds_ckpt.activation.build import describe as describe_keeping
-from ds_ckpt.activation.plan import Unit, make_plan
+from ds_ckpt.activation.policies import Unit, make_plan
 from ds_ckpt.config import PluginConfig
 from ds_ckpt.config.policy import activation_policy, boundary_keeping
 from ds_ckpt.config.verdicts import limits

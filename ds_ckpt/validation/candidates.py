@@ -127,7 +127,7 @@ def checkpointed(model: torch.nn.Module, plugin: PluginConfig, device: str) -> I
         return
     from ds_ckpt.activation import CheckpointedBlocks
     from ds_ckpt.activation.build import build_boundaries
-    from ds_ckpt.activation.plan import make_plan
+    from ds_ckpt.activation.policies import make_plan
 
     if config.planned:
         raise ConfigError(

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ds_ckpt.activation import CheckpointedBlocks
 from ds_ckpt.activation.boundaries import Boundaries
 from ds_ckpt.activation.offload import BoundaryStore
-from ds_ckpt.activation.policy import Policy
+from ds_ckpt.activation.policies import Policy
 from ds_ckpt.memory import HostPool
 from ds_ckpt.memory.copies import Copies, HostCopies, Ticket
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ds_ckpt.activation.boundaries import Boundaries
+from ds_ckpt.activation.install import CheckpointedBlocks
 from ds_ckpt.activation.offload import BoundaryStore
-from ds_ckpt.activation.policy import Policy
-from ds_ckpt.activation.recompute import CheckpointedBlocks
+from ds_ckpt.activation.policies import Policy
 from ds_ckpt.memory import HostPool
 from ds_ckpt.memory.arena import ALIGNMENT_BYTES, Arena, HostArena, device_arena
 from ds_ckpt.memory.copies import HostCopies

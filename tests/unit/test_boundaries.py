@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from ds_ckpt.activation.boundaries import Boundaries
 from ds_ckpt.activation.build import Keeping, build_boundaries, describe
-from ds_ckpt.activation.plan import make_plan
-from ds_ckpt.activation.policy import Policy, Treatment
-from ds_ckpt.activation.recompute import CheckpointedBlocks
+from ds_ckpt.activation.install import CheckpointedBlocks
+from ds_ckpt.activation.policies import Policy, PolicySettings, make_plan
 from ds_ckpt.errors import ConfigError
 from ds_ckpt.telemetry.blocks import BlockProfile
 
@@ -122,10 +121,13 @@ def test_what_is_built(keeping: Keeping, has: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("treatment", "recomputes"), [(Treatment(), 3), (Treatment("segments", segment_size=2), 2)]
+    ("settings", "recomputes"),
+    [(PolicySettings(), 3), (PolicySettings("segments", segment_size=2), 2)],
 )
-def test_the_count_is_checked_against_the_recomputes(treatment: Treatment, recomputes: int) -> None:
-    model, policy = Model(), Policy(treatment, modules=("Block",))
+def test_the_count_is_checked_against_the_recomputes(
+    settings: PolicySettings, recomputes: int
+) -> None:
+    model, policy = Model(), Policy(settings, modules=("Block",))
     for count in (recomputes, recomputes + 5, None):
         _keeping(model, Keeping(contiguous=True, contiguous_count=count), policy)
     with pytest.raises(ConfigError, match=f"makes {recomputes} recomputes.*\n.*write {recomputes}"):

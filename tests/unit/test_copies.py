@@ -113,9 +113,8 @@ def test_the_stand_in_copies_at_once() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_gradients_through_a_real_side_stream() -> None:
     from ds_ckpt.activation.build import Keeping, build_boundaries
-    from ds_ckpt.activation.plan import make_plan
-    from ds_ckpt.activation.policy import Policy
-    from ds_ckpt.activation.recompute import CheckpointedBlocks
+    from ds_ckpt.activation.install import CheckpointedBlocks
+    from ds_ckpt.activation.policies import Policy, make_plan
     from tests.unit.offload_models import batch, build, equal, gradients
 
     device = torch.device("cuda", torch.cuda.current_device())

@@ -16,7 +16,7 @@ from ds_ckpt.activation import CheckpointedBlocks
 from ds_ckpt.activation.boundaries import Boundaries
 from ds_ckpt.activation.offload import BoundaryStore
 from ds_ckpt.activation.partition import Partition
-from ds_ckpt.activation.policy import Policy, Treatment
+from ds_ckpt.activation.policies import Policy, PolicySettings
 from ds_ckpt.errors import UnsupportedError
 from ds_ckpt.memory import HostPool
 from ds_ckpt.memory.arena import device_arena
@@ -294,8 +294,8 @@ def test_other_policies(policy: str) -> None:
 
     def work(group: ThreadGroup) -> On:
         model = Model(blocks=5)
-        treatment = Treatment(policy, **options)
-        on = On(model, group, policy=Policy(treatment=treatment, modules=("Block",)))
+        settings = PolicySettings(policy, **options)
+        on = On(model, group, policy=Policy(settings, modules=("Block",)))
         for _ in range(2):
             assert equal(plain, grads(model, x))
             assert on.nothing_left()
@@ -324,8 +324,8 @@ def test_results_of_operators_may_differ_over_the_group() -> None:
             block.__class__, block.share = Sharded, 1.0 + group.index
         x = _input()
         plain = grads(model, x)
-        treatment = Treatment("selective", save_ops=("matmuls",))
-        on = On(model, group, policy=Policy(treatment=treatment, modules=("Sharded",)))
+        settings = PolicySettings("selective", save_ops=("matmuls",))
+        on = On(model, group, policy=Policy(settings, modules=("Sharded",)))
         assert equal(plain, grads(model, x))
         return on
 
