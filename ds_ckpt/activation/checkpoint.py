@@ -141,7 +141,7 @@ def _next_plan() -> int:
 
 
 @dataclass(frozen=True)
-class Around:
+class RecomputeContext:
     """What surrounds calls: the same for every block of a model.
 
     Attributes:
@@ -208,12 +208,11 @@ class _Link:
     call: Call
     unpack: Callable[[Any], Any]
     output: int
-    needs_gradient: bool
 
     def tensor(self) -> Tensor:
         """The output anew, from that call's recompute."""
-        outputs = self.call.outputs_again(self.unpack)
-        return outputs[self.output].detach().requires_grad_(self.needs_gradient)
+        output: Tensor = self.call.outputs_again(self.unpack)[self.output]
+        return output
 
 
 class _Stop(BaseException):
@@ -256,13 +255,15 @@ class Call:
     autograd's graph holds it, through torch's hooks; it holds nothing of the graph.
 
     Args:
-        site: the module.
-        around: scopes and random states.
+        target: the module.
+        context: scopes and random states.
         check: compare the values that the forward saves with those of the recompute.
     """
 
-    def __init__(self, site: CheckpointedModule, around: Around, *, check: bool) -> None:
-        self._site, self._around, self._check = site, around, check
+    def __init__(
+        self, target: CheckpointedModule, context: RecomputeContext, *, check: bool
+    ) -> None:
+        self._target, self._context, self._check = target, context, check
         self._newest = _Plans.count if recomputing.newest is None else recomputing.newest
         self._finished: bool | None = None
         """None before and in the forward; False where an exception has ended it."""
@@ -277,6 +278,8 @@ class Call:
         self._outputs: list[_Output | None] = []
         self._marker: Any = None
         """Stands for one more saved tensor, the last, where another call may go on from here."""
+        self._followed = False
+        """Whether another call goes on from here."""
         self._made: list[Any] = []
         self._seen: list[tuple[Tensor, int]] = []
         self._difference: Problem | None = None
@@ -299,27 +302,29 @@ class Call:
             before: the call that this one may go on from.
             last: no call goes on from this one.
         """
-        site = self._site
-        function, *own = opened(function, args, kwargs)
-        self._arguments = arguments = Arguments(function, *own)
-        self._own = (own[0], own[1])
-        del args, kwargs, own
+        target = self._target
+        function, args, kwargs = opened(function, args, kwargs)
+        self._arguments = arguments = Arguments(function, args, kwargs)
+        self._own = (args, kwargs)
+        del args, kwargs
         # what comes from inference mode counts no versions and cannot be saved, a copy can
         tensors = [t.clone() if t.is_inference() else t for t in arguments.release()]
         versions = [t._version for t in tensors]
-        self._snapshot = Snapshot(site.memory, arguments.others)
-        self._random = [(t, dict(t.get_states())) for t in self._around.trackers]
+        self._snapshot = Snapshot(target.memory, arguments.others)
+        self._random = [(t, dict(t.get_states())) for t in self._context.trackers]
         if before is not None:
             self._links = before.links_of(tensors)
-        if site.choice is not None:
+        if target.choice is not None:
             # asks the list, not the call: a call goes with its graph, without a collection
-            self._recording = Recording(site.choice, self._kinds.__len__, self._around.trackers)
+            self._recording = Recording(target.choice, self._kinds.__len__, self._context.trackers)
         self._printer = Printer()
         if self._check:
             plain = (t for t in tensors if t.layout == torch.strided)
             self._printer.given = frozenset(t.untyped_storage()._cdata for t in plain)
-        # empty ones where the recompute makes its own: torch looks at their devices
-        kept = [t.new_empty(0) if i in self._links else t for i, t in enumerate(tensors)]
+        self._needs_gradient = [t.requires_grad for t in tensors]
+        # without their graphs, which may lead back here where something works in place; empty
+        # ones where the recompute makes its own: torch looks at their devices
+        kept = [t.new_empty(0) if i in self._links else t.detach() for i, t in enumerate(tensors)]
         contexts = (self._forward(last=last), _Again(self))
         result = checkpoint(
             self._function,
@@ -332,10 +337,10 @@ class Call:
         self._refuse_changed(tensors, versions)
         self._snapshot.after()
         if self._recording is not None:
-            assert site.choice is not None
+            assert target.choice is not None
             outside = [*tensors_in(tree_leaves(result)), *self._snapshot.reachable()]
             self._results = SavedTensors(self._recording.finish(outside, whole=not last))
-            site.choice.require_hits(self._recording.seen)
+            target.choice.require_hits(self._recording.seen)
             self._recording.seen.clear()
         if not last:
             self._outputs = [_Output.of(leaf) for leaf in tree_leaves(result)]
@@ -348,21 +353,31 @@ class Call:
         if self._own is not None:  # with the caller's own lists and dicts, into which it may write
             (args, kwargs), self._own = self._own, None
             return function(*args, **kwargs)
-        given = [self._inputs.pop(i) if i in self._links else t for i, t in enumerate(tensors)]
+        given = [
+            (self._inputs.pop(i) if i in self._links else t).detach().requires_grad_(needs)
+            for i, (t, needs) in enumerate(zip(tensors, self._needs_gradient, strict=True))
+        ]
         args, kwargs = self._arguments.with_tensors(given)
-        site, linked = self._site, self._marker is not None or bool(self._links)
-        if linked and _partitioned(site.module):
+        target, linked = self._target, self._marker is not None or bool(self._links)
+        if linked and _partitioned(target.module):
             # its own weights are gathered by its hooks, and only the last call's are here
             outcome: list[Any] = []
-            site.replaying = lambda: outcome.append(function(*args, **kwargs)) or outcome[0]
-            site.module(*args, **kwargs)
+
+            def again() -> Any:
+                outcome.append(function(*args, **kwargs))
+                return outcome[0]
+
+            target.replaying = again
+            target.module(*args, **kwargs)
             if not outcome:
-                raise _taken_off(site.name)
+                raise _taken_off(target.name)
             result = outcome[0]
         else:
             result = function(*args, **kwargs)
         if self._marker is not None:
-            self._made = tree_leaves(result)
+            if self._followed:  # without the graph, which leads back here
+                leaves = tree_leaves(result)
+                self._made = [v.detach() if isinstance(v, Tensor) else v for v in leaves]
             del result
             self._pack_again(torch.empty(0, device="cpu"))
         return None
@@ -371,7 +386,7 @@ class Call:
     def _forward(self, *, last: bool) -> Iterator[None]:
         """Entered by torch inside its own hooks."""
         pack, unpack = _innermost_hooks()
-        name, kinds = self._site.name, self._kinds
+        name, kinds = self._target.name, self._kinds
 
         def packed(tensor: Tensor) -> Any:
             if isinstance(tensor, nn.Parameter):
@@ -412,7 +427,7 @@ class Call:
         for index, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
             if tensor._version != version:
                 raise refusal(
-                    self._site.name,
+                    self._target.name,
                     f"its forward changes its argument tensor {index + 1} "
                     f"({in_words(tensor.shape, tensor.dtype)}) in place",
                     CHANGED,
@@ -426,12 +441,14 @@ class Call:
         unpack = self._hooks() if self._hooks is not None else None
         if unpack is None:
             return {}
-        return {
-            index: _Link(self, unpack, number, tensor.requires_grad)
+        links = {
+            index: _Link(self, unpack, number)
             for index, tensor in enumerate(tensors)
             for number, output in enumerate(self._outputs)
             if output is not None and output.is_(tensor)
         }
+        self._followed = self._followed or bool(links)
+        return links
 
     def outputs_again(self, unpack: Callable[[Any], Any]) -> list[Any]:
         """What the recompute returns. It runs now if it has not run in this backward."""
@@ -447,7 +464,7 @@ class Call:
 
     def enter(self, stack: ExitStack) -> None:
         """Everything as it was before the forward, on `stack`."""
-        name = self._site.name
+        name = self._target.name
         if self._finished is None:
             raise refusal(
                 name,
@@ -465,7 +482,7 @@ class Call:
         before, linked = (recomputing.newest, recomputing.linked), recomputing.linked
         recomputing.newest, recomputing.linked = self._newest, False
         stack.callback(_restore, *before)
-        for scope in () if linked else self._around.recompute:
+        for scope in () if linked else self._context.recompute:
             stack.enter_context(scope())
         self._inputs = {index: link.tensor() for index, link in self._links.items()}
         for link in self._links.values():
@@ -480,7 +497,7 @@ class Call:
         self._reprinter = Printer()
         stack.enter_context(saved_tensors_hooks(self._pack_again, _as_it_is))
         if self._recording is not None:
-            choice = self._site.choice
+            choice = self._target.choice
             assert choice is not None
             stack.enter_context(choice.standing())
             entries, results = self._recording.entries, self._results.get()
@@ -509,7 +526,7 @@ class Call:
                     self._doubts.append((index, now != before))
                 elif int(now) != int(before):
                     self._wrong_value(index)
-        value = self._repack(tensor)
+        value: Tensor = self._repack(tensor)
         self._seen.append((value, value._version))
         self._count += 1
         if self._count == len(self._kinds):
@@ -532,7 +549,7 @@ class Call:
         for value, version in self._seen:
             if value._version != version:
                 raise refusal(
-                    self._site.name,
+                    self._target.name,
                     f"a tensor ({in_words(value.shape, value.dtype)}) that the block changes in "
                     "place after autograd has saved it",
                     "backward needs the values from before",
@@ -543,7 +560,7 @@ class Call:
         """Let go of what one recompute has used."""
         self._seen, self._doubts, self._inputs, self._modes = [], [], {}, None
         self._reprinter.forget()
-        self._site.replaying = None
+        self._target.replaying = None
         with contextlib.suppress(AttributeError):
             del self._repack  # it holds what torch keeps of the recompute
 
@@ -552,7 +569,7 @@ class Call:
         self.differs(f"saved tensor {index + 1} ({in_words(shape, dtype)}) has other values")
 
     def differs(self, what: str) -> None:
-        name = self._site.name
+        name = self._target.name
         problem = Problem(
             where=name,
             found=what,

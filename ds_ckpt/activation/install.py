@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_ckpt.activation.blocks import is_hf_layer
 from ds_ckpt.activation.checkpoint import (
-    Around,
     Call,
     CheckpointedModule,
+    RecomputeContext,
     Scope,
     opened,
     recomputing,
@@ -73,7 +73,7 @@ class CheckpointedBlocks:
     ) -> None:
         if policy is None:
             policy = Policy(modules=tuple(patterns) if patterns is not None else None)
-        self._around = Around(tuple(scopes), tuple(trackers))
+        self._context = RecomputeContext(tuple(scopes), tuple(trackers))
         self._surrounding = around
         self._check_every = policy.check_determinism
         self._patches = Patches()
@@ -91,16 +91,16 @@ class CheckpointedBlocks:
     def _install(self, model: nn.Module) -> None:
         runs: dict[nn.Module, Callable[..., Any]] = {}
         for unit in self.units:
-            state = _UnitState(self._around, unit, self._check_every)
+            state = _UnitState(self._context, unit, self._check_every)
             for index, block in enumerate(unit.blocks):
                 choice = None
                 if unit.save_ops:
                     choice = Choice(
                         unit.save_ops, unit.where, block.name, block.module, self._patches
                     )
-                site = CheckpointedModule(block.name, block.module, choice)
+                target = CheckpointedModule(block.name, block.module, choice)
                 run: Callable[..., Any] = functools.partial(
-                    _run, state, index, site, self._surrounding
+                    _run, state, index, target, self._surrounding
                 )
                 if not self._is_plain(unit):
                     # a compiler's trace would lose what torch's own checkpoint does not know
@@ -165,8 +165,8 @@ class CheckpointedBlocks:
 class _UnitState:
     """What the modules of one unit share while a forward runs."""
 
-    def __init__(self, around: Around, unit: Unit, check_every: int) -> None:
-        self.around = around
+    def __init__(self, context: RecomputeContext, unit: Unit, check_every: int) -> None:
+        self.context = context
         self._size = len(unit.blocks)
         self._check_every = check_every
         self._forwards = 0
@@ -175,7 +175,7 @@ class _UnitState:
         self._next = 0
 
     def run(
-        self, index: int, site: CheckpointedModule, function: Any, args: Any, kwargs: Any
+        self, index: int, target: CheckpointedModule, function: Any, args: Any, kwargs: Any
     ) -> Any:
         """A call of module `index`; one after the other, they may go on from each other."""
         before = self._before() if self._before is not None and index >= self._next else None
@@ -183,7 +183,7 @@ class _UnitState:
             self._forwards += 1
             self._check = self._check_every > 0 and (self._forwards - 1) % self._check_every == 0
         last = index == self._size - 1
-        call = Call(site, self.around, check=self._check)
+        call = Call(target, self.context, check=self._check)
         result = call.run(function, args, kwargs, before=before, last=last)
         self._before = None if last else weakref.ref(call)
         self._next = index + 1
@@ -193,32 +193,32 @@ class _UnitState:
 def _run(
     state: _UnitState,
     index: int,
-    site: CheckpointedModule,
+    target: CheckpointedModule,
     around: Surrounding | None,
     function: Callable[..., Any],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
     """Runs a module's forward: checkpointed, or as part of a recompute that goes on already."""
-    if site.replaying is not None:  # called with its hooks, for them
-        again, site.replaying = site.replaying, None
+    if target.replaying is not None:  # called with its hooks, for them
+        again, target.replaying = target.replaying, None
         return again()
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    if recomputing.newest is not None and state.around.number > recomputing.newest:
+    if recomputing.newest is not None and state.context.number > recomputing.newest:
         return function(*args, **kwargs)  # of a forward before this plan
     if torch.compiler.is_compiling():  # what torch.compile knows how to trace
         return checkpoint(function, *args, use_reentrant=False, **kwargs)
     if _is_transformed():
         return function(*args, **kwargs)
     function, args, kwargs = opened(function, args, kwargs)
-    if not site.module.training and holds_cache(site.name, args, kwargs):
+    if not target.module.training and holds_cache(target.name, args, kwargs):
         return function(*args, **kwargs)
-    if not getattr(site.module, "_can_checkpoint_with_cache", False):  # transformers' word for it
-        args, kwargs = without_empty_caches(site.name, args, kwargs)
+    if not getattr(target.module, "_can_checkpoint_with_cache", False):  # transformers' word for it
+        args, kwargs = without_empty_caches(target.name, args, kwargs)
 
     def checkpointed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return state.run(index, site, function, args, kwargs)
+        return state.run(index, target, function, args, kwargs)
 
     if around is not None:
         return around(checkpointed, function, args, kwargs)

@@ -25,6 +25,19 @@ PLANNED = ("budget", "auto")
 """Policies that are no functions of the model: a planner makes units for a budget."""
 
 
+Groups = Sequence[Sequence[str]]
+"""Modules of each recompute, by name."""
+
+
+class PartNames(Protocol):
+    """The parts of one block, by name."""
+
+    @property
+    def attention(self) -> Sequence[str]: ...
+    @property
+    def mlps(self) -> Groups: ...
+
+
 class Settings(Protocol):
     """The settings that policies may use, in the configuration's section or in a rule of it."""
 
@@ -107,7 +120,8 @@ class RecomputePolicy:
         uses: keys of the section that it acts on: of `every_n`, `segment_size`, `save_ops`.
         words: its settings in a few words, behind its name.
         of_parts: `"modules"` without rules names the parts of blocks themselves.
-        per_block: settings with which the planner tries it on each block.
+        candidates: the ways in which the planner tries it on one block, as modules of each
+            recompute and sets of operators that are kept: `candidates(block, parts)`.
         compared: settings with which `ds-ckpt profile` compares it.
     """
 
@@ -116,7 +130,9 @@ class RecomputePolicy:
     uses: tuple[str, ...] = ()
     words: Callable[[Settings], str] = lambda settings: ""
     of_parts: bool = False
-    per_block: tuple[Mapping[str, Any], ...] = ()
+    candidates: Callable[[str, PartNames], list[tuple[Groups, tuple[str, ...]]]] = (
+        lambda block, parts: []
+    )
     compared: tuple[Mapping[str, Any], ...] = ()
 
 
@@ -316,12 +332,35 @@ _SELECTIONS = (
     "attention+qkvo+gate",
     "matmuls",
 )
-register_policy(RecomputePolicy("none", _none, per_block=({},)))
-register_policy(RecomputePolicy("block", _every_block, per_block=({},), compared=({},)))
+register_policy(RecomputePolicy("none", _none, candidates=lambda block, parts: [([], ())]))
 register_policy(
-    RecomputePolicy("attention", _attention, of_parts=True, per_block=({},), compared=({},))
+    RecomputePolicy(
+        "block",
+        _every_block,
+        candidates=lambda block, parts: [([[block]], ())],
+        compared=({},),
+    )
 )
-register_policy(RecomputePolicy("mlp", _mlp, of_parts=True, per_block=({},), compared=({},)))
+register_policy(
+    RecomputePolicy(
+        "attention",
+        _attention,
+        of_parts=True,
+        candidates=lambda block, parts: (
+            [([[name] for name in parts.attention], ())] if parts.attention else []
+        ),
+        compared=({},),
+    )
+)
+register_policy(
+    RecomputePolicy(
+        "mlp",
+        _mlp,
+        of_parts=True,
+        candidates=lambda block, parts: [(parts.mlps, ())] if parts.mlps else [],
+        compared=({},),
+    )
+)
 register_policy(
     RecomputePolicy(
         "every_n",
@@ -345,7 +384,9 @@ register_policy(
         _selective,
         uses=("save_ops",),
         words=lambda settings: f" ({'+'.join(settings.save_ops)})",
-        per_block=tuple({"save_ops": tuple(words.split("+"))} for words in _SELECTIONS),
+        candidates=lambda block, parts: [
+            ([[block]], tuple(words.split("+"))) for words in _SELECTIONS
+        ],
         compared=({}, {"save_ops": "attention+qkvo"}),
     )
 )

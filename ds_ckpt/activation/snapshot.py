@@ -16,6 +16,7 @@ import enum
 import functools
 import itertools
 import logging
+import operator
 import sys
 import types
 from collections import defaultdict, deque
@@ -106,14 +107,16 @@ def _slots(cls: Any) -> tuple[str, ...]:
     return tuple(n for n in names if n not in ("__dict__", "__weakref__"))
 
 
+@functools.cache
+def _is_blocks_own(name: str) -> bool:
+    """Whether a module's attribute is not torch's or DeepSpeed's."""
+    return name not in _MODULES_OWN and not name.startswith(("ds_", "applied_"))
+
+
 def look(holder: Any) -> Look:
     """What a list, dict, set, deque, module or object holds now."""
     if isinstance(holder, nn.Module):
-        return {
-            name: value
-            for name, value in vars(holder).items()
-            if name not in _MODULES_OWN and not name.startswith(("ds_", "applied_"))
-        }
+        return {name: value for name, value in vars(holder).items() if _is_blocks_own(name)}
     if isinstance(holder, dict):
         return {key: value for key, value in holder.items()}  # noqa: C416 - ZeRO-3 gathers on access
     if isinstance(holder, _ITEMS):
@@ -132,13 +135,19 @@ def same(one: Look, other: Look) -> bool:
     if len(one) != len(other):
         return False
     if isinstance(one, dict) and isinstance(other, dict):
-        return all(key in other and other[key] is value for key, value in one.items())
-    return all(a is b for a, b in zip(one, other, strict=True))
+        return (
+            all(map(operator.is_, map(other.get, one), one.values())) and one.keys() == other.keys()
+        )
+    return all(map(operator.is_, one, other))
 
 
-def put_back(holder: Any, noted: Look) -> None:
-    """Make `holder` hold what it held at the look; what is the same is not touched."""
-    now = look(holder)
+def put_back(holder: Any, noted: Look, now: Look | None = None) -> None:
+    """Make `holder` hold what it held at the look; what is the same is not touched.
+
+    Args:
+        now: a look at it, where there is one already.
+    """
+    now = look(holder) if now is None else now
     if same(now, noted):
         return
     if isinstance(holder, dict) and now.keys() == noted.keys():  # type: ignore[union-attr]
@@ -224,8 +233,8 @@ class _Noted:
     Args:
         holder: what is looked at.
         what: it, in words; a name is added where they end with a dot.
-        copied: names of tensors that are copied, since the forward may change them in place; ALL
-            for every one. Parameters are left out where it is given.
+        copied: names of tensors that are copied, since the forward may change them in place.
+            Parameters are left out where it is given.
     """
 
     def __init__(self, holder: Any, what: str, copied: Container[Any] | None = None) -> None:
@@ -258,13 +267,15 @@ class _Noted:
 
     def loosen(self) -> None:
         """Hold no graph."""
+        if all(tensor.grad_fn is None for tensor, _ in self.versions.values()):
+            return
         if isinstance(self.look, dict):
             self.look = {key: _without_graph(value) for key, value in self.look.items()}
         else:
             self.look = [_without_graph(value) for value in self.look]
         self.versions = {k: (_without_graph(t), v) for k, (t, v) in self.versions.items()}
 
-    def put_back(self) -> None:
+    def put_back(self, now: Look) -> None:
         noted = self.look
         if self.copied:  # of copies a copy: there may be another recompute
             assert isinstance(noted, dict)
@@ -272,7 +283,7 @@ class _Noted:
                 key: copy.detach().clone().requires_grad_(copy.requires_grad)
                 for key, copy in self.copied.items()
             }
-        put_back(self.holder, noted)
+        put_back(self.holder, noted, now)
 
 
 class BlockMemory:
@@ -412,15 +423,15 @@ class Snapshot:
             for key in noted.written():
                 raise changed_between(self._memory.name, noted.what(key))
         states = [g.get_state() for g in self._generators]
-        now = [(noted.holder, look(noted.holder)) for noted in every]
+        now = [look(noted.holder) for noted in every]
         try:
-            for noted in every:
-                noted.put_back()
+            for noted, looked in zip(every, now, strict=True):
+                noted.put_back(looked)
             for generator, state in zip(self._generators, self._random, strict=True):
                 generator.set_state(state)
             yield
         finally:
-            for holder, looked in now:
-                put_back(holder, looked)
+            for noted, looked in zip(every, now, strict=True):
+                put_back(noted.holder, looked)
             for generator, state in zip(self._generators, states, strict=True):
                 generator.set_state(state)

@@ -110,18 +110,18 @@ class KeepingConfig(Section):
 
     offload: Annotated[bool, SWITCH] = Field(
         default=False,
-        description="Keep the boundaries of all recomputes but the last in host memory: they go "
+        description="Keep the inputs of all recomputes but the last in host memory: they go "
         "out on a side stream while the next block runs, and come back before their recompute. "
         "Costs the bus twice their bytes a step, and pinned host memory of their size. Pays where "
-        "a block computes longer than its boundary travels (long sequences). On the CPU "
+        "a block computes longer than its input travels (long sequences). On the CPU "
         "accelerator a stand-in runs, which saves nothing. The same as cpu_checkpointing in "
         "activation_checkpointing.",
     )
     offload_prefetch: Annotated[int, Expects("a whole number, 1 or more", "1")] = Field(
         default=1,
         ge=1,
-        description="How many recomputes ahead boundaries start to come back from host memory, or "
-        "to be gathered where they are split. Each costs the device one more boundary in "
+        description="How many recomputes ahead inputs start to come back from host memory, or "
+        "to be gathered where they are split. Each costs the device one more input in "
         "backward.",
     )
     offload_min_bytes: Annotated[int, Expects("a whole number, 0 or more", "65536")] = Field(
@@ -134,7 +134,7 @@ class KeepingConfig(Section):
         default=False,
         description="Split what blocks are given over the tensor-parallel group, whose processes "
         "hold the same: each keeps 1 in n of the bytes, and they are gathered before their "
-        "recompute. Costs one all-gather of each boundary a step, one recompute ahead of its use. "
+        "recompute. Costs one all-gather of each input a step, one recompute ahead of its use. "
         "A handshake compares the values, and stops training where they differ. Needs AutoTP or an "
         "mpu given to initialize or attach. The same as partition_activations.",
     )
@@ -146,15 +146,15 @@ class KeepingConfig(Section):
     )
     contiguous: Annotated[bool, SWITCH] = Field(
         default=False,
-        description="Keep boundaries in one buffer that is allocated once, so that they leave no "
+        description="Keep inputs in one buffer that is allocated once, so that they leave no "
         "gaps between other tensors: on the device, or in host memory with offload. Costs a copy "
-        "of every boundary on the device. The same as contiguous_memory_optimization.",
+        "of every input on the device. The same as contiguous_memory_optimization.",
     )
     contiguous_count: Annotated[
         int | None, Field(ge=1), Expects("a whole number, 1 or more", "32")
     ] = Field(
         default=None,
-        description="Boundaries like the first one that the buffer has room for. Default: one for "
+        description="Inputs like the first one that the buffer has room for. Default: one for "
         "each recompute of the model; fewer are refused, more serve several forwards before a "
         "backward. The same as number_checkpoints.",
     )
@@ -175,13 +175,13 @@ class KeepingConfig(Section):
         """A few words on what is switched on here; empty where nothing is."""
         words = []
         if self.offload:
-            words.append(f"boundaries in host memory, {self.offload_prefetch} ahead")
+            words.append(f"inputs in host memory, {self.offload_prefetch} ahead")
         if self.partition:
-            words.append("boundaries split over the tensor-parallel group")
+            words.append("inputs split over the tensor-parallel group")
         if self.contiguous:
-            words.append("boundaries in one buffer")
+            words.append("inputs in one buffer")
         if self.synchronize:
-            words.append("synchronized at boundaries")
+            words.append("synchronized around blocks")
         if self.profile:
             words.append("profiled")
         return "".join(f", {word}" for word in words)

@@ -3,7 +3,7 @@ whoever only reads a configuration needs no torch."""
 
 from __future__ import annotations
 
-from ds_ckpt.activation.build import Keeping
+from ds_ckpt.activation.inputs import Keeping
 from ds_ckpt.activation.policies import Policy, PolicySettings, Rule
 from ds_ckpt.config.activation import ActivationConfig, ActivationRuleConfig, KeepingConfig
 
@@ -19,7 +19,7 @@ def activation_policy(config: ActivationConfig) -> Policy:
 
 
 def boundary_keeping(config: ActivationConfig) -> Keeping:
-    """What `build_boundaries` takes."""
+    """What `build_inputs` takes."""
     return Keeping(**{key: getattr(config, key) for key in KeepingConfig.model_fields})
 
 

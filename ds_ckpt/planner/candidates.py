@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
-from ds_ckpt.activation.policies import PolicySettings, policies
+from ds_ckpt.activation.policies import policies
 from ds_ckpt.activation.selective import cores, products
-from ds_ckpt.errors import ConfigError
 from ds_ckpt.planner.recording import Event, Recorder, Run, Storage
 from ds_ckpt.planner.survey import Survey
 
@@ -59,21 +57,16 @@ class _Recompute:
 
 def candidates_of(found: Survey, index: int) -> list[Candidate]:
     """The ways to treat block `index`; the first is to leave it alone."""
-    block = found.blocks[index]
+    block, parts = found.blocks[index], found.parts[index]
     runs = found.runs_of(block.name)
-    ways: list[tuple[str, list[list[str]], tuple[str, ...]]] = []
+    ways: list[tuple[str, Sequence[Sequence[str]], tuple[str, ...]]] = []
     for policy in policies():
-        for options in policy.per_block:
-            settings = PolicySettings(policy.name, **options)
-            words = settings.save_ops if "save_ops" in policy.uses else ()
-            name = f"{policy.name} {'+'.join(words)}".rstrip()
-            with suppress(ConfigError):  # this block has no such part
-                units = policy.units([block], settings, "")
-                if all(_hits(found, index, word) for word in words):
-                    ways.append((name, [[b.name for b in unit.blocks] for unit in units], words))
-    groups = {name: groups for name, groups, _ in ways}
-    if "attention" in groups and "mlp" in groups:
-        both = ("attention and mlp", [*groups["attention"], *groups["mlp"]], ())
+        for groups, words in policy.candidates(block.name, parts):
+            if all(_hits(found, index, word) for word in words):
+                ways.append((f"{policy.name} {'+'.join(words)}".rstrip(), groups, words))
+    of = {name: groups for name, groups, _ in ways}
+    if "attention" in of and "mlp" in of:
+        both = ("attention and mlp", [*of["attention"], *of["mlp"]], ())
         ways.insert([name for name, _, _ in ways].index("mlp") + 1, both)
     result: list[Candidate] = []
     for word, groups, words in ways:
