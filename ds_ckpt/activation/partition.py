@@ -6,7 +6,7 @@ When backward comes to a call, the parts are gathered, and those of the call bef
 
 A gather needs every process. So what is gathered, and when, follows from what all of them know:
 the order of calls in forward and backward, and which calls were alive when backward began, on which
-they agree (`handshake.py`). Never from when a garbage collector runs.
+they agree (`rank_consistency.py`). Never from when a garbage collector runs.
 """
 
 from __future__ import annotations

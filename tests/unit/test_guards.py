@@ -517,3 +517,26 @@ def test_nothing_stays_behind(policy: Policy) -> None:
     finally:
         Call.__init__ = original  # type: ignore[method-assign]
         gc.enable()
+
+
+def _calls() -> int:
+    gc.collect()
+    return sum(type(thing) is Call for thing in gc.get_objects())
+
+
+@PLAIN
+def test_forwards_that_go_on_from_each_other_or_not_leave_nothing(policy: Policy) -> None:
+    """What a recompute makes for a call that may go on from it leads back to it."""
+    before = _calls()
+    for interleaved in (False, True):
+        model = Stack(lambda: Block(nn.Dropout(0.2)))
+        CheckpointedBlocks(model, policy=policy)
+        one, other = _x(1), _x(2)
+        for block in model.blocks:
+            one = block(one)
+            other = block(other) if interleaved else other
+        one.sum().backward()
+        if interleaved:
+            other.square().sum().backward()
+        del model, block, one, other
+    assert _calls() == before
