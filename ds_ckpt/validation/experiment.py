@@ -151,8 +151,8 @@ def checkpointed(model: torch.nn.Module, plugin: PluginConfig, device: str) -> I
         yield
         return
     from ds_ckpt.activation import CheckpointedBlocks
-    from ds_ckpt.activation.build import build_boundaries
-    from ds_ckpt.activation.plan import make_plan
+    from ds_ckpt.activation.inputs import build_inputs
+    from ds_ckpt.activation.policies import make_plan
 
     if config.planned:
         raise ConfigError(
@@ -174,7 +174,7 @@ def checkpointed(model: torch.nn.Module, plugin: PluginConfig, device: str) -> I
             )
         )
     units = make_plan(model, policy)
-    boundaries = build_boundaries(keeping, model, units, torch.device(device))
+    boundaries = build_inputs(keeping, model, units, torch.device(device))
     blocks = CheckpointedBlocks(
         model, policy=policy, units=units, around=boundaries.around if boundaries else None
     )
