@@ -311,6 +311,7 @@ def test_generated_wrong_configs_are_refused_with_words() -> None:
         assert not missing, f"{missing} not named in {told}"
         for problem in caught.value.problems:
             assert problem.where.startswith("$")
+            assert problem.where in str(caught.value)
             assert problem.found
             assert len(problem.why) > 10
             assert len(problem.remedy) > 5
