@@ -77,7 +77,7 @@ def _train(
         "gradients": gradients,
         "held": held,
         "on_device": offloaded,
-        "plan": plan.to_json() if plan else "",
+        "plan": repr(plan) if plan else "",
         "choices": [c.plan.choices for c in changes],
         "steps": [c.step - before for c in changes],
         "before": before,
