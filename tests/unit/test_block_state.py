@@ -19,7 +19,7 @@ from ds_ckpt.activation.checkpoint import Call
 from ds_ckpt.activation.snapshot import MOST, Found, look, put_back
 from ds_ckpt.errors import RecomputeError, UnsupportedError
 from tests.unit.offload_models import put_on
-from tests.unit.stacks import KINDS, Block, Stack, data, put, results, same
+from tests.unit.stacks import KINDS, Block, Stack, backward, data, put, results, same
 
 # attributes of modules
 
@@ -330,6 +330,37 @@ def test_a_generator_among_the_arguments_starts_again(kind: str) -> None:
         return x * torch.rand(16, generator=of["of"][0])
 
     same(lambda: Stack(lambda: Block(noise), join), kind)
+
+
+@KINDS
+def test_a_generator_goes_on_as_without_checkpointing(kind: str) -> None:
+    """The next step draws what comes after the forward's numbers, whatever was drawn again."""
+
+    class Draws(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = torch.Generator().manual_seed(4)
+
+        def forward(self, x: Tensor, given: torch.Generator) -> Tensor:
+            return x * torch.rand(16, generator=given) + torch.rand(16, generator=self.generator)
+
+    given: list[torch.Generator] = []
+
+    def make() -> Stack:
+        given[:] = [torch.Generator().manual_seed(5)]
+        return Stack(lambda: Block(Draws()), join)
+
+    def join(blocks: Any, x: Tensor) -> Tensor:
+        for block in blocks:
+            x = block(x, given[0])
+        return x.square().sum()
+
+    def step(model: nn.Module) -> list[Tensor]:
+        backward(model)
+        own = [m.generator for m in model.modules() if isinstance(m, Draws)]
+        return [generator.get_state() for generator in (*given, *own)]
+
+    same(make, kind, step)
 
 
 # weights
