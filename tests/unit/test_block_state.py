@@ -380,7 +380,18 @@ def test_a_weight_that_is_changed_before_backward_is_refused(weight: str, kind: 
     model(data()).backward()
 
 
-def test_a_weight_is_refused_too_where_nothing_is_recomputed() -> None:
+def _weight_changed_below_frozen_ones(make: Callable[[], nn.Module], name: str, match: str) -> None:
+    model = Stack(make, lambda blocks, x: blocks[1](x).sum())
+    model.requires_grad_(False)
+    put(model, "block")
+    loss = model(data().requires_grad_())
+    with torch.no_grad():
+        model.get_parameter(name).mul_(2)
+    with pytest.raises(UnsupportedError, match=match):
+        loss.backward()
+
+
+def test_a_weight_is_refused_too_where_autograd_saves_a_view_of_it_alone() -> None:
     class Product(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -389,14 +400,27 @@ def test_a_weight_is_refused_too_where_nothing_is_recomputed() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.linear(x)
 
-    model = Stack(Product, lambda blocks, x: blocks[1](x).sum())
-    model.requires_grad_(False)
-    put(model, "block")
-    loss = model(data().requires_grad_())
-    with torch.no_grad():
-        model.blocks[1].linear.weight.mul_(2)
-    with pytest.raises(UnsupportedError, match=r"blocks\.1: found the weight"):
-        loss.backward()
+    _weight_changed_below_frozen_ones(
+        Product, "blocks.1.linear.weight", r"blocks\.1: found the weight"
+    )
+
+
+def test_a_weight_is_refused_too_where_nothing_is_recomputed() -> None:
+    calls = []
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            calls.append(1)
+            return x * self.weight
+
+    _weight_changed_below_frozen_ones(
+        Scaled, "blocks.1.weight", r"blocks\.1: found the weight 8 float32, changed in place"
+    )
+    assert len(calls) == 1
 
 
 @KINDS
