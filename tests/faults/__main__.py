@@ -139,7 +139,7 @@ def _tested(tree: Path, tests: tuple[str, ...]) -> tuple[str, str]:
     if run.returncode != 1:
         last = run.stdout.strip().splitlines()[-3:]
         return "CANNOT BE RUN", " / ".join(last)
-    first = re.search(r"^(?:FAILED|ERROR) (\S+)", run.stdout, re.MULTILINE)
+    first = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", run.stdout, re.MULTILINE)
     return "caught", first[1] if first else "a test"
 
 

@@ -19,7 +19,7 @@ from ds_ckpt.activation.checkpoint import Call
 from ds_ckpt.activation.snapshot import MOST, Found, look, put_back
 from ds_ckpt.errors import RecomputeError, UnsupportedError
 from tests.unit.offload_models import put_on
-from tests.unit.stacks import KINDS, Block, Stack, data, put, results, same
+from tests.unit.stacks import KINDS, Block, Stack, backward, data, put, results, same
 
 # attributes of modules
 
@@ -332,6 +332,37 @@ def test_a_generator_among_the_arguments_starts_again(kind: str) -> None:
     same(lambda: Stack(lambda: Block(noise), join), kind)
 
 
+@KINDS
+def test_a_generator_goes_on_as_without_checkpointing(kind: str) -> None:
+    """The next step draws what comes after the forward's numbers, whatever was drawn again."""
+
+    class Draws(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = torch.Generator().manual_seed(4)
+
+        def forward(self, x: Tensor, given: torch.Generator) -> Tensor:
+            return x * torch.rand(16, generator=given) + torch.rand(16, generator=self.generator)
+
+    given: list[torch.Generator] = []
+
+    def make() -> Stack:
+        given[:] = [torch.Generator().manual_seed(5)]
+        return Stack(lambda: Block(Draws()), join)
+
+    def join(blocks: Any, x: Tensor) -> Tensor:
+        for block in blocks:
+            x = block(x, given[0])
+        return x.square().sum()
+
+    def step(model: nn.Module) -> list[Tensor]:
+        backward(model)
+        own = [m.generator for m in model.modules() if isinstance(m, Draws)]
+        return [generator.get_state() for generator in (*given, *own)]
+
+    same(make, kind, step)
+
+
 # weights
 
 
@@ -349,7 +380,18 @@ def test_a_weight_that_is_changed_before_backward_is_refused(weight: str, kind: 
     model(data()).backward()
 
 
-def test_a_weight_is_refused_too_where_nothing_is_recomputed() -> None:
+def _weight_changed_below_frozen_ones(make: Callable[[], nn.Module], name: str, match: str) -> None:
+    model = Stack(make, lambda blocks, x: blocks[1](x).sum())
+    model.requires_grad_(False)
+    put(model, "block")
+    loss = model(data().requires_grad_())
+    with torch.no_grad():
+        model.get_parameter(name).mul_(2)
+    with pytest.raises(UnsupportedError, match=match):
+        loss.backward()
+
+
+def test_a_weight_is_refused_too_where_autograd_saves_a_view_of_it_alone() -> None:
     class Product(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -358,14 +400,27 @@ def test_a_weight_is_refused_too_where_nothing_is_recomputed() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.linear(x)
 
-    model = Stack(Product, lambda blocks, x: blocks[1](x).sum())
-    model.requires_grad_(False)
-    put(model, "block")
-    loss = model(data().requires_grad_())
-    with torch.no_grad():
-        model.blocks[1].linear.weight.mul_(2)
-    with pytest.raises(UnsupportedError, match=r"blocks\.1: found the weight"):
-        loss.backward()
+    _weight_changed_below_frozen_ones(
+        Product, "blocks.1.linear.weight", r"blocks\.1: found the weight"
+    )
+
+
+def test_a_weight_is_refused_too_where_nothing_is_recomputed() -> None:
+    calls = []
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            calls.append(1)
+            return x * self.weight
+
+    _weight_changed_below_frozen_ones(
+        Scaled, "blocks.1.weight", r"blocks\.1: found the weight 8 float32, changed in place"
+    )
+    assert len(calls) == 1
 
 
 @KINDS

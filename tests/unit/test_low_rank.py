@@ -242,7 +242,7 @@ def test_a_skipped_step_leaves_the_factors(overflows: bool, alternate: bool) -> 
 @pytest.mark.parametrize("alternate", [False, True])
 def test_a_bad_tensor_beside_finite_factors_is_told_to_everybody(alternate: bool) -> None:
     def choose(name: str, shape: torch.Size) -> Compressor | None:
-        return LowRank(2, alternate=alternate) if name == "w" else TopK(0.1)
+        return LowRank(2, alternate=alternate) if name == "w" else TopK(density=0.1)
 
     world = World(3, choose)
     gradients = [[torch.randn(20, 30), torch.randn(16, 16)] for _ in range(3)]

@@ -93,6 +93,36 @@ def test_results_that_are_written_over_are_not_kept(
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
+class _Drawing(nn.Module):
+    """Draws noise, whose values are saved, and after it dropout, which is drawn again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        h = torch.tanh(h * torch.rand_like(h))
+        return x + self.second(nn.functional.dropout(h, 0.4))
+
+
+@pytest.mark.parametrize("save_ops", [("aten.rand_like",), ("matmuls", "aten.rand_like")], ids=str)
+def test_random_numbers_after_saved_ones_are_those_of_the_forward(
+    save_ops: tuple[str, ...],
+) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(_Drawing(), _Drawing()), torch.randn(4, 8)
+    found = []
+    for checkpointed in (False, True, True):
+        if checkpointed and len(found) == 1:
+            settings = PolicySettings("selective", save_ops=save_ops)
+            CheckpointedBlocks(model, policy=Policy(settings, modules=("_Drawing",)))
+        torch.manual_seed(1)
+        found.append([*_gradients(model, x), torch.get_rng_state()])
+    for got in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(got, found[0], strict=True))
+
+
 def test_only_later_writes_count() -> None:
     asked = Choice(("aten.mm",), "here", "block", nn.Linear(2, 2), Patches())
     recording = Recording(asked, lambda: 0)
