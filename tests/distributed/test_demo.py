@@ -15,7 +15,7 @@ from ds_ckpt.measure.findings import Row
 from ds_ckpt.measure.report import Report
 
 STEPS = 8
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

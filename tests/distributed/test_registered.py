@@ -13,7 +13,8 @@ def test_it_trains_and_sends_what_it_says(world2: Any) -> None:
     for ours, dense in world2.run(cases.trained, 12):
         assert ours["active"]
         assert ours["residuals"]
-        assert ours["losses"][-1] < ours["losses"][0]
+        # each step has a batch of its own, so a loss is held to that of dense on the same batch
+        assert ours["losses"] == pytest.approx(dense["losses"], rel=0.05)
         assert ours["losses"] != dense["losses"]
         # a bit and 32 / 64 of a bit an entry against 32, norms uncompressed, headers
         assert 8 < dense["sent"] / ours["sent"] < 22
