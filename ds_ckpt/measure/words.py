@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ds_ckpt.measure.figures import DERIVED, measured, number
+from ds_ckpt.measure.figures import DERIVED, measured
 from ds_ckpt.measure.findings import BreakEven, Comparison, Row
 from ds_ckpt.measure.records import Loss
 from ds_ckpt.measure.spec import DENSE, STOCK, Spec, link
 from ds_ckpt.measure.statistics import Estimate
+from ds_ckpt.telemetry.units import MB, number
 
 
 def not_whole(missing: Sequence[str]) -> list[str]:
@@ -136,7 +137,7 @@ def _weights(spec: Spec, rows: Mapping[str, Row], policy: str) -> str:
     plain, kept = rows[f"none/{STOCK}"], rows[f"{policy}/{STOCK}"]
 
     def gathered(purpose: str) -> str:
-        return number(kept.purpose_bytes[purpose] / spec.processes / 1e6)
+        return number(kept.purpose_bytes[purpose] / spec.processes / MB)
 
     return (
         f"ZeRO-3 gathers them for the forward and again for the backward, "
@@ -176,8 +177,8 @@ def _ceiling(rows: Mapping[str, Row], method: str) -> str:
         f"weights are most of ZeRO-3's traffic. Sent without waste, gradients are {share:.0%} of "
         "it, so that a step that does nothing but wait for the network can get at most "
         f"{1 / (1 - share):.2f}x faster by compressing them. In all, {method} sends "
-        f"{number(total / 1e6)} MB a process and step, the dense all-to-all "
-        f"{number((gradients + weights) / 1e6)} MB."
+        f"{number(total / MB)} MB a process and step, the dense all-to-all "
+        f"{number((gradients + weights) / MB)} MB."
     )
 
 
