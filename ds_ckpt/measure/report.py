@@ -219,8 +219,7 @@ class Report:
         if any(c.rate_mbit and not math.isnan(c.values["share_paid"].value) for c in mine):
             caption = "Above 1 compression pays for all recomputation, below 0 it costs time."
             blocks.append(Plot("sweep-paid", [charts.paid_over_rates(mine, even)], caption))
-        several = len(self.spec.batches) > 1
-        said = [words.break_even_words(one, name_batch=several) for one in found.break_even]
+        said = [words.break_even(one, found.comparisons) for one in found.break_even]
         return [*blocks, Items(said)]
 
     def _losses(self) -> list[Block]:

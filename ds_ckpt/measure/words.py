@@ -19,7 +19,7 @@ def not_whole(missing: Sequence[str]) -> list[str]:
     return [f"NOT WHOLE: {'; '.join(missing)}. Give the command again, and it goes on."]
 
 
-def title(one: Comparison, comparisons: Sequence[Comparison]) -> str:
+def title(one: Comparison | BreakEven, comparisons: Sequence[Comparison]) -> str:
     """Whose figures, told apart from all others of the same rate."""
     batch = f", {one.sequences} sequences" if len({c.sequences for c in comparisons}) > 1 else ""
     return f"{one.policy}, {one.method} against {one.baseline}{batch}"
@@ -48,11 +48,8 @@ def headlines(comparisons: Sequence[Comparison]) -> list[str]:
     return found
 
 
-def break_even_words(even: BreakEven, *, name_batch: bool) -> str:
+def break_even(even: BreakEven, comparisons: Sequence[Comparison]) -> str:
     """The two rates; no headline, for they lie between measured ones and have no interval."""
-    who = f"{even.policy}, {even.method} against {even.baseline}"
-    if name_batch:
-        who += f", {even.sequences} sequences"
     pays = (
         f"pays for all recomputation up to about {even.pays_for_recompute_mbit:.0f} Mbit/s"
         if even.pays_for_recompute_mbit
@@ -63,7 +60,7 @@ def break_even_words(even: BreakEven, *, name_batch: bool) -> str:
         if even.frees_nothing_mbit
         else "has no rate among those measured above which it begins to cost time"
     )
-    return f"Break-even, {who}: compression {pays}, and {frees}."
+    return f"Break-even, {title(even, comparisons)}: compression {pays}, and {frees}."
 
 
 def lossless(losses: Mapping[str, Loss]) -> str:

@@ -78,6 +78,7 @@ def profile(
     from ds_ckpt.profile.run import Options, make_profile
     from ds_ckpt.profile.subject import Sizes
     from ds_ckpt.report import charts
+    from ds_ckpt.telemetry.units import GIB
 
     with _errors_in_words():
         settings = _settings(config)
@@ -95,7 +96,7 @@ def profile(
             modules=tuple(_split(modules)) or None,
             real=real,
             compile=compile_,
-            limit_bytes=None if limit_gib is None else round(limit_gib * 2**30),
+            limit_bytes=None if limit_gib is None else round(limit_gib * GIB),
             repeats=repeats,
         )
         progress = Console(stderr=True)

@@ -236,7 +236,7 @@ def _write(panels: Sequence[Panel], target: Any, kind: str) -> None:
 
 
 def _fill(place: int) -> dict[str, str]:
-    return {"facecolor": _FILLS[place], "hatch": _HATCHES[place], "edgecolor": "#333333"}
+    return {"facecolor": _FILLS[place % 8], "hatch": _HATCHES[place % 8], "edgecolor": "#333333"}
 
 
 def _legend(axes: Any, **place: Any) -> None:
