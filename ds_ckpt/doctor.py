@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Literal
 
+from ds_ckpt.telemetry.units import GIB, size
+
 Status = Literal["ok", "warning", "missing", "broken"]
 _TIMEOUT_S = 20
-_LITTLE_MEMLOCK_BYTES = 1 << 30
+_LITTLE_MEMLOCK_BYTES = GIB
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ def _mpi() -> list[Finding]:
 
 def _pinned_memory() -> list[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    detail = f"{_gib(soft)} (hard limit {_gib(hard)})"
+    detail = f"{_limit(soft)} (hard limit {_limit(hard)})"
     if soft == resource.RLIM_INFINITY or soft >= _LITTLE_MEMLOCK_BYTES:
         return [Finding("memory", "lockable (pinned)", "ok", detail)]
     remedy = "for offload: raise it (ulimit -l unlimited), or set pin_memory to false"
@@ -171,8 +173,8 @@ def _interfaces() -> list[Finding]:
     return findings
 
 
-def _gib(limit: int) -> str:
-    return "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 2**30:.2f} GiB"
+def _limit(limit: int) -> str:
+    return "unlimited" if limit == resource.RLIM_INFINITY else size(limit)
 
 
 def _ask(command: list[str]) -> subprocess.CompletedProcess[str] | None:

@@ -1,154 +1,99 @@
-"""The report's plots as `<svg>` elements. Told apart by hatching, line style, marker and labels."""
+"""The report's charts from what a run shows. How they are drawn is `ds_ckpt.report.charts`'."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ds_ckpt.harness.svg import figure, svg
 from ds_ckpt.measure.findings import BreakEven, Comparison, Row
 from ds_ckpt.measure.parts import COMPUTE, NETWORK
-from ds_ckpt.measure.records import Loss, Stretch, Timeline
+from ds_ckpt.measure.records import Loss, Timeline
 from ds_ckpt.measure.statistics import Estimate
+from ds_ckpt.report.charts import Band, Lanes, Line, Lines, Rows, Span
+from ds_ckpt.telemetry.units import MB
 
-Band = tuple[str, tuple[str, ...], str, str]
-"""Label, what is summed up, colour, hatching."""
-PARTS: tuple[Band, ...] = (
-    ("compute", COMPUTE, "#e8e8e8", ""),
-    ("recompute", ("recompute",), "#b9b9b9", "//"),
-    ("network, forward", NETWORK[:1], "#dbe7f3", ".."),
-    ("network, recompute", NETWORK[1:2], "#9fc0de", "xx"),
-    ("network, backward", NETWORK[2:3], "#5f8fbf", "\\\\"),
-    ("network, update", NETWORK[3:], "#2f5f8f", "--"),
-    ("compression", ("compression",), "#e6a76b", "oo"),
-)
-PURPOSES: tuple[Band, ...] = (
-    ("weights, forward", ("gather_forward",), "#dbe7f3", ".."),
-    ("weights, recompute", ("gather_recompute",), "#9fc0de", "xx"),
-    ("weights, backward", ("gather_backward",), "#5f8fbf", "\\\\"),
-    ("gradients", ("reduce",), "#e6a76b", "oo"),
-    ("activations", ("partition",), "#b7d3b0", "**"),
-    ("other", ("other",), "#777777", ""),
-)
-_LANES = {
-    "compute": ("#d0d0d0", ""),
-    "recompute": ("#909090", "//"),
-    "gathers": ("#5f8fbf", "\\\\"),
-    "reduction": ("#e6a76b", "oo"),
-    "compression": ("#c0602b", "xx"),
-    "beside: reduction": ("#f3d5bb", ".."),
+PARTS = {
+    "compute": COMPUTE,
+    "recompute": ("recompute",),
+    "network, forward": NETWORK[:1],
+    "network, recompute": NETWORK[1:2],
+    "network, backward": NETWORK[2:3],
+    "network, update": NETWORK[3:],
+    "compression": ("compression",),
 }
-_MARKS = "osD^vPX*<>phd"
-_LINES = ("-", "--", "-.", ":")
-"""13 marks and 4 kinds of line: 52 before two look alike."""
+"""Bands of a bar, and what is summed up in them."""
+PURPOSES = {
+    "weights, forward": ("gather_forward",),
+    "weights, recompute": ("gather_recompute",),
+    "weights, backward": ("gather_backward",),
+    "gradients": ("reduce",),
+    "activations": ("partition",),
+    "other": ("other",),
+}
+_LANES = ("compute", "recompute", "gathers", "reduction", "compression", "beside: reduction")
+_OVER_RATES: Any = {"x": "rate of each link, Mbit/s"}
 
 
-def parts_svg(rows: Sequence[Row]) -> str:
+def parts(rows: Sequence[Row]) -> Rows:
     """Where the step's time goes, one bar a configuration."""
     seconds = [{name: part.value for name, part in row.parts_s.items()} for row in rows]
-    drawing, axes = _bars(labels(rows), seconds, PARTS)
-    for place, row in enumerate(rows):
-        axes.plot([row.step_s.low, row.step_s.high], [place] * 2, color="black", linewidth=1.6)
-        axes.plot([row.step_s.value], [place], color="black", marker="|", markersize=12)
-    axes.set_xlabel("s a step (black: the median step with its interval)")
-    return _with_legend_above(drawing, axes, 4)
+    spans = [_span(row.step_s) for row in rows]
+    x = "s a step (black: the median step with its interval)"
+    return Rows(labels(rows), x, _bands(PARTS, seconds), spans)
 
 
-def bytes_svg(rows: Sequence[Row]) -> str:
+def purposes(rows: Sequence[Row]) -> Rows:
     """Bytes by purpose, one bar a configuration."""
-    megabytes = [{name: v / 1e6 for name, v in row.purpose_bytes.items()} for row in rows]
-    drawing, axes = _bars(labels(rows), megabytes, PURPOSES)
-    axes.plot(
-        [row.number("interface_bytes") / 1e6 for row in rows],
-        range(len(rows)),
-        linestyle="",
-        marker="|",
-        markersize=14,
-        color="black",
-        label="at the interfaces",
-    )
-    axes.set_xlabel("MB a step, all processes")
-    return _with_legend_above(drawing, axes, 3)
+    megabytes = [{name: v / MB for name, v in row.purpose_bytes.items()} for row in rows]
+    counted = [(row.number("interface_bytes") / MB,) * 3 for row in rows]
+    x = "MB a step, all processes"
+    return Rows(labels(rows), x, _bands(PURPOSES, megabytes), counted, "at the interfaces")
 
 
-def timeline_svg(timelines: Sequence[Timeline]) -> str:
+def timelines(shown: Sequence[Timeline]) -> list[Lanes]:
     """One step each, on one scale: what DeepSpeed's thread did, and the exchange's beside it."""
-    drawing, all_axes = figure(height_inches=0.6 + 1.9 * len(timelines), rows=len(timelines))
-    for axes, timeline in zip(all_axes, timelines, strict=True):
-        lanes = _lanes(timeline)
-        for place, (lane, (colour, hatch)) in enumerate(_LANES.items()):
-            axes.broken_barh(
-                [(s.start_s, s.end_s - s.start_s) for s in lanes[lane]],
-                (place - 0.4, 0.8),
-                facecolor=colour,
-                hatch=hatch,
-                edgecolor="#333333",
-                linewidth=0.3,
-            )
-        axes.set_yticks(range(len(_LANES)), _LANES, fontsize=8)
-        axes.set_ylim(len(_LANES) - 0.5, -0.5)
-        axes.set_xlim(0, max(one.step_s for one in timelines))
-        title = f"{timeline.configuration}: {timeline.step_s:.3f} s"
-        axes.set_title(title, fontsize=9, loc="left")
-    all_axes[-1].set_xlabel("s")
-    return svg(drawing)
+    end_s = max(one.step_s for one in shown)
+    return [Lanes(f"{t.configuration}: {t.step_s:.3f} s", _lanes(t), end_s) for t in shown]
 
 
-def losses_svg(losses: Sequence[Loss]) -> str:
+def losses(trained: Sequence[Loss]) -> Lines:
     """Training losses over the steps; those of checkpointing are marks on the lines without."""
-    drawing, axes = figure(height_inches=3.6)
-    for place, one in enumerate(losses):
-        steps = range(len(one.train_losses))
-        mark, line = look(place)
-        style: dict[str, Any] = {"linestyle": line, "linewidth": 1.6}
-        if not one.configuration.startswith("none/"):
-            sparse = max(1, len(steps) // 14)
-            style = {"linestyle": "", "marker": mark, "markevery": sparse, "fillstyle": "none"}
-        axes.plot(steps, one.train_losses, label=one.configuration, **style)
-    axes.set_xlabel("step")
-    axes.set_ylabel("training loss")
-    axes.legend(frameon=False, fontsize=8, ncols=2)
-    return svg(drawing)
+    lines = [
+        Line(
+            one.configuration,
+            list(enumerate(one.train_losses)),
+            shown="line" if one.configuration.startswith("none/") else "marks",
+        )
+        for one in trained
+    ]
+    return Lines(lines, "step", "training loss")
 
 
-def sweep_svg(rows: Sequence[Row]) -> str:
+def steps_over_rates(rows: Sequence[Row]) -> Lines:
     """The median step over the links' rates, one line a configuration."""
-    drawing, axes = figure(height_inches=3.8)
-    for place, name in enumerate(dict.fromkeys(row.configuration for row in rows)):
-        mine = ((r.rate_mbit, r.step_s) for r in rows if r.configuration == name)
-        _line(axes, place, name, mine)
-    axes.set_yscale("log")
-    axes.set_ylabel("s a step")
-    axes.legend(frameon=False, fontsize=8, ncols=2)
-    return _over_rates(drawing, axes)
+    names = dict.fromkeys(row.configuration for row in rows)
+    lines = [
+        _line(name, ((r.rate_mbit, r.step_s) for r in rows if r.configuration == name))
+        for name in names
+    ]
+    return Lines(lines, y="s a step", logarithmic="xy", **_OVER_RATES)
 
 
-def paid_svg(comparisons: Sequence[Comparison], break_even: Sequence[BreakEven]) -> str:
+def paid_over_rates(comparisons: Sequence[Comparison], even: Sequence[BreakEven]) -> Lines:
     """The share of recomputation's cost that compression pays for, over the links' rates."""
-    drawing, axes = figure(height_inches=3.4)
-    for place, line in enumerate(dict.fromkeys(one.line for one in comparisons)):
-        mine = ((c.rate_mbit, c.values["share_paid"]) for c in comparisons if c.line == line)
-        _line(axes, place, f"{line[0]}: {line[2]} against {line[1]}", mine)
-    axes.axhline(1, color="#555555", linewidth=1)
-    axes.axhline(0, color="#999999", linewidth=0.6)
-    for one in break_even:
-        if one.pays_for_recompute_mbit:
-            axes.annotate(
-                f"break-even {one.pays_for_recompute_mbit:.0f} Mbit/s ({one.baseline})",
-                (one.pays_for_recompute_mbit, 1),
-                xytext=(4, 8 if one.baseline == "stock" else -14),
-                textcoords="offset points",
-                fontsize=8,
-            )
-    axes.set_ylabel("time freed / recomputing")
-    axes.legend(frameon=False, fontsize=8)
-    return _over_rates(drawing, axes)
-
-
-def look(place: int) -> tuple[str, str]:
-    """Mark and line of the so-manieth line of a plot; no two of the first 52 are alike."""
-    return _MARKS[place % len(_MARKS)], _LINES[place % len(_LINES)]
+    lines = [
+        _line(
+            f"{key[0]}: {key[2]} against {key[1]}",
+            ((c.rate_mbit, c.values["share_paid"]) for c in comparisons if c.line == key),
+        )
+        for key in dict.fromkeys(one.line for one in comparisons)
+    ]
+    found = [(one.pays_for_recompute_mbit, one.baseline) for one in even]
+    notes = [(at, 1.0, f"break-even {at:.0f} Mbit/s ({who})") for at, who in found if at]
+    levels = ((1.0, ""), (0.0, ""))
+    y = "time freed / recomputing"
+    return Lines(lines, y=y, logarithmic="x", levels=levels, notes=notes, **_OVER_RATES)
 
 
 def labels(rows: Sequence[Row]) -> list[str]:
@@ -162,69 +107,30 @@ def labels(rows: Sequence[Row]) -> list[str]:
     return found
 
 
-def _bars(
-    names: Sequence[str], values: Sequence[dict[str, float]], bands: Sequence[Band]
-) -> tuple[Any, Any]:
-    """Bars from the top down, each of the bands that have something in them."""
-    drawing, axes = figure(height_inches=1.3 + 0.36 * len(names))
-    left = [0.0] * len(names)
-    for label, summed, colour, hatch in bands:
-        widths = [sum(one.get(name, 0.0) for name in summed) for one in values]
-        if any(widths):
-            look_of = {"color": colour, "hatch": hatch, "edgecolor": "#333333"}
-            axes.barh(names, widths, left=left, label=label, **look_of)
-            left = [a + b for a, b in zip(left, widths, strict=True)]
-    axes.invert_yaxis()
-    return drawing, axes
+def _bands(parts: Mapping[str, Sequence[str]], values: Sequence[Mapping[str, float]]) -> list[Band]:
+    return [
+        Band(label, [sum(one.get(name, 0.0) for name in names) for one in values])
+        for label, names in parts.items()
+    ]
 
 
-def _line(
-    axes: Any, place: int, label: str, values: Iterable[tuple[float | None, Estimate]]
-) -> None:
-    """Values with intervals over the rates; those without a rate or a value are left out."""
-    mine = sorted(
-        ((rate, v) for rate, v in values if rate and not math.isnan(v.value)), key=lambda p: p[0]
-    )
-    if not mine:
-        return
-    mark, line = look(place)
-    axes.errorbar(
-        [rate for rate, _ in mine],
-        [v.value for _, v in mine],
-        yerr=[
-            [max(v.value - v.low, 0) for _, v in mine],
-            [max(v.high - v.value, 0) for _, v in mine],
-        ],
-        label=label,
-        marker=mark,
-        linestyle=line,
-        linewidth=1.2,
-        fillstyle="none",
-        color="#222222" if place % 2 else "#1b4f8a",
-    )
+def _line(label: str, values: Iterable[tuple[float | None, Estimate]]) -> Line:
+    """Those without a rate or a value are left out."""
+    known = [(rate, v) for rate, v in values if rate and not math.isnan(v.value)]
+    known.sort(key=lambda pair: pair[0])
+    return Line(label, [(rate, v.value) for rate, v in known], [_span(v) for _, v in known])
 
 
-def _over_rates(drawing: Any, axes: Any) -> str:
-    axes.set_xscale("log")
-    axes.set_xlabel("rate of each link, Mbit/s")
-    return svg(drawing)
+def _span(value: Estimate) -> Span:
+    return value.low, value.value, value.high
 
 
-def _with_legend_above(drawing: Any, axes: Any, columns: int) -> str:
-    place = {"loc": "lower left", "bbox_to_anchor": (-0.15, 1.0)}
-    axes.legend(frameon=False, fontsize=8, ncols=columns, **place)
-    return svg(drawing)
-
-
-def _lanes(timeline: Timeline) -> dict[str, list[Stretch]]:
-    lanes: dict[str, list[Stretch]] = {lane: [] for lane in _LANES}
+def _lanes(timeline: Timeline) -> dict[str, list[tuple[float, float]]]:
+    lanes: dict[str, list[tuple[float, float]]] = {lane: [] for lane in _LANES}
     for stretch in timeline.main:
-        if stretch.part.startswith("network"):
-            gathers = stretch.purpose.startswith("gather")
-            lanes["gathers" if gathers else "reduction"].append(stretch)
-        elif stretch.part.startswith("compute"):
-            lanes["compute"].append(stretch)
-        else:
-            lanes[stretch.part].append(stretch)
-    lanes["beside: reduction"] = list(timeline.beside)
+        lane = stretch.part.partition("_")[0]
+        if lane == "network":
+            lane = "gathers" if stretch.purpose.startswith("gather") else "reduction"
+        lanes[lane].append((stretch.start_s, stretch.end_s - stretch.start_s))
+    lanes["beside: reduction"] = [(s.start_s, s.end_s - s.start_s) for s in timeline.beside]
     return lanes

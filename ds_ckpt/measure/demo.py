@@ -21,11 +21,11 @@ from rich.markup import escape
 from ds_ckpt.errors import ConfigError, DsCkptError, Problem
 from ds_ckpt.hosts import cpu_op, missing
 from ds_ckpt.hosts.launcher import Backend, Loopback, environment
-from ds_ckpt.measure.document import terminal_table
 from ds_ckpt.measure.report import Report
 from ds_ckpt.measure.run import emulated, measure
 from ds_ckpt.measure.spec import Spec, deepspeed_config
 from ds_ckpt.measure.words import lossless, not_whole
+from ds_ckpt.report.document import Document, Items, Paragraph, Section
 
 DEFAULT_STEPS, MINIMUM_STEPS = 64, 6
 PROCESSES = 2
@@ -114,16 +114,13 @@ def run(spec: Spec, folder: Path, limit_s: float, console: Console) -> Report:
 
 def show(report: Report, folder: Path, console: Console) -> None:
     """The table, what it means, and what lies where."""
-    title = f"ZeRO-3 on {PROCESSES} processes; bytes are of one step"
-    console.print()
-    console.print(terminal_table(report.table(COLUMNS), title))
-    console.print(
-        "dense: each gradient sent once, by all-to-all; stock: DeepSpeed's own. Loss: held-out.\n",
-        highlight=False,
-    )
+    note = "dense: each gradient sent once, by all-to-all; stock: DeepSpeed's own. Loss: held-out."
     said = [f"{head}: {text}" for _, claims in report.claims() for head, text in claims]
-    for text in [*not_whole(report.findings.missing), *said, lossless(report.losses)]:
-        console.print(f"* {escape(text)}", highlight=False)
+    meaning = [*not_whole(report.findings.missing), *said, lossless(report.losses)]
+    title = f"ZeRO-3 on {PROCESSES} processes; bytes are of one step"
+    blocks = [report.table(COLUMNS), Paragraph(note + "\n"), Items(meaning)]
+    console.print()
+    Document(title, [], [Section("", blocks)]).print(console)
     console.print(
         f"\nLoss curves, caveats, the run's data: {escape(str(folder / 'report.html'))}\n"
         f"DeepSpeed files to take away:         {escape(str(folder / 'configs'))}",

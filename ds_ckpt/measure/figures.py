@@ -22,16 +22,7 @@ from ds_ckpt.measure.parts import COMPUTE
 from ds_ckpt.measure.records import Loss, Memory, StepTime, Trial
 from ds_ckpt.measure.spec import SILENT, Spec
 from ds_ckpt.measure.statistics import Estimate, Key, Lookup, Point
-
-
-def number(value: float) -> str:
-    """Three significant digits, without an exponent."""
-    if math.isnan(value):
-        return "-"
-    if value == 0:
-        return "0"
-    decimals = max(0, 2 - math.floor(math.log10(abs(value))))
-    return f"{value:.{min(decimals, 4)}f}"
+from ds_ckpt.telemetry.units import MB, number
 
 
 @dataclass(frozen=True)
@@ -56,7 +47,7 @@ class Figure:
             return "-"
         if not isinstance(value, Estimate):
             value = Estimate.exact(value)
-        scale = 1e-6 if self.unit.startswith("MB") else 1.0
+        scale = 1 / MB if self.unit.startswith("MB") else 1.0
         middle, low, high = (
             self.shown_as(scale * v) if not math.isnan(v) else "-"
             for v in (value.value, value.low, value.high)

@@ -6,13 +6,17 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, is_dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ds_ckpt.errors import Problem, StateError
 from ds_ckpt.measure import charts, words
-from ds_ckpt.measure.document import (
+from ds_ckpt.measure.figures import DERIVED, MEASURED, measured
+from ds_ckpt.measure.findings import Comparison, Findings, Row, find
+from ds_ckpt.measure.records import Loss, Model, Sample, Timeline
+from ds_ckpt.measure.run import LIKE, RUNS
+from ds_ckpt.measure.spec import DENSE, SILENT, STOCK, Folder, Spec, link
+from ds_ckpt.report.document import (
     Block,
     Document,
     Heading,
@@ -23,11 +27,7 @@ from ds_ckpt.measure.document import (
     Table,
     Terms,
 )
-from ds_ckpt.measure.figures import DERIVED, MEASURED, measured, number
-from ds_ckpt.measure.findings import Comparison, Findings, Row, find
-from ds_ckpt.measure.records import Loss, Model, Sample, Timeline
-from ds_ckpt.measure.run import LIKE, RUNS
-from ds_ckpt.measure.spec import DENSE, SILENT, STOCK, Folder, Spec, link
+from ds_ckpt.telemetry.units import MB, number
 
 FORMAT = "ds_ckpt measure 1"
 TITLE = "How much bandwidth compression frees, and how much of recomputation it pays for"
@@ -70,13 +70,10 @@ class Report:
 
     def write(self, path: Path) -> list[Path]:
         """Write the three files into the folder `path`; their paths, the HTML page first."""
-        page, text, data = (path / f"report.{kind}" for kind in ("html", "md", "json"))
-        document = self.document()
-        text.write_text(document.markdown(), encoding="utf-8")
+        data = path / "report.json"
         content = json.dumps(_plain(self.json()), indent=1, allow_nan=False)
         data.write_text(content + "\n", encoding="utf-8")
-        page.write_text(document.html(), encoding="utf-8")  # last: it may lack its packages
-        return [page, text, data]
+        return [*self.document().write(path), data]  # last: the page may lack its packages
 
     def json(self) -> dict[str, Any]:
         """Everything, as values that JSON has but for dataclasses and NaN."""
@@ -108,42 +105,21 @@ class Report:
         return words.caveats(self.spec, self.findings.rows, self.findings.comparisons)
 
     def document(self) -> Document:
-        found = self.findings
-        rates = [(link(rate), self._rows(rate)) for rate in self._rates()]
-        several = len(self.spec.batches) > 1
-        sweep: list[Block] = [*self._sweep()]
-        if sweep:
-            evens = [words.break_even_words(one, name_batch=several) for one in found.break_even]
-            sweep.append(Items(evens))
-        trained = [one for one in self.losses.values() if len(one.train_losses) > 1]
-        parts: list[Block] = []
-        for place, (title, rows) in enumerate(rates):
-            draw = partial(charts.parts_svg, rows)
-            caption = "Exposed parts of a step: means over the steps in the middle half."
-            parts += [Heading(title), Plot(f"parts-{place}", draw, caption), _figures_table(rows)]
-        title, rows = rates[0]
-        draw = partial(charts.bytes_svg, rows)
-        caption = "Counted at each collective; the mark is what the interfaces counted."
-        bytes_: list[Block] = [Heading(title), Plot("bytes-0", draw, caption), bytes_table(rows)]
-        caption = "Before each step's update, mean over the processes."
+        ground = self.runs[-1]["ground"] if self.runs else self.spec.where
         sections = [
             Section("Checkpointing off and on, dense and compressed", self._squares()),
             Section("What it means", self._claimed()),
             Section("One step", self._timelines()),
-            Section("What it is made of", parts),
-            Section("Bytes by purpose", bytes_),
+            Section("What it is made of", self._parts()),
+            Section("Bytes by purpose", self._purposes()),
             Section("What compression pays for", self._compared()),
-            Section("Over the links' rates", sweep),
-            Section(
-                "Training loss",
-                [Plot("losses", partial(charts.losses_svg, trained), caption)] if trained else [],
-            ),
+            Section("Over the links' rates", self._sweep()),
+            Section("Training loss", self._losses()),
             Section("What the figures are", [Terms([(f.words, f.definition) for f in DERIVED])]),
             Section("What these numbers cannot say", [Items(self.caveats())]),
             Section("What was run on what", [self._facts()]),
         ]
-        ground = self.runs[-1]["ground"] if self.runs else self.spec.where
-        return Document(TITLE, [f"{ground}.", *self.like], [s for s in sections if s.blocks])
+        return Document(TITLE, [f"{ground}.", *self.like], sections)
 
     def table(self, names: Sequence[str]) -> Table:
         """Some measured figures of every configuration, first rate, usual batch."""
@@ -188,19 +164,6 @@ class Report:
             found += [Heading(title), Terms(claimed)]
         return found
 
-    def _compared(self) -> list[Block]:
-        found: list[Block] = []
-        lines: dict[str, list[Comparison]] = {}
-        for one in self.findings.comparisons:
-            lines.setdefault(words.title(one, self.findings.comparisons), []).append(one)
-        for title, mine in lines.items():
-            found += [Heading(title), comparisons_table(mine)]
-        if found:
-            found.append(
-                Paragraph("* the interval is within 5% of the value either way: a headline.")
-            )
-        return found
-
     def _timelines(self) -> list[Block]:
         policy = next((p for p in self.spec.policies if p != "none"), "none")
         wanted = [f"{policy}/{m}" for m in (STOCK, DENSE, *self.spec.methods)]
@@ -208,34 +171,61 @@ class Report:
         found: list[Block] = []
         for place, rate in enumerate(dict.fromkeys(t.rate_mbit for t in self.timelines)):
             here = {t.configuration: t for t in mine if t.rate_mbit == rate}
-            shown = [here[name] for name in wanted if name in here]
-            if shown:
+            if shown := [here[name] for name in wanted if name in here]:
                 caption = (
                     f"{link(rate)}: what DeepSpeed's thread does and, in the last lane, the "
                     "exchange's thread beside it. Gathers and reduction are exposed: nothing is "
                     "computed in them."
                 )
-                draw = partial(charts.timeline_svg, shown)
-                found.append(Plot(f"timeline-{place}", draw, caption))
+                found.append(Plot(f"timeline-{place}", charts.timelines(shown), caption))
         return found
 
-    def _sweep(self) -> list[Plot]:
-        batch = min(self.spec.batches)
-        rated = [
-            r
-            for r in self.findings.rows
-            if r.rate_mbit and not r.equal_memory and r.sequences == batch
-        ]
+    def _parts(self) -> list[Block]:
+        caption = "Exposed parts of a step: means over the steps in the middle half."
+        found: list[Block] = []
+        for place, rate in enumerate(self._rates()):
+            rows = self._rows(rate)
+            plot = Plot(f"parts-{place}", [charts.parts(rows)], caption)
+            found += [Heading(link(rate)), plot, _figures_table(rows)]
+        return found
+
+    def _purposes(self) -> list[Block]:
+        rate = self._rates()[0]
+        rows = self._rows(rate)
+        caption = "Counted at each collective; the mark is what the interfaces counted."
+        plot = Plot("bytes-0", [charts.purposes(rows)], caption)
+        return [Heading(link(rate)), plot, bytes_table(rows)]
+
+    def _compared(self) -> list[Block]:
+        found: list[Block] = []
+        lines: dict[str, list[Comparison]] = {}
+        for one in self.findings.comparisons:
+            lines.setdefault(words.title(one, self.findings.comparisons), []).append(one)
+        for title, mine in lines.items():
+            found += [Heading(title), comparisons_table(mine)]
+        note = "* the interval is within 5% of the value either way: a headline."
+        return [*found, Paragraph(note)] if found else []
+
+    def _sweep(self) -> list[Block]:
+        batch, found = min(self.spec.batches), self.findings
+        usual = [r for r in found.rows if not r.equal_memory and r.sequences == batch]
+        rated = [r for r in usual if r.rate_mbit]
         if len({r.rate_mbit for r in rated}) < 2:
             return []
-        mine = [c for c in self.findings.comparisons if c.sequences == batch]
-        even = [b for b in self.findings.break_even if b.sequences == batch]
-        draw = partial(charts.sweep_svg, rated)
-        found = [Plot("sweep-steps", draw, "Median step over the rate, logarithmic.")]
+        mine = [c for c in found.comparisons if c.sequences == batch]
+        even = [b for b in found.break_even if b.sequences == batch]
+        caption = "Median step over the rate, logarithmic."
+        blocks: list[Block] = [Plot("sweep-steps", [charts.steps_over_rates(rated)], caption)]
         if any(c.rate_mbit and not math.isnan(c.values["share_paid"].value) for c in mine):
             caption = "Above 1 compression pays for all recomputation, below 0 it costs time."
-            found.append(Plot("sweep-paid", partial(charts.paid_svg, mine, even), caption))
-        return found
+            blocks.append(Plot("sweep-paid", [charts.paid_over_rates(mine, even)], caption))
+        said = [words.break_even(one, found.comparisons) for one in found.break_even]
+        return [*blocks, Items(said)]
+
+    def _losses(self) -> list[Block]:
+        trained = [one for one in self.losses.values() if len(one.train_losses) > 1]
+        caption = "Before each step's update, mean over the processes."
+        return [Plot("losses", [charts.losses(trained)], caption)] if trained else []
 
     def _facts(self) -> Table:
         spec = self.spec
@@ -321,7 +311,7 @@ def bytes_table(rows: Sequence[Row]) -> Table:
     for name, row in zip(charts.labels(rows), rows, strict=True):
         counts = [*(row.purpose_bytes[p] for p in purposes), sum(row.purpose_bytes.values())]
         counts.append(row.number("interface_bytes"))
-        table.append([name, *(number(count / 1e6) for count in counts)])
+        table.append([name, *(number(count / MB) for count in counts)])
     return Table(heads, table)
 
 

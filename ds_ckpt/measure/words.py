@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ds_ckpt.measure.figures import DERIVED, measured, number
+from ds_ckpt.measure.figures import DERIVED, measured
 from ds_ckpt.measure.findings import BreakEven, Comparison, Row
 from ds_ckpt.measure.records import Loss
 from ds_ckpt.measure.spec import DENSE, STOCK, Spec, link
 from ds_ckpt.measure.statistics import Estimate
+from ds_ckpt.telemetry.units import MB, number
 
 
 def not_whole(missing: Sequence[str]) -> list[str]:
@@ -18,7 +19,7 @@ def not_whole(missing: Sequence[str]) -> list[str]:
     return [f"NOT WHOLE: {'; '.join(missing)}. Give the command again, and it goes on."]
 
 
-def title(one: Comparison, comparisons: Sequence[Comparison]) -> str:
+def title(one: Comparison | BreakEven, comparisons: Sequence[Comparison]) -> str:
     """Whose figures, told apart from all others of the same rate."""
     batch = f", {one.sequences} sequences" if len({c.sequences for c in comparisons}) > 1 else ""
     return f"{one.policy}, {one.method} against {one.baseline}{batch}"
@@ -47,11 +48,8 @@ def headlines(comparisons: Sequence[Comparison]) -> list[str]:
     return found
 
 
-def break_even_words(even: BreakEven, *, name_batch: bool) -> str:
+def break_even(even: BreakEven, comparisons: Sequence[Comparison]) -> str:
     """The two rates; no headline, for they lie between measured ones and have no interval."""
-    who = f"{even.policy}, {even.method} against {even.baseline}"
-    if name_batch:
-        who += f", {even.sequences} sequences"
     pays = (
         f"pays for all recomputation up to about {even.pays_for_recompute_mbit:.0f} Mbit/s"
         if even.pays_for_recompute_mbit
@@ -62,7 +60,7 @@ def break_even_words(even: BreakEven, *, name_batch: bool) -> str:
         if even.frees_nothing_mbit
         else "has no rate among those measured above which it begins to cost time"
     )
-    return f"Break-even, {who}: compression {pays}, and {frees}."
+    return f"Break-even, {title(even, comparisons)}: compression {pays}, and {frees}."
 
 
 def lossless(losses: Mapping[str, Loss]) -> str:
@@ -136,7 +134,7 @@ def _weights(spec: Spec, rows: Mapping[str, Row], policy: str) -> str:
     plain, kept = rows[f"none/{STOCK}"], rows[f"{policy}/{STOCK}"]
 
     def gathered(purpose: str) -> str:
-        return number(kept.purpose_bytes[purpose] / spec.processes / 1e6)
+        return number(kept.purpose_bytes[purpose] / spec.processes / MB)
 
     return (
         f"ZeRO-3 gathers them for the forward and again for the backward, "
@@ -176,8 +174,8 @@ def _ceiling(rows: Mapping[str, Row], method: str) -> str:
         f"weights are most of ZeRO-3's traffic. Sent without waste, gradients are {share:.0%} of "
         "it, so that a step that does nothing but wait for the network can get at most "
         f"{1 / (1 - share):.2f}x faster by compressing them. In all, {method} sends "
-        f"{number(total / 1e6)} MB a process and step, the dense all-to-all "
-        f"{number((gradients + weights) / 1e6)} MB."
+        f"{number(total / MB)} MB a process and step, the dense all-to-all "
+        f"{number((gradients + weights) / MB)} MB."
     )
 
 

@@ -74,16 +74,16 @@ def profile(
     counts = _counts(batch, batches)
     from rich.console import Console
 
-    from ds_ckpt.profile.report import print_profile
+    from ds_ckpt.profile.report import document, picture
     from ds_ckpt.profile.run import Options, make_profile
     from ds_ckpt.profile.subject import Sizes
+    from ds_ckpt.report import charts
+    from ds_ckpt.telemetry.units import GIB
 
     with _errors_in_words():
         settings = _settings(config)
         if plot_file is not None:
-            from ds_ckpt.profile.report import check_target
-
-            check_target(plot_file)
+            charts.check_file(plot_file)
         sizes = Sizes(tokens, _dtype(dtype), attention or None)
         options = Options(
             model,
@@ -96,21 +96,19 @@ def profile(
             modules=tuple(_split(modules)) or None,
             real=real,
             compile=compile_,
-            limit_bytes=None if limit_gib is None else round(limit_gib * 2**30),
+            limit_bytes=None if limit_gib is None else round(limit_gib * GIB),
             repeats=repeats,
         )
         progress = Console(stderr=True)
         with progress.status("", spinner="line") as status:
             found = make_profile(options, lambda text: status.update(text))
-    print_profile(found, Console(soft_wrap=False))
+    document(found).print(Console(soft_wrap=False))
     with _written(json_file):
         if json_file is not None:
             json_file.write_text(found.to_json(), encoding="utf-8")
     with _errors_in_words(), _written(plot_file):
         if plot_file is not None:
-            from ds_ckpt.profile.report import draw
-
-            draw(found, plot_file)
+            charts.save(picture(found), plot_file)
 
 
 def _split(text: str) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ds_ckpt.profile.policies import NONE
 from ds_ckpt.profile.records import Best, Compiled, Finding, Footprint, States
-from ds_ckpt.telemetry.units import percent, size, times
+from ds_ckpt.telemetry.units import GIB, percent, size, times
 
 _OFFLOADED = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
 _PARTS = ("attention", "mlp", "norm", "other")
@@ -350,7 +350,7 @@ def _budget(facts: Facts) -> Iterator[Finding]:
     left = limit if stage3 else limit - facts.states.resident_bytes
     keys = {
         "policy": "budget",
-        "budget_gib": math.floor(left / 2**30 * 1000) / 1000,
+        "budget_gib": math.floor(left / GIB * 1000) / 1000,
         "budget_of": "accelerator" if stage3 else "activations",
     }
     if keys["budget_gib"] == 0:

@@ -1,204 +1,209 @@
-"""A profile for people: tables in the terminal, eighty columns where they can, and a picture.
-
-The picture tells policies apart by hatches and numbers, not by colour alone.
-"""
+"""A profile for people: tables in the terminal, and a picture."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
-from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TypeVar
 
-from rich import box
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
-from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.profile.policies import NONE
-from ds_ckpt.profile.records import BlockCompiled, BlockHeld, Footprint, Profile
+from ds_ckpt.profile.records import BlockCompiled, BlockHeld, Profile
+from ds_ckpt.report.charts import Band, Line, Lines, Panel, Rows
+from ds_ckpt.report.document import Block, Code, Document, Items, Paragraph, Section, Table
 from ds_ckpt.telemetry.memory import OUTSIDE
 from ds_ckpt.telemetry.units import GIB, MIB, count, percent, seconds, size, times
 
-_PARTS = ("attention", "mlp", "norm", "other", "boundary")
+_KINDS = {
+    "attention": "attention",
+    "mlp": "MLP",
+    "norm": "norm",
+    "other": "other",
+    "boundary": "kept for recompute",
+    "outside": "outside the blocks",
+}
+_PARTS = tuple(_KINDS)[:4]
 
 
-def print_profile(profile: Profile, console: Console) -> None:
+def document(profile: Profile) -> Document:
     """All tables, the findings with their configuration, and what was not measured."""
     first = profile.footprints[0]
-    console.print(
-        escape(
-            f"{profile.model}: {profile.class_name}, {count(profile.states.parameters_count)}"
-            f" parameters, {profile.dtype}; batch {first.batch} of {first.tokens} tokens"
-        ),
-        style="bold",
-        highlight=False,
+    title = (
+        f"{profile.model}: {profile.class_name}, {count(profile.states.parameters_count)} "
+        f"parameters, {profile.dtype}; batch {first.batch} of {first.tokens} tokens"
     )
-    tables = [_states(profile), _held(profile), _policies(profile), *_real(profile)]
+    sections = [_states(profile), _held(profile), _policies(profile), *_real(profile)]
     if len({f.batch for f in profile.footprints}) > 1 or profile.limit_bytes is not None:
-        tables.append(_batches(profile))
-    tables += _compiled(profile)
-    for table in tables:
-        console.print(table)
-    _device(profile, console)
+        sections.append(_batches(profile))
+    sections += _compiled(profile)
+    sections.append(Section("Recompute on the accelerator", _device(profile)))
+    found: list[Block] = []
     for number, finding in enumerate(profile.findings, 1):
-        console.print(escape(f"{number}. {finding.text}"), highlight=False)
+        found.append(Paragraph(f"{number}. {finding.text}"))
         if finding.line is not None:
-            console.print(escape(f"   {finding.line}"), style="cyan", highlight=False)
-    for text in profile.not_measured:
-        console.print(escape(f"not measured: {text}"), style="dim", highlight=False)
+            found.append(Code([finding.line]))
+    found.append(Items([f"not measured: {text}" for text in profile.not_measured]))
+    return Document(title, [], [*sections, Section("What changes it", found)])
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for index, column in enumerate(columns):
-        justify: Literal["left", "right"] = "right" if index else "left"
-        table.add_column(column, justify=justify, no_wrap=bool(index), overflow="fold")
-    return table
+def picture(profile: Profile) -> list[Panel]:
+    """What every policy holds; below it, where batches were swept, memory against the batch."""
+    none = profile.footprint(NONE)
+    shown = [f for f in profile.footprints if f.batch == profile.footprints[0].batch]
+    bars = Rows(
+        [f.policy for f in shown],
+        "MiB held for backward",
+        [Band(label, [f.part_bytes(k) / MIB for f in shown]) for k, label in _KINDS.items()],
+        notes=[
+            f"{size(f.held_bytes)}; {times(f.flops, none.flops)} FLOPs, "
+            f"{times(f.launches, none.launches)} launches"
+            for f in shown
+        ],
+        title=f"{profile.model}, batch {none.batch} of {none.tokens} tokens, {profile.dtype}",
+    )
+    return [bars, _sweep(profile)] if len({f.batch for f in profile.footprints}) > 1 else [bars]
 
 
-def _states(profile: Profile) -> Table:
+def _sweep(profile: Profile) -> Lines:
+    """Memory against the batch; where steps were timed, tokens a second beside each line's end."""
+    lines, notes = [], []
+    for policy in dict.fromkeys(f.policy for f in profile.footprints):
+        found = [f for f in profile.footprints if f.policy == policy]
+        resident = profile.states.resident_bytes
+        points = [(float(f.batch), (resident + f.peak.live_bytes) / GIB) for f in found]
+        lines.append(Line(policy, points))
+        if rate := found[-1].tokens_per_s:
+            notes.append((*points[-1], f"{rate:.0f} tokens/s"))
+    limit = profile.limit_bytes
+    levels = [] if limit is None else [(limit / GIB, "limit")]
+    return Lines(lines, "sequences in a batch", "GiB a process", levels=levels, notes=notes)
+
+
+def _states(profile: Profile) -> Section:
     states = profile.states
     assumed = ", assumed" if states.assumed else ""
-    table = _table(
-        f"A process of {states.world}, ZeRO stage {states.zero_stage}{assumed}", "kept", "bytes"
-    )
-    rows = (
+    rows = [
         ("parameters", states.parameters_bytes),
         ("weights gathered at a time", states.gathered_bytes),
         ("gradients", states.gradients_bytes),
         (f"optimizer ({states.optimizer}, with 32-bit weights)", states.optimizer_bytes),
         ("communication buffers", states.communication_bytes),
         ("temporary, in the optimizer's step", states.temporary_bytes),
-        ("in host memory", states.host_bytes),
-    )
-    for name, nbytes in rows:
-        if nbytes or name != "in host memory":
-            table.add_row(name, size(nbytes))
-    return table
+    ]
+    if states.host_bytes:
+        rows.append(("in host memory", states.host_bytes))
+    title = f"A process of {states.world}, ZeRO stage {states.zero_stage}{assumed}"
+    shown = [(name, size(nbytes)) for name, nbytes in rows]
+    return Section(title, [Table(("kept", "bytes"), shown)])
 
 
-def _held(profile: Profile) -> Table:
+def _held(profile: Profile) -> Section:
     first = profile.footprint(NONE)
-    table = _table("Held for backward without a policy, by block", "block", *_PARTS[:4], "all")
     blocks = [b for b in first.blocks if b.name != OUTSIDE]
-    for name, held in _alike(blocks, _cells):
-        table.add_row(escape(name), *_cells(held))
-    table.add_section()
+    rows = _alike(blocks, _held_cells)
     outside = [b for b in first.blocks if b.name == OUTSIDE]
-    for block in outside:
-        table.add_row(escape(block.name), "", "", "", "", size(block.total_bytes))
-    sums = [sum(getattr(b, f"{p}_bytes") for b in blocks) for p in _PARTS[:4]]
-    table.add_row("all", *(size(n) for n in sums), size(first.held_bytes))
-    return table
+    rows += [[b.name, *[""] * len(_PARTS), size(b.total_bytes)] for b in outside]
+    sums = (sum(getattr(b, f"{part}_bytes") for b in blocks) for part in _PARTS)
+    rows.append(["all", *map(size, sums), size(first.held_bytes)])
+    title = "Held for backward without a policy, by block"
+    return Section(title, [Table(("block", *_PARTS, "all"), rows)])
+
+
+def _held_cells(block: BlockHeld) -> list[str]:
+    return [*(size(getattr(block, f"{p}_bytes")) for p in _PARTS), size(block.total_bytes)]
 
 
 _Row = TypeVar("_Row", BlockHeld, BlockCompiled)
 
 
-def _alike(
-    blocks: Sequence[_Row], cells: Callable[[_Row], list[str]]
-) -> Iterator[tuple[str, _Row]]:
-    """Neighbours that say the same, in one line."""
+def _alike(blocks: Sequence[_Row], cells: Callable[[_Row], list[str]]) -> list[list[str]]:
+    """Rows, with neighbours that say the same in one."""
+    rows = []
     for _, neighbours in groupby(blocks, key=cells):
-        group = list(neighbours)
-        name = group[0].name
-        if len(group) > 1:
-            name += f" ... {group[-1].name.rpartition('.')[2]} (each of {len(group)})"
-        yield name, group[0]
+        group: list[_Row] = list(neighbours)
+        last = f" ... {group[-1].name.rpartition('.')[2]} (each of {len(group)})"
+        rows.append([group[0].name + (last if len(group) > 1 else ""), *cells(group[0])])
+    return rows
 
 
-def _cells(block: BlockHeld) -> list[str]:
-    parts = [size(getattr(block, f"{p}_bytes")) for p in _PARTS[:4]]
-    return [*parts, size(block.total_bytes)]
-
-
-def _policies(profile: Profile) -> Table:
-    first = profile.footprints[0]
-    tensors = "fake tensors" if first.fake else "real tensors"
-    title = f"What a step keeps and costs ({tensors}; peak: of activations and temporaries)"
-    columns = ("policy", "held", "peak", "FLOPs", "recompute", "launches", "back/fwd")
-    table = _table(title, *columns)
-    none = profile.footprint(NONE)
+def _policies(profile: Profile) -> Section:
+    first, none = profile.footprints[0], profile.footprint(NONE)
+    rows = []
     peaks: dict[str, list[str]] = {}
-    for footprint in profile.footprints:
-        if footprint.batch != first.batch:
-            continue
+    for footprint in (f for f in profile.footprints if f.batch == first.batch):
         backward = footprint.backward.flops + footprint.recompute.flops
-        table.add_row(
-            footprint.policy,
-            size(footprint.held_bytes),
-            size(footprint.peak.live_bytes),
-            times(footprint.flops, none.flops),
-            count(footprint.recompute.flops),
-            f"{footprint.launches} {times(footprint.launches, none.launches)}",
-            times(backward, footprint.forward.flops),
+        rows.append(
+            [
+                footprint.policy,
+                size(footprint.held_bytes),
+                size(footprint.peak.live_bytes),
+                times(footprint.flops, none.flops),
+                count(footprint.recompute.flops),
+                f"{footprint.launches} {times(footprint.launches, none.launches)}",
+                times(backward, footprint.forward.flops),
+            ]
         )
         peaks.setdefault(footprint.peak.words(), []).append(footprint.policy)
-    table.caption = "\n".join(
-        escape(f"peak in the {place}: {', '.join(policies)}") for place, policies in peaks.items()
-    )
-    table.caption_justify = "left"
-    return table
+    tensors = "fake tensors" if first.fake else "real tensors"
+    title = f"What a step keeps and costs ({tensors}; peak: of activations and temporaries)"
+    heads = ("policy", "held", "peak", "FLOPs", "recompute", "launches", "back/fwd")
+    said = [f"peak in the {place}: {', '.join(policies)}" for place, policies in peaks.items()]
+    return Section(title, [Table(heads, rows), Items(said)])
 
 
-def _real(profile: Profile) -> list[Table]:
+def _real(profile: Profile) -> list[Section]:
     """What real steps took, and how far fake and real bytes are apart."""
-    found = [f for f in profile.footprints if f.times and f.batch == profile.footprints[0].batch]
-    if not found or found[0].times is None:
-        return []
-    taken_s = found[0].times
-    title = f"Real steps, ms: medians of {taken_s.repeats} ({taken_s.device})"
-    columns = ("policy", "forward", "backward", "recompute", "step", "back/fwd", "peak")
-    table = _table(title, *columns)
-    for footprint in found:
+    rows, title = [], ""
+    for footprint in profile.footprints:
         taken = footprint.times
-        assert taken is not None
-        table.add_row(
-            footprint.policy,
-            *(f"{1e3 * t:.1f}" for t in (taken.forward_s, taken.backward_s)),
-            f"{1e3 * taken.recompute_s:.1f}" if footprint.recompute.launches else "-",
-            f"{1e3 * taken.step_s:.1f}",
-            times(taken.backward_s, taken.forward_s),
-            size(footprint.real_peak_bytes or 0),
-        )
-    return [table]
+        if taken is not None and footprint.batch == profile.footprints[0].batch:
+            title = title or f"Real steps, ms: medians of {taken.repeats} ({taken.device})"
+            recompute = f"{1e3 * taken.recompute_s:.1f}" if footprint.recompute.launches else "-"
+            rows.append(
+                [
+                    footprint.policy,
+                    *(f"{1e3 * t:.1f}" for t in (taken.forward_s, taken.backward_s)),
+                    recompute,
+                    f"{1e3 * taken.step_s:.1f}",
+                    times(taken.backward_s, taken.forward_s),
+                    size(footprint.real_peak_bytes or 0),
+                ]
+            )
+    heads = ("policy", "forward", "backward", "recompute", "step", "back/fwd", "peak")
+    return [Section(title, [Table(heads, rows)])] if rows else []
 
 
-def _batches(profile: Profile) -> Table:
-    title = "Memory and time against the batch: states and the step's peak"
+def _batches(profile: Profile) -> Section:
     limit, best = profile.limit_bytes, profile.best
-    if limit is not None:
-        title += f"; limit {size(limit)}"
-    table = _table(title, "policy", "batch", "held", "all", "fits", "step", "tokens/s")
+    rows = []
     for footprint in profile.footprints:
         whole = profile.states.resident_bytes + footprint.peak.live_bytes
         mine = (footprint.policy, footprint.batch)
         chosen = best is not None and (best.policy, best.batch) == mine
         rate = footprint.tokens_per_s
-        table.add_row(
-            footprint.policy + (" <- best" if chosen else ""),
-            str(footprint.batch),
-            size(footprint.held_bytes),
-            size(whole),
-            "-" if limit is None else "yes" if whole <= limit else "no",
-            seconds(footprint.times.step_s) if footprint.times else "-",
-            f"{rate:.0f}" if rate else "-",
+        rows.append(
+            [
+                footprint.policy + (" <- best" if chosen else ""),
+                str(footprint.batch),
+                size(footprint.held_bytes),
+                size(whole),
+                "-" if limit is None else "yes" if whole <= limit else "no",
+                seconds(footprint.times.step_s) if footprint.times else "-",
+                f"{rate:.0f}" if rate else "-",
+            ]
         )
-    return table
+    limited = "" if limit is None else f"; limit {size(limit)}"
+    title = f"Memory and time against the batch: states and the step's peak{limited}"
+    heads = ("policy", "batch", "held", "all", "fits", "step", "tokens/s")
+    return Section(title, [Table(heads, rows)])
 
 
-def _compiled(profile: Profile) -> list[Table]:
+def _compiled(profile: Profile) -> list[Section]:
     report = profile.compiled
     if report is None:
         return []
     title = f"torch.compile: {report.graphs} graphs, {len(report.breaks)} breaks"
-    columns = ("block", "captured", "held", "compiled", "checkpointed", "needs a policy")
-    table = _table(title, *columns)
-    for name, block in _alike(report.blocks, _compiled_cells):
-        table.add_row(escape(name), *_compiled_cells(block))
-    return [table]
+    heads = ("block", "captured", "held", "compiled", "checkpointed", "needs a policy")
+    return [Section(title, [Table(heads, _alike(report.blocks, _compiled_cells))])]
 
 
 def _compiled_cells(block: BlockCompiled) -> list[str]:
@@ -211,141 +216,16 @@ def _compiled_cells(block: BlockCompiled) -> list[str]:
     ]
 
 
-def _device(profile: Profile, console: Console) -> None:
+def _device(profile: Profile) -> list[Block]:
     device = profile.device
     if device is None:
-        return
-    console.print(
-        f"Recompute moves {size(device.recompute_moved_bytes)} in"
-        f" {seconds(device.recompute_busy_s)} of kernels: {device.recompute_bandwidth_share:.0%}"
-        f" of what a copy reaches ({size(device.copy_bandwidth_bytes_per_s)}/s)."
-        f" {device.kernels} kernels; none runs in {percent(device.gaps_s, device.span_s)} of the"
-        f" step ({seconds(device.gaps_s)}).",
-        highlight=False,
-    )
-
-
-# The picture.
-
-SUFFIXES = (".png", ".svg")
-_KINDS = (
-    ("attention", "attention", "#c9d6e6", ""),
-    ("mlp", "MLP", "#8fa9c9", "//"),
-    ("norm", "norm", "#5a7fae", ".."),
-    ("other", "other", "#e0a27d", "xx"),
-    ("boundary", "kept for recompute", "#b3541e", "\\\\"),
-    ("outside", "outside the blocks", "#999999", "--"),
-)
-_STYLES = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"), ("-", "x"), ("--", "v"), (":", "P"))
-
-
-def check_target(path: Path) -> None:
-    """Raises UnsupportedError for a suffix that is not drawn, or where matplotlib is missing."""
-    if path.suffix.lower() not in SUFFIXES:
-        raise UnsupportedError(
-            Problem(
-                where="--plot",
-                found=f'"{path.name}"',
-                why="the suffix says what is drawn",
-                remedy="end the name in .png or .svg",
-            ),
-            headline="the plot cannot be drawn",
+        return []
+    return [
+        Paragraph(
+            f"Recompute moves {size(device.recompute_moved_bytes)} in "
+            f"{seconds(device.recompute_busy_s)} of kernels: {device.recompute_bandwidth_share:.0%}"
+            f" of what a copy reaches ({size(device.copy_bandwidth_bytes_per_s)}/s). "
+            f"{device.kernels} kernels; none runs in {percent(device.gaps_s, device.span_s)} of "
+            f"the step ({seconds(device.gaps_s)})."
         )
-    _matplotlib()
-
-
-def draw(profile: Profile, path: Path) -> None:
-    """Write the picture. Raises UnsupportedError (see `check_target`) and OSError."""
-    check_target(path)
-    matplotlib, figure_class = _matplotlib()
-    first = profile.footprints[0].batch
-    shown = [f for f in profile.footprints if f.batch == first]
-    swept = len({f.batch for f in profile.footprints}) > 1
-    figure = figure_class(figsize=(8.4, 5.8 if swept else 3.4), layout="constrained")
-    upper, *lower = figure.subplots(2 if swept else 1, 1, squeeze=False)[:, 0]
-    _bars(upper, shown, profile)
-    if lower:
-        _sweep(lower[0], profile)
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "ds_ckpt"}):
-        metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
-        figure.savefig(path, metadata=metadata, dpi=150)
-
-
-def _bars(axes: Any, shown: list[Footprint], profile: Profile) -> None:
-    none = profile.footprint(NONE)
-    names = [f.policy for f in shown]
-    left = [0.0] * len(shown)
-    for part, label, colour, hatch in _KINDS:
-        widths = [f.part_bytes(part) / MIB for f in shown]
-        if any(widths):
-            axes.barh(
-                names, widths, left=left, label=label, color=colour, hatch=hatch, edgecolor="#333"
-            )
-        left = [a + b for a, b in zip(left, widths, strict=True)]
-    for index, footprint in enumerate(shown):
-        text = (
-            f" {size(footprint.held_bytes)}; {times(footprint.flops, none.flops)} FLOPs,"
-            f" {times(footprint.launches, none.launches)} launches"
-        )
-        inside = left[index] > 0.55 * max(left)
-        axes.text(
-            left[index],
-            index,
-            text + " " * inside,
-            va="center",
-            ha="right" if inside else "left",
-            fontsize=7,
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.85},
-        )
-    axes.invert_yaxis()
-    axes.set_xlabel("MiB held for backward")
-    title = f"{profile.model}, batch {none.batch} of {none.tokens} tokens, {profile.dtype}"
-    axes.set_title(title, loc="left", fontsize=9)
-    axes.legend(frameon=False, fontsize=7, loc="lower right")
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _sweep(axes: Any, profile: Profile) -> None:
-    """Memory against the batch; where steps were timed, tokens a second beside each mark."""
-    policies = list(dict.fromkeys(f.policy for f in profile.footprints))
-    for index, policy in enumerate(policies):
-        found = [f for f in profile.footprints if f.policy == policy]
-        line, marker = _STYLES[index % len(_STYLES)]
-        gib = [(profile.states.resident_bytes + f.peak.live_bytes) / GIB for f in found]
-        axes.plot(
-            [f.batch for f in found],
-            gib,
-            linestyle=line,
-            marker=marker,
-            label=policy,
-            color=f"{0.55 * index / max(len(policies) - 1, 1):.2f}",
-        )
-        rate = found[-1].tokens_per_s
-        if rate:
-            axes.annotate(
-                f" {rate:.0f} tokens/s", (found[-1].batch, gib[-1]), fontsize=7, va="center"
-            )
-    if profile.limit_bytes is not None:
-        axes.axhline(profile.limit_bytes / GIB, color="#333", linewidth=1)
-        axes.text(1, profile.limit_bytes / GIB, " limit", fontsize=7, va="bottom")
-    axes.set_xlabel("sequences in a batch")
-    axes.set_ylabel("GiB a process")
-    axes.legend(frameon=False, fontsize=7)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _matplotlib() -> tuple[Any, Any]:
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UnsupportedError(
-            Problem(
-                where="matplotlib",
-                found="not installed",
-                why="the plot is drawn with it",
-                remedy="install the extra: pip install 'ds_ckpt[report]'",
-            ),
-            headline="the plot cannot be drawn",
-        ) from error
-    return matplotlib, Figure
+    ]

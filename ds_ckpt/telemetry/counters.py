@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from ds_ckpt.telemetry.timings import Spans
+from ds_ckpt.telemetry.units import MIB
 
 
 class Purpose(str, Enum):
@@ -222,8 +223,8 @@ class PartitionCounters:
         """What this process keeps and receives, in words."""
         kept, whole = sum(self.kept_bytes.values()), sum(self.whole_bytes.values())
         words = (
-            f"{kept / 2**20:.2f} of {whole / 2**20:.2f} MiB of boundaries kept by this process, "
-            f"{self.received_bytes / 2**20:.2f} MiB received in {self.gathers} all-gathers"
+            f"{kept / MIB:.2f} of {whole / MIB:.2f} MiB of boundaries kept by this process, "
+            f"{self.received_bytes / MIB:.2f} MiB received in {self.gathers} all-gathers"
         )
         left = ", ".join(f"{count} {reason}" for reason, count in sorted(self.left.items()))
         return words + (f"; tensors kept whole: {left}" if left else "")

@@ -19,6 +19,8 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+from ds_ckpt.telemetry.units import MIB
+
 
 @dataclass(frozen=True)
 class Span:
@@ -274,7 +276,7 @@ class BlockProfile:
         head = f"{'block':<{width}}  calls  kept MiB  forward ms  recomputes  recompute ms"
         lines = [f"means of {steps} step{'s' if steps > 1 else ''}", head]
         for name, cost in zip(names, [*self.costs.values(), whole], strict=True):
-            kept_mib = cost.kept_bytes / 2**20
+            kept_mib = cost.kept_bytes / MIB
             forward_ms, recompute_ms = 1e3 * cost.forward_s, 1e3 * cost.recompute_s
             lines.append(
                 f"{name:<{width}}  {cost.calls / steps:5.1f}  {kept_mib / steps:8.3f}"

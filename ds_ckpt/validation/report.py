@@ -1,44 +1,30 @@
-"""What was found, for people: a table in the terminal, Markdown, and one HTML file without network.
-
-Nothing is judged here; `compare` has done that. Plots are inline SVG, told apart by line and marker
-and not by colour alone.
-"""
+"""What was found, for people. Nothing is judged here; `compare` has done that."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from rich import box
-from rich.table import Table
-from rich.text import Text
 
 from ds_ckpt.config.verdicts import with_leeway
 from ds_ckpt.errors import UnsupportedError
-from ds_ckpt.harness.svg import figure, missing, svg
+from ds_ckpt.report.charts import Line, Lines, Rows, Span
+from ds_ckpt.report.document import Block, Code, Document, Items, Paragraph, Plot, Section, Table
 from ds_ckpt.telemetry.timings import ResidualStats
-from ds_ckpt.validation.compare import Comparison, Curve
+from ds_ckpt.validation.compare import EXIT_CODES, Comparison
+from ds_ckpt.validation.statistics import Interval
 
-COLUMNS = (
-    ("configuration", "file"),
-    ("verdict", "against dense training of the same seeds"),
-    ("difference", "mean and 90% interval; more than 0 is worse"),
-    ("dense", "held-out, at the end"),
-    ("compressed", "held-out, at the end"),
-    ("fewer bytes", "of gradients a compressed step, 16 bits"),
-    ("to dense's end", "steps, bytes and time in shares of dense training's"),
-    ("left behind", "largest compression error and residual norm seen"),
+TITLE = "Accuracy: dense training against compression"
+_OPENING = (
+    "Runs of one seed share initial weights, data and their order, and are compared in pairs. "
+    "Equivalent: two one-sided t-tests at 5% reject a difference as large as the margin on either "
+    "side, so the 90% interval lies inside it. Worse: the interval lies beyond it."
 )
 _LIMITS = (
     "The largest values seen, and a quarter more, for the compression section of a run like these:"
 )
-_LINES = ("--", ":", "-.")
-_MARKS = "ox^svDP*"
-_COLOURS = ("#b3541e", "#1b4f8a", "#3f7d3a", "#7a3f8a", "#8a7a1b", "#444444")
 
 
 @dataclass(frozen=True)
@@ -67,52 +53,6 @@ class SelfCheck:
         )
 
 
-def table(comparisons: Sequence[Comparison], checks: Sequence[SelfCheck]) -> Iterator[Any]:
-    """What the terminal shows."""
-    for task, group in _by_task(comparisons):
-        shown = Table(title=task, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-        for name, _ in COLUMNS[:4] + COLUMNS[5:7]:
-            shown.add_column(name, overflow="fold")
-        for one in group:
-            cells = row(one)
-            shown.add_row(*cells[:4], *cells[5:7])
-        yield shown
-    for line in guards(comparisons):
-        yield Text(line)
-    for check in checks:
-        yield check.words()
-
-
-def _by_task(comparisons: Sequence[Comparison]) -> Iterator[tuple[str, list[Comparison]]]:
-    for task, group in itertools.groupby(comparisons, key=heading):
-        yield task, list(group)
-
-
-def _margin(group: Sequence[Comparison]) -> str:
-    unit = "% of the dense loss" if group[0].metric == "loss" else " points of accuracy"
-    return f"{100 * group[0].margin:g}{unit}"
-
-
-def markdown(comparisons: Sequence[Comparison], checks: Sequence[SelfCheck]) -> str:
-    """The report as Markdown."""
-    lines = ["# Accuracy: dense training against compression", ""]
-    for task, group in _by_task(comparisons):
-        lines += [f"## {task}", "", f"Margin {_margin(group)}.", ""]
-        lines += ["| " + " | ".join(name for name, _ in COLUMNS) + " |"]
-        lines += ["|" + "---|" * len(COLUMNS)]
-        lines += ["| " + " | ".join(row(one)) + " |" for one in group]
-        lines += [""]
-    if limits := guards(comparisons):
-        lines += ["## Limits for a guard", "", _LIMITS, ""]
-        lines += [*(f"- `{line}`" for line in limits), ""]
-    if checks:
-        lines += ["## Dense against itself", "", *(f"- {c.words()}" for c in checks), ""]
-    if comparisons:
-        lines += ["## What this holds for", "", *(f"- {note}" for note in notes(comparisons))]
-        lines += ["- " + about(comparisons[0]), ""]
-    return "\n".join(lines)
-
-
 def write_report(
     folder: Path, comparisons: Sequence[Comparison], checks: Sequence[SelfCheck]
 ) -> Path:
@@ -122,66 +62,41 @@ def write_report(
         The HTML file, or the Markdown file without those.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    plain = folder / "report.md"
-    plain.write_text(markdown(comparisons, checks), encoding="utf-8")
     try:
-        page = _html(comparisons, checks)
+        return document(comparisons, checks).write(folder)[0]
     except UnsupportedError:
-        return plain
-    path = folder / "report.html"
-    path.write_text(page, encoding="utf-8")
-    return path
+        return folder / "report.md"
 
 
-def _html(comparisons: Sequence[Comparison], checks: Sequence[SelfCheck]) -> str:
-    try:
-        import jinja2
-    except ImportError as error:
-        raise missing("jinja2") from error
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("ds_ckpt", "validation"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    groups = [
-        {
-            "task": task,
-            "margin": _margin(group),
-            "rows": [(one.verdict, row(one)) for one in group],
-            "curves": curves_svg(group),
-            "intervals": intervals_svg(group),
-        }
-        for task, group in _by_task(comparisons)
+def document(comparisons: Sequence[Comparison], checks: Sequence[SelfCheck]) -> Document:
+    """All of it."""
+    sections = []
+    by_task = itertools.groupby(comparisons, key=heading)
+    for place, (task, group) in enumerate((task, [*group]) for task, group in by_task):
+        blocks = [Paragraph(f"Margin {_margin(group)}."), _table(group), *_plots(place, group)]
+        sections.append(Section(task, blocks))
+    limits, holds = guards(comparisons), notes(comparisons) if comparisons else []
+    against_itself = [Items([check.words() for check in checks])] if checks else []
+    sections += [
+        Section("Limits for a guard", [Paragraph(_LIMITS), Code(limits)] if limits else []),
+        Section("Dense against itself", against_itself),
+        Section("What this holds for", [Items(holds)] if holds else []),
     ]
-    page: str = environment.get_template("report.html.j2").render(
-        groups=groups,
-        columns=COLUMNS,
-        limits=guards(comparisons),
-        limits_words=_LIMITS,
-        checks=[check.words() for check in checks],
-        notes=notes(comparisons) if comparisons else [],
-        about=about(comparisons[0]) if comparisons else "",
-    )
-    return page
+    return Document(TITLE, [_OPENING], sections)
 
 
-# A comparison in words
+def _margin(group: Sequence[Comparison]) -> str:
+    unit = "% of the dense loss" if group[0].metric == "loss" else " points of accuracy"
+    return f"{100 * group[0].margin:g}{unit}"
 
 
-def row(one: Comparison) -> list[str]:
-    """The cells of COLUMNS."""
-    return [
-        one.candidate.name,
-        one.verdict_words(),
-        _difference(one),
-        _result(one, one.dense),
-        _result(one, one.ours),
-        f"{one.fewer_bytes:.2f}x" if one.candidate.lossy else "",
-        _reached(one),
-        f"{one.left.error:.3f}, {one.left.residual_norm:.2f}" if one.left else "",
-    ]
+def _table(group: Sequence[Comparison]) -> Table:
+    heads, meanings, cells = zip(*_COLUMNS, strict=True)
+    rows = [[cell(one) for cell in cells] for one in group]
+    words = {0: "good", 1: "bad", 2: ""}
+    tones = [words[EXIT_CODES[one.verdict]] for one in group]
+    narrow = ("compressed", "left behind")
+    return Table(heads, rows, prose=True, meanings=meanings, tones=tones, page_only=narrow)
 
 
 def heading(one: Comparison) -> str:
@@ -194,19 +109,24 @@ def heading(one: Comparison) -> str:
     )
 
 
+# A comparison in words
+
+
 def _difference(one: Comparison) -> str:
     if one.diverged:
-        count = len(one.diverged)
-        return f"{count} of {len(one.differences)} runs diverged"
+        return f"{len(one.diverged)} of {len(one.differences)} runs diverged"
     if not one.candidate.lossy:
-        return (
-            "losses and weights equal to the bit" if one.verdict == "identical" else "bits differ"
-        )
+        same = one.verdict == "identical"
+        return "losses and weights equal to the bit" if same else "bits differ"
     if one.interval is None:
         return "one seed has no interval"
     unit = "%" if one.metric == "loss" else " points"
-    mean, low, high = (100 * v for v in (one.interval.mean, one.interval.low, one.interval.high))
+    low, mean, high = _percent(one.interval)
     return f"{mean:+.2f}{unit} ({low:+.2f} to {high:+.2f})"
+
+
+def _percent(interval: Interval) -> Span:
+    return 100 * interval.low, 100 * interval.mean, 100 * interval.high
 
 
 def _result(one: Comparison, value: float) -> str:
@@ -225,6 +145,26 @@ def _reached(one: Comparison) -> str:
     if found.steps is None or found.sent_bytes is None or found.seconds is None:
         return f"not reached in {of - there} of {of} runs"
     return f"{found.steps:.2f}, {found.sent_bytes:.2f}, {found.seconds:.2f}"
+
+
+_COLUMNS: tuple[tuple[str, str, Callable[[Comparison], str]], ...] = (
+    ("configuration", "file", lambda one: one.candidate.name),
+    ("verdict", "against dense training of the same seeds", Comparison.verdict_words),
+    ("difference", "mean and 90% interval; more than 0 is worse", _difference),
+    ("dense", "held-out, at the end", lambda one: _result(one, one.dense)),
+    ("compressed", "held-out, at the end", lambda one: _result(one, one.ours)),
+    (
+        "fewer bytes",
+        "of gradients a compressed step, 16 bits",
+        lambda one: f"{one.fewer_bytes:.2f}x" if one.candidate.lossy else "",
+    ),
+    ("to dense's end", "steps, bytes and time in shares of dense training's", _reached),
+    (
+        "left behind",
+        "largest compression error and residual norm seen",
+        lambda one: f"{one.left.error:.3f}, {one.left.residual_norm:.2f}" if one.left else "",
+    ),
+)
 
 
 def guards(comparisons: Sequence[Comparison]) -> list[str]:
@@ -249,7 +189,7 @@ def guards(comparisons: Sequence[Comparison]) -> list[str]:
 
 
 def notes(comparisons: Sequence[Comparison]) -> list[str]:
-    """What the numbers hold for."""
+    """What the numbers hold for, day and versions last."""
     found = []
     for one in comparisons:
         configured = one.candidate.settings.warmup_steps
@@ -268,7 +208,10 @@ def notes(comparisons: Sequence[Comparison]) -> list[str]:
         "a verdict holds for this task, model and length of run; validate your own with --data, "
         "--model, --steps"
     )
-    return sorted(set(found), key=found.index)
+    versions = comparisons[0].about.get("versions", {})
+    named = ", ".join(f"{name} {version}" for name, version in versions.items())
+    found.append(f"{comparisons[0].about.get('date', '')}: {named}")
+    return list(dict.fromkeys(found))
 
 
 def _idle_rules(one: Comparison) -> list[str]:
@@ -281,60 +224,36 @@ def _idle_rules(one: Comparison) -> list[str]:
     return []
 
 
-def about(one: Comparison) -> str:
-    """Day and versions."""
-    named = ", ".join(f"{name} {v}" for name, v in one.about.get("versions", {}).items())
-    return f"{one.about.get('date', '')}: {named}"
+# Charts
 
 
-# Plots
+def _plots(place: int, group: Sequence[Comparison]) -> list[Block]:
+    caption = "Difference to dense training: each seed (circles), mean and 90% interval (bars)."
+    over = "Held-out result over steps, means over the seeds."
+    return [
+        Plot(f"differences-{place}", [differences(group)], caption),
+        Plot(f"curves-{place}", [curves(group)], over),
+    ]
 
 
-def curves_svg(group: Sequence[Comparison]) -> str:
+def curves(group: Sequence[Comparison]) -> Lines:
     """Held-out result over steps, means over seeds, of dense training and every candidate."""
-
-    def columns(curve: Curve) -> tuple[list[int], list[float]]:
-        return [step for step, _ in curve], [value for _, value in curve]
-
-    drawing, axes = figure(height_inches=3.6)
     most = max(group, key=lambda one: len(one.differences))  # lossless ones have fewer seeds
-    axes.plot(*columns(most.curves[0]), label="dense", color="#000000", linewidth=1.8)
-    for i, one in enumerate(group):
-        axes.plot(
-            *columns(one.curves[1]),
-            label=one.candidate.name,
-            color=_COLOURS[i % len(_COLOURS)],
-            linestyle=_LINES[i % len(_LINES)],
-            marker=_MARKS[i % len(_MARKS)],
-            markersize=4,
-            linewidth=1.2,
-        )
+    lines = [Line("dense", most.curves[0], shown="line")]
+    lines += [Line(one.candidate.name, one.curves[1]) for one in group]
     loss = group[0].metric == "loss"
-    if loss:
-        axes.set_yscale("log")
-    axes.set_xlabel("step")
-    axes.set_ylabel("held-out loss" if loss else "held-out accuracy")
-    axes.legend(frameon=False, fontsize=8)
-    return svg(drawing)
+    y = "held-out loss" if loss else "held-out accuracy"
+    return Lines(lines, "step", y, logarithmic="y" if loss else "")
 
 
-def intervals_svg(group: Sequence[Comparison]) -> str:
+def differences(group: Sequence[Comparison]) -> Rows:
     """Differences to dense with their 90% intervals, single seeds as dots, the margin shaded."""
-    drawing, axes = figure(height_inches=1.0 + 0.4 * len(group))
-    margin = 100 * group[0].margin
-    axes.axvspan(-margin, margin, color="#e4e4e4", zorder=0)
-    axes.axvline(0, color="#555555", linewidth=0.8)
-    for place, one in enumerate(group):
-        gaps = [100 * gap for gap in one.differences.values() if math.isfinite(gap)]
-        axes.plot(gaps, [place] * len(gaps), "o", markersize=3, fillstyle="none", color="#1b4f8a")
-        if one.interval is not None:
-            low, high = 100 * one.interval.low, 100 * one.interval.high
-            axes.plot([low, high], [place, place], color="#b3541e", linewidth=2)
-            axes.plot([100 * one.interval.mean], [place], "|", color="#b3541e", markersize=10)
-        if one.diverged:
-            axes.annotate("diverged", (0, place), fontsize=8, va="center")
-    axes.set_yticks(range(len(group)), [one.candidate.name for one in group])
-    axes.invert_yaxis()
     unit = "% of the dense loss" if group[0].metric == "loss" else "points of accuracy"
-    axes.set_xlabel(f"worse than dense by, {unit}; shaded: the margin")
-    return svg(drawing)
+    return Rows(
+        [one.candidate.name for one in group],
+        f"worse than dense by, {unit}; shaded: the margin",
+        spans=[_percent(one.interval) if one.interval else None for one in group],
+        dots=[[100 * v for v in one.differences.values() if math.isfinite(v)] for one in group],
+        notes=["diverged" if one.diverged else "" for one in group],
+        shaded=100 * group[0].margin,
+    )

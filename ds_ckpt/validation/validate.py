@@ -25,7 +25,7 @@ from ds_ckpt.validation.compare import (
 )
 from ds_ckpt.validation.data import has_labels
 from ds_ckpt.validation.experiment import DENSE, Plan, read_candidates, run_virtual
-from ds_ckpt.validation.report import SelfCheck, table, write_report
+from ds_ckpt.validation.report import SelfCheck, document, write_report
 from ds_ckpt.validation.store import Mode, Store
 from ds_ckpt.validation.task import DEFAULT_TASKS, KINDS, Kind, Task, make_spec, open_task
 from ds_ckpt.validation.trainer import versions, virtual_versions
@@ -202,8 +202,7 @@ def run(given: Arguments, console: Console) -> int:
     report = write_report(given.output, comparisons, checks)
     for path in given.records:
         write_verdicts(path, records(comparisons))
-    for line in table(comparisons, checks):
-        console.print(line)
+    document(comparisons, checks).print(console)
     minutes = (time.monotonic() - started_s) / 60
     console.print(f"report: {report}; {minutes:.1f} minutes", soft_wrap=True, highlight=False)
     if comparisons:

@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 
 from ds_ckpt.cli import app
 from ds_ckpt.errors import StateError
-from ds_ckpt.measure import charts
 from ds_ckpt.measure.figures import MEASURED
 from ds_ckpt.measure.records import Loss, Store, Trial
 from ds_ckpt.measure.report import FORMAT, Report, bytes_table
@@ -304,10 +303,6 @@ def test_with_several_batches_each_is_told_apart(tmp_path: Path) -> None:
     lines = [line for line in report.headlines() if " against " in line]
     assert len({line.split(":")[0] for line in lines}) == len(lines)
     assert "block/4bit, 6 sequences" in report.document().markdown()
-
-
-def test_no_two_lines_of_a_plot_look_alike() -> None:
-    assert len({charts.look(place) for place in range(52)}) == 52
 
 
 def test_every_column_has_its_unit(tmp_path: Path) -> None:

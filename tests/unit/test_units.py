@@ -10,6 +10,10 @@ from ds_ckpt.telemetry import units
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        (units.number(0.01234), "0.0123"),
+        (units.number(0.00001234), "0.0000"),
+        (units.number(float("nan")), "-"),
+        (units.number(float("inf")), "-"),
         (units.size(0), "0"),
         (units.size(1536), "1.50 KiB"),
         (units.size(0.512 * units.MIB), "0.512 MiB"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import html
+import io
 import json
 import math
 import random
@@ -13,10 +14,10 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
+from rich.console import Console
 
 from ds_ckpt.errors import ConfigError, StateError
 from ds_ckpt.exchange.build import ExchangeSettings
@@ -39,7 +40,7 @@ from ds_ckpt.validation.experiment import (
     gave_up,
     read_candidates,
 )
-from ds_ckpt.validation.report import SelfCheck, markdown, write_report
+from ds_ckpt.validation.report import SelfCheck, document, write_report
 from ds_ckpt.validation.store import Key, Result, Store
 from ds_ckpt.validation.task import Task, TaskSpec
 from ds_ckpt.validation.trainer import Outcome
@@ -142,7 +143,7 @@ def test_a_run_that_diverged_is_worse_whatever_the_others_do(
     assert found.diverged == [1]
     assert found.interval is None
     assert found.reached.steps is None
-    assert "1 of 2 runs diverged" in markdown([found], [])
+    assert "1 of 2 runs diverged" in document([found], []).markdown()
 
 
 def test_what_a_diverged_run_left_behind_is_no_limit(tmp_path: Path, four_bits: Path) -> None:
@@ -152,7 +153,7 @@ def test_what_a_diverged_run_left_behind_is_no_limit(tmp_path: Path, four_bits: 
     assert (found.left.error, found.left.residual_norm) == (0.2, 0.5)
     (found,) = judged(tmp_path / "all", [four_bits], [outcome(2.0)], [[wild]])
     assert found.left is None
-    assert "guard" not in markdown([found], [])
+    assert "guard" not in document([found], []).markdown()
 
 
 def test_what_it_took_to_come_as_far(tmp_path: Path, four_bits: Path) -> None:
@@ -440,12 +441,16 @@ def test_reports_name_everything_and_load_nothing(tmp_path: Path, four_bits: Pat
     check = SelfCheck("a task", (2.0, 2.1), 1, 0.005, {"worse": 0.04})
     page = html.unescape(write_report(tmp_path / "out", found, [check]).read_text())
     plain = (tmp_path / "out" / "report.md").read_text()
-    for text in (page, plain):
+    shown = io.StringIO()
+    document(found, [check]).print(Console(file=shown, width=80))
+    for text in (page, plain, " ".join(shown.getvalue().split())):
         for word in ("four", "worse", "+4.92", "4.00x", "perplexity", "torch 2", "worse 4.0%"):
             assert word in text, word
         assert "its dense warm-up of 50 steps was cut to 25" in text
         assert 'four: "guard": {"action": "warn", "error": 0.25, "residual_norm": 0.625}' in text
     assert page.count("<svg") == 2
+    assert "left behind" in page
+    assert "left behind" not in shown.getvalue()  # eighty columns have no room for it
     # names of XML vocabularies, which nobody fetches
     names = r"https?://(www\.w3\.org|purl\.org|creativecommons\.org|matplotlib\.org)"
     assert "http" not in re.sub(names, "", page)
@@ -458,22 +463,16 @@ def test_rules_that_took_nothing_are_named(tmp_path: Path) -> None:
     file = config_file(tmp_path, "r", compression={"method": "quantize", "rules": rules})
     dense = [outcome(2.0)] * 2
     found = judged(tmp_path, [file], dense, [dense])
-    text = markdown(found, [])
+    text = document(found, []).markdown()
     assert "r in a model: $.ds_ckpt.compression.rules[1]: no trainable parameter" in text
     assert "rules[0]" not in text
 
 
-def test_the_plotted_dense_curve_is_over_all_seeds(
-    tmp_path: Path, four_bits: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn: dict[str, list[float]] = {}
-    axes = MagicMock()
-    axes.plot = lambda _, values, *, label, **__: drawn.update({label: values})
-    monkeypatch.setattr(report, "figure", lambda **_: (None, axes))
-    monkeypatch.setattr(report, "svg", lambda _: "")
+def test_the_plotted_dense_curve_is_over_all_seeds(tmp_path: Path, four_bits: Path) -> None:
     block = config_file(tmp_path, "block", activation={"policy": "block"})
     dense = [outcome(2.0), outcome(2.0), outcome(3.5)]
-    report.curves_svg(judged(tmp_path, [block, four_bits], dense, [dense[:2], dense]))
+    group = judged(tmp_path, [block, four_bits], dense, [dense[:2], dense])
+    drawn = {line.label: [value for _, value in line.points] for line in report.curves(group).lines}
     assert drawn["dense"][-1] == pytest.approx(2.5)
     assert drawn["dense"] == drawn["four"]
 

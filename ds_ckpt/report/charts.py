@@ -1,0 +1,252 @@
+"""Charts: what is drawn is data, and all drawing is done here, by matplotlib.
+
+A chart is one panel or several above one another:
+
+    Rows    one row a name: stacked bars, an interval, single values, a word
+    Lines   values over x, with or without intervals
+    Lanes   stretches of time
+
+Told apart by hatching, kind of line, mark and words, never by colour alone. Equal data give equal
+files. Importing this needs no matplotlib; drawing does.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ds_ckpt.errors import Problem, UnsupportedError
+
+SUFFIXES = (".png", ".svg")
+_MARKS = "osD^vPX*<>phd"
+_DASHES = ("-", "--", "-.", ":")
+"""13 marks and 4 kinds of line: 52 before two look alike."""
+_COLOURS = ("#000000", "#b3541e", "#1b4f8a", "#3f7d3a", "#7a3f8a", "#8a7a1b", "#666666")
+_FILLS = ("#e8e8e8", "#b9b9b9", "#dbe7f3", "#9fc0de", "#5f8fbf", "#2f5f8f", "#e6a76b", "#c0602b")
+_HATCHES = ("//", "..", "xx", "\\\\", "--", "oo", "**", "")
+Span = tuple[float, float, float]
+"""Low end, middle and high end of an interval."""
+
+
+@dataclass(frozen=True)
+class Band:
+    """A part of every row's bar. Bands and lanes have their fills by their place."""
+
+    label: str
+    widths: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows from the top down: bands end to end, over them what else there is of a row."""
+
+    names: Sequence[str]
+    x: str
+    bands: Sequence[Band] = ()
+    spans: Sequence[Span | None] = ()
+    spans_are: str = ""
+    dots: Sequence[Sequence[float]] = ()
+    notes: Sequence[str] = ()
+    """At the ends of the bars."""
+    shaded: float = 0.0
+    """So far from zero to either side."""
+    title: str = ""
+
+    @property
+    def inches(self) -> float:
+        return 1.3 + 0.36 * len(self.names)
+
+    def draw(self, axes: Any) -> None:
+        left = [0.0] * len(self.names)
+        if self.shaded:
+            axes.axvspan(-self.shaded, self.shaded, color="#e4e4e4", zorder=0)
+            axes.axvline(0, color="#555555", linewidth=0.8)
+        for place, band in enumerate(self.bands):
+            if any(band.widths):
+                bars = {"left": left, "label": band.label, **_fill(place)}
+                axes.barh(range(len(left)), band.widths, **bars)
+                left = [a + b for a, b in zip(left, band.widths, strict=True)]
+        for place, dots in enumerate(self.dots):
+            axes.plot(dots, [place] * len(dots), "o", ms=3, fillstyle="none", color=_COLOURS[2])
+        label = self.spans_are
+        for place, span in enumerate(self.spans):
+            if span is not None:
+                axes.plot(span[::2], [place] * 2, color="black", linewidth=1.6)
+                axes.plot(span[1], place, "|", color="black", markersize=12, label=label)
+                label = ""
+        for place, note in enumerate(self.notes):
+            if note:
+                side = "right" if left[place] > 0.55 * max(left) else "left"
+                box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+                style: dict[str, Any] = {"va": "center", "ha": side, "fontsize": 7, "bbox": box}
+                axes.text(left[place], place, f" {note} ", **style)
+        axes.set_yticks(range(len(self.names)), self.names)
+        axes.invert_yaxis()
+        axes.set_xlabel(self.x)
+        if self.bands:
+            above: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (-0.15, 1.0)}
+            _legend(axes, ncols=4, title=self.title or None, alignment="left", **above)
+
+
+@dataclass(frozen=True)
+class Line:
+    """Points in the order of x."""
+
+    label: str
+    points: Sequence[tuple[float, float]]
+    spans: Sequence[Span] = ()
+    """An interval for every point."""
+    shown: Literal["both", "line", "marks"] = "both"
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Lines over one x; those without points are left out, and the others look as with them."""
+
+    lines: Sequence[Line]
+    x: str
+    y: str
+    logarithmic: Literal["", "x", "y", "xy"] = ""
+    levels: Sequence[tuple[float, str]] = ()
+    """Values of y that a thin line marks, with a word."""
+    notes: Sequence[tuple[float, float, str]] = ()
+    """A point, and words beside it."""
+    inches: float = 3.6
+
+    def draw(self, axes: Any) -> None:
+        for place, line in enumerate(self.lines):
+            if line.points:
+                mark, dashes = look(place)
+                xs, ys = zip(*line.points, strict=True)
+                low = [max(middle - low, 0) for low, middle, _ in line.spans]
+                high = [max(high - middle, 0) for _, middle, high in line.spans]
+                axes.errorbar(
+                    xs,
+                    ys,
+                    yerr=[low, high] if line.spans else None,
+                    label=line.label,
+                    color=_COLOURS[place % len(_COLOURS)],
+                    linestyle="" if line.shown == "marks" else dashes,
+                    marker="" if line.shown == "line" else mark,
+                    markevery=max(1, len(xs) // 14),
+                    markersize=5,
+                    linewidth=1.3,
+                    fillstyle="none",
+                )
+        for height, words in self.levels:
+            axes.axhline(height, color="#777777", linewidth=0.8)
+            across = axes.get_yaxis_transform()
+            axes.text(0.01, height, words, transform=across, va="bottom", fontsize=8)
+        for place, (x, y, words) in enumerate(self.notes):
+            beside = {"xytext": (4, -14 if place % 2 else 8), "textcoords": "offset points"}
+            axes.annotate(words, (x, y), fontsize=8, **beside)
+        for axis in self.logarithmic:
+            axes.set(**{f"{axis}scale": "log"})
+        axes.set_xlabel(self.x)
+        axes.set_ylabel(self.y)
+        _legend(axes, ncols=2)
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """What went on side by side, from 0 to `end_s`: start and length of stretches by lane."""
+
+    title: str
+    lanes: Mapping[str, Sequence[tuple[float, float]]]
+    end_s: float
+    inches: float = 2.1
+
+    def draw(self, axes: Any) -> None:
+        for place, stretches in enumerate(self.lanes.values()):
+            axes.broken_barh(stretches, (place - 0.4, 0.8), linewidth=0.3, **_fill(place))
+        axes.set_yticks(range(len(self.lanes)), self.lanes, fontsize=8)
+        axes.set_ylim(len(self.lanes) - 0.5, -0.5)
+        axes.set_xlim(0, self.end_s)
+        axes.set_title(self.title, fontsize=9, loc="left")
+        axes.set_xlabel("s")
+
+
+Panel = Rows | Lines | Lanes
+
+
+def look(place: int) -> tuple[str, str]:
+    """Mark and kind of line of the so-manieth line; no two of the first 52 are alike."""
+    return _MARKS[place % len(_MARKS)], _DASHES[place % len(_DASHES)]
+
+
+def svg(panels: Sequence[Panel]) -> str:
+    """An `<svg>` element. Raises UnsupportedError where matplotlib is missing."""
+    target = io.StringIO()
+    _write(panels, target, "svg")
+    text = target.getvalue()
+    return text[text.index("<svg") :]
+
+
+def save(panels: Sequence[Panel], path: Path) -> None:
+    """A file, .png or .svg. Raises UnsupportedError (see `check_file`) and OSError."""
+    check_file(path)
+    _write(panels, path, path.suffix.lower()[1:])
+
+
+def check_file(path: Path) -> None:
+    """Raises UnsupportedError for a suffix that is not drawn, or where matplotlib is missing."""
+    if path.suffix.lower() not in SUFFIXES:
+        raise UnsupportedError(
+            Problem(
+                where="--plot",
+                found=f'"{path.name}"',
+                why="the suffix says what is drawn",
+                remedy="end the name in .png or .svg",
+            ),
+            headline="the plot cannot be drawn",
+        )
+    _matplotlib()
+
+
+def missing(package: str) -> UnsupportedError:
+    """The error for a package of the `report` extra that is not there."""
+    return UnsupportedError(
+        Problem(
+            where=package,
+            found="not installed",
+            why="the HTML report and the plots are made with it",
+            remedy="install the extra: pip install 'ds_ckpt[report]'",
+        ),
+        headline="the report cannot be written",
+    )
+
+
+def _write(panels: Sequence[Panel], target: Any, kind: str) -> None:
+    matplotlib, figure_class = _matplotlib()
+    heights = [panel.inches for panel in panels]
+    # No pyplot: it would look for a display.
+    figure = figure_class(figsize=(8.2, sum(heights)), layout="constrained")
+    grid = {"height_ratios": heights}
+    all_axes = figure.subplots(len(heights), 1, squeeze=False, gridspec_kw=grid)[:, 0]
+    for axes, panel in zip(all_axes, panels, strict=True):
+        axes.spines[["top", "right"]].set_visible(False)
+        panel.draw(axes)
+    # Text stays text, and equal numbers give equal files.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "ds_ckpt"}):
+        metadata = {"Date": None} if kind == "svg" else None
+        figure.savefig(target, format=kind, metadata=metadata, dpi=150)
+
+
+def _fill(place: int) -> dict[str, str]:
+    return {"facecolor": _FILLS[place % 8], "hatch": _HATCHES[place % 8], "edgecolor": "#333333"}
+
+
+def _legend(axes: Any, **place: Any) -> None:
+    axes.legend(frameon=False, fontsize=8, title_fontsize=9, **place)
+
+
+def _matplotlib() -> tuple[Any, Any]:
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise missing("matplotlib") from error
+    return matplotlib, Figure

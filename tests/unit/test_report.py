@@ -1,0 +1,196 @@
+"""Documents in their three forms, and charts, of made-up content."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from rich.console import Console
+
+from ds_ckpt.errors import UnsupportedError
+from ds_ckpt.report import charts
+from ds_ckpt.report.charts import Band, Lanes, Line, Lines, Rows
+from ds_ckpt.report.document import (
+    Code,
+    Document,
+    Heading,
+    Items,
+    Paragraph,
+    Plot,
+    Section,
+    Table,
+    Terms,
+)
+
+ROWS = Rows(
+    ["first", "second"],
+    "widths",
+    [Band("wide", [3.0, 1.0]), Band("nothing", [0.0, 0.0]), Band("narrow", [0.5, 0.25])],
+    spans=[(1.0, 2.0, 3.0), None],
+    spans_are="counted",
+    notes=["a word", ""],
+    title="of rows",
+)
+LINES = Lines(
+    [
+        Line("one", [(1, 1.0), (10, 2.0)], [(0.5, 1.0, 1.5), (2.0, 2.0, 2.0)]),
+        Line("none", []),
+        Line("dots", [(1, 3.0), (10, 4.0)], shown="marks"),
+    ],
+    "steps",
+    "heights",
+    logarithmic="xy",
+    levels=[(2.5, "so high")],
+    notes=[(1.0, 3.0, "here")],
+)
+LANES = Lanes("of lanes", {"upper": [(0.0, 1.0)], "lower": []}, end_s=2.0)
+WHOLE = Document(
+    "A title <b>",
+    ["Opening [bold]words[/bold]."],
+    [
+        Section(
+            "All kinds",
+            [
+                Heading("A heading"),
+                Paragraph("A paragraph & more."),
+                Items(["an item"]),
+                Terms([("term", "what it is")]),
+                Code(['{"key": ' + "1" * 90 + "}"]),
+                Table(
+                    ["name", "value, s", "remark"],
+                    [["a", "1.5", "said"], ["b", "2.5", "unsaid"]],
+                    meanings=["who", "how much", "why"],
+                    tones=["good", ""],
+                    page_only=["remark"],
+                ),
+                Plot("plot", [ROWS, LINES, LANES], "A caption."),
+            ],
+        ),
+        Section("A chart alone", [Plot("alone", [LINES], "Another caption.")]),
+        Section("Empty", []),
+    ],
+)
+
+
+def _words(svg: str) -> str:
+    return " ".join(e.text for e in ElementTree.fromstring(svg).iter() if e.text)
+
+
+def test_the_page_has_every_block_and_takes_no_word_for_markup() -> None:
+    page = WHOLE.html()
+    for text in (
+        "<h1>A title &lt;b&gt;</h1>",
+        "<h3>A heading</h3>",
+        "<p>A paragraph &amp; more.</p>",
+        "<li>an item</li>",
+        "<dt>term</dt><dd>what it is</dd>",
+        "<small>how much</small>",
+        '<tr class="good"><td>a</td><td>1.5</td><td>said</td></tr>',
+        "<figcaption>A caption.</figcaption>",
+    ):
+        assert text in page, text
+    assert re.search(r"<pre>\n\{&#34;key&#34;: 1+\}\n</pre>", page)
+    assert re.findall(r"<h2>(.*?)</h2>", page) == ["All kinds", "A chart alone"]
+    assert re.findall(r'<figure id="(.*?)">', page) == ["plot", "alone"]
+
+
+def test_markdown_has_all_but_the_charts() -> None:
+    assert WHOLE.markdown().splitlines() == [
+        "# A title <b>",
+        "",
+        "Opening [bold]words[/bold].",
+        "",
+        "## All kinds",
+        "",
+        "### A heading",
+        "",
+        "A paragraph & more.",
+        "",
+        "- an item",
+        "",
+        "- **term**: what it is",
+        "",
+        "```",
+        '{"key": ' + "1" * 90 + "}",
+        "```",
+        "",
+        "| name | value, s | remark |",
+        "|---|---|---|",
+        "| a | 1.5 | said |",
+        "| b | 2.5 | unsaid |",
+    ]
+
+
+def test_a_terminal_folds_but_cuts_nothing_and_lets_code_be_copied() -> None:
+    target = io.StringIO()
+    WHOLE.print(Console(file=target, width=80))
+    shown = target.getvalue()
+    for text in ("A title <b>", "Opening [bold]words[/bold].", "- an item", "1.5", "2.5"):
+        assert text in shown, text
+    assert '   {"key": ' + "1" * 90 + "}\n" in shown
+    assert "remark" not in shown
+    assert "A chart alone" not in shown
+    cells = [f"{letter * 50}" for letter in "abc"]
+    table = Table(["first", "second", "third"], [cells])
+    target = io.StringIO()
+    Document("", [], [Section("", [table])]).print(Console(file=target, width=80))
+    lines = target.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    for letter in "abc":
+        assert "".join(lines[3:]).count(letter) == 50
+
+
+def test_a_chart_says_all_that_it_was_given() -> None:
+    words = _words(charts.svg([ROWS, LINES, LANES]))
+    for text in ("first", "second", "widths", "wide", "narrow", "counted", "a word", "of rows"):
+        assert text in words, text
+    for text in (
+        "one",
+        "dots",
+        "steps",
+        "heights",
+        "so high",
+        "here",
+        "of lanes",
+        "upper",
+        "lower",
+    ):
+        assert text in words, text
+    assert "nothing" not in words  # a band without width
+    assert "none" not in words  # a line without points
+
+
+def test_equal_data_give_equal_charts() -> None:
+    assert charts.svg([ROWS, LINES]) == charts.svg([ROWS, LINES])
+
+
+def test_nothing_is_told_apart_by_colour_alone() -> None:
+    assert len({charts.look(place) for place in range(52)}) == 52
+    bands = [Band(str(i), [1.0 + i]) for i in range(len(charts._FILLS))]
+    assert len({charts._fill(place)["hatch"] for place in range(len(bands))}) == len(bands)
+    svg = charts.svg([Rows(["row"], "x", bands)])
+    assert svg.count("<pattern") == len(bands) - 1  # the last is plain
+
+
+def test_a_chart_is_a_file_of_two_kinds(tmp_path: Path) -> None:
+    charts.save([ROWS], tmp_path / "chart.svg")
+    charts.save([ROWS], tmp_path / "chart.PNG")
+    assert "wide" in (tmp_path / "chart.svg").read_text()
+    assert (tmp_path / "chart.PNG").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(UnsupportedError, match=r"\.png or \.svg"):
+        charts.save([ROWS], tmp_path / "chart.gif")
+
+
+@pytest.mark.parametrize("package", ["jinja2", "matplotlib.figure"])
+def test_without_its_packages_the_page_alone_is_missing(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UnsupportedError, match=r"ds_ckpt\[report\]"):
+        WHOLE.write(tmp_path)
+    assert (tmp_path / "report.md").read_text() == WHOLE.markdown()
+    assert not (tmp_path / "report.html").exists()
