@@ -144,7 +144,7 @@ def run_model(model: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """All rates and cells of one model."""
     import tempfile
 
-    from ds_ckpt.hosts import EmulatedHosts
+    from ds_ckpt.hosts.emulated import EmulatedHosts
     from ds_ckpt.hosts.launcher import Emulated
 
     spec = {

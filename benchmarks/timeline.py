@@ -116,7 +116,7 @@ def length(intervals: Intervals) -> float:
 
 def run(cell: str, rate_mbit: float | None, trace_to: Path | None) -> dict[str, Any]:
     """One launch; both views of one step."""
-    from ds_ckpt.hosts import EmulatedHosts, missing
+    from ds_ckpt.hosts.emulated import EmulatedHosts, missing
     from ds_ckpt.hosts.launcher import Emulated, Loopback
 
     with tempfile.TemporaryDirectory() as temporary:

@@ -117,7 +117,7 @@ def run_layout(layout: str, options: argparse.Namespace) -> list[dict[str, Any]]
     import subprocess
     import tempfile
 
-    from ds_ckpt.hosts import EmulatedHosts
+    from ds_ckpt.hosts.emulated import EmulatedHosts
     from ds_ckpt.hosts.launcher import Emulated
 
     count, slots = map(int, layout.split("x"))

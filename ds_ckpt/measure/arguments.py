@@ -13,8 +13,8 @@ from rich.console import Console
 
 from ds_ckpt.config import load_file, parse
 from ds_ckpt.errors import ConfigError, Problem
-from ds_ckpt.harness.commands import parse_rate
-from ds_ckpt.hosts import missing
+from ds_ckpt.hosts.commands import parse_rate
+from ds_ckpt.hosts.emulated import missing
 from ds_ckpt.hosts.launcher import Backend, Hostfile, Launcher, Loopback
 from ds_ckpt.measure.cluster import HARDWARE, account, cluster, rate_mbit
 from ds_ckpt.measure.report import Report

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ds_ckpt.harness.commands import errors_in_words
+from ds_ckpt.hosts.commands import errors_in_words
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -20,11 +20,11 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ds_ckpt import workload
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.files import replacing
-from ds_ckpt.harness import corpus
-from ds_ckpt.hosts import EmulatedHosts
 from ds_ckpt.hosts.checks import check_hosts
+from ds_ckpt.hosts.emulated import EmulatedHosts
 from ds_ckpt.hosts.launcher import Backend, Emulated, Launcher, launch, signals_as_exit
 from ds_ckpt.measure.spec import Folder, Spec, check
 
@@ -174,7 +174,7 @@ def _prepare(spec: Spec, path: Path, backend: Backend, console: Console) -> Fold
         )
     else:
         path.mkdir(parents=True, exist_ok=True)
-        text = corpus.file_corpus(Path(spec.text)) if spec.text else corpus.embedded_corpus()
+        text = workload.file_corpus(Path(spec.text)) if spec.text else workload.embedded_corpus()
         text.save(path / "corpus")
         spec.save(folder.spec)
     return folder

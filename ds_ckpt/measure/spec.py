@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from ds_ckpt import workload
 from ds_ckpt.compression import methods
 from ds_ckpt.errors import ConfigError, Problem, StateError
-from ds_ckpt.harness import corpus
-from ds_ckpt.harness.models import llama
 from ds_ckpt.measure.records import Memory, StepTime, Store
+from ds_ckpt.workload import llama
 
 STOCK, DENSE, SILENT = "stock", "dense", "silent"
 BASELINES = (STOCK, DENSE, SILENT)
@@ -75,7 +75,7 @@ class Spec:
         batches: sequences a process and step.
         repetitions: trials of each configuration at a rate; `rounds` on disk.
         steps: timed steps of a trial, after `drop` that are not.
-        shape: arguments of `ds_ckpt.harness.models.llama`.
+        shape: arguments of `ds_ckpt.workload.llama`.
         ceiling: also measure `silent`.
         equal_memory: also time checkpointed configurations with the batch that their memory allows.
     """
@@ -333,9 +333,9 @@ class Folder:
         self.spec = path / "spec.json"
         self.turns_done = path / "turns_done"
 
-    def handout(self) -> tuple[Spec, corpus.Corpus, set[tuple[object, ...]]]:
+    def handout(self) -> tuple[Spec, workload.Corpus, set[tuple[object, ...]]]:
         """What the launched processes have to know: settings, text, keys of what is there."""
         done = {sample.key for sample in self.store.read()}
         if self.turns_done.exists():
             done.add(("turns done",))
-        return Spec.load(self.spec), corpus.load_corpus(self.path / "corpus"), done
+        return Spec.load(self.spec), workload.load_corpus(self.path / "corpus"), done

@@ -27,8 +27,8 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 import ds_ckpt
+from ds_ckpt import workload
 from ds_ckpt.exchange.no_communication import NoCommunication
-from ds_ckpt.harness import corpus, models
 from ds_ckpt.hosts.heartbeat import Heartbeat, begin
 from ds_ckpt.hosts.interfaces import Sent, link_interface, sent
 from ds_ckpt.measure import parts
@@ -80,8 +80,8 @@ class Running:
 
     def __init__(self, configuration: Configuration, spec: Spec, **options: Any) -> None:
         self.configuration = configuration
-        model = models.llama(seed=spec.seed, **spec.shape)
-        parameters = models.count_parameters(model)
+        model = workload.llama(seed=spec.seed, **spec.shape)
+        parameters = workload.count_parameters(model)
         config = deepspeed_config(spec, configuration, parameters=parameters, **options)
         self.engine, *_ = ds_ckpt.initialize(model=model, config=config)
         session = ds_ckpt.session_of(self.engine)
@@ -141,7 +141,7 @@ class Running:
         self.engine.eval()
         losses = []
         with torch.no_grad():
-            for batch in corpus.evaluation_batches(
+            for batch in workload.evaluation_batches(
                 text,
                 sequences=min(spec.batches),
                 sequence_length=spec.tokens,
@@ -181,13 +181,13 @@ class Worker:
 
     spec: Spec
     folder: Folder
-    text: corpus.Corpus
+    text: workload.Corpus
     done: set[tuple[Any, ...]]
     heartbeat: Heartbeat
     interface: str | None
 
     def batch(self, sequences: int, step: int) -> torch.Tensor:
-        batches = corpus.Batches(
+        batches = workload.Batches(
             self.text.train,
             sequences=sequences,
             sequence_length=self.spec.tokens,
@@ -197,14 +197,14 @@ class Worker:
         return batches.batch(step).to(get_accelerator().current_device_name())
 
     def run(self) -> None:
-        parameters = models.count_parameters(models.llama(seed=self.spec.seed, **self.spec.shape))
-        model = Model(
-            parameters=parameters,
+        model = workload.llama(seed=self.spec.seed, **self.spec.shape)
+        record = Model(
+            parameters=workload.count_parameters(model),
             text=self.text.source,
             heldout_bytes=len(self.text.heldout),
             corpus_sha256=self.text.sha256,
         )
-        self.append([model])
+        self.append([record])
         self._measure_trials()
         self._measure_losses()
         self.beat("done")
@@ -401,7 +401,7 @@ def _synchronize() -> Callable[[], object]:
     return synchronize
 
 
-def _handed_out(folder: Folder) -> tuple[Spec, corpus.Corpus, set[tuple[Any, ...]]]:
+def _handed_out(folder: Folder) -> tuple[Spec, workload.Corpus, set[tuple[Any, ...]]]:
     """What process 0 has read, on every process."""
     content: list[Any] = [None]
     if dist.get_rank() == 0:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ds_ckpt.hosts import EmulatedHosts
+from ds_ckpt.hosts.emulated import EmulatedHosts
 from ds_ckpt.hosts.launcher import Backend, Emulated, Launcher, Loopback
 
 SCRIPT = Path(__file__).with_name("train.py")

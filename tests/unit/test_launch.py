@@ -15,9 +15,10 @@ import pytest
 from deepspeed.launcher.runner import parse_args
 
 from ds_ckpt.errors import Problem
-from ds_ckpt.hosts import HostsError, checks, cpu_op, launcher
+from ds_ckpt.hosts import checks, cpu_op, launcher
 from ds_ckpt.hosts.checks import HostError, check_hosts, unreachable
 from ds_ckpt.hosts.launcher import Backend, LaunchError, Loopback, Prepared, launch, log_tail, run
+from ds_ckpt.hosts.records import HostsError
 
 # A parent that starts a child which hears no SIGTERM, in a session of its own.
 FAMILY = """

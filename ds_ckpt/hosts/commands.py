@@ -43,7 +43,7 @@ def run(
     rate_mbit = parse_rate(rate)
     if launcher not in ("pdsh", "openmpi"):
         raise typer.BadParameter(f"{launcher!r} is neither pdsh nor openmpi")
-    from ds_ckpt.hosts import EmulatedHosts
+    from ds_ckpt.hosts.emulated import EmulatedHosts
     from ds_ckpt.hosts.launcher import Emulated, run_in_foreground, signals_as_exit
 
     with errors_in_words(), signals_as_exit():
@@ -119,7 +119,7 @@ def probe(
     ] = None,
 ) -> None:
     """Measure the links between hosts with MPI: latency, payload one way and both ways."""
-    from ds_ckpt.hosts import EmulatedHosts
+    from ds_ckpt.hosts.emulated import EmulatedHosts
     from ds_ckpt.hosts.launcher import signals_as_exit
     from ds_ckpt.hosts.probe import probe_emulated, probe_hostfile
 
