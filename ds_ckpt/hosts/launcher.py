@@ -32,7 +32,7 @@ import psutil
 
 import ds_ckpt
 from ds_ckpt.errors import ConfigError, DsCkptError, Problem
-from ds_ckpt.hosts.checks import SSH_S, HostError, unreachable
+from ds_ckpt.hosts.checks import SSH_S, HostError, Reachable, unreachable
 from ds_ckpt.hosts.cpu_op import lock_cleared_on_failure, remove_shared_buffers
 from ds_ckpt.hosts.emulated import SSH_PORT, EmulatedHosts, namespace, tool
 from ds_ckpt.hosts.heartbeat import JOB, Listener
@@ -122,17 +122,8 @@ def launch(
             listener.listen(answer=False)  # what came last; nobody waits for an answer any more
 
 
-class Backend:
+class Backend(Reachable):
     """Where something is launched."""
-
-    names: tuple[str, ...]
-    """The hosts, the one with process 0 first."""
-    port: int
-    """The master port on the first host."""
-
-    def on(self, host: str, argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
-        """Run something short on a host. Raises subprocess.TimeoutExpired after `SSH_S`."""
-        raise NotImplementedError
 
     def prepare(self, argv: Sequence[str], folder: Path) -> Prepared:
         """`argv`, to be run from the first host; a leading `deepspeed` is led to all of them."""
@@ -145,10 +136,6 @@ class Backend:
     def set_rate(self, rate_mbit: float | None) -> None:
         """Give every link a rate."""
         raise NotImplementedError("only the links of emulated hosts take a rate")
-
-    def gone(self) -> list[str]:
-        """Hosts that are known not to be there any more."""
-        return []
 
     def end(self) -> None:
         """End from the inside what has to be killed, where there is a way."""
@@ -204,15 +191,12 @@ class Emulated(Backend):
         hostfile = self.hosts.folder / "hostfile"
         hostfile.write_text("".join(f"{name} slots={self.slots}\n" for name in self.names))
         everywhere = environment(INTERFACE)
-        command = list(argv)
-        if Path(command[0]).name == "deepspeed":
-            command[:1] = [_deepspeed()]
-            if not any(word.split("=")[0] in ("-H", "--hostfile") for word in command):
-                where = [f"--hostfile={hostfile}", f"--master_addr={self._up[0].address}"]
-                where += [f"--master_port={self.port}", "--no_ssh_check"]
-                pdsh = self.launcher == "pdsh"
-                where.append(f"--ssh_port={SSH_PORT}" if pdsh else "--launcher=openmpi")
-                command[1:1] = where
+        named = any(word.split("=")[0] in ("-H", "--hostfile") for word in argv)
+        where = [f"--hostfile={hostfile}", f"--master_addr={self._up[0].address}"]
+        where += [f"--master_port={self.port}", "--no_ssh_check"]
+        pdsh = self.launcher == "pdsh"
+        where.append(f"--ssh_port={SSH_PORT}" if pdsh else "--launcher=openmpi")
+        command = _led(argv, [] if named else where)
         ssh = f"-F {self.hosts.folder}/ssh_config"
         reach = {
             "PDSH_SSH_ARGS_APPEND": ssh,  # DeepSpeed adds `-p PORT` itself
@@ -279,21 +263,18 @@ class Hostfile(Backend):
         import torch
 
         everywhere = environment(self.interface, gpus=torch.cuda.is_available())
-        command = list(argv)
-        if command[0] == "deepspeed":
-            options = [f"--hostfile={self.hostfile.resolve()}", "--no_ssh_check"]
-            options.append(f"--master_port={self.port}")
-            if self.launcher != "pdsh":
-                options.append(f"--launcher={self.launcher}")
-            elif self.ssh_port:
-                options.append(f"--ssh_port={self.ssh_port}")
-            command[:1] = [_deepspeed(), *options]
+        options = [f"--hostfile={self.hostfile.resolve()}", "--no_ssh_check"]
+        options.append(f"--master_port={self.port}")
+        if self.launcher != "pdsh":
+            options.append(f"--launcher={self.launcher}")
+        elif self.ssh_port:
+            options.append(f"--ssh_port={self.ssh_port}")
         here = {**_without_outer_launch(), **everywhere}
         here["DS_ENV_FILE"] = _exported(everywhere, folder)
         if self.launcher == "openmpi" and self.ssh_port:  # deepspeed hands --ssh_port to pdsh alone
             name = "OMPI_MCA_plm_rsh_args"
             here[name] = f"{here.get(name, '')} -p {self.ssh_port}".strip()
-        return Prepared(command, here)
+        return Prepared(_led(argv, options), here)
 
     def describe(self) -> str:
         hosts = ", ".join(f"{name} with {count}" for name, count in self.counts.items())
@@ -322,9 +303,7 @@ class Loopback(Backend):
     def prepare(self, argv: Sequence[str], folder: Path) -> Prepared:
         # a cluster's own hostfile must not draw other machines in
         where = ["--hostfile=none", f"--num_gpus={self.processes}", "--master_addr=127.0.0.1"]
-        command = list(argv)
-        if command[0] == "deepspeed":
-            command[:1] = [_deepspeed(), *where, f"--master_port={self.port}"]
+        command = _led(argv, [*where, f"--master_port={self.port}"])
         interface = "lo" if _LOOPBACK.exists() else None
         everywhere = environment(interface, gpus=self.on_gpus())
         return Prepared(command, {**_without_outer_launch(), **everywhere})
@@ -445,11 +424,9 @@ def run_in_foreground(prepared: Prepared, *, limit_s: float | None = None) -> in
         try:
             return process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            process.kill()
             return 124
-        except BaseException:
+        finally:
             process.kill()
-            raise
 
 
 def log_tail(log: Path) -> str:
@@ -528,9 +505,11 @@ def _exported(everywhere: Mapping[str, str], folder: Path) -> str:
     return str(path)
 
 
-def _deepspeed() -> str:
-    """`deepspeed` of this Python's environment."""
-    return str(Path(sys.executable).with_name("deepspeed"))
+def _led(argv: Sequence[str], options: Sequence[str]) -> list[str]:
+    """A leading `deepspeed` is this Python environment's, and gets the options."""
+    if Path(argv[0]).name != "deepspeed":
+        return list(argv)
+    return [str(Path(sys.executable).with_name("deepspeed")), *options, *argv[1:]]
 
 
 def _without_outer_launch() -> dict[str, str]:
