@@ -43,7 +43,7 @@ def worker(spec: dict[str, Any], folder: Path) -> None:
 
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    one = Running(Configuration.of(spec["cell"]), Spec())
+    one = Running(Configuration(*spec["cell"].split("/")), Spec())
     generator = torch.Generator().manual_seed(dist.get_rank())
     batch = torch.randint(0, 256, (4, 128), generator=generator)
     for _ in range(4):

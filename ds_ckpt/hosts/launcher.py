@@ -26,12 +26,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 
 import ds_ckpt
 from ds_ckpt.errors import ConfigError, DsCkptError, Problem
+from ds_ckpt.hosts import Launcher
 from ds_ckpt.hosts.checks import SSH_S, HostError, Reachable, unreachable
 from ds_ckpt.hosts.cpu_op import lock_cleared_on_failure, remove_shared_buffers
 from ds_ckpt.hosts.emulated import SSH_PORT, EmulatedHosts, namespace, tool
@@ -39,7 +40,6 @@ from ds_ckpt.hosts.heartbeat import JOB, Listener
 from ds_ckpt.hosts.interfaces import INTERFACE
 from ds_ckpt.hosts.records import HostsError
 
-Launcher = Literal["pdsh", "openmpi"]
 MASTER_PORT = 29500
 LOG = "launch.log"
 _LOG_LINES = 40

@@ -21,6 +21,7 @@ from pydantic import (
 )
 
 from ds_ckpt.errors import Problem, StateError
+from ds_ckpt.measure.parts import Stretch as Stretch
 
 
 class _Record(BaseModel):
@@ -111,15 +112,6 @@ class Loss(_Record):
     @property
     def key(self) -> tuple[object, ...]:
         return ("loss", self.configuration)
-
-
-class Stretch(_Record):
-    """A piece of a timeline, in seconds from the step's begin."""
-
-    start_s: float
-    end_s: float
-    part: str
-    purpose: str = ""
 
 
 class Timeline(_Record):

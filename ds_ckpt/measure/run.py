@@ -23,9 +23,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ds_ckpt import workload
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.files import replacing
+from ds_ckpt.hosts import Launcher
 from ds_ckpt.hosts.checks import check_hosts
 from ds_ckpt.hosts.emulated import EmulatedHosts
-from ds_ckpt.hosts.launcher import Backend, Emulated, Launcher, launch, signals_as_exit
+from ds_ckpt.hosts.launcher import Backend, Emulated, launch, signals_as_exit
 from ds_ckpt.measure.spec import Folder, Spec, check
 
 RUNS = "runs.jsonl"

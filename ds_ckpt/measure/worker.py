@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -182,7 +183,8 @@ class Worker:
     spec: Spec
     folder: Folder
     text: workload.Corpus
-    done: set[tuple[Any, ...]]
+    done: dict[tuple[object, ...], Sample]
+    """What is measured already, by its key."""
     heartbeat: Heartbeat
     interface: str | None
 
@@ -213,26 +215,24 @@ class Worker:
         spec = self.spec
         usual = [Variant(c, b) for b in spec.batches for c in spec.configurations]
         memories = [
-            ("memory", configuration.name, factor * min(spec.batches))
-            for configuration in spec.configurations
+            (Configuration(policy, STOCK), factor * min(spec.batches))
+            for policy in spec.policies
             for factor in (1, 2)
-            if configuration.method == STOCK
         ]
-        wanted = [
-            v.key(rate, r) for r in range(spec.repetitions) for rate in spec.rates for v in usual
-        ]
-        if self.done.issuperset([*wanted, *memories]) and ("turns done",) in self.done:
-            return
+        keys = [("memory", one.name, sequences) for one, sequences in memories]
+        if self.done.keys() >= set(keys):
+            trials = [*usual, *self._at_equal_memory(self.done)]
+            everything = itertools.product(trials, spec.rates, range(spec.repetitions))
+            if self.done.keys() >= {one.key(rate, n) for one, rate, n in everything}:
+                return
         running = {}
         for configuration in spec.configurations:
             self.beat(f"building {configuration.name}")
             running[configuration] = Running(configuration, spec)
             for step in range(spec.warm_up):
                 running[configuration].plain_step(self.batch(min(spec.batches), step))
-        found: dict[tuple[object, ...], Memory] = {
-            key: self._memory(running[Configuration.of(key[1])], key[2]) for key in memories
-        }
-        variants = [*usual, *(equal_memory(spec, found) if spec.equal_memory else [])]
+        found = [self._memory(running[one], sequences) for one, sequences in memories]
+        variants = [*usual, *self._at_equal_memory(dict(zip(keys, found, strict=True)))]
         for variant in variants:
             if variant.equal_memory and variant.configuration.method == STOCK:
                 self._memory(running[variant.configuration], variant.sequences)
@@ -250,20 +250,24 @@ class Worker:
         self._ask_for(None)
         for one in running.values():
             one.end()
-        if dist.get_rank() == 0:
-            self.folder.turns_done.touch()
+
+    def _at_equal_memory(self, memories: Mapping[Any, Sample]) -> list[Variant]:
+        return equal_memory(self.spec, memories) if self.spec.equal_memory else []
 
     def _memory(self, one: Running, sequences: int) -> Memory:
         """The record of one configuration's activations; the same on all processes."""
         name = one.configuration.name
+        if ("memory", name, sequences) in self.done:
+            record = self.done["memory", name, sequences]
+            assert isinstance(record, Memory)
+            return record
         self.beat(f"memory of {name}")
         device = get_accelerator().current_device_name()  # NCCL takes no tensor of the host
         most = torch.tensor(one.memory(self.batch(sequences, 0)), dtype=torch.int64, device=device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         held, peak = (int(n) for n in most)
         record = Memory(configuration=name, sequences=sequences, held_bytes=held, peak_bytes=peak)
-        if record.key not in self.done:
-            self.append([record])
+        self.append([record])
         return record
 
     def _trial(self, one: Running, variant: Variant, rate: float | None, repetition: int) -> None:
@@ -372,15 +376,12 @@ def gathered(mine: Any) -> list[Any]:
 def _recorded(spans: list[Span], start_s: float, step_s: float, loss: float) -> Step:
     thread = threading.get_ident()
 
-    def stretches(pieces: list[parts.Piece]) -> tuple[Stretch, ...]:
+    def since_start(found: list[Stretch]) -> tuple[Stretch, ...]:
         return tuple(
-            Stretch(
-                start_s=round(p.start_s - start_s, 6),
-                end_s=round(p.end_s - start_s, 6),
-                part=p.part,
-                purpose=p.purpose,
+            replace(
+                one, start_s=round(one.start_s - start_s, 6), end_s=round(one.end_s - start_s, 6)
             )
-            for p in pieces
+            for one in found
         )
 
     times = StepTime(
@@ -388,8 +389,8 @@ def _recorded(spans: list[Span], start_s: float, step_s: float, loss: float) -> 
         parts_s=parts.parts(spans, thread),
         in_collectives_s=parts.in_collectives_s(spans),
     )
-    main = stretches(parts.main_pieces(spans, thread))
-    return Step(times, loss, main, stretches(parts.beside_pieces(spans, thread)))
+    main, beside = parts.main_pieces(spans, thread), parts.beside_pieces(spans, thread)
+    return Step(times, loss, since_start(main), since_start(beside))
 
 
 def _synchronize() -> Callable[[], object]:
@@ -401,21 +402,13 @@ def _synchronize() -> Callable[[], object]:
     return synchronize
 
 
-def _handed_out(folder: Folder) -> tuple[Spec, workload.Corpus, set[tuple[Any, ...]]]:
-    """What process 0 has read, on every process."""
-    content: list[Any] = [None]
-    if dist.get_rank() == 0:
-        content[0] = folder.handout()
-    dist.broadcast_object_list(content, src=0)
-    spec, text, done = content[0]
-    return spec, text, done
-
-
 def main() -> None:
     """Entry point of every process."""
     heartbeat, _ = begin("Measures configurations; started by deepspeed.")
     folder = Folder(heartbeat.folder)
-    spec, text, done = _handed_out(folder)
+    content: list[Any] = [folder.handout() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(content, src=0)
+    spec, text, done = content[0]
     Worker(spec, folder, text, done, heartbeat, link_interface(spec.where)).run()
     dist.barrier()
     dist.destroy_process_group()

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from ds_ckpt.hosts import Launcher
 from ds_ckpt.hosts.emulated import EmulatedHosts
-from ds_ckpt.hosts.launcher import Backend, Emulated, Launcher, Loopback
+from ds_ckpt.hosts.launcher import Backend, Emulated, Loopback
 
 SCRIPT = Path(__file__).with_name("train.py")
 STEPS = 4

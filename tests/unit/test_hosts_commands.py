@@ -56,7 +56,9 @@ def test_without_root_it_is_said_in_words(
 def test_a_launcher_that_is_none_is_refused() -> None:
     result = run(app, ["hosts", "run", "--launcher", "slurm", "--", "true"])
     assert result.exit_code == 2
-    assert "neither pdsh nor openmpi" in result.output
+    assert "'slurm' is not one of 'pdsh', 'openmpi'" in " ".join(
+        result.output.replace("│", " ").split()
+    )
 
 
 def test_sets_are_listed_and_those_left_behind_are_cleared() -> None:

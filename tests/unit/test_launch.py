@@ -143,7 +143,6 @@ def test_a_lock_left_by_a_failed_build_is_cleared(tmp_path: Path) -> None:
     environment = {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
     folder = tmp_path / "py3_cpu" / "deepspeed_shm_comm"
     folder.mkdir(parents=True)
-    assert not cpu_op.is_compiled(environment)
 
     def failing() -> None:
         with cpu_op.lock_cleared_on_failure(environment):
@@ -157,8 +156,6 @@ def test_a_lock_left_by_a_failed_build_is_cleared(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         failing()
     assert cpu_op.locks(environment)
-    (folder / "deepspeed_shm_comm.so").touch()
-    assert cpu_op.is_compiled(environment)
 
 
 def test_the_module_gets_its_job_tells_and_asks(tmp_path: Path) -> None:

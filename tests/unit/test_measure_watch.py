@@ -78,7 +78,7 @@ def test_progress_is_shown_a_line_a_tenth_without_a_terminal() -> None:
         (["--loopback", "--batches=2,many"], "write numbers with commas"),
         (["--loopback", "--policies=block"], "add none"),
         (["--loopback", "--methods=zip"], "zip"),
-        (["--loopback", "--launcher=slurm"], "neither pdsh nor openmpi"),
+        (["--loopback", "--launcher=slurm"], "'slurm' is not one of 'pdsh', 'openmpi'"),
         (["--loopback", "--shape=width=3"], "hidden_size"),
         (["--loopback", "--shape=heads=3"], "256 is not 3 heads of an even width"),
         (["--loopback", "--shape=layers=0"], "layers=0"),
