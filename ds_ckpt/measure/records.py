@@ -11,30 +11,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import (
-    AliasChoices,
-    BaseModel,
-    ConfigDict,
-    Field,
-    TypeAdapter,
-    ValidationError,
-)
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from ds_ckpt.errors import Problem, StateError
 from ds_ckpt.measure.parts import Stretch as Stretch
 
 
 class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
 
-Configured = Annotated[
-    str,
-    Field(validation_alias=AliasChoices("cell", "configuration"), serialization_alias="cell"),
-]
-Repeated = Annotated[
-    int, Field(validation_alias=AliasChoices("round", "repetition"), serialization_alias="round")
-]
+Configured = Annotated[str, Field(alias="cell")]
+Repeated = Annotated[int, Field(alias="round")]
 
 
 class StepTime(_Record):
@@ -68,14 +56,8 @@ class Trial(_Record):
 
     @property
     def key(self) -> tuple[object, ...]:
-        return (
-            "trial",
-            self.configuration,
-            self.rate_mbit,
-            self.sequences,
-            self.equal_memory,
-            self.repetition,
-        )
+        batch = self.sequences, self.equal_memory
+        return ("trial", self.configuration, self.rate_mbit, *batch, self.repetition)
 
 
 class Memory(_Record):

@@ -166,13 +166,8 @@ def check(spec: Spec) -> None:
     if spec.processes < 2:
         why = "a single process exchanges nothing"
         problems.append(Problem("--hosts, --slots", "1 process", why, "take at least 2"))
-    for option, value in (
-        ("--repetitions", spec.repetitions),
-        ("--steps", spec.steps),
-        ("--batches", min(spec.batches, default=0)),
-    ):
-        if value < 1:
-            problems.append(Problem(option, str(value), "nothing would be measured", "1 or more"))
+    if (batch := min(spec.batches)) < 1:
+        problems.append(Problem("--batches", str(batch), "nothing would be measured", "1 or more"))
     problems += _wrong_shape(spec.shape)
     if problems:
         raise ConfigError(problems, headline="this cannot be measured")
