@@ -33,6 +33,11 @@ def table(lines: list[dict[str, Any]], steps: int) -> str:
     return "\n".join([*head, *(text for _, text in rows)])
 
 
+def _warm_up_of(settings: dict[str, Any]) -> int:
+    """Runs on record have the setting's former name."""
+    return int(settings.get("warmup_steps", settings.get("start_step", 0)))
+
+
 def _row(
     name: str, runs: dict[int, dict[str, Any]], dense: dict[int, dict[str, Any]], steps: int
 ) -> tuple[float, str]:
@@ -40,7 +45,7 @@ def _row(
     sent, whole = some["sixteen_bit_bytes"], reference["sixteen_bit_bytes"]
     world = some["task"]["world"]
     bits = 8 * sent / (some["parameters"] * (world - 1) / world)
-    warm_up = 0 if name == "dense" else min(some["settings"]["start_step"], steps)
+    warm_up = 0 if name == "dense" else min(_warm_up_of(some["settings"]), steps)
     in_run = steps * whole / (warm_up * whole + (steps - warm_up) * sent)
     losses = {seed: run["heldout"][-1][1] for seed, run in runs.items() if not run["diverged"]}
     pairs = [(losses[s], dense[s]["heldout"][-1][1]) for s in sorted(losses) if s in dense]

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import torch
 
-from ds_ckpt.activation import CheckpointedBlocks, Policy, frames, replay
+from ds_ckpt.activation import CheckpointedBlocks, Policy, checkpoint
 from ds_ckpt.activation.fingerprints import Printer
 
 
@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    frames.Printer = replay.Printer = Timed  # type: ignore[misc]
+    checkpoint.Printer = Timed  # type: ignore[misc]
     print(f"four Llama layers, {options.tokens} tokens, fp32, one thread")
     print("\n| hidden | step, ms | checked | every 4th forward |\n|---|---|---|---|")
     for hidden in options.hidden:

@@ -66,13 +66,13 @@ class Cell:
 
 
 def cell(
-    name: str, method: str, start_step: int = START, *, feedback: bool = True, **options: Any
+    name: str, method: str, warmup_steps: int = START, *, feedback: bool = True, **options: Any
 ) -> Cell:
     """A cell; one that begins to compress later than the others says so in its name."""
-    if start_step != START:
-        name = f"{name}, from step {start_step}"
+    if warmup_steps != START:
+        name = f"{name}, from step {warmup_steps}"
     default = MethodSettings(method, **options)
-    return Cell(name, ExchangeSettings(default, error_feedback=feedback, start_step=start_step))
+    return Cell(name, ExchangeSettings(default, error_feedback=feedback, warmup_steps=warmup_steps))
 
 
 CELLS = (
@@ -139,13 +139,13 @@ def main() -> None:
                 arguments.states,
                 _slug(one, seed, recipe),
                 f"dense-{seed}-{recipe.steps}",
-                keep_after=frozenset(c.settings.start_step for c in CELLS if dense),
+                keep_after=frozenset(c.settings.warmup_steps for c in CELLS if dense),
             )
             outcome = train(
                 learner,
                 world,
                 recipe.steps,
-                warm_up=0 if dense else one.settings.start_step,
+                warm_up=0 if dense else one.settings.warmup_steps,
                 saving=saving,
                 evaluate_first=False,
                 progress=_Progress(arguments.steps),

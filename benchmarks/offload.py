@@ -30,10 +30,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_ckpt.activation import CheckpointedBlocks
-from ds_ckpt.activation.boundaries import Boundaries
-from ds_ckpt.activation.build import Keeping, build_boundaries
-from ds_ckpt.activation.plan import make_plan
-from ds_ckpt.activation.policy import Policy
+from ds_ckpt.activation.inputs import CheckpointedInputs, Keeping, build_inputs
+from ds_ckpt.activation.policies import Policy, make_plan
 
 ROWS: dict[str, Keeping | str] = {
     "no checkpointing": "none",
@@ -71,7 +69,7 @@ class Row:
 
     model: Any
     tokens: torch.Tensor
-    boundaries: Boundaries | None = None
+    boundaries: CheckpointedInputs | None = None
     refs: list[StorageWeakRef] = field(default_factory=list)
     on_device: int = 0
 
@@ -135,7 +133,7 @@ def make(kind: Keeping | str, options: argparse.Namespace) -> Row:
     row = Row(model, torch.randint(0, 256, (options.batch, options.tokens)))
     if isinstance(kind, Keeping):
         units = make_plan(model, Policy())
-        row.boundaries = build_boundaries(kind, model, units, torch.device("cpu"))
+        row.boundaries = build_inputs(kind, model, units, torch.device("cpu"))
         around = row.boundaries.around if row.boundaries else None
         CheckpointedBlocks(model, units=units, around=around)
     elif kind.startswith("transformers"):

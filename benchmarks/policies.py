@@ -18,7 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_flop
 
-from ds_ckpt.activation import CheckpointedBlocks, Policy, Rule, Treatment
+from ds_ckpt.activation import CheckpointedBlocks, Policy, PolicySettings, Rule
 from ds_ckpt.planner.fake import KnownValues, taken_for_real
 from ds_ckpt.telemetry.memory import SavedActivations
 
@@ -27,17 +27,17 @@ SIZES = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads":
 POLICIES: dict[str, Policy | None] = {
     "none": None,
     "block": Policy(),
-    "attention": Policy(Treatment("attention")),
-    "mlp": Policy(Treatment("mlp")),
-    **{f"every_n {n}": Policy(Treatment("every_n", every_n=n)) for n in (2, 4)},
-    **{f"segments of {n}": Policy(Treatment("segments", segment_size=n)) for n in (2, 4)},
+    "attention": Policy(PolicySettings("attention")),
+    "mlp": Policy(PolicySettings("mlp")),
+    **{f"every_n {n}": Policy(PolicySettings("every_n", every_n=n)) for n in (2, 4)},
+    **{f"segments of {n}": Policy(PolicySettings("segments", segment_size=n)) for n in (2, 4)},
     **{
-        f"selective {ops}": Policy(Treatment("selective", save_ops=(ops,)))
+        f"selective {ops}": Policy(PolicySettings("selective", save_ops=(ops,)))
         for ops in ("attention", "attention+qkvo", "attention+qkvo+gate", "matmuls")
     },
     "rules: 0-11 attention+qkvo, the others +gate": Policy(
-        Treatment("selective", save_ops=("attention+qkvo+gate",)),
-        (Rule("0-11", Treatment("selective", save_ops=("attention+qkvo",))),),
+        PolicySettings("selective", save_ops=("attention+qkvo+gate",)),
+        (Rule("0-11", PolicySettings("selective", save_ops=("attention+qkvo",))),),
     ),
 }
 _CORE = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

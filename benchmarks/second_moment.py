@@ -36,12 +36,12 @@ RESULTS = Path(__file__).parent / "results" / "second_moment.jsonl"
 START = 40
 METHODS = {
     "dense": ExchangeSettings(MethodSettings("dense")),
-    "2 bits": ExchangeSettings(MethodSettings("quantize", bits=2), start_step=START),
+    "2 bits": ExchangeSettings(MethodSettings("quantize", bits=2), warmup_steps=START),
     "2 bits, no feedback": ExchangeSettings(
-        MethodSettings("quantize", bits=2), start_step=START, error_feedback=False
+        MethodSettings("quantize", bits=2), warmup_steps=START, error_feedback=False
     ),
-    "rank 4": ExchangeSettings(MethodSettings("powersgd", rank=4), start_step=START),
-    "Top-K 1.2%": ExchangeSettings(MethodSettings("topk", density=0.012), start_step=START),
+    "rank 4": ExchangeSettings(MethodSettings("powersgd", rank=4), warmup_steps=START),
+    "Top-K 1.2%": ExchangeSettings(MethodSettings("topk", density=0.012), warmup_steps=START),
 }
 ARMS = (("arrived", "arrived"), ("arrived", "exact"), ("exact", "arrived"))
 """What the first and the second moment are fed with."""

@@ -10,10 +10,15 @@ import ctypes
 import os
 import sys
 
+import hypothesis
 import psutil
 import pytest
 
 _PR_SET_CHILD_SUBREAPER = 36
+
+# A machine that is busy is no fault of a test: what takes long is for the time limit of pytest.
+hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.load_profile("no deadline")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,4 +1,5 @@
-"""Fingerprints of tensor values: 64 bits that differ where a recompute differs from its forward.
+"""Hashes of tensor values: fingerprints in 64 bits that differ where a recompute differs from its
+forward, and checksums that differ where processes differ.
 
 A fingerprint is the sum of a tensor's memory read as whole numbers, modulo 2**64: one pass at the
 speed of memory, exact (no rounding), and the same for equal bits whatever they mean. Tensors above
@@ -12,6 +13,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+_WORDS_AT_A_TIME = 1 << 20
+"""Words of 8 bytes: what the checksum makes of them takes as much memory again."""
+_STEP = 0x9E3779B97F4A7C15 - 2**64
+_FIRST = 0xBF58476D1CE4E5B9 - 2**64
+_SECOND = 0x94D049BB133111EB - 2**64
 WHOLE_BYTES = 1 << 16
 _LINE = 32  # words of 8 bytes
 _EVERY = 8
@@ -117,3 +123,50 @@ class Printer:
     def forget(self) -> None:
         """Let go of the last tensor."""
         self._last = self._print = None
+
+
+# checksums, which tell places apart
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The elements' bytes in order, uint8 [n]; what is expanded is read once."""
+    for dim in range(tensor.dim()):
+        if tensor.stride(dim) == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    tensor = tensor.detach().contiguous()
+    # a single entry may have stride 0
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """An int64 scalar on the tensor's device: equal for equal bits in equal places.
+
+    The sum, modulo 2**64, over the tensor's words of 8 bytes of splitmix64's finalizer (Steele,
+    Lea, Flood, OOPSLA 2014) of word and place. Two tensors that differ have the same with a chance
+    of about 2**-64, whatever differs; a sum of weighted words misses a pair of flipped signs.
+
+    Args:
+        tensor: strided, any dtype, no conjugate or negative view.
+    """
+    flat = _bytes(tensor)
+    if (flat.storage_offset() | flat.numel()) % 8:
+        padded = flat.new_zeros(-(-flat.numel() // 8) * 8)
+        padded[: flat.numel()].copy_(flat)
+        flat = padded
+    words = flat.view(torch.int64)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for first in range(0, words.numel(), _WORDS_AT_A_TIME):
+        some = words[first : first + _WORDS_AT_A_TIME]
+        place = torch.arange(first + 1, first + 1 + some.numel(), device=flat.device)
+        total += _mixed(place.mul_(_STEP).add_(some)).sum()
+    return total
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """splitmix64's finalizer in place, on int64 that wraps around."""
+    x ^= (x >> 30) & (2**34 - 1)  # a logical shift
+    x *= _FIRST
+    x ^= (x >> 27) & (2**37 - 1)
+    x *= _SECOND
+    x ^= (x >> 31) & (2**33 - 1)
+    return x

@@ -1,12 +1,12 @@
 """Splits what blocks keep for their recompute over processes that hold the same.
 
 Of every tensor that a block call is given, a process keeps one part in `size` of its bytes, from
-the moment that it is kept: in a `BoundaryStore`, so on the device, in an arena or in host memory.
+the moment that it is kept: in a `InputStore`, so on the device, in an arena or in host memory.
 When backward comes to a call, the parts are gathered, and those of the call before it too.
 
 A gather needs every process. So what is gathered, and when, follows from what all of them know:
 the order of calls in forward and backward, and which calls were alive when backward began, on which
-they agree (`handshake.py`). Never from when a garbage collector runs.
+they agree (`rank_consistency.py`). Never from when a garbage collector runs.
 """
 
 from __future__ import annotations
@@ -18,12 +18,21 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from ds_ckpt.activation.handshake import Group, Handshake, hash_of
-from ds_ckpt.activation.offload import BoundaryStore
-from ds_ckpt.activation.pieces import Key, Left, Stretch, bytes_of, key_of
-from ds_ckpt.activation.prefetch import BlockCall
-from ds_ckpt.activation.shards import Shard, Split
-from ds_ckpt.activation.split import checksum, part_bytes, part_of
+from ds_ckpt.activation.fingerprints import checksum
+from ds_ckpt.activation.offload import InputStore
+from ds_ckpt.activation.pieces import (
+    BlockCall,
+    Key,
+    Left,
+    Shard,
+    Split,
+    Stretch,
+    bytes_of,
+    key_of,
+    part_bytes,
+    part_of,
+)
+from ds_ckpt.activation.rank_consistency import Group, RankConsistency, hash_of
 from ds_ckpt.telemetry.counters import PartitionCounters
 
 
@@ -59,13 +68,13 @@ class Partition:
         device: where the model computes.
         min_bytes: smaller tensors are kept whole.
         ahead: how many calls before the one that backward is at are gathered too.
-        every: see `Handshake`.
+        every: see `RankConsistency`.
     """
 
     def __init__(
         self,
         group: Group,
-        store: BoundaryStore,
+        store: InputStore,
         device: torch.device,
         *,
         min_bytes: int = 0,
@@ -73,7 +82,7 @@ class Partition:
         every: int = 100,
     ) -> None:
         self.counters = PartitionCounters()
-        self.handshake = Handshake(group, device, every=every)
+        self.handshake = RankConsistency(group, device, every=every)
         self._group, self._store, self._device = group, store, device
         self._parts = len(group.processes)
         self._min_bytes, self._ahead = min_bytes, ahead

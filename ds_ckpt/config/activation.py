@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
-from ds_ckpt.config.keeping import KeepingConfig
+from ds_ckpt.activation.policies import PLANNED, policy_named, policy_names
 from ds_ckpt.settings import SWITCH, Expects, ModuleName, Section, list_as_tuple
 
-RulePolicy = Literal["none", "block", "attention", "mlp", "every_n", "segments", "selective"]
-Policy = Literal[
-    "none", "block", "attention", "mlp", "every_n", "segments", "selective", "budget", "auto"
+
+class _PolicyName(Expects):
+    """A name of the registry, as it stands when somebody asks."""
+
+    planned: bool
+
+    def __init__(self, *, planned: bool) -> None:
+        object.__setattr__(self, "example", '"block"')
+        object.__setattr__(self, "planned", planned)
+
+    @property
+    def words(self) -> str:  # type: ignore[override]
+        *first, last = (f'"{name}"' for name in policy_names(planned=self.planned))
+        return f"{', '.join(first)} or {last}"
+
+    def check(self, value: object) -> str:
+        if not isinstance(value, str) or value not in policy_names(planned=self.planned):
+            raise ValueError("no policy has this name")
+        return value
+
+    @property
+    def schema(self) -> WithJsonSchema:
+        return WithJsonSchema({"enum": list(policy_names(planned=self.planned)), "type": "string"})
+
+
+_POLICY, _RULE_POLICY = _PolicyName(planned=True), _PolicyName(planned=False)
+PolicyName = Annotated[str, PlainValidator(_POLICY.check), _POLICY.schema, _POLICY]
+RulePolicyName = Annotated[
+    str, PlainValidator(_RULE_POLICY.check), _RULE_POLICY.schema, _RULE_POLICY
 ]
-RULE_POLICIES: tuple[str, ...] = get_args(RulePolicy)
-POLICIES: tuple[str, ...] = get_args(Policy)
-
-
-def _words(policies: tuple[str, ...]) -> str:
-    return ", ".join(f'"{p}"' for p in policies[:-1]) + f' or "{policies[-1]}"'
-
-
-POLICY_WORDS = _words(POLICIES)
-_POLICY = Expects(POLICY_WORDS, '"block"')
-_RULE_POLICY = Expects(_words(RULE_POLICIES), '"block"')
 BudgetOf = Literal["activations", "saved", "accelerator"]
 _COUNT = Expects("a whole number, 2 or more", "2")
 
@@ -82,7 +97,7 @@ class ActivationRuleConfig(Section):
             '0 in the order of the model: "3", "0-15".'
         )
     )
-    policy: Annotated[RulePolicy, _RULE_POLICY] = Field(
+    policy: RulePolicyName = Field(
         description='As above, for these blocks; "none" leaves them alone.'
     )
     every_n: Annotated[int, _COUNT] = Field(default=2, ge=2, description=_EVERY_N)
@@ -90,10 +105,92 @@ class ActivationRuleConfig(Section):
     save_ops: _Ops = Field(default=("matmuls",), description=_SAVE_OPS)
 
 
+class KeepingConfig(Section):
+    """How what checkpointing keeps is kept."""
+
+    offload: Annotated[bool, SWITCH] = Field(
+        default=False,
+        description="Keep the inputs of all recomputes but the last in host memory: they go "
+        "out on a side stream while the next block runs, and come back before their recompute. "
+        "Costs the bus twice their bytes a step, and pinned host memory of their size. Pays where "
+        "a block computes longer than its input travels (long sequences). On the CPU "
+        "accelerator a stand-in runs, which saves nothing. The same as cpu_checkpointing in "
+        "activation_checkpointing.",
+    )
+    offload_prefetch: Annotated[int, Expects("a whole number, 1 or more", "1")] = Field(
+        default=1,
+        ge=1,
+        description="How many recomputes ahead inputs start to come back from host memory, or "
+        "to be gathered where they are split. Each costs the device one more input in "
+        "backward.",
+    )
+    offload_min_bytes: Annotated[int, Expects("a whole number, 0 or more", "65536")] = Field(
+        default=65536,
+        ge=0,
+        description="Smaller tensors stay on the device: their copies would cost more time than "
+        "they save memory.",
+    )
+    partition: Annotated[bool, SWITCH] = Field(
+        default=False,
+        description="Split what blocks are given over the tensor-parallel group, whose processes "
+        "hold the same: each keeps 1 in n of the bytes, and they are gathered before their "
+        "recompute. Costs one all-gather of each input a step, one recompute ahead of its use. "
+        "A handshake compares the values, and stops training where they differ. Needs AutoTP or an "
+        "mpu given to initialize or attach. The same as partition_activations.",
+    )
+    partition_min_bytes: Annotated[int, Expects("a whole number, 0 or more", "65536")] = Field(
+        default=65536,
+        ge=0,
+        description="Smaller tensors are kept whole: their gathers would cost more time than they "
+        "save memory.",
+    )
+    contiguous: Annotated[bool, SWITCH] = Field(
+        default=False,
+        description="Keep inputs in one buffer that is allocated once, so that they leave no "
+        "gaps between other tensors: on the device, or in host memory with offload. Costs a copy "
+        "of every input on the device. The same as contiguous_memory_optimization.",
+    )
+    contiguous_count: Annotated[
+        int | None, Field(ge=1), Expects("a whole number, 1 or more", "32")
+    ] = Field(
+        default=None,
+        description="Inputs like the first one that the buffer has room for. Default: one for "
+        "each recompute of the model; fewer are refused, more serve several forwards before a "
+        "backward. The same as number_checkpoints.",
+    )
+    synchronize: Annotated[bool, SWITCH] = Field(
+        default=False,
+        description="Wait for the device at the begin and the end of every forward and recompute "
+        "of a block: for debugging and for clean traces; it stops all overlap. The same as "
+        "synchronize_checkpoint_boundary.",
+    )
+    profile: Annotated[bool, SWITCH] = Field(
+        default=False,
+        description="Log a table of each block's kept bytes, forward time and recompute time "
+        "every telemetry.every_n_steps steps. On an accelerator it waits for the device around "
+        "every block, so steps are slower while it is on. The same as in activation_checkpointing.",
+    )
+
+    def keeping(self) -> str:
+        """A few words on what is switched on here; empty where nothing is."""
+        words = []
+        if self.offload:
+            words.append(f"inputs in host memory, {self.offload_prefetch} ahead")
+        if self.partition:
+            words.append("inputs split over the tensor-parallel group")
+        if self.contiguous:
+            words.append("inputs in one buffer")
+        if self.synchronize:
+            words.append("synchronized around blocks")
+        if self.profile:
+            words.append("profiled")
+        return "".join(f", {word}" for word in words)
+
+
 class ActivationConfig(KeepingConfig):
     """Activation checkpointing: keep little, compute the rest again in backward."""
 
-    policy: Annotated[Policy, _POLICY] = Field(
+    policy: PolicyName = Field(
         default="none",
         description='What is recomputed; gradients stay the same to the bit. "none": nothing. '
         '"block": every block keeps its input alone and runs a second time in backward: 26% more '
@@ -184,7 +281,7 @@ class ActivationConfig(KeepingConfig):
     @property
     def planned(self) -> bool:
         """Whether a plan decides for every block."""
-        return self.policy in ("budget", "auto")
+        return self.policy in PLANNED
 
     @property
     def budget_is_of(self) -> BudgetOf:
@@ -203,15 +300,14 @@ class ActivationConfig(KeepingConfig):
 
     def summary(self) -> str:
         """A few words on what is switched on."""
+        known = policy_named(self.policy)
         details = {
-            "every_n": f" {self.every_n}",
-            "segments": f" of {self.segment_size}",
-            "selective": f" ({'+'.join(self.save_ops)})",
             "budget": f" of {self.budget_gib} GiB for {self.budget_is_of}",
             "auto": f" within {self.budget_gib or 'all'} GiB for {self.budget_is_of}",
         }
+        detail = known.words(self) if known is not None else details[self.policy]
         where = f" of {', '.join(self.modules)}" if self.modules else ""
-        words = f"checkpointing {self.policy}{details.get(self.policy, '')}{where}"
+        words = f"checkpointing {self.policy}{detail}{where}"
         if self.rules:
             words += f", {len(self.rules)} rules"
         if self.check_every:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import Any
 
-from ds_ckpt.config.activation import ActivationConfig
+from ds_ckpt.activation.policies import PLANNED
+from ds_ckpt.config.activation import ActivationConfig, KeepingConfig
 from ds_ckpt.config.compression import CompressionConfig
-from ds_ckpt.config.keeping import KeepingConfig
 from ds_ckpt.config.paths import is_auto, join, lookup, plain, show
 from ds_ckpt.config.sections import DEEPSPEEDS, OURS
 from ds_ckpt.config.wanted import Wanted
@@ -210,9 +210,6 @@ def _conflicts(
         if value is not None and conflict.holds(value):
             remedy = f"{conflict.remedy}, {alternative}"
             yield Problem(f"$.{conflict.key}", show(value), conflict.why, remedy)
-
-
-PLANNED = ("budget", "auto")
 
 
 def budget_problems(config: Mapping[str, Any], wanted: Wanted) -> Iterator[Problem]:

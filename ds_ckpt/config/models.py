@@ -75,23 +75,23 @@ class DeepSpeedActivationSection(Section):
 
     partition_activations: Annotated[bool, SWITCH] = Field(
         default=False,
-        description="Split boundaries over the tensor-parallel group (ds_ckpt.activation."
+        description="Split inputs of blocks over the tensor-parallel group (ds_ckpt.activation."
         "partition).",
     )
     number_checkpoints: Annotated[
         int | None, Field(ge=1), Expects("a whole number, 1 or more", "32")
     ] = Field(
         default=None,
-        description="Boundaries that the contiguous buffer has room for "
+        description="Inputs that the contiguous buffer has room for "
         "(ds_ckpt.activation.contiguous_count).",
     )
     contiguous_memory_optimization: Annotated[bool, SWITCH] = Field(
         default=False,
-        description="Keep boundaries in one preallocated buffer (ds_ckpt.activation.contiguous).",
+        description="Keep inputs of blocks in one buffer (ds_ckpt.activation.contiguous).",
     )
     cpu_checkpointing: Annotated[bool, SWITCH] = Field(
         default=False,
-        description="Keep boundaries in host memory (ds_ckpt.activation.offload).",
+        description="Keep inputs of blocks in host memory (ds_ckpt.activation.offload).",
     )
     profile: Annotated[bool, SWITCH] = Field(
         default=False,
@@ -99,7 +99,7 @@ class DeepSpeedActivationSection(Section):
     )
     synchronize_checkpoint_boundary: Annotated[bool, SWITCH] = Field(
         default=False,
-        description="Wait for the device at every boundary (ds_ckpt.activation.synchronize).",
+        description="Wait for the device around every block (ds_ckpt.activation.synchronize).",
     )
 
 

@@ -3,29 +3,25 @@ whoever only reads a configuration needs no torch."""
 
 from __future__ import annotations
 
-from ds_ckpt.activation.build import Keeping
-from ds_ckpt.activation.policy import Policy, Rule, Treatment
-from ds_ckpt.config.activation import ActivationConfig, ActivationRuleConfig
-from ds_ckpt.config.keeping import KeepingConfig
+from ds_ckpt.activation.inputs import Keeping
+from ds_ckpt.activation.policies import Policy, PolicySettings, Rule
+from ds_ckpt.config.activation import ActivationConfig, ActivationRuleConfig, KeepingConfig
 
 
 def activation_policy(config: ActivationConfig) -> Policy:
     """What `CheckpointedBlocks` takes; of a plan all but its units, which come later."""
     return Policy(
-        treatment=Treatment("none") if config.planned else _treatment(config),
-        rules=tuple(Rule(rule.match, _treatment(rule)) for rule in config.rules),
+        settings=PolicySettings("none") if config.planned else _settings(config),
+        rules=tuple(Rule(rule.match, _settings(rule)) for rule in config.rules),
         modules=config.modules,
         check_determinism=config.check_every,
     )
 
 
 def boundary_keeping(config: ActivationConfig) -> Keeping:
-    """What `build_boundaries` takes."""
+    """What `build_inputs` takes."""
     return Keeping(**{key: getattr(config, key) for key in KeepingConfig.model_fields})
 
 
-def _treatment(config: ActivationConfig | ActivationRuleConfig) -> Treatment:
-    policy = config.policy
-    assert policy != "budget"
-    assert policy != "auto"
-    return Treatment(policy, config.every_n, config.segment_size, config.save_ops)
+def _settings(config: ActivationConfig | ActivationRuleConfig) -> PolicySettings:
+    return PolicySettings(config.policy, config.every_n, config.segment_size, config.save_ops)

@@ -60,6 +60,10 @@ def _expects(field: FieldInfo) -> Expects:
     return next(m for m in field.metadata if isinstance(m, Expects))
 
 
+def _takes_auto(field: FieldInfo) -> bool:
+    return "auto" in get_args(field.annotation) or '"auto"' in _expects(field).words
+
+
 def _places(model: type[BaseModel], path: str) -> Iterator[tuple[str, str]]:
     for name, field in model.model_fields.items():
         yield name, join(path, name)
@@ -151,7 +155,7 @@ def _clean(
             problems.append(_unknown_key(key, value, model, path))
         elif value is None:
             continue
-        elif is_auto(value) and "auto" not in get_args(field.annotation):
+        elif is_auto(value) and not _takes_auto(field):
             problems.append(_auto(value, field, where))
         elif isinstance(value, list | tuple) and (item := _item_model(field)) is not None:
             kept[key] = _clean_items(value, item, where, problems)

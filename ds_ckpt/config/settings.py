@@ -28,7 +28,7 @@ def exchange_settings(compression: CompressionConfig) -> ExchangeSettings:
         residual_dtype=compression.error_feedback.dtype,
         residual_device=compression.error_feedback.device,
         # sending everything has nothing to warm up for
-        start_step=compression.warmup_steps if compression.lossy else 0,
+        warmup_steps=compression.warmup_steps if compression.lossy else 0,
         min_numel=compression.min_numel,
         levels=compression.exchange.levels,
         autotune=compression.exchange.autotune,

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
+from ds_ckpt.activation.policies import policy_names, users_of
 from ds_ckpt.compression import methods
-from ds_ckpt.config.activation import RULE_POLICIES
 from ds_ckpt.config.conflicts import ZERO, stage_problem
 from ds_ckpt.config.paths import lookup, show
 from ds_ckpt.config.sections import OURS
 from ds_ckpt.config.wanted import Wanted
 from ds_ckpt.errors import Problem
 
-_POLICY_OF = {"every_n": "every_n", "segment_size": "segments", "save_ops": "selective"}
-"""The policy that each of these keys of the activation section belongs to."""
+_OF_POLICIES = ("every_n", "segment_size", "save_ops")
+"""Keys of the activation section that some policies act on."""
 
 
 def _written(value: object) -> bool:
@@ -28,7 +28,7 @@ def would_do_nothing(config: Mapping[str, Any], wanted: Wanted) -> Iterator[Prob
     """Settings that no code would act on as the rest stands."""
     activation = lookup(wanted.ours, ("activation",))
     if wanted.policy == "none":
-        for key in ("modules", "share_gather", "check_determinism", *_POLICY_OF):
+        for key in ("modules", "share_gather", "check_determinism", *_OF_POLICIES):
             value = lookup(activation, (key,))
             if _written(value):
                 why = 'it does nothing while the policy is "none"'
@@ -44,7 +44,7 @@ def would_do_nothing(config: Mapping[str, Any], wanted: Wanted) -> Iterator[Prob
     rules = lookup(activation, ("rules",))
     for i, rule in enumerate(rules if isinstance(rules, list | tuple) else ()):
         policy = lookup(rule, ("policy",))
-        if policy in RULE_POLICIES:
+        if policy in policy_names(planned=False):
             yield from _unused_by_policy(rule, f"{OURS}.activation.rules[{i}]", str(policy))
     compression = lookup(wanted.ours, ("compression",))
     yield from _unused_compression(compression, wanted.method)
@@ -63,11 +63,12 @@ def would_do_nothing(config: Mapping[str, Any], wanted: Wanted) -> Iterator[Prob
 
 
 def _unused_by_policy(section: Any, path: str, policy: str) -> Iterator[Problem]:
-    for key, user in _POLICY_OF.items():
-        value = lookup(section, (key,))
-        if _written(value) and policy != user:
-            why = f'it belongs to policy "{user}"'
-            yield Problem(f"{path}.{key}", show(value), why, f'remove it, or write policy "{user}"')
+    for key in _OF_POLICIES:
+        value, users = lookup(section, (key,)), users_of(key)
+        if _written(value) and policy not in users:
+            named = " or ".join(f'"{user}"' for user in users)
+            why = f"it belongs to policy {named}"
+            yield Problem(f"{path}.{key}", show(value), why, f"remove it, or write policy {named}")
 
 
 def _unused_compression(section: Any, method: str | None) -> Iterator[Problem]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ds_ckpt.activation.policies import policy_names
 from ds_ckpt.compression import methods
-from ds_ckpt.config.activation import POLICIES
 from ds_ckpt.config.paths import lookup, nearest
 
 
@@ -38,7 +38,7 @@ class Wanted:
 
     @classmethod
     def of(cls, ours: Any) -> Wanted:
-        policy = _resolve(lookup(ours, ("activation", "policy")), POLICIES)
+        policy = _resolve(lookup(ours, ("activation", "policy")), policy_names())
         if policy == "none" and _checkpointing_rules(ours):
             policy = "rules"
         method = _resolve(lookup(ours, ("compression", "method")), ("none", *methods()))

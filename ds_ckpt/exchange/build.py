@@ -37,7 +37,7 @@ class ExchangeSettings:
     error_feedback: bool = True
     residual_dtype: ResidualDtype = "fp32"
     residual_device: ResidualDevice = "accelerator"
-    start_step: int = 0
+    warmup_steps: int = 0
     min_numel: int = 4096
     levels: Levels = "auto"
     autotune: bool = True
@@ -171,7 +171,7 @@ def build_exchange(
         exchange,
         feedback,
         factors,
-        warmup_steps=settings.start_step,
+        warmup_steps=settings.warmup_steps,
         current_step=current_step,
         at_boundary=at_boundary,
         autotuner=autotuner,
@@ -190,7 +190,7 @@ def describe(settings: ExchangeSettings, plan: Plan, groups: Groups) -> str:
     how = ", ".join(f"{words} on {n}" for words, (n, _, _) in plan.by_compressor().items())
     feedback = "on" if settings.error_feedback else "off: what is not sent is lost"
     return (
-        f"gradients: {how} tensors from step {settings.start_step}: "
+        f"gradients: {how} tensors from step {settings.warmup_steps}: "
         f"{plan.share:.2%} of the dense gradient bytes{levels}, error feedback {feedback}"
         f"{', where that makes steps shorter' if settings.autotune else ''}"
     )

@@ -17,7 +17,7 @@ from typing import Literal
 from torch import nn
 
 from ds_ckpt.activation.blocks import Block, is_hf_layer
-from ds_ckpt.activation.plan import Unit
+from ds_ckpt.activation.policies import Unit
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.planner.candidates import Candidate, UnitNames, candidates_of, shared_by_blocks
 from ds_ckpt.planner.costs import Rates

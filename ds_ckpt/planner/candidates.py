@@ -3,7 +3,7 @@
 A candidate is something that `activation` can run: a list of recomputes (`Unit`) and the operators
 that each keeps. Its bytes are sets of storages, so that what two operators or two blocks share is
 counted once. The recompute runs to the last tensor that autograd saves and no further, and leaves
-out the operators whose results were kept, as `activation.frames` does it.
+out the operators whose results were kept, as `activation.checkpoint` does it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ds_ckpt.activation.choice import cores, products
+from ds_ckpt.activation.policies import Groups, policies
+from ds_ckpt.activation.selective import cores, products
 from ds_ckpt.planner.survey import (
     NO_STORAGE,
     Call,
@@ -26,42 +27,26 @@ from ds_ckpt.telemetry.memory import Storage
 Keeps = Callable[[TracedOperator], bool]
 """Whether an operator's result is kept for the recompute."""
 
-# Policies by name: what a block is treated with, and which operators a set of results means.
-
-_SAVE_OPS: tuple[tuple[str, ...], ...] = (
-    ("attention",),
-    ("qkvo",),
-    ("gate",),
-    ("attention", "qkvo"),
-    ("attention", "gate"),
-    ("qkvo", "gate"),
-    ("attention", "qkvo", "gate"),
-    ("matmuls",),
-)
+# What the policies try on a block, and which operators a set of results means.
 
 
-def _treatments(
-    found: Survey, block: SurveyedBlock
-) -> Iterator[tuple[str, list[list[str]], list[str]]]:
+def _tried(found: Survey, block: SurveyedBlock) -> list[tuple[str, Groups, tuple[str, ...]]]:
     """Name, modules of each recompute, and the sets of results that are kept."""
-    attention = [[name] for name in block.attention]
-    mlps = [list(chain) for chain in block.mlps]
-    yield "none", [], []
-    yield "block", [[block.name]], []
-    if attention:
-        yield "attention", attention, []
-    if mlps:
-        yield "mlp", mlps, []
-    if attention and mlps:
-        yield "attention and mlp", [*attention, *mlps], []
     operators = [o for call in block.calls for o in found.trace.within(call)]
-    for sets in _SAVE_OPS:
-        if all(any(map(_kept_by(found.trace, block, (word,)), operators)) for word in sets):
-            yield f"selective {'+'.join(sets)}", [[block.name]], list(sets)
+    ways: list[tuple[str, Groups, tuple[str, ...]]] = []
+    for policy in policies():
+        for groups, sets in policy.candidates(block.name, block):
+            if all(any(map(_kept_by(found.trace, block, (word,)), operators)) for word in sets):
+                ways.append((f"{policy.name} {'+'.join(sets)}".rstrip(), groups, sets))
+    of = {name: groups for name, groups, _ in ways}
+    if "attention" in of and "mlp" in of:
+        both = ("attention and mlp", [*of["attention"], *of["mlp"]], ())
+        ways.insert([*of].index("mlp") + 1, both)
+    return ways
 
 
 def _kept_by(trace: Trace, block: SurveyedBlock, sets: Sequence[str]) -> Keeps:
-    """Whether an operator's result is in one of these sets, as `activation.choice` decides."""
+    """Whether an operator's result is in one of these sets, as `activation.selective` decides."""
     anywhere: frozenset[object] = frozenset()
     if "matmuls" in sets:
         anywhere |= products() | cores()
@@ -136,9 +121,9 @@ def candidates_of(found: Survey, index: int) -> list[Candidate]:
     """The ways to treat block `index`; the first is to leave it alone."""
     block = found.blocks[index]
     ways: dict[tuple[object, ...], Candidate] = {}
-    for word, groups, sets in _treatments(found, block):
+    for word, groups, sets in _tried(found, block):
         keeps = _kept_by(found.trace, block, sets) if sets else None
-        candidate = _candidate(found, block, word, groups, tuple(sets), keeps)
+        candidate = _candidate(found, block, word, groups, sets, keeps)
         if candidate is not None:
             ways.setdefault(candidate.numbers, candidate)
     return list(ways.values())

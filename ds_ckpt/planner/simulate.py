@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ds_ckpt.activation.blocks import Block
-from ds_ckpt.activation.plan import Unit
-from ds_ckpt.activation.recompute import CheckpointedBlocks
+from ds_ckpt.activation.install import CheckpointedBlocks
+from ds_ckpt.activation.policies import Unit
 from ds_ckpt.planner.costs import flops_of
 from ds_ckpt.planner.fake import fake_run
 from ds_ckpt.planner.survey import not_plannable

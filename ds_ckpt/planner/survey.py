@@ -17,12 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_ckpt.activation.arguments import TakenApart
-from ds_ckpt.activation.blocks import Block, find_blocks
-from ds_ckpt.activation.caches import without_empty_caches
-from ds_ckpt.activation.operators import is_view, writes_to
-from ds_ckpt.activation.parts import Part, attention_parts, gates, mlp_parts
-from ds_ckpt.activation.recompute import CheckpointedBlocks
+from ds_ckpt.activation.blocks import Block, Part, attention_parts, find_blocks, gates, mlp_parts
+from ds_ckpt.activation.checkpoint import Arguments
+from ds_ckpt.activation.install import CheckpointedBlocks, without_empty_caches
+from ds_ckpt.activation.selective import is_view, writes_to
 from ds_ckpt.planner.costs import Rates, flops_of, moved_bytes
 from ds_ckpt.planner.fake import fake_run, unknown_values_refused
 from ds_ckpt.telemetry.memory import MemoryTracker, Operator, Storage, tensors_in
@@ -160,7 +158,7 @@ class Trace:
             call = None
             if watched:
                 given, named = without_empty_caches(self.names[number], args, kwargs)
-                arguments = self._storages(TakenApart(forward, given, named).tensors)
+                arguments = self._storages(Arguments(forward, given, named).tensors)
                 first, saves = len(self.operators), len(self.saves)
                 call = Call(self.names[number], arguments, (first, first), (saves, saves))
                 self.calls.append(call)

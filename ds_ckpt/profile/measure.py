@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ds_ckpt.activation import Block, CheckpointedBlocks
-from ds_ckpt.activation.parts import attention_parts, is_norm, mlp_parts
-from ds_ckpt.activation.recompute import Surrounding
+from ds_ckpt.activation.blocks import attention_parts, is_norm, mlp_parts
+from ds_ckpt.activation.install import Surrounding
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.planner.costs import flops_of, launches, moved_bytes, stored_attention
 from ds_ckpt.planner.fake import FakeModel

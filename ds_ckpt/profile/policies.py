@@ -11,6 +11,7 @@ from torch import nn
 
 from ds_ckpt.activation import Policy, find_blocks
 from ds_ckpt.activation.blocks import Block, repeated_classes
+from ds_ckpt.activation.policies import policies, policy_named
 from ds_ckpt.config import parse
 from ds_ckpt.config.activation import ActivationConfig
 from ds_ckpt.config.policy import activation_policy
@@ -26,12 +27,9 @@ NONE = "none"
 CONFIGURED = "configured"
 ZERO3 = {"zero_optimization": {"stage": 3}}
 _COMPARED: dict[str, dict[str, Any]] = {
-    "block": {"policy": "block"},
-    "attention": {"policy": "attention"},
-    "mlp": {"policy": "mlp"},
-    "selective": {"policy": "selective"},
-    "selective attention+qkvo": {"policy": "selective", "save_ops": "attention+qkvo"},
-    "every_n 2": {"policy": "every_n", "every_n": 2},
+    " ".join([policy.name, *map(str, options.values())]): {"policy": policy.name, **options}
+    for policy in policies()
+    for options in policy.compared
 }
 NAMES = (NONE, *_COMPARED)
 
@@ -94,7 +92,8 @@ def compared(
             continue
         section = dict(_COMPARED[name])
         if modules is not None:
-            if name in ("attention", "mlp"):  # there they name the parts themselves
+            policy = policy_named(section["policy"])
+            if policy is not None and policy.of_parts:  # there they name the parts themselves
                 continue
             section["modules"] = list(modules)
         found.append(ComparedPolicy(name, section))

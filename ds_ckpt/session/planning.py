@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ds_ckpt.activation.blocks import find_blocks
-from ds_ckpt.activation.plan import Unit
+from ds_ckpt.activation.policies import Unit
 from ds_ckpt.config.activation import ActivationConfig
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.patch import Patches

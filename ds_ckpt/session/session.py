@@ -16,10 +16,9 @@ from typing import Any
 import torch
 
 from ds_ckpt.activation import CheckpointedBlocks
-from ds_ckpt.activation.boundaries import Boundaries
-from ds_ckpt.activation.build import Keeping, build_boundaries
-from ds_ckpt.activation.build import describe as describe_keeping
-from ds_ckpt.activation.plan import Unit, make_plan
+from ds_ckpt.activation.inputs import CheckpointedInputs, Keeping, build_inputs
+from ds_ckpt.activation.inputs import describe as describe_keeping
+from ds_ckpt.activation.policies import Unit, make_plan
 from ds_ckpt.config import PluginConfig
 from ds_ckpt.config.policy import activation_policy, boundary_keeping
 from ds_ckpt.config.verdicts import limits
@@ -71,7 +70,7 @@ class Session:
         self._planning: Planning | None = None
         self._steps: StepLog | None = None
         self._blocks: CheckpointedBlocks | None = None
-        self._boundaries: Boundaries | None = None
+        self._boundaries: CheckpointedInputs | None = None
         self._gather: GatherHook | None = None
         self._gradient: GradientHook | None = None
         self._gradients: Gradients | None = None
@@ -142,7 +141,7 @@ class Session:
         model = self.engine.module
         policy = activation_policy(self.config.activation)
         keeping, device = self._keeping()
-        self._boundaries = build_boundaries(keeping, model, units, device, self._group)
+        self._boundaries = build_inputs(keeping, model, units, device, self._group)
         self._blocks = CheckpointedBlocks(
             model,
             scopes=[self._gather.recompute] if self._gather else [],

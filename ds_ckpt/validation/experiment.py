@@ -69,11 +69,13 @@ class Candidate:
     def in_run_of(self, steps: int) -> ExchangeSettings:
         """The settings with the dense warm-up that a run of so many steps has."""
         most = int(WARM_UP_SHARE * steps)
-        return dataclasses.replace(self.settings, start_step=min(self.settings.start_step, most))
+        return dataclasses.replace(
+            self.settings, warmup_steps=min(self.settings.warmup_steps, most)
+        )
 
     def warm_up(self, steps: int) -> int:
         """Dense steps at the beginning of a run of so many; 0 for what loses nothing."""
-        return self.in_run_of(steps).start_step if self.lossy else 0
+        return self.in_run_of(steps).warmup_steps if self.lossy else 0
 
     def digest(self, steps: int) -> str:
         """Of all that a run of so many steps depends on: equal digests are equal runs."""
@@ -96,7 +98,7 @@ def _as_recorded(settings: ExchangeSettings) -> dict[str, Any]:
         "error_feedback": settings.error_feedback,
         "residual_dtype": settings.residual_dtype,
         "residual_device": settings.residual_device,
-        "start_step": settings.start_step,
+        "start_step": settings.warmup_steps,
         "min_numel": settings.min_numel,
     }
     usual = dataclasses.replace(settings, when="auto")
@@ -151,8 +153,8 @@ def checkpointed(model: torch.nn.Module, plugin: PluginConfig, device: str) -> I
         yield
         return
     from ds_ckpt.activation import CheckpointedBlocks
-    from ds_ckpt.activation.build import build_boundaries
-    from ds_ckpt.activation.plan import make_plan
+    from ds_ckpt.activation.inputs import build_inputs
+    from ds_ckpt.activation.policies import make_plan
 
     if config.planned:
         raise ConfigError(
@@ -174,7 +176,7 @@ def checkpointed(model: torch.nn.Module, plugin: PluginConfig, device: str) -> I
             )
         )
     units = make_plan(model, policy)
-    boundaries = build_boundaries(keeping, model, units, torch.device(device))
+    boundaries = build_inputs(keeping, model, units, torch.device(device))
     blocks = CheckpointedBlocks(
         model, policy=policy, units=units, around=boundaries.around if boundaries else None
     )

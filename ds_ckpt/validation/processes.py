@@ -57,7 +57,7 @@ def _job(plan: Plan, store: Store, folder: Path) -> dict[str, Any]:
             "name": candidate.name,
             "file": candidate.file or None,
             "lossy": candidate.lossy,
-            "start_step": candidate.in_run_of(steps).start_step,
+            "start_step": candidate.in_run_of(steps).warmup_steps,
         }
         for seed, candidate in plan.missing(store, "processes")
     ]

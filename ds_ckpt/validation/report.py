@@ -252,7 +252,7 @@ def notes(comparisons: Sequence[Comparison]) -> list[str]:
     """What the numbers hold for."""
     found = []
     for one in comparisons:
-        configured = one.candidate.settings.start_step
+        configured = one.candidate.settings.warmup_steps
         if one.candidate.lossy and configured > one.warm_up:
             found.append(
                 f"{one.candidate.name}: its dense warm-up of {configured} steps was cut to "

@@ -168,12 +168,12 @@ def _everyone(mine: list[float]) -> tuple[float, ...]:
     return tuple(float(part[micro]) for micro in range(len(mine)) for part in parts)
 
 
-def engine_config(spec: TaskSpec, file: str | None, start_step: int) -> dict[str, Any]:
+def engine_config(spec: TaskSpec, file: str | None, warmup_steps: int) -> dict[str, Any]:
     """The DeepSpeed configuration of a run: the task's own, with a file's sections of ours.
 
     Args:
         file: a DeepSpeed JSON file; None: plain DeepSpeed, counted.
-        start_step: the dense warm-up of a lossy method.
+        warmup_steps: the dense warm-up of a lossy method.
     """
     recipe = spec.recipe()
     optimizer = {
@@ -195,7 +195,7 @@ def engine_config(spec: TaskSpec, file: str | None, start_step: int) -> dict[str
     compression = {**(ours.get("compression") or {})}
     if compression.get("method", "none") not in ("none", "dense") or compression.get("rules"):
         compression |= {
-            "warmup_steps": start_step,
+            "warmup_steps": warmup_steps,
             # what is sent must not depend on a clock
             "exchange": {**(compression.get("exchange") or {}), "autotune": False},
         }

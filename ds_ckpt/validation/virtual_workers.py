@@ -85,7 +85,7 @@ class VirtualWorkers:
             exchange,
             feedback,
             factors,
-            warmup_steps=0 if settings.lossless else settings.start_step,
+            warmup_steps=0 if settings.lossless else settings.warmup_steps,
             current_step=lambda: self.step,
             at_boundary=(lambda: self._at_boundary) if self._holds else None,
         )
@@ -212,7 +212,7 @@ def sixteen_bit_step_bytes(
         accumulation, embeddings: as `VirtualWorkers`.
     """
     workers = VirtualWorkers(
-        replace(settings, start_step=0),
+        replace(settings, warmup_steps=0),
         world,
         [name for name, _ in shapes],
         accumulation=accumulation,

@@ -37,7 +37,7 @@ def test_every_boundary_but_the_kept_one_leaves_and_returns(world2: Any, kind: s
         # the decoder of T5 uses the encoder's result to the end
         assert moved["on_device"] == [1] * 2
         assert moved["left_on_host"] == moved["left_on_device"] == 0
-        assert "3 of 4 boundaries" in moved["summary"] or kind == "t5"
+        assert "3 of 4 checkpointed inputs" in moved["summary"] or kind == "t5"
 
 
 def test_deepspeeds_own_keys_do_what_they_say(world2: Any) -> None:

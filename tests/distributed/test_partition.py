@@ -171,6 +171,6 @@ def test_data_parallel_processes_in_disguise_are_found(
 ) -> None:
     told = request.getfixturevalue(world).run(cases.disguised, what, timeout=60)
     for text in told:
-        assert "boundaries cannot be split over this group" in text
+        assert "checkpointed inputs cannot be split over this group" in text
         assert "processes 0 and 1" in text
         assert "blocks." in text

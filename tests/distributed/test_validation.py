@@ -55,7 +55,7 @@ def test_processes_and_virtual_workers_come_to_the_same(
             "name": one.name,
             "file": one.file or None,
             "lossy": one.lossy,
-            "start_step": one.in_run_of(spec.steps).start_step,
+            "start_step": one.in_run_of(spec.steps).warmup_steps,
         }
         for one in everyone
     ]

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_ckpt.activation import CheckpointedBlocks
-from ds_ckpt.activation.boundaries import Boundaries
-from ds_ckpt.activation.offload import BoundaryStore
-from ds_ckpt.activation.policy import Policy
+from ds_ckpt.activation.inputs import CheckpointedInputs
+from ds_ckpt.activation.offload import InputStore
+from ds_ckpt.activation.policies import Policy
 from ds_ckpt.memory import HostPool
 from ds_ckpt.memory.copies import Copies, HostCopies, Ticket
 
@@ -111,23 +111,23 @@ def put_on(
     pool: HostPool | None = None,
     policy: Policy | None = None,
     **options: Any,
-) -> tuple[CheckpointedBlocks, BoundaryStore, HostPool]:
+) -> tuple[CheckpointedBlocks, InputStore, HostPool]:
     """Checkpointing of the model's blocks with their boundaries kept in host memory."""
     pool = pool or HostPool()
-    store = BoundaryStore(
+    store = InputStore(
         CPU,
         copies or HostCopies(),
         pool=pool,
         owned=[*model.parameters(), *model.buffers()],
         **options,
     )
-    boundaries = Boundaries(model, store)
+    boundaries = CheckpointedInputs(model, store)
     blocks = CheckpointedBlocks(model, patterns, policy=policy, around=boundaries.around)
     boundaries.recomputed_together([[b.name for b in unit.blocks] for unit in blocks.units])
     return blocks, store, pool
 
 
-def nothing_left(store: BoundaryStore, pool: HostPool) -> bool:
+def nothing_left(store: InputStore, pool: HostPool) -> bool:
     store.collect()
     if isinstance(store._copies, LateCopies):
         assert store._copies.sound

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ds_ckpt.activation import CheckpointedBlocks, Policy, Treatment
+from ds_ckpt.activation import CheckpointedBlocks, Policy, PolicySettings
 from tests.unit.offload_models import LateCopies, nothing_left, put_on
 
 KINDS = pytest.mark.parametrize("kind", ["block", "segments", "selective", "offload"])
@@ -53,8 +53,8 @@ def data(seed: int = 1) -> Tensor:
 def put(model: nn.Module, kind: str, check: int = 0) -> Callable[[], bool]:
     """Checkpointing on the model's blocks; returns whether nothing of it is left behind."""
     names = tuple({type(block).__name__ for block in model.blocks})  # type: ignore[union-attr]
-    treatment = Treatment("block" if kind == "offload" else kind)  # type: ignore[arg-type]
-    policy = Policy(treatment, modules=names, check_determinism=check)
+    settings = PolicySettings("block" if kind == "offload" else kind)
+    policy = Policy(settings, modules=names, check_determinism=check)
     if kind != "offload":
         CheckpointedBlocks(model, policy=policy)
         return lambda: True

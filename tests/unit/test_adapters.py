@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ds_ckpt.activation import CheckpointedBlocks, Policy, Treatment
+from ds_ckpt.activation import CheckpointedBlocks, Policy, PolicySettings
 from ds_ckpt.errors import UnsupportedError
 from tests.architectures import batch, build
 
@@ -54,7 +54,7 @@ def test_adapters(name: str, kind: Any) -> None:
     """Without `enable_input_require_grads`: no input of a block below the first adapter needs a
     gradient."""
     models = [_adapted(_configs()[name]) for _ in range(2)]
-    CheckpointedBlocks(models[1], policy=Policy(Treatment(kind)))
+    CheckpointedBlocks(models[1], policy=Policy(PolicySettings(kind)))
     plain, ours = map(_gradients, models)
     trainable = {n for n, p in models[0].named_parameters() if p.requires_grad}
     assert plain.keys() == ours.keys() == trainable
@@ -68,6 +68,6 @@ def test_prefix_tuning_is_refused_with_the_block() -> None:
 
     model = _adapted(PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
     assert len(_gradients(model)) > 0
-    CheckpointedBlocks(model, policy=Policy(Treatment("attention")))
+    CheckpointedBlocks(model, policy=Policy(PolicySettings("attention")))
     with pytest.raises(UnsupportedError, match="with 4 positions"):
         _gradients(model)

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ds_ckpt.activation.boundaries import Boundaries
-from ds_ckpt.activation.offload import BoundaryStore
-from ds_ckpt.activation.policy import Policy
-from ds_ckpt.activation.recompute import CheckpointedBlocks
+from ds_ckpt.activation.inputs import CheckpointedInputs
+from ds_ckpt.activation.install import CheckpointedBlocks
+from ds_ckpt.activation.offload import InputStore
+from ds_ckpt.activation.policies import Policy
 from ds_ckpt.memory import HostPool
-from ds_ckpt.memory.arena import ALIGNMENT_BYTES, Arena, HostArena, device_arena
 from ds_ckpt.memory.copies import HostCopies
+from ds_ckpt.memory.pool import ALIGNMENT_BYTES, Arena, HostArena, device_arena
 from tests.unit.offload_models import CPU, build, equal, gradients
 
 
@@ -113,11 +113,9 @@ def test_host_arena_falls_back_on_its_pool() -> None:
     assert pool.nbytes_in_use == 0
 
 
-def _on(model: torch.nn.Module, **options: Any) -> BoundaryStore:
-    store = BoundaryStore(
-        CPU, HostCopies(), owned=[*model.parameters(), *model.buffers()], **options
-    )
-    boundaries = Boundaries(model, store)
+def _on(model: torch.nn.Module, **options: Any) -> InputStore:
+    store = InputStore(CPU, HostCopies(), owned=[*model.parameters(), *model.buffers()], **options)
+    boundaries = CheckpointedInputs(model, store)
     CheckpointedBlocks(model, policy=Policy(), around=boundaries.around)
     return store
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, UserDict
-from dataclasses import dataclass
+from collections import OrderedDict
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from ds_ckpt.activation.arguments import TakenApart
+from ds_ckpt.activation.checkpoint import Arguments
 
 
 class Pair(NamedTuple):
@@ -19,42 +18,26 @@ class Pair(NamedTuple):
     second: int
 
 
-@dataclass
-class Masks:
-    bias: Tensor
-    causal: bool = True
-
-
-@dataclass(frozen=True)
-class Frozen:
-    bias: Tensor
-
-
 X = torch.randn(3)
 CONTAINERS = [
     Pair(X, 2),
-    Masks(X),
-    Frozen(X),
     OrderedDict(a=X, b=1),
-    UserDict({"a": X}),
     BaseModelOutput(last_hidden_state=X),
-    {"a": [X, (X, Masks(X))]},
+    {"a": [X, (X, Pair(X, 1))]},
 ]
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    return TakenApart(lambda: None, (value,), {}).tensors
+    return Arguments(lambda: None, (value,), {}).tensors
 
 
 @pytest.mark.parametrize("value", CONTAINERS, ids=lambda v: type(v).__name__)
 def test_tensors_come_out_and_go_in_again(value: Any) -> None:
-    apart = TakenApart(print, (value,), {"key": value})
+    apart = Arguments(print, (value,), {"key": value})
     assert len(apart.tensors) == 1
     assert apart.tensors[0] is X
-    _, (own,), _ = apart.own()
-    assert own is value
     other = torch.zeros(3)
-    _, (again,), kwargs = apart.together([other])
+    (again,), kwargs = apart.with_tensors([other])
     assert type(again) is type(value)
     assert again is not value
     assert [t is other for t in tensors_in(again)] == [True]
@@ -64,19 +47,19 @@ def test_tensors_come_out_and_go_in_again(value: Any) -> None:
 
 def test_parameters_and_strange_objects_stay() -> None:
     parameter, strange = nn.Parameter(torch.ones(2)), object()
-    apart = TakenApart(print, (parameter, strange, torch.Size([2]), Masks), {})
+    apart = Arguments(print, (parameter, strange, torch.Size([2]), Pair), {})
     assert apart.tensors == []
-    _, args, _ = apart.together([])
+    args, _ = apart.with_tensors([])
     assert args[0] is parameter
     assert args[1] is strange
     assert args[2] == torch.Size([2])
-    assert args[3] is Masks
+    assert args[3] is Pair
 
 
 def test_a_model_output_keeps_its_attributes_and_keys_alike() -> None:
-    apart = TakenApart(print, (BaseModelOutput(last_hidden_state=X),), {})
+    apart = Arguments(print, (BaseModelOutput(last_hidden_state=X),), {})
     zeros = torch.zeros(3)
-    _, (again,), _ = apart.together([zeros])
+    (again,), _ = apart.with_tensors([zeros])
     assert again.last_hidden_state is zeros
     assert again["last_hidden_state"] is zeros
     assert again.to_tuple() == (zeros,)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from ds_ckpt.activation import CheckpointedBlocks, Policy, Treatment
+from ds_ckpt.activation import CheckpointedBlocks, Policy, PolicySettings
 from tests.architectures import batch, build
 from tests.unit.offload_models import Model, grads, nothing_left, put_on
 from tests.unit.stacks import KINDS, Block, Stack, backward, data, put, same
@@ -282,7 +282,7 @@ def test_hugging_face_models_in_evaluation_mode(name: str, kind: Any) -> None:
 
     model = build(name).eval()
     plain, expected = run(model)
-    blocks = CheckpointedBlocks(model, policy=Policy(Treatment(kind)))
+    blocks = CheckpointedBlocks(model, policy=Policy(PolicySettings(kind)))
     held, ours = run(model)
     assert held < 0.9 * plain
     tolerance = {"rtol": 1e-5, "atol": 1e-7} if name == "t5" else {"rtol": 0.0, "atol": 0.0}
@@ -299,7 +299,7 @@ def test_hugging_face_models_in_evaluation_mode(name: str, kind: Any) -> None:
 def test_a_cache_in_evaluation_mode_is_filled(kind: Any) -> None:
     """With gradients on, too: someone who forgot no_grad, and prefixes that are trained."""
     models = [build("llama").eval() for _ in range(2)]
-    CheckpointedBlocks(models[1], policy=Policy(Treatment(kind)))
+    CheckpointedBlocks(models[1], policy=Policy(PolicySettings(kind)))
     tokens = batch("llama")["input_ids"]
     results = []
     for model in models:
@@ -318,9 +318,11 @@ def test_a_cache_in_evaluation_mode_is_filled(kind: Any) -> None:
 @pytest.mark.parametrize("kind", ["block", "attention", "segments", "qkvo"])
 def test_a_copy_of_a_model_runs_its_own_weights(kind: Any, way: str) -> None:
     """As for a moving average of the weights, or a reference model."""
-    treatment = Treatment("selective", save_ops=("qkvo",)) if kind == "qkvo" else Treatment(kind)
+    settings = (
+        PolicySettings("selective", save_ops=("qkvo",)) if kind == "qkvo" else PolicySettings(kind)
+    )
     model = build("llama")
-    CheckpointedBlocks(model, policy=Policy(treatment))
+    CheckpointedBlocks(model, policy=Policy(settings))
     if way == "deepcopy":
         twin = copy.deepcopy(model)
     else:

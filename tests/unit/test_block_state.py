@@ -15,9 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ds_ckpt.activation.frames import Frame
-from ds_ckpt.activation.holders import MOST, Found, look, put_back
-from ds_ckpt.activation.surroundings import devices_of
+from ds_ckpt.activation.checkpoint import Call
+from ds_ckpt.activation.snapshot import MOST, Found, look, put_back
 from ds_ckpt.errors import RecomputeError, UnsupportedError
 from tests.unit.offload_models import put_on
 from tests.unit.stacks import KINDS, Block, Stack, data, put, results, same
@@ -174,8 +173,8 @@ def test_former_steps_are_not_held_by_what_attributes_were() -> None:
         values.append(weakref.ref(model.blocks[0].before))
     gc.collect()
     assert [v() is not None for v in values] == [False] * 3 + [True]
-    frames = [f for f in gc.get_objects() if isinstance(f, Frame)]
-    assert len(frames) <= 3
+    calls = [c for c in gc.get_objects() if isinstance(c, Call)]
+    assert len(calls) <= 3
 
 
 # objects among the arguments
@@ -284,7 +283,7 @@ def test_tensors_in_unknown_objects_are_right_and_stay_on_the_device(hide: Any) 
     boundary = data().nbytes
     for index in (0, 1):
         moved = store.counters.out_bytes[f"blocks.{index}"]
-        assert moved == boundary * (1 if hide is State else 2)
+        assert moved == boundary
 
 
 @pytest.mark.parametrize("where", ["block", "model"])
@@ -333,22 +332,6 @@ def test_a_generator_among_the_arguments_starts_again(kind: str) -> None:
     same(lambda: Stack(lambda: Block(noise), join), kind)
 
 
-def test_devices_of_hidden_tensors_and_weights_count() -> None:
-    """Where random states are noted. Fake tensors stand in for those of an accelerator."""
-    from torch._subclasses import FakeTensorMode
-
-    from ds_ckpt.activation.state import State as Noted
-    from ds_ckpt.activation.state import StateOfSite
-
-    with FakeTensorMode():
-        hidden = State(torch.empty(1, device="cuda:1"))
-        module = nn.Module()
-        module.weight = nn.Parameter(torch.empty(1, device="cuda:0"))
-        for arguments, expected in (([], [0]), ([{"a": hidden}], [1, 0])):
-            noted = Noted(StateOfSite("a"), [module], arguments)
-            assert [d.index for d in devices_of(noted.tensors)] == expected
-
-
 # weights
 
 
@@ -395,21 +378,25 @@ def test_weights_given_by_functional_call(kind: str) -> None:
     same(lambda: Stack(lambda: Block(torch.tanh)), kind, step)
 
 
+class LeftError(Exception):
+    """Carries a tensor out of a forward."""
+
+
 class Leaves(nn.Module):
     """Shows a tensor around and is then left by an exception."""
 
     def forward(self, x: Tensor) -> Tensor:
-        raise StopIteration(x.sin().sum())
+        raise LeftError(x.sin().sum())
 
 
 @KINDS
 def test_a_tensor_of_a_forward_that_an_exception_has_ended(kind: str) -> None:
     model = Stack(lambda: Block(Leaves()))
     put(model, kind)
-    with pytest.raises(StopIteration) as caught:
+    with pytest.raises(LeftError) as caught:
         model(data())
     with pytest.raises(UnsupportedError, match=r"blocks\.0.*: found a backward through a forward"):
-        caught.value.value.backward()
+        caught.value.args[0].backward()
 
 
 class Offset(nn.Module):
@@ -507,13 +494,13 @@ def test_deepspeeds_bookkeeping_on_modules_is_let_be() -> None:
     module = nn.Linear(1, 1)
     module.ds_grads_remaining = 1  # type: ignore[assignment]
     module.own = 1  # type: ignore[assignment]
-    assert set(look(module)) == {"own", "in_features", "out_features"}
+    assert set(look(module)) == {"own", "in_features", "out_features", "training"}
 
 
 def test_who_hands_a_data_set_to_a_block_is_told(caplog: pytest.LogCaptureFixture) -> None:
     many = State([State(n) for n in range(2 * MOST)])  # type: ignore[arg-type]
-    assert len(Found([many], taken_apart=True).holders) <= MOST
+    assert len(Found([many]).holders) <= MOST
     assert "not looked through" in caplog.text
     ring = State(torch.ones(1))
     ring.value = ring  # type: ignore[assignment]
-    assert Found([ring, ring, itertools], taken_apart=True).holders == [ring]
+    assert Found([ring, ring, itertools]).holders == [ring]

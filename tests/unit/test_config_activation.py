@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ds_ckpt.activation import Policy, Rule, Treatment
+from ds_ckpt.activation import Policy, PolicySettings, Rule
 from ds_ckpt.config import ActivationConfig, parse
 from ds_ckpt.config.activation import ActivationRuleConfig
 from ds_ckpt.config.policy import activation_policy
@@ -26,41 +26,41 @@ def problems(**activation: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("section", "treatment"),
+    ("section", "settings"),
     [
-        ({"policy": "attention"}, Treatment("attention")),
-        ({"policy": "mlp"}, Treatment("mlp")),
-        ({"policy": "every_n", "every_n": 4}, Treatment("every_n", every_n=4)),
-        ({"policy": "segments", "segment_size": 3}, Treatment("segments", segment_size=3)),
-        ({"policy": "selective"}, Treatment("selective", save_ops=("matmuls",))),
+        ({"policy": "attention"}, PolicySettings("attention")),
+        ({"policy": "mlp"}, PolicySettings("mlp")),
+        ({"policy": "every_n", "every_n": 4}, PolicySettings("every_n", every_n=4)),
+        ({"policy": "segments", "segment_size": 3}, PolicySettings("segments", segment_size=3)),
+        ({"policy": "selective"}, PolicySettings("selective", save_ops=("matmuls",))),
         (
             {"policy": "selective", "save_ops": "attention+qkvo"},
-            Treatment("selective", save_ops=("attention+qkvo",)),
+            PolicySettings("selective", save_ops=("attention+qkvo",)),
         ),
         (
             {"policy": "selective", "save_ops": ["attention", "aten.mm"]},
-            Treatment("selective", save_ops=("attention", "aten.mm")),
+            PolicySettings("selective", save_ops=("attention", "aten.mm")),
         ),
     ],
 )
-def test_a_policy_and_its_setting(section: dict[str, Any], treatment: Treatment) -> None:
+def test_a_policy_and_its_setting(section: dict[str, Any], settings: PolicySettings) -> None:
     config = read(**section)
     assert config.active
-    assert activation_policy(config) == Policy(treatment)
+    assert activation_policy(config) == Policy(settings)
     assert section["policy"] in config.summary()
 
 
-def test_rules_become_treatments_in_their_order() -> None:
+def test_rules_become_settings_in_their_order() -> None:
     rules = [
         {"match": "0-15", "policy": "selective", "save_ops": "attention+qkvo"},
         {"match": "*.layers.16", "policy": "none"},
     ]
     config = read(policy="block", modules=["Block"], rules=rules, check_determinism=5)
     assert activation_policy(config) == Policy(
-        Treatment("block"),
+        PolicySettings("block"),
         (
-            Rule("0-15", Treatment("selective", save_ops=("attention+qkvo",))),
-            Rule("*.layers.16", Treatment("none")),
+            Rule("0-15", PolicySettings("selective", save_ops=("attention+qkvo",))),
+            Rule("*.layers.16", PolicySettings("none")),
         ),
         modules=("Block",),
         check_determinism=5,

@@ -83,7 +83,7 @@ def test_rules_make_a_common_section_useful() -> None:
     }
     settings = exchange_settings(parse(config).compression)
     assert settings.rules[0].settings.sections["topk"].density == 0.5
-    assert settings.start_step == 5
+    assert settings.warmup_steps == 5
     assert not settings.lossless
 
 

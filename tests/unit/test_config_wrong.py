@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_ckpt.activation.policies import policy_names
 from ds_ckpt.config import parse
-from ds_ckpt.config.activation import POLICIES
 from ds_ckpt.config.paths import join, plain
 from ds_ckpt.errors import ConfigError
 
@@ -41,7 +41,7 @@ def _not_among(*choices: str) -> st.SearchStrategy[Any]:
 
 _WHOLE = _NOT_A_NUMBER | st.floats(0, 1e6) | st.just(float("inf"))
 LEAVES: dict[Keys, st.SearchStrategy[Any]] = {
-    ("ds_ckpt", "activation", "policy"): _not_among(*POLICIES),
+    ("ds_ckpt", "activation", "policy"): _not_among(*policy_names()),
     ("ds_ckpt", "activation", "every_n"): _WHOLE | st.integers(max_value=1),
     ("ds_ckpt", "activation", "segment_size"): _WHOLE | st.integers(max_value=1),
     ("ds_ckpt", "activation", "save_ops"): st.sampled_from([[], "", True, 3, {}, [3], [""]]),
@@ -311,6 +311,7 @@ def test_generated_wrong_configs_are_refused_with_words() -> None:
         assert not missing, f"{missing} not named in {told}"
         for problem in caught.value.problems:
             assert problem.where.startswith("$")
+            assert problem.where in str(caught.value)
             assert problem.found
             assert len(problem.why) > 10
             assert len(problem.remedy) > 5

@@ -112,10 +112,9 @@ def test_the_stand_in_copies_at_once() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_gradients_through_a_real_side_stream() -> None:
-    from ds_ckpt.activation.build import Keeping, build_boundaries
-    from ds_ckpt.activation.plan import make_plan
-    from ds_ckpt.activation.policy import Policy
-    from ds_ckpt.activation.recompute import CheckpointedBlocks
+    from ds_ckpt.activation.inputs import Keeping, build_inputs
+    from ds_ckpt.activation.install import CheckpointedBlocks
+    from ds_ckpt.activation.policies import Policy, make_plan
     from tests.unit.offload_models import batch, build, equal, gradients
 
     device = torch.device("cuda", torch.cuda.current_device())
@@ -124,7 +123,7 @@ def test_gradients_through_a_real_side_stream() -> None:
     plain = gradients(model, data)
     units = make_plan(model, Policy())
     keeping = Keeping(offload=True, offload_min_bytes=0)
-    boundaries = build_boundaries(keeping, model, units, device)
+    boundaries = build_inputs(keeping, model, units, device)
     assert boundaries is not None
     CheckpointedBlocks(model, units=units, around=boundaries.around)
     for _ in range(5):

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ds_ckpt.activation import CheckpointedBlocks, Policy, Treatment
+from ds_ckpt.activation import CheckpointedBlocks, Policy, PolicySettings
 from ds_ckpt.activation.fingerprints import WHOLE_BYTES, Printer, fingerprint
 from ds_ckpt.errors import RecomputeError, UnsupportedError
 from tests.architectures import batch, build
@@ -65,10 +65,10 @@ def test_every_injected_difference_is_caught_and_named(seed: int) -> None:
     parent = model.get_submodule(place)
     setattr(parent, name, Injected(getattr(parent, name), spoil))
     kinds = ("block", "segments", "selective", "block")
-    treatment = Treatment(kinds[seed % 4])  # type: ignore[arg-type]
-    if treatment.kind == "selective":  # a result that is taken from memory cannot differ
-        treatment = Treatment("selective", save_ops=("attention",))
-    CheckpointedBlocks(model, policy=Policy(treatment, check_determinism=1))
+    settings = PolicySettings(kinds[seed % 4])  # type: ignore[arg-type]
+    if settings.policy == "selective":  # a result that is taken from memory cannot differ
+        settings = PolicySettings("selective", save_ops=("attention",))
+    CheckpointedBlocks(model, policy=Policy(settings, check_determinism=1))
     with pytest.raises(RecomputeError, match=rf"model\.layers\.{layer}: found saved tensor"):
         model(**batch("llama", seed)).loss.backward()
 
@@ -91,7 +91,7 @@ def test_without_the_check_the_gradients_would_be_wrong_silently() -> None:
 @pytest.mark.parametrize("policy", ["block", "attention", "mlp", "segments", "selective"])
 def test_what_repeats_itself_is_let_through(kind: str, policy: Any) -> None:
     model = build(kind)
-    CheckpointedBlocks(model, policy=Policy(Treatment(policy), check_determinism=1))
+    CheckpointedBlocks(model, policy=Policy(PolicySettings(policy), check_determinism=1))
     for seed in range(2):
         model(**batch(kind, seed)).loss.backward()
 

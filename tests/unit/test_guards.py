@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_ckpt.activation import CheckpointedBlocks, Policy, Treatment
-from ds_ckpt.activation.frames import Frame
-from ds_ckpt.errors import UnsupportedError
+from ds_ckpt.activation import CheckpointedBlocks, Policy, PolicySettings
+from ds_ckpt.activation.checkpoint import Call
+from ds_ckpt.errors import RecomputeError, UnsupportedError
 from tests.architectures import batch, build
 
 BLOCK = Policy(modules=("Block",))
-SEGMENTS = Policy(Treatment("segments", segment_size=2), modules=("Block",))
-SELECTIVE = Policy(Treatment("selective"), modules=("Block",))
+SEGMENTS = Policy(PolicySettings("segments", segment_size=2), modules=("Block",))
+SELECTIVE = Policy(PolicySettings("selective"), modules=("Block",))
 PLAIN = pytest.mark.parametrize(
-    "policy", [BLOCK, SEGMENTS, SELECTIVE], ids=lambda p: p.treatment.kind
+    "policy", [BLOCK, SEGMENTS, SELECTIVE], ids=lambda p: p.settings.policy
 )
 
 
@@ -242,7 +242,7 @@ class DictStack(Stack):
 
 @PLAIN
 def test_nested_arguments_and_results(policy: Policy) -> None:
-    policy = Policy(policy.treatment, modules=("Dicts",))
+    policy = Policy(policy.settings, modules=("Dicts",))
     models = [DictStack(lambda: Dicts(nn.Identity())) for _ in range(2)]
     CheckpointedBlocks(models[1], policy=policy)
     plain, ours = (_train(model)[0] for model in models)
@@ -283,7 +283,7 @@ def test_hidden_states_and_caches(name: str, kind: Any) -> None:
         ]
 
     models = [build(name) for _ in range(3)]
-    CheckpointedBlocks(models[1], policy=Policy(Treatment(kind)))
+    CheckpointedBlocks(models[1], policy=Policy(PolicySettings(kind)))
     plain, ours, cached = (run(m, use) for m, use in zip(models, (False, True, True), strict=True))
     for one, other, filled in zip(plain, ours, cached, strict=True):
         assert len(one) > 4
@@ -295,7 +295,7 @@ def test_hidden_states_and_caches(name: str, kind: Any) -> None:
 @KINDS
 def test_generating_afterwards_uses_the_cache(kind: Any) -> None:
     models = [build("llama") for _ in range(2)]
-    CheckpointedBlocks(models[1], policy=Policy(Treatment(kind)))
+    CheckpointedBlocks(models[1], policy=Policy(PolicySettings(kind)))
     tokens = batch("llama")["input_ids"][:, :4]
     outputs = []
     for model in models:
@@ -312,7 +312,7 @@ def test_a_prefix_in_the_cache_is_refused() -> None:
     model = build("llama")
     with torch.no_grad():
         cache = model.eval()(batch("llama")["input_ids"], use_cache=True).past_key_values
-    CheckpointedBlocks(model.train(), policy=Policy(Treatment("attention")))
+    CheckpointedBlocks(model.train(), policy=Policy(PolicySettings("attention")))
     with pytest.raises(UnsupportedError, match=r"layers\.0\.self_attn: found DynamicCache with 11"):
         model(batch("llama")["input_ids"], past_key_values=cache)
 
@@ -434,7 +434,7 @@ def test_second_derivatives(policy: Policy) -> None:
 
 
 class SavesTwice(torch.autograd.Function):
-    """Asks for its saved tensors twice, which torch's own checkpointing refuses."""
+    """Asks for its saved tensors twice."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -449,8 +449,11 @@ class SavesTwice(torch.autograd.Function):
 
 
 @PLAIN
-def test_a_function_may_look_at_its_saved_tensors_again(policy: Policy) -> None:
-    _same(lambda: Block(SavesTwice.apply), policy)
+def test_a_function_that_asks_for_its_saved_tensors_twice_is_refused(policy: Policy) -> None:
+    model = Stack(lambda: Block(SavesTwice.apply))
+    CheckpointedBlocks(model, policy=policy)
+    with pytest.raises(RecomputeError, match=r"blocks\.2: found a saved tensor that backward asks"):
+        model(_x()).backward()
 
 
 @PLAIN
@@ -476,7 +479,7 @@ def test_a_gradient_inside_a_forward_is_refused_by_name() -> None:
 
 @PLAIN
 def test_nothing_stays_behind(policy: Policy) -> None:
-    """After a backward, a dropped loss, an error in a forward, an evaluation: no frame is left."""
+    """After a backward, a dropped loss, an error in a forward, an evaluation: no call is left."""
 
     def fail(x: Tensor) -> Tensor:
         if flags["fail"]:
@@ -486,31 +489,54 @@ def test_nothing_stays_behind(policy: Policy) -> None:
     flags = {"fail": False}
     model = Stack(lambda: Block(fail))
     CheckpointedBlocks(model, policy=policy)
-    frames: list[weakref.ref[Frame]] = []
-    original = Frame.__init__
+    calls: list[weakref.ref[Call]] = []
+    original = Call.__init__
 
-    def noted(self: Frame, *args: Any, **kwargs: Any) -> None:
+    def noted(self: Call, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        frames.append(weakref.ref(self))
+        calls.append(weakref.ref(self))
 
-    gc.disable()  # frames must go by themselves, not with the next collection
+    gc.disable()  # calls must go by themselves, not with the next collection
     try:
-        Frame.__init__ = noted  # type: ignore[method-assign]
+        Call.__init__ = noted  # type: ignore[method-assign]
         model(_x()).backward()
         loss = model(_x())
-        assert any(f() is not None for f in frames)
+        assert any(f() is not None for f in calls)
         del loss
         flags["fail"] = True
         with contextlib.suppress(ZeroDivisionError):
             model(_x())
         flags["fail"] = False
-        made = len(frames)
+        made = len(calls)
         with torch.no_grad():
             model(_x())
-        assert len(frames) == made > 4
+        assert len(calls) == made > 4
         model.eval()(_x())
-        assert len(frames) > made
-        assert all(f() is None for f in frames)
+        assert len(calls) > made
+        assert all(f() is None for f in calls)
     finally:
-        Frame.__init__ = original  # type: ignore[method-assign]
+        Call.__init__ = original  # type: ignore[method-assign]
         gc.enable()
+
+
+def _calls() -> int:
+    gc.collect()
+    return sum(type(thing) is Call for thing in gc.get_objects())
+
+
+@PLAIN
+def test_forwards_that_go_on_from_each_other_or_not_leave_nothing(policy: Policy) -> None:
+    """What a recompute makes for a call that may go on from it leads back to it."""
+    before = _calls()
+    for interleaved in (False, True):
+        model = Stack(lambda: Block(nn.Dropout(0.2)))
+        CheckpointedBlocks(model, policy=policy)
+        one, other = _x(1), _x(2)
+        for block in model.blocks:
+            one = block(one)
+            other = block(other) if interleaved else other
+        one.sum().backward()
+        if interleaved:
+            other.square().sum().backward()
+        del model, block, one, other
+    assert _calls() == before

@@ -239,6 +239,19 @@ def test_a_skipped_step_leaves_the_factors(overflows: bool, alternate: bool) -> 
     assert torch.equal(assemble(shards, 0), assemble(wanted, 0))
 
 
+@pytest.mark.parametrize("alternate", [False, True])
+def test_a_bad_tensor_beside_finite_factors_is_told_to_everybody(alternate: bool) -> None:
+    def choose(name: str, shape: torch.Size) -> Compressor | None:
+        return LowRank(2, alternate=alternate) if name == "w" else TopK(0.1)
+
+    world = World(3, choose)
+    gradients = [[torch.randn(20, 30), torch.randn(16, 16)] for _ in range(3)]
+    gradients[1][1][0, 0] = torch.inf
+    for shards in world.reduce(["w", "v"], gradients):
+        assert all(shard.isnan().all() for shard in shards)
+    assert all(exchange.nonfinite_buckets == 1 for exchange in world.exchanges)
+
+
 def test_every_process_has_the_same_factors() -> None:
     world = World(4, matrices(LowRank(3)), local=2)
     for _ in range(3):

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_ckpt.activation import CheckpointedBlocks
 from ds_ckpt.activation.pieces import Piece, Remains
-from ds_ckpt.activation.policy import Policy, Treatment
+from ds_ckpt.activation.policies import Policy, PolicySettings
 from ds_ckpt.memory.copies import HostCopies
 from tests.unit.offload_models import (
     Block,
@@ -78,12 +78,12 @@ def test_hugging_face_models(kind: str, late: bool) -> None:
     assert nothing_left(store, pool)
 
 
-_SELECTIVE = Treatment("selective", save_ops=("matmuls",))
+_SELECTIVE = PolicySettings("selective", save_ops=("matmuls",))
 _TREATMENTS = {
-    "attention": Treatment("attention"),
-    "mlp": Treatment("mlp"),
-    "every_n": Treatment("every_n", every_n=2),
-    "segments": Treatment("segments", segment_size=2),
+    "attention": PolicySettings("attention"),
+    "mlp": PolicySettings("mlp"),
+    "every_n": PolicySettings("every_n", every_n=2),
+    "segments": PolicySettings("segments", segment_size=2),
     "selective": _SELECTIVE,
 }
 
@@ -122,7 +122,7 @@ def test_saved_results_of_operators_leave_with_their_block() -> None:
 def test_blocks_of_one_recompute_come_back_together() -> None:
     model = Model(blocks=6)
     scale = torch.rand(6, 64, 8).unbind()
-    policy = Policy(Treatment("segments", segment_size=2), modules=("Block",))
+    policy = Policy(PolicySettings("segments", segment_size=2), modules=("Block",))
     checkpointed, store, pool = put_on(model, None, policy=policy)
     model(torch.randn(64, 8), scale[0].clone()).backward()
     assert checkpointed.units[0].blocks[1].name == "blocks.1"

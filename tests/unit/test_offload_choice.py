@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ds_ckpt.activation.offload import BoundaryStore
+from ds_ckpt.activation.offload import InputStore
 from ds_ckpt.memory import HostPool
 from tests.unit.offload_models import CPU, LateCopies, Model, equal, grads, put_on
 
@@ -99,7 +99,7 @@ def test_any_layout_comes_back_as_it_was(data: st.DataObject) -> None:
         view = view.permute(data.draw(st.permutations(range(len(sizes)))))
     if data.draw(st.booleans()):
         view = view.unsqueeze(0).expand(3, *view.shape)
-    store = BoundaryStore(CPU, LateCopies(), pool=HostPool())
+    store = InputStore(CPU, LateCopies(), pool=HostPool())
     call = store.begin("a")
     expected = view.clone()
     kept = store.pack(view, call)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ds_ckpt.activation import CheckpointedBlocks
-from ds_ckpt.activation.boundaries import Boundaries
-from ds_ckpt.activation.offload import BoundaryStore
+from ds_ckpt.activation.inputs import CheckpointedInputs
+from ds_ckpt.activation.offload import InputStore
 from ds_ckpt.memory import HostPool
 from tests.unit.offload_models import (
     CPU,
@@ -143,8 +143,8 @@ def test_a_block_of_ours_inside_a_block_of_ours() -> None:
     model, x = Whole(), torch.randn(4, 8)
     plain = grads(model, x)
     pool = HostPool()
-    store = BoundaryStore(CPU, LateCopies(), pool=pool)
-    boundaries = Boundaries(model, store)
+    store = InputStore(CPU, LateCopies(), pool=pool)
+    boundaries = CheckpointedInputs(model, store)
     CheckpointedBlocks(model, ["Inner"], around=boundaries.around)
     CheckpointedBlocks(model, ["Sequential"], around=boundaries.around)
     assert equal(plain, grads(model, x))

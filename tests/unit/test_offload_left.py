@@ -190,6 +190,27 @@ def test_a_tensor_that_is_written_anew_for_each_block_is_not_shared() -> None:
         loss.backward()
 
 
+def test_a_tensor_that_is_written_anew_after_its_copy_has_left_is_kept_anew() -> None:
+    """The first block's recompute takes the copy, the last one's the new values."""
+
+    class Reusing(Model):
+        anew = False
+
+        def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+            scale = torch.full((8,), 0.5)
+            x = self.blocks[0](x, scale=scale)
+            x = self.blocks[2](self.blocks[1](x))
+            scale = torch.full((8,), 2.0) if self.anew else scale.fill_(2.0)
+            return self.blocks[3](x, scale=scale).square().mean()
+
+    model, x = Reusing(), torch.randn(8, 8)
+    model.anew = True
+    expected = grads(model, x)
+    model.anew = False
+    put_on(model, ["Block"])
+    assert equal(grads(model, x), expected)
+
+
 def test_a_list_that_a_block_writes_into_is_the_callers() -> None:
     class Collecting(nn.Module):
         def __init__(self) -> None:

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ds_ckpt.activation import CheckpointedBlocks, Policy, Treatment, choice
-from ds_ckpt.activation.choice import Choice
-from ds_ckpt.activation.operators import Recording
+from ds_ckpt.activation import CheckpointedBlocks, Policy, PolicySettings
+from ds_ckpt.activation.selective import Choice, Recording, cores, products
 from ds_ckpt.patch import Patches
 
 
@@ -86,7 +85,7 @@ def test_results_that_are_written_over_are_not_kept(
     model = nn.Sequential(*(Block(WRITES[write], **settings) for _ in range(2)))
     x = torch.randn(*shape)
     expected = _gradients(model, x)
-    policy = Policy(treatment=Treatment("selective"), modules=("Block",))
+    policy = Policy(settings=PolicySettings("selective"), modules=("Block",))
     CheckpointedBlocks(model, policy=policy)
     for _ in range(2):
         got = _gradients(model, x)
@@ -111,7 +110,7 @@ def test_only_later_writes_count() -> None:
 
 
 def test_no_set_holds_an_operator_that_changes_its_argument() -> None:
-    operators = choice.products() | choice.cores()
+    operators = products() | cores()
     assert torch.ops.aten.mm.default in operators
     assert [str(o) for o in operators if o._schema.is_mutable] == []
 
@@ -171,7 +170,7 @@ def test_a_product_that_others_can_write_into_is_not_kept(shape: tuple[int, ...]
         return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
     plain = gradients()
-    policy = Policy(treatment=Treatment("selective"), modules=("_Both",))
+    policy = Policy(settings=PolicySettings("selective"), modules=("_Both",))
     checkpointed = CheckpointedBlocks(model, policy=policy)
     ours = gradients()
     checkpointed.remove()

@@ -1,4 +1,4 @@
-"""Boundaries split over a group: equal gradients, exact bytes, the same order in every process."""
+"""Inputs split over a group: equal gradients, exact bytes, the same order in every process."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ds_ckpt.activation import CheckpointedBlocks
-from ds_ckpt.activation.boundaries import Boundaries
-from ds_ckpt.activation.offload import BoundaryStore
+from ds_ckpt.activation.inputs import CheckpointedInputs
+from ds_ckpt.activation.offload import InputStore
 from ds_ckpt.activation.partition import Partition
-from ds_ckpt.activation.policy import Policy, Treatment
+from ds_ckpt.activation.policies import Policy, PolicySettings
 from ds_ckpt.errors import UnsupportedError
 from ds_ckpt.memory import HostPool
-from ds_ckpt.memory.arena import device_arena
 from ds_ckpt.memory.copies import HostCopies
+from ds_ckpt.memory.pool import device_arena
 from ds_ckpt.telemetry.timings import BlockProfile
 from tests.unit.offload_models import CPU, LateCopies, equal
 from tests.unit.thread_group import ThreadGroup, in_threads, results
@@ -81,7 +81,7 @@ class On:
         self.group = group
         self.copies = LateCopies() if late else HostCopies()
         self.pool = HostPool()
-        self.store = BoundaryStore(
+        self.store = InputStore(
             CPU,
             self.copies,
             pool=self.pool if offload else None,
@@ -93,12 +93,10 @@ class On:
         self.partition = Partition(
             group, self.store, CPU, min_bytes=min_bytes, ahead=ahead, every=every
         )
-        boundaries = Boundaries(model, self.store, partition=self.partition, profile=profile)
+        inputs = CheckpointedInputs(model, self.store, partition=self.partition, profile=profile)
         policy = policy or Policy(modules=("Block",))
-        self.blocks = CheckpointedBlocks(model, policy=policy, around=boundaries.around)
-        boundaries.recomputed_together(
-            [[b.name for b in unit.blocks] for unit in self.blocks.units]
-        )
+        self.blocks = CheckpointedBlocks(model, policy=policy, around=inputs.around)
+        inputs.recomputed_together([[b.name for b in unit.blocks] for unit in self.blocks.units])
 
     def nothing_left(self) -> bool:
         self.store.collect()
@@ -294,8 +292,8 @@ def test_other_policies(policy: str) -> None:
 
     def work(group: ThreadGroup) -> On:
         model = Model(blocks=5)
-        treatment = Treatment(policy, **options)
-        on = On(model, group, policy=Policy(treatment=treatment, modules=("Block",)))
+        settings = PolicySettings(policy, **options)
+        on = On(model, group, policy=Policy(settings, modules=("Block",)))
         for _ in range(2):
             assert equal(plain, grads(model, x))
             assert on.nothing_left()
@@ -324,8 +322,8 @@ def test_results_of_operators_may_differ_over_the_group() -> None:
             block.__class__, block.share = Sharded, 1.0 + group.index
         x = _input()
         plain = grads(model, x)
-        treatment = Treatment("selective", save_ops=("matmuls",))
-        on = On(model, group, policy=Policy(treatment=treatment, modules=("Sharded",)))
+        settings = PolicySettings("selective", save_ops=("matmuls",))
+        on = On(model, group, policy=Policy(settings, modules=("Sharded",)))
         assert equal(plain, grads(model, x))
         return on
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ds_ckpt.activation import CheckpointedBlocks, Policy, Rule, Treatment, make_plan
+from ds_ckpt.activation import CheckpointedBlocks, Policy, PolicySettings, Rule, make_plan
 from ds_ckpt.errors import ConfigError, UnsupportedError
 from tests.architectures import ARCHITECTURES, batch, build
 
@@ -35,7 +35,7 @@ MLP = {
 def _tails(model: nn.Module, kind: Any) -> set[str]:
     """Names of the parts inside their blocks."""
     blocks = [u.blocks[0].name for u in make_plan(model, Policy())]
-    names = [b.name for u in make_plan(model, Policy(Treatment(kind))) for b in u.blocks]
+    names = [b.name for u in make_plan(model, Policy(PolicySettings(kind))) for b in u.blocks]
     return {n.removeprefix(b + ".") for n in names for b in blocks if n.startswith(b + ".")}
 
 
@@ -68,14 +68,14 @@ class Model(nn.Module):
 
 @pytest.mark.parametrize("kind", ["attention", "mlp"])
 def test_parts_that_nobody_can_tell_must_be_named(kind: Any) -> None:
-    policy = Policy(Treatment("none"), (Rule("1-2", Treatment(kind)),), modules=("Odd",))
+    policy = Policy(PolicySettings("none"), (Rule("1-2", PolicySettings(kind)),), modules=("Odd",))
     with pytest.raises(ConfigError) as caught:
         make_plan(Model(), policy)
     (problem,) = caught.value.problems
     assert problem.where == "$.ds_ckpt.activation.rules[0].policy"
     assert "a (Linear), b (Linear)" in problem.why
     assert '"modules"' in problem.remedy
-    named = make_plan(Model(), Policy(Treatment(kind), modules=("layers.*.a",)))
+    named = make_plan(Model(), Policy(PolicySettings(kind), modules=("layers.*.a",)))
     assert [u.blocks[0].name for u in named] == [f"layers.{i}.a" for i in range(5)]
 
 
@@ -83,16 +83,18 @@ def test_parts_that_nobody_can_tell_must_be_named(kind: Any) -> None:
 @given(blocks=st.integers(1, 9), size=st.integers(2, 5), every=st.integers(2, 5))
 def test_segments_and_every_n_cover_what_they_say(blocks: int, size: int, every: int) -> None:
     model = Model(blocks)
-    units = make_plan(model, Policy(Treatment("segments", segment_size=size), modules=("Odd",)))
+    units = make_plan(
+        model, Policy(PolicySettings("segments", segment_size=size), modules=("Odd",))
+    )
     names = [b.name for u in units for b in u.blocks]
     assert names == [f"layers.{i}" for i in range(blocks)]
     assert all(len(u.blocks) == size for u in units[:-1])
-    units = make_plan(model, Policy(Treatment("every_n", every_n=every), modules=("Odd",)))
+    units = make_plan(model, Policy(PolicySettings("every_n", every_n=every), modules=("Odd",)))
     assert [u.blocks[0].name for u in units] == [f"layers.{i}" for i in range(0, blocks, every)]
 
 
 def test_segments_end_where_a_container_or_a_class_ends() -> None:
-    units = make_plan(build("t5", 3), Policy(Treatment("segments", segment_size=9)))
+    units = make_plan(build("t5", 3), Policy(PolicySettings("segments", segment_size=9)))
     assert [[b.name for b in u.blocks] for u in units] == [
         [f"{side}.block.{i}" for i in range(3)] for side in ("encoder", "decoder")
     ]
@@ -100,11 +102,11 @@ def test_segments_end_where_a_container_or_a_class_ends() -> None:
 
 def test_the_first_rule_that_names_a_block_decides() -> None:
     rules = (
-        Rule("0-1", Treatment("none")),
-        Rule("layers.[12]", Treatment("selective", save_ops=("aten.mm",))),
-        Rule("4", Treatment("segments")),
+        Rule("0-1", PolicySettings("none")),
+        Rule("layers.[12]", PolicySettings("selective", save_ops=("aten.mm",))),
+        Rule("4", PolicySettings("segments")),
     )
-    units = make_plan(Model(), Policy(Treatment("block"), rules, modules=("Odd",)))
+    units = make_plan(Model(), Policy(PolicySettings("block"), rules, modules=("Odd",)))
     found = [([b.name for b in u.blocks], u.save_ops) for u in units]
     assert found == [
         (["layers.2"], ("aten.mm",)),
@@ -122,7 +124,7 @@ def test_the_first_rule_that_names_a_block_decides() -> None:
     ],
 )
 def test_rules_that_name_nothing_are_refused(rules: tuple[str, ...], where: str, why: str) -> None:
-    policy = Policy(rules=tuple(Rule(r, Treatment("none")) for r in rules), modules=("Odd",))
+    policy = Policy(rules=tuple(Rule(r, PolicySettings("none")) for r in rules), modules=("Odd",))
     with pytest.raises(ConfigError) as caught:
         make_plan(Model(), policy)
     (problem,) = caught.value.problems
@@ -132,7 +134,7 @@ def test_rules_that_name_nothing_are_refused(rules: tuple[str, ...], where: str,
 
 
 def _selective(*save_ops: str) -> Policy:
-    return Policy(Treatment("selective", save_ops=save_ops), modules=("Odd",))
+    return Policy(PolicySettings("selective", save_ops=save_ops), modules=("Odd",))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +162,7 @@ def test_operators_that_cannot_be_saved_are_refused(name: str, word: str) -> Non
 
 def test_a_set_that_nothing_answers_to_is_refused_in_the_first_forward() -> None:
     model = build("llama", attn_implementation="eager")
-    CheckpointedBlocks(model, policy=Policy(Treatment("selective", save_ops=("attention",))))
+    CheckpointedBlocks(model, policy=Policy(PolicySettings("selective", save_ops=("attention",))))
     with pytest.raises(UnsupportedError, match='"attention"') as caught:
         model(**batch("llama"))
     assert "aten.bmm" in caught.value.problems[0].why
@@ -174,8 +176,52 @@ def test_torch_compile_takes_the_blocks_with_it(backend: str, kind: Any) -> None
     for compiled in (False, True):
         torch._dynamo.reset()
         model = build("llama", 2)
-        CheckpointedBlocks(model, policy=Policy(Treatment(kind)))
+        CheckpointedBlocks(model, policy=Policy(PolicySettings(kind)))
         run = torch.compile(model, backend=backend) if compiled else model
         run(**batch("llama")).loss.backward()
         gradients.append([p.grad for p in model.parameters()])
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*gradients, strict=True))
+
+
+def test_a_policy_from_outside_is_used_from_json() -> None:
+    """Registered in one line; the configuration, rules, plan, planner and profile know it then."""
+    from ds_ckpt.activation import RecomputePolicy, Unit, policies, register_policy
+    from ds_ckpt.config import parse
+    from ds_ckpt.config.policy import activation_policy
+
+    def units(blocks: Any, settings: PolicySettings, where: str) -> list[Unit]:
+        return [Unit((block,)) for block in blocks[: len(blocks) // settings.every_n]]
+
+    def read(**activation: Any) -> Any:
+        section = {"zero_optimization": {"stage": 3}, "ds_ckpt": {"activation": activation}}
+        return parse(section).activation
+
+    with pytest.raises(ConfigError, match='found "first_part"'):
+        read(policy="first_part")
+    first = RecomputePolicy(
+        "first_part", units, uses=("every_n",), words=lambda settings: f" of {settings.every_n}"
+    )
+    register_policy(first)
+    try:
+        config = read(policy="first_part", every_n=2)
+        assert config.summary() == "checkpointing first_part of 2"
+        with pytest.raises(ConfigError, match=r'save_ops: found "matmuls"\n    why: it belongs to'):
+            read(policy="first_part", save_ops="matmuls")
+        with pytest.raises(ConfigError, match='"first_part", "budget" or "auto"'):
+            read(policy="no such one")
+        plain, model = build("llama"), build("llama")
+        on = CheckpointedBlocks(model, policy=activation_policy(config))
+        assert [b.name for b in on.blocks] == ["model.layers.0", "model.layers.1"]
+        for one in (plain, model):
+            one(**batch("llama")).loss.backward()
+        pairs = zip(plain.parameters(), model.parameters(), strict=True)
+        assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
+        rule = {"match": "1-3", "policy": "first_part", "every_n": 3}
+        ruled = make_plan(model, activation_policy(read(policy="none", rules=[rule])))
+        assert [unit.blocks[0].name for unit in ruled] == ["model.layers.1"]
+        with pytest.raises(ValueError, match='a policy "first_part" already'):
+            register_policy(first)
+    finally:
+        del policies._POLICIES["first_part"]
+    with pytest.raises(ConfigError):
+        read(policy="first_part")

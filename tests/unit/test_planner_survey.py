@@ -18,7 +18,7 @@ from ds_ckpt.planner.simulate import simulate
 from ds_ckpt.planner.survey import Survey, survey
 from ds_ckpt.telemetry.memory import SavedActivations
 from ds_ckpt.telemetry.units import GIB
-from tests.architectures import ARCHITECTURES, batch, build
+from tests.architectures import ARCHITECTURES, OFTEN, batch, build
 
 RATES = Rates(1e12, 1e10, 1e9)
 
@@ -44,7 +44,10 @@ def _measured(model: nn.Module, data: dict[str, Any], units: list[Unit]) -> int:
     return held.bytes
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(k, marks=() if k in OFTEN else pytest.mark.slow) for k in ARCHITECTURES],
+)
 def test_every_candidate_holds_and_computes_what_is_measured(kind: str) -> None:
     model, data = build(kind, 2), batch(kind)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}

@@ -9,24 +9,24 @@ import pytest
 import torch
 from torch import nn
 
-from ds_ckpt.activation import CheckpointedBlocks, Policy, Rule, Treatment
+from ds_ckpt.activation import CheckpointedBlocks, Policy, PolicySettings, Rule
 from ds_ckpt.telemetry.memory import SavedActivations
 from tests.architectures import ARCHITECTURES, OFTEN, batch, build
 
 SLOW = pytest.mark.slow
 POLICIES: dict[str, Policy] = {
     "block": Policy(),
-    "attention": Policy(Treatment("attention")),
-    "mlp": Policy(Treatment("mlp")),
-    "every_n": Policy(Treatment("every_n", every_n=3)),
-    "segments": Policy(Treatment("segments", segment_size=3)),
-    "selective": Policy(Treatment("selective")),
+    "attention": Policy(PolicySettings("attention")),
+    "mlp": Policy(PolicySettings("mlp")),
+    "every_n": Policy(PolicySettings("every_n", every_n=3)),
+    "segments": Policy(PolicySettings("segments", segment_size=3)),
+    "selective": Policy(PolicySettings("selective")),
     "rules": Policy(
-        Treatment("block"),
+        PolicySettings("block"),
         (
-            Rule("0", Treatment("none")),
-            Rule("1", Treatment("selective", save_ops=("matmuls",))),
-            Rule("2-3", Treatment("segments")),
+            Rule("0", PolicySettings("none")),
+            Rule("1", PolicySettings("selective", save_ops=("matmuls",))),
+            Rule("2-3", PolicySettings("segments")),
         ),
     ),
 }
@@ -89,12 +89,12 @@ def test_gradients_are_bitwise_those_of_no_checkpointing(kind: str, policy: str)
     assert _attributes(model) == before
 
 
-MARKED = Policy(Treatment("selective", save_ops=("attention", "qkvo", "gate")))
+MARKED = Policy(PolicySettings("selective", save_ops=("attention", "qkvo", "gate")))
 
 
 @pytest.mark.parametrize("policy", [*POLICIES.values(), MARKED], ids=[*POLICIES, "marked"])
 @pytest.mark.parametrize(
-    "then", [None, Policy(Treatment("mlp")), MARKED], ids=["", "mlp", "marked"]
+    "then", [None, Policy(PolicySettings("mlp")), MARKED], ids=["", "mlp", "marked"]
 )
 def test_a_graph_goes_back_after_checkpointing_was_taken_off(
     policy: Policy, then: Policy | None
@@ -147,7 +147,7 @@ BOUNDARY = 2 * 11 * 16 * 4
 def test_segments_keep_one_boundary_each() -> None:
     block = _held(Policy())
     for size, segments in ((2, 2), (3, 2), (4, 1), (9, 1)):
-        segmented = _held(Policy(Treatment("segments", segment_size=size)))
+        segmented = _held(Policy(PolicySettings("segments", segment_size=size)))
         # what the last block returns is kept by the norm behind it, checkpointed or not
         assert block - segmented == (4 - segments) * BOUNDARY
 
@@ -156,13 +156,13 @@ def test_every_n_keeps_the_inside_of_the_others() -> None:
     none, block = _held(None), _held(Policy())
     inside = (none - block) // 4  # of one block, without its boundary
     for n, checkpointed in ((2, 2), (3, 2), (4, 1)):
-        held = _held(Policy(Treatment("every_n", every_n=n)))
+        held = _held(Policy(PolicySettings("every_n", every_n=n)))
         assert none - held == pytest.approx(checkpointed * inside, rel=0.01)  # masks are shared
 
 
 def test_parts_lie_between_nothing_and_whole_blocks() -> None:
     none, block = _held(None), _held(Policy())
-    attention, mlp = (_held(Policy(Treatment(kind))) for kind in ("attention", "mlp"))
+    attention, mlp = (_held(Policy(PolicySettings(kind))) for kind in ("attention", "mlp"))
     tokens = 2 * 11
     # an MLP of a Llama keeps its input and, 40 wide: gate, sigmoid's result or activation, up,
     # their product; the input is the norm's result, kept as the boundary now
@@ -181,6 +181,6 @@ def test_parts_lie_between_nothing_and_whole_blocks() -> None:
 )
 def test_more_saved_operators_hold_more(save_ops: tuple[str, ...], wider: tuple[str, ...]) -> None:
     def selective(ops: tuple[str, ...]) -> Policy:
-        return Policy(Treatment("selective", save_ops=ops))
+        return Policy(PolicySettings("selective", save_ops=ops))
 
     assert _held(Policy()) < _held(selective(save_ops)) < _held(selective(wider)) < _held(None)

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ds_ckpt.activation import split
-from ds_ckpt.activation.pieces import Stretch, bytes_of
-from ds_ckpt.activation.split import checksum, part_bytes, part_of, whole_of
+from ds_ckpt.activation import fingerprints
+from ds_ckpt.activation.fingerprints import checksum
+from ds_ckpt.activation.pieces import Stretch, bytes_of, part_bytes, part_of, whole_of
 
 DTYPES = [
     torch.float32,
@@ -117,7 +117,7 @@ def test_dropout_masks_with_the_same_count_differ() -> None:
 def test_large_tensors_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = _tensor((1000, 7), torch.float32)
     whole = int(checksum(tensor))
-    monkeypatch.setattr(split, "_WORDS_AT_A_TIME", 64)
+    monkeypatch.setattr(fingerprints, "_WORDS_AT_A_TIME", 64)
     assert int(checksum(tensor)) == whole
 
 

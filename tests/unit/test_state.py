@@ -21,7 +21,7 @@ from ds_ckpt.errors import StateError
 from ds_ckpt.exchange.layout import LocalShard, ShardLayout
 from ds_ckpt.exchange.state import ResidualFiles
 
-NUMELS = {"layers.0.weight": 700, "layers/odd name": 129, "tiny": 3}
+NUMELS = {"tiny": 3, "layers.0.weight": 700, "layers/odd name": 129}
 DTYPES: tuple[ResidualDtype, ...] = ("fp32", "bf16", "int8")
 
 

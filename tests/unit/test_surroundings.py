@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ds_ckpt.activation import CheckpointedBlocks, Policy, Treatment
+from ds_ckpt.activation import CheckpointedBlocks, Policy, PolicySettings
 from ds_ckpt.errors import RecomputeError
 
 KINDS = pytest.mark.parametrize("kind", ["block", "segments", "selective"])
@@ -60,7 +60,9 @@ class Stack(nn.Module):
 
 def _checkpoint(model: Stack, kind: Any, **options: Any) -> CheckpointedBlocks:
     modules = (type(model.blocks[0]).__name__,)
-    return CheckpointedBlocks(model, policy=Policy(Treatment(kind), modules=modules, **options))
+    return CheckpointedBlocks(
+        model, policy=Policy(PolicySettings(kind), modules=modules, **options)
+    )
 
 
 def _x(seed: int = 1) -> Tensor:

@@ -58,6 +58,7 @@ def verdicts(output: Path) -> dict[str, str]:
 
 
 @pytest.mark.timeout(900)  # twenty trainings
+@pytest.mark.slow
 def test_what_must_fail_fails_and_what_must_pass_passes(tmp_path: Path) -> None:
     accuracy = ROOT / "benchmarks" / "accuracy"
     must_fail = [

@@ -23,7 +23,7 @@ from ds_ckpt.workload import Corpus
 pytest.importorskip("transformers")
 TEXT = Corpus("made up", train=b"abcdefgh" * 100, heldout=b"abcdefgh" * 20)
 SMALL = small_llama(length=16, hidden_size=16, layers=1, intermediate_size=24, heads=2)
-TOPK = ExchangeSettings(MethodSettings("topk", density=0.1), start_step=4, min_numel=0)
+TOPK = ExchangeSettings(MethodSettings("topk", density=0.1), warmup_steps=4, min_numel=0)
 RECIPE = Recipe(steps=12, learning_rate=1e-2)
 
 
@@ -52,7 +52,7 @@ def trained(
     return train(
         *begun(settings),
         RECIPE.steps,
-        warm_up=settings.start_step,
+        warm_up=settings.warmup_steps,
         saving=Saving(folder, name, "dense", every=5, keep_after=keep_after),
         evaluate_every=6,
         evaluate_first=False,
@@ -126,7 +126,7 @@ def test_sixteen_bit_bytes(world: int) -> None:
     dense = sixteen_bit_step_bytes(DENSE, shapes, world)
     share = (world - 1) / world
     assert dense == pytest.approx(2 * (64 * 64 + 64) * share + 8 * (world - 1), rel=0.01)
-    four = ExchangeSettings(MethodSettings("quantize", bits=4), start_step=9, min_numel=0)
+    four = ExchangeSettings(MethodSettings("quantize", bits=4), warmup_steps=9, min_numel=0)
     expected = 64 * 64 * 4.25 / 8 * share + 128 * share + 8 * (world - 1)
     assert sixteen_bit_step_bytes(four, shapes, world) == pytest.approx(expected, rel=0.02)
 

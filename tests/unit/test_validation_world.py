@@ -23,11 +23,11 @@ SHAPES = [(24, 18), (5,), (31, 20), (6, 8, 5)]
 NAMES = ["a", "b", "c", "d"]
 
 
-def lossy(method: Any, start_step: int = 0, *, feedback: bool = True, **options: Any) -> Any:
+def lossy(method: Any, warmup_steps: int = 0, *, feedback: bool = True, **options: Any) -> Any:
     return ExchangeSettings(
         MethodSettings(method, **options),
         error_feedback=feedback,
-        start_step=start_step,
+        warmup_steps=warmup_steps,
         min_numel=0,
     )
 

@@ -16,17 +16,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ds_ckpt.activation.guards import in_words
+from ds_ckpt.activation.snapshot import in_words
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.memory.copies import Ticket
 
-HEADLINE = "boundaries cannot be split over this group"
+HEADLINE = "checkpointed inputs cannot be split over this group"
 _MOST_NOTES = 8192
 """Older ones are forgotten by forwards whose backward never comes; counted they are."""
 
 
 class Group(Protocol):
-    """The processes over which boundaries are split."""
+    """The processes over which inputs are split."""
 
     @property
     def processes(self) -> tuple[int, ...]:
@@ -66,7 +66,7 @@ def hash_of(*words: object) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-class Handshake:
+class RankConsistency:
     """One group's notes since it compared them last.
 
     Args:

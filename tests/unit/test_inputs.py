@@ -9,11 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ds_ckpt.activation.boundaries import Boundaries
-from ds_ckpt.activation.build import Keeping, build_boundaries, describe
-from ds_ckpt.activation.plan import make_plan
-from ds_ckpt.activation.policy import Policy, Treatment
-from ds_ckpt.activation.recompute import CheckpointedBlocks
+from ds_ckpt.activation.inputs import CheckpointedInputs, Keeping, build_inputs, describe
+from ds_ckpt.activation.install import CheckpointedBlocks
+from ds_ckpt.activation.policies import Policy, PolicySettings, make_plan
 from ds_ckpt.errors import ConfigError
 from ds_ckpt.telemetry.timings import BlockProfile
 
@@ -47,18 +45,18 @@ class Model(nn.Module):
         return x.square().mean()
 
 
-def _on(model: nn.Module, boundaries: Boundaries) -> None:
+def _on(model: nn.Module, boundaries: CheckpointedInputs) -> None:
     CheckpointedBlocks(model, ["Block"], around=boundaries.around)
 
 
-def _keeping(model: nn.Module, keeping: Keeping, policy: Policy) -> Boundaries | None:
-    return build_boundaries(keeping, model, make_plan(model, policy), CPU)
+def _keeping(model: nn.Module, keeping: Keeping, policy: Policy) -> CheckpointedInputs | None:
+    return build_inputs(keeping, model, make_plan(model, policy), CPU)
 
 
 def test_the_profile_tells_which_block_is_slow() -> None:
     model = Model((0.0, 0.03, 0.0))
     profile = BlockProfile()
-    _on(model, Boundaries(model, profile=profile))
+    _on(model, CheckpointedInputs(model, profile=profile))
     for _ in range(2):
         model(torch.randn(ROWS, WIDTH)).backward()
         profile.step_ended()
@@ -85,14 +83,14 @@ def test_the_profile_tells_which_block_is_slow() -> None:
 def test_the_clock_is_read_after_the_device_has_ended() -> None:
     waited = []
     model = Model()
-    _on(model, Boundaries(model, profile=BlockProfile(lambda: waited.append(1))))
+    _on(model, CheckpointedInputs(model, profile=BlockProfile(lambda: waited.append(1))))
     model(torch.randn(ROWS, WIDTH)).backward()
     assert len(waited) == 2 * 2 * 3
 
 
 def test_synchronize_surrounds_every_forward_and_recompute() -> None:
     model = Model()
-    _on(model, Boundaries(model, synchronize=lambda: model.log.append("waits")))
+    _on(model, CheckpointedInputs(model, synchronize=lambda: model.log.append("waits")))
     model(torch.randn(ROWS, WIDTH)).backward()
     # a recompute stops early, and is waited for all the same
     assert model.log == ["waits", "runs", "waits"] * 6
@@ -122,10 +120,13 @@ def test_what_is_built(keeping: Keeping, has: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("treatment", "recomputes"), [(Treatment(), 3), (Treatment("segments", segment_size=2), 2)]
+    ("settings", "recomputes"),
+    [(PolicySettings(), 3), (PolicySettings("segments", segment_size=2), 2)],
 )
-def test_the_count_is_checked_against_the_recomputes(treatment: Treatment, recomputes: int) -> None:
-    model, policy = Model(), Policy(treatment, modules=("Block",))
+def test_the_count_is_checked_against_the_recomputes(
+    settings: PolicySettings, recomputes: int
+) -> None:
+    model, policy = Model(), Policy(settings, modules=("Block",))
     for count in (recomputes, recomputes + 5, None):
         _keeping(model, Keeping(contiguous=True, contiguous_count=count), policy)
     with pytest.raises(ConfigError, match=f"makes {recomputes} recomputes.*\n.*write {recomputes}"):
@@ -136,7 +137,7 @@ def test_the_count_is_checked_against_the_recomputes(treatment: Treatment, recom
     ("keeping", "words"),
     [
         (Keeping(), ["^$"]),
-        (Keeping(offload=True), ["3 of 4 boundaries", "twice their bytes", "stand-in"]),
+        (Keeping(offload=True), ["3 of 4 checkpointed inputs", "twice their bytes", "stand-in"]),
         (Keeping(contiguous=True), ["one buffer, one copy each"]),
         (Keeping(synchronize=True), ["no overlap"]),
         (Keeping(profile=True), ["timed"]),

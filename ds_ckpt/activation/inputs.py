@@ -1,8 +1,8 @@
-"""Stands around every checkpointed block call: who keeps its tensors, and what it costs.
+"""Stands around every checkpointed call: who keeps its inputs until the recompute, what it costs.
 
-`Boundaries.around` is handed to `CheckpointedBlocks`. It lets a `BoundaryStore` keep the tensors
-that the call saves for its recompute, times forward and recompute, and synchronizes at the
-boundaries, each where it was asked for.
+`CheckpointedInputs.around` is handed to `CheckpointedBlocks`. It lets an `InputStore` keep the
+tensors that the call saves for its recompute, times forward and recompute, and synchronizes
+around them, each where it was asked for. `build_inputs` makes it from settings.
 """
 
 from __future__ import annotations
@@ -10,22 +10,27 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ds_ckpt.activation.offload import BoundaryStore
+from ds_ckpt.activation.offload import InputStore, Pool
 from ds_ckpt.activation.partition import Partition
-from ds_ckpt.activation.pieces import Kept, Left
-from ds_ckpt.activation.prefetch import BlockCall
-from ds_ckpt.activation.shards import Split
+from ds_ckpt.activation.pieces import BlockCall, Kept, Left, Split
+from ds_ckpt.activation.policies import Unit
+from ds_ckpt.activation.rank_consistency import Group
+from ds_ckpt.errors import ConfigError, Problem
+from ds_ckpt.memory import HostPool
+from ds_ckpt.memory.copies import copies_for
+from ds_ckpt.memory.pool import Arena, HostArena, device_arena
 from ds_ckpt.telemetry.timings import BlockProfile
 
 
-class Boundaries:
-    """What happens at the boundaries of one model's blocks.
+class CheckpointedInputs:
+    """What happens around the checkpointed calls of one model.
 
     Args:
         model: names its modules.
@@ -38,7 +43,7 @@ class Boundaries:
     def __init__(
         self,
         model: nn.Module,
-        store: BoundaryStore | None = None,
+        store: InputStore | None = None,
         *,
         partition: Partition | None = None,
         profile: BlockProfile | None = None,
@@ -155,3 +160,137 @@ class Boundaries:
         owner = getattr(function, "__self__", None)
         module = owner if isinstance(owner, nn.Module) else next(iter(args), function)
         return self._names.get(id(module), "") or type(module).__name__
+
+
+# from settings
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """Where checkpointed inputs are kept. The keys of `ds_ckpt.activation`."""
+
+    offload: bool = False
+    offload_prefetch: int = 1
+    offload_min_bytes: int = 65536
+    partition: bool = False
+    partition_min_bytes: int = 65536
+    contiguous: bool = False
+    contiguous_count: int | None = None
+    synchronize: bool = False
+    profile: bool = False
+
+    @property
+    def active(self) -> bool:
+        """Whether anything differs from leaving inputs to autograd."""
+        return self.stores or self.synchronize or self.profile
+
+    @property
+    def stores(self) -> bool:
+        """Whether inputs are kept in another way than autograd's."""
+        return self.offload or self.partition or self.contiguous
+
+
+def build_inputs(
+    keeping: Keeping,
+    model: nn.Module,
+    units: Sequence[Unit],
+    device: torch.device,
+    group: Group | None = None,
+) -> CheckpointedInputs | None:
+    """What stands around the checkpointed calls; None where autograd keeps all by itself.
+
+    Args:
+        group: the processes over which inputs are split, where they are.
+
+    Raises:
+        ConfigError: the buffer is to have room for fewer inputs than the model has.
+    """
+    if not keeping.active:
+        return None
+    device = torch.empty(0, device=device).device  # with its index, as tensors have it
+    copies = copies_for(device)
+    store = partition = None
+    if keeping.stores:
+        count = _checked_count(keeping.contiguous_count, len(units))
+        pool, arena = _memory(keeping, count, device)
+        store = InputStore(
+            device,
+            copies,
+            pool=pool,
+            arena=arena,
+            min_bytes=keeping.offload_min_bytes if keeping.offload else 0,
+            # a part must be here before it is gathered, which is as far ahead of its use
+            prefetch=keeping.offload_prefetch * (2 if keeping.partition else 1),
+            owned=[*model.parameters(), *model.buffers()],
+        )
+    if keeping.partition:
+        assert store is not None
+        assert group is not None, "whoever switches it on finds the group"
+        partition = Partition(
+            group,
+            store,
+            device,
+            min_bytes=keeping.partition_min_bytes,
+            ahead=keeping.offload_prefetch,
+        )
+    inputs = CheckpointedInputs(
+        model,
+        store,
+        partition=partition,
+        profile=BlockProfile(copies.synchronize) if keeping.profile else None,
+        synchronize=copies.synchronize if keeping.synchronize else None,
+    )
+    inputs.recomputed_together([[block.name for block in unit.blocks] for unit in units])
+    return inputs
+
+
+def _memory(keeping: Keeping, count: int, device: torch.device) -> tuple[Pool | None, Arena | None]:
+    if not keeping.offload:
+        return None, device_arena(count, device) if keeping.contiguous else None
+    pool = HostPool(pinned=None if device.type == "cuda" else False)
+    return (HostArena(count, pool) if keeping.contiguous else pool), None
+
+
+def _checked_count(count: int | None, recomputes: int) -> int:
+    if count is None or count >= recomputes:
+        return count or recomputes
+    raise ConfigError(
+        Problem(
+            where="$.ds_ckpt.activation.contiguous_count",
+            found=f"{count} (number_checkpoints in activation_checkpointing is the same)",
+            why=f"the policy makes {recomputes} recomputes of this model, and each keeps a "
+            "input until backward",
+            remedy=f"write {recomputes} or more, or remove the key: the count is then inferred",
+        )
+    )
+
+
+def describe(
+    keeping: Keeping, recomputes: int, device: torch.device, group: Group | None = None
+) -> str:
+    """What the start line says of it; empty where nothing is on."""
+    words = []
+    if keeping.partition and group is not None:
+        size = len(group.processes)
+        words.append(
+            f"inputs split over {size} tensor-parallel processes, 1/{size} of their bytes kept "
+            f"by each, {size - 1}/{size} of them received once a step in all-gathers "
+            f"{keeping.offload_prefetch} ahead"
+        )
+    if keeping.offload:
+        where = "in pinned host memory" if device.type == "cuda" else "in host memory"
+        what = "checkpointed inputs' parts" if keeping.partition else "checkpointed inputs"
+        text = (
+            f"{recomputes - 1} of {recomputes} {what} kept {where}, brought back "
+            f"{keeping.offload_prefetch} ahead: twice their bytes over the bus a step"
+        )
+        if device.type == "cpu":
+            text += " (a stand-in: on the CPU accelerator both ends are the same memory)"
+        words.append(text)
+    if keeping.contiguous:
+        words.append("inputs in one buffer" + ("" if keeping.offload else ", one copy each"))
+    if keeping.synchronize:
+        words.append("the device waited for around every block: no overlap")
+    if keeping.profile:
+        words.append("every block timed")
+    return "".join(f", {word}" for word in words)

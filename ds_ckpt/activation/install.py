@@ -1,7 +1,9 @@
 """Puts checkpointing on the units of a model, and takes it off again.
 
-The recompute itself is in `frames.py`, and what belongs to one in `plan.py`. This file decides when
-a call is checkpointed, and gets along with the checkpointing of transformers.
+The recompute itself is in `checkpoint.py`, what belongs to one in `policies.py`. This file decides
+when a call is checkpointed, and gets along with what transformers brings: its own checkpointing,
+switched on by a flag of the Trainer, which is taken over or refused, and key-value caches, to which
+a recompute would append every key a second time.
 """
 
 from __future__ import annotations
@@ -13,24 +15,26 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from ds_ckpt.activation.arguments import TakenApart, opened
 from ds_ckpt.activation.blocks import is_hf_layer
-from ds_ckpt.activation.caches import holds_cache, without_empty_caches
-from ds_ckpt.activation.calls import Around, Scope, Site, recomputing
-from ds_ckpt.activation.choice import Choice
-from ds_ckpt.activation.frames import Frame
-from ds_ckpt.activation.others import objection, refuse_other_checkpointing
-from ds_ckpt.activation.plan import Unit, make_plan
-from ds_ckpt.activation.policy import Policy
-from ds_ckpt.activation.surroundings import Tracker
-from ds_ckpt.errors import UnsupportedError
+from ds_ckpt.activation.checkpoint import (
+    Call,
+    CheckpointedModule,
+    RecomputeContext,
+    Scope,
+    opened,
+    recomputing,
+)
+from ds_ckpt.activation.policies import Policy, Unit, make_plan
+from ds_ckpt.activation.selective import Choice, Tracker
+from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.patch import Patches
 
 log = logging.getLogger("ds_ckpt")
+_TRAINER_FLAG = "TrainingArguments(activation_checkpointing_kwargs=...)"
 Surrounding = Callable[
     [Callable[..., Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any
 ]
@@ -48,7 +52,7 @@ class CheckpointedBlocks:
         around: called in the place of every checkpointed call, as
             `around(checkpointed, function, args, kwargs)`; it returns what
             `checkpointed(function, *args, **kwargs)` returns. Saved-tensor hooks that it enters
-            there see what the call keeps (`kept.py`) and nothing else.
+            there see what the call keeps for its recompute and nothing else.
         trackers: random states beside torch's own, put back for a recompute.
 
     Raises:
@@ -69,7 +73,7 @@ class CheckpointedBlocks:
     ) -> None:
         if policy is None:
             policy = Policy(modules=tuple(patterns) if patterns is not None else None)
-        self._around = Around(tuple(scopes), tuple(trackers))
+        self._context = RecomputeContext(tuple(scopes), tuple(trackers))
         self._surrounding = around
         self._check_every = policy.check_determinism
         self._patches = Patches()
@@ -87,16 +91,16 @@ class CheckpointedBlocks:
     def _install(self, model: nn.Module) -> None:
         runs: dict[nn.Module, Callable[..., Any]] = {}
         for unit in self.units:
-            state = _UnitState(self._around, unit, self._check_every)
+            state = _UnitState(self._context, unit, self._check_every)
             for index, block in enumerate(unit.blocks):
                 choice = None
                 if unit.save_ops:
                     choice = Choice(
                         unit.save_ops, unit.where, block.name, block.module, self._patches
                     )
-                site = Site(block.name, block.module, choice)
+                target = CheckpointedModule(block.name, block.module, choice)
                 run: Callable[..., Any] = functools.partial(
-                    _run, state, index, site, self._surrounding
+                    _run, state, index, target, self._surrounding
                 )
                 if not self._is_plain(unit):
                     # a compiler's trace would lose what torch's own checkpoint does not know
@@ -159,65 +163,62 @@ class CheckpointedBlocks:
 
 
 class _UnitState:
-    """What the sites of one unit share while a forward runs."""
+    """What the modules of one unit share while a forward runs."""
 
-    def __init__(self, around: Around, unit: Unit, check_every: int) -> None:
-        self.around = around
+    def __init__(self, context: RecomputeContext, unit: Unit, check_every: int) -> None:
+        self.context = context
         self._size = len(unit.blocks)
         self._check_every = check_every
         self._forwards = 0
-        self._open: weakref.ref[Frame] | None = None
+        self._check = False
+        self._before: weakref.ref[Call] | None = None
         self._next = 0
 
-    def frame(self, index: int, tensors: Sequence[torch.Tensor]) -> Frame:
-        """The frame that a call of site `index` belongs to: the open one if it goes on from it."""
-        frame = self._open() if self._open is not None else None
-        if frame is None or index < self._next or not frame.continues(tensors):
+    def run(
+        self, index: int, target: CheckpointedModule, function: Any, args: Any, kwargs: Any
+    ) -> Any:
+        """A call of module `index`; one after the other, they may go on from each other."""
+        before = self._before() if self._before is not None and index >= self._next else None
+        if before is None:
             self._forwards += 1
-            check = self._check_every > 0 and (self._forwards - 1) % self._check_every == 0
-            frame = Frame(self.around, check=check)
+            self._check = self._check_every > 0 and (self._forwards - 1) % self._check_every == 0
         last = index == self._size - 1
-        self._open = None if last else weakref.ref(frame)
+        call = Call(target, self.context, check=self._check)
+        result = call.run(function, args, kwargs, before=before, last=last)
+        self._before = None if last else weakref.ref(call)
         self._next = index + 1
-        return frame
-
-    def is_last(self, index: int) -> bool:
-        return index == self._size - 1
+        return result
 
 
 def _run(
     state: _UnitState,
     index: int,
-    site: Site,
+    target: CheckpointedModule,
     around: Surrounding | None,
     function: Callable[..., Any],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Runs a site's forward: checkpointed, or as part of a recompute that goes on already."""
-    if site.replaying is not None:  # called with its hooks, for them
-        again, own_args, own_kwargs = site.replaying
-        site.replaying = None
-        site.raw = again(*own_args, **own_kwargs)
-        return site.raw
+    """Runs a module's forward: checkpointed, or as part of a recompute that goes on already."""
+    if target.replaying is not None:  # called with its hooks, for them
+        again, target.replaying = target.replaying, None
+        return again()
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    if recomputing.newest is not None and state.around.number > recomputing.newest:
+    if recomputing.newest is not None and state.context.number > recomputing.newest:
         return function(*args, **kwargs)  # of a forward before this plan
     if torch.compiler.is_compiling():  # what torch.compile knows how to trace
         return checkpoint(function, *args, use_reentrant=False, **kwargs)
     if _is_transformed():
         return function(*args, **kwargs)
     function, args, kwargs = opened(function, args, kwargs)
-    if not site.module.training and holds_cache(site.name, args, kwargs):
+    if not target.module.training and holds_cache(target.name, args, kwargs):
         return function(*args, **kwargs)
-    if not getattr(site.module, "_can_checkpoint_with_cache", False):  # transformers' word for it
-        args, kwargs = without_empty_caches(site.name, args, kwargs)
+    if not getattr(target.module, "_can_checkpoint_with_cache", False):  # transformers' word for it
+        args, kwargs = without_empty_caches(target.name, args, kwargs)
 
     def checkpointed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        arguments = TakenApart(function, args, kwargs)
-        frame = state.frame(index, arguments.tensors)
-        return frame.run(site, arguments, last=state.is_last(index))
+        return state.run(index, target, function, args, kwargs)
 
     if around is not None:
         return around(checkpointed, function, args, kwargs)
@@ -270,3 +271,108 @@ def _is_transformed() -> bool:
 @functools.cache
 def _say_once(words: str) -> None:
     log.warning("ds_ckpt: %s", words)
+
+
+# checkpointing that somebody else has put on the model
+
+
+def objection(function: Callable[..., Any], every_n_layers: int) -> Problem | None:
+    """Why checkpointing that someone else asked for is not what the policy does."""
+    keywords = getattr(function, "keywords", {})
+    target = getattr(function, "func", function)
+    remedy = (
+        'drop it, or set "ds_ckpt": {"activation": {"policy": "none"}} to leave checkpointing to '
+        "transformers"
+    )
+    if keywords.get("use_reentrant", False):
+        why = "ds_ckpt is non-reentrant; reentrant recompute gathers every weight 3 times"
+        return Problem(_TRAINER_FLAG, '"use_reentrant": true', why, remedy)
+    if every_n_layers != 1:
+        why = "the policy says which blocks are recomputed"
+        return Problem(_TRAINER_FLAG, f'"every_n_layers": {every_n_layers}', why, remedy)
+    extra = {k: v for k, v in keywords.items() if k != "use_reentrant"}
+    if target is checkpoint and extra:
+        why = "ds_ckpt checkpoints by itself and would drop it"
+        return Problem(
+            _TRAINER_FLAG, ", ".join(f"{k}={v!r}" for k, v in extra.items()), why, remedy
+        )
+    if target is not checkpoint:
+        why = "it replaces the recompute that the policy has put on the model"
+        found = f"checkpointing by {getattr(target, '__qualname__', target)} (offload?)"
+        return Problem(_TRAINER_FLAG, found, why, remedy)
+    return None
+
+
+def refuse_other_checkpointing(model: nn.Module) -> None:
+    """Checkpointing that is on already must be the same thing, which is then taken over."""
+    on = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
+    layers = [m for m in model.modules() if hasattr(m, "_gradient_checkpointing_func")]
+    every_n = 1
+    repeated = [m for m in layers if is_hf_layer(m)]
+    if on and repeated:
+        flags = [bool(m.gradient_checkpointing) for m in repeated]
+        every_n = round(len(flags) / max(sum(flags), 1))
+    functions: list[Any] = [m._gradient_checkpointing_func for m in on if m in layers]
+    objections = {objection(function, every_n) for function in functions}
+    problems = [o for o in objections if o is not None]
+    if problems:
+        raise UnsupportedError(problems, headline="the model already has other checkpointing on")
+    if on:
+        log.info("ds_ckpt takes over the checkpointing that transformers had switched on")
+
+
+# key-value caches
+
+
+def _is_cache(value: Any) -> bool:
+    if value is None or isinstance(value, Tensor | bool | int | float | str):
+        return False
+    if not hasattr(value, "get_seq_length"):
+        return False
+    names = {base.__name__ for base in type(value).__mro__}
+    return "Cache" in names or hasattr(value, "update")
+
+
+def without_empty_caches(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with None for every empty cache.
+
+    Raises UnsupportedError for a cache that holds something.
+    """
+    return (
+        tuple(_without(name, value) for value in args),
+        {key: _without(name, value) for key, value in kwargs.items()},
+    )
+
+
+def holds_cache(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether one of the arguments is a cache: in evaluation whoever gives it wants it filled."""
+    if not any(map(_is_cache, (*args, *kwargs.values()))):
+        return False
+    _say_once(
+        "a block gets a cache in evaluation mode while gradients are on: blocks are not "
+        "checkpointed then (use_cache=False, or torch.no_grad)"
+    )
+    return True
+
+
+def _without(name: str, value: Any) -> Any:
+    if not _is_cache(value):
+        return value
+    if value.get_seq_length() > 0:
+        raise UnsupportedError(
+            Problem(
+                where=name,
+                found=f"{type(value).__name__} with {value.get_seq_length()} positions",
+                why="the recompute would append this block's keys and values a second time, and "
+                "without the cache the forward would be another",
+                remedy="train without a prefix in the cache, or leave the block out of "
+                "checkpointing",
+            )
+        )
+    _say_once(
+        f"{type(value).__name__} is left out in training: checkpointed blocks must not fill a "
+        "cache (model.config.use_cache = False says so beforehand)"
+    )
+    return None

@@ -1,0 +1,478 @@
+"""Operator rules: which results a recompute takes from memory instead of computing them again.
+
+`Choice` says which (named sets, operators by name). Two dispatch modes act on it: `Recording`
+around the forward, `Replaying` around the recompute. Torch's own pair keeps results where no
+saved-tensor hook sees them (offload, measurement), allows one backward, and leaves the random
+state where it stood before an attention core with dropout.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from ds_ckpt.activation.blocks import attention_parts, gates, mlp_parts
+from ds_ckpt.errors import ConfigError, Problem, UnsupportedError
+from ds_ckpt.patch import Patches
+
+_CORES = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+    "_flash_attention_forward",
+    "_efficient_attention_forward",
+)
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "_scaled_mm")
+SETS = {
+    "matmuls": "every matrix product and convolution, and attention cores",
+    "attention": "attention cores (scaled_dot_product_attention)",
+    "qkvo": "the products inside attention modules: query, key, value and output",
+    "gate": "the first product of each MLP: the gate where there is one, else the widening",
+}
+
+
+def _overloads(names: Sequence[str]) -> frozenset[Any]:
+    found = set()
+    for name in names:
+        packet = getattr(torch.ops.aten, name, None)
+        if packet is not None:
+            found |= {getattr(packet, overload) for overload in packet.overloads()}
+    return frozenset(o for o in found if not o._schema.is_mutable)
+
+
+@functools.cache
+def products() -> frozenset[Any]:
+    """Matrix products and convolutions."""
+    return _overloads(_PRODUCTS)
+
+
+@functools.cache
+def cores() -> frozenset[Any]:
+    """Attention cores."""
+    return _overloads(_CORES)
+
+
+def _named(name: str, where: str) -> frozenset[Any]:
+    """`aten.mm`, `aten.mm.default` or an operator of another library."""
+    space, _, rest = name.partition(".")
+    packet_name, _, overload = rest.partition(".")
+    packet = getattr(getattr(torch.ops, space), packet_name, None) if packet_name else None
+    known = packet.overloads() if packet is not None else []
+    if not known or (overload and overload not in known):
+        likely = difflib.get_close_matches(name, [*SETS, *(f"aten.{n}" for n in _PRODUCTS)], 1)
+        close = f', for example "{likely[0]}"' if likely else ""
+        raise ConfigError(
+            Problem(
+                where=where,
+                found=f'"{name}"',
+                why="it is neither a set nor an operator that torch knows"
+                + (f" (overloads: {', '.join(known)})" if known else ""),
+                remedy=f'write sets ({", ".join(SETS)}), joined by "+", or operators such as '
+                f'"aten.mm"{close}',
+            )
+        )
+    operators = frozenset(getattr(packet, o) for o in ([overload] if overload else known))
+    changing = sorted(str(o) for o in operators if o._schema.is_mutable)
+    operators = frozenset(o for o in operators if not o._schema.is_mutable)
+    if not operators:
+        raise ConfigError(
+            Problem(
+                where=where,
+                found=f'"{name}"',
+                why=f"{changing[0]} changes its argument, so its result cannot stand in for it",
+                remedy="name operators that return new tensors",
+            )
+        )
+    return operators
+
+
+class Choice:
+    """Which operators of one block are saved. Sets that depend on the module mark it while it runs.
+
+    Args:
+        save_ops: sets joined by "+", or operators.
+        where: JSON path of the list, for messages.
+        name, block: the block.
+        patches: where the marks on attention and gates are noted.
+
+    Raises:
+        ConfigError: an unknown name, or a set for which the block has no such part.
+    """
+
+    def __init__(
+        self, save_ops: Sequence[str], where: str, name: str, block: nn.Module, patches: Patches
+    ) -> None:
+        # a dispatch mode's first use imports it, and would keep that forward's frames alive
+        importlib.import_module("torch._dynamo")
+        self._where, self._name, self._patches = where, name, patches
+        self._parts: list[tuple[str, nn.Module]] = []
+        self._always: dict[str, frozenset[Any]] = {}
+        self._inside: Counter[str] = Counter()
+        """How many marked modules of each kind are running."""
+        self._marks: list[str] = []
+        for word in dict.fromkeys(part for entry in save_ops for part in entry.split("+")):
+            if word == "matmuls":
+                self._always[word] = products() | cores()
+            elif word == "attention":
+                self._always[word] = cores()
+            elif word in ("qkvo", "gate"):
+                self._mark(word, name, block, patches)
+            else:
+                self._always[word] = _named(word, where)
+        self._quick = frozenset().union(*self._always.values())
+        self._products = products()  # looked up here and not in the middle of a forward
+        self.hits: Counter[str] = Counter()
+
+    def _mark(self, word: str, name: str, block: nn.Module, patches: Patches) -> None:
+        parts = [m for _, m in attention_parts(name, block)]
+        if word == "gate":
+            parts = gates(mlp_parts(name, block))
+        if not parts:
+            children = ", ".join(type(m).__name__ for m in block.children())
+            raise ConfigError(
+                Problem(
+                    where=self._where,
+                    found=f'"{word}"',
+                    why=f"{name} has no part that looks like it (it has {children})",
+                    remedy='use "matmuls", or name operators such as "aten.mm"',
+                )
+            )
+        self._marks.append(word)
+        for part in parts:
+            self._parts.append((word, part))
+            patches.set_method(part, "forward", self._marked(word, part.forward))
+
+    @contextmanager
+    def standing(self) -> Iterator[None]:
+        """The marks, for the recompute of a forward whose patches may have been undone since."""
+        if self._patches.active:
+            yield
+            return
+        again = Patches()
+        try:
+            for word, part in self._parts:
+                again.set_method(part, "forward", self._marked(word, part.forward))
+            yield
+        finally:
+            again.undo()
+
+    def _marked(self, word: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def marked_forward(*args: Any, **kwargs: Any) -> Any:
+            self._inside[word] += 1
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._inside[word] -= 1
+
+        return marked_forward
+
+    def wants(self, operator: Any) -> bool:
+        """Whether the result of this operator, running now, is saved."""
+        if operator in self._quick:
+            return True
+        return operator in self._products and any(self._inside[word] for word in self._marks)
+
+    def count(self, operator: Any) -> None:
+        """Note which of the asked-for names this operator serves."""
+        for word, operators in self._always.items():
+            self.hits[word] += operator in operators
+        for word in self._marks:
+            self.hits[word] += self._inside[word] > 0 and operator in self._products
+
+    def require_hits(self, seen: Counter[str]) -> None:
+        """Refuse names that nothing in the block's first forward answered to."""
+        missing = [w for w in (*self._always, *self._marks) if not self.hits[w]]
+        if not missing:
+            return
+        ran = ", ".join(name for name, _ in seen.most_common(20))
+        hint = ""
+        if "attention" in missing:
+            hint = '; "attention" needs attn_implementation="sdpa" (eager attention is products)'
+        raise UnsupportedError(
+            Problem(
+                where=self._where,
+                found=", ".join(f'"{w}"' for w in missing),
+                why=f"no such operator ran in {self._name}; these did: {ran}",
+                remedy=f"remove it or name one of these{hint}",
+            )
+        )
+
+
+# random states, and tensors that are kept
+
+
+class Tracker(Protocol):
+    """Random states that are kept aside: Megatron's and DeepSpeed's for tensor parallelism."""
+
+    def get_states(self) -> dict[str, Any]: ...
+
+    def set_states(self, states: dict[str, Any]) -> None: ...
+
+
+class RandomState:
+    """The generators' states at one moment: the CPU's, those of `devices`, and of the trackers."""
+
+    def __init__(self, devices: Sequence[torch.device], trackers: Sequence[Tracker]) -> None:
+        self._cpu = torch.get_rng_state()
+        self._devices = [
+            (d, torch.get_device_module(d.type).get_rng_state(d))
+            for d in devices
+            if hasattr(torch.get_device_module(d.type), "get_rng_state")
+        ]
+        self._trackers = [(t, dict(t.get_states())) for t in trackers]
+
+    def put_back(self) -> None:
+        """Set every generator to what it was."""
+        torch.set_rng_state(self._cpu)
+        for device, state in self._devices:
+            torch.get_device_module(device.type).set_rng_state(state, device)
+        for tracker, states in self._trackers:
+            tracker.set_states(dict(states))
+
+
+def devices_of(tensors: Sequence[Tensor]) -> list[torch.device]:
+    """The accelerators on which the tensors lie, each once."""
+    return list(dict.fromkeys(t.device for t in tensors if t.device.type not in ("cpu", "meta")))
+
+
+class _Save(torch.autograd.Function):
+    """A node that holds tensors; its result is thrown away and no gradient ever comes."""
+
+    @staticmethod
+    def forward(anchor: Tensor, *tensors: Tensor) -> Tensor:
+        return anchor.new_empty(0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise AssertionError("nothing is computed from what is kept")
+
+
+class SavedTensors:
+    """Tensors kept for a recompute: their values as they are now, without their graphs.
+
+    A tensor that is changed in place afterwards makes `get` raise torch's RuntimeError, unless a
+    hook has made a copy of it.
+
+    Args:
+        tensors: what to keep. Each is saved detached, on the same storage.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._needs_gradient = [t.requires_grad for t in tensors]
+        self._node: Any = None
+        if tensors:
+            anchor = torch.empty(0, requires_grad=True)
+            with torch.enable_grad():
+                self._node = _Save.apply(anchor, *(t.detach() for t in tensors)).grad_fn
+
+    def get(self) -> list[Tensor]:
+        """The tensors as leaves that ask for a gradient where the kept ones did."""
+        if self._node is None:
+            return []
+        pairs = zip(self._node.saved_tensors, self._needs_gradient, strict=True)
+        return [t.detach().requires_grad_(needs) for t, needs in pairs]
+
+
+# around the forward, around the recompute
+
+
+@dataclass
+class _Entry:
+    operator: Any
+    results: list[Any]
+    spec: TreeSpec
+    packs: int
+    versions: list[int]
+    after: RandomState | None
+    first: int = -1
+    """Where its tensors begin among what is kept; -1: it is computed again."""
+
+
+@functools.cache
+def is_view(operator: Any) -> bool:
+    """Whether a result shares memory with an argument."""
+    return any(r.alias_info is not None for r in operator._schema.returns)
+
+
+@functools.cache
+def writes_to(operator: Any) -> tuple[tuple[int, str], ...]:
+    """Position and name of every argument that it changes.
+
+    Collectives do not say which: all of theirs. (AutoTP sums over the group in the memory of a
+    product.)
+    """
+    collective = operator.namespace == "c10d"
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(operator._schema.arguments)
+        if collective or (argument.alias_info is not None and argument.alias_info.is_write)
+    )
+
+
+def _storage(tensor: Tensor) -> int | None:
+    strided = tensor.layout == torch.strided
+    return tensor.untyped_storage()._cdata if strided else None
+
+
+class _Pausing(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self._paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """While fingerprints are taken: their operators are none of the block's."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+
+class Recording(_Pausing):
+    """Around a forward: remembers the results that are to be saved.
+
+    Args:
+        choice: which.
+        packs: tells how many tensors autograd has saved so far.
+        trackers: random states beside torch's.
+    """
+
+    def __init__(
+        self, choice: Choice, packs: Callable[[], int], trackers: Sequence[Tracker] = ()
+    ) -> None:
+        super().__init__()
+        self._choice, self._packs, self._trackers = choice, packs, trackers
+        self.entries: list[_Entry] = []
+        self.seen: Counter[str] = Counter()
+        self._writes: dict[int | None, int] = {}
+        """Storage: how many entries there were when it was last written."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self._paused:
+            return func(*args, **(kwargs or {}))
+        self._note_writes(func, args, kwargs or {})
+        out = func(*args, **(kwargs or {}))
+        if not is_view(func):
+            self.seen[str(func)] += 1
+        if self._choice.wants(func):
+            self._choice.count(func)
+            results, spec = tree_flatten(out)
+            tensors = [r for r in results if isinstance(r, Tensor)]
+            random = torch.Tag.nondeterministic_seeded in func.tags
+            self.entries.append(
+                _Entry(
+                    func,
+                    results,
+                    spec,
+                    self._packs(),
+                    [t._version for t in tensors],
+                    RandomState(devices_of(tensors), self._trackers) if random else None,
+                )
+            )
+        return out
+
+    def _note_writes(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        for position, name in writes_to(func):
+            value = args[position] if position < len(args) else kwargs.get(name)
+            for tensor in tree_flatten(value)[0]:
+                if isinstance(tensor, Tensor):
+                    self._writes[_storage(tensor)] = len(self.entries)
+
+    def _unchanged(self, index: int, tensors: Sequence[Tensor]) -> bool:
+        """Whether nothing has written over an entry's results.
+
+        Versions alone do not tell: `aten._unsafe_view` (every 3-D product) and `.data` share the
+        storage and count versions of their own.
+        """
+        if [t._version for t in tensors] != self.entries[index].versions:
+            return False
+        return all(self._writes.get(_storage(t), 0) <= index for t in tensors)
+
+    def finish(self, outside: Iterable[Tensor], *, whole: bool) -> list[Tensor]:
+        """What is to be kept, in order; afterwards the entries hold no tensors.
+
+        Args:
+            outside: tensors of the block that others can reach. What lies in their memory is not
+                kept: somebody may write there.
+            whole: the recompute runs to the end. Otherwise it stops where autograd has saved its
+                last tensor, and what came later is not kept.
+        """
+        kept: list[Tensor] = []
+        reachable = {_storage(t) for t in outside}
+        for index, entry in enumerate(self.entries):
+            tensors = [r for r in entry.results if isinstance(r, Tensor)]
+            reached = whole or entry.packs < self._packs()
+            inside = not any(_storage(t) in reachable for t in tensors)
+            if reached and inside and self._unchanged(index, tensors):
+                entry.first = len(kept)
+                kept += [t.detach() for t in tensors]
+            entry.results = [_TENSOR if isinstance(r, Tensor) else r for r in entry.results]
+        return kept
+
+
+_TENSOR = object()
+
+
+class Replaying(_Pausing):
+    """Around a recompute: hands out what was saved, in the order of the forward.
+
+    Args:
+        choice: the same as in the forward.
+        entries: of the forward's `Recording`.
+        kept: what its `finish` returned.
+        differs: raises the error that names the block.
+    """
+
+    def __init__(
+        self,
+        choice: Choice,
+        entries: Sequence[_Entry],
+        kept: Sequence[Tensor],
+        differs: Callable[[str], None],
+    ) -> None:
+        super().__init__()
+        self._choice, self._entries, self._kept = choice, entries, kept
+        self._differs = differs
+        self._next = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self._paused or not self._choice.wants(func):
+            return func(*args, **(kwargs or {}))
+        if self._next >= len(self._entries):
+            self._differs(f"{func} runs once more than in the forward")
+        entry = self._entries[self._next]
+        self._next += 1
+        if entry.operator is not func:
+            self._differs(f"{func} runs where the forward ran {entry.operator}")
+        if entry.first < 0:
+            return func(*args, **(kwargs or {}))
+        position = iter(range(entry.first, len(self._kept)))
+        results = [
+            self._kept[next(position)].detach() if r is _TENSOR else r for r in entry.results
+        ]
+        if entry.after is not None:
+            entry.after.put_back()
+        return tree_unflatten(results, entry.spec)
