@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import platform
 import sysconfig
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -293,6 +296,17 @@ def llama(
         torch.manual_seed(seed)
         model: torch.nn.Module = LlamaForCausalLM(config)
     return model
+
+
+def versions() -> dict[str, Any]:
+    """Of Python and the packages that a result depends on."""
+    found = {"python": platform.python_version()}
+    for name in ("ds_ckpt", "deepspeed", "torch", "transformers", "numpy"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
 
 
 def count_parameters(model: torch.nn.Module) -> int:
