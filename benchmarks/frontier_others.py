@@ -36,7 +36,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
-from ds_ckpt.hosts.launcher import free_port
+from ds_ckpt.hosts.backends import free_port
 from ds_ckpt.validation.task import Learner
 from ds_ckpt.validation.trainer import Outcome, chained
 from ds_ckpt.validation.world import Recipe, WholeOptimizer, digest_of

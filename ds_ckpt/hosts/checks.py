@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from ds_ckpt.errors import DsCkptError, Problem
+from ds_ckpt.hosts.backends import SSH_S, Backend
 
-SSH_S = 12.0
-"""What a host may take to answer ssh."""
 LIMIT_S = 2 * SSH_S + 5
 MODULES = ("ds_ckpt", "deepspeed", "torch", "transformers")
 _LOOK = """
@@ -32,30 +31,13 @@ print("ds_ckpt-look", json.dumps({"missing": missing, "taken": taken}))
 """
 
 
-class Reachable:
-    """Hosts that can be asked."""
-
-    names: tuple[str, ...]
-    """The one with process 0 first."""
-    port: int
-    """The master port on the first host."""
-
-    def on(self, host: str, argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
-        """Run something short on a host. Raises subprocess.TimeoutExpired after `SSH_S`."""
-        raise NotImplementedError
-
-    def gone(self) -> list[str]:
-        """Hosts that are known not to be there any more."""
-        return []
-
-
 class HostError(DsCkptError, RuntimeError):
     """A host cannot take part, or has dropped out."""
 
     headline = "not every host can take part"
 
 
-def check_hosts(hosts: Reachable) -> None:
+def check_hosts(hosts: Backend) -> None:
     """Look at every host at once: ssh, this Python, its modules, the first one's port.
 
     Raises HostError with all that was found.
@@ -67,7 +49,7 @@ def check_hosts(hosts: Reachable) -> None:
         raise HostError(problems)
 
 
-def unreachable(hosts: Reachable) -> list[Problem]:
+def unreachable(hosts: Backend) -> list[Problem]:
     """The hosts that have stopped to answer, for a run that has failed."""
     gone = hosts.gone()
     # all others are reached by way of the first one
@@ -93,7 +75,7 @@ def unreachable(hosts: Reachable) -> list[Problem]:
 
 
 def _ask(
-    hosts: Reachable, name: str, argv: Sequence[str]
+    hosts: Backend, name: str, argv: Sequence[str]
 ) -> tuple[str | None, subprocess.CompletedProcess[str]]:
     """Why a host does not answer, or None; and what it has said."""
     try:
@@ -104,7 +86,7 @@ def _ask(
     return (result.stderr.strip() or "ssh failed") if silent else None, result
 
 
-def _look(hosts: Reachable, name: str) -> list[Problem]:
+def _look(hosts: Backend, name: str) -> list[Problem]:
     """What keeps a host from taking part."""
     port = hosts.port if name == hosts.names[0] else 0
     silent, result = _ask(hosts, name, [sys.executable, "-c", _LOOK, str(port), ",".join(MODULES)])

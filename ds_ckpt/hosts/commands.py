@@ -43,8 +43,9 @@ def run(
     the command does.
     """
     rate_mbit = parse_rate(rate)
+    from ds_ckpt.hosts.backends import Emulated
     from ds_ckpt.hosts.emulated import EmulatedHosts
-    from ds_ckpt.hosts.launcher import Emulated, run_in_foreground, signals_as_exit
+    from ds_ckpt.hosts.launcher import run_in_foreground, signals_as_exit
 
     with errors_in_words(), signals_as_exit():
         with EmulatedHosts(count, rate_mbit=rate_mbit) as emulated:

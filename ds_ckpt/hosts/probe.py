@@ -36,8 +36,9 @@ from pathlib import Path
 from typing import Any
 
 from ds_ckpt.errors import Problem, UnsupportedError
+from ds_ckpt.hosts.backends import Emulated, Prepared, environment
 from ds_ckpt.hosts.emulated import EmulatedHosts
-from ds_ckpt.hosts.launcher import Emulated, LaunchError, Prepared, environment, run
+from ds_ckpt.hosts.launcher import LaunchError, run
 
 FORMAT = "ds_ckpt links 1"
 _PINGS = 60

@@ -14,9 +14,9 @@ from rich.console import Console
 from ds_ckpt.config import load_file, parse
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.hosts import Launcher
+from ds_ckpt.hosts.backends import Backend, Hostfile, Loopback
 from ds_ckpt.hosts.commands import parse_rate
 from ds_ckpt.hosts.emulated import missing
-from ds_ckpt.hosts.launcher import Backend, Hostfile, Loopback
 from ds_ckpt.measure.cluster import account, cluster, rate_mbit
 from ds_ckpt.measure.report import Report
 from ds_ckpt.measure.run import emulated

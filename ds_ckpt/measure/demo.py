@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from ds_ckpt.errors import ConfigError, DsCkptError, Problem
+from ds_ckpt.hosts.backends import Backend, Loopback
 from ds_ckpt.hosts.emulated import missing
-from ds_ckpt.hosts.launcher import Backend, Loopback
 from ds_ckpt.measure.document import terminal_table
 from ds_ckpt.measure.report import Report
 from ds_ckpt.measure.run import emulated, measure

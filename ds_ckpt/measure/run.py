@@ -24,9 +24,10 @@ from ds_ckpt import workload
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.files import replacing
 from ds_ckpt.hosts import Launcher
+from ds_ckpt.hosts.backends import Backend, Emulated
 from ds_ckpt.hosts.checks import check_hosts
 from ds_ckpt.hosts.emulated import EmulatedHosts
-from ds_ckpt.hosts.launcher import Backend, Emulated, launch, signals_as_exit
+from ds_ckpt.hosts.launcher import launch, signals_as_exit
 from ds_ckpt.measure.spec import Folder, Spec, check
 from ds_ckpt.workload import versions
 

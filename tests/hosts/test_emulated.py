@@ -14,8 +14,9 @@ import psutil
 import pytest
 
 from ds_ckpt.hosts import emulated, records
+from ds_ckpt.hosts.backends import Emulated
 from ds_ckpt.hosts.emulated import EmulatedHosts
-from ds_ckpt.hosts.launcher import Emulated, LaunchError, run
+from ds_ckpt.hosts.launcher import LaunchError, run
 from ds_ckpt.hosts.records import HostsError, HostSet, ProcessId, all_sets, take_down
 
 _RECEIVE = """

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from ds_ckpt.cli import app
 from ds_ckpt.hosts import records
+from ds_ckpt.hosts.backends import environment
 from ds_ckpt.hosts.commands import parse_rate
-from ds_ckpt.hosts.launcher import environment
 from ds_ckpt.hosts.records import HostsError
 
 run = CliRunner().invoke

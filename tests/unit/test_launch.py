@@ -15,9 +15,10 @@ import pytest
 from deepspeed.launcher.runner import parse_args
 
 from ds_ckpt.errors import Problem
-from ds_ckpt.hosts import checks, cpu_op, launcher
+from ds_ckpt.hosts import backends, cpu_op, launcher
+from ds_ckpt.hosts.backends import Backend, Loopback, Prepared
 from ds_ckpt.hosts.checks import HostError, check_hosts, unreachable
-from ds_ckpt.hosts.launcher import Backend, LaunchError, Loopback, Prepared, launch, log_tail, run
+from ds_ckpt.hosts.launcher import LaunchError, launch, log_tail, run
 from ds_ckpt.hosts.records import HostsError
 
 # A parent that starts a child which hears no SIGTERM, in a session of its own.
@@ -247,7 +248,7 @@ def test_a_host_that_says_nothing_is_named() -> None:
         check_hosts(Hosts(b=(124, "", "")))
     (problem,) = unreachable(Hosts(c=(124, "", "")))
     assert problem.where == "c"
-    assert f"{checks.SSH_S:.0f} s" in problem.found
+    assert f"{backends.SSH_S:.0f} s" in problem.found
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from ds_ckpt.config import parse
 from ds_ckpt.errors import ConfigError, StateError
 from ds_ckpt.hosts import Launcher
-from ds_ckpt.hosts.launcher import Hostfile, read_hostfile
+from ds_ckpt.hosts.backends import Hostfile, read_hostfile
 from ds_ckpt.measure.arguments import sections_of
 from ds_ckpt.measure.records import Memory, Store, Trial
 from ds_ckpt.measure.spec import (
