@@ -8,6 +8,7 @@ where it was: whoever reads it drops a last line that is not whole.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -23,6 +24,19 @@ class _Record(BaseModel):
 
 Configured = Annotated[str, Field(alias="cell")]
 Repeated = Annotated[int, Field(alias="round")]
+
+
+@dataclass(frozen=True, order=True)
+class Key:
+    """A configuration with a batch: whose steps."""
+
+    configuration: str
+    sequences: int
+    equal_memory: bool = False
+
+    def trial(self, rate: float | None, repetition: int) -> tuple[object, ...]:
+        """The key of one trial's record."""
+        return ("trial", self, rate, repetition)
 
 
 class StepTime(_Record):
@@ -55,9 +69,12 @@ class Trial(_Record):
     """Whatever else the registry's figures take, by their names."""
 
     @property
+    def whose(self) -> Key:
+        return Key(self.configuration, self.sequences, self.equal_memory)
+
+    @property
     def key(self) -> tuple[object, ...]:
-        batch = self.sequences, self.equal_memory
-        return ("trial", self.configuration, self.rate_mbit, *batch, self.repetition)
+        return self.whose.trial(self.rate_mbit, self.repetition)
 
 
 class Memory(_Record):

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from ds_ckpt import workload
 from ds_ckpt.compression import methods
 from ds_ckpt.errors import ConfigError, Problem, StateError
-from ds_ckpt.measure.records import Memory, Sample, StepTime, Store
+from ds_ckpt.measure.records import Key, Memory, Sample, StepTime, Store
 from ds_ckpt.workload import llama
 
 STOCK, DENSE, SILENT = "stock", "dense", "silent"
@@ -245,21 +245,7 @@ MOST_BATCHES = 8
 """Checkpointing takes at most so many times the batch, however much memory it leaves."""
 
 
-@dataclass(frozen=True)
-class Variant:
-    """A configuration with a batch."""
-
-    configuration: Configuration
-    sequences: int
-    equal_memory: bool = False
-
-    def key(self, rate: float | None, repetition: int) -> tuple[object, ...]:
-        """The key of its trial's record."""
-        name = self.configuration.name
-        return ("trial", name, rate, self.sequences, self.equal_memory, repetition)
-
-
-def equal_memory(spec: Spec, records: Mapping[Any, Sample]) -> list[Variant]:
+def equal_memory(spec: Spec, records: Mapping[Any, Sample]) -> list[Key]:
     """Those of the other policies with the batch whose activations take what `none`'s take.
 
     A policy's peaks with one batch and with two lie on a line; its batch is the largest that stays
@@ -280,7 +266,7 @@ def equal_memory(spec: Spec, records: Mapping[Any, Sample]) -> list[Variant]:
         if policy != "none" and fits > base:
             for method in (STOCK, DENSE, *spec.methods):
                 batch = min(fits, MOST_BATCHES * base)
-                found.append(Variant(Configuration(policy, method), batch, equal_memory=True))
+                found.append(Key(f"{policy}/{method}", batch, equal_memory=True))
     return list(dict.fromkeys(found))
 
 

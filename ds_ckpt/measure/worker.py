@@ -35,6 +35,7 @@ from ds_ckpt.hosts.interfaces import Sent, link_interface, sent
 from ds_ckpt.measure import parts
 from ds_ckpt.measure.figures import Take, put_together, taken
 from ds_ckpt.measure.records import (
+    Key,
     Loss,
     Memory,
     Model,
@@ -51,7 +52,6 @@ from ds_ckpt.measure.spec import (
     Configuration,
     Folder,
     Spec,
-    Variant,
     deepspeed_config,
     equal_memory,
     median_index,
@@ -213,45 +213,46 @@ class Worker:
 
     def _measure_trials(self) -> None:
         spec = self.spec
-        usual = [Variant(c, b) for b in spec.batches for c in spec.configurations]
+        usual = [Key(c.name, batch) for batch in spec.batches for c in spec.configurations]
         memories = [
-            (Configuration(policy, STOCK), factor * min(spec.batches))
+            (Configuration(policy, STOCK).name, factor * min(spec.batches))
             for policy in spec.policies
             for factor in (1, 2)
         ]
-        keys = [("memory", one.name, sequences) for one, sequences in memories]
+        keys = [("memory", name, sequences) for name, sequences in memories]
         if self.done.keys() >= set(keys):
             trials = [*usual, *self._at_equal_memory(self.done)]
             everything = itertools.product(trials, spec.rates, range(spec.repetitions))
-            if self.done.keys() >= {one.key(rate, n) for one, rate, n in everything}:
+            if self.done.keys() >= {one.trial(rate, n) for one, rate, n in everything}:
                 return
         running = {}
         for configuration in spec.configurations:
             self.beat(f"building {configuration.name}")
-            running[configuration] = Running(configuration, spec)
+            running[configuration.name] = one = Running(configuration, spec)
             for step in range(spec.warm_up):
-                running[configuration].plain_step(self.batch(min(spec.batches), step))
-        found = [self._memory(running[one], sequences) for one, sequences in memories]
-        variants = [*usual, *self._at_equal_memory(dict(zip(keys, found, strict=True)))]
-        for variant in variants:
-            if variant.equal_memory and variant.configuration.method == STOCK:
-                self._memory(running[variant.configuration], variant.sequences)
-        total = spec.repetitions * len(spec.rates) * len(variants)
+                one.plain_step(self.batch(min(spec.batches), step))
+        found = [self._memory(running[name], sequences) for name, sequences in memories]
+        more = self._at_equal_memory(dict(zip(keys, found, strict=True)))
+        for key in more:
+            if key.configuration.endswith(f"/{STOCK}"):
+                self._memory(running[key.configuration], key.sequences)
+        trials = [*usual, *more]
+        total = spec.repetitions * len(spec.rates) * len(trials)
         count = 0
         for repetition in range(spec.repetitions):
             for rate in spec.rates:
                 self._ask_for(rate)
-                for place in range(len(variants)):
-                    variant = variants[(place + repetition) % len(variants)]
+                for place in range(len(trials)):
+                    key = trials[(place + repetition) % len(trials)]
                     count += 1
                     self.beat(f"{count} of {total} trials", done=count, total=total)
-                    if variant.key(rate, repetition) not in self.done:
-                        self._trial(running[variant.configuration], variant, rate, repetition)
+                    if key.trial(rate, repetition) not in self.done:
+                        self._trial(running[key.configuration], key, rate, repetition)
         self._ask_for(None)
         for one in running.values():
             one.end()
 
-    def _at_equal_memory(self, memories: Mapping[Any, Sample]) -> list[Variant]:
+    def _at_equal_memory(self, memories: Mapping[Any, Sample]) -> list[Key]:
         return equal_memory(self.spec, memories) if self.spec.equal_memory else []
 
     def _memory(self, one: Running, sequences: int) -> Memory:
@@ -270,15 +271,15 @@ class Worker:
         self.append([record])
         return record
 
-    def _trial(self, one: Running, variant: Variant, rate: float | None, repetition: int) -> None:
+    def _trial(self, one: Running, key: Key, rate: float | None, repetition: int) -> None:
         spec = self.spec
         first = repetition * (spec.steps + spec.drop)
         for step in range(spec.drop):
-            one.plain_step(self.batch(variant.sequences, first + step))
+            one.plain_step(self.batch(key.sequences, first + step))
         before, counted = self._settled(), one.session.counters.snapshot()
         steps: list[Step] = []
         for step in range(spec.steps):
-            steps.append(one.step(self.batch(variant.sequences, first + spec.drop + step)))
+            steps.append(one.step(self.batch(key.sequences, first + spec.drop + step)))
             self.beat(None)
         delta = one.session.counters.snapshot() - counted
         bytes_ = self._settled() - before
@@ -294,14 +295,14 @@ class Worker:
         )
         figures = put_together([one["taken"] for one in everyone])
         at: dict[str, Any] = {
-            "configuration": one.configuration.name,
+            "configuration": key.configuration,
             "rate_mbit": rate,
-            "sequences": variant.sequences,
+            "sequences": key.sequences,
             "repetition": repetition,
         }
         trial = Trial(
             **at,
-            equal_memory=variant.equal_memory,
+            equal_memory=key.equal_memory,
             steps=slowest([one["times"] for one in everyone]),
             purpose_bytes={
                 p.value: sum(one["purposes"][p.value] for one in everyone) for p in Purpose
@@ -311,7 +312,7 @@ class Worker:
             figures=figures,
         )
         records: list[Sample] = [trial]
-        if repetition == spec.repetitions - 1 and not variant.equal_memory:
+        if repetition == spec.repetitions - 1 and not key.equal_memory:
             shown = steps[median_index([step.time.step_s for step in steps])]
             step_s = shown.time.step_s
             records.append(Timeline(**at, step_s=step_s, main=shown.main, beside=shown.beside))

@@ -132,7 +132,7 @@ def _memories() -> dict[tuple[object, ...], Memory]:
 
 def test_the_batch_at_equal_memory_is_the_largest_that_fits() -> None:
     found = equal_memory(known.SPEC, _memories())
-    assert [(v.configuration.name, v.sequences) for v in found] == [
+    assert [(v.configuration, v.sequences) for v in found] == [
         ("block/stock", 12),
         ("block/dense", 12),
         ("block/4bit", 12),
