@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 import ds_ckpt
+from ds_ckpt import workload
 from ds_ckpt.exchange.no_communication import NoCommunication
-from ds_ckpt.harness import models
 
 STOCK, CEILING = "stock", "nothing sent"
 ONCE = {"when": "accumulation_boundary"}
@@ -61,7 +61,7 @@ SHAPES: dict[str, dict[str, int]] = {
     "wider": {"hidden_size": 512, "layers": 4, "intermediate_size": 1376},
     "hidden 1024": {"hidden_size": 1024, "layers": 3, "intermediate_size": 2816, "heads": 16},
 }
-"""Arguments of `ds_ckpt.harness.models.llama`; its vocabulary is 256, the bytes."""
+"""Arguments of `ds_ckpt.workload.llama`; its vocabulary is 256, the bytes."""
 BUCKETS = 8
 """Buckets that a backward has, about: DeepSpeed's own size would put every gradient into one."""
 
@@ -114,8 +114,8 @@ def start(
     `autotune`: whether gradients may go by DeepSpeed where that makes steps shorter. `count`:
     attach a session to stock too, for its counters.
     """
-    model = models.llama(seed=0, **SHAPES[shape])
-    bucket = -(-models.count_parameters(model) // BUCKETS)
+    model = workload.llama(seed=0, **SHAPES[shape])
+    bucket = -(-workload.count_parameters(model) // BUCKETS)
     plugin: dict[str, Any] = {"telemetry": {"enabled": True}} if count else {}
     section = METHODS[name]
     if section is not None:

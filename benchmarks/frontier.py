@@ -34,12 +34,12 @@ from _frontier_table import table
 
 from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.rules import MethodSettings
-from ds_ckpt.harness.corpus import Corpus, embedded_corpus
 from ds_ckpt.validation.data import Text
 from ds_ckpt.validation.task import Learner, small_llama
 from ds_ckpt.validation.trainer import Outcome, Saving, train
 from ds_ckpt.validation.virtual_workers import sixteen_bit_step_bytes
 from ds_ckpt.validation.world import InProcessWorld, Recipe
+from ds_ckpt.workload import Corpus, embedded_corpus
 
 RESULTS = Path(__file__).parent / "results" / "frontier.jsonl"
 START = 100

@@ -28,8 +28,8 @@ import _cells
 import torch.distributed as dist
 
 import ds_ckpt
+from ds_ckpt import workload
 from ds_ckpt.exchange.no_communication import NoCommunication
-from ds_ckpt.harness import models
 
 BUCKETS = 8
 SEQUENCES, TOKENS = 4, 64
@@ -57,12 +57,12 @@ def sections() -> dict[str, dict[str, Any] | None]:
 
 def start(name: str, compression: dict[str, Any] | None, reuse: int) -> _cells.Running:
     """A cell's engine; `reuse` is `stage3_max_reuse_distance`."""
-    model = models.llama(seed=0)
+    model = workload.llama(seed=0)
     zero: dict[str, Any] = {
         "stage": 3,
         "stage3_param_persistence_threshold": 0,
         "stage3_max_reuse_distance": reuse,
-        "reduce_bucket_size": -(-models.count_parameters(model) // BUCKETS),
+        "reduce_bucket_size": -(-workload.count_parameters(model) // BUCKETS),
     }
     if reuse == 0:
         zero["stage3_prefetch_bucket_size"] = 0
@@ -130,8 +130,9 @@ def _mean(rows: tuple[dict[str, Any], ...]) -> dict[str, Any]:
 
 def run(rate_mbit: float, reuse: int, steps: int, limit_s: float) -> list[dict[str, Any]]:
     """One launch."""
-    from ds_ckpt.hosts import EmulatedHosts
-    from ds_ckpt.hosts.launcher import Emulated
+    from ds_ckpt.hosts.backends import Emulated
+    from ds_ckpt.hosts.emulated import EmulatedHosts
+    from ds_ckpt.hosts.launcher import deepspeed
 
     with (
         tempfile.TemporaryDirectory() as temporary,
@@ -140,7 +141,7 @@ def run(rate_mbit: float, reuse: int, steps: int, limit_s: float) -> list[dict[s
         folder = Path(temporary)
         (folder / "spec.json").write_text(json.dumps({"reuse": reuse, "steps": steps}))
         script = [str(Path(__file__).resolve()), "--worker", str(folder)]
-        Emulated(hosts).deepspeed(script, folder, limit_s=limit_s)
+        deepspeed(Emulated(hosts), script, folder, limit_s=limit_s)
         rows: list[dict[str, Any]] = json.loads((folder / "rows.json").read_text())
     common = {"rate_mbit": rate_mbit, "reuse": reuse, "load": os.getloadavg()[1]}
     return [{**common, **row} for row in rows]

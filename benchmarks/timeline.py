@@ -43,7 +43,7 @@ def worker(spec: dict[str, Any], folder: Path) -> None:
 
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    one = Running(Configuration.of(spec["cell"]), Spec())
+    one = Running(Configuration(*spec["cell"].split("/")), Spec())
     generator = torch.Generator().manual_seed(dist.get_rank())
     batch = torch.randint(0, 256, (4, 128), generator=generator)
     for _ in range(4):
@@ -116,18 +116,19 @@ def length(intervals: Intervals) -> float:
 
 def run(cell: str, rate_mbit: float | None, trace_to: Path | None) -> dict[str, Any]:
     """One launch; both views of one step."""
-    from ds_ckpt.hosts import EmulatedHosts, missing
-    from ds_ckpt.hosts.launcher import Emulated, Loopback
+    from ds_ckpt.hosts.backends import Emulated, Loopback
+    from ds_ckpt.hosts.emulated import EmulatedHosts, missing
+    from ds_ckpt.hosts.launcher import deepspeed
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         (folder / "spec.json").write_text(json.dumps({"cell": cell}))
         script = [str(Path(__file__).resolve()), "--worker", str(folder)]
         if missing():
-            Loopback().deepspeed(script, folder, limit_s=580)
+            deepspeed(Loopback(), script, folder, limit_s=580)
         else:
             with EmulatedHosts(2, rate_mbit=rate_mbit) as hosts:
-                Emulated(hosts).deepspeed(script, folder, limit_s=580)
+                deepspeed(Emulated(hosts), script, folder, limit_s=580)
         text = (folder / "trace.json").read_text()
         if trace_to is not None:
             trace_to.write_text(text)

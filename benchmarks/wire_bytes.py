@@ -117,8 +117,9 @@ def run_layout(layout: str, options: argparse.Namespace) -> list[dict[str, Any]]
     import subprocess
     import tempfile
 
-    from ds_ckpt.hosts import EmulatedHosts
-    from ds_ckpt.hosts.launcher import Emulated
+    from ds_ckpt.hosts.backends import Emulated
+    from ds_ckpt.hosts.emulated import EmulatedHosts
+    from ds_ckpt.hosts.launcher import deepspeed
 
     count, slots = map(int, layout.split("x"))
     spec = {
@@ -138,7 +139,7 @@ def run_layout(layout: str, options: argparse.Namespace) -> list[dict[str, Any]]
         folder = Path(temporary)
         (folder / "spec.json").write_text(json.dumps(spec))
         script = [str(Path(__file__).resolve()), "--worker", str(folder)]
-        Emulated(hosts, slots).deepspeed(script, folder, limit_s=options.limit_s)
+        deepspeed(Emulated(hosts, slots), script, folder, limit_s=options.limit_s)
         rows: list[dict[str, Any]] = json.loads((folder / "rows.json").read_text())
     return [{"layout": layout, **row} for row in rows]
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ds_ckpt.harness import commands
+from ds_ckpt.hosts import commands
 from ds_ckpt.measure import command as measure_command
 from ds_ckpt.profile.command import profile
 from ds_ckpt.validation import commands as validation_commands

@@ -3,8 +3,7 @@
 `launcher` starts a module on them and ends it, `heartbeat` is how both ends know of each other.
 """
 
-from ds_ckpt.hosts.emulated import EmulatedHosts, Host, missing
-from ds_ckpt.hosts.interfaces import INTERFACE
-from ds_ckpt.hosts.records import HostsError
+from typing import Literal
 
-__all__ = ["INTERFACE", "EmulatedHosts", "Host", "HostsError", "missing"]
+Launcher = Literal["pdsh", "openmpi"]
+"""DeepSpeed's launchers that are served."""

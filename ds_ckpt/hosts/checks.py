@@ -10,12 +10,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
 from ds_ckpt.errors import DsCkptError, Problem
+from ds_ckpt.hosts.backends import SSH_S, Backend
 
-SSH_S = 12.0
-"""What a host may take to answer ssh."""
 LIMIT_S = 2 * SSH_S + 5
 MODULES = ("ds_ckpt", "deepspeed", "torch", "transformers")
 _LOOK = """
@@ -33,23 +31,13 @@ print("ds_ckpt-look", json.dumps({"missing": missing, "taken": taken}))
 """
 
 
-class Reachable(Protocol):
-    """Hosts that can be asked: see `launcher.Backend`."""
-
-    names: tuple[str, ...]
-    port: int
-
-    def on(self, host: str, argv: Sequence[str]) -> subprocess.CompletedProcess[str]: ...
-    def gone(self) -> list[str]: ...
-
-
 class HostError(DsCkptError, RuntimeError):
     """A host cannot take part, or has dropped out."""
 
     headline = "not every host can take part"
 
 
-def check_hosts(hosts: Reachable) -> None:
+def check_hosts(hosts: Backend) -> None:
     """Look at every host at once: ssh, this Python, its modules, the first one's port.
 
     Raises HostError with all that was found.
@@ -61,15 +49,18 @@ def check_hosts(hosts: Reachable) -> None:
         raise HostError(problems)
 
 
-def unreachable(hosts: Reachable) -> list[Problem]:
+def unreachable(hosts: Backend) -> list[Problem]:
     """The hosts that have stopped to answer, for a run that has failed."""
     gone = hosts.gone()
-    if gone and gone[0] == hosts.names[0]:
-        asked: Sequence[str] = gone  # all others are reached by way of the first one
-    else:
-        asked = hosts.names
+    # all others are reached by way of the first one
+    asked = gone if gone and gone[0] == hosts.names[0] else hosts.names
+
+    def answer(name: str) -> str | None:
+        there = name not in gone
+        return _ask(hosts, name, ["true"])[0] if there else "the host is not there any more"
+
     with ThreadPoolExecutor(len(asked)) as pool:
-        answers = list(pool.map(lambda name: _answer(hosts, name), asked))
+        answers = list(pool.map(answer, asked))
     return [
         Problem(
             where=name,
@@ -83,29 +74,23 @@ def unreachable(hosts: Reachable) -> list[Problem]:
     ]
 
 
-def _answer(hosts: Reachable, name: str) -> str | None:
-    """None if the host answers, else why not."""
-    if name in hosts.gone():
-        return "the host is not there any more"
+def _ask(
+    hosts: Backend, name: str, argv: Sequence[str]
+) -> tuple[str | None, subprocess.CompletedProcess[str]]:
+    """Why a host does not answer, or None; and what it has said."""
     try:
-        result = hosts.on(name, ["true"])
+        result = hosts.on(name, argv)
     except subprocess.TimeoutExpired:
-        return f"ssh has said nothing for {SSH_S:.0f} s"
-    return None if result.returncode == 0 else result.stderr.strip() or "ssh failed"
+        return f"nothing for {SSH_S:.0f} s", subprocess.CompletedProcess(argv, 255)
+    silent = result.returncode == 255
+    return (result.stderr.strip() or "ssh failed") if silent else None, result
 
 
-def _look(hosts: Reachable, name: str) -> list[Problem]:
+def _look(hosts: Backend, name: str) -> list[Problem]:
     """What keeps a host from taking part."""
     port = hosts.port if name == hosts.names[0] else 0
-    command = [sys.executable, "-c", _LOOK, str(port), ",".join(MODULES)]
-    silent = ""
-    try:
-        result = hosts.on(name, command)
-        if result.returncode == 255:
-            silent = result.stderr.strip() or "ssh failed"
-    except subprocess.TimeoutExpired:
-        silent = f"nothing for {SSH_S:.0f} s"
-    if silent:
+    silent, result = _ask(hosts, name, [sys.executable, "-c", _LOOK, str(port), ",".join(MODULES)])
+    if silent is not None:
         found, why = f"no answer to ssh: {silent}", "deepspeed starts the processes over it"
         remedy = f"make `ssh {name} true` work without a password from the first host"
         return [Problem(name, found, why, remedy)]

@@ -11,23 +11,12 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-_NAME = "deepspeed_shm_comm"
-
-
-def extensions_folder(environment: Mapping[str, str]) -> Path:
-    """Where torch keeps what it has compiled."""
-    named = environment.get("TORCH_EXTENSIONS_DIR")
-    return Path(named) if named else Path.home() / ".cache" / "torch_extensions"
-
-
-def is_compiled(environment: Mapping[str, str]) -> bool:
-    """Whether some build is there. One of another torch version is compiled again."""
-    return any(extensions_folder(environment).glob(f"**/{_NAME}/{_NAME}.so"))
-
 
 def locks(environment: Mapping[str, str]) -> set[Path]:
     """Lock files of builds that run, or that were stopped without clearing up."""
-    return set(extensions_folder(environment).glob(f"**/{_NAME}/lock"))
+    named = environment.get("TORCH_EXTENSIONS_DIR")
+    compiled = Path(named) if named else Path.home() / ".cache" / "torch_extensions"
+    return set(compiled.glob("**/deepspeed_shm_comm/lock"))
 
 
 @contextlib.contextmanager

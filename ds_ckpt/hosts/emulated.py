@@ -12,7 +12,6 @@ Delay is what it is: this shapes bandwidth alone. Launching on hosts is in `laun
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import os
@@ -180,7 +179,6 @@ class EmulatedHosts:
                 ),
                 headline="hosts cannot be emulated here",
             )
-        atexit.register(self.down)
         try:
             self._up()
         except BaseException:
@@ -193,7 +191,6 @@ class EmulatedHosts:
 
     def down(self) -> None:
         """Kill the hosts with all that runs in them; idempotent. Returns when they are gone."""
-        atexit.unregister(self.down)
         spaces = {namespace(pid) for pid in self._pids} - {None, namespace(os.getpid())}
         for pid in self._pids:  # the first processes: `unshare` collects its own and ends
             with contextlib.suppress(ProcessLookupError):

@@ -35,9 +35,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from ds_ckpt.errors import Problem, UnsupportedError
+from ds_ckpt.hosts.backends import Emulated, Prepared, environment
 from ds_ckpt.hosts.emulated import EmulatedHosts
-from ds_ckpt.hosts.launcher import Emulated, LaunchError, Prepared, environment, run
+from ds_ckpt.hosts.launcher import LaunchError, run
 
 FORMAT = "ds_ckpt links 1"
 _PINGS = 60
@@ -83,7 +86,7 @@ class Links:
         content = json.loads(path.read_text())
         if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
             raise ValueError(f"{path} does not say that it is '{FORMAT}'")
-        return cls(tuple(content["hosts"]), tuple(Pair(**pair) for pair in content["pairs"]))
+        return TypeAdapter(cls).validate_python(content)
 
 
 def measure(comm: Any, seconds: float) -> Links | None:

@@ -11,7 +11,6 @@ one that has got the pid of another later is never taken for it.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -19,8 +18,10 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
+
+from pydantic import TypeAdapter
+from pydantic.dataclasses import dataclass
 
 from ds_ckpt.errors import DsCkptError, Problem
 from ds_ckpt.files import replacing
@@ -71,28 +72,15 @@ class HostSet:
 
     def write(self) -> None:
         """Write the record, whole or not at all."""
-        content = {
-            "owner": [self.owner.pid, self.owner.start_ticks],
-            "processes": [[p.pid, p.start_ticks] for p in self.processes],
-            "count": self.count,
-            "rate_mbit": self.rate_mbit,
-        }
         with replacing(self.folder / _RECORD) as fresh:
-            fresh.write_text(json.dumps(content))
+            fresh.write_bytes(TypeAdapter(HostSet).dump_json(self))
 
     @classmethod
     def read(cls, folder: Path) -> HostSet | None:
         """The set in `folder`; None if it has no record that can be read."""
         try:
-            content = json.loads((folder / _RECORD).read_text())
-            return cls(
-                folder,
-                ProcessId(*content["owner"]),
-                tuple(ProcessId(*p) for p in content["processes"]),
-                int(content["count"]),
-                content["rate_mbit"],
-            )
-        except (OSError, ValueError, TypeError, KeyError):
+            return TypeAdapter(cls).validate_json((folder / _RECORD).read_bytes())
+        except (OSError, ValueError):
             return None
 
 
@@ -125,9 +113,8 @@ def new_folder() -> Path:
 
 
 def all_sets() -> list[HostSet]:
-    """Every set with a record, the oldest first."""
-    folders = sorted(folder_of_sets().glob("set_*"), key=_age)
-    return [found for folder in folders if (found := HostSet.read(folder)) is not None]
+    """Every set with a record."""
+    return [found for folder in _folders() if (found := HostSet.read(folder)) is not None]
 
 
 def take_down(names: Iterable[str] = (), *, living: bool = False) -> tuple[list[str], list[str]]:
@@ -156,7 +143,7 @@ def take_down(names: Iterable[str] = (), *, living: bool = False) -> tuple[list[
         )
     downed, left = [], []
     for name, found in sets.items():
-        if wanted and name not in wanted:
+        if name not in (wanted or sets):
             continue
         if found.owner.alive and not living and not wanted:
             left.append(name)
@@ -164,9 +151,16 @@ def take_down(names: Iterable[str] = (), *, living: bool = False) -> tuple[list[
         _kill(found)
         shutil.rmtree(found.folder, ignore_errors=True)
         downed.append(name)
-    if not wanted:
-        downed += _remove_without_record()
+    for folder in () if wanted else _folders():
+        # its maker was killed before it wrote the record, or is about to write it
+        if HostSet.read(folder) is None and time.time() - folder.stat().st_mtime > 60:
+            shutil.rmtree(folder, ignore_errors=True)
+            downed.append(folder.name)
     return downed, left
+
+
+def _folders() -> list[Path]:
+    return sorted(folder_of_sets().glob("set_*"))
 
 
 def _kill(found: HostSet) -> None:
@@ -186,23 +180,6 @@ def _kill(found: HostSet) -> None:
                 )
             )
         time.sleep(0.02)
-
-
-def _remove_without_record() -> list[str]:
-    """Folders whose maker was killed before it wrote the record, a minute ago or more."""
-    removed = []
-    for folder in folder_of_sets().glob("set_*"):
-        if HostSet.read(folder) is None and time.time() - _age(folder) > 60:
-            shutil.rmtree(folder, ignore_errors=True)
-            removed.append(folder.name)
-    return removed
-
-
-def _age(folder: Path) -> float:
-    try:
-        return folder.stat().st_mtime
-    except OSError:
-        return 0.0
 
 
 def _start_ticks(pid: int) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,65 +13,58 @@ from rich.console import Console
 
 from ds_ckpt.config import load_file, parse
 from ds_ckpt.errors import ConfigError, Problem
-from ds_ckpt.harness.commands import parse_rate
-from ds_ckpt.hosts import missing
-from ds_ckpt.hosts.launcher import Backend, Hostfile, Launcher, Loopback
-from ds_ckpt.measure.cluster import HARDWARE, account, cluster, rate_mbit
+from ds_ckpt.hosts import Launcher
+from ds_ckpt.hosts.backends import Backend, Hostfile, Loopback
+from ds_ckpt.hosts.commands import parse_rate
+from ds_ckpt.hosts.emulated import missing
+from ds_ckpt.measure.cluster import account, cluster, rate_mbit
 from ds_ckpt.measure.report import Report
-from ds_ckpt.measure.run import emulated, measure
+from ds_ckpt.measure.run import emulated
 from ds_ckpt.measure.spec import METHODS, POLICIES, SHAPE, Spec
 
 CALIBRATION = "calibration"
-_NOT_ON_LOOPBACK = ("hosts", "launcher", "port")
 DEFAULT_RATES: tuple[float | None, ...] = (200.0,)
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where the experiment is to run; `rates` is None where nobody has named any."""
-
-    hostfile: Path | None
-    loopback: bool
-    hosts: int
-    slots: int
-    rates: tuple[float | None, ...] | None
-    launcher: Launcher
-    interface: str | None
-    port: int
-    ssh_port: int | None
-
-
 def backend_of(
-    place: Place, spec: Spec, console: Console, given: Collection[str] = ()
-) -> tuple[Spec, Callable[[], AbstractContextManager[Backend]]]:
-    """The spec with its place, and what opens that place.
+    spec: Spec,
+    rates: tuple[float | None, ...] | None,
+    console: Console,
+    given: Collection[str] = (),
+    *,
+    hostfile: Path | None,
+    loopback: bool,
+    launcher: Launcher,
+    interface: str | None,
+    port: int,
+    ssh_port: int | None,
+) -> tuple[Spec, AbstractContextManager[Backend]]:
+    """The spec with its place, and that place, to be entered.
 
-    Rates that a place cannot give stay in the spec, and `check` refuses them. Raises
-    typer.BadParameter where one of the options `given` has no meaning at that place.
+    Rates that a place cannot give stay in the spec, and `check` refuses them; None are those that
+    nobody has named. Raises typer.BadParameter where one of the options `given` has no meaning at
+    that place.
     """
-    rates = place.rates or (None,)
-    if place.hostfile is None:
+    if hostfile is None:
         refuse_unused(given, ("interface", "ssh_port"), "there is no --hostfile")
     else:
         refuse_unused(given, ("hosts", "slots", "on_loopback"), "the hostfile says so")
-        machines = Hostfile(
-            place.hostfile, place.interface, place.launcher, place.port, place.ssh_port
-        )
-        slots = next(iter(machines.counts.values()))
-        count = len(machines.names)
-        spec = replace(spec, where="hostfile", hosts=count, slots=slots, rates=rates)
-        return spec, lambda: nullcontext(machines)
+        machines = Hostfile(hostfile, interface, launcher, port, ssh_port)
+        count, slots = len(machines.names), next(iter(machines.counts.values()))
+        spec = replace(spec, where="hostfile", hosts=count, slots=slots, rates=rates or (None,))
+        return spec, nullcontext(machines)
     reasons = missing()
-    if place.loopback or reasons:
-        refuse_unused(given, _NOT_ON_LOOPBACK, "this runs on loopback")
-        if not place.loopback:
+    if loopback or reasons:
+        refuse_unused(given, ("hosts", "launcher", "port"), "this runs on loopback")
+        if not loopback:
             console.print(f"No emulated hosts here: {'; '.join(reasons)}.", highlight=False)
-        here = Loopback(place.slots if "slots" in given else 2)
-        spec = replace(spec, where="loopback", hosts=1, slots=here.processes, rates=rates)
-        return spec, lambda: nullcontext(here)
-    rates = place.rates or DEFAULT_RATES
-    spec = replace(spec, where="emulated", hosts=place.hosts, slots=place.slots, rates=rates)
-    return spec, lambda: emulated(place.hosts, place.slots, place.launcher, place.port)
+        here = Loopback(spec.slots if "slots" in given else 2)
+        spec = replace(
+            spec, where="loopback", hosts=1, slots=here.processes, rates=rates or (None,)
+        )
+        return spec, nullcontext(here)
+    spec = replace(spec, where="emulated", rates=rates or DEFAULT_RATES)
+    return spec, emulated(spec.hosts, spec.slots, launcher, port)
 
 
 def refuse_unused(given: Collection[str], unused: Sequence[str], why: str) -> None:
@@ -90,14 +83,6 @@ def rates_of(text: str | None) -> tuple[float | None, ...] | None:
     if len(set(found)) < len(found):
         raise typer.BadParameter(f"{text!r} names a rate twice")
     return found
-
-
-def launcher_of(text: str) -> Launcher:
-    """One of DeepSpeed's launchers that are served."""
-    launchers: dict[str, Launcher] = {"pdsh": "pdsh", "openmpi": "openmpi"}
-    if text in launchers:
-        return launchers[text]
-    raise typer.BadParameter(f"{text!r} is neither pdsh nor openmpi")
 
 
 def batches_of(text: str) -> tuple[int, ...]:
@@ -159,14 +144,14 @@ def shape_of(text: str) -> dict[str, int]:
 def alike(
     spec: Spec,
     output: Path,
-    backend: Backend,
+    measured: Callable[[Spec, Path], None],
     console: Console,
     text: str,
-    named: dict[str, Path | None],
-    limits: dict[str, Any],
+    hardware: Path | None,
+    links: Path | None,
 ) -> tuple[Spec, list[str]]:
     """The spec at the rate that makes this machine like the named cluster, and why."""
-    other = cluster(text, hardware=named["hardware"] or HARDWARE, links=named["links"])
+    other = cluster(text, hardware=hardware, links=links)
     short = replace(
         spec,
         rates=(None,),
@@ -180,7 +165,7 @@ def alike(
     )
     folder = output.with_name(f"{output.name}-{CALIBRATION}")
     console.print("Measuring this machine on a link that is not shaped ...", highlight=False)
-    measure(short, folder, backend=backend, console=console, **limits)
+    measured(short, folder)
     (row,) = [r for r in Report.of(folder).findings.rows if r.configuration == "block/dense"]
     compute = [v.value for k, v in row.parts_s.items() if k.startswith(("compute", "recompute"))]
     here = {"compute_s": sum(compute), "link_bytes": row.number("link_bytes")}

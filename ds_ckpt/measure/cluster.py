@@ -76,7 +76,7 @@ class Cluster:
         return self.network_s / self.compute_s
 
 
-def cluster(text: str, *, hardware: Path = HARDWARE, links: Path | None = None) -> Cluster:
+def cluster(text: str, *, hardware: Path | None = None, links: Path | None = None) -> Cluster:
     """The cluster that `text` names.
 
     Raises ConfigError with everything that is wrong with the text or the file.
@@ -85,6 +85,7 @@ def cluster(text: str, *, hardware: Path = HARDWARE, links: Path | None = None) 
     if match is None:
         why = "nodes, devices a node, their kind, the rate of a node's link and the model"
         raise _wrong(Problem("--like", text, f"it must say {why}", f'write "{_EXAMPLE}"'))
+    hardware = hardware or HARDWARE
     known = load_file(hardware)
     device, problem_1 = _entry(known, hardware, "accelerators", match["accelerator"])
     model, problem_2 = _entry(known, hardware, "models", match["model"])
@@ -98,7 +99,7 @@ def cluster(text: str, *, hardware: Path = HARDWARE, links: Path | None = None) 
     if links is not None:
         try:
             pairs = Links.load(links).pairs
-        except (ValueError, KeyError, TypeError) as error:
+        except ValueError as error:
             remedy = "make it: ds-ckpt probe --output FILE"
             raise _wrong(Problem(str(links), "no links", str(error), remedy)) from None
         rate = 8 * min(min(p.both_forward_bytes_per_s, p.both_backward_bytes_per_s) for p in pairs)

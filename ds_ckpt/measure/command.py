@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ds_ckpt.harness.commands import errors_in_words
+from ds_ckpt.hosts import Launcher
+from ds_ckpt.hosts.commands import errors_in_words
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -69,7 +71,7 @@ def measure(
     ] = True,
     text: Annotated[Path | None, _file("Train on it, not on Python's texts.")] = None,
     seed: Annotated[int, typer.Option(help="Of weights and data.")] = 1,
-    launcher: Annotated[str, typer.Option(help="For deepspeed: pdsh or openmpi.")] = "pdsh",
+    launcher: Annotated[Launcher, typer.Option(help="For deepspeed.")] = "pdsh",
     interface: Annotated[
         str | None, typer.Option(help="With a hostfile: the network interface, such as eth0.")
     ] = None,
@@ -100,6 +102,8 @@ def measure(
     with errors_in_words():
         chosen_policies, chosen_methods, sections = arguments.sections_of(policies, methods)
         spec = Spec(
+            hosts=hosts,
+            slots=slots,
             policies=chosen_policies,
             methods=chosen_methods,
             sections=sections,
@@ -113,30 +117,33 @@ def measure(
             text=str(text) if text else None,
             seed=seed,
         )
-        place = arguments.Place(
-            hostfile,
-            on_loopback,
-            hosts,
-            slots,
+        spec, place = arguments.backend_of(
+            spec,
             arguments.rates_of(rates),
-            arguments.launcher_of(launcher),
-            interface,
-            port,
-            ssh_port,
+            console,
+            given,
+            hostfile=hostfile,
+            loopback=on_loopback,
+            launcher=launcher,
+            interface=interface,
+            port=port,
+            ssh_port=ssh_port,
         )
-        spec, open_backend = arguments.backend_of(place, spec, console, given)
         check(spec)
         if like is None:
             arguments.refuse_unused(given, ("hardware", "links"), "there is no --like")
         elif rates is not None or spec.where != "emulated":
             raise typer.BadParameter("--like sets the rate of emulated links: leave out --rates")
-        with open_backend() as backend:
-            limits: dict[str, Any] = {"stall_s": stall_s, "limit_s": limit_s}
+        with place as backend:
+            measured = partial(
+                run, backend=backend, console=console, stall_s=stall_s, limit_s=limit_s
+            )
             account: list[str] = []
             if like is not None:
-                named = {"hardware": hardware, "links": links}
-                spec, account = arguments.alike(spec, output, backend, console, like, named, limits)
-            run(spec, output, backend=backend, console=console, account=account, **limits)
+                spec, account = arguments.alike(
+                    spec, output, measured, console, like, hardware, links
+                )
+            measured(spec, output, account=account)
         _write_report(output, console)
 
 

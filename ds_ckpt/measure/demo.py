@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from ds_ckpt.errors import ConfigError, DsCkptError, Problem
-from ds_ckpt.hosts import cpu_op, missing
-from ds_ckpt.hosts.launcher import Backend, Loopback, environment
+from ds_ckpt.hosts.backends import Backend, Loopback
+from ds_ckpt.hosts.emulated import missing
 from ds_ckpt.measure.report import Report
 from ds_ckpt.measure.run import emulated, measure
 from ds_ckpt.measure.spec import Spec, deepspeed_config
@@ -55,34 +53,6 @@ def spec_of(steps: int, seed: int, text: Path | None, *, on_hosts: bool) -> Spec
         equal_memory=False,
         text=str(text.resolve()) if text else None,
     )
-
-
-def gpus(console: Console) -> bool:
-    """Whether there are enough GPUs; says so where there are some, but too few."""
-    allowed = os.environ.get("DS_ACCELERATOR") in (None, "cuda")
-    count = torch.cuda.device_count() if allowed else 0
-    if 0 < count < PROCESSES:
-        console.print(
-            f"Found {count} GPU, and the demo needs {PROCESSES}: training on the CPU instead."
-        )
-    return count >= PROCESSES
-
-
-def announce_compilation(console: Console) -> None:
-    """Say what the first seconds on a CPU go into."""
-    where = environment(None)
-    if cpu_op.is_compiled(where):
-        console.print("Starting deepspeed (about 10 s) ...")
-    elif locks := cpu_op.locks(where):
-        console.print(
-            "DeepSpeed's CPU operator is being compiled by another process, or its compilation was"
-            f" interrupted. If nothing happens for some minutes: stop, delete {min(locks)}, again.",
-        )
-    else:
-        console.print(
-            "Starting deepspeed. This first time on this machine it compiles a CPU operator, which"
-            " takes about a minute ..."
-        )
 
 
 def run(spec: Spec, folder: Path, limit_s: float, console: Console) -> Report:
@@ -156,10 +126,13 @@ def main(
     folder = output or Path("runs") / datetime.now(timezone.utc).strftime("demo-%Y%m%d-%H%M%S")
     try:
         reasons = ["--loopback was given"] if on_loopback else missing()
-        if gpus(console):
+        if Loopback(PROCESSES, gpus=True).on_gpus():
             reasons = ["GPUs are used where they are"]
         else:
-            announce_compilation(console)
+            console.print(
+                f"Training on the CPU: {PROCESSES} GPUs would be used where they are. The first "
+                "start on a machine compiles DeepSpeed's CPU operator, which takes about a minute."
+            )
         if reasons:
             console.print(f"No emulated hosts: {'; '.join(reasons)}.", highlight=False)
         spec = spec_of(steps, seed, text, on_hosts=not reasons)

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 
 from ds_ckpt.hosts.interfaces import Sent
 from ds_ckpt.measure.parts import COMPUTE
-from ds_ckpt.measure.records import Loss, Memory, StepTime, Trial
+from ds_ckpt.measure.records import Key, Loss, Memory, StepTime, Trial
 from ds_ckpt.measure.spec import SILENT, Spec
-from ds_ckpt.measure.statistics import Estimate, Key, Lookup, Point
+from ds_ckpt.measure.statistics import Estimate, Lookup, Point
 from ds_ckpt.telemetry.units import MB, number
 
 

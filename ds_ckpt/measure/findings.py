@@ -9,9 +9,9 @@ from typing import Any
 
 from ds_ckpt.measure.figures import DERIVED, MEASURED, Seen, Sides, measured
 from ds_ckpt.measure.parts import PARTS
-from ds_ckpt.measure.records import Loss, Memory, Sample, Trial
+from ds_ckpt.measure.records import Key, Loss, Memory, Sample, Trial
 from ds_ckpt.measure.spec import BASELINES, DENSE, SILENT, STOCK, Configuration, Spec, link
-from ds_ckpt.measure.statistics import Estimate, Key, Lookup, Repetitions
+from ds_ckpt.measure.statistics import Estimate, Lookup, Repetitions
 
 SETTLED, SETTLED_REPETITIONS = 0.05, 4
 """A headline is a figure whose interval is no wider than this either way, from so many trials."""
@@ -140,7 +140,7 @@ def find(spec: Spec, samples: Sequence[Sample]) -> Findings:
             keys, key=lambda k: (k.equal_memory, k.sequences, names.index(k.configuration))
         ):
             policy, _, method = key.configuration.partition("/")
-            mine = [t for t in trials if Key(t.configuration, t.sequences, t.equal_memory) == key]
+            mine = [t for t in trials if t.whose == key]
             memory = memories.get((f"{policy}/{STOCK}", key.sequences))
             loss = losses.get(key.configuration) if method != SILENT else None
             here[key] = _row(key, mine, repetitions, spec, rate, memory, loss)

@@ -19,6 +19,7 @@ step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -33,8 +34,8 @@ _WIRE = ("collective", "wire")
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A stretch in which one thread does one thing.
+class Stretch:
+    """A time in which one thread does one thing. On disk in seconds from the step's begin.
 
     Attributes:
         part: one of `PARTS`; in another thread than DeepSpeed's `network` or `compression`.
@@ -60,10 +61,10 @@ def parts(spans: Sequence[Span], main: int) -> dict[str, float]:
     return seconds
 
 
-def main_pieces(spans: Sequence[Span], main: int) -> list[Piece]:
+def main_pieces(spans: Sequence[Span], main: int) -> list[Stretch]:
     """What DeepSpeed's thread did, in order, without gaps inside a phase."""
     beside = beside_pieces(spans, main)
-    pieces: list[Piece] = []
+    pieces: list[Stretch] = []
     for start_s, end_s, stack in _innermost([s for s in spans if s.thread == main]):
         where = _where(stack)
         if where is None:
@@ -71,30 +72,26 @@ def main_pieces(spans: Sequence[Span], main: int) -> list[Piece]:
         if stack[-1].kind == "exchange_wait":
             pieces += _waited(start_s, end_s, where, beside)
         else:
-            pieces.append(Piece(start_s, end_s, _part(stack, where), _purpose(stack)))
+            pieces.append(Stretch(start_s, end_s, _part(stack, where), _purpose(stack)))
     return pieces
 
 
-def beside_pieces(spans: Sequence[Span], main: int) -> list[Piece]:
+def beside_pieces(spans: Sequence[Span], main: int) -> list[Stretch]:
     """What the exchange's thread did, in order; nothing where it had nothing to do."""
     pieces = []
     for start_s, end_s, stack in _innermost([s for s in spans if s.thread != main]):
         kinds = {span.kind for span in stack}
         part = "network" if kinds & set(_WIRE) else "compression"
-        pieces.append(Piece(start_s, end_s, part, "reduce"))
+        pieces.append(Stretch(start_s, end_s, part, "reduce"))
     return pieces
 
 
 def in_collectives_s(spans: Sequence[Span]) -> float:
     """Seconds in which some thread was inside a collective or waited for one."""
-    total = until = 0.0
+    total, until = 0.0, -math.inf
     for span in sorted((s for s in spans if s.kind in _WIRE), key=lambda s: s.start_s):
-        if until == 0.0 or span.start_s > until:
-            total += span.end_s - span.start_s
-            until = span.end_s
-        elif span.end_s > until:
-            total += span.end_s - until
-            until = span.end_s
+        total += max(0.0, span.end_s - max(span.start_s, until))
+        until = max(until, span.end_s)
     return total
 
 
@@ -123,7 +120,7 @@ def _purpose(stack: Sequence[Span]) -> str:
     return ""
 
 
-def _waited(start_s: float, end_s: float, where: str, beside: Sequence[Piece]) -> list[Piece]:
+def _waited(start_s: float, end_s: float, where: str, beside: Sequence[Stretch]) -> list[Stretch]:
     """A wait for the exchange's thread, divided by what that does; the rest is the network's."""
     network = f"network_{where}"
     pieces, at_s = [], start_s
@@ -132,12 +129,12 @@ def _waited(start_s: float, end_s: float, where: str, beside: Sequence[Piece]) -
         if first >= last:
             continue
         if first > at_s:
-            pieces.append(Piece(at_s, first, network, "reduce"))
+            pieces.append(Stretch(at_s, first, network, "reduce"))
         part = network if other.part == "network" else "compression"
-        pieces.append(Piece(first, last, part, "reduce"))
+        pieces.append(Stretch(first, last, part, "reduce"))
         at_s = last
     if at_s < end_s:
-        pieces.append(Piece(at_s, end_s, network, "reduce"))
+        pieces.append(Stretch(at_s, end_s, network, "reduce"))
     return pieces
 
 

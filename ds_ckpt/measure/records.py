@@ -8,32 +8,35 @@ where it was: whoever reads it drops a last line that is not whole.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import (
-    AliasChoices,
-    BaseModel,
-    ConfigDict,
-    Field,
-    TypeAdapter,
-    ValidationError,
-)
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from ds_ckpt.errors import Problem, StateError
+from ds_ckpt.measure.parts import Stretch as Stretch
 
 
 class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
 
-Configured = Annotated[
-    str,
-    Field(validation_alias=AliasChoices("cell", "configuration"), serialization_alias="cell"),
-]
-Repeated = Annotated[
-    int, Field(validation_alias=AliasChoices("round", "repetition"), serialization_alias="round")
-]
+Configured = Annotated[str, Field(alias="cell")]
+Repeated = Annotated[int, Field(alias="round")]
+
+
+@dataclass(frozen=True, order=True)
+class Key:
+    """A configuration with a batch: whose steps."""
+
+    configuration: str
+    sequences: int
+    equal_memory: bool = False
+
+    def trial(self, rate: float | None, repetition: int) -> tuple[object, ...]:
+        """The key of one trial's record."""
+        return ("trial", self, rate, repetition)
 
 
 class StepTime(_Record):
@@ -66,15 +69,12 @@ class Trial(_Record):
     """Whatever else the registry's figures take, by their names."""
 
     @property
+    def whose(self) -> Key:
+        return Key(self.configuration, self.sequences, self.equal_memory)
+
+    @property
     def key(self) -> tuple[object, ...]:
-        return (
-            "trial",
-            self.configuration,
-            self.rate_mbit,
-            self.sequences,
-            self.equal_memory,
-            self.repetition,
-        )
+        return self.whose.trial(self.rate_mbit, self.repetition)
 
 
 class Memory(_Record):
@@ -111,15 +111,6 @@ class Loss(_Record):
     @property
     def key(self) -> tuple[object, ...]:
         return ("loss", self.configuration)
-
-
-class Stretch(_Record):
-    """A piece of a timeline, in seconds from the step's begin."""
-
-    start_s: float
-    end_s: float
-    part: str
-    purpose: str = ""
 
 
 class Timeline(_Record):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 import os
 import platform
+import re
 import shlex
 import sys
 import time
@@ -20,13 +20,16 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ds_ckpt import workload
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.files import replacing
-from ds_ckpt.harness import corpus
-from ds_ckpt.hosts import EmulatedHosts
+from ds_ckpt.hosts import Launcher
+from ds_ckpt.hosts.backends import Backend, Emulated
 from ds_ckpt.hosts.checks import check_hosts
-from ds_ckpt.hosts.launcher import Backend, Emulated, Launcher, launch, signals_as_exit
+from ds_ckpt.hosts.emulated import EmulatedHosts
+from ds_ckpt.hosts.launcher import launch, signals_as_exit
 from ds_ckpt.measure.spec import Folder, Spec, check
+from ds_ckpt.workload import versions
 
 RUNS = "runs.jsonl"
 LIKE = "like.json"
@@ -123,25 +126,12 @@ def emulated(
         yield Emulated(hosts, slots, launcher, port)
 
 
-def versions() -> dict[str, str]:
-    """Of Python and the packages that a measurement depends on."""
-    names = ("ds_ckpt", "deepspeed", "torch", "transformers", "numpy")
-    return {
-        "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in names},
-    }
-
-
 def machine() -> dict[str, Any]:
     """Processor, cores, memory, system."""
     model = platform.processor() or platform.machine()
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                model = line.partition(":")[2].strip()
-                break
-    except OSError:
-        pass
+    with contextlib.suppress(OSError):
+        named = re.search(r"^model name\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.M)
+        model = named[1].strip() if named else model
     return {
         "cpu_model": model,
         "cpu_cores": os.cpu_count() or 1,
@@ -174,7 +164,7 @@ def _prepare(spec: Spec, path: Path, backend: Backend, console: Console) -> Fold
         )
     else:
         path.mkdir(parents=True, exist_ok=True)
-        text = corpus.file_corpus(Path(spec.text)) if spec.text else corpus.embedded_corpus()
+        text = workload.file_corpus(Path(spec.text)) if spec.text else workload.embedded_corpus()
         text.save(path / "corpus")
         spec.save(folder.spec)
     return folder

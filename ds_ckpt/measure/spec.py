@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from ds_ckpt import workload
 from ds_ckpt.compression import methods
 from ds_ckpt.errors import ConfigError, Problem, StateError
-from ds_ckpt.harness import corpus
-from ds_ckpt.harness.models import llama
-from ds_ckpt.measure.records import Memory, StepTime, Store
+from ds_ckpt.measure.records import Key, Memory, Sample, StepTime, Store
+from ds_ckpt.workload import llama
 
 STOCK, DENSE, SILENT = "stock", "dense", "silent"
 BASELINES = (STOCK, DENSE, SILENT)
@@ -60,10 +60,6 @@ class Configuration:
     def name(self) -> str:
         return f"{self.policy}/{self.method}"
 
-    @classmethod
-    def of(cls, name: str) -> Configuration:
-        return cls(*name.split("/", 1))
-
 
 @dataclass(frozen=True)
 class Spec:
@@ -75,7 +71,7 @@ class Spec:
         batches: sequences a process and step.
         repetitions: trials of each configuration at a rate; `rounds` on disk.
         steps: timed steps of a trial, after `drop` that are not.
-        shape: arguments of `ds_ckpt.harness.models.llama`.
+        shape: arguments of `ds_ckpt.workload.llama`.
         ceiling: also measure `silent`.
         equal_memory: also time checkpointed configurations with the batch that their memory allows.
     """
@@ -170,13 +166,8 @@ def check(spec: Spec) -> None:
     if spec.processes < 2:
         why = "a single process exchanges nothing"
         problems.append(Problem("--hosts, --slots", "1 process", why, "take at least 2"))
-    for option, value in (
-        ("--repetitions", spec.repetitions),
-        ("--steps", spec.steps),
-        ("--batches", min(spec.batches, default=0)),
-    ):
-        if value < 1:
-            problems.append(Problem(option, str(value), "nothing would be measured", "1 or more"))
+    if (batch := min(spec.batches)) < 1:
+        problems.append(Problem("--batches", str(batch), "nothing would be measured", "1 or more"))
     problems += _wrong_shape(spec.shape)
     if problems:
         raise ConfigError(problems, headline="this cannot be measured")
@@ -250,58 +241,33 @@ def deepspeed_config(
     }
 
 
-Memories = Mapping[tuple[object, ...], Memory]
-"""By the records' keys."""
 MOST_BATCHES = 8
 """Checkpointing takes at most so many times the batch, however much memory it leaves."""
 
 
-@dataclass(frozen=True)
-class Variant:
-    """A configuration with a batch."""
+def equal_memory(spec: Spec, records: Mapping[Any, Sample]) -> list[Key]:
+    """Those of the other policies with the batch whose activations take what `none`'s take.
 
-    configuration: Configuration
-    sequences: int
-    equal_memory: bool = False
-
-    def key(self, rate: float | None, repetition: int) -> tuple[object, ...]:
-        """The key of its trial's record."""
-        name = self.configuration.name
-        return ("trial", name, rate, self.sequences, self.equal_memory, repetition)
-
-
-def equal_memory(spec: Spec, memories: Memories) -> list[Variant]:
-    """Those of the other policies with the batch whose activations take what `none`'s take."""
-    found = []
-    sequences = {m.configuration: sequences_in(spec, m, memories) for m in memories.values()}
-    for policy in spec.policies:
-        fits = sequences[Configuration(policy, STOCK).name]
-        if policy != "none" and fits > min(spec.batches):
-            for method in (STOCK, DENSE, *spec.methods):
-                found.append(Variant(Configuration(policy, method), fits, equal_memory=True))
-    return list(dict.fromkeys(found))
-
-
-def sequences_in(spec: Spec, memory: Memory, memories: Memories) -> int:
-    """Sequences whose peak stays within that of no checkpointing at the usual batch.
-
-    From its peaks with one batch and with two, on the line through them; at least one batch.
+    A policy's peaks with one batch and with two lie on a line; its batch is the largest that stays
+    within the peak of no checkpointing at the usual batch.
     """
     base = min(spec.batches)
-    limit = _peak(memories, Configuration("none", STOCK).name, base)
-    one, two = (
-        _peak(memories, memory.configuration, base),
-        _peak(memories, memory.configuration, 2 * base),
-    )
-    each = (two - one) / base
-    if each <= 0:
-        return base
-    fits = base + int((limit - one) // each)
-    return max(base, min(fits, MOST_BATCHES * base))
 
+    def peak(policy: str, sequences: int) -> int:
+        record = records["memory", Configuration(policy, STOCK).name, sequences]
+        assert isinstance(record, Memory)
+        return record.peak_bytes
 
-def _peak(memories: Memories, name: str, sequences: int) -> int:
-    return memories[("memory", name, sequences)].peak_bytes
+    found = []
+    for policy in spec.policies:
+        one = peak(policy, base)
+        each = (peak(policy, 2 * base) - one) / base
+        fits = base + int((peak("none", base) - one) // each) if each > 0 else base
+        if policy != "none" and fits > base:
+            for method in (STOCK, DENSE, *spec.methods):
+                batch = min(fits, MOST_BATCHES * base)
+                found.append(Key(f"{policy}/{method}", batch, equal_memory=True))
+    return list(dict.fromkeys(found))
 
 
 def slowest(processes: Sequence[Sequence[StepTime]]) -> tuple[StepTime, ...]:
@@ -321,7 +287,6 @@ class Folder:
     spec.json       what is to be measured
     corpus/         the text
     samples.jsonl   what has been measured (`records`)
-    turns_done      all trials are done
     report.*        made from the above
 
     The files through which the two talk lie there, too: `hosts.heartbeat`.
@@ -331,11 +296,8 @@ class Folder:
         self.path = path
         self.store = Store(path / "samples.jsonl")
         self.spec = path / "spec.json"
-        self.turns_done = path / "turns_done"
 
-    def handout(self) -> tuple[Spec, corpus.Corpus, set[tuple[object, ...]]]:
-        """What the launched processes have to know: settings, text, keys of what is there."""
-        done = {sample.key for sample in self.store.read()}
-        if self.turns_done.exists():
-            done.add(("turns done",))
-        return Spec.load(self.spec), corpus.load_corpus(self.path / "corpus"), done
+    def handout(self) -> tuple[Spec, workload.Corpus, dict[tuple[object, ...], Sample]]:
+        """What the launched processes have to know: settings, text, what is measured."""
+        done = {sample.key: sample for sample in self.store.read()}
+        return Spec.load(self.spec), workload.load_corpus(self.path / "corpus"), done

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ds_ckpt.measure.parts import NETWORK, PARTS
-from ds_ckpt.measure.records import StepTime, Trial
+from ds_ckpt.measure.records import Key, StepTime, Trial
 
 DRAWS = 400
 _SHARE = 0.95
@@ -44,15 +44,6 @@ class Estimate:
         """The longer side of the interval over the value; infinite at 0, NaN without interval."""
         longer = max(self.high - self.value, self.value - self.low)
         return longer / abs(self.value) if self.value else float("inf")
-
-
-@dataclass(frozen=True, order=True)
-class Key:
-    """Whose steps."""
-
-    configuration: str
-    sequences: int
-    equal_memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,8 +78,7 @@ class Repetitions:
     def __init__(self, trials: Iterable[Trial]) -> None:
         self._steps: dict[Key, dict[int, tuple[StepTime, ...]]] = {}
         for trial in trials:
-            key = Key(trial.configuration, trial.sequences, trial.equal_memory)
-            self._steps.setdefault(key, {})[trial.repetition] = trial.steps
+            self._steps.setdefault(trial.whose, {})[trial.repetition] = trial.steps
         self.keys = sorted(self._steps)
         every = [set(numbered) for numbered in self._steps.values()]
         self.numbers = sorted(set.intersection(*every)) if every else []

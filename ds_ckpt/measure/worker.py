@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,13 +28,14 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 import ds_ckpt
+from ds_ckpt import workload
 from ds_ckpt.exchange.no_communication import NoCommunication
-from ds_ckpt.harness import corpus, models
 from ds_ckpt.hosts.heartbeat import Heartbeat, begin
 from ds_ckpt.hosts.interfaces import Sent, link_interface, sent
 from ds_ckpt.measure import parts
 from ds_ckpt.measure.figures import Take, put_together, taken
 from ds_ckpt.measure.records import (
+    Key,
     Loss,
     Memory,
     Model,
@@ -50,7 +52,6 @@ from ds_ckpt.measure.spec import (
     Configuration,
     Folder,
     Spec,
-    Variant,
     deepspeed_config,
     equal_memory,
     median_index,
@@ -80,8 +81,8 @@ class Running:
 
     def __init__(self, configuration: Configuration, spec: Spec, **options: Any) -> None:
         self.configuration = configuration
-        model = models.llama(seed=spec.seed, **spec.shape)
-        parameters = models.count_parameters(model)
+        model = workload.llama(seed=spec.seed, **spec.shape)
+        parameters = workload.count_parameters(model)
         config = deepspeed_config(spec, configuration, parameters=parameters, **options)
         self.engine, *_ = ds_ckpt.initialize(model=model, config=config)
         session = ds_ckpt.session_of(self.engine)
@@ -141,7 +142,7 @@ class Running:
         self.engine.eval()
         losses = []
         with torch.no_grad():
-            for batch in corpus.evaluation_batches(
+            for batch in workload.evaluation_batches(
                 text,
                 sequences=min(spec.batches),
                 sequence_length=spec.tokens,
@@ -181,13 +182,14 @@ class Worker:
 
     spec: Spec
     folder: Folder
-    text: corpus.Corpus
-    done: set[tuple[Any, ...]]
+    text: workload.Corpus
+    done: dict[tuple[object, ...], Sample]
+    """What is measured already, by its key."""
     heartbeat: Heartbeat
     interface: str | None
 
     def batch(self, sequences: int, step: int) -> torch.Tensor:
-        batches = corpus.Batches(
+        batches = workload.Batches(
             self.text.train,
             sequences=sequences,
             sequence_length=self.spec.tokens,
@@ -197,84 +199,87 @@ class Worker:
         return batches.batch(step).to(get_accelerator().current_device_name())
 
     def run(self) -> None:
-        parameters = models.count_parameters(models.llama(seed=self.spec.seed, **self.spec.shape))
-        model = Model(
-            parameters=parameters,
+        model = workload.llama(seed=self.spec.seed, **self.spec.shape)
+        record = Model(
+            parameters=workload.count_parameters(model),
             text=self.text.source,
             heldout_bytes=len(self.text.heldout),
             corpus_sha256=self.text.sha256,
         )
-        self.append([model])
+        self.append([record])
         self._measure_trials()
         self._measure_losses()
         self.beat("done")
 
     def _measure_trials(self) -> None:
         spec = self.spec
-        usual = [Variant(c, b) for b in spec.batches for c in spec.configurations]
+        usual = [Key(c.name, batch) for batch in spec.batches for c in spec.configurations]
         memories = [
-            ("memory", configuration.name, factor * min(spec.batches))
-            for configuration in spec.configurations
+            (Configuration(policy, STOCK).name, factor * min(spec.batches))
+            for policy in spec.policies
             for factor in (1, 2)
-            if configuration.method == STOCK
         ]
-        wanted = [
-            v.key(rate, r) for r in range(spec.repetitions) for rate in spec.rates for v in usual
-        ]
-        if self.done.issuperset([*wanted, *memories]) and ("turns done",) in self.done:
-            return
+        keys = [("memory", name, sequences) for name, sequences in memories]
+        if self.done.keys() >= set(keys):
+            trials = [*usual, *self._at_equal_memory(self.done)]
+            everything = itertools.product(trials, spec.rates, range(spec.repetitions))
+            if self.done.keys() >= {one.trial(rate, n) for one, rate, n in everything}:
+                return
         running = {}
         for configuration in spec.configurations:
             self.beat(f"building {configuration.name}")
-            running[configuration] = Running(configuration, spec)
+            running[configuration.name] = one = Running(configuration, spec)
             for step in range(spec.warm_up):
-                running[configuration].plain_step(self.batch(min(spec.batches), step))
-        found: dict[tuple[object, ...], Memory] = {
-            key: self._memory(running[Configuration.of(key[1])], key[2]) for key in memories
-        }
-        variants = [*usual, *(equal_memory(spec, found) if spec.equal_memory else [])]
-        for variant in variants:
-            if variant.equal_memory and variant.configuration.method == STOCK:
-                self._memory(running[variant.configuration], variant.sequences)
-        total = spec.repetitions * len(spec.rates) * len(variants)
+                one.plain_step(self.batch(min(spec.batches), step))
+        found = [self._memory(running[name], sequences) for name, sequences in memories]
+        more = self._at_equal_memory(dict(zip(keys, found, strict=True)))
+        for key in more:
+            if key.configuration.endswith(f"/{STOCK}"):
+                self._memory(running[key.configuration], key.sequences)
+        trials = [*usual, *more]
+        total = spec.repetitions * len(spec.rates) * len(trials)
         count = 0
         for repetition in range(spec.repetitions):
             for rate in spec.rates:
                 self._ask_for(rate)
-                for place in range(len(variants)):
-                    variant = variants[(place + repetition) % len(variants)]
+                for place in range(len(trials)):
+                    key = trials[(place + repetition) % len(trials)]
                     count += 1
                     self.beat(f"{count} of {total} trials", done=count, total=total)
-                    if variant.key(rate, repetition) not in self.done:
-                        self._trial(running[variant.configuration], variant, rate, repetition)
+                    if key.trial(rate, repetition) not in self.done:
+                        self._trial(running[key.configuration], key, rate, repetition)
         self._ask_for(None)
         for one in running.values():
             one.end()
-        if dist.get_rank() == 0:
-            self.folder.turns_done.touch()
+
+    def _at_equal_memory(self, memories: Mapping[Any, Sample]) -> list[Key]:
+        return equal_memory(self.spec, memories) if self.spec.equal_memory else []
 
     def _memory(self, one: Running, sequences: int) -> Memory:
         """The record of one configuration's activations; the same on all processes."""
         name = one.configuration.name
+        if ("memory", name, sequences) in self.done:
+            record = self.done["memory", name, sequences]
+            assert isinstance(record, Memory)
+            return record
         self.beat(f"memory of {name}")
         device = get_accelerator().current_device_name()  # NCCL takes no tensor of the host
         most = torch.tensor(one.memory(self.batch(sequences, 0)), dtype=torch.int64, device=device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         held, peak = (int(n) for n in most)
         record = Memory(configuration=name, sequences=sequences, held_bytes=held, peak_bytes=peak)
-        if record.key not in self.done:
-            self.append([record])
+        self.append([record])
         return record
 
-    def _trial(self, one: Running, variant: Variant, rate: float | None, repetition: int) -> None:
+    def _trial(self, one: Running, key: Key, rate: float | None, repetition: int) -> None:
         spec = self.spec
         first = repetition * (spec.steps + spec.drop)
         for step in range(spec.drop):
-            one.plain_step(self.batch(variant.sequences, first + step))
+            one.plain_step(self.batch(key.sequences, first + step))
         before, counted = self._settled(), one.session.counters.snapshot()
         steps: list[Step] = []
         for step in range(spec.steps):
-            steps.append(one.step(self.batch(variant.sequences, first + spec.drop + step)))
+            steps.append(one.step(self.batch(key.sequences, first + spec.drop + step)))
             self.beat(None)
         delta = one.session.counters.snapshot() - counted
         bytes_ = self._settled() - before
@@ -290,14 +295,14 @@ class Worker:
         )
         figures = put_together([one["taken"] for one in everyone])
         at: dict[str, Any] = {
-            "configuration": one.configuration.name,
+            "configuration": key.configuration,
             "rate_mbit": rate,
-            "sequences": variant.sequences,
+            "sequences": key.sequences,
             "repetition": repetition,
         }
         trial = Trial(
             **at,
-            equal_memory=variant.equal_memory,
+            equal_memory=key.equal_memory,
             steps=slowest([one["times"] for one in everyone]),
             purpose_bytes={
                 p.value: sum(one["purposes"][p.value] for one in everyone) for p in Purpose
@@ -307,7 +312,7 @@ class Worker:
             figures=figures,
         )
         records: list[Sample] = [trial]
-        if repetition == spec.repetitions - 1 and not variant.equal_memory:
+        if repetition == spec.repetitions - 1 and not key.equal_memory:
             shown = steps[median_index([step.time.step_s for step in steps])]
             step_s = shown.time.step_s
             records.append(Timeline(**at, step_s=step_s, main=shown.main, beside=shown.beside))
@@ -372,15 +377,12 @@ def gathered(mine: Any) -> list[Any]:
 def _recorded(spans: list[Span], start_s: float, step_s: float, loss: float) -> Step:
     thread = threading.get_ident()
 
-    def stretches(pieces: list[parts.Piece]) -> tuple[Stretch, ...]:
+    def since_start(found: list[Stretch]) -> tuple[Stretch, ...]:
         return tuple(
-            Stretch(
-                start_s=round(p.start_s - start_s, 6),
-                end_s=round(p.end_s - start_s, 6),
-                part=p.part,
-                purpose=p.purpose,
+            replace(
+                one, start_s=round(one.start_s - start_s, 6), end_s=round(one.end_s - start_s, 6)
             )
-            for p in pieces
+            for one in found
         )
 
     times = StepTime(
@@ -388,8 +390,8 @@ def _recorded(spans: list[Span], start_s: float, step_s: float, loss: float) -> 
         parts_s=parts.parts(spans, thread),
         in_collectives_s=parts.in_collectives_s(spans),
     )
-    main = stretches(parts.main_pieces(spans, thread))
-    return Step(times, loss, main, stretches(parts.beside_pieces(spans, thread)))
+    main, beside = parts.main_pieces(spans, thread), parts.beside_pieces(spans, thread)
+    return Step(times, loss, since_start(main), since_start(beside))
 
 
 def _synchronize() -> Callable[[], object]:
@@ -401,21 +403,13 @@ def _synchronize() -> Callable[[], object]:
     return synchronize
 
 
-def _handed_out(folder: Folder) -> tuple[Spec, corpus.Corpus, set[tuple[Any, ...]]]:
-    """What process 0 has read, on every process."""
-    content: list[Any] = [None]
-    if dist.get_rank() == 0:
-        content[0] = folder.handout()
-    dist.broadcast_object_list(content, src=0)
-    spec, text, done = content[0]
-    return spec, text, done
-
-
 def main() -> None:
     """Entry point of every process."""
     heartbeat, _ = begin("Measures configurations; started by deepspeed.")
     folder = Folder(heartbeat.folder)
-    spec, text, done = _handed_out(folder)
+    content: list[Any] = [folder.handout() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(content, src=0)
+    spec, text, done = content[0]
     Worker(spec, folder, text, done, heartbeat, link_interface(spec.where)).run()
     dist.barrier()
     dist.destroy_process_group()

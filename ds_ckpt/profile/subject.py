@@ -155,8 +155,7 @@ def find_subject(name: str, sizes: Sizes) -> Subject:
 
 
 def _demo(sizes: Sizes) -> Subject:
-    from ds_ckpt.harness.corpus import VOCAB_SIZE
-    from ds_ckpt.harness.models import llama
+    from ds_ckpt.workload import VOCAB_SIZE, llama
 
     tokens = sizes.tokens or 256
 

@@ -1,4 +1,4 @@
 """Is compression safe for this run? Training with virtual workers, and the statistics of verdicts.
 
-Stands above `harness`, whose models and corpus it trains.
+It trains what `ds_ckpt.workload` has.
 """

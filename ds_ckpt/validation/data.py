@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ds_ckpt.errors import ConfigError, Problem, UnsupportedError
-from ds_ckpt.harness.corpus import (
+from ds_ckpt.workload import (
     Batches,
     Corpus,
     evaluation_batches,

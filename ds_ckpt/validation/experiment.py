@@ -32,9 +32,10 @@ from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.rules import embeddings_of
 from ds_ckpt.validation.store import Key, Mode, Result, Store
 from ds_ckpt.validation.task import Task
-from ds_ckpt.validation.trainer import Hopeless, Saving, train, versions
+from ds_ckpt.validation.trainer import Hopeless, Saving, train
 from ds_ckpt.validation.virtual_workers import DENSE_SETTINGS, sixteen_bit_step_bytes
 from ds_ckpt.validation.world import InProcessWorld
+from ds_ckpt.workload import versions
 
 WARM_UP_SHARE = 0.25
 """Of a run, at most: a longer dense start would leave little to judge."""

@@ -9,7 +9,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from ds_ckpt.hosts.launcher import Loopback, launch
+from ds_ckpt.hosts.backends import Loopback
+from ds_ckpt.hosts.launcher import launch
 from ds_ckpt.validation.experiment import (
     DENSE,
     SAMPLE_EVERY,

@@ -18,10 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ds_ckpt import workload
 from ds_ckpt.errors import ConfigError, Problem, UnsupportedError
 from ds_ckpt.files import replacing
-from ds_ckpt.harness import models
-from ds_ckpt.harness.corpus import embedded_corpus
 from ds_ckpt.validation import data
 from ds_ckpt.validation.data import PASSAGE, WORDS, Examples, Inputs, Text
 from ds_ckpt.validation.virtual_workers import DENSE_SETTINGS
@@ -261,7 +260,7 @@ def open_task(spec: TaskSpec, folder: Path, *, device: str = "cpu") -> Task:
 
 
 def _language(spec: TaskSpec) -> tuple[Text, Build]:
-    corpus = data.read_text(spec.data) if spec.data else embedded_corpus()
+    corpus = data.read_text(spec.data) if spec.data else workload.embedded_corpus()
     if spec.model is None:
         build = small_llama(
             length=spec.length,
@@ -323,14 +322,14 @@ def _drawn(seed: int, make: Callable[[], Any]) -> Any:
 
 
 def small_llama(*, length: int, attention: str = "eager", **sizes: int) -> Build:
-    """`models.llama` for sequences of so many bytes.
+    """`workload.llama` for sequences of so many bytes.
 
     Attention is computed without torch's fused kernel unless asked for: on CPU its backward takes
     longer than all matrix products together at these lengths.
     """
 
     def build(seed: int) -> torch.nn.Module:
-        model = models.llama(seed=seed, max_positions=length, **sizes)
+        model = workload.llama(seed=seed, max_positions=length, **sizes)
         model.set_attn_implementation(attention)  # type: ignore[operator]
         return model
 

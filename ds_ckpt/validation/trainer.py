@@ -23,6 +23,7 @@ import torch
 from ds_ckpt.files import replacing
 from ds_ckpt.validation.task import Learner
 from ds_ckpt.validation.world import InProcessWorld, World
+from ds_ckpt.workload import versions
 
 logger = logging.getLogger("ds_ckpt")
 
@@ -214,20 +215,6 @@ def _of_these_versions(path: Path, then: dict[str, str] | None) -> bool:
     made_with = ", ".join(others) or "unknown versions"
     logger.warning("%s is of %s: the run does not go on from it but begins anew", path, made_with)
     return False
-
-
-def versions() -> dict[str, Any]:
-    """Of what results depend on."""
-    import platform
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {"python": platform.python_version()}
-    for name in ("ds_ckpt", "torch", "deepspeed", "transformers", "numpy"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
 
 
 def virtual_versions() -> dict[str, Any]:

@@ -28,7 +28,8 @@ from ds_ckpt.validation.experiment import DENSE, Plan, read_candidates, run_virt
 from ds_ckpt.validation.report import SelfCheck, document, write_report
 from ds_ckpt.validation.store import Mode, Store
 from ds_ckpt.validation.task import DEFAULT_TASKS, KINDS, Kind, Task, make_spec, open_task
-from ds_ckpt.validation.trainer import versions, virtual_versions
+from ds_ckpt.validation.trainer import virtual_versions
+from ds_ckpt.workload import versions
 
 RESULTS = "results.jsonl"
 _OWN_DATA = ("digits", "topics")

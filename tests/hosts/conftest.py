@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ds_ckpt.hosts import EmulatedHosts, missing
+from ds_ckpt.hosts.emulated import EmulatedHosts, missing
 
 
 @pytest.fixture(scope="package", autouse=True)

@@ -13,9 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ds_ckpt.hosts import EmulatedHosts, HostsError, emulated, records
-from ds_ckpt.hosts.launcher import Emulated, LaunchError, run
-from ds_ckpt.hosts.records import HostSet, ProcessId, all_sets, take_down
+from ds_ckpt.hosts import emulated, records
+from ds_ckpt.hosts.backends import Emulated
+from ds_ckpt.hosts.emulated import EmulatedHosts
+from ds_ckpt.hosts.launcher import LaunchError, run
+from ds_ckpt.hosts.records import HostsError, HostSet, ProcessId, all_sets, take_down
 
 _RECEIVE = """
 import socket, sys

@@ -14,10 +14,10 @@ import psutil
 import pytest
 from rich.console import Console
 
-from ds_ckpt.hosts import INTERFACE, EmulatedHosts
+from ds_ckpt.hosts.backends import Emulated
 from ds_ckpt.hosts.checks import LIMIT_S, HostError, check_hosts
-from ds_ckpt.hosts.emulated import namespace
-from ds_ckpt.hosts.launcher import Emulated
+from ds_ckpt.hosts.emulated import EmulatedHosts, namespace
+from ds_ckpt.hosts.interfaces import INTERFACE
 from ds_ckpt.measure.records import Store
 from ds_ckpt.measure.run import measure
 from ds_ckpt.measure.spec import Spec

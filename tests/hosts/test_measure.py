@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from ds_ckpt.hosts import EmulatedHosts
-from ds_ckpt.hosts.emulated import namespace
-from ds_ckpt.hosts.launcher import MASTER_PORT, Emulated, run_in_foreground
+from ds_ckpt.hosts.backends import MASTER_PORT, Emulated
+from ds_ckpt.hosts.emulated import EmulatedHosts, namespace
+from ds_ckpt.hosts.launcher import run_in_foreground
 from ds_ckpt.hosts.records import all_sets
 from ds_ckpt.measure.cluster import cluster
 from ds_ckpt.measure.parts import PARTS

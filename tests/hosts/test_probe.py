@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from ds_ckpt.errors import UnsupportedError
-from ds_ckpt.hosts import EmulatedHosts, probe
+from ds_ckpt.hosts import probe
+from ds_ckpt.hosts.emulated import EmulatedHosts
 from ds_ckpt.hosts.launcher import LaunchError
 from ds_ckpt.hosts.probe import Links, Pair
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from ds_ckpt.hosts import EmulatedHosts
-from ds_ckpt.hosts.launcher import Backend, Emulated, Launcher, Loopback
+from ds_ckpt.hosts import Launcher
+from ds_ckpt.hosts.backends import Backend, Emulated, Loopback
+from ds_ckpt.hosts.emulated import EmulatedHosts
+from ds_ckpt.hosts.launcher import deepspeed
 
 SCRIPT = Path(__file__).with_name("train.py")
 STEPS = 4
@@ -38,7 +40,7 @@ def _train(backend: Backend, folder: Path) -> tuple[Trained, str]:
     (folder / "stock.json").write_text(json.dumps(config))
     (folder / "plugin.json").write_text(json.dumps({**config, "ds_ckpt": PLUGIN}))
     argv = ["--module", "ds_ckpt.run", str(SCRIPT), f"--steps={STEPS}", f"--folder={folder}"]
-    said = backend.deepspeed(argv, folder)
+    said = deepspeed(backend, argv, folder)
     return [json.loads((folder / f"trained_{i}.json").read_text()) for i in range(2)], said
 
 

@@ -8,7 +8,6 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -19,19 +18,6 @@ from ds_ckpt.measure.run import RUNS
 from ds_ckpt.measure.spec import Folder, Spec, check
 from tests.unit import measure_samples as known
 from tests.unit.test_measure_report import RUN
-
-
-@pytest.mark.parametrize(("count", "enough"), [(0, False), (1, False), (2, True), (3, True)])
-def test_gpus_are_used_where_there_are_enough(
-    monkeypatch: pytest.MonkeyPatch, count: int, enough: bool
-) -> None:
-    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    said = io.StringIO()
-    assert demo.gpus(Console(file=said, width=200)) == enough
-    assert ("training on the CPU instead" in said.getvalue()) == (count == 1)
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    assert not demo.gpus(Console(file=said))
 
 
 def test_few_steps_are_refused() -> None:

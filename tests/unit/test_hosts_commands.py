@@ -12,9 +12,10 @@ import typer
 from typer.testing import CliRunner
 
 from ds_ckpt.cli import app
-from ds_ckpt.harness.commands import parse_rate
-from ds_ckpt.hosts import HostsError, records
-from ds_ckpt.hosts.launcher import environment
+from ds_ckpt.hosts import records
+from ds_ckpt.hosts.backends import environment
+from ds_ckpt.hosts.commands import parse_rate
+from ds_ckpt.hosts.records import HostsError
 
 run = CliRunner().invoke
 
@@ -55,7 +56,9 @@ def test_without_root_it_is_said_in_words(
 def test_a_launcher_that_is_none_is_refused() -> None:
     result = run(app, ["hosts", "run", "--launcher", "slurm", "--", "true"])
     assert result.exit_code == 2
-    assert "neither pdsh nor openmpi" in result.output
+    assert "'slurm' is not one of 'pdsh', 'openmpi'" in " ".join(
+        result.output.replace("│", " ").split()
+    )
 
 
 def test_sets_are_listed_and_those_left_behind_are_cleared() -> None:

@@ -12,8 +12,8 @@ import pytest
 from ds_ckpt.hosts.interfaces import Sent
 from ds_ckpt.measure.figures import DERIVED, MEASURED, Measured, Take, number, put_together, taken
 from ds_ckpt.measure.findings import SETTLED_REPETITIONS, Comparison, crossing, find
-from ds_ckpt.measure.records import StepTime, Store, Trial
-from ds_ckpt.measure.statistics import Estimate, Key, Repetitions
+from ds_ckpt.measure.records import Key, StepTime, Store, Trial
+from ds_ckpt.measure.statistics import Estimate, Repetitions
 from tests.unit import measure_samples as known
 
 

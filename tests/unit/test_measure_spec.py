@@ -10,7 +10,8 @@ import pytest
 
 from ds_ckpt.config import parse
 from ds_ckpt.errors import ConfigError, StateError
-from ds_ckpt.hosts.launcher import Hostfile, Launcher, read_hostfile
+from ds_ckpt.hosts import Launcher
+from ds_ckpt.hosts.backends import Hostfile, read_hostfile
 from ds_ckpt.measure.arguments import sections_of
 from ds_ckpt.measure.records import Memory, Store, Trial
 from ds_ckpt.measure.spec import (
@@ -131,7 +132,7 @@ def _memories() -> dict[tuple[object, ...], Memory]:
 
 def test_the_batch_at_equal_memory_is_the_largest_that_fits() -> None:
     found = equal_memory(known.SPEC, _memories())
-    assert [(v.configuration.name, v.sequences) for v in found] == [
+    assert [(v.configuration, v.sequences) for v in found] == [
         ("block/stock", 12),
         ("block/dense", 12),
         ("block/4bit", 12),

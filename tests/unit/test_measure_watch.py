@@ -18,9 +18,10 @@ from ds_ckpt.cli import app
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.hosts.checks import HostError
 from ds_ckpt.measure import run, worker
-from ds_ckpt.measure.records import Model
+from ds_ckpt.measure.records import Key, Model, Trial
 from ds_ckpt.measure.run import Shown
-from ds_ckpt.measure.spec import Folder, Spec
+from ds_ckpt.measure.spec import Configuration, Folder, Spec
+from tests.unit import measure_samples as known
 
 
 class _KillError(BaseException):
@@ -78,7 +79,7 @@ def test_progress_is_shown_a_line_a_tenth_without_a_terminal() -> None:
         (["--loopback", "--batches=2,many"], "write numbers with commas"),
         (["--loopback", "--policies=block"], "add none"),
         (["--loopback", "--methods=zip"], "zip"),
-        (["--loopback", "--launcher=slurm"], "neither pdsh nor openmpi"),
+        (["--loopback", "--launcher=slurm"], "'slurm' is not one of 'pdsh', 'openmpi'"),
         (["--loopback", "--shape=width=3"], "hidden_size"),
         (["--loopback", "--shape=heads=3"], "256 is not 3 heads of an even width"),
         (["--loopback", "--shape=layers=0"], "layers=0"),
@@ -151,3 +152,49 @@ def test_the_memory_of_configurations_is_agreed_on_where_the_backend_can(
     with pytest.raises(_KillError):
         worker.Worker._memory(MagicMock(), one, 4)  # type: ignore[arg-type]
     assert devices == ["meta"]
+
+
+def test_what_is_measured_is_not_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that goes on takes the trials it lacks; where none is lacking, no engine is built."""
+    spec, folder = Spec(rates=(100.0,), repetitions=2, warm_up=0), Folder(tmp_path)
+    built: list[str] = []
+
+    def running(configuration: Configuration, _spec: Spec) -> Any:
+        built.append(configuration.name)
+        peak = 100 if configuration.policy == "none" else 10
+        return SimpleNamespace(
+            configuration=configuration, memory=lambda n: (n, n * peak), end=lambda: None
+        )
+
+    def trial(self: worker.Worker, one: Any, key: Key, rate: float, repetition: int) -> None:
+        base = known.trial(known.SPEC, one.configuration.name, rate, repetition, 0.0)
+        more = {"sequences": key.sequences, "equal_memory": key.equal_memory}
+        self.append([base.model_copy(update=more)])
+
+    monkeypatch.setattr(worker, "Running", running)
+    monkeypatch.setattr(worker.Worker, "_trial", trial)
+    monkeypatch.setattr(worker.Worker, "_ask_for", lambda self, rate: None)
+    monkeypatch.setattr(worker.Worker, "batch", lambda self, sequences, step: sequences)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, op: None)
+
+    def go_on() -> list[str]:
+        """What was built, with the records that are there."""
+        built.clear()
+        done = {sample.key: sample for sample in folder.store.read()}
+        worker.Worker(spec, folder, MagicMock(), done, MagicMock(), None)._measure_trials()
+        return built
+
+    assert len(go_on()) == 8
+    whole = folder.store.path.read_text().splitlines(keepends=True)
+    found = [s for s in folder.store.read() if isinstance(s, Trial)]
+    assert len(found) == 2 * (8 + 3)
+    assert {(t.configuration, t.sequences) for t in found if t.equal_memory} == {
+        (f"block/{method}", 32) for method in ("stock", "dense", "4bit")
+    }
+    assert go_on() == []
+    folder.store.path.write_text("".join(whole[:-3]))
+    assert len(go_on()) == 8
+    assert folder.store.path.read_text().splitlines(keepends=True) == whole

@@ -9,7 +9,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from ds_ckpt.hosts.launcher import Loopback
+from ds_ckpt.hosts.backends import Loopback
 from ds_ckpt.validation import processes
 from ds_ckpt.validation.processes import run_processes
 

@@ -12,13 +12,13 @@ import torch
 
 from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.rules import MethodSettings
-from ds_ckpt.harness.corpus import Corpus
 from ds_ckpt.validation.data import Text
 from ds_ckpt.validation.task import Learner, small_llama
 from ds_ckpt.validation.trainer import Outcome, Saving, train
 from ds_ckpt.validation.virtual_workers import DENSE_SETTINGS as DENSE
 from ds_ckpt.validation.virtual_workers import sixteen_bit_step_bytes
 from ds_ckpt.validation.world import InProcessWorld, Recipe
+from ds_ckpt.workload import Corpus
 
 pytest.importorskip("transformers")
 TEXT = Corpus("made up", train=b"abcdefgh" * 100, heldout=b"abcdefgh" * 20)

@@ -12,6 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
+from ds_ckpt.hosts import Launcher
+
 hosts = typer.Typer(
     help="Hosts emulated on this machine (Linux, root): run a command on them, clear up.",
     no_args_is_help=True,
@@ -29,7 +31,7 @@ def run(
     count: _Count = 2,
     slots: Annotated[int, typer.Option(min=1, help="Processes a host, for the hostfile.")] = 1,
     rate: _Rate = "200mbit",
-    launcher: Annotated[str, typer.Option(help="For deepspeed: pdsh or openmpi.")] = "pdsh",
+    launcher: Annotated[Launcher, typer.Option(help="For deepspeed.")] = "pdsh",
     limit_s: Annotated[float | None, typer.Option(min=1, help="End it after so long.")] = None,
 ) -> None:
     """Bring hosts up, run a command in the first one, take the hosts down.
@@ -41,16 +43,15 @@ def run(
     the command does.
     """
     rate_mbit = parse_rate(rate)
-    if launcher not in ("pdsh", "openmpi"):
-        raise typer.BadParameter(f"{launcher!r} is neither pdsh nor openmpi")
-    from ds_ckpt.hosts import EmulatedHosts
-    from ds_ckpt.hosts.launcher import Emulated, run_in_foreground, signals_as_exit
+    from ds_ckpt.hosts.backends import Emulated
+    from ds_ckpt.hosts.emulated import EmulatedHosts
+    from ds_ckpt.hosts.launcher import run_in_foreground, signals_as_exit
 
     with errors_in_words(), signals_as_exit():
         with EmulatedHosts(count, rate_mbit=rate_mbit) as emulated:
             names = ", ".join(f"{host.name} ({host.address})" for host in emulated.hosts)
             typer.echo(f"{emulated.folder.name}: {names}; {_described(rate_mbit)}", err=True)
-            backend = Emulated(emulated, slots, "pdsh" if launcher == "pdsh" else "openmpi")
+            backend = Emulated(emulated, slots, launcher)
             prepared = backend.prepare(command, Path.cwd())
             code = run_in_foreground(prepared, limit_s=limit_s)
     raise typer.Exit(code)
@@ -65,29 +66,21 @@ def list_sets(
 
     from ds_ckpt.hosts.records import all_sets
 
+    rows: list[dict[str, Any]] = []
+    lines = []
     with errors_in_words():
-        rows: list[dict[str, Any]] = [
-            {
-                "name": found.name,
-                "hosts": found.count,
-                "rate_mbit": found.rate_mbit,
-                "owner_pid": found.owner.pid,
-                "owner_runs": found.owner.alive,
-                "processes": [p.pid for p in found.processes if p.alive],
-            }
-            for found in all_sets()
-        ]
-    if as_json:
-        typer.echo(json.dumps(rows, indent=2))
-        return
-    for row in rows:
-        state = f"process {row['owner_pid']} runs" if row["owner_runs"] else "left behind"
-        typer.echo(
-            f"{row['name']}: {row['hosts']} hosts, {_described(row['rate_mbit'])}, {state}, "
-            f"{len(row['processes'])} first processes"
-        )
-    if not rows:
-        typer.echo("no hosts are up")
+        for one in all_sets():
+            living = [process.pid for process in one.processes if process.alive]
+            row = {"name": one.name, "hosts": one.count, "rate_mbit": one.rate_mbit}
+            row |= {"owner_pid": one.owner.pid, "owner_runs": one.owner.alive, "processes": living}
+            rows.append(row)
+            state = f"process {one.owner.pid} runs" if one.owner.alive else "left behind"
+            lines.append(
+                f"{one.name}: {one.count} hosts, {_described(one.rate_mbit)}, {state}, "
+                f"{len(living)} first processes"
+            )
+    said = "\n".join(lines) or "no hosts are up"
+    typer.echo(json.dumps(rows, indent=2) if as_json else said)
 
 
 @hosts.command()
@@ -119,7 +112,7 @@ def probe(
     ] = None,
 ) -> None:
     """Measure the links between hosts with MPI: latency, payload one way and both ways."""
-    from ds_ckpt.hosts import EmulatedHosts
+    from ds_ckpt.hosts.emulated import EmulatedHosts
     from ds_ckpt.hosts.launcher import signals_as_exit
     from ds_ckpt.hosts.probe import probe_emulated, probe_hostfile
 
@@ -133,16 +126,12 @@ def probe(
     if hostfile is None:
         typer.echo(_described(rate_mbit))
     for pair in links.pairs:
-        rates = (
-            pair.forward_bytes_per_s,
-            pair.backward_bytes_per_s,
-            pair.both_forward_bytes_per_s,
-            pair.both_backward_bytes_per_s,
-        )
-        there, back, both_there, both_back = (8e-6 * rate for rate in rates)
         typer.echo(
             f"{pair.first} - {pair.second}: {1e6 * pair.latency_s:.0f} us; payload in Mbit/s: "
-            f"{there:.1f} there, {back:.1f} back, {both_there:.1f} and {both_back:.1f} at once"
+            f"{8e-6 * pair.forward_bytes_per_s:.1f} there, "
+            f"{8e-6 * pair.backward_bytes_per_s:.1f} back, "
+            f"{8e-6 * pair.both_forward_bytes_per_s:.1f} and "
+            f"{8e-6 * pair.both_backward_bytes_per_s:.1f} at once"
         )
     if output is not None:
         links.save(output)

@@ -1,9 +1,11 @@
-"""The text that every Python ships, as bytes, and the batches that training draws from it.
+"""What experiments train: a Llama from scratch, and the text that every Python ships, as bytes.
 
-Two sources, both on disk after any installation of Python: the language reference that `help()`
-prints (`pydoc_data.topics`) and the docstrings of the standard library, read from its source
-with `ast`, so that no module is imported for it. A topic is one entry of the reference or one
-module. The split goes by topic: no topic has text in both parts, and no docstring stands twice.
+Nothing is downloaded; transformers is imported when a model is built, not before.
+
+The text has two sources, both on disk after any installation of Python: the language reference
+that `help()` prints (`pydoc_data.topics`) and the docstrings of the standard library, read from its
+source with `ast`, so that no module is imported for it. A topic is one entry of the reference or
+one module. The split goes by topic: no topic has text in both parts, and no docstring stands twice.
 
 Nothing here depends on a clock, an address or a hash seed: one Python version, one corpus.
 """
@@ -12,16 +14,19 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import platform
 import sysconfig
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from ds_ckpt.errors import ConfigError, Problem
+from ds_ckpt.errors import ConfigError, Problem, UnsupportedError
 
 VOCAB_SIZE = 256
 """Bytes are the tokens."""
@@ -246,3 +251,64 @@ def _tokens(text: bytes | torch.Tensor) -> torch.Tensor:
     if isinstance(text, torch.Tensor):  # ids of a tokenizer
         return text
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def llama(
+    *,
+    seed: int,
+    hidden_size: int = 256,
+    layers: int = 6,
+    intermediate_size: int = 688,
+    heads: int = 8,
+    max_positions: int = 1024,
+) -> torch.nn.Module:
+    """A Llama of about 4.9 million parameters (with the defaults), fp32, embeddings untied.
+
+    The same seed gives the same weights. Raises UnsupportedError where transformers is missing.
+    """
+    try:
+        from transformers import LlamaConfig, LlamaForCausalLM
+    except ImportError as error:
+        raise UnsupportedError(
+            Problem(
+                where="transformers",
+                found="not installed",
+                why="the demo's model is a Hugging Face Llama",
+                remedy="install the extra: pip install 'ds_ckpt[hf]'",
+            )
+        ) from error
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=hidden_size,
+        num_hidden_layers=layers,
+        intermediate_size=intermediate_size,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=False,
+        use_cache=False,
+        # Bytes have no special tokens.
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: torch.nn.Module = LlamaForCausalLM(config)
+    return model
+
+
+def versions() -> dict[str, Any]:
+    """Of Python and the packages that a result depends on."""
+    found = {"python": platform.python_version()}
+    for name in ("ds_ckpt", "deepspeed", "torch", "transformers", "numpy"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def count_parameters(model: torch.nn.Module) -> int:
+    """Entries in all parameters. Under ZeRO-3 call it before the model is partitioned."""
+    return sum(parameter.numel() for parameter in model.parameters())
