@@ -324,7 +324,7 @@ def test_runs_on_record_are_of_these_tasks(tmp_path: Path, monkeypatch: pytest.M
     # of Python 3.11.7, whose own text it is
     sha256 = "f10e6f3cfd3e9aa4633c7cfd90bbec454e34262848da2dc7abf6eb509fa7d4eb"
     corpus = SimpleNamespace(train=b"x" * 99, heldout=b"x" * 99, source="", sha256=sha256)
-    monkeypatch.setattr(task, "embedded_corpus", lambda: corpus)
+    monkeypatch.setattr(task.workload, "embedded_corpus", lambda: corpus)
     for kind in ("digits", "language"):
         assert (kind, open_task(make_spec(kind, world=4), tmp_path).digest) in recorded
 
