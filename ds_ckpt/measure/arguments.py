@@ -1,9 +1,8 @@
-"""From what a person asks `ds-ckpt measure` for to a spec and a launch backend."""
+"""From the words of `ds-ckpt measure`'s options to what a spec is made of."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,58 +12,12 @@ from rich.console import Console
 
 from ds_ckpt.config import load_file, parse
 from ds_ckpt.errors import ConfigError, Problem
-from ds_ckpt.hosts import Launcher
-from ds_ckpt.hosts.backends import Backend, Hostfile, Loopback
 from ds_ckpt.hosts.commands import parse_rate
-from ds_ckpt.hosts.emulated import missing
 from ds_ckpt.measure.cluster import account, cluster, rate_mbit
 from ds_ckpt.measure.report import Report
-from ds_ckpt.measure.run import emulated
 from ds_ckpt.measure.spec import METHODS, POLICIES, SHAPE, Spec
 
 CALIBRATION = "calibration"
-DEFAULT_RATES: tuple[float | None, ...] = (200.0,)
-
-
-def backend_of(
-    spec: Spec,
-    rates: tuple[float | None, ...] | None,
-    console: Console,
-    given: Collection[str] = (),
-    *,
-    hostfile: Path | None,
-    loopback: bool,
-    launcher: Launcher,
-    interface: str | None,
-    port: int,
-    ssh_port: int | None,
-) -> tuple[Spec, AbstractContextManager[Backend]]:
-    """The spec with its place, and that place, to be entered.
-
-    Rates that a place cannot give stay in the spec, and `check` refuses them; None are those that
-    nobody has named. Raises typer.BadParameter where one of the options `given` has no meaning at
-    that place.
-    """
-    if hostfile is None:
-        refuse_unused(given, ("interface", "ssh_port"), "there is no --hostfile")
-    else:
-        refuse_unused(given, ("hosts", "slots", "on_loopback"), "the hostfile says so")
-        machines = Hostfile(hostfile, interface, launcher, port, ssh_port)
-        count, slots = len(machines.names), next(iter(machines.counts.values()))
-        spec = replace(spec, where="hostfile", hosts=count, slots=slots, rates=rates or (None,))
-        return spec, nullcontext(machines)
-    reasons = missing()
-    if loopback or reasons:
-        refuse_unused(given, ("hosts", "launcher", "port"), "this runs on loopback")
-        if not loopback:
-            console.print(f"No emulated hosts here: {'; '.join(reasons)}.", highlight=False)
-        here = Loopback(spec.slots if "slots" in given else 2)
-        spec = replace(
-            spec, where="loopback", hosts=1, slots=here.processes, rates=rates or (None,)
-        )
-        return spec, nullcontext(here)
-    spec = replace(spec, where="emulated", rates=rates or DEFAULT_RATES)
-    return spec, emulated(spec.hosts, spec.slots, launcher, port)
 
 
 def refuse_unused(given: Collection[str], unused: Sequence[str], why: str) -> None:
@@ -75,10 +28,8 @@ def refuse_unused(given: Collection[str], unused: Sequence[str], why: str) -> No
         raise typer.BadParameter(f"{', '.join(found)} would change nothing, for {why}: leave out")
 
 
-def rates_of(text: str | None) -> tuple[float | None, ...] | None:
-    """`50mbit,unlimited` in Mbit/s; None where nobody has named any."""
-    if text is None:
-        return None
+def rates_of(text: str) -> tuple[float | None, ...]:
+    """`50mbit,unlimited` in Mbit/s."""
     found = tuple(parse_rate(rate) for rate in text.split(","))
     if len(set(found)) < len(found):
         raise typer.BadParameter(f"{text!r} names a rate twice")
@@ -102,33 +53,37 @@ def sections_of(
     """
     sections: dict[str, dict[str, Any]] = {}
     problems = []
-    chosen = []
-    for listed, section, known in (
-        (policies, "activation", POLICIES),
-        (methods, "compression", METHODS),
-    ):
-        names = []
-        for name in filter(None, (word.strip() for word in listed.split(","))):
-            if name.endswith(".json"):
-                content = load_file(Path(name))
-                parse(content, source=name)
-                path, name = name, Path(name).stem
-                own = content.get("ds_ckpt", {}).get(section)
-                key = f"{section}/{name}"
-                if name in known or key in sections:
-                    why = "the report tells configurations apart by it"
-                    problems.append(Problem(path, f"{name} is a name already", why, "rename it"))
-                elif not own:
-                    why = "nothing would differ from stock DeepSpeed"
-                    found = f"no ds_ckpt.{section} section"
-                    problems.append(Problem(path, found, why, "write one, or name another file"))
-                else:
-                    sections[key] = own
-            names.append(name)
-        chosen.append(tuple(names))
+
+    def name_of(word: str, section: str, known: Collection[str]) -> str:
+        if not word.endswith(".json"):
+            return word
+        content = load_file(Path(word))
+        parse(content, source=word)
+        name, own = Path(word).stem, content.get("ds_ckpt", {}).get(section)
+        if name in known or f"{section}/{name}" in sections:
+            why = "the report tells configurations apart by it"
+            problems.append(Problem(word, f"{name} is a name already", why, "rename it"))
+        elif not own:
+            found, why = (
+                f"no ds_ckpt.{section} section",
+                "nothing would differ from stock DeepSpeed",
+            )
+            problems.append(Problem(word, found, why, "write one, or name another file"))
+        else:
+            sections[f"{section}/{name}"] = own
+        return name
+
+    def names_of(listed: str, section: str, known: Collection[str]) -> tuple[str, ...]:
+        words = filter(None, (word.strip() for word in listed.split(",")))
+        return tuple(name_of(word, section, known) for word in words)
+
+    chosen = (
+        names_of(policies, "activation", POLICIES),
+        names_of(methods, "compression", METHODS),
+    )
     if problems:
         raise ConfigError(problems, headline="these files make no configurations")
-    return chosen[0], chosen[1], sections
+    return *chosen, sections
 
 
 def shape_of(text: str) -> dict[str, int]:
@@ -167,8 +122,10 @@ def alike(
     console.print("Measuring this machine on a link that is not shaped ...", highlight=False)
     measured(short, folder)
     (row,) = [r for r in Report.of(folder).findings.rows if r.configuration == "block/dense"]
-    compute = [v.value for k, v in row.parts_s.items() if k.startswith(("compute", "recompute"))]
-    here = {"compute_s": sum(compute), "link_bytes": row.number("link_bytes")}
+    here = {
+        "compute_s": row.number("compute_s") + row.number("recompute_s"),
+        "link_bytes": row.link_bytes,
+    }
     lines = account(other, **here)
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)

@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ds_ckpt.measure.findings import BreakEven, Comparison, Row
+from ds_ckpt.measure.figures import Row
+from ds_ckpt.measure.findings import BreakEven, Comparison
 from ds_ckpt.measure.parts import COMPUTE, NETWORK
 from ds_ckpt.measure.records import Loss, Timeline
 from ds_ckpt.measure.statistics import Estimate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -44,13 +45,13 @@ def measure(
         Path | None, _file("For --like: the rate from a file of `ds-ckpt probe`.")
     ] = None,
     policies: Annotated[
-        str, typer.Option(help="Checkpointing: none, block, attention, mlp, or DeepSpeed files.")
+        str, typer.Option(help="Of checkpointing: names, `none` among them, or DeepSpeed files.")
     ] = "none,block",
     methods: Annotated[
         str,
         typer.Option(
-            help="4bit, 3bit, 2bit, topk, powersgd, hybrid, or DeepSpeed files. The two dense "
-            "baselines and the ceiling are always there."
+            help="Of compression: names (of a wrong one the error lists them), or DeepSpeed "
+            "files. The two dense baselines and the ceiling are always there."
         ),
     ] = "4bit",
     batches: Annotated[str, typer.Option(help="Sequences a process and step.")] = "4",
@@ -89,9 +90,12 @@ def measure(
     """
     from rich.console import Console
 
+    from ds_ckpt.hosts.backends import Backend, Hostfile, Loopback
+    from ds_ckpt.hosts.emulated import missing
     from ds_ckpt.measure import arguments
+    from ds_ckpt.measure.run import emulated
     from ds_ckpt.measure.run import measure as run
-    from ds_ckpt.measure.spec import Spec, check
+    from ds_ckpt.measure.spec import Spec, Where, check
 
     console = Console()
     given = {
@@ -99,14 +103,38 @@ def measure(
         for name in context.params
         if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
     }
+
+    def unused(*names: str, why: str) -> None:
+        arguments.refuse_unused(given, names, why)
+
     with errors_in_words():
         chosen_policies, chosen_methods, sections = arguments.sections_of(policies, methods)
+        chosen_rates = arguments.rates_of(rates) if rates is not None else None
+        place: AbstractContextManager[Backend]
+        where: Where = "emulated"
+        if hostfile is not None:
+            unused("hosts", "slots", "on_loopback", why="the hostfile says so")
+            machines = Hostfile(hostfile, interface, launcher, port, ssh_port)
+            hosts, slots = len(machines.names), next(iter(machines.counts.values()))
+            where, place = "hostfile", nullcontext(machines)
+        else:
+            unused("interface", "ssh_port", why="there is no --hostfile")
+            if on_loopback or (reasons := missing()):
+                unused("hosts", "launcher", "port", why="this runs on loopback")
+                if not on_loopback:
+                    console.print(f"No emulated hosts here: {'; '.join(reasons)}.", highlight=False)
+                hosts, slots = 1, slots if "slots" in given else 2
+                where, place = "loopback", nullcontext(Loopback(slots))
+            else:
+                place = emulated(hosts, slots, launcher, port)
         spec = Spec(
+            where=where,
             hosts=hosts,
             slots=slots,
             policies=chosen_policies,
             methods=chosen_methods,
             sections=sections,
+            rates=chosen_rates or ((200.0,) if where == "emulated" else (None,)),
             batches=arguments.batches_of(batches),
             tokens=tokens,
             shape=arguments.shape_of(shape),
@@ -117,22 +145,10 @@ def measure(
             text=str(text) if text else None,
             seed=seed,
         )
-        spec, place = arguments.backend_of(
-            spec,
-            arguments.rates_of(rates),
-            console,
-            given,
-            hostfile=hostfile,
-            loopback=on_loopback,
-            launcher=launcher,
-            interface=interface,
-            port=port,
-            ssh_port=ssh_port,
-        )
         check(spec)
         if like is None:
-            arguments.refuse_unused(given, ("hardware", "links"), "there is no --like")
-        elif rates is not None or spec.where != "emulated":
+            unused("hardware", "links", why="there is no --like")
+        elif rates is not None or where != "emulated":
             raise typer.BadParameter("--like sets the rate of emulated links: leave out --rates")
         with place as backend:
             measured = partial(

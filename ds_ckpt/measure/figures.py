@@ -13,16 +13,17 @@ comparison of runs ask it. To add a figure is to add its entry (and its tests):
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ds_ckpt.hosts.interfaces import Sent
 from ds_ckpt.measure.parts import COMPUTE
-from ds_ckpt.measure.records import Key, Loss, Memory, StepTime, Trial
+from ds_ckpt.measure.records import Key, Loss, Memory, StepTime
 from ds_ckpt.measure.spec import SILENT, Spec
 from ds_ckpt.measure.statistics import Estimate, Lookup, Point
 from ds_ckpt.telemetry.units import MB, number
+
+Value = Estimate | float | None
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,12 @@ class Figure:
     def heading(self) -> str:
         return f"{self.words}, {self.unit}" if self.unit else self.words
 
-    def text(self, value: float | Estimate | None, *, interval: bool = True) -> str:
+    def text(self, value: Value, *, interval: bool = True) -> str:
         """The value in its unit, without the unit; `-` where there is none."""
         if value is None:
             return "-"
         if not isinstance(value, Estimate):
-            value = Estimate.exact(value)
+            value = Estimate(value, value, value)
         scale = 1 / MB if self.unit.startswith("MB") else 1.0
         middle, low, high = (
             self.shown_as(scale * v) if not math.isnan(v) else "-"
@@ -55,7 +56,7 @@ class Figure:
         exact = value.low == value.high or math.isnan(value.value)
         return middle if exact or not interval else f"{middle} ({low} to {high})"
 
-    def with_unit(self, value: float | Estimate | None) -> str:
+    def with_unit(self, value: Value) -> str:
         """The value alone with its unit, for a sentence."""
         return f"{self.text(value, interval=False)} {self.unit}".rstrip()
 
@@ -72,118 +73,117 @@ class Take:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What there is of a configuration at a rate. Bytes are a step's."""
+class Row:
+    """A configuration at a rate with a batch. Bytes are a step's."""
 
-    point: Point
-    trials: Sequence[Trial]
-    spec: Spec
+    configuration: str
     rate_mbit: float | None
+    sequences: int
+    equal_memory: bool
+    processes: int
+    step_s: Estimate
+    parts_s: dict[str, Estimate]
+    in_collectives_s: float
+    purpose_bytes: dict[str, float]
+    """Of all processes."""
+    link_bytes: float
+    """Of the host that sends most."""
+    interface_bytes: float
+    taken: dict[str, float]
     memory: Memory | None
     loss: Loss | None
 
-    def purposes(self) -> dict[str, float]:
-        """Bytes by purpose, of all processes."""
-        names = self.trials[0].purpose_bytes
-        return {n: statistics.median(t.purpose_bytes[n] for t in self.trials) for n in names}
+    def part_s(self, *names: str) -> float:
+        return sum(self.parts_s[name].value for name in names or self.parts_s)
 
-    def link_bytes(self) -> float:
-        """Of the host that sends most."""
-        hosts = range(len(self.trials[0].link_bytes))
-        return max(statistics.median(t.link_bytes[host] for t in self.trials) for host in hosts)
+    def bytes_a_process(self, *beginnings: str) -> float:
+        """Of the purposes that begin so; of all without."""
+        found = (v for n, v in self.purpose_bytes.items() if n.startswith(beginnings or ""))
+        return sum(found) / self.processes
 
-    def a_process(self, *beginnings: str) -> float:
-        """Bytes of the purposes that begin so, a process."""
-        total = sum(v for n, v in self.purposes().items() if n.startswith(beginnings))
-        return total / self.spec.processes
+    def number(self, name: str) -> float:
+        """The value alone of a figure that every configuration has."""
+        value = measured(name).value(self)
+        assert value is not None, name
+        return value.value if isinstance(value, Estimate) else value
+
+    def text(self, name: str, *, interval: bool = False) -> str:
+        """A figure's value in its unit."""
+        figure = measured(name)
+        return figure.text(figure.value(self), interval=interval)
 
 
 @dataclass(frozen=True)
 class Measured(Figure):
-    """A figure of one configuration. `timed` ones have an interval."""
+    """A figure of one configuration."""
 
-    of: Callable[[Seen], float | None] | None = field(default=None, kw_only=True)
-    timed: bool = field(default=False, kw_only=True)
+    of: Callable[[Row], Value] | None = field(default=None, kw_only=True)
     take: Callable[[Take], float] | None = field(default=None, kw_only=True)
     over: Callable[[Sequence[float]], float] = field(default=max, kw_only=True)
 
-    def value(self, seen: Seen) -> float | None:
-        if self.of is not None:
-            return self.of(seen)
-        taken = [t.figures[self.name] for t in seen.trials if self.name in t.figures]
-        return statistics.median(taken) if taken else None
-
-
-def _part(*names: str) -> Callable[[Seen], float]:
-    return lambda seen: sum(seen.point.parts_s[name] for name in names)
-
-
-def _interface(seen: Seen) -> float:
-    return statistics.median(t.interface_bytes for t in seen.trials)
-
-
-def _three_decimals(value: float) -> str:
-    return f"{value:.3f}"
+    def value(self, row: Row) -> Value:
+        return row.taken.get(self.name) if self.of is None else self.of(row)
 
 
 MEASURED: list[Measured] = [
-    Measured("step_s", "step", "s", of=lambda s: s.point.step_s, timed=True),
-    Measured("compute_s", "compute", "s", of=_part(*COMPUTE)),
-    Measured("recompute_s", "recompute", "s", of=_part("recompute")),
-    Measured("network_forward_s", "network: forward", "s", of=_part("network_forward")),
-    Measured("network_recompute_s", "in recompute", "s", of=_part("network_recompute")),
-    Measured("network_backward_s", "in backward", "s", of=_part("network_backward")),
-    Measured("network_update_s", "in update", "s", of=_part("network_update")),
-    Measured("compression_s", "compression", "s", of=_part("compression")),
+    Measured("step_s", "step", "s", of=lambda r: r.step_s),
+    Measured("compute_s", "compute", "s", of=lambda r: r.part_s(*COMPUTE)),
+    Measured("recompute_s", "recompute", "s", of=lambda r: r.part_s("recompute")),
+    Measured(
+        "network_forward_s", "network: forward", "s", of=lambda r: r.part_s("network_forward")
+    ),
+    Measured(
+        "network_recompute_s", "in recompute", "s", of=lambda r: r.part_s("network_recompute")
+    ),
+    Measured("network_backward_s", "in backward", "s", of=lambda r: r.part_s("network_backward")),
+    Measured("network_update_s", "in update", "s", of=lambda r: r.part_s("network_update")),
+    Measured("compression_s", "compression", "s", of=lambda r: r.part_s("compression")),
     Measured(
         "parts_over_step",
         "parts / step",
-        of=lambda s: sum(s.point.parts_s.values()) / s.point.step_s,
-        shown_as=_three_decimals,
+        of=lambda r: r.part_s() / r.step_s.value,
+        shown_as="{:.3f}".format,
     ),
-    Measured("in_collectives_s", "in collectives", "s", of=lambda s: s.point.in_collectives_s),
+    Measured("in_collectives_s", "in collectives", "s", of=lambda r: r.in_collectives_s),
     Measured(
         "link_busy_s",
         "link busy",
         "s",
-        of=lambda s: None if s.rate_mbit is None else 8e-6 * s.link_bytes() / s.rate_mbit,
+        of=lambda r: None if r.rate_mbit is None else 8e-6 * r.link_bytes / r.rate_mbit,
     ),
-    Measured("link_bytes", "link", "MB a host", of=Seen.link_bytes),
-    Measured("gradient_bytes", "gradients", "MB a process", of=lambda s: s.a_process("reduce")),
-    Measured("weight_bytes", "weights", "MB a process", of=lambda s: s.a_process("gather")),
+    Measured("link_bytes", "link", "MB a host", of=lambda r: r.link_bytes),
+    Measured(
+        "gradient_bytes", "gradients", "MB a process", of=lambda r: r.bytes_a_process("reduce")
+    ),
+    Measured("weight_bytes", "weights", "MB a process", of=lambda r: r.bytes_a_process("gather")),
     Measured(
         "interface_bytes",
         "interfaces",
         "MB in all",
-        of=_interface,
+        of=lambda r: r.interface_bytes,
         take=lambda t: t.sent.all_bytes / len(t.times) if t.leads else 0.0,
         over=sum,
     ),
     Measured(
         "interface_over_purposes",
         "interfaces / purposes",
-        of=lambda s: _interface(s) / max(sum(s.purposes().values()), 1.0),
-        shown_as=_three_decimals,
+        of=lambda r: r.interface_bytes / max(sum(r.purpose_bytes.values()), 1.0),
+        shown_as="{:.3f}".format,
     ),
-    Measured(
-        "held_bytes",
-        "held activations",
-        "MB",
-        of=lambda s: s.memory.held_bytes if s.memory else None,
-    ),
-    Measured(
-        "peak_bytes",
-        "peak activations",
-        "MB",
-        of=lambda s: s.memory.peak_bytes if s.memory else None,
-    ),
+    Measured("held_bytes", "held activations", "MB", of=lambda r: r.memory and r.memory.held_bytes),
+    Measured("peak_bytes", "peak activations", "MB", of=lambda r: r.memory and r.memory.peak_bytes),
     Measured(
         "heldout_loss",
         "held-out loss",
-        of=lambda s: s.loss.heldout_loss if s.loss else None,
-        shown_as=lambda value: f"{value:.4f}",
+        of=lambda r: r.loss and r.loss.heldout_loss,
+        shown_as="{:.4f}".format,
     ),
 ]
+
+
+def measured(name: str) -> Measured:
+    """The entry of that name."""
+    return next(one for one in MEASURED if one.name == name)
 
 
 def taken(take: Take) -> dict[str, float]:
@@ -252,34 +252,28 @@ class Sides:
         )
         return dense - compressed
 
-    def tokens_per_s(self, *, equal_memory: bool) -> float | None:
-        """With the batch at equal memory of (P, C), or at the usual one of no checkpointing, D."""
+    def tokens_per_s(self, of: Callable[[float, float], float]) -> float | None:
+        """`of` those without checkpointing, D, and of (P, C) with the batch at equal memory."""
         name = f"{self.policy}/{self.method}"
         large = [k for k in self.link_bytes if k.equal_memory and k.configuration == name]
         if not large or self.batch != min(self.spec.batches):
             return None
-        key = large[0] if equal_memory else Key(f"none/{self.baseline}", self.batch)
-        return key.sequences * self.spec.tokens * self.spec.processes / self.at(key).step_s
+        tokens = self.spec.tokens * self.spec.processes
+        plain_s, large_s = self.plain.step_s, self.at(large[0]).step_s
+        return of(self.batch * tokens / plain_s, large[0].sequences * tokens / large_s)
 
 
 @dataclass(frozen=True)
 class Derived(Figure):
-    """A figure of a comparison; `timed` ones are estimated from whole draws of repetitions."""
+    """A figure of a comparison, estimated from whole draws of repetitions."""
 
     of: Callable[[Sides], float | None] = field(kw_only=True)
     definition: str = field(kw_only=True)
     headline: bool = field(default=False, kw_only=True)
-    timed: bool = field(default=True, kw_only=True)
 
 
 def _over(value: float, by: float | None) -> float | None:
     return None if by is None else value / by if by > 0 else math.nan
-
-
-def _gain(sides: Sides) -> float | None:
-    more = sides.tokens_per_s(equal_memory=True)
-    usual = sides.tokens_per_s(equal_memory=False)
-    return None if more is None or usual is None else more / usual
 
 
 DERIVED: list[Derived] = [
@@ -316,7 +310,6 @@ DERIVED: list[Derived] = [
         definition="link bytes(P, D) - link bytes(P, C): what a host's interface need not send in "
         "a step",
         headline=True,
-        timed=False,
     ),
     Derived(
         "link_seconds_freed_s",
@@ -325,7 +318,6 @@ DERIVED: list[Derived] = [
         of=lambda s: None if s.rate_mbit is None else 8e-6 * s.freed_bytes / s.rate_mbit,
         definition="8 * bytes freed / rate of the link",
         headline=True,
-        timed=False,
     ),
     Derived(
         "time_freed_s",
@@ -384,14 +376,14 @@ DERIVED: list[Derived] = [
         "tokens_per_s_none",
         "tokens a second, dense, no checkpointing",
         "/s",
-        of=lambda s: s.tokens_per_s(equal_memory=False),
+        of=lambda s: s.tokens_per_s(lambda none, large: none),
         definition="tokens a second without checkpointing, D, at the usual batch",
     ),
     Derived(
         "tokens_per_s_equal_memory",
         "tokens a second at equal memory",
         "/s",
-        of=lambda s: s.tokens_per_s(equal_memory=True),
+        of=lambda s: s.tokens_per_s(lambda none, large: large),
         definition="tokens a second of (P, C) with the batch whose activations peak no higher "
         "than those of no checkpointing at the usual batch",
     ),
@@ -399,13 +391,8 @@ DERIVED: list[Derived] = [
         "equal_memory_gain",
         "tokens a second at equal memory over those without checkpointing",
         "x",
-        of=_gain,
+        of=lambda s: s.tokens_per_s(lambda none, large: large / none),
         definition="the second over the first",
         headline=True,
     ),
 ]
-
-
-def measured(name: str) -> Measured:
-    """The entry of that name."""
-    return next(one for one in MEASURED if one.name == name)

@@ -3,47 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ds_ckpt.measure.figures import DERIVED, MEASURED, Seen, Sides, measured
+from ds_ckpt.measure.figures import DERIVED, MEASURED, Row, Sides
 from ds_ckpt.measure.parts import PARTS
 from ds_ckpt.measure.records import Key, Loss, Memory, Sample, Trial
-from ds_ckpt.measure.spec import BASELINES, DENSE, SILENT, STOCK, Configuration, Spec, link
+from ds_ckpt.measure.spec import BASELINES, DENSE, SILENT, STOCK, Spec, link
 from ds_ckpt.measure.statistics import Estimate, Lookup, Repetitions
 
 SETTLED, SETTLED_REPETITIONS = 0.05, 4
 """A headline is a figure whose interval is no wider than this either way, from so many trials."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """A configuration at a rate with a batch: the values of `MEASURED`, and parts for charts."""
-
-    configuration: str
-    rate_mbit: float | None
-    sequences: int
-    equal_memory: bool
-    parts_s: dict[str, Estimate]
-    purpose_bytes: dict[str, float]
-    values: dict[str, Estimate | float | None]
-
-    @property
-    def step_s(self) -> Estimate:
-        step = self.values["step_s"]
-        assert isinstance(step, Estimate)
-        return step
-
-    def number(self, name: str) -> float:
-        """The value alone of a figure that every configuration has."""
-        value = self.values[name]
-        assert value is not None, name
-        return value.value if isinstance(value, Estimate) else value
-
-    def text(self, name: str, *, interval: bool = False) -> str:
-        """A figure's value in its unit."""
-        return measured(name).text(self.values[name], interval=interval)
 
 
 @dataclass(frozen=True)
@@ -93,28 +65,23 @@ class Findings:
     """What the plan has and the samples have not, in words."""
 
     def content(self) -> dict[str, Any]:
-        """As it stands in report.json."""
-        return {
-            "rows": [
-                {
-                    "cell": row.configuration,
-                    **{
-                        name: v
-                        for name, v in vars(row).items()
-                        if name not in ("configuration", "values")
-                    },
-                    **row.values,
-                }
-                for row in self.rows
-            ],
-            "figures": [
-                {"rounds" if k == "repetitions" else k: v for k, v in vars(one).items()}
-                for one in self.comparisons
-            ],
-            "break_even": self.break_even,
-            "missing": self.missing,
-            "settled": [[n for n in one.values if one.settled(n)] for one in self.comparisons],
-        }
+        """As it stands in report.json, under the names that records have on disk."""
+        kept = ("rate_mbit", "sequences", "equal_memory", "parts_s", "purpose_bytes")
+        rows = [
+            {
+                "cell": row.configuration,
+                **{name: getattr(row, name) for name in kept},
+                **{one.name: one.value(row) for one in MEASURED},
+            }
+            for row in self.rows
+        ]
+        figures = [
+            {{"repetitions": "rounds"}.get(name, name): v for name, v in vars(one).items()}
+            for one in self.comparisons
+        ]
+        settled = [[n for n in one.values if one.settled(n)] for one in self.comparisons]
+        rest = {"break_even": self.break_even, "missing": self.missing, "settled": settled}
+        return {"rows": rows, "figures": figures, **rest}
 
 
 def find(spec: Spec, samples: Sequence[Sample]) -> Findings:
@@ -127,62 +94,56 @@ def find(spec: Spec, samples: Sequence[Sample]) -> Findings:
     names = [one.name for one in spec.configurations]
     usual = {Key(name, batch) for name in names for batch in spec.batches}
     for rate in spec.rates:
-        trials = [t for t in samples if isinstance(t, Trial) and t.rate_mbit == rate]
-        repetitions = Repetitions(trials)
-        whole = len(repetitions.numbers) if usual.issubset(repetitions.keys) else 0
+        repetitions = Repetitions(
+            t for t in samples if isinstance(t, Trial) and t.rate_mbit == rate
+        )
+        whole = len(repetitions.numbers) if usual <= repetitions.trials.keys() else 0
         if whole < spec.repetitions:
             missing.append(f"{link(rate)}: {whole or 'none'} of {spec.repetitions} repetitions")
         if not whole:
             continue
-        here: dict[Key, Row] = {}
-        keys = repetitions.keys
+        link_bytes: dict[Key, float] = {}
         for key in sorted(
-            keys, key=lambda k: (k.equal_memory, k.sequences, names.index(k.configuration))
+            repetitions.trials,
+            key=lambda k: (k.equal_memory, k.sequences, names.index(k.configuration)),
         ):
             policy, _, method = key.configuration.partition("/")
-            mine = [t for t in trials if t.whose == key]
             memory = memories.get((f"{policy}/{STOCK}", key.sequences))
             loss = losses.get(key.configuration) if method != SILENT else None
-            here[key] = _row(key, mine, repetitions, spec, rate, memory, loss)
-        rows += here.values()
-        link_bytes = {key: row.number("link_bytes") for key, row in here.items()}
+            rows.append(_row(key, repetitions, spec, memory, loss))
+            link_bytes[key] = rows[-1].link_bytes
         comparisons += _compared(spec, rate, repetitions, link_bytes)
-    trained = [c for c in spec.configurations if c.method != SILENT and spec.loss_steps]
-    if without := [c.name for c in trained if c.name not in losses]:
+    trained = [c.name for c in spec.configurations if c.method != SILENT and spec.loss_steps]
+    if without := [name for name in trained if name not in losses]:
         missing.append(f"no held-out loss of {', '.join(without)}")
     return Findings(rows, comparisons, break_even(comparisons), missing)
 
 
 def _row(
-    key: Key,
-    trials: Sequence[Trial],
-    repetitions: Repetitions,
-    spec: Spec,
-    rate: float | None,
-    memory: Memory | None,
-    loss: Loss | None,
+    key: Key, repetitions: Repetitions, spec: Spec, memory: Memory | None, loss: Loss | None
 ) -> Row:
-    def seen(at: Lookup) -> Seen:
-        return Seen(at(key), trials, spec, rate, memory, loss)
+    trials = list(repetitions.trials[key].values())
+    estimates = repetitions.estimate(lambda at: {"step_s": at(key).step_s, **at(key).parts_s})
 
-    def timed(at: Lookup) -> dict[str, float]:
-        here = seen(at)
-        found = {one.name: one.value(here) for one in MEASURED if one.timed}
-        return {n: v for n, v in found.items() if v is not None} | dict(here.point.parts_s)
+    def medians(values: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        common = [n for n in values[0] if all(n in one for one in values)]
+        return {name: statistics.median(one[name] for one in values) for name in common}
 
-    estimates = repetitions.estimate(timed)
-    all_of_it = seen(repetitions.lookup())
     return Row(
         configuration=key.configuration,
-        rate_mbit=rate,
+        rate_mbit=trials[0].rate_mbit,
         sequences=key.sequences,
         equal_memory=key.equal_memory,
+        processes=spec.processes,
+        step_s=estimates["step_s"],
         parts_s={name: estimates[name] for name in PARTS},
-        purpose_bytes=all_of_it.purposes(),
-        values={
-            one.name: estimates.get(one.name) if one.timed else one.value(all_of_it)
-            for one in MEASURED
-        },
+        in_collectives_s=repetitions.lookup()(key).in_collectives_s,
+        purpose_bytes=medians([t.purpose_bytes for t in trials]),
+        link_bytes=max(map(statistics.median, zip(*(t.link_bytes for t in trials), strict=True))),
+        interface_bytes=statistics.median(t.interface_bytes for t in trials),
+        taken=medians([t.figures for t in trials]),
+        memory=memory,
+        loss=loss,
     )
 
 
@@ -190,51 +151,34 @@ def _compared(
     spec: Spec, rate: float | None, repetitions: Repetitions, link_bytes: Mapping[Key, float]
 ) -> list[Comparison]:
     found = []
-    for one in spec.configurations:
-        if one.policy == "none" or one.method in BASELINES:
-            continue
-        for baseline in (STOCK, DENSE):
-            for batch in spec.batches:
-                values = _derived(spec, rate, repetitions, link_bytes, one, baseline, batch)
-                names = one.policy, baseline, one.method
-                count = len(repetitions.numbers)
-                found.append(Comparison(rate, *names, batch, count, values))
+    for one, baseline, batch in itertools.product(
+        spec.configurations, (STOCK, DENSE), spec.batches
+    ):
+        if one.policy != "none" and one.method not in BASELINES:
+            names = one.policy, baseline, one.method
+
+            def derived(at: Lookup, names: Any = names, batch: int = batch) -> dict[str, float]:
+                sides = Sides(at, spec, link_bytes, rate, *names, batch)
+                values = {figure.name: figure.of(sides) for figure in DERIVED}
+                return {name: value for name, value in values.items() if value is not None}
+
+            values = repetitions.estimate(derived)
+            found.append(Comparison(rate, *names, batch, len(repetitions.numbers), values))
     return found
-
-
-def _derived(
-    spec: Spec,
-    rate: float | None,
-    repetitions: Repetitions,
-    link_bytes: Mapping[Key, float],
-    one: Configuration,
-    baseline: str,
-    batch: int,
-) -> dict[str, Estimate]:
-    def values(at: Lookup, *, timed: bool) -> dict[str, float]:
-        sides = Sides(at, spec, link_bytes, rate, one.policy, baseline, one.method, batch)
-        found = {f.name: f.of(sides) for f in DERIVED if f.timed == timed}
-        return {name: value for name, value in found.items() if value is not None}
-
-    found = repetitions.estimate(lambda at: values(at, timed=True))
-    exact = values(repetitions.lookup(), timed=False)
-    found |= {name: Estimate.exact(value) for name, value in exact.items()}
-    return {f.name: found[f.name] for f in DERIVED if f.name in found}
 
 
 def break_even(comparisons: Sequence[Comparison]) -> list[BreakEven]:
     """One for each policy, baseline, method and batch that has rates."""
-    lines: dict[tuple[str, str, str, int], list[Comparison]] = {}
-    for one in comparisons:
-        if one.rate_mbit is not None:
-            lines.setdefault(one.line, []).append(one)
+    rated = sorted(
+        ((one.rate_mbit, one) for one in comparisons if one.rate_mbit), key=lambda pair: pair[0]
+    )
     found = []
-    for line, mine in lines.items():
-        ordered = sorted(mine, key=lambda c: c.rate_mbit or 0.0)
-        rates = [c.rate_mbit or 0.0 for c in ordered]
-        paid = [c.values["share_paid"].value - 1 for c in ordered]
-        freed = [c.values["time_freed_s"].value for c in ordered]
-        found.append(BreakEven(*line, crossing(rates, paid), crossing(rates, freed)))
+    for line in dict.fromkeys(one.line for one in comparisons if one.rate_mbit):
+        mine = [(rate, one.values) for rate, one in rated if one.line == line]
+        rates = [rate for rate, _ in mine]
+        paid = crossing(rates, [values["share_paid"].value - 1 for _, values in mine])
+        freed = crossing(rates, [values["time_freed_s"].value for _, values in mine])
+        found.append(BreakEven(*line, paid, freed))
     return found
 
 

@@ -7,10 +7,11 @@ where it was: whoever reads it drops a last line that is not whole.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -19,7 +20,14 @@ from ds_ckpt.measure.parts import Stretch as Stretch
 
 
 class _Record(BaseModel):
+    """A record is known by what `by` names: of equal ones the last counts."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+    by: ClassVar[tuple[str, ...]] = ("kind",)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return tuple(getattr(self, name) for name in self.by)
 
 
 Configured = Annotated[str, Field(alias="cell")]
@@ -36,7 +44,7 @@ class Key:
 
     def trial(self, rate: float | None, repetition: int) -> tuple[object, ...]:
         """The key of one trial's record."""
-        return ("trial", self, rate, repetition)
+        return ("turn", self, rate, repetition)
 
 
 class StepTime(_Record):
@@ -51,6 +59,7 @@ class StepTime(_Record):
 class Trial(_Record):
     """Some steps of a configuration, one after the other."""
 
+    by = ("kind", "whose", "rate_mbit", "repetition")
     kind: Literal["turn"] = "turn"
     configuration: Configured
     rate_mbit: float | None
@@ -72,14 +81,11 @@ class Trial(_Record):
     def whose(self) -> Key:
         return Key(self.configuration, self.sequences, self.equal_memory)
 
-    @property
-    def key(self) -> tuple[object, ...]:
-        return self.whose.trial(self.rate_mbit, self.repetition)
-
 
 class Memory(_Record):
     """Activations of one configuration with one batch, of the process that needs most."""
 
+    by = ("kind", "configuration", "sequences")
     kind: Literal["memory"] = "memory"
     configuration: Configured
     sequences: int
@@ -88,14 +94,11 @@ class Memory(_Record):
     peak_bytes: int
     """The most that activations took at once, a recompute's own included."""
 
-    @property
-    def key(self) -> tuple[object, ...]:
-        return ("memory", self.configuration, self.sequences)
-
 
 class Loss(_Record):
     """A training of its own, on a link that is not shaped; rates change no number."""
 
+    by = ("kind", "configuration")
     kind: Literal["loss"] = "loss"
     configuration: Configured
     steps: int
@@ -108,14 +111,11 @@ class Loss(_Record):
     weights_sha256: str = ""
     """Over the weights of all processes after the last step; empty in older runs."""
 
-    @property
-    def key(self) -> tuple[object, ...]:
-        return ("loss", self.configuration)
-
 
 class Timeline(_Record):
     """One step on process 0: the step of its trial that is nearest to the trial's median."""
 
+    by = ("kind", "configuration", "rate_mbit", "sequences", "repetition")
     kind: Literal["timeline"] = "timeline"
     configuration: Configured
     rate_mbit: float | None
@@ -124,10 +124,6 @@ class Timeline(_Record):
     step_s: float
     main: tuple[Stretch, ...]
     beside: tuple[Stretch, ...]
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        return ("timeline", self.configuration, self.rate_mbit, self.sequences, self.repetition)
 
 
 class Model(_Record):
@@ -139,20 +135,16 @@ class Model(_Record):
     heldout_bytes: int
     corpus_sha256: str
 
-    @property
-    def key(self) -> tuple[object, ...]:
-        return ("model",)
-
 
 Sample = Trial | Memory | Loss | Timeline | Model
 _LINE: TypeAdapter[Sample] = TypeAdapter(Annotated[Sample, Field(discriminator="kind")])
 
 
 class Store:
-    """The samples of one run. Reading drops what a kill left half-written."""
+    """The samples of one run, in its folder. Reading drops what a kill left half-written."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "samples.jsonl"
 
     def read(self) -> list[Sample]:
         """Every whole record; the last one of equal keys.
@@ -182,14 +174,9 @@ class Store:
     def mend(self) -> None:
         """Cut off a last line that was not written to its end."""
         if self.path.exists():
-            content = self.path.read_bytes()
-            whole = content[: content.rfind(b"\n") + 1]
-            if len(whole) < len(content):
-                self.path.write_bytes(whole)
+            os.truncate(self.path, self.path.read_bytes().rfind(b"\n") + 1)
 
     def append(self, samples: Sequence[Sample]) -> None:
-        """Write records behind the others, and have them on the disk."""
+        """Write records behind the others."""
         with self.path.open("a", encoding="utf-8") as sink:
-            for sample in samples:
-                sink.write(sample.model_dump_json(by_alias=True) + "\n")
-            sink.flush()
+            sink.writelines(sample.model_dump_json(by_alias=True) + "\n" for sample in samples)

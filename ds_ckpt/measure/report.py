@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import to_json
+
 from ds_ckpt.errors import Problem, StateError
 from ds_ckpt.measure import charts, words
-from ds_ckpt.measure.figures import DERIVED, MEASURED, measured
-from ds_ckpt.measure.findings import Comparison, Findings, Row, find
-from ds_ckpt.measure.records import Loss, Model, Sample, Timeline
+from ds_ckpt.measure.figures import DERIVED, MEASURED, Row, measured
+from ds_ckpt.measure.findings import Comparison, Findings, find
+from ds_ckpt.measure.records import Loss, Model, Store, Timeline
 from ds_ckpt.measure.run import LIKE, RUNS
-from ds_ckpt.measure.spec import DENSE, SILENT, STOCK, Folder, Spec, link
+from ds_ckpt.measure.spec import DENSE, SILENT, SPEC, STOCK, Spec, link
 from ds_ckpt.report.document import (
     Block,
     Document,
@@ -49,11 +51,9 @@ class Report:
     @classmethod
     def of(cls, path: Path) -> Report:
         """Raises StateError if the folder holds no run, or nothing measured yet."""
-        folder = Folder(path)
-        if not folder.spec.exists():
+        if not (path / SPEC).exists():
             raise _nothing(path, "no spec.json")
-        samples: list[Sample] = folder.store.read()
-        spec = Spec.load(folder.spec)
+        spec, samples = Spec.load(path), Store(path).read()
         findings = find(spec, samples)
         if not findings.rows:
             raise _nothing(path, "no repetition in which every configuration had its trial")
@@ -71,12 +71,11 @@ class Report:
     def write(self, path: Path) -> list[Path]:
         """Write the three files into the folder `path`; their paths, the HTML page first."""
         data = path / "report.json"
-        content = json.dumps(_plain(self.json()), indent=1, allow_nan=False)
-        data.write_text(content + "\n", encoding="utf-8")
+        data.write_bytes(to_json(self.json(), indent=1, inf_nan_mode="null") + b"\n")
         return [*self.document().write(path), data]  # last: the page may lack its packages
 
     def json(self) -> dict[str, Any]:
-        """Everything, as values that JSON has but for dataclasses and NaN."""
+        """Everything; what has no value is NaN, in the file null."""
         return {
             "format": FORMAT,
             "spec": self.spec.content,
@@ -95,7 +94,10 @@ class Report:
         """What the numbers mean, by policy and method."""
         spec, rows, comparisons = self.spec, self.findings.rows, self.findings.comparisons
         return [
-            (f"{one.policy}, {one.method}", words.claims(spec, rows, comparisons, **vars(one)))
+            (
+                f"{one.policy}, {one.method}",
+                words.claims(spec, rows, comparisons, one.policy, one.method),
+            )
             for one in spec.configurations
             if one.policy != "none" and one.method in spec.methods
         ]
@@ -336,7 +338,7 @@ def _figures_table(rows: Sequence[Row]) -> Table:
             [
                 row.configuration,
                 f"{row.sequences}{' (equal memory)' if row.equal_memory else ''}",
-                *(row.text(figure.name, interval=figure.timed) for figure in MEASURED),
+                *(row.text(figure.name, interval=True) for figure in MEASURED),
             ]
             for row in rows
         ],
@@ -356,17 +358,6 @@ def _square(rows: dict[str, Row], policy: str, method: str) -> Table:
             texts = (r.text(figure.name, interval=timed) if r else "-" for r in here)
             table.append([f"{head}{figure.heading}", *texts])
     return Table(["", *(said.get(m, m) for m in methods)], table)
-
-
-def _plain(content: Any) -> Any:
-    """As JSON has it: dataclasses are objects, and what has no value is null."""
-    if is_dataclass(content) and not isinstance(content, type):
-        return _plain(asdict(content))
-    if isinstance(content, dict):
-        return {name: _plain(value) for name, value in content.items()}
-    if isinstance(content, (list, tuple)):
-        return [_plain(value) for value in content]
-    return None if isinstance(content, float) and math.isnan(content) else content
 
 
 def _nothing(path: Path, found: str) -> StateError:

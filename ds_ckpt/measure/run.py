@@ -10,7 +10,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,8 @@ from ds_ckpt.hosts.backends import Backend, Emulated
 from ds_ckpt.hosts.checks import check_hosts
 from ds_ckpt.hosts.emulated import EmulatedHosts
 from ds_ckpt.hosts.launcher import launch, signals_as_exit
-from ds_ckpt.measure.spec import Folder, Spec, check
+from ds_ckpt.measure.records import Store
+from ds_ckpt.measure.spec import SPEC, Spec, check
 from ds_ckpt.workload import versions
 
 RUNS = "runs.jsonl"
@@ -45,14 +46,12 @@ def measure(
     stall_s: float = 180.0,
     limit_s: float = 6 * 3600.0,
     account: Sequence[str] = (),
-    look: Callable[[], None] = lambda: None,
 ) -> None:
     """Measure what is not measured yet; samples lie in `path` then.
 
     Args:
         stall_s: end when process 0 has been silent for so long: more than the longest step takes.
         account: sentences for the report on how the rate came about.
-        look: called a few times a second, too.
 
     Raises:
         ConfigError: `spec` cannot be measured, or `path` holds a run of another one.
@@ -60,9 +59,10 @@ def measure(
         LaunchError: the launched processes failed.
     """
     check(spec)
-    folder = _prepare(spec, path.absolute(), backend, console)  # the launched work in the folder
+    folder = path.absolute()  # the launched work in it
+    _prepare(spec, folder, backend, console)
     if account:  # before anything is measured: a run that is stopped has a report, too
-        (folder.path / LIKE).write_text(json.dumps(list(account)), encoding="utf-8")
+        (folder / LIKE).write_text(json.dumps(list(account)), encoding="utf-8")
     console.print(f"{backend.describe()}.", highlight=False)
     with signals_as_exit(), _noted(folder, backend) as note:
         check_hosts(backend)
@@ -71,11 +71,10 @@ def measure(
                 backend,
                 "ds_ckpt.measure.worker",
                 {},
-                folder.path,
+                folder,
                 stall_s=stall_s,
                 limit_s=limit_s,
                 heard=shown,
-                look=look,
                 if_silent="; on a slow link raise --stall-s",
             )
         note["ended_well"] = True
@@ -140,34 +139,35 @@ def machine() -> dict[str, Any]:
     }
 
 
-def _prepare(spec: Spec, path: Path, backend: Backend, console: Console) -> Folder:
-    folder = Folder(path)
-    if folder.spec.exists():
-        there = Spec.load(folder.spec)
-        if there != spec:
+def _prepare(spec: Spec, folder: Path, backend: Backend, console: Console) -> None:
+    """Make the folder, or see that what is there can be gone on with."""
+    if (folder / SPEC).exists():
+        if Spec.load(folder) != spec:
             raise ConfigError(
                 Problem(
                     where="--output",
-                    found=f"{path}, which holds a run with other settings",
+                    found=f"{folder}, which holds a run with other settings",
                     why="samples of different experiments cannot be put together",
                     remedy="name another folder, or give the command that runs.jsonl there names",
                 ),
                 headline="this run cannot go on here",
             )
-        _check_same_place(folder, backend)
-        folder.store.mend()
-        console.print(f"Going on: {len(folder.store.read())} records are there.", highlight=False)
-    elif path.exists() and (not path.is_dir() or any(path.iterdir())):
+        store = Store(folder)
+        store.mend()
+        count = len(store.read())
+        if count and (folder / RUNS).exists():
+            _check_same_place(folder, backend)
+        console.print(f"Going on: {count} records are there.", highlight=False)
+    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(
-            Problem("--output", str(path), "it holds something else", "name a folder to be made"),
+            Problem("--output", str(folder), "it holds something else", "name a folder to be made"),
             headline="this run cannot begin here",
         )
     else:
-        path.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         text = workload.file_corpus(Path(spec.text)) if spec.text else workload.embedded_corpus()
-        text.save(path / "corpus")
-        spec.save(folder.spec)
-    return folder
+        text.save(folder / "corpus")
+        spec.save(folder)
 
 
 def _place(backend: Backend) -> dict[str, Any]:
@@ -180,17 +180,14 @@ def _place(backend: Backend) -> dict[str, Any]:
     }
 
 
-def _check_same_place(folder: Folder, backend: Backend) -> None:
+def _check_same_place(folder: Path, backend: Backend) -> None:
     """Raises ConfigError where the run in `folder` was begun with or on something else."""
-    notes = folder.path / RUNS
-    lines = notes.read_text(encoding="utf-8").splitlines() if notes.exists() else []
-    if not lines or not folder.store.read():
-        return
-    then, now = json.loads(lines[-1]), _place(backend)
+    notes = (folder / RUNS).read_text(encoding="utf-8").splitlines()
+    then, now = json.loads(notes[-1]), _place(backend)
     problems = [
         Problem(
             where="--output",
-            found=f"{folder.path}, whose {name} were {then[name]}, and are now {now[name]}",
+            found=f"{folder}, whose {name} were {then[name]}, and are now {now[name]}",
             why="samples of different machines, launches or versions cannot be put together",
             remedy="name another folder",
         )
@@ -202,10 +199,10 @@ def _check_same_place(folder: Folder, backend: Backend) -> None:
 
 
 @contextlib.contextmanager
-def _noted(folder: Folder, backend: Backend) -> Iterator[dict[str, Any]]:
+def _noted(folder: Path, backend: Backend) -> Iterator[dict[str, Any]]:
     """Keep what was run on what, also of a run that fails or is killed."""
     began = time.monotonic()
-    path = folder.path / RUNS
+    path = folder / RUNS
     before = path.read_text(encoding="utf-8") if path.exists() else ""
     note: dict[str, Any] = {
         "started_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from ds_ckpt import workload
 from ds_ckpt.compression import methods
 from ds_ckpt.errors import ConfigError, Problem, StateError
-from ds_ckpt.measure.records import Key, Memory, Sample, StepTime, Store
+from ds_ckpt.measure.records import Key, Memory, Sample
 from ds_ckpt.workload import llama
 
+SPEC = "spec.json"
+"""In a run's folder, beside the corpus and `records.Store`'s samples."""
 STOCK, DENSE, SILENT = "stock", "dense", "silent"
 BASELINES = (STOCK, DENSE, SILENT)
 POLICIES: dict[str, dict[str, Any]] = {
@@ -46,6 +47,8 @@ SHAPE: dict[str, int] = {
 """What `Spec.shape` may change, and what it is otherwise."""
 BUCKETS = 8
 """Buckets that a backward has, about: DeepSpeed's own size would put every gradient into one."""
+MOST_BATCHES = 8
+"""Checkpointing takes at most so many times the batch, however much memory it leaves."""
 Where = Literal["emulated", "hostfile", "loopback"]
 
 
@@ -115,12 +118,13 @@ class Spec:
         content["rounds"] = content.pop("repetitions")
         return content
 
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(self.content, indent=2) + "\n", encoding="utf-8")
+    def save(self, folder: Path) -> None:
+        (folder / SPEC).write_text(json.dumps(self.content, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
-    def load(cls, path: Path) -> Spec:
+    def load(cls, folder: Path) -> Spec:
         """Raises StateError where the file has settings that this version does not know."""
+        path = folder / SPEC
         content = json.loads(path.read_text(encoding="utf-8"))
         if "rounds" in content:
             content["repetitions"] = content.pop("rounds")
@@ -144,46 +148,41 @@ def link(rate_mbit: float | None) -> str:
 def check(spec: Spec) -> None:
     """Raises ConfigError with everything that cannot work."""
     problems = []
+
+    def wrong(where: str, found: object, why: str, remedy: str) -> None:
+        problems.append(Problem(where, str(found), why, remedy))
+
     for option, names, known, section in (
         ("--policies", spec.policies, POLICIES, "activation"),
         ("--methods", spec.methods, METHODS, "compression"),
     ):
         files = spec.sections
-        unknown = [n for n in names if n not in known and f"{section}/{n}" not in files]
-        if unknown:
+        if unknown := [n for n in names if n not in known and f"{section}/{n}" not in files]:
             why = f"known are {', '.join(known)} and names of DeepSpeed JSON files"
-            problems.append(Problem(option, ", ".join(unknown), why, "name one of those"))
+            wrong(option, ", ".join(unknown), why, "name one of those")
         if len(set(names)) < len(names):
-            why = "a configuration is measured once"
-            problems.append(Problem(option, ", ".join(names), why, "name each once"))
+            wrong(option, ", ".join(names), "a configuration is measured once", "name each once")
     if "none" not in spec.policies:
         why = "what recomputing costs is measured against no checkpointing"
-        problems.append(Problem("--policies", ", ".join(spec.policies), why, "add none"))
+        wrong("--policies", ", ".join(spec.policies), why, "add none")
     if spec.where != "emulated" and spec.rates != (None,):
         why = "only the links of emulated hosts can be given a rate"
-        found = ", ".join("unlimited" if r is None else f"{r:g} Mbit/s" for r in spec.rates)
-        problems.append(Problem("--rates", found, why, "leave it out"))
+        wrong("--rates", ", ".join(map(link, spec.rates)), why, "leave it out")
     if spec.processes < 2:
         why = "a single process exchanges nothing"
-        problems.append(Problem("--hosts, --slots", "1 process", why, "take at least 2"))
+        wrong("--hosts, --slots", "1 process", why, "take at least 2")
     if (batch := min(spec.batches)) < 1:
-        problems.append(Problem("--batches", str(batch), "nothing would be measured", "1 or more"))
-    problems += _wrong_shape(spec.shape)
-    if problems:
-        raise ConfigError(problems, headline="this cannot be measured")
-
-
-def _wrong_shape(shape: dict[str, int]) -> list[Problem]:
-    """What the Llama could not be built with; the launched processes would be the first to say."""
-    empty = [f"{name}={value}" for name, value in shape.items() if value < 1]
-    if empty:
-        return [Problem("--shape", ", ".join(empty), "no model has it", "1 or more")]
-    width, heads = (shape.get(name, SHAPE[name]) for name in ("hidden_size", "heads"))
-    if width % (2 * heads):
+        wrong("--batches", batch, "nothing would be measured", "1 or more")
+    # what the Llama cannot be built with, the launched processes would be the first to say
+    width, heads = (spec.shape.get(name, SHAPE[name]) for name in ("hidden_size", "heads"))
+    if empty := [f"{name}={value}" for name, value in spec.shape.items() if value < 1]:
+        wrong("--shape", ", ".join(empty), "no model has it", "1 or more")
+    elif width % (2 * heads):
         why = f"{width} is not {heads} heads of an even width, which rotary positions need"
         remedy = f"write a hidden_size that is a multiple of {2 * heads}, or other heads"
-        return [Problem("--shape", f"hidden_size={width}, heads={heads}", why, remedy)]
-    return []
+        wrong("--shape", f"hidden_size={width}, heads={heads}", why, remedy)
+    if problems:
+        raise ConfigError(problems, headline="this cannot be measured")
 
 
 def deepspeed_config(
@@ -241,10 +240,6 @@ def deepspeed_config(
     }
 
 
-MOST_BATCHES = 8
-"""Checkpointing takes at most so many times the batch, however much memory it leaves."""
-
-
 def equal_memory(spec: Spec, records: Mapping[Any, Sample]) -> list[Key]:
     """Those of the other policies with the batch whose activations take what `none`'s take.
 
@@ -264,40 +259,7 @@ def equal_memory(spec: Spec, records: Mapping[Any, Sample]) -> list[Key]:
         each = (peak(policy, 2 * base) - one) / base
         fits = base + int((peak("none", base) - one) // each) if each > 0 else base
         if policy != "none" and fits > base:
-            for method in (STOCK, DENSE, *spec.methods):
-                batch = min(fits, MOST_BATCHES * base)
-                found.append(Key(f"{policy}/{method}", batch, equal_memory=True))
-    return list(dict.fromkeys(found))
-
-
-def slowest(processes: Sequence[Sequence[StepTime]]) -> tuple[StepTime, ...]:
-    """Of each step the process that took longest: a step is as long as that."""
-    return tuple(max(step, key=lambda t: t.step_s) for step in zip(*processes, strict=True))
-
-
-def median_index(values: Sequence[float]) -> int:
-    """Where the value is that is nearest to the middle one."""
-    order = sorted(range(len(values)), key=lambda i: values[i])
-    return order[len(order) // 2]
-
-
-class Folder:
-    """One run's folder, for who launches and for process 0 of the launched.
-
-    spec.json       what is to be measured
-    corpus/         the text
-    samples.jsonl   what has been measured (`records`)
-    report.*        made from the above
-
-    The files through which the two talk lie there, too: `hosts.heartbeat`.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.store = Store(path / "samples.jsonl")
-        self.spec = path / "spec.json"
-
-    def handout(self) -> tuple[Spec, workload.Corpus, dict[tuple[object, ...], Sample]]:
-        """What the launched processes have to know: settings, text, what is measured."""
-        done = {sample.key: sample for sample in self.store.read()}
-        return Spec.load(self.spec), workload.load_corpus(self.path / "corpus"), done
+            batch = min(fits, MOST_BATCHES * base)
+            methods = dict.fromkeys((STOCK, DENSE, *spec.methods))
+            found += [Key(f"{policy}/{method}", batch, equal_memory=True) for method in methods]
+    return found

@@ -10,6 +10,7 @@ American Statistician 69, 2015, on the narrowness of bootstrap intervals from fe
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import statistics
@@ -33,11 +34,6 @@ class Estimate:
     value: float
     low: float
     high: float
-
-    @classmethod
-    def exact(cls, value: float) -> Estimate:
-        """A figure that no noise is in."""
-        return cls(value, value, value)
 
     @property
     def half_width(self) -> float:
@@ -73,26 +69,23 @@ Lookup = Callable[[Key], Point]
 
 
 class Repetitions:
-    """The steps of every configuration at one rate, by repetition."""
+    """The trials of every configuration at one rate, by repetition."""
 
     def __init__(self, trials: Iterable[Trial]) -> None:
-        self._steps: dict[Key, dict[int, tuple[StepTime, ...]]] = {}
+        self.trials: dict[Key, dict[int, Trial]] = {}
         for trial in trials:
-            self._steps.setdefault(trial.whose, {})[trial.repetition] = trial.steps
-        self.keys = sorted(self._steps)
-        every = [set(numbered) for numbered in self._steps.values()]
+            self.trials.setdefault(trial.whose, {})[trial.repetition] = trial
+        every = [set(numbered) for numbered in self.trials.values()]
         self.numbers = sorted(set.intersection(*every)) if every else []
         """Those that every configuration has taken part in."""
 
     def lookup(self, numbers: Sequence[int] | None = None) -> Lookup:
         """Points from these repetitions, which may stand there more than once; all without."""
         chosen = self.numbers if numbers is None else numbers
-        points: dict[Key, Point] = {}
 
+        @functools.cache
         def at(key: Key) -> Point:
-            if key not in points:
-                points[key] = _point([s for r in chosen for s in self._steps[key][r]])
-            return points[key]
+            return _point([step for n in chosen for step in self.trials[key][n].steps])
 
         return at
 
@@ -104,30 +97,27 @@ class Repetitions:
         With a single repetition the interval is the value.
         """
         values = figures(self.lookup())
-        draw = random.Random(seed)
-        drawn: dict[str, list[float]] = {name: [] for name in values}
-        if len(self.numbers) > 1:
-            for _ in range(DRAWS):
-                drawn_numbers = draw.choices(self.numbers, k=len(self.numbers))
-                for name, value in figures(self.lookup(drawn_numbers)).items():
-                    drawn[name].append(value)
-        wider = widening(len(self.numbers))
-        return {name: _interval(value, drawn[name], wider) for name, value in values.items()}
+        count, draw = len(self.numbers), random.Random(seed)
+        drawn = [
+            figures(self.lookup(draw.choices(self.numbers, k=count)))
+            for _ in range(DRAWS if count > 1 else 0)
+        ]
+        wider = widening(count)
+        return {
+            name: _interval(value, [one[name] for one in drawn], wider)
+            for name, value in values.items()
+        }
 
 
 def _point(steps: Sequence[StepTime]) -> Point:
-    middle = _middle_half(steps)
+    ordered = sorted(steps, key=lambda step: step.step_s)
+    cut = len(ordered) // 4
+    middle = ordered[cut : len(ordered) - cut]
     return Point(
         statistics.median(step.step_s for step in steps),
         {name: statistics.fmean(s.parts_s[name] for s in middle) for name in PARTS},
         statistics.fmean(step.in_collectives_s for step in middle),
     )
-
-
-def _middle_half(steps: Sequence[StepTime]) -> list[StepTime]:
-    ordered = sorted(steps, key=lambda step: step.step_s)
-    cut = len(ordered) // 4
-    return ordered[cut : len(ordered) - cut]
 
 
 def widening(repetitions: int) -> float:
@@ -144,7 +134,7 @@ def widening(repetitions: int) -> float:
 
 def _interval(value: float, drawn: Sequence[float], wider: float) -> Estimate:
     if not drawn:
-        return Estimate.exact(value)
+        return Estimate(value, value, value)
     if any(map(math.isnan, drawn)):
         return Estimate(value, math.nan, math.nan)
     ordered = sorted(drawn)

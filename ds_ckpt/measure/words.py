@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ds_ckpt.measure.figures import DERIVED, measured
-from ds_ckpt.measure.findings import BreakEven, Comparison, Row
+from ds_ckpt.measure.figures import DERIVED, Row, measured
+from ds_ckpt.measure.findings import BreakEven, Comparison
 from ds_ckpt.measure.records import Loss
 from ds_ckpt.measure.spec import DENSE, STOCK, Spec, link
 from ds_ckpt.measure.statistics import Estimate
@@ -89,12 +89,7 @@ def lossless(losses: Mapping[str, Loss]) -> str:
 
 
 def claims(
-    spec: Spec,
-    rows: Sequence[Row],
-    comparisons: Sequence[Comparison],
-    *,
-    policy: str,
-    method: str,
+    spec: Spec, rows: Sequence[Row], comparisons: Sequence[Comparison], policy: str, method: str
 ) -> list[tuple[str, str]]:
     """What the numbers of a policy and a method mean, a head and its sentences each.
 
@@ -104,21 +99,23 @@ def claims(
     usual = [r for r in rows if r.sequences == batch and not r.equal_memory]
     first = {r.configuration: r for r in usual if r.rate_mbit == usual[0].rate_mbit}
     mine = [c for c in comparisons if (c.policy, c.method, c.sequences) == (policy, method, batch)]
+    plain, kept, best, sent = (
+        first[name]
+        for name in (f"none/{STOCK}", f"{policy}/{STOCK}", f"none/{DENSE}", f"none/{method}")
+    )
     found = [
-        ("Memory", _memory(first, policy, mine)),
-        ("Weights", _weights(spec, first, policy)),
-        ("Gradients", _gradients(first, method)),
-        ("The ceiling", _ceiling(first, method)),
+        ("Memory", _memory(plain, kept, policy, mine)),
+        ("Weights", _weights(plain, kept, policy)),
+        ("Gradients", _gradients(plain, best, sent, method)),
+        ("The ceiling", _ceiling(best, sent, method)),
         ("Time", " ".join(_time(one, usual) for one in mine)),
+        ("Held-out loss", _loss(plain, sent, method)),
     ]
-    if (loss := _loss(first, method)) is not None:
-        found.append(("Held-out loss", loss))
     return [(head, text) for head, text in found if text]
 
 
-def _memory(rows: Mapping[str, Row], policy: str, mine: Sequence[Comparison]) -> str:
-    plain, kept = rows[f"none/{STOCK}"], rows[f"{policy}/{STOCK}"]
-    if plain.values["held_bytes"] is None or kept.values["held_bytes"] is None:
+def _memory(plain: Row, kept: Row, policy: str, mine: Sequence[Comparison]) -> str:
+    if plain.memory is None or kept.memory is None:
         return ""
     cost = next((c.values["recompute_dense_s"] for c in mine if c.baseline == STOCK), None)
     price = f" The price, a second forward: {_seconds(cost)} a step." if cost else ""
@@ -130,28 +127,24 @@ def _memory(rows: Mapping[str, Row], policy: str, mine: Sequence[Comparison]) ->
     )
 
 
-def _weights(spec: Spec, rows: Mapping[str, Row], policy: str) -> str:
-    plain, kept = rows[f"none/{STOCK}"], rows[f"{policy}/{STOCK}"]
-
-    def gathered(purpose: str) -> str:
-        return number(kept.purpose_bytes[purpose] / spec.processes / MB)
-
+def _weights(plain: Row, kept: Row, policy: str) -> str:
+    recompute, backward = (
+        number(kept.bytes_a_process(f"gather_{phase}") / MB) for phase in ("recompute", "backward")
+    )
     return (
         f"ZeRO-3 gathers them for the forward and again for the backward, "
         f"{plain.text('weight_bytes')} MB sent a process and step. With {policy} the recompute's "
-        f"gather ({gathered('gather_recompute')} MB) stays until backward has used it; with what "
-        f"only backward needs ({gathered('gather_backward')} MB) that makes "
-        f"{kept.text('weight_bytes')} MB in all."
+        f"gather ({recompute} MB) stays until backward has used it; with what only backward needs "
+        f"({backward} MB) that makes {kept.text('weight_bytes')} MB in all."
     )
 
 
-def _gradients(rows: Mapping[str, Row], method: str) -> str:
-    stock, best, sent = (rows[f"none/{m}"] for m in (STOCK, DENSE, method))
+def _gradients(stock: Row, best: Row, sent: Row, method: str) -> str:
     found = (
         f"{method} sends {sent.text('gradient_bytes')} MB a process and step, stock DeepSpeed "
         f"{stock.text('gradient_bytes')} MB ({_times_less(stock, sent, 'gradient_bytes')})."
     )
-    if _doubled(rows):
+    if stock.number("gradient_bytes") > 1.5 * best.number("gradient_bytes"):
         found += " That flatters it: gloo's reduce-scatter sends an all-reduce's bytes."
     return (
         f"{found} Dense gradients sent once, by all-to-all, take {best.text('gradient_bytes')} MB, "
@@ -159,14 +152,7 @@ def _gradients(rows: Mapping[str, Row], method: str) -> str:
     )
 
 
-def _doubled(rows: Mapping[str, Row]) -> bool:
-    """Whether stock's reduce-scatter sends about twice what it needs to, as gloo's does."""
-    stock, best = (rows[f"none/{m}"].number("gradient_bytes") for m in (STOCK, DENSE))
-    return stock > 1.5 * best
-
-
-def _ceiling(rows: Mapping[str, Row], method: str) -> str:
-    best, sent = rows[f"none/{DENSE}"], rows[f"none/{method}"]
+def _ceiling(best: Row, sent: Row, method: str) -> str:
     gradients, weights = best.number("gradient_bytes"), best.number("weight_bytes")
     share = gradients / (gradients + weights)
     total = sent.number("gradient_bytes") + sent.number("weight_bytes")
@@ -201,13 +187,11 @@ def _time(one: Comparison, rows: Sequence[Row]) -> str:
     )
 
 
-def _loss(rows: Mapping[str, Row], method: str) -> str | None:
-    dense, found = (rows[f"none/{m}"].values["heldout_loss"] for m in (STOCK, method))
-    if dense is None or found is None:
-        return None
-    values = [v.value if isinstance(v, Estimate) else v for v in (found, dense)]
-    gap = values[0] / values[1] - 1
-    against = f"{values[0]:.3f} against {values[1]:.3f}"
+def _loss(stock: Row, sent: Row, method: str) -> str:
+    if stock.loss is None or sent.loss is None:
+        return ""
+    dense, found = stock.loss.heldout_loss, sent.loss.heldout_loss
+    gap, against = found / dense - 1, f"{found:.3f} against {dense:.3f}"
     if gap > 0.001:
         return (
             f"{method} loses: {against} ({gap:.1%} worse). Error feedback delivers what was held "
@@ -232,8 +216,6 @@ def _seconds(value: Estimate | float) -> str:
 def caveats(spec: Spec, rows: Sequence[Row], comparisons: Sequence[Comparison]) -> list[str]:
     """What these numbers cannot say."""
     found = [
-        "Gradients are about a third of ZeRO-3's traffic, weights the rest: a step bound by the "
-        "network gets at most 1.5 times faster by compressing them. `silent` is that ceiling.",
         f"On gloo, {STOCK} DeepSpeed sends an all-reduce's bytes for its reduce-scatter, twice "
         f"what it needs. Read every gain beside {DENSE}, which sends each gradient once.",
         "fp32 throughout: every dense byte is twice what 16 bits would be, so a link of 200 "
@@ -253,20 +235,21 @@ def caveats(spec: Spec, rows: Sequence[Row], comparisons: Sequence[Comparison]) 
         found.append(
             "The link is memory and NOT SHAPED: what compression saves on a network is not here."
         )
-    wrong = [r.configuration for r in rows if abs(r.number("parts_over_step") - 1) > 0.03]
-    if wrong:
-        found.append(
-            f"The parts miss the median step by more than 3% in {len(wrong)} of {len(rows)} rows "
-            f"({', '.join(dict.fromkeys(wrong))}): steps differed much from one another."
-        )
-    share = "interface_over_purposes"
-    uncounted = [r.configuration for r in rows if abs(r.number(share) - 1) > 0.03]
-    if uncounted:
-        found.append(
-            "The interfaces counted more than 3% more or less than the collectives' payload in "
-            f"{len(uncounted)} of {len(rows)} rows ({', '.join(dict.fromkeys(uncounted))}): "
-            "headers weigh in a model this small, or something else used the network."
-        )
+    for share, what, why in (
+        (
+            "parts_over_step",
+            "The parts miss the median step by more than 3%",
+            "steps differed much from one another",
+        ),
+        (
+            "interface_over_purposes",
+            "The interfaces counted more than 3% more or less than the collectives' payload",
+            "headers weigh in a model this small, or something else used the network",
+        ),
+    ):
+        if wrong := [r.configuration for r in rows if abs(r.number(share) - 1) > 0.03]:
+            which = ", ".join(dict.fromkeys(wrong))
+            found.append(f"{what} in {len(wrong)} of {len(rows)} rows ({which}): {why}.")
     if not comparisons:
         found.append("No derived figures: they need a policy beside none and a compressed method.")
     return found

@@ -17,9 +17,10 @@ import gc
 import hashlib
 import itertools
 import os
+import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,6 +42,7 @@ from ds_ckpt.measure.records import (
     Model,
     Sample,
     StepTime,
+    Store,
     Stretch,
     Timeline,
     Trial,
@@ -50,16 +52,13 @@ from ds_ckpt.measure.spec import (
     SILENT,
     STOCK,
     Configuration,
-    Folder,
     Spec,
     deepspeed_config,
     equal_memory,
-    median_index,
-    slowest,
 )
 from ds_ckpt.telemetry import Purpose
 from ds_ckpt.telemetry.memory import SavedActivations, activations_tracker
-from ds_ckpt.telemetry.timings import Span, Spans
+from ds_ckpt.telemetry.timings import Spans
 
 EVALUATION_BATCHES = 24
 SETTLE_S = 0.15
@@ -115,7 +114,14 @@ class Running:
             self.engine.step()
         step_s = time.perf_counter() - start_s
         self._record(None)
-        return _recorded(spans.take(), start_s, step_s, float(loss))
+        found, thread = spans.take(), threading.get_ident()
+        times = StepTime(
+            step_s=step_s,
+            parts_s=parts.parts(found, thread),
+            in_collectives_s=parts.in_collectives_s(found),
+        )
+        main, beside = parts.main_pieces(found, thread), parts.beside_pieces(found, thread)
+        return Step(times, float(loss), _since(start_s, main), _since(start_s, beside))
 
     def memory(self, batch: torch.Tensor) -> tuple[int, int]:
         """Bytes of activations in one step: held after the forward, and the peak."""
@@ -181,7 +187,7 @@ class Worker:
     """This process's end of a run."""
 
     spec: Spec
-    folder: Folder
+    store: Store
     text: workload.Corpus
     done: dict[tuple[object, ...], Sample]
     """What is measured already, by its key."""
@@ -215,13 +221,12 @@ class Worker:
         spec = self.spec
         usual = [Key(c.name, batch) for batch in spec.batches for c in spec.configurations]
         memories = [
-            (Configuration(policy, STOCK).name, factor * min(spec.batches))
+            ("memory", Configuration(policy, STOCK).name, factor * min(spec.batches))
             for policy in spec.policies
             for factor in (1, 2)
         ]
-        keys = [("memory", name, sequences) for name, sequences in memories]
-        if self.done.keys() >= set(keys):
-            trials = [*usual, *self._at_equal_memory(self.done)]
+        if self.done.keys() >= set(memories):
+            trials = [*usual, *self._at_equal_memory()]
             everything = itertools.product(trials, spec.rates, range(spec.repetitions))
             if self.done.keys() >= {one.trial(rate, n) for one, rate, n in everything}:
                 return
@@ -231,45 +236,43 @@ class Worker:
             running[configuration.name] = one = Running(configuration, spec)
             for step in range(spec.warm_up):
                 one.plain_step(self.batch(min(spec.batches), step))
-        found = [self._memory(running[name], sequences) for name, sequences in memories]
-        more = self._at_equal_memory(dict(zip(keys, found, strict=True)))
+        for _, name, sequences in memories:
+            self._memory(running[name], sequences)
+        more = self._at_equal_memory()
         for key in more:
             if key.configuration.endswith(f"/{STOCK}"):
                 self._memory(running[key.configuration], key.sequences)
         trials = [*usual, *more]
         total = spec.repetitions * len(spec.rates) * len(trials)
         count = 0
-        for repetition in range(spec.repetitions):
-            for rate in spec.rates:
-                self._ask_for(rate)
-                for place in range(len(trials)):
-                    key = trials[(place + repetition) % len(trials)]
-                    count += 1
-                    self.beat(f"{count} of {total} trials", done=count, total=total)
-                    if key.trial(rate, repetition) not in self.done:
-                        self._trial(running[key.configuration], key, rate, repetition)
+        for repetition, rate in itertools.product(range(spec.repetitions), spec.rates):
+            self._ask_for(rate)
+            for place in range(len(trials)):
+                key = trials[(place + repetition) % len(trials)]
+                count += 1
+                self.beat(f"{count} of {total} trials", done=count, total=total)
+                if key.trial(rate, repetition) not in self.done:
+                    self._trial(running[key.configuration], key, rate, repetition)
         self._ask_for(None)
         for one in running.values():
             one.end()
 
-    def _at_equal_memory(self, memories: Mapping[Any, Sample]) -> list[Key]:
-        return equal_memory(self.spec, memories) if self.spec.equal_memory else []
+    def _at_equal_memory(self) -> list[Key]:
+        return equal_memory(self.spec, self.done) if self.spec.equal_memory else []
 
-    def _memory(self, one: Running, sequences: int) -> Memory:
-        """The record of one configuration's activations; the same on all processes."""
+    def _memory(self, one: Running, sequences: int) -> None:
+        """Have the record of one configuration's activations; the same on all processes."""
         name = one.configuration.name
         if ("memory", name, sequences) in self.done:
-            record = self.done["memory", name, sequences]
-            assert isinstance(record, Memory)
-            return record
+            return
         self.beat(f"memory of {name}")
         device = get_accelerator().current_device_name()  # NCCL takes no tensor of the host
         most = torch.tensor(one.memory(self.batch(sequences, 0)), dtype=torch.int64, device=device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         held, peak = (int(n) for n in most)
         record = Memory(configuration=name, sequences=sequences, held_bytes=held, peak_bytes=peak)
+        self.done[record.key] = record
         self.append([record])
-        return record
 
     def _trial(self, one: Running, key: Key, rate: float | None, repetition: int) -> None:
         spec = self.spec
@@ -284,16 +287,13 @@ class Worker:
         delta = one.session.counters.snapshot() - counted
         bytes_ = self._settled() - before
         leads = int(os.environ.get("LOCAL_RANK", "0")) == 0
-        take = Take([step.time for step in steps], [step.loss for step in steps], bytes_, leads)
-        everyone = gathered(
-            {
-                "times": take.times,
-                "purposes": {p.value: delta.bytes_sent.get(p, 0) / spec.steps for p in Purpose},
-                "link": bytes_.link_bytes / spec.steps if leads else None,
-                "taken": taken(take),
-            }
-        )
-        figures = put_together([one["taken"] for one in everyone])
+        times = [step.time for step in steps]
+        purposes = {p.value: delta.bytes_sent.get(p, 0) / spec.steps for p in Purpose}
+        link = [bytes_.link_bytes / spec.steps] if leads else []
+        figures = taken(Take(times, [step.loss for step in steps], bytes_, leads))
+        everyone = gathered((times, purposes, link, figures))
+        all_times, all_purposes, links, all_figures = zip(*everyone, strict=True)
+        figures = put_together(all_figures)
         at: dict[str, Any] = {
             "configuration": key.configuration,
             "rate_mbit": rate,
@@ -303,19 +303,17 @@ class Worker:
         trial = Trial(
             **at,
             equal_memory=key.equal_memory,
-            steps=slowest([one["times"] for one in everyone]),
-            purpose_bytes={
-                p.value: sum(one["purposes"][p.value] for one in everyone) for p in Purpose
-            },
-            link_bytes=tuple(one["link"] for one in everyone if one["link"] is not None),
+            steps=slowest(all_times),
+            purpose_bytes={n: sum(one[n] for one in all_purposes) for n in purposes},
+            link_bytes=tuple(itertools.chain(*links)),
             interface_bytes=figures.pop("interface_bytes"),
             figures=figures,
         )
         records: list[Sample] = [trial]
         if repetition == spec.repetitions - 1 and not key.equal_memory:
-            shown = steps[median_index([step.time.step_s for step in steps])]
-            step_s = shown.time.step_s
-            records.append(Timeline(**at, step_s=step_s, main=shown.main, beside=shown.beside))
+            middle_s = statistics.median_high(time.step_s for time in times)
+            shown = next(step for step in steps if step.time.step_s == middle_s)
+            records.append(Timeline(**at, step_s=middle_s, main=shown.main, beside=shown.beside))
         self.append(records)
 
     def _measure_losses(self) -> None:
@@ -358,13 +356,18 @@ class Worker:
 
     def append(self, records: Sequence[Sample]) -> None:
         if dist.get_rank() == 0:
-            self.folder.store.append(records)
+            self.store.append(records)
 
     def _ask_for(self, rate: float | None) -> None:
         dist.barrier()
         if self.spec.where == "emulated":
             self.heartbeat.ask(rate_mbit=rate)
         dist.barrier()
+
+
+def slowest(processes: Sequence[Sequence[StepTime]]) -> tuple[StepTime, ...]:
+    """Of each step the process that took longest: a step is as long as that."""
+    return tuple(max(step, key=lambda t: t.step_s) for step in zip(*processes, strict=True))
 
 
 def gathered(mine: Any) -> list[Any]:
@@ -374,24 +377,11 @@ def gathered(mine: Any) -> list[Any]:
     return everyone
 
 
-def _recorded(spans: list[Span], start_s: float, step_s: float, loss: float) -> Step:
-    thread = threading.get_ident()
+def _since(start_s: float, found: Sequence[Stretch]) -> tuple[Stretch, ...]:
+    def ago(moment_s: float) -> float:
+        return round(moment_s - start_s, 6)
 
-    def since_start(found: list[Stretch]) -> tuple[Stretch, ...]:
-        return tuple(
-            replace(
-                one, start_s=round(one.start_s - start_s, 6), end_s=round(one.end_s - start_s, 6)
-            )
-            for one in found
-        )
-
-    times = StepTime(
-        step_s=step_s,
-        parts_s=parts.parts(spans, thread),
-        in_collectives_s=parts.in_collectives_s(spans),
-    )
-    main, beside = parts.main_pieces(spans, thread), parts.beside_pieces(spans, thread)
-    return Step(times, loss, since_start(main), since_start(beside))
+    return tuple(replace(one, start_s=ago(one.start_s), end_s=ago(one.end_s)) for one in found)
 
 
 def _synchronize() -> Callable[[], object]:
@@ -406,11 +396,14 @@ def _synchronize() -> Callable[[], object]:
 def main() -> None:
     """Entry point of every process."""
     heartbeat, _ = begin("Measures configurations; started by deepspeed.")
-    folder = Folder(heartbeat.folder)
-    content: list[Any] = [folder.handout() if dist.get_rank() == 0 else None]
+    folder = heartbeat.folder
+    store, content = Store(folder), list[Any]([None])
+    if dist.get_rank() == 0:
+        done = {sample.key: sample for sample in store.read()}
+        content = [(Spec.load(folder), workload.load_corpus(folder / "corpus"), done)]
     dist.broadcast_object_list(content, src=0)
     spec, text, done = content[0]
-    Worker(spec, folder, text, done, heartbeat, link_interface(spec.where)).run()
+    Worker(spec, store, text, done, heartbeat, link_interface(spec.where)).run()
     dist.barrier()
     dist.destroy_process_group()
 

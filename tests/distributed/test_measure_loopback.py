@@ -40,7 +40,7 @@ def test_the_experiment_runs_without_root_and_says_that_the_link_is_not_shaped(
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "NOT SHAPED" in result.stdout
-    trials = [s for s in Store(folder / "samples.jsonl").read() if isinstance(s, Trial)]
+    trials = [s for s in Store(folder).read() if isinstance(s, Trial)]
     assert {t.configuration for t in trials if not t.equal_memory} == {
         f"{policy}/{method}"
         for policy in ("none", "block")

@@ -29,7 +29,7 @@ RATES = (200.0, None)
 
 
 def samples(folder: Path) -> list[Sample]:
-    return Store(folder / "samples.jsonl").read()
+    return Store(folder).read()
 
 
 def trials(folder: Path) -> list[Trial]:
@@ -78,7 +78,7 @@ def test_a_run_that_was_killed_goes_on_where_it_was(can_emulate: None, tmp_path:
     assert hosts.name in down.stdout
     assert not any(p.alive for p in hosts.processes)
     assert not hosts.folder.exists()
-    Store(folder / "samples.jsonl").mend()
+    Store(folder).mend()
     before = (folder / "samples.jsonl").read_bytes()
     process = start(arguments)
     said = process.communicate(timeout=700)[0]

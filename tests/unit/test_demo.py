@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 from ds_ckpt.config import load_file, parse
 from ds_ckpt.errors import ConfigError
 from ds_ckpt.measure import demo
+from ds_ckpt.measure.records import Store
 from ds_ckpt.measure.run import RUNS
-from ds_ckpt.measure.spec import Folder, Spec, check
+from ds_ckpt.measure.spec import Spec, check
 from tests.unit import measure_samples as known
 from tests.unit.test_measure_report import RUN
 
@@ -57,10 +58,10 @@ def shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, str]:
 
     def measured(spec: Spec, folder: Path, **_: object) -> None:
         folder.mkdir()
-        spec.save(folder / "spec.json")
+        spec.save(folder)
         (folder / RUNS).write_text(json.dumps(RUN) + "\n")
         monkeypatch.setitem(known.GRADIENTS_MB, "topk", 0.25)
-        Folder(folder).store.append(known.samples(spec))
+        Store(folder).append(known.samples(spec))
 
     monkeypatch.setattr(demo, "measure", measured)
     spec, folder = demo.spec_of(12, 1, None, on_hosts=False), tmp_path / "run"

@@ -116,7 +116,7 @@ def test_a_new_figure_is_one_entry(loss: Measured, tmp_path: Path) -> None:
         for losses, leads in (([5.0, 7.0], True), ([6.0, 6.5], False))
     ]
     assert put_together(everyone) == {"interface_bytes": 20.0, "loss": 6.5}
-    store = Store(tmp_path / "samples.jsonl")
+    store = Store(tmp_path)
     store.append(
         [
             s.model_copy(update={"figures": {"loss": 6.5}}) if isinstance(s, Trial) else s

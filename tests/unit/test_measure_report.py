@@ -22,7 +22,7 @@ from ds_ckpt.measure.figures import MEASURED
 from ds_ckpt.measure.records import Loss, Store, Trial
 from ds_ckpt.measure.report import FORMAT, Report, bytes_table
 from ds_ckpt.measure.run import LIKE, RUNS
-from ds_ckpt.measure.spec import Folder, Spec
+from ds_ckpt.measure.spec import Spec
 from tests.unit import measure_samples as known
 
 PLOTS = (
@@ -44,8 +44,8 @@ RUN = {
 
 def write_run(folder: Path, spec: Spec = known.SPEC, drift: float = 0.0) -> Path:
     folder.mkdir(parents=True)
-    spec.save(folder / "spec.json")
-    Folder(folder).store.append(known.samples(spec, drift))
+    spec.save(folder)
+    Store(folder).append(known.samples(spec, drift))
     (folder / RUNS).write_text(json.dumps(RUN) + "\n")
     return folder
 
@@ -185,7 +185,7 @@ def test_what_is_uncertain_is_no_headline(tmp_path: Path) -> None:
 
 def test_losses_that_differ_are_said_aloud(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
-    store = Folder(folder).store
+    store = Store(folder)
     loss = next(s for s in store.read() if s.kind == "loss" and s.configuration == "block/dense")
     store.append([loss.model_copy(update={"train_losses": (5.0, 4.0, 3.4)})])
     assert (
@@ -197,7 +197,7 @@ def test_losses_that_differ_are_said_aloud(tmp_path: Path) -> None:
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StateError, match=r"no spec\.json"):
         Report.of(tmp_path)
-    known.SPEC.save(tmp_path / "spec.json")
+    known.SPEC.save(tmp_path)
     with pytest.raises(StateError, match="no repetition"):
         Report.of(tmp_path)
     result = CliRunner().invoke(app, ["report", str(tmp_path)])
@@ -220,7 +220,7 @@ def test_two_runs_are_held_against_each_other(tmp_path: Path) -> None:
     same = CliRunner().invoke(app, command)
     assert same.exit_code == 0, same.output
     assert "0.0% apart" in same.output
-    turns = [s for s in Folder(second).store.read() if s.kind == "turn"]
+    turns = [s for s in Store(second).read() if s.kind == "turn"]
     longer = []
     for turn in turns:
         if turn.configuration == "block/stock" and turn.rate_mbit == 100.0:
@@ -228,7 +228,7 @@ def test_two_runs_are_held_against_each_other(tmp_path: Path) -> None:
             parts["network_backward"] += 0.2
             step = turn.steps[0].model_copy(update={"parts_s": parts})
             longer.append(turn.model_copy(update={"steps": (step,) * 2}))
-    Folder(second).store.append(longer)
+    Store(second).append(longer)
     apart = CliRunner().invoke(app, command)
     assert apart.exit_code == 1
     assert "beyond 5%" in apart.output
@@ -237,7 +237,7 @@ def test_two_runs_are_held_against_each_other(tmp_path: Path) -> None:
 def test_what_is_missing_is_said_first(tmp_path: Path) -> None:
     """Stopped in the second round at one rate, in the first at another, before any loss."""
     folder = write_run(tmp_path / "run")
-    store = Folder(folder).store
+    store = Store(folder)
     kept = [
         s
         for s in store.read()
@@ -262,14 +262,14 @@ def test_what_is_missing_is_said_first(tmp_path: Path) -> None:
 def test_the_file_of_a_run_without_a_share_is_json(tmp_path: Path) -> None:
     """Recomputing that costs nothing has no share that is paid; JSON has no NaN."""
     folder = write_run(tmp_path / "run")
-    turns = [s for s in Folder(folder).store.read() if s.kind == "turn"]
+    turns = [s for s in Store(folder).read() if s.kind == "turn"]
     free = []
     for turn in turns:
         if turn.configuration.startswith("block"):
             parts = {**turn.steps[0].parts_s, "recompute": 0.0, "network_recompute": 0.0}
             step = turn.steps[0].model_copy(update={"parts_s": parts})
             free.append(turn.model_copy(update={"steps": (step,) * 2}))
-    Folder(folder).store.append(free)
+    Store(folder).append(free)
     report = Report.of(folder)
     report.write(folder)
 
@@ -284,7 +284,7 @@ def test_the_file_of_a_run_without_a_share_is_json(tmp_path: Path) -> None:
 def test_with_several_batches_each_is_told_apart(tmp_path: Path) -> None:
     spec = replace(known.SPEC, batches=(4, 6))
     folder = write_run(tmp_path / "run", spec)
-    store = Folder(folder).store
+    store = Store(folder)
     more = [
         s.model_copy(update={"sequences": 6, "step_s": 9.0} if s.kind == "timeline" else six)
         for six in ({"sequences": 6},)
@@ -315,7 +315,7 @@ def test_every_column_has_its_unit(tmp_path: Path) -> None:
 def test_interfaces_that_count_otherwise_are_a_caveat(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     assert not any("payload" in line for line in Report.of(folder).caveats())
-    store = Folder(folder).store
+    store = Store(folder)
     more = [s for s in store.read() if s.kind == "turn" and s.configuration == "none/dense"]
     store.append([s.model_copy(update={"interface_bytes": 1.1 * s.interface_bytes}) for s in more])
     (line,) = [line for line in Report.of(folder).caveats() if "payload" in line]
@@ -384,7 +384,7 @@ def test_times_that_overlap_are_not_called_a_difference_and_longer_ones_lose(
     folder = write_run(tmp_path / "run", spec)
     (one,) = Report.of(folder).claims()
     assert "LOSES: choosing what to send takes longer" in dict(one[1])["Time"]
-    store = Folder(folder).store
+    store = Store(folder)
     uneven = []
     for trial in store.read():
         if isinstance(trial, Trial) and trial.configuration == "block/4bit":
@@ -399,7 +399,7 @@ def test_times_that_overlap_are_not_called_a_difference_and_longer_ones_lose(
 
 def test_other_weights_are_a_broken_promise(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
-    store = Folder(folder).store
+    store = Store(folder)
     losses = {s.configuration: s for s in store.read() if isinstance(s, Loss)}
     for name, digest in (("none/dense", "a"), ("block/dense", "b")):
         store.append([losses[name].model_copy(update={"weights_sha256": digest})])
@@ -415,7 +415,7 @@ OLD = Path(__file__).parent / "measured_before"
 def test_a_run_of_before_is_read_and_reported(tmp_path: Path) -> None:
     """Its settings and records have the names of then: rounds, turns, cells."""
     shutil.copytree(OLD, tmp_path / "old")
-    spec = Spec.load(tmp_path / "old" / "spec.json")
+    spec = Spec.load(tmp_path / "old")
     assert spec.repetitions == 1
     assert spec.ceiling
     report = Report.of(tmp_path / "old")
@@ -435,8 +435,8 @@ def test_a_run_of_before_is_read_and_reported(tmp_path: Path) -> None:
 
 def test_records_keep_the_names_that_they_had(tmp_path: Path) -> None:
     before = (OLD / "samples.jsonl").read_text().splitlines()
-    store = Store(tmp_path / "samples.jsonl")
-    store.append(Store(OLD / "samples.jsonl").read())
+    store = Store(tmp_path)
+    store.append(Store(OLD).read())
     for old, new in zip(before, store.path.read_text().splitlines(), strict=True):
         assert json.loads(new).items() >= json.loads(old).items()
 

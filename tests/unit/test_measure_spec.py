@@ -21,9 +21,8 @@ from ds_ckpt.measure.spec import (
     check,
     deepspeed_config,
     equal_memory,
-    median_index,
-    slowest,
 )
+from ds_ckpt.measure.worker import slowest
 from tests.unit import measure_samples as known
 
 
@@ -72,8 +71,8 @@ def test_dense_with_rules_compresses_from_the_first_step() -> None:
 
 def test_a_spec_is_what_was_saved(tmp_path: Path) -> None:
     spec = Spec(rates=(50.0, None), shape={"layers": 2}, batches=(2, 4))
-    spec.save(tmp_path / "spec.json")
-    loaded = Spec.load(tmp_path / "spec.json")
+    spec.save(tmp_path)
+    loaded = Spec.load(tmp_path)
     assert loaded == spec
     assert loaded != Spec()
 
@@ -96,7 +95,7 @@ def test_what_cannot_be_measured_is_told_together() -> None:
 
 
 def test_records_come_back_and_a_half_written_one_is_measured_again(tmp_path: Path) -> None:
-    store = Store(tmp_path / "samples.jsonl")
+    store = Store(tmp_path)
     assert store.read() == []
     samples = known.samples()
     store.append(samples[:5])
@@ -111,7 +110,7 @@ def test_records_come_back_and_a_half_written_one_is_measured_again(tmp_path: Pa
 
 
 def test_of_equal_keys_the_last_record_counts(tmp_path: Path) -> None:
-    store = Store(tmp_path / "samples.jsonl")
+    store = Store(tmp_path)
     first = Memory(configuration="none/stock", sequences=4, held_bytes=1, peak_bytes=2)
     second = first.model_copy(update={"peak_bytes": 3})
     store.append([first, second])
@@ -119,7 +118,7 @@ def test_of_equal_keys_the_last_record_counts(tmp_path: Path) -> None:
 
 
 def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
-    store = Store(tmp_path / "samples.jsonl")
+    store = Store(tmp_path)
     store.path.write_text('{"kind": "turn"}\n')
     with pytest.raises(StateError, match="line 1") as caught:
         store.read()
@@ -150,11 +149,6 @@ def test_no_batch_is_taken_that_does_not_fit() -> None:
 def test_of_every_step_the_slowest_process_counts() -> None:
     fast, slow = known.step("none/stock", 400.0), known.step("none/stock", 100.0)
     assert slowest([[fast, slow, fast], [slow, fast, fast]]) == (slow, slow, fast)
-
-
-@pytest.mark.parametrize(("values", "index"), [([3.0], 0), ([5.0, 1.0, 3.0], 2), ([2.0, 9.0], 1)])
-def test_the_step_nearest_to_the_middle(values: list[float], index: int) -> None:
-    assert median_index(values) == index
 
 
 def test_trials_are_known_by_what_they_measured() -> None:

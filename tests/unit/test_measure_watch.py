@@ -18,9 +18,9 @@ from ds_ckpt.cli import app
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.hosts.checks import HostError
 from ds_ckpt.measure import run, worker
-from ds_ckpt.measure.records import Key, Model, Trial
+from ds_ckpt.measure.records import Key, Model, Store, Trial
 from ds_ckpt.measure.run import Shown
-from ds_ckpt.measure.spec import Configuration, Folder, Spec
+from ds_ckpt.measure.spec import Configuration, Spec
 from tests.unit import measure_samples as known
 
 
@@ -46,7 +46,7 @@ def test_a_run_does_not_go_on_in_another_place(
                 Spec(), folder, backend=ground, console=console, account=["Like nothing on earth."]
             )
     assert "nothing on earth" in (folder / run.LIKE).read_text()  # also when it stops
-    Folder(folder).store.append([Model(parameters=1, text="", heldout_bytes=1, corpus_sha256="a")])
+    Store(folder).append([Model(parameters=1, text="", heldout_bytes=1, corpus_sha256="a")])
     with pytest.raises(HostError):
         run.measure(Spec(), folder, backend=ground, console=console)
     ground.describe.return_value = "other hosts"
@@ -112,9 +112,9 @@ def test_options_that_cannot_be_are_refused_in_words(
 def test_notes_outlive_a_kill_while_they_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, ground, write = Folder(tmp_path), MagicMock(), Path.write_text
+    ground, write = MagicMock(), Path.write_text
     ground.describe.return_value = "here"
-    with run._noted(folder, ground) as note:
+    with run._noted(tmp_path, ground) as note:
         note["ended_well"] = True
 
     def torn(path: Path, text: str, **options: Any) -> int:
@@ -122,12 +122,12 @@ def test_notes_outlive_a_kill_while_they_are_written(
         raise _KillError
 
     monkeypatch.setattr(Path, "write_text", torn)
-    with pytest.raises(_KillError), run._noted(folder, ground):
+    with pytest.raises(_KillError), run._noted(tmp_path, ground):
         pass
     monkeypatch.undo()
     (kept,) = (tmp_path / run.RUNS).read_text().splitlines()
     assert json.loads(kept)["ended_well"]
-    with run._noted(folder, ground):
+    with run._noted(tmp_path, ground):
         pass
     assert len((tmp_path / run.RUNS).read_text().splitlines()) == 2
 
@@ -158,7 +158,7 @@ def test_what_is_measured_is_not_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that goes on takes the trials it lacks; where none is lacking, no engine is built."""
-    spec, folder = Spec(rates=(100.0,), repetitions=2, warm_up=0), Folder(tmp_path)
+    spec, store = Spec(rates=(100.0,), repetitions=2, warm_up=0), Store(tmp_path)
     built: list[str] = []
 
     def running(configuration: Configuration, _spec: Spec) -> Any:
@@ -183,18 +183,18 @@ def test_what_is_measured_is_not_measured_again(
     def go_on() -> list[str]:
         """What was built, with the records that are there."""
         built.clear()
-        done = {sample.key: sample for sample in folder.store.read()}
-        worker.Worker(spec, folder, MagicMock(), done, MagicMock(), None)._measure_trials()
+        done = {sample.key: sample for sample in store.read()}
+        worker.Worker(spec, store, MagicMock(), done, MagicMock(), None)._measure_trials()
         return built
 
     assert len(go_on()) == 8
-    whole = folder.store.path.read_text().splitlines(keepends=True)
-    found = [s for s in folder.store.read() if isinstance(s, Trial)]
+    whole = store.path.read_text().splitlines(keepends=True)
+    found = [s for s in store.read() if isinstance(s, Trial)]
     assert len(found) == 2 * (8 + 3)
     assert {(t.configuration, t.sequences) for t in found if t.equal_memory} == {
         (f"block/{method}", 32) for method in ("stock", "dense", "4bit")
     }
     assert go_on() == []
-    folder.store.path.write_text("".join(whole[:-3]))
+    store.path.write_text("".join(whole[:-3]))
     assert len(go_on()) == 8
-    assert folder.store.path.read_text().splitlines(keepends=True) == whole
+    assert store.path.read_text().splitlines(keepends=True) == whole
