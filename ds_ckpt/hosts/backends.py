@@ -18,8 +18,7 @@ from pathlib import Path
 import ds_ckpt
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.hosts import Launcher
-from ds_ckpt.hosts.cpu_op import remove_shared_buffers
-from ds_ckpt.hosts.emulated import SSH_PORT, EmulatedHosts, namespace, tool
+from ds_ckpt.hosts.emulated import SSH_PORT, EmulatedHosts, namespace
 from ds_ckpt.hosts.interfaces import INTERFACE
 
 MASTER_PORT = 29500
@@ -68,9 +67,6 @@ class Backend:
     def end(self) -> None:
         """End from the inside what has to be killed, where there is a way."""
 
-    def clear(self) -> None:
-        """Take away what DeepSpeed leaves behind, when nothing of it runs any more."""
-
 
 @dataclass
 class Emulated(Backend):
@@ -87,7 +83,7 @@ class Emulated(Backend):
 
     def on(self, host: str, argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
         config = f"{self.hosts.folder}/ssh_config"
-        ssh = [str(tool("ssh")), "-F", config, host, shlex.join(argv)]
+        ssh = ["ssh", "-F", config, host, shlex.join(argv)]
         return _short(self._up[0].command(ssh, folder=Path("/")))
 
     def prepare(self, argv: Sequence[str], folder: Path) -> Prepared:
@@ -223,9 +219,6 @@ class Loopback(Backend):
 
         wanted = os.environ.get("DS_ACCELERATOR") in (None, "cuda")
         return self.gpus and wanted and torch.cuda.device_count() >= self.processes
-
-    def clear(self) -> None:
-        remove_shared_buffers(self.port)
 
     def describe(self) -> str:
         if self.on_gpus():

@@ -27,7 +27,7 @@ from pathlib import Path
 import psutil
 
 from ds_ckpt.errors import Problem
-from ds_ckpt.hosts.interfaces import INTERFACE, interface_counter
+from ds_ckpt.hosts.interfaces import INTERFACE
 from ds_ckpt.hosts.records import HostsError, HostSet, ProcessId, new_folder
 
 SSH_PORT = 2222
@@ -77,24 +77,15 @@ def missing() -> list[str]:
         packages = " ".join(sorted({_TOOLS[name] for name in absent}))
         reasons.append(f"not found: {', '.join(absent)} (Debian packages: {packages})")
     if not reasons:  # root in a container may still lack the right
-        command = [need("unshare"), *_SPACES, "true"]
-        tried = subprocess.run(command, capture_output=True, text=True, timeout=_CALL_S)
+        tried = _run(["unshare", *_SPACES, "true"])
         if tried.returncode:
             reasons.append(f"the kernel refuses new namespaces: {tried.stderr.strip()}")
     return reasons
 
 
 def tool(name: str) -> str | None:
-    """Where a system tool is, or None; a plain user's PATH may lack the system's folders."""
-    return shutil.which(name, path=_path())
-
-
-def need(name: str) -> str:
-    """Where a tool is; HostsError with its Debian package if it is not there."""
-    if found := tool(name):
-        return found
-    remedy = f"install it (Debian package {_TOOLS[name]})"
-    raise HostsError(Problem(name, "not on the PATH", "emulated hosts are made of it", remedy))
+    """Where a system tool is, or None."""
+    return shutil.which(name, path=_environment()["PATH"])
 
 
 @dataclass(frozen=True)
@@ -108,28 +99,7 @@ class Host:
     def command(self, argv: Sequence[str], *, folder: Path | None = None) -> list[str]:
         """The command that, run outside, runs `argv` in this host, in `folder` or the current."""
         spaces = ["--net", "--mount", "--pid", "--uts", f"--wdns={folder or Path.cwd()}"]
-        return [need("nsenter"), f"--target={self.pid}", *spaces, "--", *argv]
-
-    def tx_bytes(self) -> int:
-        """Bytes that have left this host by its interface, headers included."""
-        return interface_counter(Path(f"/proc/{self.pid}/net/dev"), INTERFACE, 8)
-
-    def rx_bytes(self) -> int:
-        """Bytes that have reached this host by its interface, headers included."""
-        return interface_counter(Path(f"/proc/{self.pid}/net/dev"), INTERFACE, 0)
-
-    def processes(self) -> list[psutil.Process]:
-        """What runs in this host, without its sshd; nothing once the host is gone."""
-        own = namespace(self.pid)
-        found: list[psutil.Process] = []
-        if own is None:
-            return found
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                dead = process.status() == psutil.STATUS_ZOMBIE
-                if not dead and process.name() != "sshd" and namespace(process.pid) == own:
-                    found.append(process)
-        return found
+        return ["nsenter", f"--target={self.pid}", *spaces, "--", *argv]
 
 
 def namespace(pid: int) -> str | None:
@@ -158,8 +128,6 @@ class EmulatedHosts:
     """
 
     def __init__(self, count: int = 2, *, rate_mbit: float | None = 200.0) -> None:
-        if not 1 <= count <= 200:
-            raise ValueError(f"count {count} is not between 1 and 200")
         self.count = count
         self.rate_mbit = rate_mbit
         self.hosts: tuple[Host, ...] = ()
@@ -236,7 +204,7 @@ class EmulatedHosts:
         _write_ssh_files(self.folder, dict(zip(names, addresses, strict=True)))
         self._start(["sleep", "infinity"])  # the switch
         for name in names:
-            first = ["sh", "-c", _FIRST_PROCESS, "sh", str(self.folder), name, need("sshd")]
+            first = ["sh", "-c", _FIRST_PROCESS, "sh", str(self.folder), name, str(tool("sshd"))]
             self._start(first, log=self.folder / f"{name}.log")
         self._pids += map(_child_of, self._first)
         self._record()
@@ -283,25 +251,20 @@ class EmulatedHosts:
     def _start(self, argv: list[str], log: Path | None = None) -> None:
         with (log or Path(os.devnull)).open("wb") as sink:
             process = subprocess.Popen(
-                [need("unshare"), *_SPACES, *argv],
+                ["unshare", *_SPACES, *argv],
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "PATH": _path()},
+                env=_environment(),
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
             )
         self._first.append(process)
 
     def _wait_for_ssh(self, host: Host) -> None:
-        ssh = [need("ssh"), "-F", f"{self.folder}/ssh_config", host.name, "true"]
+        ssh = ["ssh", "-F", f"{self.folder}/ssh_config", host.name, "true"]
         limit = time.monotonic() + _UP_S
-        while True:
-            result = subprocess.run(
-                self.hosts[0].command(ssh), capture_output=True, text=True, timeout=_UP_S
-            )
-            if result.returncode == 0:
-                return
+        while (result := _run(self.hosts[0].command(ssh))).returncode:
             if time.monotonic() > limit:
                 log = (self.folder / f"{host.name}.log").read_text()
                 raise HostsError(
@@ -318,7 +281,7 @@ class EmulatedHosts:
 def _write_ssh_files(folder: Path, addresses: dict[str, str]) -> None:
     """`ssh_config` for the client, `NAME.sshd` for each host, keys, and what is laid over /etc."""
     for key in ("host_key", "user_key"):
-        keygen = [need("ssh-keygen"), "-q", "-t", "ed25519", "-N", "", "-C", "ds_ckpt"]
+        keygen = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "ds_ckpt"]
         _call([*keygen, "-f", str(folder / key)])
     host_key = (folder / "host_key.pub").read_text()
     reached = [f"[{name}]:{SSH_PORT}" for name in (*addresses, *addresses.values())]
@@ -341,10 +304,13 @@ def _write_ssh_files(folder: Path, addresses: dict[str, str]) -> None:
         )
 
 
+def _run(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(argv, env=_environment(), capture_output=True, text=True, timeout=_CALL_S)
+
+
 def _call(argv: Sequence[str]) -> None:
     """Run a tool; HostsError with its words if it fails."""
-    environment = {**os.environ, "PATH": _path()}
-    result = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=_CALL_S)
+    result = _run(argv)
     if result.returncode:
         raise HostsError(
             Problem(
@@ -356,8 +322,9 @@ def _call(argv: Sequence[str]) -> None:
         )
 
 
-def _path() -> str:
-    return f"{os.environ.get('PATH', '')}:{_SYSTEM_FOLDERS}"
+def _environment() -> dict[str, str]:
+    """A plain user's PATH may lack the system's folders."""
+    return {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:{_SYSTEM_FOLDERS}"}
 
 
 def _die_with_parent() -> None:
@@ -365,7 +332,7 @@ def _die_with_parent() -> None:
 
 
 def _in_network(pid: int) -> list[str]:
-    return [need("nsenter"), f"--target={pid}", "--net", "--"]
+    return ["nsenter", f"--target={pid}", "--net", "--"]
 
 
 def _child_of(process: subprocess.Popen[bytes]) -> int:

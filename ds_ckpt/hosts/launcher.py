@@ -29,7 +29,6 @@ import psutil
 from ds_ckpt.errors import DsCkptError, Problem
 from ds_ckpt.hosts.backends import Backend, Prepared
 from ds_ckpt.hosts.checks import HostError, unreachable
-from ds_ckpt.hosts.cpu_op import lock_cleared_on_failure
 from ds_ckpt.hosts.heartbeat import JOB, Listener
 from ds_ckpt.hosts.records import HostsError
 
@@ -54,7 +53,6 @@ def launch(
     stall_s: float = 180.0,
     limit_s: float = math.inf,
     heard: Callable[[dict[str, Any]], object] = lambda event: None,
-    look: Callable[[], None] = lambda: None,
     if_silent: str = "",
 ) -> None:
     """Run `module` on all hosts of a backend, until it ends.
@@ -64,7 +62,6 @@ def launch(
         folder: of the launch, seen by this process and process 0: job, events, log.
         stall_s: end when process 0 has been silent for so long: more than the longest step takes.
         heard: gets what process 0 tells with `Heartbeat.beat`, also what came before a failure.
-        look: called a few times a second.
         if_silent: what else to do about a silence, for the error's remedy.
 
     Raises:
@@ -81,7 +78,6 @@ def launch(
 
     def attend() -> None:
         listener.listen()
-        look()
         overdue_s = listener.overdue_s()
         if overdue_s is not None:
             raise LaunchError(
@@ -119,7 +115,7 @@ def deepspeed(
     """
     prepared = backend.prepare(["deepspeed", *argv], folder)
     with contextlib.ExitStack() as stack:
-        stack.callback(backend.clear)
+        stack.callback(remove_shared_buffers, backend.port)
         stack.enter_context(lock_cleared_on_failure(prepared.environment))
         return run(prepared, folder, limit_s=limit_s, attend=attend, backend=backend)
 
@@ -193,6 +189,39 @@ def log_tail(log: Path) -> str:
         trace = [line.removeprefix(prefix) for line in lines[first:] if line.startswith(prefix)]
         found = trace[-_LOG_LINES:] if prefix else trace[:_LOG_LINES]
     return "\n".join(f"    {line}" for line in found)
+
+
+def locks(environment: Mapping[str, str]) -> set[Path]:
+    """Lock files of builds of DeepSpeed's CPU operator that run, or that were stopped in between.
+
+    `deepspeed.comm` builds `deepspeed_shm_comm` at the first start on a machine without GPUs; no
+    setting turns that off. torch waits for the lock without end.
+    """
+    named = environment.get("TORCH_EXTENSIONS_DIR")
+    compiled = Path(named) if named else Path.home() / ".cache" / "torch_extensions"
+    return set(compiled.glob("**/deepspeed_shm_comm/lock"))
+
+
+@contextlib.contextmanager
+def lock_cleared_on_failure(environment: Mapping[str, str]) -> Iterator[None]:
+    """Remove the lock if what runs inside fails while building. Its processes must have ended."""
+    before = locks(environment)
+    try:
+        yield
+    except BaseException:
+        for lock in locks(environment) - before:
+            lock.unlink(missing_ok=True)
+        raise
+
+
+def remove_shared_buffers(port: int) -> None:
+    """Free the memory that the operator leaves behind: 69 MB a process and start, until reboot.
+
+    Its segments in /dev/shm have the master port in their names, so those of other runs stay.
+    """
+    for segment in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
+        with contextlib.suppress(OSError):
+            segment.unlink()
 
 
 @contextlib.contextmanager

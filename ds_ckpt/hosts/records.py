@@ -4,7 +4,7 @@ The kernel takes a set down when its maker ends (see `emulated`), a kill include
 maker leaves is the folder with keys and logs; should a process outlive it after all, the record
 says which. `take_down` clears both away, for `ds-ckpt hosts down`.
 
-Folders lie in `folder_of_sets()`. A process is named by its pid and when it was started, so that
+Folders lie where temporary ones do. A process is named by its pid and when it was started, so that
 one that has got the pid of another later is never taken for it.
 """
 
@@ -14,7 +14,6 @@ import contextlib
 import os
 import shutil
 import signal
-import stat
 import tempfile
 import time
 from collections.abc import Iterable
@@ -26,7 +25,7 @@ from pydantic.dataclasses import dataclass
 from ds_ckpt.errors import DsCkptError, Problem
 from ds_ckpt.files import replacing
 
-_RECORD = "record.json"
+_PREFIX, _RECORD = "ds_ckpt_set_", "record.json"
 _GONE_S = 15.0
 
 
@@ -38,7 +37,7 @@ class HostsError(DsCkptError, RuntimeError):
 
 @dataclass(frozen=True)
 class ProcessId:
-    """A process of this boot, never mistaken for a later one with its pid."""
+    """A process of this boot."""
 
     pid: int
     start_ticks: int
@@ -84,32 +83,9 @@ class HostSet:
             return None
 
 
-def folder_of_sets() -> Path:
-    """Where the folders of sets lie; made if it is not there.
-
-    Raises HostsError if what is there is somebody else's: the hosts' keys go into it.
-    """
-    # not below /run: the hosts have one of their own
-    folder = Path(tempfile.gettempdir()) / f"ds_ckpt_hosts_{os.geteuid()}"
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-    if not ours or found.st_mode & 0o022:
-        raise HostsError(
-            Problem(
-                where=str(folder),
-                found="a link, a file, or a folder that others can write to",
-                why="keys of the emulated hosts are kept there",
-                remedy="remove it, or set TMPDIR to a folder of your own",
-            )
-        )
-    return folder
-
-
 def new_folder() -> Path:
-    """A new folder for a set, readable for its owner only."""
-    return Path(tempfile.mkdtemp(prefix="set_", dir=folder_of_sets()))
+    """A new folder for a set, for its owner only: the hosts' keys are kept there."""
+    return Path(tempfile.mkdtemp(prefix=_PREFIX))
 
 
 def all_sets() -> list[HostSet]:
@@ -143,14 +119,14 @@ def take_down(names: Iterable[str] = (), *, living: bool = False) -> tuple[list[
         )
     downed, left = [], []
     for name, found in sets.items():
-        if name not in (wanted or sets):
+        if wanted and name not in wanted:
             continue
         if found.owner.alive and not living and not wanted:
             left.append(name)
-            continue
-        _kill(found)
-        shutil.rmtree(found.folder, ignore_errors=True)
-        downed.append(name)
+        else:
+            _kill(found)
+            shutil.rmtree(found.folder, ignore_errors=True)
+            downed.append(name)
     for folder in () if wanted else _folders():
         # its maker was killed before it wrote the record, or is about to write it
         if HostSet.read(folder) is None and time.time() - folder.stat().st_mtime > 60:
@@ -160,7 +136,9 @@ def take_down(names: Iterable[str] = (), *, living: bool = False) -> tuple[list[
 
 
 def _folders() -> list[Path]:
-    return sorted(folder_of_sets().glob("set_*"))
+    """This user's; what somebody else has put there under such a name is not looked into."""
+    found = sorted(Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"))
+    return [folder for folder in found if folder.lstat().st_uid == os.geteuid()]
 
 
 def _kill(found: HostSet) -> None:
@@ -171,14 +149,9 @@ def _kill(found: HostSet) -> None:
     limit = time.monotonic() + _GONE_S
     while alive := [p.pid for p in found.processes if p.alive]:
         if time.monotonic() > limit:
-            raise HostsError(
-                Problem(
-                    where=found.name,
-                    found=f"processes {', '.join(map(str, alive))} still there",
-                    why=f"they were killed {_GONE_S:.0f} s ago",
-                    remedy="look with ps at what holds them, then try again",
-                )
-            )
+            why = f"they were killed {_GONE_S:.0f} s ago"
+            remedy = "look with ps at what holds them, then try again"
+            raise HostsError(Problem(found.name, f"processes {alive} still there", why, remedy))
         time.sleep(0.02)
 
 

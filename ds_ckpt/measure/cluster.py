@@ -36,7 +36,6 @@ _FORM = re.compile(
     r"(?P<rate>[\d.]+) ?(?P<unit>[GM])bit/s, (?P<model>\S+)$",
     re.IGNORECASE,
 )
-_DEVICE, _MODEL = ("flop_per_s", "share_of_peak"), ("parameters", "tokens")
 _EXAMPLE = "4 nodes x 8 A100, 100 Gbit/s, llama-7b"
 
 
@@ -45,26 +44,23 @@ class Cluster:
     """A cluster that is not here, with a model on it; one micro-step."""
 
     text: str
-    nodes: int
     devices: int
-    """A node."""
+    """In all."""
     rate_bit_per_s: float
     rate_source: str
-    flop_per_s: float
-    share_of_peak: float
-    parameters: float
-    tokens: int
-    sources: tuple[str, ...]
+    device: dict[str, Any]
+    """`hardware.json`'s."""
+    model: dict[str, Any]
 
     @property
     def compute_s(self) -> float:
-        return 8 * self.parameters * self.tokens / (self.flop_per_s * self.share_of_peak)
+        flop = 8 * self.model["parameters"] * self.model["tokens"]
+        return float(flop / (self.device["flop_per_s"] * self.device["share_of_peak"]))
 
     @property
     def link_bytes(self) -> float:
         """That a node's link carries in each direction."""
-        devices = self.nodes * self.devices
-        return 3 * 2 * self.parameters * (devices - 1) / devices
+        return 3 * 2 * float(self.model["parameters"]) * (self.devices - 1) / self.devices
 
     @property
     def network_s(self) -> float:
@@ -85,40 +81,46 @@ def cluster(text: str, *, hardware: Path | None = None, links: Path | None = Non
     if match is None:
         why = "nodes, devices a node, their kind, the rate of a node's link and the model"
         raise _wrong(Problem("--like", text, f"it must say {why}", f'write "{_EXAMPLE}"'))
-    hardware = hardware or HARDWARE
-    known = load_file(hardware)
-    device, problem_1 = _entry(known, hardware, "accelerators", match["accelerator"])
-    model, problem_2 = _entry(known, hardware, "models", match["model"])
-    problems = [p for p in (problem_1, problem_2) if p is not None]
+    path = hardware or HARDWARE
+    known = load_file(path)
+    problems = []
     if int(match["nodes"]) < 2:
         why = "one node has no link to another"
         problems.append(Problem("--like", match["nodes"] + " nodes", why, "name at least 2"))
-    if problems:
-        raise _wrong(*problems)
+
+    def entry(group: str, name: str, needed: tuple[str, ...]) -> dict[str, Any]:
+        entries = {key.lower(): value for key, value in known.get(group, {}).items()}
+        if name.lower() not in entries:
+            why = f"{path.name} has {', '.join(known.get(group, {})) or 'none'}"
+            remedy = f"name one of those, or give its figures: --hardware (copy {path.name})"
+            problems.append(Problem("--like", f"{group[:-1]} {name}", why, remedy))
+            return {}
+        found: dict[str, Any] = entries[name.lower()]
+        for figure in needed:
+            value = found.get(figure)
+            if not isinstance(value, (int, float)) or value <= 0:
+                why = "the formulas need a number above 0 there"
+                problems.append(Problem(f"{path}: {name}", f"no {figure}", why, "write it"))
+        return found
+
+    device = entry("accelerators", match["accelerator"], ("flop_per_s", "share_of_peak"))
+    model = entry("models", match["model"], ("parameters", "tokens"))
     rate, source = float(match["rate"]) * (1e9 if match["unit"] in "gG" else 1e6), "as named"
     if links is not None:
         try:
-            pairs = Links.load(links).pairs
+            both = [
+                (p.both_forward_bytes_per_s, p.both_backward_bytes_per_s)
+                for p in Links.load(links).pairs
+            ]
+            rate = 8 * min(map(min, both))
+            source = f"the slowest pair in {links.name}, both sending"
         except ValueError as error:
             remedy = "make it: ds-ckpt probe --output FILE"
-            raise _wrong(Problem(str(links), "no links", str(error), remedy)) from None
-        rate = 8 * min(min(p.both_forward_bytes_per_s, p.both_backward_bytes_per_s) for p in pairs)
-        source = f"the slowest pair in {links.name}, both sending"
-    if lacking := _lacking(device, _DEVICE) + _lacking(model, _MODEL):
-        why = "the formulas need a number above 0 there"
-        raise _wrong(Problem(str(hardware), f"no {', '.join(lacking)}", why, "write it"))
-    return Cluster(
-        text=text,
-        nodes=int(match["nodes"]),
-        devices=int(match["devices"]),
-        rate_bit_per_s=rate,
-        rate_source=source,
-        flop_per_s=float(device["flop_per_s"]),
-        share_of_peak=float(device["share_of_peak"]),
-        parameters=float(model["parameters"]),
-        tokens=int(model["tokens"]),
-        sources=tuple(v for e in (device, model) for k, v in e.items() if k.endswith("_source")),
-    )
+            problems.append(Problem(str(links), "no links", str(error), remedy))
+    if problems:
+        raise _wrong(*problems)
+    devices = int(match["nodes"]) * int(match["devices"])
+    return Cluster(text, devices, rate, source, device, model)
 
 
 def rate_mbit(named: Cluster, *, compute_s: float, link_bytes: float) -> float:
@@ -134,33 +136,20 @@ def rate_mbit(named: Cluster, *, compute_s: float, link_bytes: float) -> float:
 def account(named: Cluster, *, compute_s: float, link_bytes: float) -> list[str]:
     """How the rate comes about, in sentences for the report."""
     rate = rate_mbit(named, compute_s=compute_s, link_bytes=link_bytes)
+    device, model = named.device, named.model
+    sources = [v for one in (device, model) for k, v in one.items() if k.endswith("_source")]
     return [
-        f"Like {named.text}: there a micro-step of {named.tokens} tokens a device computes for "
-        f"{named.compute_s:.2f} s (8 x {named.parameters:.3g} parameters x {named.tokens} tokens / "
-        f"({named.flop_per_s:.3g} FLOP/s x {named.share_of_peak:g})), and a node's link of "
-        f"{named.rate_bit_per_s / 1e9:.3g} Gbit/s ({named.rate_source}) carries "
+        f"Like {named.text}: there a micro-step of {model['tokens']} tokens a device computes for "
+        f"{named.compute_s:.2f} s (8 x {model['parameters']:.3g} parameters x {model['tokens']} "
+        f"tokens / ({device['flop_per_s']:.3g} FLOP/s x {device['share_of_peak']:g})), and a "
+        f"node's link of {named.rate_bit_per_s / 1e9:.3g} Gbit/s ({named.rate_source}) carries "
         f"{named.link_bytes / 1e9:.2f} GB in {named.network_s:.2f} s: {named.ratio:.2f} s of "
         "network a second of computing.",
         f"Here a checkpointed step with the best dense exchange computes for {compute_s:.3f} s and "
         f"sends {link_bytes / 1e6:.2f} MB over a host's link (measured, link not shaped). "
         f"{rate:.0f} Mbit/s give the same ratio.",
-        "Sources: " + "; ".join(named.sources) + ".",
+        f"Sources: {'; '.join(sources)}.",
     ]
-
-
-def _entry(
-    known: dict[str, Any], path: Path, group: str, name: str
-) -> tuple[dict[str, Any], Problem | None]:
-    entries = {key.lower(): value for key, value in known.get(group, {}).items()}
-    if name.lower() in entries:
-        return entries[name.lower()], None
-    why = f"{path.name} has {', '.join(known.get(group, {})) or 'none'}"
-    remedy = f"name one of those, or give a file with its figures: --hardware (copy {path.name})"
-    return {}, Problem("--like", f"{group[:-1]} {name}", why, remedy)
-
-
-def _lacking(entry: dict[str, Any], names: tuple[str, ...]) -> list[str]:
-    return [n for n in names if not isinstance(entry.get(n), (int, float)) or entry[n] <= 0]
 
 
 def _wrong(*problems: Problem) -> ConfigError:

@@ -189,10 +189,11 @@ def report(
 
 
 def _write_report(output: Path, console: Console) -> None:
+    from ds_ckpt.measure import words
     from ds_ckpt.measure.report import Report
 
     made = Report.of(output)
     paths = made.write(output)
-    for line in made.headlines():
+    for line in words.headlines(made.findings):
         console.print(f"* {line}", highlight=False, soft_wrap=True)
     console.print("wrote " + ", ".join(map(str, paths)), highlight=False, soft_wrap=True)

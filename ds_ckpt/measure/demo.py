@@ -86,7 +86,7 @@ def show(report: Report, folder: Path, console: Console) -> None:
     """The table, what it means, and what lies where."""
     note = "dense: each gradient sent once, by all-to-all; stock: DeepSpeed's own. Loss: held-out."
     said = [f"{head}: {text}" for _, claims in report.claims() for head, text in claims]
-    meaning = [*not_whole(report.findings.missing), *said, lossless(report.losses)]
+    meaning = [*not_whole(report.findings), *said, lossless(report.losses)]
     title = f"ZeRO-3 on {PROCESSES} processes; bytes are of one step"
     blocks = [report.table(COLUMNS), Paragraph(note + "\n"), Items(meaning)]
     console.print()

@@ -80,6 +80,8 @@ class Row:
     rate_mbit: float | None
     sequences: int
     equal_memory: bool
+    usual: bool
+    """With the smallest batch, not the one at equal memory."""
     processes: int
     step_s: Estimate
     parts_s: dict[str, Estimate]
@@ -170,12 +172,22 @@ MEASURED: list[Measured] = [
         of=lambda r: r.interface_bytes / max(sum(r.purpose_bytes.values()), 1.0),
         shown_as="{:.3f}".format,
     ),
-    Measured("held_bytes", "held activations", "MB", of=lambda r: r.memory and r.memory.held_bytes),
-    Measured("peak_bytes", "peak activations", "MB", of=lambda r: r.memory and r.memory.peak_bytes),
+    Measured(
+        "held_bytes",
+        "held activations",
+        "MB",
+        of=lambda r: r.memory.held_bytes if r.memory else None,
+    ),
+    Measured(
+        "peak_bytes",
+        "peak activations",
+        "MB",
+        of=lambda r: r.memory.peak_bytes if r.memory else None,
+    ),
     Measured(
         "heldout_loss",
         "held-out loss",
-        of=lambda r: r.loss and r.loss.heldout_loss,
+        of=lambda r: r.loss.heldout_loss if r.loss else None,
         shown_as="{:.4f}".format,
     ),
 ]

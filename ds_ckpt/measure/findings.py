@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ds_ckpt.measure.figures import DERIVED, MEASURED, Row, Sides
@@ -58,11 +59,20 @@ class BreakEven:
 class Findings:
     """All that a run shows."""
 
+    spec: Spec
     rows: list[Row]
     comparisons: list[Comparison]
-    break_even: list[BreakEven] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
+    break_even: list[BreakEven]
+    missing: list[str]
     """What the plan has and the samples have not, in words."""
+
+    @property
+    def rates(self) -> list[float | None]:
+        return list(dict.fromkeys(row.rate_mbit for row in self.rows))
+
+    def usual(self, rate: float | None) -> dict[str, Row]:
+        """Of one rate, with the usual batch, by configuration."""
+        return {r.configuration: r for r in self.rows if r.usual and r.rate_mbit == rate}
 
     def content(self) -> dict[str, Any]:
         """As it stands in report.json, under the names that records have on disk."""
@@ -116,7 +126,7 @@ def find(spec: Spec, samples: Sequence[Sample]) -> Findings:
     trained = [c.name for c in spec.configurations if c.method != SILENT and spec.loss_steps]
     if without := [name for name in trained if name not in losses]:
         missing.append(f"no held-out loss of {', '.join(without)}")
-    return Findings(rows, comparisons, break_even(comparisons), missing)
+    return Findings(spec, rows, comparisons, break_even(comparisons), missing)
 
 
 def _row(
@@ -134,6 +144,7 @@ def _row(
         rate_mbit=trials[0].rate_mbit,
         sequences=key.sequences,
         equal_memory=key.equal_memory,
+        usual=key.sequences == min(spec.batches) and not key.equal_memory,
         processes=spec.processes,
         step_s=estimates["step_s"],
         parts_s={name: estimates[name] for name in PARTS},
@@ -154,17 +165,30 @@ def _compared(
     for one, baseline, batch in itertools.product(
         spec.configurations, (STOCK, DENSE), spec.batches
     ):
-        if one.policy != "none" and one.method not in BASELINES:
-            names = one.policy, baseline, one.method
-
-            def derived(at: Lookup, names: Any = names, batch: int = batch) -> dict[str, float]:
-                sides = Sides(at, spec, link_bytes, rate, *names, batch)
-                values = {figure.name: figure.of(sides) for figure in DERIVED}
-                return {name: value for name, value in values.items() if value is not None}
-
-            values = repetitions.estimate(derived)
-            found.append(Comparison(rate, *names, batch, len(repetitions.numbers), values))
+        if one.policy == "none" or one.method in BASELINES:
+            continue
+        sides = functools.partial(
+            Sides,
+            spec=spec,
+            link_bytes=link_bytes,
+            rate_mbit=rate,
+            policy=one.policy,
+            baseline=baseline,
+            method=one.method,
+            batch=batch,
+        )
+        count, values = len(repetitions.numbers), repetitions.estimate(_derived(sides))
+        found.append(Comparison(rate, one.policy, baseline, one.method, batch, count, values))
     return found
+
+
+def _derived(sides: Callable[[Lookup], Sides]) -> Callable[[Lookup], dict[str, float]]:
+    def values(at: Lookup) -> dict[str, float]:
+        here = sides(at)
+        found = ((figure.name, figure.of(here)) for figure in DERIVED)
+        return {name: value for name, value in found if value is not None}
+
+    return values
 
 
 def break_even(comparisons: Sequence[Comparison]) -> list[BreakEven]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -40,7 +41,6 @@ _DECIDES = ("where", "hosts", "slots", "sections", "tokens", "shape", "text")
 class Report:
     """All that a report says, before it is put into any form."""
 
-    spec: Spec
     runs: list[dict[str, Any]]
     findings: Findings
     timelines: list[Timeline]
@@ -53,13 +53,12 @@ class Report:
         """Raises StateError if the folder holds no run, or nothing measured yet."""
         if not (path / SPEC).exists():
             raise _nothing(path, "no spec.json")
-        spec, samples = Spec.load(path), Store(path).read()
-        findings = find(spec, samples)
+        samples = Store(path).read()
+        findings = find(Spec.load(path), samples)
         if not findings.rows:
             raise _nothing(path, "no repetition in which every configuration had its trial")
         runs, like = path / RUNS, path / LIKE
         return cls(
-            spec,
             [json.loads(line) for line in runs.read_text().splitlines()] if runs.exists() else [],
             findings,
             [s for s in samples if isinstance(s, Timeline)],
@@ -85,26 +84,17 @@ class Report:
             **self.findings.content(),
         }
 
-    def headlines(self) -> list[str]:
-        """What is missing, if anything is, and what is certain."""
-        found = self.findings
-        return words.not_whole(found.missing) + words.headlines(found.comparisons)
+    @property
+    def spec(self) -> Spec:
+        return self.findings.spec
 
     def claims(self) -> list[tuple[str, list[tuple[str, str]]]]:
         """What the numbers mean, by policy and method."""
-        spec, rows, comparisons = self.spec, self.findings.rows, self.findings.comparisons
         return [
-            (
-                f"{one.policy}, {one.method}",
-                words.claims(spec, rows, comparisons, one.policy, one.method),
-            )
-            for one in spec.configurations
-            if one.policy != "none" and one.method in spec.methods
+            (f"{one.policy}, {one.method}", words.claims(self.findings, one.policy, one.method))
+            for one in self.spec.configurations
+            if one.policy != "none" and one.method in self.spec.methods
         ]
-
-    def caveats(self) -> list[str]:
-        """What the numbers cannot say."""
-        return words.caveats(self.spec, self.findings.rows, self.findings.comparisons)
 
     def document(self) -> Document:
         ground = self.runs[-1]["ground"] if self.runs else self.spec.where
@@ -118,23 +108,16 @@ class Report:
             Section("Over the links' rates", self._sweep()),
             Section("Training loss", self._losses()),
             Section("What the figures are", [Terms([(f.words, f.definition) for f in DERIVED])]),
-            Section("What these numbers cannot say", [Items(self.caveats())]),
+            Section("What these numbers cannot say", [Items(words.caveats(self.findings))]),
             Section("What was run on what", [self._facts()]),
         ]
         return Document(TITLE, [f"{ground}.", *self.like], sections)
 
     def table(self, names: Sequence[str]) -> Table:
         """Some measured figures of every configuration, first rate, usual batch."""
-        batch = min(self.spec.batches)
-        rows = [r for r in self._rows(self._rates()[0]) if r.sequences == batch]
+        rows = self.findings.usual(self.findings.rates[0]).values()
         heads = ["", *(measured(name).heading for name in names)]
-        return Table(
-            heads,
-            [[r.configuration, *map(r.text, names)] for r in rows if not r.equal_memory],
-        )
-
-    def _rates(self) -> list[float | None]:
-        return list(dict.fromkeys(row.rate_mbit for row in self.findings.rows))
+        return Table(heads, [[r.configuration, *map(r.text, names)] for r in rows])
 
     def _rows(self, rate: float | None) -> list[Row]:
         return [row for row in self.findings.rows if row.rate_mbit == rate]
@@ -142,22 +125,18 @@ class Report:
     def _squares(self) -> list[Block]:
         """The two-by-two of every rate, policy and method, and what is certain of them."""
         spec, found = self.spec, list[Block]()
-        batch = min(spec.batches)
-        named = f", {batch} sequences" if len(spec.batches) > 1 else ""
-        for rate in self._rates():
-            usual = [r for r in self._rows(rate) if r.sequences == batch and not r.equal_memory]
-            rows = {r.configuration: r for r in usual}
-            for policy in spec.policies:
-                for method in spec.methods if policy != "none" else ():
-                    found.append(Heading(f"{link(rate)}: {policy}, {method}{named}"))
-                    found.append(_square(rows, policy, method))
+        named = f", {min(spec.batches)} sequences" if len(spec.batches) > 1 else ""
+        policies = [policy for policy in spec.policies if policy != "none"]
+        for rate, policy, method in itertools.product(self.findings.rates, policies, spec.methods):
+            found.append(Heading(f"{link(rate)}: {policy}, {method}{named}"))
+            found.append(_square(self.findings.usual(rate), policy, method))
         found.append(
             Paragraph(
                 "Medians with intervals of 95%, from resampled repetitions, widened where those "
                 "are few. Bytes in MB of 10^6."
             )
         )
-        found.append(Items([*self.headlines(), words.lossless(self.losses)]))
+        found.append(Items([*words.headlines(self.findings), words.lossless(self.losses)]))
         return found
 
     def _claimed(self) -> list[Block]:
@@ -185,14 +164,14 @@ class Report:
     def _parts(self) -> list[Block]:
         caption = "Exposed parts of a step: means over the steps in the middle half."
         found: list[Block] = []
-        for place, rate in enumerate(self._rates()):
+        for place, rate in enumerate(self.findings.rates):
             rows = self._rows(rate)
             plot = Plot(f"parts-{place}", [charts.parts(rows)], caption)
             found += [Heading(link(rate)), plot, _figures_table(rows)]
         return found
 
     def _purposes(self) -> list[Block]:
-        rate = self._rates()[0]
+        rate = self.findings.rates[0]
         rows = self._rows(rate)
         caption = "Counted at each collective; the mark is what the interfaces counted."
         plot = Plot("bytes-0", [charts.purposes(rows)], caption)
@@ -202,7 +181,7 @@ class Report:
         found: list[Block] = []
         lines: dict[str, list[Comparison]] = {}
         for one in self.findings.comparisons:
-            lines.setdefault(words.title(one, self.findings.comparisons), []).append(one)
+            lines.setdefault(words.title(one, self.findings), []).append(one)
         for title, mine in lines.items():
             found += [Heading(title), comparisons_table(mine)]
         note = "* the interval is within 5% of the value either way: a headline."
@@ -210,8 +189,7 @@ class Report:
 
     def _sweep(self) -> list[Block]:
         batch, found = min(self.spec.batches), self.findings
-        usual = [r for r in found.rows if not r.equal_memory and r.sequences == batch]
-        rated = [r for r in usual if r.rate_mbit]
+        rated = [r for r in found.rows if r.usual and r.rate_mbit]
         if len({r.rate_mbit for r in rated}) < 2:
             return []
         mine = [c for c in found.comparisons if c.sequences == batch]
@@ -221,7 +199,7 @@ class Report:
         if any(c.rate_mbit and not math.isnan(c.values["share_paid"].value) for c in mine):
             caption = "Above 1 compression pays for all recomputation, below 0 it costs time."
             blocks.append(Plot("sweep-paid", [charts.paid_over_rates(mine, even)], caption))
-        said = [words.break_even(one, found.comparisons) for one in found.break_even]
+        said = [words.break_even(one, found) for one in found.break_even]
         return [*blocks, Items(said)]
 
     def _losses(self) -> list[Block]:
@@ -279,15 +257,14 @@ def compare(first: Path, second: Path) -> tuple[list[str], float]:
             ),
             headline="these runs cannot be held against each other",
         )
-    comparisons = one_report.findings.comparisons
     others = {(c.rate_mbit, c.line): c for c in other_report.findings.comparisons}
     lines: list[str] = []
     compared: list[float] = []
-    for one in comparisons:
+    for one in one_report.findings.comparisons:
         other = others.get((one.rate_mbit, one.line))
         if other is None:
             continue
-        where = f"{link(one.rate_mbit)}, {words.title(one, comparisons)}"
+        where = f"{link(one.rate_mbit)}, {words.title(one, one_report.findings)}"
         for figure in DERIVED:
             settled = (one.settled(figure.name), other.settled(figure.name))
             if not figure.headline or not any(settled):

@@ -5,40 +5,36 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ds_ckpt.measure.figures import DERIVED, Row, measured
-from ds_ckpt.measure.findings import BreakEven, Comparison
+from ds_ckpt.measure.findings import BreakEven, Comparison, Findings
 from ds_ckpt.measure.records import Loss
-from ds_ckpt.measure.spec import DENSE, STOCK, Spec, link
+from ds_ckpt.measure.spec import DENSE, STOCK, link
 from ds_ckpt.measure.statistics import Estimate
 from ds_ckpt.telemetry.units import MB, number
 
 
-def not_whole(missing: Sequence[str]) -> list[str]:
-    """What is missing, as a sentence; nothing of a whole run."""
-    if not missing:
-        return []
-    return [f"NOT WHOLE: {'; '.join(missing)}. Give the command again, and it goes on."]
-
-
-def title(one: Comparison | BreakEven, comparisons: Sequence[Comparison]) -> str:
+def title(one: Comparison | BreakEven, findings: Findings) -> str:
     """Whose figures, told apart from all others of the same rate."""
-    batch = f", {one.sequences} sequences" if len({c.sequences for c in comparisons}) > 1 else ""
+    batch = f", {one.sequences} sequences" if len(findings.spec.batches) > 1 else ""
     return f"{one.policy}, {one.method} against {one.baseline}{batch}"
 
 
-def headlines(comparisons: Sequence[Comparison]) -> list[str]:
-    """Sentences of the figures that are certain enough; and how many are not."""
-    found, open_ = [], 0
-    for one in comparisons:
-        said = []
-        for figure in DERIVED:
-            if not figure.headline or figure.name not in one.values:
-                continue
-            if one.settled(figure.name):
-                said.append(f"{figure.words} {figure.with_unit(one.values[figure.name])}")
-            else:
-                open_ += 1
-        if said:
-            where = f"{link(one.rate_mbit)}, {title(one, comparisons)}"
+def not_whole(findings: Findings) -> list[str]:
+    """What is missing, as a sentence; nothing of a whole run."""
+    if not findings.missing:
+        return []
+    return [f"NOT WHOLE: {'; '.join(findings.missing)}. Give the command again, and it goes on."]
+
+
+def headlines(findings: Findings) -> list[str]:
+    """What is missing, the figures that are certain enough, and how many are not."""
+    found, open_ = not_whole(findings), 0
+    for one in findings.comparisons:
+        wanted = [f for f in DERIVED if f.headline and f.name in one.values]
+        certain = [f for f in wanted if one.settled(f.name)]
+        open_ += len(wanted) - len(certain)
+        if certain:
+            said = (f"{f.words} {f.with_unit(one.values[f.name])}" for f in certain)
+            where = f"{link(one.rate_mbit)}, {title(one, findings)}"
             found.append(f"{where}: {'; '.join(said)}.")
     if open_:
         found.append(
@@ -48,7 +44,7 @@ def headlines(comparisons: Sequence[Comparison]) -> list[str]:
     return found
 
 
-def break_even(even: BreakEven, comparisons: Sequence[Comparison]) -> str:
+def break_even(even: BreakEven, findings: Findings) -> str:
     """The two rates; no headline, for they lie between measured ones and have no interval."""
     pays = (
         f"pays for all recomputation up to about {even.pays_for_recompute_mbit:.0f} Mbit/s"
@@ -60,23 +56,24 @@ def break_even(even: BreakEven, comparisons: Sequence[Comparison]) -> str:
         if even.frees_nothing_mbit
         else "has no rate among those measured above which it begins to cost time"
     )
-    return f"Break-even, {title(even, comparisons)}: compression {pays}, and {frees}."
+    return f"Break-even, {title(even, findings)}: compression {pays}, and {frees}."
 
 
 def lossless(losses: Mapping[str, Loss]) -> str:
     """Whether checkpointing changed any training loss or weight, method by method."""
-    different = []
-    compared = 0
-    for name, kept in losses.items():
-        policy, _, method = name.partition("/")
-        plain = losses.get(f"none/{method}")
-        if policy != "none" and plain is not None:
-            compared += 1
-            digests = {one.weights_sha256 for one in (plain, kept) if one.weights_sha256}
-            if kept.train_losses != plain.train_losses or len(digests) > 1:
-                different.append(name)
-    if not compared:
+    pairs = {
+        name: (losses[plain], kept)
+        for name, kept in losses.items()
+        if (plain := f"none/{name.partition('/')[2]}") in losses and plain != name
+    }
+    if not pairs:
         return "No losses were compared."
+    different = [
+        name
+        for name, (plain, kept) in pairs.items()
+        if kept.train_losses != plain.train_losses
+        or len({kept.weights_sha256, plain.weights_sha256} - {""}) > 1
+    ]
     if different:
         return (
             "Exactness: NOT met: losses or final weights differ from those without checkpointing "
@@ -88,17 +85,17 @@ def lossless(losses: Mapping[str, Loss]) -> str:
     )
 
 
-def claims(
-    spec: Spec, rows: Sequence[Row], comparisons: Sequence[Comparison], policy: str, method: str
-) -> list[tuple[str, str]]:
+def claims(findings: Findings, policy: str, method: str) -> list[tuple[str, str]]:
     """What the numbers of a policy and a method mean, a head and its sentences each.
 
     Of the first rate and the usual batch, but for the time, which is said of every rate.
     """
-    batch = min(spec.batches)
-    usual = [r for r in rows if r.sequences == batch and not r.equal_memory]
-    first = {r.configuration: r for r in usual if r.rate_mbit == usual[0].rate_mbit}
-    mine = [c for c in comparisons if (c.policy, c.method, c.sequences) == (policy, method, batch)]
+    batch, first = min(findings.spec.batches), findings.usual(findings.rates[0])
+    mine = [
+        c
+        for c in findings.comparisons
+        if (c.policy, c.method, c.sequences) == (policy, method, batch)
+    ]
     plain, kept, best, sent = (
         first[name]
         for name in (f"none/{STOCK}", f"{policy}/{STOCK}", f"none/{DENSE}", f"none/{method}")
@@ -108,7 +105,7 @@ def claims(
         ("Weights", _weights(plain, kept, policy)),
         ("Gradients", _gradients(plain, best, sent, method)),
         ("The ceiling", _ceiling(best, sent, method)),
-        ("Time", " ".join(_time(one, usual) for one in mine)),
+        ("Time", " ".join(_time(one, findings.usual(one.rate_mbit)) for one in mine)),
         ("Held-out loss", _loss(plain, sent, method)),
     ]
     return [(head, text) for head, text in found if text]
@@ -165,7 +162,7 @@ def _ceiling(best: Row, sent: Row, method: str) -> str:
     )
 
 
-def _time(one: Comparison, rows: Sequence[Row]) -> str:
+def _time(one: Comparison, rows: Mapping[str, Row]) -> str:
     """Of one rate against one baseline; what the interval does not tell apart is no difference."""
     faster = one.values["faster"]
     interval = f"{number(faster.low)} to {number(faster.high)}"
@@ -179,11 +176,10 @@ def _time(one: Comparison, rows: Sequence[Row]) -> str:
         verdict += f" {one.baseline}'s"
     else:
         verdict = f"shows no difference to {one.baseline}'s that stands out of the spread, {ratio}"
-    steps = {r.configuration: r.step_s for r in rows if r.rate_mbit == one.rate_mbit}
     return (
         f"{link(one.rate_mbit)}: {one.method}'s step with {one.policy} {verdict}; "
-        f"{_seconds(steps[f'{one.policy}/{one.method}'])}, and {one.baseline} without "
-        f"checkpointing {_seconds(steps[f'none/{one.baseline}'])}."
+        f"{_seconds(rows[f'{one.policy}/{one.method}'].step_s)}, and {one.baseline} without "
+        f"checkpointing {_seconds(rows[f'none/{one.baseline}'].step_s)}."
     )
 
 
@@ -213,8 +209,9 @@ def _seconds(value: Estimate | float) -> str:
     return measured("step_s").with_unit(value)
 
 
-def caveats(spec: Spec, rows: Sequence[Row], comparisons: Sequence[Comparison]) -> list[str]:
+def caveats(findings: Findings) -> list[str]:
     """What these numbers cannot say."""
+    spec, rows = findings.spec, findings.rows
     found = [
         f"On gloo, {STOCK} DeepSpeed sends an all-reduce's bytes for its reduce-scatter, twice "
         f"what it needs. Read every gain beside {DENSE}, which sends each gradient once.",
@@ -250,6 +247,6 @@ def caveats(spec: Spec, rows: Sequence[Row], comparisons: Sequence[Comparison]) 
         if wrong := [r.configuration for r in rows if abs(r.number(share) - 1) > 0.03]:
             which = ", ".join(dict.fromkeys(wrong))
             found.append(f"{what} in {len(wrong)} of {len(rows)} rows ({which}): {why}.")
-    if not comparisons:
+    if not findings.comparisons:
         found.append("No derived figures: they need a policy beside none and a compressed method.")
     return found

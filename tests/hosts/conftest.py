@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
-from ds_ckpt.hosts.emulated import EmulatedHosts, missing
+from ds_ckpt.hosts.emulated import EmulatedHosts, Host, missing, namespace
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -49,3 +51,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/hosts/" in item.path.as_posix():
             item.add_marker(pytest.mark.hosts)
+
+
+def processes(host: Host) -> list[psutil.Process]:
+    """What runs in this host, without its sshd; nothing once the host is gone."""
+    own = namespace(host.pid)
+    found: list[psutil.Process] = []
+    for process in psutil.process_iter() if own else ():
+        with contextlib.suppress(psutil.Error):
+            dead = process.status() == psutil.STATUS_ZOMBIE
+            if not dead and process.name() != "sshd" and namespace(process.pid) == own:
+                found.append(process)
+    return found

@@ -15,9 +15,11 @@ import pytest
 
 from ds_ckpt.hosts import emulated, records
 from ds_ckpt.hosts.backends import Emulated
-from ds_ckpt.hosts.emulated import EmulatedHosts
+from ds_ckpt.hosts.emulated import EmulatedHosts, Host
+from ds_ckpt.hosts.interfaces import INTERFACE, interface_counter
 from ds_ckpt.hosts.launcher import LaunchError, run
 from ds_ckpt.hosts.records import HostsError, HostSet, ProcessId, all_sets, take_down
+from tests.hosts.conftest import processes
 
 _RECEIVE = """
 import socket, sys
@@ -52,19 +54,24 @@ def system_state() -> dict[str, object]:
     return {"devices": devices, "queues": queues_by_device, "spaces": spaces}
 
 
+def _counted(host: Host, column: int) -> int:
+    """Bytes that its interface has received (0) or sent (8), headers included."""
+    return interface_counter(Path(f"/proc/{host.pid}/net/dev"), INTERFACE, column)
+
+
 def test_hosts_are_apart_and_reach_each_other_over_pdsh(
     two_hosts: EmulatedHosts, tmp_path: Path
 ) -> None:
     first, second = two_hosts.hosts
     assert (first.name, second.name) == ("host0", "host1")
     pdsh = ["pdsh", "-S", "-w", "host0,host1", "hostname; ip -o -4 address show dev eth0"]
-    before = second.rx_bytes()
+    before = _counted(second, 0)
     said = run(Emulated(two_hosts).prepare(pdsh, tmp_path), tmp_path, limit_s=30)
     for host in two_hosts.hosts:
         assert f"{host.name}: {host.name}" in said
         assert f"inet {host.address}/24" in said
-    assert second.rx_bytes() > before + 1000
-    assert first.processes() == second.processes() == []
+    assert _counted(second, 0) > before + 1000
+    assert processes(first) == processes(second) == []
 
 
 def test_the_link_has_the_rate_that_was_set_and_bytes_are_counted(can_emulate: None) -> None:
@@ -85,14 +92,14 @@ def test_the_link_has_the_rate_that_was_set_and_bytes_are_counted(can_emulate: N
 
 def test_the_counter_counts_what_crosses(two_hosts: EmulatedHosts) -> None:
     first, second = two_hosts.hosts
-    before = (first.tx_bytes(), second.rx_bytes())
+    before = (_counted(first, 8), _counted(second, 0))
     ssh = [
         "sh",
         "-c",
         f"head -c 1000000 /dev/zero | ssh -F {two_hosts.folder}/ssh_config host1 cat",
     ]
     subprocess.run(first.command(ssh), stdout=subprocess.DEVNULL, timeout=30, check=True)
-    sent, received = first.tx_bytes() - before[0], second.rx_bytes() - before[1]
+    sent, received = _counted(first, 8) - before[0], _counted(second, 0) - before[1]
     assert 1_000_000 < sent < 1_200_000
     assert received == pytest.approx(sent, rel=0.02)
 
@@ -215,7 +222,7 @@ def _work_and_fail(*sets: EmulatedHosts) -> None:
         hosts = [host for each in sets for host in stack.enter_context(each).hosts]
         for host in hosts:
             subprocess.Popen(host.command(["sleep", "600"]))
-        while sum(len(host.processes()) for host in hosts) < len(hosts):
+        while sum(len(processes(host)) for host in hosts) < len(hosts):
             time.sleep(0.05)
         raise KeyError
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from ds_ckpt.hosts.interfaces import INTERFACE
 from ds_ckpt.measure.records import Store
 from ds_ckpt.measure.run import measure
 from ds_ckpt.measure.spec import Spec
+from tests.hosts.conftest import processes
 
 STALL_S = 20.0
 BOUND_S = STALL_S + LIMIT_S + 15
@@ -108,14 +110,16 @@ def _fails_in_mid_run(
     hosts: EmulatedHosts, folder: Path, fault: Callable[[], None]
 ) -> tuple[str, float]:
     """What is said of a run in which `fault` happens after the first turn; seconds from it on."""
-    store = Store(folder / "samples.jsonl")
+    store = Store(folder)
     happened: list[float] = []
 
-    def look() -> None:
-        if not happened and any(s.kind == "turn" for s in store.read()):
-            fault()
-            happened.append(time.monotonic())
+    def watch() -> None:
+        while not any(s.kind == "turn" for s in store.read()):
+            time.sleep(0.2)
+        fault()
+        happened.append(time.monotonic())
 
+    threading.Thread(target=watch, daemon=True).start()
     with pytest.raises(HostError) as caught:
         measure(
             SPEC,
@@ -124,7 +128,6 @@ def _fails_in_mid_run(
             console=Console(quiet=True),
             stall_s=STALL_S,
             limit_s=300,
-            look=look,
         )
     assert happened, caught.value
     return str(caught.value), time.monotonic() - happened[0]
@@ -139,7 +142,7 @@ def test_a_host_that_vanishes_in_mid_run(leaves_nothing: EmulatedHosts, tmp_path
     assert took_s < BOUND_S
     assert "host1: found no answer any more: the host is not there any more" in said
     assert "fix: look at the machine and its link" in said
-    assert not any(host.processes() for host in leaves_nothing.hosts)
+    assert not any(processes(host) for host in leaves_nothing.hosts)
 
 
 @pytest.mark.slow
@@ -152,4 +155,4 @@ def test_a_link_that_goes_down_in_mid_run(leaves_nothing: EmulatedHosts, tmp_pat
     assert took_s < BOUND_S
     assert "host1: found no answer any more" in said
     assert "goes on where this run was" in said
-    assert not any(host.processes() for host in hosts.hosts)
+    assert not any(processes(host) for host in hosts.hosts)

@@ -21,6 +21,7 @@ from ds_ckpt.measure.cluster import cluster
 from ds_ckpt.measure.parts import PARTS
 from ds_ckpt.measure.records import Loss, Memory, Sample, Store, Timeline, Trial
 from ds_ckpt.measure.report import Report
+from tests.hosts.conftest import processes
 
 COMMAND = [sys.executable, "-m", "ds_ckpt.cli"]
 SMALL = ["--shape=hidden_size=256,layers=2,intermediate_size=688,heads=4", "--repetitions=1"]
@@ -203,7 +204,7 @@ def test_a_hostfile_of_machines(two_hosts: EmulatedHosts, tmp_path: Path, launch
     data = json.loads((folder / "report.json").read_text())
     assert data["spec"]["where"] == "hostfile"
     assert launcher in data["runs"][0]["ground"]
-    assert not any(host.processes() for host in two_hosts.hosts)
+    assert not any(processes(host) for host in two_hosts.hosts)
     assert all(namespace(host.pid) for host in two_hosts.hosts)
 
 

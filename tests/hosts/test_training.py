@@ -57,7 +57,7 @@ def test_two_hosts_train_as_one_machine_does_and_topk_sends_less(
 ) -> None:
     processes, said = _train(Emulated(two_hosts, launcher=launcher), tmp_path)
     assert ("mpirun -n 2" in said) == (launcher == "openmpi")
-    assert not any(host.processes() for host in two_hosts.hosts)
+    assert not any(processes(host) for host in two_hosts.hosts)
     for process, same in zip(processes, alone, strict=True):
         stock, plugin = process["stock"], process["plugin"]
         assert len(stock["losses"]) == len(plugin["losses"]) == STEPS

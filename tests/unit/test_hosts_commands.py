@@ -15,7 +15,6 @@ from ds_ckpt.cli import app
 from ds_ckpt.hosts import records
 from ds_ckpt.hosts.backends import environment
 from ds_ckpt.hosts.commands import parse_rate
-from ds_ckpt.hosts.records import HostsError
 
 run = CliRunner().invoke
 
@@ -88,17 +87,16 @@ def test_a_folder_without_a_record_is_left_to_its_maker_for_a_minute() -> None:
     assert fresh.exists()
 
 
-@pytest.mark.parametrize("kind", ["link", "writable"])
-def test_keys_are_not_put_where_others_can_write(own_folder: Path, kind: str) -> None:
-    folder = own_folder / f"ds_ckpt_hosts_{os.geteuid()}"
-    if kind == "link":
-        (own_folder / "elsewhere").mkdir()
-        folder.symlink_to(own_folder / "elsewhere")
-    else:
-        folder.mkdir()
-        folder.chmod(0o777)
-    with pytest.raises(HostsError, match="TMPDIR"):
-        records.new_folder()
+def test_what_somebody_else_has_put_there_is_not_looked_into(
+    own_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = records.new_folder()
+    assert mine.stat().st_mode & 0o077 == 0
+    me = records.ProcessId.of(os.getpid())
+    records.HostSet(mine, me, (), 2, None).write()
+    assert [one.name for one in records.all_sets()] == [mine.name]
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert records.all_sets() == []
 
 
 def test_what_every_process_needs_survives_pdsh() -> None:

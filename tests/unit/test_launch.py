@@ -15,7 +15,7 @@ import pytest
 from deepspeed.launcher.runner import parse_args
 
 from ds_ckpt.errors import Problem
-from ds_ckpt.hosts import backends, cpu_op, launcher
+from ds_ckpt.hosts import backends, launcher
 from ds_ckpt.hosts.backends import Backend, Loopback, Prepared
 from ds_ckpt.hosts.checks import HostError, check_hosts, unreachable
 from ds_ckpt.hosts.launcher import LaunchError, launch, log_tail, run
@@ -146,17 +146,17 @@ def test_a_lock_left_by_a_failed_build_is_cleared(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
 
     def failing() -> None:
-        with cpu_op.lock_cleared_on_failure(environment):
+        with launcher.lock_cleared_on_failure(environment):
             (folder / "lock").touch()
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         failing()
-    assert not cpu_op.locks(environment)
+    assert not launcher.locks(environment)
     (folder / "lock").touch()  # Another process's: it was there before.
     with pytest.raises(KeyboardInterrupt):
         failing()
-    assert cpu_op.locks(environment)
+    assert launcher.locks(environment)
 
 
 def test_the_module_gets_its_job_tells_and_asks(tmp_path: Path) -> None:

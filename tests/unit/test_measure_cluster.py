@@ -47,8 +47,8 @@ def test_it_says_how_it_got_there() -> None:
 )
 def test_spelling_may_vary(text: str) -> None:
     named = cluster(text)
-    assert (named.nodes, named.devices, named.rate_bit_per_s) == (2, 4, 25e9)
-    assert named.parameters == 13e9
+    assert (named.devices, named.rate_bit_per_s) == (8, 25e9)
+    assert named.model["parameters"] == 13e9
 
 
 def test_figures_come_from_a_users_file(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_figures_come_from_a_users_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(known))
     text = "2 nodes x 8 MI300X, 400 Gbit/s, llama-7b"
-    assert cluster(text, hardware=path).flop_per_s == 1e15
+    assert cluster(text, hardware=path).device["flop_per_s"] == 1e15
     with pytest.raises(ConfigError, match=r"accelerator MI300X(.|\n)*--hardware"):
         cluster(text)
 

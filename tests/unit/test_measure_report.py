@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from ds_ckpt.cli import app
 from ds_ckpt.errors import StateError
+from ds_ckpt.measure import words
 from ds_ckpt.measure.figures import MEASURED
 from ds_ckpt.measure.records import Loss, Store, Trial
 from ds_ckpt.measure.report import FORMAT, Report, bytes_table
@@ -110,7 +111,7 @@ def test_every_plot_is_there_with_its_data(page: str) -> None:
     drawn = _plots(page)
     assert tuple(drawn) == PLOTS
     for name, svg in drawn.items():
-        words = " ".join(text for e in svg.iter() if (text := e.text))
+        said = " ".join(text for e in svg.iter() if (text := e.text))
         shapes = [e for e in svg.iter() if e.tag.endswith("}path")]
         assert len(shapes) > (10 if name == "losses" else 20), name
         wanted = {
@@ -122,7 +123,7 @@ def test_every_plot_is_there_with_its_data(page: str) -> None:
             "losses": ["training loss", "block/4bit"],
         }
         for word in next(v for k, v in wanted.items() if name.startswith(k)):
-            assert word in words, (name, word)
+            assert word in said, (name, word)
 
 
 def test_bars_are_told_apart_by_hatching(page: str) -> None:
@@ -149,7 +150,7 @@ def test_the_square_stands_first_and_the_run_last(
         "What these numbers cannot say",
         "What was run on what",
     ]
-    for words in (
+    for text in (
         "Like nothing on earth.",
         "two hosts &lt;b&gt;made up&lt;/b&gt;",
         "ds-ckpt measure --output x",
@@ -158,7 +159,7 @@ def test_the_square_stands_first_and_the_run_last(
         "changed no training loss by a single bit",
         "pays for all recomputation up to about",
     ):
-        assert words in page, words
+        assert text in page, text
 
 
 def test_the_numbers_are_those_of_the_samples(run_folder: Path) -> None:
@@ -178,7 +179,7 @@ def test_the_numbers_are_those_of_the_samples(run_folder: Path) -> None:
 
 def test_what_is_uncertain_is_no_headline(tmp_path: Path) -> None:
     few = replace(known.SPEC, repetitions=2)
-    lines = Report.of(write_run(tmp_path / "few", few)).headlines()
+    lines = words.headlines(Report.of(write_run(tmp_path / "few", few)).findings)
     assert not any("time freed" in line for line in lines)
     assert any("More repetitions" in line for line in lines)
 
@@ -247,7 +248,7 @@ def test_what_is_missing_is_said_first(tmp_path: Path) -> None:
     ]
     store.path.unlink()
     store.append(kept)
-    lines = Report.of(folder).headlines()
+    lines = words.headlines(Report.of(folder).findings)
     assert lines[0].startswith("NOT WHOLE")
     assert "400 Mbit/s: 1 of 5 repetitions" in lines[0]
     assert "1600 Mbit/s: none of 5 repetitions" in lines[0]
@@ -296,11 +297,11 @@ def test_with_several_batches_each_is_told_apart(tmp_path: Path) -> None:
     page = report.document().html()
     drawn = _plots(page)
     for name in ("parts-0", "bytes-0"):
-        words = [text for e in drawn[name].iter() if (text := e.text)]
+        drawn_words = [text for e in drawn[name].iter() if (text := e.text)]
         for label in ("none/stock, 4 sequences", "none/stock, 6 sequences"):
-            assert words.count(label) == 1, (name, label)
+            assert drawn_words.count(label) == 1, (name, label)
     assert "9.000 s" not in "".join(e.text or "" for e in drawn["timeline-0"].iter())
-    lines = [line for line in report.headlines() if " against " in line]
+    lines = [line for line in words.headlines(report.findings) if " against " in line]
     assert len({line.split(":")[0] for line in lines}) == len(lines)
     assert "block/4bit, 6 sequences" in report.document().markdown()
 
@@ -314,11 +315,11 @@ def test_every_column_has_its_unit(tmp_path: Path) -> None:
 
 def test_interfaces_that_count_otherwise_are_a_caveat(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
-    assert not any("payload" in line for line in Report.of(folder).caveats())
+    assert not any("payload" in line for line in words.caveats(Report.of(folder).findings))
     store = Store(folder)
     more = [s for s in store.read() if s.kind == "turn" and s.configuration == "none/dense"]
     store.append([s.model_copy(update={"interface_bytes": 1.1 * s.interface_bytes}) for s in more])
-    (line,) = [line for line in Report.of(folder).caveats() if "payload" in line]
+    (line,) = [line for line in words.caveats(Report.of(folder).findings) if "payload" in line]
     assert "(none/dense)" in line
 
 
@@ -340,7 +341,7 @@ def test_without_its_packages_the_page_alone_is_missing(
 def test_a_break_even_is_no_headline(tmp_path: Path) -> None:
     """It has no interval, and two runs are not held against each other in it."""
     report = Report.of(write_run(tmp_path / "run"))
-    assert not any("Break-even" in line for line in report.headlines())
+    assert not any("Break-even" in line for line in words.headlines(report.findings))
     assert "Break-even" in report.document().markdown()
 
 
