@@ -89,27 +89,25 @@ def _hooks() -> list[Finding]:
     except Exception as error:  # it cannot even be read
         remedy = "install the tested DeepSpeed: see constraints.txt"
         return [Finding(group, "compatibility", "broken", _one_line(error), remedy)]
-    status: dict[str, Status] = {"ok": "ok", "digest_changed": "warning", "broken": "broken"}
-    whole = [f for f in checked if f.status == "ok"]
-    findings = [
-        Finding(group, "compatibility", "ok", f"{len(whole)} of {len(checked)} symbols fit")
+    status: dict[str, Status] = {"digest_changed": "warning", "broken": "broken"}
+    changed = [f for f in checked if f.status != "ok"]
+    fit = f"{len(checked) - len(changed)} of {len(checked)} symbols fit"
+    return [
+        Finding(group, "compatibility", "ok", fit),
+        *(
+            Finding(group, f.symbol.rpartition(":")[2], status[f.status], f.detail, f.remedy)
+            for f in changed
+        ),
     ]
-    findings += [
-        Finding(group, f.symbol.rpartition(":")[2], status[f.status], f.detail, f.remedy)
-        for f in checked
-        if f.status != "ok"
-    ]
-    return findings
 
 
 def _compiler() -> list[Finding]:
-    group = "build"
-    found = next((c for c in ("c++", "g++", "clang++") if shutil.which(c)), None)
-    if found is None:
-        remedy = "install one (Debian: apt install g++)"
-        detail = "no C++ compiler; DeepSpeed compiles its operators when they are first used"
-        return [Finding(group, "compiler", "missing", detail, remedy)]
-    return [Finding(group, "compiler", "ok", _first_line([found, "--version"]))]
+    for name in ("c++", "g++", "clang++"):
+        if shutil.which(name):
+            return [Finding("build", "compiler", "ok", _first_line([name, "--version"]))]
+    remedy = "install one (Debian: apt install g++)"
+    detail = "no C++ compiler; DeepSpeed compiles its operators when they are first used"
+    return [Finding("build", "compiler", "missing", detail, remedy)]
 
 
 def _launchers() -> list[Finding]:
@@ -149,12 +147,15 @@ def _mpi() -> list[Finding]:
 
 
 def _pinned_memory() -> list[Finding]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    detail = f"{_limit(soft)} (hard limit {_limit(hard)})"
-    if soft == resource.RLIM_INFINITY or soft >= _LITTLE_MEMLOCK_BYTES:
-        return [Finding("memory", "lockable (pinned)", "ok", detail)]
-    remedy = "for offload: raise it (ulimit -l unlimited), or set pin_memory to false"
-    return [Finding("memory", "lockable (pinned)", "warning", detail, remedy)]
+    soft, hard = (
+        "unlimited" if limit == resource.RLIM_INFINITY else size(limit)
+        for limit in resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    )
+    detail = f"{soft} (hard limit {hard})"
+    if 0 <= resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] < _LITTLE_MEMLOCK_BYTES:
+        remedy = "for offload: raise it (ulimit -l unlimited), or set pin_memory to false"
+        return [Finding("memory", "lockable (pinned)", "warning", detail, remedy)]
+    return [Finding("memory", "lockable (pinned)", "ok", detail)]
 
 
 def _interfaces() -> list[Finding]:
@@ -171,10 +172,6 @@ def _interfaces() -> list[Finding]:
         detail = f"{', '.join(texts) or 'no address'}; {up}, {speed}"
         findings.append(Finding("network interfaces", name, "ok", detail))
     return findings
-
-
-def _limit(limit: int) -> str:
-    return "unlimited" if limit == resource.RLIM_INFINITY else size(limit)
 
 
 def _ask(command: list[str]) -> subprocess.CompletedProcess[str] | None:

@@ -80,6 +80,7 @@ class Emulated(Backend):
     def __post_init__(self) -> None:
         self.names = tuple(host.name for host in self.hosts.hosts)
         self._up = self.hosts.hosts
+        self.hostfile = self.hosts.folder / "hostfile"
 
     def on(self, host: str, argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
         config = f"{self.hosts.folder}/ssh_config"
@@ -93,11 +94,10 @@ class Emulated(Backend):
         hostfile itself. For others the environment names DeepSpeed's hostfile (`DS_CKPT_HOSTFILE`)
         and has what pdsh and Open MPI's `mpirun` need to reach the hosts.
         """
-        hostfile = self.hosts.folder / "hostfile"
-        hostfile.write_text("".join(f"{name} slots={self.slots}\n" for name in self.names))
+        self.hostfile.write_text("".join(f"{name} slots={self.slots}\n" for name in self.names))
         everywhere = environment(INTERFACE)
         named = any(word.split("=")[0] in ("-H", "--hostfile") for word in argv)
-        where = [f"--hostfile={hostfile}", f"--master_addr={self._up[0].address}"]
+        where = [f"--hostfile={self.hostfile}", f"--master_addr={self._up[0].address}"]
         where += [f"--master_port={self.port}", "--no_ssh_check"]
         pdsh = self.launcher == "pdsh"
         where.append(f"--ssh_port={SSH_PORT}" if pdsh else "--launcher=openmpi")
@@ -116,7 +116,7 @@ class Emulated(Backend):
             "OMPI_MCA_rmaps_base_oversubscribe": "1",
             "OMPI_MCA_hwloc_base_binding_policy": "none",
             "DS_ENV_FILE": _exported(everywhere, self.hosts.folder),
-            "DS_CKPT_HOSTFILE": str(hostfile),
+            "DS_CKPT_HOSTFILE": str(self.hostfile),
         }
         inside = self._up[0].command(command, folder=folder)
         return Prepared(inside, {**_without_outer_launch(), **everywhere, **reach})

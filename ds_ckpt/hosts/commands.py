@@ -112,17 +112,18 @@ def probe(
     ] = None,
 ) -> None:
     """Measure the links between hosts with MPI: latency, payload one way and both ways."""
+    from ds_ckpt.hosts import probe
+    from ds_ckpt.hosts.backends import Emulated, Hostfile
     from ds_ckpt.hosts.emulated import EmulatedHosts
     from ds_ckpt.hosts.launcher import signals_as_exit
-    from ds_ckpt.hosts.probe import probe_emulated, probe_hostfile
 
     rate_mbit = parse_rate(rate)
     with errors_in_words(), signals_as_exit():
         if hostfile is not None:
-            links = probe_hostfile(hostfile, seconds=seconds)
+            links = probe.probe(Hostfile(hostfile), seconds=seconds)
         else:
             with EmulatedHosts(count, rate_mbit=rate_mbit) as emulated:
-                links = probe_emulated(emulated, seconds=seconds)
+                links = probe.probe(Emulated(emulated), seconds=seconds)
     if hostfile is None:
         typer.echo(_described(rate_mbit))
     for pair in links.pairs:

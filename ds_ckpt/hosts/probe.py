@@ -30,7 +30,6 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,8 +37,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from ds_ckpt.errors import Problem, UnsupportedError
-from ds_ckpt.hosts.backends import Emulated, Prepared, environment
-from ds_ckpt.hosts.emulated import EmulatedHosts
+from ds_ckpt.hosts.backends import Emulated, Hostfile
 from ds_ckpt.hosts.launcher import LaunchError, run
 
 FORMAT = "ds_ckpt links 1"
@@ -223,44 +221,22 @@ def _rate(arrivals_s: list[float], size: int) -> float:
     return (len(timed_s) - 1) * size / (timed_s[-1] - timed_s[0])
 
 
-def probe_emulated(hosts: EmulatedHosts, *, seconds: float = 1.0) -> Links:
-    """The links between emulated hosts that are up. Raises as `probe_hostfile`."""
-    backend = Emulated(hosts)
-    hostfile = hosts.folder / "hostfile"
-    return _mpirun(hosts.count, hostfile, seconds, backend.prepare)
+def probe(hosts: Emulated | Hostfile, *, seconds: float = 1.0) -> Links:
+    """The links between hosts, reached as `mpirun` reaches them.
 
-
-def probe_hostfile(hostfile: Path, *, seconds: float = 1.0) -> Links:
-    """The links between the machines of a hostfile, reached as `mpirun` reaches them.
-
-    They need this Python environment at the same path, as `deepspeed --hostfile` does too.
+    Machines need this Python environment at the same path, as `deepspeed --hostfile` does too.
 
     Raises:
-        UnsupportedError: no mpi4py, no mpirun, or a hostfile with fewer than two hosts.
+        UnsupportedError: no mpi4py, no mpirun, or fewer than two hosts.
         LaunchError: mpirun failed or did not end; the message has what it said.
     """
-    lines = [line.split("#")[0].split() for line in hostfile.read_text().splitlines()]
-    count = len({words[0] for words in lines if words})
+    count = len(hosts.names)
     if count < 2:
+        remedy = "name at least two, one a line: `host1 slots=8`"
         raise UnsupportedError(
-            Problem(
-                where=str(hostfile),
-                found=f"{count} hosts",
-                why="a link has two ends",
-                remedy="name at least two, one a line: `host1 slots=8`",
-            ),
+            Problem(str(hosts.hostfile), f"{count} hosts", "a link has two ends", remedy),
             headline="there is no link to probe",
         )
-    here = {**os.environ, "PYTHONPATH": environment(None)["PYTHONPATH"]}
-    return _mpirun(count, hostfile.resolve(), seconds, lambda argv, _: Prepared([*argv], here))
-
-
-def _mpirun(
-    count: int,
-    hostfile: Path,
-    seconds: float,
-    prepare: Callable[[Sequence[str], Path], Prepared],
-) -> Links:
     problems = []
     if importlib.util.find_spec("mpi4py") is None:
         found, remedy = "mpi4py is not installed", "pip install 'ds_ckpt[mpi]'"
@@ -273,7 +249,8 @@ def _mpirun(
         problems.append(Problem("mpirun", "not on the PATH", why, remedy))
     if mpirun is None or problems:
         raise UnsupportedError(problems, headline="links cannot be probed here")
-    argv = [mpirun, "-n", str(count), "--hostfile", str(hostfile), "--map-by", "ppr:1:node"]
+    argv = [mpirun, "-n", str(count), "--hostfile", str(hosts.hostfile.resolve())]
+    argv += ["--map-by", "ppr:1:node"]
     argv += ["-x", "PYTHONPATH", sys.executable, "-m", "ds_ckpt.hosts.probe"]
     argv.append(f"--seconds={seconds}")
     limit_s = _START_S + count * (count - 1) // 2 * (_PAIR_S + 3 * seconds)
@@ -281,7 +258,7 @@ def _mpirun(
         folder = Path(temporary)
         out = folder / "links.json"
         try:
-            run(prepare([*argv, f"--out={out}"], folder), folder, limit_s=limit_s)
+            run(hosts.prepare([*argv, f"--out={out}"], folder), folder, limit_s=limit_s)
         except LaunchError as error:
             headline = "the link probe did not finish; `mpirun ... hostname` is the shortest test"
             raise LaunchError(error.problems, headline=headline) from None

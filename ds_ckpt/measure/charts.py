@@ -9,9 +9,9 @@ from typing import Any
 from ds_ckpt.measure.figures import Row
 from ds_ckpt.measure.findings import BreakEven, Comparison
 from ds_ckpt.measure.parts import COMPUTE, NETWORK
-from ds_ckpt.measure.records import Loss, Timeline
+from ds_ckpt.measure.records import Loss
 from ds_ckpt.measure.statistics import Estimate
-from ds_ckpt.report.charts import Band, Lanes, Line, Lines, Rows, Span
+from ds_ckpt.report.charts import Band, Line, Lines, Rows, Span
 from ds_ckpt.telemetry.units import MB
 
 PARTS = {
@@ -32,7 +32,6 @@ PURPOSES = {
     "activations": ("partition",),
     "other": ("other",),
 }
-_LANES = ("compute", "recompute", "gathers", "reduction", "compression", "beside: reduction")
 _OVER_RATES: Any = {"x": "rate of each link, Mbit/s"}
 
 
@@ -50,12 +49,6 @@ def purposes(rows: Sequence[Row]) -> Rows:
     counted = [(row.number("interface_bytes") / MB,) * 3 for row in rows]
     x = "MB a step, all processes"
     return Rows(labels(rows), x, _bands(PURPOSES, megabytes), counted, "at the interfaces")
-
-
-def timelines(shown: Sequence[Timeline]) -> list[Lanes]:
-    """One step each, on one scale: what DeepSpeed's thread did, and the exchange's beside it."""
-    end_s = max(one.step_s for one in shown)
-    return [Lanes(f"{t.configuration}: {t.step_s:.3f} s", _lanes(t), end_s) for t in shown]
 
 
 def losses(trained: Sequence[Loss]) -> Lines:
@@ -124,14 +117,3 @@ def _line(label: str, values: Iterable[tuple[float | None, Estimate]]) -> Line:
 
 def _span(value: Estimate) -> Span:
     return value.low, value.value, value.high
-
-
-def _lanes(timeline: Timeline) -> dict[str, list[tuple[float, float]]]:
-    lanes: dict[str, list[tuple[float, float]]] = {lane: [] for lane in _LANES}
-    for stretch in timeline.main:
-        lane = stretch.part.partition("_")[0]
-        if lane == "network":
-            lane = "gathers" if stretch.purpose.startswith("gather") else "reduction"
-        lanes[lane].append((stretch.start_s, stretch.end_s - stretch.start_s))
-    lanes["beside: reduction"] = [(s.start_s, s.end_s - s.start_s) for s in timeline.beside]
-    return lanes

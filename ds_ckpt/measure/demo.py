@@ -6,8 +6,8 @@ the settings and where they run, then prints the report's first table and what i
 
 from __future__ import annotations
 
-import contextlib
 import json
+from contextlib import nullcontext
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated
@@ -16,8 +16,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from ds_ckpt.errors import ConfigError, DsCkptError, Problem
-from ds_ckpt.hosts.backends import Backend, Loopback
+from ds_ckpt.errors import ConfigError, Problem
+from ds_ckpt.hosts.backends import Loopback
+from ds_ckpt.hosts.commands import errors_in_words
 from ds_ckpt.hosts.emulated import missing
 from ds_ckpt.measure.report import Report
 from ds_ckpt.measure.run import emulated, measure
@@ -27,8 +28,6 @@ from ds_ckpt.report.document import Document, Items, Paragraph, Section
 
 DEFAULT_STEPS, MINIMUM_STEPS = 64, 6
 PROCESSES = 2
-RATE_MBIT = 200.0
-"""Of the emulated hosts' link in the timed steps."""
 COLUMNS = ("step_s", "held_bytes", "gradient_bytes", "weight_bytes", "heldout_loss")
 
 
@@ -45,7 +44,7 @@ def spec_of(steps: int, seed: int, text: Path | None, *, on_hosts: bool) -> Spec
         hosts=PROCESSES if on_hosts else 1,
         slots=1 if on_hosts else PROCESSES,
         methods=("topk",),
-        rates=(RATE_MBIT if on_hosts else None,),
+        rates=(200.0 if on_hosts else None,),
         repetitions=4,
         loss_steps=steps,
         seed=seed,
@@ -60,23 +59,17 @@ def run(spec: Spec, folder: Path, limit_s: float, console: Console) -> Report:
 
     Raises ConfigError, LaunchError or HostError as `ds_ckpt.measure.run.measure` does.
     """
-    with contextlib.ExitStack() as stack:
-        backend: Backend = Loopback(PROCESSES, gpus=True)
-        if spec.where == "emulated":
-            backend = stack.enter_context(emulated(spec.hosts, spec.slots))
+    here = nullcontext(Loopback(PROCESSES, gpus=True))
+    with emulated(spec.hosts, spec.slots) if spec.where == "emulated" else here as backend:
         measure(spec, folder, backend=backend, console=console, limit_s=limit_s)
     report = Report.of(folder)
     report.write(folder)
     configs = folder / "configs"
     configs.mkdir(exist_ok=True)
+    steps, parameters = spec.loss_steps, report.model.parameters if report.model else 0
     for one in spec.configurations:
-        content = deepspeed_config(
-            spec,
-            one,
-            parameters=report.model.parameters if report.model else 0,
-            start_step=spec.loss_steps // 4,
-            total_steps=spec.loss_steps,
-        )
+        times = {"start_step": steps // 4, "total_steps": steps}
+        content = deepspeed_config(spec, one, parameters=parameters, **times)
         path = configs / f"{one.name.replace('/', '-')}.json"
         path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return report
@@ -125,22 +118,20 @@ def main(
     console = Console()
     folder = output or Path("runs") / datetime.now(timezone.utc).strftime("demo-%Y%m%d-%H%M%S")
     try:
-        reasons = ["--loopback was given"] if on_loopback else missing()
-        if Loopback(PROCESSES, gpus=True).on_gpus():
-            reasons = ["GPUs are used where they are"]
-        else:
-            console.print(
-                f"Training on the CPU: {PROCESSES} GPUs would be used where they are. The first "
-                "start on a machine compiles DeepSpeed's CPU operator, which takes about a minute."
-            )
-        if reasons:
-            console.print(f"No emulated hosts: {'; '.join(reasons)}.", highlight=False)
-        spec = spec_of(steps, seed, text, on_hosts=not reasons)
-        show(run(spec, folder, time_limit_s, console), folder, console)
-    except DsCkptError as error:
-        said = escape(str(error))
-        Console(stderr=True).print(f"[bold red]Error:[/] {said}", highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from error
+        with errors_in_words():
+            reasons = ["--loopback was given"] if on_loopback else missing()
+            if Loopback(PROCESSES, gpus=True).on_gpus():
+                reasons = ["GPUs are used where they are"]
+            else:
+                console.print(
+                    f"Training on the CPU: {PROCESSES} GPUs would be used where they are. The "
+                    "first start on a machine compiles DeepSpeed's CPU operator, which takes about "
+                    "a minute."
+                )
+            if reasons:
+                console.print(f"No emulated hosts: {'; '.join(reasons)}.", highlight=False)
+            spec = spec_of(steps, seed, text, on_hosts=not reasons)
+            show(run(spec, folder, time_limit_s, console), folder, console)
     except KeyboardInterrupt as error:
         console.print("\nStopped; nothing is left running. The same --output goes on.")
         raise typer.Exit(130) from error

@@ -98,9 +98,9 @@ class Row:
     def part_s(self, *names: str) -> float:
         return sum(self.parts_s[name].value for name in names or self.parts_s)
 
-    def bytes_a_process(self, *beginnings: str) -> float:
-        """Of the purposes that begin so; of all without."""
-        found = (v for n, v in self.purpose_bytes.items() if n.startswith(beginnings or ""))
+    def bytes_a_process(self, beginning: str) -> float:
+        """Of the purposes that begin so."""
+        found = (v for n, v in self.purpose_bytes.items() if n.startswith(beginning))
         return sum(found) / self.processes
 
     def number(self, name: str) -> float:
@@ -127,19 +127,19 @@ class Measured(Figure):
         return row.taken.get(self.name) if self.of is None else self.of(row)
 
 
+def _part(name: str, words: str, *parts: str) -> Measured:
+    return Measured(f"{name}_s", words, "s", of=lambda r: r.part_s(*(parts or (name,))))
+
+
 MEASURED: list[Measured] = [
     Measured("step_s", "step", "s", of=lambda r: r.step_s),
-    Measured("compute_s", "compute", "s", of=lambda r: r.part_s(*COMPUTE)),
-    Measured("recompute_s", "recompute", "s", of=lambda r: r.part_s("recompute")),
-    Measured(
-        "network_forward_s", "network: forward", "s", of=lambda r: r.part_s("network_forward")
-    ),
-    Measured(
-        "network_recompute_s", "in recompute", "s", of=lambda r: r.part_s("network_recompute")
-    ),
-    Measured("network_backward_s", "in backward", "s", of=lambda r: r.part_s("network_backward")),
-    Measured("network_update_s", "in update", "s", of=lambda r: r.part_s("network_update")),
-    Measured("compression_s", "compression", "s", of=lambda r: r.part_s("compression")),
+    _part("compute", "compute", *COMPUTE),
+    _part("recompute", "recompute"),
+    _part("network_forward", "network: forward"),
+    _part("network_recompute", "in recompute"),
+    _part("network_backward", "in backward"),
+    _part("network_update", "in update"),
+    _part("compression", "compression"),
     Measured(
         "parts_over_step",
         "parts / step",

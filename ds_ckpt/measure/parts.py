@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from ds_ckpt.telemetry.timings import Span
 
@@ -30,22 +29,12 @@ NETWORK = ("network_forward", "network_recompute", "network_backward", "network_
 COMPUTE = ("compute_forward", "compute_backward", "compute_update")
 PARTS = (*COMPUTE, "recompute", *NETWORK, "compression")
 """Every moment of a phase belongs to one of these."""
-_WIRE = ("collective", "wire")
+_WIRE = {"collective", "wire"}
+_EXCHANGE = {"reduce", "in_host", "residual", "select", "pack", "unpack"}
 
 
-@dataclass(frozen=True)
-class Stretch:
-    """A time in which one thread does one thing. On disk in seconds from the step's begin.
-
-    Attributes:
-        part: one of `PARTS`; in another thread than DeepSpeed's `network` or `compression`.
-        purpose: of a piece on the network, what for: a purpose of the counters, or empty.
-    """
-
-    start_s: float
-    end_s: float
-    part: str
-    purpose: str = ""
+Stretch = tuple[float, float, str]
+"""Begin and end of a time in which one thread does one thing, and what."""
 
 
 def parts(spans: Sequence[Span], main: int) -> dict[str, float]:
@@ -55,35 +44,24 @@ def parts(spans: Sequence[Span], main: int) -> dict[str, float]:
         spans: of one step, of all threads.
         main: the thread that runs DeepSpeed.
     """
+    beside = _beside([s for s in spans if s.thread != main])
     seconds = dict.fromkeys(PARTS, 0.0)
-    for piece in main_pieces(spans, main):
-        seconds[piece.part] += piece.end_s - piece.start_s
-    return seconds
-
-
-def main_pieces(spans: Sequence[Span], main: int) -> list[Stretch]:
-    """What DeepSpeed's thread did, in order, without gaps inside a phase."""
-    beside = beside_pieces(spans, main)
-    pieces: list[Stretch] = []
     for start_s, end_s, stack in _innermost([s for s in spans if s.thread == main]):
-        where = _where(stack)
+        kinds = [span.kind for span in stack]
+        phase = next((kind for kind in kinds if kind in PHASES), None)
+        where = "recompute" if "recompute" in kinds else phase
         if where is None:
             continue
-        if stack[-1].kind == "exchange_wait":
-            pieces += _waited(start_s, end_s, where, beside)
+        if kinds[-1] == "exchange_wait":
+            for first, last, part in _waited(start_s, end_s, f"network_{where}", beside):
+                seconds[part] += last - first
+        elif _WIRE & set(kinds):
+            seconds[f"network_{where}"] += end_s - start_s
+        elif _EXCHANGE & set(kinds):
+            seconds["compression"] += end_s - start_s
         else:
-            pieces.append(Stretch(start_s, end_s, _part(stack, where), _purpose(stack)))
-    return pieces
-
-
-def beside_pieces(spans: Sequence[Span], main: int) -> list[Stretch]:
-    """What the exchange's thread did, in order; nothing where it had nothing to do."""
-    pieces = []
-    for start_s, end_s, stack in _innermost([s for s in spans if s.thread != main]):
-        kinds = {span.kind for span in stack}
-        part = "network" if kinds & set(_WIRE) else "compression"
-        pieces.append(Stretch(start_s, end_s, part, "reduce"))
-    return pieces
+            seconds["recompute" if where == "recompute" else f"compute_{where}"] += end_s - start_s
+    return seconds
 
 
 def in_collectives_s(spans: Sequence[Span]) -> float:
@@ -95,47 +73,26 @@ def in_collectives_s(spans: Sequence[Span]) -> float:
     return total
 
 
-def _where(stack: Sequence[Span]) -> str | None:
-    kinds = [span.kind for span in stack]
-    if "recompute" in kinds:
-        return "recompute"
-    return next((kind for kind in kinds if kind in PHASES), None)
+def _beside(spans: Sequence[Span]) -> list[Stretch]:
+    """What the exchange's thread did, in order; nothing where it had nothing to do."""
+    return [
+        (start_s, end_s, "network" if _WIRE & {s.kind for s in stack} else "compression")
+        for start_s, end_s, stack in _innermost(spans)
+    ]
 
 
-def _part(stack: Sequence[Span], where: str) -> str:
-    kinds = {span.kind for span in stack}
-    if kinds & set(_WIRE):
-        return f"network_{where}"
-    if kinds & {"reduce", "in_host", "residual", "select", "pack", "unpack"}:
-        return "compression"
-    return "recompute" if where == "recompute" else f"compute_{where}"
-
-
-def _purpose(stack: Sequence[Span]) -> str:
-    for span in reversed(stack):
-        if span.kind == "collective":
-            return span.detail
-        if span.kind == "wire":
-            return "reduce"
-    return ""
-
-
-def _waited(start_s: float, end_s: float, where: str, beside: Sequence[Stretch]) -> list[Stretch]:
+def _waited(
+    start_s: float, end_s: float, network: str, beside: Sequence[Stretch]
+) -> Iterator[Stretch]:
     """A wait for the exchange's thread, divided by what that does; the rest is the network's."""
-    network = f"network_{where}"
-    pieces, at_s = [], start_s
-    for other in beside:
-        first, last = max(other.start_s, at_s), min(other.end_s, end_s)
-        if first >= last:
-            continue
-        if first > at_s:
-            pieces.append(Stretch(at_s, first, network, "reduce"))
-        part = network if other.part == "network" else "compression"
-        pieces.append(Stretch(first, last, part, "reduce"))
-        at_s = last
-    if at_s < end_s:
-        pieces.append(Stretch(at_s, end_s, network, "reduce"))
-    return pieces
+    at_s = start_s
+    for begun_s, done_s, part in beside:
+        first, last = max(begun_s, at_s), min(done_s, end_s)
+        if first < last:
+            yield at_s, first, network
+            yield first, last, network if part == "network" else part
+            at_s = last
+    yield at_s, end_s, network
 
 
 def _innermost(spans: Sequence[Span]) -> Iterator[tuple[float, float, tuple[Span, ...]]]:

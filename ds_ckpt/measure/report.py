@@ -16,7 +16,7 @@ from ds_ckpt.errors import Problem, StateError
 from ds_ckpt.measure import charts, words
 from ds_ckpt.measure.figures import DERIVED, MEASURED, Row, measured
 from ds_ckpt.measure.findings import Comparison, Findings, find
-from ds_ckpt.measure.records import Loss, Model, Store, Timeline
+from ds_ckpt.measure.records import Loss, Model, Store
 from ds_ckpt.measure.run import LIKE, RUNS
 from ds_ckpt.measure.spec import DENSE, SILENT, SPEC, STOCK, Spec, link
 from ds_ckpt.report.document import (
@@ -43,7 +43,6 @@ class Report:
 
     runs: list[dict[str, Any]]
     findings: Findings
-    timelines: list[Timeline]
     losses: dict[str, Loss]
     model: Model | None
     like: list[str]
@@ -61,7 +60,6 @@ class Report:
         return cls(
             [json.loads(line) for line in runs.read_text().splitlines()] if runs.exists() else [],
             findings,
-            [s for s in samples if isinstance(s, Timeline)],
             {s.configuration: s for s in samples if isinstance(s, Loss)},
             next((s for s in samples if isinstance(s, Model)), None),
             json.loads(like.read_text()) if like.exists() else [],
@@ -101,7 +99,6 @@ class Report:
         sections = [
             Section("Checkpointing off and on, dense and compressed", self._squares()),
             Section("What it means", self._claimed()),
-            Section("One step", self._timelines()),
             Section("What it is made of", self._parts()),
             Section("Bytes by purpose", self._purposes()),
             Section("What compression pays for", self._compared()),
@@ -143,22 +140,6 @@ class Report:
         found: list[Block] = []
         for title, claimed in self.claims():
             found += [Heading(title), Terms(claimed)]
-        return found
-
-    def _timelines(self) -> list[Block]:
-        policy = next((p for p in self.spec.policies if p != "none"), "none")
-        wanted = [f"{policy}/{m}" for m in (STOCK, DENSE, *self.spec.methods)]
-        mine = [t for t in self.timelines if t.sequences == min(self.spec.batches)]
-        found: list[Block] = []
-        for place, rate in enumerate(dict.fromkeys(t.rate_mbit for t in self.timelines)):
-            here = {t.configuration: t for t in mine if t.rate_mbit == rate}
-            if shown := [here[name] for name in wanted if name in here]:
-                caption = (
-                    f"{link(rate)}: what DeepSpeed's thread does and, in the last lane, the "
-                    "exchange's thread beside it. Gathers and reduction are exposed: nothing is "
-                    "computed in them."
-                )
-                found.append(Plot(f"timeline-{place}", charts.timelines(shown), caption))
         return found
 
     def _parts(self) -> list[Block]:

@@ -10,7 +10,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ def measure(
     console.print(f"{backend.describe()}.", highlight=False)
     with signals_as_exit(), _noted(folder, backend) as note:
         check_hosts(backend)
-        with Shown(console) as shown:
+        with shown(console) as show:
             launch(
                 backend,
                 "ds_ckpt.measure.worker",
@@ -74,46 +74,35 @@ def measure(
                 folder,
                 stall_s=stall_s,
                 limit_s=limit_s,
-                heard=shown,
+                heard=show,
                 if_silent="; on a slow link raise --stall-s",
             )
         note["ended_well"] = True
 
 
-class Shown:
-    """A context, called with every event: a progress bar, without a terminal a line a tenth."""
+@contextlib.contextmanager
+def shown(console: Console) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """What to call with every event: a progress bar, without a terminal a line a tenth."""
+    said: tuple[str, int] = ("", 0)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    hidden = not console.is_terminal
+    with Progress(
+        *columns, TimeElapsedColumn(), console=console, disable=hidden, transient=True
+    ) as bar:
+        task = bar.add_task("starting deepspeed", total=None)
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._words: tuple[str, int] = ("", 0)
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=console,
-            disable=not console.is_terminal,
-            transient=True,
-        )
-        self._task = self._progress.add_task("starting deepspeed", total=None)
+        def show(event: dict[str, Any]) -> None:
+            nonlocal said
+            if (words := event.get("words")) is None:
+                return
+            total, done = event.get("total"), event.get("done", 0)
+            bar.update(task, description=words, total=total, completed=done)
+            now = words.lstrip("0123456789 "), 10 * done // max(total or 1, 1)
+            if hidden and now != said:
+                console.print(f"  {words}", highlight=False)
+                said = now
 
-    def __enter__(self) -> Shown:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def __call__(self, event: dict[str, Any]) -> None:
-        words = event.get("words")
-        if words is None:
-            return
-        total, done = event.get("total"), event.get("done", 0)
-        self._progress.update(self._task, description=words, total=total, completed=done)
-        kind, tenth = words.lstrip("0123456789 "), 10 * done // max(total or 1, 1)
-        if self._progress.disable and (kind, tenth) != self._words:
-            self._console.print(f"  {words}", highlight=False)
-            self._words = (kind, tenth)
+        yield show
 
 
 @contextlib.contextmanager
@@ -123,20 +112,6 @@ def emulated(
     """Hosts for one experiment, their links not shaped until a rate is asked for."""
     with signals_as_exit(), EmulatedHosts(count, rate_mbit=None) as hosts:
         yield Emulated(hosts, slots, launcher, port)
-
-
-def machine() -> dict[str, Any]:
-    """Processor, cores, memory, system."""
-    model = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        named = re.search(r"^model name\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.M)
-        model = named[1].strip() if named else model
-    return {
-        "cpu_model": model,
-        "cpu_cores": os.cpu_count() or 1,
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "system": f"{platform.system()} {platform.machine()}",
-    }
 
 
 def _prepare(spec: Spec, folder: Path, backend: Backend, console: Console) -> None:
@@ -155,8 +130,21 @@ def _prepare(spec: Spec, folder: Path, backend: Backend, console: Console) -> No
         store = Store(folder)
         store.mend()
         count = len(store.read())
-        if count and (folder / RUNS).exists():
-            _check_same_place(folder, backend)
+        runs = (folder / RUNS).read_text().splitlines() if (folder / RUNS).exists() else []
+        then, now = json.loads(runs[-1]) if count and runs else {}, _place(backend)
+        why = "samples of different machines, launches or versions cannot be put together"
+        problems = [
+            Problem(
+                "--output",
+                f"{folder}, whose {name} were {was}, and are now {now[name]}",
+                why,
+                "name another folder",
+            )
+            for name, was in then.items()
+            if name in now and was != now[name]
+        ]
+        if problems:
+            raise ConfigError(problems, headline="this run cannot go on here")
         console.print(f"Going on: {count} records are there.", highlight=False)
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(
@@ -172,30 +160,21 @@ def _prepare(spec: Spec, folder: Path, backend: Backend, console: Console) -> No
 
 def _place(backend: Backend) -> dict[str, Any]:
     """What a measurement was made with and on."""
+    model = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        named = re.search(r"^model name\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.M)
+        model = named[1].strip() if named else model
     return {
         "ground": backend.describe(),
         "versions": versions(),
-        "machine": machine(),
+        "machine": {
+            "cpu_model": model,
+            "cpu_cores": os.cpu_count() or 1,
+            "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+            "system": f"{platform.system()} {platform.machine()}",
+        },
         "accelerator": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu",
     }
-
-
-def _check_same_place(folder: Path, backend: Backend) -> None:
-    """Raises ConfigError where the run in `folder` was begun with or on something else."""
-    notes = (folder / RUNS).read_text(encoding="utf-8").splitlines()
-    then, now = json.loads(notes[-1]), _place(backend)
-    problems = [
-        Problem(
-            where="--output",
-            found=f"{folder}, whose {name} were {then[name]}, and are now {now[name]}",
-            why="samples of different machines, launches or versions cannot be put together",
-            remedy="name another folder",
-        )
-        for name in now
-        if then[name] != now[name]
-    ]
-    if problems:
-        raise ConfigError(problems, headline="this run cannot go on here")
 
 
 @contextlib.contextmanager

@@ -17,11 +17,10 @@ import gc
 import hashlib
 import itertools
 import os
-import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,8 +42,6 @@ from ds_ckpt.measure.records import (
     Sample,
     StepTime,
     Store,
-    Stretch,
-    Timeline,
     Trial,
 )
 from ds_ckpt.measure.spec import (
@@ -63,16 +60,6 @@ from ds_ckpt.telemetry.timings import Spans
 EVALUATION_BATCHES = 24
 SETTLE_S = 0.15
 """How long nothing is sent around a reading of the interfaces' counters."""
-
-
-@dataclass
-class Step:
-    """One recorded step of this process."""
-
-    time: StepTime
-    loss: float
-    main: tuple[Stretch, ...]
-    beside: tuple[Stretch, ...]
 
 
 class Running:
@@ -99,8 +86,8 @@ class Running:
         self.engine.step()
         return float(loss)
 
-    def step(self, batch: torch.Tensor) -> Step:
-        """One optimizer step with its spans, begun by all processes at once."""
+    def step(self, batch: torch.Tensor) -> tuple[StepTime, float]:
+        """One optimizer step, begun by all processes at once: its time by parts, and the loss."""
         self.engine.train()
         spans = self.spans
         dist.barrier()
@@ -114,14 +101,13 @@ class Running:
             self.engine.step()
         step_s = time.perf_counter() - start_s
         self._record(None)
-        found, thread = spans.take(), threading.get_ident()
+        found = spans.take()
         times = StepTime(
             step_s=step_s,
-            parts_s=parts.parts(found, thread),
+            parts_s=parts.parts(found, threading.get_ident()),
             in_collectives_s=parts.in_collectives_s(found),
         )
-        main, beside = parts.main_pieces(found, thread), parts.beside_pieces(found, thread)
-        return Step(times, float(loss), _since(start_s, main), _since(start_s, beside))
+        return times, float(loss)
 
     def memory(self, batch: torch.Tensor) -> tuple[int, int]:
         """Bytes of activations in one step: held after the forward, and the peak."""
@@ -212,7 +198,7 @@ class Worker:
             heldout_bytes=len(self.text.heldout),
             corpus_sha256=self.text.sha256,
         )
-        self.append([record])
+        self.append(record)
         self._measure_trials()
         self._measure_losses()
         self.beat("done")
@@ -272,7 +258,7 @@ class Worker:
         held, peak = (int(n) for n in most)
         record = Memory(configuration=name, sequences=sequences, held_bytes=held, peak_bytes=peak)
         self.done[record.key] = record
-        self.append([record])
+        self.append(record)
 
     def _trial(self, one: Running, key: Key, rate: float | None, repetition: int) -> None:
         spec = self.spec
@@ -280,28 +266,25 @@ class Worker:
         for step in range(spec.drop):
             one.plain_step(self.batch(key.sequences, first + step))
         before, counted = self._settled(), one.session.counters.snapshot()
-        steps: list[Step] = []
+        steps = []
         for step in range(spec.steps):
             steps.append(one.step(self.batch(key.sequences, first + spec.drop + step)))
             self.beat(None)
         delta = one.session.counters.snapshot() - counted
         bytes_ = self._settled() - before
         leads = int(os.environ.get("LOCAL_RANK", "0")) == 0
-        times = [step.time for step in steps]
+        times, losses = zip(*steps, strict=True)
         purposes = {p.value: delta.bytes_sent.get(p, 0) / spec.steps for p in Purpose}
         link = [bytes_.link_bytes / spec.steps] if leads else []
-        figures = taken(Take(times, [step.loss for step in steps], bytes_, leads))
+        figures = taken(Take(times, losses, bytes_, leads))
         everyone = gathered((times, purposes, link, figures))
         all_times, all_purposes, links, all_figures = zip(*everyone, strict=True)
         figures = put_together(all_figures)
-        at: dict[str, Any] = {
-            "configuration": key.configuration,
-            "rate_mbit": rate,
-            "sequences": key.sequences,
-            "repetition": repetition,
-        }
         trial = Trial(
-            **at,
+            configuration=key.configuration,
+            rate_mbit=rate,
+            sequences=key.sequences,
+            repetition=repetition,
             equal_memory=key.equal_memory,
             steps=slowest(all_times),
             purpose_bytes={n: sum(one[n] for one in all_purposes) for n in purposes},
@@ -309,12 +292,7 @@ class Worker:
             interface_bytes=figures.pop("interface_bytes"),
             figures=figures,
         )
-        records: list[Sample] = [trial]
-        if repetition == spec.repetitions - 1 and not key.equal_memory:
-            middle_s = statistics.median_high(time.step_s for time in times)
-            shown = next(step for step in steps if step.time.step_s == middle_s)
-            records.append(Timeline(**at, step_s=middle_s, main=shown.main, beside=shown.beside))
-        self.append(records)
+        self.append(trial)
 
     def _measure_losses(self) -> None:
         """Train every configuration anew, one after the other, and keep its held-out loss."""
@@ -340,7 +318,7 @@ class Worker:
                 weights_sha256=hashlib.sha256("".join(e[1] for e in everyone).encode()).hexdigest(),
             )
             one.end()
-            self.append([record])
+            self.append(record)
 
     def _settled(self) -> Sent:
         """The interfaces' counters while nothing is under way."""
@@ -354,9 +332,9 @@ class Worker:
         """Say that this process goes on; process 0 says so to whoever launched, too."""
         self.heartbeat.beat(words=words, **more)
 
-    def append(self, records: Sequence[Sample]) -> None:
+    def append(self, record: Sample) -> None:
         if dist.get_rank() == 0:
-            self.store.append(records)
+            self.store.append([record])
 
     def _ask_for(self, rate: float | None) -> None:
         dist.barrier()
@@ -375,13 +353,6 @@ def gathered(mine: Any) -> list[Any]:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return everyone
-
-
-def _since(start_s: float, found: Sequence[Stretch]) -> tuple[Stretch, ...]:
-    def ago(moment_s: float) -> float:
-        return round(moment_s - start_s, 6)
-
-    return tuple(replace(one, start_s=ago(one.start_s), end_s=ago(one.end_s)) for one in found)
 
 
 def _synchronize() -> Callable[[], object]:

@@ -4,7 +4,6 @@ A chart is one panel or several above one another:
 
     Rows    one row a name: stacked bars, an interval, single values, a word
     Lines   values over x, with or without intervals
-    Lanes   stretches of time
 
 Told apart by hatching, kind of line, mark and words, never by colour alone. Equal data give equal
 files. Importing this needs no matplotlib; drawing does.
@@ -13,7 +12,7 @@ files. Importing this needs no matplotlib; drawing does.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -33,7 +32,7 @@ Span = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Band:
-    """A part of every row's bar. Bands and lanes have their fills by their place."""
+    """A part of every row's bar. Bands have their fills by their place."""
 
     label: str
     widths: Sequence[float]
@@ -150,26 +149,7 @@ class Lines:
         _legend(axes, ncols=2)
 
 
-@dataclass(frozen=True)
-class Lanes:
-    """What went on side by side, from 0 to `end_s`: start and length of stretches by lane."""
-
-    title: str
-    lanes: Mapping[str, Sequence[tuple[float, float]]]
-    end_s: float
-    inches: float = 2.1
-
-    def draw(self, axes: Any) -> None:
-        for place, stretches in enumerate(self.lanes.values()):
-            axes.broken_barh(stretches, (place - 0.4, 0.8), linewidth=0.3, **_fill(place))
-        axes.set_yticks(range(len(self.lanes)), self.lanes, fontsize=8)
-        axes.set_ylim(len(self.lanes) - 0.5, -0.5)
-        axes.set_xlim(0, self.end_s)
-        axes.set_title(self.title, fontsize=9, loc="left")
-        axes.set_xlabel("s")
-
-
-Panel = Rows | Lines | Lanes
+Panel = Rows | Lines
 
 
 def look(place: int) -> tuple[str, str]:

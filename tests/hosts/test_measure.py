@@ -19,7 +19,7 @@ from ds_ckpt.hosts.launcher import run_in_foreground
 from ds_ckpt.hosts.records import all_sets
 from ds_ckpt.measure.cluster import cluster
 from ds_ckpt.measure.parts import PARTS
-from ds_ckpt.measure.records import Loss, Memory, Sample, Store, Timeline, Trial
+from ds_ckpt.measure.records import Loss, Memory, Sample, Store, Trial
 from ds_ckpt.measure.report import Report
 from tests.hosts.conftest import processes
 
@@ -102,8 +102,6 @@ def test_every_cell_took_its_turn_at_every_rate(measured: Path) -> None:
     assert usual == {(name, rate) for name in names for rate in RATES}
     large = {(t.configuration, t.rate_mbit) for t in trials(measured) if t.equal_memory}
     assert large == {(f"block/{m}", r) for m in ("stock", "dense", "4bit") for r in RATES}
-    lines = {(s.configuration, s.rate_mbit) for s in samples(measured) if isinstance(s, Timeline)}
-    assert lines == usual
 
 
 def test_the_parts_of_a_step_add_up_to_the_step_within_3_percent(measured: Path) -> None:

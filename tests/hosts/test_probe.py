@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from ds_ckpt.errors import UnsupportedError
 from ds_ckpt.hosts import probe
+from ds_ckpt.hosts.backends import Emulated, Hostfile, Prepared
 from ds_ckpt.hosts.emulated import EmulatedHosts
 from ds_ckpt.hosts.launcher import LaunchError
 from ds_ckpt.hosts.probe import Links, Pair
@@ -28,7 +30,7 @@ def test_the_rate_that_was_set_is_found_within_5_percent(two_hosts: EmulatedHost
     """The best of a few tries: other work on the machine slows a stream, nothing speeds it."""
     one_way, both = [0.0, 0.0], [0.0, 0.0]
     for _ in range(6):
-        links = probe.probe_emulated(two_hosts)
+        links = probe.probe(Emulated(two_hosts))
         assert links.hosts == ("host0", "host1")
         (pair,) = links.pairs
         assert 0 < pair.latency_s < 0.1
@@ -59,12 +61,16 @@ def test_every_pair_is_measured_and_the_command_writes_json(
         assert 0 < max(_one_way(pair)) < 1.1 * 50e6 / 8
 
 
-def test_what_mpirun_says_is_in_the_error(
-    two_hosts: EmulatedHosts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(two_hosts, "count", 3)  # one more than there are
+def test_what_mpirun_says_is_in_the_error(two_hosts: EmulatedHosts) -> None:
+    hosts = Emulated(two_hosts)
+    prepare = hosts.prepare
+
+    def too_many(argv: Sequence[str], folder: Path) -> Prepared:
+        return prepare([argv[0], "-n", "3", *argv[3:]], folder)
+
+    hosts.prepare = too_many  # type: ignore[method-assign]
     with pytest.raises(LaunchError, match="did not finish") as caught:
-        probe.probe_emulated(two_hosts)
+        probe.probe(hosts)
     assert "ppr:1:node" in str(caught.value)
 
 
@@ -72,12 +78,12 @@ def test_what_is_missing_is_said_in_words(monkeypatch: pytest.MonkeyPatch, tmp_p
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("one slots=2\n# two slots=2\n")
     with pytest.raises(UnsupportedError, match="found 1 hosts"):
-        probe.probe_hostfile(hostfile)
+        probe.probe(Hostfile(hostfile))
     hostfile.write_text("one slots=2\ntwo slots=2\n")
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UnsupportedError, match="openmpi-bin") as caught:
-        probe.probe_hostfile(hostfile)
+        probe.probe(Hostfile(hostfile))
     assert "ds_ckpt[mpi]" in str(caught.value)
 
 

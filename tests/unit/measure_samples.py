@@ -13,8 +13,6 @@ from ds_ckpt.measure.records import (
     Model,
     Sample,
     StepTime,
-    Stretch,
-    Timeline,
     Trial,
 )
 from ds_ckpt.measure.spec import Spec
@@ -78,25 +76,6 @@ def samples(spec: Spec = SPEC, drift: float = 0.0) -> list[Sample]:
     for one in spec.configurations:
         for rate in spec.rates:
             found += [trial(spec, one.name, rate, n, drift) for n in range(spec.repetitions)]
-            shown = step(one.name, rate or 1e4)
-            line = (
-                Stretch(start_s=0.0, end_s=0.2, part="compute_forward"),
-                Stretch(start_s=0.2, end_s=0.3, part="network_forward", purpose="gather_forward"),
-                Stretch(start_s=0.3, end_s=0.4, part="recompute"),
-                Stretch(start_s=0.4, end_s=0.5, part="network_backward", purpose="reduce"),
-                Stretch(start_s=0.5, end_s=0.6, part="compression", purpose="reduce"),
-            )
-            found.append(
-                Timeline(
-                    configuration=one.name,
-                    rate_mbit=rate,
-                    sequences=4,
-                    repetition=spec.repetitions - 1,
-                    step_s=shown.step_s,
-                    main=line,
-                    beside=line[3:],
-                )
-            )
         if one.method == "stock":
             found += [
                 Memory(

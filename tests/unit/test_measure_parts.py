@@ -14,9 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_ckpt.measure.parts import (
     PARTS,
-    beside_pieces,
     in_collectives_s,
-    main_pieces,
     parts,
 )
 from ds_ckpt.telemetry import Counters, Purpose
@@ -95,13 +93,6 @@ def test_a_wait_for_the_other_thread_is_what_that_thread_does() -> None:
     assert found["compression"] == pytest.approx(1 + 1)  # 4 to 5, 7 to 8
     assert found["network_backward"] == pytest.approx(2 + 1)  # 5 to 7; nobody works from 8 to 9
     assert found["compute_backward"] == pytest.approx(5)
-    assert [p.part for p in beside_pieces(spans, MAIN)] == ["compression", "network", "compression"]
-
-
-def test_pieces_know_what_they_are_for() -> None:
-    pieces = [p for p in main_pieces(STEP, MAIN) if p.part.startswith("network")]
-    purposes = ["gather_forward", "gather_forward", "gather_recompute", "gather_backward"]
-    assert [p.purpose for p in pieces] == [*purposes, "reduce", "reduce", "reduce", "other"]
 
 
 def test_time_in_collectives_counts_what_overlaps_once() -> None:

@@ -8,9 +8,11 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -27,7 +29,7 @@ from ds_ckpt.measure.spec import Spec
 from tests.unit import measure_samples as known
 
 PLOTS = (
-    *("timeline-0", "timeline-1", "timeline-2", "parts-0", "parts-1", "parts-2", "bytes-0"),
+    *("parts-0", "parts-1", "parts-2", "bytes-0"),
     *("sweep-steps", "sweep-paid", "losses"),
 )
 RUN = {
@@ -57,6 +59,11 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / LIKE).write_text(json.dumps(["Like nothing on earth."]))
     Report.of(folder).write(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def made(run_folder: Path) -> Report:
+    return Report.of(run_folder)
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +122,6 @@ def test_every_plot_is_there_with_its_data(page: str) -> None:
         shapes = [e for e in svg.iter() if e.tag.endswith("}path")]
         assert len(shapes) > (10 if name == "losses" else 20), name
         wanted = {
-            "timeline": ["block/stock", "block/4bit", "gathers", "reduction", "recompute"],
             "parts": ["none/stock", "block/4bit", "network, backward", "compression"],
             "bytes": ["none/stock", "gradients", "weights, recompute"],
             "sweep-steps": ["block/silent", "Mbit/s"],
@@ -128,7 +134,7 @@ def test_every_plot_is_there_with_its_data(page: str) -> None:
 
 def test_bars_are_told_apart_by_hatching(page: str) -> None:
     for name, svg in _plots(page).items():
-        if name.startswith(("parts", "bytes", "timeline")):
+        if name.startswith(("parts", "bytes")):
             patterns = [e for e in svg.iter() if e.tag.endswith("}pattern")]
             assert len(patterns) >= 4, name
 
@@ -140,7 +146,6 @@ def test_the_square_stands_first_and_the_run_last(
     assert heads == [
         "Checkpointing off and on, dense and compressed",
         "What it means",
-        "One step",
         "What it is made of",
         "Bytes by purpose",
         "What compression pays for",
@@ -177,6 +182,18 @@ def test_the_numbers_are_those_of_the_samples(run_folder: Path) -> None:
     assert "share_paid" in data["settled"][0]
 
 
+def test_a_break_even_is_no_headline(made: Report) -> None:
+    """It has no interval, and two runs are not held against each other in it."""
+    assert not any("Break-even" in line for line in words.headlines(made.findings))
+    assert "Break-even" in made.document().markdown()
+
+
+def test_every_column_has_its_unit(made: Report) -> None:
+    bare = [one.heading for one in MEASURED if not one.unit.startswith(("s", "MB"))]
+    assert bare == ["parts / step", "interfaces / purposes", "held-out loss"]
+    assert all(head.endswith(", MB") for head in bytes_table(made.findings.rows).heads[1:])
+
+
 def test_what_is_uncertain_is_no_headline(tmp_path: Path) -> None:
     few = replace(known.SPEC, repetitions=2)
     lines = words.headlines(Report.of(write_run(tmp_path / "few", few)).findings)
@@ -184,23 +201,31 @@ def test_what_is_uncertain_is_no_headline(tmp_path: Path) -> None:
     assert any("More repetitions" in line for line in lines)
 
 
-def test_losses_that_differ_are_said_aloud(tmp_path: Path) -> None:
+def test_losses_or_weights_that_differ_are_said_aloud(tmp_path: Path) -> None:
+    """The digest of the weights is what older runs lack."""
     folder = write_run(tmp_path / "run")
-    store = Store(folder)
-    loss = next(s for s in store.read() if s.kind == "loss" and s.configuration == "block/dense")
-    store.append([loss.model_copy(update={"train_losses": (5.0, 4.0, 3.4)})])
-    assert (
-        "differ from those without checkpointing in block/dense"
-        in Report.of(folder).document().html()
-    )
+    losses = {s.configuration: s for s in Store(folder).read() if isinstance(s, Loss)}
+
+    def exactness(**updates: dict[str, Any]) -> str:
+        Store(folder).append(
+            [one.model_copy(update=updates.get(name, {})) for name, one in losses.items()]
+        )
+        return words.lossless(Report.of(folder).losses)
+
+    assert "final weights" not in exactness()
+    said = exactness(**{"block/dense": {"train_losses": (5.0, 4.0, 3.4)}})
+    assert "differ from those without checkpointing in block/dense" in said
+    assert said in Report.of(folder).document().html()
+    other = {"none/dense": {"weights_sha256": "a"}, "block/dense": {"weights_sha256": "b"}}
+    assert "NOT met" in exactness(**other)
+    same = {name: {"weights_sha256": "a"} for name in losses}
+    assert "final weights are equal, too" in exactness(**same)
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StateError, match=r"no spec\.json"):
         Report.of(tmp_path)
     known.SPEC.save(tmp_path)
-    with pytest.raises(StateError, match="no repetition"):
-        Report.of(tmp_path)
     result = CliRunner().invoke(app, ["report", str(tmp_path)])
     assert result.exit_code == 1
     assert "no repetition" in result.output
@@ -215,24 +240,40 @@ def test_a_run_of_a_single_rate_has_a_report_too(tmp_path: Path) -> None:
     assert "NOT SHAPED" in page
 
 
+def _change(folder: Path, whose: str, anew: Callable[[Trial], dict[str, Any]]) -> None:
+    """Trials of the configurations that begin so: the last record of equal keys counts."""
+    trials = [s for s in Store(folder).read() if isinstance(s, Trial)]
+    mine = [t for t in trials if t.configuration.startswith(whose)]
+    Store(folder).append([t.model_copy(update=anew(t)) for t in mine])
+
+
+def _steps(trial: Trial, step_s: float | None = None, **parts: float) -> dict[str, Any]:
+    one = trial.steps[0]
+    update = {"parts_s": {**one.parts_s, **parts}, "step_s": step_s or one.step_s}
+    return {"steps": (one.model_copy(update=update),) * 2}
+
+
 def test_two_runs_are_held_against_each_other(tmp_path: Path) -> None:
     first, second = write_run(tmp_path / "first"), write_run(tmp_path / "second")
     command = ["report", str(first), "--against", str(second)]
     same = CliRunner().invoke(app, command)
     assert same.exit_code == 0, same.output
     assert "0.0% apart" in same.output
-    turns = [s for s in Store(second).read() if s.kind == "turn"]
-    longer = []
-    for turn in turns:
-        if turn.configuration == "block/stock" and turn.rate_mbit == 100.0:
-            parts = {**turn.steps[0].parts_s}
-            parts["network_backward"] += 0.2
-            step = turn.steps[0].model_copy(update={"parts_s": parts})
-            longer.append(turn.model_copy(update={"steps": (step,) * 2}))
-    Store(second).append(longer)
+
+    _change(second, "block/stock", lambda trial: _steps(trial, network_backward=3.0))
     apart = CliRunner().invoke(app, command)
     assert apart.exit_code == 1
     assert "beyond 5%" in apart.output
+
+
+def test_two_experiments_are_not_held_against_each_other(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "first")
+    few = write_run(tmp_path / "few", replace(known.SPEC, repetitions=2))
+    other = write_run(tmp_path / "other", replace(known.SPEC, tokens=64, slots=2))
+    for one, against, said in ((first, other, "slots, tokens"), (few, few, "nothing to hold")):
+        result = CliRunner().invoke(app, ["report", str(one), "--against", str(against)])
+        assert result.exit_code == 1
+        assert said in result.output
 
 
 def test_what_is_missing_is_said_first(tmp_path: Path) -> None:
@@ -248,14 +289,15 @@ def test_what_is_missing_is_said_first(tmp_path: Path) -> None:
     ]
     store.path.unlink()
     store.append(kept)
-    lines = words.headlines(Report.of(folder).findings)
-    assert lines[0].startswith("NOT WHOLE")
-    assert "400 Mbit/s: 1 of 5 repetitions" in lines[0]
-    assert "1600 Mbit/s: none of 5 repetitions" in lines[0]
-    assert "100 Mbit/s: 5" not in lines[0]
-    assert "no held-out loss of none/stock, none/dense, none/4bit, block/stock" in lines[0]
-    assert lines[0] in Report.of(folder).document().html()
-    assert lines[0] in Report.of(folder).document().markdown()
+    report = Report.of(folder)
+    first = words.headlines(report.findings)[0]
+    assert first.startswith("NOT WHOLE")
+    assert "400 Mbit/s: 1 of 5 repetitions" in first
+    assert "1600 Mbit/s: none of 5 repetitions" in first
+    assert "100 Mbit/s: 5" not in first
+    assert "no held-out loss of none/stock, none/dense, none/4bit, block/stock" in first
+    assert first in report.document().html()
+    assert first in report.document().markdown()
     whole = Report.of(write_run(tmp_path / "whole"))
     assert "NOT WHOLE" not in whole.document().html()
 
@@ -263,14 +305,7 @@ def test_what_is_missing_is_said_first(tmp_path: Path) -> None:
 def test_the_file_of_a_run_without_a_share_is_json(tmp_path: Path) -> None:
     """Recomputing that costs nothing has no share that is paid; JSON has no NaN."""
     folder = write_run(tmp_path / "run")
-    turns = [s for s in Store(folder).read() if s.kind == "turn"]
-    free = []
-    for turn in turns:
-        if turn.configuration.startswith("block"):
-            parts = {**turn.steps[0].parts_s, "recompute": 0.0, "network_recompute": 0.0}
-            step = turn.steps[0].model_copy(update={"parts_s": parts})
-            free.append(turn.model_copy(update={"steps": (step,) * 2}))
-    Store(folder).append(free)
+    _change(folder, "block", lambda t: _steps(t, recompute=0.0, network_recompute=0.0))
     report = Report.of(folder)
     report.write(folder)
 
@@ -283,43 +318,29 @@ def test_the_file_of_a_run_without_a_share_is_json(tmp_path: Path) -> None:
 
 
 def test_with_several_batches_each_is_told_apart(tmp_path: Path) -> None:
-    spec = replace(known.SPEC, batches=(4, 6))
-    folder = write_run(tmp_path / "run", spec)
-    store = Store(folder)
-    more = [
-        s.model_copy(update={"sequences": 6, "step_s": 9.0} if s.kind == "timeline" else six)
-        for six in ({"sequences": 6},)
-        for s in store.read()
-        if s.kind in ("turn", "timeline") and not getattr(s, "equal_memory", False)
-    ]
-    store.append(more)
+    folder = write_run(tmp_path / "run", replace(known.SPEC, batches=(4, 6)))
+    trials = [s for s in Store(folder).read() if isinstance(s, Trial) and not s.equal_memory]
+    Store(folder).append([one.model_copy(update={"sequences": 6}) for one in trials])
     report = Report.of(folder)
-    page = report.document().html()
-    drawn = _plots(page)
+    drawn = _plots(report.document().html())
     for name in ("parts-0", "bytes-0"):
-        drawn_words = [text for e in drawn[name].iter() if (text := e.text)]
+        said = [text for e in drawn[name].iter() if (text := e.text)]
         for label in ("none/stock, 4 sequences", "none/stock, 6 sequences"):
-            assert drawn_words.count(label) == 1, (name, label)
-    assert "9.000 s" not in "".join(e.text or "" for e in drawn["timeline-0"].iter())
+            assert said.count(label) == 1, (name, label)
     lines = [line for line in words.headlines(report.findings) if " against " in line]
     assert len({line.split(":")[0] for line in lines}) == len(lines)
     assert "block/4bit, 6 sequences" in report.document().markdown()
 
 
-def test_every_column_has_its_unit(tmp_path: Path) -> None:
-    rows = Report.of(write_run(tmp_path / "run")).findings.rows
-    bare = [one.heading for one in MEASURED if not one.unit.startswith(("s", "MB"))]
-    assert bare == ["parts / step", "interfaces / purposes", "held-out loss"]
-    assert all(head.endswith(", MB") for head in bytes_table(rows).heads[1:])
-
-
 def test_interfaces_that_count_otherwise_are_a_caveat(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
-    assert not any("payload" in line for line in words.caveats(Report.of(folder).findings))
-    store = Store(folder)
-    more = [s for s in store.read() if s.kind == "turn" and s.configuration == "none/dense"]
-    store.append([s.model_copy(update={"interface_bytes": 1.1 * s.interface_bytes}) for s in more])
-    (line,) = [line for line in words.caveats(Report.of(folder).findings) if "payload" in line]
+
+    def said() -> list[str]:
+        return [line for line in words.caveats(Report.of(folder).findings) if "payload" in line]
+
+    assert said() == []
+    _change(folder, "none/dense", lambda t: {"interface_bytes": 1.1 * t.interface_bytes})
+    (line,) = said()
     assert "(none/dense)" in line
 
 
@@ -338,76 +359,47 @@ def test_without_its_packages_the_page_alone_is_missing(
             (folder / f"report.{kind}").unlink()
 
 
-def test_a_break_even_is_no_headline(tmp_path: Path) -> None:
-    """It has no interval, and two runs are not held against each other in it."""
-    report = Report.of(write_run(tmp_path / "run"))
-    assert not any("Break-even" in line for line in words.headlines(report.findings))
-    assert "Break-even" in report.document().markdown()
-
-
-def test_two_experiments_are_not_held_against_each_other(tmp_path: Path) -> None:
-    first = write_run(tmp_path / "first")
-    other = write_run(tmp_path / "other", replace(known.SPEC, tokens=64, slots=2))
-    result = CliRunner().invoke(app, ["report", str(first), "--against", str(other)])
-    assert result.exit_code == 1
-    assert "slots, tokens" in result.output
-    few = write_run(tmp_path / "few", replace(known.SPEC, repetitions=2))
-    result = CliRunner().invoke(app, ["report", str(few), "--against", str(few)])
-    assert result.exit_code == 1
-    assert "nothing to hold" in result.output
-
-
 def test_the_words_say_where_compression_wins_and_loses(tmp_path: Path) -> None:
     spec = replace(known.SPEC, rates=(100.0, 1600.0))
     ((_, claims),) = Report.of(write_run(tmp_path / "run", spec)).claims()
     said = dict(claims)
     assert list(said) == ["Memory", "Weights", "Gradients", "The ceiling", "Time", "Held-out loss"]
-    assert "The price, a second forward: 0.100 s a step" in said["Memory"]
-    assert "20.0 MB sent a process and step" in said["Weights"]
-    assert "(7.50 MB) stays" in said["Weights"]
-    assert (
-        "4bit sends 1.25 MB a process and step, stock DeepSpeed 20.0 MB (16.0x less)"
-        in (said["Gradients"])
-    )
-    assert "That flatters it" in said["Gradients"]
-    assert "8.00x less" in said["Gradients"]
-    assert "gradients are 33% of it" in said["The ceiling"]
-    assert "at most 1.50x faster" in said["The ceiling"]
-    assert "faster than stock's" in said["Time"]
+    for head, text in (
+        ("Memory", "The price, a second forward: 0.100 s a step"),
+        ("Weights", "20.0 MB sent a process and step"),
+        ("Weights", "(7.50 MB) stays"),
+        (
+            "Gradients",
+            "4bit sends 1.25 MB a process and step, stock DeepSpeed 20.0 MB (16.0x less)",
+        ),
+        ("Gradients", "That flatters it"),
+        ("Gradients", "8.00x less"),
+        ("The ceiling", "gradients are 33% of it"),
+        ("The ceiling", "at most 1.50x faster"),
+        ("Time", "faster than stock's"),
+        ("Held-out loss", "4bit loses: 3.600 against 3.500 (2.9% worse)"),
+    ):
+        assert text in said[head]
     assert said["Time"].count("Mbit/s:") == 4  # two rates, two baselines
-    assert "4bit loses: 3.600 against 3.500 (2.9% worse)" in said["Held-out loss"]
 
 
 def test_times_that_overlap_are_not_called_a_difference_and_longer_ones_lose(
     tmp_path: Path,
 ) -> None:
-    spec = replace(known.SPEC, rates=(1e5,))
-    folder = write_run(tmp_path / "run", spec)
-    (one,) = Report.of(folder).claims()
-    assert "LOSES: choosing what to send takes longer" in dict(one[1])["Time"]
-    store = Store(folder)
-    uneven = []
-    for trial in store.read():
-        if isinstance(trial, Trial) and trial.configuration == "block/4bit":
-            step = trial.steps[0]
-            longer = step.step_s * (1.5 if trial.repetition % 2 else 0.5)
-            steps = (step.model_copy(update={"step_s": longer}),) * 2
-            uneven.append(trial.model_copy(update={"steps": steps}))
-    store.append(uneven)
-    (one,) = Report.of(folder).claims()
-    assert "no difference to stock's that stands out of the spread" in dict(one[1])["Time"]
+    folder = write_run(tmp_path / "run", replace(known.SPEC, rates=(1e5,)))
 
+    def time_() -> str:
+        ((_, claims),) = Report.of(folder).claims()
+        return dict(claims)["Time"]
 
-def test_other_weights_are_a_broken_promise(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run")
-    store = Store(folder)
-    losses = {s.configuration: s for s in store.read() if isinstance(s, Loss)}
-    for name, digest in (("none/dense", "a"), ("block/dense", "b")):
-        store.append([losses[name].model_copy(update={"weights_sha256": digest})])
-    (line,) = [t for t in Report.of(folder).document().markdown().split("\n") if "NOT met" in t]
-    assert "in block/dense" in line
-    store.append([one.model_copy(update={"weights_sha256": "a"}) for one in losses.values()])
-    assert "final weights are equal, too" in Report.of(folder).document().markdown()
+    assert "LOSES: choosing what to send takes longer" in time_()
+
+    _change(
+        folder,
+        "block/4bit",
+        lambda t: _steps(t, t.steps[0].step_s * (1.5 if t.repetition % 2 else 0.5)),
+    )
+    assert "no difference to stock's that stands out of the spread" in time_()
 
 
 OLD = Path(__file__).parent / "measured_before"
@@ -435,7 +427,9 @@ def test_a_run_of_before_is_read_and_reported(tmp_path: Path) -> None:
 
 
 def test_records_keep_the_names_that_they_had(tmp_path: Path) -> None:
-    before = (OLD / "samples.jsonl").read_text().splitlines()
+    lines = (OLD / "samples.jsonl").read_text().splitlines()
+    before = [line for line in lines if "timeline" not in line]  # drawings, which are not read
+    assert 0 < len(before) < len(lines)
     store = Store(tmp_path)
     store.append(Store(OLD).read())
     for old, new in zip(before, store.path.read_text().splitlines(), strict=True):

@@ -19,7 +19,6 @@ from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.hosts.checks import HostError
 from ds_ckpt.measure import run, worker
 from ds_ckpt.measure.records import Key, Model, Store, Trial
-from ds_ckpt.measure.run import Shown
 from ds_ckpt.measure.spec import Configuration, Spec
 from tests.unit import measure_samples as known
 
@@ -60,11 +59,11 @@ def test_a_run_does_not_go_on_in_another_place(
 
 def test_progress_is_shown_a_line_a_tenth_without_a_terminal() -> None:
     said = io.StringIO()
-    with Shown(Console(file=said, width=100)) as shown:
+    with run.shown(Console(file=said, width=100)) as show:
         for done in range(1, 41):
-            shown({"words": f"{done} of 40 trials", "done": done, "total": 40})
-            shown({"words": None})
-        shown({"words": "training none/stock for its loss", "done": 0, "total": 60})
+            show({"words": f"{done} of 40 trials", "done": done, "total": 40})
+            show({"words": None})
+        show({"words": "training none/stock for its loss", "done": 0, "total": 60})
     lines = [line.strip() for line in said.getvalue().splitlines() if line.strip()]
     assert lines[:2] == ["1 of 40 trials", "4 of 40 trials"]
     assert lines[-1] == "training none/stock for its loss"

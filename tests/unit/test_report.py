@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -13,7 +12,7 @@ from rich.console import Console
 
 from ds_ckpt.errors import UnsupportedError
 from ds_ckpt.report import charts
-from ds_ckpt.report.charts import Band, Lanes, Line, Lines, Rows
+from ds_ckpt.report.charts import Band, Line, Lines, Rows
 from ds_ckpt.report.document import (
     Code,
     Document,
@@ -47,7 +46,6 @@ LINES = Lines(
     levels=[(2.5, "so high")],
     notes=[(1.0, 3.0, "here")],
 )
-LANES = Lanes("of lanes", {"upper": [(0.0, 1.0)], "lower": []}, end_s=2.0)
 WHOLE = Document(
     "A title <b>",
     ["Opening [bold]words[/bold]."],
@@ -67,7 +65,7 @@ WHOLE = Document(
                     tones=["good", ""],
                     page_only=["remark"],
                 ),
-                Plot("plot", [ROWS, LINES, LANES], "A caption."),
+                Plot("plot", [ROWS, LINES], "A caption."),
             ],
         ),
         Section("A chart alone", [Plot("alone", [LINES], "Another caption.")]),
@@ -145,7 +143,7 @@ def test_a_terminal_folds_but_cuts_nothing_and_lets_code_be_copied() -> None:
 
 
 def test_a_chart_says_all_that_it_was_given() -> None:
-    words = _words(charts.svg([ROWS, LINES, LANES]))
+    words = _words(charts.svg([ROWS, LINES]))
     for text in ("first", "second", "widths", "wide", "narrow", "counted", "a word", "of rows"):
         assert text in words, text
     for text in (
@@ -155,9 +153,6 @@ def test_a_chart_says_all_that_it_was_given() -> None:
         "heights",
         "so high",
         "here",
-        "of lanes",
-        "upper",
-        "lower",
     ):
         assert text in words, text
     assert "nothing" not in words  # a band without width
@@ -183,14 +178,3 @@ def test_a_chart_is_a_file_of_two_kinds(tmp_path: Path) -> None:
     assert (tmp_path / "chart.PNG").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(UnsupportedError, match=r"\.png or \.svg"):
         charts.save([ROWS], tmp_path / "chart.gif")
-
-
-@pytest.mark.parametrize("package", ["jinja2", "matplotlib.figure"])
-def test_without_its_packages_the_page_alone_is_missing(
-    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(UnsupportedError, match=r"ds_ckpt\[report\]"):
-        WHOLE.write(tmp_path)
-    assert (tmp_path / "report.md").read_text() == WHOLE.markdown()
-    assert not (tmp_path / "report.html").exists()
