@@ -130,7 +130,6 @@ def _mean(rows: tuple[dict[str, Any], ...]) -> dict[str, Any]:
 
 def run(rate_mbit: float, reuse: int, steps: int, limit_s: float) -> list[dict[str, Any]]:
     """One launch."""
-    from ds_ckpt.hosts.backends import Emulated
     from ds_ckpt.hosts.emulated import EmulatedHosts
     from ds_ckpt.hosts.launcher import deepspeed
 
@@ -141,7 +140,7 @@ def run(rate_mbit: float, reuse: int, steps: int, limit_s: float) -> list[dict[s
         folder = Path(temporary)
         (folder / "spec.json").write_text(json.dumps({"reuse": reuse, "steps": steps}))
         script = [str(Path(__file__).resolve()), "--worker", str(folder)]
-        deepspeed(Emulated(hosts), script, folder, limit_s=limit_s)
+        deepspeed(hosts, script, folder, limit_s=limit_s)
         rows: list[dict[str, Any]] = json.loads((folder / "rows.json").read_text())
     common = {"rate_mbit": rate_mbit, "reuse": reuse, "load": os.getloadavg()[1]}
     return [{**common, **row} for row in rows]

@@ -144,7 +144,6 @@ def run_model(model: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """All rates and cells of one model."""
     import tempfile
 
-    from ds_ckpt.hosts.backends import Emulated
     from ds_ckpt.hosts.emulated import EmulatedHosts
     from ds_ckpt.hosts.launcher import deepspeed
 
@@ -161,7 +160,7 @@ def run_model(model: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         (folder / "spec.json").write_text(json.dumps(spec))
         script = [str(Path(__file__).resolve()), "--worker", str(folder)]
         looks = rate_setter(hosts, folder)
-        deepspeed(Emulated(hosts), script, folder, limit_s=options.limit_s, attend=looks)
+        deepspeed(hosts, script, folder, limit_s=options.limit_s, attend=looks)
         rows: list[dict[str, Any]] = json.loads((folder / "rows.json").read_text())
     return rows
 

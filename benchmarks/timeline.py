@@ -116,7 +116,7 @@ def length(intervals: Intervals) -> float:
 
 def run(cell: str, rate_mbit: float | None, trace_to: Path | None) -> dict[str, Any]:
     """One launch; both views of one step."""
-    from ds_ckpt.hosts.backends import Emulated, Loopback
+    from ds_ckpt.hosts.backends import Loopback
     from ds_ckpt.hosts.emulated import EmulatedHosts, missing
     from ds_ckpt.hosts.launcher import deepspeed
 
@@ -128,7 +128,7 @@ def run(cell: str, rate_mbit: float | None, trace_to: Path | None) -> dict[str, 
             deepspeed(Loopback(), script, folder, limit_s=580)
         else:
             with EmulatedHosts(2, rate_mbit=rate_mbit) as hosts:
-                deepspeed(Emulated(hosts), script, folder, limit_s=580)
+                deepspeed(hosts, script, folder, limit_s=580)
         text = (folder / "trace.json").read_text()
         if trace_to is not None:
             trace_to.write_text(text)

@@ -117,7 +117,6 @@ def run_layout(layout: str, options: argparse.Namespace) -> list[dict[str, Any]]
     import subprocess
     import tempfile
 
-    from ds_ckpt.hosts.backends import Emulated
     from ds_ckpt.hosts.emulated import EmulatedHosts
     from ds_ckpt.hosts.launcher import deepspeed
 
@@ -130,7 +129,7 @@ def run_layout(layout: str, options: argparse.Namespace) -> list[dict[str, Any]]
     }
     with (
         tempfile.TemporaryDirectory() as temporary,
-        EmulatedHosts(count, rate_mbit=None) as hosts,
+        EmulatedHosts(count, rate_mbit=None, slots=slots) as hosts,
     ):
         if options.headers:
             for host in hosts.hosts:
@@ -139,7 +138,7 @@ def run_layout(layout: str, options: argparse.Namespace) -> list[dict[str, Any]]
         folder = Path(temporary)
         (folder / "spec.json").write_text(json.dumps(spec))
         script = [str(Path(__file__).resolve()), "--worker", str(folder)]
-        deepspeed(Emulated(hosts, slots), script, folder, limit_s=options.limit_s)
+        deepspeed(hosts, script, folder, limit_s=options.limit_s)
         rows: list[dict[str, Any]] = json.loads((folder / "rows.json").read_text())
     return [{"layout": layout, **row} for row in rows]
 

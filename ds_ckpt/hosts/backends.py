@@ -1,7 +1,7 @@
 """Where experiments are launched: how a command reaches its hosts, and what it needs there.
 
-Emulated hosts and the machines of a hostfile are reached over pdsh or Open MPI; `Loopback` is this
-machine alone. Nothing is started here: that is `launcher`.
+The machines of a hostfile, and the hosts of `emulated`, are reached over pdsh or Open MPI;
+`Loopback` is this machine alone. Nothing is started here: that is `launcher`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from pathlib import Path
 import ds_ckpt
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.hosts import Launcher
-from ds_ckpt.hosts.emulated import SSH_PORT, EmulatedHosts, namespace
-from ds_ckpt.hosts.interfaces import INTERFACE
 
 MASTER_PORT = 29500
 SSH_S = 12.0
@@ -69,76 +67,6 @@ class Backend:
 
 
 @dataclass
-class Emulated(Backend):
-    """Hosts that `EmulatedHosts` has up. After a launch that had to be killed they are down."""
-
-    hosts: EmulatedHosts
-    slots: int = 1
-    launcher: Launcher = "pdsh"
-    port: int = MASTER_PORT
-
-    def __post_init__(self) -> None:
-        self.names = tuple(host.name for host in self.hosts.hosts)
-        self._up = self.hosts.hosts
-        self.hostfile = self.hosts.folder / "hostfile"
-
-    def on(self, host: str, argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
-        config = f"{self.hosts.folder}/ssh_config"
-        ssh = ["ssh", "-F", config, host, shlex.join(argv)]
-        return _short(self._up[0].command(ssh, folder=Path("/")))
-
-    def prepare(self, argv: Sequence[str], folder: Path) -> Prepared:
-        """`argv` in the first host, in `folder`.
-
-        A leading `deepspeed` gets the options that lead it to all the hosts, unless it names a
-        hostfile itself. For others the environment names DeepSpeed's hostfile (`DS_CKPT_HOSTFILE`)
-        and has what pdsh and Open MPI's `mpirun` need to reach the hosts.
-        """
-        self.hostfile.write_text("".join(f"{name} slots={self.slots}\n" for name in self.names))
-        everywhere = environment(INTERFACE)
-        named = any(word.split("=")[0] in ("-H", "--hostfile") for word in argv)
-        where = [f"--hostfile={self.hostfile}", f"--master_addr={self._up[0].address}"]
-        where += [f"--master_port={self.port}", "--no_ssh_check"]
-        pdsh = self.launcher == "pdsh"
-        where.append(f"--ssh_port={SSH_PORT}" if pdsh else "--launcher=openmpi")
-        command = _led(argv, [] if named else where)
-        ssh = f"-F {self.hosts.folder}/ssh_config"
-        reach = {
-            "PDSH_SSH_ARGS_APPEND": ssh,  # DeepSpeed adds `-p PORT` itself
-            "PDSH_RCMD_TYPE": "ssh",
-            "OMPI_ALLOW_RUN_AS_ROOT": "1",
-            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            "OMPI_MCA_plm_rsh_args": ssh,
-            "OMPI_MCA_oob_tcp_if_include": INTERFACE,
-            "OMPI_MCA_btl_tcp_if_include": INTERFACE,
-            # The hosts share /tmp, and small pids and names come back in every set.
-            "OMPI_MCA_orte_tmpdir_base": "/run",
-            "OMPI_MCA_rmaps_base_oversubscribe": "1",
-            "OMPI_MCA_hwloc_base_binding_policy": "none",
-            "DS_ENV_FILE": _exported(everywhere, self.hosts.folder),
-            "DS_CKPT_HOSTFILE": str(self.hostfile),
-        }
-        inside = self._up[0].command(command, folder=folder)
-        return Prepared(inside, {**_without_outer_launch(), **everywhere, **reach})
-
-    def set_rate(self, rate_mbit: float | None) -> None:
-        self.hosts.set_rate(rate_mbit)
-
-    def gone(self) -> list[str]:
-        return [host.name for host in self._up if namespace(host.pid) is None]
-
-    def end(self) -> None:
-        self.hosts.down()
-
-    def describe(self) -> str:
-        return (
-            f"{len(self.names)} hosts emulated on one machine (network namespaces, a virtual link "
-            f"each, its bandwidth shaped by the kernel, its delay not), {self.slots} processes "
-            f"each, launched by deepspeed over {self.launcher}"
-        )
-
-
-@dataclass
 class Hostfile(Backend):
     """Real machines. This one must be the first of them, or share the launch's folder with it.
 
@@ -162,7 +90,7 @@ class Hostfile(Backend):
         more = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
         where = ["-p", str(self.ssh_port)] if self.ssh_port else []
         options = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=8", *where, *more]
-        return _short(["ssh", *options, host, shlex.join(argv)])
+        return short(["ssh", *options, host, shlex.join(argv)])
 
     def prepare(self, argv: Sequence[str], folder: Path) -> Prepared:
         import torch
@@ -174,12 +102,12 @@ class Hostfile(Backend):
             options.append(f"--launcher={self.launcher}")
         elif self.ssh_port:
             options.append(f"--ssh_port={self.ssh_port}")
-        here = {**_without_outer_launch(), **everywhere}
-        here["DS_ENV_FILE"] = _exported(everywhere, folder)
+        here = {**without_outer_launch(), **everywhere}
+        here["DS_ENV_FILE"] = exported(everywhere, folder)
         if self.launcher == "openmpi" and self.ssh_port:  # deepspeed hands --ssh_port to pdsh alone
             name = "OMPI_MCA_plm_rsh_args"
             here[name] = f"{here.get(name, '')} -p {self.ssh_port}".strip()
-        return Prepared(_led(argv, options), here)
+        return Prepared(led(argv, options), here)
 
     def describe(self) -> str:
         hosts = ", ".join(f"{name} with {count}" for name, count in self.counts.items())
@@ -203,15 +131,15 @@ class Loopback(Backend):
     names: tuple[str, ...] = ("localhost",)
 
     def on(self, host: str, argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
-        return _short(argv)
+        return short(argv)
 
     def prepare(self, argv: Sequence[str], folder: Path) -> Prepared:
         # a cluster's own hostfile must not draw other machines in
         where = ["--hostfile=none", f"--num_gpus={self.processes}", "--master_addr=127.0.0.1"]
-        command = _led(argv, [*where, f"--master_port={self.port}"])
+        command = led(argv, [*where, f"--master_port={self.port}"])
         interface = "lo" if _LOOPBACK.exists() else None
         everywhere = environment(interface, gpus=self.on_gpus())
-        return Prepared(command, {**_without_outer_launch(), **everywhere})
+        return Prepared(command, {**without_outer_launch(), **everywhere})
 
     def on_gpus(self) -> bool:
         """Whether what is launched runs on GPUs."""
@@ -284,26 +212,26 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _exported(everywhere: Mapping[str, str], folder: Path) -> str:
+def exported(everywhere: Mapping[str, str], folder: Path) -> str:
     """The file that DeepSpeed exports on every host; pdsh would strip quotes, so there are none."""
     path = folder / "deepspeed_env"
     path.write_text("".join(f"{name}={value}\n" for name, value in everywhere.items()))
     return str(path)
 
 
-def _led(argv: Sequence[str], options: Sequence[str]) -> list[str]:
+def led(argv: Sequence[str], options: Sequence[str]) -> list[str]:
     """A leading `deepspeed` is this Python environment's, and gets the options."""
     if Path(argv[0]).name != "deepspeed":
         return list(argv)
     return [str(Path(sys.executable).with_name("deepspeed")), *options, *argv[1:]]
 
 
-def _without_outer_launch() -> dict[str, str]:
+def without_outer_launch() -> dict[str, str]:
     """This process's environment without what an outer launch or worker has set."""
     return {k: v for k, v in os.environ.items() if k not in _OUTER}
 
 
-def _short(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def short(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SSH_S
     )

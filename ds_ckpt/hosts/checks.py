@@ -56,8 +56,7 @@ def unreachable(hosts: Backend) -> list[Problem]:
     asked = gone if gone and gone[0] == hosts.names[0] else hosts.names
 
     def answer(name: str) -> str | None:
-        there = name not in gone
-        return _ask(hosts, name, ["true"])[0] if there else "the host is not there any more"
+        return "the host is not there any more" if name in gone else _ask(hosts, name, ["true"])[0]
 
     with ThreadPoolExecutor(len(asked)) as pool:
         answers = list(pool.map(answer, asked))
@@ -81,7 +80,7 @@ def _ask(
     try:
         result = hosts.on(name, argv)
     except subprocess.TimeoutExpired:
-        return f"nothing for {SSH_S:.0f} s", subprocess.CompletedProcess(argv, 255)
+        result = subprocess.CompletedProcess(argv, 255, "", f"nothing for {SSH_S:.0f} s")
     silent = result.returncode == 255
     return (result.stderr.strip() or "ssh failed") if silent else None, result
 

@@ -43,16 +43,14 @@ def run(
     the command does.
     """
     rate_mbit = parse_rate(rate)
-    from ds_ckpt.hosts.backends import Emulated
     from ds_ckpt.hosts.emulated import EmulatedHosts
     from ds_ckpt.hosts.launcher import run_in_foreground, signals_as_exit
 
     with errors_in_words(), signals_as_exit():
-        with EmulatedHosts(count, rate_mbit=rate_mbit) as emulated:
+        with EmulatedHosts(count, rate_mbit=rate_mbit, slots=slots, launcher=launcher) as emulated:
             names = ", ".join(f"{host.name} ({host.address})" for host in emulated.hosts)
             typer.echo(f"{emulated.folder.name}: {names}; {_described(rate_mbit)}", err=True)
-            backend = Emulated(emulated, slots, launcher)
-            prepared = backend.prepare(command, Path.cwd())
+            prepared = emulated.prepare(command, Path.cwd())
             code = run_in_foreground(prepared, limit_s=limit_s)
     raise typer.Exit(code)
 
@@ -113,7 +111,7 @@ def probe(
 ) -> None:
     """Measure the links between hosts with MPI: latency, payload one way and both ways."""
     from ds_ckpt.hosts import probe
-    from ds_ckpt.hosts.backends import Emulated, Hostfile
+    from ds_ckpt.hosts.backends import Hostfile
     from ds_ckpt.hosts.emulated import EmulatedHosts
     from ds_ckpt.hosts.launcher import signals_as_exit
 
@@ -123,7 +121,7 @@ def probe(
             links = probe.probe(Hostfile(hostfile), seconds=seconds)
         else:
             with EmulatedHosts(count, rate_mbit=rate_mbit) as emulated:
-                links = probe.probe(Emulated(emulated), seconds=seconds)
+                links = probe.probe(emulated, seconds=seconds)
     if hostfile is None:
         typer.echo(_described(rate_mbit))
     for pair in links.pairs:

@@ -7,7 +7,7 @@ The first processes die with the Python thread that made them, however that ends
 go on running, and several sets of hosts at once cannot clash. A maker that is killed leaves its
 folder; `records` finds and removes it.
 
-Delay is what it is: this shapes bandwidth alone. Launching on hosts is in `launcher`.
+Delay is what it is: this shapes bandwidth alone. A launch that had to be killed leaves them down.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -27,6 +28,17 @@ from pathlib import Path
 import psutil
 
 from ds_ckpt.errors import Problem
+from ds_ckpt.hosts import Launcher
+from ds_ckpt.hosts.backends import (
+    MASTER_PORT,
+    Backend,
+    Prepared,
+    environment,
+    exported,
+    led,
+    short,
+    without_outer_launch,
+)
 from ds_ckpt.hosts.interfaces import INTERFACE
 from ds_ckpt.hosts.records import HostsError, HostSet, ProcessId, new_folder
 
@@ -111,13 +123,14 @@ def namespace(pid: int) -> str | None:
         return None
 
 
-class EmulatedHosts:
+class EmulatedHosts(Backend):
     """A context: `count` hosts on one switch, each with a link of `rate_mbit` in each direction.
 
     Args:
         count: 1 to 200.
         rate_mbit: 10^6 bits a second, all headers counted; None leaves the links as fast as the
             machine is. The kernel's `tbf` keeps it.
+        slots: processes a host, for the hostfile.
 
     Attributes:
         hosts: while the context is open.
@@ -127,9 +140,17 @@ class EmulatedHosts:
         HostsError: on entering, where `missing()` has reasons or a host does not come up.
     """
 
-    def __init__(self, count: int = 2, *, rate_mbit: float | None = 200.0) -> None:
-        self.count = count
-        self.rate_mbit = rate_mbit
+    def __init__(
+        self,
+        count: int = 2,
+        *,
+        rate_mbit: float | None = 200.0,
+        slots: int = 1,
+        launcher: Launcher = "pdsh",
+        port: int = MASTER_PORT,
+    ) -> None:
+        self.names = tuple(f"host{i}" for i in range(count))
+        self.rate_mbit, self.slots, self.launcher, self.port = rate_mbit, slots, launcher, port
         self.hosts: tuple[Host, ...] = ()
         self.folder = Path()
         self._first: list[subprocess.Popen[bytes]] = []
@@ -189,6 +210,62 @@ class EmulatedHosts:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder = Path()
 
+    @property
+    def hostfile(self) -> Path:
+        """DeepSpeed's."""
+        return self.folder / "hostfile"
+
+    def on(self, host: str, argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        ssh = ["ssh", "-F", f"{self.folder}/ssh_config", host, shlex.join(argv)]
+        return short(self.hosts[0].command(ssh, folder=Path("/")))
+
+    def gone(self) -> list[str]:
+        return [host.name for host in self.hosts if namespace(host.pid) is None]
+
+    def end(self) -> None:
+        self.down()
+
+    def prepare(self, argv: Sequence[str], folder: Path) -> Prepared:
+        """`argv` in the first host, in `folder`.
+
+        A leading `deepspeed` gets the options that lead it to all the hosts, unless it names a
+        hostfile itself. For others the environment names DeepSpeed's hostfile (`DS_CKPT_HOSTFILE`)
+        and has what pdsh and Open MPI's `mpirun` need to reach the hosts.
+        """
+        self.hostfile.write_text("".join(f"{name} slots={self.slots}\n" for name in self.names))
+        everywhere = environment(INTERFACE)
+        named = any(word.split("=")[0] in ("-H", "--hostfile") for word in argv)
+        where = [f"--hostfile={self.hostfile}", f"--master_addr={self.hosts[0].address}"]
+        where += [f"--master_port={self.port}", "--no_ssh_check"]
+        pdsh = self.launcher == "pdsh"
+        where.append(f"--ssh_port={SSH_PORT}" if pdsh else "--launcher=openmpi")
+        command = led(argv, [] if named else where)
+        ssh = f"-F {self.folder}/ssh_config"
+        reach = {
+            "PDSH_SSH_ARGS_APPEND": ssh,  # DeepSpeed adds `-p PORT` itself
+            "PDSH_RCMD_TYPE": "ssh",
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "OMPI_MCA_plm_rsh_args": ssh,
+            "OMPI_MCA_oob_tcp_if_include": INTERFACE,
+            "OMPI_MCA_btl_tcp_if_include": INTERFACE,
+            # The hosts share /tmp, and small pids and names come back in every set.
+            "OMPI_MCA_orte_tmpdir_base": "/run",
+            "OMPI_MCA_rmaps_base_oversubscribe": "1",
+            "OMPI_MCA_hwloc_base_binding_policy": "none",
+            "DS_ENV_FILE": exported(everywhere, self.folder),
+            "DS_CKPT_HOSTFILE": str(self.hostfile),
+        }
+        inside = self.hosts[0].command(command, folder=folder)
+        return Prepared(inside, {**without_outer_launch(), **everywhere, **reach})
+
+    def describe(self) -> str:
+        return (
+            f"{len(self.names)} hosts emulated on one machine (network namespaces, a virtual link "
+            f"each, its bandwidth shaped by the kernel, its delay not), {self.slots} processes "
+            f"each, launched by deepspeed over {self.launcher}"
+        )
+
     def set_rate(self, rate_mbit: float | None) -> None:
         """Give every link another rate at once; what is under way goes on at that rate."""
         self.rate_mbit = rate_mbit
@@ -199,11 +276,10 @@ class EmulatedHosts:
     def _up(self) -> None:
         self.folder = new_folder()
         self._record()
-        names = [f"host{i}" for i in range(self.count)]
-        addresses = [f"10.77.0.{i + 1}" for i in range(self.count)]
-        _write_ssh_files(self.folder, dict(zip(names, addresses, strict=True)))
+        addresses = [f"10.77.0.{i + 1}" for i in range(len(self.names))]
+        _write_ssh_files(self.folder, dict(zip(self.names, addresses, strict=True)))
         self._start(["sleep", "infinity"])  # the switch
-        for name in names:
+        for name in self.names:
             first = ["sh", "-c", _FIRST_PROCESS, "sh", str(self.folder), name, str(tool("sshd"))]
             self._start(first, log=self.folder / f"{name}.log")
         self._pids += map(_child_of, self._first)
@@ -214,7 +290,7 @@ class EmulatedHosts:
         _call([*inside, "ip", "link", "set", "switch", "up"])
         for i, pid in enumerate(pids[1:]):
             self._link(inside, f"port{i}", pid, addresses[i])
-        self.hosts = tuple(map(Host, names, addresses, pids[1:]))
+        self.hosts = tuple(map(Host, self.names, addresses, pids[1:]))
         for host in self.hosts:
             self._wait_for_ssh(host)
 
@@ -224,7 +300,7 @@ class EmulatedHosts:
             self.folder,
             owner=ProcessId.of(os.getpid()),
             processes=tuple(ProcessId.of(pid) for pid in running),
-            count=self.count,
+            count=len(self.names),
             rate_mbit=self.rate_mbit,
         ).write()
 

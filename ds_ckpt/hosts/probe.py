@@ -37,7 +37,8 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from ds_ckpt.errors import Problem, UnsupportedError
-from ds_ckpt.hosts.backends import Emulated, Hostfile
+from ds_ckpt.hosts.backends import Hostfile
+from ds_ckpt.hosts.emulated import EmulatedHosts
 from ds_ckpt.hosts.launcher import LaunchError, run
 
 FORMAT = "ds_ckpt links 1"
@@ -221,7 +222,7 @@ def _rate(arrivals_s: list[float], size: int) -> float:
     return (len(timed_s) - 1) * size / (timed_s[-1] - timed_s[0])
 
 
-def probe(hosts: Emulated | Hostfile, *, seconds: float = 1.0) -> Links:
+def probe(hosts: EmulatedHosts | Hostfile, *, seconds: float = 1.0) -> Links:
     """The links between hosts, reached as `mpirun` reaches them.
 
     Machines need this Python environment at the same path, as `deepspeed --hostfile` does too.

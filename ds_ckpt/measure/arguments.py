@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,6 @@ from ds_ckpt.measure.report import Report
 from ds_ckpt.measure.spec import METHODS, POLICIES, SHAPE, Spec
 
 CALIBRATION = "calibration"
-
-
-def refuse_unused(given: Collection[str], unused: Sequence[str], why: str) -> None:
-    """Raises typer.BadParameter where somebody has given an option that would change nothing."""
-    names = {"on_loopback": "loopback"}
-    found = [f"--{names.get(n, n).replace('_', '-')}" for n in unused if n in given]
-    if found:
-        raise typer.BadParameter(f"{', '.join(found)} would change nothing, for {why}: leave out")
 
 
 def rates_of(text: str) -> tuple[float | None, ...]:

@@ -91,9 +91,9 @@ def measure(
     from rich.console import Console
 
     from ds_ckpt.hosts.backends import Backend, Hostfile, Loopback
-    from ds_ckpt.hosts.emulated import missing
+    from ds_ckpt.hosts.emulated import EmulatedHosts, missing
+    from ds_ckpt.hosts.launcher import signals_as_exit
     from ds_ckpt.measure import arguments
-    from ds_ckpt.measure.run import emulated
     from ds_ckpt.measure.run import measure as run
     from ds_ckpt.measure.spec import Spec, Where, check
 
@@ -105,7 +105,11 @@ def measure(
     }
 
     def unused(*names: str, why: str) -> None:
-        arguments.refuse_unused(given, names, why)
+        spelt = {"on_loopback": "loopback"}
+        found = [f"--{spelt.get(n, n).replace('_', '-')}" for n in names if n in given]
+        if found:
+            said = f"{', '.join(found)} would change nothing, for {why}: leave out"
+            raise typer.BadParameter(said)
 
     with errors_in_words():
         chosen_policies, chosen_methods, sections = arguments.sections_of(policies, methods)
@@ -126,7 +130,9 @@ def measure(
                 hosts, slots = 1, slots if "slots" in given else 2
                 where, place = "loopback", nullcontext(Loopback(slots))
             else:
-                place = emulated(hosts, slots, launcher, port)
+                place = EmulatedHosts(  # not shaped until a rate is asked for
+                    hosts, rate_mbit=None, slots=slots, launcher=launcher, port=port
+                )
         spec = Spec(
             where=where,
             hosts=hosts,
@@ -150,7 +156,7 @@ def measure(
             unused("hardware", "links", why="there is no --like")
         elif rates is not None or where != "emulated":
             raise typer.BadParameter("--like sets the rate of emulated links: leave out --rates")
-        with place as backend:
+        with signals_as_exit(), place as backend:
             measured = partial(
                 run, backend=backend, console=console, stall_s=stall_s, limit_s=limit_s
             )

@@ -7,7 +7,7 @@ the settings and where they run, then prints the report's first table and what i
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated
@@ -17,11 +17,12 @@ from rich.console import Console
 from rich.markup import escape
 
 from ds_ckpt.errors import ConfigError, Problem
-from ds_ckpt.hosts.backends import Loopback
+from ds_ckpt.hosts.backends import Backend, Loopback
 from ds_ckpt.hosts.commands import errors_in_words
-from ds_ckpt.hosts.emulated import missing
+from ds_ckpt.hosts.emulated import EmulatedHosts, missing
+from ds_ckpt.hosts.launcher import signals_as_exit
 from ds_ckpt.measure.report import Report
-from ds_ckpt.measure.run import emulated, measure
+from ds_ckpt.measure.run import measure
 from ds_ckpt.measure.spec import Spec, deepspeed_config
 from ds_ckpt.measure.words import lossless, not_whole
 from ds_ckpt.report.document import Document, Items, Paragraph, Section
@@ -59,8 +60,10 @@ def run(spec: Spec, folder: Path, limit_s: float, console: Console) -> Report:
 
     Raises ConfigError, LaunchError or HostError as `ds_ckpt.measure.run.measure` does.
     """
-    here = nullcontext(Loopback(PROCESSES, gpus=True))
-    with emulated(spec.hosts, spec.slots) if spec.where == "emulated" else here as backend:
+    place: AbstractContextManager[Backend] = nullcontext(Loopback(PROCESSES, gpus=True))
+    if spec.where == "emulated":
+        place = EmulatedHosts(PROCESSES, rate_mbit=None)
+    with signals_as_exit(), place as backend:
         measure(spec, folder, backend=backend, console=console, limit_s=limit_s)
     report = Report.of(folder)
     report.write(folder)

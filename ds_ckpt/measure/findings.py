@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ds_ckpt.measure.figures import DERIVED, MEASURED, Row, Sides
@@ -167,28 +167,17 @@ def _compared(
     ):
         if one.policy == "none" or one.method in BASELINES:
             continue
-        sides = functools.partial(
-            Sides,
-            spec=spec,
-            link_bytes=link_bytes,
-            rate_mbit=rate,
-            policy=one.policy,
-            baseline=baseline,
-            method=one.method,
-            batch=batch,
-        )
-        count, values = len(repetitions.numbers), repetitions.estimate(_derived(sides))
-        found.append(Comparison(rate, one.policy, baseline, one.method, batch, count, values))
+        names = one.policy, baseline, one.method
+        sides = Sides(repetitions.lookup(), spec, link_bytes, rate, *names, batch)
+        values = repetitions.estimate(functools.partial(_derived, sides))
+        found.append(Comparison(rate, *names, batch, len(repetitions.numbers), values))
     return found
 
 
-def _derived(sides: Callable[[Lookup], Sides]) -> Callable[[Lookup], dict[str, float]]:
-    def values(at: Lookup) -> dict[str, float]:
-        here = sides(at)
-        found = ((figure.name, figure.of(here)) for figure in DERIVED)
-        return {name: value for name, value in found if value is not None}
-
-    return values
+def _derived(sides: Sides, at: Lookup) -> dict[str, float]:
+    here = replace(sides, at=at)
+    found = ((figure.name, figure.of(here)) for figure in DERIVED)
+    return {name: value for name, value in found if value is not None}
 
 
 def break_even(comparisons: Sequence[Comparison]) -> list[BreakEven]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,15 @@ from typing import Any
 from pydantic_core import to_json
 
 from ds_ckpt.errors import Problem, StateError
-from ds_ckpt.measure import charts, words
+from ds_ckpt.measure import words
 from ds_ckpt.measure.figures import DERIVED, MEASURED, Row, measured
 from ds_ckpt.measure.findings import Comparison, Findings, find
+from ds_ckpt.measure.parts import COMPUTE, NETWORK
 from ds_ckpt.measure.records import Loss, Model, Store
 from ds_ckpt.measure.run import LIKE, RUNS
 from ds_ckpt.measure.spec import DENSE, SILENT, SPEC, STOCK, Spec, link
+from ds_ckpt.measure.statistics import Estimate
+from ds_ckpt.report.charts import Band, Line, Lines, Rows, Span
 from ds_ckpt.report.document import (
     Block,
     Document,
@@ -34,6 +37,25 @@ from ds_ckpt.telemetry.units import MB, number
 
 FORMAT = "ds_ckpt measure 1"
 TITLE = "How much bandwidth compression frees, and how much of recomputation it pays for"
+_PARTS = {
+    "compute": COMPUTE,
+    "recompute": ("recompute",),
+    "network, forward": NETWORK[:1],
+    "network, recompute": NETWORK[1:2],
+    "network, backward": NETWORK[2:3],
+    "network, update": NETWORK[3:],
+    "compression": ("compression",),
+}
+"""Bands of a bar, and what is summed up in them."""
+_PURPOSES = {
+    "weights, forward": ("gather_forward",),
+    "weights, recompute": ("gather_recompute",),
+    "weights, backward": ("gather_backward",),
+    "gradients": ("reduce",),
+    "activations": ("partition",),
+    "other": ("other",),
+}
+_OVER_RATES: Any = {"x": "rate of each link, Mbit/s"}
 _DECIDES = ("where", "hosts", "slots", "sections", "tokens", "shape", "text")
 
 
@@ -147,7 +169,11 @@ class Report:
         found: list[Block] = []
         for place, rate in enumerate(self.findings.rates):
             rows = self._rows(rate)
-            plot = Plot(f"parts-{place}", [charts.parts(rows)], caption)
+            seconds = [{name: part.value for name, part in row.parts_s.items()} for row in rows]
+            x = "s a step (black: the median step with its interval)"
+            spans = [_span(row.step_s) for row in rows]
+            chart = Rows(_labels(rows), x, _bands(_PARTS, seconds), spans)
+            plot = Plot(f"parts-{place}", [chart], caption)
             found += [Heading(link(rate)), plot, _figures_table(rows)]
         return found
 
@@ -155,7 +181,12 @@ class Report:
         rate = self.findings.rates[0]
         rows = self._rows(rate)
         caption = "Counted at each collective; the mark is what the interfaces counted."
-        plot = Plot("bytes-0", [charts.purposes(rows)], caption)
+        megabytes = [{name: v / MB for name, v in row.purpose_bytes.items()} for row in rows]
+        counted = [(row.interface_bytes / MB,) * 3 for row in rows]
+        bands, x = _bands(_PURPOSES, megabytes), "MB a step, all processes"
+        plot = Plot(
+            "bytes-0", [Rows(_labels(rows), x, bands, counted, "at the interfaces")], caption
+        )
         return [Heading(link(rate)), plot, bytes_table(rows)]
 
     def _compared(self) -> list[Block]:
@@ -173,20 +204,47 @@ class Report:
         rated = [r for r in found.rows if r.usual and r.rate_mbit]
         if len({r.rate_mbit for r in rated}) < 2:
             return []
-        mine = [c for c in found.comparisons if c.sequences == batch]
-        even = [b for b in found.break_even if b.sequences == batch]
+        lines = [
+            _line(name, ((r.rate_mbit, r.step_s) for r in rated if r.configuration == name))
+            for name in dict.fromkeys(row.configuration for row in rated)
+        ]
+        steps = Lines(lines, y="s a step", logarithmic="xy", **_OVER_RATES)
         caption = "Median step over the rate, logarithmic."
-        blocks: list[Block] = [Plot("sweep-steps", [charts.steps_over_rates(rated)], caption)]
+        blocks: list[Block] = [Plot("sweep-steps", [steps], caption)]
+        mine = [c for c in found.comparisons if c.sequences == batch]
         if any(c.rate_mbit and not math.isnan(c.values["share_paid"].value) for c in mine):
+            lines = [
+                _line(
+                    f"{key[0]}: {key[2]} against {key[1]}",
+                    ((c.rate_mbit, c.values["share_paid"]) for c in mine if c.line == key),
+                )
+                for key in dict.fromkeys(one.line for one in mine)
+            ]
+            notes = [
+                (at, 1.0, f"break-even {at:.0f} Mbit/s ({even.baseline})")
+                for even in found.break_even
+                if even.sequences == batch and (at := even.pays_for_recompute_mbit)
+            ]
+            look: Any = {"logarithmic": "x", "levels": ((1.0, ""), (0.0, "")), "notes": notes}
+            paid = Lines(lines, y="time freed / recomputing", **look, **_OVER_RATES)
             caption = "Above 1 compression pays for all recomputation, below 0 it costs time."
-            blocks.append(Plot("sweep-paid", [charts.paid_over_rates(mine, even)], caption))
-        said = [words.break_even(one, found) for one in found.break_even]
-        return [*blocks, Items(said)]
+            blocks.append(Plot("sweep-paid", [paid], caption))
+        return [*blocks, Items([words.break_even(one, found) for one in found.break_even])]
 
     def _losses(self) -> list[Block]:
-        trained = [one for one in self.losses.values() if len(one.train_losses) > 1]
+        """Those of checkpointing are marks on the lines without."""
+        lines = [
+            Line(
+                name,
+                list(enumerate(one.train_losses)),
+                shown="line" if name.startswith("none/") else "marks",
+            )
+            for name, one in self.losses.items()
+            if len(one.train_losses) > 1
+        ]
         caption = "Before each step's update, mean over the processes."
-        return [Plot("losses", [charts.losses(trained)], caption)] if trained else []
+        chart = Lines(lines, "step", "training loss")
+        return [Plot("losses", [chart], caption)] if lines else []
 
     def _facts(self) -> Table:
         spec = self.spec
@@ -268,7 +326,7 @@ def bytes_table(rows: Sequence[Row]) -> Table:
     spelt = (p.replace("_", " ") for p in purposes)
     heads = ["configuration", *(f"{p}, MB" for p in spelt), "sum, MB", "interfaces, MB"]
     table = []
-    for name, row in zip(charts.labels(rows), rows, strict=True):
+    for name, row in zip(_labels(rows), rows, strict=True):
         counts = [*(row.purpose_bytes[p] for p in purposes), sum(row.purpose_bytes.values())]
         counts.append(row.number("interface_bytes"))
         table.append([name, *(number(count / MB) for count in counts)])
@@ -316,6 +374,35 @@ def _square(rows: dict[str, Row], policy: str, method: str) -> Table:
             texts = (r.text(figure.name, interval=timed) if r else "-" for r in here)
             table.append([f"{head}{figure.heading}", *texts])
     return Table(["", *(said.get(m, m) for m in methods)], table)
+
+
+def _labels(rows: Sequence[Row]) -> list[str]:
+    """A name for each row of one rate, with the batch where there are several."""
+    several = len({row.sequences for row in rows if not row.equal_memory}) > 1
+    found = []
+    for row in rows:
+        batch = f", {row.sequences} sequences" if several or row.equal_memory else ""
+        again = " (equal memory)" if several and row.equal_memory else ""
+        found.append(f"{row.configuration}{batch}{again}")
+    return found
+
+
+def _bands(parts: Mapping[str, Sequence[str]], values: Sequence[Mapping[str, float]]) -> list[Band]:
+    return [
+        Band(label, [sum(one.get(name, 0.0) for name in names) for one in values])
+        for label, names in parts.items()
+    ]
+
+
+def _line(label: str, values: Iterable[tuple[float | None, Estimate]]) -> Line:
+    """Those without a rate or a value are left out."""
+    known = [(rate, v) for rate, v in values if rate and not math.isnan(v.value)]
+    known.sort(key=lambda pair: pair[0])
+    return Line(label, [(rate, v.value) for rate, v in known], [_span(v) for _, v in known])
+
+
+def _span(value: Estimate) -> Span:
+    return value.low, value.value, value.high
 
 
 def _nothing(path: Path, found: str) -> StateError:

@@ -23,10 +23,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ds_ckpt import workload
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.files import replacing
-from ds_ckpt.hosts import Launcher
-from ds_ckpt.hosts.backends import Backend, Emulated
+from ds_ckpt.hosts.backends import Backend
 from ds_ckpt.hosts.checks import check_hosts
-from ds_ckpt.hosts.emulated import EmulatedHosts
 from ds_ckpt.hosts.launcher import launch, signals_as_exit
 from ds_ckpt.measure.records import Store
 from ds_ckpt.measure.spec import SPEC, Spec, check
@@ -103,15 +101,6 @@ def shown(console: Console) -> Iterator[Callable[[dict[str, Any]], None]]:
                 said = now
 
         yield show
-
-
-@contextlib.contextmanager
-def emulated(
-    count: int, slots: int, launcher: Launcher = "pdsh", port: int = 29500
-) -> Iterator[Emulated]:
-    """Hosts for one experiment, their links not shaped until a rate is asked for."""
-    with signals_as_exit(), EmulatedHosts(count, rate_mbit=None) as hosts:
-        yield Emulated(hosts, slots, launcher, port)
 
 
 def _prepare(spec: Spec, folder: Path, backend: Backend, console: Console) -> None:

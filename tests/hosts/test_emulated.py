@@ -14,7 +14,6 @@ import psutil
 import pytest
 
 from ds_ckpt.hosts import emulated, records
-from ds_ckpt.hosts.backends import Emulated
 from ds_ckpt.hosts.emulated import EmulatedHosts, Host
 from ds_ckpt.hosts.interfaces import INTERFACE, interface_counter
 from ds_ckpt.hosts.launcher import LaunchError, run
@@ -66,7 +65,7 @@ def test_hosts_are_apart_and_reach_each_other_over_pdsh(
     assert (first.name, second.name) == ("host0", "host1")
     pdsh = ["pdsh", "-S", "-w", "host0,host1", "hostname; ip -o -4 address show dev eth0"]
     before = _counted(second, 0)
-    said = run(Emulated(two_hosts).prepare(pdsh, tmp_path), tmp_path, limit_s=30)
+    said = run(two_hosts.prepare(pdsh, tmp_path), tmp_path, limit_s=30)
     for host in two_hosts.hosts:
         assert f"{host.name}: {host.name}" in said
         assert f"inet {host.address}/24" in said
@@ -195,11 +194,10 @@ def test_hosts_share_no_memory_and_the_command_decides_the_exit_code(can_emulate
 def test_a_launch_that_hangs_ends_in_time_and_says_where(
     own_hosts: EmulatedHosts, tmp_path: Path
 ) -> None:
-    backend = Emulated(own_hosts)
     pdsh = ["pdsh", "-S", "-w", "host0,host1", "echo in the script; sleep 600"]
     started = time.monotonic()
     with pytest.raises(LaunchError, match=r"longer than 8 s") as caught:
-        run(backend.prepare(pdsh, tmp_path), tmp_path, limit_s=8, backend=backend)
+        run(own_hosts.prepare(pdsh, tmp_path), tmp_path, limit_s=8, backend=own_hosts)
     assert time.monotonic() - started < 30
     assert "host1: in the script" in str(caught.value)
     assert own_hosts.hosts == ()

@@ -15,7 +15,6 @@ import psutil
 import pytest
 from rich.console import Console
 
-from ds_ckpt.hosts.backends import Emulated
 from ds_ckpt.hosts.checks import LIMIT_S, HostError, check_hosts
 from ds_ckpt.hosts.emulated import EmulatedHosts, namespace
 from ds_ckpt.hosts.interfaces import INTERFACE
@@ -61,7 +60,7 @@ def _inside(host: int, hosts: EmulatedHosts, *argv: str) -> None:
 
 
 def test_hosts_that_are_well_are_let_pass(two_hosts: EmulatedHosts) -> None:
-    check_hosts(Emulated(two_hosts))
+    check_hosts(two_hosts)
 
 
 def test_every_host_that_cannot_take_part_is_named_with_what_to_do(can_emulate: None) -> None:
@@ -85,10 +84,11 @@ def test_every_host_that_cannot_take_part_is_named_with_what_to_do(can_emulate: 
             _inside(4, hosts, "mount", "-t", "tmpfs", "tmpfs", python)
             started = time.monotonic()
             with pytest.raises(HostError) as caught:
-                check_hosts(Emulated(hosts))
+                check_hosts(hosts)
             assert time.monotonic() - started < LIMIT_S
+            hosts.port = 29501
             with pytest.raises(HostError) as elsewhere:
-                check_hosts(Emulated(hosts, port=29501))
+                check_hosts(hosts)
             hosts.down()
     found = {problem.where: problem for problem in caught.value.problems}
     assert list(found) == [f"host{i}" for i in range(5)]
@@ -124,7 +124,7 @@ def _fails_in_mid_run(
         measure(
             SPEC,
             folder,
-            backend=Emulated(hosts),
+            backend=hosts,
             console=Console(quiet=True),
             stall_s=STALL_S,
             limit_s=300,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_ckpt.hosts.backends import MASTER_PORT, Emulated
+from ds_ckpt.hosts.backends import MASTER_PORT
 from ds_ckpt.hosts.emulated import EmulatedHosts, namespace
 from ds_ckpt.hosts.launcher import run_in_foreground
 from ds_ckpt.hosts.records import all_sets
@@ -184,14 +184,17 @@ def test_another_experiment_does_not_go_on_in_its_folder(measured: Path) -> None
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("launcher", ["pdsh", pytest.param("openmpi", marks=pytest.mark.slow)])
-def test_a_hostfile_of_machines(two_hosts: EmulatedHosts, tmp_path: Path, launcher: str) -> None:
+def test_a_hostfile_of_machines(
+    two_hosts: EmulatedHosts, tmp_path: Path, launcher: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The hosts are emulated, the way to them is that to real machines; two processes on each."""
     folder = tmp_path / "run"
     options = [f"--output={folder}", "--interface=eth0", f"--launcher={launcher}", *SMALL]
     options += [f"--hostfile={two_hosts.folder}/hostfile", "--ssh-port=2222", "--loss-steps=0"]
     options += ["--policies=none", "--methods=", "--no-equal-memory", f"--port={MASTER_PORT + 1}"]
     command = [*COMMAND, "measure", *options]
-    prepared = Emulated(two_hosts, slots=2).prepare(command, tmp_path)
+    monkeypatch.setattr(two_hosts, "slots", 2)
+    prepared = two_hosts.prepare(command, tmp_path)
     assert run_in_foreground(prepared, limit_s=300) == 0
     found = {trial.configuration: trial for trial in trials(folder)}
     assert set(found) == {"none/stock", "none/dense", "none/silent"}

@@ -11,7 +11,7 @@ import pytest
 
 from ds_ckpt.errors import UnsupportedError
 from ds_ckpt.hosts import probe
-from ds_ckpt.hosts.backends import Emulated, Hostfile, Prepared
+from ds_ckpt.hosts.backends import Hostfile, Prepared
 from ds_ckpt.hosts.emulated import EmulatedHosts
 from ds_ckpt.hosts.launcher import LaunchError
 from ds_ckpt.hosts.probe import Links, Pair
@@ -30,7 +30,7 @@ def test_the_rate_that_was_set_is_found_within_5_percent(two_hosts: EmulatedHost
     """The best of a few tries: other work on the machine slows a stream, nothing speeds it."""
     one_way, both = [0.0, 0.0], [0.0, 0.0]
     for _ in range(6):
-        links = probe.probe(Emulated(two_hosts))
+        links = probe.probe(two_hosts)
         assert links.hosts == ("host0", "host1")
         (pair,) = links.pairs
         assert 0 < pair.latency_s < 0.1
@@ -61,16 +61,17 @@ def test_every_pair_is_measured_and_the_command_writes_json(
         assert 0 < max(_one_way(pair)) < 1.1 * 50e6 / 8
 
 
-def test_what_mpirun_says_is_in_the_error(two_hosts: EmulatedHosts) -> None:
-    hosts = Emulated(two_hosts)
-    prepare = hosts.prepare
+def test_what_mpirun_says_is_in_the_error(
+    two_hosts: EmulatedHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare = two_hosts.prepare
 
     def too_many(argv: Sequence[str], folder: Path) -> Prepared:
         return prepare([argv[0], "-n", "3", *argv[3:]], folder)
 
-    hosts.prepare = too_many  # type: ignore[method-assign]
+    monkeypatch.setattr(two_hosts, "prepare", too_many)
     with pytest.raises(LaunchError, match="did not finish") as caught:
-        probe.probe(hosts)
+        probe.probe(two_hosts)
     assert "ppr:1:node" in str(caught.value)
 
 

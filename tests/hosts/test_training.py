@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ds_ckpt.hosts import Launcher
-from ds_ckpt.hosts.backends import Backend, Emulated, Loopback
+from ds_ckpt.hosts.backends import Backend, Loopback
 from ds_ckpt.hosts.emulated import EmulatedHosts
 from ds_ckpt.hosts.launcher import deepspeed
 
@@ -53,9 +53,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("launcher", ["pdsh", "openmpi"])
 def test_two_hosts_train_as_one_machine_does_and_topk_sends_less(
-    two_hosts: EmulatedHosts, tmp_path: Path, alone: Trained, launcher: Launcher
+    two_hosts: EmulatedHosts,
+    tmp_path: Path,
+    alone: Trained,
+    launcher: Launcher,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    processes, said = _train(Emulated(two_hosts, launcher=launcher), tmp_path)
+    monkeypatch.setattr(two_hosts, "launcher", launcher)
+    processes, said = _train(two_hosts, tmp_path)
     assert ("mpirun -n 2" in said) == (launcher == "openmpi")
     assert not any(processes(host) for host in two_hosts.hosts)
     for process, same in zip(processes, alone, strict=True):

@@ -170,7 +170,7 @@ def test_what_is_measured_is_not_measured_again(
     def trial(self: worker.Worker, one: Any, key: Key, rate: float, repetition: int) -> None:
         base = known.trial(known.SPEC, one.configuration.name, rate, repetition, 0.0)
         more = {"sequences": key.sequences, "equal_memory": key.equal_memory}
-        self.append([base.model_copy(update=more)])
+        self.append(base.model_copy(update=more))
 
     monkeypatch.setattr(worker, "Running", running)
     monkeypatch.setattr(worker.Worker, "_trial", trial)
