@@ -12,6 +12,7 @@ from ds_ckpt.hosts import Launcher
 from ds_ckpt.hosts.backends import Backend, Loopback
 from ds_ckpt.hosts.emulated import EmulatedHosts
 from ds_ckpt.hosts.launcher import deepspeed
+from tests.hosts.conftest import processes
 
 SCRIPT = Path(__file__).with_name("train.py")
 STEPS = 4
@@ -60,10 +61,10 @@ def test_two_hosts_train_as_one_machine_does_and_topk_sends_less(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(two_hosts, "launcher", launcher)
-    processes, said = _train(two_hosts, tmp_path)
+    both, said = _train(two_hosts, tmp_path)
     assert ("mpirun -n 2" in said) == (launcher == "openmpi")
     assert not any(processes(host) for host in two_hosts.hosts)
-    for process, same in zip(processes, alone, strict=True):
+    for process, same in zip(both, alone, strict=True):
         stock, plugin = process["stock"], process["plugin"]
         assert len(stock["losses"]) == len(plugin["losses"]) == STEPS
         assert stock["losses"][0] == plugin["losses"][0]  # the first forward is before any step
