@@ -40,7 +40,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ds_ckpt.compression.base import Codec, Compressor, Cost, Method
+from ds_ckpt.compression.base import Codec, Compressor, Method
 from ds_ckpt.settings import SWITCH, Expects
 
 # A smaller part of a column, new against the columns before it, counts as rounding. 8 epsilons of
@@ -97,10 +97,6 @@ class LowRank(Compressor):
     alternate: bool = False
     remainder: Codec | None = None
 
-    def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"rank must be at least 1, not {self.rank}")
-
     @property
     def codec(self) -> Codec | None:
         return self.remainder
@@ -126,16 +122,6 @@ class LowRank(Compressor):
         factors = sent_entry_bytes(world) * (left + local * right)
         rest = 0 if self.remainder is None else self.remainder.packed_bytes(shape.numel())
         return (factors // 2 if self.alternate else factors) + rest
-
-    def cost(self, shape: torch.Size, world: int, local: int = 1) -> Cost:
-        """Of a step, all processes of a host together; arguments as before."""
-        found = cost(*matrix_shape(shape), self.rank, alternate=self.alternate)
-        memory_bytes, operations = found.memory_bytes, found.operations
-        if self.remainder is not None:
-            rest = self.remainder.cost(shape.numel())
-            memory_bytes += rest.memory_bytes
-            operations += rest.operations
-        return Cost(self.sent_bytes(shape, world, local), memory_bytes, operations)
 
 
 def gathers(world: int) -> bool:
@@ -182,31 +168,11 @@ def worthwhile(rows: int, columns: int, rank: int, local: int = 1) -> bool:
     return rank >= 1 and 4 * rank * (rows + local * columns) < rows * columns
 
 
-def cost(rows: int, columns: int, rank: int, *, alternate: bool = False) -> Cost:
-    """Of one step: projection, orthogonalization, projection back, difference.
-
-    `payload_bytes` are those of what is sent of the factors, in fp32, once: both, or with
-    `alternate` half of both in the mean.
-    """
-    numel, factors = rows * columns, rows * rank + columns * rank
-    # A product to make each factor that is sent, one to take both away: the matrix is read as often
-    # and written once. Householder: 4 n r^2.
-    products = 2 if alternate else 3
-    payload_bytes = 2 * factors if alternate else 4 * factors
-    memory_bytes = 4 * (products + 1) * numel + 16 * factors
-    return Cost(payload_bytes, memory_bytes, 2 * products * numel * rank + 4 * rows * rank**2)
-
-
 def initial_factor(name: str, columns: int, rank: int, device: torch.device | str) -> Tensor:
     """The q of a first step: fp32 [columns, rank], orthonormal, a function of the arguments alone.
 
-    Computed on the CPU, so that devices agree.
-
-    Raises:
-        ValueError: `rank` is not in 1 to `columns`.
+    `rank` is at most `columns`. Computed on the CPU, so that devices agree.
     """
-    if not 1 <= rank <= columns:
-        raise ValueError(f"the rank of {name!r} must be in 1 to {columns}, not {rank}")
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return orthogonalize(torch.randn(columns, rank, generator=generator)).to(device)
 
@@ -224,13 +190,7 @@ def orthogonalize(factor: Tensor) -> Tensor:
 
     Returns:
         fp32 [n, r].
-
-    Raises:
-        ValueError: more columns than rows.
     """
-    rows, rank = factor.shape
-    if rank > rows:
-        raise ValueError(f"{rank} columns of {rows} entries cannot be orthonormal")
     if factor.numel() == 0:
         return factor.float()
     wide = factor.double()

@@ -22,7 +22,7 @@ from torch import Tensor
 from ds_ckpt.compression.base import aligned, section
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.exchange.layout import LocalShard, ShardLayout
-from ds_ckpt.exchange.transport import Transport
+from ds_ckpt.exchange.transport import Packets, Transport
 
 Levels = Literal["auto", 1, 2]
 
@@ -232,41 +232,26 @@ class InHostSum:
         me, local = self._transport.dp_rank, self._transport.world
         layouts = [[LocalShard(s, members) for s in shards] for members in self._peers]
         sizes = [
-            [c.numel * f.element_size() for c, f in zip(cs, flats, strict=True)] for cs in layouts
+            [aligned(c.numel * f.element_size()) for c, f in zip(cs, flats, strict=True)]
+            for cs in layouts
         ]
-        packets = [sum(map(aligned, of_tensors)) for of_tensors in sizes]
-        device = flats[0].device
-        send = [0 if p == me else packets[p] for p in range(local)]
-        receive = [0 if p == me else packets[me] for p in range(local)]
-        outgoing = torch.empty(sum(send), dtype=torch.uint8, device=device)
-        incoming = torch.empty(sum(receive), dtype=torch.uint8, device=device)
-        start = 0
-        for peer in range(local):
-            if peer == me:
-                continue
-            for flat, layout, size in zip(flats, layouts[peer], sizes[peer], strict=True):
-                _gather(flat, layout, section(outgoing, start, layout.numel, flat.dtype))
-                start += aligned(size)
-        self._transport.all_to_all(incoming, outgoing, receive, send)
-        own = [
-            _gather(f, c, torch.empty(c.numel, dtype=f.dtype, device=device))
-            for f, c in zip(flats, layouts[me], strict=True)
-        ]
+        packets = Packets(self._transport, sizes, flats[0].device, header_bytes=0)
+        for peer, (_, *payloads) in packets.outgoing.items():
+            for flat, layout, payload in zip(flats, layouts[peer], payloads, strict=True):
+                _gather(flat, layout, section(payload, 0, layout.numel, flat.dtype))
+        packets.exchange()
         totals: list[Tensor] = []
-        start = 0
-        for i, flat in enumerate(flats):
-            total = None
-            for process in range(local):
-                if process == me:
-                    part = own[i]
-                else:
-                    at = packets[me] * (process - (process > me)) + start
-                    part = section(incoming, at, own[i].numel(), flat.dtype)
-                wide = torch.promote_types(flat.dtype, torch.float32)
-                total = part.to(wide, copy=True) if total is None else total.add_(part)
-            assert total is not None
+        for i, (flat, layout) in enumerate(zip(flats, layouts[me], strict=True)):
+            parts = {
+                process: section(payloads[1 + i], 0, layout.numel, flat.dtype)
+                for process, payloads in packets.incoming.items()
+            }
+            parts[me] = _gather(flat, layout, flat.new_empty(layout.numel))
+            wide = torch.promote_types(flat.dtype, torch.float32)
+            total = parts[0].to(wide, copy=True)
+            for process in range(1, local):
+                total.add_(parts[process])
             totals.append(total)
-            start += aligned(sizes[me][i])
         return totals
 
 

@@ -37,7 +37,7 @@ class NoCommunication:
         tensors: list[Tensor],
         *,
         loss_scale: float,
-        stock: Callable[[list[Tensor]], list[Tensor]],
+        deepspeed_reduce: Callable[[list[Tensor]], list[Tensor]],
     ) -> list[Tensor]:
         """This process's own gradients, flat views of its shards of `tensors`."""
         shards = [ShardLayout(t.numel(), self._world).shard(self._dp_rank) for t in tensors]

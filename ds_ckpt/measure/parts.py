@@ -106,7 +106,7 @@ def _part(stack: Sequence[Span], where: str) -> str:
     kinds = {span.kind for span in stack}
     if kinds & set(_WIRE):
         return f"network_{where}"
-    if kinds & {"reduce", "in_host", "residual", "select", "pack", "unpack"}:
+    if kinds & {"reduce", "in_host", "residual", "pack", "unpack"}:
         return "compression"
     return "recompute" if where == "recompute" else f"compute_{where}"
 

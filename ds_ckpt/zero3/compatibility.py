@@ -265,7 +265,11 @@ def require(symbols: Iterable[Symbol] | None = None) -> list[Finding]:
 
 
 def check_identity(
-    names: Sequence[str], tensors: list[torch.Tensor], ours: Reduce, stock: Reduce, group: Any
+    names: Sequence[str],
+    tensors: list[torch.Tensor],
+    ours: Reduce,
+    deepspeed_reduce: Reduce,
+    group: Any,
 ) -> bool:
     """Collective: reduce copies of the bucket both ways. Tells whether it was held against it.
 
@@ -274,12 +278,12 @@ def check_identity(
     Args:
         names: of the parameters, for the error.
         ours: sends everything.
-        stock: DeepSpeed's reduction over `group`.
+        deepspeed_reduce: DeepSpeed's reduction over `group`.
 
     Raises:
         ContractError: on every process, where the results differ on one.
     """
-    expected = stock([t.clone() for t in tensors])
+    expected = deepspeed_reduce([t.clone() for t in tensors])
     got = ours([t.clone() for t in tensors])
     pairs = zip(names, expected, got, strict=True)
     nonfinite = not all(bool(t.isfinite().all()) for t in (*expected, *got))

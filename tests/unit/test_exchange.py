@@ -16,8 +16,9 @@ from virtual import World, assemble, stock
 from ds_ckpt.compression import Codec, Compressor, Dense, LowRank, Quantize, TopK
 from ds_ckpt.compression.quantize import BITS, BLOCKS
 from ds_ckpt.compression.topk import SELECTIONS, VALUE_FORMATS
-from ds_ckpt.exchange.layout import HEADER_BYTES, ShardLayout
+from ds_ckpt.exchange.layout import ShardLayout
 from ds_ckpt.exchange.rules import Choose
+from ds_ckpt.exchange.transport import HEADER_BYTES
 from ds_ckpt.exchange.virtual import VirtualWorld
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
