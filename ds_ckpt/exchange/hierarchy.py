@@ -44,25 +44,8 @@ class Place:
     local: int | None
 
 
-@dataclass(frozen=True)
-class Nodes:
-    """The world by hosts.
-
-    Attributes:
-        hosts: for each host its processes by index in the group, ascending; equally many each.
-    """
-
-    hosts: tuple[tuple[int, ...], ...]
-
-    @property
-    def local(self) -> int:
-        """Processes of a host."""
-        return len(self.hosts[0])
-
-    @property
-    def peers(self) -> tuple[tuple[int, ...], ...]:
-        """For each place in a host the processes of all hosts at that place, ascending."""
-        return tuple(tuple(sorted(at)) for at in zip(*self.hosts, strict=True))
+Hosts = tuple[tuple[int, ...], ...]
+"""For each host its processes by index in the group, ascending; equally many each."""
 
 
 def here(environment: Mapping[str, str] = os.environ) -> Place:
@@ -72,7 +55,7 @@ def here(environment: Mapping[str, str] = os.environ) -> Place:
     return Place(f"{socket.gethostname()}/{number}", int(local) if local.isdigit() else None)
 
 
-def arrange(places: Sequence[Place]) -> Nodes | str:
+def arrange(places: Sequence[Place]) -> Hosts | str:
     """The layout of a group by its processes' places, or in words why there are no two levels."""
     hosts: dict[str, list[int]] = {}
     for process, place in enumerate(places):
@@ -89,14 +72,7 @@ def arrange(places: Sequence[Place]) -> Nodes | str:
         return "every process has a host of its own"
     if sizes[0] != sizes[-1]:
         return f"hosts have unequal numbers of processes ({', '.join(map(str, sizes))})"
-    return Nodes(tuple(tuple(processes) for processes in hosts.values()))
-
-
-def nodes_of(group: Any) -> Nodes | str:
-    """`arrange` for a process group. Collective: every process of the group calls it."""
-    places: list[Any] = [None] * torch_dist.get_world_size(group)
-    torch_dist.all_gather_object(places, here(), group=group)
-    return arrange(places)
+    return tuple(tuple(processes) for processes in hosts.values())
 
 
 @dataclass(frozen=True)
@@ -106,14 +82,13 @@ class Groups:
     Attributes:
         between: the processes that exchange compressed gradients: all, or one of each host.
         inside: the processes of this host; None with one level.
-        peers: see `Nodes.peers`; empty with one level.
-        why_one: why `auto` chose one level; empty where it did not choose.
+        peers: for each place in a host the processes of all hosts at that place, ascending; empty
+            with one level.
     """
 
     between: Any
     inside: Any = None
     peers: tuple[tuple[int, ...], ...] = ()
-    why_one: str = ""
 
     def discard(self) -> None:
         """End the groups that were made for two levels."""
@@ -149,32 +124,34 @@ def make_groups(group: Any, levels: Levels) -> Groups:
     ranks = torch_dist.get_process_group_ranks(
         group if group is not None else torch_dist.group.WORLD
     )
-    nodes: Nodes | str = "one level is configured"
-    if levels != 1:
-        nodes = nodes_of(group)
-    if isinstance(nodes, str):
-        if levels == 2:
-            raise UnsupportedError(
-                Problem(
-                    where="$.ds_ckpt.compression.exchange.levels",
-                    found="2",
-                    why=f"{nodes}, and two levels need several processes on each of several hosts, "
-                    "equally many",
-                    remedy='write "auto" or 1, or give every host of the hostfile the same slots',
-                )
+    if levels == 1:
+        return Groups(group)
+    places: list[Any] = [None] * len(ranks)
+    torch_dist.all_gather_object(places, here(), group=group)
+    hosts = arrange(places)
+    if isinstance(hosts, str):
+        if levels == "auto":
+            return Groups(group)
+        raise UnsupportedError(
+            Problem(
+                where="$.ds_ckpt.compression.exchange.levels",
+                found="2",
+                why=f"{hosts}, and two levels need several processes on each of several hosts, "
+                "equally many",
+                remedy='write "auto" or 1, or give every host of the hostfile the same slots',
             )
-        why = nodes if levels == "auto" else ""
-        return Groups(group, why_one=why)
+        )
+    peers = tuple(tuple(sorted(place)) for place in zip(*hosts, strict=True))
     # every process makes every group: made by its members alone, a group is named by its ranks, and
     # a second one of that name finds the addresses of the first
     me, mine = torch_dist.get_rank(group), []
-    for sets in (nodes.peers, nodes.hosts):
+    for sets in (peers, hosts):
         made = [torch_dist.new_group(sorted(ranks[p] for p in members)) for members in sets]
         for new, members in zip(made, sets, strict=True):
             if me in members:
                 mine.append(new)
     between, inside = mine
-    return Groups(between, inside, nodes.peers)
+    return Groups(between, inside, peers)
 
 
 def twin_of(group: Any) -> Any:
