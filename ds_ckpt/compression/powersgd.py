@@ -22,10 +22,7 @@ depends on those before it, of which rounding errors alone would be left, is rep
 that these determine.
 
 Householder reflections (LAPACK, cuSOLVER) in fp64: squares of fp32 numbers neither over- nor
-underflow there, so no scaling is needed, which in fp32 costs more than fp64 does. torch's DDP hook
-takes half that time or less, in fp32, but its Gram-Schmidt for ranks 1 and 2 is not finite for
-columns of zeros or of tiny numbers. The products with the matrix take far longer than either
-(`benchmarks/powersgd.py`).
+underflow there, so no scaling is needed. `benchmarks/powersgd.py` has torch's DDP hook beside it.
 """
 
 from __future__ import annotations

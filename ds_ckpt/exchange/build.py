@@ -170,8 +170,6 @@ def build_exchange(
     )
     scheduled = ScheduledExchange(
         exchange,
-        feedback,
-        factors,
         warmup_steps=settings.warmup_steps,
         current_step=current_step,
         at_boundary=at_boundary,

@@ -80,10 +80,10 @@ class Item:
 
     def packed_bytes(self, owner: int) -> int:
         """Size of what the all-to-all takes for a process's shard."""
-        numel = self.layout.size(owner)
-        return (
-            self.codec.packed_bytes(numel) if self.codec else aligned(numel * self.dtype.itemsize)
-        )
+        numel, codec = self.layout.size(owner), self.codec
+        if codec is None:
+            return aligned(numel * self.dtype.itemsize)
+        return codec.packed_bytes(numel)
 
     @property
     def divided_last(self) -> bool:
@@ -269,7 +269,8 @@ class AllToAllExchange:
         if packets is not None:
             with section("wire"):
                 packets.exchange()
-                flagged |= any(bool(header.any()) for header, *_ in packets.incoming.values())
+                headers = [pieces[0] for pieces in packets.incoming.values()]
+                flagged |= bool(headers and torch.cat(headers).any())
         with section("unpack"):
             if low is not None:
                 flagged |= not low.second()

@@ -13,12 +13,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ds_ckpt.compression.error_feedback import Feedback
-from ds_ckpt.compression.powersgd import Factors
 from ds_ckpt.exchange.autotune import Autotuner, Way
 from ds_ckpt.exchange.exchange import AllToAllExchange
+from ds_ckpt.exchange.layout import ShardLayout
 
 log = logging.getLogger("ds_ckpt")
+Reduce = Callable[[list[Tensor]], list[Tensor]]
+"""A bucket's full gradients to this process's shards."""
 
 
 @dataclass
@@ -52,9 +53,8 @@ class ScheduledExchange:
     """The `ds_ckpt.zero3.gradient.BucketExchange` of a method.
 
     Args:
-        exchange: what runs after the warm-up.
-        feedback: its residuals, committed or rolled back with the step; None without.
-        factors: PowerSGD's, likewise.
+        exchange: what runs after the warm-up; its residuals and factors are committed or rolled
+            back with the step.
         warmup_steps: optimizer steps that are plain DeepSpeed.
         current_step: DeepSpeed's count of optimizer steps so far.
         at_boundary: whether this micro-step ends an accumulated step; the others' gradients are
@@ -68,8 +68,6 @@ class ScheduledExchange:
     def __init__(
         self,
         exchange: AllToAllExchange,
-        feedback: Feedback | None,
-        factors: Factors,
         *,
         warmup_steps: int,
         current_step: Callable[[], int],
@@ -77,7 +75,6 @@ class ScheduledExchange:
         autotuner: Autotuner | None = None,
     ) -> None:
         self._exchange = exchange
-        self._transactional = (factors,) if feedback is None else (feedback, factors)
         self._warmup_steps = warmup_steps
         self._current_step = current_step
         self._at_boundary = at_boundary
@@ -112,7 +109,7 @@ class ScheduledExchange:
         tensors: list[Tensor],
         *,
         loss_scale: float,
-        deepspeed_reduce: Callable[[list[Tensor]], list[Tensor]],
+        deepspeed_reduce: Reduce,
     ) -> list[Tensor]:
         """One bucket; see `ds_ckpt.zero3.gradient.BucketExchange`."""
         if self._warming_up:
@@ -137,10 +134,47 @@ class ScheduledExchange:
         nonfinite = self._exchange.nonfinite_buckets > self._nonfinite_before
         self._nonfinite_before = self._exchange.nonfinite_buckets
         self._exchange.step_ended()
-        for state in self._transactional:
+        for state in (self._exchange.feedback, self._exchange.factors):
             if skipped or nonfinite:
                 state.rollback()
             else:
                 state.commit()
         if self._autotuner is not None:
             self._autotuner.step_ended(skipped=skipped)  # what all processes know alike
+
+
+class NoCommunication:
+    """The no-communication bound: it sends nothing, so no compression can gain more.
+
+    For measuring only; see `Session.measure_with`. Every process trains its shards on its own
+    gradients, as if all the others' were the same; weights go on being gathered, so what a step
+    takes then is what is left when gradients travel in no time and in no bytes.
+
+    Args:
+        world: number of processes in the data-parallel group.
+        dp_rank: this process's index in it.
+    """
+
+    def __init__(self, world: int, dp_rank: int) -> None:
+        assert 0 <= dp_rank < world
+        self._world = world
+        self._dp_rank = dp_rank
+
+    def inline(self, names: Sequence[str]) -> bool:
+        """False: DeepSpeed's own reduction is never asked."""
+        return False
+
+    def reduce(
+        self,
+        names: Sequence[str],
+        tensors: list[Tensor],
+        *,
+        loss_scale: float,
+        deepspeed_reduce: Reduce,
+    ) -> list[Tensor]:
+        """This process's own gradients, flat views of its shards of `tensors`."""
+        shards = [ShardLayout(t.numel(), self._world).shard(self._dp_rank) for t in tensors]
+        return [t.reshape(-1)[shard] for t, shard in zip(tensors, shards, strict=True)]
+
+    def step_ended(self, *, skipped: bool) -> None:
+        """Nothing is kept from step to step."""

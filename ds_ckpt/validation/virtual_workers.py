@@ -83,8 +83,6 @@ class VirtualWorkers:
         )
         scheduled = ScheduledExchange(
             exchange,
-            feedback,
-            factors,
             warmup_steps=0 if settings.lossless else settings.warmup_steps,
             current_step=lambda: self.step,
             at_boundary=(lambda: self._at_boundary) if self._holds else None,

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ds_ckpt.compression.error_feedback import Feedback
 from ds_ckpt.compression.powersgd import Factors
 from ds_ckpt.exchange.autotune import (
     COUNTED,
@@ -314,6 +315,8 @@ class Machine:
     nonfinite_buckets: int = 0
     ways: list[str] = field(default_factory=list)
     went: dict[str, str] = field(default_factory=dict)
+    feedback: Feedback = field(default_factory=lambda: Feedback(enabled=False))
+    factors: Factors = field(default_factory=Factors)
 
     def average(
         self,
@@ -346,9 +349,7 @@ def scheduled(
     exchange: Any = machine
     tuner = Autotuner(lambda t: t.mul_(2), world=2, clock=lambda: machine.now_s)
     return (
-        ScheduledExchange(
-            exchange, None, Factors(), warmup_steps=1, current_step=current_step, autotuner=tuner
-        ),
+        ScheduledExchange(exchange, warmup_steps=1, current_step=current_step, autotuner=tuner),
         tuner,
     )
 

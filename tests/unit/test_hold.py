@@ -110,8 +110,6 @@ def test_the_schedule_asks_for_the_boundary_at_every_bucket() -> None:
     at_boundary = False
     schedule = ScheduledExchange(
         processes.exchanges[0],
-        processes.feedbacks[0],
-        processes.factors[0],
         warmup_steps=1,
         current_step=lambda: step,
         at_boundary=lambda: at_boundary,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_ckpt.exchange.layout import ShardLayout
-from ds_ckpt.exchange.no_communication import NoCommunication
+from ds_ckpt.exchange.schedule import NoCommunication
 
 
 def _never(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
