@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ds_ckpt.compression import Codec, Dense, Quantize, TopK
+from ds_ckpt.compression.quantize import BITS
 from ds_ckpt.compression.topk import (
     MAX_BLOCK,
     SELECTIONS,
@@ -222,6 +223,7 @@ def test_unpacking_adds_a_multiple() -> None:
         TopK(density=0.1, values="fp32", selection="exact"),
         TopK(density=1.0, values="bf16"),
         Dense(),
+        *(Quantize(bits=bits) for bits in BITS),
     ):
         values = gradient(1000, 3)
         payload, _, arrived = round_trip(codec, values)
