@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 import ds_ckpt
 from ds_ckpt import workload
-from ds_ckpt.exchange.no_communication import NoCommunication
+from ds_ckpt.exchange.schedule import NoCommunication
 
 BUCKETS = 8
 SEQUENCES, TOKENS = 4, 64

@@ -24,8 +24,9 @@ from torch import Tensor
 from ds_ckpt.compression import Feedback, Quantize, all_finite
 from ds_ckpt.compression.base import aligned
 from ds_ckpt.compression.quantize import BITS, BLOCKS
-from ds_ckpt.exchange.layout import HEADER_BYTES, ShardLayout
+from ds_ckpt.exchange.layout import ShardLayout
 from ds_ckpt.exchange.rules import MethodSettings, Rules
+from ds_ckpt.exchange.transport import HEADER_BYTES
 
 
 def timed_works(elements: int) -> dict[str, Work]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from ds_ckpt.compression.base import (
     Codec,
     Compressor,
-    Cost,
     Method,
     add_scaled,
     aligned,
@@ -32,7 +31,6 @@ for _method in (DenseMethod, TopK, PowerSGD, Quantize, Hybrid):
 __all__ = [
     "Codec",
     "Compressor",
-    "Cost",
     "Dense",
     "Expects",
     "Feedback",

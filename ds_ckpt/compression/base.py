@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, get_args
@@ -32,25 +30,6 @@ if TYPE_CHECKING:
 
 ALIGNMENT_BYTES = 8
 """Payloads and the sections inside them start at multiples of this, so any dtype can be viewed."""
-
-Timed = Callable[[], AbstractContextManager[None]]
-"""Opened around a part of the work by whoever wants to time it."""
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What compressing costs, counted, not measured: to rank methods, not to predict a time.
-
-    Attributes:
-        payload_bytes: what travels.
-        memory_bytes: read from and written to memory, what stays in a cache left out.
-        operations: arithmetic on single entries, comparisons and casts included. Those of `exact`
-            selection and of index arithmetic are not vectorized and weigh more than others.
-    """
-
-    payload_bytes: int
-    memory_bytes: int
-    operations: int
 
 
 class Compressor(ABC):
@@ -96,17 +75,12 @@ class Codec(Compressor):
         """Size of the payload for `numel` elements, a multiple of 8. Does no work."""
 
     @abstractmethod
-    def cost(self, numel: int) -> Cost:
-        """Of packing `numel` elements, residual included. Does no work."""
-
-    @abstractmethod
-    def pack(self, values: Tensor, out: Tensor, selecting: Timed = nullcontext) -> None:
+    def pack(self, values: Tensor, out: Tensor) -> None:
         """Write the payload; leave in `values` what the receiver will not see.
 
         Args:
             values: fp32 [n], contiguous, finite. The decoded payload is subtracted in place.
             out: uint8 [packed_bytes(n)], 8-byte aligned. Every byte is written.
-            selecting: entered while entries are chosen.
         """
 
     @abstractmethod

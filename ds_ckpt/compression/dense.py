@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -12,9 +11,7 @@ from torch import Tensor
 from ds_ckpt.compression.base import (
     Codec,
     Compressor,
-    Cost,
     Method,
-    Timed,
     add_scaled,
     aligned,
     saturating_cast,
@@ -47,24 +44,13 @@ class Dense(Codec):
 
     dtype: torch.dtype = torch.float32
 
-    def __post_init__(self) -> None:
-        if self.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(f"Dense sends float32, bfloat16 or float16, not {self.dtype}")
-
     def words(self) -> str:
         return "Dense"
 
     def packed_bytes(self, numel: int) -> int:
         return aligned(numel * self.dtype.itemsize)
 
-    def cost(self, numel: int) -> Cost:
-        payload_bytes = self.packed_bytes(numel)
-        # read and zeroed; or clamped, cast, cast back and subtracted
-        exact = self.dtype == torch.float32
-        memory_bytes = 8 * numel + (1 if exact else 3) * payload_bytes
-        return Cost(payload_bytes, memory_bytes, 0 if exact else 5 * numel)
-
-    def pack(self, values: Tensor, out: Tensor, selecting: Timed = nullcontext) -> None:
+    def pack(self, values: Tensor, out: Tensor) -> None:
         sent = saturating_cast(values, self.dtype)
         write_section(out, 0, sent)
         if self.dtype == torch.float32:

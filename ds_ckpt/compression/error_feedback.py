@@ -18,7 +18,9 @@ working tensor is the pending buffer itself.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
@@ -35,6 +37,27 @@ class HostMemory(Protocol):
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor: ...
 
     def give_back(self, tensor: Tensor) -> None: ...
+
+
+@dataclass
+class _Residual:
+    """One parameter's.
+
+    Attributes:
+        committed: what the last step that was taken has left.
+        pending: what this step has left so far.
+        spare: memory that the next step writes to.
+        working: handed out by `accumulate` and not yet stored, where it is not `pending` itself.
+        turns: how often this step has rounded it.
+        cleared: this step has left nothing.
+    """
+
+    committed: Stored | None = None
+    pending: Stored | None = None
+    spare: Stored | None = None
+    working: Tensor | None = None
+    turns: int = 0
+    cleared: bool = False
 
 
 class Feedback:
@@ -69,17 +92,9 @@ class Feedback:
         self.accumulates = enabled or accumulates
         self._storage = Storage(dtype, seed)
         self._on_host = device == "cpu"
-        self._buffers = Buffers(self._storage, host)
+        self._host = host
         self._step = 0
-        self._committed: dict[str, Stored] = {}
-        self._pending: dict[str, Stored] = {}
-        self._spare: dict[str, Stored] = {}
-        self._working: dict[str, Tensor] = {}
-        """Handed out by `accumulate` and not yet kept, where they are not `_pending` itself."""
-        self._turns: dict[str, int] = {}
-        """How often `store` has rounded a name in this step."""
-        self._cleared: set[str] = set()
-        """Names of which this step has left nothing."""
+        self._residuals: defaultdict[str, _Residual] = defaultdict(_Residual)
 
     @property
     def dtype(self) -> ResidualDtype:
@@ -103,9 +118,10 @@ class Feedback:
 
     def holds(self, name: str) -> bool:
         """Whether a residual exists for `name`, from earlier steps or from this one."""
-        if not self.accumulates:
+        residual = self._residuals.get(name)
+        if residual is None or not self.accumulates:
             return False
-        return name in self._pending or name in self._working or name in self._committed
+        return any(x is not None for x in (residual.pending, residual.working, residual.committed))
 
     def accumulate(
         self, name: str, grad_flat: Tensor, world: int, loss_scale: float = 1.0
@@ -126,25 +142,24 @@ class Feedback:
             ValueError: the residual of `name` has another length.
         """
         divisor, numel, device = world * loss_scale, grad_flat.numel(), grad_flat.device
-        self._cleared.discard(name)
-        held = self._working.get(name) if self.accumulates else None
+        residual = self._residuals[name]
+        residual.cleared = False
         source = None
-        if held is not None:
-            source = Stored(held)
-        elif self.accumulates:
-            source = self._pending.get(name, self._committed.get(name))
+        if self.accumulates:
+            source = residual.pending or residual.committed
+            if residual.working is not None:
+                source = Stored(residual.working)
         if source is not None and source.numel != numel:
             raise ValueError(
                 f"the residual of {name!r} has {source.numel} entries, its gradient {numel}"
             )
-        if held is not None:
-            working = held
-        elif self._is_pending_itself(device):
-            working = self._target(name, numel, device).values
+        if self._is_pending_itself(device):
+            working = self._target(residual, numel, device).values
+        elif self.accumulates and residual.working is not None:
+            working = residual.working
         else:
-            if not self.accumulates:
-                self._forget_working(name)
-            working = self._working[name] = self._buffers.empty(numel, torch.float32, device)
+            self._forget_working(residual)
+            working = residual.working = self._empty(numel, torch.float32, device)
         if source is None:
             return divide(grad_flat, divisor, working)
         source = source.to(device)
@@ -162,47 +177,52 @@ class Feedback:
         Rounds to what is stored. The tensor may be overwritten from here on. A tensor that was not
         kept is kept by `commit`.
         """
+        residual = self._residuals[name]
         if self.accumulates and not self._is_pending_itself(working.device):
             device = torch.device("cpu") if self._on_host else working.device
-            target = self._target(name, working.numel(), device)
+            target = self._target(residual, working.numel(), device)
             if self._storage.rounds:
                 there = target.device == working.device
-                rounded = target if there else self._buffers.new(working.numel(), working.device)
-                turn = self._turns.get(name, 0)
-                self._storage.encode(working, rounded, name, self._step, turn)
-                self._turns[name] = turn + 1
+                rounded = target if there else self._new(working.numel(), working.device)
+                self._storage.encode(working, rounded, name, self._step, residual.turns)
+                residual.turns += 1
                 if not there:
                     target.copy_(rounded)
             else:
                 target.copy_(Stored(working))
-        self._forget_working(name)
+        self._forget_working(residual)
 
     def clear(self, name: str) -> None:
         """Nothing of `name` is owed: once the step is taken, nothing is held for it."""
-        self._cleared.add(name)
+        self._residuals[name].cleared = True
 
     def commit(self) -> None:
         """The step was taken: what it left becomes the residual."""
-        for name, working in list(self._working.items()):
-            self.store(name, working)
-        for name, stored in self._pending.items():
-            previous = self._committed.get(name)
-            self._committed[name] = stored
-            if previous is not None:
-                self._set_aside(name, previous, stored)
-        if self.enabled:
-            self._give_back(self._cleared)
-        else:
-            self._reuse(self._cleared & self._pending.keys())
-        self._end_step()
+        for name, residual in self._residuals.items():
+            if residual.working is not None:
+                self.store(name, residual.working)
+            before, left = residual.committed, residual.pending
+            if left is not None:
+                residual.committed = left
+                if before is not None and not before.is_like(left):  # a load has brought it
+                    self._give_back(before)
+                elif before is not None:
+                    residual.spare = before
+            if residual.cleared and self.enabled:
+                self._give_back(residual.committed, residual.spare)
+                residual.committed = residual.spare = None
+            elif residual.cleared and left is not None:  # the next step's calls add up there
+                self._give_back(residual.spare)
+                residual.committed, residual.spare = None, left
+            residual.pending, residual.turns, residual.cleared = None, 0, False
         self._step += 1
 
     def rollback(self) -> None:
         """The step was skipped: the residuals are bit-equal to those before it."""
-        for name in list(self._working):
-            self._forget_working(name)
-        self._spare.update(self._pending)
-        self._end_step()
+        for residual in self._residuals.values():
+            self._forget_working(residual)
+            residual.spare = residual.pending or residual.spare
+            residual.pending, residual.turns, residual.cleared = None, 0, False
 
     def state_dict(self, *, copy: bool = True) -> dict[str, Tensor]:
         """Committed residuals by parameter name, decoded: fp32 [n] each.
@@ -210,12 +230,11 @@ class Feedback:
         Without `copy` those that are kept in fp32 are the live buffers, which later steps
         overwrite: good for looking at them at once.
         """
-        self._wait_for_copies()
         return {
             name: stored.values
             if not copy and stored.values.dtype == torch.float32
             else stored.decoded()
-            for name, stored in self._committed.items()
+            for name, stored in self.stored().items()
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -234,7 +253,8 @@ class Feedback:
     def stored(self) -> dict[str, Stored]:
         """Committed residuals as they are kept: the live buffers, which later steps overwrite."""
         self._wait_for_copies()
-        return dict(self._committed)
+        every = self._residuals.items()
+        return {name: each.committed for name, each in every if each.committed is not None}
 
     def load_stored(self, state: Mapping[str, Stored], steps: int) -> None:
         """Replace every residual by a copy of `state`, of any dtype, and the count of steps.
@@ -242,42 +262,28 @@ class Feedback:
         After `load_stored(other.stored(), other.steps)` the next steps are those of `other` to the
         bit.
         """
-        self._wait_for_copies()
-        for held in (self._pending, self._spare, self._committed):
-            for stored in held.values():
-                self._buffers.release(*stored.tensors)
-            held.clear()
-        for name in list(self._working):
-            self._forget_working(name)
-        self._turns.clear()
+        for residual in self._residuals.values():
+            self._give_back(residual.committed, residual.pending, residual.spare)
+            self._forget_working(residual)
+        self._residuals.clear()
         self._step = steps
         for name, source in state.items():
             device = torch.device("cpu") if self._on_host else source.device
-            self._committed[name] = self._buffers.copy_of(source, device)
+            copy = Stored(*(self._empty(t.numel(), t.dtype, device) for t in source.tensors))
+            copy.copy_(source)
+            self._residuals[name].committed = copy
         self._wait_for_copies()
 
     @property
     def nbytes(self) -> int:
         """Memory that is held: residuals, what the step under way or the next one writes to,
         tensors in work, and the rounding's tables."""
-        return sum(t.numel() * t.element_size() for t in self._held())
-
-    @property
-    def host_nbytes(self) -> int:
-        """The part of `nbytes` in host memory."""
-        return self.nbytes - self.accelerator_nbytes
-
-    @property
-    def accelerator_nbytes(self) -> int:
-        """The part in accelerator memory: between steps 0 with `device="cpu"`."""
-        return sum(t.numel() * t.element_size() for t in self._held() if t.device.type != "cpu")
-
-    def _held(self) -> Iterable[Tensor]:
-        for held in (self._committed, self._pending, self._spare):
-            for stored in held.values():
-                yield from stored.tensors
-        yield from self._working.values()
-        yield from self._storage.tables
+        held = [*self._storage.tables]
+        for residual in self._residuals.values():
+            for stored in (residual.committed, residual.pending, residual.spare):
+                held += () if stored is None else stored.tensors
+            held += () if residual.working is None else (residual.working,)
+        return sum(t.nbytes for t in held)
 
     def _is_pending_itself(self, device: torch.device) -> bool:
         """Whether a gradient there is worked on in what is kept."""
@@ -287,90 +293,45 @@ class Feedback:
             and (not self._on_host or device.type == "cpu")
         )
 
-    def _target(self, name: str, numel: int, device: torch.device) -> Stored:
-        """Where the step's residual of `name` is written."""
-        target = self._pending.get(name)
+    def _target(self, residual: _Residual, numel: int, device: torch.device) -> Stored:
+        """Where the step's residual is written."""
+        target = residual.pending
         if target is None:
-            target = self._spare.pop(name, None)
+            target, residual.spare = residual.spare, None
         if target is None or target.device != device or target.numel != numel:
-            target = self._buffers.new(numel, device)
-        self._pending[name] = target
+            target = self._new(numel, device)
+        residual.pending = target
         return target
 
-    def _reuse(self, names: Iterable[str]) -> None:
-        """Nothing is owed: the next step's calls add up in the same memory."""
-        for name in names:
-            older = self._spare.pop(name, None)
-            if older is not None:
-                self._wait_for_copies()
-                self._buffers.release(*older.tensors)
-            self._spare[name] = self._committed.pop(name)
+    def _new(self, numel: int, device: torch.device) -> Stored:
+        """Room for one residual, as it is kept."""
+        return Stored(*(self._empty(n, t, device) for n, t in self._storage.shapes(numel)))
 
-    def _give_back(self, names: Iterable[str]) -> None:
-        done = [
-            held.pop(name)
-            for name in names
-            for held in (self._committed, self._spare)
-            if name in held
-        ]
-        if done:
+    def _empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if device.type == "cpu" and self._host is not None:
+            return self._host.take((numel,), dtype)
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def _give_back(self, *held: Stored | None) -> None:
+        tensors = [tensor for stored in held if stored is not None for tensor in stored.tensors]
+        if tensors:
             self._wait_for_copies()
-        for stored in done:
-            self._buffers.release(*stored.tensors)
+        self._release(tensors)
 
-    def _end_step(self) -> None:
-        self._pending.clear()
-        self._turns.clear()
-        self._cleared.clear()
-        if self._on_host:
-            self._storage.leave_accelerators()
+    def _release(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            if self._host is not None and tensor.device.type == "cpu":
+                self._host.give_back(tensor)
 
-    def _set_aside(self, name: str, previous: Stored, current: Stored) -> None:
-        """The next step writes to `previous`, unless a load has brought it in another form."""
-        if previous.is_like(current):
-            self._spare[name] = previous
-        else:
-            self._wait_for_copies()
-            self._buffers.release(*previous.tensors)
-
-    def _forget_working(self, name: str) -> None:
-        working = self._working.pop(name, None)
-        if working is not None:
-            self._buffers.release(working)
+    def _forget_working(self, residual: _Residual) -> None:
+        if residual.working is not None:
+            self._release([residual.working])
+            residual.working = None
 
     def _wait_for_copies(self) -> None:
         """Host buffers hold what was last copied to them."""
         if self._on_host and torch.cuda.is_initialized():
             torch.cuda.synchronize()
-
-
-class Buffers:
-    """Flat tensors: host ones from `host` where given, others from torch."""
-
-    def __init__(self, storage: Storage, host: HostMemory | None) -> None:
-        self._storage = storage
-        self._host = host
-
-    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if device.type == "cpu" and self._host is not None:
-            return self._host.take((numel,), dtype)
-        return torch.empty(numel, dtype=dtype, device=device)
-
-    def new(self, numel: int, device: torch.device) -> Stored:
-        """Room for one residual, as it is kept."""
-        return Stored(*(self.empty(n, t, device) for n, t in self._storage.shapes(numel)))
-
-    def copy_of(self, source: Stored, device: torch.device) -> Stored:
-        """On `device`, in the dtype of `source`."""
-        copy = Stored(*(self.empty(t.numel(), t.dtype, device) for t in source.tensors))
-        copy.copy_(source)
-        return copy
-
-    def release(self, *tensors: Tensor) -> None:
-        """Give back what came from here and is used no more."""
-        for tensor in tensors:
-            if self._host is not None and tensor.device.type == "cpu":
-                self._host.give_back(tensor)
 
 
 def divide(grad: Tensor, divisor: float, out: Tensor) -> Tensor:

@@ -22,10 +22,7 @@ depends on those before it, of which rounding errors alone would be left, is rep
 that these determine.
 
 Householder reflections (LAPACK, cuSOLVER) in fp64: squares of fp32 numbers neither over- nor
-underflow there, so no scaling is needed, which in fp32 costs more than fp64 does. torch's DDP hook
-takes half that time or less, in fp32, but its Gram-Schmidt for ranks 1 and 2 is not finite for
-columns of zeros or of tiny numbers. The products with the matrix take far longer than either
-(`benchmarks/powersgd.py`).
+underflow there, so no scaling is needed. `benchmarks/powersgd.py` has torch's DDP hook beside it.
 """
 
 from __future__ import annotations
@@ -34,13 +31,13 @@ import math
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from ds_ckpt.compression.base import Codec, Compressor, Cost, Method
+from ds_ckpt.compression.base import Codec, Compressor, Method
 from ds_ckpt.settings import SWITCH, Expects
 
 # A smaller part of a column, new against the columns before it, counts as rounding. 8 epsilons of
@@ -49,7 +46,6 @@ _DEPENDENT = 2.0**-20
 _GATHERED_BELOW = 4
 
 Side = Literal["left", "right"]
-SIDES: tuple[Side, ...] = ("left", "right")
 
 
 class PowerSGD(Method):
@@ -97,10 +93,6 @@ class LowRank(Compressor):
     alternate: bool = False
     remainder: Codec | None = None
 
-    def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"rank must be at least 1, not {self.rank}")
-
     @property
     def codec(self) -> Codec | None:
         return self.remainder
@@ -126,16 +118,6 @@ class LowRank(Compressor):
         factors = sent_entry_bytes(world) * (left + local * right)
         rest = 0 if self.remainder is None else self.remainder.packed_bytes(shape.numel())
         return (factors // 2 if self.alternate else factors) + rest
-
-    def cost(self, shape: torch.Size, world: int, local: int = 1) -> Cost:
-        """Of a step, all processes of a host together; arguments as before."""
-        found = cost(*matrix_shape(shape), self.rank, alternate=self.alternate)
-        memory_bytes, operations = found.memory_bytes, found.operations
-        if self.remainder is not None:
-            rest = self.remainder.cost(shape.numel())
-            memory_bytes += rest.memory_bytes
-            operations += rest.operations
-        return Cost(self.sent_bytes(shape, world, local), memory_bytes, operations)
 
 
 def gathers(world: int) -> bool:
@@ -182,31 +164,11 @@ def worthwhile(rows: int, columns: int, rank: int, local: int = 1) -> bool:
     return rank >= 1 and 4 * rank * (rows + local * columns) < rows * columns
 
 
-def cost(rows: int, columns: int, rank: int, *, alternate: bool = False) -> Cost:
-    """Of one step: projection, orthogonalization, projection back, difference.
-
-    `payload_bytes` are those of what is sent of the factors, in fp32, once: both, or with
-    `alternate` half of both in the mean.
-    """
-    numel, factors = rows * columns, rows * rank + columns * rank
-    # A product to make each factor that is sent, one to take both away: the matrix is read as often
-    # and written once. Householder: 4 n r^2.
-    products = 2 if alternate else 3
-    payload_bytes = 2 * factors if alternate else 4 * factors
-    memory_bytes = 4 * (products + 1) * numel + 16 * factors
-    return Cost(payload_bytes, memory_bytes, 2 * products * numel * rank + 4 * rows * rank**2)
-
-
 def initial_factor(name: str, columns: int, rank: int, device: torch.device | str) -> Tensor:
     """The q of a first step: fp32 [columns, rank], orthonormal, a function of the arguments alone.
 
-    Computed on the CPU, so that devices agree.
-
-    Raises:
-        ValueError: `rank` is not in 1 to `columns`.
+    `rank` is at most `columns`. Computed on the CPU, so that devices agree.
     """
-    if not 1 <= rank <= columns:
-        raise ValueError(f"the rank of {name!r} must be in 1 to {columns}, not {rank}")
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return orthogonalize(torch.randn(columns, rank, generator=generator)).to(device)
 
@@ -224,13 +186,7 @@ def orthogonalize(factor: Tensor) -> Tensor:
 
     Returns:
         fp32 [n, r].
-
-    Raises:
-        ValueError: more columns than rows.
     """
-    rows, rank = factor.shape
-    if rank > rows:
-        raise ValueError(f"{rank} columns of {rows} entries cannot be orthonormal")
     if factor.numel() == 0:
         return factor.float()
     wide = factor.double()
@@ -317,22 +273,10 @@ class Factors:
         return {f"{side}:{name}": factor for name, (side, factor) in self._committed.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Replace every factor by a copy; a step under way is forgotten.
-
-        Raises:
-            ValueError: a key without `left:` or `right:`.
-        """
+        """Replace every factor by a copy; a step under way is forgotten."""
         loaded: dict[str, tuple[Side, Tensor]] = {}
         for key, factor in state.items():
             side, _, name = key.partition(":")
-            if side not in SIDES:
-                raise ValueError(f"{key!r} is not the key of a factor")
-            loaded[name] = (side, factor.detach().clone())
+            loaded[name] = (cast(Side, side), factor.detach().clone())
         self._committed = loaded
         self._pending.clear()
-
-    @property
-    def nbytes(self) -> int:
-        """Memory that is held."""
-        held = [*self._committed.values(), *self._pending.values()]
-        return sum(factor.numel() * factor.element_size() for _, factor in held)

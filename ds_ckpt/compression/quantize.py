@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -28,7 +27,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ds_ckpt.compression.base import Codec, Cost, Method, Timed, add_scaled, aligned, section
+from ds_ckpt.compression.base import Codec, Method, add_scaled, aligned, section
 from ds_ckpt.settings import WHOLE_NUMBER, Expects, Gone
 
 Bits = Literal[8, 4, 3, 2]
@@ -98,16 +97,7 @@ class Quantize(Method, Codec):
     def packed_bytes(self, numel: int) -> int:
         return self._codes_start(numel) + aligned(_code_bytes(numel, self.bits))
 
-    def cost(self, numel: int) -> Cost:
-        payload_bytes = self.packed_bytes(numel)
-        # More than 2 bits: two extremes, division, rounding, two clamps, cast, product,
-        # difference. 2 bits: a norm, division, rounding, two clamps, four for levels, six for the
-        # fit, cast, product, difference. Then shifts and masks.
-        shifts = sum(2 * (8 // width - 1) for width in _PLANES[self.bits])
-        operations = (9 if self.bits > 2 else 18) + shifts
-        return Cost(payload_bytes, 8 * numel + payload_bytes, operations * numel)
-
-    def pack(self, values: Tensor, out: Tensor, selecting: Timed = nullcontext) -> None:
+    def pack(self, values: Tensor, out: Tensor) -> None:
         numel = values.numel()
         scales, planes = self._sections(out, numel)
         out[2 * scales.numel() : self._codes_start(numel)].zero_()

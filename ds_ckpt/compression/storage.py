@@ -67,10 +67,6 @@ class Stored:
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.values,) if self.scales is None else (self.values, self.scales)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.tensors)
-
     def is_like(self, other: Stored) -> bool:
         """Whether `other` could take this one's place: same dtype, length and device."""
         return (
@@ -79,10 +75,9 @@ class Stored:
             and self.device == other.device
         )
 
-    def to(self, device: torch.device, *, copy: bool = False) -> Stored:
+    def to(self, device: torch.device) -> Stored:
         # asynchronous from and to pinned memory, in the order of the current stream
-        moved = (t.to(device, non_blocking=True, copy=copy) for t in self.tensors)
-        return Stored(*moved)
+        return Stored(*(t.to(device, non_blocking=True) for t in self.tensors))
 
     def copy_(self, source: Stored) -> None:
         for target, tensor in zip(self.tensors, source.tensors, strict=True):
@@ -157,10 +152,6 @@ class Storage:
     def tables(self) -> list[Tensor]:
         """The tables of random numbers that are held, one a device: 0.8 MB each."""
         return list(self._tables.values())
-
-    def leave_accelerators(self) -> None:
-        """Drop the tables that are not on the host; the next rounding there copies its own."""
-        self._tables = {d: t for d, t in self._tables.items() if d.type == "cpu"}
 
     def shapes(self, numel: int) -> list[tuple[int, torch.dtype]]:
         """Length and dtype of each tensor of a `Stored` of `numel` entries."""

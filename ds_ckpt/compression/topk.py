@@ -17,7 +17,6 @@ offset, which travels as a byte.
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Literal
@@ -28,9 +27,7 @@ from torch import Tensor
 
 from ds_ckpt.compression.base import (
     Codec,
-    Cost,
     Method,
-    Timed,
     add_scaled,
     aligned,
     saturating_cast,
@@ -115,21 +112,7 @@ class TopK(Method, Codec):
         count, place_bytes = self._selected(numel)
         return value_bytes(count, self.values) + aligned(place_bytes)
 
-    def cost(self, numel: int) -> Cost:
-        count, place_bytes = self._selected(numel)
-        payload_bytes = self.packed_bytes(numel)
-        if place_bytes == 0:
-            return Cost(payload_bytes, 8 * numel + payload_bytes, 5 * numel)
-        # What is sent is gathered, encoded, decoded and scattered; its positions are 64 bits.
-        sent_bytes, sent_operations = 24 * count + payload_bytes, 20 * count
-        if self.selection == "blocks":
-            # mask and row into the key, then for each place a maximum
-            operations = (2 + blocks_for(numel, self.density).k) * numel
-            return Cost(payload_bytes, 4 * numel + sent_bytes, operations + sent_operations)
-        # Quickselect of magnitudes with their positions: some 3 passes over 12 bytes an entry.
-        return Cost(payload_bytes, 40 * numel + sent_bytes, 12 * numel + 2 * sent_operations)
-
-    def pack(self, values: Tensor, out: Tensor, selecting: Timed = nullcontext) -> None:
+    def pack(self, values: Tensor, out: Tensor) -> None:
         count, place_bytes = self._selected(values.numel())
         if count == 0:
             return
@@ -138,7 +121,7 @@ class TopK(Method, Codec):
             return
         values_end = value_bytes(count, self.values)
         out[values_end + place_bytes :].zero_()
-        index = self._select(values, count, out[values_end : values_end + place_bytes], selecting)
+        index = self._select(values, count, out[values_end : values_end + place_bytes])
         picked = values[index]
         decoded = encode_values(picked, self.values, out[:values_end])
         values.scatter_(0, index, picked - decoded)
@@ -160,17 +143,15 @@ class TopK(Method, Codec):
             index = blocks.flat_index(places.view(blocks.k, blocks.count))
         into.index_add_(0, index, decoded if scale == 1.0 else decoded * scale)
 
-    def _select(self, values: Tensor, count: int, places: Tensor, selecting: Timed) -> Tensor:
+    def _select(self, values: Tensor, count: int, places: Tensor) -> Tensor:
         """Choose, write the places, return the positions in the order of the values."""
         if self.selection == "exact":
-            with selecting():
-                index = values.abs().topk(count, sorted=False).indices.sort().values
+            index = values.abs().topk(count, sorted=False).indices.sort().values
             write_positions(index, places)
             return index
         blocks = blocks_for(values.numel(), self.density)
         offsets = places.view(blocks.k, blocks.count)
-        with selecting():
-            select_in_blocks(values, blocks, offsets)
+        select_in_blocks(values, blocks, offsets)
         return blocks.flat_index(offsets)
 
     def _selected(self, numel: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""How a step's gradients travel: DeepSpeed's reduction in the warm-up, then whichever is faster.
+"""How a step's gradients travel: compressed or the other way, whichever makes shorter steps.
 
 Never slower by surprise: a short exchange does not make a short step, since beside backward it
 takes cores that backward needs, and on a fast link DeepSpeed's own reduction, which waits, can give
@@ -20,16 +20,11 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-
-from ds_ckpt.compression.error_feedback import Feedback
-from ds_ckpt.compression.powersgd import Factors
-from ds_ckpt.exchange.exchange import AllToAllExchange
 
 log = logging.getLogger("ds_ckpt")
 
@@ -200,12 +195,7 @@ class Autotuner:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace what is known. Another layout compares anew, and keeps the choice until then.
-
-        A checkpoint with a referee's state gives its choice, if it had come to one.
-        """
-        if "stock" in state:
-            state = _of_referee(state)
+        """Replace what is known. Another layout compares anew, and keeps the choice until then."""
         self._owed, self._sent = set(state.get("owed", ())), {}
         self._ended_s = self._device = None
         self.choice = state.get("choice")
@@ -214,144 +204,3 @@ class Autotuner:
             ours, other = state["times_s"]
             self._steps, self._rounds = state["steps"], state["rounds"]
             self._times = [*ours], [*other]
-
-
-def _of_referee(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What was saved where buckets were compared one by one and whole steps by a referee.
-
-    A comparison under way counts for nothing, what is owed does.
-    """
-    decided = state.get("rounds", 0) is None
-    return {
-        "layout": [*state.get("layout", ()), "deepspeed"] if decided else None,
-        "steps": state.get("steps", 0),
-        "rounds": None,
-        "choice": {None: None, True: "deepspeed", False: "compressed"}[state["stock"]],
-        "times_s": ([], []),
-        "owed": state.get("owed", ()),
-    }
-
-
-@dataclass
-class Fallback:
-    """Whether compression is over for this run. Set between steps, on every process alike; saved
-    with a checkpoint.
-
-    Attributes:
-        whole: every bucket goes uncompressed, with what is owed to it.
-        speaks: whether this process tells of it in the log where a checkpoint brings it.
-    """
-
-    whole: bool = False
-    speaks: bool = False
-
-    def state_dict(self) -> dict[str, Any]:
-        """As JSON values."""
-        return {"whole": self.whole}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """What a checkpoint does not tell: compression goes on."""
-        self.whole = bool(state.get("whole", False))
-        if self.whole and self.speaks:
-            log.warning(
-                "ds_ckpt: the checkpoint is of a run that a guard made fall back: gradients go "
-                "uncompressed, now too"
-            )
-
-
-class ScheduledExchange:
-    """Hands over to DeepSpeed's reduction in the warm-up, and as the autotuner says.
-
-    With gradient accumulation the exchange runs once, at the boundary; earlier micro-steps only add
-    to the residuals.
-
-    Args:
-        exchange: what runs after the warm-up.
-        feedback: its residuals, committed or rolled back with the step; None without.
-        factors: PowerSGD's, likewise.
-        warmup_steps: optimizer steps that are plain DeepSpeed.
-        current_step: DeepSpeed's count of optimizer steps so far.
-        at_boundary: whether this micro-step ends an accumulated step; the others' gradients are
-            held back until then. None: every micro-step is exchanged.
-        autotuner: None: gradients are always compressed.
-
-    Attributes:
-        fallback: see `Fallback`.
-    """
-
-    def __init__(
-        self,
-        exchange: AllToAllExchange,
-        feedback: Feedback | None,
-        factors: Factors,
-        *,
-        warmup_steps: int,
-        current_step: Callable[[], int],
-        at_boundary: Callable[[], bool] | None = None,
-        autotuner: Autotuner | None = None,
-    ) -> None:
-        self._exchange = exchange
-        self._transactional = (factors,) if feedback is None else (feedback, factors)
-        self._warmup_steps = warmup_steps
-        self._current_step = current_step
-        self._at_boundary = at_boundary
-        self._autotuner = autotuner
-        self._nonfinite_before = 0
-        self.fallback = Fallback()
-
-    def _way(self, names: Sequence[str] = ()) -> Way:
-        """How a bucket of this step travels."""
-        if self._current_step() < self._warmup_steps:
-            return "deepspeed"
-        if self.fallback.whole:
-            return "uncompressed"
-        return self._autotuner.way_of(names) if self._autotuner is not None else "compressed"
-
-    @property
-    def compresses(self) -> bool:
-        """Whether the step's gradients go compressed."""
-        return self._way() == "compressed"
-
-    def inline(self, names: Sequence[str]) -> bool:
-        """Where DeepSpeed reduces; see `ds_ckpt.zero3.gradient.BucketExchange`."""
-        return self._way(names) == "deepspeed"
-
-    def reduce(
-        self,
-        names: Sequence[str],
-        tensors: list[Tensor],
-        *,
-        loss_scale: float,
-        stock: Callable[[list[Tensor]], list[Tensor]],
-    ) -> list[Tensor]:
-        """One bucket; see `ds_ckpt.zero3.gradient.BucketExchange`."""
-        if self._current_step() < self._warmup_steps:
-            return stock(tensors)
-        if self._at_boundary is not None and not self._at_boundary():
-            return self._exchange.hold(names, tensors, loss_scale=loss_scale)
-        way = self._way(names)
-        if self._autotuner is not None and tensors and not self.fallback.whole:
-            self._autotuner.exchanged(names, tensors[0].device)
-        if way == "deepspeed":
-            return stock(tensors)
-        uncompressed = way == "uncompressed"
-        return self._exchange.average(
-            names, tensors, loss_scale=loss_scale, uncompressed=uncompressed
-        )
-
-    def step_ended(self, *, skipped: bool) -> None:
-        """A skipped step leaves every residual and factor bit-equal to before (law 4).
-
-        So does a step with a non-finite bucket that DeepSpeed did not skip: every process that this
-        one exchanges with was told of it, and a NaN must not live on in a residual.
-        """
-        nonfinite = self._exchange.nonfinite_buckets > self._nonfinite_before
-        self._nonfinite_before = self._exchange.nonfinite_buckets
-        self._exchange.step_ended()
-        for state in self._transactional:
-            if skipped or nonfinite:
-                state.rollback()
-            else:
-                state.commit()
-        if self._autotuner is not None:
-            self._autotuner.step_ended(skipped=skipped)  # what all processes know alike

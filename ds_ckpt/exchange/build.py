@@ -11,12 +11,13 @@ import torch.distributed as torch_dist
 from ds_ckpt.compression.error_feedback import Feedback, HostMemory, ResidualDevice
 from ds_ckpt.compression.powersgd import Factors
 from ds_ckpt.compression.storage import ResidualDtype
-from ds_ckpt.exchange.autotune import Autotuner, ScheduledExchange
+from ds_ckpt.exchange.autotune import Autotuner
 from ds_ckpt.exchange.exchange import AllToAllExchange
 from ds_ckpt.exchange.hierarchy import Groups, InHostSum, Levels, make_groups
 from ds_ckpt.exchange.layout import ascending, ring_pieces
 from ds_ckpt.exchange.plan import Plan
 from ds_ckpt.exchange.rules import MethodSettings, Rule, Rules
+from ds_ckpt.exchange.schedule import ScheduledExchange
 from ds_ckpt.exchange.state import Stateful
 from ds_ckpt.exchange.transport import TorchTransport
 from ds_ckpt.telemetry.timings import Errors, Timings
@@ -144,7 +145,7 @@ def build_exchange(
     if groups.inside is not None:
         inside = TorchTransport(groups.inside, all_to_all_single, all_reduce)
         in_host = InHostSum(inside, groups.peers)
-    # stock reduction on gloo adds in its ring's order; adding alike makes `dense` bit-equal to it
+    # DeepSpeed's reduction on gloo adds in its ring's order; so `dense` is bit-equal to it
     on_gloo = torch_dist.get_backend(group) == "gloo"
     between = TorchTransport(groups.between, all_to_all_single, all_reduce)
     autotuner = None
@@ -169,8 +170,6 @@ def build_exchange(
     )
     scheduled = ScheduledExchange(
         exchange,
-        feedback,
-        factors,
         warmup_steps=settings.warmup_steps,
         current_step=current_step,
         at_boundary=at_boundary,

@@ -14,46 +14,43 @@ an all-to-all of what these missed where they have a remainder. With two levels 
 between hosts, to sums that each host has made before (`hierarchy`).
 
 A non-finite value cannot be left to the codec, which might drop it and hide the overflow. Its
-process flags the bucket instead; every process then answers NaN for its shards of the bucket's
-compressed tensors, where DeepSpeed's own overflow check finds it.
+process flags the bucket instead, in byte 0 of its packets' headers; every process then answers NaN
+for its shards of the bucket's compressed tensors, where DeepSpeed's own overflow check finds it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from ds_ckpt.compression.base import Compressor, aligned, section
+from ds_ckpt.compression.base import Codec, Compressor, aligned, section
 from ds_ckpt.compression.dense import Dense
 from ds_ckpt.compression.error_feedback import Feedback, all_finite
-from ds_ckpt.compression.powersgd import Factors, factor_numels, matrix_shape
+from ds_ckpt.compression.powersgd import Factors, LowRank, factor_numels, matrix_shape
 from ds_ckpt.exchange.hierarchy import InHostSum
-from ds_ckpt.exchange.layout import (
-    HEADER_BYTES,
-    LocalShard,
-    Order,
-    PacketLayout,
-    ShardLayout,
-    ascending,
-)
+from ds_ckpt.exchange.layout import LocalShard, Order, ShardLayout, ascending
 from ds_ckpt.exchange.low_rank import LowRankPart, RowBlocks
 from ds_ckpt.exchange.plan import words
 from ds_ckpt.exchange.rules import Choose
-from ds_ckpt.exchange.transport import Transport
+from ds_ckpt.exchange.transport import Packets, Transport
 from ds_ckpt.telemetry.timings import Errors, Timings
 
 
-@dataclass(frozen=True)
+@dataclass
 class Item:
-    """One tensor of a bucket.
+    """One tensor of a bucket on its way.
 
     Attributes:
         local: this process's contribution, [layout.numel]: its gradient, or its host's sum.
         dtype: the gradient's, in which shards are answered and uncompressed tensors travel.
+        rides: it goes uncompressed with the low-rank factors.
+        pending: with a compressor, residual plus gradient; turns into what is left.
+        energy: squared norm of what `pending` has for others, where errors are sampled.
+        own: this process's contribution to its own shard, in the dtype of the sum.
+        arriving: payloads by the process that sends them; empty where factors say all.
     """
 
     name: str
@@ -62,13 +59,31 @@ class Item:
     local: Tensor
     layout: LocalShard
     compressor: Compressor | None
+    rides: bool = False
+    pending: Tensor | None = None
+    energy: float | None = None
+    own: Tensor = field(init=False)
+    arriving: Mapping[int, Tensor] = field(default_factory=dict)
 
-    def packed_bytes(self, numel: int) -> int:
-        """Size of what the all-to-all takes for so many of its entries."""
-        if self.compressor is None:
+    @property
+    def codec(self) -> Codec | None:
+        return None if self.compressor is None else self.compressor.codec
+
+    @property
+    def low_rank(self) -> LowRank | None:
+        return None if self.compressor is None else self.compressor.low_rank
+
+    @property
+    def packed(self) -> bool:
+        """Whether the all-to-all has something of it."""
+        return not self.rides and (self.compressor is None or self.codec is not None)
+
+    def packed_bytes(self, owner: int) -> int:
+        """Size of what the all-to-all takes for a process's shard."""
+        numel, codec = self.layout.size(owner), self.codec
+        if codec is None:
             return aligned(numel * self.dtype.itemsize)
-        assert self.compressor.codec is not None
-        return self.compressor.codec.packed_bytes(numel)
+        return codec.packed_bytes(numel)
 
     @property
     def divided_last(self) -> bool:
@@ -122,6 +137,7 @@ class AllToAllExchange:
         self._held_nonfinite = False
         self.world = transport.world * (in_host.processes if in_host else 1)
         self._members = in_host.members if in_host else tuple(range(transport.world))
+        self._me = transport.dp_rank
         self.timings = Timings()
         self.errors = Errors()
 
@@ -149,7 +165,7 @@ class AllToAllExchange:
                 # from the micro-step that sends
                 self._held_nonfinite |= not all_finite(pending)
                 self.feedback.store(name, pending)
-        sizes = [layout.size(self.transport.dp_rank) for layout in layouts]
+        sizes = [layout.size(self._me) for layout in layouts]
         return [t.new_zeros(size) for t, size in zip(tensors, sizes, strict=True)]
 
     @torch.no_grad()
@@ -191,9 +207,7 @@ class AllToAllExchange:
                     names, tensors, locals_, layouts, chosen, strict=True
                 )
             ]
-            bucket = _Bucket(self, items, loss_scale, finite=not self._held_nonfinite)
-            shards = bucket.run()
-            self.nonfinite_buckets += bucket.flagged
+            shards = self._exchange(items, loss_scale)
         if not self.feedback.enabled:  # what has been sent is then all that goes out of a step
             for name in names:
                 self.feedback.clear(name)
@@ -213,11 +227,10 @@ class AllToAllExchange:
         """What this process brings to the exchange of each tensor."""
         flats = [t.reshape(-1) for t in tensors]
         shards = [ShardLayout(f.numel(), self.world) for f in flats]
-        layouts = [LocalShard(s, self._members) for s in shards]
         if self._in_host is not None and flats:
             with self.timings.section("in_host"):
                 flats = self._in_host.sum(flats, shards)
-        return flats, layouts
+        return flats, [LocalShard(s, self._members) for s in shards]
 
     def _alone(
         self, name: str, flat: Tensor, compressor: Compressor | None, loss_scale: float
@@ -233,260 +246,183 @@ class AllToAllExchange:
         self.feedback.store(name, pending)
         return delivered
 
-
-class _Bucket:
-    """One reduction under way; `run` it once.
-
-    Args:
-        finite: False where this process has held a non-finite value back in an earlier micro-step.
-
-    Attributes:
-        flagged: whether any process had a non-finite value in a compressed tensor.
-    """
-
-    def __init__(
-        self, exchange: AllToAllExchange, items: Sequence[Item], loss_scale: float, *, finite: bool
-    ) -> None:
-        self.flagged = False
-        self._exchange = exchange
-        self._items = items
-        self._loss_scale = loss_scale
-        self._finite = finite
-        self._me, self._processes = exchange.transport.dp_rank, exchange.transport.world
-        self._device = items[0].local.device
-        self._low: LowRankPart | None = None
-        if any(item.compressor is not None and item.compressor.low_rank for item in items):
-            self._low = LowRankPart(
-                exchange.transport, exchange.factors, exchange.timings, self._device
-            )
-        self._riders = self._which_ride()
-        sent = [
-            i
-            for i, item in enumerate(items)
-            if i not in self._riders and (item.compressor is None or item.compressor.codec)
-        ]
-        self._packets = _Packets(exchange.transport, {i: items[i] for i in sent}, self._device)
-        self._own: dict[int, Tensor] = {}
-        """By tensor, this process's contribution to its own shard, in the dtype of the sum."""
-        self._pending: dict[int, Tensor] = {}
-        self._before: dict[int, float] = {}
-
-    def _which_ride(self) -> set[int]:
-        """Uncompressed tensors that go with the factors: together no more than those, so that a
-        bucket with a few norms and biases does not need an all-to-all."""
-        if self._low is None:
-            return set()
-        riders, rider_numel, factor_numel = set(), 0, 0
-        for i, item in enumerate(self._items):
-            compressor = item.compressor
-            if compressor is None or isinstance(compressor, Dense):
-                riders.add(i)
-                rider_numel += item.local.numel()
-            elif compressor.low_rank is None:
-                return set()  # there is an all-to-all anyway
-            else:
-                rows, columns = matrix_shape(item.shape)
-                factor_numel += sum(factor_numels(rows, columns, compressor.low_rank.rank))
-        return riders if rider_numel <= factor_numel else set()
-
-    def run(self) -> list[Tensor]:
-        section = self._exchange.timings.section
+    def _exchange(self, items: Sequence[Item], loss_scale: float) -> list[Tensor]:
+        """One bucket, from residuals to sums."""
+        section = self.timings.section
+        low = None
+        if any(item.low_rank is not None for item in items):
+            low = LowRankPart(self.transport, self.factors, self.timings, items[0].local.device)
+            _choose_riders(items)
         with section("residual"):
-            finite = self._accumulate()
-        if self._low is not None:
+            finite = self._accumulate(items, loss_scale)
+        if low is not None:
             with section("pack"):
-                self._add_to_low_rank(self._low)
-                finite = self._low.first(finite)
+                self._add_to_low_rank(low, items)
+                finite = low.first(finite)
             if not finite:
-                self.flagged = True
-                return [self._nan(item) for item in self._items]
-            for i in self._riders & self._pending.keys():
-                self._pending[i].zero_()  # all of it has arrived, in fp32
+                self.nonfinite_buckets += 1
+                return [self._nan(item) for item in items]
         with section("pack"):
-            self._pack(finite)
-            self._store(finite)
-        if self._packets.tensors:
+            packets = self._pack([item for item in items if item.packed], finite)
+            self._store(items, finite)
+        flagged = not finite
+        if packets is not None:
             with section("wire"):
-                self._packets.flag(not finite)
-                self.flagged = self._packets.exchange() or not finite
+                packets.exchange()
+                headers = [pieces[0] for pieces in packets.incoming.values()]
+                flagged |= bool(headers and torch.cat(headers).any())
         with section("unpack"):
-            if self._low is not None:
-                self.flagged = not self._low.second() or self.flagged
-            return [self._sum(i, item) for i, item in enumerate(self._items)]
+            if low is not None:
+                flagged |= not low.second()
+            self.nonfinite_buckets += flagged
+            return self._sums(items, low, loss_scale, flagged=flagged)
 
-    def _accumulate(self) -> bool:
+    def _accumulate(self, items: Sequence[Item], loss_scale: float) -> bool:
         """Residual plus gradient, the own part set aside; False where a value is not finite."""
-        finite = self._finite
-        for i, item in enumerate(self._items):
+        finite = not self._held_nonfinite
+        for item in items:
             if item.compressor is None:
                 continue
-            pending = self._exchange.feedback.accumulate(
-                item.name, item.local, self._exchange.world, self._loss_scale
-            )
-            self._pending[i] = pending
+            pending = self.feedback.accumulate(item.name, item.local, self.world, loss_scale)
+            item.pending = pending
             finite = finite and all_finite(pending)
             mine = pending[item.layout.shard(self._me)]
-            if self._exchange.errors.wanted:
-                self._before[i] = _energy(pending) - _energy(mine)
-            if i in self._riders:
+            if self.errors.wanted:
+                item.energy = _energy(pending) - _energy(mine)
+            if item.rides:
                 continue
-            self._own[i] = mine.mul(self._loss_scale)
-            if item.compressor.low_rank is None:  # that needs whole rows
+            item.own = mine.mul(loss_scale)
+            if item.low_rank is None:  # that needs whole rows
                 mine.zero_()
         return finite
 
-    def _add_to_low_rank(self, low: LowRankPart) -> None:
-        for i, item in enumerate(self._items):
-            if i in self._riders:
-                if i in self._pending:
-                    low.add_rider(i, self._pending[i])
-                else:
-                    wide = item.local.to(torch.promote_types(item.dtype, torch.float32))
-                    low.add_rider(i, wide.div(self._exchange.world))
-            elif item.compressor is not None and item.compressor.low_rank is not None:
-                _, columns = matrix_shape(item.shape)
-                blocks = RowBlocks.of(item.layout, columns)
-                low.add(i, item.name, self._pending[i], blocks, item.compressor.low_rank)
+    def _add_to_low_rank(self, low: LowRankPart, items: Sequence[Item]) -> None:
+        for item in items:
+            if item.rides and item.pending is None:
+                wide = item.local.to(torch.promote_types(item.dtype, torch.float32))
+                low.add_rider(item.name, wide.div(self.world))
+            elif item.pending is not None and item.rides:
+                low.add_rider(item.name, item.pending)
+            elif item.pending is not None and item.low_rank is not None:
+                blocks = RowBlocks.of(item.layout, matrix_shape(item.shape)[1])
+                low.add(item.name, item.pending, blocks, item.low_rank)
 
-    def _pack(self, finite: bool) -> None:
-        """Write the payloads; what a codec leaves out stays in the pending tensor."""
-        selecting = partial(self._exchange.timings.section, "select")
-        for i, item in self._packets.tensors.items():
-            outgoing = {dest: self._packets.outgoing(dest, i) for dest in self._packets.peers}
-            if item.compressor is None:
-                self._own[i] = self._pack_uncompressed(item, outgoing)
+    def _pack(self, items: Sequence[Item], finite: bool) -> Packets | None:
+        """Write the packets; what a codec leaves out stays in the pending tensor."""
+        if not items:
+            return None
+        sizes = [[item.packed_bytes(p) for item in items] for p in range(self.transport.world)]
+        packets = Packets(self.transport, sizes, items[0].local.device)
+        for header, *_ in packets.outgoing.values():
+            header.zero_()
+            header[0] = not finite
+        for place, item in enumerate(items, start=1):
+            item.arriving = {p: pieces[place] for p, pieces in packets.incoming.items()}
+            outgoing = {p: pieces[place] for p, pieces in packets.outgoing.items()}
+            if item.pending is None:
+                self._pack_uncompressed(item, outgoing)
                 continue
-            codec = item.compressor.codec
-            assert codec is not None
+            assert item.codec is not None
             for dest, payload in outgoing.items():
                 if finite:
-                    codec.pack(self._pending[i][item.layout.shard(dest)], payload, selecting)
+                    item.codec.pack(item.pending[item.layout.shard(dest)], payload)
                 else:
                     payload.zero_()
+        return packets
 
-    def _pack_uncompressed(self, item: Item, outgoing: dict[int, Tensor]) -> Tensor:
-        """Write each destination's part; returns the own one, in the dtype of the sum."""
-        divisor = 1 if item.divided_last else self._exchange.world
+    def _pack_uncompressed(self, item: Item, outgoing: Mapping[int, Tensor]) -> None:
+        divisor = 1 if item.divided_last else self.world
         for dest, payload in outgoing.items():
             part = item.local[item.layout.shard(dest)]
-            out = section(payload, 0, item.layout.size(dest), item.dtype)
+            out = section(payload, 0, part.numel(), item.dtype)
             if part.dtype == item.dtype:
                 torch.div(part, divisor, out=out)  # straight into the packet
             else:
                 out.copy_(part.div(divisor))
         own = item.local[item.layout.shard(self._me)].div(divisor)
-        return own.to(torch.promote_types(item.dtype, torch.float32))
+        item.own = own.to(torch.promote_types(item.dtype, torch.float32))
 
-    def _store(self, finite: bool) -> None:
+    def _store(self, items: Sequence[Item], finite: bool) -> None:
         """What is left is the residual so far."""
-        if finite:
-            for i, before in self._before.items():
-                how = words(self._items[i].compressor)
-                self._exchange.errors.add(how, before, _energy(self._pending[i]))
-        for i, pending in self._pending.items():
-            item = self._items[i]
-            self._exchange.feedback.store(item.name, pending)
-            if i in self._riders or item.compressor == Dense(torch.float32):
-                self._exchange.feedback.clear(item.name)
+        for item in items:
+            if item.pending is None:
+                continue
+            if item.rides:
+                item.pending.zero_()  # all of it has arrived, in fp32
+            if item.energy is not None and finite:
+                self.errors.add(words(item.compressor), item.energy, _energy(item.pending))
+            self.feedback.store(item.name, item.pending)
+            if item.rides or item.compressor == Dense(torch.float32):
+                self.feedback.clear(item.name)
 
-    def _nan(self, item: Item) -> Tensor:
-        size = item.layout.size(self._me)
-        return torch.full((size,), torch.nan, dtype=item.dtype, device=self._device)
+    def _sums(
+        self, items: Sequence[Item], low: LowRankPart | None, loss_scale: float, *, flagged: bool
+    ) -> list[Tensor]:
+        """The means at this process's shards, times the loss scale, in the gradients' dtypes."""
+        sums = []
+        # the buffer that DeepSpeed would reduce has a chunk of each tensor for each owner
+        entries, before = sum(item.layout.tensor.chunk for item in items), 0
+        for item in items:
+            at, before = self._me * entries + before, before + item.layout.tensor.chunk
+            if flagged and item.compressor is not None:
+                total = self._nan(item)
+            elif item.rides:
+                assert low is not None
+                total = low.rider(item.name)[item.layout.shard(self._me)]
+                if item.pending is not None:
+                    total = total.mul(loss_scale)
+            elif item.pending is None:
+                total = self._sum_uncompressed(item, at, entries)
+            else:
+                total = torch.zeros_like(item.own)
+                if low is not None and item.low_rank is not None:
+                    total.add_(low.delivered(item.name), alpha=loss_scale)
+                for process in range(self.transport.world):
+                    if process == self._me:
+                        total.add_(item.own)
+                    elif item.codec is not None:
+                        item.codec.unpack_add(item.arriving[process], total, loss_scale)
+            sums.append(total.to(item.dtype))
+        return sums
 
-    def _sum(self, i: int, item: Item) -> Tensor:
-        """The mean at this process's shard, times the loss scale, in the gradient's dtype."""
-        if self.flagged and item.compressor is not None:
-            return self._nan(item)
-        if i in self._riders:
-            assert self._low is not None
-            total = self._low.rider(i)[item.layout.shard(self._me)]
-            return (total.mul(self._loss_scale) if i in self._pending else total).to(item.dtype)
-        if item.compressor is None:
-            return self._sum_uncompressed(i, item)
-        total = torch.zeros_like(self._own[i])
-        if item.compressor.low_rank is not None:
-            assert self._low is not None
-            total.add_(self._low.delivered(i), alpha=self._loss_scale)
-        codec = item.compressor.codec
-        for process in range(self._processes):
-            if process == self._me:
-                total.add_(self._own[i])
-            elif codec is not None:
-                codec.unpack_add(self._packets.incoming(process, i), total, self._loss_scale)
-        return total.to(item.dtype)
+    def _sum_uncompressed(self, item: Item, at: int, entries: int) -> Tensor:
+        """Added up in the exchange's order.
 
-    def _sum_uncompressed(self, i: int, item: Item) -> Tensor:
-        own, size = self._own[i], item.layout.size(self._me)
-        parts = [
-            own
-            if process == self._me
-            else section(self._packets.incoming(process, i), 0, size, item.dtype)
-            for process in range(self._processes)
-        ]
-        result = torch.empty_like(own)
-        # where the shard lies in the buffer that DeepSpeed would reduce
-        entries = sum(other.layout.tensor.chunk for other in self._items)
-        before = sum(other.layout.tensor.chunk for other in self._items[:i])
-        at, numel = self._me * entries + before, self._processes * entries
-        pieces = self._exchange.order(numel, item.dtype.itemsize, self._processes, at, at + size)
+        Args:
+            at: where the shard lies in the buffer that DeepSpeed would reduce.
+            entries: of that buffer, for one owner.
+        """
+        world, size = self.transport.world, item.own.numel()
+        parts = {p: section(piece, 0, size, item.dtype) for p, piece in item.arriving.items()}
+        parts[self._me] = item.own
+        result = torch.empty_like(item.own)
+        pieces = self.order(world * entries, item.dtype.itemsize, world, at, at + size)
         for start, stop, order in pieces:
             piece = slice(start - at, stop - at)
             # Starting from the first part, not from 0: 0 + -0 would turn into +0.
             sum_ = result[piece].copy_(parts[order[0]][piece])
             for process in order[1:]:
                 sum_.add_(parts[process][piece])
-        if item.divided_last:
-            result.div_(self._exchange.world)
-        return result.to(item.dtype)
+        return result.div_(self.world) if item.divided_last else result
+
+    def _nan(self, item: Item) -> Tensor:
+        return item.local.new_full((item.layout.size(self._me),), torch.nan, dtype=item.dtype)
 
 
-class _Packets:
-    """Send and receive buffers of one bucket: payloads of its tensors in a packet for each owner.
-
-    Args:
-        tensors: those that have a payload, by their place in the bucket.
-    """
-
-    def __init__(
-        self, transport: Transport, tensors: dict[int, Item], device: torch.device
-    ) -> None:
-        self.tensors = tensors
-        self._transport = transport
-        me, world = transport.dp_rank, transport.world
-        self.peers = [p for p in range(world) if p != me]
-        self._slots = {i: slot for slot, i in enumerate(tensors)}
-        sizes: list[Callable[[int], int]] = [item.packed_bytes for item in tensors.values()]
-        layouts = [item.layout for item in tensors.values()]
-        layout = self._layout = PacketLayout.of(layouts, sizes, dp_rank=me, world=world)
-        # Every byte is written: headers and compressed payloads by us, uncompressed ones up to
-        # their padding, which nobody reads.
-        self._outgoing = torch.empty(sum(layout.send_bytes), dtype=torch.uint8, device=device)
-        self._incoming = torch.empty(sum(layout.receive_bytes), dtype=torch.uint8, device=device)
-
-    def outgoing(self, dest: int, i: int) -> Tensor:
-        """Where tensor `i`'s payload for `dest` is written."""
-        return self._outgoing[self._layout.sent(dest, self._slots[i])]
-
-    def incoming(self, source: int, i: int) -> Tensor:
-        """Tensor `i`'s payload from `source`."""
-        return self._incoming[self._layout.received(source, self._slots[i])]
-
-    def flag(self, nonfinite: bool) -> None:
-        """Write the headers."""
-        for dest in self.peers:
-            start = self._layout.outgoing(dest)
-            self._outgoing[start : start + HEADER_BYTES].zero_()
-            if nonfinite:
-                self._outgoing[start] = 1
-
-    def exchange(self) -> bool:
-        """Send and receive; whether any packet that came was flagged."""
-        layout = self._layout
-        self._transport.all_to_all(
-            self._incoming, self._outgoing, layout.receive_bytes, layout.send_bytes
-        )
-        starts = [layout.incoming(p) for p in self.peers]
-        return bool(self._incoming[starts].any())
+def _choose_riders(items: Sequence[Item]) -> None:
+    """Uncompressed tensors go with the factors: together no more than those, so that a bucket with
+    a few norms and biases does not need an all-to-all."""
+    riders, factor_numel = [], 0
+    for item in items:
+        if item.compressor is None or isinstance(item.compressor, Dense):
+            riders.append(item)
+        elif item.low_rank is None:
+            return  # there is an all-to-all anyway
+        else:
+            factor_numel += sum(factor_numels(*matrix_shape(item.shape), item.low_rank.rank))
+    if sum(item.local.numel() for item in riders) <= factor_numel:
+        for item in riders:
+            item.rides = True
 
 
 def _energy(values: Tensor) -> float:

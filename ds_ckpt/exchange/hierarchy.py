@@ -22,7 +22,7 @@ from torch import Tensor
 from ds_ckpt.compression.base import aligned, section
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.exchange.layout import LocalShard, ShardLayout
-from ds_ckpt.exchange.transport import Transport
+from ds_ckpt.exchange.transport import Packets, Transport
 
 Levels = Literal["auto", 1, 2]
 
@@ -44,25 +44,8 @@ class Place:
     local: int | None
 
 
-@dataclass(frozen=True)
-class Nodes:
-    """The world by hosts.
-
-    Attributes:
-        hosts: for each host its processes by index in the group, ascending; equally many each.
-    """
-
-    hosts: tuple[tuple[int, ...], ...]
-
-    @property
-    def local(self) -> int:
-        """Processes of a host."""
-        return len(self.hosts[0])
-
-    @property
-    def peers(self) -> tuple[tuple[int, ...], ...]:
-        """For each place in a host the processes of all hosts at that place, ascending."""
-        return tuple(tuple(sorted(at)) for at in zip(*self.hosts, strict=True))
+Hosts = tuple[tuple[int, ...], ...]
+"""For each host its processes by index in the group, ascending; equally many each."""
 
 
 def here(environment: Mapping[str, str] = os.environ) -> Place:
@@ -72,7 +55,7 @@ def here(environment: Mapping[str, str] = os.environ) -> Place:
     return Place(f"{socket.gethostname()}/{number}", int(local) if local.isdigit() else None)
 
 
-def arrange(places: Sequence[Place]) -> Nodes | str:
+def arrange(places: Sequence[Place]) -> Hosts | str:
     """The layout of a group by its processes' places, or in words why there are no two levels."""
     hosts: dict[str, list[int]] = {}
     for process, place in enumerate(places):
@@ -89,14 +72,7 @@ def arrange(places: Sequence[Place]) -> Nodes | str:
         return "every process has a host of its own"
     if sizes[0] != sizes[-1]:
         return f"hosts have unequal numbers of processes ({', '.join(map(str, sizes))})"
-    return Nodes(tuple(tuple(processes) for processes in hosts.values()))
-
-
-def nodes_of(group: Any) -> Nodes | str:
-    """`arrange` for a process group. Collective: every process of the group calls it."""
-    places: list[Any] = [None] * torch_dist.get_world_size(group)
-    torch_dist.all_gather_object(places, here(), group=group)
-    return arrange(places)
+    return tuple(tuple(processes) for processes in hosts.values())
 
 
 @dataclass(frozen=True)
@@ -106,14 +82,13 @@ class Groups:
     Attributes:
         between: the processes that exchange compressed gradients: all, or one of each host.
         inside: the processes of this host; None with one level.
-        peers: see `Nodes.peers`; empty with one level.
-        why_one: why `auto` chose one level; empty where it did not choose.
+        peers: for each place in a host the processes of all hosts at that place, ascending; empty
+            with one level.
     """
 
     between: Any
     inside: Any = None
     peers: tuple[tuple[int, ...], ...] = ()
-    why_one: str = ""
 
     def discard(self) -> None:
         """End the groups that were made for two levels."""
@@ -149,32 +124,34 @@ def make_groups(group: Any, levels: Levels) -> Groups:
     ranks = torch_dist.get_process_group_ranks(
         group if group is not None else torch_dist.group.WORLD
     )
-    nodes: Nodes | str = "one level is configured"
-    if levels != 1:
-        nodes = nodes_of(group)
-    if isinstance(nodes, str):
-        if levels == 2:
-            raise UnsupportedError(
-                Problem(
-                    where="$.ds_ckpt.compression.exchange.levels",
-                    found="2",
-                    why=f"{nodes}, and two levels need several processes on each of several hosts, "
-                    "equally many",
-                    remedy='write "auto" or 1, or give every host of the hostfile the same slots',
-                )
+    if levels == 1:
+        return Groups(group)
+    places: list[Any] = [None] * len(ranks)
+    torch_dist.all_gather_object(places, here(), group=group)
+    hosts = arrange(places)
+    if isinstance(hosts, str):
+        if levels == "auto":
+            return Groups(group)
+        raise UnsupportedError(
+            Problem(
+                where="$.ds_ckpt.compression.exchange.levels",
+                found="2",
+                why=f"{hosts}, and two levels need several processes on each of several hosts, "
+                "equally many",
+                remedy='write "auto" or 1, or give every host of the hostfile the same slots',
             )
-        why = nodes if levels == "auto" else ""
-        return Groups(group, why_one=why)
+        )
+    peers = tuple(tuple(sorted(place)) for place in zip(*hosts, strict=True))
     # every process makes every group: made by its members alone, a group is named by its ranks, and
     # a second one of that name finds the addresses of the first
     me, mine = torch_dist.get_rank(group), []
-    for sets in (nodes.peers, nodes.hosts):
+    for sets in (peers, hosts):
         made = [torch_dist.new_group(sorted(ranks[p] for p in members)) for members in sets]
         for new, members in zip(made, sets, strict=True):
             if me in members:
                 mine.append(new)
     between, inside = mine
-    return Groups(between, inside, nodes.peers)
+    return Groups(between, inside, peers)
 
 
 def twin_of(group: Any) -> Any:
@@ -232,41 +209,26 @@ class InHostSum:
         me, local = self._transport.dp_rank, self._transport.world
         layouts = [[LocalShard(s, members) for s in shards] for members in self._peers]
         sizes = [
-            [c.numel * f.element_size() for c, f in zip(cs, flats, strict=True)] for cs in layouts
+            [aligned(c.numel * f.element_size()) for c, f in zip(cs, flats, strict=True)]
+            for cs in layouts
         ]
-        packets = [sum(map(aligned, of_tensors)) for of_tensors in sizes]
-        device = flats[0].device
-        send = [0 if p == me else packets[p] for p in range(local)]
-        receive = [0 if p == me else packets[me] for p in range(local)]
-        outgoing = torch.empty(sum(send), dtype=torch.uint8, device=device)
-        incoming = torch.empty(sum(receive), dtype=torch.uint8, device=device)
-        start = 0
-        for peer in range(local):
-            if peer == me:
-                continue
-            for flat, layout, size in zip(flats, layouts[peer], sizes[peer], strict=True):
-                _gather(flat, layout, section(outgoing, start, layout.numel, flat.dtype))
-                start += aligned(size)
-        self._transport.all_to_all(incoming, outgoing, receive, send)
-        own = [
-            _gather(f, c, torch.empty(c.numel, dtype=f.dtype, device=device))
-            for f, c in zip(flats, layouts[me], strict=True)
-        ]
+        packets = Packets(self._transport, sizes, flats[0].device, header_bytes=0)
+        for peer, (_, *payloads) in packets.outgoing.items():
+            for flat, layout, payload in zip(flats, layouts[peer], payloads, strict=True):
+                _gather(flat, layout, section(payload, 0, layout.numel, flat.dtype))
+        packets.exchange()
         totals: list[Tensor] = []
-        start = 0
-        for i, flat in enumerate(flats):
-            total = None
-            for process in range(local):
-                if process == me:
-                    part = own[i]
-                else:
-                    at = packets[me] * (process - (process > me)) + start
-                    part = section(incoming, at, own[i].numel(), flat.dtype)
-                wide = torch.promote_types(flat.dtype, torch.float32)
-                total = part.to(wide, copy=True) if total is None else total.add_(part)
-            assert total is not None
+        for i, (flat, layout) in enumerate(zip(flats, layouts[me], strict=True)):
+            parts = {
+                process: section(payloads[1 + i], 0, layout.numel, flat.dtype)
+                for process, payloads in packets.incoming.items()
+            }
+            parts[me] = _gather(flat, layout, flat.new_empty(layout.numel))
+            wide = torch.promote_types(flat.dtype, torch.float32)
+            total = parts[0].to(wide, copy=True)
+            for process in range(1, local):
+                total.add_(parts[process])
             totals.append(total)
-            start += aligned(sizes[me][i])
         return totals
 
 

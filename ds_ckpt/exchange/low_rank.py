@@ -31,7 +31,7 @@ bf16 in a ring, leaves errors that no process knows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -163,30 +163,33 @@ def _unpacked(payload: Tensor, exact: int) -> Tensor:
 
 @dataclass
 class _Matrix:
-    """One tensor under way: `a b^T` approximates it, `mine` is this process's own of the two."""
+    """One tensor under way: `a b^T` approximates it, `mine` is this process's own of the two.
 
-    name: str
+    Attributes:
+        own: this process's part of the local shard.
+        local: what is to be sent. Turns into what is left, own shard zero.
+        given: orthonormal, known to all; the factor that travels last is this process's product
+            with it.
+        side: which factor travels last.
+    """
+
     blocks: RowBlocks
     settings: LowRank
     factor_sum: FactorSum
     own: slice
-    """This process's part of the local shard."""
     local: Tensor
-    """What is to be sent. Turns into what is left, own shard zero."""
     matrix: Tensor
     given: Tensor
-    """Orthonormal, known to all; the factor that travels last is this process's product with it."""
     side: Side
-    """Which factor travels last."""
-    mine: Tensor
-    total: Tensor
+    mine: Tensor = field(init=False)
+    total: Tensor = field(init=False)
 
-    def project(self) -> Tensor:
-        """This process's factor for `given`, as it will arrive."""
+    def project(self) -> None:
+        """Make this process's factor for `given`, as it will arrive."""
         rows = self.side == "left"
         out = self.given.new_empty(self.matrix.shape[0 if rows else 1], self.given.shape[1])
         (powersgd.project if rows else powersgd.back_project)(self.matrix, self.given, out)
-        return self.factor_sum.rounded(out)
+        self.mine = self.factor_sum.rounded(out)
 
     def subtract(self) -> None:
         """Leave in the local shard what this process's factor misses."""
@@ -225,41 +228,27 @@ class LowRankPart:
         self._factors = factors
         self._timings = timings
         self._device = device
-        self._matrices: dict[int, _Matrix] = {}
-        self._riders: dict[int, Tensor] = {}
+        self._matrices: dict[str, _Matrix] = {}
+        self._riders: dict[str, Tensor] = {}
 
-    def add(self, i: int, name: str, local: Tensor, blocks: RowBlocks, settings: LowRank) -> None:
-        """Tensor `i`: its local shard, fp32; it is changed in place."""
+    def add(self, name: str, local: Tensor, blocks: RowBlocks, settings: LowRank) -> None:
+        """A tensor's local shard, fp32; it is changed in place."""
         rank = min(settings.rank, blocks.matrix_rows, blocks.columns)
         if rank == 0:  # nothing of this tensor lies in the local shard
             return
         side, given = self._given(name, blocks, rank, settings.alternate)
-        matrix = blocks.matrix(local)
-        empty = given.new_empty(0)
         # with Q^ at hand P comes first; without alternation Q follows it
         sends: Side = "left" if side == "right" else "right"
-        own = blocks.layout.shard(self._dp_rank)
-        item = _Matrix(
-            name,
-            blocks,
-            settings,
-            self._factor_sum,
-            own,
-            local,
-            matrix,
-            given,
-            sends,
-            empty,
-            empty,
-        )
-        item.mine = item.project()
+        own, matrix = blocks.layout.shard(self._dp_rank), blocks.matrix(local)
+        item = _Matrix(blocks, settings, self._factor_sum, own, local, matrix, given, sends)
+        item.project()
         if settings.alternate:
             item.subtract()
-        self._matrices[i] = item
+        self._matrices[name] = item
 
-    def add_rider(self, i: int, local: Tensor) -> None:
-        """Tensor `i` as it is, already divided by the number of processes; summed in fp32."""
-        self._riders[i] = local
+    def add_rider(self, name: str, local: Tensor) -> None:
+        """A tensor as it is, already divided by the number of processes; summed in fp32."""
+        self._riders[name] = local
 
     def _given(
         self, name: str, blocks: RowBlocks, rank: int, alternate: bool
@@ -280,23 +269,22 @@ class LowRankPart:
             finite: whether this process's values are; the same answer reaches everybody.
         """
         items = list(self._matrices.values())
-        own = [item.mine for item in items]
         verdict = torch.zeros(1, device=self._device)
         if not finite:
             verdict.fill_(torch.nan)
         riders = [local.float() for local in self._riders.values()]
         with self._timings.section("wire"):
-            verdict, *sums = self._factor_sum.sum([verdict, *own], riders)
-        totals = sums[: len(items)]
-        self._riders = dict(zip(self._riders, sums[len(items) :], strict=True))
-        if not all(all_finite(t) for t in [verdict, *totals]):
+            sums = self._factor_sum.sum([verdict, *(item.mine for item in items)], riders)
+        totals, riders = sums[: 1 + len(items)], sums[1 + len(items) :]
+        self._riders = dict(zip(self._riders, riders, strict=True))
+        if not all(map(all_finite, totals)):
             return False
-        for item, total in zip(items, totals, strict=True):
+        for item, total in zip(items, totals[1:], strict=True):
             item.total = total
             if not item.settings.alternate:
                 item.given = powersgd.orthogonalize(total)
                 item.side = "right"
-                item.mine = item.project()
+                item.project()
                 item.subtract()
         return True
 
@@ -311,19 +299,19 @@ class LowRankPart:
                 sums = self._factor_sum.sum([item.mine for item in twice])
             for item, total in zip(twice, sums, strict=True):
                 item.total = total
-            if not all(all_finite(item.total) for item in twice):
+            if not all(map(all_finite, sums)):
                 return False
-        for item in self._matrices.values():
-            self._factors.put(item.name, item.side, item.total.clone())
+        for name, item in self._matrices.items():
+            self._factors.put(name, item.side, item.total.clone())
         return True
 
-    def delivered(self, i: int) -> Tensor:
+    def delivered(self, name: str) -> Tensor:
         """fp32, flat: the other processes' approximations at this process's shard, summed."""
-        item = self._matrices.get(i)
+        item = self._matrices.get(name)
         if item is None:
             return torch.zeros(0, device=self._device)
         return item.others(item.blocks.entries(self._dp_rank))
 
-    def rider(self, i: int) -> Tensor:
+    def rider(self, name: str) -> Tensor:
         """fp32: the sum of what `add_rider` was given everywhere."""
-        return self._riders[i]
+        return self._riders[name]

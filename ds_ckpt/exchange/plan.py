@@ -54,7 +54,12 @@ class Plan:
             world: processes that exchange: hosts, with two levels.
             local: processes of a host that divide each gradient among them; 1 with one level.
         """
-        return cls(tuple(_planned(choose, world, local, *each) for each in shapes))
+        tensors = []
+        for name, shape, itemsize in shapes:
+            compressor, dense = choose(name, shape), shape.numel() * itemsize
+            sent = dense if compressor is None else compressor.sent_bytes(shape, world, local)
+            tensors.append(PlannedTensor(name, tuple(shape), words(compressor), dense, sent))
+        return cls(tuple(tensors))
 
     @property
     def dense_bytes(self) -> int:
@@ -86,30 +91,29 @@ class Plan:
         """One JSON-able record a tensor."""
         return [dict(vars(t)) for t in self.tensors]
 
-    def table(self) -> str:
-        """As `str`, tensors alike of numbered layers in one line."""
+    def __str__(self) -> str:
+        return self.table(together=False)
+
+    def table(self, *, together: bool = True) -> str:
+        """One line a tensor, and their sum.
+
+        Args:
+            together: tensors alike of numbered layers share a line.
+        """
         alike: dict[tuple[str, tuple[int, ...], str], list[PlannedTensor]] = {}
         for t in self.tensors:
-            name = re.sub(r"(?<=\.)\d+(?=\.)", "*", t.name)
+            name = re.sub(r"(?<=\.)\d+(?=\.)", "*", t.name) if together else t.name
             alike.setdefault((name, t.shape, t.how), []).append(t)
-        return self._lines(
-            (name if len(group) == 1 else f"{name} ({len(group)})", group)
-            for (name, _, _), group in alike.items()
-        )
-
-    def __str__(self) -> str:
-        return self._lines((t.name, [t]) for t in self.tensors)
-
-    def _lines(self, rows: Iterable[tuple[str, list[PlannedTensor]]]) -> str:
-        named = list(rows)
-        width = max((len(name) for name, _ in named), default=0)
-        lines = []
-        for name, group in named:
-            shape = "x".join(map(str, group[0].shape))
+        rows = []
+        for (name, shape, how), group in alike.items():
+            label = name if len(group) == 1 else f"{name} ({len(group)})"
             sent, dense = sum(t.sent_bytes for t in group), sum(t.dense_bytes for t in group)
-            lines.append(
-                f"{name:<{width}}  {shape:>12}  {group[0].how:<28}  {sent:>12,} of {dense:>12,} B"
-            )
+            rows.append((label, "x".join(map(str, shape)), how, sent, dense))
+        width = max((len(label) for label, *_ in rows), default=0)
+        lines = [
+            f"{label:<{width}}  {shape:>12}  {how:<28}  {sent:>12,} of {dense:>12,} B"
+            for label, shape, how, sent, dense in rows
+        ]
         total = f"{self.sent_bytes:,} of {self.dense_bytes:,} B: {self.share:.2%}"
         return "\n".join([*lines, total])
 
@@ -117,12 +121,3 @@ class Plan:
 def words(compressor: Compressor | None) -> str:
     """A compressor as people call it."""
     return UNCOMPRESSED if compressor is None else compressor.words()
-
-
-def _planned(
-    choose: Choose, world: int, local: int, name: str, shape: torch.Size, itemsize: int
-) -> PlannedTensor:
-    compressor = choose(name, shape)
-    dense = shape.numel() * itemsize
-    sent = dense if compressor is None else compressor.sent_bytes(shape, world, local)
-    return PlannedTensor(name, tuple(shape), words(compressor), dense, sent)

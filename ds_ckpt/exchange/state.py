@@ -33,7 +33,7 @@ from torch import Tensor
 
 from ds_ckpt.compression.base import methods
 from ds_ckpt.compression.error_feedback import Feedback
-from ds_ckpt.compression.storage import TORCH_DTYPES, Stored
+from ds_ckpt.compression.storage import Stored
 from ds_ckpt.errors import Problem, StateError
 from ds_ckpt.exchange.layout import LocalShard, ShardLayout
 from ds_ckpt.files import replacing
@@ -45,57 +45,31 @@ _ANY = "ds_ckpt_residuals_*_of_*.safetensors"
 _UNFINISHED = "ds_ckpt_residuals_*.unfinished"
 _MARK = "ds_ckpt_residuals_saving"
 _PATTERN = "ds_ckpt_residuals_{process:05d}_of_{world:05d}.safetensors"
-_FORMER = {"autotune": "referee"}
-"""Parts by the name that an older file has them under."""
+_OWED = "the sum of residuals over all processes is what training is still owed"
 _START_AT_0 = "remove the ds_ckpt_residuals_* files to start with residuals of 0"
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a file holds.
+    """What a process takes from a checkpoint.
 
     Attributes:
         residuals: by parameter name.
-        steps, members: see the module.
+        steps: see the module.
         parts: by part, its tensors and JSON values by key.
     """
 
     residuals: Mapping[str, Stored]
     steps: int = 0
-    members: tuple[int, ...] | None = None
     parts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-
-
-def _write(path: Path, method: str, contents: Contents) -> None:
-    """Write the file whole or not at all."""
-    tensors: dict[str, torch.Tensor] = {}
-    for name, stored in contents.residuals.items():
-        tensors[_RESIDUAL + name] = stored.values
-        if stored.scales is not None:
-            tensors[_SCALES + name] = stored.scales
-    values: dict[str, dict[str, Any]] = {}
-    for part, state in contents.parts.items():
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor):
-                tensors[f"{part}/{key}"] = value
-            else:
-                values.setdefault(part, {})[key] = value
-    about = {"steps": contents.steps, "members": contents.members, "values": values}
-    with replacing(path) as unfinished:
-        save_file(
-            {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()},
-            str(unfinished),
-            metadata={"format": FORMAT, "method": method, "about": json.dumps(about)},
-        )
 
 
 class SavedFile:
     """A file opened for reading.
 
     Attributes:
-        path: where it is.
         method: what the residuals are of.
-        format: the file's; one of another format than `FORMAT` holds nothing that can be read.
+        format: one other than `FORMAT` holds nothing that can be read.
         steps, members: see the module.
 
     Raises:
@@ -103,7 +77,6 @@ class SavedFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
         try:
             self._file: Any = safe_open(str(path), framework="pt")
             metadata = self._file.metadata() or {}
@@ -113,9 +86,8 @@ class SavedFile:
                 Problem(
                     where=str(path),
                     found=f"a file that cannot be read ({error})",
-                    why="its residuals are part of what training is still owed",
-                    remedy="restore the file, or remove all ds_ckpt_residuals_* files to start "
-                    "with residuals of 0",
+                    why=_OWED,
+                    remedy=f"restore the file, or {_START_AT_0}",
                 )
             ) from error
         self.method = str(metadata.get("method"))
@@ -224,14 +196,26 @@ class ResidualFiles:
         if self._feedback is None:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        contents = Contents(
-            self._feedback.stored(),
-            steps=self._feedback.steps,
-            members=self._members,
-            parts={name: part.state_dict() for name, part in self._parts.items()},
-        )
+        tensors: dict[str, Tensor] = {}
+        for name, stored in self._feedback.stored().items():
+            tensors[_RESIDUAL + name] = stored.values
+            if stored.scales is not None:
+                tensors[_SCALES + name] = stored.scales
+        values: dict[str, dict[str, Any]] = {}
+        for part, state in self._parts.items():
+            for key, value in state.state_dict().items():
+                if isinstance(value, Tensor):
+                    tensors[f"{part}/{key}"] = value
+                else:
+                    values.setdefault(part, {})[key] = value
+        about = {"steps": self._feedback.steps, "members": self._members, "values": values}
         path = folder / _PATTERN.format(process=self._dp_rank, world=self._world)
-        _write(path, self._method, contents)
+        with replacing(path) as unfinished:
+            save_file(
+                {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()},
+                str(unfinished),
+                metadata={"format": FORMAT, "method": self._method, "about": json.dumps(about)},
+            )
 
     def read(self, folder: Path) -> Contents | None:
         """This process's share of what was saved; None where the checkpoint has none.
@@ -265,11 +249,11 @@ class ResidualFiles:
         else:
             own = first
             residuals = {n: Stored(total) for n, total in self._summed(paths, first).items()}
-        if not self._feedback.accumulates:
-            self._say_dropped(residuals, folder)
+        if residuals and not self._feedback.accumulates:
             residuals = {}
-        self._say_converted(residuals, folder)
-        parts = {n: own.part(n) or own.part(_FORMER.get(n, n)) for n in self._parts}
+            if self._dp_rank == 0:
+                log.warning("ds_ckpt: %s holds residuals; without error feedback they drop", folder)
+        parts = {n: own.part(n) for n in self._parts}
         return Contents(residuals, steps=own.steps, parts=parts)
 
     def restore(self, state: Contents | None) -> None:
@@ -287,24 +271,22 @@ class ResidualFiles:
         members = self._members or tuple(range(self._world))
         place = members.index(self._dp_rank)
         total: dict[str, Tensor] = {}
-        # every process holds the same names: an exchange lays its packets out by them. Local shards
-        # may differ in what they have left
+        # Every process must hold the same names: an exchange lays its packets out by them. Without
+        # members all files have them; with, they may differ in what they have left.
         files = paths if first.members is not None else paths[:1]
         for name in sorted({name for path in files for name in self._checked(path).names}):
             total[name] = torch.zeros(self._local(name, self._world, self._members).numel)
-        if first.members is None:  # then none has any, and only the own ones need be opened
+        if first.members is None:  # process and place are the same, and only the own are opened
             paths = paths[place :: len(members)]
         for path in paths:
             file = self._checked(path)
             process = int(path.stem.split("_")[3])
-            old_place = (file.members or tuple(range(world))).index(process)
-            if old_place % len(members) != place:
+            if (file.members or range(world)).index(process) % len(members) != place:
                 continue
             for name in file.names:
                 old = self._local(name, world, file.members)
                 new = self._local(name, self._world, self._members)
-                part = _taken(file.residual(name).decoded(), old, new)
-                total[name] = total[name].add_(part) if name in total else part
+                total[name].add_(_taken(file.residual(name).decoded(), old, new))
         return total
 
     def _local(self, name: str, world: int, members: tuple[int, ...] | None) -> LocalShard:
@@ -351,31 +333,12 @@ class ResidualFiles:
 
     def _without(self, folder: Path, found: list[Path]) -> None:
         """This run has no residuals: as with DeepSpeed alone, or with everything sent."""
-        holds = bool(found)
         kind = methods().get(self._method)
         if kind is not None and kind.lossless:
-            files = [self._checked(path) for path in found]
-            holds = any(file.names for file in files)
-        if holds and self._dp_rank == 0:
-            method = self._method
-            log.warning("ds_ckpt: %s holds residuals; method %s drops them", folder, method)
-
-    def _say_dropped(self, residuals: dict[str, Stored], folder: Path) -> None:
-        if residuals and self._dp_rank == 0:
-            log.warning("ds_ckpt: %s holds residuals; without error feedback they drop", folder)
-
-    def _say_converted(self, residuals: dict[str, Stored], folder: Path) -> None:
-        assert self._feedback is not None
-        words = {dtype: word for word, dtype in TORCH_DTYPES.items()}
-        saved = {words[stored.values.dtype] for stored in residuals.values()}
-        other = sorted(saved - {self._feedback.dtype})
-        if other and self._dp_rank == 0:
-            log.info(
-                "ds_ckpt: the residuals of %s come as %s; the next step keeps them as %s",
-                folder,
-                " and ".join(other),
-                self._feedback.dtype,
-            )
+            found = [path for path in found if self._checked(path).names]
+        if found and self._dp_rank == 0:
+            text = "ds_ckpt: %s holds residuals; method %s drops them"
+            log.warning(text, folder, self._method)
 
 
 def _complete(folder: Path, found: list[Path]) -> list[Path]:
@@ -390,9 +353,8 @@ def _complete(folder: Path, found: list[Path]) -> list[Path]:
                 where=str(folder),
                 found=f"residuals of {len(found)} processes, worlds {sorted(worlds)}"
                 + (f", without {', '.join(missing)}" if missing else ""),
-                why="the sum of residuals over all processes is what training is still owed",
-                remedy="restore the missing files, or remove all ds_ckpt_residuals_* files to "
-                "start with residuals of 0",
+                why=_OWED,
+                remedy=f"restore the missing files, or {_START_AT_0}",
             )
         )
     return expected

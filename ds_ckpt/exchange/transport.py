@@ -1,4 +1,4 @@
-"""What carries an exchange's bytes: the protocol, and `torch.distributed` behind it.
+"""What carries an exchange's bytes: the protocol, `torch.distributed` behind it, and packets.
 
 `virtual` has a transport between threads of one process.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
@@ -86,3 +87,52 @@ class TorchTransport:
 
     def all_reduce(self, tensor: Tensor) -> None:
         self._all_reduce(tensor, group=self._group)
+
+
+HEADER_BYTES = 8
+
+
+class Packets:
+    """Buffers of one all-to-all: one packet from each process to each other one.
+
+        header | payload | payload | ...
+
+    All of a packet is for what its destination owns, so its size depends on the destination alone.
+
+    Args:
+        sizes: by process, the bytes of each payload for it; multiples of 8.
+        header_bytes: a multiple of 8.
+
+    Attributes:
+        outgoing: by destination the pieces of its packet, header first: uint8 views to be written.
+        incoming: by source likewise; filled by `exchange`.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        sizes: Sequence[Sequence[int]],
+        device: torch.device,
+        header_bytes: int = HEADER_BYTES,
+    ) -> None:
+        self._transport = transport
+        me, pieces = transport.dp_rank, [[header_bytes, *payloads] for payloads in sizes]
+        peers = [process != me for process in range(transport.world)]
+        self._send = [sum(pieces[p]) * peer for p, peer in enumerate(peers)]
+        self._receive = [sum(pieces[me]) * peer for peer in peers]
+        self._out = torch.empty(sum(self._send), dtype=torch.uint8, device=device)
+        self._in = torch.empty(sum(self._receive), dtype=torch.uint8, device=device)
+        self.outgoing: dict[int, Sequence[Tensor]] = {
+            dest: packet.split(pieces[dest])
+            for dest, packet in enumerate(self._out.split(self._send))
+            if dest != me
+        }
+        self.incoming: dict[int, Sequence[Tensor]] = {
+            source: packet.split(pieces[me])
+            for source, packet in enumerate(self._in.split(self._receive))
+            if source != me
+        }
+
+    def exchange(self) -> None:
+        """Send and receive."""
+        self._transport.all_to_all(self._in, self._out, self._receive, self._send)

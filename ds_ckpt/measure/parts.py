@@ -30,7 +30,7 @@ COMPUTE = ("compute_forward", "compute_backward", "compute_update")
 PARTS = (*COMPUTE, "recompute", *NETWORK, "compression")
 """Every moment of a phase belongs to one of these."""
 _WIRE = {"collective", "wire"}
-_EXCHANGE = {"reduce", "in_host", "residual", "select", "pack", "unpack"}
+_EXCHANGE = {"reduce", "in_host", "residual", "pack", "unpack"}
 
 
 Stretch = tuple[float, float, str]

@@ -29,7 +29,7 @@ from deepspeed.accelerator import get_accelerator
 
 import ds_ckpt
 from ds_ckpt import workload
-from ds_ckpt.exchange.no_communication import NoCommunication
+from ds_ckpt.exchange.schedule import NoCommunication
 from ds_ckpt.hosts.heartbeat import Heartbeat, begin
 from ds_ckpt.hosts.interfaces import Sent, link_interface, sent
 from ds_ckpt.measure import parts

@@ -34,8 +34,8 @@ class Gradients:
         built: the exchange with its parts.
         plan: which parameter travels how and in how many bytes.
         overlaps: whether exchanges run beside backward, in a thread of their own. Not alone, where
-            there is nothing to wait for; on gloo only: NCCL's communicators may deadlock where two
-            threads of a process start collectives in an order of their own.
+            there is nothing to wait for; on gloo and without streams only: NCCL's communicators may
+            deadlock where two threads of a process start collectives in an order of their own.
 
     Raises:
         UnsupportedError: the engine, the hosts or the model's parameters do not allow what the
@@ -43,6 +43,8 @@ class Gradients:
     """
 
     def __init__(self, engine: Any, config: CompressionConfig, host: HostPool) -> None:
+        from deepspeed.accelerator import get_accelerator
+
         refuse_model_parallel(engine)
         self._engine = engine
         self._config = config
@@ -54,7 +56,10 @@ class Gradients:
             (name, shape) for name, shape, _ in self._shapes
         )
         group = engine.optimizer.dp_process_group
-        self._one_thread = torch.distributed.get_backend(group) != "gloo"
+        self._one_thread = (
+            torch.distributed.get_backend(group) != "gloo"
+            or not get_accelerator().is_synchronized_device()
+        )
         alone = torch.distributed.get_world_size(group) == 1
         self.overlaps = config.exchange.overlap and not alone and not self._one_thread
         self._own_group = twin_of(group) if self.overlaps else None

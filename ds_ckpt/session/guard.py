@@ -87,7 +87,7 @@ class Guard:
     @property
     def fallen_back(self) -> bool:
         """Also after a checkpoint of such a run was loaded."""
-        return self._fallback.whole
+        return self._fallback.uncompressed
 
     def describe(self) -> str:
         """A clause for the line at the start."""
@@ -105,7 +105,7 @@ class Guard:
     def look(self, step: int, left: ResidualStats) -> None:
         """Compare, and act at the second look in a row that is past a limit."""
         self.last = left
-        if self._fallback.whole:
+        if self._fallback.uncompressed:
             return
         past = [
             f"{name} {value:.3g} where validation saw {limit:.3g} at most"
@@ -119,7 +119,7 @@ class Guard:
         if self._past != IN_A_ROW:
             return
         if self._action == "dense":
-            self._fallback.whole = True
+            self._fallback.uncompressed = True
         if self._speaks:
             then = {
                 "warn": 'training goes on as it is (compression.guard.action "dense" would not)',

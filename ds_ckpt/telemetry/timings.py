@@ -99,9 +99,9 @@ class TimedHandle:
         return getattr(self._handle, name)
 
 
-SECTIONS = ("in_host", "residual", "select", "pack", "wire", "unpack")
-"""In-host sum; adding to the residual and checking it; choosing entries (Top-K); factoring and
-encoding; waiting for other processes and their bytes; decoding and summing."""
+SECTIONS = ("in_host", "residual", "pack", "wire", "unpack")
+"""In-host sum; adding to the residual and checking it; choosing entries, factoring and encoding;
+waiting for other processes and their bytes; decoding and summing."""
 
 
 @dataclass

@@ -17,11 +17,11 @@ from torch import Tensor
 from ds_ckpt.compression.error_feedback import Feedback
 from ds_ckpt.compression.powersgd import Factors
 from ds_ckpt.compression.storage import Stored
-from ds_ckpt.exchange.autotune import ScheduledExchange
 from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.exchange import AllToAllExchange
 from ds_ckpt.exchange.layout import ring_pieces
 from ds_ckpt.exchange.rules import MethodSettings
+from ds_ckpt.exchange.schedule import ScheduledExchange
 from ds_ckpt.exchange.virtual import VirtualTransport, VirtualWorld
 
 DENSE_SETTINGS = ExchangeSettings(MethodSettings("dense"))
@@ -83,15 +83,13 @@ class VirtualWorkers:
         )
         scheduled = ScheduledExchange(
             exchange,
-            feedback,
-            factors,
             warmup_steps=0 if settings.lossless else settings.warmup_steps,
             current_step=lambda: self.step,
             at_boundary=(lambda: self._at_boundary) if self._holds else None,
         )
         # in place of DeepSpeed's reduction during the warm-up, to which it is bit-equal on gloo
-        stock = AllToAllExchange(transport, DENSE_SETTINGS.choose(), order=ring_pieces)
-        return _Worker(exchange, scheduled, feedback, factors, stock)
+        warm_up = AllToAllExchange(transport, DENSE_SETTINGS.choose(), order=ring_pieces)
+        return _Worker(exchange, scheduled, feedback, factors, warm_up)
 
     @torch.no_grad()
     def average(
@@ -173,13 +171,13 @@ class _Worker:
     scheduled: ScheduledExchange
     feedback: Feedback | None
     factors: Factors
-    stock: AllToAllExchange
+    warm_up: AllToAllExchange
 
     def reduce(self, names: list[str], tensors: list[Tensor]) -> list[Tensor]:
-        def stock(bucket: list[Tensor]) -> list[Tensor]:
-            return self.stock.average(names, bucket)
+        def warm_up(bucket: list[Tensor]) -> list[Tensor]:
+            return self.warm_up.average(names, bucket)
 
-        return self.scheduled.reduce(names, tensors, loss_scale=1.0, stock=stock)
+        return self.scheduled.reduce(names, tensors, loss_scale=1.0, deepspeed_reduce=warm_up)
 
     def state_dict(self) -> dict[str, Any]:
         stored = self.feedback.stored() if self.feedback else {}

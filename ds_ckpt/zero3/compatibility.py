@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import inspect
+import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -21,13 +22,6 @@ import torch.distributed as torch_dist
 from ds_ckpt.errors import ContractError, Problem
 
 TESTED_VERSIONS = ("0.19.8",)
-
-_STAGE3 = "deepspeed.runtime.zero.stage3"
-_OPTIMIZER = f"{_STAGE3}:DeepSpeedZeroOptimizer_Stage3"
-_COORDINATOR = (
-    "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator"
-)
-_OFFLOAD = "deepspeed.runtime.zero.parameter_offload"
 
 Reduce = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 """A bucket's full gradients to this process's parts."""
@@ -53,134 +47,69 @@ class Finding:
     remedy: str
 
 
-SYMBOLS: tuple[Symbol, ...] = (
-    Symbol(
-        f"{_STAGE3}:reduce_scatter_coalesced",
-        "tensors, group=",
-        "9d5640ce6bbf7735",
-        "stand in for ZeRO-3's reduction of one bucket",
-    ),
-    Symbol(
-        f"{_OPTIMIZER}._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads",
-        "self, params_to_reduce, communication_data_type",
-        "6d7ab9a58cde25c1",
-        "learn which parameters a bucket holds",
-    ),
-    Symbol(
-        f"{_OPTIMIZER}._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads",
-        "self, communication_data_type",
-        "5d47d8ed38baf4d6",
-        "know that every bucket passes there",
-    ),
-    Symbol(
-        f"{_OPTIMIZER}.partition_grads",
-        "self, params_to_release, grad_partitions",
-        "54f137d03e064398",
-        "know that partitions are taken unpadded and in order",
-    ),
-    Symbol(
-        f"{_OPTIMIZER}.step",
-        "self, closure=",
-        "d4ab1c29bbf0f5c0",
-        "know that the overflow decision comes before the weights change",
-    ),
-    Symbol(
-        f"{_OPTIMIZER}._loss_scale_update_and_overflow_cleanup",
-        "self",
-        "84ba975ed418807e",
-        "learn whether the step is skipped",
-    ),
-    Symbol(
-        f"{_OPTIMIZER}.backward_epilogue",
-        "self",
-        "39621f816a2c8a87",
-        "release what backward never came back for",
-    ),
-    Symbol(
-        f"{_OPTIMIZER}._get_param_partition_group",
-        "self, param",
-        "e8162d67d6a4a2e3",
-        "refuse a bucket whose group is not the data-parallel one",
-    ),
-    Symbol(
-        f"{_COORDINATOR}.release_sub_module",
-        "self, submodule, forward=",
-        "66d6c876d080eaa6",
-        "keep what recompute gathered until backward has used it",
-    ),
-    Symbol(
-        f"{_COORDINATOR}.fetch_sub_module",
-        "self, current_submodule, forward",
-        "9c7f5d85beb35484",
-        "know when weights are gathered",
-    ),
-    Symbol(
-        f"{_COORDINATOR}._PartitionedParameterCoordinator__all_gather_params_",
-        "self, params, forward, quantize=",
-        "bd65ca6be1540d54",
-        "count gathers by purpose",
-    ),
-    Symbol(
-        f"{_COORDINATOR}._PartitionedParameterCoordinator__release_param",
-        "self, param, free_data=",
-        "a3150d7bdbc133aa",
-        "know what a release frees",
-    ),
-    Symbol(
-        f"{_OFFLOAD}:FWD_MODULE_STACK",
-        "list",
-        "",
-        "take back entries whose post-forward hook never ran",
-    ),
-    Symbol(
-        f"{_OFFLOAD}:DeepSpeedZeRoOffload.get_param_coordinator",
-        "self",
-        "2e0cd15719f6f16e",
-        "reach the coordinator",
-    ),
-    Symbol(
-        f"{_OPTIMIZER}._post_step",
-        "self, timer_names",
-        "a2ee4f6cbce0b201",
-        "count the gather of persistent weights",
-    ),
-    Symbol(
-        f"{_OPTIMIZER}.independent_gradient_partition_epilogue",
-        "self",
-        "2fa5547257583cb4",
-        "have every partition taken when backward ends",
-    ),
-    Symbol(
-        f"{_OPTIMIZER}._DeepSpeedZeroOptimizer_Stage3__add_grad_to_ipg_bucket",
-        "self, param",
-        "ad70f5e056965469",
-        "know that gradients are written to the bucket's buffer there alone",
-    ),
-    Symbol(
-        f"{_OPTIMIZER}.clear_backward_seen_flag",
-        "self",
-        "26d2fcb4d2547af3",
-        "see that a forward begins after a backward that did not end, and drop its step",
-    ),
-    Symbol(
-        f"{_OPTIMIZER}.backward_prologue",
-        "self",
-        "5d89067f71f31309",
-        "take what an interrupted backward has left before another begins",
-    ),
-    Symbol(
-        f"{_OPTIMIZER}._pre_step",
-        "self",
-        "cff910fadf3d7004",
-        "take what an interrupted backward has left before a step",
-    ),
-    Symbol(
-        f"{_OPTIMIZER}.offload_states",
-        "self, include=, device=, pin_memory=, non_blocking=",
-        "ed2b9add35f91455",
-        "free the spare buffers with DeepSpeed's",
-    ),
-)
+_ZERO = "deepspeed.runtime.zero"
+_OWNERS = {
+    "stage3": f"{_ZERO}.stage3:",
+    "optimizer": f"{_ZERO}.stage3:DeepSpeedZeroOptimizer_Stage3",
+    "coordinator": f"{_ZERO}.partitioned_param_coordinator:PartitionedParameterCoordinator",
+    "offload": f"{_ZERO}.parameter_offload:",
+    "gather": f"{_ZERO}.parameter_offload:DeepSpeedZeRoOffload",
+}
+_TABLE = """
+stage3.reduce_scatter_coalesced(tensors, group=) 9d5640ce6bbf7735
+    stand in for ZeRO-3's reduction of one bucket
+optimizer.__avg_scatter_grads(self, params_to_reduce, communication_data_type) 6d7ab9a58cde25c1
+    learn which parameters a bucket holds
+optimizer.__reduce_and_partition_ipg_grads(self, communication_data_type) 5d47d8ed38baf4d6
+    know that every bucket passes there
+optimizer.partition_grads(self, params_to_release, grad_partitions) 54f137d03e064398
+    know that partitions are taken unpadded and in order
+optimizer.step(self, closure=) d4ab1c29bbf0f5c0
+    know that the overflow decision comes before the weights change
+optimizer._loss_scale_update_and_overflow_cleanup(self) 84ba975ed418807e
+    learn whether the step is skipped
+optimizer.backward_epilogue(self) 39621f816a2c8a87
+    release what backward never came back for
+optimizer._get_param_partition_group(self, param) e8162d67d6a4a2e3
+    refuse a bucket whose group is not the data-parallel one
+coordinator.release_sub_module(self, submodule, forward=) 66d6c876d080eaa6
+    keep what recompute gathered until backward has used it
+coordinator.fetch_sub_module(self, current_submodule, forward) 9c7f5d85beb35484
+    know when weights are gathered
+coordinator.__all_gather_params_(self, params, forward, quantize=) bd65ca6be1540d54
+    count gathers by purpose
+coordinator.__release_param(self, param, free_data=) a3150d7bdbc133aa
+    know what a release frees
+offload.FWD_MODULE_STACK(list)
+    take back entries whose post-forward hook never ran
+gather.get_param_coordinator(self) 2e0cd15719f6f16e
+    reach the coordinator
+optimizer._post_step(self, timer_names) a2ee4f6cbce0b201
+    count the gather of persistent weights
+optimizer.independent_gradient_partition_epilogue(self) 2fa5547257583cb4
+    have every partition taken when backward ends
+optimizer.__add_grad_to_ipg_bucket(self, param) ad70f5e056965469
+    know that gradients are written to the bucket's buffer there alone
+optimizer.clear_backward_seen_flag(self) 26d2fcb4d2547af3
+    see that a forward begins after a backward that did not end, and drop its step
+optimizer.backward_prologue(self) 5d89067f71f31309
+    take what an interrupted backward has left before another begins
+optimizer._pre_step(self) cff910fadf3d7004
+    take what an interrupted backward has left before a step
+optimizer.offload_states(self, include=, device=, pin_memory=, non_blocking=) ed2b9add35f91455
+    free the spare buffers with DeepSpeed's
+"""
+"""Owner, name, signature and digest of each, and below what it is used to."""
+
+
+def _symbol(owner: str, name: str, signature: str, digest: str, why: str) -> Symbol:
+    module, _, kind = _OWNERS[owner].partition(":")
+    private = f"_{kind}" if name.startswith("__") else ""
+    return Symbol(f"{module}:{kind and kind + '.'}{private}{name}", signature, digest, why)
+
+
+_ROW = re.compile(r"^(\w+)\.(\w+)\((.*)\) ?(\w*)\n +(.*)$", re.MULTILINE)
+SYMBOLS: tuple[Symbol, ...] = tuple(_symbol(*row) for row in _ROW.findall(_TABLE))
 
 
 def _resolve(path: str) -> Any:
@@ -265,7 +194,11 @@ def require(symbols: Iterable[Symbol] | None = None) -> list[Finding]:
 
 
 def check_identity(
-    names: Sequence[str], tensors: list[torch.Tensor], ours: Reduce, stock: Reduce, group: Any
+    names: Sequence[str],
+    tensors: list[torch.Tensor],
+    ours: Reduce,
+    deepspeed_reduce: Reduce,
+    group: Any,
 ) -> bool:
     """Collective: reduce copies of the bucket both ways. Tells whether it was held against it.
 
@@ -274,12 +207,12 @@ def check_identity(
     Args:
         names: of the parameters, for the error.
         ours: sends everything.
-        stock: DeepSpeed's reduction over `group`.
+        deepspeed_reduce: DeepSpeed's reduction over `group`.
 
     Raises:
         ContractError: on every process, where the results differ on one.
     """
-    expected = stock([t.clone() for t in tensors])
+    expected = deepspeed_reduce([t.clone() for t in tensors])
     got = ours([t.clone() for t in tensors])
     pairs = zip(names, expected, got, strict=True)
     nonfinite = not all(bool(t.isfinite().all()) for t in (*expected, *got))

@@ -95,13 +95,18 @@ class BucketExchange(Protocol):
     """
 
     def inline(self, names: Sequence[str]) -> bool:
-        """Whether `reduce` would call `stock` for this bucket, the same on every process.
+        """Whether `reduce` would hand this bucket over to DeepSpeed, the same on every process.
 
         It is then called by the thread that runs DeepSpeed, whose group nobody else may use.
         """
 
     def reduce(
-        self, names: Sequence[str], tensors: list[torch.Tensor], *, loss_scale: float, stock: Reduce
+        self,
+        names: Sequence[str],
+        tensors: list[torch.Tensor],
+        *,
+        loss_scale: float,
+        deepspeed_reduce: Reduce,
     ) -> list[torch.Tensor]:
         """Mean over the group, this process's chunk (`ceil(numel / world)`) of each tensor.
 
@@ -109,7 +114,7 @@ class BucketExchange(Protocol):
             names: parameter names, in the bucket's order.
             tensors: full gradients of this process; may be overwritten.
             loss_scale: what the gradients are multiplied by.
-            stock: DeepSpeed's own reduction of such tensors, for an exchange that hands over.
+            deepspeed_reduce: DeepSpeed's own, for an exchange that hands over.
         """
 
     def step_ended(self, *, skipped: bool) -> None:
@@ -312,21 +317,29 @@ class GradientHook:
         self._exchange = exchange
 
     def reduce_bucket(
-        self, params: Sequence[Any], tensors: list[torch.Tensor], group: Any, stock: Reduce
+        self,
+        params: Sequence[Any],
+        tensors: list[torch.Tensor],
+        group: Any,
+        deepspeed_reduce: Reduce,
     ) -> list[torch.Tensor]:
         """Answer one call of `reduce_scatter_coalesced` for the bucket's parameters."""
         if self._exchange is None:
-            return stock(tensors)
+            return deepspeed_reduce(tensors)
         assert len(params) == len(tensors), "DeepSpeed handed over another bucket than announced"
         self._refuse_foreign_group(params[0], group)
         names = [self._names[p.ds_id] for p in params]
         scale = self._scale()
         if self._verify is not None:
-            ours = functools.partial(self._verify.reduce, names, loss_scale=scale, stock=stock)
-            if check_identity(names, tensors, ours, stock, group):
+            ours = functools.partial(
+                self._verify.reduce, names, loss_scale=scale, deepspeed_reduce=deepspeed_reduce
+            )
+            if check_identity(names, tensors, ours, deepspeed_reduce, group):
                 self._verify = None
         try:
-            return self._exchange.reduce(names, tensors, loss_scale=scale, stock=stock)
+            return self._exchange.reduce(
+                names, tensors, loss_scale=scale, deepspeed_reduce=deepspeed_reduce
+            )
         except BaseException:
             self._exchange.step_ended(skipped=True)
             raise

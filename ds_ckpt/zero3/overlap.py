@@ -6,7 +6,8 @@ contiguous buffer changes places with a spare one (a copy would cost about 0.3 n
 its partitions are taken later by DeepSpeed's own `partition_grads`, in the buckets' order and in
 DeepSpeed's thread: when another bucket is handed over, at the latest when backward ends.
 
-At most `LIMIT` buckets are on their way, so at most as many spare buffers exist.
+At most `LIMIT` buckets are on their way, so at most as many spare buffers exist. For accelerators
+without streams: elsewhere exchanges stay in DeepSpeed's own stream.
 """
 
 from __future__ import annotations
@@ -17,9 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from contextlib import nullcontext
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -49,65 +48,10 @@ class Later(list[torch.Tensor]):
 @dataclass
 class _Flight:
     params: list[Any]
-    future: Future[_Arrived]
+    future: Future[tuple[list[torch.Tensor], float]]
+    """The partitions, and the seconds that they took."""
     buffer: torch.Tensor | None
     """Where the gradients lie, to be used again."""
-
-
-@dataclass
-class _Arrived:
-    partitions: list[torch.Tensor]
-    seconds: float
-    event: Any
-    """On an accelerator with streams: when the partitions are there."""
-
-
-@dataclass
-class _Streams:
-    """The exchange's own stream, where the accelerator has streams."""
-
-    accelerator: Any
-    stream: Any = field(init=False)
-
-    def __post_init__(self) -> None:
-        synchronized = self.accelerator.is_synchronized_device()
-        self.stream = None if synchronized else self.accelerator.Stream()
-
-    def produced(self) -> Any:
-        """Marks what the current stream has been given so far."""
-        return self._mark(None)
-
-    def run(
-        self,
-        reduce: Callable[[Sequence[Handed]], list[torch.Tensor]],
-        handed: Sequence[Handed],
-        produced: Any,
-    ) -> _Arrived:
-        """In the worker: reduce the bucket once its gradients are there."""
-        start_s = time.perf_counter()
-        context = nullcontext() if self.stream is None else self.accelerator.stream(self.stream)
-        with torch.no_grad(), context:
-            if self.stream is not None:
-                produced.wait(self.stream)
-                for param in handed:
-                    param.grad.record_stream(self.stream)
-            partitions = reduce(handed)
-            return _Arrived(partitions, time.perf_counter() - start_s, self._mark(self.stream))
-
-    def take(self, arrived: _Arrived) -> list[torch.Tensor]:
-        """Let the current stream wait for the partitions."""
-        if arrived.event is not None:
-            arrived.event.wait()
-            for partition in arrived.partitions:
-                partition.record_stream(self.accelerator.current_stream())
-        return arrived.partitions
-
-    def _mark(self, stream: Any) -> Any:
-        if self.stream is None:
-            return None
-        event = self.accelerator.Event()
-        event.record(stream if stream is not None else self.accelerator.current_stream())
-        return event
 
 
 class Overlap:
@@ -120,17 +64,13 @@ class Overlap:
     """
 
     def __init__(self, optimizer: Any, counters: Counters, worker: Worker) -> None:
-        from deepspeed.accelerator import get_accelerator
-
         self._optimizer = optimizer
         self._partition_grads = optimizer.partition_grads
         self._counters = counters
         self._worker = worker
-        self._accelerator = get_accelerator()
-        self._streams = _Streams(self._accelerator)
         self._flights: deque[_Flight] = deque()
         self._spares: list[torch.Tensor] = []
-        self._dropped: list[Future[_Arrived]] = []
+        self._dropped: list[Future[Any]] = []
 
     def hand_over(
         self,
@@ -153,14 +93,13 @@ class Overlap:
         """
         # An error waits until every process must look at it: raised as soon as it is there, it
         # would end backward at another place in each, between other gathers.
-        while self._flights and _arrived_well(self._flights[0].future):
-            self._take_next()
-        while len(self._flights) >= LIMIT:
+        while self._flights and (
+            len(self._flights) >= LIMIT or _arrived_well(self._flights[0].future)
+        ):
             self._take_next()
         handed = [Handed(p) for p in params]
         buffer = self._exchange_buffer(dtype, handed) if more_to_come else None
-        produced = self._streams.produced()
-        future = self._worker.submit(partial(self._streams.run, reduce, handed, produced))
+        future = self._worker.submit(partial(_timed, reduce, handed))
         self._flights.append(_Flight(list(params), future, buffer))
         for param in params:
             param.grad = None
@@ -172,12 +111,8 @@ class Overlap:
         Raises:
             Exception: what a reduction raised; its bucket and later ones are not taken.
         """
-        if not self._flights:
-            return
         while self._flights:
             self._take_next()
-        if not self._accelerator.resolves_data_dependency():
-            self._optimizer.reduce_and_partition_stream.synchronize()
 
     def drop(self) -> None:
         """Forget the buckets on their way; those that have not begun are not exchanged."""
@@ -201,18 +136,17 @@ class Overlap:
         start_s = time.perf_counter()
         try:
             with self._counters.span("exchange_wait"):
-                arrived = flight.future.result()
+                partitions, seconds = flight.future.result()
         except BaseException:
             self.drop()
             raise
         finally:
             self._counters.exposed_reduce_s += time.perf_counter() - start_s
-        self._counters.reduce_s += arrived.seconds
+        self._counters.reduce_s += seconds
         self._flights.popleft()
         # a parameter may have the next gradient already, which is not DeepSpeed's to drop yet
         gradients = [p.grad for p in flight.params]
-        with self._accelerator.stream(self._optimizer.reduce_and_partition_stream):
-            self._partition_grads(flight.params, self._streams.take(arrived))
+        self._partition_grads(flight.params, partitions)
         for param, gradient in zip(flight.params, gradients, strict=True):
             param.grad = gradient
         if flight.buffer is not None:
@@ -224,15 +158,10 @@ class Overlap:
         buffer: torch.Tensor | None = bucket.buffer
         if buffer is None or not any(_shares_memory(p.grad, buffer) for p in handed):
             return None
-        for i, spare in enumerate(self._spares):
-            if (spare.shape, spare.dtype, spare.device) == (
-                buffer.shape,
-                buffer.dtype,
-                buffer.device,
-            ):
-                bucket.buffer = self._spares.pop(i)
-                return buffer
-        bucket.buffer = torch.empty_like(buffer)
+        fits = [s.shape == buffer.shape and s.dtype == buffer.dtype for s in self._spares]
+        bucket.buffer = (
+            self._spares.pop(fits.index(True)) if any(fits) else torch.empty_like(buffer)
+        )
         return buffer
 
 
@@ -255,23 +184,6 @@ def _arrived_well(future: Future[Any]) -> bool:
     return future.done() and not future.cancelled() and future.exception() is None
 
 
-class _Word(Enum):
-    GO_ON = "do again what comes from here on"
-    END = "end the thread"
-
-
-_Item = tuple["Future[Any]", Callable[[], Any]] | _Word
-
-
-@dataclass
-class _Inbox:
-    """What the thread and its owner share, so that the thread keeps nothing else alive."""
-
-    items: queue.SimpleQueue[_Item] = field(default_factory=queue.SimpleQueue)
-    failed: threading.Event = field(default_factory=threading.Event)
-    closed: threading.Event = field(default_factory=threading.Event)
-
-
 class Worker:
     """A daemon thread, started with the first call.
 
@@ -281,25 +193,26 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._inbox = _Inbox()
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._failed = threading.Event()
         self._thread: threading.Thread | None = None
 
     def submit(self, call: Callable[[], Any]) -> Future[Any]:
         """Have `call` done after all earlier ones. Its exception comes with `Future.result`."""
         if self._thread is None:
-            self._inbox = _Inbox()
-            self._thread = threading.Thread(
-                target=_serve, args=(self._inbox,), name=self._name, daemon=True
+            self._calls, self._failed = queue.SimpleQueue(), threading.Event()
+            self._thread = threading.Thread(  # which keeps nothing of this object alive
+                target=_serve, args=(self._calls,), name=self._name, daemon=True
             )
             self._thread.start()
         future: Future[Any] = Future()
-        self._inbox.items.put((future, call))
+        self._calls.put((future, call, self._failed))
         return future
 
     def go_on(self) -> None:
         """After a call that raised: what is submitted from now on is done again."""
-        if self._inbox.failed.is_set():
-            self._inbox.items.put(_Word.GO_ON)
+        if self._failed.is_set():
+            self._failed = threading.Event()
 
     def close(self, patience_s: float) -> bool:
         """Cancel what waits and end the thread; a later `submit` starts another.
@@ -311,33 +224,41 @@ class Worker:
         thread, self._thread = self._thread, None
         if thread is None:
             return True
-        self._inbox.closed.set()
-        self._inbox.items.put(_Word.END)
+        self._failed.set()
+        self._calls.put(None)
         if thread is threading.current_thread():  # a finalizer that the collector ran here
             return True
         thread.join(patience_s)
         return not thread.is_alive()
 
 
-def _serve(inbox: _Inbox) -> None:
-    while (item := inbox.items.get()) is not _Word.END:
-        if item is _Word.GO_ON:
-            inbox.failed.clear()
-            continue
-        assert isinstance(item, tuple)
-        future, call = item
-        if inbox.failed.is_set() or inbox.closed.is_set():
+_Call = tuple["Future[Any]", Callable[[], Any], threading.Event]
+"""What `submit` was given, and the event that cancels it and is set where it fails."""
+
+
+def _serve(calls: queue.SimpleQueue[_Call | None]) -> None:
+    while (item := calls.get()) is not None:
+        future, call, failed = item
+        if failed.is_set():
             future.cancel()
         elif future.set_running_or_notify_cancel():
-            _do(future, call, inbox)
+            _do(future, call, failed)
         del item, future, call  # an idle thread keeps no gradient alive
 
 
-def _do(future: Future[Any], call: Callable[[], Any], inbox: _Inbox) -> None:
+def _do(future: Future[Any], call: Callable[[], Any], failed: threading.Event) -> None:
     try:
         result = call()
     except BaseException as error:
-        inbox.failed.set()  # before anybody can know of the error
+        failed.set()  # before anybody can know of the error
         future.set_exception(error)
     else:
         future.set_result(result)
+
+
+def _timed(
+    reduce: Callable[[Sequence[Handed]], list[torch.Tensor]], handed: Sequence[Handed]
+) -> tuple[list[torch.Tensor], float]:
+    start_s = time.perf_counter()
+    with torch.no_grad():
+        return reduce(handed), time.perf_counter() - start_s

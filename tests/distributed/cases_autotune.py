@@ -62,14 +62,14 @@ def tuned(slow: str, folder: str, *, process: int, **options: Any) -> dict[str, 
 
     scheduled = built.exchange.reduce
 
-    def slowed_deepspeed(*args: Any, stock: Any, **kwargs: Any) -> Any:
+    def slowed_deepspeed(*args: Any, deepspeed_reduce: Any, **kwargs: Any) -> Any:
         def counted(tensors: Any) -> Any:
             by_deepspeed.append(threading.current_thread() is threading.main_thread())
             if dist.get_rank() == process and slow == "other":
                 time.sleep(0.2)
-            return stock(tensors)
+            return deepspeed_reduce(tensors)
 
-        return scheduled(*args, stock=counted, **kwargs)
+        return scheduled(*args, deepspeed_reduce=counted, **kwargs)
 
     built.exchange._exchange.average = slowed_exchange  # type: ignore[method-assign]
     built.exchange.reduce = slowed_deepspeed  # type: ignore[method-assign]

@@ -144,7 +144,6 @@ def entries_held(slots: list[int], section: dict[str, Any]) -> Any:
         "tensors": len(session.residuals),
         "summary": session.summary,
         "bytes": session.residual_bytes - sum(t.nbytes for t in feedback._storage.tables),
-        "on accelerator": feedback.accelerator_nbytes,
         "in pool": session._host.nbytes_in_use,
         "reduce": session.counters.bytes_sent[Purpose.REDUCE],
     }

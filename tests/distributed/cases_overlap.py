@@ -251,7 +251,8 @@ def failing_exchange(section: dict[str, Any], bucket: int, overlaps: bool) -> di
     told["residuals kept"] = residuals == _digest(session.residuals)
     assert session.exchange is not None
     assert session.exchange.feedback is not None
-    told["pending"] = sorted(session.exchange.feedback._pending)
+    held = session.exchange.feedback._residuals
+    told["pending"] = sorted(name for name, one in held.items() if one.pending is not None)
     told["losses"] = models.train(engine, "llama", 3, first=3)
     engine.destroy()
     told["left"] = threads()

@@ -8,10 +8,9 @@ import logging
 import math
 import random
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -29,11 +28,10 @@ from ds_ckpt.exchange.autotune import (
     ROUNDS,
     SWITCH,
     Autotuner,
-    ScheduledExchange,
     Way,
     middle,
 )
-from ds_ckpt.exchange.state import ResidualFiles
+from ds_ckpt.exchange.schedule import ScheduledExchange
 
 CPU = torch.device("cpu")
 MOST_STEPS = ROUNDS * ROUND
@@ -273,87 +271,6 @@ def test_nor_do_those_of_a_run_that_was_held_against_another_way() -> None:
     assert second.choice == "compressed"
 
 
-def referee(**values: Any) -> dict[str, Any]:
-    """What a checkpoint has where buckets and whole steps were compared apart."""
-    return {
-        "layout": [1, 1],
-        "steps": 500,
-        "rounds": None,
-        "stock": True,
-        "gated_s": [],
-        "stock_s": [],
-        "owed": ["b"],
-    } | values
-
-
-@pytest.mark.parametrize("stock", [True, False])
-def test_a_referees_choice_stands_until_the_next_comparison(stock: bool) -> None:
-    tuner = made()
-    tuner.load_state_dict(referee(stock=stock))
-    way = "deepspeed" if stock else "compressed"
-    assert tuner.choice == way
-    assert tuner.way_of(["b"]) == ("uncompressed" if stock else "compressed"), "it is owed"
-    assert set(drive(tuner, RECHECK - 500)) == {way}
-    assert drive(tuner, ROUND, 1.0, 2.0) == ONE_ROUND
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"layout": [1, 2]},
-        {"steps": 30, "rounds": 1, "stock": None, "gated_s": [1.0] * 8},
-        {"steps": RECHECK + 2, "rounds": 0},
-    ],
-)
-def test_a_referee_of_another_layout_or_amid_a_comparison_is_asked_anew(
-    values: dict[str, Any],
-) -> None:
-    tuner = made()
-    tuner.load_state_dict(referee(**values))
-    assert saved(tuner)["owed"] == ["b"]
-    assert drive(tuner, ROUND, 1.0, 2.0) == ONE_ROUND
-    assert tuner.choice == "compressed"
-
-
-def test_a_file_with_a_referees_state_gives_its_choice(tmp_path: Path) -> None:
-    """And one of an autotuner its own, whatever else is in it."""
-    gate, old = Recorded({"layout": [1, 1]}), Recorded(referee(stock=False))
-    folder = tmp_path / "old"
-    kept_in(folder, {"gate": gate, "referee": old})
-    tuner = made()
-    for expected in ("compressed", "deepspeed"):
-        files = files_of({"autotune": tuner})
-        files.restore(files.read(folder))
-        assert tuner.choice == expected
-        drive(tuner, RECHECK + MOST_STEPS)
-        folder = tmp_path / "new"
-        kept_in(folder, {"autotune": tuner})
-
-
-@dataclass
-class Recorded:
-    """A part of a checkpoint."""
-
-    state: dict[str, Any]
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        raise AssertionError("it is only saved")
-
-
-def files_of(parts: Mapping[str, Any]) -> ResidualFiles:
-    return ResidualFiles(Feedback(), method="topk", numels={}, dp_rank=0, world=1, parts=parts)
-
-
-def kept_in(folder: Path, parts: Mapping[str, Any]) -> None:
-    files = files_of(parts)
-    files.begin(folder)
-    files.save(folder)
-    files.end(folder)
-
-
 def test_no_times_are_no_choice_against_compression() -> None:
     """Saved and resumed at every step: no step was seen from end to end."""
     tuner = made()
@@ -398,6 +315,8 @@ class Machine:
     nonfinite_buckets: int = 0
     ways: list[str] = field(default_factory=list)
     went: dict[str, str] = field(default_factory=dict)
+    feedback: Feedback = field(default_factory=lambda: Feedback(enabled=False))
+    factors: Factors = field(default_factory=Factors)
 
     def average(
         self,
@@ -412,7 +331,7 @@ class Machine:
         self.went[names[0]] = self.ways[-1]
         return tensors
 
-    def stock(self, tensors: list[Tensor]) -> list[Tensor]:
+    def deepspeed(self, tensors: list[Tensor]) -> list[Tensor]:
         self._take("deepspeed", self.deepspeed_s)
         return tensors
 
@@ -430,9 +349,7 @@ def scheduled(
     exchange: Any = machine
     tuner = Autotuner(lambda t: t.mul_(2), world=2, clock=lambda: machine.now_s)
     return (
-        ScheduledExchange(
-            exchange, None, Factors(), warmup_steps=1, current_step=current_step, autotuner=tuner
-        ),
+        ScheduledExchange(exchange, warmup_steps=1, current_step=current_step, autotuner=tuner),
         tuner,
     )
 
@@ -452,7 +369,9 @@ def train(
         for name in buckets:
             machine.went[name] = "deepspeed"
             inline = exchange.inline([name])
-            exchange.reduce([name], [torch.zeros(1)], loss_scale=1.0, stock=machine.stock)
+            exchange.reduce(
+                [name], [torch.zeros(1)], loss_scale=1.0, deepspeed_reduce=machine.deepspeed
+            )
             assert inline == (machine.went[name] == "deepspeed")
         ways.append(machine.ways[-1])
         exchange.step_ended(skipped=skipped)
@@ -510,7 +429,7 @@ def test_after_a_fallback_nothing_is_compared() -> None:
     machine = Machine()
     exchange, tuner = scheduled(machine)
     train(machine, exchange, SWITCH - 2)
-    exchange.fallback.whole = True
+    exchange.fallback.uncompressed = True
     assert set(train(machine, exchange, RECHECK)) == {"uncompressed"}
     assert saved(tuner)["steps"] == SWITCH - 2
     assert not exchange.compresses

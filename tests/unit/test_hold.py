@@ -13,7 +13,7 @@ from virtual import World, assemble
 
 from ds_ckpt.compression import Codec, TopK
 from ds_ckpt.compression.storage import ResidualDtype
-from ds_ckpt.exchange.autotune import ScheduledExchange
+from ds_ckpt.exchange.schedule import ScheduledExchange
 
 SHAPES = ((7, 5), (13,), (3, 4))
 NAMES = ["matrix", "bias", "small"]
@@ -110,20 +110,21 @@ def test_the_schedule_asks_for_the_boundary_at_every_bucket() -> None:
     at_boundary = False
     schedule = ScheduledExchange(
         processes.exchanges[0],
-        processes.feedbacks[0],
-        processes.factors[0],
         warmup_steps=1,
         current_step=lambda: step,
         at_boundary=lambda: at_boundary,
     )
     gradients = _gradients(1, 0)[0]
 
+    def deepspeed(tensors: list[Tensor]) -> Any:
+        return ["deepspeed"]
+
     def run() -> list[Tensor]:
         copies = [g.clone() for g in gradients]
-        return schedule.reduce(NAMES, copies, loss_scale=1.0, stock=lambda t: ["stock"])  # type: ignore[list-item]
+        return schedule.reduce(NAMES, copies, loss_scale=1.0, deepspeed_reduce=deepspeed)
 
     step = 0
-    assert run() == ["stock"]  # the warm-up exchanges every micro-step, as DeepSpeed does
+    assert run() == ["deepspeed"]  # the warm-up exchanges every micro-step, as DeepSpeed does
     step = 1
     assert not any(bool(part.any()) for part in run())
     at_boundary = True

@@ -22,8 +22,8 @@ from ds_ckpt.exchange.virtual import VirtualWorld
 quick = settings(max_examples=60, deadline=None)
 
 
-def matrices(treatment: Compressor | None) -> Choose:
-    return lambda name, shape: treatment if len(shape) > 1 else None
+def matrices(compressor: Compressor | None) -> Choose:
+    return lambda name, shape: compressor if len(shape) > 1 else None
 
 
 def low_rank(rows: int, columns: int, rank: int, seed: int) -> torch.Tensor:
@@ -34,7 +34,7 @@ def low_rank(rows: int, columns: int, rank: int, seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("holds", [False, True])
 @pytest.mark.parametrize(
-    ("treatment", "calls"),
+    ("compressor", "calls"),
     [
         (LowRank(4), 2),
         (LowRank(4, alternate=True), 1),
@@ -43,10 +43,10 @@ def low_rank(rows: int, columns: int, rank: int, seed: int) -> torch.Tensor:
     ],
 )
 def test_collectives_of_a_bucket_with_norms_and_biases(
-    treatment: LowRank, calls: int, holds: bool
+    compressor: LowRank, calls: int, holds: bool
 ) -> None:
     """Accumulated or not: what was held of norms and biases rides along, and nothing stays."""
-    world = World(3, matrices(treatment), holds=holds)
+    world = World(3, matrices(compressor), holds=holds)
     names = ["w", "bias", "v", "norm"]
     shapes = [(64, 48), (48,), (32, 64), (16,)]
     held, last = ([[torch.randn(s) for s in shapes] for _ in range(3)] for _ in range(2))
@@ -78,13 +78,13 @@ def test_bytes_are_those_of_the_factors_and_the_small_tensors(size: int) -> None
 
 @pytest.mark.parametrize("hosts", [2, 3, 4])
 @pytest.mark.parametrize("local", [1, 2, 4])
-@pytest.mark.parametrize("treatment", [LowRank(4), LowRank(4, remainder=Quantize(bits=4))])
+@pytest.mark.parametrize("compressor", [LowRank(4), LowRank(4, remainder=Quantize(bits=4))])
 def test_the_plan_has_the_bytes_that_a_host_sends(
-    hosts: int, local: int, treatment: LowRank
+    hosts: int, local: int, compressor: LowRank
 ) -> None:
     shape = torch.Size([96, 48])  # shards are whole rows, or a row would be sent by two processes
-    planned = Plan.of(matrices(treatment), [("w", shape, 2)], hosts, local)
-    world = World(hosts * local, matrices(treatment), local=local)
+    planned = Plan.of(matrices(compressor), [("w", shape, 2)], hosts, local)
+    world = World(hosts * local, matrices(compressor), local=local)
     world.reduce(["w"], [[torch.randn(shape)] for _ in range(hosts * local)])
     sent = sum(transport.sent_bytes for transport in world.transports[:local])
     # headers and verdicts

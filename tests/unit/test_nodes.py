@@ -6,23 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_ckpt.exchange.hierarchy import Nodes, Place, arrange, here
+from ds_ckpt.exchange.hierarchy import Place, arrange, here
 
 
 @given(st.integers(2, 5), st.integers(2, 5), st.randoms())
-def test_equal_hosts_make_columns(hosts: int, local: int, random: object) -> None:
+def test_equal_hosts_make_two_levels(hosts: int, local: int, random: object) -> None:
     places = [Place(f"h{host}", index) for host in range(hosts) for index in range(local)]
     random.shuffle(places)  # type: ignore[attr-defined]
-    nodes = arrange(places)
-    assert isinstance(nodes, Nodes)
-    assert nodes.local == local
-    assert sorted(p for host in nodes.hosts for p in host) == list(range(hosts * local))
-    for host in nodes.hosts:
+    found = arrange(places)
+    assert not isinstance(found, str)
+    assert all(len(host) == local for host in found)
+    assert sorted(p for host in found for p in host) == list(range(hosts * local))
+    for host in found:
+        assert list(host) == sorted(host)
         assert len({places[p].host for p in host}) == 1
-    for column in nodes.peers:
-        assert list(column) == sorted(column)
-        assert len({places[p].host for p in column}) == hosts
-    assert sorted(p for column in nodes.peers for p in column) == list(range(hosts * local))
 
 
 @pytest.mark.parametrize(

@@ -107,18 +107,6 @@ def test_layers_alike_share_a_line_of_the_table() -> None:
     assert len(str(plan).splitlines()) == len(shapes) + 1
 
 
-def test_the_cost_of_a_compressor_is_that_of_its_parts() -> None:
-    shape = torch.Size([64, 48])
-    alone, both = LowRank(4), LowRank(4, remainder=Quantize(bits=2))
-    cost, with_rest = alone.cost(shape, world=2), both.cost(shape, world=2)
-    rest = Quantize(bits=2).cost(64 * 48)
-    assert cost.payload_bytes == 4 * 4 * (64 + 48)
-    assert with_rest.payload_bytes == cost.payload_bytes + rest.payload_bytes
-    assert with_rest.operations == cost.operations + rest.operations
-    assert with_rest.memory_bytes == cost.memory_bytes + rest.memory_bytes
-    assert LowRank(4, alternate=True).cost(shape, world=2).operations < cost.operations
-
-
 def test_rows_that_a_host_divides_have_a_right_factor_each() -> None:
     shapes = [("w", torch.Size([1024, 1024]), 2)]
     plans = [Plan.of(rules("powersgd", rank=4), shapes, 2, local) for local in (1, 2, 4)]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_ckpt.exchange.layout import ShardLayout
-from ds_ckpt.exchange.no_communication import NoCommunication
+from ds_ckpt.exchange.schedule import NoCommunication
 
 
 def _never(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -28,7 +28,9 @@ def test_the_shards_of_all_processes_are_their_own_gradients(
         names = [f"w{i}" for i in range(len(tensors))]
         exchange = NoCommunication(world, dp_rank)
         assert not exchange.inline(names)
-        parts = exchange.reduce(names, [t.clone() for t in tensors], loss_scale=8.0, stock=_never)
+        parts = exchange.reduce(
+            names, [t.clone() for t in tensors], loss_scale=8.0, deepspeed_reduce=_never
+        )
         exchange.step_ended(skipped=False)
         for part, tensor, numel in zip(parts, tensors, numels, strict=True):
             shard = ShardLayout(numel, world).shard(dp_rank)

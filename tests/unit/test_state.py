@@ -191,20 +191,6 @@ def test_the_file_holds_what_is_kept(tmp_path: Path) -> None:
     assert path.stat().st_size < sum(NUMELS.values()) * 1.05 + 1500
 
 
-def test_another_dtype_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    saved, other = Processes(2, dtype="bf16"), Processes(2, dtype="int8")
-    saved.train(1)
-    saved.save(tmp_path)
-    with caplog.at_level(logging.INFO, "ds_ckpt"):
-        Processes(2, dtype="bf16").load(tmp_path)
-        assert not caplog.records
-        other.load(tmp_path)
-    (record,) = caplog.records
-    assert "come as bf16; the next step keeps them as int8" in record.getMessage()
-    expected = saved.feedbacks[1].state_dict()
-    assert all(torch.equal(t, expected[n]) for n, t in other.feedbacks[1].state_dict().items())
-
-
 def test_without_error_feedback_residuals_drop_with_a_word(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -30,13 +30,13 @@ def test_time_inside_a_section_is_its_own() -> None:
     timings = Timings()
     with timings.section("pack"):
         for _ in range(2):
-            with timings.section("select"):
+            with timings.section("wire"):
                 time.sleep(0.02)
-        with pytest.raises(KeyError), timings.section("select"):
+        with pytest.raises(KeyError), timings.section("wire"):
             raise KeyError
     with timings.section("pack"):
         pass
-    assert timings.seconds["select"] >= 0.04
+    assert timings.seconds["wire"] >= 0.04
     assert 0 <= timings.seconds["pack"] < 0.04
 
 
@@ -65,7 +65,7 @@ def test_listeners_sample_at_times_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("treatment", "word"),
+    ("compressor", "word"),
     [
         (TopK(density=0.1), "Top-K 0.1 (int8, blocks)"),
         (Quantize(bits=2), "2-bit values in blocks of 64"),
@@ -73,8 +73,10 @@ def test_listeners_sample_at_times_of_their_own() -> None:
         (LowRank(2, remainder=Quantize(bits=4)), "PowerSGD rank 2 + 4-bit values in blocks of 64"),
     ],
 )
-def test_the_sampled_error_is_that_of_the_residual(treatment: Compressor | None, word: str) -> None:
-    world = World(2, lambda name, shape: treatment)
+def test_the_sampled_error_is_that_of_the_residual(
+    compressor: Compressor | None, word: str
+) -> None:
+    world = World(2, lambda name, shape: compressor)
     world.exchanges[0].errors.sampling = True
     gradients = [[torch.randn(40, 30)], [torch.randn(40, 30)]]
     world.reduce(["w"], gradients)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import pytest
 
-from ds_ckpt.exchange.autotune import Fallback
+from ds_ckpt.exchange.schedule import Fallback
 from ds_ckpt.session.guard import Guard
 from ds_ckpt.telemetry.timings import ResidualStats
 
@@ -38,7 +38,7 @@ def test_one_odd_batch_is_no_reason_two_are() -> None:
     ours.look(4, BEYOND)
     ours.look(5, ResidualStats(0.6, 0.0))  # the other limit counts as well
     assert ours.fallen_back
-    assert fallback.whole
+    assert fallback.uncompressed
     ours.look(6, WITHIN)
     assert ours.fallen_back
     assert ours.last == WITHIN
@@ -57,7 +57,7 @@ def test_warnings_come_once_for_each_time_that_it_begins(
     ]
     assert "residual norm 3 where validation saw 2 at most" in caplog.records[0].message
     assert "error" not in caplog.records[0].message.replace("guard", "")
-    assert not fallback.whole
+    assert not fallback.uncompressed
     quiet, _ = guard("warn", speaks=False)
     with caplog.at_level(logging.WARNING, logger="ds_ckpt"):
         quiet.look(0, BEYOND)
@@ -74,12 +74,12 @@ def test_a_number_without_a_limit_is_not_held_to_one() -> None:
 
 
 def test_what_a_checkpoint_keeps() -> None:
-    fallback = Fallback(whole=True)
+    fallback = Fallback(uncompressed=True)
     again = Fallback()
     again.load_state_dict(fallback.state_dict())
-    assert again.whole
+    assert again.uncompressed
     again.load_state_dict({})  # of a release before guards
-    assert not again.whole
+    assert not again.uncompressed
 
 
 def test_a_checkpoint_that_brings_the_fallback_says_so(caplog: pytest.LogCaptureFixture) -> None:

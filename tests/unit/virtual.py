@@ -129,7 +129,9 @@ def assemble(shards: Sequence[Sequence[Tensor]], tensor: int) -> Tensor:
     return torch.cat([per_process[tensor] for per_process in shards])
 
 
-def stock(gradients: Sequence[Sequence[Tensor]], order: Order = ascending) -> list[list[Tensor]]:
+def deepspeed_mean(
+    gradients: Sequence[Sequence[Tensor]], order: Order = ascending
+) -> list[list[Tensor]]:
     """DeepSpeed's reduction, written as it does it: one padded buffer, divided, summed, cut.
 
     16-bit tensors are summed and divided in fp32, and rounded once.

@@ -1,0 +1,180 @@
+"""What reduces a step's buckets: DeepSpeed in the warm-up, then what the autotuner says.
+
+With gradient accumulation the exchange runs once, at the boundary; earlier micro-steps only add to
+the residuals.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ds_ckpt.exchange.autotune import Autotuner, Way
+from ds_ckpt.exchange.exchange import AllToAllExchange
+from ds_ckpt.exchange.layout import ShardLayout
+
+log = logging.getLogger("ds_ckpt")
+Reduce = Callable[[list[Tensor]], list[Tensor]]
+"""A bucket's full gradients to this process's shards."""
+
+
+@dataclass
+class Fallback:
+    """Whether compression is over for this run. Set between steps, on every process alike; saved
+    with a checkpoint.
+
+    Attributes:
+        uncompressed: every bucket goes so, with what is owed to it.
+        speaks: whether this process tells of it in the log where a checkpoint brings it.
+    """
+
+    uncompressed: bool = False
+    speaks: bool = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {"whole": self.uncompressed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """What a checkpoint does not tell: compression goes on."""
+        self.uncompressed = bool(state.get("whole", False))
+        if self.uncompressed and self.speaks:
+            log.warning(
+                "ds_ckpt: the checkpoint is of a run that a guard made fall back: gradients go "
+                "uncompressed, now too"
+            )
+
+
+class ScheduledExchange:
+    """The `ds_ckpt.zero3.gradient.BucketExchange` of a method.
+
+    Args:
+        exchange: what runs after the warm-up; its residuals and factors are committed or rolled
+            back with the step.
+        warmup_steps: optimizer steps that are plain DeepSpeed.
+        current_step: DeepSpeed's count of optimizer steps so far.
+        at_boundary: whether this micro-step ends an accumulated step; the others' gradients are
+            held back until then. None: every micro-step is exchanged.
+        autotuner: None: gradients are always compressed.
+
+    Attributes:
+        fallback: see `Fallback`.
+    """
+
+    def __init__(
+        self,
+        exchange: AllToAllExchange,
+        *,
+        warmup_steps: int,
+        current_step: Callable[[], int],
+        at_boundary: Callable[[], bool] | None = None,
+        autotuner: Autotuner | None = None,
+    ) -> None:
+        self._exchange = exchange
+        self._warmup_steps = warmup_steps
+        self._current_step = current_step
+        self._at_boundary = at_boundary
+        self._autotuner = autotuner
+        self._nonfinite_before = 0
+        self.fallback = Fallback()
+
+    def _way(self, names: Sequence[str] = ()) -> Way:
+        """How a bucket of this step travels."""
+        if self._warming_up:
+            return "deepspeed"
+        if self.fallback.uncompressed:
+            return "uncompressed"
+        return self._autotuner.way_of(names) if self._autotuner is not None else "compressed"
+
+    @property
+    def _warming_up(self) -> bool:
+        return self._current_step() < self._warmup_steps
+
+    @property
+    def compresses(self) -> bool:
+        """Whether the step's gradients go compressed."""
+        return self._way() == "compressed"
+
+    def inline(self, names: Sequence[str]) -> bool:
+        """Where DeepSpeed reduces; see `ds_ckpt.zero3.gradient.BucketExchange`."""
+        return self._way(names) == "deepspeed"
+
+    def reduce(
+        self,
+        names: Sequence[str],
+        tensors: list[Tensor],
+        *,
+        loss_scale: float,
+        deepspeed_reduce: Reduce,
+    ) -> list[Tensor]:
+        """One bucket; see `ds_ckpt.zero3.gradient.BucketExchange`."""
+        if self._warming_up:
+            return deepspeed_reduce(tensors)
+        if self._at_boundary is not None and not self._at_boundary():
+            return self._exchange.hold(names, tensors, loss_scale)
+        way = self._way(names)
+        if self._autotuner is not None and tensors and not self.fallback.uncompressed:
+            self._autotuner.exchanged(names, tensors[0].device)
+        if way == "deepspeed":
+            return deepspeed_reduce(tensors)
+        return self._exchange.average(
+            names, tensors, loss_scale, uncompressed=way == "uncompressed"
+        )
+
+    def step_ended(self, *, skipped: bool) -> None:
+        """A skipped step leaves every residual and factor bit-equal to before (law 4).
+
+        So does a step with a non-finite bucket that DeepSpeed did not skip: every process that this
+        one exchanges with was told of it, and a NaN must not live on in a residual.
+        """
+        nonfinite = self._exchange.nonfinite_buckets > self._nonfinite_before
+        self._nonfinite_before = self._exchange.nonfinite_buckets
+        self._exchange.step_ended()
+        for state in (self._exchange.feedback, self._exchange.factors):
+            if skipped or nonfinite:
+                state.rollback()
+            else:
+                state.commit()
+        if self._autotuner is not None:
+            self._autotuner.step_ended(skipped=skipped)  # what all processes know alike
+
+
+class NoCommunication:
+    """The no-communication bound: it sends nothing, so no compression can gain more.
+
+    For measuring only; see `Session.measure_with`. Every process trains its shards on its own
+    gradients, as if all the others' were the same; weights go on being gathered, so what a step
+    takes then is what is left when gradients travel in no time and in no bytes.
+
+    Args:
+        world: number of processes in the data-parallel group.
+        dp_rank: this process's index in it.
+    """
+
+    def __init__(self, world: int, dp_rank: int) -> None:
+        assert 0 <= dp_rank < world
+        self._world = world
+        self._dp_rank = dp_rank
+
+    def inline(self, names: Sequence[str]) -> bool:
+        """False: DeepSpeed's own reduction is never asked."""
+        return False
+
+    def reduce(
+        self,
+        names: Sequence[str],
+        tensors: list[Tensor],
+        *,
+        loss_scale: float,
+        deepspeed_reduce: Reduce,
+    ) -> list[Tensor]:
+        """This process's own gradients, flat views of its shards of `tensors`."""
+        shards = [ShardLayout(t.numel(), self._world).shard(self._dp_rank) for t in tensors]
+        return [t.reshape(-1)[shard] for t, shard in zip(tensors, shards, strict=True)]
+
+    def step_ended(self, *, skipped: bool) -> None:
+        """Nothing is kept from step to step."""
