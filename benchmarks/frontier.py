@@ -6,9 +6,9 @@
 Trains the 4.9-million Llama on the corpus that every Python ships, with 2 virtual workers
 (`ds_ckpt.validation`): the exchange code of a real run, one process, one thread. Runs of one seed
 share weights, data and their order, and are compared in pairs. Every finished run is a line of
-`results/frontier.jsonl`; a run that is there is not repeated, an interrupted one goes on from its
-last saved state. Matrix products round their factors to bf16 where the CPU multiplies bf16
-(torch's precision "medium"); weights, gradients, sums and the optimizer are fp32.
+`results/frontier.jsonl`; a run that is there is not repeated. Matrix products round their factors
+to bf16 where the CPU multiplies bf16 (torch's precision "medium"); weights, gradients, sums and the
+optimizer are fp32.
 
 Bytes are counted where the exchange sends them, with bf16 gradients, headers and scales and what
 travels whole included, against the dense exchange of the same gradients.
@@ -22,7 +22,6 @@ import fnmatch
 import json
 import platform
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -36,9 +35,8 @@ from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.rules import MethodSettings
 from ds_ckpt.validation.data import Text
 from ds_ckpt.validation.task import Learner, small_llama
-from ds_ckpt.validation.trainer import Outcome, Saving, train
-from ds_ckpt.validation.virtual_workers import sixteen_bit_step_bytes
-from ds_ckpt.validation.world import InProcessWorld, Recipe
+from ds_ckpt.validation.trainer import Outcome, train
+from ds_ckpt.validation.world import InProcessWorld, Recipe, sixteen_bit_step_bytes
 from ds_ckpt.workload import Corpus, embedded_corpus
 
 RESULTS = Path(__file__).parent / "results" / "frontier.jsonl"
@@ -135,18 +133,11 @@ def main() -> None:
                 learner.model, learner.loss, recipe, one.settings, workers=SIZES["world"]
             )
             dense = one.settings.lossless
-            saving = Saving(
-                arguments.states,
-                _slug(one, seed, recipe),
-                f"dense-{seed}-{recipe.steps}",
-                keep_after=frozenset(c.settings.warmup_steps for c in CELLS if dense),
-            )
             outcome = train(
                 learner,
                 world,
                 recipe.steps,
                 warm_up=0 if dense else one.settings.warmup_steps,
-                saving=saving,
                 evaluate_first=False,
                 progress=_Progress(arguments.steps),
             )
@@ -187,12 +178,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--table", action="store_true", help="print what the results say and stop")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument(
-        "--states",
-        type=Path,
-        default=Path(tempfile.gettempdir()) / "ds_ckpt_frontier",
-        help="for the states of unfinished runs, 100 MB each",
-    )
     return parser.parse_args()
 
 
@@ -232,11 +217,6 @@ def append(results: Path, line: dict[str, Any]) -> None:
     results.parent.mkdir(parents=True, exist_ok=True)
     with results.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
-
-
-def _slug(one: Cell, seed: int, recipe: Recipe) -> str:
-    words = "".join(c if c.isalnum() else "-" for c in one.name)
-    return f"{words}-{seed}-{recipe.steps}"
 
 
 class _Progress:

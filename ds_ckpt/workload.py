@@ -15,9 +15,10 @@ from __future__ import annotations
 import ast
 import hashlib
 import platform
+import re
 import sysconfig
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -32,6 +33,7 @@ VOCAB_SIZE = 256
 """Bytes are the tokens."""
 
 HELDOUT_SHARE = 0.1
+_MIN_PIECES = 20
 # Parts of the library directory that are not documentation: tests, other people's packages.
 _SKIPPED_FOLDERS = frozenset(
     {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"}
@@ -41,17 +43,11 @@ _MIN_DOCSTRING_CHARACTERS = 40
 
 @dataclass(frozen=True)
 class Corpus:
-    """Two disjoint texts.
-
-    `train` and `heldout` are the texts as bytes, `train_topics` and `heldout_topics` the names
-    of the topics that went into them, in order.
-    """
+    """Two disjoint texts: to train on, and held out."""
 
     source: str
     train: bytes
     heldout: bytes
-    train_topics: tuple[str, ...] = ()
-    heldout_topics: tuple[str, ...] = ()
 
     @property
     def sha256(self) -> str:
@@ -69,7 +65,7 @@ class Corpus:
 
 
 def load_corpus(folder: Path) -> Corpus:
-    """Read back what `Corpus.save` wrote; topic names are not kept."""
+    """Read back what `Corpus.save` wrote."""
     return Corpus(
         source=str(folder),
         train=(folder / "train.bin").read_bytes(),
@@ -82,42 +78,57 @@ def embedded_corpus() -> Corpus:
     return split_topics(python_topics(), source="pydoc_data.topics and stdlib docstrings")
 
 
-def file_corpus(path: Path) -> Corpus:
-    """A text file as corpus. Topics are pieces of it, cut at blank lines, of at least 2 kB.
+def file_corpus(path: Path, option: str = "--text") -> Corpus:
+    """A text file as corpus. Topics are paragraphs of it, put together to 2 kB or more.
 
-    Raises ConfigError if the file cannot be read or is too short to split.
+    Args:
+        option: of a command, which named the file.
+
+    Raises:
+        ConfigError: the file cannot be read or is too short to split.
     """
-    try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(
-            Problem(
-                where="--text",
-                found=str(path),
-                why=f"the file cannot be read: {error.strerror}",
-                remedy="give the path of a text file, or leave --text out for the built-in text",
-            )
-        ) from error
-    pieces: dict[str, bytes] = {}
-    gathered = b""
-    for paragraph in text.split(b"\n\n"):
-        gathered += paragraph + b"\n\n"
+    pieces, gathered = [], ""
+    for paragraph in re.split(r"\n[ \t]*\n", contents(path, option, errors="replace")):
+        gathered += paragraph + "\n\n"
         if len(gathered) >= 2048:
-            pieces[f"piece {len(pieces):06d}"] = gathered
-            gathered = b""
-    if gathered.strip():
-        pieces[f"piece {len(pieces):06d}"] = gathered
-    if len(pieces) < 20:
+            pieces.append(gathered)
+            gathered = ""
+    return pieces_corpus([*pieces, gathered] if gathered.strip() else pieces, path, option)
+
+
+def pieces_corpus(pieces: Sequence[str], path: Path, option: str) -> Corpus:
+    """Pieces of a file as corpus, split by their content. Raises ConfigError if they are few."""
+    if len(pieces) < _MIN_PIECES:
         raise ConfigError(
             Problem(
-                where="--text",
-                found=f"{path} with {len(text):,} bytes in {len(pieces)} pieces",
-                why="about a tenth of the pieces is held out, which needs 20 pieces of 2 kB or more"
-                " that end at a blank line",
-                remedy="give a longer text with blank lines in it",
-            )
+                where=option,
+                found=f"{path} with {len(pieces)} pieces of text",
+                why=f"about a tenth is held out, which needs {_MIN_PIECES} of about 2 kB that end "
+                "at blank lines, or as many lines of JSON",
+                remedy="give more text",
+            ),
+            headline="the data cannot be used",
         )
-    return split_topics(pieces, source=path.name)
+    named = {f"{i:07d} {content_hash(p)}": f"{p}\n\n".encode() for i, p in enumerate(pieces)}
+    return split_topics(named, source=path.name)
+
+
+def content_hash(text: str) -> str:
+    """By which texts are split."""
+    return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
+
+
+def contents(path: Path, option: str, *, errors: str = "strict") -> str:
+    """Of a text file that an option names. Raises ConfigError where it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors=errors)
+    except OSError as error:
+        why = f"the file cannot be read: {error.strerror or error}"
+        remedy = "give the path of a file of text or JSON lines"
+        raise ConfigError(Problem(option, str(path), why, remedy)) from error
+    except UnicodeDecodeError as error:
+        why = f"JSON is UTF-8; byte {error.start} is not"
+        raise ConfigError(Problem(option, str(path), why, "save the file as UTF-8")) from error
 
 
 def split_topics(topics: Mapping[str, bytes], *, source: str) -> Corpus:
@@ -135,15 +146,11 @@ def split_topics(topics: Mapping[str, bytes], *, source: str) -> Corpus:
         heldout_bytes += size
         if heldout_bytes >= HELDOUT_SHARE * total_bytes:
             break
-    train_names = tuple(name for name in sorted(topics) if name not in heldout)
-    heldout_names = tuple(name for name in sorted(topics) if name in heldout)
-    return Corpus(
-        source=source,
-        train=b"".join(topics[name] for name in train_names),
-        heldout=b"".join(topics[name] for name in heldout_names),
-        train_topics=train_names,
-        heldout_topics=heldout_names,
+    sides = (
+        b"".join(topics[name] for name in sorted(topics) if (name in heldout) == held_out)
+        for held_out in (False, True)
     )
+    return Corpus(source, *sides)
 
 
 def python_topics() -> dict[str, bytes]:
@@ -188,41 +195,33 @@ def _docstrings(path: Path) -> Iterator[str]:
                 yield docstring.encode(errors="replace").decode()
 
 
-class Batches:
-    """Batches of windows at random places, each a function of (seed, step, process) alone.
+def training_batch(
+    text: bytes | torch.Tensor,
+    *,
+    sequences: int,
+    sequence_length: int,
+    seed: int,
+    step: int,
+    process: int,
+) -> torch.Tensor:
+    """Windows at random places, a function of (seed, step, process) alone.
 
-    `batch(step)` returns token ids of shape (sequences, sequence_length), int64, on the CPU.
+    Returns token ids of shape (sequences, sequence_length), int64, on the CPU.
     """
-
-    def __init__(
-        self,
-        text: bytes | torch.Tensor,
-        *,
-        sequences: int,
-        sequence_length: int,
-        seed: int,
-        process: int,
-    ) -> None:
-        if len(text) <= sequence_length:
-            raise ConfigError(
-                Problem(
-                    where="text",
-                    found=f"{len(text)} bytes",
-                    why=f"a window takes {sequence_length} bytes",
-                    remedy="give a longer text or a shorter sequence length",
-                )
+    if len(text) <= sequence_length:
+        raise ConfigError(
+            Problem(
+                where="text",
+                found=f"{len(text)} bytes",
+                why=f"a window takes {sequence_length} bytes",
+                remedy="give a longer text or a shorter sequence length",
             )
-        self._tokens = _tokens(text)
-        self._shape = (sequences, sequence_length)
-        self._seed = seed
-        self._process = process
-
-    def batch(self, step: int) -> torch.Tensor:
-        sequences, length = self._shape
-        # numpy's seed sequence mixes the three numbers; its streams are fixed by its own policy.
-        random = np.random.default_rng([self._seed, step, self._process])
-        starts = random.integers(0, len(self._tokens) - length, size=sequences)
-        return torch.stack([self._tokens[start : start + length] for start in starts]).long()
+        )
+    tokens = _tokens(text)
+    # numpy's seed sequence mixes the three numbers; its streams are fixed by its own policy.
+    random = np.random.default_rng([seed, step, process])
+    starts = random.integers(0, len(tokens) - sequence_length, size=sequences)
+    return torch.stack([tokens[start : start + sequence_length] for start in starts]).long()
 
 
 def evaluation_batches(
@@ -266,18 +265,8 @@ def llama(
 
     The same seed gives the same weights. Raises UnsupportedError where transformers is missing.
     """
-    try:
-        from transformers import LlamaConfig, LlamaForCausalLM
-    except ImportError as error:
-        raise UnsupportedError(
-            Problem(
-                where="transformers",
-                found="not installed",
-                why="the demo's model is a Hugging Face Llama",
-                remedy="install the extra: pip install 'ds_ckpt[hf]'",
-            )
-        ) from error
-    config = LlamaConfig(
+    transformers = hugging_face()
+    config = transformers.LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=hidden_size,
         num_hidden_layers=layers,
@@ -292,10 +281,31 @@ def llama(
         eos_token_id=None,
         pad_token_id=None,
     )
+    return seeded(seed, lambda: transformers.LlamaForCausalLM(config))
+
+
+def seeded(seed: int, make: Callable[[], Any]) -> torch.nn.Module:
+    """A model whose random weights are drawn by the seed alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: torch.nn.Module = LlamaForCausalLM(config)
-    return model
+        model: torch.nn.Module = make()
+        return model
+
+
+def hugging_face() -> Any:
+    """The package transformers. Raises UnsupportedError where it is missing."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise UnsupportedError(
+            Problem(
+                where="transformers",
+                found="not installed",
+                why="the models of experiments are Hugging Face's, and so are checkpoints",
+                remedy="install the extra: pip install 'ds_ckpt[hf]'",
+            )
+        ) from error
+    return transformers
 
 
 def versions() -> dict[str, Any]:

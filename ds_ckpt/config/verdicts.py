@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +27,9 @@ FILE_NAME = "verdicts.json"
 SHIPPED = Path(__file__).parents[1] / FILE_NAME
 LEEWAY = 1.25
 """Limits from a record are what validation saw and a quarter more: another batch is no alarm."""
+
+
+Word = Literal["identical", "equivalent", "better", "worse", "different", "inconclusive"]
 
 
 class _Record(BaseModel):
@@ -48,7 +51,7 @@ class VerdictRecord(_Record):
 
     preset: str
     settings: dict[str, Any]
-    verdict: Literal["identical", "equivalent", "better", "worse", "different", "inconclusive"]
+    verdict: Word
     task: str
     data: str
     model: str
@@ -187,15 +190,12 @@ def accuracy_words(compression: CompressionConfig, verdicts: list[VerdictRecord]
     return ["accuracy against dense, plus is worse:", *(f"  {one.words()}" for one in worst_first)]
 
 
-def seen_range(records: Iterable[VerdictRecord]) -> ResidualStats | None:
-    """The largest values over the records; None where none has any."""
-    seen = [record.left for record in records if record.left is not None]
-    if not seen:
+def largest(seen: Iterable[ResidualStats]) -> ResidualStats | None:
+    """The largest values of all; None of none."""
+    each = list(seen)
+    if not each:
         return None
-    return ResidualStats(
-        error=max(left.error for left in seen),
-        residual_norm=max(left.residual_norm for left in seen),
-    )
+    return ResidualStats(max(s.error for s in each), max(s.residual_norm for s in each))
 
 
 def with_leeway(seen: ResidualStats) -> ResidualStats:
@@ -205,47 +205,34 @@ def with_leeway(seen: ResidualStats) -> ResidualStats:
     )
 
 
-def _same(settings: dict[str, Any], compression: CompressionConfig) -> bool:
-    """Equal, where keys that are newer than the record are at their defaults, and keys of the
-    record that are gone since are at what they always are now."""
-    settings = _of_today(settings)
-    ours = _of_today(decisive(compression))
-    defaults = decisive(
-        CompressionConfig.model_construct(
-            **{**dict(CompressionConfig()), "method": compression.method}
-        )
-    )
-    if not settings.keys() <= ours.keys():
+def _same(settings: Mapping[str, Any], compression: CompressionConfig) -> bool:
+    """Whether a section with a record's settings has the same numbers."""
+    try:
+        then = CompressionConfig.model_validate(_section(settings))
+    except ValidationError:  # a key that nobody knows any more fits nothing
         return False
-    return all(
-        settings[key] == value if key in settings else value == defaults.get(key)
-        for key, value in ours.items()
-    )
+    return decisive(then) == decisive(compression)
 
 
-def _of_today(settings: dict[str, Any]) -> dict[str, Any]:
-    """Without keys that are at what they always are now, and without what rules leave open."""
-    gone = {
-        (name, key): gone.stays
-        for name, kind in methods().items()
-        for key, gone in kind.gone.items()
-        if not gone.values
-    }
-    found = {
-        path: value
-        for path, value in settings.items()
-        if (place := tuple(path.split("."))) not in gone or gone[place] != value
-    }
-    found["rules"] = [
-        {
-            key: {k: v for k, v in value.items() if (key, k) not in gone or gone[key, k] != v}
-            if isinstance(value, dict)
-            else value
-            for key, value in rule.items()
-            if value is not None
+def _section(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by dotted key as a section has them, without settings that are gone since and were
+    what they always are now, and without nulls."""
+    found: dict[str, Any] = {}
+    for path, value in settings.items():
+        section, _, key = path.rpartition(".")
+        if section:
+            found.setdefault(section, {})[key] = value
+        elif value is not None:
+            found[key] = dict(value) if isinstance(value, dict) else value
+    for name in found.keys() & methods().keys():
+        gone = methods()[name].gone
+        found[name] = {
+            k: v
+            for k, v in found[name].items()
+            if k not in gone or gone[k].values or gone[k].stays != v
         }
-        for rule in settings.get("rules", ())
-    ]
+    if "rules" in found:
+        found["rules"] = tuple(_section(rule) for rule in found["rules"])
     return found
 
 
@@ -257,7 +244,7 @@ def limits(compression: CompressionConfig) -> ResidualStats | None:
     """
     guard = compression.guard
     if guard.error is None and guard.residual_norm is None:
-        seen = seen_range(verdicts_on(compression))
+        seen = largest(r.left for r in verdicts_on(compression) if r.left is not None)
         return None if seen is None else with_leeway(seen)
     return ResidualStats(
         error=guard.error if guard.error is not None else math.inf,

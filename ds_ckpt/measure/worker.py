@@ -181,14 +181,15 @@ class Worker:
     interface: str | None
 
     def batch(self, sequences: int, step: int) -> torch.Tensor:
-        batches = workload.Batches(
+        batch = workload.training_batch(
             self.text.train,
             sequences=sequences,
             sequence_length=self.spec.tokens,
             seed=self.spec.seed,
+            step=step,
             process=dist.get_rank(),
         )
-        return batches.batch(step).to(get_accelerator().current_device_name())
+        return batch.to(get_accelerator().current_device_name())
 
     def run(self) -> None:
         model = workload.llama(seed=self.spec.seed, **self.spec.shape)

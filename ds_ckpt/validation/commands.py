@@ -70,12 +70,6 @@ def validate_accuracy(
     device: Annotated[
         str | None, typer.Option(help="Where virtual workers compute. [default: cpu]")
     ] = None,
-    link_mbit: Annotated[
-        float | None,
-        typer.Option(
-            min=0.1, help="Mbit/s that times of virtual workers are reckoned for. [default: 1000]"
-        ),
-    ] = None,
     self_check: Annotated[
         int | None,
         typer.Option(min=4, help="Judge so many dense runs against each other: false alarms."),

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,11 +23,14 @@ from torch import Tensor
 
 from ds_ckpt.errors import ConfigError, Problem, UnsupportedError
 from ds_ckpt.workload import (
-    Batches,
     Corpus,
+    content_hash,
+    contents,
     evaluation_batches,
+    file_corpus,
+    pieces_corpus,
     python_topics,
-    split_topics,
+    training_batch,
 )
 
 Inputs = dict[str, Tensor]
@@ -44,8 +47,6 @@ _DIGITS_HELD_OUT = 800
 _EVALUATION_EXAMPLES = 100
 _EVALUATION_SEQUENCES = 8
 _OPTION = "--data"
-_PIECE_BYTES = 2048
-_MIN_PIECES = 20
 _TEXT_KEYS, _LABEL_KEYS = ("text", "sentence", "content"), ("label", "labels")
 _HELD_OUT_SPLITS = ("validation", "test")
 
@@ -70,10 +71,6 @@ class Text:
     source: str
     sha256: str
     evaluation_batches: int = 24
-
-    answers: ClassVar[bool] = False
-    held_out: ClassVar[int] = 0
-    """No answers are counted."""
 
     def __post_init__(self) -> None:
         if len(self.heldout) <= self.length:
@@ -100,10 +97,14 @@ class Text:
 
     def batch(self, seed: int, number: int, worker: int, workers: int, rows: int) -> Inputs:
         """Micro-batch `number` of a worker."""
-        drawn = Batches(
-            self.train, sequences=rows, sequence_length=self.length, seed=seed, process=worker
+        ids = training_batch(
+            self.train,
+            sequences=rows,
+            sequence_length=self.length,
+            seed=seed,
+            step=number,
+            process=worker,
         )
-        ids = drawn.batch(number)
         return {"input_ids": ids, "labels": ids}
 
     def evaluation(self) -> Iterator[Inputs]:
@@ -136,12 +137,6 @@ class Examples:
     heldout: Inputs
     classes: int
     source: str
-
-    answers: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        assert "labels" in self.train
-        assert self.train.keys() == self.heldout.keys()
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -270,15 +265,9 @@ def read_text(source: str) -> Corpus:
     if not path.is_file():
         train, heldout = ("\n\n".join(map(_text_of, side)).encode() for side in _dataset(source))
         return Corpus(source, train, heldout)
-    pieces = list(map(_text_of, _lines(path))) if path.suffix == ".jsonl" else _pieces(path)
-    if len(pieces) < _MIN_PIECES:
-        raise _wrong(
-            f"{source} with {len(pieces)} pieces of text",
-            f"about a tenth is held out, which needs {_MIN_PIECES} of about 2 kB or as many lines",
-            "give more text",
-        )
-    named = {f"{i:07d} {_hash(p)}": f"{p}\n\n".encode() for i, p in enumerate(pieces)}
-    return split_topics(named, source=path.name)
+    if path.suffix == ".jsonl":
+        return pieces_corpus(list(map(_text_of, _lines(path))), path, _OPTION)
+    return file_corpus(path, _OPTION)
 
 
 def read_labelled(
@@ -297,7 +286,7 @@ def read_labelled(
     if path.is_file():
         for line in _lines(path):
             text = _text_of(line)
-            held_out = int(_hash(text), 16) % 10 == 0  # equal texts are on one side
+            held_out = int(content_hash(text), 16) % 10 == 0  # equal texts are on one side
             sides[held_out].append((text, _label_of(line)))
     else:
         sides = tuple([(_text_of(r), _label_of(r)) for r in side] for side in _dataset(source))
@@ -333,20 +322,9 @@ def has_labels(source: str) -> bool:
     return any(key in first for key in _LABEL_KEYS)
 
 
-def _pieces(path: Path) -> list[str]:
-    """Paragraphs, put together to 2 kB or more."""
-    pieces, gathered = [], ""
-    for paragraph in re.split(r"\n[ \t]*\n", _contents(path, "replace")):
-        gathered += paragraph + "\n\n"
-        if len(gathered) >= _PIECE_BYTES:
-            pieces.append(gathered)
-            gathered = ""
-    return [*pieces, gathered] if gathered.strip() else pieces
-
-
 def _lines(path: Path) -> Iterator[tuple[str, Row]]:
     """Place and object of each line that is not empty."""
-    for number, line in enumerate(_contents(path, "strict").split("\n"), 1):
+    for number, line in enumerate(contents(path, _OPTION).split("\n"), 1):
         if not line.strip():
             continue
         place = f"{path}:{number}"
@@ -357,17 +335,6 @@ def _lines(path: Path) -> Iterator[tuple[str, Row]]:
         if not isinstance(found, dict):
             raise _wrong(place, "the line is no JSON object", 'write {"text": "..."}')
         yield place, found
-
-
-def _contents(path: Path, errors: str) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors=errors)
-    except OSError as error:
-        why = f"the file cannot be read: {error.strerror or error}"
-        raise _wrong(str(path), why, "give the path of a file of text or JSON lines") from error
-    except UnicodeDecodeError as error:
-        why = f"JSON is UTF-8; byte {error.start} is not"
-        raise _wrong(str(path), why, "save the file as UTF-8") from error
 
 
 def _text_of(line: tuple[str, Row]) -> str:
@@ -414,10 +381,6 @@ def _dataset(name: str) -> tuple[Places, Places]:
         raise _wrong(name, why, "choose a data set with a train split and a validation or test one")
     train, heldout = ([(name, row) for row in splits[side]] for side in ("train", held_out))
     return train, heldout
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
 
 
 def _wrong(found: str, why: str, remedy: str) -> ConfigError:

@@ -4,9 +4,10 @@ Candidates are read from DeepSpeed JSON files. What is taken from a file is its 
 Optimizer, batch and schedule are the task's, the same for all, so that nothing but compression or
 checkpointing differs.
 
-The dense run of a seed comes first: others start from its warm-up, are stopped when they are far
-behind it, and are compared with it alone. A candidate of which one run has diverged is worse
-whatever the others do, so its other seeds are left out.
+The dense run of a seed comes first: others are stopped when they are far behind it, and are
+compared with it alone. A candidate of which one run has diverged is worse whatever the others do,
+so its other seeds are left out. Whether virtual workers or ZeRO-3 processes train, the loop over
+runs is `train_missing`.
 """
 
 from __future__ import annotations
@@ -32,9 +33,8 @@ from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.rules import embeddings_of
 from ds_ckpt.validation.store import Key, Mode, Result, Store
 from ds_ckpt.validation.task import Task
-from ds_ckpt.validation.trainer import Hopeless, Saving, train
-from ds_ckpt.validation.virtual_workers import DENSE_SETTINGS, sixteen_bit_step_bytes
-from ds_ckpt.validation.world import InProcessWorld
+from ds_ckpt.validation.trainer import Curve, Hopeless, Outcome, Progress, train
+from ds_ckpt.validation.world import DENSE_SETTINGS, InProcessWorld, sixteen_bit_step_bytes
 from ds_ckpt.workload import versions
 
 WARM_UP_SHARE = 0.25
@@ -62,11 +62,6 @@ class Candidate:
         """Whether gradients may differ from dense ones; if not, every bit of a run is the same."""
         return not self.settings.lossless
 
-    @property
-    def checkpoints(self) -> bool:
-        """Whether activations are recomputed."""
-        return self.plugin.activation.active
-
     def in_run_of(self, steps: int) -> ExchangeSettings:
         """The settings with the dense warm-up that a run of so many steps has."""
         most = int(WARM_UP_SHARE * steps)
@@ -80,10 +75,11 @@ class Candidate:
 
     def digest(self, steps: int) -> str:
         """Of all that a run of so many steps depends on: equal digests are equal runs."""
-        activation = self.plugin.activation.model_dump(mode="json") if self.checkpoints else None
+        activation = self.plugin.activation
+        recomputed = activation.model_dump(mode="json") if activation.active else None
         method = self.plugin.compression.method
         settings = _as_recorded(self.in_run_of(steps))
-        said = json.dumps([method, settings, activation], sort_keys=True, default=str)
+        said = json.dumps([method, settings, recomputed], sort_keys=True, default=str)
         return hashlib.sha256(said.encode()).hexdigest()[:16]
 
 
@@ -192,8 +188,8 @@ LOSSLESS_SEEDS = 2
 """Bits either agree or do not: two seeds show it."""
 LEAST_PROGRESS = 0.5
 
-Tell = Callable[[str, int, int, float], None]
-"""(which run, steps done, steps in all, last loss)."""
+Tell = Callable[[str, int, float], object]
+"""(which run, steps done, last loss)."""
 
 
 @dataclass(frozen=True)
@@ -202,12 +198,14 @@ class Plan:
 
     Attributes:
         seeds: of weights and data.
+        mode: who trains.
         device: where virtual workers compute.
     """
 
     task: Task
     candidates: Sequence[Candidate]
     seeds: Sequence[int]
+    mode: Mode = "virtual"
     device: str = "cpu"
 
     def seeds_of(self, candidate: Candidate) -> Sequence[int]:
@@ -215,69 +213,122 @@ class Plan:
         every = candidate.lossy or candidate.name == DENSE.name
         return self.seeds if every else self.seeds[:LOSSLESS_SEEDS]
 
-    def key(self, candidate: Candidate, seed: int, mode: Mode = "virtual") -> Key:
+    def key(self, candidate: Candidate, seed: int) -> Key:
         """Where the run's result is kept."""
-        digest = candidate.digest(self.task.spec.steps)
-        return Key(self.task.digest, digest, seed, mode)
+        return Key(self.task.digest, candidate.digest(self.task.spec.steps), seed, self.mode)
 
-    def missing(self, store: Store, mode: Mode = "virtual") -> list[tuple[int, Candidate]]:
+    def missing(self, store: Store) -> list[tuple[int, Candidate]]:
         """Runs that have no result yet and can still change a verdict, dense ones first in each
         seed; one of those that would be equal."""
         wanted: dict[Key, tuple[int, Candidate]] = {}
         for candidate in (DENSE, *self.candidates):
-            if candidate.lossy and gave_up(self, candidate, store, mode):
+            if self.gave_up(candidate, store):
                 continue
             for seed in self.seeds_of(candidate):
-                key = self.key(candidate, seed, mode)
+                key = self.key(candidate, seed)
                 if store.find(key) is None:
                     wanted.setdefault(key, (seed, candidate))
         return sorted(wanted.values(), key=lambda run: self.seeds.index(run[0]))
 
+    def gave_up(self, candidate: Candidate, store: Store) -> bool:
+        """Whether one of a lossy candidate's runs has diverged."""
+        results = (store.find(self.key(candidate, seed)) for seed in self.seeds)
+        return candidate.lossy and any(r is not None and r.outcome.diverged for r in results)
 
-def far_behind(dense: Sequence[tuple[int, float]]) -> Hopeless:
+
+def far_behind(dense: Curve) -> Hopeless:
     """Stops runs that have made less than half of the dense run's progress at the same step. Where
     that run is on its way back (too small data are learnt by heart) it says nothing of others.
 
     Args:
-        dense: its held-out losses, (steps done, loss).
+        dense: its held-out losses.
     """
     losses = dict(dense)
     first = dense[0][1] if dense else 0.0
 
-    def best(step: int) -> float:
-        return min(loss for done, loss in losses.items() if done <= step)
-
     def hopeless(step: int, loss: float) -> bool:
         reference = losses.get(step)
-        if reference is None or reference >= first or reference > best(step):
+        best = min((value for done, value in losses.items() if done <= step), default=first)
+        if reference is None or reference >= first or reference > best:
             return False
         return first - loss < LEAST_PROGRESS * (first - reference)
 
     return hopeless
 
 
-def gave_up(plan: Plan, candidate: Candidate, store: Store, mode: Mode = "virtual") -> bool:
-    """Whether one of the candidate's runs has diverged."""
-    results = (store.find(plan.key(candidate, seed, mode)) for seed in plan.seeds)
-    return any(result is not None and result.outcome.diverged for result in results)
-
-
-def run_virtual(plan: Plan, store: Store, folder: Path, tell: Tell | None = None) -> None:
-    """Train what has no result yet, with virtual workers in this process.
+def train_missing(
+    plan: Plan,
+    store: Store,
+    train_one: Callable[..., tuple[Outcome, float]],
+    tell: Tell | None = None,
+) -> None:
+    """Train what has no result yet.
 
     Args:
-        folder: for the states of unfinished runs.
+        train_one: as `train_virtual`.
         tell: told of progress every tenth step.
     """
-    with _denormals_flushed():
-        for seed, candidate in plan.missing(store):
-            if candidate.lossy and gave_up(plan, candidate, store):
-                continue
-            result = _train(plan, candidate, seed, store, folder, tell)
-            store.add(result)
-            if not any(later == seed for later, _ in plan.missing(store)):
-                for state in folder.glob(f"dense-{plan.task.digest}-{seed}.*"):
-                    state.unlink()
+    spec = plan.task.spec
+    for seed, candidate in plan.missing(store):
+        if plan.gave_up(candidate, store):
+            continue
+        dense = store.find(plan.key(DENSE, seed))
+        name = f"{spec.kind}, seed {seed}, {candidate.name}"
+
+        def progress(done: int, loss: float, name: str = name) -> None:
+            if tell is not None:
+                tell(name, done, loss)
+
+        outcome, step_s = train_one(
+            plan,
+            candidate,
+            seed,
+            far_behind(dense.outcome.heldout) if dense and candidate.lossy else None,
+            progress,
+        )
+        sixteen_bit_bytes = sixteen_bit_step_bytes(
+            candidate.in_run_of(spec.steps),
+            plan.task.shapes,
+            spec.world,
+            accumulation=spec.accumulation,
+            embeddings=embeddings_of(plan.task.learner.model),
+        )
+        key, names = plan.key(candidate, seed), (spec.kind, candidate.name)
+        day = datetime.now(timezone.utc).date().isoformat()
+        about = {"date": day, "versions": versions()}
+        store.add(Result(key, names, outcome, sixteen_bit_bytes, step_s, about))
+
+
+def train_virtual(
+    plan: Plan,
+    candidate: Candidate,
+    seed: int,
+    hopeless: Hopeless | None = None,
+    progress: Progress | None = None,
+) -> tuple[Outcome, float]:
+    """One run, with virtual workers in this process, and 0: nobody waits for a wire."""
+    spec, learner = plan.task.spec, plan.task.learner
+    learner.begin(seed)
+    with checkpointed(learner.model, candidate.plugin, plan.device), _denormals_flushed():
+        world = InProcessWorld(
+            learner.model,
+            learner.loss,
+            spec.recipe(),
+            candidate.in_run_of(spec.steps),
+            workers=spec.world,
+            accumulation=spec.accumulation,
+            sample_every=SAMPLE_EVERY if candidate.lossy else 0,
+        )
+        outcome = train(
+            learner,
+            world,
+            spec.steps,
+            warm_up=candidate.warm_up(spec.steps),
+            evaluate_every=spec.evaluate_every,
+            hopeless=hopeless,
+            progress=progress,
+        )
+    return outcome, 0.0
 
 
 @contextmanager
@@ -289,73 +340,3 @@ def _denormals_flushed() -> Iterator[None]:
         yield
     finally:
         torch.set_flush_denormal(before)
-
-
-def _train(
-    plan: Plan, candidate: Candidate, seed: int, store: Store, folder: Path, tell: Tell | None
-) -> Result:
-    spec, learner = plan.task.spec, plan.task.learner
-    settings = candidate.in_run_of(spec.steps)
-    dense = store.find(plan.key(DENSE, seed))
-    shared = f"dense-{plan.task.digest}-{seed}"
-    name = f"{candidate.digest(spec.steps)}-{plan.task.digest}-{seed}"
-
-    def progress(done: int, loss: float) -> None:
-        if tell is not None:
-            tell(f"{spec.kind}, seed {seed}, {candidate.name}", done, spec.steps, loss)
-
-    learner.begin(seed)
-    warm_ups = _warm_ups(plan) if candidate is DENSE else frozenset()
-    with checkpointed(learner.model, candidate.plugin, plan.device):
-        world = InProcessWorld(
-            learner.model,
-            learner.loss,
-            spec.recipe(),
-            settings,
-            workers=spec.world,
-            accumulation=spec.accumulation,
-            sample_every=SAMPLE_EVERY if candidate.lossy else 0,
-        )
-        outcome = train(
-            learner,
-            world,
-            spec.steps,
-            warm_up=candidate.warm_up(spec.steps),
-            saving=Saving(folder, name, shared, every=100, keep_after=warm_ups),
-            evaluate_every=spec.evaluate_every,
-            hopeless=far_behind(dense.outcome.heldout) if dense and candidate.lossy else None,
-            progress=progress,
-        )
-    return Result(
-        key=plan.key(candidate, seed),
-        names=(spec.kind, candidate.name),
-        outcome=outcome,
-        sixteen_bit_bytes=sixteen_bit_bytes(plan, settings),
-        step_s=0.0,
-        about=about(),
-    )
-
-
-def _warm_ups(plan: Plan) -> frozenset[int]:
-    """Steps after which a candidate starts from the dense run: that of nobody else, though its
-    bits should be the same."""
-    steps = plan.task.spec.steps
-    return frozenset(c.warm_up(steps) for c in plan.candidates if c.lossy)
-
-
-def sixteen_bit_bytes(plan: Plan, settings: ExchangeSettings) -> float:
-    """For a result, see `Result`."""
-    spec = plan.task.spec
-    return sixteen_bit_step_bytes(
-        settings,
-        plan.task.shapes,
-        spec.world,
-        accumulation=spec.accumulation,
-        embeddings=embeddings_of(plan.task.learner.model),
-    )
-
-
-def about() -> dict[str, object]:
-    """Versions and the day, for a result."""
-    day = datetime.now(timezone.utc).date().isoformat()
-    return {"date": day, "versions": versions()}

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from ds_ckpt.config.verdicts import with_leeway
+from ds_ckpt.config.verdicts import largest, with_leeway
 from ds_ckpt.errors import UnsupportedError
 from ds_ckpt.report.charts import Line, Lines, Rows, Span
 from ds_ckpt.report.document import Block, Code, Document, Items, Paragraph, Plot, Section, Table
-from ds_ckpt.telemetry.timings import ResidualStats
 from ds_ckpt.validation.compare import EXIT_CODES, Comparison
 from ds_ckpt.validation.statistics import Interval
 
@@ -25,38 +24,15 @@ _OPENING = (
 _LIMITS = (
     "The largest values seen, and a quarter more, for the compression section of a run like these:"
 )
+_DIFFERENCES = "Difference to dense training: each seed (circles), mean and 90% interval (bars)."
+_CURVES = "Held-out result over steps, means over the seeds."
 
 
-@dataclass(frozen=True)
-class SelfCheck:
-    """Dense training against itself, other seeds.
-
-    Attributes:
-        values: results of the dense runs.
-        seeds: pairs of a trial.
-        shares: of each verdict.
-    """
-
-    task: str
-    values: tuple[float, ...]
-    seeds: int
-    margin: float
-    shares: dict[str, float]
-
-    def words(self) -> str:
-        """One sentence."""
-        shares = ", ".join(f"{word} {share:.1%}" for word, share in self.shares.items())
-        return (
-            f"{self.task}: dense against dense, {len(self.values)} runs paired at random, "
-            f"{self.seeds} pairs a trial, margin {100 * self.margin:g}%: {shares}. "
-            '"worse" and "better" may each be wrong in 5% of trials.'
-        )
-
-
-def write_report(
-    folder: Path, comparisons: Sequence[Comparison], checks: Sequence[SelfCheck]
-) -> Path:
+def write_report(folder: Path, comparisons: Sequence[Comparison], checks: Sequence[str]) -> Path:
     """Write `report.md`, and `report.html` where matplotlib and Jinja2 are installed.
+
+    Args:
+        checks: a sentence for each task on dense training against itself.
 
     Returns:
         The HTML file, or the Markdown file without those.
@@ -68,26 +44,29 @@ def write_report(
         return folder / "report.md"
 
 
-def document(comparisons: Sequence[Comparison], checks: Sequence[SelfCheck]) -> Document:
+def document(comparisons: Sequence[Comparison], checks: Sequence[str]) -> Document:
     """All of it."""
     sections = []
     by_task = itertools.groupby(comparisons, key=heading)
     for place, (task, group) in enumerate((task, [*group]) for task, group in by_task):
-        blocks = [Paragraph(f"Margin {_margin(group)}."), _table(group), *_plots(place, group)]
+        blocks: list[Block] = [
+            Paragraph(f"Margin {100 * group[0].margin:g}{_unit(group[0])}."),
+            _table(group),
+            Plot(f"differences-{place}", [differences(group)], _DIFFERENCES),
+            Plot(f"curves-{place}", [curves(group)], _CURVES),
+        ]
         sections.append(Section(task, blocks))
     limits, holds = guards(comparisons), notes(comparisons) if comparisons else []
-    against_itself = [Items([check.words() for check in checks])] if checks else []
     sections += [
         Section("Limits for a guard", [Paragraph(_LIMITS), Code(limits)] if limits else []),
-        Section("Dense against itself", against_itself),
+        Section("Dense against itself", [Items(checks)] if checks else []),
         Section("What this holds for", [Items(holds)] if holds else []),
     ]
     return Document(TITLE, [_OPENING], sections)
 
 
-def _margin(group: Sequence[Comparison]) -> str:
-    unit = "% of the dense loss" if group[0].metric == "loss" else " points of accuracy"
-    return f"{100 * group[0].margin:g}{unit}"
+def _unit(one: Comparison) -> str:
+    return "% of the dense loss" if one.metric == "loss" else " points of accuracy"
 
 
 def _table(group: Sequence[Comparison]) -> Table:
@@ -102,7 +81,7 @@ def _table(group: Sequence[Comparison]) -> Table:
 def heading(one: Comparison) -> str:
     """The task with what runs were made of."""
     spec, task = one.plan.task.spec, one.plan.task
-    who = "virtual workers" if one.mode == "virtual" else "ZeRO-3 processes"
+    who = "virtual workers" if one.plan.mode == "virtual" else "ZeRO-3 processes"
     return (
         f"{spec.words()}: {task.model}; {spec.world} {who}, {spec.steps} steps, "
         f"AdamW {spec.learning_rate:g}"
@@ -140,11 +119,10 @@ def _result(one: Comparison, value: float) -> str:
 def _reached(one: Comparison) -> str:
     if not one.candidate.lossy:
         return ""
-    there, of = one.reached.runs
-    found = one.reached
-    if found.steps is None or found.sent_bytes is None or found.seconds is None:
+    there, of = len(one.reached), len(one.differences)
+    if there < of or not there:
         return f"not reached in {of - there} of {of} runs"
-    return f"{found.steps:.2f}, {found.sent_bytes:.2f}, {found.seconds:.2f}"
+    return ", ".join(f"{statistics.fmean(shares):.2f}" for shares in zip(*one.reached, strict=True))
 
 
 _COLUMNS: tuple[tuple[str, str, Callable[[Comparison], str]], ...] = (
@@ -158,7 +136,7 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Comparison], str]], ...] = (
         "of gradients a compressed step, 16 bits",
         lambda one: f"{one.fewer_bytes:.2f}x" if one.candidate.lossy else "",
     ),
-    ("to dense's end", "steps, bytes and time in shares of dense training's", _reached),
+    ("to dense's end", "steps and bytes in shares of dense training's", _reached),
     (
         "left behind",
         "largest compression error and residual norm seen",
@@ -169,22 +147,16 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Comparison], str]], ...] = (
 
 def guards(comparisons: Sequence[Comparison]) -> list[str]:
     """The limits to write into a configuration, by candidate."""
-    found: dict[str, list[ResidualStats]] = {}
-    for one in comparisons:
-        if one.left is not None:
-            found.setdefault(one.candidate.name, []).append(one.left)
     lines = []
-    for name, lefts in found.items():
-        limit = with_leeway(
-            ResidualStats(
-                error=max(left.error for left in lefts),
-                residual_norm=max(left.residual_norm for left in lefts),
+    for name in dict.fromkeys(one.candidate.name for one in comparisons):
+        lefts = (one.left for one in comparisons if one.candidate.name == name)
+        seen = largest(left for left in lefts if left is not None)
+        if seen is not None:
+            limit = with_leeway(seen)
+            lines.append(
+                f'{name}: "guard": {{"action": "warn", "error": {limit.error:.3g}, '
+                f'"residual_norm": {limit.residual_norm:.3g}}}'
             )
-        )
-        lines.append(
-            f'{name}: "guard": {{"action": "warn", "error": {limit.error:.3g}, '
-            f'"residual_norm": {limit.residual_norm:.3g}}}'
-        )
     return lines
 
 
@@ -198,12 +170,11 @@ def notes(comparisons: Sequence[Comparison]) -> list[str]:
                 f"{one.candidate.name}: its dense warm-up of {configured} steps was cut to "
                 f"{one.warm_up} in runs of {one.plan.task.spec.steps}"
             )
-        found += _idle_rules(one)
-    if any(one.mode == "virtual" for one in comparisons):
-        found.append(
-            "virtual workers have no network: time is their own CPU seconds, one worker's share, "
-            "and the bytes of gradients over the link that was named"
-        )
+        try:
+            one.candidate.settings.choose().check(one.plan.task.shapes)
+        except UnsupportedError as error:  # rules that took nothing, so nothing is said of them
+            name = f"{one.candidate.name} in {one.plan.task.model}"
+            found += [f"{name}: {p.where}: {p.why}" for p in error.problems]
     found.append(
         "a verdict holds for this task, model and length of run; validate your own with --data, "
         "--model, --steps"
@@ -214,26 +185,7 @@ def notes(comparisons: Sequence[Comparison]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _idle_rules(one: Comparison) -> list[str]:
-    """Rules that took no parameter of the task's model, so that nothing was found out of them."""
-    try:
-        one.candidate.settings.choose().check(one.plan.task.shapes)
-    except UnsupportedError as error:
-        model = one.plan.task.model
-        return [f"{one.candidate.name} in {model}: {p.where}: {p.why}" for p in error.problems]
-    return []
-
-
 # Charts
-
-
-def _plots(place: int, group: Sequence[Comparison]) -> list[Block]:
-    caption = "Difference to dense training: each seed (circles), mean and 90% interval (bars)."
-    over = "Held-out result over steps, means over the seeds."
-    return [
-        Plot(f"differences-{place}", [differences(group)], caption),
-        Plot(f"curves-{place}", [curves(group)], over),
-    ]
 
 
 def curves(group: Sequence[Comparison]) -> Lines:
@@ -248,10 +200,9 @@ def curves(group: Sequence[Comparison]) -> Lines:
 
 def differences(group: Sequence[Comparison]) -> Rows:
     """Differences to dense with their 90% intervals, single seeds as dots, the margin shaded."""
-    unit = "% of the dense loss" if group[0].metric == "loss" else "points of accuracy"
     return Rows(
         [one.candidate.name for one in group],
-        f"worse than dense by, {unit}; shaded: the margin",
+        f"worse than dense by, {_unit(group[0]).strip()}; shaded: the margin",
         spans=[_percent(one.interval) if one.interval else None for one in group],
         dots=[[100 * v for v in one.differences.values() if math.isfinite(v)] for one in group],
         notes=["diverged" if one.diverged else "" for one in group],

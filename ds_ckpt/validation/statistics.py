@@ -17,11 +17,10 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from scipy import special
 
-Verdict = Literal["equivalent", "better", "worse", "inconclusive"]
+from ds_ckpt.config.verdicts import Word
 
 MARGIN = 0.005
 """Half a percent of the dense loss."""
@@ -48,14 +47,16 @@ class Interval:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Attributes:
-    verdict: see `judge`.
-    interval: of confidence 1 - 2 alpha; None with fewer than two finite differences.
-    more_seeds: how many more are likely to decide where the verdict is inconclusive; 0 where it is
-        not; None where not even MOST_SEEDS would.
+    """What differences allow to say.
+
+    Attributes:
+        verdict: see `judge`.
+        interval: of confidence 1 - 2 alpha; None with fewer than two finite differences.
+        more_seeds: how many more are likely to decide where the verdict is inconclusive; 0 where it
+            is not; None where not even MOST_SEEDS would.
     """
 
-    verdict: Verdict
+    verdict: Word
     interval: Interval | None
     more_seeds: int | None
 

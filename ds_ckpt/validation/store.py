@@ -54,24 +54,32 @@ class Result:
     about: dict[str, Any]
 
 
+_RESULT = TypeAdapter(Result)
+
+
 class Store:
-    """The file of results. Lines that were cut off by a kill are overwritten.
+    """The file of results. A line that was cut off by a kill is overwritten.
+
+    Args:
+        writes: whether this process adds to the file; all processes that train know the results.
 
     Raises:
         StateError: the file holds something else.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, *, writes: bool = True) -> None:
+        self._path, self._writes = path, writes
         self._results: dict[Key, Result] = {}
-        if path.exists():
-            self._read()
+        self.read()
 
-    def _read(self) -> None:
+    def read(self) -> None:
+        """Take what is in the file by now. Raises StateError."""
+        if not self._path.exists():
+            return
         whole, _, torn = self._path.read_bytes().rpartition(b"\n")
         for number, line in enumerate(whole.splitlines(), 1):
             try:
-                result = _result(json.loads(line))
+                result = _RESULT.validate_python(json.loads(line))
             except ValueError as error:
                 found = str(error).splitlines()[0]
                 raise StateError(
@@ -84,7 +92,7 @@ class Store:
                     headline="the results cannot be read",
                 ) from error
             self._results[result.key] = result
-        if torn:
+        if torn and self._writes:
             with self._path.open("r+b") as file:
                 file.truncate(len(whole) + bool(whole))
 
@@ -94,12 +102,8 @@ class Store:
 
     def add(self, result: Result) -> None:
         """Keep it, on disk first."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(dataclasses.asdict(result)) + "\n")
+        if self._writes:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(dataclasses.asdict(result)) + "\n")
         self._results[result.key] = result
-
-
-outcome_of = TypeAdapter(Outcome).validate_python
-"""What was written as JSON."""
-_result = TypeAdapter(Result).validate_python

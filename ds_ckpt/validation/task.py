@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -23,8 +23,8 @@ from ds_ckpt.errors import ConfigError, Problem, UnsupportedError
 from ds_ckpt.files import replacing
 from ds_ckpt.validation import data
 from ds_ckpt.validation.data import PASSAGE, WORDS, Examples, Inputs, Text
-from ds_ckpt.validation.virtual_workers import DENSE_SETTINGS
-from ds_ckpt.validation.world import InProcessWorld, Recipe, digest_of
+from ds_ckpt.validation.world import DENSE_SETTINGS, InProcessWorld, Recipe, digest_of
+from ds_ckpt.workload import hugging_face, seeded
 
 Kind = Literal["language", "digits", "topics", "labelled"]
 KINDS: tuple[Kind, ...] = ("language", "digits", "topics", "labelled")
@@ -35,8 +35,7 @@ Build = Callable[[int], torch.nn.Module]
 """seed -> a model with that seed's weights; it answers with `loss`, and `logits` for classes."""
 
 
-@dataclass(frozen=True)
-class Score:
+class Score(NamedTuple):
     """What a model is worth on held-out data.
 
     Attributes:
@@ -124,7 +123,7 @@ class Learner:
             for inputs in map(self._moved, self.data.evaluation()):
                 output = model(**inputs)
                 losses.append(output.loss.double())
-                if self.data.answers:
+                if isinstance(self.data, Examples):
                     right += int((output.logits.argmax(-1) == inputs["labels"]).sum())
                     rows += len(inputs["labels"])
         finally:
@@ -271,7 +270,7 @@ def _language(spec: TaskSpec) -> tuple[Text, Build]:
             heads=4,
         )
         return Text.of_bytes(corpus, spec.length), build
-    transformers = _transformers(spec.model)
+    transformers = hugging_face()
     tokenizer = _loaded(transformers.AutoTokenizer, spec.model)
     train, heldout = (
         tokenizer(side.decode(errors="replace"), add_special_tokens=False)["input_ids"]
@@ -298,7 +297,7 @@ def _labelled(spec: TaskSpec, folder: Path) -> tuple[Examples, Build]:
     if spec.model is None:
         mine = data.read_labelled(spec.data, lambda t: data.words(t.encode()).tolist(), spec.length)
         return mine, classifier(mine.classes, spec.length)
-    transformers = _transformers(spec.model)
+    transformers = hugging_face()
     tokenizer = _loaded(transformers.AutoTokenizer, spec.model)
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     mine = data.read_labelled(
@@ -313,12 +312,6 @@ def _labelled(spec: TaskSpec, folder: Path) -> tuple[Examples, Build]:
 
 
 # Models: fp32, their random weights drawn by the seed alone
-
-
-def _drawn(seed: int, make: Callable[[], Any]) -> Any:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return make()
 
 
 def small_llama(*, length: int, attention: str = "eager", **sizes: int) -> Build:
@@ -338,7 +331,7 @@ def small_llama(*, length: int, attention: str = "eager", **sizes: int) -> Build
 
 def vit(seed: int) -> torch.nn.Module:
     """A ViT of about 270,000 parameters for the digits."""
-    transformers = _transformers()
+    transformers = hugging_face()
     config = transformers.ViTConfig(
         image_size=8,
         patch_size=2,
@@ -350,8 +343,7 @@ def vit(seed: int) -> torch.nn.Module:
         num_labels=10,
         attn_implementation="eager",
     )
-    model: torch.nn.Module = _drawn(seed, lambda: transformers.ViTForImageClassification(config))
-    return model
+    return seeded(seed, lambda: transformers.ViTForImageClassification(config))
 
 
 _LLAMA = {
@@ -379,16 +371,15 @@ def classifier(
         begun: gives the weights below the head, the same for every seed; None: nothing is learnt
             before.
     """
-    transformers = _transformers()
+    transformers = hugging_face()
     sizes = {**_LLAMA, "max_position_embeddings": length, "num_labels": classes}
 
     def build(seed: int) -> torch.nn.Module:
         config = transformers.LlamaConfig(**sizes)
-        model = _drawn(seed, lambda: transformers.LlamaForSequenceClassification(config))
+        model = seeded(seed, lambda: transformers.LlamaForSequenceClassification(config))
         if begun is not None:
-            model.model.load_state_dict(begun())
-        fresh: torch.nn.Module = model
-        return fresh
+            model.model.load_state_dict(begun())  # type: ignore[union-attr, operator]
+        return model
 
     return build
 
@@ -400,12 +391,12 @@ def pretrained_llama(
     as fine-tuning finds it. Trained at the first call, kept in `folder`."""
     path = folder / f"pretrained-{steps}-{examples.sha256[:16]}.pt"
     if not path.exists():
-        transformers = _transformers()
+        transformers = hugging_face()
         config = transformers.LlamaConfig(**_LLAMA, tie_word_embeddings=True)
         ids = examples.train["input_ids"].flatten()
         learner = Learner(
             Text.of_tokens(ids, ids, PASSAGE, examples.source),
-            lambda seed: _drawn(seed, lambda: transformers.LlamaForCausalLM(config)),
+            lambda seed: seeded(seed, lambda: transformers.LlamaForCausalLM(config)),
             workers=1,
         )
         recipe = Recipe(steps=steps, learning_rate=3e-3)
@@ -423,10 +414,7 @@ def _pretrained(auto: Any, name: str, **options: Any) -> Build:
     """The checkpoint's weights; what it has none of (a new head) is drawn by the seed."""
 
     def build(seed: int) -> torch.nn.Module:
-        model: torch.nn.Module = _drawn(
-            seed, lambda: _loaded(auto, name, dtype=torch.float32, **options)
-        )
-        return model
+        return seeded(seed, lambda: _loaded(auto, name, dtype=torch.float32, **options))
 
     return build
 
@@ -444,20 +432,3 @@ def _loaded(auto: Any, name: str, **options: Any) -> Any:
                 remedy="give a checkpoint's folder, or a name that transformers finds",
             )
         ) from error
-
-
-def _transformers(checkpoint: str | None = None) -> Any:
-    """The package. Raises UnsupportedError where it is missing."""
-    try:
-        import transformers
-    except ImportError as error:
-        problem = Problem(
-            where="--model" if checkpoint else "transformers",
-            found=checkpoint or "not installed",
-            why="checkpoints are loaded with transformers, which is not installed"
-            if checkpoint
-            else "the classifiers are Hugging Face models",
-            remedy="pip install 'ds_ckpt[hf]'",
-        )
-        raise UnsupportedError(problem) from error
-    return transformers

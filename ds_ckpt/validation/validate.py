@@ -15,20 +15,18 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from ds_ckpt.config.verdicts import FILE_NAME, read_verdicts, write_verdicts
 from ds_ckpt.errors import ConfigError, Problem, StateError
 from ds_ckpt.validation.compare import (
+    MARGINS,
     Comparison,
-    Margins,
     compare,
-    curve_of,
     exit_code,
     false_alarms,
     records,
 )
-from ds_ckpt.validation.data import has_labels
-from ds_ckpt.validation.experiment import DENSE, Plan, read_candidates, run_virtual
-from ds_ckpt.validation.report import SelfCheck, document, write_report
+from ds_ckpt.validation.data import Examples, has_labels
+from ds_ckpt.validation.experiment import DENSE, Plan, read_candidates, train_missing, train_virtual
+from ds_ckpt.validation.report import document, write_report
 from ds_ckpt.validation.store import Mode, Store
 from ds_ckpt.validation.task import DEFAULT_TASKS, KINDS, Kind, Task, make_spec, open_task
-from ds_ckpt.validation.trainer import virtual_versions
 from ds_ckpt.workload import versions
 
 RESULTS = "results.jsonl"
@@ -62,7 +60,6 @@ class Arguments:
     layers: int | None = None
     attention: str | None = None
     device: str | None = None
-    link_mbit: float | None = None
     self_check: int | None = None
     output: Path = Path("runs/accuracy")
     record: Path | None = None
@@ -78,10 +75,10 @@ class Arguments:
         return "processes" if self.processes else "virtual"
 
     @property
-    def margins(self) -> Margins:
+    def margins(self) -> dict[str, float]:
         """As shares."""
         given = {"loss": self.margin, "accuracy": self.accuracy_margin}
-        return Margins(**{name: v / 100 for name, v in given.items() if v is not None})
+        return MARGINS | {name: v / 100 for name, v in given.items() if v is not None}
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -104,7 +101,7 @@ def check(given: Arguments) -> None:
     kinds, named = given.kinds, bool(given.tasks)
 
     def wrong(name: str, found: object, why: str, remedy: str) -> None:
-        problems.append(Problem(_option(name), str(found), why, remedy))
+        problems.append(Problem("--" + name.replace("_", "-"), str(found), why, remedy))
 
     def idle(names: tuple[str, ...], why: str) -> None:
         for name in names:
@@ -134,7 +131,6 @@ def check(given: Arguments) -> None:
         wrong("record", given.record, "it is not a file", "name a file, there or new")
     if given.mode == "processes":
         idle(("device",), "with --processes, which train on DeepSpeed's accelerator")
-        idle(("link_mbit",), "with --processes, whose times are measured")
     if "language" not in kinds or given.model:
         idle(_BUILT_IN_LANGUAGE, "without the built-in language model")
     if set(kinds) <= set(_OWN_DATA):
@@ -154,10 +150,6 @@ def check(given: Arguments) -> None:
         raise ConfigError(problems, headline="the comparison cannot be made with these options")
 
 
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 def run(given: Arguments, console: Console) -> int:
     """Do what is asked for, results in `given.output`, words to the console; the exit code.
 
@@ -175,7 +167,7 @@ def run(given: Arguments, console: Console) -> int:
     device = given.device or "cpu"
     sizes = {name: getattr(given, name) for name in _SIZES}
     comparisons: list[Comparison] = []
-    checks: list[SelfCheck] = []
+    checks: list[str] = []
     threads = torch.get_num_threads()
     if given.mode == "virtual" and device == "cpu":
         torch.set_num_threads(1)  # sums in one order, whatever the machine
@@ -184,20 +176,17 @@ def run(given: Arguments, console: Console) -> int:
             spec = make_spec(kind, world=world, **sizes)
             console.print(f"{spec.words()}: loading")
             task = open_task(spec, given.output / "states", device=device)
-            _check_resolution(task, given.margins)
-            plan = Plan(task, candidates, range(given.seeds), device=device)
+            margin = given.margins[spec.metric]
+            _check_resolution(task, margin)
+            plan = Plan(task, candidates, range(given.seeds), given.mode, device)
             if given.self_check:
                 seeds = range(max(given.seeds if candidates else 0, given.self_check))
                 alone = dataclasses.replace(plan, candidates=(), seeds=seeds)
                 _train(alone, store, given, console)
-                checks.append(_self_check(alone, store, given))
+                checks.append(_self_check(alone, store, given.seeds, margin))
             if candidates:
                 _train(plan, store, given, console)
-            link = given.link_mbit or 1000.0
-            comparisons += [
-                compare(plan, c, store, given.margins, mode=given.mode, link_mbit=link)
-                for c in candidates
-            ]
+            comparisons += [compare(plan, c, store, margin) for c in candidates]
     finally:
         torch.set_num_threads(threads)
     report = write_report(given.output, comparisons, checks)
@@ -206,40 +195,40 @@ def run(given: Arguments, console: Console) -> int:
     document(comparisons, checks).print(console)
     minutes = (time.monotonic() - started_s) / 60
     console.print(f"report: {report}; {minutes:.1f} minutes", soft_wrap=True, highlight=False)
-    if comparisons:
-        return exit_code(comparisons)
-    return 0 if all(check.seeds > 1 for check in checks) else 2
+    return exit_code(comparisons) if comparisons else 0
 
 
-def _check_resolution(task: Task, margins: Margins) -> None:
+def _check_resolution(task: Task, margin: float) -> None:
     """Refuse held-out data of which one example is more than the margin: most differences as large
     would then be seen as none."""
-    held_out, margin = task.learner.data.held_out, margins.accuracy
-    if task.spec.metric == "accuracy" and held_out * margin < 1:
+    data = task.learner.data
+    if isinstance(data, Examples) and data.held_out * margin < 1:
         raise ConfigError(
             Problem(
                 where="--data",
-                found=f"{held_out} held-out examples",
-                why=f"one of them is {100 / held_out:.3g} points of accuracy, more than the margin "
-                f"of {100 * margin:g}",
+                found=f"{data.held_out} held-out examples",
+                why=f"one of them is {100 / data.held_out:.3g} points of accuracy, more than the "
+                f"margin of {100 * margin:g}",
                 remedy="give more examples, or a larger --accuracy-margin",
             ),
             headline="the data are too few to judge by",
         )
 
 
-def _check_versions(plan: Plan, store: Store, given: Arguments) -> None:
+def _check_versions(plan: Plan, store: Store, results: Path) -> None:
     """Refuse to go on beside runs of other packages: a pair would differ in more than its file."""
-    now = virtual_versions() if given.mode == "virtual" else versions()
+    now = versions()
+    if plan.mode == "virtual":  # DeepSpeed has no part in them
+        del now["deepspeed"]
     for candidate in (DENSE, *plan.candidates):
         for seed in plan.seeds_of(candidate):
-            result = store.find(plan.key(candidate, seed, given.mode))
+            result = store.find(plan.key(candidate, seed))
             then = result.about.get("versions", now) if result else now
             other = [name for name in now if then.get(name) != now[name]]
             if other:
                 raise StateError(
                     Problem(
-                        where=str(given.output / RESULTS),
+                        where=str(results),
                         found="runs of " + ", ".join(f"{n} {then.get(n)}" for n in other),
                         why="runs with " + ", ".join(f"{n} {now[n]}" for n in other) + " are still "
                         "to come, and a pair must differ in nothing but its file",
@@ -250,56 +239,51 @@ def _check_versions(plan: Plan, store: Store, given: Arguments) -> None:
 
 
 def _train(plan: Plan, store: Store, given: Arguments, console: Console) -> None:
-    missing = plan.missing(store, given.mode)
-    if not missing:
+    """Train what is missing, under a bar; without a terminal with a line for each run."""
+    results, steps = given.output / RESULTS, plan.task.spec.steps
+    runs = len(plan.missing(store))
+    if not runs:
         return
-    _check_versions(plan, store, given)
-    total = len(missing) * plan.task.spec.steps
-    with Progress(
+    _check_versions(plan, store, results)
+    begun: list[str] = []
+    columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    ) as progress:
-        tell = _Told(progress, total, len(missing), console)
-        if given.mode == "virtual":
-            run_virtual(plan, store, given.output / "states", tell)
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("training", total=runs * steps)
+
+        def tell(name: str, done: int, loss: float) -> None:
+            if name not in begun:
+                begun.append(name)
+                if progress.disable:
+                    console.print(f"  run {len(begun)} of {runs}: {name}", highlight=False)
+            completed = (len(begun) - 1) * steps + done
+            progress.update(bar, description=f"{name}: loss {loss:.3f}", completed=completed)
+
+        if plan.mode == "virtual":
+            train_missing(plan, store, train_virtual, tell)
         else:
             from ds_ckpt.validation.processes import run_processes
 
-            run_processes(plan, store, given.output, tell)
+            run_processes(plan, store, results, given.output, tell)
 
 
-class _Told:
-    """Progress as a bar, or as a line a run where there is no terminal; a `Tell`."""
-
-    def __init__(self, progress: Progress, total: int, runs: int, console: Console) -> None:
-        self._progress, self._runs, self._console = progress, runs, console
-        self._task = progress.add_task("training", total=total)
-        self._run, self._before, self._done, self._begun = "", 0, 0, 0
-
-    def __call__(self, name: str, done: int, steps: int, loss: float) -> None:
-        if name != self._run:
-            self._done += self._before
-            self._run, self._before = name, 0
-            self._begun += 1
-            if self._progress.disable:
-                self._console.print(f"  run {self._begun} of {self._runs}: {name}", highlight=False)
-        self._before = done
-        words = f"{name}: loss {loss:.3f}"
-        self._progress.update(self._task, description=words, completed=self._done + done)
-
-
-def _self_check(plan: Plan, store: Store, given: Arguments) -> SelfCheck:
+def _self_check(plan: Plan, store: Store, seeds: int, margin: float) -> str:
+    """A sentence on dense training against itself, other seeds."""
     spec = plan.task.spec
-    values = []
-    for seed in plan.seeds:
-        result = store.find(plan.key(DENSE, seed, given.mode))
-        if result is not None and not result.outcome.diverged:
-            values.append(curve_of(result, spec.metric)[-1][1])
-    seeds = min(given.seeds, len(values) // 2)
-    margin = given.margins.of(spec.metric)
-    shares = false_alarms(values, seeds, margin, metric=spec.metric)
-    return SelfCheck(spec.words(), tuple(values), seeds, margin, shares)
+    outcomes = [run.outcome for seed in plan.seeds if (run := store.find(plan.key(DENSE, seed)))]
+    values = [one.final(spec.metric) for one in outcomes if not one.diverged]
+    seeds = min(seeds, len(values) // 2)
+    if seeds < 2:
+        few = f"{len(values)} dense runs that did not diverge"
+        raise ConfigError(Problem("--self-check", few, "a trial is two pairs", "take more"))
+    found = false_alarms(values, seeds, margin, metric=spec.metric)
+    shares = ", ".join(f"{word} {share:.1%}" for word, share in found.items())
+    return (
+        f"{spec.words()}: dense against dense, {len(values)} runs paired at random, "
+        f"{seeds} pairs a trial, margin {100 * margin:g}%: {shares}. "
+        '"worse" and "better" may each be wrong in 5% of trials.'
+    )

@@ -2,9 +2,10 @@
 
 A world takes the next step on its model and tells what came of it; `trainer` does the rest.
 `InProcessWorld` is the virtual one: the workers' gradients are computed one after the other with
-the same weights, from each worker's own micro-batches, then averaged by `virtual_workers`. What
-follows is what ZeRO-3's optimizer does with its shards: skip the step where the norm is not finite,
-clip, one AdamW step. The real world is in `train_processes`.
+the same weights, from each worker's own micro-batches, then averaged by `VirtualWorkers`, whose
+exchange, residuals, warm-up and packets are those of a real run; only the transport is another
+(`exchange.virtual`). What follows is what ZeRO-3's optimizer does with its shards: skip the step
+where the norm is not finite, clip, one AdamW step. The real world is in `processes`.
 """
 
 from __future__ import annotations
@@ -12,18 +13,27 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ds_ckpt.compression.powersgd import Factors
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.exchange.build import ExchangeSettings
-from ds_ckpt.exchange.rules import embeddings_of
+from ds_ckpt.exchange.exchange import AllToAllExchange
+from ds_ckpt.exchange.layout import ring_pieces
+from ds_ckpt.exchange.rules import MethodSettings, embeddings_of
+from ds_ckpt.exchange.virtual import VirtualTransport, VirtualWorld
 from ds_ckpt.telemetry.timings import ResidualStats
-from ds_ckpt.validation.virtual_workers import VirtualWorkers
+
+DENSE_SETTINGS = ExchangeSettings(MethodSettings("dense"))
+"""Everything is sent whole."""
+
+_TIMEOUT_S = 7 * 86_400.0
+"""One worker waits for the others so long: a run may be stopped with SIGSTOP and go on later."""
 
 Loss = Callable[[int, int, int], Tensor]
 """(step, micro-step, worker) -> the loss of that worker's micro-batch, with a graph behind it."""
@@ -114,6 +124,141 @@ def digest_of(model: torch.nn.Module) -> str:
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+class VirtualWorkers:
+    """The mean of W workers' gradients as ZeRO-3 processes with these settings would get it.
+
+    All gradients go as one bucket, in the order of `names` reversed, about that of backward. What
+    buckets hold makes no difference to the numbers, only to how many headers there are.
+
+    Args:
+        settings: what the `compression` section says; one level, whatever they say of levels.
+        world: number of virtual processes.
+        names: of the parameters whose gradients will come, in the model's order.
+        accumulation: micro-steps of a step; with more than one, lossy methods with error feedback
+            exchange at the boundary alone, unless the settings say otherwise.
+        embeddings: names of embedding weights that no other layer shares, see `exchange.rules`.
+
+    Attributes:
+        step: optimizer steps so far; the warm-up is counted in these.
+        at_boundary: whether this is the last micro-step of its step.
+    """
+
+    def __init__(
+        self,
+        settings: ExchangeSettings,
+        world: int,
+        names: Sequence[str],
+        *,
+        accumulation: int = 1,
+        embeddings: frozenset[str] = frozenset(),
+    ) -> None:
+        self.step, self.at_boundary = 0, True
+        self._warmup_steps = 0 if settings.lossless else settings.warmup_steps
+        self._bucket = list(reversed(names))
+        self._virtual = VirtualWorld(world, timeout_s=_TIMEOUT_S)
+        holds = settings.holds_back(accumulation)
+        self._workers = [
+            _Worker(self, transport, settings, embeddings, holds)
+            for transport in self._virtual.transports
+        ]
+
+    @torch.no_grad()
+    def average(
+        self, gradients: Sequence[Sequence[Tensor]], *, at_boundary: bool = True
+    ) -> list[Tensor]:
+        """The averaged gradients, put together from every owner's shard.
+
+        Args:
+            gradients: of each worker, in the order of `names`; may be overwritten.
+            at_boundary: this is the last micro-step of the step.
+
+        Returns:
+            Flat tensors in the order of `names`; zeros where micro-steps are held back.
+        """
+        self.at_boundary = at_boundary
+
+        def work(process: int) -> list[Tensor]:
+            return self._workers[process].reduce(self._bucket, list(reversed(gradients[process])))
+
+        shards = self._virtual.run(work)
+        return [torch.cat(of_owners) for of_owners in zip(*shards, strict=True)][::-1]
+
+    def step_ended(self, *, skipped: bool) -> None:
+        """The step's overflow decision: residuals are committed or rolled back. Counts the step."""
+        if self.step >= self._warmup_steps:  # the rounding of residuals is counted from there
+            for worker in self._workers:
+                worker.scheduled.step_ended(skipped=skipped)
+        self.step += 1
+
+    @property
+    def sent_bytes(self) -> int:
+        """What the busiest worker has sent to the others so far."""
+        return max(t.sent_bytes for t in self._virtual.transports)
+
+    def sample(self, wanted: bool) -> None:
+        """Whether the next step measures what compression leaves behind."""
+        for worker in self._workers:
+            worker.exchange.errors.sampling = wanted
+
+    def take_energies(self) -> tuple[float, float]:
+        """Squared norms of what there was to send and of what was left, all workers together, in
+        the steps that were sampled; starts anew."""
+        each = [worker.exchange.errors.take_energies() for worker in self._workers]
+        return sum(before for before, _ in each), sum(after for _, after in each)
+
+    def residuals(self) -> list[dict[str, Tensor]]:
+        """Committed residuals of every worker: flat fp32 by parameter name; empty without."""
+        return [w.feedback.state_dict(copy=False) if w.feedback else {} for w in self._workers]
+
+    def residual_norm(self) -> float:
+        """2-norm of what the weights are still owed: of the workers' residuals, added up."""
+        states = self.residuals()
+        total = 0.0
+        for name, first in states[0].items():
+            owed = first.clone()
+            for state in states[1:]:
+                owed.add_(state[name])
+            total += float(owed.square().sum())
+        return math.sqrt(total)
+
+
+class _Worker:
+    """One virtual process's end of everything."""
+
+    def __init__(
+        self,
+        workers: VirtualWorkers,
+        transport: VirtualTransport,
+        settings: ExchangeSettings,
+        embeddings: frozenset[str],
+        holds: bool,
+    ) -> None:
+        self.feedback = settings.residuals(transport.dp_rank, holds=holds)
+        factors = Factors()
+        self.exchange = AllToAllExchange(
+            transport,
+            settings.choose(embeddings),
+            self.feedback,
+            factors,
+            order=ring_pieces,
+            holds=holds,
+        )
+        self.scheduled = ScheduledExchange(
+            self.exchange,
+            warmup_steps=0 if settings.lossless else settings.warmup_steps,
+            current_step=lambda: workers.step,
+            at_boundary=(lambda: workers.at_boundary) if holds else None,
+        )
+        # in place of DeepSpeed's reduction during the warm-up, to which it is bit-equal on gloo
+        self._warm_up = AllToAllExchange(transport, DENSE_SETTINGS.choose(), order=ring_pieces)
+
+    def reduce(self, names: list[str], tensors: list[Tensor]) -> list[Tensor]:
+        def warm_up(bucket: list[Tensor]) -> list[Tensor]:
+            return self._warm_up.average(names, bucket)
+
+        return self.scheduled.reduce(names, tensors, loss_scale=1.0, deepspeed_reduce=warm_up)
 
 
 class WholeOptimizer:
@@ -259,16 +404,35 @@ class InProcessWorld:
         """See `World`."""
         return digest_of(self.model)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Weights, optimizer, residuals and step. Weights and moments are the live tensors."""
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": self._optimizer.adamw.state_dict(),
-            "workers": self.workers.state_dict(),
-        }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on, bit for bit, where `state_dict` was taken."""
-        self.model.load_state_dict(state["model"])
-        self._optimizer.adamw.load_state_dict(state["optimizer"])
-        self.workers.load_state_dict(state["workers"])
+def sixteen_bit_step_bytes(
+    settings: ExchangeSettings,
+    shapes: Sequence[tuple[str, torch.Size]],
+    world: int,
+    *,
+    accumulation: int = 1,
+    embeddings: frozenset[str] = frozenset(),
+) -> float:
+    """Bytes that the busiest of `world` workers sends in a step where gradients are bfloat16.
+
+    Counted on two steps, since a method may alternate. What travels whole then takes 16 bits.
+
+    Args:
+        accumulation, embeddings: as `VirtualWorkers`.
+    """
+    workers = VirtualWorkers(
+        replace(settings, warmup_steps=0),
+        world,
+        [name for name, _ in shapes],
+        accumulation=accumulation,
+        embeddings=embeddings,
+    )
+    for micro in range(2 * accumulation):
+        gradients = [
+            [torch.randn(shape, dtype=torch.bfloat16) for _, shape in shapes] for _ in range(world)
+        ]
+        last = (micro + 1) % accumulation == 0
+        workers.average(gradients, at_boundary=last)
+        if last:
+            workers.step_ended(skipped=False)
+    return workers.sent_bytes / 2

@@ -66,16 +66,28 @@ def guarded(section: dict[str, Any], steps: int, folder: str, accumulation: int 
     return {"back": back, "seen": seen, "said": said, "sent": sent, "owed": owed, "kept": resumed}
 
 
-def validated(spec: dict[str, Any], runs: list[dict[str, Any]], folder: str) -> Any:
+def validated(spec: dict[str, Any], files: list[str], folder: str) -> Any:
     """What the launched processes of `validate-accuracy --processes` do: outcomes of the runs."""
-    from ds_ckpt.validation import train_processes
+    from unittest.mock import patch
+
+    from ds_ckpt.validation import experiment
+    from ds_ckpt.validation.processes import train_zero3
+    from ds_ckpt.validation.store import Store
     from ds_ckpt.validation.task import TaskSpec, open_task
 
     torch.set_num_threads(1)
+    candidates = experiment.read_candidates([Path(file) for file in files])
     task = open_task(TaskSpec(**spec), Path(folder))
+    plan = experiment.Plan(task, candidates, range(1), "processes")
     outcomes = []
-    for run in runs:
+
+    def train_one(*arguments: Any) -> Any:
         fresh()
-        outcome, _ = train_processes.train_run(task, run, None, 2)
+        outcome, step_s = train_zero3(*arguments)
         outcomes.append(dataclasses.asdict(outcome))
+        return outcome, step_s
+
+    with patch.object(experiment, "SAMPLE_EVERY", 2):
+        store = Store(Path(folder) / "processes.jsonl", writes=False)
+        experiment.train_missing(plan, store, train_one)
     return outcomes

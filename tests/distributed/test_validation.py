@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 
 from ds_ckpt.validation import experiment
-from ds_ckpt.validation.experiment import DENSE, Plan, read_candidates, run_virtual
+from ds_ckpt.validation.experiment import (
+    DENSE,
+    Plan,
+    read_candidates,
+    train_missing,
+    train_virtual,
+)
 from ds_ckpt.validation.processes import run_processes
 from ds_ckpt.validation.store import Store
 from ds_ckpt.validation.task import TaskSpec, open_task
@@ -47,20 +53,14 @@ def test_processes_and_virtual_workers_come_to_the_same(
     store = Store(tmp_path / "results.jsonl")
     spec = dataclasses.replace(SPEC, accumulation=2)
     plan = Plan(open_task(spec, tmp_path), candidates, range(1))
-    run_virtual(plan, store, tmp_path / "states")
+    train_missing(plan, store, train_virtual)
     everyone = [DENSE, *candidates]
-    runs = [
-        {
-            "seed": 0,
-            "name": one.name,
-            "file": one.file or None,
-            "lossy": one.lossy,
-            "start_step": one.in_run_of(spec.steps).warmup_steps,
-        }
-        for one in everyone
-    ]
     real = world2.run(
-        cases_validation.validated, dataclasses.asdict(spec), runs, str(tmp_path), timeout=250
+        cases_validation.validated,
+        dataclasses.asdict(spec),
+        [one.file for one in candidates],
+        str(tmp_path),
+        timeout=250,
     )
     assert real[0] == real[1]
     digests = []
@@ -88,23 +88,25 @@ def test_processes_and_virtual_workers_come_to_the_same(
     assert all(a != b for a, b in zip(dense, three_bits, strict=True))
 
 
-def test_the_launched_path_from_end_to_end(tmp_path: Path) -> None:
-    candidates = read_candidates(files(tmp_path, ["offload"]))
-    store = Store(tmp_path / "results.jsonl")
-    plan = Plan(open_task(SPEC, tmp_path), candidates, range(1))
+def test_the_launched_path_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # relative paths are the command's, wherever processes run
+    candidates = read_candidates(files(Path(), ["offload"]))
+    results = Path("results.jsonl")
+    store = Store(results)
+    plan = Plan(open_task(SPEC, tmp_path), candidates, range(1), "processes")
     told: list[tuple[str, int]] = []
     run_processes(
-        plan, store, tmp_path, lambda name, done, _steps, _loss: told.append((name, done))
+        plan, store, results, Path("out"), lambda name, done, _loss: told.append((name, done))
     )
     assert told == [("language, seed 0, dense", 8), ("language, seed 0, offload", 8)]
-    dense, ours = (store.find(plan.key(c, 0, "processes")) for c in (DENSE, *candidates))
+    dense, ours = (store.find(plan.key(c, 0)) for c in (DENSE, *candidates))
     assert dense is not None
     assert ours is not None
     assert ours.outcome.digest == dense.outcome.digest
     assert ours.step_s > 0
-    before = (tmp_path / "launch.log").read_bytes()
-    run_processes(plan, Store(tmp_path / "results.jsonl"), tmp_path)  # nothing is missing
-    assert (tmp_path / "launch.log").read_bytes() == before
+    before = Path("out", "launch.log").read_bytes()
+    run_processes(plan, Store(results), results, Path("out"))  # nothing is missing
+    assert Path("out", "launch.log").read_bytes() == before
 
 
 TIGHT = {"error": 1e-6, "every_n_steps": 2}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import html
 import io
@@ -12,7 +11,6 @@ import random
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,10 +20,10 @@ from rich.console import Console
 from ds_ckpt.errors import ConfigError, StateError
 from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.rules import Method, MethodSettings, Rule
-from ds_ckpt.validation import experiment, report
+from ds_ckpt.validation import report
 from ds_ckpt.validation.compare import (
+    MARGINS,
     Comparison,
-    Margins,
     compare,
     exit_code,
     false_alarms,
@@ -37,10 +35,9 @@ from ds_ckpt.validation.experiment import (
     _denormals_flushed,
     checkpointed,
     far_behind,
-    gave_up,
     read_candidates,
 )
-from ds_ckpt.validation.report import SelfCheck, document, write_report
+from ds_ckpt.validation.report import document, write_report
 from ds_ckpt.validation.store import Key, Result, Store
 from ds_ckpt.validation.task import Task, TaskSpec
 from ds_ckpt.validation.trainer import Outcome
@@ -101,7 +98,7 @@ def judged(
             key = plan.key(candidate, seed)
             store.add(Result(key, ("language", candidate.name), one, each, 0.0, about))
     again = Store(tmp_path / "r.jsonl")  # what is judged is what was kept
-    return [compare(plan, c, again, Margins(), link_mbit=8e-3) for c in plan.candidates]
+    return [compare(plan, c, again, MARGINS[plan.task.spec.metric]) for c in plan.candidates]
 
 
 def test_differences_are_paired_and_relative(tmp_path: Path, four_bits: Path) -> None:
@@ -142,7 +139,7 @@ def test_a_run_that_diverged_is_worse_whatever_the_others_do(
     assert found.verdict == "worse"
     assert found.diverged == [1]
     assert found.interval is None
-    assert found.reached.steps is None
+    assert len(found.reached) == 1
     assert "1 of 2 runs diverged" in document([found], []).markdown()
 
 
@@ -162,17 +159,13 @@ def test_what_it_took_to_come_as_far(tmp_path: Path, four_bits: Path) -> None:
     ours = [outcome(1.9, heldout=[(0, 5.0), (50, 3.5), (100, 1.9)])] * 2
     (found,) = judged(tmp_path, [four_bits], dense, [ours])
     theirs, mine = 50 + 50 * 1.49 / 1.5, 50 + 50 * 1.49 / 1.6
-    assert found.reached.runs == (2, 2)
-    assert found.reached.steps == pytest.approx(mine / theirs)
     sent = 25 * 1000 + (mine - 25) * 250
-    assert found.reached.sent_bytes == pytest.approx(sent / (theirs * 1000))
-    # a link of 1000 bytes a second, and 0.05 s of computing a step and worker
-    seconds = (0.05 * mine + sent / 1000) / (0.05 * theirs + theirs)
-    assert found.reached.seconds == pytest.approx(seconds)
+    assert found.reached == [pytest.approx((mine / theirs, sent / (theirs * 1000)))] * 2
+    assert "0.97, 0.43" in document([found], []).markdown()
     never = [outcome(2.2)] * 2
     (found,) = judged(tmp_path / "never", [four_bits], dense, [never])
-    assert found.reached.runs == (0, 2)
-    assert found.reached.sent_bytes is None
+    assert found.reached == []
+    assert "not reached in 2 of 2 runs" in document([found], []).markdown()
 
 
 def test_lossless_is_judged_by_bits(tmp_path: Path) -> None:
@@ -286,10 +279,10 @@ def test_far_behind_is_less_than_half_of_what_dense_has_learnt() -> None:
 def test_after_a_divergence_the_other_seeds_are_left_out(tmp_path: Path, four_bits: Path) -> None:
     (candidate,) = read_candidates([four_bits])
     plan, store = Plan(opened(), [candidate], range(3)), Store(tmp_path / "r.jsonl")
-    assert not gave_up(plan, candidate, store)
+    assert not plan.gave_up(candidate, store)
     key = plan.key(candidate, 1)
     store.add(Result(key, ("language", "four"), outcome(9.0, diverged=True), 1.0, 0.0, {}))
-    assert gave_up(plan, candidate, store)
+    assert plan.gave_up(candidate, store)
     assert plan.missing(store) == [(seed, DENSE) for seed in range(3)]
 
 
@@ -302,27 +295,6 @@ def test_runs_that_would_be_equal_are_trained_once(tmp_path: Path, four_bits: Pa
     assert [(seed, c.name) for seed, c in missing] == [
         (0, "dense"), (0, "four"), (1, "dense"), (1, "four"),
     ]  # fmt: skip
-
-
-def test_only_the_dense_run_keeps_its_warm_up_for_others(
-    tmp_path: Path, four_bits: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept: list[set[int]] = []
-
-    def trained(*args: Any, saving: Any, **options: Any) -> Outcome:
-        kept.append(set(saving.keep_after))
-        return outcome(2.0)
-
-    monkeypatch.setattr(experiment, "train", trained)
-    monkeypatch.setattr(experiment, "InProcessWorld", lambda *_, **__: None)
-    monkeypatch.setattr(experiment, "sixteen_bit_bytes", lambda *_: 1.0)
-    monkeypatch.setattr(experiment, "checkpointed", lambda *_: contextlib.nullcontext())
-    block = config_file(tmp_path, "block", activation={"policy": "block"})
-    learner: Any = SimpleNamespace(begin=lambda seed: None, model=None, loss=None)
-    task = dataclasses.replace(opened(), learner=learner)
-    plan = Plan(task, read_candidates([block, four_bits]), range(1))
-    experiment.run_virtual(plan, Store(tmp_path / "r.jsonl"), tmp_path)
-    assert kept == [{25}, set(), set()]
 
 
 def test_runs_are_found_by_what_they_depend_on(tmp_path: Path, four_bits: Path) -> None:
@@ -438,7 +410,7 @@ def test_reports_name_everything_and_load_nothing(tmp_path: Path, four_bits: Pat
     dense = [outcome(2.0), outcome(2.1), outcome(2.2)]
     ours = [outcome(2.1), outcome(2.2), outcome(2.31)]
     found = judged(tmp_path, [four_bits], dense, [ours])
-    check = SelfCheck("a task", (2.0, 2.1), 1, 0.005, {"worse": 0.04})
+    check = "a task: dense against dense: worse 4.0%"
     page = html.unescape(write_report(tmp_path / "out", found, [check]).read_text())
     plain = (tmp_path / "out" / "report.md").read_text()
     shown = io.StringIO()

@@ -96,7 +96,7 @@ def test_a_killed_command_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     file = small(tmp_path, ROOT / "benchmarks" / "accuracy" / "2bit.json")
     straight = validate(tmp_path / "a", [file], "--seeds", "2")
     assert straight.exit_code in (0, 1, 2)
-    train, trained = experiment.train, []
+    train, trained = experiment.train, list[int]()
 
     def killed(*args: Any, **options: Any) -> Any:
         if len(trained) == 2:
@@ -120,7 +120,6 @@ def test_a_killed_command_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ]
     assert len(curves[0]) == 4
     assert curves[0] == curves[1]
-    assert not list((tmp_path / "b" / "states").glob("*"))
 
 
 def test_a_run_that_falls_behind_is_stopped_and_the_config_is_worse(
@@ -138,7 +137,6 @@ def test_a_run_that_falls_behind_is_stopped_and_the_config_is_worse(
     # the warm-up of 15 steps cannot fall behind; the next evaluation can
     assert [step for step, _ in stopped[0]["outcome"]["heldout"]] == [0, 10, 20]
     assert stopped[0]["outcome"]["diverged"]
-    assert not list((tmp_path / "out" / "states").glob("*"))
 
 
 def test_dense_against_itself_with_real_runs(tmp_path: Path) -> None:
@@ -196,7 +194,6 @@ def test_what_needs_an_engine_is_told(tmp_path: Path, activation: dict[str, Any]
         (["FILE", "--tasks", "topics", "--length", "64"], "--length"),
         (["FILE", "--tasks", "digits", "--margin", "2"], "--margin"),
         (["FILE", "--tasks", "language", "--accuracy-margin", "2"], "--accuracy-margin"),
-        (["FILE", "--processes", "2", "--link-mbit", "100"], "--link-mbit"),
         (["FILE", "--processes", "2", "--device", "cpu"], "--device"),
         (["FILE", "--device", "abacus"], "--device"),
         (["FILE", "--output", "FILE"], "it is not a folder"),

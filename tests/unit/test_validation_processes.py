@@ -1,23 +1,30 @@
-"""The launched path of a comparison: what is launched, told and kept, and that a hang ends."""
+"""The launched path of a comparison: what is launched and told, and that a hang ends."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 
 from ds_ckpt.hosts.backends import Loopback
 from ds_ckpt.validation import processes
+from ds_ckpt.validation.experiment import DENSE, Plan
 from ds_ckpt.validation.processes import run_processes
+from ds_ckpt.validation.store import Result, Store
+from ds_ckpt.validation.task import Task, TaskSpec
+from ds_ckpt.validation.trainer import Outcome
 
 
-def test_progress_is_told_and_nothing_else_is_kept(
+def test_what_is_launched_and_told_and_nothing_where_nothing_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launched: dict[str, Any] = {}
+    launched: list[dict[str, Any]] = []
+    results, folder = tmp_path / "r.jsonl", tmp_path / "new"
+    task = Task(TaskSpec("language", world=3), None, "task", "", "", ())  # type: ignore[arg-type]
+    plan = Plan(task, (), range(1), "processes")
+    outcome = Outcome([], [], [], "", [], 0.0, 0.0, 0.0, 0.0, 0.0, diverged=False)
 
     def launch(
         backend: Loopback,
@@ -28,28 +35,30 @@ def test_progress_is_told_and_nothing_else_is_kept(
         heard: Callable[[dict[str, Any]], object],
         **bounds: float,
     ) -> None:
-        launched.update(backend=backend, module=module, job=job, folder=folder, **bounds)
+        launched.append({"backend": backend, "folder": folder, **bounds})
         heard({"kind": "begun"})
-        heard({"kind": "progress", "seed": 0, "name": "dense", "done": 10, "loss": 1.0})
+        heard({"kind": "progress", "name": "dense", "done": 10, "loss": 1.0})
+        Store(results).add(Result(plan.key(DENSE, 0), ("language", "dense"), outcome, 1, 1, {}))
 
     monkeypatch.setattr(processes, "launch", launch)
-    monkeypatch.setattr(processes, "_job", lambda *_: {"runs": []})
-    plan, store, told = MagicMock(), MagicMock(), list[tuple[int, float]]()
-    plan.task.spec.world = 3
-    run_processes(
-        plan, store, tmp_path / "new", lambda _, done, __, loss: told.append((done, loss))
-    )
-    assert told == [(10, 1.0)]
-    assert (launched["backend"].processes, launched["backend"].gpus) == (3, True)
-    assert launched["folder"].is_dir()
-    assert 600 < launched["stall_s"] < 3600  # a hang ends, a slow step does not
-    store.add.assert_not_called()
+    store, told = Store(results), list[tuple[str, int, float]]()
+    for _ in range(2):
+        run_processes(plan, store, results, folder, lambda *said: told.append(said))
+    (once,) = launched
+    assert told == [("dense", 10, 1.0)]
+    assert (once["backend"].processes, once["backend"].gpus) == (3, True)
+    assert once["folder"].is_dir()
+    assert 600 < once["stall_s"] < 3600  # a hang ends, a slow step does not
+    found = store.find(plan.key(DENSE, 0))  # what the processes have kept
+    assert found is not None
+    assert found.outcome == outcome
 
 
-def test_nothing_is_launched_where_nothing_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(processes, "launch", MagicMock(side_effect=AssertionError))
-    plan = MagicMock()
-    plan.missing.return_value = []
-    run_processes(plan, MagicMock(), tmp_path)
+def test_processes_that_do_not_write_know_what_was_found(tmp_path: Path) -> None:
+    outcome = Outcome([], [], [], "", [], 0.0, 0.0, 0.0, 0.0, 0.0, diverged=True)
+    task = Task(TaskSpec("language"), None, "task", "", "", ())  # type: ignore[arg-type]
+    key = Plan(task, (), range(1), "processes").key(DENSE, 0)
+    store = Store(tmp_path / "r.jsonl", writes=False)
+    store.add(Result(key, ("language", "dense"), outcome, 1, 1, {}))
+    assert store.find(key) is not None
+    assert not (tmp_path / "r.jsonl").exists()
