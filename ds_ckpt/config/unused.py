@@ -51,10 +51,10 @@ def would_do_nothing(config: Mapping[str, Any], wanted: Wanted) -> Iterator[Prob
         )
     if lookup(telemetry, ("enabled",)) in (None, False):
         profiled = lookup(activation, ("profile",)) is True and wanted.policy != "none"
-        keys = ("path",) if profiled else ("every_n_steps", "path")
+        unused = ("path",) if profiled else ("every_n_steps", "path")
         to_use = f"set {OURS}.telemetry.enabled to true"
         why = "it does nothing while telemetry is not enabled"
-        yield from _dead(telemetry, f"{OURS}.telemetry", keys, why, to_use)
+        yield from _dead(telemetry, f"{OURS}.telemetry", unused, why, to_use)
     yield from _keeping(config, activation, wanted.policy)
     yield from _budget(config, activation, wanted.policy)
 
