@@ -19,13 +19,7 @@ from ds_ckpt.config.compression import (
     GuardConfig,
     RuleConfig,
 )
-from ds_ckpt.config.conflicts import (
-    across_sections,
-    budget_problems,
-    keeping_problems,
-    misplaced,
-    with_deepspeeds_keys,
-)
+from ds_ckpt.config.conflicts import Wanted, across_sections, misplaced
 from ds_ckpt.config.load import load_file, with_new_names
 from ds_ckpt.config.models import (
     DeepSpeedActivationSection,
@@ -36,9 +30,8 @@ from ds_ckpt.config.models import (
 from ds_ckpt.config.paths import show
 from ds_ckpt.config.schema import json_schema
 from ds_ckpt.config.sections import DEEPSPEEDS, OURS, read
-from ds_ckpt.config.unused import would_do_nothing
+from ds_ckpt.config.unused import with_deepspeeds_keys, would_do_nothing
 from ds_ckpt.config.verdicts import without_range
-from ds_ckpt.config.wanted import Wanted
 from ds_ckpt.errors import ConfigError, Problem
 
 __all__ = [
@@ -88,8 +81,6 @@ def parse(config: Mapping[str, Any], *, source: str = "config") -> PluginConfig:
     plugin = read(ours, PluginConfig, OURS, problems)
     wanted = Wanted.of(ours)
     problems += would_do_nothing(config, wanted)
-    problems += keeping_problems(config, wanted)
-    problems += budget_problems(config, wanted)
     problems += across_sections(config, wanted)
     if isinstance(plugin, PluginConfig):
         problems += without_range(plugin.compression)

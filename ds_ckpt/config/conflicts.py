@@ -1,5 +1,5 @@
-"""Rules across sections: what the plugin cannot serve, what contradicts or lacks something, and our
-sections in a wrong place.
+"""Rules across sections: what the plugin cannot serve beside DeepSpeed's settings, and our sections
+in a wrong place.
 
 They run on the raw configuration, so that they report beside type errors. Values of DeepSpeed's own
 keys may be "auto" (Hugging Face fills them in later) and then pass, except the ZeRO stage.
@@ -12,15 +12,56 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import Any
 
-from ds_ckpt.activation.policies import PLANNED
-from ds_ckpt.config.activation import ActivationConfig, KeepingConfig
+from ds_ckpt.activation.policies import policy_names
+from ds_ckpt.compression import methods
+from ds_ckpt.config.activation import ActivationConfig
 from ds_ckpt.config.compression import CompressionConfig
-from ds_ckpt.config.paths import is_auto, join, lookup, plain, show
-from ds_ckpt.config.sections import DEEPSPEEDS, OURS
-from ds_ckpt.config.wanted import Wanted
+from ds_ckpt.config.paths import is_auto, join, lookup, nearest, plain, show
+from ds_ckpt.config.sections import OURS
 from ds_ckpt.errors import Problem
 
-_ACTIVATION = f"{OURS}.activation"
+
+def _resolve(value: object, choices: tuple[str, ...]) -> str | None:
+    """The choice that stands there, or that was meant; None where nobody can tell."""
+    if value is None:
+        return "none"
+    if not isinstance(value, str):
+        return None
+    return value if value in choices else nearest(value, choices)
+
+
+def _checkpointing_rules(ours: object) -> bool:
+    rules = lookup(ours, ("activation", "rules"))
+    policies = [lookup(r, ("policy",)) for r in rules] if isinstance(rules, list | tuple) else []
+    return any(p not in (None, "none") for p in policies)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the raw section asks for, as far as it can be told; None: cannot be told.
+
+    `policy` is "rules" where the policy is "none" and rules checkpoint some blocks.
+    """
+
+    ours: Any
+    policy: str | None
+    method: str | None
+
+    @classmethod
+    def of(cls, ours: Any) -> Wanted:
+        policy = _resolve(lookup(ours, ("activation", "policy")), policy_names())
+        if policy == "none" and _checkpointing_rules(ours):
+            policy = "rules"
+        method = _resolve(lookup(ours, ("compression", "method")), ("none", *methods()))
+        return cls(ours, policy, method)
+
+    @property
+    def checkpointing(self) -> bool:
+        return self.policy not in (None, "none")
+
+    @property
+    def compressing(self) -> bool:
+        return self.method not in (None, "none")
 
 
 @dataclass(frozen=True)
@@ -197,6 +238,13 @@ def across_sections(config: Mapping[str, Any], wanted: Wanted) -> Iterator[Probl
             where = f"$.{ZERO}.zero_hpz_partition_size"
             remedy = f"write 1, or set zero_quantized_weights to false, {off_policy}"
             yield Problem(where, show(hpz), why, remedy)
+    when = lookup(wanted.ours, ("compression", "exchange", "when"))
+    managed = config.get("managed_gradient_accumulation") is not False
+    if when == "accumulation_boundary" and not managed:
+        where = f"{OURS}.compression.exchange.when"
+        why = "with managed_gradient_accumulation off nobody knows which micro-step is the last"
+        remedy = 'write "micro_step", or set $.managed_gradient_accumulation to true'
+        yield Problem(where, show(when), why, remedy)
     if wanted.checkpointing or wanted.compressing:
         both = 'or switch checkpointing and compression off ("none")'
         yield from _conflicts(config, EITHER, both)
@@ -210,119 +258,6 @@ def _conflicts(
         if value is not None and conflict.holds(value):
             remedy = f"{conflict.remedy}, {alternative}"
             yield Problem(f"$.{conflict.key}", show(value), conflict.why, remedy)
-
-
-def budget_problems(config: Mapping[str, Any], wanted: Wanted) -> Iterator[Problem]:
-    """Keys of a budget without a plan, and a plan without what it needs."""
-    activation = lookup(wanted.ours, ("activation",))
-    gib, of = lookup(activation, ("budget_gib",)), lookup(activation, ("budget_of",))
-    if wanted.policy is None:
-        return
-    if wanted.policy not in PLANNED:
-        for key, value in (("budget_gib", gib), ("budget_of", of)):
-            if value is not None:
-                why = 'it belongs to the policies "budget" and "auto"'
-                remedy = f'remove it, or set {_ACTIVATION}.policy to "budget"'
-                yield Problem(f"{_ACTIVATION}.{key}", show(value), why, remedy)
-        return
-    if gib is None and wanted.policy == "budget":
-        why = "without a number there is nothing to plan for"
-        remedy = 'write for example 6.0, or policy "auto", which takes what the accelerator has'
-        yield Problem(f"{_ACTIVATION}.budget_gib", "nothing", why, remedy)
-    elif gib is None and of not in (None, "accelerator"):
-        why = "without budget_gib the accelerator's memory is the limit, of everything on it"
-        yield Problem(
-            f"{_ACTIVATION}.budget_of",
-            show(of),
-            why,
-            f"remove it, or write {_ACTIVATION}.budget_gib",
-        )
-    elif of == "accelerator" or gib is None:
-        why = "what else is on the accelerator is known for ZeRO stage 3 and no other"
-        remedy = f'write 3, or set {_ACTIVATION}.budget_of to "activations"'
-        if stage := stage_problem(config, why, remedy):
-            yield stage
-    rules = lookup(activation, ("rules",))
-    if rules is not None and rules != [] and rules != ():
-        why = "the plan decides for every block"
-        remedy = f"remove them, or write another {_ACTIVATION}.policy"
-        yield Problem(f"{_ACTIVATION}.rules", show(rules), why, remedy)
-    if lookup(activation, ("partition",)) is True:
-        own = lookup(config, ("ds_ckpt", "activation", "partition")) is not None
-        where = f"{_ACTIVATION}.partition" if own else f"{DEEPSPEEDS}.partition_activations"
-        why = "a plan does not count what partitioning saves, and would recompute too much"
-        yield Problem(where, "true", why, f'write false, or set {_ACTIVATION}.policy to "block"')
-
-
-SERVED = {
-    "partition_activations": "partition",
-    "cpu_checkpointing": "offload",
-    "contiguous_memory_optimization": "contiguous",
-    "number_checkpoints": "contiguous_count",
-    "synchronize_checkpoint_boundary": "synchronize",
-    "profile": "profile",
-}
-"""DeepSpeed's key -> ours. DeepSpeed parses its section and acts on none of it; here its keys are
-taken as if they stood in ours."""
-_NEEDS = {
-    "offload_prefetch": ("offload", "partition"),
-    "offload_min_bytes": ("offload",),
-    "partition_min_bytes": ("partition",),
-    "contiguous_count": ("contiguous",),
-}
-"""A key -> the switches of which it needs one, or it does nothing."""
-
-
-def _on_there(value: object) -> bool:
-    return value is True or (isinstance(value, int) and value >= 1)
-
-
-def with_deepspeeds_keys(ours: Any, deepspeeds: Any) -> Any:
-    """Our raw section, with what DeepSpeed's section says where ours says nothing."""
-    if not isinstance(ours, Mapping) or not isinstance(deepspeeds, Mapping):
-        return ours
-    activation = ours.get("activation")
-    if not isinstance(activation, Mapping | None):
-        return ours
-    said = {
-        our_key: deepspeeds[key]
-        for key, our_key in SERVED.items()
-        if _on_there(deepspeeds.get(key)) and lookup(activation, (our_key,)) is None
-    }
-    return {**ours, "activation": {**(activation or {}), **said}} if said else ours
-
-
-def keeping_problems(config: Mapping[str, Any], wanted: Wanted) -> Iterator[Problem]:
-    """Keys that contradict each other, or that would do nothing as the rest stands."""
-    deepspeeds = config.get("activation_checkpointing")
-    activation = lookup(wanted.ours, ("activation",))
-    raw = lookup(config, ("ds_ckpt", "activation"))
-    theirs = {ours: key for key, ours in SERVED.items()}
-    for ours, key in theirs.items():
-        said, own = lookup(deepspeeds, (key,)), lookup(raw, (ours,))
-        if _on_there(said) and own is not None and own != said:
-            why = f"{DEEPSPEEDS}.{key} says {show(said)}, and both keys mean the same"
-            remedy = "write the same in both, or remove one"
-            yield Problem(f"{_ACTIVATION}.{ours}", show(own), why, remedy)
-    for key in KeepingConfig.model_fields:
-        value, own = lookup(activation, (key,)), lookup(raw, (key,))
-        if value is None:
-            continue
-
-        def place(key: str, here: bool = own is not None) -> str:
-            """Of a key in the section in which the user wrote this one."""
-            return f"{_ACTIVATION}.{key}" if here else f"{DEEPSPEEDS}.{theirs[key]}"
-
-        switches = _NEEDS.get(key, ())
-        if wanted.policy == "none" and (not switches or own is not None):
-            why = 'it does nothing while the policy is "none"'
-            remedy = f"remove it, or set {_ACTIVATION}.policy"
-            yield Problem(place(key), show(value), why, remedy)
-        elif switches and all(lookup(activation, (s,)) in (None, False) for s in switches):
-            named = " or ".join(place(switch) for switch in switches)
-            why = f"it does nothing without {named}"
-            remedy = f"remove it, or set {named} to true"
-            yield Problem(place(key), show(value), why, remedy)
 
 
 _MISSPELT = {

@@ -92,14 +92,8 @@ class Guard:
     def describe(self) -> str:
         """A clause for the line at the start."""
         then = {"warn": "a warning", "dense": "everything whole"}[self._action]
-        limits = [
-            f"{name} {limit:.3g}"
-            for name, limit in (
-                ("error", self._limits.error),
-                ("residual norm", self._limits.residual_norm),
-            )
-            if math.isfinite(limit)
-        ]
+        named = {"error": self._limits.error, "residual norm": self._limits.residual_norm}
+        limits = [f"{name} {limit:.3g}" for name, limit in named.items() if math.isfinite(limit)]
         return f"guard: {then} beyond {' or '.join(limits)}"
 
     def look(self, step: int, left: ResidualStats) -> None:

@@ -25,8 +25,6 @@ from ds_ckpt.session.agreement import Agreement, Sample, not_smaller, size_of
 from ds_ckpt.session.memory import MemoryGauge, capacity_of, gauge_for
 from ds_ckpt.telemetry.units import GIB
 
-_WHERE = "$.ds_ckpt.activation.budget_gib"
-
 
 @dataclass(frozen=True)
 class Change:
@@ -91,25 +89,15 @@ class Planning:
         cpu = self._device.type == "cpu"
         if cpu and self._config.policy == "auto":
             if asked is None:
-                raise _wrong(
-                    "nothing",
-                    "the CPU accelerator has no memory of its own to watch, "
-                    "so a limit must be given",
-                    "write the GiB that may be held",
-                )
+                why = "the CPU accelerator has no memory of its own to watch: a limit must be given"
+                raise _wrong("gib", "nothing", why, "write the GiB that may be held")
             if self._config.budget_is_of == "accelerator":
-                raise ConfigError(
-                    Problem(
-                        where="$.ds_ckpt.activation.budget_of",
-                        found='"accelerator"',
-                        why="on the CPU accelerator nobody counts what is allocated",
-                        remedy='write "activations" or "saved"',
-                    )
-                )
+                why = "on the CPU accelerator nobody counts what is allocated"
+                raise _wrong("of", '"accelerator"', why, 'write "activations" or "saved"')
         if asked is not None and asked * GIB > capacity:
             what = "this host" if cpu else "the device"
             why = f"{what} has {capacity / GIB:.1f} GiB"
-            raise _wrong(f"{asked:g}", why, f"write at most {capacity / GIB:.1f}")
+            raise _wrong("gib", f"{asked:g}", why, f"write at most {capacity / GIB:.1f}")
 
     # -- the batches -----------------------------------------------------------------------------
 
@@ -222,10 +210,10 @@ class Planning:
         self._tell(change)
 
     def stop(self) -> None:
-        """MemoryWatch and plan no longer."""
+        """Watch and plan no longer."""
         self._handle.remove()
         self._patches.undo()
 
 
-def _wrong(found: str, why: str, remedy: str) -> ConfigError:
-    return ConfigError(Problem(_WHERE, found, why, remedy))
+def _wrong(key: str, found: str, why: str, remedy: str) -> ConfigError:
+    return ConfigError(Problem(f"$.ds_ckpt.activation.budget_{key}", found, why, remedy))

@@ -267,11 +267,10 @@ class Session:
 
     def _guarded(self, built: Built) -> Guard:
         config = self.config.compression
-        known = limits(config)
+        known, action = limits(config), config.guard.action
         assert known is not None, "the configuration is refused without"
-        assert config.guard.action != "off"
-        speaks = torch.distributed.get_rank() == 0
-        guard = Guard(built, known, config.guard.action, speaks=speaks)
+        assert action != "off"
+        guard = Guard(built, known, action, speaks=torch.distributed.get_rank() == 0)
         self.observe(config.guard.every_n_steps, guard.look)
         return guard
 

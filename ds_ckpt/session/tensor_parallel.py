@@ -82,8 +82,11 @@ def find_group(engine: Any, mpu: Any, counters: Counters) -> TensorParallelGroup
         UnsupportedError: there is none, it has one process, or its processes train on different
             data.
     """
+    from deepspeed.utils import groups
+
     mpu = mpu if mpu is not None else engine.mpu
-    sequence = _group_of(mpu, _SEQUENCE) or _deepspeeds_sequence_group()
+    # Ulysses's own, where the engine was given a mesh instead of an mpu
+    sequence = _group_of(mpu, _SEQUENCE) or _group_of(groups, _SEQUENCE[1:])
     sharded = _others(sequence)
     group = _group_of(mpu, _TENSOR)
     if group is None:
@@ -91,37 +94,32 @@ def find_group(engine: Any, mpu: Any, counters: Counters) -> TensorParallelGroup
     found = TensorParallelGroup(group, counters)
     words = f"a tensor-parallel group of processes {', '.join(map(str, found.processes))}"
     if len(found.processes) == 1:
-        raise UnsupportedError(
-            Problem(
-                where=_WHERE,
-                found="a tensor-parallel group of one process",
-                why="it would do nothing: one part in one is the whole",
-                remedy=f"{_OFF}, or use {_WORKS} over 2 processes or more",
-            )
-        )
+        why = "it would do nothing: one part in one is the whole"
+        remedy = f"{_OFF}, or use {_WORKS} over 2 processes or more"
+        raise _refused("a tensor-parallel group of one process", why, remedy)
     others = set(found.processes) - {dist.get_rank()}
     if others & sharded:
-        raise UnsupportedError(
-            Problem(
-                where=_WHERE,
-                found=f"{words}, which divide sequences between them (Ulysses)",
-                why="each holds other tokens, so recompute would begin with a mixture of them",
-                remedy=_OFF,
-            )
-        )
-    for name, data in _data_parallel_groups(engine, mpu):
+        why = "each holds other tokens, so recompute would begin with a mixture of them"
+        raise _refused(f"{words}, which divide sequences between them (Ulysses)", why, _OFF)
+    for name, data in (
+        ("the mpu's data-parallel group", _group_of(mpu, ("get_data_parallel_group",))),
+        ("ZeRO", getattr(engine.optimizer, "dp_process_group", None)),
+    ):
         if others & _others(data):
-            raise UnsupportedError(
-                Problem(
-                    where=_WHERE,
-                    found=f"{words}, of which {name} averages gradients",
-                    why="data-parallel processes hold activations of different data, and recompute "
-                    "would begin with a mixture of them",
-                    remedy=f"{_OFF}, or give an mpu whose tensor-parallel group is no part of a "
-                    "data-parallel one",
-                )
+            why = (
+                "data-parallel processes hold activations of different data, and recompute would "
+                "begin with a mixture of them"
             )
+            remedy = (
+                f"{_OFF}, or give an mpu whose tensor-parallel group is no part of a data-parallel "
+                "one"
+            )
+            raise _refused(f"{words}, of which {name} averages gradients", why, remedy)
     return found
+
+
+def _refused(found: str, why: str, remedy: str) -> UnsupportedError:
+    return UnsupportedError(Problem(_WHERE, found, why, remedy))
 
 
 def _no_group(mpu: Any, sequence: bool) -> UnsupportedError:
@@ -135,13 +133,8 @@ def _no_group(mpu: Any, sequence: bool) -> UnsupportedError:
             "only tensor-parallel processes hold the same activations; those of data-parallel ones "
             "differ, and recompute would begin with a mixture of them: wrong gradients"
         )
-    found = "no tensor-parallel group" + ("" if mpu is None else f" in {_name_of(mpu)}")
-    remedy = f"{_OFF}, or use {_WORKS}"
-    return UnsupportedError(Problem(_WHERE, found, why, remedy))
-
-
-def _name_of(mpu: Any) -> str:
-    return str(getattr(mpu, "__name__", type(mpu).__name__))
+    named = "" if mpu is None else f" in {getattr(mpu, '__name__', type(mpu).__name__)}"
+    return _refused(f"no tensor-parallel group{named}", why, f"{_OFF}, or use {_WORKS}")
 
 
 def _group_of(mpu: Any, names: tuple[str, ...]) -> Any:
@@ -157,20 +150,6 @@ def _group_of(mpu: Any, names: tuple[str, ...]) -> Any:
     return None
 
 
-def _deepspeeds_sequence_group() -> Any:
-    """Ulysses's, where the engine was given a mesh instead of an mpu."""
-    from deepspeed.utils import groups
-
-    return _group_of(groups, _SEQUENCE[1:])
-
-
 def _others(group: Any) -> set[int]:
     """The other processes of a group."""
     return set() if group is None else set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
-
-
-def _data_parallel_groups(engine: Any, mpu: Any) -> list[tuple[str, Any]]:
-    return [
-        ("the mpu's data-parallel group", _group_of(mpu, ("get_data_parallel_group",))),
-        ("ZeRO", getattr(engine.optimizer, "dp_process_group", None)),
-    ]

@@ -12,7 +12,7 @@ from ds_ckpt.telemetry.memory import SavedActivations
 from tests import architectures
 from tests.distributed import models
 from tests.distributed.heard import hearing
-from tests.distributed.pool import fresh
+from tests.distributed.pool import fresh, once
 
 LAYERS = 4
 GIB = 2**30
@@ -64,8 +64,7 @@ def _train(
                 offloaded.append(counters.device_bytes if counters else 0)
                 held.append(measured.bytes)
                 engine.backward(loss)
-                groups = engine.optimizer.averaged_gradients.values()
-                gradients += [g.detach().clone() for group in groups for g in group]
+                gradients += models.gradients(engine)
                 engine.step()
             plan = session.activation_plan
             changes = session.plan_changes
@@ -93,6 +92,7 @@ def _train(
     }
 
 
+@once
 def budgets(kind: str, shares: list[float], of: str = "activations", **extra: Any) -> Any:
     """By share of what no recompute holds: what was planned and measured, gradients compared."""
     engine = _engine(kind)
@@ -102,8 +102,7 @@ def budgets(kind: str, shares: list[float], of: str = "activations", **extra: An
         gib = share * max(plain["held"]) / GIB
         section = {"policy": "budget", "budget_gib": gib, "budget_of": of, **extra}
         ours = _train(engine, kind, section, [12, 12])
-        pairs = list(zip(plain["gradients"], ours.pop("gradients"), strict=True))
-        ours["equal"] = all(torch.equal(a, b) for a, b in pairs) and len(pairs) > 0
+        ours["equal"] = models.equal(plain["gradients"], ours.pop("gradients"))
         ours["budget"] = gib * GIB
         results[share] = ours
     results["plain"] = {"held": plain["held"], "plan": plain["plan"], "choices": plain["choices"]}
@@ -125,8 +124,7 @@ def lengths(
     plain = _train(engine, "llama", {}, lengths, uneven=uneven)
     section = {"budget_gib": gib, **activation}
     ours = _train(engine, "llama", section, lengths, telemetry, uneven)
-    pairs = list(zip(plain["gradients"], ours.pop("gradients"), strict=True))
-    ours["equal"] = all(torch.equal(a, b) for a, b in pairs) and len(pairs) > 0
+    ours["equal"] = models.equal(plain["gradients"], ours.pop("gradients"))
     ours["budget"] = gib * GIB
     engine.destroy()
     return ours
@@ -245,19 +243,16 @@ def backward_after_another_plan(**extra: Any) -> dict[str, bool]:
             planning._make(1, "a test", [planning._planned])
             results["changed"] = planning.plan is not before
         engine.backward(loss)
-        groups = engine.optimizer.averaged_gradients.values()
-        gradients.append([g.detach().clone() for group in groups for g in group])
+        gradients.append(models.gradients(engine))
         engine.step()
         results["detached"] = True
         loss = engine(**data).loss
         session.detach()
         engine.backward(loss)
-        groups = engine.optimizer.averaged_gradients.values()
-        gradients[-1] += [g.detach().clone() for group in groups for g in group]
+        gradients[-1] += models.gradients(engine)
         engine.step()
         engine.destroy()
-    pairs = list(zip(*gradients, strict=True))
-    results["equal"] = all(torch.equal(a, b) for a, b in pairs) and len(pairs) > 0
+    results["equal"] = models.equal(*gradients)
     return results
 
 

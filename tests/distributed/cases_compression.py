@@ -14,12 +14,12 @@ from tests.distributed import models
 from tests.distributed.pool import fresh, once
 
 
+@once(when=lambda kind, section, *_, **__: section in ({}, {"compression": {"method": "dense"}}))
 def run(kind: str, section: dict[str, Any], steps: int, **options: Any) -> dict[str, Any]:
-    """Train; losses, weights and what was sent. An empty section is plain DeepSpeed."""
-    return (_run if section else _stock)(kind, section, steps, **options)
+    """Train; losses, weights and what was sent. An empty section is plain DeepSpeed.
 
-
-def _run(kind: str, section: dict[str, Any], steps: int, **options: Any) -> dict[str, Any]:
+    Runs without a section and with everything sent are kept.
+    """
     fresh()
     sections = {"ds_ckpt": section} if section else {}
     engine = models.start(kind, models.zero3_config(**sections, **options))
@@ -36,9 +36,6 @@ def _run(kind: str, section: dict[str, Any], steps: int, **options: Any) -> dict
     }
     engine.destroy()
     return result
-
-
-_stock = once(_run)
 
 
 def conservation(

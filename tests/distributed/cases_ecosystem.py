@@ -85,8 +85,7 @@ def train(names: list[str], plans: list[str], steps: int = 3) -> dict[str, dict[
                 data = ecosystem_models.KINDS[name].batch(2 * step + dist.get_rank())
                 loss = models.loss_of(engine(**data))
                 engine.backward(loss)
-                groups = engine.optimizer.averaged_gradients.values()
-                gradients.append([_digest([g]) for group in groups for g in group])
+                gradients.append([_digest([g]) for g in models.gradients(engine)])
                 engine.step()
                 losses.append(float(loss.detach()))
             results[f"{name}: {plan}"] = {"losses": losses, "gradients": gradients, **_done(engine)}

@@ -9,7 +9,7 @@ from deepspeed.runtime.zero import parameter_offload
 
 import ds_ckpt
 from tests.distributed import models
-from tests.distributed.pool import fresh
+from tests.distributed.pool import fresh, once
 
 COUNTING = {"telemetry": {"enabled": True}}
 
@@ -31,6 +31,7 @@ def _engine(kind: str, reuse: float, mode: str, **options: Any) -> Any:
     return engine
 
 
+@once(when=lambda kind, reuse, mode, *_: mode == "none")
 def gathers(kind: str, reuse: float, mode: str, steps: int, accumulation: int) -> dict[str, Any]:
     """Gathers of each parameter in each micro-step, and what is left behind."""
     fresh()
@@ -72,8 +73,7 @@ def gradients(kind: str, activation: dict[str, Any], accumulation: int = 1) -> d
             engine.backward(loss)
             losses.append(float(loss))
             if engine.is_gradient_accumulation_boundary():
-                groups = engine.optimizer.averaged_gradients.values()
-                seen += [g.detach().clone() for group in groups for g in group]
+                seen += models.gradients(engine)
             engine.step()
     active = ds_ckpt.session_of(engine) is not None
     engine.destroy()

@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import ds_ckpt
 from tests.distributed import models
 from tests.distributed.heard import hearing
-from tests.distributed.pool import fresh
+from tests.distributed.pool import fresh, once
 from tests.unit import offload_models
 
 
@@ -22,6 +22,7 @@ def _batch(step: int) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
 
 
+@once(when=lambda kind, sections: not sections)
 def steps(kind: str, sections: dict[str, Any]) -> dict[str, Any]:
     """Two steps of a tiny Hugging Face model: gradients, where boundaries were, the counters."""
     fresh()
@@ -50,8 +51,7 @@ def steps(kind: str, sections: dict[str, Any]) -> dict[str, Any]:
             on_device.append(sum(not ref.expired() for ref in refs[: len(layers)]))
             engine.backward(loss)
             losses.append(float(loss))
-            groups = engine.optimizer.averaged_gradients.values()
-            seen += [g.detach().clone() for group in groups for g in group]
+            seen += models.gradients(engine)
             engine.step()
             del loss
         for handle in handles:

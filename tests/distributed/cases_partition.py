@@ -74,12 +74,8 @@ def tokens_of(replica: int, step: int, length: int = 12) -> dict[str, torch.Tens
     return {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
 
 
-def auto(kind: str, size: int, sections: dict[str, Any], **how: Any) -> dict[str, Any]:
-    """See `_auto`; what is asked for without sections is run once."""
-    return (_auto if sections else _stock)(kind, size, sections, **how)
-
-
-def _auto(
+@once(when=lambda kind, size, sections, **how: not sections)
+def auto(
     kind: str,
     size: int,
     sections: dict[str, Any],
@@ -107,9 +103,6 @@ def _auto(
             return {**trained, "lines": "\n".join(heard).splitlines()}
         finally:
             engine.destroy()
-
-
-_stock = once(_auto)
 
 
 def _train(engine: Any, size: int, seeds: str, steps: int, twice: bool) -> dict[str, Any]:
@@ -144,8 +137,7 @@ def _train(engine: Any, size: int, seeds: str, steps: int, twice: bool) -> dict[
             loss = loss + extra
         engine.backward(loss)
         result["losses"].append(float(loss))
-        seen = engine.optimizer.averaged_gradients.values()
-        result["gradients"] += [g.detach().clone() for group in seen for g in group]
+        result["gradients"] += models.gradients(engine)
         result["sent"] = (counters.snapshot() - before).bytes_sent[Purpose.PARTITION]
         if partition is not None:
             result["late"], result["in_vain"] = partition.late, partition.in_vain
@@ -206,8 +198,7 @@ def megatron(
         partition = session.partition if session else None
         kept = dict(partition.kept_bytes) if partition else {}
         engine.backward(loss)
-        seen = engine.optimizer.averaged_gradients.values()
-        gradients = [g.detach().clone() for group in seen for g in group]
+        gradients = models.gradients(engine)
         engine.step()
         engine.destroy()
     return {"gradients": gradients, "loss": float(loss), "kept": kept}

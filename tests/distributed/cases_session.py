@@ -13,11 +13,12 @@ import torch.distributed as dist
 import ds_ckpt
 from ds_ckpt.telemetry.memory import SavedActivations
 from tests.distributed import models
-from tests.distributed.pool import fresh
+from tests.distributed.pool import fresh, once
 
 BLOCK = {"ds_ckpt": {"activation": {"policy": "block"}}}
 
 
+@once(when=lambda kind, sections, plugin=True: not sections)
 def held_bytes(kind: str, sections: dict[str, Any], plugin: bool = True) -> dict[str, Any]:
     """Activation bytes that autograd holds after forward, and the gradients' bits."""
     fresh()
@@ -26,12 +27,12 @@ def held_bytes(kind: str, sections: dict[str, Any], plugin: bool = True) -> dict
     with SavedActivations(engine.module) as held:
         loss = models.loss_of(engine(**data))
     engine.backward(loss)
-    groups = engine.optimizer.averaged_gradients.values()
-    gradients = [g.detach().clone() for group in groups for g in group]
+    gradients = models.gradients(engine)
     engine.destroy()
     return {"held": held.bytes, "gradients": gradients, "loss": float(loss)}
 
 
+@once(when=lambda way, sections: way == "stock")
 def ways_in(way: str, sections: dict[str, Any]) -> dict[str, Any]:
     """Train three steps through one way in; what the session looks like, and the losses."""
     fresh()

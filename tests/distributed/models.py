@@ -221,6 +221,17 @@ def train(engine: Any, kind: str, steps: int, *, first: int = 0, spoil: Any = No
     return losses
 
 
+def gradients(engine: Any) -> list[torch.Tensor]:
+    """Copies of this process's parts of the averaged gradients."""
+    groups = engine.optimizer.averaged_gradients.values()
+    return [g.detach().clone() for group in groups for g in group]
+
+
+def equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    """Whether they are the same to the bit, and there are any."""
+    return len(some) == len(others) > 0 and all(map(torch.equal, some, others))
+
+
 def weights_digest(engine: Any) -> str:
     """One digest over this process's partitions of all weights, bit for bit.
 

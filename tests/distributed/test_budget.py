@@ -10,6 +10,9 @@ import pytest
 
 from tests.distributed import cases_budget
 
+SHARES = [0.55, 0.8, 2.0]
+"""Of what no recompute holds."""
+
 
 @pytest.mark.parametrize(
     "kind",
@@ -22,11 +25,10 @@ from tests.distributed import cases_budget
 def test_a_budget_is_kept_and_gradients_are_bitwise_those_of_no_checkpointing(
     world2: Any, kind: str
 ) -> None:
-    shares = [0.55, 0.8, 2.0]
-    results = world2.run(cases_budget.budgets, kind, shares, timeout=280)
+    results = world2.run(cases_budget.budgets, kind, SHARES, timeout=280)
     for found in results:
         assert found["plain"]["plan"] == ""
-        for share in shares:
+        for share in SHARES:
             ours = found[share]
             assert ours["equal"], (kind, share)
             assert ours["needed"][0] <= ours["budget"]
@@ -40,7 +42,7 @@ def test_a_budget_is_kept_and_gradients_are_bitwise_those_of_no_checkpointing(
         assert found[0.55]["planned_held"][0] < found[0.8]["planned_held"][0]
         assert found[2.0]["recompute"][0] == 0
     # one plan for all, to the last digit
-    assert all(found[s]["plan"] == results[0][s]["plan"] for found in results for s in shares)
+    assert all(found[s]["plan"] == results[0][s]["plan"] for found in results for s in SHARES)
 
 
 def test_the_saved_bytes_alone_can_be_the_budget(world2: Any) -> None:
@@ -77,7 +79,7 @@ def test_a_budget_for_the_whole_accelerator_counts_what_zero_keeps(world2: Any) 
 
 
 def test_it_says_in_one_line_and_in_a_table_what_is_done(world2: Any) -> None:
-    first, second = world2.run(cases_budget.budgets, "llama", [0.55], timeout=200)
+    first, second = world2.run(cases_budget.budgets, "llama", SHARES, timeout=280)
     assert second[0.55]["lines"] == []
     line, table = first[0.55]["lines"][-2:]
     assert "plan for" in line

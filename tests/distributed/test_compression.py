@@ -85,11 +85,9 @@ def test_warm_up_is_plain_deepspeed(world2: Any) -> None:
 @pytest.mark.parametrize(
     ("section", "kind", "world"),
     [
-        ("topk fp32", "plain", "world2"),
         ("topk fp32", "llama", "world4"),
         ("topk int8", "llama", "world2"),
         ("quantize 4", "plain", "world4"),
-        ("quantize 4", "llama", "world2"),
         ("quantize 2", "plain", "world2"),
     ],
 )
@@ -111,11 +109,9 @@ def test_plain_deepspeed_skips_such_a_step(world2: Any) -> None:
         ("micro_step", 1, "inf", (0, 0, "lm_head.weight")),
         ("micro_step", 1, "nan", (1, 0, "model.norm.weight")),
         ("micro_step", 3, "inf", (0, 0, "model.layers.1.mlp.down_proj.weight")),
-        ("micro_step", 3, "nan", (1, 1, "model.embed_tokens.weight")),
-        ("micro_step", 3, "inf", (1, 2, "model.layers.0.input_layernorm.weight")),
+        ("micro_step", 3, "nan", (1, 2, "model.embed_tokens.weight")),
         ("accumulation_boundary", 3, "nan", (0, 0, "model.layers.1.mlp.down_proj.weight")),
-        ("accumulation_boundary", 3, "inf", (1, 1, "model.embed_tokens.weight")),
-        ("accumulation_boundary", 3, "nan", (1, 2, "model.layers.0.input_layernorm.weight")),
+        ("accumulation_boundary", 3, "inf", (1, 1, "model.layers.0.input_layernorm.weight")),
     ],
 )
 def test_non_finite_passes_through(

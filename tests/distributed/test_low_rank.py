@@ -42,16 +42,14 @@ def test_nothing_is_lost(request: pytest.FixtureRequest, world: str, section: st
 
 @pytest.mark.parametrize("section", ["powersgd", "in turns"])
 def test_few_bytes_and_collectives(world2: Any, section: str) -> None:
-    dense = topk_section(method="dense")
-    del dense["compression"]["warmup_steps"], dense["compression"]["min_numel"]
-    whole = world2.run(cases.run, "llama", dense, 3)[0]
+    whole = world2.run(cases.run, "llama", {"compression": {"method": "dense"}}, 3)[0]
     ours = world2.run(cases.run, "llama", SECTIONS[section], 3)[0]
     # 32 x 32 to 72 x 32 by rank 2 in fp32: a third to a sixth; in turns half of that
     assert ours["sent"] < whole["sent"] * (0.45 if section == "powersgd" else 0.25)
     assert ours["collectives"] <= whole["collectives"] * (2 if section == "powersgd" else 1)
 
 
-@pytest.mark.parametrize("section", [*SECTIONS])
+@pytest.mark.parametrize("section", ["in turns", "by rules"])
 def test_non_finite_passes_through(world2: Any, section: str) -> None:
     where = (1, 1, "model.layers.1.mlp.down_proj.weight")
     for process in world2.run(cases.poisoned, SECTIONS[section], float("inf"), where, 2):

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from tests.distributed import cases_partition as cases
+from tests.distributed.models import equal
 
 HIDDEN = 2 * 12 * 32 * 4
 """Bytes of one boundary of the models here: 2 sequences of 12 tokens, width 32, fp32."""
@@ -24,18 +24,12 @@ def _sections(**own: Any) -> dict[str, Any]:
     }
 
 
-def _equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return len(one) == len(other) > 0 and all(
-        torch.equal(a, b) for a, b in zip(one, other, strict=True)
-    )
-
-
 def _check(world: Any, kind: str, size: int, sections: dict[str, Any], **how: Any) -> list[Any]:
     plain = world.run(cases.auto, kind, size, {}, timeout=240, **how)
     ours = world.run(cases.auto, kind, size, sections, timeout=240, **how)
     for none, split in zip(plain, ours, strict=True):
         assert split["losses"] == none["losses"]
-        assert _equal(split["gradients"], none["gradients"])
+        assert equal(split["gradients"], none["gradients"])
         assert split["alive"] == [0, 0]  # whole, none of the boundaries is anywhere
         assert split["left_over"] == (0, 0)
         assert split["in_vain"] == 0
@@ -94,7 +88,7 @@ def test_autotp_with_other_policies(world2: Any, policy: str) -> None:
     plain = world2.run(cases.auto, "llama", 2, {}, timeout=240)
     ours = world2.run(cases.auto, "llama", 2, _sections(policy=policy), timeout=240)
     for none, split in zip(plain, ours, strict=True):
-        assert _equal(split["gradients"], none["gradients"])
+        assert equal(split["gradients"], none["gradients"])
         assert split["left_over"] == (0, 0)
         assert set(split["kept"][0].values()) <= {HIDDEN // 2}
         assert split["kept"][0]
@@ -136,7 +130,7 @@ def test_a_megatron_style_mpu(
     ours = pool.run(cases.megatron, 2, _sections(**own), way=way, dropout=dropout)
     for one, split in zip(plain, ours, strict=True):
         assert one["loss"] == split["loss"]
-        assert _equal(one["gradients"], split["gradients"])
+        assert equal(one["gradients"], split["gradients"])
         assert split["kept"] == {f"blocks.{i}": 2 * 5 * 16 * 4 // 2 for i in range(3)}
     if pool.world == 4:  # two replicas of other data
         assert ours[0]["loss"] == ours[1]["loss"] != ours[2]["loss"]

@@ -43,10 +43,8 @@ WHERE = (1, 1, "model.layers.1.mlp.down_proj.weight")
     ("options", "section", "value"),
     [
         ("bf16", "topk", "inf"),
-        ("bf16", "everything", "nan"),
         ("fp16", "3 bits", "nan"),
         ("fp16, offloaded", "everything", "inf"),
-        ("fp16, offloaded", "topk", "nan"),
         ("parameters offloaded", "3 bits", "inf"),
     ],
 )

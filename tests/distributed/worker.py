@@ -70,16 +70,25 @@ def fresh() -> None:
     torch.manual_seed(0)
 
 
-def once(case: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep the case's results in this process, by its arguments.
+def once(
+    case: Callable[..., Any] | None = None, *, when: Callable[..., bool] = lambda *_, **__: True
+) -> Callable[..., Any]:
+    """Keep the case's results in this process, by its arguments; also as a decorator.
 
     For runs of plain DeepSpeed, which come out alike every time: whoever compares with one shares
     it. Nobody may change what it returns.
+
+    Args:
+        when: told the arguments; whether such a run is kept.
     """
+    if case is None:
+        return functools.partial(once, when=when)
     kept: dict[str, Any] = {}
 
     @functools.wraps(case)
     def from_then_on(*args: Any, **kwargs: Any) -> Any:
+        if not when(*args, **kwargs):
+            return case(*args, **kwargs)
         key = repr((args, sorted(kwargs.items())))
         if key not in kept:
             kept[key] = case(*args, **kwargs)

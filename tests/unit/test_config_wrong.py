@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_ckpt.activation.policies import policy_names
+import ds_ckpt.config
 from ds_ckpt.config import parse
 from ds_ckpt.config.paths import join, plain
 from ds_ckpt.errors import ConfigError
@@ -40,106 +41,68 @@ def _not_among(*choices: str) -> st.SearchStrategy[Any]:
 
 
 _WHOLE = _NOT_A_NUMBER | st.floats(0, 1e6) | st.just(float("inf"))
-LEAVES: dict[Keys, st.SearchStrategy[Any]] = {
-    ("ds_ckpt", "activation", "policy"): _not_among(*policy_names()),
-    ("ds_ckpt", "activation", "every_n"): _WHOLE | st.integers(max_value=1),
-    ("ds_ckpt", "activation", "segment_size"): _WHOLE | st.integers(max_value=1),
-    ("ds_ckpt", "activation", "save_ops"): st.sampled_from([[], "", True, 3, {}, [3], [""]]),
-    ("ds_ckpt", "activation", "rules"): st.sampled_from(
-        ["0-3", True, 3, [3], [{"match": "0"}], [{"policy": "block"}], {"match": "0"}]
-    ),
-    ("ds_ckpt", "activation", "check_determinism"): st.sampled_from(
-        [0, -1, 1.0, 2.5, "true", "yes", [], [True], {}, {"enabled": True}]
-    ),
-    ("ds_ckpt", "activation", "modules"): st.sampled_from(
-        ["Block", [], True, 3, {"Block": 1}, {}, 1.5]
-    ),
-    ("ds_ckpt", "activation", "share_gather"): _BOOL_LIKE,
-    ("ds_ckpt", "activation", "budget_gib"): _NOT_A_NUMBER
-    | st.floats(max_value=0, allow_nan=False)
-    | st.integers(max_value=0)
-    | st.just(float("inf")),
-    ("ds_ckpt", "activation", "budget_of"): _not_among("activations", "saved", "accelerator"),
-    ("ds_ckpt", "activation", "offload"): _BOOL_LIKE,
-    ("ds_ckpt", "activation", "offload_prefetch"): _WHOLE | st.integers(max_value=0),
-    ("ds_ckpt", "activation", "offload_min_bytes"): _WHOLE | st.integers(max_value=-1),
-    ("ds_ckpt", "activation", "partition"): _BOOL_LIKE,
-    ("ds_ckpt", "activation", "partition_min_bytes"): _WHOLE | st.integers(max_value=-1),
-    ("ds_ckpt", "activation", "contiguous"): _BOOL_LIKE,
-    ("ds_ckpt", "activation", "contiguous_count"): _WHOLE | st.integers(max_value=0),
-    ("ds_ckpt", "activation", "synchronize"): _BOOL_LIKE,
-    ("ds_ckpt", "activation", "profile"): _BOOL_LIKE,
-    ("ds_ckpt", "compression", "method"): _not_among(
-        "none", "dense", "topk", "powersgd", "quantize", "hybrid"
-    ),
-    ("ds_ckpt", "compression", "topk", "density"): _NOT_A_NUMBER
-    | st.floats(max_value=0, allow_nan=False)
-    | st.floats(min_value=1, exclude_min=True)
-    | st.integers(2, 100),
-    ("ds_ckpt", "compression", "topk", "values"): _not_among("fp32", "bf16", "int8"),
-    ("ds_ckpt", "compression", "topk", "selection"): _not_among("exact", "blocks"),
-    ("ds_ckpt", "compression", "quantize", "bits"): _WHOLE
-    | st.integers().filter(lambda n: n not in (8, 4, 3, 2)),
-    ("ds_ckpt", "compression", "quantize", "block"): _WHOLE
-    | st.integers().filter(lambda n: n not in (32, 64, 128, 256)),
-    ("ds_ckpt", "compression", "powersgd", "rank"): _WHOLE | st.integers(max_value=0),
-    ("ds_ckpt", "compression", "powersgd", "alternate"): _BOOL_LIKE,
-    ("ds_ckpt", "compression", "hybrid", "remainder"): _not_among("topk", "quantize"),
-    ("ds_ckpt", "compression", "rules"): st.sampled_from(
-        ["*embed*", {}, {"match": "*"}, 3, True, ["*"], [{"match": "*"}], [{"method": "topk"}]]
-    ),
-    ("ds_ckpt", "compression", "error_feedback", "enabled"): _BOOL_LIKE,
-    ("ds_ckpt", "compression", "error_feedback", "dtype"): _not_among("fp32", "bf16", "int8"),
-    ("ds_ckpt", "compression", "error_feedback", "device"): _not_among("accelerator", "cpu"),
-    ("ds_ckpt", "compression", "exchange", "when"): _not_among(
-        "auto", "micro_step", "accumulation_boundary"
-    ),
-    ("ds_ckpt", "compression", "exchange", "levels"): _WHOLE | st.sampled_from([0, 3, "1", "two"]),
-    ("ds_ckpt", "compression", "exchange", "overlap"): _BOOL_LIKE,
-    ("ds_ckpt", "compression", "exchange", "autotune"): _BOOL_LIKE,
-    ("ds_ckpt", "compression", "guard", "action"): _not_among("off", "warn", "dense"),
-    ("ds_ckpt", "compression", "guard", "error"): _NOT_A_NUMBER
-    | st.floats(max_value=0, allow_nan=False)
-    | st.floats(min_value=1, exclude_min=True)
-    | st.integers(2, 100),
-    ("ds_ckpt", "compression", "guard", "residual_norm"): _NOT_A_NUMBER
-    | st.floats(max_value=0, allow_nan=False)
-    | st.just(float("inf")),
-    ("ds_ckpt", "compression", "guard", "every_n_steps"): _WHOLE | st.integers(max_value=0),
-    ("ds_ckpt", "compression", "warmup_steps"): _WHOLE | st.integers(max_value=-1),
-    ("ds_ckpt", "compression", "min_numel"): _WHOLE | st.integers(max_value=-1),
-    ("ds_ckpt", "telemetry", "enabled"): _BOOL_LIKE,
-    ("ds_ckpt", "telemetry", "every_n_steps"): _WHOLE | st.integers(max_value=0),
-    ("ds_ckpt", "telemetry", "path"): st.sampled_from(["", 3, True, [], ["t.jsonl"], {}]),
-    ("activation_checkpointing", "partition_activations"): _BOOL_LIKE,
-    ("activation_checkpointing", "contiguous_memory_optimization"): _BOOL_LIKE,
-    ("activation_checkpointing", "cpu_checkpointing"): _BOOL_LIKE,
-    ("activation_checkpointing", "profile"): _BOOL_LIKE,
-    ("activation_checkpointing", "synchronize_checkpoint_boundary"): _BOOL_LIKE,
-    ("activation_checkpointing", "number_checkpoints"): _WHOLE | st.integers(max_value=0),
+_BY_HAND: dict[Keys, list[Any]] = {
+    ("ds_ckpt", "activation", "save_ops"): [[], "", True, 3, {}, [3], [""]],
+    ("ds_ckpt", "activation", "rules"): [
+        *("0-3", True, 3, [3], [{"match": "0"}], [{"policy": "block"}], {"match": "0"})
+    ],
+    ("ds_ckpt", "activation", "check_determinism"): [
+        *(0, -1, 1.0, 2.5, "true", "yes", [], [True], {}, {"enabled": True})
+    ],
+    ("ds_ckpt", "activation", "modules"): ["Block", [], True, 3, {"Block": 1}, {}, 1.5],
+    ("ds_ckpt", "compression", "rules"): [
+        *("*embed*", {}, {"match": "*"}, 3, True, ["*"], [{"match": "*"}], [{"method": "topk"}])
+    ],
+    ("ds_ckpt", "telemetry", "path"): ["", 3, True, [], ["t.jsonl"], {}],
 }
-SECTIONS: list[Keys] = [
-    ("ds_ckpt",),
-    ("ds_ckpt", "activation"),
-    ("ds_ckpt", "compression"),
-    ("ds_ckpt", "compression", "topk"),
-    ("ds_ckpt", "compression", "quantize"),
-    ("ds_ckpt", "compression", "powersgd"),
-    ("ds_ckpt", "compression", "hybrid"),
-    ("ds_ckpt", "compression", "error_feedback"),
-    ("ds_ckpt", "compression", "exchange"),
-    ("ds_ckpt", "compression", "guard"),
-    ("ds_ckpt", "telemetry"),
-    ("activation_checkpointing",),
-]
+"""Wrong values of keys that take no number, switch or name alone."""
+_STORED = json.loads(
+    Path(ds_ckpt.config.__file__).parents[1].joinpath("config.schema.json").read_text()
+)
+"""The schema as editors have it: `test_config_schema.py` holds the models to it."""
+
+
+def _wrong_for(keys: Keys, taken: dict[str, Any]) -> st.SearchStrategy[Any]:
+    """Values that a key does not take, by its JSON schema."""
+    if keys in _BY_HAND:
+        return st.sampled_from(_BY_HAND[keys])
+    choices = taken.get("enum")
+    if choices is not None:
+        if numbers := [c for c in choices if isinstance(c, int)]:
+            words = st.sampled_from(["1", "two", *(str(n) for n in numbers)])
+            return _WHOLE | words | st.integers().filter(lambda n: n not in numbers)
+        return _not_among(*filter(None, choices))
+    if "boolean" in taken["type"]:
+        return _BOOL_LIKE
+    least, above, most = (taken.get(k) for k in ("minimum", "exclusiveMinimum", "maximum"))
+    if "integer" in taken["type"]:
+        wrong = _WHOLE | st.integers(max_value=least - 1)
+        return wrong if most is None else wrong | st.integers(min_value=most + 1)
+    wrong = _NOT_A_NUMBER | st.floats(max_value=above) | st.integers(max_value=above)
+    if most is None:
+        return wrong | st.just(float("inf"))
+    return wrong | st.floats(min_value=most, exclude_min=True) | st.integers(most + 1, 100)
+
+
+def _places(taken: dict[str, Any], keys: Keys = ()) -> Iterator[tuple[Keys, dict[str, Any]]]:
+    """Every key below an object, and the schema of what it takes."""
+    for key, one in taken["properties"].items():
+        for option in [o for o in one.get("anyOf", [one]) if o != {"type": "null"}][:1]:
+            at, name = (*keys, key), option.get("$ref", "").rpartition("/")[2]
+            yield at, _STORED["$defs"].get(name, option)
+            if name:
+                yield from _places(_STORED["$defs"][name], at)
+
+
+_ALL = dict(_places(_STORED))
+SECTIONS: list[Keys] = [keys for keys, taken in _ALL.items() if "properties" in taken]
+LEAVES = {keys: _wrong_for(keys, taken) for keys, taken in _ALL.items() if keys not in SECTIONS}
 AUTO: list[Keys] = [
     ("ds_ckpt", "compression", "exchange", "when"),
     ("ds_ckpt", "compression", "exchange", "levels"),
     ("ds_ckpt", "activation", "policy"),
 ]
 """Keys of ours that take "auto"."""
-ITEMS = ["RuleConfig", "ActivationRuleConfig"]
-"""Sections that stand in lists: test_config_compression.py, test_config_activation.py."""
 SIBLINGS: dict[Keys, set[str]] = {
     s: {k[len(s)] for k in [*LEAVES, *SECTIONS] if k[: len(s)] == s and len(k) > len(s)}
     for s in SECTIONS
@@ -324,17 +287,13 @@ def test_generated_wrong_configs_are_refused_with_words() -> None:
 
 
 def test_every_known_key_is_mutated() -> None:
-    """The generator knows the whole schema: a new option must come with its wrong values."""
-    from ds_ckpt.config import json_schema
-
-    definitions = json_schema()["$defs"]
-    for items in ITEMS:  # sections in lists have tests of their own
-        del definitions[items]
-    keys = {key for section in definitions.values() for key in section["properties"]}
-    assert keys == {keys[-1] for keys in LEAVES} | {keys[-1] for keys in SECTIONS} - {
-        "ds_ckpt",
-        "activation_checkpointing",
+    """But those of sections in lists: test_config_compression.py, test_config_activation.py."""
+    reached = {k[-1] for k in _ALL} | {"match", "dims", "max_numel"}
+    assert reached == {"ds_ckpt", "activation_checkpointing"} | {
+        key for section in _STORED["$defs"].values() for key in section["properties"]
     }
+    assert len(LEAVES) >= 45
+    assert len(SECTIONS) == 12
 
 
 @pytest.mark.parametrize("preset", PRESETS)
