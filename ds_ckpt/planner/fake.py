@@ -182,11 +182,12 @@ _HOOKS = (
     "_forward_pre_hooks_with_kwargs",
 )
 _DROPPED = ("deepspeed", "ds_ckpt")
-_OWN = {"_parameters", "_buffers", "_modules", *_HOOKS}
 
 
-class FakeCopy:
-    """The same modules over fake tensors; `module` is the copy, the original is not changed.
+def fake_copy(
+    model: nn.Module, mode: FakeTensorMode, device: torch.device | None = None
+) -> nn.Module:
+    """The same modules over fake tensors; the original is not changed.
 
     Under ZeRO-3 a parameter is an empty tensor that knows its whole shape (`ds_shape`); the copy
     has it whole, and nothing is gathered or allocated. Hooks of DeepSpeed and of ds_ckpt are left
@@ -202,88 +203,62 @@ class FakeCopy:
     Raises:
         UnsupportedError: a parameter of a kind whose memory nobody can foretell from its shape.
     """
+    tensors = {id(p): _fake_parameter(n, p, mode, device) for n, p in model.named_parameters()}
+    twins = {id(m): type(m).__new__(type(m)) for m in model.modules()}
 
-    def __init__(
-        self, model: nn.Module, mode: FakeTensorMode, device: torch.device | None = None
-    ) -> None:
-        self._mode, self._device = mode, device
-        self._tensors: dict[int, Tensor] = {}
-        self._twins = {id(m): type(m).__new__(type(m)) for m in model.modules()}
-        for name, module in model.named_modules():
-            self._fill(name, module)
-        self.module: nn.Module = self._twins[id(model)]
-
-    def _fill(self, name: str, module: nn.Module) -> None:
-        twin = self._twins[id(module)]
-        own = {k: v for k, v in vars(module).items() if k not in _OWN}
-        # `__new__` may have set nothing, and `__setattr__` needs what `nn.Module` sets first
-        vars(twin).update(
-            _parameters={
-                k: self._parameter(f"{name}.{k}", p) for k, p in module._parameters.items()
-            },
-            _buffers={k: None if b is None else self._plain(b) for k, b in module._buffers.items()},
-            _modules={
-                k: None if m is None else self._twins[id(m)] for k, m in module._modules.items()
-            },
-        )
-        for key in _HOOKS:
-            if key in vars(module):
-                vars(twin)[key] = _kept_hooks(vars(module)[key])
-        vars(twin).update({k: self._value(v) for k, v in own.items()})
-        vars(twin).pop("_compiled_call_impl", None)  # would run the original
-
-    def _parameter(self, name: str, parameter: nn.Parameter | None) -> Tensor | None:
-        if parameter is None:
-            return None
-        known = self._tensors.get(id(parameter))
-        if known is not None:
-            return known
-        plain = type(parameter).__name__ == "Parameter" or isinstance(parameter, FakeTensor)
-        if not plain or parameter.layout != torch.strided:
-            raise UnsupportedError(
-                Problem(
-                    where=name,
-                    found=f"a {type(parameter).__name__} ({parameter.layout})",
-                    why="the model is measured with tensors that have shapes and no memory, and "
-                    "this kind of weight cannot be made so",
-                    remedy='set "policy" to "block", "selective" or another that measures nothing',
-                )
-            )
-        device = self._device or home_of(parameter)
-        shape = getattr(parameter, "ds_shape", None)
-        with self._mode:
-            if shape is not None:
-                data = torch.empty(tuple(shape), dtype=parameter.dtype, device=device)
-            else:
-                data = torch.empty_strided(
-                    parameter.size(), parameter.stride(), dtype=parameter.dtype, device=device
-                )
-            twin = nn.Parameter(data, requires_grad=parameter.requires_grad)
-        self._tensors[id(parameter)] = twin
-        return twin
-
-    def _plain(self, tensor: Tensor) -> Tensor:
-        known = self._tensors.get(id(tensor))
-        if known is None:
-            known = faked(tensor, self._mode)
-            self._tensors[id(tensor)] = known
-        return known
-
-    def _value(self, value: Any) -> Any:
-        """An attribute: tensors become fake, modules their copies, containers new ones."""
+    def twin_of(value: Any) -> Any:
+        """Of tensors fake ones, of modules their copies, of containers new ones."""
+        kind = type(value)
         if isinstance(value, nn.Module):
-            return self._twins.get(id(value), value)
-        if isinstance(value, nn.Parameter):
-            return self._tensors.get(id(value), value)
+            return twins.get(id(value), value)
         if isinstance(value, Tensor):
-            return self._plain(value)
-        if type(value) in (list, tuple, set):
-            return type(value)(self._value(v) for v in value)
-        if type(value) in (dict, OrderedDict):
-            return type(value)((k, self._value(v)) for k, v in value.items())
-        if isinstance(value, types.MethodType) and id(value.__self__) in self._twins:
-            return types.MethodType(value.__func__, self._twins[id(value.__self__)])
+            if id(value) not in tensors and not isinstance(value, nn.Parameter):
+                tensors[id(value)] = faked(value, mode)
+            return tensors.get(id(value), value)
+        if kind in (list, tuple, set):
+            return kind(map(twin_of, value))
+        if kind in (dict, OrderedDict):
+            return kind((k, twin_of(v)) for k, v in value.items())
+        if isinstance(value, types.MethodType) and id(value.__self__) in twins:
+            return types.MethodType(value.__func__, twins[id(value.__self__)])
         return value
+
+    for module in model.modules():
+        own = vars(twins[id(module)])
+        for key, value in vars(module).items():
+            if key in _HOOKS:
+                own[key] = OrderedDict((k, h) for k, h in value.items() if not _is_dropped(h))
+            elif key in ("_parameters", "_buffers", "_modules"):  # ZeRO-3 has a class of its own
+                own[key] = {k: twin_of(v) for k, v in value.items()}
+            elif key != "_compiled_call_impl":  # would run the original
+                own[key] = twin_of(value)
+    return twins[id(model)]
+
+
+def _fake_parameter(
+    name: str, parameter: nn.Parameter, mode: FakeTensorMode, device: torch.device | None
+) -> Tensor:
+    plain = type(parameter).__name__ == "Parameter" or isinstance(parameter, FakeTensor)
+    if not plain or parameter.layout != torch.strided:
+        raise UnsupportedError(
+            Problem(
+                where=name,
+                found=f"a {type(parameter).__name__} ({parameter.layout})",
+                why="the model is measured with tensors that have shapes and no memory, and "
+                "this kind of weight cannot be made so",
+                remedy='set "policy" to "block", "selective" or another that measures nothing',
+            )
+        )
+    device = device or home_of(parameter)
+    shape = getattr(parameter, "ds_shape", None)
+    with mode:
+        if shape is not None:
+            data = torch.empty(tuple(shape), dtype=parameter.dtype, device=device)
+        else:
+            data = torch.empty_strided(
+                parameter.size(), parameter.stride(), dtype=parameter.dtype, device=device
+            )
+        return nn.Parameter(data, requires_grad=parameter.requires_grad)
 
 
 def home_of(tensor: Tensor) -> torch.device:
@@ -303,10 +278,6 @@ def faked(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     return twin.requires_grad_(tensor.requires_grad)
 
 
-def _kept_hooks(hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:
-    return OrderedDict((k, h) for k, h in hooks.items() if not _is_dropped(h))
-
-
 def _is_dropped(hook: Callable[..., Any] | bool) -> bool:
     while hasattr(hook, "func"):
         hook = hook.func
@@ -321,7 +292,7 @@ def fake_run(
     """A copy of the model and of its arguments; inside, every operator is fake."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     values = KnownValues(mode)
-    twin = FakeCopy(model, mode, device).module
+    twin = fake_copy(model, mode, device)
 
     def fake(leaf: Any) -> Any:
         return values.fake(leaf) if isinstance(leaf, Tensor) else leaf
@@ -378,20 +349,10 @@ class FakeModel:
         Raises UnsupportedError where the forward asks for values that nobody knows.
         """
         seen = nullcontext() if tracing else taken_for_real()
-        with _profile_refused(self.name), _torch_quiet(), seen, self.mode, self.values:
+        # torch logs what operators raise; the error says it already
+        quiet = _patched(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
+        with _profile_refused(self.name), quiet, seen, self.mode, self.values:
             yield
-
-
-@contextmanager
-def _torch_quiet() -> Iterator[None]:
-    """torch logs what operators raise; the error says it already."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before = log.level
-    log.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        log.setLevel(before)
 
 
 @contextmanager

@@ -1,20 +1,25 @@
-"""One policy at one batch size: a step on fake tensors, or on real ones, under observation.
+"""One policy at one batch size: a step on fake tensors or on real ones, under observation or timed.
 
 The memory tracker follows storages and says where the step is; here its records are added up by
 block, part and phase. Gradients of weights are dropped as soon as they are there, as ZeRO-3 moves
-them into its bucket: they count while they are made and not after.
+them into its bucket: they count while they are made and not after. In timed steps no dispatch mode
+is on, and policies take turns, so that a busy machine slows all of them alike.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
+import statistics
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_map
 
 from ds_ckpt.activation import Block, CheckpointedBlocks
@@ -24,7 +29,7 @@ from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.planner.costs import flops_of, launches, moved_bytes, stored_attention
 from ds_ckpt.planner.fake import FakeModel
 from ds_ckpt.profile.policies import ComparedPolicy, blocks_of, with_plan
-from ds_ckpt.profile.records import BlockHeld, Footprint, Peak, Work
+from ds_ckpt.profile.records import PARTS, BlockHeld, Footprint, Peak, Times, Work
 from ds_ckpt.profile.subject import Subject, run_forward, tokens_of
 from ds_ckpt.telemetry.memory import (
     OUTSIDE,
@@ -33,11 +38,11 @@ from ds_ckpt.telemetry.memory import (
     Operator,
     Phase,
     Place,
+    SavedActivations,
     Storage,
     tensors_in,
 )
 
-_PARTS = ("attention", "mlp", "norm", "other", "boundary")
 Told = Callable[[str], object]
 
 
@@ -109,18 +114,18 @@ class Observation:
         return Peak(self._tracker.peak_bytes, place.phase, place.block)
 
     def blocks(self) -> tuple[BlockHeld, ...]:
-        """What each block held after the forward; what lies outside of all blocks last."""
+        """Saved activations of each block; what lies outside of all blocks last."""
         bytes_of: Counter[tuple[str, str]] = Counter()
         for storage, nbytes in self.saved.held.items():
             place = self._savers[storage]()
             bytes_of[place.block, place.part] += nbytes
         return tuple(
-            BlockHeld(name, class_name, **{f"{p}_bytes": bytes_of[name, p] for p in _PARTS})
-            for name, class_name in {**self._names, OUTSIDE: ""}.items()
+            BlockHeld(name, kind, *(bytes_of[name, part] for part in (*PARTS, "checkpointed")))
+            for name, kind in {**self._names, OUTSIDE: ""}.items()
         )
 
     def score_bytes(self) -> int:
-        """Of what was held: storages as large as attention weights."""
+        """Of the saved activations: storages as large as attention weights."""
         held = self.saved.held.items()
         return sum(nbytes for s, nbytes in held if self._sizes[s] & self._score_sizes)
 
@@ -225,43 +230,123 @@ def built_real(subject: Subject, count: int, device: torch.device) -> tuple[nn.M
     return model.to(device), tree_map(lambda t: t.to(device) if hasattr(t, "to") else t, batch)
 
 
-def fake_footprints(
+def footprints(
     subject: Subject,
     count: int,
     policies: Sequence[ComparedPolicy],
     modules: Sequence[str] | None,
+    device: torch.device | None = None,
     told: Told = lambda text: None,
 ) -> list[Footprint]:
-    """One of each policy at a batch of `count`."""
-    made = built_fake(subject, count)
-    found = []
-    for unplanned in policies:
-        told(f"{unplanned.name}, batch {count}")
-        policy = with_plan(unplanned, made.model, made.known_batch(), torch.device("cpu"))
-        with made.entered():
-            found.append(
-                _footprint(made.model, made.batch, policy, modules, count=count, fake=True)
-            )
-    return found
+    """One of each policy at a batch of `count`.
 
+    Args:
+        device: of real tensors; None: fake ones.
 
-def real_footprints(
-    subject: Subject,
-    count: int,
-    policies: Sequence[ComparedPolicy],
-    modules: Sequence[str] | None,
-    device: torch.device,
-    told: Told = lambda text: None,
-) -> list[Footprint]:
-    """The same with real tensors on the device. UnsupportedError where they do not fit."""
-    found = []
+    Raises UnsupportedError where real ones do not fit, or fake ones lack a value.
+    """
+    entered: Callable[[], Any] = nullcontext
     with out_of_memory(count):
-        model, batch = built_real(subject, count, device)
+        if device is None:
+            made = built_fake(subject, count)
+            model, batch, known, entered = made.model, made.batch, made.known_batch(), made.entered
+        else:
+            model, batch = built_real(subject, count, device)
+            known = batch
+        found = []
         for unplanned in policies:
-            told(f"{unplanned.name}, batch {count}, real tensors")
-            policy = with_plan(unplanned, model, batch, device)
-            found.append(_footprint(model, batch, policy, modules, count=count, fake=False))
+            told(f"{unplanned.name}, batch {count}")
+            policy = with_plan(unplanned, model, known, device or torch.device("cpu"))
+            with entered():
+                found.append(
+                    _footprint(model, batch, policy, modules, count=count, fake=device is None)
+                )
     return found
+
+
+def real_bytes(
+    model: nn.Module, batch: Any, policy: ComparedPolicy, device: torch.device
+) -> tuple[int, int]:
+    """Saved activations of a real forward, and the allocator's peak above what was there before."""
+    with gradients_dropped(model, batch), checkpointed(model, policy):
+        saved = SavedActivations(model)
+        with saved:
+            loss = run_forward(model, batch)
+        del loss
+        return saved.bytes, _allocated(lambda: run_forward(model, batch).backward(), device)
+
+
+def _allocated(step: Callable[[], object], device: torch.device) -> int:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        step()
+        torch.cuda.synchronize(device)
+        return int(torch.cuda.max_memory_allocated(device)) - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        step()
+    events = seen.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    return max(itertools.accumulate((nbytes for _, nbytes in changes), initial=0))
+
+
+def times_of(
+    model: nn.Module,
+    batch: Any,
+    policies: Sequence[ComparedPolicy],
+    device: torch.device,
+    repeats: int,
+    told: Told = lambda text: None,
+) -> dict[str, Times]:
+    """Medians by policy. The first round warms up and does not count.
+
+    Raises ConfigError, UnsupportedError: from putting a policy on the model.
+    """
+    taken: defaultdict[str, list[tuple[float, float, float]]] = defaultdict(list)
+    for repeat in range(repeats + 1):
+        told(f"timed steps, {repeat} of {repeats}" if repeat else "warming up")
+        for policy in policies:
+            step = _timed_step(model, batch, policy, device)
+            if repeat:
+                taken[policy.name].append(step)
+    name = f"CPU, {torch.get_num_threads()} threads"
+    if device.type == "cuda":
+        name = str(torch.cuda.get_device_name(device))
+    return {
+        policy: Times(name, repeats, *map(statistics.median, zip(*steps, strict=True)))
+        for policy, steps in taken.items()
+    }
+
+
+def _timed_step(
+    model: nn.Module, batch: Any, policy: ComparedPolicy, device: torch.device
+) -> tuple[float, float, float]:
+    """Seconds of forward, of backward, and of the recomputes in it."""
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    recompute_s = 0.0
+
+    @contextmanager
+    def recomputing() -> Iterator[None]:
+        nonlocal recompute_s
+        start_s = now()
+        try:
+            yield
+        finally:
+            recompute_s += now() - start_s
+
+    with gradients_dropped(model, batch), checkpointed(model, policy, recomputing):
+        start_s = now()
+        loss = run_forward(model, batch)
+        middle_s = now()
+        loss.backward()
+        end_s = now()
+    return middle_s - start_s, end_s - middle_s, recompute_s
 
 
 @contextmanager

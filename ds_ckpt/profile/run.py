@@ -14,21 +14,21 @@ from ds_ckpt.config import parse
 from ds_ckpt.config.paths import lookup
 from ds_ckpt.errors import UnsupportedError
 from ds_ckpt.profile.compiled import compile_report
-from ds_ckpt.profile.device import real_bytes, times_of, watch_device
-from ds_ckpt.profile.findings import Facts, findings_of
+from ds_ckpt.profile.findings import Settings, attention_of, best_of, findings_of
 from ds_ckpt.profile.measure import (
     Told,
     built_fake,
     built_real,
-    fake_footprints,
+    footprints,
     out_of_memory,
-    real_footprints,
+    real_bytes,
+    times_of,
     too_big,
 )
 from ds_ckpt.profile.policies import ComparedPolicy, blocks_of, compared, not_counted, with_plan
-from ds_ckpt.profile.records import Compiled, Device, Footprint, Profile
+from ds_ckpt.profile.records import Compiled, Footprint, Profile
 from ds_ckpt.profile.states import Parameters, estimate
-from ds_ckpt.profile.subject import Sizes, Subject, find_subject
+from ds_ckpt.profile.subject import Sizes, find_subject
 from ds_ckpt.telemetry.units import GIB
 
 _MOST_FLOPS = {"cpu": 2e12, "cuda": 2e16}
@@ -52,7 +52,6 @@ class Options:
     compile: bool = False
     limit_bytes: int | None = None
     repeats: int = 5
-    device: str = "auto"
 
 
 def dtype_in(config: Mapping[str, Any] | None) -> torch.dtype | None:
@@ -64,76 +63,68 @@ def dtype_in(config: Mapping[str, Any] | None) -> torch.dtype | None:
 
 def make_profile(options: Options, told: Told = lambda text: None) -> Profile:
     """Raises ConfigError and UnsupportedError, with remedies."""
-    configured, not_measured = None, list[str]()
-    modules: Sequence[str] | None = options.modules
-    sizes = options.sizes
+    configured, missing = None, list[str]()
     if options.config is not None:
         activation = parse(options.config, source=options.source).activation
         section = lookup(options.config, ("ds_ckpt", "activation"))
         if activation.active:
             configured = dict(section) if section else {"policy": activation.policy}
-        modules = modules or activation.modules
-        not_measured = not_counted(activation)
-    if sizes.dtype is None:
-        sizes = replace(sizes, dtype=dtype_in(options.config))
-    subject = find_subject(options.model, sizes)
+        missing = not_counted(activation)
+        options = replace(options, modules=options.modules or activation.modules)
+    if options.sizes.dtype is None:
+        options = replace(options, sizes=replace(options.sizes, dtype=dtype_in(options.config)))
     told("building the model")
-    run = _Run(subject, options, modules, told)
+    run = _Run(options, told)
     states, assumptions = estimate(run.parameters, options.config, options.world)
     policies = [
         replace(p, resident_bytes=states.resident_bytes, limit_bytes=options.limit_bytes)
         for p in compared(options.policies, run.modules, configured)
     ]
-    footprints = run.with_real_steps(run.footprints(policies), policies)
-    facts = Facts(
+    found = tuple(run.with_real_steps(run.footprints(policies), policies))
+    profile = Profile(
+        model=options.model,
+        class_name=run.class_name,
+        dtype=str(run.dtype).removeprefix("torch."),
+        attention=attention_of(found[0]),
         states=states,
-        footprints=tuple(footprints),
-        sections={p.name: p.section for p in policies},
+        footprints=found,
+        findings=(),
+        not_measured=(),
         limit_bytes=options.limit_bytes,
-        compiled=run.compile_report(footprints) if options.compile else None,
-        sdpa=run.with_sdpa(footprints),
+        compiled=run.compile_report(found) if options.compile else None,
+    )
+    settings = Settings(
+        sections={p.name: p.section for p in policies},
+        sdpa=run.with_sdpa(found[0]),
         trainable_count=sum(run.parameters.trainable),
         modules=run.modules,
     )
-    accelerator = run.device_report(facts, policies)
-    return Profile(
-        model=subject.name,
-        class_name=run.class_name,
-        dtype=str(run.dtype).removeprefix("torch."),
-        attention=facts.attention,
-        states=states,
-        footprints=facts.footprints,
-        findings=tuple(findings_of(facts)),
-        not_measured=(*assumptions, *not_measured, *run.not_measured),
-        limit_bytes=options.limit_bytes,
-        best=facts.best,
-        compiled=facts.compiled,
-        device=accelerator,
+    return replace(
+        profile,
+        findings=tuple(findings_of(profile, settings)),
+        not_measured=(*assumptions, *missing, *run.not_measured),
+        best=best_of(profile),
     )
 
 
 class _Run:
     """One model's steps, on fake tensors where it runs on them, and what could not be measured."""
 
-    def __init__(
-        self, subject: Subject, options: Options, modules: Sequence[str] | None, told: Told
-    ) -> None:
-        self._subject, self._options, self._told = subject, options, told
-        name = options.device
-        if name == "auto":
-            name = "cuda" if torch.cuda.is_available() else "cpu"
-        self._device = torch.device(name)
+    def __init__(self, options: Options, told: Told) -> None:
+        self._options, self._told = options, told
+        self._subject = find_subject(options.model, options.sizes)
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.not_measured: list[str] = []
         self._fake = True
         model: nn.Module
         try:
-            model = built_fake(subject, options.batches[0]).model
+            model = built_fake(self._subject, options.batches[0]).model
         except UnsupportedError:
             if options.real is not True:
                 raise
             self._fake = False
-            model, _ = built_real(subject, options.batches[0], self._device)
-        blocks, self.modules = blocks_of(model, modules)
+            model, _ = built_real(self._subject, options.batches[0], self._device)
+        blocks, self.modules = blocks_of(model, options.modules)
         if not blocks:
             self.not_measured.append(
                 "blocks: the model has no layers with Hugging Face's hook and no class that is "
@@ -155,7 +146,7 @@ class _Run:
             where = (self._subject, count, policies, self.modules)
             if self._fake:
                 try:
-                    found += fake_footprints(*where, self._told)
+                    found += footprints(*where, told=self._told)
                     continue
                 except UnsupportedError as error:
                     values = any("fake tensors" in p.why for p in error.problems)
@@ -163,7 +154,7 @@ class _Run:
                         raise
                     self._fake = False
                     self.not_measured.append(f"by fake tensors: {error.problems[0].found}")
-            found += real_footprints(*where, self._device, self._told)
+            found += footprints(*where, self._device, self._told)
         return found
 
     def with_real_steps(
@@ -186,7 +177,7 @@ class _Run:
                 if forced:
                     raise too_big(count, text)
                 self.not_measured.append(f"times at batch {count}: {text}")
-            elif not forced and flops > _MOST_FLOPS.get(self._device.type, 2e12):
+            elif not forced and flops > _MOST_FLOPS[self._device.type]:
                 self.not_measured.append(
                     f"times at batch {count}: {flops:.1e} FLOPs are too many to run unasked; "
                     "ask with --real"
@@ -203,13 +194,15 @@ class _Run:
         with out_of_memory(count):
             model, batch = built_real(self._subject, count, device)
             policies = [with_plan(policy, model, batch, device) for policy in policies]
-            result = []
-            for footprint, policy in zip(found, policies, strict=True):
+            real = []
+            for policy in policies:
                 self._told(f"{policy.name}, batch {count}, real bytes")
-                held, peak = real_bytes(model, batch, policy, device)
-                result.append(replace(footprint, real_held_bytes=held, real_peak_bytes=peak))
+                real.append(real_bytes(model, batch, policy, device))
             times = times_of(model, batch, policies, device, self._options.repeats, self._told)
-        return [replace(f, times=times[f.policy]) for f in result]
+        return [
+            replace(f, real_held_bytes=held, real_peak_bytes=peak, times=times[f.policy])
+            for f, (held, peak) in zip(found, real, strict=True)
+        ]
 
     def compile_report(self, found: Sequence[Footprint]) -> Compiled | None:
         """By fake tensors; None, with a word why, where the model has none."""
@@ -223,41 +216,21 @@ class _Run:
         kept = next((f for f in found if f.policy == "block"), found[0])
         if blocks and kept.policy != "block":
             policies = compared(("block",), self.modules, None)[1:]
-            (kept,) = fake_footprints(self._subject, count, policies, self.modules)
+            (kept,) = footprints(self._subject, count, policies, self.modules)
         return compile_report(made, blocks, kept)
 
-    def with_sdpa(self, found: Sequence[Footprint]) -> Footprint | None:
+    def with_sdpa(self, first: Footprint) -> Footprint | None:
         """The model's step with "sdpa", where its attention stores weights and could do without."""
-        first = found[0]
         if not first.score_bytes or not self._subject.can_sdpa or not self._fake:
             return None
         sizes = replace(self._options.sizes, dtype=self.dtype, attention="sdpa")
         try:
             other = find_subject(self._options.model, sizes)
             policies = compared((), self.modules, None)
-            (footprint,) = fake_footprints(other, first.batch, policies, self.modules)
+            (footprint,) = footprints(other, first.batch, policies, self.modules)
         except UnsupportedError:
             return None
         return footprint if footprint.score_bytes < first.score_bytes else None
-
-    def device_report(self, facts: Facts, policies: Sequence[ComparedPolicy]) -> Device | None:
-        """Of the first policy that recomputes, on CUDA."""
-        if self._device.type != "cuda":
-            self.not_measured.append(
-                "memory bandwidth in recompute, gaps between launches: no accelerator"
-            )
-            return None
-        timed = [f for f in facts.footprints if f.times and f.recompute.launches]
-        if not timed:
-            self.not_measured.append("gaps between launches: no step was run (--real)")
-            return None
-        first = timed[0]
-        self._told(f"{first.policy}: kernels")
-        with out_of_memory(first.batch):
-            model, batch = built_real(self._subject, first.batch, self._device)
-            unplanned = next(p for p in policies if p.name == first.policy)
-            policy = with_plan(unplanned, model, batch, self._device)
-            return watch_device(model, batch, policy, first.recompute.moved_bytes, self._device)
 
 
 def _free_bytes(device: torch.device) -> int:

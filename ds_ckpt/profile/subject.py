@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 from torch.utils._pytree import tree_map
 
 from ds_ckpt.errors import DsCkptError, Problem, UnsupportedError
@@ -199,7 +200,7 @@ def _callable(name: str, sizes: Sizes) -> Subject:
             raise
         except Exception as error:
             why, remedy = f"{path} was called with {keywords or 'no arguments'}", "mend it"
-            if _fake_now():
+            if detect_fake_mode() is not None:
                 why += " on fake tensors, which hold no values"
                 remedy += ", or measure real tensors with --real"
             raise _refused(name, _short(error), why, remedy, _NOT_BUILT) from error
@@ -222,12 +223,6 @@ def _callable(name: str, sizes: Sizes) -> Subject:
         return _prepared(model, sizes), tree_map(cast, given)
 
     return Subject(name, build, sized="batch" in takes)
-
-
-def _fake_now() -> bool:
-    from torch._guards import detect_fake_mode
-
-    return detect_fake_mode() is not None
 
 
 def _hugging_face(name: str, sizes: Sizes) -> Subject:
@@ -372,20 +367,15 @@ def _prepared(model: nn.Module, sizes: Sizes) -> nn.Module:
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
     """All of it, as DeepSpeed does for bf16 and fp16. `Module.to` cannot swap fake tensors."""
-    done: dict[int, Tensor] = {}
-
-    def other(tensor: Tensor) -> Tensor:
-        if id(tensor) not in done:  # tied weights stay tied
-            made = tensor.detach().to(dtype)
-            if isinstance(tensor, nn.Parameter):
-                made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-            done[id(tensor)] = made
-        return done[id(tensor)]
-
-    with torch.no_grad():
-        for module in model.modules():
-            tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-            for table in tables:
-                for name, tensor in table.items():
-                    if tensor is not None and tensor.is_floating_point() and tensor.dtype != dtype:
-                        table[name] = other(tensor)
+    done: dict[Tensor, Tensor] = {}  # tied weights stay tied
+    for module in model.modules():
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for table in tables:
+            for name, tensor in table.items():
+                if tensor is None or not tensor.is_floating_point() or tensor.dtype == dtype:
+                    continue
+                if tensor not in done:
+                    done[tensor] = tensor.detach().to(dtype)
+                    if isinstance(tensor, nn.Parameter):
+                        done[tensor] = nn.Parameter(done[tensor], tensor.requires_grad)
+                table[name] = done[tensor]
