@@ -7,7 +7,6 @@ table and JSON.
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -71,7 +70,7 @@ class ActivationPlan:
         forward_flops, forward_s: of one forward.
         tokens: elements of the largest tensor of whole numbers that the plan was made for, else of
             the largest tensor.
-        planning_s: wall time of measuring and searching.
+        planning_s: wall time of measuring and searching; whoever makes the plan sets it.
     """
 
     of: BudgetOf
@@ -202,20 +201,18 @@ class Planner:
         Raises:
             UnsupportedError: none does; the words say what would.
         """
-        start_s = time.perf_counter()
         options, room = self._options(allowance), self._room(allowance)
         choice: list[int] | None = [0] * len(options)
         if self._untreated_bytes(allowance) > allowance.budget_bytes:
             choice = search(options, room)
         if choice is None:
             raise self.too_small(allowance)
-        return self._written(allowance, options, choice, room, start_s)
+        return self._written(allowance, options, choice, room)
 
     def least(self, allowance: Allowance) -> ActivationPlan:
         """The plan that needs the fewest bytes, whether or not it fits."""
-        start_s = time.perf_counter()
         options, room = self._options(allowance), self._room(allowance)
-        return self._written(allowance, options, least(options, room)[1], room, start_s)
+        return self._written(allowance, options, least(options, room)[1], room)
 
     def _untreated_bytes(self, allowance: Allowance) -> int:
         """Needed where nothing is recomputed: the search counts what blocks may share as held."""
@@ -264,7 +261,6 @@ class Planner:
         options: Sequence[Sequence[Option]],
         choice: Sequence[int],
         room: Room,
-        start_s: float,
     ) -> ActivationPlan:
         found = self._found
         ways = [block[i] for block, i in zip(self._candidates, choice, strict=True)]
@@ -300,7 +296,6 @@ class Planner:
             sum(self._forward_s),
             self._rates,
             self._tokens,
-            time.perf_counter() - start_s,
         )
 
     def too_small(self, allowance: Allowance) -> UnsupportedError:

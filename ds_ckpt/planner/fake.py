@@ -42,16 +42,12 @@ MOST_ELEMENTS = 2**20
 """Of tensors whose values are kept: beyond it an attention mask of every pair of positions."""
 
 
-class UnknownValueError(Exception):
-    """A forward needs a value that a fake tensor does not have. `operator` asked for it."""
-
-    def __init__(self, operator: str) -> None:
-        super().__init__(operator)
-        self.operator = operator
-
-
 class KnownValues(TorchDispatchMode):
-    """Entered above a `FakeTensorMode`: computes for real what depends on known values alone."""
+    """Entered above a `FakeTensorMode`: computes for real what depends on known values alone.
+
+    torch's own constants (`FakeTensor.constant`) are single numbers, and their views share no
+    storage.
+    """
 
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()
@@ -86,7 +82,7 @@ class KnownValues(TorchDispatchMode):
             out = _grouped(func, args, kwargs) if grouped else func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             if not known:
-                raise UnknownValueError(str(func)) from None
+                raise
             return tree_map(self._to_fake, self._really(func, args, kwargs))
         results = tensors_in(out)
         if known and self._wanted(func, tensors, results):
@@ -368,12 +364,11 @@ def unknown_values_refused(
     try:
         yield
     except (
-        UnknownValueError,
         DataDependentOutputException,
         DynamicOutputShapeException,
         UnsupportedFakeTensorException,
     ) as error:
-        asked = getattr(error, "operator", None) or getattr(error, "func", None) or error
+        asked = getattr(error, "func", None) or error
         raise UnsupportedError(
             Problem(
                 where=where(),

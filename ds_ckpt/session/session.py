@@ -176,7 +176,7 @@ class Session:
         return list(self._planning.history) if self._planning else []
 
     def _keeping(self) -> tuple[Keeping, torch.device]:
-        """How boundaries are kept, and the device that computes."""
+        """How checkpointed inputs are kept, and the device that computes."""
         return boundary_keeping(self.config.activation), torch.device(self.engine.device)
 
     def _log_profile(self, step: int) -> None:
@@ -214,7 +214,7 @@ class Session:
 
     @property
     def offload(self) -> OffloadCounters | None:
-        """What left the device and came back, by block; None where boundaries are not moved."""
+        """What left the device and came back, by block; None where nothing is moved."""
         store = self._boundaries.store if self._boundaries else None
         return store.counters if store else None
 
