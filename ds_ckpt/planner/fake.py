@@ -43,23 +43,34 @@ MOST_ELEMENTS = 2**20
 
 
 class KnownValues(TorchDispatchMode):
-    """Entered above a `FakeTensorMode`: computes for real what depends on known values alone.
+    """Fake tensors, and what depends on known values alone computed for real.
 
     torch's own constants (`FakeTensor.constant`) are single numbers, and their views share no
     storage.
     """
 
-    def __init__(self, mode: FakeTensorMode) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._mode = mode
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)  # models keep constants of their own
         self._known = WeakTensorKeyDictionary()
 
-    def fake(self, value: Tensor) -> Tensor:
-        """A fake tensor for `value`, whose values are remembered if it is small and whole."""
-        twin = faked(value, self._mode)
-        real = not isinstance(value, FakeTensor) and value.device.type != "meta"
-        if real and may_be_known(value):
-            self._known[twin] = value.detach().clone()  # a forward may write into it
+    def __enter__(self) -> KnownValues:
+        self.mode.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.mode.__exit__(*error)
+
+    def fake(self, leaf: Any) -> Any:
+        """For a tensor a fake one, whose values are remembered if it is small and whole."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        twin = faked(leaf, self.mode)
+        real = not isinstance(leaf, FakeTensor) and leaf.device.type != "meta"
+        if real and may_be_known(leaf):
+            self._known[twin] = leaf.detach().clone()  # a forward may write into it
         return twin
 
     def known(self, leaf: Any) -> Any:
@@ -72,25 +83,30 @@ class KnownValues(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in NO_WORK:
             return func(*args, **kwargs)
-        if _makes_integers(func, args):
+        name, tensors = func._schema.name, tensors_in((args, kwargs))
+        # random integers and constants: masks are made of them
+        lifted = name == "aten::lift_fresh" and not isinstance(args[0], FakeTensor)
+        if name == "aten::randint" or (lifted and not args[0].is_floating_point()):
             with unset_fake_temporarily():
                 return self.fake(func(*args, **kwargs))
-        tensors = tensors_in((args, kwargs))
         known = all(t in self._known for t in tensors)
         try:
-            grouped = func._schema.name == "aten::_grouped_mm"
+            grouped = name == "aten::_grouped_mm"
             out = _grouped(func, args, kwargs) if grouped else func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             if not known:
                 raise
-            return tree_map(self._to_fake, self._really(func, args, kwargs))
+            return tree_map(self.fake, self._really(func, args, kwargs))
         results = tensors_in(out)
         if known and self._wanted(func, tensors, results):
             real = tensors_in(self._really(func, args, kwargs))
             for twin, value in zip(results, real, strict=True):
                 self._known[twin] = value
-        elif func._schema.is_mutable:
-            self._forget(tensors)
+        elif func._schema.is_mutable:  # what may have been written over, under whatever view
+            storages = {t.untyped_storage()._cdata for t in tensors}
+            for twin in list(self._known.keys()):
+                if twin.untyped_storage()._cdata in storages:
+                    del self._known[twin]
         return out
 
     def _wanted(self, func: Any, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
@@ -101,32 +117,8 @@ class KnownValues(TorchDispatchMode):
         return "empty" not in func._schema.name and all(_small(t) for t in results)
 
     def _really(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        def value(leaf: Any) -> Any:
-            return self._known[leaf] if isinstance(leaf, Tensor) else leaf
-
         with unset_fake_temporarily():
-            return func(*tree_map(value, args), **tree_map(value, kwargs))
-
-    def _to_fake(self, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        twin = self._mode.from_tensor(leaf, static_shapes=True)
-        self._known[twin] = leaf
-        return twin
-
-    def _forget(self, tensors: Sequence[Tensor]) -> None:
-        """What may have been written over, under whatever view."""
-        storages = {t.untyped_storage()._cdata for t in tensors}
-        for twin in list(self._known.keys()):
-            if twin.untyped_storage()._cdata in storages:
-                del self._known[twin]
-
-
-def _makes_integers(func: Any, args: Any) -> bool:
-    """Random integers and constants: masks are made of them."""
-    if func._schema.name == "aten::lift_fresh":
-        return not isinstance(args[0], FakeTensor) and not args[0].is_floating_point()
-    return bool(func._schema.name == "aten::randint")
+            return func(*tree_map(self.known, args), **tree_map(self.known, kwargs))
 
 
 def may_be_known(tensor: Tensor) -> bool:
@@ -286,21 +278,16 @@ def fake_run(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device | None
 ) -> Iterator[tuple[nn.Module, Any, Any]]:
     """A copy of the model and of its arguments; inside, every operator is fake."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    values = KnownValues(mode)
-    twin = fake_copy(model, mode, device)
-
-    def fake(leaf: Any) -> Any:
-        return values.fake(leaf) if isinstance(leaf, Tensor) else leaf
-
-    fake_args, fake_kwargs = tree_map(fake, list(args)), tree_map(fake, dict(kwargs))
+    values = KnownValues()
+    twin = fake_copy(model, values.mode, device)
+    fake_args, fake_kwargs = tree_map(values.fake, (list(args), dict(kwargs)))
     state = random.getstate()
     kinds = {p.device.type for p in twin.parameters()} - {"cpu", "meta"}
     try:
         with torch.random.fork_rng(
             devices=list(range(torch.cuda.device_count())) if "cuda" in kinds else []
         ):
-            with mode, values, taken_for_real(), torch.enable_grad():
+            with values, taken_for_real(), torch.enable_grad():
                 yield twin, fake_args, fake_kwargs
     finally:
         random.setstate(state)
@@ -313,7 +300,6 @@ class FakeModel:
     name: str
     model: nn.Module
     batch: Any
-    mode: FakeTensorMode
     values: KnownValues
 
     @classmethod
@@ -322,13 +308,12 @@ class FakeModel:
 
         Raises UnsupportedError where building asks for values that nobody knows.
         """
-        mode = FakeTensorMode(allow_non_fake_inputs=True)  # it may have made constants before
-        values = KnownValues(mode)
+        values = KnownValues()
         # torch's truncated normal asks tensors for its bounds, which fake ones cannot tell
         unasked = _patched(nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor)
-        with _profile_refused(name), taken_for_real(), unasked, mode, values:
+        with _profile_refused(name), taken_for_real(), unasked, values:
             model, batch = make()
-        return cls(name, model, batch, mode, values)
+        return cls(name, model, batch, values)
 
     def known_batch(self) -> Any:
         """The batch with real tensors where their values are known."""
@@ -347,7 +332,7 @@ class FakeModel:
         seen = nullcontext() if tracing else taken_for_real()
         # torch logs what operators raise; the error says it already
         quiet = _patched(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
-        with _profile_refused(self.name), quiet, seen, self.mode, self.values:
+        with _profile_refused(self.name), quiet, seen, self.values:
             yield
 
 

@@ -9,8 +9,8 @@ that is computed outside of the model's forward, and memory that kernels use ins
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -383,11 +383,8 @@ def simulate(
 
         put = [replace(unit, blocks=tuple(map(on_twin, unit.blocks))) for unit in units]
         CheckpointedBlocks(twin, units=put)
-        for parameter in twin.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(_drop)
         tracker = MemoryTracker(twin, weights=list(twin.parameters()), operator=ran)
-        with not_plannable(), tracker:
+        with not_plannable(), gradients_dropped(twin), tracker:
             with tracker.saved:
                 result = twin(*fake_args, **fake_kwargs)
             forward_flops = flops
@@ -398,5 +395,15 @@ def simulate(
     return SimulatedStep(tracker.saved.bytes, forward_flops, flops, tracker.peak_bytes)
 
 
-def _drop(parameter: Tensor) -> None:
-    parameter.grad = None
+@contextmanager
+def gradients_dropped(model: nn.Module) -> Iterator[None]:
+    """Weights' gradients are let go as they come, as ZeRO-3 takes them away."""
+
+    def drop(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    with ExitStack() as stack:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                stack.callback(parameter.register_post_accumulate_grad_hook(drop).remove)
+        yield

@@ -19,7 +19,7 @@ from ds_ckpt.activation import Block
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.planner.costs import flops_of, launches
 from ds_ckpt.planner.fake import FakeModel
-from ds_ckpt.profile.measure import Observation, gradients_dropped
+from ds_ckpt.profile.measure import Observation, nothing_left
 from ds_ckpt.profile.records import BlockCompiled, Break, Compiled, Footprint
 from ds_ckpt.profile.subject import run_forward
 from ds_ckpt.telemetry.memory import OUTSIDE, MemoryTracker, Operator
@@ -45,7 +45,7 @@ def compile_report(made: FakeModel, blocks: Sequence[Block], kept: Footprint) ->
     try:
         # outside the fake mode: the compiler finds it in the tensors, and takes no other mode
         compiled: Any = torch.compile(made.model, backend=seen.compiled)
-        with gradients_dropped(made.model, made.batch):
+        with nothing_left(made.model, made.batch):
             run_forward(compiled, made.batch).backward()
         # those for which a whole frame was left to Python
         told = {b.reason for b in seen.breaks}

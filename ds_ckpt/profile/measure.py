@@ -14,7 +14,7 @@ import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from ds_ckpt.activation.install import Surrounding
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.planner.costs import flops_of, launches, moved_bytes, stored_attention
 from ds_ckpt.planner.fake import FakeModel
+from ds_ckpt.planner.survey import gradients_dropped
 from ds_ckpt.profile.policies import ComparedPolicy, blocks_of, with_plan
 from ds_ckpt.profile.records import PARTS, BlockHeld, Footprint, Peak, Times, Work
 from ds_ckpt.profile.subject import Subject, run_forward, tokens_of
@@ -143,19 +144,12 @@ def _parts_of(block: Block) -> Iterator[tuple[str, nn.Module]]:
 
 
 @contextmanager
-def gradients_dropped(model: nn.Module, batch: Any = None) -> Iterator[None]:
-    """Weights' gradients are let go as they come, as ZeRO-3 does; the batch's at the end."""
-
-    def drop(tensor: Tensor) -> None:
-        tensor.grad = None
-
-    with ExitStack() as stack:
-        for leaf in tensors_in(batch):
-            stack.callback(drop, leaf)
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                stack.callback(parameter.register_post_accumulate_grad_hook(drop).remove)
+def nothing_left(model: nn.Module, batch: Any) -> Iterator[None]:
+    """Weights' gradients are let go as they come, the batch's at the end."""
+    with gradients_dropped(model):
         yield
+    for leaf in tensors_in(batch):
+        leaf.grad = None
 
 
 @contextmanager
@@ -191,7 +185,7 @@ def _footprint(
     """One step under observation; the model is left as it was found."""
     seen = Observation(model, blocks_of(model, modules)[0])
     with (
-        gradients_dropped(model, batch),
+        nothing_left(model, batch),
         checkpointed(model, policy, seen.where.recomputing, seen.where.around),
         seen,
     ):
@@ -268,7 +262,7 @@ def real_bytes(
     model: nn.Module, batch: Any, policy: ComparedPolicy, device: torch.device
 ) -> tuple[int, int]:
     """Saved activations of a real forward, and the allocator's peak above what was there before."""
-    with gradients_dropped(model, batch), checkpointed(model, policy):
+    with nothing_left(model, batch), checkpointed(model, policy):
         saved = SavedActivations(model)
         with saved:
             loss = run_forward(model, batch)
@@ -340,7 +334,7 @@ def _timed_step(
         finally:
             recompute_s += now() - start_s
 
-    with gradients_dropped(model, batch), checkpointed(model, policy, recomputing):
+    with nothing_left(model, batch), checkpointed(model, policy, recomputing):
         start_s = now()
         loss = run_forward(model, batch)
         middle_s = now()

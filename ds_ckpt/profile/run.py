@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -54,13 +54,6 @@ class Options:
     repeats: int = 5
 
 
-def dtype_in(config: Mapping[str, Any] | None) -> torch.dtype | None:
-    """What DeepSpeed would train in; None where the file says nothing."""
-    if lookup(config, ("bf16", "enabled")) is True:
-        return torch.bfloat16
-    return torch.float16 if lookup(config, ("fp16", "enabled")) is True else None
-
-
 def make_profile(options: Options, told: Told = lambda text: None) -> Profile:
     """Raises ConfigError and UnsupportedError, with remedies."""
     configured, missing = None, list[str]()
@@ -71,8 +64,9 @@ def make_profile(options: Options, told: Told = lambda text: None) -> Profile:
             configured = dict(section) if section else {"policy": activation.policy}
         missing = not_counted(activation)
         options = replace(options, modules=options.modules or activation.modules)
-    if options.sizes.dtype is None:
-        options = replace(options, sizes=replace(options.sizes, dtype=dtype_in(options.config)))
+    for key, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        if options.sizes.dtype is None and lookup(options.config, (key, "enabled")) is True:
+            options = replace(options, sizes=replace(options.sizes, dtype=dtype))
     told("building the model")
     run = _Run(options, told)
     states, assumptions = estimate(run.parameters, options.config, options.world)
@@ -80,7 +74,7 @@ def make_profile(options: Options, told: Told = lambda text: None) -> Profile:
         replace(p, resident_bytes=states.resident_bytes, limit_bytes=options.limit_bytes)
         for p in compared(options.policies, run.modules, configured)
     ]
-    found = tuple(run.with_real_steps(run.footprints(policies), policies))
+    found = tuple(run.footprints(policies))
     profile = Profile(
         model=options.model,
         class_name=run.class_name,
@@ -134,75 +128,66 @@ class _Run:
         self.class_name = type(model).__name__
         self.dtype = next((p.dtype for p in model.parameters()), torch.float32)
 
-    def footprints(self, policies: Sequence[ComparedPolicy]) -> list[Footprint]:
-        """Of every policy at every batch: by fake tensors, or by real ones where those fail."""
+    def footprints(self, policies: Sequence[ComparedPolicy]) -> Iterator[Footprint]:
+        """Of every policy at every batch, with the bytes and times of real steps where they were
+        asked for or are cheap."""
         batches = tuple(dict.fromkeys(self._options.batches))
         if len(batches) > 1 and not self._subject.sized:
             name = self._subject.name
             self.not_measured.append(f"other batches: {name} takes no argument named batch")
             batches = batches[:1]
-        found: list[Footprint] = []
-        for count in batches:
-            where = (self._subject, count, policies, self.modules)
-            if self._fake:
-                try:
-                    found += footprints(*where, told=self._told)
-                    continue
-                except UnsupportedError as error:
-                    values = any("fake tensors" in p.why for p in error.problems)
-                    if self._options.real is not True or not values:
-                        raise
-                    self._fake = False
-                    self.not_measured.append(f"by fake tensors: {error.problems[0].found}")
-            found += footprints(*where, self._device, self._told)
-        return found
-
-    def with_real_steps(
-        self, found: list[Footprint], policies: Sequence[ComparedPolicy]
-    ) -> list[Footprint]:
-        """Bytes and times of real steps, where they were asked for or are cheap."""
         if self._options.real is False:
             self.not_measured.append("times: --fake runs no step on real tensors")
-            return found
-        forced, weights = self._options.real is True, self.parameters
-        result = []
-        for count in dict.fromkeys(f.batch for f in found):
-            mine = [f for f in found if f.batch == count]
-            needed = 2 * sum(weights.counts) * weights.itemsize
-            needed += max(f.peak.live_bytes for f in mine)
-            free = _free_bytes(self._device)
-            flops = sum(f.flops for f in mine) * (self._options.repeats + 3)
-            if needed > (1.0 if forced else _SHARE_OF_MEMORY) * free:
-                text = f"{needed / GIB:.2f} GiB where {free / GIB:.2f} GiB are free"
-                if forced:
-                    raise too_big(count, text)
-                self.not_measured.append(f"times at batch {count}: {text}")
-            elif not forced and flops > _MOST_FLOPS[self._device.type]:
-                self.not_measured.append(
-                    f"times at batch {count}: {flops:.1e} FLOPs are too many to run unasked; "
-                    "ask with --real"
-                )
-            else:
-                mine = self._real_steps(count, mine, policies)
-            result += mine
-        return result
+        for count in batches:
+            found = self._observed(count, policies)
+            real = self._options.real is not False and self._can_run(found)
+            yield from self._real_steps(count, found, policies) if real else found
+
+    def _observed(self, count: int, policies: Sequence[ComparedPolicy]) -> list[Footprint]:
+        """By fake tensors, or by real ones where those fail."""
+        where = (self._subject, count, policies, self.modules)
+        if self._fake:
+            try:
+                return footprints(*where, told=self._told)
+            except UnsupportedError as error:
+                values = any("fake tensors" in p.why for p in error.problems)
+                if self._options.real is not True or not values:
+                    raise
+                self._fake = False
+                self.not_measured.append(f"by fake tensors: {error.problems[0].found}")
+        return footprints(*where, self._device, self._told)
+
+    def _can_run(self, found: Sequence[Footprint]) -> bool:
+        """Whether real steps are run at this batch; UnsupportedError where they cannot be."""
+        forced, weights, count = self._options.real is True, self.parameters, found[0].batch
+        needed = 2 * sum(weights.counts) * weights.itemsize
+        needed += max(f.peak.live_bytes for f in found)
+        free = _free_bytes(self._device)
+        flops = sum(f.flops for f in found) * (self._options.repeats + 3)
+        why = ""
+        if needed > (1.0 if forced else _SHARE_OF_MEMORY) * free:
+            why = f"{needed / GIB:.2f} GiB where {free / GIB:.2f} GiB are free"
+            if forced:
+                raise too_big(count, why)
+        elif not forced and flops > _MOST_FLOPS[self._device.type]:
+            why = f"{flops:.1e} FLOPs are too many to run unasked; ask with --real"
+        if why:
+            self.not_measured.append(f"times at batch {count}: {why}")
+        return not why
 
     def _real_steps(
         self, count: int, found: Sequence[Footprint], policies: Sequence[ComparedPolicy]
-    ) -> list[Footprint]:
+    ) -> Iterator[Footprint]:
         device = self._device
         with out_of_memory(count):
             model, batch = built_real(self._subject, count, device)
             policies = [with_plan(policy, model, batch, device) for policy in policies]
-            real = []
-            for policy in policies:
-                self._told(f"{policy.name}, batch {count}, real bytes")
-                real.append(real_bytes(model, batch, policy, device))
+            self._told(f"batch {count}, real bytes")
+            real = [real_bytes(model, batch, policy, device) for policy in policies]
             times = times_of(model, batch, policies, device, self._options.repeats, self._told)
-        return [
-            replace(f, real_held_bytes=held, real_peak_bytes=peak, times=times[f.policy])
-            for f, (held, peak) in zip(found, real, strict=True)
-        ]
+        for footprint, (held, peak) in zip(found, real, strict=True):
+            times_s = times[footprint.policy]
+            yield replace(footprint, real_held_bytes=held, real_peak_bytes=peak, times=times_s)
 
     def compile_report(self, found: Sequence[Footprint]) -> Compiled | None:
         """By fake tensors; None, with a word why, where the model has none."""

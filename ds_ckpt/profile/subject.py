@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
+import operator
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -173,23 +174,19 @@ def _callable(name: str, sizes: Sizes) -> Subject:
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # a command has none, `python -m` does
     try:
-        target: Any = importlib.import_module(module_name)
+        module = importlib.import_module(module_name)
     except Exception as error:
         remedy = "write a module that Python finds from this folder, for example train:make"
         raise _unknown(name, f"importing {module_name} fails: {_short(error)}", remedy) from error
-    for part in path.split("."):
-        if not hasattr(target, part):
-            public = (n for n in dir(target) if not n.startswith("_"))
-            names = [n for n in public if callable(getattr(target, n))]
-            remedy = f"callables there: {', '.join(names[:20]) or 'none'}"
-            raise _unknown(name, f"{module_name} has no {path}", remedy)
-        target = getattr(target, part)
+    try:
+        target = operator.attrgetter(path)(module)
+    except AttributeError:
+        names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        remedy = f"callables there: {', '.join(sorted(names)[:20]) or 'none'}"
+        raise _unknown(name, f"{module_name} has no {path}", remedy) from None
     if not callable(target):
         raise _unknown(name, f"{path} is a {type(target).__name__}", "name a function")
-    try:
-        takes = set(inspect.signature(target).parameters)
-    except (TypeError, ValueError):
-        takes = set()
+    takes = set(inspect.signature(target).parameters)
 
     def build(batch: int) -> Built:
         wanted = {"batch": batch, "tokens": sizes.tokens}
