@@ -101,7 +101,7 @@ class ActivationPlan:
 
     @property
     def choices(self) -> list[str]:
-        """The treatment of each block."""
+        """What is done with each block, in words."""
         return [b.word for b in self.blocks]
 
     def units(self, model: nn.Module) -> list[Unit]:
@@ -134,7 +134,7 @@ class ActivationPlan:
 
     def table(self) -> str:
         """One line for neighbours that are treated alike, with their bytes and costs."""
-        head = ("blocks", "treatment", "saved MiB", "in backward MiB", "recompute GFLOP", "ms")
+        head = ("blocks", "policy", "saved MiB", "in backward MiB", "recompute GFLOP", "ms")
         rows = [head]
         for word, neighbours in groupby(self.blocks, key=lambda block: block.word):
             group = list(neighbours)

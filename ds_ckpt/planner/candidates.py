@@ -123,7 +123,7 @@ def _candidate(
     for call in block.calls:
         for number in range(*call.saves):
             plain = not any(first <= number < end for first, end in inside)
-            if plain and trace.alive(trace.saves[number]):
+            if plain and trace.saves[number] in trace.held:
                 held.add(trace.saves[number])
     for _, storages, _, operators in recomputes:
         kept |= storages

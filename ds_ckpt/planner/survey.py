@@ -9,7 +9,7 @@ that is computed outside of the model's forward, and memory that kernels use ins
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,7 +27,7 @@ from ds_ckpt.planner.fake import fake_run, unknown_values_refused
 from ds_ckpt.telemetry.memory import MemoryTracker, Operator, Storage, tensors_in
 
 NO_STORAGE = -1
-"""Of a tensor that has none of its own (sparse)."""
+"""Of a tensor that has none of its own (sparse), and of a weight that is saved."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class TracedOperator:
     moved_bytes: int
 
 
-@dataclass
+@dataclass(frozen=True)
 class Call:
     """One call of one module: what was inside, from where to where.
 
@@ -66,7 +66,7 @@ class Call:
     arguments: list[Storage]
     operators: tuple[int, int]
     saves: tuple[int, int]
-    results: list[Storage] = field(default_factory=list)
+    results: list[Storage]
 
 
 class Trace:
@@ -91,7 +91,6 @@ class Trace:
         self.saves: list[Storage] = []
         self.calls: list[Call] = []
         self.sizes = self.tracker.storages.bytes
-        self._living: frozenset[Storage] = frozenset()
         self._open: list[int] = [0]
         self._stopped = 0
         self.weights = frozenset(map(self._storage, module.parameters())) - {NO_STORAGE}
@@ -105,14 +104,10 @@ class Trace:
         """The innermost module in which the forward is, or where it stopped."""
         return self.names[self._stopped or self._open[-1]]
 
-    def finish(self) -> None:
-        """The forward has ended and its result is still there: note what is held."""
-        living = frozenset(filter(self.tracker.storages.alive, self.saves))
-        self._living = living - self.weights
-
-    def alive(self, storage: Storage) -> bool:
-        """Whether what was saved was held when the forward had ended; weights do not count."""
-        return storage in self._living
+    @property
+    def held(self) -> Collection[Storage]:
+        """What of `saves` was there when the forward had ended; weights do not count."""
+        return self.tracker.saved.held
 
     def within(self, call: Call) -> list[TracedOperator]:
         """The operators of a call."""
@@ -127,9 +122,9 @@ class Trace:
         found = (self._storage(t) for t in tensors_in(value))
         return [s for s in found if s not in self.weights and s != NO_STORAGE]
 
-    def _saved(self, tensor: Tensor, _: Storage | None) -> None:
+    def _saved(self, tensor: Tensor, storage: Storage | None) -> None:
         if not isinstance(tensor, nn.Parameter):
-            self.saves.append(self._storage(tensor))
+            self.saves.append(NO_STORAGE if storage is None else storage)
 
     def _ran(self, operator: Operator) -> None:
         written: list[Storage] = []
@@ -156,13 +151,10 @@ class Trace:
         @functools.wraps(forward)
         def traced(*args: Any, **kwargs: Any) -> Any:
             self._open.append(number)
-            call = None
             if watched:
                 given, named = without_empty_caches(self.names[number], args, kwargs)
                 arguments = self._storages(Arguments(forward, given, named).tensors)
-                first, saves = len(self.operators), len(self.saves)
-                call = Call(self.names[number], arguments, (first, first), (saves, saves))
-                self.calls.append(call)
+            first, saves = len(self.operators), len(self.saves)
             try:
                 result = forward(*args, **kwargs)
             except BaseException:
@@ -170,10 +162,11 @@ class Trace:
                 raise
             finally:
                 self._open.pop()
-            if call is not None:
-                call.operators = (call.operators[0], len(self.operators))
-                call.saves = (call.saves[0], len(self.saves))
-                call.results = self._storages(result)
+            if watched:
+                operators = (first, len(self.operators))
+                ends = (saves, len(self.saves))
+                results = self._storages(result)
+                self.calls.append(Call(self.names[number], arguments, operators, ends, results))
             return result
 
         return traced
@@ -249,7 +242,7 @@ class Survey:
         self.saved_bytes = self.head_bytes = self.tail_bytes = 0
         seen, outside = set[Storage](), set[Storage]()
         for number, (storage, index) in enumerate(zip(trace.saves, of_save, strict=True)):
-            if not trace.alive(storage):
+            if storage not in trace.held:
                 continue
             if index == -1:
                 outside.add(storage)
@@ -315,7 +308,6 @@ def survey(
         trace = Trace(twin, watched)
         with not_plannable(lambda: trace.running), trace.tracker.saved, trace.tracker:
             result = twin(*fake_args, **fake_kwargs)
-        trace.finish()
         del plainly, result
     return Survey(blocks, trace)
 

@@ -47,8 +47,8 @@ from ds_ckpt.telemetry.memory import (
 Told = Callable[[str], object]
 
 
-class Observation:
-    """One step, seen by the memory tracker. Enter it around the step, `saved` around the forward.
+class Observation(MemoryTracker):
+    """Enter it around one step, `saved` around the forward.
 
     Args:
         model: nothing of it is changed but for hooks, which are taken off again.
@@ -66,10 +66,9 @@ class Observation:
         self.where = ModuleTracker(
             {b.name: b.module for b in blocks}, {b.name: list(_parts_of(b)) for b in blocks}
         )
-        self._tracker = MemoryTracker(
+        super().__init__(
             model, place=lambda: self.where.place, operator=self._ran, noted=self._noted
         )
-        self.saved = self._tracker.saved
         self.work: defaultdict[Place, Work] = defaultdict(Work)
         self.by_operator: Counter[str] = Counter()
         self.avoided_bytes = 0
@@ -81,11 +80,11 @@ class Observation:
 
     def __enter__(self) -> Observation:
         self.where.__enter__()
-        self._tracker.__enter__()
+        super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._tracker.__exit__(*error)
+        super().__exit__(*error)
         self.where.__exit__(*error)
 
     def _ran(self, operator: Operator) -> None:
@@ -111,8 +110,8 @@ class Observation:
 
     @property
     def peak(self) -> Peak:
-        place = self._tracker.peak_place or Place("forward", OUTSIDE)
-        return Peak(self._tracker.peak_bytes, place.phase, place.block)
+        place = self.peak_place or Place("forward", OUTSIDE)
+        return Peak(self.peak_bytes, place.phase, place.block)
 
     def blocks(self) -> tuple[BlockHeld, ...]:
         """Saved activations of each block; what lies outside of all blocks last."""
@@ -282,7 +281,7 @@ def _allocated(step: Callable[[], object], device: torch.device) -> int:
         step()
     events = seen.profiler.kineto_results.events()
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    return max(itertools.accumulate((nbytes for _, nbytes in changes), initial=0))
+    return int(max(itertools.accumulate((nbytes for _, nbytes in changes), initial=0)))
 
 
 def times_of(
