@@ -33,8 +33,8 @@ def attach(engine: Any, *, mpu: Any = None) -> Session:
 
     Args:
         mpu: a Megatron-style object whose tensor-parallel group `partition_activations` splits
-            boundaries over; default: `engine.mpu`, which AutoTP sets, and what was given to
-            `deepspeed.initialize(mpu=...)`.
+            checkpointed inputs over; default: `engine.mpu`, which AutoTP sets, and what was given
+            to `deepspeed.initialize(mpu=...)`.
 
     Raises:
         ConfigError: the configuration is wrong; the engine is untouched.

@@ -18,7 +18,7 @@ def activation_policy(config: ActivationConfig) -> Policy:
     )
 
 
-def boundary_keeping(config: ActivationConfig) -> Keeping:
+def input_keeping(config: ActivationConfig) -> Keeping:
     """What `build_inputs` takes."""
     return Keeping(**{key: getattr(config, key) for key in KeepingConfig.model_fields})
 

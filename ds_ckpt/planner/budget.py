@@ -7,7 +7,6 @@ table and JSON.
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,7 @@ from typing import Literal
 
 from torch import nn
 
-from ds_ckpt.activation.blocks import Block, is_hf_layer
+from ds_ckpt.activation.blocks import block_of
 from ds_ckpt.activation.policies import Unit
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.planner.candidates import Candidate, UnitNames, candidates_of, shared_by_blocks
@@ -24,7 +23,7 @@ from ds_ckpt.planner.costs import Rates
 from ds_ckpt.planner.solve import Option, Room, least, need, search
 from ds_ckpt.planner.survey import Survey
 from ds_ckpt.telemetry.memory import Storage
-from ds_ckpt.telemetry.units import GIB, MIB, size
+from ds_ckpt.telemetry.units import GIB, MIB, columns, size
 
 _WHERE = "$.ds_ckpt.activation.budget_gib"
 BudgetOf = Literal["saved", "activations", "accelerator"]
@@ -71,7 +70,7 @@ class ActivationPlan:
         forward_flops, forward_s: of one forward.
         tokens: elements of the largest tensor of whole numbers that the plan was made for, else of
             the largest tensor.
-        planning_s: wall time of measuring and searching.
+        planning_s: wall time of measuring and searching; whoever makes the plan sets it.
     """
 
     of: BudgetOf
@@ -102,7 +101,7 @@ class ActivationPlan:
 
     @property
     def choices(self) -> list[str]:
-        """The treatment of each block."""
+        """What is done with each block, in words."""
         return [b.word for b in self.blocks]
 
     def units(self, model: nn.Module) -> list[Unit]:
@@ -110,7 +109,7 @@ class ActivationPlan:
         modules = dict(model.named_modules())
         return [
             Unit(
-                tuple(_block(name, modules[name]) for name in unit.modules),
+                tuple(block_of(name, modules[name]) for name in unit.modules),
                 unit.save_ops,
                 _WHERE,
             )
@@ -127,7 +126,7 @@ class ActivationPlan:
         share = self.recompute_flops / self.forward_flops if self.forward_flops else 0.0
         return (
             f"plan for {size(self.budget_bytes)} ({_OF[self.of]}): {treated}; "
-            f"{size(self.held_bytes)} held of {size(self.none_bytes)} without recompute{away}, "
+            f"{size(self.held_bytes)} saved of {size(self.none_bytes)} without recompute{away}, "
             f"{size(self.needed_bytes)} needed at most; recomputes {share:.1%} of a forward's "
             f"products, {self.recompute_share:.1%} of its time; "
             f"made for {self.tokens} tokens in {self.planning_s:.1f} s"
@@ -135,7 +134,7 @@ class ActivationPlan:
 
     def table(self) -> str:
         """One line for neighbours that are treated alike, with their bytes and costs."""
-        head = ("blocks", "treatment", "held MiB", "in backward MiB", "recompute GFLOP", "ms")
+        head = ("blocks", "policy", "saved MiB", "in backward MiB", "recompute GFLOP", "ms")
         rows = [head]
         for word, neighbours in groupby(self.blocks, key=lambda block: block.word):
             group = list(neighbours)
@@ -153,18 +152,7 @@ class ActivationPlan:
         outside = self.held_bytes - sum(b.held_bytes for b in self.blocks)
         for what, nbytes in {"outside of blocks": outside, **self.resident}.items():
             rows.append((what, "", f"{nbytes / MIB:.1f}", "", "", ""))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
-            "  ".join(
-                cell.ljust(width) if i < 2 else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        )
-
-
-def _block(name: str, module: nn.Module) -> Block:
-    return Block(name, module, "hf" if is_hf_layer(module) else "forward")
+        return columns(rows, left=2)
 
 
 @dataclass(frozen=True)
@@ -213,20 +201,18 @@ class Planner:
         Raises:
             UnsupportedError: none does; the words say what would.
         """
-        start_s = time.perf_counter()
         options, room = self._options(allowance), self._room(allowance)
         choice: list[int] | None = [0] * len(options)
         if self._untreated_bytes(allowance) > allowance.budget_bytes:
             choice = search(options, room)
         if choice is None:
             raise self.too_small(allowance)
-        return self._written(allowance, options, choice, room, start_s)
+        return self._written(allowance, options, choice, room)
 
     def least(self, allowance: Allowance) -> ActivationPlan:
         """The plan that needs the fewest bytes, whether or not it fits."""
-        start_s = time.perf_counter()
         options, room = self._options(allowance), self._room(allowance)
-        return self._written(allowance, options, least(options, room)[1], room, start_s)
+        return self._written(allowance, options, least(options, room)[1], room)
 
     def _untreated_bytes(self, allowance: Allowance) -> int:
         """Needed where nothing is recomputed: the search counts what blocks may share as held."""
@@ -275,7 +261,6 @@ class Planner:
         options: Sequence[Sequence[Option]],
         choice: Sequence[int],
         room: Room,
-        start_s: float,
     ) -> ActivationPlan:
         found = self._found
         ways = [block[i] for block, i in zip(self._candidates, choice, strict=True)]
@@ -311,7 +296,6 @@ class Planner:
             sum(self._forward_s),
             self._rates,
             self._tokens,
-            time.perf_counter() - start_s,
         )
 
     def too_small(self, allowance: Allowance) -> UnsupportedError:
@@ -352,7 +336,7 @@ class Planner:
                 where=_WHERE,
                 found=f"{allowance.budget_bytes / GIB:.6g} GiB for {allowance.of}",
                 why=f"with everything recomputed that can be, this model and batch of "
-                f"{self._tokens} tokens need {_up(now)} GiB, where nothing recomputed holds "
+                f"{self._tokens} tokens need {_up(now)} GiB, where nothing recomputed saves "
                 f"{self._found.saved_bytes / GIB:.6g} GiB{beside}",
                 remedy="; or ".join(remedies or ["use more processes, or offload what is beside"]),
             ),

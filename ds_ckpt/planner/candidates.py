@@ -14,14 +14,7 @@ from dataclasses import dataclass
 
 from ds_ckpt.activation.policies import Groups, policies
 from ds_ckpt.activation.selective import cores, products
-from ds_ckpt.planner.survey import (
-    NO_STORAGE,
-    Call,
-    Survey,
-    SurveyedBlock,
-    Trace,
-    TracedOperator,
-)
+from ds_ckpt.planner.survey import NO_STORAGE, Call, Survey, SurveyedBlock, TracedOperator
 from ds_ckpt.telemetry.memory import Storage
 
 Keeps = Callable[[TracedOperator], bool]
@@ -36,7 +29,7 @@ def _tried(found: Survey, block: SurveyedBlock) -> list[tuple[str, Groups, tuple
     ways: list[tuple[str, Groups, tuple[str, ...]]] = []
     for policy in policies():
         for groups, sets in policy.candidates(block.name, block):
-            if all(any(map(_kept_by(found.trace, block, (word,)), operators)) for word in sets):
+            if all(any(map(_kept_by(found, block, (word,)), operators)) for word in sets):
                 ways.append((f"{policy.name} {'+'.join(sets)}".rstrip(), groups, sets))
     of = {name: groups for name, groups, _ in ways}
     if "attention" in of and "mlp" in of:
@@ -45,20 +38,20 @@ def _tried(found: Survey, block: SurveyedBlock) -> list[tuple[str, Groups, tuple
     return ways
 
 
-def _kept_by(trace: Trace, block: SurveyedBlock, sets: Sequence[str]) -> Keeps:
+def _kept_by(found: Survey, block: SurveyedBlock, sets: Sequence[str]) -> Keeps:
     """Whether an operator's result is in one of these sets, as `activation.selective` decides."""
     anywhere: frozenset[object] = frozenset()
     if "matmuls" in sets:
         anywhere |= products() | cores()
     if "attention" in sets:
         anywhere |= cores()
-    inside = {
+    inside = (
         *(block.attention if "qkvo" in sets else ()),
         *(block.gates if "gate" in sets else ()),
-    }
+    )
     marked = {
         number
-        for number, name in enumerate(trace.names)
+        for number, name in enumerate(found.trace.names)
         if any(name == n or name.startswith(n + ".") for n in inside)
     }
     in_modules = products()
@@ -102,66 +95,47 @@ class Candidate:
     flops: int
     moved_bytes: int
 
-    @property
-    def numbers(self) -> tuple[object, ...]:
-        """What tells it from others."""
-        return self.held, self.full, self.flops, self.moved_bytes
-
-
-@dataclass(frozen=True)
-class _Recompute:
-    """Storages that it keeps, storages that are saved inside, operators that run again."""
-
-    kept: frozenset[Storage]
-    inner: frozenset[Storage]
-    repeated: tuple[TracedOperator, ...]
-
 
 def candidates_of(found: Survey, index: int) -> list[Candidate]:
     """The ways to treat block `index`; the first is to leave it alone."""
     block = found.blocks[index]
     ways: dict[tuple[object, ...], Candidate] = {}
     for word, groups, sets in _tried(found, block):
-        keeps = _kept_by(found.trace, block, sets) if sets else None
-        candidate = _candidate(found, block, word, groups, sets, keeps)
-        if candidate is not None:
-            ways.setdefault(candidate.numbers, candidate)
+        way = _candidate(found, block, word, groups, sets)
+        if way is not None:
+            ways.setdefault((way.held, way.full, way.flops, way.moved_bytes), way)
     return list(ways.values())
 
 
 def _candidate(
-    found: Survey,
-    block: SurveyedBlock,
-    word: str,
-    groups: Sequence[Sequence[str]],
-    sets: tuple[str, ...],
-    keeps: Keeps | None,
+    found: Survey, block: SurveyedBlock, word: str, groups: Groups, sets: tuple[str, ...]
 ) -> Candidate | None:
     trace = found.trace
-    recomputes = []
-    inside: list[tuple[int, int]] = []
-    for group in groups:
-        for calls in _chains(found, block, group):
-            recomputes.append(_recompute(trace, calls, keeps))
-            inside += [call.saves for call in calls]
+    keeps = _kept_by(found, block, sets)
+    held, kept, largest = set[Storage](), set[Storage](), set[Storage]()
+    repeated: list[TracedOperator] = []
+    recomputes = [
+        (c, *_recompute(found, c, keeps)) for g in groups for c in _chains(found, block, g)
+    ]
     if groups and not recomputes:
         return None
-    saves = [n for call in block.calls for n in range(*call.saves)]
-    plain = [n for n in saves if not any(first <= n < end for first, end in inside)]
-    held = frozenset(s for n in plain if trace.alive(s := trace.saves[n]))
-    kept = frozenset[Storage]().union(*(r.kept for r in recomputes))
-    largest = max(
-        (r.inner for r in recomputes),
-        key=lambda inner: found.bytes_of(inner - held - kept),
-        default=frozenset[Storage](),
-    )
-    repeated = [operator for r in recomputes for operator in r.repeated]
+    inside = [call.saves for calls, *_ in recomputes for call in calls]
+    for call in block.calls:
+        for number in range(*call.saves):
+            plain = not any(first <= number < end for first, end in inside)
+            if plain and trace.saves[number] in trace.held:
+                held.add(trace.saves[number])
+    for _, storages, _, operators in recomputes:
+        kept |= storages
+        repeated += operators
+    for _, _, inner, _ in recomputes:
+        largest = max(largest, inner - held - kept, key=found.bytes_of)
     return Candidate(
         word,
         tuple(UnitNames(tuple(group), sets) for group in groups),
-        held | kept,
-        kept - held,
-        held | kept | largest,
+        frozenset(held | kept),
+        frozenset(kept - held),
+        frozenset(held | kept | largest),
         sum(operator.flops for operator in repeated),
         sum(operator.moved_bytes for operator in repeated),
     )
@@ -178,45 +152,34 @@ def _chains(found: Survey, block: SurveyedBlock, group: Sequence[str]) -> Iterat
             yield list(chain)
 
 
-def _recompute(trace: Trace, calls: Sequence[Call], keeps: Keeps | None) -> _Recompute:
-    saves = [trace.saves[n] for call in calls for n in range(*call.saves)]
+def _recompute(
+    found: Survey, calls: Sequence[Call], keeps: Keeps
+) -> tuple[set[Storage], set[Storage], list[TracedOperator]]:
+    """Storages that it keeps, storages that are saved inside, operators that run again."""
+    trace = found.trace
+    saves = {trace.saves[n] for call in calls for n in range(*call.saves)}
+    kept, before, repeated = set[Storage](), set[Storage](), list[TracedOperator]()
     if not saves:  # a frozen block whose input needs no gradient
-        return _Recompute(frozenset(), frozenset(), ())
-    kept: set[Storage] = set()
-    repeated: list[TracedOperator] = []
-    before: set[Storage] = set()
-    for number, call in enumerate(calls):
-        last = number == len(calls) - 1
+        return kept, saves, repeated
+    for call in calls:
         kept |= set(call.arguments) - before
         before = set(call.results)
-        for operator, results in _results(trace, call, keeps, whole=not last or number > 0):
-            if results is not None:
+        operators = trace.within(call)
+        written = {s: number for number, o in enumerate(operators) for s in o.written}
+        for number, operator in enumerate(operators):
+            results = set(operator.results)
+            early = operator.packs < call.saves[1]
+            if (
+                keeps(operator)
+                and (early or len(calls) > 1)
+                and not before & results
+                and all(written.get(s, -1) <= number for s in results)
+            ):
                 kept |= results
-            elif operator.packs < call.saves[1] or not last:
+            elif early or call is not calls[-1]:
                 repeated.append(operator)
     none = trace.weights | {NO_STORAGE}
-    return _Recompute(frozenset(kept) - none, frozenset(saves) - none, tuple(repeated))
-
-
-def _results(
-    trace: Trace, call: Call, keeps: Keeps | None, *, whole: bool
-) -> Iterator[tuple[TracedOperator, set[Storage] | None]]:
-    """Every operator of a call with the storages that are kept of it; None: it runs again."""
-    operators = trace.within(call)
-    written: dict[Storage, int] = {}
-    for number, operator in enumerate(operators):
-        written.update(dict.fromkeys(operator.written, number))
-    outside = set(call.results)
-    for number, operator in enumerate(operators):
-        results = set(operator.results)
-        is_kept = (
-            keeps is not None
-            and keeps(operator)
-            and (whole or operator.packs < call.saves[1])
-            and not outside & results
-            and all(written.get(s, -1) <= number for s in results)
-        )
-        yield operator, results - {NO_STORAGE} if is_kept else None
+    return kept - none, saves - none, repeated
 
 
 def shared_by_blocks(candidates: Sequence[Sequence[Candidate]]) -> frozenset[Storage]:

@@ -41,19 +41,15 @@ def _grouped_flops(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
     return 2 * a.numel() * b[-1]
 
 
-def _packet(name: str) -> Any:
-    return getattr(torch.ops.aten, name, None)
-
-
-_MORE: dict[Any, Any] = {
+_MORE: dict[str, Any] = {
     # torch's registry knows the attention cores of GPUs
-    _packet("_scaled_dot_product_flash_attention_for_cpu"): lambda q, k, v, *_, **__: sdpa_flop(
+    "aten._scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_, **__: sdpa_flop(
         q, k, v
     ),
-    _packet("_scaled_dot_product_flash_attention_for_cpu_backward"): (
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward": (
         lambda g, q, k, v, *_, **__: sdpa_backward_flop(g, q, k, v)
     ),
-    _packet("_grouped_mm"): _grouped_flops,
+    "aten._grouped_mm": _grouped_flops,
 }
 
 
@@ -64,8 +60,9 @@ def _shape(value: Any) -> Any:
 def flops_of(operator: Operator) -> int:
     """Multiplications and additions of a product, convolution or attention core; others: 0."""
     packet, kwargs = operator.func.overloadpacket, operator.kwargs
-    if packet in _MORE:
-        return int(_MORE[packet](*map(_shape, operator.args), **kwargs))
+    more = _MORE.get(str(packet))
+    if more is not None:
+        return int(more(*map(_shape, operator.args), **kwargs))
     formula = flop_registry.get(packet)
     return int(formula(*operator.args, **kwargs, out_val=operator.out)) if formula else 0
 
@@ -124,12 +121,6 @@ class Rates:
     def seconds(self, flops: float, moved_bytes: float) -> float:
         """`moved_bytes` of the operators that are no products."""
         return flops / self.flops_per_s + moved_bytes / self.bytes_per_s
-
-    def __str__(self) -> str:
-        return (
-            f"{self.flops_per_s / 1e12:.3g} TFLOP/s, {self.bytes_per_s / 1e9:.3g} GB/s, "
-            f"bus {self.bus_bytes_per_s / 1e9:.3g} GB/s"
-        )
 
 
 def measured_rates(device: torch.device, dtype: torch.dtype) -> Rates:

@@ -42,28 +42,35 @@ MOST_ELEMENTS = 2**20
 """Of tensors whose values are kept: beyond it an attention mask of every pair of positions."""
 
 
-class UnknownValueError(Exception):
-    """A forward needs a value that a fake tensor does not have. `operator` asked for it."""
-
-    def __init__(self, operator: str) -> None:
-        super().__init__(operator)
-        self.operator = operator
-
-
 class KnownValues(TorchDispatchMode):
-    """Entered above a `FakeTensorMode`: computes for real what depends on known values alone."""
+    """Fake tensors, and what depends on known values alone computed for real.
 
-    def __init__(self, mode: FakeTensorMode) -> None:
+    torch's own constants (`FakeTensor.constant`) are single numbers, and their views share no
+    storage.
+    """
+
+    def __init__(self) -> None:
         super().__init__()
-        self._mode = mode
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)  # models keep constants of their own
         self._known = WeakTensorKeyDictionary()
 
-    def fake(self, value: Tensor) -> Tensor:
-        """A fake tensor for `value`, whose values are remembered if it is small and whole."""
-        twin = faked(value, self._mode)
-        real = not isinstance(value, FakeTensor) and value.device.type != "meta"
-        if real and may_be_known(value):
-            self._known[twin] = value.detach().clone()  # a forward may write into it
+    def __enter__(self) -> KnownValues:
+        self.mode.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.mode.__exit__(*error)
+
+    def fake(self, leaf: Any) -> Any:
+        """For a tensor a fake one, whose values are remembered if it is small and whole."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        twin = faked(leaf, self.mode)
+        real = not isinstance(leaf, FakeTensor) and leaf.device.type != "meta"
+        if real and may_be_known(leaf):
+            self._known[twin] = leaf.detach().clone()  # a forward may write into it
         return twin
 
     def known(self, leaf: Any) -> Any:
@@ -76,25 +83,30 @@ class KnownValues(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in NO_WORK:
             return func(*args, **kwargs)
-        if _makes_integers(func, args):
+        name, tensors = func._schema.name, tensors_in((args, kwargs))
+        # random integers and constants: masks are made of them
+        lifted = name == "aten::lift_fresh" and not isinstance(args[0], FakeTensor)
+        if name == "aten::randint" or (lifted and not args[0].is_floating_point()):
             with unset_fake_temporarily():
                 return self.fake(func(*args, **kwargs))
-        tensors = tensors_in((args, kwargs))
         known = all(t in self._known for t in tensors)
         try:
-            grouped = func._schema.name == "aten::_grouped_mm"
+            grouped = name == "aten::_grouped_mm"
             out = _grouped(func, args, kwargs) if grouped else func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             if not known:
-                raise UnknownValueError(str(func)) from None
-            return tree_map(self._to_fake, self._really(func, args, kwargs))
+                raise
+            return tree_map(self.fake, self._really(func, args, kwargs))
         results = tensors_in(out)
         if known and self._wanted(func, tensors, results):
             real = tensors_in(self._really(func, args, kwargs))
             for twin, value in zip(results, real, strict=True):
                 self._known[twin] = value
-        elif func._schema.is_mutable:
-            self._forget(tensors)
+        elif func._schema.is_mutable:  # what may have been written over, under whatever view
+            storages = {t.untyped_storage()._cdata for t in tensors}
+            for twin in list(self._known.keys()):
+                if twin.untyped_storage()._cdata in storages:
+                    del self._known[twin]
         return out
 
     def _wanted(self, func: Any, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
@@ -105,32 +117,8 @@ class KnownValues(TorchDispatchMode):
         return "empty" not in func._schema.name and all(_small(t) for t in results)
 
     def _really(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        def value(leaf: Any) -> Any:
-            return self._known[leaf] if isinstance(leaf, Tensor) else leaf
-
         with unset_fake_temporarily():
-            return func(*tree_map(value, args), **tree_map(value, kwargs))
-
-    def _to_fake(self, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        twin = self._mode.from_tensor(leaf, static_shapes=True)
-        self._known[twin] = leaf
-        return twin
-
-    def _forget(self, tensors: Sequence[Tensor]) -> None:
-        """What may have been written over, under whatever view."""
-        storages = {t.untyped_storage()._cdata for t in tensors}
-        for twin in list(self._known.keys()):
-            if twin.untyped_storage()._cdata in storages:
-                del self._known[twin]
-
-
-def _makes_integers(func: Any, args: Any) -> bool:
-    """Random integers and constants: masks are made of them."""
-    if func._schema.name == "aten::lift_fresh":
-        return not isinstance(args[0], FakeTensor) and not args[0].is_floating_point()
-    return bool(func._schema.name == "aten::randint")
+            return func(*tree_map(self.known, args), **tree_map(self.known, kwargs))
 
 
 def may_be_known(tensor: Tensor) -> bool:
@@ -182,11 +170,12 @@ _HOOKS = (
     "_forward_pre_hooks_with_kwargs",
 )
 _DROPPED = ("deepspeed", "ds_ckpt")
-_OWN = {"_parameters", "_buffers", "_modules", *_HOOKS}
 
 
-class FakeCopy:
-    """The same modules over fake tensors; `module` is the copy, the original is not changed.
+def fake_copy(
+    model: nn.Module, mode: FakeTensorMode, device: torch.device | None = None
+) -> nn.Module:
+    """The same modules over fake tensors; the original is not changed.
 
     Under ZeRO-3 a parameter is an empty tensor that knows its whole shape (`ds_shape`); the copy
     has it whole, and nothing is gathered or allocated. Hooks of DeepSpeed and of ds_ckpt are left
@@ -202,88 +191,62 @@ class FakeCopy:
     Raises:
         UnsupportedError: a parameter of a kind whose memory nobody can foretell from its shape.
     """
+    tensors = {id(p): _fake_parameter(n, p, mode, device) for n, p in model.named_parameters()}
+    twins = {id(m): type(m).__new__(type(m)) for m in model.modules()}
 
-    def __init__(
-        self, model: nn.Module, mode: FakeTensorMode, device: torch.device | None = None
-    ) -> None:
-        self._mode, self._device = mode, device
-        self._tensors: dict[int, Tensor] = {}
-        self._twins = {id(m): type(m).__new__(type(m)) for m in model.modules()}
-        for name, module in model.named_modules():
-            self._fill(name, module)
-        self.module: nn.Module = self._twins[id(model)]
-
-    def _fill(self, name: str, module: nn.Module) -> None:
-        twin = self._twins[id(module)]
-        own = {k: v for k, v in vars(module).items() if k not in _OWN}
-        # `__new__` may have set nothing, and `__setattr__` needs what `nn.Module` sets first
-        vars(twin).update(
-            _parameters={
-                k: self._parameter(f"{name}.{k}", p) for k, p in module._parameters.items()
-            },
-            _buffers={k: None if b is None else self._plain(b) for k, b in module._buffers.items()},
-            _modules={
-                k: None if m is None else self._twins[id(m)] for k, m in module._modules.items()
-            },
-        )
-        for key in _HOOKS:
-            if key in vars(module):
-                vars(twin)[key] = _kept_hooks(vars(module)[key])
-        vars(twin).update({k: self._value(v) for k, v in own.items()})
-        vars(twin).pop("_compiled_call_impl", None)  # would run the original
-
-    def _parameter(self, name: str, parameter: nn.Parameter | None) -> Tensor | None:
-        if parameter is None:
-            return None
-        known = self._tensors.get(id(parameter))
-        if known is not None:
-            return known
-        plain = type(parameter).__name__ == "Parameter" or isinstance(parameter, FakeTensor)
-        if not plain or parameter.layout != torch.strided:
-            raise UnsupportedError(
-                Problem(
-                    where=name,
-                    found=f"a {type(parameter).__name__} ({parameter.layout})",
-                    why="the model is measured with tensors that have shapes and no memory, and "
-                    "this kind of weight cannot be made so",
-                    remedy='set "policy" to "block", "selective" or another that measures nothing',
-                )
-            )
-        device = self._device or home_of(parameter)
-        shape = getattr(parameter, "ds_shape", None)
-        with self._mode:
-            if shape is not None:
-                data = torch.empty(tuple(shape), dtype=parameter.dtype, device=device)
-            else:
-                data = torch.empty_strided(
-                    parameter.size(), parameter.stride(), dtype=parameter.dtype, device=device
-                )
-            twin = nn.Parameter(data, requires_grad=parameter.requires_grad)
-        self._tensors[id(parameter)] = twin
-        return twin
-
-    def _plain(self, tensor: Tensor) -> Tensor:
-        known = self._tensors.get(id(tensor))
-        if known is None:
-            known = faked(tensor, self._mode)
-            self._tensors[id(tensor)] = known
-        return known
-
-    def _value(self, value: Any) -> Any:
-        """An attribute: tensors become fake, modules their copies, containers new ones."""
+    def twin_of(value: Any) -> Any:
+        """Of tensors fake ones, of modules their copies, of containers new ones."""
+        kind = type(value)
         if isinstance(value, nn.Module):
-            return self._twins.get(id(value), value)
-        if isinstance(value, nn.Parameter):
-            return self._tensors.get(id(value), value)
+            return twins.get(id(value), value)
         if isinstance(value, Tensor):
-            return self._plain(value)
-        if type(value) in (list, tuple, set):
-            return type(value)(self._value(v) for v in value)
-        if type(value) in (dict, OrderedDict):
-            return type(value)((k, self._value(v)) for k, v in value.items())
-        if isinstance(value, types.MethodType) and id(value.__self__) in self._twins:
-            return types.MethodType(value.__func__, self._twins[id(value.__self__)])
+            if id(value) not in tensors and not isinstance(value, nn.Parameter):
+                tensors[id(value)] = faked(value, mode)
+            return tensors.get(id(value), value)
+        if kind in (list, tuple, set):
+            return kind(map(twin_of, value))
+        if kind in (dict, OrderedDict):
+            return kind((k, twin_of(v)) for k, v in value.items())
+        if isinstance(value, types.MethodType) and id(value.__self__) in twins:
+            return types.MethodType(value.__func__, twins[id(value.__self__)])
         return value
+
+    for module in model.modules():
+        own = vars(twins[id(module)])
+        for key, value in vars(module).items():
+            if key in _HOOKS:
+                own[key] = OrderedDict((k, h) for k, h in value.items() if not _is_dropped(h))
+            elif key in ("_parameters", "_buffers", "_modules"):  # ZeRO-3 has a class of its own
+                own[key] = {k: twin_of(v) for k, v in value.items()}
+            elif key != "_compiled_call_impl":  # would run the original
+                own[key] = twin_of(value)
+    return twins[id(model)]
+
+
+def _fake_parameter(
+    name: str, parameter: nn.Parameter, mode: FakeTensorMode, device: torch.device | None
+) -> Tensor:
+    plain = type(parameter).__name__ == "Parameter" or isinstance(parameter, FakeTensor)
+    if not plain or parameter.layout != torch.strided:
+        raise UnsupportedError(
+            Problem(
+                where=name,
+                found=f"a {type(parameter).__name__} ({parameter.layout})",
+                why="the model is measured with tensors that have shapes and no memory, and "
+                "this kind of weight cannot be made so",
+                remedy='set "policy" to "block", "selective" or another that measures nothing',
+            )
+        )
+    device = device or home_of(parameter)
+    shape = getattr(parameter, "ds_shape", None)
+    with mode:
+        if shape is not None:
+            data = torch.empty(tuple(shape), dtype=parameter.dtype, device=device)
+        else:
+            data = torch.empty_strided(
+                parameter.size(), parameter.stride(), dtype=parameter.dtype, device=device
+            )
+        return nn.Parameter(data, requires_grad=parameter.requires_grad)
 
 
 def home_of(tensor: Tensor) -> torch.device:
@@ -303,10 +266,6 @@ def faked(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     return twin.requires_grad_(tensor.requires_grad)
 
 
-def _kept_hooks(hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:
-    return OrderedDict((k, h) for k, h in hooks.items() if not _is_dropped(h))
-
-
 def _is_dropped(hook: Callable[..., Any] | bool) -> bool:
     while hasattr(hook, "func"):
         hook = hook.func
@@ -319,21 +278,16 @@ def fake_run(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device | None
 ) -> Iterator[tuple[nn.Module, Any, Any]]:
     """A copy of the model and of its arguments; inside, every operator is fake."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    values = KnownValues(mode)
-    twin = FakeCopy(model, mode, device).module
-
-    def fake(leaf: Any) -> Any:
-        return values.fake(leaf) if isinstance(leaf, Tensor) else leaf
-
-    fake_args, fake_kwargs = tree_map(fake, list(args)), tree_map(fake, dict(kwargs))
+    values = KnownValues()
+    twin = fake_copy(model, values.mode, device)
+    fake_args, fake_kwargs = tree_map(values.fake, (list(args), dict(kwargs)))
     state = random.getstate()
     kinds = {p.device.type for p in twin.parameters()} - {"cpu", "meta"}
     try:
         with torch.random.fork_rng(
             devices=list(range(torch.cuda.device_count())) if "cuda" in kinds else []
         ):
-            with mode, values, taken_for_real(), torch.enable_grad():
+            with values, taken_for_real(), torch.enable_grad():
                 yield twin, fake_args, fake_kwargs
     finally:
         random.setstate(state)
@@ -346,7 +300,6 @@ class FakeModel:
     name: str
     model: nn.Module
     batch: Any
-    mode: FakeTensorMode
     values: KnownValues
 
     @classmethod
@@ -355,13 +308,12 @@ class FakeModel:
 
         Raises UnsupportedError where building asks for values that nobody knows.
         """
-        mode = FakeTensorMode(allow_non_fake_inputs=True)  # it may have made constants before
-        values = KnownValues(mode)
+        values = KnownValues()
         # torch's truncated normal asks tensors for its bounds, which fake ones cannot tell
         unasked = _patched(nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor)
-        with _profile_refused(name), taken_for_real(), unasked, mode, values:
+        with _profile_refused(name), taken_for_real(), unasked, values:
             model, batch = make()
-        return cls(name, model, batch, mode, values)
+        return cls(name, model, batch, values)
 
     def known_batch(self) -> Any:
         """The batch with real tensors where their values are known."""
@@ -378,20 +330,10 @@ class FakeModel:
         Raises UnsupportedError where the forward asks for values that nobody knows.
         """
         seen = nullcontext() if tracing else taken_for_real()
-        with _profile_refused(self.name), _torch_quiet(), seen, self.mode, self.values:
+        # torch logs what operators raise; the error says it already
+        quiet = _patched(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
+        with _profile_refused(self.name), quiet, seen, self.values:
             yield
-
-
-@contextmanager
-def _torch_quiet() -> Iterator[None]:
-    """torch logs what operators raise; the error says it already."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before = log.level
-    log.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        log.setLevel(before)
 
 
 @contextmanager
@@ -407,12 +349,11 @@ def unknown_values_refused(
     try:
         yield
     except (
-        UnknownValueError,
         DataDependentOutputException,
         DynamicOutputShapeException,
         UnsupportedFakeTensorException,
     ) as error:
-        asked = getattr(error, "operator", None) or getattr(error, "func", None) or error
+        asked = getattr(error, "func", None) or error
         raise UnsupportedError(
             Problem(
                 where=where(),

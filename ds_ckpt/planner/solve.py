@@ -130,7 +130,7 @@ def search(
     for chosen, parent in reversed(back):
         choice.append(int(chosen[at]))
         at = int(parent[at])
-    return _improved(blocks, choice, room)
+    return choice
 
 
 def _front(needs: _Ints, costs: _Floats, limit: int) -> _Ints:
@@ -150,21 +150,3 @@ def _front(needs: _Ints, costs: _Floats, limit: int) -> _Ints:
     last[:-1] = bins[1:] != bins[:-1]  # the cheapest of each bin
     last[0] = True
     return front[last]
-
-
-def _improved(blocks: Sequence[Sequence[Option]], choice: list[int], room: Room) -> list[int]:
-    """Single steps that still fit, the best first: what thinning the front may have missed."""
-    while True:
-        steps = [
-            (options[j].cost - options[choice[i]].cost, i, j)
-            for i, options in enumerate(blocks)
-            for j in range(len(options))
-            if options[j].cost < options[choice[i]].cost
-        ]
-        for _, i, j in sorted(steps):
-            changed = [*choice[:i], j, *choice[i + 1 :]]
-            if need(blocks, changed, room) <= room.budget:
-                choice = changed
-                break
-        else:
-            return choice

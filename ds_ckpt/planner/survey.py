@@ -1,4 +1,4 @@
-"""Measures a model's forward without its memory: what blocks save, and what operators do.
+"""Measures a model without its memory: what blocks save and operators do, and a whole step.
 
 One forward of a fake copy (`fake.py`) with the shapes of a real batch, followed by the memory
 tracker. The numbers are not estimates from a formula: the same modules run, autograd saves what it
@@ -9,9 +9,9 @@ that is computed outside of the model's forward, and memory that kernels use ins
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from ds_ckpt.activation.blocks import Block, Part, attention_parts, find_blocks, gates, mlp_parts
 from ds_ckpt.activation.checkpoint import Arguments
 from ds_ckpt.activation.install import CheckpointedBlocks, without_empty_caches
+from ds_ckpt.activation.policies import Unit
 from ds_ckpt.activation.selective import is_view, writes_to
 from ds_ckpt.planner.costs import Rates, flops_of, moved_bytes
 from ds_ckpt.planner.fake import fake_run, unknown_values_refused
 from ds_ckpt.telemetry.memory import MemoryTracker, Operator, Storage, tensors_in
 
 NO_STORAGE = -1
-"""Of a tensor that has none of its own (sparse)."""
+"""Of a tensor that has none of its own (sparse), and of a weight that is saved."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class TracedOperator:
     moved_bytes: int
 
 
-@dataclass
+@dataclass(frozen=True)
 class Call:
     """One call of one module: what was inside, from where to where.
 
@@ -65,7 +66,7 @@ class Call:
     arguments: list[Storage]
     operators: tuple[int, int]
     saves: tuple[int, int]
-    results: list[Storage] = field(default_factory=list)
+    results: list[Storage]
 
 
 class Trace:
@@ -90,7 +91,6 @@ class Trace:
         self.saves: list[Storage] = []
         self.calls: list[Call] = []
         self.sizes = self.tracker.storages.bytes
-        self._living: frozenset[Storage] = frozenset()
         self._open: list[int] = [0]
         self._stopped = 0
         self.weights = frozenset(map(self._storage, module.parameters())) - {NO_STORAGE}
@@ -104,14 +104,10 @@ class Trace:
         """The innermost module in which the forward is, or where it stopped."""
         return self.names[self._stopped or self._open[-1]]
 
-    def finish(self) -> None:
-        """The forward has ended and its result is still there: note what is held."""
-        living = frozenset(filter(self.tracker.storages.alive, self.saves))
-        self._living = living - self.weights
-
-    def alive(self, storage: Storage) -> bool:
-        """Whether what was saved was held when the forward had ended; weights do not count."""
-        return storage in self._living
+    @property
+    def held(self) -> Collection[Storage]:
+        """What of `saves` was there when the forward had ended; weights do not count."""
+        return self.tracker.saved.held
 
     def within(self, call: Call) -> list[TracedOperator]:
         """The operators of a call."""
@@ -126,9 +122,9 @@ class Trace:
         found = (self._storage(t) for t in tensors_in(value))
         return [s for s in found if s not in self.weights and s != NO_STORAGE]
 
-    def _saved(self, tensor: Tensor, _: Storage | None) -> None:
+    def _saved(self, tensor: Tensor, storage: Storage | None) -> None:
         if not isinstance(tensor, nn.Parameter):
-            self.saves.append(self._storage(tensor))
+            self.saves.append(NO_STORAGE if storage is None else storage)
 
     def _ran(self, operator: Operator) -> None:
         written: list[Storage] = []
@@ -155,13 +151,10 @@ class Trace:
         @functools.wraps(forward)
         def traced(*args: Any, **kwargs: Any) -> Any:
             self._open.append(number)
-            call = None
             if watched:
                 given, named = without_empty_caches(self.names[number], args, kwargs)
                 arguments = self._storages(Arguments(forward, given, named).tensors)
-                first, saves = len(self.operators), len(self.saves)
-                call = Call(self.names[number], arguments, (first, first), (saves, saves))
-                self.calls.append(call)
+            first, saves = len(self.operators), len(self.saves)
             try:
                 result = forward(*args, **kwargs)
             except BaseException:
@@ -169,36 +162,57 @@ class Trace:
                 raise
             finally:
                 self._open.pop()
-            if call is not None:
-                call.operators = (call.operators[0], len(self.operators))
-                call.saves = (call.saves[0], len(self.saves))
-                call.results = self._storages(result)
+            if watched:
+                operators = (first, len(self.operators))
+                ends = (saves, len(self.saves))
+                results = self._storages(result)
+                self.calls.append(Call(self.names[number], arguments, operators, ends, results))
             return result
 
         return traced
 
 
-@dataclass(frozen=True)
+@dataclass
 class SurveyedBlock:
     """One block without checkpointing.
 
     Attributes:
+        attention, mlps, gates: its parts, by names of modules; an MLP is a chain of them.
         calls: in order.
         saved_bytes: of storages that autograd saves first inside of it.
-        attention, mlps, gates: its parts, by names of modules; an MLP is a chain of them.
     """
 
     name: str
-    calls: tuple[Call, ...]
-    saved_bytes: int
     attention: tuple[str, ...]
     mlps: tuple[tuple[str, ...], ...]
     gates: tuple[str, ...]
+    calls: list[Call] = field(default_factory=list)
+    saved_bytes: int = 0
+
+    @classmethod
+    def of(cls, block: Block) -> SurveyedBlock:
+        def names(parts: Sequence[Part]) -> tuple[str, ...]:
+            return tuple(name for name, _ in parts)
+
+        chains = mlp_parts(block.name, block.module)
+        found = {id(m) for m in gates(chains)}
+        inside = block.module.named_modules(prefix=block.name)
+        return cls(
+            block.name,
+            names(attention_parts(block.name, block.module)),
+            tuple(map(names, chains)),
+            tuple(n for n, m in inside if id(m) in found),
+        )
+
+    @property
+    def watched(self) -> set[str]:
+        """Modules whose calls a candidate may recompute."""
+        return {self.name, *self.attention, *(name for chain in self.mlps for name in chain)}
 
 
-@dataclass(frozen=True)
 class Survey:
-    """What one forward saves and costs.
+    """What one forward saves and costs. Every storage belongs to the block, or to the outside, that
+    saved it first.
 
     Attributes:
         blocks: in the order in which they first run.
@@ -210,16 +224,42 @@ class Survey:
         block_of: by operator, the index of its block; -1 outside of blocks.
     """
 
-    blocks: tuple[SurveyedBlock, ...]
-    saved_bytes: int
-    head_bytes: int
-    tail_bytes: int
-    flops: int
-    outside: frozenset[Storage] = field(repr=False)
-    block_of: tuple[int, ...] = field(repr=False)
-    trace: Trace = field(repr=False)
+    def __init__(self, blocks: Sequence[SurveyedBlock], trace: Trace) -> None:
+        self.trace = trace
+        for block in blocks:
+            block.calls = self.calls_of(block.name)
+        self.blocks = sorted((b for b in blocks if b.calls), key=lambda b: b.calls[0].operators)
+        self.flops = sum(operator.flops for operator in trace.operators)
+        self.block_of, of_save = [-1] * len(trace.operators), [-1] * len(trace.saves)
+        for index, block in enumerate(self.blocks):
+            for call in block.calls:
+                for labels, (first, end) in (
+                    (self.block_of, call.operators),
+                    (of_save, call.saves),
+                ):
+                    labels[first:end] = [index] * (end - first)
+        last_save = max((c.saves[1] for block in self.blocks for c in block.calls), default=0)
+        self.saved_bytes = self.head_bytes = self.tail_bytes = 0
+        seen, outside = set[Storage](), set[Storage]()
+        for number, (storage, index) in enumerate(zip(trace.saves, of_save, strict=True)):
+            if storage not in trace.held:
+                continue
+            if index == -1:
+                outside.add(storage)
+            if storage in seen:
+                continue
+            seen.add(storage)
+            size = trace.sizes[storage]
+            self.saved_bytes += size
+            if index >= 0:
+                self.blocks[index].saved_bytes += size
+            elif number < last_save:
+                self.head_bytes += size
+            else:
+                self.tail_bytes += size
+        self.outside = frozenset(outside)
 
-    def bytes_of(self, storages: frozenset[Storage]) -> int:
+    def bytes_of(self, storages: Iterable[Storage]) -> int:
         return sum(self.trace.sizes[s] for s in storages)
 
     def calls_of(self, name: str) -> list[Call]:
@@ -256,20 +296,20 @@ def survey(
         UnsupportedError: the forward depends on values of tensors, or torch cannot tell the shape
             of an operator's result.
     """
-    blocks = _outermost(find_blocks(model, modules))
-    parts = {block.name: _parts_of(block) for block in blocks}
-    watched = set(parts)
-    for attention, mlps, _ in parts.values():
-        watched |= {*attention, *(name for chain in mlps for name in chain)}
+    found = find_blocks(model, modules)
+    names = {b.name for b in found}
+    # those that are not inside another one
+    outermost = [b for b in found if not any(b.name.startswith(f"{n}.") for n in names)]
+    blocks = [SurveyedBlock.of(block) for block in outermost]
+    watched = frozenset[str]().union(*(block.watched for block in blocks))
     with fake_run(model, args, kwargs, device) as (twin, fake_args, fake_kwargs):
         # with its hook in place, as in training: transformers then leaves out its cache
         plainly = CheckpointedBlocks(twin, units=[])
-        trace = Trace(twin, frozenset(watched))
+        trace = Trace(twin, watched)
         with not_plannable(lambda: trace.running), trace.tracker.saved, trace.tracker:
             result = twin(*fake_args, **fake_kwargs)
-        trace.finish()
         del plainly, result
-    return _survey(parts, trace)
+    return Survey(blocks, trace)
 
 
 def not_plannable(running: Callable[[], str] = lambda: "") -> AbstractContextManager[None]:
@@ -281,77 +321,81 @@ def not_plannable(running: Callable[[], str] = lambda: "") -> AbstractContextMan
     )
 
 
-def _outermost(blocks: Sequence[Block]) -> list[Block]:
-    """Those that are not inside another one."""
-    names = {b.name for b in blocks}
+@dataclass(frozen=True)
+class SimulatedStep:
+    """One step.
 
-    def inside(name: str) -> bool:
-        pieces = name.split(".")
-        return any(".".join(pieces[:i]) in names for i in range(1, len(pieces)))
+    Attributes:
+        held_bytes: saved activations, as `SavedActivations` counts.
+        forward_flops, flops: of products and attention cores: of the forward; of forward, recompute
+            and backward together.
+        peak_bytes: most bytes alive at once, beside weights and their gradients.
+    """
 
-    return [b for b in blocks if not inside(b.name)]
-
-
-_Parts = tuple[tuple[str, ...], tuple[tuple[str, ...], ...], tuple[str, ...]]
-
-
-def _parts_of(block: Block) -> _Parts:
-    """Names of attention, of the MLPs and of their gates."""
-
-    def names(parts: Sequence[Part]) -> tuple[str, ...]:
-        return tuple(name for name, _ in parts)
-
-    mlps = mlp_parts(block.name, block.module)
-    found = {id(m) for m in gates(mlps)}
-    inside = block.module.named_modules(prefix=block.name)
-    return (
-        names(attention_parts(block.name, block.module)),
-        tuple(names(chain) for chain in mlps),
-        tuple(n for n, m in inside if id(m) in found),
-    )
+    held_bytes: int
+    forward_flops: int
+    flops: int
+    peak_bytes: int
 
 
-def _survey(parts: Mapping[str, _Parts], trace: Trace) -> Survey:
-    """Every storage belongs to the block, or to the outside, that saved it first."""
-    calls = {name: tuple(c for c in trace.calls if c.module == name) for name in parts}
-    order = sorted((n for n in parts if calls[n]), key=lambda n: calls[n][0].operators)
-    block_of, block_of_save = [-1] * len(trace.operators), [-1] * len(trace.saves)
-    for index, name in enumerate(order):
-        for call in calls[name]:
-            for labels, (first, end) in (
-                (block_of, call.operators),
-                (block_of_save, call.saves),
-            ):
-                labels[first:end] = [index] * (end - first)
-    last_save = max((c.saves[1] for name in order for c in calls[name]), default=0)
-    saved = [0] * len(order)
-    head = tail = 0
-    seen, outside = set[Storage](), set[Storage]()
-    for number, (storage, block) in enumerate(zip(trace.saves, block_of_save, strict=True)):
-        if not trace.alive(storage):
-            continue
-        if block == -1:
-            outside.add(storage)
-        if storage in seen:
-            continue
-        seen.add(storage)
-        size = trace.sizes[storage]
-        if block >= 0:
-            saved[block] += size
-        elif number < last_save:
-            head += size
-        else:
-            tail += size
-    return Survey(
-        tuple(
-            SurveyedBlock(name, calls[name], nbytes, *parts[name])
-            for name, nbytes in zip(order, saved, strict=True)
-        ),
-        sum(saved) + head + tail,
-        head,
-        tail,
-        sum(operator.flops for operator in trace.operators),
-        frozenset(outside),
-        tuple(block_of),
-        trace,
-    )
+def simulate(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    units: Sequence[Unit],
+    *,
+    device: torch.device | None = None,
+) -> SimulatedStep:
+    """Forward and backward of a fake copy with `units` recomputed: what is alive at once.
+
+    The real checkpointing is on the copy, so recompute, early stop and kept operators are those of
+    training. Counted are storages that live: what autograd saves, gradients that flow, temporaries,
+    and the gradient of the weight that is being computed (each is dropped when it is there, as ZeRO
+    reduces it away). Not counted: weights, what kernels use inside, and fragmentation.
+
+    Backward begins at the result's `loss`, else at every tensor of it that needs a gradient.
+
+    Args:
+        units: over the modules of `model`; an empty list recomputes nothing.
+
+    Raises:
+        UnsupportedError: see `survey`.
+    """
+    flops = 0
+
+    def ran(operator: Operator) -> None:
+        nonlocal flops
+        flops += flops_of(operator)
+
+    with fake_run(model, args, kwargs, device) as (twin, fake_args, fake_kwargs):
+        parts = dict(twin.named_modules())
+
+        def on_twin(block: Block) -> Block:
+            return Block(block.name, parts[block.name], block.kind)
+
+        put = [replace(unit, blocks=tuple(map(on_twin, unit.blocks))) for unit in units]
+        CheckpointedBlocks(twin, units=put)
+        tracker = MemoryTracker(twin, weights=list(twin.parameters()), operator=ran)
+        with not_plannable(), gradients_dropped(twin), tracker:
+            with tracker.saved:
+                result = twin(*fake_args, **fake_kwargs)
+            forward_flops = flops
+            loss = getattr(result, "loss", None)
+            leaves = tensors_in(loss if isinstance(loss, Tensor) else result)
+            roots = [t for t in leaves if t.requires_grad]
+            torch.autograd.backward(roots, [torch.empty_like(t) for t in roots])
+    return SimulatedStep(tracker.saved.bytes, forward_flops, flops, tracker.peak_bytes)
+
+
+@contextmanager
+def gradients_dropped(model: nn.Module) -> Iterator[None]:
+    """Weights' gradients are let go as they come, as ZeRO-3 takes them away."""
+
+    def drop(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    with ExitStack() as stack:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                stack.callback(parameter.register_post_accumulate_grad_hook(drop).remove)
+        yield

@@ -5,14 +5,13 @@ Heavy imports stay inside the command.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Literal
 
 import typer
 
-_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+from ds_ckpt.hosts.commands import errors_in_words
 
 
 def profile(
@@ -42,8 +41,9 @@ def profile(
     ] = "",
     world: Annotated[int, typer.Option(min=1, help="Processes that share the states.")] = 1,
     dtype: Annotated[
-        str, typer.Option(help="fp32, bf16 or fp16; the default is the file's, then the model's.")
-    ] = "",
+        Literal["fp32", "bf16", "fp16"] | None,
+        typer.Option(help="The default is the file's, then the model's."),
+    ] = None,
     attention: Annotated[str, typer.Option(help="eager, sdpa: transformers' choice.")] = "",
     limit_gib: Annotated[
         float | None, typer.Option(min=0.001, help="Memory of the accelerator, for the best batch.")
@@ -72,25 +72,27 @@ def profile(
     finding ends with the line of the DeepSpeed file that acts on it.
     """
     counts = _counts(batch, batches)
+    import torch
     from rich.console import Console
 
+    from ds_ckpt.config import load_file
     from ds_ckpt.profile.report import document, picture
     from ds_ckpt.profile.run import Options, make_profile
     from ds_ckpt.profile.subject import Sizes
     from ds_ckpt.report import charts
     from ds_ckpt.telemetry.units import GIB
 
-    with _errors_in_words():
-        settings = _settings(config)
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    with errors_in_words():
+        settings = load_file(config) if config is not None else None
         if plot_file is not None:
             charts.check_file(plot_file)
-        sizes = Sizes(tokens, _dtype(dtype), attention or None)
         options = Options(
             model,
             config=settings,
             source=str(config),
             batches=counts,
-            sizes=sizes,
+            sizes=Sizes(tokens, dtypes[dtype] if dtype else None, attention or None),
             world=world,
             policies=tuple(_split(policies)),
             modules=tuple(_split(modules)) or None,
@@ -99,16 +101,11 @@ def profile(
             limit_bytes=None if limit_gib is None else round(limit_gib * GIB),
             repeats=repeats,
         )
-        progress = Console(stderr=True)
-        with progress.status("", spinner="line") as status:
+        with Console(stderr=True).status("", spinner="line") as status:
             found = make_profile(options, lambda text: status.update(text))
-    document(found).print(Console(soft_wrap=False))
-    with _written(json_file):
-        if json_file is not None:
-            json_file.write_text(found.to_json(), encoding="utf-8")
-    with _errors_in_words(), _written(plot_file):
-        if plot_file is not None:
-            charts.save(picture(found), plot_file)
+        document(found).print(Console(soft_wrap=False))
+        _write(json_file, lambda path: path.write_text(found.to_json(), encoding="utf-8"))
+        _write(plot_file, lambda path: charts.save(picture(found), path))
 
 
 def _split(text: str) -> list[str]:
@@ -128,41 +125,12 @@ def _counts(batch: int, batches: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys([batch, *others]))
 
 
-def _dtype(name: str) -> Any:
-    if not name:
-        return None
-    if name not in _NAMES:
-        raise typer.BadParameter(f"--dtype {name!r}: write fp32, bf16 or fp16")
-    import torch
-
-    return getattr(torch, _NAMES[name])
-
-
-def _settings(config: Path | None) -> dict[str, Any] | None:
-    if config is None:
-        return None
-    from ds_ckpt.config import load_file
-
-    return load_file(config)
-
-
-@contextlib.contextmanager
-def _written(path: Path | None) -> Iterator[None]:
+def _write(path: Path | None, write: Callable[[Path], object]) -> None:
+    if path is None:
+        return
     try:
-        yield
+        write(path)
     except OSError as error:
         typer.echo(f"{path} cannot be written: {error.strerror or error}", err=True)
         raise typer.Exit(1) from None
-    if path is not None:
-        typer.echo(f"wrote {path}")
-
-
-@contextlib.contextmanager
-def _errors_in_words() -> Iterator[None]:
-    from ds_ckpt.errors import DsCkptError
-
-    try:
-        yield
-    except DsCkptError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from None
+    typer.echo(f"wrote {path}")

@@ -1,16 +1,15 @@
 """What torch.compile captures of a model, and what its partitioner saves by recomputing itself.
 
-Two passes on a model without memory, with no code generated: one in which the captured graphs are
-interpreted and their operators counted, one in which AOTAutograd cuts them into forward and
-backward as Inductor's default does (`min_cut_rematerialization_partition`).
+On a model without memory, with no code generated: captured graphs are interpreted and their
+operators counted, and AOTAutograd cuts them into forward and backward as Inductor's default does
+(`min_cut_rematerialization_partition`).
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,14 +19,14 @@ from ds_ckpt.activation import Block
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.planner.costs import flops_of, launches
 from ds_ckpt.planner.fake import FakeModel
-from ds_ckpt.profile.measure import Observation, gradients_dropped
+from ds_ckpt.profile.measure import Observation, nothing_left
 from ds_ckpt.profile.records import BlockCompiled, Break, Compiled, Footprint
 from ds_ckpt.profile.subject import run_forward
 from ds_ckpt.telemetry.memory import OUTSIDE, MemoryTracker, Operator
 
 _STILL_MUCH = 0.1
 """A block that the compiler has captured needs a policy if it still holds more than this share of
-what it held, and twice its boundary."""
+what it held, and twice its checkpointed input."""
 
 
 def compile_report(made: FakeModel, blocks: Sequence[Block], kept: Footprint) -> Compiled:
@@ -38,72 +37,25 @@ def compile_report(made: FakeModel, blocks: Sequence[Block], kept: Footprint) ->
         blocks: of that model.
         kept: the step with policy "block".
     """
-    names = [b.name for b in blocks]
-    owners = {id(p): b.name for b in blocks for p in b.module.parameters()}
-    counting, cutting = _Counting(made.model, names), _Cutting(names, owners)
-    with _fresh(made):
-        _forward(made, counting.backend)
-        seen = _told_breaks(counting.breaks)
-        torch._dynamo.reset()
-        loss = _forward(made, cutting.backend)
-        with gradients_dropped(made.model, made.batch):
-            loss.backward()
-    # a forward without the compiler, masks decided as the compiler sees them
-    traced = Observation(made.model, blocks)
-    with made.entered(tracing=True), traced, traced.saved:
-        loss = run_forward(made.model, made.batch)
-    before = {b.name: b.total_bytes for b in traced.blocks()}
-    boundary = {b.name: b.boundary_bytes for b in kept.blocks}
-    whole = traced.total("forward")
-    launched: Counter[str] = Counter()
-    for place, work in traced.work.items():
-        launched[place.block] += work.launches
-    return Compiled(
-        graphs=counting.graphs,
-        breaks=seen,
-        captured_flops=sum(counting.flops.values()),
-        flops=whole.flops,
-        captured_operators=sum(counting.launches.values()),
-        operators=whole.launches,
-        eager_held_bytes=traced.saved.bytes,
-        min_cut_bytes=sum(cutting.min_cut.values()),
-        blocks=tuple(
-            _block(
-                name,
-                counting.launches[name],
-                launched[name],
-                before.get(name, 0),
-                cutting.min_cut[name],
-                boundary.get(name, 0),
-            )
-            for name in names
-        ),
-    )
-
-
-def _block(
-    name: str, captured: int, operators: int, eager: int, compiled: int, boundary: int
-) -> BlockCompiled:
-    whole = captured >= operators
-    much = compiled > max(2 * boundary, _STILL_MUCH * eager)
-    return BlockCompiled(name, captured, operators, eager, compiled, boundary, not whole or much)
-
-
-@contextmanager
-def _fresh(made: FakeModel) -> Iterator[None]:
-    """The compiler without what it remembers, and its errors in words."""
     import torch._dynamo as dynamo
 
+    seen = _Backend(made.model, blocks)
     dynamo.reset()
     dynamo.utils.counters.clear()
     try:
-        yield
+        # outside the fake mode: the compiler finds it in the tensors, and takes no other mode
+        compiled: Any = torch.compile(made.model, backend=seen.compiled)
+        with nothing_left(made.model, made.batch):
+            run_forward(compiled, made.batch).backward()
+        # those for which a whole frame was left to Python
+        told = {b.reason for b in seen.breaks}
+        reasons = dict.fromkeys(_first_line(r) for r in dynamo.utils.counters["graph_break"])
+        seen.breaks += [Break(reason, "") for reason in reasons if reason not in told]
     except Exception as error:
-        text = str(error).strip().splitlines()
         raise UnsupportedError(
             Problem(
                 where="--compile",
-                found=f"{type(error).__name__}: {text[0][:200] if text else ''}",
+                found=f"{type(error).__name__}: {_first_line(str(error))[:200]}",
                 why=f"torch.compile itself fails on {type(made.model).__name__}",
                 remedy="leave --compile out; training it with torch.compile would fail as well",
             ),
@@ -111,45 +63,65 @@ def _fresh(made: FakeModel) -> Iterator[None]:
         ) from error
     finally:
         dynamo.reset()
+    # a forward without the compiler, masks decided as the compiler sees them
+    traced = Observation(made.model, blocks)
+    with made.entered(tracing=True), traced, traced.saved:
+        loss = run_forward(made.model, made.batch)
+    eager = {b.name: b.total_bytes for b in traced.blocks()}
+    del loss
+    inputs = {b.name: b.checkpointed_bytes for b in kept.blocks}
+    operators: Counter[str] = Counter()
+    for place, work in traced.work.items():
+        operators[place.block] += work.launches
 
+    def block(name: str) -> BlockCompiled:
+        captured, saved, kept_bytes = seen.launches[name], seen.min_cut[name], inputs.get(name, 0)
+        much = saved > max(2 * kept_bytes, _STILL_MUCH * eager[name])
+        needs = captured < operators[name] or much
+        return BlockCompiled(name, captured, operators[name], eager[name], saved, kept_bytes, needs)
 
-def _forward(made: FakeModel, backend: Callable[..., Any]) -> Tensor:
-    """Outside the fake mode: the compiler finds it in the tensors, and takes no other mode."""
-    compiled = torch.compile(made.model, backend=backend)
-    return run_forward(compiled, made.batch)  # type: ignore[arg-type]
-
-
-def _told_breaks(found: Sequence[Break]) -> tuple[Break, ...]:
-    """Those that ended a graph, and those for which a whole frame was left to Python."""
-    import torch._dynamo as dynamo
-
-    told = {b.reason for b in found}
-    reasons = (_first_line(r) for r in dynamo.utils.counters["graph_break"])
-    return (*found, *(Break(r, "") for r in dict.fromkeys(reasons) if r not in told))
+    whole = traced.total("forward")
+    return Compiled(
+        graphs=seen.graphs,
+        breaks=tuple(seen.breaks),
+        captured_flops=seen.flops,
+        flops=whole.flops,
+        captured_operators=sum(seen.launches.values()),
+        operators=whole.launches,
+        eager_held_bytes=traced.saved.bytes,
+        min_cut_bytes=sum(seen.min_cut.values()),
+        blocks=tuple(block(b.name) for b in blocks),
+    )
 
 
 def _first_line(reason: str) -> str:
     return reason.strip().splitlines()[0].strip() if reason.strip() else "no reason is given"
 
 
-class _Counting:
-    """A backend that interprets captured graphs and counts what runs in them, by block."""
+class _Backend:
+    """Counts what runs in captured graphs, and what goes from their forward to their backward.
 
-    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
-        self._model, self._names, self._block = model, names, OUTSIDE
-        self.graphs = 0
+    Attributes:
+        launches, min_cut: operators, and bytes that wait for backward, by block.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[Block]) -> None:
+        self._model, self._block = model, OUTSIDE
+        self._names = {b.name for b in blocks}
+        self._owners = {id(p): b.name for b in blocks for p in b.module.parameters()}
+        self.graphs = self.flops = 0
         self.breaks: list[Break] = []
-        self.flops: Counter[str] = Counter()
         self.launches: Counter[str] = Counter()
+        self.min_cut: Counter[str] = Counter()
 
-    def backend(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def compiled(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         self.graphs += 1
         reason = getattr(module, "compile_subgraph_reason", None)
         if reason is not None and reason.graph_break:
             frame = reason.user_stack[-1] if reason.user_stack else None
             where = f"{frame.filename}:{frame.lineno} in {frame.name}" if frame else ""
             self.breaks.append(Break(_first_line(reason.reason), where))
-        outer = self
+        cut, outer = self._cut(module, inputs), self
 
         class Interpreter(fx.Interpreter):
             def run_node(self, node: fx.Node) -> Any:
@@ -158,24 +130,18 @@ class _Counting:
 
         def run(*args: Any) -> Any:
             with MemoryTracker(self._model, operator=self._ran):
-                return Interpreter(module).run(*args)
+                Interpreter(module).run(*args)
+            return cut(*args)
 
         return run
 
     def _ran(self, operator: Operator) -> None:
         if launches(operator):
             self.launches[self._block] += 1
-            self.flops[self._block] += flops_of(operator)
+            self.flops += flops_of(operator)
 
-
-class _Cutting:
-    """A backend that cuts graphs into forward and backward, and counts what goes between them."""
-
-    def __init__(self, names: Sequence[str], owners: dict[int, str]) -> None:
-        self._names, self._owners = names, owners
-        self.min_cut: Counter[str] = Counter()
-
-    def backend(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def _cut(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The graph as AOTAutograd cuts it."""
         from torch._dynamo.backends.common import aot_autograd
         from torch._functorch._aot_autograd.utils import make_boxed_func
         from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -202,11 +168,7 @@ class _Cutting:
         return compiled
 
     def _count(
-        self,
-        backward: fx.GraphModule,
-        weights: set[int],
-        home: str,
-        joint: fx.GraphModule,
+        self, backward: fx.GraphModule, weights: set[int], home: str, joint: fx.GraphModule
     ) -> None:
         """Bytes of the backward's arguments that are neither gradients nor weights."""
         original = {n.name: n for n in joint.graph.nodes}
@@ -224,7 +186,7 @@ class _Cutting:
             stored = base.meta.get("val", value)
             size = stored if isinstance(stored, Tensor) else value
             block = _block_of(base, self._names)
-            self.min_cut[home if block == OUTSIDE else block] += size.numel() * size.element_size()
+            self.min_cut[home if block == OUTSIDE else block] += size.nbytes
 
 
 def _base(node: fx.Node) -> fx.Node:
@@ -238,15 +200,14 @@ def _base(node: fx.Node) -> fx.Node:
     return node
 
 
-def _block_of(node: fx.Node, names: Sequence[str]) -> str:
+def _block_of(node: fx.Node, names: set[str]) -> str:
     """By the modules that the compiler noted for it."""
-    wanted = set(names)
     for path, _ in (node.meta.get("nn_module_stack") or {}).values():
         plain = re.sub(r"\['?(\w+)'?\]", r".\1", path.replace("_modules", "")).replace("..", ".")
         parts = plain.split(".")
         for start in range(1, len(parts)):
             for end in range(len(parts), start, -1):
                 name = ".".join(parts[start:end])
-                if name in wanted:
+                if name in names:
                     return name
     return OUTSIDE

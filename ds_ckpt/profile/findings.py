@@ -7,176 +7,140 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ds_ckpt.profile.policies import NONE
-from ds_ckpt.profile.records import Best, Compiled, Finding, Footprint, States
+from ds_ckpt.profile.records import NONE, PARTS, Best, Finding, Footprint, Profile
 from ds_ckpt.telemetry.units import GIB, percent, size, times
 
 _OFFLOADED = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
-_PARTS = ("attention", "mlp", "norm", "other")
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What findings are drawn from.
+class Settings:
+    """What findings need beside the profile.
 
     Attributes:
         sections: the activation section of each policy; None for the step without one.
-        sdpa: the same step with attention "sdpa", where the model stores attention weights.
+        sdpa: the first step with attention "sdpa", where the model stores attention weights.
         trainable_count: elements of parameters that get gradients.
         modules: of a plain model's blocks.
     """
 
-    states: States
-    footprints: tuple[Footprint, ...]
     sections: Mapping[str, Mapping[str, Any] | None]
-    limit_bytes: int | None
-    compiled: Compiled | None
-    sdpa: Footprint | None
-    trainable_count: int
+    sdpa: Footprint | None = None
+    trainable_count: int = 0
     modules: Any = None
-
-    @property
-    def first(self) -> Footprint:
-        """No policy, at the first batch."""
-        return next(f for f in self.footprints if f.policy == NONE)
-
-    def at_first(self, policy: str) -> Footprint | None:
-        """A policy's step at the first batch; None where it was not compared."""
-        wanted = (policy, self.first.batch)
-        return next((f for f in self.footprints if (f.policy, f.batch) == wanted), None)
-
-    @property
-    def attention(self) -> str:
-        """What computes attention."""
-        stored, avoided = self.first.score_bytes > 0, self.first.core_avoided_bytes > 0
-        return {
-            (True, True): "mixed",
-            (True, False): "eager",
-            (False, True): "core",
-            (False, False): "none",
-        }[stored, avoided]
 
     def config(self, policy: str) -> dict[str, Any] | None:
         section = self.sections.get(policy)
         return None if section is None else {"ds_ckpt": {"activation": dict(section)}}
 
-    def total_bytes(self, footprint: Footprint) -> int:
-        """What a process has at the peak: resident states and what the step makes."""
-        return self.states.resident_bytes + footprint.peak.live_bytes
-
-    @property
-    def best(self) -> Best | None:
-        """The most tokens a second under the limit; the largest batch where nothing was timed."""
-        limit = self.limit_bytes
-        fits = [f for f in self.footprints if limit is None or self.total_bytes(f) <= limit]
-        timed = [f for f in fits if f.times is not None]
-        if not timed and (limit is None or not fits):
-            return None
-        if timed:
-            best = max(timed, key=lambda f: f.tokens_per_s or 0.0)
-        else:
-            best = max(fits, key=lambda f: (f.batch, -f.flops))
-        return Best(best.policy, best.batch, self.total_bytes(best), best.tokens_per_s)
+    def section(self, **keys: Any) -> dict[str, Any]:
+        """A configuration for blocks of this model."""
+        modules = {"modules": list(self.modules)} if self.modules else {}
+        return {"ds_ckpt": {"activation": {**keys, **modules}}}
 
 
-def findings_of(facts: Facts) -> Iterator[Finding]:
+def attention_of(first: Footprint) -> str:
+    """What computes attention in a step without a policy."""
+    stored, avoided = first.score_bytes > 0, first.core_avoided_bytes > 0
+    if stored:
+        return "mixed" if avoided else "eager"
+    return "core" if avoided else "none"
+
+
+def best_of(profile: Profile) -> Best | None:
+    """The most tokens a second under the limit; the largest batch where nothing was timed."""
+    limit = profile.limit_bytes
+    fits = [f for f in profile.footprints if limit is None or profile.total_bytes(f) <= limit]
+    timed = [f for f in fits if f.times is not None]
+    if timed:
+        best = max(timed, key=lambda f: f.tokens_per_s or 0.0)
+    elif limit is not None and fits:
+        best = max(fits, key=lambda f: (f.batch, -f.flops))
+    else:
+        return None
+    return Best(best.policy, best.batch, profile.total_bytes(best), best.tokens_per_s)
+
+
+def findings_of(profile: Profile, settings: Settings) -> Iterator[Finding]:
     """The most telling ones first."""
-    yield from _where(facts)
-    yield from _attention(facts)
-    yield from _free(facts)
-    yield from _smallest(facts)
-    yield from _peak(facts)
-    yield from _boundaries(facts)
-    yield from _buffers(facts)
-    yield from _compiled(facts)
-    yield from _limit(facts)
-    yield from _budget(facts)
+    yield _where(profile)
+    for find in (_attention, _free, _smallest, _peak, _inputs, _buffers, _compiled, _limit):
+        yield from find(profile, settings)
 
 
-def _where(facts: Facts) -> Iterator[Finding]:
-    first = facts.first
-    parts = {p: first.part_bytes(p) for p in (*_PARTS, "outside")}
-    most = max(parts, key=lambda p: parts[p])
+def _where(profile: Profile) -> Finding:
+    first = profile.first
+    parts = {p: first.part_bytes(p) for p in (*PARTS, "outside")}
     words = ", ".join(
         f"{'outside the blocks' if p == 'outside' else p} {percent(n, first.held_bytes)}"
         for p, n in parts.items()
         if n
     )
-    candidates = [
-        f
-        for f in facts.footprints
-        if f.batch == first.batch and f.policy in (most, "selective") and f.policy != NONE
-    ]
-    best = min(candidates, key=lambda f: f.held_bytes, default=None)
-    text = f"Without a policy {size(first.held_bytes)} wait for backward: {words}."
-    if best is None or most == "outside":
-        yield Finding(text)
-        return
-    text += (
-        f' "{best.policy}" leaves {size(best.held_bytes)} of it for'
-        f" {times(best.flops, first.flops)} the FLOPs."
-    )
-    yield Finding(text, facts.config(best.policy))
+    return Finding(f"Without a policy {size(first.held_bytes)} wait for backward: {words}.")
 
 
-def _attention(facts: Facts) -> Iterator[Finding]:
-    first = facts.first
+def _attention(profile: Profile, settings: Settings) -> Iterator[Finding]:
+    first = profile.first
     if first.core_avoided_bytes:
-        left = first.part_bytes("attention")
-        without = facts.at_first("attention")
         text = (
             "Attention runs in a core (SDPA, flash) that recomputes by itself:"
             f" {size(first.core_avoided_bytes)} of attention weights are never stored. What is left"
-            f" to gain in attention is {size(left)}: its inputs, projections and results."
+            f" to gain in attention is {size(first.part_bytes('attention'))}: its inputs,"
+            " projections and results."
         )
-        if without is not None:
+        if without := profile.at_first.get("attention"):
             text += (
                 f' Policy "attention" frees {size(first.held_bytes - without.held_bytes)} of it for'
-                f" {times(without.flops, first.flops)} the FLOPs and"
-                f" {times(without.launches, first.launches)} the launches."
+                f" {_costs(without, first)}."
             )
-        yield Finding(text, facts.config("attention"))
+        yield Finding(text, settings.config("attention"))
     if first.score_bytes:
         text = (
-            f"Attention is eager: {size(first.score_bytes)} of what is held are attention weights"
-            " (every token against every other)."
+            f"Attention is eager: {size(first.score_bytes)} of the saved activations are attention"
+            " weights (every token against every other)."
         )
-        if facts.sdpa is not None:
+        if settings.sdpa is not None:
             text += (
                 ' attn_implementation="sdpa" when the model is loaded would save'
-                f" {size(first.held_bytes - facts.sdpa.held_bytes)} and costs nothing."
+                f" {size(first.held_bytes - settings.sdpa.held_bytes)} and costs nothing."
             )
         else:
             text += ' An attention core (SDPA) would store none; this model has no "sdpa" to set.'
         text += " Where eager attention must stay, recompute it:"
         # of a plain model "attention" would have to name the parts, which nobody knows here
-        policy = "block" if facts.modules else "attention"
-        yield Finding(text, {"ds_ckpt": {"activation": _section(facts, policy=policy)}})
+        yield Finding(text, settings.section(policy="block" if settings.modules else "attention"))
 
 
-def _free(facts: Facts) -> Iterator[Finding]:
-    first, free = facts.first, facts.at_first("selective")
-    if free is None or free.flops > 1.001 * first.flops:
-        return
-    yield Finding(
-        f'"selective" repeats no product: {size(first.held_bytes - free.held_bytes)} less'
-        f" ({percent(first.held_bytes - free.held_bytes, first.held_bytes)}) for the FLOPs of no"
-        f" policy and {times(free.launches, first.launches)} the operator launches.",
-        facts.config("selective"),
+def _costs(footprint: Footprint, first: Footprint) -> str:
+    """Of a policy, against none."""
+    return (
+        f"{times(footprint.flops, first.flops)} the FLOPs and"
+        f" {times(footprint.launches, first.launches)} the operator launches"
     )
 
 
-def _smallest(facts: Facts) -> Iterator[Finding]:
-    first = facts.first
-    found = [f for f in facts.footprints if f.batch == first.batch and f.recompute.launches]
+def _free(profile: Profile, settings: Settings) -> Iterator[Finding]:
+    first, free = profile.first, profile.at_first.get("selective")
+    if free is None or free.flops > 1.001 * first.flops:
+        return
+    saved = first.held_bytes - free.held_bytes
+    yield Finding(
+        f'"selective" repeats no product: {size(saved)} less ({percent(saved, first.held_bytes)})'
+        f" for the FLOPs of no policy and {times(free.launches, first.launches)} the operator"
+        " launches.",
+        settings.config("selective"),
+    )
+
+
+def _smallest(profile: Profile, settings: Settings) -> Iterator[Finding]:
+    first = profile.first
+    found = [f for f in profile.at_first.values() if f.recompute.launches]
     if not found:
         return
     small = min(found, key=lambda f: f.held_bytes)
     text = (
         f'"{small.policy}" keeps least: {size(small.held_bytes)}'
-        f" ({percent(small.held_bytes, first.held_bytes)}). It costs"
-        f" {times(small.flops, first.flops)} the FLOPs and"
-        f" {times(small.launches, first.launches)} the operator launches"
+        f" ({percent(small.held_bytes, first.held_bytes)}). It costs {_costs(small, first)}"
         f" ({small.launches} instead of {first.launches}), which is what a model of small kernels"
         " pays."
     )
@@ -185,88 +149,83 @@ def _smallest(facts: Facts) -> Iterator[Finding]:
             f" A step takes {times(small.times.step_s, first.times.step_s)} the time here"
             f" ({small.times.device})."
         )
-    yield Finding(text, facts.config(small.policy))
+    yield Finding(text, settings.config(small.policy))
 
 
-def _peak(facts: Facts) -> Iterator[Finding]:
-    first = facts.first
-    found = [f for f in facts.footprints if f.batch == first.batch]
-    small = min(found, key=lambda f: f.peak.live_bytes)
+def _peak(profile: Profile, settings: Settings) -> Iterator[Finding]:
+    first = profile.first
+    small = min(profile.at_first.values(), key=lambda f: f.peak.live_bytes)
     outside = small.part_bytes("outside")
     text = (
         f"The peak of activations and temporaries is {size(first.peak.live_bytes)} in the"
         f' {first.peak.words()}; with "{small.policy}" {size(small.peak.live_bytes)} in the'
         f" {small.peak.words()}."
     )
+    config = settings.config(small.policy)
     if small.policy != NONE and outside > 0.5 * small.held_bytes and first.batch > 1:
         half = first.batch // 2
-        yield Finding(
-            text + f" {size(outside)} of what is then held lie outside the blocks (head, loss),"
-            " where no policy reaches; a smaller micro-batch does.",
-            {
-                "train_micro_batch_size_per_gpu": half,
-                "gradient_accumulation_steps": -(-first.batch // half),
-            },
+        text += (
+            f" {size(outside)} of what is then saved lie outside the blocks (head, loss),"
+            " where no policy reaches; a smaller micro-batch does."
         )
-        return
-    yield Finding(text, facts.config(small.policy))
+        config = {
+            "train_micro_batch_size_per_gpu": half,
+            "gradient_accumulation_steps": -(-first.batch // half),
+        }
+    yield Finding(text, config)
 
 
-def _boundaries(facts: Facts) -> Iterator[Finding]:
-    block = facts.at_first("block")
-    section = facts.sections.get("block")
+def _inputs(profile: Profile, settings: Settings) -> Iterator[Finding]:
+    block, section = profile.at_first.get("block"), settings.sections.get("block")
     if block is None or section is None:
         return
-    boundary = block.part_bytes("boundary")
-    blocks = sum(b.boundary_bytes > 0 for b in block.blocks)
+    kept = block.part_bytes("checkpointed")
+    blocks = sum(b.checkpointed_bytes > 0 for b in block.blocks)
     if blocks < 2:
         return
-    moved = boundary * (blocks - 1) // blocks
     yield Finding(
-        f'Of the {size(block.held_bytes)} of "block", {size(boundary)} are the blocks\' inputs.'
-        f" Offload moves about {size(moved)} of them to host memory and back each step; it pays"
-        " where sequences are long.",
+        f'Of the {size(block.held_bytes)} of "block", {size(kept)} are checkpointed inputs. Offload'
+        f" moves about {size(kept * (blocks - 1) // blocks)} of them to host memory and back each"
+        " step; it pays where sequences are long.",
         {"ds_ckpt": {"activation": {**section, "offload": True}}},
     )
 
 
-def _buffers(facts: Facts) -> Iterator[Finding]:
-    states = facts.states
+def _buffers(profile: Profile, settings: Settings) -> Iterator[Finding]:
+    states, held_bytes = profile.states, profile.first.held_bytes
     if states.zero_stage != 3:
         return
-    if _bucket_too_large(facts):
+    if _bucket_too_large(profile):
         yield Finding(
             f"DeepSpeed allocates its reduce bucket whole: {size(states.reduce_bucket_bytes)} for"
             f" {size(states.trainable_bytes)} of gradients.",
-            _smaller_bucket(facts),
+            _smaller_bucket(settings),
         )
-    if states.optimizer_bytes > max(facts.first.held_bytes, states.parameters_bytes):
+    if states.optimizer_bytes > max(held_bytes, states.parameters_bytes):
         yield Finding(
             f"The optimizer's state ({states.optimizer}: {size(states.optimizer_bytes)} a process"
             f" at {states.world}) is more than all activations without a policy"
-            f" ({size(facts.first.held_bytes)}): more processes or offload save more than any"
-            " policy can.",
+            f" ({size(held_bytes)}): more processes or offload save more than any policy can.",
             _OFFLOADED,
         )
 
 
-def _bucket_too_large(facts: Facts) -> bool:
-    return facts.states.reduce_bucket_bytes > facts.states.trainable_bytes > 0
+def _bucket_too_large(profile: Profile) -> bool:
+    return profile.states.reduce_bucket_bytes > profile.states.trainable_bytes > 0
 
 
-def _smaller_bucket(facts: Facts) -> dict[str, Any]:
-    return {"zero_optimization": {"stage": 3, "reduce_bucket_size": facts.trainable_count}}
+def _smaller_bucket(settings: Settings) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": 3, "reduce_bucket_size": settings.trainable_count}}
 
 
-def _compiled(facts: Facts) -> Iterator[Finding]:
-    report = facts.compiled
+def _compiled(profile: Profile, settings: Settings) -> Iterator[Finding]:
+    report = profile.compiled
     if report is None:
         return
-    where = f" in {report.graphs} graph{'s' if report.graphs != 1 else ''}"
     text = (
         f"torch.compile captures {percent(report.captured_flops, report.flops)} of the forward's"
         f" FLOPs and {percent(report.captured_operators, report.operators)} of its operators"
-        f"{where}."
+        f" in {report.graphs} graph{'s' if report.graphs != 1 else ''}."
     )
     for broken in report.breaks[:3]:
         text += f" A graph ends: {broken.reason}" + (f" ({broken.where})." if broken.where else ".")
@@ -280,7 +239,7 @@ def _compiled(facts: Facts) -> Iterator[Finding]:
     else:
         text += (
             f" The captured graphs save {size(report.min_cut_bytes)} for backward; without the"
-            f" compiler the whole model holds {size(report.eager_held_bytes)}."
+            f" compiler the whole model saves {size(report.eager_held_bytes)}."
         )
     needy = [i for i, b in enumerate(report.blocks) if b.needs_policy]
     if not needy:
@@ -288,14 +247,10 @@ def _compiled(facts: Facts) -> Iterator[Finding]:
         return
     text += f" {len(needy)} of {len(report.blocks)} blocks still need a policy:"
     if len(needy) == len(report.blocks):
-        yield Finding(text, {"ds_ckpt": {"activation": _section(facts, policy="block")}})
-        return
-    rules = [{"match": span, "policy": "block"} for span in _spans(needy)]
-    yield Finding(text, {"ds_ckpt": {"activation": _section(facts, policy="none", rules=rules)}})
-
-
-def _section(facts: Facts, **keys: Any) -> dict[str, Any]:
-    return {**keys, **({"modules": list(facts.modules)} if facts.modules else {})}
+        yield Finding(text, settings.section(policy="block"))
+    else:
+        rules = [{"match": span, "policy": "block"} for span in _spans(needy)]
+        yield Finding(text, settings.section(policy="none", rules=rules))
 
 
 def _spans(indices: list[int]) -> list[str]:
@@ -309,55 +264,46 @@ def _spans(indices: list[int]) -> list[str]:
     return [str(a) if a == b else f"{a}-{b}" for a, b in spans]
 
 
-def _limit(facts: Facts) -> Iterator[Finding]:
-    if facts.limit_bytes is None:
+def _limit(profile: Profile, settings: Settings) -> Iterator[Finding]:
+    """What fits; where a policy does and none does not, the cheapest that fits lies between."""
+    limit, best, states = profile.limit_bytes, best_of(profile), profile.states
+    if limit is None:
         return
-    best = facts.best
-    limit = size(facts.limit_bytes)
+    stage3 = states.zero_stage == 3
     if best is None:
-        bucket = facts.states.zero_stage == 3 and _bucket_too_large(facts)
-        least = min(facts.footprints, key=lambda f: facts.total_bytes(f))
+        bucket = stage3 and _bucket_too_large(profile)
+        least = min(profile.footprints, key=profile.total_bytes)
         yield Finding(
-            f"Nothing that was measured fits into {limit}: the least is"
-            f' {size(facts.total_bytes(least))} (batch {least.batch}, "{least.policy}"), of which'
-            f" {size(facts.states.resident_bytes)} are states. "
+            f"Nothing that was measured fits into {size(limit)}: the least is"
+            f' {size(profile.total_bytes(least))} (batch {least.batch}, "{least.policy}"), of which'
+            f" {size(states.resident_bytes)} are states. "
             + ("A smaller reduce bucket:" if bucket else "More processes, or offload:"),
-            _smaller_bucket(facts) if bucket else _OFFLOADED,
+            _smaller_bucket(settings) if bucket else _OFFLOADED,
         )
         return
     rate = f"{best.tokens_per_s:.0f} tokens/s" if best.tokens_per_s else "not timed"
     yield Finding(
-        f'Under {limit} the best that was measured is batch {best.batch} with "{best.policy}":'
-        f" {size(best.total_bytes)}, {rate}.",
+        f"Under {size(limit)} the best that was measured is batch {best.batch} with"
+        f' "{best.policy}": {size(best.total_bytes)}, {rate}.',
         {
             "train_micro_batch_size_per_gpu": best.batch,
-            **(facts.config(best.policy) or {}),
+            **(settings.config(best.policy) or {}),
         },
     )
-
-
-def _budget(facts: Facts) -> Iterator[Finding]:
-    """Where no policy is too much and some policy fits: the cheapest that does lies between."""
-    first, limit = facts.first, facts.limit_bytes
-    if limit is None or facts.total_bytes(first) <= limit:
-        return
-    measured = [f for f in facts.footprints if f.batch == first.batch]
-    least = min(measured, key=lambda f: facts.total_bytes(f))
-    if facts.total_bytes(least) > limit:
-        return
-    stage3 = facts.states.zero_stage == 3
+    needed = profile.total_bytes(profile.first)
+    least = min(profile.at_first.values(), key=profile.total_bytes)
     # what is resident is on the accelerator too; only of ZeRO-3 a plan knows how much it is
-    left = limit if stage3 else limit - facts.states.resident_bytes
-    keys = {
-        "policy": "budget",
-        "budget_gib": math.floor(left / GIB * 1000) / 1000,
-        "budget_of": "accelerator" if stage3 else "activations",
-    }
-    if keys["budget_gib"] == 0:
+    left = limit if stage3 else limit - states.resident_bytes
+    budget_gib = math.floor(left / GIB * 1000) / 1000
+    if needed <= limit or profile.total_bytes(least) > limit or not budget_gib:
         return
     yield Finding(
-        f"Without a policy a batch of {first.batch} needs {size(facts.total_bytes(first))}, more"
+        f"Without a policy a batch of {profile.first.batch} needs {size(needed)}, more"
         f" than {size(limit)}. A budget recomputes no more than it takes to fit: less than"
-        f' "{least.policy}", which needs {size(facts.total_bytes(least))}.',
-        {"ds_ckpt": {"activation": _section(facts, **keys)}},
+        f' "{least.policy}", which needs {size(profile.total_bytes(least))}.',
+        settings.section(
+            policy="budget",
+            budget_gib=budget_gib,
+            budget_of="accelerator" if stage3 else "activations",
+        ),
     )

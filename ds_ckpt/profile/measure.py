@@ -1,20 +1,25 @@
-"""One policy at one batch size: a step on fake tensors, or on real ones, under observation.
+"""One policy at one batch size: a step on fake tensors or on real ones, under observation or timed.
 
 The memory tracker follows storages and says where the step is; here its records are added up by
 block, part and phase. Gradients of weights are dropped as soon as they are there, as ZeRO-3 moves
-them into its bucket: they count while they are made and not after.
+them into its bucket: they count while they are made and not after. In timed steps no dispatch mode
+is on, and policies take turns, so that a busy machine slows all of them alike.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
+import statistics
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_map
 
 from ds_ckpt.activation import Block, CheckpointedBlocks
@@ -23,8 +28,9 @@ from ds_ckpt.activation.install import Surrounding
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.planner.costs import flops_of, launches, moved_bytes, stored_attention
 from ds_ckpt.planner.fake import FakeModel
+from ds_ckpt.planner.survey import gradients_dropped
 from ds_ckpt.profile.policies import ComparedPolicy, blocks_of, with_plan
-from ds_ckpt.profile.records import BlockHeld, Footprint, Peak, Work
+from ds_ckpt.profile.records import PARTS, BlockHeld, Footprint, Peak, Times, Work
 from ds_ckpt.profile.subject import Subject, run_forward, tokens_of
 from ds_ckpt.telemetry.memory import (
     OUTSIDE,
@@ -33,16 +39,16 @@ from ds_ckpt.telemetry.memory import (
     Operator,
     Phase,
     Place,
+    SavedActivations,
     Storage,
     tensors_in,
 )
 
-_PARTS = ("attention", "mlp", "norm", "other", "boundary")
 Told = Callable[[str], object]
 
 
-class Observation:
-    """One step, seen by the memory tracker. Enter it around the step, `saved` around the forward.
+class Observation(MemoryTracker):
+    """Enter it around one step, `saved` around the forward.
 
     Args:
         model: nothing of it is changed but for hooks, which are taken off again.
@@ -60,10 +66,9 @@ class Observation:
         self.where = ModuleTracker(
             {b.name: b.module for b in blocks}, {b.name: list(_parts_of(b)) for b in blocks}
         )
-        self._tracker = MemoryTracker(
+        super().__init__(
             model, place=lambda: self.where.place, operator=self._ran, noted=self._noted
         )
-        self.saved = self._tracker.saved
         self.work: defaultdict[Place, Work] = defaultdict(Work)
         self.by_operator: Counter[str] = Counter()
         self.avoided_bytes = 0
@@ -75,11 +80,11 @@ class Observation:
 
     def __enter__(self) -> Observation:
         self.where.__enter__()
-        self._tracker.__enter__()
+        super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._tracker.__exit__(*error)
+        super().__exit__(*error)
         self.where.__exit__(*error)
 
     def _ran(self, operator: Operator) -> None:
@@ -105,22 +110,22 @@ class Observation:
 
     @property
     def peak(self) -> Peak:
-        place = self._tracker.peak_place or Place("forward", OUTSIDE)
-        return Peak(self._tracker.peak_bytes, place.phase, place.block)
+        place = self.peak_place or Place("forward", OUTSIDE)
+        return Peak(self.peak_bytes, place.phase, place.block)
 
     def blocks(self) -> tuple[BlockHeld, ...]:
-        """What each block held after the forward; what lies outside of all blocks last."""
+        """Saved activations of each block; what lies outside of all blocks last."""
         bytes_of: Counter[tuple[str, str]] = Counter()
         for storage, nbytes in self.saved.held.items():
             place = self._savers[storage]()
             bytes_of[place.block, place.part] += nbytes
         return tuple(
-            BlockHeld(name, class_name, **{f"{p}_bytes": bytes_of[name, p] for p in _PARTS})
-            for name, class_name in {**self._names, OUTSIDE: ""}.items()
+            BlockHeld(name, kind, *(bytes_of[name, part] for part in (*PARTS, "checkpointed")))
+            for name, kind in {**self._names, OUTSIDE: ""}.items()
         )
 
     def score_bytes(self) -> int:
-        """Of what was held: storages as large as attention weights."""
+        """Of the saved activations: storages as large as attention weights."""
         held = self.saved.held.items()
         return sum(nbytes for s, nbytes in held if self._sizes[s] & self._score_sizes)
 
@@ -138,19 +143,12 @@ def _parts_of(block: Block) -> Iterator[tuple[str, nn.Module]]:
 
 
 @contextmanager
-def gradients_dropped(model: nn.Module, batch: Any = None) -> Iterator[None]:
-    """Weights' gradients are let go as they come, as ZeRO-3 does; the batch's at the end."""
-
-    def drop(tensor: Tensor) -> None:
-        tensor.grad = None
-
-    with ExitStack() as stack:
-        for leaf in tensors_in(batch):
-            stack.callback(drop, leaf)
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                stack.callback(parameter.register_post_accumulate_grad_hook(drop).remove)
+def nothing_left(model: nn.Module, batch: Any) -> Iterator[None]:
+    """Weights' gradients are let go as they come, the batch's at the end."""
+    with gradients_dropped(model):
         yield
+    for leaf in tensors_in(batch):
+        leaf.grad = None
 
 
 @contextmanager
@@ -186,7 +184,7 @@ def _footprint(
     """One step under observation; the model is left as it was found."""
     seen = Observation(model, blocks_of(model, modules)[0])
     with (
-        gradients_dropped(model, batch),
+        nothing_left(model, batch),
         checkpointed(model, policy, seen.where.recomputing, seen.where.around),
         seen,
     ):
@@ -225,43 +223,123 @@ def built_real(subject: Subject, count: int, device: torch.device) -> tuple[nn.M
     return model.to(device), tree_map(lambda t: t.to(device) if hasattr(t, "to") else t, batch)
 
 
-def fake_footprints(
+def footprints(
     subject: Subject,
     count: int,
     policies: Sequence[ComparedPolicy],
     modules: Sequence[str] | None,
+    device: torch.device | None = None,
     told: Told = lambda text: None,
 ) -> list[Footprint]:
-    """One of each policy at a batch of `count`."""
-    made = built_fake(subject, count)
-    found = []
-    for unplanned in policies:
-        told(f"{unplanned.name}, batch {count}")
-        policy = with_plan(unplanned, made.model, made.known_batch(), torch.device("cpu"))
-        with made.entered():
-            found.append(
-                _footprint(made.model, made.batch, policy, modules, count=count, fake=True)
-            )
-    return found
+    """One of each policy at a batch of `count`.
 
+    Args:
+        device: of real tensors; None: fake ones.
 
-def real_footprints(
-    subject: Subject,
-    count: int,
-    policies: Sequence[ComparedPolicy],
-    modules: Sequence[str] | None,
-    device: torch.device,
-    told: Told = lambda text: None,
-) -> list[Footprint]:
-    """The same with real tensors on the device. UnsupportedError where they do not fit."""
-    found = []
+    Raises UnsupportedError where real ones do not fit, or fake ones lack a value.
+    """
+    entered: Callable[[], Any] = nullcontext
     with out_of_memory(count):
-        model, batch = built_real(subject, count, device)
+        if device is None:
+            made = built_fake(subject, count)
+            model, batch, known, entered = made.model, made.batch, made.known_batch(), made.entered
+        else:
+            model, batch = built_real(subject, count, device)
+            known = batch
+        found = []
         for unplanned in policies:
-            told(f"{unplanned.name}, batch {count}, real tensors")
-            policy = with_plan(unplanned, model, batch, device)
-            found.append(_footprint(model, batch, policy, modules, count=count, fake=False))
+            told(f"{unplanned.name}, batch {count}")
+            policy = with_plan(unplanned, model, known, device or torch.device("cpu"))
+            with entered():
+                found.append(
+                    _footprint(model, batch, policy, modules, count=count, fake=device is None)
+                )
     return found
+
+
+def real_bytes(
+    model: nn.Module, batch: Any, policy: ComparedPolicy, device: torch.device
+) -> tuple[int, int]:
+    """Saved activations of a real forward, and the allocator's peak above what was there before."""
+    with nothing_left(model, batch), checkpointed(model, policy):
+        saved = SavedActivations(model)
+        with saved:
+            loss = run_forward(model, batch)
+        del loss
+        return saved.bytes, _allocated(lambda: run_forward(model, batch).backward(), device)
+
+
+def _allocated(step: Callable[[], object], device: torch.device) -> int:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        step()
+        torch.cuda.synchronize(device)
+        return int(torch.cuda.max_memory_allocated(device)) - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        step()
+    events = seen.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    return int(max(itertools.accumulate((nbytes for _, nbytes in changes), initial=0)))
+
+
+def times_of(
+    model: nn.Module,
+    batch: Any,
+    policies: Sequence[ComparedPolicy],
+    device: torch.device,
+    repeats: int,
+    told: Told = lambda text: None,
+) -> dict[str, Times]:
+    """Medians by policy. The first round warms up and does not count.
+
+    Raises ConfigError, UnsupportedError: from putting a policy on the model.
+    """
+    taken: defaultdict[str, list[tuple[float, float, float]]] = defaultdict(list)
+    for repeat in range(repeats + 1):
+        told(f"timed steps, {repeat} of {repeats}" if repeat else "warming up")
+        for policy in policies:
+            step = _timed_step(model, batch, policy, device)
+            if repeat:
+                taken[policy.name].append(step)
+    name = f"CPU, {torch.get_num_threads()} threads"
+    if device.type == "cuda":
+        name = str(torch.cuda.get_device_name(device))
+    return {
+        policy: Times(name, repeats, *map(statistics.median, zip(*steps, strict=True)))
+        for policy, steps in taken.items()
+    }
+
+
+def _timed_step(
+    model: nn.Module, batch: Any, policy: ComparedPolicy, device: torch.device
+) -> tuple[float, float, float]:
+    """Seconds of forward, of backward, and of the recomputes in it."""
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    recompute_s = 0.0
+
+    @contextmanager
+    def recomputing() -> Iterator[None]:
+        nonlocal recompute_s
+        start_s = now()
+        try:
+            yield
+        finally:
+            recompute_s += now() - start_s
+
+    with nothing_left(model, batch), checkpointed(model, policy, recomputing):
+        start_s = now()
+        loss = run_forward(model, batch)
+        middle_s = now()
+        loss.backward()
+        end_s = now()
+    return middle_s - start_s, end_s - middle_s, recompute_s
 
 
 @contextmanager

@@ -19,19 +19,16 @@ from ds_ckpt.errors import ConfigError, DsCkptError, Problem
 from ds_ckpt.planner.budget import ActivationPlan, Allowance, MemoryWatch, Planner
 from ds_ckpt.planner.costs import measured_rates
 from ds_ckpt.planner.survey import survey
+from ds_ckpt.profile.records import NONE
 from ds_ckpt.profile.subject import arguments_of
 from ds_ckpt.telemetry.memory import tensors_in
 from ds_ckpt.telemetry.units import GIB
 
-NONE = "none"
-CONFIGURED = "configured"
-ZERO3 = {"zero_optimization": {"stage": 3}}
 _COMPARED: dict[str, dict[str, Any]] = {
     " ".join([policy.name, *map(str, options.values())]): {"policy": policy.name, **options}
     for policy in policies()
     for options in policy.compared
 }
-NAMES = (NONE, *_COMPARED)
 
 
 @dataclass(frozen=True)
@@ -54,8 +51,8 @@ class ComparedPolicy:
         """Raises ConfigError, as training would."""
         if self.section is None:
             return None
-        plugin = parse({**ZERO3, "ds_ckpt": {"activation": self.section}}, source=self.name)
-        return plugin.activation
+        config = {"zero_optimization": {"stage": 3}, "ds_ckpt": {"activation": self.section}}
+        return parse(config, source=self.name).activation
 
     def policy(self) -> Policy | None:
         """Raises ConfigError, as training would."""
@@ -69,24 +66,25 @@ def compared(
     """What is compared: no policy first, then the configured one, then the named ones.
 
     Args:
-        names: of NAMES; "none" is always in it.
+        names: "none", which is always in it, and what the registered policies compare.
         modules: of a plain model's blocks; they go into every section but those of parts.
         configured: the activation section of the user's file.
     """
-    unknown = [n for n in names if n not in NAMES]
+    known = (NONE, *_COMPARED)
+    unknown = [n for n in names if n not in known]
     if unknown:
         raise ConfigError(
             Problem(
                 where="--policies",
                 found=", ".join(f'"{n}"' for n in unknown),
                 why="no policy has this name here",
-                remedy="write names of: " + ", ".join(NAMES) + "; others go into --config",
+                remedy="write names of: " + ", ".join(known) + "; others go into --config",
             ),
             headline="the policies cannot be compared",
         )
     found = [ComparedPolicy(NONE, None)]
     if configured is not None:
-        found.append(ComparedPolicy(CONFIGURED, configured))
+        found.append(ComparedPolicy("configured", configured))
     for name in names:
         if name == NONE or _COMPARED[name] == configured:
             continue
@@ -136,29 +134,8 @@ def with_plan(
     config = policy.activation()
     if config is None or not config.planned:
         return policy
-    args, kwargs = arguments_of(batch)
-    found = survey(model, args, kwargs, modules=config.modules)
-    dtype = next((p.dtype for p in model.parameters() if p.numel()), torch.float32)
-    tokens = max((t.numel() for t in tensors_in(batch)), default=0)
-    planner = Planner(found, measured_rates(device, dtype), tokens)
-    of = config.budget_is_of
-    resident = {"what ZeRO keeps": policy.resident_bytes} if of == "accelerator" else {}
-    budget = _budget(config, policy.limit_bytes)
-    allowance = Allowance(
-        budget,
-        of,
-        resident,
-        config.offload,
-        config.offload_prefetch,
-        config.offload_min_bytes,
-    )
-    return replace(policy, plan=planner.plan(allowance))
-
-
-def _budget(config: ActivationConfig, limit_bytes: int | None) -> int:
-    if config.budget_gib is not None:
-        limit_bytes = int(config.budget_gib * GIB)
-    if limit_bytes is None:
+    budget = policy.limit_bytes if config.budget_gib is None else int(config.budget_gib * GIB)
+    if budget is None:
         raise ConfigError(
             Problem(
                 where="--limit-gib",
@@ -168,18 +145,34 @@ def _budget(config: ActivationConfig, limit_bytes: int | None) -> int:
                 remedy="write --limit-gib, for example 80",
             )
         )
-    return MemoryWatch(limit_bytes).budget_bytes if config.policy == "auto" else limit_bytes
+    if config.policy == "auto":
+        budget = MemoryWatch(budget).budget_bytes
+    args, kwargs = arguments_of(batch)
+    found = survey(model, args, kwargs, modules=config.modules)
+    dtype = next((p.dtype for p in model.parameters() if p.numel()), torch.float32)
+    tokens = max((t.numel() for t in tensors_in(batch)), default=0)
+    planner = Planner(found, measured_rates(device, dtype), tokens)
+    resident = {"what ZeRO keeps": policy.resident_bytes}
+    allowance = Allowance(
+        budget,
+        config.budget_is_of,
+        resident if config.budget_is_of == "accelerator" else {},
+        config.offload,
+        config.offload_prefetch,
+        config.offload_min_bytes,
+    )
+    return replace(policy, plan=planner.plan(allowance))
 
 
 def not_counted(activation: ActivationConfig) -> list[str]:
-    """Where a policy's tensors go is not seen here: all of them count as held."""
+    """Where a policy's tensors go is not seen here: all of them count as saved whole."""
     ways = {
         "offload": "move to host memory",
         "partition": "split over the tensor-parallel group",
         "contiguous": "keep in one buffer",
     }
     return [
-        f"{key}: what it would {does} counts as held whole, in one process"
+        f"{key}: what it would {does} counts as saved whole, in one process"
         for key, does in ways.items()
         if getattr(activation, key)
     ]

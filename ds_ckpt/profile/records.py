@@ -1,25 +1,27 @@
 """What a profile says, as frozen records with units in their names. Nothing here measures.
 
-`Profile.to_json` and `Profile.from_json` are inverse to each other. `SCHEMA` changes when a field
-is renamed or removed, not when one is added.
+`Profile.to_json` and `Profile.from_json` are inverse to each other. `schema` changes when a field
+is renamed or removed, not when one is added. What is `held` are saved activations.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ds_ckpt.telemetry.memory import OUTSIDE, Phase
 
-SCHEMA = 1
+NONE = "none"
+"""The step without a policy."""
+PARTS = ("attention", "mlp", "norm", "other")
 
 
 @dataclass(frozen=True)
 class BlockHeld:
-    """Bytes that autograd holds for one block between forward and backward.
+    """Bytes that autograd saves for one block between forward and backward.
 
-    A storage belongs to the module that ran when it was first saved. `boundary_bytes` is what a
+    A storage belongs to the module that ran when it was first saved. `checkpointed_bytes` is what a
     checkpointed call keeps for its recompute: its inputs, and results of operators.
     """
 
@@ -29,12 +31,15 @@ class BlockHeld:
     mlp_bytes: int = 0
     norm_bytes: int = 0
     other_bytes: int = 0
-    boundary_bytes: int = 0
+    checkpointed_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
-        parts = (self.attention_bytes, self.mlp_bytes, self.norm_bytes, self.other_bytes)
-        return sum(parts) + self.boundary_bytes
+        return sum(map(self.part_bytes, (*PARTS, "checkpointed")))
+
+    def part_bytes(self, part: str) -> int:
+        """Of one kind of layer, or "checkpointed"."""
+        return int(getattr(self, f"{part}_bytes"))
 
 
 @dataclass(frozen=True)
@@ -90,22 +95,6 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Device:
-    """What the accelerator did in one step, from its own trace."""
-
-    copy_bandwidth_bytes_per_s: float
-    """Of a large copy on this device, reads and writes counted: the yardstick."""
-    recompute_busy_s: float
-    recompute_moved_bytes: int
-    recompute_bandwidth_share: float
-    """Bytes that the recompute's operators must move, over its kernels' time, of the yardstick."""
-    kernels: int
-    gaps_s: float
-    """Time between the first and the last kernel of the step in which none ran."""
-    span_s: float
-
-
-@dataclass(frozen=True)
 class Footprint:
     """One policy at one batch size: one forward and backward."""
 
@@ -145,11 +134,10 @@ class Footprint:
         return None if self.times is None else self.batch * self.tokens / self.times.step_s
 
     def part_bytes(self, part: str) -> int:
-        """Held by one kind of layer over all blocks; "outside": beside the blocks."""
+        """Of one kind of layer over all blocks; "outside": beside the blocks."""
         if part == "outside":
             return sum(b.total_bytes for b in self.blocks if b.name == OUTSIDE)
-        found = (b for b in self.blocks if b.name != OUTSIDE)
-        return sum(int(getattr(b, f"{part}_bytes")) for b in found)
+        return sum(b.part_bytes(part) for b in self.blocks if b.name != OUTSIDE)
 
 
 @dataclass(frozen=True)
@@ -196,7 +184,7 @@ class BlockCompiled:
     operators: int
     eager_bytes: int
     compiled_bytes: int
-    boundary_bytes: int
+    checkpointed_bytes: int
     """What policy "block" would keep."""
     needs_policy: bool
 
@@ -268,8 +256,7 @@ class Profile:
     limit_bytes: int | None = None
     best: Best | None = None
     compiled: Compiled | None = None
-    device: Device | None = None
-    schema: int = SCHEMA
+    schema: Literal[2] = 2
 
     def footprint(self, policy: str, batch: int | None = None) -> Footprint:
         """KeyError where it was not measured; without a batch the first one."""
@@ -277,6 +264,20 @@ class Profile:
             if found.policy == policy and batch in (None, found.batch):
                 return found
         raise KeyError(policy)
+
+    @property
+    def first(self) -> Footprint:
+        """No policy, at the first batch."""
+        return self.footprint(NONE)
+
+    @property
+    def at_first(self) -> dict[str, Footprint]:
+        """Every policy at the first batch, by name."""
+        return {f.policy: f for f in self.footprints if f.batch == self.first.batch}
+
+    def total_bytes(self, footprint: Footprint) -> int:
+        """What a process has at the peak: resident states and what the step makes."""
+        return self.states.resident_bytes + footprint.peak.live_bytes
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2, allow_nan=False) + "\n"

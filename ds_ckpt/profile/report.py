@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import groupby
-from typing import TypeVar
 
-from ds_ckpt.profile.policies import NONE
-from ds_ckpt.profile.records import BlockCompiled, BlockHeld, Profile
+from ds_ckpt.profile.records import PARTS, Profile
 from ds_ckpt.report.charts import Band, Line, Lines, Panel, Rows
 from ds_ckpt.report.document import Block, Code, Document, Items, Paragraph, Section, Table
 from ds_ckpt.telemetry.memory import OUTSIDE
@@ -18,40 +16,35 @@ _KINDS = {
     "mlp": "MLP",
     "norm": "norm",
     "other": "other",
-    "boundary": "kept for recompute",
+    "checkpointed": "kept for recompute",
     "outside": "outside the blocks",
 }
-_PARTS = tuple(_KINDS)[:4]
 
 
 def document(profile: Profile) -> Document:
     """All tables, the findings with their configuration, and what was not measured."""
-    first = profile.footprints[0]
+    first = profile.first
     title = (
         f"{profile.model}: {profile.class_name}, {count(profile.states.parameters_count)} "
         f"parameters, {profile.dtype}; batch {first.batch} of {first.tokens} tokens"
     )
-    sections = [_states(profile), _held(profile), _policies(profile), *_real(profile)]
-    if len({f.batch for f in profile.footprints}) > 1 or profile.limit_bytes is not None:
-        sections.append(_batches(profile))
-    sections += _compiled(profile)
-    sections.append(Section("Recompute on the accelerator", _device(profile)))
     found: list[Block] = []
     for number, finding in enumerate(profile.findings, 1):
         found.append(Paragraph(f"{number}. {finding.text}"))
         if finding.line is not None:
             found.append(Code([finding.line]))
     found.append(Items([f"not measured: {text}" for text in profile.not_measured]))
+    tables = [_states, _saved, _policies, _real, _batches, _compiled]
+    sections = [section for table in tables for section in table(profile)]
     return Document(title, [], [*sections, Section("What changes it", found)])
 
 
 def picture(profile: Profile) -> list[Panel]:
     """What every policy holds; below it, where batches were swept, memory against the batch."""
-    none = profile.footprint(NONE)
-    shown = [f for f in profile.footprints if f.batch == profile.footprints[0].batch]
+    none, shown = profile.first, list(profile.at_first.values())
     bars = Rows(
         [f.policy for f in shown],
-        "MiB held for backward",
+        "MiB saved for backward",
         [Band(label, [f.part_bytes(k) / MIB for f in shown]) for k, label in _KINDS.items()],
         notes=[
             f"{size(f.held_bytes)}; {times(f.flops, none.flops)} FLOPs, "
@@ -60,16 +53,15 @@ def picture(profile: Profile) -> list[Panel]:
         ],
         title=f"{profile.model}, batch {none.batch} of {none.tokens} tokens, {profile.dtype}",
     )
-    return [bars, _sweep(profile)] if len({f.batch for f in profile.footprints}) > 1 else [bars]
+    return [bars, _sweep(profile)] if len(profile.footprints) > len(shown) else [bars]
 
 
 def _sweep(profile: Profile) -> Lines:
     """Memory against the batch; where steps were timed, tokens a second beside each line's end."""
     lines, notes = [], []
-    for policy in dict.fromkeys(f.policy for f in profile.footprints):
+    for policy in profile.at_first:
         found = [f for f in profile.footprints if f.policy == policy]
-        resident = profile.states.resident_bytes
-        points = [(float(f.batch), (resident + f.peak.live_bytes) / GIB) for f in found]
+        points = [(float(f.batch), profile.total_bytes(f) / GIB) for f in found]
         lines.append(Line(policy, points))
         if rate := found[-1].tokens_per_s:
             notes.append((*points[-1], f"{rate:.0f} tokens/s"))
@@ -78,9 +70,8 @@ def _sweep(profile: Profile) -> Lines:
     return Lines(lines, "sequences in a batch", "GiB a process", levels=levels, notes=notes)
 
 
-def _states(profile: Profile) -> Section:
+def _states(profile: Profile) -> Iterator[Section]:
     states = profile.states
-    assumed = ", assumed" if states.assumed else ""
     rows = [
         ("parameters", states.parameters_bytes),
         ("weights gathered at a time", states.gathered_bytes),
@@ -91,45 +82,39 @@ def _states(profile: Profile) -> Section:
     ]
     if states.host_bytes:
         rows.append(("in host memory", states.host_bytes))
+    assumed = ", assumed" if states.assumed else ""
     title = f"A process of {states.world}, ZeRO stage {states.zero_stage}{assumed}"
-    shown = [(name, size(nbytes)) for name, nbytes in rows]
-    return Section(title, [Table(("kept", "bytes"), shown)])
+    yield Section(title, [Table(("kept", "bytes"), [(name, size(n)) for name, n in rows])])
 
 
-def _held(profile: Profile) -> Section:
-    first = profile.footprint(NONE)
-    blocks = [b for b in first.blocks if b.name != OUTSIDE]
-    rows = _alike(blocks, _held_cells)
-    outside = [b for b in first.blocks if b.name == OUTSIDE]
-    rows += [[b.name, *[""] * len(_PARTS), size(b.total_bytes)] for b in outside]
-    sums = (sum(getattr(b, f"{part}_bytes") for b in blocks) for part in _PARTS)
-    rows.append(["all", *map(size, sums), size(first.held_bytes)])
-    title = "Held for backward without a policy, by block"
-    return Section(title, [Table(("block", *_PARTS, "all"), rows)])
+def _saved(profile: Profile) -> Iterator[Section]:
+    first = profile.first
+    rows = _alike(
+        (b.name, [*(size(b.part_bytes(p)) for p in PARTS), size(b.total_bytes)])
+        for b in first.blocks
+        if b.name != OUTSIDE
+    )
+    rows.append([OUTSIDE, *[""] * len(PARTS), size(first.part_bytes("outside"))])
+    rows.append(["all", *(size(first.part_bytes(p)) for p in PARTS), size(first.held_bytes)])
+    title = "Saved activations without a policy, by block"
+    yield Section(title, [Table(("block", *PARTS, "all"), rows)])
 
 
-def _held_cells(block: BlockHeld) -> list[str]:
-    return [*(size(getattr(block, f"{p}_bytes")) for p in _PARTS), size(block.total_bytes)]
+def _alike(rows: Iterable[tuple[str, list[str]]]) -> list[list[str]]:
+    """Names and cells, with neighbours that say the same in one row."""
+    found = []
+    for cells, neighbours in groupby(rows, key=lambda row: row[1]):
+        names = [name for name, _ in neighbours]
+        last = f" ... {names[-1].rpartition('.')[2]} (each of {len(names)})"
+        found.append([names[0] + (last if len(names) > 1 else ""), *cells])
+    return found
 
 
-_Row = TypeVar("_Row", BlockHeld, BlockCompiled)
-
-
-def _alike(blocks: Sequence[_Row], cells: Callable[[_Row], list[str]]) -> list[list[str]]:
-    """Rows, with neighbours that say the same in one."""
-    rows = []
-    for _, neighbours in groupby(blocks, key=cells):
-        group: list[_Row] = list(neighbours)
-        last = f" ... {group[-1].name.rpartition('.')[2]} (each of {len(group)})"
-        rows.append([group[0].name + (last if len(group) > 1 else ""), *cells(group[0])])
-    return rows
-
-
-def _policies(profile: Profile) -> Section:
-    first, none = profile.footprints[0], profile.footprint(NONE)
+def _policies(profile: Profile) -> Iterator[Section]:
+    none = profile.first
     rows = []
     peaks: dict[str, list[str]] = {}
-    for footprint in (f for f in profile.footprints if f.batch == first.batch):
+    for footprint in profile.at_first.values():
         backward = footprint.backward.flops + footprint.recompute.flops
         rows.append(
             [
@@ -143,20 +128,20 @@ def _policies(profile: Profile) -> Section:
             ]
         )
         peaks.setdefault(footprint.peak.words(), []).append(footprint.policy)
-    tensors = "fake tensors" if first.fake else "real tensors"
-    title = f"What a step keeps and costs ({tensors}; peak: of activations and temporaries)"
-    heads = ("policy", "held", "peak", "FLOPs", "recompute", "launches", "back/fwd")
+    tensors = "fake tensors" if none.fake else "real tensors"
+    title = f"What a step saves and costs ({tensors}; peak: of activations and temporaries)"
+    heads = ("policy", "saved", "peak", "FLOPs", "recompute", "launches", "back/fwd")
     said = [f"peak in the {place}: {', '.join(policies)}" for place, policies in peaks.items()]
-    return Section(title, [Table(heads, rows), Items(said)])
+    yield Section(title, [Table(heads, rows), Items(said)])
 
 
-def _real(profile: Profile) -> list[Section]:
-    """What real steps took, and how far fake and real bytes are apart."""
+def _real(profile: Profile) -> Iterator[Section]:
+    """What real steps took, and the allocator's peak."""
     rows, title = [], ""
-    for footprint in profile.footprints:
+    for footprint in profile.at_first.values():
         taken = footprint.times
-        if taken is not None and footprint.batch == profile.footprints[0].batch:
-            title = title or f"Real steps, ms: medians of {taken.repeats} ({taken.device})"
+        if taken is not None:
+            title = f"Real steps, ms: medians of {taken.repeats} ({taken.device})"
             recompute = f"{1e3 * taken.recompute_s:.1f}" if footprint.recompute.launches else "-"
             rows.append(
                 [
@@ -169,14 +154,17 @@ def _real(profile: Profile) -> list[Section]:
                 ]
             )
     heads = ("policy", "forward", "backward", "recompute", "step", "back/fwd", "peak")
-    return [Section(title, [Table(heads, rows)])] if rows else []
+    if rows:
+        yield Section(title, [Table(heads, rows)])
 
 
-def _batches(profile: Profile) -> Section:
+def _batches(profile: Profile) -> Iterator[Section]:
     limit, best = profile.limit_bytes, profile.best
+    if limit is None and len(profile.footprints) == len(profile.at_first):
+        return
     rows = []
     for footprint in profile.footprints:
-        whole = profile.states.resident_bytes + footprint.peak.live_bytes
+        whole = profile.total_bytes(footprint)
         mine = (footprint.policy, footprint.batch)
         chosen = best is not None and (best.policy, best.batch) == mine
         rate = footprint.tokens_per_s
@@ -193,39 +181,27 @@ def _batches(profile: Profile) -> Section:
         )
     limited = "" if limit is None else f"; limit {size(limit)}"
     title = f"Memory and time against the batch: states and the step's peak{limited}"
-    heads = ("policy", "batch", "held", "all", "fits", "step", "tokens/s")
-    return Section(title, [Table(heads, rows)])
+    heads = ("policy", "batch", "saved", "all", "fits", "step", "tokens/s")
+    yield Section(title, [Table(heads, rows)])
 
 
-def _compiled(profile: Profile) -> list[Section]:
+def _compiled(profile: Profile) -> Iterator[Section]:
     report = profile.compiled
     if report is None:
-        return []
-    title = f"torch.compile: {report.graphs} graphs, {len(report.breaks)} breaks"
-    heads = ("block", "captured", "held", "compiled", "checkpointed", "needs a policy")
-    return [Section(title, [Table(heads, _alike(report.blocks, _compiled_cells))])]
-
-
-def _compiled_cells(block: BlockCompiled) -> list[str]:
-    return [
-        percent(min(block.captured_operators, block.operators), block.operators),
-        size(block.eager_bytes),
-        size(block.compiled_bytes),
-        size(block.boundary_bytes),
-        "yes" if block.needs_policy else "no",
-    ]
-
-
-def _device(profile: Profile) -> list[Block]:
-    device = profile.device
-    if device is None:
-        return []
-    return [
-        Paragraph(
-            f"Recompute moves {size(device.recompute_moved_bytes)} in "
-            f"{seconds(device.recompute_busy_s)} of kernels: {device.recompute_bandwidth_share:.0%}"
-            f" of what a copy reaches ({size(device.copy_bandwidth_bytes_per_s)}/s). "
-            f"{device.kernels} kernels; none runs in {percent(device.gaps_s, device.span_s)} of "
-            f"the step ({seconds(device.gaps_s)})."
+        return
+    rows = _alike(
+        (
+            block.name,
+            [
+                percent(min(block.captured_operators, block.operators), block.operators),
+                size(block.eager_bytes),
+                size(block.compiled_bytes),
+                size(block.checkpointed_bytes),
+                "yes" if block.needs_policy else "no",
+            ],
         )
-    ]
+        for block in report.blocks
+    )
+    title = f"torch.compile: {report.graphs} graphs, {len(report.breaks)} breaks"
+    heads = ("block", "captured", "saved", "compiled", "checkpointed", "needs a policy")
+    yield Section(title, [Table(heads, rows)])

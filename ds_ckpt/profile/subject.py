@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
+import operator
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 from torch.utils._pytree import tree_map
 
 from ds_ckpt.errors import DsCkptError, Problem, UnsupportedError
@@ -172,23 +174,19 @@ def _callable(name: str, sizes: Sizes) -> Subject:
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # a command has none, `python -m` does
     try:
-        target: Any = importlib.import_module(module_name)
+        module = importlib.import_module(module_name)
     except Exception as error:
         remedy = "write a module that Python finds from this folder, for example train:make"
         raise _unknown(name, f"importing {module_name} fails: {_short(error)}", remedy) from error
-    for part in path.split("."):
-        if not hasattr(target, part):
-            public = (n for n in dir(target) if not n.startswith("_"))
-            names = [n for n in public if callable(getattr(target, n))]
-            remedy = f"callables there: {', '.join(names[:20]) or 'none'}"
-            raise _unknown(name, f"{module_name} has no {path}", remedy)
-        target = getattr(target, part)
+    try:
+        target = operator.attrgetter(path)(module)
+    except AttributeError:
+        names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        remedy = f"callables there: {', '.join(sorted(names)[:20]) or 'none'}"
+        raise _unknown(name, f"{module_name} has no {path}", remedy) from None
     if not callable(target):
         raise _unknown(name, f"{path} is a {type(target).__name__}", "name a function")
-    try:
-        takes = set(inspect.signature(target).parameters)
-    except (TypeError, ValueError):
-        takes = set()
+    takes = set(inspect.signature(target).parameters)
 
     def build(batch: int) -> Built:
         wanted = {"batch": batch, "tokens": sizes.tokens}
@@ -199,7 +197,7 @@ def _callable(name: str, sizes: Sizes) -> Subject:
             raise
         except Exception as error:
             why, remedy = f"{path} was called with {keywords or 'no arguments'}", "mend it"
-            if _fake_now():
+            if detect_fake_mode() is not None:
                 why += " on fake tensors, which hold no values"
                 remedy += ", or measure real tensors with --real"
             raise _refused(name, _short(error), why, remedy, _NOT_BUILT) from error
@@ -222,12 +220,6 @@ def _callable(name: str, sizes: Sizes) -> Subject:
         return _prepared(model, sizes), tree_map(cast, given)
 
     return Subject(name, build, sized="batch" in takes)
-
-
-def _fake_now() -> bool:
-    from torch._guards import detect_fake_mode
-
-    return detect_fake_mode() is not None
 
 
 def _hugging_face(name: str, sizes: Sizes) -> Subject:
@@ -372,20 +364,15 @@ def _prepared(model: nn.Module, sizes: Sizes) -> nn.Module:
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
     """All of it, as DeepSpeed does for bf16 and fp16. `Module.to` cannot swap fake tensors."""
-    done: dict[int, Tensor] = {}
-
-    def other(tensor: Tensor) -> Tensor:
-        if id(tensor) not in done:  # tied weights stay tied
-            made = tensor.detach().to(dtype)
-            if isinstance(tensor, nn.Parameter):
-                made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-            done[id(tensor)] = made
-        return done[id(tensor)]
-
-    with torch.no_grad():
-        for module in model.modules():
-            tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-            for table in tables:
-                for name, tensor in table.items():
-                    if tensor is not None and tensor.is_floating_point() and tensor.dtype != dtype:
-                        table[name] = other(tensor)
+    done: dict[Tensor, Tensor] = {}  # tied weights stay tied
+    for module in model.modules():
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for table in tables:
+            for name, tensor in table.items():
+                if tensor is None or not tensor.is_floating_point() or tensor.dtype == dtype:
+                    continue
+                if tensor not in done:
+                    done[tensor] = tensor.detach().to(dtype)
+                    if isinstance(tensor, nn.Parameter):
+                        done[tensor] = nn.Parameter(done[tensor], tensor.requires_grad)
+                table[name] = done[tensor]

@@ -20,8 +20,7 @@ from ds_ckpt.errors import Problem, StateError, UnsupportedError
 from ds_ckpt.planner.budget import ActivationPlan, Allowance, Planner
 from ds_ckpt.planner.costs import Rates, measured_rates
 from ds_ckpt.planner.fake import may_be_known
-from ds_ckpt.planner.simulate import simulate
-from ds_ckpt.planner.survey import survey
+from ds_ckpt.planner.survey import simulate, survey
 from ds_ckpt.telemetry.units import GIB
 from ds_ckpt.zero3.resident import resident_bytes
 from ds_ckpt.zero3.run_on_all import run_on_all_or_raise

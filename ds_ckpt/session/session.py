@@ -20,7 +20,7 @@ from ds_ckpt.activation.inputs import CheckpointedInputs, Keeping, build_inputs
 from ds_ckpt.activation.inputs import describe as describe_keeping
 from ds_ckpt.activation.policies import Unit, make_plan
 from ds_ckpt.config import PluginConfig
-from ds_ckpt.config.policy import activation_policy, boundary_keeping
+from ds_ckpt.config.policy import activation_policy, input_keeping
 from ds_ckpt.config.verdicts import limits
 from ds_ckpt.exchange.build import Built
 from ds_ckpt.exchange.plan import Plan
@@ -70,7 +70,7 @@ class Session:
         self._planning: Planning | None = None
         self._steps: StepLog | None = None
         self._blocks: CheckpointedBlocks | None = None
-        self._boundaries: CheckpointedInputs | None = None
+        self._inputs: CheckpointedInputs | None = None
         self._gather: GatherHook | None = None
         self._gradient: GradientHook | None = None
         self._gradients: Gradients | None = None
@@ -141,20 +141,20 @@ class Session:
         model = self.engine.module
         policy = activation_policy(self.config.activation)
         keeping, device = self._keeping()
-        self._boundaries = build_inputs(keeping, model, units, device, self._group)
+        self._inputs = build_inputs(keeping, model, units, device, self._group)
         self._blocks = CheckpointedBlocks(
             model,
             scopes=[self._gather.recompute] if self._gather else [],
             policy=policy,
             units=units,
-            around=self._boundaries.around if self._boundaries else None,
+            around=self._inputs.around if self._inputs else None,
             trackers=_random_trackers(),
         )
 
     def _remove_units(self) -> None:
         if self._blocks is not None:
             self._blocks.remove()
-        self._blocks = self._boundaries = None
+        self._blocks = self._inputs = None
 
     def _tell_plan(self, change: Change) -> None:
         record = {"step": change.step, "why": change.why, **asdict(change.plan)}
@@ -176,8 +176,8 @@ class Session:
         return list(self._planning.history) if self._planning else []
 
     def _keeping(self) -> tuple[Keeping, torch.device]:
-        """How boundaries are kept, and the device that computes."""
-        return boundary_keeping(self.config.activation), torch.device(self.engine.device)
+        """How checkpointed inputs are kept, and the device that computes."""
+        return input_keeping(self.config.activation), torch.device(self.engine.device)
 
     def _log_profile(self, step: int) -> None:
         profile = self.block_profile
@@ -214,20 +214,20 @@ class Session:
 
     @property
     def offload(self) -> OffloadCounters | None:
-        """What left the device and came back, by block; None where boundaries are not moved."""
-        store = self._boundaries.store if self._boundaries else None
+        """What left the device and came back, by block; None where nothing is moved."""
+        store = self._inputs.store if self._inputs else None
         return store.counters if store else None
 
     @property
     def partition(self) -> PartitionCounters | None:
         """What was split over the tensor-parallel group, and gathered; None where nothing is."""
-        partition = self._boundaries.partition if self._boundaries else None
+        partition = self._inputs.partition if self._inputs else None
         return partition.counters if partition else None
 
     @property
     def block_profile(self) -> BlockProfile | None:
         """Kept bytes and recompute time by block since the last table; None unless asked for."""
-        return self._boundaries.profile if self._boundaries else None
+        return self._inputs.profile if self._inputs else None
 
     def _attach_hooks(self, changed: list[compatibility.Finding]) -> None:
         engine, config = self.engine, self.config
@@ -375,7 +375,7 @@ class Session:
             self._gather.detach()
         if self._gradients is not None:
             self._gradients.discard()
-        self._blocks = self._boundaries = self._gradient = self._gather = self._gradients = None
+        self._blocks = self._inputs = self._gradient = self._gather = self._gradients = None
         get_accelerator().synchronize()  # no copy under way to host memory that is given up
         self._host.close()
         collectives.unlisten(self.counters)

@@ -14,11 +14,14 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
+from typing import TypeVar
 
 from ds_ckpt.telemetry.timings import Spans
 from ds_ckpt.telemetry.units import MIB
+
+_Key = TypeVar("_Key")
 
 
 class Purpose(str, Enum):
@@ -73,17 +76,32 @@ class Snapshot:
     exposed_reduce_s: float = 0.0
 
     def __sub__(self, earlier: Snapshot) -> Snapshot:
+        def since(now: Mapping[_Key, int], before: Mapping[_Key, int]) -> dict[_Key, int]:
+            return {key: n - before.get(key, 0) for key, n in now.items()}
+
         return Snapshot(
-            {p: n - earlier.bytes_sent.get(p, 0) for p, n in self.bytes_sent.items()},
-            {p: n - earlier.collectives.get(p, 0) for p, n in self.collectives.items()},
-            {i: n - earlier.gathers.get(i, 0) for i, n in self.gathers.items()},
+            since(self.bytes_sent, earlier.bytes_sent),
+            since(self.collectives, earlier.collectives),
+            since(self.gathers, earlier.gathers),
             self.reduce_s - earlier.reduce_s,
             self.exposed_reduce_s - earlier.exposed_reduce_s,
         )
 
 
 @dataclass
-class Counters:
+class _Counts:
+    def reset(self) -> None:
+        """Start counting again."""
+        for part in fields(self):
+            value = getattr(self, part.name)
+            if isinstance(value, Counter):
+                value.clear()
+            elif isinstance(value, int | float):
+                setattr(self, part.name, 0)
+
+
+@dataclass
+class Counters(_Counts):
     """What this process has sent (`bytes_sent`, payload bytes), and how often it gathered.
 
     Every thread has purposes of its own, and any may count what it sends. `gathers` and the seconds
@@ -144,15 +162,9 @@ class Counters:
                 self.exposed_reduce_s,
             )
 
-    def reset(self) -> None:
-        self.bytes_sent.clear()
-        self.collectives.clear()
-        self.gathers.clear()
-        self.reduce_s = self.exposed_reduce_s = 0.0
-
 
 @dataclass
-class OffloadCounters:
+class OffloadCounters(_Counts):
     """Counts storages, not tensors: two tensors that share a storage leave once.
 
     The counters by block are keyed by the block that kept the tensor first, and grow until
@@ -183,21 +195,13 @@ class OffloadCounters:
 
     def reset(self) -> None:
         """Start counting again; what lies on the device goes on lying there."""
-        for counter in (
-            self.out,
-            self.out_bytes,
-            self.back,
-            self.back_bytes,
-            self.kept,
-            self.left,
-        ):
-            counter.clear()
-        self.late = self.in_vain = 0
-        self.peak_device_bytes = self.device_bytes
+        there = self.device_bytes
+        super().reset()
+        self.device_bytes = self.peak_device_bytes = there
 
 
 @dataclass
-class PartitionCounters:
+class PartitionCounters(_Counts):
     """Counts storages by the block that kept them first; grows until `reset()`."""
 
     whole_bytes: Counter[str] = field(default_factory=Counter)
@@ -214,17 +218,12 @@ class PartitionCounters:
     in_vain: int = 0
     """Of those: never asked for by that backward."""
 
-    def reset(self) -> None:
-        for counter in (self.whole_bytes, self.kept_bytes, self.left):
-            counter.clear()
-        self.gathers = self.received_bytes = self.late = self.in_vain = 0
-
     def line(self) -> str:
         """What this process keeps and receives, in words."""
         kept, whole = sum(self.kept_bytes.values()), sum(self.whole_bytes.values())
         words = (
-            f"{kept / MIB:.2f} of {whole / MIB:.2f} MiB of boundaries kept by this process, "
-            f"{self.received_bytes / MIB:.2f} MiB received in {self.gathers} all-gathers"
+            f"{kept / MIB:.2f} of {whole / MIB:.2f} MiB of checkpointed inputs kept by this "
+            f"process, {self.received_bytes / MIB:.2f} MiB received in {self.gathers} all-gathers"
         )
         left = ", ".join(f"{count} {reason}" for reason, count in sorted(self.left.items()))
         return words + (f"; tensors kept whole: {left}" if left else "")

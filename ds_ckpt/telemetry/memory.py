@@ -18,7 +18,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -111,7 +110,6 @@ class SavedActivations:
 
     Attributes:
         bytes: of unique storages that were saved and still lived when the context was left.
-        tensors: how many such storages there were.
         held: their bytes when they were saved first, by number.
     """
 
@@ -129,23 +127,18 @@ class SavedActivations:
         self._sizes: dict[Storage, int] = {}
         self.packing = False
         """Whether an operator that runs now is none of the model's."""
-        self.bytes = self.tensors = 0
+        self.bytes = 0
         self.held: dict[Storage, int] = {}
 
     def __enter__(self) -> SavedActivations:
         self._hooks.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._hooks.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
         # what a dropped graph has freed is held no more
         self.held = {n: size for n, size in self._sizes.items() if self.storages.alive(n)}
-        self.bytes, self.tensors = sum(self.held.values()), len(self.held)
+        self.bytes = sum(self.held.values())
         self._sizes.clear()
         if self._own:
             self.storages.forget()
@@ -361,8 +354,8 @@ class ModuleTracker:
             return lambda: place
         call = self._calls[-1]
         if self._stack:
-            return lambda: Place("forward", place.block, "boundary")
-        return lambda: Place("forward", call[0].block if call else OUTSIDE, "boundary")
+            return lambda: Place("forward", place.block, "checkpointed")
+        return lambda: Place("forward", call[0].block if call else OUTSIDE, "checkpointed")
 
     def __enter__(self) -> ModuleTracker:
         for name, block in self._blocks.items():

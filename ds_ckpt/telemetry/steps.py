@@ -99,13 +99,17 @@ class StepLog:
         self._monitor = monitor
         self._counters = counters
         self._every = every_n_steps
-        self._file = _file_of(Path(path), process) if path else None
+        self._file: Path | None = None
+        if path:  # `runs/exp.v1.jsonl` and `runs/exp.v1` both become `runs/exp.v1.0.jsonl`
+            wanted = Path(path)
+            stem = wanted.name.removesuffix(".jsonl")
+            self._file = wanted.with_name(f"{stem}.{process}.jsonl")
         self._before = counters.snapshot()
         self._time_s = time.perf_counter()
         self._steps = 0
         self.last: StepRecord | None = None
         if exchange is not None:
-            self._write({"plan": exchange.plan})
+            self.note({"plan": exchange.plan})
         self._sample(0)
 
     def _sample(self, step: int) -> None:
@@ -133,13 +137,9 @@ class StepLog:
             **self._of_exchange(n),
         )
         self._before, self._time_s, self._steps = now, now_s, 0
-        self._write(asdict(self.last))
+        self.note(asdict(self.last))
         if self._monitor is not None:
             self._monitor(self.last.events())
-
-    def note(self, record: dict[str, Any]) -> None:
-        """Append a record of another kind, at once."""
-        self._write(record)
 
     def _of_exchange(self, steps: int) -> dict[str, Any]:
         if self._exchange is None:
@@ -157,13 +157,9 @@ class StepLog:
             "compresses": self._exchange.compresses(),
         }
 
-    def _write(self, record: dict[str, Any]) -> None:
+    def note(self, record: dict[str, Any]) -> None:
+        """Append a record, which may be of another kind, at once."""
         if self._file is not None:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             with self._file.open("a") as sink:
                 sink.write(json.dumps(record) + "\n")
-
-
-def _file_of(path: Path, process: int) -> Path:
-    """`runs/exp.v1.jsonl` and `runs/exp.v1` both become `runs/exp.v1.0.jsonl`."""
-    return path.with_name(f"{path.name.removesuffix('.jsonl')}.{process}.jsonl")

@@ -16,10 +16,10 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
-from ds_ckpt.telemetry.units import MIB
+from ds_ckpt.telemetry.units import MIB, columns
 
 
 @dataclass(frozen=True)
@@ -264,23 +264,17 @@ class BlockProfile:
     def table(self) -> str:
         """One line a block, means over the steps that have ended since the last reset."""
         steps = max(self._steps, 1)
-        names = [*self.costs, "all blocks"]
-        width = max(len(name) for name in names)
-        whole = BlockCost()
-        for cost in self.costs.values():
-            whole.calls += cost.calls
-            whole.kept_bytes += cost.kept_bytes
-            whole.forward_s += cost.forward_s
-            whole.recomputes += cost.recomputes
-            whole.recompute_s += cost.recompute_s
-        head = f"{'block':<{width}}  calls  kept MiB  forward ms  recomputes  recompute ms"
-        lines = [f"means of {steps} step{'s' if steps > 1 else ''}", head]
-        for name, cost in zip(names, [*self.costs.values(), whole], strict=True):
-            kept_mib = cost.kept_bytes / MIB
-            forward_ms, recompute_ms = 1e3 * cost.forward_s, 1e3 * cost.recompute_s
-            lines.append(
-                f"{name:<{width}}  {cost.calls / steps:5.1f}  {kept_mib / steps:8.3f}"
-                f"  {forward_ms / steps:10.2f}  {cost.recomputes / steps:10.1f}"
-                f"  {recompute_ms / steps:12.2f}"
+        whole = BlockCost(*map(sum, zip(*map(astuple, self.costs.values()), strict=True)))
+        rows = [("block", "calls", "kept MiB", "forward ms", "recomputes", "recompute ms")]
+        for name, cost in {**self.costs, "all blocks": whole}.items():
+            rows.append(
+                (
+                    name,
+                    f"{cost.calls / steps:.1f}",
+                    f"{cost.kept_bytes / MIB / steps:.3f}",
+                    f"{1e3 * cost.forward_s / steps:.2f}",
+                    f"{cost.recomputes / steps:.1f}",
+                    f"{1e3 * cost.recompute_s / steps:.2f}",
+                )
             )
-        return "\n".join(lines)
+        return f"means of {steps} step{'s' if steps > 1 else ''}\n{columns(rows)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 GIB = 2**30
 MIB = 2**20
@@ -48,3 +49,18 @@ def percent(part: float, whole: float) -> str:
 def times(larger: float, smaller: float) -> str:
     """A ratio: 1.25x; "-" where there is nothing to compare with."""
     return f"{larger / smaller:.2f}x" if smaller else "-"
+
+
+def columns(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
+    """Rows of cells under one another, the first `left` columns to the left, numbers to the right.
+
+    Every row has as many cells.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )

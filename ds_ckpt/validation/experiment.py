@@ -26,7 +26,7 @@ import torch
 
 from ds_ckpt.config import PluginConfig, load_file, parse
 from ds_ckpt.config.paths import lookup
-from ds_ckpt.config.policy import activation_policy, boundary_keeping
+from ds_ckpt.config.policy import activation_policy, input_keeping
 from ds_ckpt.config.settings import exchange_settings
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.exchange.build import ExchangeSettings
@@ -162,7 +162,7 @@ def checkpointed(model: torch.nn.Module, plugin: PluginConfig, device: str) -> I
                 remedy="validate with --processes 2; the plan changes no number",
             )
         )
-    keeping, policy = boundary_keeping(config), activation_policy(config)
+    keeping, policy = input_keeping(config), activation_policy(config)
     if keeping.partition:
         raise ConfigError(
             Problem(
@@ -173,9 +173,9 @@ def checkpointed(model: torch.nn.Module, plugin: PluginConfig, device: str) -> I
             )
         )
     units = make_plan(model, policy)
-    boundaries = build_inputs(keeping, model, units, torch.device(device))
+    inputs = build_inputs(keeping, model, units, torch.device(device))
     blocks = CheckpointedBlocks(
-        model, policy=policy, units=units, around=boundaries.around if boundaries else None
+        model, policy=policy, units=units, around=inputs.around if inputs else None
     )
     try:
         yield

@@ -57,7 +57,7 @@ def steps(kind: str, sections: dict[str, Any]) -> dict[str, Any]:
         for handle in handles:
             handle.remove()
         counters = session.offload if session is not None else None
-        store = session._boundaries.store if counters is not None else None
+        store = session._inputs.store if counters is not None else None
         result = {
             "gradients": seen,
             "losses": losses,

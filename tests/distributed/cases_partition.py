@@ -129,7 +129,7 @@ def _train(engine: Any, size: int, seeds: str, steps: int, twice: bool) -> dict[
         loss = engine(**tokens_of(replica, step)).loss
         result["alive"].append(sum(not ref.expired() for _, ref in inputs[held:]))
         result["whole"].append(sum(nbytes for nbytes, _ in inputs[held:]))
-        store = session._boundaries.store if session and session._boundaries else None
+        store = session._inputs.store if session and session._inputs else None
         partition = session.partition if session else None
         result["kept"].append(dict(partition.kept_bytes) if partition else {})
         result["held"] = store.counters.device_bytes + store.nbytes_on_host if store else None

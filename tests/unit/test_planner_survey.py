@@ -9,13 +9,12 @@ import torch
 from torch import nn
 
 from ds_ckpt.activation import CheckpointedBlocks, Unit
-from ds_ckpt.activation.blocks import Block, is_hf_layer
+from ds_ckpt.activation.blocks import block_of
 from ds_ckpt.errors import UnsupportedError
 from ds_ckpt.planner.budget import Allowance, Planner
 from ds_ckpt.planner.candidates import Candidate, candidates_of
 from ds_ckpt.planner.costs import Rates, measured_rates
-from ds_ckpt.planner.simulate import simulate
-from ds_ckpt.planner.survey import Survey, survey
+from ds_ckpt.planner.survey import Survey, simulate, survey
 from ds_ckpt.telemetry.memory import SavedActivations
 from ds_ckpt.telemetry.units import GIB
 from tests.architectures import ARCHITECTURES, OFTEN, batch, build
@@ -26,10 +25,9 @@ RATES = Rates(1e12, 1e10, 1e9)
 def _units(model: nn.Module, candidate: Candidate) -> list[Unit]:
     modules = dict(model.named_modules())
 
-    def block(name: str) -> Block:
-        return Block(name, modules[name], "hf" if is_hf_layer(modules[name]) else "forward")
-
-    return [Unit(tuple(block(n) for n in u.modules), u.save_ops) for u in candidate.units]
+    return [
+        Unit(tuple(block_of(n, modules[n]) for n in u.modules), u.save_ops) for u in candidate.units
+    ]
 
 
 def _measured(model: nn.Module, data: dict[str, Any], units: list[Unit]) -> int:

@@ -56,7 +56,6 @@ def test_a_configuration_file_a_json_and_a_plot(config_json: Path, tmp_path: Pat
     assert profile.states.assumed
     assert all(f.times is None for f in profile.footprints)
     assert any("--fake" in text for text in profile.not_measured)
-    assert any("no accelerator" in text for text in profile.not_measured)
     assert "LlamaForCausalLM" in result.output
     assert plot.read_text().startswith("<?xml")
 

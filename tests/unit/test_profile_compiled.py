@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ds_ckpt.profile.compiled import compile_report
-from ds_ckpt.profile.measure import built_fake, fake_footprints
+from ds_ckpt.profile.measure import built_fake, footprints
 from ds_ckpt.profile.policies import blocks_of, compared
 from ds_ckpt.profile.records import Compiled
 from ds_ckpt.profile.subject import Sizes, find_subject
@@ -19,7 +19,7 @@ ROWS = 2 * 8 * WIDTH * 4
 def _report(name: str) -> Compiled:
     subject = find_subject(f"tests.unit.profile_models:{name}", Sizes())
     wanted = compared(("block",), MODULES, None)[1:]
-    (block,) = fake_footprints(subject, 2, wanted, MODULES)
+    (block,) = footprints(subject, 2, wanted, MODULES)
     made = built_fake(subject, 2)
     blocks, _ = blocks_of(made.model, MODULES)
     return compile_report(made, blocks, block)
@@ -54,8 +54,8 @@ def test_the_partitioner_recomputes_what_is_cheap(whole: Compiled) -> None:
     assert whole.min_cut_bytes == whole.eager_held_bytes
 
 
-def test_what_still_holds_more_than_its_boundary_needs_a_policy(whole: Compiled) -> None:
-    assert all(b.compiled_bytes > 2 * b.boundary_bytes for b in whole.blocks)
+def test_what_still_holds_more_than_its_input_needs_a_policy(whole: Compiled) -> None:
+    assert all(b.compiled_bytes > 2 * b.checkpointed_bytes for b in whole.blocks)
     assert all(b.needs_policy for b in whole.blocks)
 
 

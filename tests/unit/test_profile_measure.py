@@ -11,8 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ds_ckpt.errors import ConfigError
 from ds_ckpt.planner.survey import survey
-from ds_ckpt.profile.device import real_bytes
-from ds_ckpt.profile.measure import built_real, checkpointed, fake_footprints, real_footprints
+from ds_ckpt.profile.measure import built_real, checkpointed, footprints, real_bytes
 from ds_ckpt.profile.policies import ComparedPolicy, compared
 from ds_ckpt.profile.records import Footprint
 from ds_ckpt.profile.subject import Sizes, Subject, find_subject, run_forward
@@ -37,7 +36,7 @@ def test_fake_tensors_hold_what_real_ones_hold(kind: str) -> None:
     wanted = compared(("block", "selective"), None, None)
     subject = _subject(kind)
     model, batch = built_real(subject, 2, CPU)
-    for choice, footprint in zip(wanted, fake_footprints(subject, 2, wanted, None), strict=True):
+    for choice, footprint in zip(wanted, footprints(subject, 2, wanted, None), strict=True):
         held, _ = real_bytes(model, batch, choice, CPU)
         assert footprint.held_bytes == pytest.approx(held, rel=0.03)
         assert sum(b.total_bytes for b in footprint.blocks) == footprint.held_bytes
@@ -47,7 +46,7 @@ def test_the_peak_is_the_allocators() -> None:
     subject = find_subject("demo", Sizes(tokens=192))
     wanted = compared(("block", "mlp", "selective"), None, None)
     model, batch = built_real(subject, 1, CPU)
-    for choice, footprint in zip(wanted, fake_footprints(subject, 1, wanted, None), strict=True):
+    for choice, footprint in zip(wanted, footprints(subject, 1, wanted, None), strict=True):
         held, peak = real_bytes(model, batch, choice, CPU)
         assert footprint.held_bytes == held
         # beyond the tensors, the allocator sees what operators take inside
@@ -57,15 +56,15 @@ def test_the_peak_is_the_allocators() -> None:
 
 def test_real_tensors_under_observation_do_the_same_work() -> None:
     wanted = compared(("block",), None, None)
-    fake = fake_footprints(_subject("llama"), 2, wanted, None)
-    real = real_footprints(_subject("llama"), 2, wanted, None, CPU)
+    fake = footprints(_subject("llama"), 2, wanted, None)
+    real = footprints(_subject("llama"), 2, wanted, None, CPU)
     for one, other in zip(fake, real, strict=True):
         assert (one.flops, one.launches) == (other.flops, other.launches)
         assert (one.fake, other.fake) == (True, False)
 
 
 def test_the_planners_survey_says_the_same() -> None:
-    (footprint,) = fake_footprints(_subject("llama"), 2, compared((), None, None), None)
+    (footprint,) = footprints(_subject("llama"), 2, compared((), None, None), None)
     found = survey(architectures.build("llama", layers=2), (), architectures.batch("llama"))
     assert found.saved_bytes == footprint.held_bytes
     assert found.flops == footprint.forward.flops
@@ -76,7 +75,7 @@ def test_the_planners_survey_says_the_same() -> None:
 @pytest.fixture(scope="module")
 def plain() -> dict[str, Footprint]:
     subject = find_subject(STACK, Sizes())
-    found = fake_footprints(subject, 2, compared(("block",), ["Mixer"], None), ["Mixer"])
+    found = footprints(subject, 2, compared(("block",), ["Mixer"], None), ["Mixer"])
     return {f.policy: f for f in found}
 
 
@@ -120,17 +119,17 @@ def test_bytes_belong_to_the_block_that_saves_them(plain: dict[str, Footprint]) 
     assert none["layers.2"].total_bytes == rows + 2 * 4 * rows
     assert none[OUTSIDE].total_bytes == rows
     block = {b.name: b for b in plain["block"].blocks}
-    assert block["layers.2"].boundary_bytes == block["layers.2"].total_bytes == rows
+    assert block["layers.2"].checkpointed_bytes == block["layers.2"].total_bytes == rows
 
 
 def test_parts_of_a_transformer_are_told_apart() -> None:
-    (none, kept) = fake_footprints(_subject("llama"), 2, compared(("attention",), None, None), None)
+    (none, kept) = footprints(_subject("llama"), 2, compared(("attention",), None, None), None)
     first = none.blocks[0]
     assert min(first.attention_bytes, first.mlp_bytes, first.norm_bytes) > 0
-    assert first.boundary_bytes == 0
+    assert first.checkpointed_bytes == 0
     assert kept.blocks[0].attention_bytes == 0
     assert kept.blocks[0].mlp_bytes == first.mlp_bytes
-    assert kept.blocks[0].boundary_bytes > 0
+    assert kept.blocks[0].checkpointed_bytes > 0
 
 
 def test_the_peak_names_its_phase_and_block(plain: dict[str, Footprint]) -> None:
@@ -165,7 +164,7 @@ def test_a_recompute_can_be_the_peak() -> None:
 
     subject = Subject("wide", lambda _: (Model(), torch.randn(1000)))
     wanted = [ComparedPolicy("block", {"policy": "block", "modules": ["Wide"]})]
-    (footprint,) = fake_footprints(subject, 1, wanted, ["Wide"])
+    (footprint,) = footprints(subject, 1, wanted, ["Wide"])
     assert footprint.peak.kind in ("recompute", "backward")
     assert footprint.peak.live_bytes > 20 * 4000
     assert footprint.peak.words() == f"{footprint.peak.kind} of {footprint.peak.block}"
@@ -173,8 +172,8 @@ def test_a_recompute_can_be_the_peak() -> None:
 
 def test_eager_attention_is_seen_and_a_core_too() -> None:
     wanted = compared((), None, None)
-    (eager,) = fake_footprints(_subject("llama", attn_implementation="eager"), 2, wanted, None)
-    (core,) = fake_footprints(_subject("llama", attn_implementation="sdpa"), 2, wanted, None)
+    (eager,) = footprints(_subject("llama", attn_implementation="eager"), 2, wanted, None)
+    (core,) = footprints(_subject("llama", attn_implementation="sdpa"), 2, wanted, None)
     # weights of 2 sequences, 2 heads, 11 x 11 positions in 32 bits, of 2 blocks: 2 storages each
     weights = 2 * 2 * 11 * 11 * 4
     assert eager.score_bytes >= 2 * weights
@@ -186,13 +185,13 @@ def test_eager_attention_is_seen_and_a_core_too() -> None:
 @pytest.mark.parametrize("policy", ["budget", "auto"])
 def test_a_budget_is_profiled_with_the_plan_that_it_leads_to(policy: str) -> None:
     subject = find_subject("demo", Sizes(tokens=64))
-    (plain,) = fake_footprints(subject, 1, compared((), None, None), None)
+    (plain,) = footprints(subject, 1, compared((), None, None), None)
     section = {"policy": policy, "budget_gib": 0.6 * plain.held_bytes / 2**30}
     wanted = compared((), None, section)
-    _, planned = fake_footprints(subject, 1, wanted, None)
+    _, planned = footprints(subject, 1, wanted, None)
     assert planned.recompute.launches > 0
     assert 0 < planned.held_bytes <= 0.6 * plain.held_bytes
-    _, real = real_footprints(subject, 1, wanted, None, CPU)
+    _, real = footprints(subject, 1, wanted, None, CPU)
     assert real.held_bytes <= 0.6 * plain.held_bytes
     assert real.recompute.launches > 0
 
@@ -200,15 +199,15 @@ def test_a_budget_is_profiled_with_the_plan_that_it_leads_to(policy: str) -> Non
 def test_a_plan_without_a_limit_is_refused_and_says_which_option() -> None:
     subject = find_subject("demo", Sizes(tokens=16))
     with pytest.raises(ConfigError, match="--limit-gib"):
-        fake_footprints(subject, 1, compared((), None, {"policy": "auto"}), None)
+        footprints(subject, 1, compared((), None, {"policy": "auto"}), None)
 
 
 def test_a_budget_of_the_accelerator_takes_off_what_zero_keeps() -> None:
     subject = find_subject("demo", Sizes(tokens=64))
-    (plain,) = fake_footprints(subject, 1, compared((), None, None), None)
+    (plain,) = footprints(subject, 1, compared((), None, None), None)
     section = {"policy": "budget", "budget_gib": 1.0, "budget_of": "accelerator"}
     wanted = compared((), None, section)
-    assert fake_footprints(subject, 1, wanted, None)[1].recompute.launches == 0
+    assert footprints(subject, 1, wanted, None)[1].recompute.launches == 0
     full = 2**30 - int(0.8 * plain.held_bytes)
     wanted = [replace(c, resident_bytes=full) for c in wanted]
-    assert fake_footprints(subject, 1, wanted, None)[1].recompute.launches > 0
+    assert footprints(subject, 1, wanted, None)[1].recompute.launches > 0
