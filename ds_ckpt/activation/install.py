@@ -26,10 +26,10 @@ from ds_ckpt.activation.checkpoint import (
     RecomputeContext,
     Scope,
     opened,
-    recomputing,
 )
 from ds_ckpt.activation.policies import Policy, Unit, make_plan
 from ds_ckpt.activation.selective import Choice, Tracker
+from ds_ckpt.activation.snapshot import BlockMemory
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.patch import Patches
 
@@ -98,7 +98,8 @@ class CheckpointedBlocks:
                     choice = Choice(
                         unit.save_ops, unit.where, block.name, block.module, self._patches
                     )
-                target = CheckpointedModule(block.name, block.module, choice)
+                memory = BlockMemory(block.name, block.module)
+                target = CheckpointedModule(block.name, block.module, memory, choice)
                 run: Callable[..., Any] = functools.partial(
                     _run, state, index, target, self._surrounding
                 )
@@ -157,7 +158,8 @@ class CheckpointedBlocks:
         return words
 
     def remove(self) -> None:
-        """Leave the model as it was found."""
+        """Leave the model as it was found. A backward that is outstanding is refused."""
+        self._context.removed = True
         self._patches.undo()
         self._wanted.clear()
 
@@ -205,8 +207,6 @@ def _run(
         return again()
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    if recomputing.newest is not None and state.context.number > recomputing.newest:
-        return function(*args, **kwargs)  # of a forward before this plan
     if torch.compiler.is_compiling():  # what torch.compile knows how to trace
         return checkpoint(function, *args, use_reentrant=False, **kwargs)
     if _is_transformed():

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 
 from ds_ckpt.activation.fingerprints import checksum
-from ds_ckpt.activation.offload import InputStore
+from ds_ckpt.activation.offload import BackwardWatch, InputStore
 from ds_ckpt.activation.pieces import (
     BlockCall,
     Key,
@@ -99,8 +98,7 @@ class Partition:
         self._reached: set[int] = set()
         self._here: dict[int, _Gathered] = {}
         """By number of the shard."""
-        self._backward = -1
-        """Autograd's number of the backward that asked last; -1 outside of any."""
+        self._watch = BackwardWatch(self._forget_all)
 
     # -- forward ---------------------------------------------------------------------------------
 
@@ -170,7 +168,9 @@ class Partition:
 
     def _reach(self, call: BlockCall) -> None:
         """Backward asks for a tensor of `call`."""
-        began = self._follow_backward()
+        began = self._watch.began()
+        if began:
+            self._forget_all()
         if call.number in self._reached:
             return
         if began or self.handshake.pending:
@@ -225,24 +225,6 @@ class Partition:
         if shard is not None:
             shard.wait()
             shard.joined = None
-
-    def _follow_backward(self) -> bool:
-        """Whether another backward asks than before."""
-        backward = torch._C._current_graph_task_id()
-        if backward == self._backward:
-            return False
-        self._forget_all()
-        self._backward = backward
-        if backward != -1:
-            mine = weakref.ref(self)  # autograd's engine outlives everything
-
-            def end_of_backward() -> None:
-                alive = mine()
-                if alive is not None:
-                    alive._forget_all()
-
-            Variable._execution_engine.queue_callback(end_of_backward)
-        return True
 
     def _forget_all(self) -> None:
         """Forget every gather, and where backward has been."""

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_ckpt.memory.copies import Ticket
-from ds_ckpt.memory.pool import Event
 
 ALIGNMENT_BYTES = 64
 """A stretch begins at a multiple: the copy is aligned as the original was, so that kernels which
@@ -35,7 +34,6 @@ class Remains:
     slot: Tensor | None
     held: tuple[Tensor | None, ...]
     tickets: tuple[Ticket | None, ...]
-    event: Event | None
     device_bytes: int
 
 
@@ -84,7 +82,6 @@ class Piece:
         leaving: the copy to the host, while `source` is held for it.
         fetched: the copy that was brought back (uint8).
         arriving: the copy that fills `fetched`, until somebody has waited for it.
-        event: behind the last copy from or to `host`.
         changed: the original was changed in place before it could be let go.
         asked: autograd's number of the backward that asked for it last.
     """
@@ -102,7 +99,6 @@ class Piece:
         self.leaving: Ticket | None = None
         self.fetched: Tensor | None = None
         self.arriving: Ticket | None = None
-        self.event: Event | None = None
         self.changed = False
         self.asked = -2
         # And not `__del__`: while that runs, weak references still give the piece to other threads,
@@ -152,7 +148,6 @@ def _bury(piece: dict[str, Any], dead: deque[Remains]) -> None:
             piece["slot"],
             held,
             (piece["leaving"], piece["arriving"]),
-            piece["event"],
             on_device * piece["stretch"].nbytes,
         )
     )

@@ -117,8 +117,7 @@ class Choice:
     ) -> None:
         # a dispatch mode's first use imports it, and would keep that forward's frames alive
         importlib.import_module("torch._dynamo")
-        self._where, self._name, self._patches = where, name, patches
-        self._parts: list[tuple[str, nn.Module]] = []
+        self._where, self._name = where, name
         self._always: dict[str, frozenset[Any]] = {}
         self._inside: Counter[str] = Counter()
         """How many marked modules of each kind are running."""
@@ -134,7 +133,8 @@ class Choice:
                 self._always[word] = _named(word, where)
         self._quick = frozenset().union(*self._always.values())
         self._products = products()  # looked up here and not in the middle of a forward
-        self.hits: Counter[str] = Counter()
+        self.missing = [*self._always, *self._marks]
+        """Names that no operator has served yet."""
 
     def _mark(self, word: str, name: str, block: nn.Module, patches: Patches) -> None:
         parts = [m for _, m in attention_parts(name, block)]
@@ -152,22 +152,7 @@ class Choice:
             )
         self._marks.append(word)
         for part in parts:
-            self._parts.append((word, part))
             patches.set_method(part, "forward", self._marked(word, part.forward))
-
-    @contextmanager
-    def standing(self) -> Iterator[None]:
-        """The marks, for the recompute of a forward whose patches may have been undone since."""
-        if self._patches.active:
-            yield
-            return
-        again = Patches()
-        try:
-            for word, part in self._parts:
-                again.set_method(part, "forward", self._marked(word, part.forward))
-            yield
-        finally:
-            again.undo()
 
     def _marked(self, word: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)
@@ -184,18 +169,19 @@ class Choice:
         """Whether the result of this operator, running now, is saved."""
         if operator in self._quick:
             return True
-        return operator in self._products and any(self._inside[word] for word in self._marks)
+        inside = any(map(self._inside.__getitem__, self._marks))
+        return inside and operator in self._products
 
     def count(self, operator: Any) -> None:
-        """Note which of the asked-for names this operator serves."""
-        for word, operators in self._always.items():
-            self.hits[word] += operator in operators
-        for word in self._marks:
-            self.hits[word] += self._inside[word] > 0 and operator in self._products
+        """Note which of the asked-for names this operator, running now, serves."""
+        served = {word for word, operators in self._always.items() if operator in operators}
+        if operator in self._products:
+            served |= {word for word in self._marks if self._inside[word]}
+        self.missing = [word for word in self.missing if word not in served]
 
     def require_hits(self, seen: Counter[str]) -> None:
         """Refuse names that nothing in the block's first forward answered to."""
-        missing = [w for w in (*self._always, *self._marks) if not self.hits[w]]
+        missing = self.missing
         if not missing:
             return
         ran = ", ".join(name for name, _ in seen.most_common(20))
@@ -337,6 +323,11 @@ class _Pausing(TorchDispatchMode):
         super().__init__()
         self._paused = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would switch its compiler off around every operator: it is off for the block."""
+        return False
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """While fingerprints are taken: their operators are none of the block's."""
@@ -361,6 +352,7 @@ class Recording(_Pausing):
     ) -> None:
         super().__init__()
         self._choice, self._packs, self._trackers = choice, packs, trackers
+        self._names_missing = bool(choice.missing)
         self.entries: list[_Entry] = []
         self.seen: Counter[str] = Counter()
         self._writes: dict[int | None, int] = {}
@@ -373,10 +365,11 @@ class Recording(_Pausing):
             return func(*args, **(kwargs or {}))
         self._note_writes(func, args, kwargs or {})
         out = func(*args, **(kwargs or {}))
-        if not is_view(func):
+        if self._names_missing and not is_view(func):
             self.seen[str(func)] += 1
         if self._choice.wants(func):
-            self._choice.count(func)
+            if self._names_missing:
+                self._choice.count(func)
             results, spec = tree_flatten(out)
             tensors = [r for r in results if isinstance(r, Tensor)]
             random = torch.Tag.nondeterministic_seeded in func.tags

@@ -119,10 +119,11 @@ def test_a_part_that_is_not_trained_stays_so_in_the_recompute() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-def test_checkpointing_that_goes_before_backward_is_named() -> None:
+@KINDS
+def test_checkpointing_that_goes_before_backward_is_named(kind: str) -> None:
     model = Stack(nn.Identity, Bare)
-    blocks = _checkpoint(model, "segments")
-    with pytest.raises(RecomputeError, match=r"blocks\.0: found checkpointing that was taken off"):
+    blocks = _checkpoint(model, kind)
+    with pytest.raises(RecomputeError, match=r"blocks\.\d: found checkpointing that was taken off"):
         _train(model, between=blocks.remove)
 
 
