@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
@@ -150,35 +151,13 @@ class CheckpointedModule:
     """What the module's forward has to run when it is called with its hooks in a recompute."""
 
 
-@dataclass
-class _Output:
-    """A tensor that a call returned, recognisable without being held.
-
-    Only where it has memory of its own and a version: no sparse one, none from inference mode.
-    """
-
-    storage: StorageWeakRef
-    place: tuple[Any, ...]
-
-    @classmethod
-    def of(cls, value: Any) -> _Output | None:
-        if not isinstance(value, Tensor) or not cls._traceable(value):
-            return None
-        return cls(StorageWeakRef(value.untyped_storage()), cls._place(value))
-
-    @staticmethod
-    def _traceable(tensor: Tensor) -> bool:
-        return tensor.layout == torch.strided and not tensor.is_inference()
-
-    @staticmethod
-    def _place(tensor: Tensor) -> tuple[Any, ...]:
-        geometry = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        return (tensor.untyped_storage()._cdata, tensor._version, *geometry)
-
-    def is_(self, tensor: Tensor) -> bool:
-        """The same memory, unchanged, even if it is another tensor object (ZeRO-3's hooks)."""
-        alive = not self.storage.expired()
-        return alive and self._traceable(tensor) and self._place(tensor) == self.place
+def _place(value: Any) -> tuple[Any, ...] | None:
+    """The memory and version of a tensor, the same for another tensor object (ZeRO-3's hooks);
+    None where it has none of its own: a sparse one, one from inference mode."""
+    if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_inference():
+        return None
+    geometry = (value.storage_offset(), value.shape, value.stride(), value.dtype)
+    return (value.untyped_storage()._cdata, value._version, *geometry)
 
 
 @dataclass(frozen=True)
@@ -260,9 +239,9 @@ class Call:
         self._links: dict[int, _Link] = {}
         self._recording: Recording | None = None
         self._results = SavedTensors(())
-        self._modes: Replaying | None = None
         self._hooks: weakref.ref[Callable[[Any], Any]] | None = None
-        self._outputs: list[_Output | None] = []
+        self._outputs: dict[int, tuple[tuple[Any, ...], StorageWeakRef]] = {}
+        """Where tensors lie that it has returned, and what tells whether they still do."""
         self._marker: Any = None
         """What torch put in the place of its saved tensor."""
         self._values: dict[Any, dict[int, Tensor]] = {}
@@ -333,7 +312,9 @@ class Call:
             target.choice.require_hits(self._recording.seen)
             self._recording.seen.clear()
         if not last:
-            self._outputs = [_Output.of(leaf) for leaf in tree_leaves(result)]
+            for number, leaf in enumerate(tree_leaves(result)):
+                if (place := _place(leaf)) is not None:
+                    self._outputs[number] = (place, StorageWeakRef(leaf.untyped_storage()))
         self._finished = True
         return result
 
@@ -381,7 +362,7 @@ class Call:
                 return _Weight(tensor, name)
             kinds.append((tensor.shape, tensor.dtype, tensor.device))
             if self._check:
-                with self._recording.paused() if self._recording else nullcontext():
+                with _disable_current_modes() if self._recording else nullcontext():
                     self._prints.append(self._printer(tensor))
             return len(kinds) - 1
 
@@ -430,8 +411,8 @@ class Call:
         links = {
             index: _Link(self, unpack, number)
             for index, tensor in enumerate(tensors)
-            for number, output in enumerate(self._outputs)
-            if output is not None and output.is_(tensor)
+            for number, (place, storage) in self._outputs.items()
+            if not storage.expired() and _place(tensor) == place
         }
         self._followed = self._followed or bool(links)
         return links
@@ -496,8 +477,8 @@ class Call:
         if self._recording is not None:
             assert self._target.choice is not None
             entries, results = self._recording.entries, self._results.get()
-            self._modes = Replaying(self._target.choice, entries, results, self.differs)
-            stack.enter_context(self._modes)
+            replaying = Replaying(self._target.choice, entries, results, self.differs)
+            stack.enter_context(replaying)
 
     def _pack_again(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, nn.Parameter):
@@ -516,7 +497,7 @@ class Call:
                 f"in the forward it was {in_words(shape, dtype)}"
             )
         if index < len(self._prints) and (before := self._prints[index]) is not None:
-            with self._modes.paused() if self._modes is not None else nullcontext():
+            with _disable_current_modes() if self._recording else nullcontext():
                 now = self._reprinter(tensor)
                 assert now is not None, "the same shape and device have a fingerprint"
                 if before.device.type != "cpu":
@@ -557,7 +538,7 @@ class Call:
 
     def forget(self) -> None:
         """Let go of what one recompute has used."""
-        self._again, self._doubts, self._inputs, self._modes = {}, [], {}, None
+        self._again, self._doubts, self._inputs = {}, [], {}
         self._reprinter.forget()
         self._target.replaying = None
 

@@ -17,16 +17,16 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from ds_ckpt.activation.pieces import BlockCall, Kept, Key, Left, Piece, Remains, bytes_of, key_of
+from ds_ckpt.activation.pieces import BlockCall, Kept, Key, Left, Piece, bytes_of, key_of
 from ds_ckpt.activation.snapshot import input_changed
 from ds_ckpt.memory.copies import Copies
-from ds_ckpt.memory.pool import Arena
+from ds_ckpt.memory.pool import Arena, HostPool
 from ds_ckpt.telemetry.counters import OffloadCounters
 
 
@@ -78,14 +78,6 @@ def _alone(
     return locked
 
 
-class Pool(Protocol):
-    """Where host memory comes from: `HostPool`, or an `Arena` in host memory."""
-
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor: ...
-
-    def give_back(self, tensor: Tensor) -> None: ...
-
-
 class InputStore:
     """Takes tensors in during forward and gives them out in backward.
 
@@ -104,7 +96,7 @@ class InputStore:
         device: torch.device,
         copies: Copies,
         *,
-        pool: Pool | None = None,
+        pool: HostPool | None = None,
         arena: Arena | None = None,
         min_bytes: int = 0,
         prefetch: int = 1,
@@ -121,7 +113,8 @@ class InputStore:
         self._number = 0
         self._last: weakref.ref[BlockCall] | None = None
         self._leaving: weakref.WeakSet[Piece] = weakref.WeakSet()
-        self._dead: deque[Remains] = deque()
+        self._dead: deque[dict[str, Any]] = deque()
+        """What pieces had that have died."""
         self._watch, self._ahead = BackwardWatch(self._backward_ended), prefetch
         self._here: weakref.WeakSet[Piece] = weakref.WeakSet()
         """Pieces that have a copy which was brought back."""
@@ -367,15 +360,15 @@ class InputStore:
     def collect(self) -> None:
         """Give back what the graphs that have died since held."""
         while self._dead:
-            remains = self._dead.popleft()
-            for ticket in remains.tickets:
+            piece = self._dead.popleft()
+            for ticket in (piece["leaving"], piece["arriving"]):
                 if ticket is not None:
                     ticket.wait()
-            if remains.host is not None and self._pool is not None:
-                self._pool.give_back(remains.host)
-            if remains.slot is not None and self._arena is not None:
-                self._arena.give_back(remains.slot)
-            self.counters.on_device(-remains.device_bytes)
+            if piece["host"] is not None and self._pool is not None:
+                self._pool.give_back(piece["host"])
+            if piece["slot"] is not None and self._arena is not None:
+                self._arena.give_back(piece["slot"])
+            self.counters.on_device(-piece["device_bytes"])
 
     @property
     def nbytes_on_host(self) -> int:

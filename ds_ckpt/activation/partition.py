@@ -157,6 +157,7 @@ class Partition:
         Raises:
             UnsupportedError: the group does not hold the same tensors; in every process.
         """
+        assert split.call is not None
         self._reach(split.call)
         shard = split.shard
         if shard is None:

@@ -12,8 +12,7 @@ import difflib
 import functools
 import importlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -318,27 +317,7 @@ def _storage(tensor: Tensor) -> int | None:
     return tensor.untyped_storage()._cdata if strided else None
 
 
-class _Pausing(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self._paused = False
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """torch would switch its compiler off around every operator: it is off for the block."""
-        return False
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """While fingerprints are taken: their operators are none of the block's."""
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
-
-
-class Recording(_Pausing):
+class Recording(TorchDispatchMode):
     """Around a forward: remembers the results that are to be saved.
 
     Args:
@@ -361,8 +340,6 @@ class Recording(_Pausing):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self._paused:
-            return func(*args, **(kwargs or {}))
         self._note_writes(func, args, kwargs or {})
         out = func(*args, **(kwargs or {}))
         if self._names_missing and not is_view(func):
@@ -427,7 +404,7 @@ class Recording(_Pausing):
 _TENSOR = object()
 
 
-class Replaying(_Pausing):
+class Replaying(TorchDispatchMode):
     """Around a recompute: hands out what was saved, in the order of the forward.
 
     Args:
@@ -452,7 +429,7 @@ class Replaying(_Pausing):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self._paused or not self._choice.wants(func):
+        if not self._choice.wants(func):
             return func(*args, **(kwargs or {}))
         if self._next >= len(self._entries):
             self._differs(f"{func} runs once more than in the forward")

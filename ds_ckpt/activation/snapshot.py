@@ -12,6 +12,7 @@ put back into the same object.
 
 from __future__ import annotations
 
+import copyreg
 import enum
 import functools
 import itertools
@@ -46,7 +47,7 @@ _MODULES_OWN = (frozenset(vars(nn.Module())) - {"training"}) | {
 }
 CHANGED = "the recompute would begin with the changed values"
 LEAVE_OUT = "or leave the block out of checkpointing"
-Look = dict[Any, Any] | list[Any]
+Look = dict[Any, Any]
 
 
 def refusal(name: str, found: str, why: str, remedy: str) -> UnsupportedError:
@@ -96,37 +97,20 @@ def _can_change(cls: Any) -> bool:
     return not (issubclass(cls, _LEAVES) or foreign)
 
 
-@functools.cache
-def _slots(cls: Any) -> tuple[str, ...]:
-    found = (base.__dict__.get("__slots__", ()) for base in cls.__mro__)
-    names = itertools.chain.from_iterable((s,) if isinstance(s, str) else s for s in found)
-    return tuple(n for n in names if n not in ("__dict__", "__weakref__"))
-
-
 def look(holder: Any) -> Look:
-    """What a list, dict, set, deque or object holds now."""
+    """What a list, dict, set, deque or object holds now, by key, place or name."""
     if isinstance(holder, dict):
         return dict(holder.items())
     if isinstance(holder, _ITEMS):
-        return list(holder)
-    cls: Any = type(holder)
-    slots = {n: getattr(holder, n) for n in _slots(cls) if hasattr(holder, n)}
+        return dict(enumerate(holder))
+    names = copyreg._slotnames(type(holder))  # type: ignore[attr-defined]
+    slots = {name: getattr(holder, name) for name in names if hasattr(holder, name)}
     return {**getattr(holder, "__dict__", {}), **slots}
-
-
-def members(one: Look) -> Iterable[Any]:
-    return one.values() if isinstance(one, dict) else one
 
 
 def same(one: Look, other: Look) -> bool:
     """The same objects in the same places."""
-    if len(one) != len(other):
-        return False
-    if isinstance(one, dict) and isinstance(other, dict):
-        return (
-            all(map(operator.is_, map(other.get, one), one.values())) and one.keys() == other.keys()
-        )
-    return all(map(operator.is_, one, other))
+    return one.keys() == other.keys() and all(map(operator.is_, map(other.get, one), one.values()))
 
 
 def put_back(holder: Any, noted: Look) -> None:
@@ -136,11 +120,13 @@ def put_back(holder: Any, noted: Look) -> None:
         return
     if isinstance(holder, _ITEMS):
         holder.clear()  # also for the order of keys
-        extend = holder.extend if isinstance(holder, list | deque) else holder.update
-        extend(noted)  # type: ignore[arg-type]
+        if isinstance(holder, dict):
+            holder.update(noted)
+        elif isinstance(holder, set):
+            holder.update(noted.values())
+        else:
+            holder.extend(noted.values())
         return
-    assert isinstance(noted, dict)
-    assert isinstance(now, dict)
     for name in now.keys() - noted.keys():
         object.__delattr__(holder, name)
     for name, value in noted.items():
@@ -186,7 +172,7 @@ class Found:
                 seen.add(id(value))
                 if len(seen) <= MOST:
                     self.holders.append(value)
-                    left += list(members(look(value)))[::-1]
+                    left += list(look(value).values())[::-1]
 
 
 # what is noted of one forward
@@ -215,7 +201,7 @@ class _Noted:
     def __init__(self, holder: Any, where: str = "") -> None:
         self.holder, self.what = holder, f"a tensor in a {type(holder).__name__}{where}"
         self.look = look(holder)
-        self._tensors = [value for value in members(self.look) if isinstance(value, Tensor)]
+        self._tensors = [value for value in self.look.values() if isinstance(value, Tensor)]
         self._written = _versions(self._tensors)
 
     @property
@@ -225,10 +211,7 @@ class _Noted:
 
     def loosen(self) -> None:
         """Hold no graph."""
-        if isinstance(self.look, dict):
-            self.look = {key: _without_graph(value) for key, value in self.look.items()}
-        else:
-            self.look = [_without_graph(value) for value in self.look]
+        self.look = {key: _without_graph(value) for key, value in self.look.items()}
         self._tensors = [_without_graph(tensor) for tensor in self._tensors]
 
 

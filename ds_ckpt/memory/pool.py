@@ -66,7 +66,7 @@ class HostPool:
         with self._lock:
             block = self._free[size].pop() if self._free[size] else None
         if block is None:  # outside the lock: pinning takes milliseconds
-            block = self.allocate(size)
+            block = self._allocate(size)
         with self._lock:
             self._in_use[block.data_ptr()] = block
         return block[:wanted].view(dtype).view(torch.Size(shape))
@@ -89,8 +89,7 @@ class HostPool:
             if not block.is_pinned():  # torch waits for the copies of what is pinned, and caches it
                 self._free[block.numel()].append(block)
 
-    def allocate(self, nbytes: int) -> Tensor:
-        """uint8 [nbytes], pinned as blocks are, that is not the pool's."""
+    def _allocate(self, nbytes: int) -> Tensor:
         try:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
         except RuntimeError as error:
@@ -173,12 +172,6 @@ class Arena:
             self._buffer = None  # before the new one is allocated
             self._buffer = self._allocate(wanted)
 
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether the tensor lies in the buffer."""
-        if self._buffer is None:
-            return False
-        return 0 <= tensor.data_ptr() - self._buffer.data_ptr() < self._buffer.numel()
-
     def give_back(self, part: Tensor) -> None:
         """Let another use the part.
 
@@ -197,22 +190,3 @@ class Arena:
 def device_arena(parts: int, device: torch.device) -> Arena:
     """An arena in the device's memory."""
     return Arena(parts, lambda n: torch.empty(n, dtype=torch.uint8, device=device))
-
-
-class HostArena:
-    """An arena in host memory, with a pool behind it for what does not fit."""
-
-    def __init__(self, parts: int, pool: HostPool) -> None:
-        self._pool = pool
-        self.arena = Arena(parts, pool.allocate)
-
-    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        wanted = torch.Size(shape).numel() * dtype.itemsize
-        part = self.arena.room(wanted) if wanted else None
-        if part is None:
-            return self._pool.take(shape, dtype)
-        return part.view(dtype).view(torch.Size(shape))
-
-    def give_back(self, tensor: Tensor) -> None:
-        owner = self.arena if self.arena.holds(tensor) else self._pool
-        owner.give_back(tensor)

@@ -14,9 +14,8 @@ from ds_ckpt.activation.inputs import CheckpointedInputs
 from ds_ckpt.activation.install import CheckpointedBlocks
 from ds_ckpt.activation.offload import InputStore
 from ds_ckpt.activation.policies import Policy
-from ds_ckpt.memory import HostPool
 from ds_ckpt.memory.copies import HostCopies
-from ds_ckpt.memory.pool import ALIGNMENT_BYTES, Arena, HostArena, device_arena
+from ds_ckpt.memory.pool import ALIGNMENT_BYTES, Arena, device_arena
 from tests.unit.offload_models import CPU, build, equal, gradients
 
 
@@ -93,20 +92,6 @@ def test_giving_back_what_is_not_out_is_an_error() -> None:
         arena.give_back(part)
 
 
-def test_host_arena_falls_back_on_its_pool() -> None:
-    pool = HostPool()
-    arena = HostArena(2, pool)
-    tensors = [arena.take((4, 8), torch.float32) for _ in range(3)]
-    assert [arena.arena.holds(t) for t in tensors] == [True, True, False]
-    for value, tensor in enumerate(tensors):
-        tensor.fill_(value)
-    assert [float(t.mean()) for t in tensors] == [0.0, 1.0, 2.0]
-    for tensor in tensors:
-        arena.give_back(tensor)
-    assert arena.arena.nbytes_in_use == 0
-    assert pool.nbytes_in_use == 0
-
-
 def _on(model: torch.nn.Module, **options: Any) -> InputStore:
     store = InputStore(CPU, HostCopies(), owned=[*model.parameters(), *model.buffers()], **options)
     boundaries = CheckpointedInputs(model, store)
@@ -134,20 +119,3 @@ def test_boundaries_lie_in_one_buffer(kind: str) -> None:
     loss = model(input_ids=torch.ones(2, 10, dtype=torch.long), labels=torch.ones(2, 10).long())
     assert arena.nbytes_in_use >= store.counters.device_bytes > 0
     assert loss.loss.requires_grad
-
-
-@pytest.mark.parametrize("kind", ["llama", "t5"])
-def test_offload_into_one_buffer(kind: str) -> None:
-    model = build(kind)
-    CheckpointedBlocks(model)
-    theirs = gradients(model)
-    model = build(kind)
-    pool = HostPool()
-    host = HostArena(4, pool)
-    store = _on(model, pool=host)
-    for _ in range(3):
-        assert equal(theirs, gradients(model))
-        store.collect()
-        assert host.arena.nbytes_in_use == 0
-    assert store.counters.out == store.counters.back
-    assert pool.nbytes_in_use == 0  # what did not fit at first; the buffer is none of its blocks
