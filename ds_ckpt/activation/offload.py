@@ -140,8 +140,9 @@ class InputStore:
         reason = self._unfit(tensor)
         piece = None if reason is not None else self._piece_of(tensor)
         if piece is None:
-            small = tensor.numel() == 0 or tensor.nbytes < self._min_bytes
-            reason = reason or ("small" if small else self._owned_by_model(tensor))
+            if reason is None:
+                small = tensor.numel() == 0 or tensor.nbytes < self._min_bytes
+                reason = "small" if small else self._owned_by_model(tensor)
             if reason is not None:
                 self.counters.left[reason] += 1
                 return Left(tensor)

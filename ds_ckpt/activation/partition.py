@@ -35,21 +35,6 @@ from ds_ckpt.activation.rank_consistency import Group, RankConsistency, hash_of
 from ds_ckpt.telemetry.counters import PartitionCounters
 
 
-@dataclass(frozen=True)
-class _Wanted:
-    """A shard that may be gathered, known without being held."""
-
-    shard: weakref.ref[Shard]
-    number: int
-    nbytes: int
-    calls: set[int]
-    """Numbers of the block calls that keep it."""
-
-    @classmethod
-    def of(cls, shard: Shard) -> _Wanted:
-        return cls(weakref.ref(shard), shard.number, shard.stretch.nbytes, shard.calls)
-
-
 @dataclass
 class _Gathered:
     shard: weakref.ref[Shard]
@@ -87,13 +72,16 @@ class Partition:
         self._min_bytes, self._ahead = min_bytes, ahead
         self._shards: weakref.WeakValueDictionary[Key, Shard] = weakref.WeakValueDictionary()
         self._numbers = 0
-        self._calls: weakref.WeakKeyDictionary[BlockCall, list[_Wanted]] = (
+        self._calls: weakref.WeakKeyDictionary[BlockCall, list[weakref.ref[Shard]]] = (
             weakref.WeakKeyDictionary()
         )
         self._place, self._compares = 0, False
         """Of the call that keeps tensors now: how many it has kept, whether values count."""
-        self._before: dict[int, list[_Wanted]] = {}
-        """Calls that were alive when this backward began, if all processes agreed on them."""
+        self._before: dict[int, list[Shard]] = {}
+        """Of calls that were alive when this backward began, if all processes agreed on them. Held,
+        since a process whose collector frees a graph meanwhile has to gather with the others."""
+        self._known: set[int] = set()
+        """Numbers of those calls."""
         self._agreed = False
         self._reached: set[int] = set()
         self._here: dict[int, _Gathered] = {}
@@ -130,7 +118,7 @@ class Partition:
         check = self._checksum(shard, tensor) if self._compares else None
         layout = f"{shard.stretch.nbytes} bytes, {offset}"
         self.handshake.note(label, self._place, tensor, layout, check)
-        self._calls.setdefault(call, []).append(_Wanted.of(shard))
+        self._calls.setdefault(call, []).append(weakref.ref(shard))
         return Split(tensor, shard, part, call)
 
     def _split(self, tensor: Tensor, label: str, call: BlockCall) -> Shard:
@@ -162,7 +150,7 @@ class Partition:
         shard = split.shard
         if shard is None:
             return self._store.unpack(split.kept)
-        self._gather(_Wanted.of(shard), late=True)
+        self._gather(shard, late=True)
         self._here[shard.number].asked = True
         shard.wait()
         return split.view()
@@ -181,42 +169,37 @@ class Partition:
         for number, gathered in list(self._here.items()):
             if gathered.users <= self._reached - {call.number}:
                 self._forget(number)
-        for wanted in self._calls.get(call, []):  # all of them, before those of other calls
-            self._gather(wanted, late=True)
-        before = sorted(self._before.keys() - self._reached, reverse=True)
-        for number in [n for n in before if n < call.number][: self._ahead]:
-            for wanted in self._before[number]:
-                self._gather(wanted, late=False)
+        self._before.pop(call.number, None)
+        for shard in self._alive(call):  # all of them, before those of other calls
+            self._gather(shard, late=True)
+        before = sorted((n for n in self._before if n < call.number), reverse=True)
+        for number in before[: self._ahead]:
+            for shard in self._before[number]:
+                self._gather(shard, late=False)
+
+    def _alive(self, call: BlockCall) -> list[Shard]:
+        return [shard for ref in self._calls.get(call, []) if (shard := ref()) is not None]
 
     def _shake_hands(self) -> None:
-        alive = {
-            call.number: [w for w in wanted if w.shard() is not None]
-            for call, wanted in self._calls.items()
-        }
+        alive = {call.number: self._alive(call) for call in self._calls}
         alive = {number: alive[number] for number in sorted(alive) if alive[number]}
-        known = [(number, [w.nbytes for w in wanted]) for number, wanted in alive.items()]
-        self._agreed = self.handshake.compare(hash_of(known))
+        known = [(number, [s.nbytes for s in shards]) for number, shards in alive.items()]
         # one process's collector may be late: then nothing is gathered before it is needed
+        self._agreed = self.handshake.compare(hash_of(known))
         self._before = alive if self._agreed else {}
+        self._known = set(self._before)
 
-    def _gather(self, wanted: _Wanted, *, late: bool) -> None:
+    def _gather(self, shard: Shard, *, late: bool) -> None:
         """Start to gather a shard that is not here. Collective."""
-        if wanted.number in self._here:
+        if shard.number in self._here:
             return
-        size = part_bytes(wanted.nbytes, self._parts)
-        joined = torch.empty(size * self._parts, dtype=torch.uint8, device=self._device)
-        shard = wanted.shard()
-        # A graph that was collected while this backward ran: other processes may still have theirs
-        # and gather it, but no process will ask for it.
-        part = joined.new_zeros(size) if shard is None else self._store.take(shard.part)
-        arriving = self._group.gather(part, joined)
-        if shard is not None:
-            shard.joined, shard.arriving = joined, arriving
-        users = wanted.calls & (self._before.keys() | self._reached)
-        users = users if self._agreed else wanted.calls
-        self._here[wanted.number] = _Gathered(wanted.shard, frozenset(users))
+        size = part_bytes(shard.nbytes, self._parts)
+        shard.joined = torch.empty(size * self._parts, dtype=torch.uint8, device=self._device)
+        shard.arriving = self._group.gather(self._store.take(shard.part), shard.joined)
+        users = shard.calls & (self._known | self._reached) if self._agreed else shard.calls
+        self._here[shard.number] = _Gathered(weakref.ref(shard), frozenset(users))
         self.counters.gathers += 1
-        self.counters.received_bytes += joined.numel() - size
+        self.counters.received_bytes += shard.joined.numel() - size
         self.counters.late += late
 
     def _forget(self, number: int) -> None:
@@ -230,6 +213,6 @@ class Partition:
     def _forget_all(self) -> None:
         """Forget every gather, and where backward has been."""
         self._reached.clear()
-        self._before = {}
+        self._before, self._known = {}, set()
         for number in list(self._here):
             self._forget(number)

@@ -209,29 +209,24 @@ class Tracker(Protocol):
 
 
 class RandomState:
-    """The generators' states at one moment: the CPU's, those of `devices`, and of the trackers."""
+    """The generators' states at one moment: the CPU's, that of the accelerator on which `tensors`
+    lie, and the trackers'."""
 
-    def __init__(self, devices: Sequence[torch.device], trackers: Sequence[Tracker]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], trackers: Sequence[Tracker]) -> None:
         self._cpu = torch.get_rng_state()
         self._devices = [
-            (d, torch.get_device_module(d.type).get_rng_state(d))
-            for d in devices
-            if hasattr(torch.get_device_module(d.type), "get_rng_state")
+            (torch.get_device_module(d.type), d, torch.get_device_module(d.type).get_rng_state(d))
+            for d in {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
         ]
         self._trackers = [(t, dict(t.get_states())) for t in trackers]
 
     def put_back(self) -> None:
         """Set every generator to what it was."""
         torch.set_rng_state(self._cpu)
-        for device, state in self._devices:
-            torch.get_device_module(device.type).set_rng_state(state, device)
+        for module, device, state in self._devices:
+            module.set_rng_state(state, device)
         for tracker, states in self._trackers:
             tracker.set_states(dict(states))
-
-
-def devices_of(tensors: Sequence[Tensor]) -> list[torch.device]:
-    """The accelerators on which the tensors lie, each once."""
-    return list(dict.fromkeys(t.device for t in tensors if t.device.type not in ("cpu", "meta")))
 
 
 class _Save(torch.autograd.Function):
@@ -317,7 +312,14 @@ def _storage(tensor: Tensor) -> int | None:
     return tensor.untyped_storage()._cdata if strided else None
 
 
-class Recording(TorchDispatchMode):
+class _Mode(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would switch its compiler off around every operator: it is off for the block."""
+        return False
+
+
+class Recording(_Mode):
     """Around a forward: remembers the results that are to be saved.
 
     Args:
@@ -357,7 +359,7 @@ class Recording(TorchDispatchMode):
                     spec,
                     self._packs(),
                     [t._version for t in tensors],
-                    RandomState(devices_of(tensors), self._trackers) if random else None,
+                    RandomState(tensors, self._trackers) if random else None,
                 )
             )
         return out
@@ -404,7 +406,7 @@ class Recording(TorchDispatchMode):
 _TENSOR = object()
 
 
-class Replaying(TorchDispatchMode):
+class Replaying(_Mode):
     """Around a recompute: hands out what was saved, in the order of the forward.
 
     Args:
