@@ -1,9 +1,10 @@
 """One checkpointed forward: `torch.utils.checkpoint`, and what torch leaves to its caller.
 
-torch saves a call's positional tensors, random states and autocast, puts holders in the place of
-what autograd saves inside (non-reentrant checkpointing; Chen et al., arXiv 1604.06174), and runs
-the call again when backward asks for the first of them. autograd's graph is that of the forward,
-so gradients are what they are without checkpointing.
+torch saves a call's positional tensors, random states and autocast, and runs the call again, once
+in a backward, when its saved tensor is asked for (non-reentrant checkpointing; Chen et al., arXiv
+1604.06174). It is given one, an empty one: what autograd saves inside is numbered here, and the
+first number that backward asks for asks for torch's. autograd's graph is that of the forward, so
+gradients are what they are without checkpointing.
 
 Added here, by what torch enters around the forward and around the recompute:
 
@@ -12,28 +13,28 @@ Added here, by what torch enters around the forward and around the recompute:
 3. chosen results of operators are kept (`selective.py`);
 4. several calls are one recompute: an input that the call before made is not kept, but taken from
    that call's own recompute;
-5. torch's hooks are wrapped: weights are never held (ZeRO-3 changes what they point to), values
+5. hooks of its own: weights are never held (ZeRO-3 changes what they point to), values
    can be compared, a recompute ends when it has every saved tensor even in a block that catches
    exceptions, and errors name the block.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
-from torch.utils.checkpoint import CheckpointError, checkpoint
+from torch.utils.checkpoint import checkpoint
 
 from ds_ckpt.activation.fingerprints import Printer
 from ds_ckpt.activation.selective import (
@@ -52,7 +53,6 @@ from ds_ckpt.activation.snapshot import (
     in_words,
     input_changed,
     refusal,
-    tensors_in,
     version_of,
 )
 from ds_ckpt.errors import Problem, RecomputeError
@@ -114,45 +114,29 @@ def opened(
     return function, args, kwargs
 
 
-class _Plans:
-    """How many plans were put on models."""
-
-    count = 0
-
-
 class _Recomputing(threading.local):
-    """The recompute that runs in this thread.
+    """The recompute that runs in this thread."""
 
-    Attributes:
-        newest: the last plan that was there for its forward; those after it had no part in it.
-        linked: it runs for the input of another.
-    """
-
-    newest: int | None = None
     linked = False
+    """It runs for the input of another."""
 
 
-recomputing = _Recomputing()
+_recomputing = _Recomputing()
 
 
-def _next_plan() -> int:
-    _Plans.count += 1
-    return _Plans.count
-
-
-@dataclass(frozen=True)
+@dataclass
 class RecomputeContext:
     """What surrounds calls: the same for every block of a model.
 
     Attributes:
         recompute: scopes entered around every recompute.
         trackers: random states beside torch's own.
-        number: of the plan, in the order in which plans were put on models.
+        removed: checkpointing was taken off the model.
     """
 
     recompute: Sequence[Scope] = ()
     trackers: Sequence[Tracker] = ()
-    number: int = field(default_factory=_next_plan)
+    removed: bool = False
 
 
 @dataclass
@@ -161,44 +145,19 @@ class CheckpointedModule:
 
     name: str
     module: nn.Module
+    memory: BlockMemory
     choice: Choice | None = None
-    memory: BlockMemory = field(init=False)
     replaying: Callable[[], Any] | None = None
     """What the module's forward has to run when it is called with its hooks in a recompute."""
 
-    def __post_init__(self) -> None:
-        self.memory = BlockMemory(self.name, self.module)
 
-
-@dataclass
-class _Output:
-    """A tensor that a call returned, recognisable without being held.
-
-    Only where it has memory of its own and a version: no sparse one, none from inference mode.
-    """
-
-    storage: StorageWeakRef
-    place: tuple[Any, ...]
-
-    @classmethod
-    def of(cls, value: Any) -> _Output | None:
-        if not isinstance(value, Tensor) or not cls._traceable(value):
-            return None
-        return cls(StorageWeakRef(value.untyped_storage()), cls._place(value))
-
-    @staticmethod
-    def _traceable(tensor: Tensor) -> bool:
-        return tensor.layout == torch.strided and not tensor.is_inference()
-
-    @staticmethod
-    def _place(tensor: Tensor) -> tuple[Any, ...]:
-        geometry = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        return (tensor.untyped_storage()._cdata, tensor._version, *geometry)
-
-    def is_(self, tensor: Tensor) -> bool:
-        """The same memory, unchanged, even if it is another tensor object (ZeRO-3's hooks)."""
-        alive = not self.storage.expired()
-        return alive and self._traceable(tensor) and self._place(tensor) == self.place
+def _place(value: Any) -> tuple[Any, ...] | None:
+    """The memory and version of a tensor, the same for another tensor object (ZeRO-3's hooks);
+    None where it has none of its own: a sparse one, one from inference mode."""
+    if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_inference():
+        return None
+    geometry = (value.storage_offset(), value.shape, value.stride(), value.dtype)
+    return (value.untyped_storage()._cdata, value._version, *geometry)
 
 
 @dataclass(frozen=True)
@@ -213,6 +172,14 @@ class _Link:
         """The output anew, from that call's recompute."""
         output: Tensor = self.call.outputs_again(self.unpack)[self.output]
         return output
+
+
+_group_of_backwards: Callable[[], Any] = getattr(torch._C, "_get_graph_exec_group", lambda: None)
+
+
+def _running_backward() -> Any:
+    """What torch counts as one backward, with one recompute; -1 outside of any."""
+    return _group_of_backwards() or torch._C._current_graph_task_id()
 
 
 class _Stop(BaseException):
@@ -264,7 +231,6 @@ class Call:
         self, target: CheckpointedModule, context: RecomputeContext, *, check: bool
     ) -> None:
         self._target, self._context, self._check = target, context, check
-        self._newest = _Plans.count if recomputing.newest is None else recomputing.newest
         self._finished: bool | None = None
         """None before and in the forward; False where an exception has ended it."""
         self._own: tuple[Any, Any] | None = None
@@ -273,15 +239,18 @@ class Call:
         self._links: dict[int, _Link] = {}
         self._recording: Recording | None = None
         self._results = SavedTensors(())
-        self._modes: Replaying | None = None
         self._hooks: weakref.ref[Callable[[Any], Any]] | None = None
-        self._outputs: list[_Output | None] = []
+        self._outputs: dict[int, tuple[tuple[Any, ...], StorageWeakRef]] = {}
+        """Where tensors lie that it has returned, and what tells whether they still do."""
         self._marker: Any = None
-        """Stands for one more saved tensor, the last, where another call may go on from here."""
+        """What torch put in the place of its saved tensor."""
+        self._values: dict[Any, dict[int, Tensor]] = {}
+        """By backward: what its recompute has made and it has not yet asked for, by number."""
+        self._again: dict[int, Tensor] = {}
+        """The same of the recompute that runs."""
         self._followed = False
         """Whether another call goes on from here."""
         self._made: list[Any] = []
-        self._seen: list[tuple[Tensor, int]] = []
         self._difference: Problem | None = None
         """The first one: a block may catch the error that it was raised as."""
 
@@ -302,7 +271,7 @@ class Call:
             before: the call that this one may go on from.
             last: no call goes on from this one.
         """
-        target = self._target
+        target, self._last = self._target, last
         function, args, kwargs = opened(function, args, kwargs)
         self._arguments = arguments = Arguments(function, args, kwargs)
         self._own = (args, kwargs)
@@ -325,7 +294,7 @@ class Call:
         # without their graphs, which may lead back here where something works in place; empty
         # ones where the recompute makes its own: torch looks at their devices
         kept = [t.new_empty(0) if i in self._links else t.detach() for i, t in enumerate(tensors)]
-        contexts = (self._forward(last=last), _Again(self))
+        contexts = (self._forward(), _Again(self))
         result = checkpoint(
             self._function,
             *kept,
@@ -338,12 +307,14 @@ class Call:
         self._snapshot.after()
         if self._recording is not None:
             assert target.choice is not None
-            outside = [*tensors_in(tree_leaves(result)), *self._snapshot.reachable()]
+            outside = self._snapshot.reachable(tree_leaves(result))
             self._results = SavedTensors(self._recording.finish(outside, whole=not last))
             target.choice.require_hits(self._recording.seen)
             self._recording.seen.clear()
         if not last:
-            self._outputs = [_Output.of(leaf) for leaf in tree_leaves(result)]
+            for number, leaf in enumerate(tree_leaves(result)):
+                if (place := _place(leaf)) is not None:
+                    self._outputs[number] = (place, StorageWeakRef(leaf.untyped_storage()))
         self._finished = True
         return result
 
@@ -358,8 +329,8 @@ class Call:
             for i, (t, needs) in enumerate(zip(tensors, self._needs_gradient, strict=True))
         ]
         args, kwargs = self._arguments.with_tensors(given)
-        target, linked = self._target, self._marker is not None or bool(self._links)
-        if linked and _partitioned(target.module):
+        target = self._target
+        if (self._links or not self._last) and _partitioned(target.module):
             # its own weights are gathered by its hooks, and only the last call's are here
             outcome: list[Any] = []
 
@@ -374,40 +345,37 @@ class Call:
             result = outcome[0]
         else:
             result = function(*args, **kwargs)
-        if self._marker is not None:
-            if self._followed:  # without the graph, which leads back here
-                leaves = tree_leaves(result)
-                self._made = [v.detach() if isinstance(v, Tensor) else v for v in leaves]
-            del result
-            self._pack_again(torch.empty(0, device="cpu"))
+        if self._followed:  # without the graph, which leads back here
+            leaves = tree_leaves(result)
+            self._made = [v.detach() if isinstance(v, Tensor) else v for v in leaves]
         return None
 
     @contextmanager
-    def _forward(self, *, last: bool) -> Iterator[None]:
+    def _forward(self) -> Iterator[None]:
         """Entered by torch inside its own hooks."""
-        pack, unpack = _innermost_hooks()
+        torch_pack, torch_unpack = _innermost_hooks()
+        self._marker = torch_pack(torch.empty(0, device="cpu"))
         name, kinds = self._target.name, self._kinds
 
-        def packed(tensor: Tensor) -> Any:
+        def packed(tensor: Tensor) -> int | _Weight:
             if isinstance(tensor, nn.Parameter):
                 return _Weight(tensor, name)
             kinds.append((tensor.shape, tensor.dtype, tensor.device))
             if self._check:
-                with self._recording.paused() if self._recording else nullcontext():
+                with _disable_current_modes() if self._recording else nullcontext():
                     self._prints.append(self._printer(tensor))
-            return pack(tensor)
+            return len(kinds) - 1
 
-        def unpacked(holder: Any) -> Tensor:
+        def unpacked(holder: int | _Weight) -> Tensor:
             if isinstance(holder, _Weight):
                 return holder.get()
-            try:
-                return unpack(holder)
-            except CheckpointError as error:
-                raise _unpacked_twice(name) from error
-            except RuntimeError as error:
-                if "inplace operation" not in str(error) or type(error) is not RuntimeError:
-                    raise
-                raise input_changed(name) from error
+            backward = _running_backward()
+            if backward == -1 or backward not in self._values:
+                self.recompute(torch_unpack)
+            values = self._values[backward]
+            if holder not in values:
+                raise _unpacked_twice(name)
+            return values.pop(holder)
 
         try:
             with saved_tensors_hooks(packed, unpacked), self._recording or nullcontext():
@@ -419,9 +387,8 @@ class Call:
             raise
         finally:
             self._printer.forget()
-        if not last:
-            self._hooks = weakref.ref(unpacked)
-            self._marker = packed(torch.empty(0, device="cpu"))
+        if not self._last:
+            self._hooks = weakref.ref(torch_unpack)
 
     def _refuse_changed(self, tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
         for index, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
@@ -444,8 +411,8 @@ class Call:
         links = {
             index: _Link(self, unpack, number)
             for index, tensor in enumerate(tensors)
-            for number, output in enumerate(self._outputs)
-            if output is not None and output.is_(tensor)
+            for number, (place, storage) in self._outputs.items()
+            if not storage.expired() and _place(tensor) == place
         }
         self._followed = self._followed or bool(links)
         return links
@@ -453,14 +420,23 @@ class Call:
     def outputs_again(self, unpack: Callable[[Any], Any]) -> list[Any]:
         """What the recompute returns. It runs now if it has not run in this backward."""
         if not self._made:
-            before, recomputing.linked = recomputing.linked, True
+            _recomputing.linked = True
             try:
-                unpack(self._marker)
+                self.recompute(unpack)
             finally:
-                recomputing.linked = before
+                _recomputing.linked = False
         return self._made
 
     # recompute
+
+    def recompute(self, unpack: Callable[[Any], Any]) -> None:
+        """Run again, in torch's hook `unpack`."""
+        try:
+            unpack(self._marker)
+        except RuntimeError as error:
+            if "inplace operation" not in str(error) or type(error) is not RuntimeError:
+                raise
+            raise input_changed(self._target.name) from error
 
     def enter(self, stack: ExitStack) -> None:
         """Everything as it was before the forward, on `stack`."""
@@ -479,9 +455,10 @@ class Call:
                 "the recompute cannot tell how far it had come",
                 f"return tensors from the block instead of raising, {LEAVE_OUT}",
             )
-        before, linked = (recomputing.newest, recomputing.linked), recomputing.linked
-        recomputing.newest, recomputing.linked = self._newest, False
-        stack.callback(_restore, *before)
+        if self._context.removed:
+            raise _taken_off(name)
+        linked, _recomputing.linked = _recomputing.linked, False
+        stack.callback(setattr, _recomputing, "linked", linked)
         for scope in () if linked else self._context.recompute:
             stack.enter_context(scope())
         self._inputs = {index: link.tensor() for index, link in self._links.items()}
@@ -491,26 +468,27 @@ class Call:
             stack.callback(tracker.set_states, dict(tracker.get_states()))
             tracker.set_states(dict(states))
         stack.enter_context(self._snapshot.again())
-        self._repack, _ = _innermost_hooks()
-        self._count, self._difference = 0, None
+        self._torch_pack, _ = _innermost_hooks()
+        self._versions: list[int] = []
+        self._difference = None
         self._doubts: list[tuple[int, Tensor]] = []
         self._reprinter = Printer()
         stack.enter_context(saved_tensors_hooks(self._pack_again, _as_it_is))
         if self._recording is not None:
-            choice = self._target.choice
-            assert choice is not None
-            stack.enter_context(choice.standing())
+            assert self._target.choice is not None
             entries, results = self._recording.entries, self._results.get()
-            self._modes = Replaying(choice, entries, results, self.differs)
-            stack.enter_context(self._modes)
+            replaying = Replaying(self._target.choice, entries, results, self.differs)
+            stack.enter_context(replaying)
 
     def _pack_again(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, nn.Parameter):
             return tensor
         if self._difference is not None:
             raise RecomputeError(self._difference)
-        index = self._count
+        index = len(self._versions)
         if index == len(self._kinds):
+            if self._followed:
+                self.differs(f"it saves more than the {index} tensors of the forward")
             raise _Stop
         shape, dtype, device = self._kinds[index]
         if (tensor.shape, tensor.dtype, tensor.device) != (shape, dtype, device):
@@ -519,17 +497,17 @@ class Call:
                 f"in the forward it was {in_words(shape, dtype)}"
             )
         if index < len(self._prints) and (before := self._prints[index]) is not None:
-            with self._modes.paused() if self._modes is not None else nullcontext():
+            with _disable_current_modes() if self._recording else nullcontext():
                 now = self._reprinter(tensor)
                 assert now is not None, "the same shape and device have a fingerprint"
                 if before.device.type != "cpu":
                     self._doubts.append((index, now != before))
                 elif int(now) != int(before):
                     self._wrong_value(index)
-        value: Tensor = self._repack(tensor)
-        self._seen.append((value, value._version))
-        self._count += 1
-        if self._count == len(self._kinds):
+        # counts versions with the original
+        self._again[index] = value = tensor.detach() if tensor.requires_grad else tensor
+        self._versions.append(value._version)
+        if len(self._versions) == len(self._kinds) and not self._followed:
             raise _Stop
         return value
 
@@ -541,12 +519,12 @@ class Call:
         """
         if self._difference is not None:
             raise RecomputeError(self._difference)
-        if self._count != len(self._kinds):
-            expected = len(self._kinds)
-            self.differs(f"it saves {self._count} tensors, the forward saved {expected}")
+        expected, count = len(self._kinds), len(self._versions)
+        if count != expected:
+            self.differs(f"it saves {count} tensors, the forward saved {expected}")
         if self._doubts and bool(torch.stack([d for _, d in self._doubts]).any()):
             self._wrong_value(next(i for i, d in self._doubts if bool(d)))
-        for value, version in self._seen:
+        for value, version in zip(self._again.values(), self._versions, strict=True):
             if value._version != version:
                 raise refusal(
                     self._target.name,
@@ -555,14 +533,14 @@ class Call:
                     "backward needs the values from before",
                     "do not work in place there: torch refuses it without checkpointing, too",
                 )
+        self._values[_running_backward()] = self._again
+        self._torch_pack(torch.empty(0, device="cpu"))
 
     def forget(self) -> None:
         """Let go of what one recompute has used."""
-        self._seen, self._doubts, self._inputs, self._modes = [], [], {}, None
+        self._again, self._doubts, self._inputs = {}, [], {}
         self._reprinter.forget()
         self._target.replaying = None
-        with contextlib.suppress(AttributeError):
-            del self._repack  # it holds what torch keeps of the recompute
 
     def _wrong_value(self, index: int) -> None:
         shape, dtype, _ = self._kinds[index]
@@ -581,10 +559,6 @@ class Call:
         )
         self._difference = self._difference or problem
         raise RecomputeError(self._difference)
-
-
-def _restore(newest: int | None, linked: bool) -> None:
-    recomputing.newest, recomputing.linked = newest, linked
 
 
 class _Again:
@@ -619,8 +593,7 @@ def _taken_off(name: str) -> RecomputeError:
         Problem(
             where=name,
             found="checkpointing that was taken off or switched off after the block's forward",
-            why="the recompute calls the module for the hooks that gather its weights, and its "
-            "forward no longer comes here",
+            why="the recompute would find a module that runs in another way than in its forward",
             remedy="change checkpointing only when no backward is outstanding",
         )
     )

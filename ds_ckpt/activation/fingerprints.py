@@ -24,19 +24,12 @@ _EVERY = 8
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _in_memory_order(tensor: Tensor) -> Tensor:
-    """The same elements as a flat tensor where they lie side by side; else the tensor itself."""
-    for dim in reversed(range(tensor.dim())):
+def _each_once(tensor: Tensor) -> Tensor:
+    """Without graph, and without the repetitions of what is expanded."""
+    for dim in range(tensor.dim()):
         if tensor.stride(dim) == 0 and tensor.shape[dim] > 1:
-            tensor = tensor.narrow(dim, 0, 1)  # expanded: every entry is the first
-    expected = 1
-    for stride, size in sorted(
-        (tensor.stride(d), tensor.shape[d]) for d in range(tensor.dim()) if tensor.shape[d] > 1
-    ):
-        if stride != expected:
-            return tensor
-        expected *= size
-    return tensor.as_strided((tensor.numel(),), (1,))
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor.detach()
 
 
 def fingerprint(tensor: Tensor) -> Tensor | None:
@@ -47,36 +40,16 @@ def fingerprint(tensor: Tensor) -> Tensor | None:
     """
     if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.numel() == 0:
         return None
-    tensor = tensor.detach()
+    tensor = _each_once(tensor)
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    if tensor.is_neg():
-        tensor = tensor.resolve_neg()
-    flat = tensor.view(-1) if tensor.is_contiguous() else _in_memory_order(tensor)
-    size = flat.element_size()
-    if flat.dim() != 1 or flat.stride(0) != 1:
-        return flat.view(_WORDS[size]).sum(dtype=torch.int64)
-    if (flat.storage_offset() | flat.numel()) * size % 8:
-        return _ragged(flat, size)
-    return _sum_of(flat.view(torch.int64))
-
-
-def _ragged(flat: Tensor, size: int) -> Tensor:
-    """Of memory that does not begin and end at whole words: [n], stride 1."""
-    per_word = 8 // size
-    first = min(-flat.storage_offset() % per_word, flat.numel())
-    last = first + (flat.numel() - first) // per_word * per_word
-    kind = _WORDS[size]
-    if first == last:
-        return flat.view(kind).sum(dtype=torch.int64)
-    total = _sum_of(flat[first:last].view(torch.int64))
-    for rest in (flat[:first], flat[last:]):
-        if rest.numel():
-            total = total + rest.view(kind).sum(dtype=torch.int64)
-    return total
-
-
-def _sum_of(words: Tensor) -> Tensor:
+    tensor = tensor.resolve_neg()
+    if not tensor.is_contiguous():  # entries in the order in which they lie
+        tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+    size = tensor.element_size()
+    if not tensor.is_contiguous() or (tensor.storage_offset() | tensor.numel()) * size % 8:
+        return tensor.view(_WORDS[size]).sum(dtype=torch.int64)
+    words = tensor.view(-1).view(torch.int64)
     if words.numel() * 8 > WHOLE_BYTES:
         lines = words.numel() // _LINE
         words = words[: lines * _LINE].view(lines, _LINE)[::_EVERY]
@@ -128,16 +101,6 @@ class Printer:
 # checksums, which tell places apart
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    """The elements' bytes in order, uint8 [n]; what is expanded is read once."""
-    for dim in range(tensor.dim()):
-        if tensor.stride(dim) == 0 and tensor.shape[dim] > 1:
-            tensor = tensor.narrow(dim, 0, 1)
-    tensor = tensor.detach().contiguous()
-    # a single entry may have stride 0
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
 def checksum(tensor: Tensor) -> Tensor:
     """An int64 scalar on the tensor's device: equal for equal bits in equal places.
 
@@ -148,7 +111,9 @@ def checksum(tensor: Tensor) -> Tensor:
     Args:
         tensor: strided, any dtype, no conjugate or negative view.
     """
-    flat = _bytes(tensor)
+    tensor = _each_once(tensor).contiguous()
+    # a single entry may have stride 0
+    flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
     if (flat.storage_offset() | flat.numel()) % 8:
         padded = flat.new_zeros(-(-flat.numel() // 8) * 8)
         padded[: flat.numel()].copy_(flat)

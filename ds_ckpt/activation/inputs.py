@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ds_ckpt.activation.offload import InputStore, Pool
+from ds_ckpt.activation.offload import InputStore
 from ds_ckpt.activation.partition import Partition
 from ds_ckpt.activation.pieces import BlockCall, Kept, Left, Split
 from ds_ckpt.activation.policies import Unit
@@ -25,7 +25,7 @@ from ds_ckpt.activation.rank_consistency import Group
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.memory import HostPool
 from ds_ckpt.memory.copies import copies_for
-from ds_ckpt.memory.pool import Arena, HostArena, device_arena
+from ds_ckpt.memory.pool import device_arena
 from ds_ckpt.telemetry.timings import BlockProfile
 
 
@@ -212,12 +212,13 @@ def build_inputs(
     store = partition = None
     if keeping.stores:
         count = _checked_count(keeping.contiguous_count, len(units))
-        pool, arena = _memory(keeping, count, device)
+        pool = HostPool(pinned=None if device.type == "cuda" else False)
+        on_device = keeping.contiguous and not keeping.offload
         store = InputStore(
             device,
             copies,
-            pool=pool,
-            arena=arena,
+            pool=pool if keeping.offload else None,
+            arena=device_arena(count, device) if on_device else None,
             min_bytes=keeping.offload_min_bytes if keeping.offload else 0,
             # a part must be here before it is gathered, which is as far ahead of its use
             prefetch=keeping.offload_prefetch * (2 if keeping.partition else 1),
@@ -242,13 +243,6 @@ def build_inputs(
     )
     inputs.recomputed_together([[block.name for block in unit.blocks] for unit in units])
     return inputs
-
-
-def _memory(keeping: Keeping, count: int, device: torch.device) -> tuple[Pool | None, Arena | None]:
-    if not keeping.offload:
-        return None, device_arena(count, device) if keeping.contiguous else None
-    pool = HostPool(pinned=None if device.type == "cuda" else False)
-    return (HostArena(count, pool) if keeping.contiguous else pool), None
 
 
 def _checked_count(count: int | None, recomputes: int) -> int:
@@ -287,8 +281,8 @@ def describe(
         if device.type == "cpu":
             text += " (a stand-in: on the CPU accelerator both ends are the same memory)"
         words.append(text)
-    if keeping.contiguous:
-        words.append("inputs in one buffer" + ("" if keeping.offload else ", one copy each"))
+    if keeping.contiguous and not keeping.offload:
+        words.append("inputs in one buffer, one copy each")
     if keeping.synchronize:
         words.append("the device waited for around every block: no overlap")
     if keeping.profile:

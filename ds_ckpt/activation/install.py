@@ -26,10 +26,10 @@ from ds_ckpt.activation.checkpoint import (
     RecomputeContext,
     Scope,
     opened,
-    recomputing,
 )
 from ds_ckpt.activation.policies import Policy, Unit, make_plan
 from ds_ckpt.activation.selective import Choice, Tracker
+from ds_ckpt.activation.snapshot import BlockMemory
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.patch import Patches
 
@@ -91,17 +91,16 @@ class CheckpointedBlocks:
     def _install(self, model: nn.Module) -> None:
         runs: dict[nn.Module, Callable[..., Any]] = {}
         for unit in self.units:
-            state = _UnitState(self._context, unit, self._check_every)
+            unit_run = _Run(self._context, unit, self._check_every, self._surrounding)
             for index, block in enumerate(unit.blocks):
                 choice = None
                 if unit.save_ops:
                     choice = Choice(
                         unit.save_ops, unit.where, block.name, block.module, self._patches
                     )
-                target = CheckpointedModule(block.name, block.module, choice)
-                run: Callable[..., Any] = functools.partial(
-                    _run, state, index, target, self._surrounding
-                )
+                memory = BlockMemory(block.name, block.module)
+                target = CheckpointedModule(block.name, block.module, memory, choice)
+                run: Callable[..., Any] = functools.partial(unit_run, index, target)
                 if not self._is_plain(unit):
                     # a compiler's trace would lose what torch's own checkpoint does not know
                     run = torch.compiler.disable(run)
@@ -157,72 +156,71 @@ class CheckpointedBlocks:
         return words
 
     def remove(self) -> None:
-        """Leave the model as it was found."""
+        """Leave the model as it was found. A backward that is outstanding is refused."""
+        self._context.removed = True
         self._patches.undo()
         self._wanted.clear()
 
 
-class _UnitState:
-    """What the modules of one unit share while a forward runs."""
+class _Run:
+    """Runs the forwards of one unit's modules: checkpointed, or as part of a recompute that goes on
+    already. One after the other, they may go on from each other."""
 
-    def __init__(self, context: RecomputeContext, unit: Unit, check_every: int) -> None:
-        self.context = context
-        self._size = len(unit.blocks)
-        self._check_every = check_every
-        self._forwards = 0
+    def __init__(
+        self, context: RecomputeContext, unit: Unit, check_every: int, around: Surrounding | None
+    ) -> None:
+        self._context, self._around = context, around
+        self._size, self._check_every = len(unit.blocks), check_every
+        self._forwards = self._next = 0
         self._check = False
         self._before: weakref.ref[Call] | None = None
-        self._next = 0
 
-    def run(
-        self, index: int, target: CheckpointedModule, function: Any, args: Any, kwargs: Any
+    def __call__(
+        self,
+        index: int,
+        target: CheckpointedModule,
+        function: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
-        """A call of module `index`; one after the other, they may go on from each other."""
+        """A call of module `index`."""
+        if target.replaying is not None:  # called with its hooks, for them
+            again, target.replaying = target.replaying, None
+            return again()
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        if torch.compiler.is_compiling():  # what torch.compile knows how to trace
+            return checkpoint(function, *args, use_reentrant=False, **kwargs)
+        if _is_transformed():
+            return function(*args, **kwargs)
+        function, args, kwargs = opened(function, args, kwargs)
+        if not target.module.training and holds_cache(target.name, args, kwargs):
+            return function(*args, **kwargs)
+        if not getattr(target.module, "_can_checkpoint_with_cache", False):  # transformers' word
+            args, kwargs = without_empty_caches(target.name, args, kwargs)
+        run = functools.partial(self._checkpointed, index, target)
+        if self._around is not None:
+            return self._around(run, function, args, kwargs)
+        return run(function, *args, **kwargs)
+
+    def _checkpointed(
+        self,
+        index: int,
+        target: CheckpointedModule,
+        function: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         before = self._before() if self._before is not None and index >= self._next else None
         if before is None:
             self._forwards += 1
             self._check = self._check_every > 0 and (self._forwards - 1) % self._check_every == 0
         last = index == self._size - 1
-        call = Call(target, self.context, check=self._check)
+        call = Call(target, self._context, check=self._check)
         result = call.run(function, args, kwargs, before=before, last=last)
         self._before = None if last else weakref.ref(call)
         self._next = index + 1
         return result
-
-
-def _run(
-    state: _UnitState,
-    index: int,
-    target: CheckpointedModule,
-    around: Surrounding | None,
-    function: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Runs a module's forward: checkpointed, or as part of a recompute that goes on already."""
-    if target.replaying is not None:  # called with its hooks, for them
-        again, target.replaying = target.replaying, None
-        return again()
-    if not torch.is_grad_enabled():
-        return function(*args, **kwargs)
-    if recomputing.newest is not None and state.context.number > recomputing.newest:
-        return function(*args, **kwargs)  # of a forward before this plan
-    if torch.compiler.is_compiling():  # what torch.compile knows how to trace
-        return checkpoint(function, *args, use_reentrant=False, **kwargs)
-    if _is_transformed():
-        return function(*args, **kwargs)
-    function, args, kwargs = opened(function, args, kwargs)
-    if not target.module.training and holds_cache(target.name, args, kwargs):
-        return function(*args, **kwargs)
-    if not getattr(target.module, "_can_checkpoint_with_cache", False):  # transformers' word for it
-        args, kwargs = without_empty_caches(target.name, args, kwargs)
-
-    def checkpointed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return state.run(index, target, function, args, kwargs)
-
-    if around is not None:
-        return around(checkpointed, function, args, kwargs)
-    return checkpointed(function, *args, **kwargs)
 
 
 def _plainly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

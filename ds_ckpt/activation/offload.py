@@ -16,122 +16,49 @@ import functools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, MutableMapping, Sequence
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from ds_ckpt.activation.pieces import BlockCall, Kept, Key, Left, Piece, Remains, bytes_of, key_of
+from ds_ckpt.activation.pieces import BlockCall, Kept, Key, Left, Piece, bytes_of, key_of
 from ds_ckpt.activation.snapshot import input_changed
 from ds_ckpt.memory.copies import Copies
-from ds_ckpt.memory.pool import Arena, Event
+from ds_ckpt.memory.pool import Arena, HostPool
 from ds_ckpt.telemetry.counters import OffloadCounters
 
 
-class Prefetch:
-    """Follows backward from call to call.
-
-    A copy that was brought back is forgotten here when backward has left every call that keeps it,
-    at the latest when backward ends. Whoever computes with it holds it himself.
+class BackwardWatch:
+    """Tells one backward from the next.
 
     Args:
-        device: where copies are brought to.
-        copies: how.
-        ahead: how many calls before the one that backward is at.
-        calls: those that are alive, by number.
-        counters: told of everything.
-        at_end: called when a backward has ended; has everything forgotten.
+        at_end: bound method that is called when a backward has ended, while its object is alive:
+            autograd's engine outlives everything.
+
+    Attributes:
+        number: autograd's, of the backward that asked last; -1 outside of any.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        copies: Copies,
-        ahead: int,
-        calls: MutableMapping[int, BlockCall],
-        counters: OffloadCounters,
-        at_end: Callable[[], None],
-    ) -> None:
-        self._device, self._copies, self._ahead = device, copies, ahead
-        self._calls, self._counters, self._at_end = calls, counters, at_end
-        self._here: weakref.WeakSet[Piece] = weakref.WeakSet()
-        """Pieces that have a copy which was brought back."""
-        self._reached: set[int] = set()
-        self.backward = -1
-        """Autograd's number of the backward that asked last; -1 outside of any."""
+    def __init__(self, at_end: Callable[[], None]) -> None:
+        self._at_end = weakref.WeakMethod(at_end)
+        self.number = -1
 
-    def reach(self, call: BlockCall) -> bool:
-        """Backward asks for a tensor of `call`; whether that is the call's first."""
-        self._follow_backward()
-        if call.number in self._reached:
+    def began(self) -> bool:
+        """Whether another backward asks than before."""
+        number = torch._C._current_graph_task_id()
+        if number == self.number:
             return False
-        self._reached.add(call.number)
-        for piece in list(self._here):
-            users = [n for n in piece.calls if n in self._calls]
-            if all(n in self._reached and n != call.number for n in users):
-                self._forget(piece)
-        for piece in call.pieces:  # all of them together, before those of other calls
-            self.fetch(piece, late=True)
+        self.number = number
+        if number != -1:
+            Variable._execution_engine.queue_callback(self._ended)
         return True
 
-    def look_ahead(self, call: BlockCall) -> None:
-        """Start to bring back what the calls before `call` keep."""
-        before = sorted((n for n in self._calls if n < call.number), reverse=True)
-        for number in before[: self._ahead]:
-            ahead = self._calls.get(number)  # its graph may just have been dropped
-            for piece in list(ahead.pieces) if ahead is not None else ():
-                self.fetch(piece, late=False)
-
-    def fetch(self, piece: Piece, *, late: bool) -> None:
-        """Start to bring a piece back that is not here."""
-        if piece.is_here:
-            return
-        assert piece.host is not None
-        piece.fetched = torch.empty(piece.nbytes, dtype=torch.uint8, device=self._device)
-        piece.arriving = self._copies.copy(piece.host, piece.fetched)
-        piece.event = piece.arriving.event
-        self._here.add(piece)
-        self._counters.back[piece.label] += 1
-        self._counters.back_bytes[piece.label] += piece.nbytes
-        self._counters.late += late
-        self._counters.on_device(piece.nbytes)
-
-    def _follow_backward(self) -> None:
-        backward = torch._C._current_graph_task_id()
-        if backward == self.backward:
-            return
-        self.backward = backward
-        self.forget_all()
-        if backward != -1:
-            mine = weakref.ref(self)  # autograd's engine outlives everything
-
-            def end_of_backward() -> None:
-                alive = mine()
-                if alive is not None:
-                    alive._at_end()
-
-            Variable._execution_engine.queue_callback(end_of_backward)
-
-    def forget_broken_off(self) -> None:
-        """Outside of any backward: forget what one that ended with an error has left."""
-        if torch._C._current_graph_task_id() == -1 and (self._reached or len(self._here)):
-            self.forget_all()
-
-    def _forget(self, piece: Piece) -> None:
-        if piece.arriving is not None:
-            piece.arriving.wait()
-            self._counters.in_vain += 1
-        piece.fetched = piece.arriving = None
-        self._here.discard(piece)
-        self._counters.on_device(-piece.nbytes)
-
-    def forget_all(self) -> None:
-        """Forget every copy, and where backward has been."""
-        self._reached.clear()
-        for piece in list(self._here):
-            self._forget(piece)
+    def _ended(self) -> None:
+        at_end = self._at_end()
+        if at_end is not None:
+            at_end()
 
 
 P = ParamSpec("P")
@@ -149,14 +76,6 @@ def _alone(
 
     functools.update_wrapper(locked, method)
     return locked
-
-
-class Pool(Protocol):
-    """Where host memory comes from: `HostPool`, or an `Arena` in host memory."""
-
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor: ...
-
-    def give_back(self, tensor: Tensor, event: Event | None = None) -> None: ...
 
 
 class InputStore:
@@ -177,7 +96,7 @@ class InputStore:
         device: torch.device,
         copies: Copies,
         *,
-        pool: Pool | None = None,
+        pool: HostPool | None = None,
         arena: Arena | None = None,
         min_bytes: int = 0,
         prefetch: int = 1,
@@ -194,10 +113,13 @@ class InputStore:
         self._number = 0
         self._last: weakref.ref[BlockCall] | None = None
         self._leaving: weakref.WeakSet[Piece] = weakref.WeakSet()
-        self._dead: deque[Remains] = deque()
-        self._prefetch = Prefetch(
-            device, copies, prefetch, self._calls, self.counters, self._backward_ended
-        )
+        self._dead: deque[dict[str, Any]] = deque()
+        """What pieces had that have died."""
+        self._watch, self._ahead = BackwardWatch(self._backward_ended), prefetch
+        self._here: weakref.WeakSet[Piece] = weakref.WeakSet()
+        """Pieces that have a copy which was brought back."""
+        self._reached: set[int] = set()
+        """Numbers of the calls to which this backward has come."""
 
     # -- forward ---------------------------------------------------------------------------------
 
@@ -205,7 +127,8 @@ class InputStore:
     def begin(self, label: str) -> BlockCall:
         """A block is about to keep its tensors."""
         self.collect()
-        self._prefetch.forget_broken_off()
+        if torch._C._current_graph_task_id() == -1 and (self._reached or len(self._here)):
+            self._forget_all()  # of a backward that ended with an error
         self._number += 1
         call = BlockCall(self._number, label)
         self._calls[call.number] = call
@@ -217,7 +140,9 @@ class InputStore:
         reason = self._unfit(tensor)
         piece = None if reason is not None else self._piece_of(tensor)
         if piece is None:
-            reason = reason or self._not_worth_it(tensor)
+            if reason is None:
+                small = tensor.numel() == 0 or tensor.nbytes < self._min_bytes
+                reason = "small" if small else self._owned_by_model(tensor)
             if reason is not None:
                 self.counters.left[reason] += 1
                 return Left(tensor)
@@ -256,11 +181,6 @@ class InputStore:
         if tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
             return "an inference, conjugate or negative view"
         return None
-
-    def _not_worth_it(self, tensor: Tensor) -> str | None:
-        if tensor.numel() == 0 or tensor.nbytes < self._min_bytes:
-            return "small"
-        return self._owned_by_model(tensor)
 
     def unfit(self, tensor: Tensor) -> str | None:
         """Why the tensor must be let be whatever its size; None where it need not."""
@@ -304,7 +224,6 @@ class InputStore:
                 continue
             piece.host = self._pool.take((piece.nbytes,), torch.uint8)
             piece.leaving = self._copies.copy(bytes_of(piece.source, piece.stretch), piece.host)
-            piece.event = piece.leaving.event
             self._leaving.add(piece)
             self.counters.out[piece.label] += 1
             self.counters.out_bytes[piece.label] += piece.nbytes
@@ -347,20 +266,20 @@ class InputStore:
             return kept.tensor
         call, piece = kept.call, kept.piece
         assert isinstance(call, BlockCall)
-        first = self._prefetch.reach(call)
+        first = self._reach(call)
         piece.look()
         if piece.changed:
             raise input_changed(piece.label, "input")
         view = self.take(kept)
         if first:
-            self._prefetch.look_ahead(call)
+            self._look_ahead(call)
         return view
 
     @_alone
     def reach(self, call: BlockCall) -> None:
         """Backward has come to `call`: its tensors and those of the calls before it come back."""
-        if self._prefetch.reach(call):
-            self._prefetch.look_ahead(call)
+        if self._reach(call):
+            self._look_ahead(call)
 
     @_alone
     def take(self, kept: Kept | Left) -> Tensor:
@@ -369,17 +288,71 @@ class InputStore:
             return kept.tensor
         piece = kept.piece
         if piece.source is not None or piece.slot is not None:
-            self.counters.kept[piece.label] += piece.asked != self._prefetch.backward
-        self._prefetch.fetch(piece, late=True)
+            self.counters.kept[piece.label] += piece.asked != self._watch.number
+        self._fetch(piece, late=True)
         if piece.arriving is not None:
             piece.arriving.wait()
             piece.arriving = None
-        piece.asked = self._prefetch.backward
+        piece.asked = self._watch.number
         return kept.view()
+
+    def _reach(self, call: BlockCall) -> bool:
+        """Backward asks for a tensor of `call`; whether that is the call's first.
+
+        A copy that was brought back is forgotten when backward has left every call that keeps it,
+        at the latest when backward ends. Whoever computes with it holds it himself.
+        """
+        if self._watch.began():
+            self._forget_all()
+        if call.number in self._reached:
+            return False
+        self._reached.add(call.number)
+        for piece in list(self._here):
+            users = [n for n in piece.calls if n in self._calls]
+            if all(n in self._reached and n != call.number for n in users):
+                self._forget(piece)
+        for piece in call.pieces:  # all of them together, before those of other calls
+            self._fetch(piece, late=True)
+        return True
+
+    def _look_ahead(self, call: BlockCall) -> None:
+        """Start to bring back what the calls before `call` keep."""
+        before = sorted((n for n in self._calls if n < call.number), reverse=True)
+        for number in before[: self._ahead]:
+            ahead = self._calls.get(number)  # its graph may just have been dropped
+            for piece in list(ahead.pieces) if ahead is not None else ():
+                self._fetch(piece, late=False)
+
+    def _fetch(self, piece: Piece, *, late: bool) -> None:
+        """Start to bring a piece back that is not here."""
+        if piece.is_here:
+            return
+        assert piece.host is not None
+        piece.fetched = torch.empty(piece.nbytes, dtype=torch.uint8, device=self._device)
+        piece.arriving = self._copies.copy(piece.host, piece.fetched)
+        self._here.add(piece)
+        self.counters.back[piece.label] += 1
+        self.counters.back_bytes[piece.label] += piece.nbytes
+        self.counters.late += late
+        self.counters.on_device(piece.nbytes)
+
+    def _forget(self, piece: Piece) -> None:
+        if piece.arriving is not None:
+            piece.arriving.wait()
+            self.counters.in_vain += 1
+        piece.fetched = piece.arriving = None
+        self._here.discard(piece)
+        self.counters.on_device(-piece.nbytes)
+
+    def _forget_all(self) -> None:
+        """Forget every copy, and where backward has been."""
+        self._reached.clear()
+        for piece in list(self._here):
+            self._forget(piece)
 
     @_alone
     def _backward_ended(self) -> None:
-        self._prefetch.forget_all()
+        self._forget_all()
         self.collect()
 
     # -- the dead --------------------------------------------------------------------------------
@@ -388,15 +361,15 @@ class InputStore:
     def collect(self) -> None:
         """Give back what the graphs that have died since held."""
         while self._dead:
-            remains = self._dead.popleft()
-            for ticket in remains.tickets:
+            piece = self._dead.popleft()
+            for ticket in (piece["leaving"], piece["arriving"]):
                 if ticket is not None:
                     ticket.wait()
-            if remains.host is not None and self._pool is not None:
-                self._pool.give_back(remains.host, remains.event)
-            if remains.slot is not None and self._arena is not None:
-                self._arena.give_back(remains.slot)
-            self.counters.on_device(-remains.device_bytes)
+            if piece["host"] is not None and self._pool is not None:
+                self._pool.give_back(piece["host"])
+            if piece["slot"] is not None and self._arena is not None:
+                self._arena.give_back(piece["slot"])
+            self.counters.on_device(-piece["device_bytes"])
 
     @property
     def nbytes_on_host(self) -> int:

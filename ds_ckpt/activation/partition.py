@@ -16,10 +16,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 
 from ds_ckpt.activation.fingerprints import checksum
-from ds_ckpt.activation.offload import InputStore
+from ds_ckpt.activation.offload import BackwardWatch, InputStore
 from ds_ckpt.activation.pieces import (
     BlockCall,
     Key,
@@ -34,21 +33,6 @@ from ds_ckpt.activation.pieces import (
 )
 from ds_ckpt.activation.rank_consistency import Group, RankConsistency, hash_of
 from ds_ckpt.telemetry.counters import PartitionCounters
-
-
-@dataclass(frozen=True)
-class _Wanted:
-    """A shard that may be gathered, known without being held."""
-
-    shard: weakref.ref[Shard]
-    number: int
-    nbytes: int
-    calls: set[int]
-    """Numbers of the block calls that keep it."""
-
-    @classmethod
-    def of(cls, shard: Shard) -> _Wanted:
-        return cls(weakref.ref(shard), shard.number, shard.stretch.nbytes, shard.calls)
 
 
 @dataclass
@@ -88,19 +72,21 @@ class Partition:
         self._min_bytes, self._ahead = min_bytes, ahead
         self._shards: weakref.WeakValueDictionary[Key, Shard] = weakref.WeakValueDictionary()
         self._numbers = 0
-        self._calls: weakref.WeakKeyDictionary[BlockCall, list[_Wanted]] = (
+        self._calls: weakref.WeakKeyDictionary[BlockCall, list[weakref.ref[Shard]]] = (
             weakref.WeakKeyDictionary()
         )
         self._place, self._compares = 0, False
         """Of the call that keeps tensors now: how many it has kept, whether values count."""
-        self._before: dict[int, list[_Wanted]] = {}
-        """Calls that were alive when this backward began, if all processes agreed on them."""
+        self._before: dict[int, list[Shard]] = {}
+        """Of calls that were alive when this backward began, if all processes agreed on them. Held,
+        since a process whose collector frees a graph meanwhile has to gather with the others."""
+        self._known: set[int] = set()
+        """Numbers of those calls."""
         self._agreed = False
         self._reached: set[int] = set()
         self._here: dict[int, _Gathered] = {}
         """By number of the shard."""
-        self._backward = -1
-        """Autograd's number of the backward that asked last; -1 outside of any."""
+        self._watch = BackwardWatch(self._forget_all)
 
     # -- forward ---------------------------------------------------------------------------------
 
@@ -132,7 +118,7 @@ class Partition:
         check = self._checksum(shard, tensor) if self._compares else None
         layout = f"{shard.stretch.nbytes} bytes, {offset}"
         self.handshake.note(label, self._place, tensor, layout, check)
-        self._calls.setdefault(call, []).append(_Wanted.of(shard))
+        self._calls.setdefault(call, []).append(weakref.ref(shard))
         return Split(tensor, shard, part, call)
 
     def _split(self, tensor: Tensor, label: str, call: BlockCall) -> Shard:
@@ -159,18 +145,21 @@ class Partition:
         Raises:
             UnsupportedError: the group does not hold the same tensors; in every process.
         """
+        assert split.call is not None
         self._reach(split.call)
         shard = split.shard
         if shard is None:
             return self._store.unpack(split.kept)
-        self._gather(_Wanted.of(shard), late=True)
+        self._gather(shard, late=True)
         self._here[shard.number].asked = True
         shard.wait()
         return split.view()
 
     def _reach(self, call: BlockCall) -> None:
         """Backward asks for a tensor of `call`."""
-        began = self._follow_backward()
+        began = self._watch.began()
+        if began:
+            self._forget_all()
         if call.number in self._reached:
             return
         if began or self.handshake.pending:
@@ -180,42 +169,37 @@ class Partition:
         for number, gathered in list(self._here.items()):
             if gathered.users <= self._reached - {call.number}:
                 self._forget(number)
-        for wanted in self._calls.get(call, []):  # all of them, before those of other calls
-            self._gather(wanted, late=True)
-        before = sorted(self._before.keys() - self._reached, reverse=True)
-        for number in [n for n in before if n < call.number][: self._ahead]:
-            for wanted in self._before[number]:
-                self._gather(wanted, late=False)
+        self._before.pop(call.number, None)
+        for shard in self._alive(call):  # all of them, before those of other calls
+            self._gather(shard, late=True)
+        before = sorted((n for n in self._before if n < call.number), reverse=True)
+        for number in before[: self._ahead]:
+            for shard in self._before[number]:
+                self._gather(shard, late=False)
+
+    def _alive(self, call: BlockCall) -> list[Shard]:
+        return [shard for ref in self._calls.get(call, []) if (shard := ref()) is not None]
 
     def _shake_hands(self) -> None:
-        alive = {
-            call.number: [w for w in wanted if w.shard() is not None]
-            for call, wanted in self._calls.items()
-        }
+        alive = {call.number: self._alive(call) for call in self._calls}
         alive = {number: alive[number] for number in sorted(alive) if alive[number]}
-        known = [(number, [w.nbytes for w in wanted]) for number, wanted in alive.items()]
-        self._agreed = self.handshake.compare(hash_of(known))
+        known = [(number, [s.nbytes for s in shards]) for number, shards in alive.items()]
         # one process's collector may be late: then nothing is gathered before it is needed
+        self._agreed = self.handshake.compare(hash_of(known))
         self._before = alive if self._agreed else {}
+        self._known = set(self._before)
 
-    def _gather(self, wanted: _Wanted, *, late: bool) -> None:
+    def _gather(self, shard: Shard, *, late: bool) -> None:
         """Start to gather a shard that is not here. Collective."""
-        if wanted.number in self._here:
+        if shard.number in self._here:
             return
-        size = part_bytes(wanted.nbytes, self._parts)
-        joined = torch.empty(size * self._parts, dtype=torch.uint8, device=self._device)
-        shard = wanted.shard()
-        # A graph that was collected while this backward ran: other processes may still have theirs
-        # and gather it, but no process will ask for it.
-        part = joined.new_zeros(size) if shard is None else self._store.take(shard.part)
-        arriving = self._group.gather(part, joined)
-        if shard is not None:
-            shard.joined, shard.arriving = joined, arriving
-        users = wanted.calls & (self._before.keys() | self._reached)
-        users = users if self._agreed else wanted.calls
-        self._here[wanted.number] = _Gathered(wanted.shard, frozenset(users))
+        size = part_bytes(shard.nbytes, self._parts)
+        shard.joined = torch.empty(size * self._parts, dtype=torch.uint8, device=self._device)
+        shard.arriving = self._group.gather(self._store.take(shard.part), shard.joined)
+        users = shard.calls & (self._known | self._reached) if self._agreed else shard.calls
+        self._here[shard.number] = _Gathered(weakref.ref(shard), frozenset(users))
         self.counters.gathers += 1
-        self.counters.received_bytes += joined.numel() - size
+        self.counters.received_bytes += shard.joined.numel() - size
         self.counters.late += late
 
     def _forget(self, number: int) -> None:
@@ -226,27 +210,9 @@ class Partition:
             shard.wait()
             shard.joined = None
 
-    def _follow_backward(self) -> bool:
-        """Whether another backward asks than before."""
-        backward = torch._C._current_graph_task_id()
-        if backward == self._backward:
-            return False
-        self._forget_all()
-        self._backward = backward
-        if backward != -1:
-            mine = weakref.ref(self)  # autograd's engine outlives everything
-
-            def end_of_backward() -> None:
-                alive = mine()
-                if alive is not None:
-                    alive._forget_all()
-
-            Variable._execution_engine.queue_callback(end_of_backward)
-        return True
-
     def _forget_all(self) -> None:
         """Forget every gather, and where backward has been."""
         self._reached.clear()
-        self._before = {}
+        self._before, self._known = {}, set()
         for number in list(self._here):
             self._forget(number)

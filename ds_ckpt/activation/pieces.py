@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_ckpt.memory.copies import Ticket
-from ds_ckpt.memory.pool import Event
 
 ALIGNMENT_BYTES = 64
 """A stretch begins at a multiple: the copy is aligned as the original was, so that kernels which
@@ -25,18 +24,6 @@ look at alignment add up in the same order."""
 Key = tuple[int, int, int]
 ON_DEVICE = ("source", "slot", "fetched")
 """Attributes of a piece that are on the device."""
-
-
-@dataclass
-class Remains:
-    """What a dead piece leaves: memory that may still be the end of a copy."""
-
-    host: Tensor | None
-    slot: Tensor | None
-    held: tuple[Tensor | None, ...]
-    tickets: tuple[Ticket | None, ...]
-    event: Event | None
-    device_bytes: int
 
 
 @dataclass(frozen=True)
@@ -72,42 +59,19 @@ def bytes_of(tensor: Tensor, stretch: Stretch) -> Tensor:
     return flat.set_(tensor.untyped_storage(), stretch.start, (stretch.nbytes,), (1,))
 
 
-class Piece:
-    """One stretch of one storage. Lives as long as a graph holds a `Kept` of it.
+class _OfStorage:
+    """A stretch of a storage, as it was when it was kept.
 
     Attributes:
-        label: the block that kept it first.
         calls: numbers of the block calls that keep it.
-        source: shares memory and version with the original; None once the original is let go.
-        slot: the arena's copy (uint8), which stays on the device.
-        host: the pool's copy (uint8).
-        leaving: the copy to the host, while `source` is held for it.
-        fetched: the copy that was brought back (uint8).
-        arriving: the copy that fills `fetched`, until somebody has waited for it.
-        event: behind the last copy from or to `host`.
-        changed: the original was changed in place before it could be let go.
-        asked: autograd's number of the backward that asked for it last.
     """
 
-    def __init__(self, tensor: Tensor, label: str, dead: deque[Remains]) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         self.storage = StorageWeakRef(tensor.untyped_storage())
         """While it lives, the storage's address is not given to another."""
         self.stretch = Stretch.of(tensor)
         self.version = int(tensor._version)
-        self.label = label
         self.calls: set[int] = set()
-        self.source: Tensor | None = tensor.detach()
-        self.slot: Tensor | None = None
-        self.host: Tensor | None = None
-        self.leaving: Ticket | None = None
-        self.fetched: Tensor | None = None
-        self.arriving: Ticket | None = None
-        self.event: Event | None = None
-        self.changed = False
-        self.asked = -2
-        # And not `__del__`: while that runs, weak references still give the piece to other threads,
-        # which would use, and account for, what it is about to leave.
-        weakref.finalize(self, _bury, vars(self), dead).atexit = False
 
     @property
     def key(self) -> Key:
@@ -116,6 +80,37 @@ class Piece:
     @property
     def nbytes(self) -> int:
         return self.stretch.nbytes
+
+
+class Piece(_OfStorage):
+    """One stretch of one storage. Lives as long as a graph holds a `Kept` of it.
+
+    Attributes:
+        label: the block that kept it first.
+        source: shares memory and version with the original; None once the original is let go.
+        slot: the arena's copy (uint8), which stays on the device.
+        host: the pool's copy (uint8).
+        leaving: the copy to the host, while `source` is held for it.
+        fetched: the copy that was brought back (uint8).
+        arriving: the copy that fills `fetched`, until somebody has waited for it.
+        changed: the original was changed in place before it could be let go.
+        asked: autograd's number of the backward that asked for it last.
+    """
+
+    def __init__(self, tensor: Tensor, label: str, dead: deque[dict[str, Any]]) -> None:
+        super().__init__(tensor)
+        self.label = label
+        self.source: Tensor | None = tensor.detach()
+        self.slot: Tensor | None = None
+        self.host: Tensor | None = None
+        self.leaving: Ticket | None = None
+        self.fetched: Tensor | None = None
+        self.arriving: Ticket | None = None
+        self.changed = False
+        self.asked = -2
+        # And not `__del__`: while that runs, weak references still give the piece to other threads,
+        # which would use, and account for, what it is about to leave.
+        weakref.finalize(self, _bury, vars(self), dead).atexit = False
 
     @property
     def device_bytes(self) -> int:
@@ -137,54 +132,60 @@ class Piece:
             self.changed = True
 
 
-def _bury(piece: dict[str, Any], dead: deque[Remains]) -> None:
-    """Leave what a piece that has died held, by its attributes.
+def _bury(piece: dict[str, Any], dead: deque[dict[str, Any]]) -> None:
+    """Leave the attributes of a piece that has died, and its `device_bytes`.
 
     Nothing is locked here: the garbage collector may call this anywhere. Device memory that no copy
     needs is freed at once; the rest, and host memory, when the store looks next.
     """
-    ends = (("leaving", "source"), ("arriving", "fetched"))
-    held = tuple(piece[end] if piece[ticket] is not None else None for ticket, end in ends)
     on_device = sum(piece[name] is not None for name in ON_DEVICE)
-    dead.append(
-        Remains(
-            piece["host"],
-            piece["slot"],
-            held,
-            (piece["leaving"], piece["arriving"]),
-            piece["event"],
-            on_device * piece["stretch"].nbytes,
-        )
-    )
+    piece["device_bytes"] = on_device * piece["stretch"].nbytes
+    for ticket, end in (("leaving", "source"), ("arriving", "fetched")):
+        if piece[ticket] is None:
+            piece[end] = None
+    dead.append(piece)
 
 
-class Kept:
+class _View:
+    """A tensor without its memory."""
+
+    __slots__ = ("__weakref__", "call", "dtype", "offset_bytes", "size", "stride")
+
+    def __init__(self, tensor: Tensor, call: BlockCall) -> None:
+        self.call: BlockCall | None = call
+        self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
+        self.offset_bytes = tensor.storage_offset() * tensor.element_size()
+
+    def over(self, memory: Tensor, stretch: Stretch) -> Tensor:
+        """The tensor over a copy (uint8) of a stretch of its storage."""
+        offset = memory.storage_offset() + self.offset_bytes - stretch.start
+        view = torch.empty(0, dtype=self.dtype, device=memory.device)
+        offset //= self.dtype.itemsize
+        return view.set_(memory.untyped_storage(), offset, self.size, self.stride)
+
+
+class Kept(_View):
     """What a graph holds in the place of a tensor."""
 
-    __slots__ = ("__weakref__", "_offset_bytes", "_size", "_stride", "call", "dtype", "piece")
+    __slots__ = ("piece",)
 
-    def __init__(self, tensor: Tensor, piece: Piece, call: object) -> None:
+    def __init__(self, tensor: Tensor, piece: Piece, call: BlockCall) -> None:
+        super().__init__(tensor, call)
         self.piece = piece
-        self.call = call
-        self.dtype = tensor.dtype
-        self._size, self._stride = tensor.size(), tensor.stride()
-        self._offset_bytes = tensor.storage_offset() * tensor.element_size()
 
     def view(self) -> Tensor:
         """The tensor over what is on the device now; the piece must be there."""
         piece = self.piece
-        item = self.dtype.itemsize
         if piece.source is not None:
             base = piece.source
             if base.dtype != self.dtype:  # another tensor over the same storage
                 base = torch.empty(0, dtype=self.dtype, device=base.device)
                 base.set_(piece.source.untyped_storage(), 0, (0,), (1,))
-            return base.as_strided(self._size, self._stride, self._offset_bytes // item)
+            offset = self.offset_bytes // self.dtype.itemsize
+            return base.as_strided(self.size, self.stride, offset)
         copy = piece.slot if piece.slot is not None else piece.fetched
         assert copy is not None, "the piece has not been fetched"
-        offset = copy.storage_offset() + self._offset_bytes - piece.stretch.start
-        view = torch.empty(0, dtype=self.dtype, device=copy.device)
-        return view.set_(copy.untyped_storage(), offset // item, self._size, self._stride)
+        return self.over(copy, piece.stretch)
 
 
 class Left:
@@ -233,42 +234,28 @@ def part_of(flat: Tensor, parts: int, index: int) -> Tensor:
     return padded
 
 
-def whole_of(joined: Tensor, nbytes: int) -> Tensor:
-    """The bytes that `part_of` took apart: `joined` has the parts one behind the other."""
-    return joined[:nbytes]
-
-
-class Shard:
+class Shard(_OfStorage):
     """This process's part of one stretch of one storage. Lives as long as a graph holds a `Split`.
 
     Attributes:
         number: of the shard, in this process.
         part: the part's bytes, as the store holds them; of no call.
         part_nbytes: how many they are.
-        calls: numbers of the block calls that keep it.
         checksums: by layout of the view that was read.
         joined: the parts of all processes, one behind the other, while they are here (uint8).
         arriving: the gather that fills `joined`, until somebody has waited for it.
     """
 
     def __init__(self, tensor: Tensor, number: int, part: Kept | Left, part_nbytes: int) -> None:
-        self.storage = StorageWeakRef(tensor.untyped_storage())
-        """While it lives, the storage's address is not given to another."""
-        self.stretch = Stretch.of(tensor)
-        self.version = int(tensor._version)
+        super().__init__(tensor)
         self.number = number
         self.part = copy.copy(part)
         if isinstance(self.part, Kept):
             self.part.call = None
         self.part_nbytes = part_nbytes
-        self.calls: set[int] = set()
         self.checksums: dict[tuple[object, ...], Tensor] = {}
         self.joined: Tensor | None = None
         self.arriving: Ticket | None = None
-
-    @property
-    def key(self) -> Key:
-        return (self.storage.cdata, self.stretch.start, self.stretch.nbytes)
 
     def wait(self) -> None:
         """What is computed from now on comes after the gather."""
@@ -277,7 +264,7 @@ class Shard:
             self.arriving = None
 
 
-class Split:
+class Split(_View):
     """What a graph holds in the place of a tensor.
 
     Attributes:
@@ -285,14 +272,13 @@ class Split:
         kept: the part, or the whole tensor, as the store holds it for `call`.
     """
 
-    __slots__ = ("__weakref__", "_dtype", "_offset", "_size", "_stride", "call", "kept", "shard")
+    __slots__ = ("kept", "shard")
 
     def __init__(
         self, tensor: Tensor, shard: Shard | None, kept: Kept | Left, call: BlockCall
     ) -> None:
-        self.shard, self.kept, self.call = shard, kept, call
-        self._dtype, self._size, self._stride = tensor.dtype, tensor.size(), tensor.stride()
-        self._offset = tensor.storage_offset()
+        super().__init__(tensor, call)
+        self.shard, self.kept = shard, kept
 
     def new_bytes(self, seen: set[int]) -> int:
         """Bytes that it takes besides those whose numbers are in `seen`, to which its own goes."""
@@ -312,7 +298,4 @@ class Split:
         shard = self.shard
         assert shard is not None
         assert shard.joined is not None, "the shard has not been gathered"
-        whole = whole_of(shard.joined, shard.stretch.nbytes)
-        offset = self._offset - shard.stretch.start // self._dtype.itemsize
-        view = torch.empty(0, dtype=self._dtype, device=whole.device)
-        return view.set_(whole.untyped_storage(), offset, self._size, self._stride)
+        return self.over(shard.joined, shard.stretch)

@@ -12,8 +12,7 @@ import difflib
 import functools
 import importlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -117,8 +116,7 @@ class Choice:
     ) -> None:
         # a dispatch mode's first use imports it, and would keep that forward's frames alive
         importlib.import_module("torch._dynamo")
-        self._where, self._name, self._patches = where, name, patches
-        self._parts: list[tuple[str, nn.Module]] = []
+        self._where, self._name = where, name
         self._always: dict[str, frozenset[Any]] = {}
         self._inside: Counter[str] = Counter()
         """How many marked modules of each kind are running."""
@@ -134,7 +132,8 @@ class Choice:
                 self._always[word] = _named(word, where)
         self._quick = frozenset().union(*self._always.values())
         self._products = products()  # looked up here and not in the middle of a forward
-        self.hits: Counter[str] = Counter()
+        self.missing = [*self._always, *self._marks]
+        """Names that no operator has served yet."""
 
     def _mark(self, word: str, name: str, block: nn.Module, patches: Patches) -> None:
         parts = [m for _, m in attention_parts(name, block)]
@@ -152,22 +151,7 @@ class Choice:
             )
         self._marks.append(word)
         for part in parts:
-            self._parts.append((word, part))
             patches.set_method(part, "forward", self._marked(word, part.forward))
-
-    @contextmanager
-    def standing(self) -> Iterator[None]:
-        """The marks, for the recompute of a forward whose patches may have been undone since."""
-        if self._patches.active:
-            yield
-            return
-        again = Patches()
-        try:
-            for word, part in self._parts:
-                again.set_method(part, "forward", self._marked(word, part.forward))
-            yield
-        finally:
-            again.undo()
 
     def _marked(self, word: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)
@@ -184,18 +168,19 @@ class Choice:
         """Whether the result of this operator, running now, is saved."""
         if operator in self._quick:
             return True
-        return operator in self._products and any(self._inside[word] for word in self._marks)
+        inside = any(map(self._inside.__getitem__, self._marks))
+        return inside and operator in self._products
 
     def count(self, operator: Any) -> None:
-        """Note which of the asked-for names this operator serves."""
-        for word, operators in self._always.items():
-            self.hits[word] += operator in operators
-        for word in self._marks:
-            self.hits[word] += self._inside[word] > 0 and operator in self._products
+        """Note which of the asked-for names this operator, running now, serves."""
+        served = {word for word, operators in self._always.items() if operator in operators}
+        if operator in self._products:
+            served |= {word for word in self._marks if self._inside[word]}
+        self.missing = [word for word in self.missing if word not in served]
 
     def require_hits(self, seen: Counter[str]) -> None:
         """Refuse names that nothing in the block's first forward answered to."""
-        missing = [w for w in (*self._always, *self._marks) if not self.hits[w]]
+        missing = self.missing
         if not missing:
             return
         ran = ", ".join(name for name, _ in seen.most_common(20))
@@ -224,29 +209,24 @@ class Tracker(Protocol):
 
 
 class RandomState:
-    """The generators' states at one moment: the CPU's, those of `devices`, and of the trackers."""
+    """The generators' states at one moment: the CPU's, that of the accelerator on which `tensors`
+    lie, and the trackers'."""
 
-    def __init__(self, devices: Sequence[torch.device], trackers: Sequence[Tracker]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], trackers: Sequence[Tracker]) -> None:
         self._cpu = torch.get_rng_state()
         self._devices = [
-            (d, torch.get_device_module(d.type).get_rng_state(d))
-            for d in devices
-            if hasattr(torch.get_device_module(d.type), "get_rng_state")
+            (torch.get_device_module(d.type), d, torch.get_device_module(d.type).get_rng_state(d))
+            for d in {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
         ]
         self._trackers = [(t, dict(t.get_states())) for t in trackers]
 
     def put_back(self) -> None:
         """Set every generator to what it was."""
         torch.set_rng_state(self._cpu)
-        for device, state in self._devices:
-            torch.get_device_module(device.type).set_rng_state(state, device)
+        for module, device, state in self._devices:
+            module.set_rng_state(state, device)
         for tracker, states in self._trackers:
             tracker.set_states(dict(states))
-
-
-def devices_of(tensors: Sequence[Tensor]) -> list[torch.device]:
-    """The accelerators on which the tensors lie, each once."""
-    return list(dict.fromkeys(t.device for t in tensors if t.device.type not in ("cpu", "meta")))
 
 
 class _Save(torch.autograd.Function):
@@ -332,22 +312,14 @@ def _storage(tensor: Tensor) -> int | None:
     return tensor.untyped_storage()._cdata if strided else None
 
 
-class _Pausing(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self._paused = False
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """While fingerprints are taken: their operators are none of the block's."""
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
+class _Mode(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would switch its compiler off around every operator: it is off for the block."""
+        return False
 
 
-class Recording(_Pausing):
+class Recording(_Mode):
     """Around a forward: remembers the results that are to be saved.
 
     Args:
@@ -361,6 +333,7 @@ class Recording(_Pausing):
     ) -> None:
         super().__init__()
         self._choice, self._packs, self._trackers = choice, packs, trackers
+        self._names_missing = bool(choice.missing)
         self.entries: list[_Entry] = []
         self.seen: Counter[str] = Counter()
         self._writes: dict[int | None, int] = {}
@@ -369,14 +342,13 @@ class Recording(_Pausing):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self._paused:
-            return func(*args, **(kwargs or {}))
         self._note_writes(func, args, kwargs or {})
         out = func(*args, **(kwargs or {}))
-        if not is_view(func):
+        if self._names_missing and not is_view(func):
             self.seen[str(func)] += 1
         if self._choice.wants(func):
-            self._choice.count(func)
+            if self._names_missing:
+                self._choice.count(func)
             results, spec = tree_flatten(out)
             tensors = [r for r in results if isinstance(r, Tensor)]
             random = torch.Tag.nondeterministic_seeded in func.tags
@@ -387,7 +359,7 @@ class Recording(_Pausing):
                     spec,
                     self._packs(),
                     [t._version for t in tensors],
-                    RandomState(devices_of(tensors), self._trackers) if random else None,
+                    RandomState(tensors, self._trackers) if random else None,
                 )
             )
         return out
@@ -434,7 +406,7 @@ class Recording(_Pausing):
 _TENSOR = object()
 
 
-class Replaying(_Pausing):
+class Replaying(_Mode):
     """Around a recompute: hands out what was saved, in the order of the forward.
 
     Args:
@@ -459,7 +431,7 @@ class Replaying(_Pausing):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self._paused or not self._choice.wants(func):
+        if not self._choice.wants(func):
             return func(*args, **(kwargs or {}))
         if self._next >= len(self._entries):
             self._differs(f"{func} runs once more than in the forward")

@@ -12,6 +12,7 @@ put back into the same object.
 
 from __future__ import annotations
 
+import copyreg
 import enum
 import functools
 import itertools
@@ -19,10 +20,11 @@ import logging
 import operator
 import sys
 import types
-from collections import defaultdict, deque
-from collections.abc import Container, Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from itertools import chain, compress, repeat
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +36,7 @@ log = logging.getLogger("ds_ckpt")
 MOST = 1000
 """Objects looked into in one call; whoever hands a whole data set to a block gets a warning."""
 _ITEMS = (list, dict, set, deque)
+_PLAIN = frozenset({type(None), bool, int, float, str, Tensor, nn.Parameter})
 _LEAVES = (Tensor, nn.Module, types.FunctionType, types.MethodType, type, enum.Enum)
 _MODULES_OWN = (frozenset(vars(nn.Module())) - {"training"}) | {
     "forward",  # set by whoever patches it
@@ -44,7 +47,7 @@ _MODULES_OWN = (frozenset(vars(nn.Module())) - {"training"}) | {
 }
 CHANGED = "the recompute would begin with the changed values"
 LEAVE_OUT = "or leave the block out of checkpointing"
-Look = dict[Any, Any] | list[Any]
+Look = dict[Any, Any]
 
 
 def refusal(name: str, found: str, why: str, remedy: str) -> UnsupportedError:
@@ -85,86 +88,50 @@ def version_of(tensor: Tensor) -> int:
 
 
 @functools.cache
-def _kind(cls: Any) -> Literal["leaf", "items", "object"]:
-    if issubclass(cls, _ITEMS):
-        return "items"
+def _can_change(cls: Any) -> bool:
+    """Whether objects of a class are looked into."""
+    if issubclass(cls, (*_ITEMS, types.SimpleNamespace)):
+        return True
     root = cls.__module__.partition(".")[0]
-    if issubclass(cls, types.SimpleNamespace):
-        return "object"
     foreign = root in ("torch", "numpy") or root in sys.stdlib_module_names
-    return "leaf" if issubclass(cls, _LEAVES) or foreign else "object"
-
-
-def _can_change(value: object) -> bool:
-    cls: Any = type(value)
-    return _kind(cls) != "leaf"
-
-
-@functools.cache
-def _slots(cls: Any) -> tuple[str, ...]:
-    found = (base.__dict__.get("__slots__", ()) for base in cls.__mro__)
-    names = itertools.chain.from_iterable((s,) if isinstance(s, str) else s for s in found)
-    return tuple(n for n in names if n not in ("__dict__", "__weakref__"))
-
-
-@functools.cache
-def _is_blocks_own(name: str) -> bool:
-    """Whether a module's attribute is not torch's or DeepSpeed's."""
-    return name not in _MODULES_OWN and not name.startswith(("ds_", "applied_"))
+    return not (issubclass(cls, _LEAVES) or foreign)
 
 
 def look(holder: Any) -> Look:
-    """What a list, dict, set, deque, module or object holds now."""
-    if isinstance(holder, nn.Module):
-        return {name: value for name, value in vars(holder).items() if _is_blocks_own(name)}
+    """What a list, dict, set, deque or object holds now, by key, place or name."""
     if isinstance(holder, dict):
-        return {key: value for key, value in holder.items()}  # noqa: C416 - ZeRO-3 gathers on access
+        return dict(holder.items())
     if isinstance(holder, _ITEMS):
-        return list(holder)
-    cls: Any = type(holder)
-    slots = {n: getattr(holder, n) for n in _slots(cls) if hasattr(holder, n)}
+        return dict(enumerate(holder))
+    names = copyreg._slotnames(type(holder))  # type: ignore[attr-defined]
+    slots = {name: getattr(holder, name) for name in names if hasattr(holder, name)}
     return {**getattr(holder, "__dict__", {}), **slots}
-
-
-def members(one: Look) -> Iterable[Any]:
-    return one.values() if isinstance(one, dict) else one
 
 
 def same(one: Look, other: Look) -> bool:
     """The same objects in the same places."""
-    if len(one) != len(other):
-        return False
-    if isinstance(one, dict) and isinstance(other, dict):
-        return (
-            all(map(operator.is_, map(other.get, one), one.values())) and one.keys() == other.keys()
-        )
-    return all(map(operator.is_, one, other))
+    return one.keys() == other.keys() and all(map(operator.is_, map(other.get, one), one.values()))
 
 
-def put_back(holder: Any, noted: Look, now: Look | None = None) -> None:
-    """Make `holder` hold what it held at the look; what is the same is not touched.
-
-    Args:
-        now: a look at it, where there is one already.
-    """
-    now = look(holder) if now is None else now
+def put_back(holder: Any, noted: Look) -> None:
+    """Make `holder` hold what it held at the look; what is the same is not touched."""
+    now = look(holder)
     if same(now, noted):
         return
-    if isinstance(holder, dict) and now.keys() == noted.keys():  # type: ignore[union-attr]
-        changed = ((k, v) for k, v in noted.items() if now[k] is not v)  # type: ignore[union-attr]
-        holder.update(changed)
-    elif isinstance(holder, _ITEMS):
+    if isinstance(holder, _ITEMS):
         holder.clear()  # also for the order of keys
-        extend = holder.extend if isinstance(holder, list | deque) else holder.update
-        extend(noted)  # type: ignore[arg-type]
-    else:
-        assert isinstance(noted, dict)
-        assert isinstance(now, dict)
-        for name in now.keys() - noted.keys():
-            object.__delattr__(holder, name)
-        for name, value in noted.items():
-            if name not in now or now[name] is not value:
-                object.__setattr__(holder, name, value)
+        if isinstance(holder, dict):
+            holder.update(noted)
+        elif isinstance(holder, set):
+            holder.update(noted.values())
+        else:
+            holder.extend(noted.values())
+        return
+    for name in now.keys() - noted.keys():
+        object.__delattr__(holder, name)
+    for name, value in noted.items():
+        if name not in now or now[name] is not value:
+            object.__setattr__(holder, name, value)
 
 
 class Found:
@@ -172,19 +139,24 @@ class Found:
 
     Attributes:
         holders: what can be changed.
+        tensors: also those in holders. Modules are not entered.
         generators: random states of their own.
         iterators: what can be run through once.
     """
 
     def __init__(self, values: Iterable[Any]) -> None:
         self.holders: list[Any] = []
+        self.tensors: list[Tensor] = []
         self.generators: list[torch.Generator] = []
         self.iterators: list[Any] = []
         seen: set[int] = set()
         left = list(values)[::-1]
         while left:
             value = left.pop()
-            if value is None or isinstance(value, Tensor | bool | int | float | str):
+            if isinstance(value, Tensor):
+                self.tensors.append(value)
+            cls: Any = type(value)
+            if cls in _PLAIN:
                 continue
             if isinstance(value, torch.Generator):
                 self.generators.append(value)
@@ -192,7 +164,7 @@ class Found:
                 self.iterators.append(value)
             if isinstance(value, tuple):
                 left += value[::-1]
-            elif _can_change(value) and id(value) not in seen:
+            elif _can_change(cls) and id(value) not in seen:
                 if len(seen) == MOST:
                     log.warning(
                         "ds_ckpt: the %s of a block call is not looked through", type(value)
@@ -200,24 +172,13 @@ class Found:
                 seen.add(id(value))
                 if len(seen) <= MOST:
                     self.holders.append(value)
-                    left += list(members(look(value)))[::-1]
-
-
-def tensors_in(values: Iterable[Any]) -> list[Tensor]:
-    """Tensors that can be reached from some values: in containers, in objects, in what those hold.
-
-    Modules are not entered.
-    """
-    values = list(values)
-    inside = (v for holder in Found(values).holders for v in members(look(holder)))
-    found: list[Tensor] = []
-    for value in (*values, *inside):
-        flat = value if isinstance(value, tuple) else (value,)
-        found += [t for t in flat if isinstance(t, Tensor)]
-    return found
+                    left += list(look(value).values())[::-1]
 
 
 # what is noted of one forward
+
+
+_version = operator.attrgetter("_version")
 
 
 def _without_graph(value: Any) -> Any:
@@ -227,63 +188,115 @@ def _without_graph(value: Any) -> Any:
     return value
 
 
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    try:
+        return list(map(_version, tensors))
+    except RuntimeError:  # one from inference mode
+        return [version_of(tensor) for tensor in tensors]
+
+
 class _Noted:
-    """One look at a holder, with the versions of the tensors in it.
+    """One look at a holder, with the versions of the tensors in it."""
 
-    Args:
-        holder: what is looked at.
-        what: it, in words; a name is added where they end with a dot.
-        copied: names of tensors that are copied, since the forward may change them in place.
-            Parameters are left out where it is given.
-    """
-
-    def __init__(self, holder: Any, what: str, copied: Container[Any] | None = None) -> None:
-        self.holder, self._what = holder, what
+    def __init__(self, holder: Any, where: str = "") -> None:
+        self.holder, self.what = holder, f"a tensor in a {type(holder).__name__}{where}"
         self.look = look(holder)
-        pairs = self.look.items() if isinstance(self.look, dict) else enumerate(self.look)
-        tensors = [
-            (key, value)
-            for key, value in pairs
-            if isinstance(value, Tensor)
-            if copied is None or not isinstance(value, nn.Parameter)
-        ]
-        copied_names = () if copied is None else copied
-        self.versions = {key: (value, version_of(value)) for key, value in tensors}
-        self.copied = {k: t.detach().clone() for k, t in tensors if k in copied_names}
+        self._tensors = [value for value in self.look.values() if isinstance(value, Tensor)]
+        self._written = _versions(self._tensors)
 
-    def what(self, key: Any) -> str:
-        return f"{self._what}{key}" if self._what.endswith(".") else self._what
-
-    def written(self) -> list[Any]:
-        """Names of tensors that were changed in place since."""
-        return [key for key, (t, version) in self.versions.items() if version_of(t) != version]
-
-    def keep_copies(self, names: Iterable[Any]) -> None:
-        """The copies of what the forward has changed, and no others."""
-        self.copied = {name: self.copied[name] for name in names}
-        for name, copy in self.copied.items():
-            tensor, _ = self.versions.pop(name)
-            copy.requires_grad_(tensor.requires_grad)
+    @property
+    def changed(self) -> bool:
+        """Whether a tensor in it was changed in place since."""
+        return self._written != _versions(self._tensors)
 
     def loosen(self) -> None:
         """Hold no graph."""
-        if all(tensor.grad_fn is None for tensor, _ in self.versions.values()):
-            return
-        if isinstance(self.look, dict):
-            self.look = {key: _without_graph(value) for key, value in self.look.items()}
-        else:
-            self.look = [_without_graph(value) for value in self.look]
-        self.versions = {k: (_without_graph(t), v) for k, (t, v) in self.versions.items()}
+        self.look = {key: _without_graph(value) for key, value in self.look.items()}
+        self._tensors = [_without_graph(tensor) for tensor in self._tensors]
 
-    def put_back(self, now: Look) -> None:
-        noted = self.look
-        if self.copied:  # of copies a copy: there may be another recompute
-            assert isinstance(noted, dict)
-            noted = noted | {
-                key: copy.detach().clone().requires_grad_(copy.requires_grad)
-                for key, copy in self.copied.items()
-            }
-        put_back(self.holder, noted, now)
+
+@functools.cache
+def _is_blocks_own(name: str) -> bool:
+    """Whether a module's attribute is not torch's or DeepSpeed's."""
+    return name not in _MODULES_OWN and not name.startswith(("ds_", "applied_"))
+
+
+class Attributes:
+    """What modules hold now: attributes of their own, parameters and buffers.
+
+    Every call of a block is looked at, so this is in flat lists and without a loop in Python.
+
+    Attributes:
+        owners: the dict in which each is.
+        names, values: of each.
+        tensors: where the tensors are among them.
+        versions: theirs.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        modules = list(map(vars, parts))
+        tables = map(operator.itemgetter("_parameters", "_buffers"), modules)
+        dicts = [*modules, *chain.from_iterable(tables)]
+        # not through a dict's own class: ZeRO-3's gathers a parameter that is looked at
+        names = list(chain.from_iterable(map(dict.keys, dicts)))
+        owners = chain.from_iterable(map(repeat, dicts, map(len, dicts)))
+        own = list(map(_is_blocks_own, chain.from_iterable(modules)))
+        own += repeat(True, len(names) - len(own))
+        self.owners: list[dict[str, Any]] = list(compress(owners, own))
+        self.names = list(compress(names, own))
+        self.values = list(compress(chain.from_iterable(map(dict.values, dicts)), own))
+        is_tensor = map(isinstance, self.values, repeat(Tensor))
+        self.tensors = list(compress(itertools.count(), is_tensor))
+        self.versions = _versions(self._tensors())
+
+    def _tensors(self) -> list[Tensor]:
+        return list(map(self.values.__getitem__, self.tensors))
+
+    def of(self, kinds: tuple[type, ...]) -> list[Any]:
+        """Values of some classes."""
+        return list(compress(self.values, map(isinstance, self.values, repeat(kinds))))
+
+    def changed(self) -> list[int]:
+        """Where tensors are that were changed in place since."""
+        now = _versions(self._tensors())
+        if now == self.versions:
+            return []
+        return [i for i, a, b in zip(self.tensors, self.versions, now, strict=True) if a != b]
+
+    def loosen(self) -> None:
+        """Hold no graph."""
+        if any(map(operator.attrgetter("grad_fn"), self._tensors())):
+            self.values = [_without_graph(value) for value in self.values]
+
+    def what(self, index: int, parts: Sequence[nn.Module]) -> str:
+        """One of them in words."""
+        owner = self.owners[index]
+        part = next(
+            p for p in parts if any(owner is d for d in (vars(p), p._parameters, p._buffers))
+        )
+        kind = "a tensor in"
+        if owner is not vars(part):
+            kind = "the weight" if owner is part._parameters else "the buffer"
+        return f"{kind} {type(part).__name__}.{self.names[index]}"
+
+    def put_back(self, values: Sequence[Any], now: Attributes) -> None:
+        """Make the modules, which hold `now`, hold `values` in the places of these."""
+        if len(values) == len(now.values) and all(
+            chain(
+                map(operator.is_, values, now.values),
+                map(operator.is_, self.owners, now.owners),
+                map(operator.eq, self.names, now.names),
+            )
+        ):
+            return
+        places = zip(map(id, now.owners), now.names, strict=True)
+        held = dict(zip(places, zip(now.owners, now.values, strict=True), strict=True))
+        for owner, name, value in zip(self.owners, self.names, values, strict=True):
+            _, current = held.pop((id(owner), name), (None, held))
+            if current is not value:
+                owner[name] = value
+        for (_, name), (owner, _) in held.items():
+            del owner[name]
 
 
 class BlockMemory:
@@ -302,20 +315,11 @@ class BlockMemory:
         self.name, self.parts = name, list(module.modules())
         self.first = True
         self.objects: list[Any] = []
-        self.written: defaultdict[int, set[Any]] = defaultdict(set)
-        """Names of what a forward changes in place, by the holder's id."""
+        self.written: set[tuple[int, str]] = set()
+        """What a forward changes in place: the id of the dict that it is in, and its name."""
         for part in self.parts:
             if isinstance(part, _NormBase):  # its operators count no version
-                self.written[id(part._buffers)] |= part._buffers.keys()
-
-    def copied(self, holder: Any) -> Container[Any]:
-        """Names of what is copied before a forward."""
-        return _All() if self.first else self.written[id(holder)]
-
-
-class _All(Container[Any]):
-    def __contains__(self, _: object) -> bool:
-        return True
+                self.written |= {(id(part._buffers), name) for name in part._buffers}
 
 
 class Snapshot:
@@ -338,79 +342,77 @@ class Snapshot:
                 "it can be run through once, and the recompute runs the block a second time",
                 "give the block a list, or leave it out of checkpointing",
             )
-        self._given = [_Noted(h, f"a tensor in a {type(h).__name__}") for h in found.holders]
-        self._weights = [
-            _Noted(part._parameters, f"the weight {type(part).__name__}.") for part in memory.parts
-        ]
-        self._modules = [
-            _Noted(holder, f"{what} {type(part).__name__}.", memory.copied(holder))
-            for part in memory.parts
-            for holder, what in ((part, "a tensor in"), (part._buffers, "the buffer"))
-        ]
-        values = [v for noted in self._modules for v in members(noted.look)]
+        self._given = [_Noted(holder) for holder in found.holders]
+        self._before = before = Attributes(memory.parts)
         if memory.first:
-            inside = Found(values)
-            self._generators, on_modules = [*found.generators, *inside.generators], inside.holders
+            inside = Found(before.values)
+            holders, generators = inside.holders, inside.generators
+            copied = [i for i in before.tensors if not isinstance(before.values[i], nn.Parameter)]
         else:
-            own = [v for v in values if isinstance(v, torch.Generator)]
-            self._generators = [*found.generators, *own]
-            on_modules = [v for v in values if isinstance(v, _ITEMS)] + memory.objects
-        unique = {id(item): item for item in on_modules}.values()
-        self._items = [_Noted(h, f"a tensor in a {type(h).__name__} of the module") for h in unique]
-        self._random = [g.get_state() for g in self._generators]
+            is_generator = map(operator.is_, map(type, before.values), repeat(torch.Generator))
+            generators = list(compress(before.values, is_generator))
+            holders = [*before.of(_ITEMS), *memory.objects]
+            copied = [
+                i for i in before.tensors if memory.written and self._place(i) in memory.written
+            ]
+        unique = {id(holder): holder for holder in holders}.values()
+        self._items = [_Noted(holder, " of the module") for holder in unique]
+        self._copies = {i: before.values[i].detach().clone() for i in copied}
+        self._generators = [*found.generators, *generators]
+        self._random = [generator.get_state() for generator in self._generators]
 
-    def reachable(self) -> list[Tensor]:
-        """Tensors that the objects among the arguments and the module hold now."""
-        values = (v for n in self._modules for v in members(look(n.holder)))
-        return tensors_in([*(noted.holder for noted in self._given), *values])
+    def _place(self, index: int) -> tuple[int, str]:
+        return id(self._before.owners[index]), self._before.names[index]
+
+    def reachable(self, results: Iterable[Any]) -> list[Tensor]:
+        """Tensors in the results, in the objects among the arguments, and on the module now."""
+        given = [noted.holder for noted in self._given]
+        return Found([*results, *given, *Attributes(self._memory.parts).values]).tensors
 
     def after(self) -> None:
         """The forward has run.
 
         Raises UnsupportedError: it has changed a tensor in place of which there is no copy.
         """
-        memory = self._memory
+        memory, before = self._memory, self._before
         for noted in (*self._given, *self._items):
-            for key in noted.written():
+            if noted.changed:
                 raise refusal(
                     memory.name,
-                    f"{noted.what(key)}, changed in place by its forward",
+                    f"{noted.what}, changed in place by its forward",
                     CHANGED,
                     f"assign a new tensor instead, {LEAVE_OUT}",
                 )
+        changed = before.changed()
+        for index in changed:
+            if index not in self._copies and not isinstance(before.values[index], nn.Parameter):
+                raise refusal(
+                    memory.name,
+                    f"{before.what(index, memory.parts)}, changed by this forward and not by the "
+                    "first one",
+                    "the recompute needs its value from before, which is no longer there",
+                    "assign a new tensor instead, change it in every training forward or "
+                    "outside of the block, or leave the block out of checkpointing",
+                )
         if memory.first:
-            direct = {
-                id(v) for n in self._modules for v in members(n.look) if isinstance(v, _ITEMS)
-            }
+            direct = set(map(id, before.of(_ITEMS)))
             memory.objects = [
                 n.holder
                 for n in self._items
                 if id(n.holder) not in direct and not same(n.look, look(n.holder))
             ]
-        for noted in self._modules:
-            written = noted.written()
-            for key in written:
-                if key not in noted.copied:
-                    raise refusal(
-                        memory.name,
-                        f"{noted.what(key)}, changed by this forward and not by the first one",
-                        "the recompute needs its value from before, which is no longer there",
-                        "assign a new tensor instead, change it in every training forward or "
-                        "outside of the block, or leave the block out of checkpointing",
-                    )
-            if memory.first:  # also what an operator has changed that counts no version
-                known = memory.written[id(noted.holder)]
-                known |= {
-                    key
-                    for key, copy in noted.copied.items()
-                    if key in written or not torch.equal(copy, noted.versions[key][0])
-                }
-                noted.keep_copies(known & noted.copied.keys())
-            else:
-                noted.keep_copies(noted.copied.keys())
-        for noted in (*self._modules, *self._items):
+            # also what an operator has changed that counts no version
+            memory.written |= {
+                self._place(i)
+                for i, copy in self._copies.items()
+                if i in changed or not torch.equal(copy, before.values[i])
+            }
+            written = {i: c for i, c in self._copies.items() if self._place(i) in memory.written}
+            self._copies = written
+            memory.first = False
+        for noted in self._items:
             noted.loosen()
-        memory.first = False
+        before.loosen()
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -418,20 +420,29 @@ class Snapshot:
 
         Raises UnsupportedError: something was changed in place since.
         """
-        every = [*self._given, *self._weights, *self._modules, *self._items]
-        for noted in every:
-            for key in noted.written():
-                raise changed_between(self._memory.name, noted.what(key))
-        states = [g.get_state() for g in self._generators]
-        now = [look(noted.holder) for noted in every]
+        parts, before, name = self._memory.parts, self._before, self._memory.name
+        holders = [*self._given, *self._items]
+        for noted in holders:
+            if noted.changed:
+                raise changed_between(name, noted.what)
+        for index in before.changed():
+            if index not in self._copies:
+                raise changed_between(name, before.what(index, parts))
+        values = list(before.values)
+        for index, copy in self._copies.items():  # a copy of it: there may be another recompute
+            values[index] = copy.clone().requires_grad_(values[index].requires_grad)
+        states = [generator.get_state() for generator in self._generators]
+        now, looks = Attributes(parts), [look(noted.holder) for noted in holders]
         try:
-            for noted, looked in zip(every, now, strict=True):
-                noted.put_back(looked)
+            before.put_back(values, now)
+            for noted in holders:
+                put_back(noted.holder, noted.look)
             for generator, state in zip(self._generators, self._random, strict=True):
                 generator.set_state(state)
             yield
         finally:
-            for noted, looked in zip(every, now, strict=True):
+            now.put_back(now.values, Attributes(parts))
+            for noted, looked in zip(holders, looks, strict=True):
                 put_back(noted.holder, looked)
             for generator, state in zip(self._generators, states, strict=True):
                 generator.set_state(state)

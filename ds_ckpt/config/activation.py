@@ -146,9 +146,9 @@ class KeepingConfig(Section):
     )
     contiguous: Annotated[bool, SWITCH] = Field(
         default=False,
-        description="Keep inputs in one buffer that is allocated once, so that they leave no "
-        "gaps between other tensors: on the device, or in host memory with offload. Costs a copy "
-        "of every input on the device. The same as contiguous_memory_optimization.",
+        description="Keep inputs on the device in one buffer that is allocated once, so that they "
+        "leave no gaps between other tensors, at the cost of a copy of each; with offload they "
+        "leave the device anyway. The same as contiguous_memory_optimization.",
     )
     contiguous_count: Annotated[
         int | None, Field(ge=1), Expects("a whole number, 1 or more", "32")

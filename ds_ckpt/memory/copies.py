@@ -17,15 +17,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ds_ckpt.memory.pool import Event
-
 
 class Ticket(Protocol):
     """One copy that has been asked for."""
-
-    @property
-    def event(self) -> Event | None:
-        """Recorded behind the copy; None where copies have ended when they return."""
 
     def done(self) -> bool:
         """Whether the copy has ended. Does not wait."""
@@ -47,8 +41,6 @@ class Copies(Protocol):
 class _Made:
     """The ticket of a copy that has ended."""
 
-    event = None
-
     def done(self) -> bool:
         return True
 
@@ -69,20 +61,19 @@ class HostCopies:
 
 class _OnStream:
     def __init__(self, event: Any, side: SideStream) -> None:
-        self.event = event
-        self._side = side
+        self._event, self._side = event, side
 
     def done(self) -> bool:
-        return bool(self.event.query())
+        return bool(self._event.query())
 
     def wait(self) -> None:
-        self._side.compute_stream().wait_event(self.event)
+        self._side.compute_stream().wait_event(self._event)
 
 
 class SideStream:
     """Copies on one stream beside the compute stream; pinned host memory lets both run at once.
 
-    One stream for both directions: a buffer of the pool that is filled again is filled behind the
+    One stream for both directions: a part of an arena that is filled again is filled behind the
     copy that read it last.
 
     Args:

@@ -362,8 +362,6 @@ class Session:
 
     def detach(self) -> None:
         """Leave DeepSpeed, the engine and the model as they were found. Residuals are dropped."""
-        from deepspeed.accelerator import get_accelerator
-
         self._patches.undo()
         if self._planning is not None:
             self._planning.stop()
@@ -376,8 +374,7 @@ class Session:
         if self._gradients is not None:
             self._gradients.discard()
         self._blocks = self._inputs = self._gradient = self._gather = self._gradients = None
-        get_accelerator().synchronize()  # no copy under way to host memory that is given up
-        self._host.close()
+        self._host = HostPool()  # the blocks of the one before go with it
         collectives.unlisten(self.counters)
         for finalizer in self._on_drop:
             finalizer.detach()

@@ -29,8 +29,6 @@ _WORKS = (
 class _Gathering:
     """An all-gather under way; holds its input until it has ended."""
 
-    event = None
-
     def __init__(self, work: Any, part: Tensor) -> None:
         self._work, self._part = work, part
 

@@ -26,6 +26,7 @@ from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.exchange import AllToAllExchange
 from ds_ckpt.exchange.layout import ring_pieces
 from ds_ckpt.exchange.rules import MethodSettings, embeddings_of
+from ds_ckpt.exchange.schedule import ScheduledExchange
 from ds_ckpt.exchange.virtual import VirtualTransport, VirtualWorld
 from ds_ckpt.telemetry.timings import ResidualStats
 

@@ -22,10 +22,9 @@ VOCAB = 32
 
 
 class _Late:
-    """The ticket and the event of a copy that is made when somebody waits, and not before."""
+    """The ticket of a copy that is made when somebody waits, and not before."""
 
     def __init__(self, source: Tensor, target: Tensor) -> None:
-        self.event = self
         self._values: Tensor | None = source.clone()
         self._target = weakref.ref(target)
         # weak: whoever asked for the copy must hold both ends until he has waited
@@ -34,15 +33,11 @@ class _Late:
     def done(self) -> bool:
         return self._values is None
 
-    query = done
-
     def wait(self) -> None:
         target = self._target()
         if self._values is not None and target is not None:
             target.copy_(self._values)
             self._values = None
-
-    synchronize = wait
 
     @property
     def lost(self) -> bool:

@@ -25,17 +25,22 @@ class Block(nn.Module):
         self.down = nn.Linear(2 * width, width)
         self.inner = inner
 
-    def forward(self, x: Tensor, *args: Any) -> Any:
-        return x + self.down(self.inner(torch.tanh(self.up(x)), *args))
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return x + self.down(self.inner(torch.tanh(self.up(x)), *args, **kwargs))
 
 
 class Stack(nn.Module):
-    """Three of them; `join` says how they follow each other."""
+    """Some of them; `join` says how they follow each other."""
 
-    def __init__(self, make: Callable[[], nn.Module], join: Callable[..., Tensor] | None = None):
+    def __init__(
+        self,
+        make: Callable[[], nn.Module],
+        join: Callable[..., Tensor] | None = None,
+        blocks: int = 3,
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(make() for _ in range(3))
+        self.blocks = nn.ModuleList(make() for _ in range(blocks))
         self.join = join
 
     def forward(self, x: Tensor) -> Tensor:
@@ -84,14 +89,18 @@ def same(
     make: Callable[[], nn.Module],
     kind: str,
     step: Callable[[nn.Module], Sequence[Tensor | None]] = backward,
+    steps: int = 3,
+    check: int = 0,
 ) -> None:
     """To the bit as without checkpointing, and nothing stays in host memory."""
-    plain = results(make(), step)
+    reference = make()
+    plain = results(reference, step, steps)
     model = make()
-    clean = put(model, kind)
-    ours = results(model, step)
+    clean = put(model, kind, check)
+    ours = results(model, step, steps)
     assert any(value is not None and bool(value.any()) for value in plain)
     assert len(plain) == len(ours)
+    assert list(reference.state_dict()) == list(model.state_dict())
     for index, (a, b) in enumerate(zip(plain, ours, strict=True)):
         assert (a is None) == (b is None), index
         assert a is None or b is None or torch.equal(a, b), index

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_ckpt.activation.checkpoint import Call
-from ds_ckpt.activation.snapshot import MOST, Found, look, put_back
+from ds_ckpt.activation.snapshot import MOST, Attributes, Found, look, put_back
 from ds_ckpt.errors import RecomputeError, UnsupportedError
 from tests.unit.offload_models import put_on
 from tests.unit.stacks import KINDS, Block, Stack, backward, data, put, results, same
@@ -175,6 +175,82 @@ def test_former_steps_are_not_held_by_what_attributes_were() -> None:
     assert [v() is not None for v in values] == [False] * 3 + [True]
     calls = [c for c in gc.get_objects() if isinstance(c, Call)]
     assert len(calls) <= 3
+
+
+# what is changed between a forward and its backward
+
+
+class Reads(nn.Module):
+    """Reads of its own all that can be new in its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor, self.terms, self.names = 1.5, [0.5], {"a": 1.0}
+        self.register_buffer("offset", torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = self.factor * sum(self.terms) * self.names["a"] * getattr(self, "more", 1)
+        return x.exp() * own * (2 if self.training else 3) + self.offset * x.sin()
+
+
+NEWS: dict[str, Callable[[Any], object]] = {
+    "assigned": lambda m: setattr(m, "factor", m.factor + 1),
+    "added": lambda m: setattr(m, "more", getattr(m, "more", 1) + 1),
+    "in another's place": lambda m: setattr(m, "named", vars(m).pop("names")),
+    "in a list": lambda m: m.terms.append(0.25),
+    "in a list's place": lambda m: m.terms.__setitem__(0, m.terms[0] + 1),
+    "another key": lambda m: m.names.update(b=m.names.pop("a")),
+    "mode": lambda m: m.train(not m.training),
+    "buffer": lambda m: setattr(m, "offset", m.offset * 2),
+}
+
+
+@pytest.mark.parametrize("news", NEWS)
+@KINDS
+def test_what_is_new_on_a_block_before_its_backward_is_taken_back(news: str, kind: str) -> None:
+    def step(model: nn.Module) -> list[Tensor]:
+        parts = [part for part in model.modules() if isinstance(part, Reads)]
+        loss = model(data())
+        for part in parts:
+            NEWS[news](part)
+        now = [(dict(vars(p)), list(p.terms), dict(p._buffers)) for p in parts]
+        loss.backward()
+        assert [(vars(p), p.terms, p._buffers) for p in parts] == now
+        return [loss.detach()]
+
+    same(lambda: Stack(lambda: Block(Reads())), kind, step, steps=1)
+
+
+class Gathers(nn.Module):
+    """A buffer that takes over the graph in which it is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("sums", torch.zeros(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.sums = self.sums.detach()
+        self.sums.add_(x.mean(0))
+        return x.exp()
+
+
+def _calls() -> int:
+    return sum(type(thing) is Call for thing in gc.get_objects())
+
+
+@pytest.mark.parametrize("kind", ["block", "selective"])
+def test_a_graph_that_a_buffer_took_over_goes_with_it(kind: str) -> None:
+    gc.collect()
+    before, model = _calls(), Stack(lambda: Block(Gathers()))
+    put(model, kind)
+    for _ in range(3):
+        loss = model(data())
+        loss.backward()
+    for block in model.blocks:
+        assert block.inner.sums.grad_fn is not None  # type: ignore[union-attr]
+        block.inner.sums = torch.zeros(16)  # type: ignore[union-attr]
+    del loss
+    assert _calls() == before
 
 
 # objects among the arguments
@@ -534,7 +610,6 @@ def test_work_in_place_after_autograd_has_saved_is_refused(kind: str) -> None:
         (State(torch.ones(1)), lambda h: setattr(h, "more", 2)),
         (Slotted(torch.ones(1)), lambda h: setattr(h, "extra", 2)),
         (Slotted(torch.ones(1)), lambda h: delattr(h, "value")),
-        (nn.Linear(1, 1), lambda h: setattr(h, "more", 2)),
     ],
 )
 def test_what_a_holder_held_can_be_put_back(holder: Any, change: Callable[[Any], Any]) -> None:
@@ -549,7 +624,8 @@ def test_deepspeeds_bookkeeping_on_modules_is_let_be() -> None:
     module = nn.Linear(1, 1)
     module.ds_grads_remaining = 1  # type: ignore[assignment]
     module.own = 1  # type: ignore[assignment]
-    assert set(look(module)) == {"own", "in_features", "out_features", "training"}
+    names = {"own", "in_features", "out_features", "training", "weight", "bias"}
+    assert set(Attributes([module]).names) == names
 
 
 def test_who_hands_a_data_set_to_a_block_is_told(caplog: pytest.LogCaptureFixture) -> None:

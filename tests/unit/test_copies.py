@@ -82,7 +82,7 @@ def test_a_copy_comes_after_what_was_asked_and_before_what_follows_the_wait(
     target = torch.empty(4).as_subclass(Watched)
     target.module = module  # type: ignore[attr-defined]
     first = copies.copy(torch.ones(4), target)
-    second = copies.copy(torch.ones(4), target)
+    copies.copy(torch.ones(4), target)
     assert not first.done()
     first.wait()
     copies.synchronize()
@@ -96,7 +96,6 @@ def test_a_copy_comes_after_what_was_asked_and_before_what_follows_the_wait(
         "compute waits for copy 1",
         "host waits",
     ]
-    assert second.event is not None
 
 
 def test_the_stand_in_copies_at_once() -> None:
@@ -105,7 +104,6 @@ def test_the_stand_in_copies_at_once() -> None:
     target = torch.zeros(4)
     ticket = copies.copy(torch.ones(4), target)
     assert ticket.done()
-    assert ticket.event is None
     assert torch.equal(target, torch.ones(4))
     copies.synchronize()
 

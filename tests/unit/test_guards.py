@@ -17,6 +17,7 @@ from ds_ckpt.activation import CheckpointedBlocks, Policy, PolicySettings
 from ds_ckpt.activation.checkpoint import Call
 from ds_ckpt.errors import RecomputeError, UnsupportedError
 from tests.architectures import batch, build
+from tests.unit.stacks import Block, Stack, data
 
 BLOCK = Policy(modules=("Block",))
 SEGMENTS = Policy(PolicySettings("segments", segment_size=2), modules=("Block",))
@@ -26,42 +27,13 @@ PLAIN = pytest.mark.parametrize(
 )
 
 
-class Block(nn.Module):
-    """Two products around what `inner` does."""
-
-    def __init__(self, inner: Callable[..., Tensor] | nn.Module, width: int = 8) -> None:
-        super().__init__()
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
-        self.inner = inner
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return x + self.down(self.inner(torch.tanh(self.up(x)), *args, **kwargs))
-
-
-class Stack(nn.Module):
-    def __init__(self, make: Callable[[], nn.Module], blocks: int = 3) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(make() for _ in range(blocks))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.square().sum()
-
-
-def _x(seed: int = 1) -> Tensor:
-    return torch.randn(5, 8, generator=torch.Generator().manual_seed(seed))
-
-
 def _train(model: nn.Module, steps: int = 2) -> tuple[list[Tensor], list[Tensor]]:
     """Gradients of all steps, and the model's state at the end."""
     gradients = []
     for seed in range(steps):
         torch.manual_seed(seed)
         model.zero_grad()
-        model(_x(seed)).backward()
+        model(data(seed)).backward()
         gradients += [p.grad.clone() for p in model.parameters() if p.grad is not None]
     return gradients, [t.clone() for t in model.state_dict().values()]
 
@@ -130,9 +102,9 @@ class Later(nn.Module):
 def test_state_that_changes_later_is_refused_by_name() -> None:
     model = Stack(lambda: Block(Later()))
     CheckpointedBlocks(model, policy=BLOCK)
-    model(_x()).backward()
+    model(data()).backward()
     with pytest.raises(UnsupportedError, match=r"blocks\.0: found the buffer Later\.seen"):
-        model(_x())
+        model(data())
 
 
 # shared and changed tensors
@@ -149,7 +121,7 @@ def test_a_block_that_changes_its_argument_is_refused_by_name() -> None:
     model = Stack(lambda: InPlace(nn.Identity()))
     CheckpointedBlocks(model, ["InPlace"])
     with pytest.raises(UnsupportedError, match=r"blocks\.0: found its forward changes its arg"):
-        model(_x())
+        model(data())
 
 
 class ChangesLater(Stack):
@@ -163,7 +135,7 @@ class ChangesLater(Stack):
 def test_an_argument_that_is_changed_after_the_block_is_refused_by_name() -> None:
     model = ChangesLater(lambda: Block(nn.Identity()))
     CheckpointedBlocks(model, policy=BLOCK)
-    loss = model(_x())
+    loss = model(data())
     with pytest.raises(UnsupportedError, match=r"blocks\.0: found an argument that was changed"):
         loss.backward()
 
@@ -251,7 +223,7 @@ def test_nested_arguments_and_results(policy: Policy) -> None:
 
 @PLAIN
 def test_frozen_blocks_and_inputs_without_gradient(policy: Policy) -> None:
-    models = [Stack(lambda: Block(nn.Identity()), 4) for _ in range(2)]
+    models = [Stack(lambda: Block(nn.Identity()), blocks=4) for _ in range(2)]
     for model in models:
         for frozen in (0, 2):
             model.blocks[frozen].requires_grad_(False)
@@ -380,7 +352,7 @@ def test_autocast(policy: Policy, cache: bool) -> None:
             CheckpointedBlocks(model, policy=policy)
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
             torch.manual_seed(0)
-            loss = model(_x())
+            loss = model(data())
         loss.backward()  # outside of autocast, as usual
         results.append([p.grad for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
@@ -395,7 +367,7 @@ def test_a_retained_graph_can_be_used_twice(policy: Policy) -> None:
     CheckpointedBlocks(models[1], policy=policy)
     for model in models:
         torch.manual_seed(0)
-        loss = model(_x())
+        loss = model(data())
         loss.backward(retain_graph=True)
         loss.backward()
     pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
@@ -409,7 +381,7 @@ def test_forwards_that_interleave(policy: Policy) -> None:
     CheckpointedBlocks(models[1], policy=policy)
     for model in models:
         torch.manual_seed(0)
-        first, second = _x(1), _x(2)
+        first, second = data(1), data(2)
         for block in model.blocks:
             first, second = block(first), block(second)
         first.sum().backward()
@@ -425,7 +397,7 @@ def test_second_derivatives(policy: Policy) -> None:
         model = Stack(lambda: Block(nn.Tanh()))
         if checkpointed:
             CheckpointedBlocks(model, policy=policy)
-        x = _x().requires_grad_()
+        x = data().requires_grad_()
         (gradient,) = torch.autograd.grad(model(x), x, create_graph=True)
         gradient.square().sum().backward()
         results.append([p.grad for p in model.parameters() if p.grad is not None])
@@ -453,7 +425,7 @@ def test_a_function_that_asks_for_its_saved_tensors_twice_is_refused(policy: Pol
     model = Stack(lambda: Block(SavesTwice.apply))
     CheckpointedBlocks(model, policy=policy)
     with pytest.raises(RecomputeError, match=r"blocks\.2: found a saved tensor that backward asks"):
-        model(_x()).backward()
+        model(data()).backward()
 
 
 @PLAIN
@@ -474,7 +446,7 @@ def test_a_gradient_inside_a_forward_is_refused_by_name() -> None:
     model = Stack(lambda: Block(inner))
     CheckpointedBlocks(model, policy=BLOCK)
     with pytest.raises(UnsupportedError, match=r"blocks\.0: found a gradient that is asked for"):
-        model(_x())
+        model(data())
 
 
 @PLAIN
@@ -499,19 +471,19 @@ def test_nothing_stays_behind(policy: Policy) -> None:
     gc.disable()  # calls must go by themselves, not with the next collection
     try:
         Call.__init__ = noted  # type: ignore[method-assign]
-        model(_x()).backward()
-        loss = model(_x())
+        model(data()).backward()
+        loss = model(data())
         assert any(f() is not None for f in calls)
         del loss
         flags["fail"] = True
         with contextlib.suppress(ZeroDivisionError):
-            model(_x())
+            model(data())
         flags["fail"] = False
         made = len(calls)
         with torch.no_grad():
-            model(_x())
+            model(data())
         assert len(calls) == made > 4
-        model.eval()(_x())
+        model.eval()(data())
         assert len(calls) > made
         assert all(f() is None for f in calls)
     finally:
@@ -531,7 +503,7 @@ def test_forwards_that_go_on_from_each_other_or_not_leave_nothing(policy: Policy
     for interleaved in (False, True):
         model = Stack(lambda: Block(nn.Dropout(0.2)))
         CheckpointedBlocks(model, policy=policy)
-        one, other = _x(1), _x(2)
+        one, other = data(1), data(2)
         for block in model.blocks:
             one = block(one)
             other = block(other) if interleaved else other

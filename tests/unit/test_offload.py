@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_ckpt.activation import CheckpointedBlocks
-from ds_ckpt.activation.pieces import Piece, Remains
+from ds_ckpt.activation.pieces import Piece
 from ds_ckpt.activation.policies import Policy, PolicySettings
 from ds_ckpt.memory.copies import HostCopies
 from tests.unit.offload_models import (
@@ -212,8 +212,8 @@ def test_a_piece_that_dies_is_given_to_no_other_thread() -> None:
     known: weakref.WeakSet[Piece] = weakref.WeakSet()
     seen: list[list[Piece]] = []
 
-    class Dead(deque[Remains]):
-        def append(self, remains: Remains) -> None:
+    class Dead(deque[dict[str, Any]]):
+        def append(self, remains: dict[str, Any]) -> None:
             seen.append(list(known))
             super().append(remains)
 
@@ -222,4 +222,4 @@ def test_a_piece_that_dies_is_given_to_no_other_thread() -> None:
     known.add(piece)
     del piece
     assert seen == [[]]
-    assert [remains.device_bytes for remains in dead] == [16]
+    assert [remains["device_bytes"] for remains in dead] == [16]

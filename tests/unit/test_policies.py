@@ -89,50 +89,6 @@ def test_gradients_are_bitwise_those_of_no_checkpointing(kind: str, policy: str)
     assert _attributes(model) == before
 
 
-MARKED = Policy(PolicySettings("selective", save_ops=("attention", "qkvo", "gate")))
-
-
-@pytest.mark.parametrize("policy", [*POLICIES.values(), MARKED], ids=[*POLICIES, "marked"])
-@pytest.mark.parametrize(
-    "then", [None, Policy(PolicySettings("mlp")), MARKED], ids=["", "mlp", "marked"]
-)
-def test_a_graph_goes_back_after_checkpointing_was_taken_off(
-    policy: Policy, then: Policy | None
-) -> None:
-    """As where a new plan comes between forward and backward: marks on parts of blocks are gone."""
-    gradients = []
-    for checkpoints in (False, True):
-        model = build("llama").train()
-        checkpointed = CheckpointedBlocks(model, policy=policy) if checkpoints else None
-        loss, newer = model(**batch("llama")).loss, None
-        if checkpointed is not None:
-            checkpointed.remove()
-            before = _attributes(model)
-            newer = CheckpointedBlocks(model, policy=then) if then is not None else None
-        loss.backward()
-        if newer is not None:
-            newer.remove()
-        gradients.append([p.grad for p in model.parameters()])
-    assert _attributes(model) == before
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-
-
-def test_a_plan_for_parts_of_blocks_leaves_outstanding_graphs_alone() -> None:
-    """Both plans stand in backward; the second had no part in the forward."""
-    gradients = []
-    for checkpoints in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
-        if checkpoints:
-            CheckpointedBlocks(model, ["0", "1", "2"])
-        loss = model(torch.ones(4, 8)).square().mean()
-        if checkpoints:
-            CheckpointedBlocks(model, ["Linear"])
-        loss.backward()
-        gradients.append([p.grad for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-
-
 def _held(policy: Policy | None, kind: str = "llama") -> int:
     model = build(kind)
     if policy is not None:

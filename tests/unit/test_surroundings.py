@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -12,25 +13,15 @@ from torch import Tensor, nn
 
 from ds_ckpt.activation import CheckpointedBlocks, Policy, PolicySettings
 from ds_ckpt.errors import RecomputeError
+from tests.unit.stacks import KINDS, Block, Stack, data, put, same
 
-KINDS = pytest.mark.parametrize("kind", ["block", "segments", "selective"])
-
-
-class Block(nn.Module):
-    """A product around what `inner` does."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.up, self.inner, self.down = nn.Linear(8, 8), inner, nn.Linear(8, 8)
-
-    def forward(self, x: Tensor, *args: Any) -> Any:
-        return x + self.down(self.inner(torch.tanh(self.up(x)), *args))
+# train and eval
 
 
 class Bare(Block):
     """Parameters of its own, so that ZeRO-3 would gather them by the block's hooks."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: Callable[..., Any]) -> None:
         super().__init__(inner)
         self.gain = nn.Parameter(torch.ones(8))
         self.gain.ds_id = 1  # type: ignore[attr-defined]
@@ -46,84 +37,42 @@ class Noise(nn.Module):
         return x + 0.5 * torch.randn_like(x) if self.training else x
 
 
-class Stack(nn.Module):
-    def __init__(self, inner: Callable[[], nn.Module], block: type[Block] = Block) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(block(inner()) for _ in range(2))
-
-    def forward(self, x: Tensor, *args: Any) -> Tensor:
-        for block in self.blocks:
-            x = block(x, *args)
-        return x.square().sum()
-
-
-def _checkpoint(model: Stack, kind: Any, **options: Any) -> CheckpointedBlocks:
-    modules = (type(model.blocks[0]).__name__,)
-    return CheckpointedBlocks(
-        model, policy=Policy(PolicySettings(kind), modules=modules, **options)
-    )
-
-
-def _x(seed: int = 1) -> Tensor:
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
-
-
-def _train(model: nn.Module, *args: Any, between: Callable[[], Any] = lambda: None) -> list[Tensor]:
-    """Gradients of three steps, then the state; `between` runs before each backward."""
-    results = []
-    for seed in range(3):
-        model.train()
-        model.zero_grad()
-        torch.manual_seed(seed)
-        loss = model(_x(seed), *args)
-        between()
-        loss.backward()
-        results += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    return [*results, *model.state_dict().values()]
-
-
-def _equal(plain: list[Tensor], ours: list[Tensor]) -> None:
-    assert len(plain) > 12
-    assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
-
-
-# train and eval
-
-
 @KINDS
 @pytest.mark.parametrize("block", [Block, Bare])
-@pytest.mark.parametrize("inner", [Noise, lambda: nn.Dropout(0.4), lambda: nn.BatchNorm1d(8)])
+@pytest.mark.parametrize("inner", [Noise, lambda: nn.Dropout(0.4), lambda: nn.BatchNorm1d(16)])
 def test_eval_between_forward_and_backward(
     inner: Callable[[], nn.Module], block: type[Block], kind: str
 ) -> None:
-    models = [Stack(inner, block) for _ in range(2)]
-    _checkpoint(models[1], kind)
-    _equal(*(_train(model, between=model.eval) for model in models))
-    assert not any(part.training for part in models[1].modules())
+    def step(model: nn.Module) -> list[Tensor]:
+        loss = model.train()(data())
+        model.eval()
+        loss.backward()
+        assert not any(part.training for part in model.modules())
+        return [loss.detach()]
+
+    same(lambda: Stack(lambda: block(inner())), kind, step)
 
 
-def test_a_part_that_is_not_trained_stays_so_in_the_recompute() -> None:
-    models = [Stack(Noise) for _ in range(2)]
-    _checkpoint(models[1], "block")
-    gradients = []
-    for model in models:
-        block = model.blocks[0]
-        assert isinstance(block, Block)
-        block.inner.eval()
-        torch.manual_seed(0)
-        loss = model(_x())
+@KINDS
+def test_a_part_that_is_not_trained_stays_so_in_the_recompute(kind: str) -> None:
+    def step(model: nn.Module) -> list[Tensor]:
+        model.blocks[0].inner.eval()  # type: ignore[union-attr]
+        loss = model(data())
         model.train()
         loss.backward()
-        gradients.append([p.grad for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+        return [loss.detach()]
+
+    same(lambda: Stack(lambda: Block(Noise())), kind, step)
 
 
-def test_checkpointing_that_goes_before_backward_is_named() -> None:
-    model = Stack(nn.Identity, Bare)
-    blocks = _checkpoint(model, "segments")
-    with pytest.raises(RecomputeError, match=r"blocks\.0: found checkpointing that was taken off"):
-        _train(model, between=blocks.remove)
+@pytest.mark.parametrize("kind", ["block", "segments", "selective"])
+def test_checkpointing_that_goes_before_backward_is_named(kind: str) -> None:
+    model = Stack(lambda: Bare(nn.Identity()))
+    checkpointed = CheckpointedBlocks(model, policy=Policy(PolicySettings(kind), modules=("Bare",)))
+    loss = model(data())
+    checkpointed.remove()
+    with pytest.raises(RecomputeError, match=r"blocks\.\d: found checkpointing that was taken off"):
+        loss.backward()
 
 
 # buffers
@@ -151,7 +100,7 @@ class Registers(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         mean = x.detach().mean(0)
         if "ema" not in self._buffers:
-            self.register_buffer("ema", torch.zeros(8))
+            self.register_buffer("ema", torch.zeros(16))
         self.ema = 0.5 * self.ema + 0.5 * mean
         return x * self.ema
 
@@ -182,10 +131,7 @@ class Second(nn.Module):
 def test_a_buffer_that_begins_in_a_forward_is_changed_once(
     inner: Callable[[], nn.Module], kind: str
 ) -> None:
-    models = [Stack(inner) for _ in range(2)]
-    _checkpoint(models[1], kind)
-    _equal(*(_train(model) for model in models))
-    assert list(models[0].state_dict()) == list(models[1].state_dict())
+    same(lambda: Stack(lambda: Block(inner())), kind)
 
 
 # exceptions in a block
@@ -196,7 +142,7 @@ class Tries(nn.Module):
 
     def __init__(self, caught: type[BaseException] = Exception) -> None:
         super().__init__()
-        self.caught, self.calls = caught, 0
+        self.caught = caught
 
     def forward(self, x: Tensor) -> Tensor:
         try:
@@ -215,9 +161,7 @@ class Only(Block):
 @KINDS
 @pytest.mark.parametrize("caught", [Exception, BaseException])
 def test_a_block_may_catch_what_it_wants(caught: type[BaseException], kind: str) -> None:
-    models = [Stack(lambda: Tries(caught), Only) for _ in range(2)]
-    _checkpoint(models[1], kind)
-    _equal(*(_train(model) for model in models))
+    same(lambda: Stack(lambda: Only(Tries(caught))), kind)
 
 
 class Hides(nn.Module):
@@ -236,10 +180,10 @@ class Hides(nn.Module):
 
 @pytest.mark.parametrize("kind", ["block", "segments"])
 def test_a_difference_that_a_block_catches_is_still_told(kind: str) -> None:
-    model = Stack(Hides)
-    _checkpoint(model, kind)
-    with pytest.raises(RecomputeError, match=r"saved tensor \d+ is 2x8 float32, in the forward"):
-        _train(model)
+    model = Stack(lambda: Block(Hides()))
+    put(model, kind)
+    with pytest.raises(RecomputeError, match=r"saved tensor \d+ is 2x16 float32, in the forward"):
+        model(data()).backward()
 
 
 # arguments without versions, and without memory of their own
@@ -255,18 +199,24 @@ class Mixed(nn.Module):
         return torch.sparse.mm(adjacent, x)
 
 
+def _given(argument: Tensor) -> Callable[..., Tensor]:
+    """Every block is given it."""
+
+    def join(blocks: Any, x: Tensor) -> Tensor:
+        return functools.reduce(lambda x, block: block(x, argument), blocks, x).square().sum()
+
+    return join
+
+
 @KINDS
 @pytest.mark.parametrize("every", [0, 1])
 def test_an_argument_from_inference_mode(kind: str, every: int) -> None:
     with torch.inference_mode():
-        position = torch.arange(8) - 2
-    models = [Stack(Scaled) for _ in range(2)]
-    _checkpoint(models[1], kind, check_determinism=every)
-    _equal(*(_train(model, position) for model in models))
+        position = torch.arange(16) - 2
+    same(lambda: Stack(lambda: Block(Scaled()), _given(position)), kind, check=every)
 
 
 @KINDS
 def test_a_sparse_argument(kind: str) -> None:
-    models = [Stack(Mixed) for _ in range(2)]
-    _checkpoint(models[1], kind)
-    _equal(*(_train(model, torch.eye(4).to_sparse()) for model in models))
+    adjacent = torch.eye(5).to_sparse()
+    same(lambda: Stack(lambda: Block(Mixed()), _given(adjacent)), kind)

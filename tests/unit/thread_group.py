@@ -32,8 +32,6 @@ class _Exchange:
 class _Gathered:
     """What was gathered lands when somebody waits, and not before."""
 
-    event = None
-
     def __init__(self, parts: list[Tensor], joined: Tensor) -> None:
         self._parts: list[Tensor] | None = parts
         self._joined = joined
