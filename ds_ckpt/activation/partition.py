@@ -66,7 +66,7 @@ class Partition:
         every: int = 100,
     ) -> None:
         self.counters = PartitionCounters()
-        self.handshake = RankConsistency(group, device, every=every)
+        self.consistency = RankConsistency(group, device, every=every)
         self._group, self._store, self._device = group, store, device
         self._parts = len(group.processes)
         self._min_bytes, self._ahead = min_bytes, ahead
@@ -97,7 +97,7 @@ class Partition:
         """
         if torch._C._current_graph_task_id() == -1 and (self._reached or self._here):
             self._forget_all()  # of a backward that ended with an error
-        self._place, self._compares = 0, self.handshake.begin(label)
+        self._place, self._compares = 0, self.consistency.begin(label)
 
     def pack(self, tensor: Tensor, label: str, call: BlockCall) -> Split:
         """What `call` holds in the place of `tensor`, which block `label` was given."""
@@ -107,7 +107,7 @@ class Partition:
             reason = "small"  # an expanded one is as large as what it repeats
         if reason is not None:
             self.counters.left[reason] += 1
-            self.handshake.note(label, self._place, tensor, reason, None)
+            self.consistency.note(label, self._place, tensor, reason, None)
             return Split(tensor, None, self._store.pack(tensor, call), call)
         shard = self._shards.get(key_of(tensor))
         if shard is None or shard.version != tensor._version:
@@ -117,7 +117,7 @@ class Partition:
         offset = tensor.storage_offset() * tensor.element_size() - shard.stretch.start
         check = self._checksum(shard, tensor) if self._compares else None
         layout = f"{shard.stretch.nbytes} bytes, {offset}"
-        self.handshake.note(label, self._place, tensor, layout, check)
+        self.consistency.note(label, self._place, tensor, layout, check)
         self._calls.setdefault(call, []).append(weakref.ref(shard))
         return Split(tensor, shard, part, call)
 
@@ -162,7 +162,7 @@ class Partition:
             self._forget_all()
         if call.number in self._reached:
             return
-        if began or self.handshake.pending:
+        if began or self.consistency.pending:
             self._shake_hands()
         self._reached.add(call.number)
         self._store.reach(call)
@@ -185,7 +185,7 @@ class Partition:
         alive = {number: alive[number] for number in sorted(alive) if alive[number]}
         known = [(number, [s.nbytes for s in shards]) for number, shards in alive.items()]
         # one process's collector may be late: then nothing is gathered before it is needed
-        self._agreed = self.handshake.compare(hash_of(known))
+        self._agreed = self.consistency.compare(hash_of(known))
         self._before = alive if self._agreed else {}
         self._known = set(self._before)
 

@@ -135,8 +135,8 @@ class KeepingConfig(Section):
         description="Split what blocks are given over the tensor-parallel group, whose processes "
         "hold the same: each keeps 1 in n of the bytes, and they are gathered before their "
         "recompute. Costs one all-gather of each input a step, one recompute ahead of its use. "
-        "A handshake compares the values, and stops training where they differ. Needs AutoTP or an "
-        "mpu given to initialize or attach. The same as partition_activations.",
+        "A rank-consistency check compares the values, and stops training where they differ. "
+        "Needs AutoTP or an mpu given to initialize or attach. The same as partition_activations.",
     )
     partition_min_bytes: Annotated[int, Expects("a whole number, 0 or more", "65536")] = Field(
         default=65536,

@@ -45,7 +45,7 @@ def test_autotp_with_two_processes(world2: Any, kind: str) -> None:
         boundaries = [k for k in split["kept"][0] if "." in k]
         assert split["kept"] == [dict.fromkeys(boundaries, HIDDEN // 2)] * 2
         assert len(boundaries) == 3
-        # the parts of 3 boundaries, and the handshake's 4 numbers
+        # the parts of 3 checkpointed inputs, and the rank-consistency check's 4 numbers
         assert split["sent"] == 3 * HIDDEN // 2 + 32
         assert split["late"] == 1
         assert "split over 2 tensor-parallel processes" in split["summary"]

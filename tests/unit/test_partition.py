@@ -302,7 +302,7 @@ def test_other_policies(policy: str) -> None:
     for on in results(in_threads(2, work)):
         assert on.partition.counters.kept_bytes
         # what operators made may differ from process to process, and is no business of the group
-        assert on.partition.handshake.compared <= 4 * 5
+        assert on.partition.consistency.compared <= 4 * 5
 
 
 def test_results_of_operators_may_differ_over_the_group() -> None:
@@ -342,7 +342,7 @@ def _differing(change: Any, *, blocks: int = 3, every: int = 100, steps: int = 1
             if group.index == 1:
                 x = change(model, x, step)
             model(x).backward()
-        raise AssertionError(f"not found in {on.partition.handshake.compared} tensors")
+        raise AssertionError(f"not found in {on.partition.consistency.compared} tensors")
 
     return in_threads(2, work)
 
@@ -518,7 +518,7 @@ def test_no_grad_forwards_take_no_part() -> None:
         on = On(model, group)
         with torch.no_grad():
             model(_input(seed=group.index))
-        assert not on.partition.handshake.pending
+        assert not on.partition.consistency.pending
         assert on.nothing_left()
 
     results(in_threads(2, work))
