@@ -8,6 +8,7 @@ import deepspeed
 import torch
 
 import ds_ckpt
+from ds_ckpt.errors import RecomputeError
 from ds_ckpt.telemetry.memory import SavedActivations
 from tests import architectures
 from tests.distributed import models
@@ -226,34 +227,23 @@ def contiguous_and_nothing_to_recompute() -> dict[str, Any]:
     return {"held": held, "choices": choices}
 
 
-def backward_after_another_plan(**extra: Any) -> dict[str, bool]:
+def backward_after_another_plan(**extra: Any) -> dict[str, Any]:
     """A graph of an older plan, whose backward comes when a newer one is installed."""
-    results = {}
-    gradients = []
-    for change in (False, True):
-        engine, session = _planned_engine(extra, 0.6, 16)
-        weight = torch.nn.Parameter(torch.zeros(()))
-        data = _sized(2, 16)
-        _step(engine, data)
-        loss = engine(**data).loss + weight
-        if change:
-            planning = session._planning
-            before = planning.plan
-            planning._limit = int(planning._limit * 0.85)
-            planning._make(1, "a test", [planning._planned])
-            results["changed"] = planning.plan is not before
+    engine, session = _planned_engine(extra, 0.6, 16)
+    weight = torch.nn.Parameter(torch.zeros(()))
+    data = _sized(2, 16)
+    _step(engine, data)
+    loss = engine(**data).loss + weight
+    planning = session._planning
+    before = planning.plan
+    planning._limit = int(planning._limit * 0.85)
+    planning._make(1, "a test", [planning._planned])
+    message = ""
+    try:
         engine.backward(loss)
-        gradients.append(models.gradients(engine))
-        engine.step()
-        results["detached"] = True
-        loss = engine(**data).loss
-        session.detach()
-        engine.backward(loss)
-        gradients[-1] += models.gradients(engine)
-        engine.step()
-        engine.destroy()
-    results["equal"] = models.equal(*gradients)
-    return results
+    except RecomputeError as error:
+        message = str(error)
+    return {"changed": planning.plan is not before, "message": message}
 
 
 def frozen_later() -> list[int]:

@@ -7,6 +7,7 @@ import hashlib
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -36,13 +37,16 @@ def threads() -> list[str]:
 
 
 def _wrap_reduce(engine: Any, before: Callable[[int], None]) -> None:
-    """Call `before(number of the bucket)` at the start of every exchange, in its thread."""
+    """Call `before(number of the bucket)` at the start of every exchange, in its thread.
+
+    The wrapper holds no exchange: its process group ends with it, without a garbage collector.
+    """
     exchange = ds_ckpt.session_of(engine).exchange.exchange  # type: ignore[union-attr]
-    reduce, count = exchange.reduce, iter(range(10**9))
+    reduce, itself, count = type(exchange).reduce, weakref.ref(exchange), iter(range(10**9))
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         before(next(count))
-        return reduce(*args, **kwargs)
+        return reduce(itself(), *args, **kwargs)
 
     exchange.reduce = wrapped
 
