@@ -18,15 +18,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, get_args
+from typing import Any, ClassVar, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor
 
 from ds_ckpt.settings import Expects, Section
-
-if TYPE_CHECKING:
-    from ds_ckpt.compression.powersgd import LowRank
 
 ALIGNMENT_BYTES = 8
 """Payloads and the sections inside them start at multiples of this, so any dtype can be viewed."""
@@ -38,11 +35,6 @@ class Compressor(ABC):
     @property
     def codec(self) -> Codec | None:
         """Packs what each owner gets; None: nothing goes from process to owner."""
-        return None
-
-    @property
-    def low_rank(self) -> LowRank | None:
-        """The factors that are summed first; None: there are none."""
         return None
 
     @abstractmethod

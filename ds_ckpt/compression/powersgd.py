@@ -97,10 +97,6 @@ class LowRank(Compressor):
     def codec(self) -> Codec | None:
         return self.remainder
 
-    @property
-    def low_rank(self) -> LowRank:
-        return self
-
     def words(self) -> str:
         turns = ", P and Q in turns" if self.alternate else ""
         rest = f" + {self.remainder.words()}" if self.remainder is not None else ""

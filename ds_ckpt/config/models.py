@@ -10,7 +10,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ds_ckpt.config import compression as _compression
+import ds_ckpt.config.compression as _compression
 from ds_ckpt.config.activation import ActivationConfig
 from ds_ckpt.config.compression import CompressionConfig
 from ds_ckpt.settings import SWITCH, Expects, Section

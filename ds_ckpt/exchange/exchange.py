@@ -71,7 +71,7 @@ class Item:
 
     @property
     def low_rank(self) -> LowRank | None:
-        return None if self.compressor is None else self.compressor.low_rank
+        return self.compressor if isinstance(self.compressor, LowRank) else None
 
     @property
     def packed(self) -> bool:
