@@ -27,12 +27,14 @@ _Key = TypeVar("_Key")
 class Purpose(str, Enum):
     """Why a collective runs.
 
-    `gather_*` move weights, `reduce` moves gradients, `partition` moves activations.
+    `gather_*` and `weights`, their changes once a step, move weights, `reduce` moves gradients,
+    `partition` moves activations.
     """
 
     GATHER_FORWARD = "gather_forward"
     GATHER_RECOMPUTE = "gather_recompute"
     GATHER_BACKWARD = "gather_backward"
+    WEIGHTS = "weights"
     REDUCE = "reduce"
     PARTITION = "partition"
     OTHER = "other"

@@ -1,0 +1,194 @@
+"""Lossless changes of 16-bit weights: what one optimizer step changed, in units of the last place.
+
+Sender and receiver hold the old weights, so only the change travels. Read as integers in the order
+of their values, neighbouring 16-bit floats differ by 1; the change of a weight is a small integer,
+and how small depends on the weight's exponent, which both sides know. So elements are ordered by
+their old exponent and packed 8, 4, 2 or 1 to a byte, whichever suits the exponent, and the bytes go
+through deflate's Huffman coder: where a byte holds several elements, each gets a fraction of a bit.
+What does not fit its width travels whole, and a chunk that does not shrink travels as it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+import zlib
+
+import torch
+from torch import Tensor
+
+CHUNK = 1 << 19
+"""Elements that are coded together: few enough to stay in a processor's cache."""
+_WIDTHS = (1, 2, 4, 8)
+_MANTISSA = {torch.bfloat16: 7, torch.float16: 10}
+_SIZES = 18
+"""A change takes 0 to 17 bits."""
+_SAMPLE = 1 << 14
+"""Elements of a chunk whose widths are looked at."""
+_OWN_CODE = 1 << 11
+"""Bytes of one exponent from which a Huffman code of its own pays for its table."""
+_HEADER = struct.Struct("<II")
+"""Bytes of the coded elements, 0 where the chunk is as it is; number of elements that go whole."""
+
+
+def encode(old: Tensor, new: Tensor) -> Tensor:
+    """What turns `old` into `new`, to the bit.
+
+    Args:
+        old: bf16 or fp16, flat, contiguous.
+        new: the same dtype, shape and device.
+
+    Returns:
+        uint8 on the CPU, of at most 2 bytes an element and 8 a chunk.
+
+    Raises:
+        TypeError: the dtype is another.
+    """
+    mantissa = _mantissa(old)
+    chunks = zip(
+        old.view(torch.int16).split(CHUNK), new.view(torch.int16).split(CHUNK), strict=True
+    )
+    data = b"".join(_encode(before, after, mantissa) for before, after in chunks)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte()
+
+
+def decode_(weights: Tensor, payload: Tensor) -> None:
+    """Turn the old weights into the new ones, in place.
+
+    Args:
+        weights: what `encode` had as `old`.
+        payload: what it returned.
+
+    Raises:
+        TypeError: the dtype is neither bf16 nor fp16.
+        ValueError: the payload is not one of such weights.
+    """
+    mantissa = _mantissa(weights)
+    data, at = memoryview(payload.numpy()), 0
+    for chunk in weights.view(torch.int16).split(CHUNK):
+        try:
+            at = _decode_(chunk, data, at, mantissa)
+        except (struct.error, zlib.error, RuntimeError, ValueError) as error:
+            raise ValueError(f"not a change of {weights.numel()} weights: {error}") from error
+    if at != len(data):
+        raise ValueError(f"{len(data) - at} bytes more than {weights.numel()} weights have")
+
+
+def _mantissa(weights: Tensor) -> int:
+    if weights.dtype not in _MANTISSA:
+        raise TypeError(f"lossless changes are of bf16 or fp16 weights, not of {weights.dtype}")
+    return _MANTISSA[weights.dtype]
+
+
+def _encode(old: Tensor, new: Tensor, mantissa: int) -> bytes:
+    change = _ordinal(new).sub_(_ordinal(old))
+    change = (change << 1) ^ (change >> 31)  # 0, -1, 1, -2, 2, ... as 0, 1, 2, 3, 4, ...
+    exponent = _exponents(old, mantissa)
+    widths = _choose(change, exponent, 1 << (15 - mantissa))
+    order, runs = _order(exponent, widths)
+    coder = zlib.compressobj(1, zlib.DEFLATED, -15, 9, zlib.Z_HUFFMAN_ONLY)
+    coded, whole = bytes(widths), []
+    for width, at, run in zip(_WIDTHS, order.split([sum(r) for r in runs]), runs, strict=True):
+        group, top = change[at], (1 << width) - 1
+        whole.append(new[at[group >= top]])
+        packed = _pack(group.clamp_(max=top).to(torch.uint8), width)
+        start = 0
+        for end in itertools.accumulate(run):
+            if end * width // 8 - start >= _OWN_CODE or end == at.numel():
+                stop = len(packed) if end == at.numel() else end * width // 8
+                coded += coder.compress(packed[start:stop]) + coder.flush(zlib.Z_BLOCK)
+                start = stop
+    coded += coder.flush()
+    escapes = torch.cat(whole).cpu()
+    if len(coded) + 2 * escapes.numel() >= 2 * old.numel():
+        return _HEADER.pack(0, 0) + new.cpu().numpy().tobytes()
+    return _HEADER.pack(len(coded), escapes.numel()) + coded + escapes.numpy().tobytes()
+
+
+def _decode_(weights: Tensor, data: memoryview, at: int, mantissa: int) -> int:
+    """Where the next chunk begins."""
+    length, escapes = _HEADER.unpack_from(data, at)
+    at += _HEADER.size
+    end = at + length + 2 * (escapes if length else weights.numel())
+    whole = _tensor(data[at + length : end], torch.int16, weights.device)
+    if length == 0:
+        weights.copy_(whole)
+        return end
+    exponents = 1 << (15 - mantissa)
+    widths = list(data[at : at + exponents])
+    raw = zlib.decompress(data[at + exponents : at + length], -15)
+    packed = _tensor(raw, torch.uint8, weights.device)
+    order, runs = _order(_exponents(weights, mantissa), widths)
+    sizes = [sum(run) for run in runs]
+    parts = packed.split([-(-n * w // 8) for n, w in zip(sizes, _WIDTHS, strict=True)])
+    groups = [_unpack(p, w)[:n] for p, w, n in zip(parts, _WIDTHS, sizes, strict=True)]
+    escaped = torch.cat([g == (1 << w) - 1 for g, w in zip(groups, _WIDTHS, strict=True)])
+    change = torch.cat(groups).to(torch.int32)
+    change = (change >> 1) ^ -(change & 1)
+    ordinal = _ordinal(weights[order]).add_(change)
+    new = torch.where(ordinal < 0, ~ordinal | -0x8000, ordinal).to(torch.int16)
+    new[escaped] = whole
+    weights[order] = new
+    return end
+
+
+def _tensor(data: bytes | memoryview, dtype: torch.dtype, device: torch.device) -> Tensor:
+    # torch.frombuffer refuses what is empty
+    return torch.frombuffer(bytearray(data) or bytearray(8), dtype=dtype).to(device)[
+        : len(data) // dtype.itemsize
+    ]
+
+
+def _ordinal(bits: Tensor) -> Tensor:
+    """int32, rising with the float's value; negative zero is -1."""
+    wide = bits.to(torch.int32)
+    return wide ^ ((wide >> 31) & 0x7FFF)
+
+
+def _exponents(bits: Tensor, mantissa: int) -> Tensor:
+    return ((bits >> mantissa) & ((1 << (15 - mantissa)) - 1)).to(torch.int32)
+
+
+def _choose(change: Tensor, exponent: Tensor, exponents: int) -> list[int]:
+    """For each exponent the index of the width that takes fewest bits, escapes included."""
+    every = max(1, change.numel() // _SAMPLE)
+    change, exponent = change[::every], exponent[::every]
+    size = torch.frexp(change.to(torch.float32))[1]
+    counts = torch.bincount(exponent * _SIZES + size, minlength=_SIZES * exponents).cpu()
+    counts = counts.view(exponents, _SIZES).double()
+    total = counts.sum(1)
+    shares = counts / total.clamp(min=1).unsqueeze(1)
+    # of the sizes, and of the values of one size, which are about equally frequent
+    entropy = torch.special.entr(shares).sum(1) / torch.tensor(2.0).log()
+    entropy += shares @ (torch.arange(_SIZES, dtype=torch.float64) - 1).clamp(min=0)
+    costs = []
+    for width in _WIDTHS:
+        escapes = counts[:, width + 1 :].sum(1) + counts[:, width] * 2.0 ** (1 - width)
+        # a code of Huffman's has at least one bit a byte
+        costs.append(escapes * 16 + total * entropy.clamp(min=width / 8))
+    widths: list[int] = torch.stack(costs).argmin(0).tolist()
+    return widths
+
+
+def _order(exponent: Tensor, widths: list[int]) -> tuple[Tensor, list[list[int]]]:
+    """Elements by width, then by exponent; and how many there are of each width's exponents."""
+    ranks = torch.tensor(widths).argsort(stable=True).argsort().to(torch.uint8)
+    keys = ranks.to(exponent.device)[exponent]
+    counts = torch.bincount(exponent, minlength=len(widths)).tolist()
+    runs = [[n for n, w in zip(counts, widths, strict=True) if w == i] for i in range(4)]
+    return torch.argsort(keys, stable=True), runs
+
+
+def _pack(values: Tensor, width: int) -> bytes:
+    """Elements of `width` bits, the first lowest in its byte."""
+    each = 8 // width
+    rows = torch.nn.functional.pad(values, (0, -values.numel() % each)).view(-1, each)
+    packed = rows[:, 0].clone()
+    for column in range(1, each):
+        packed |= rows[:, column] << (column * width)
+    return packed.cpu().numpy().tobytes()
+
+
+def _unpack(packed: Tensor, width: int) -> Tensor:
+    shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device)
+    return ((packed.unsqueeze(1) >> shifts) & ((1 << width) - 1)).view(-1)
