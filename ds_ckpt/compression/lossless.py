@@ -64,7 +64,7 @@ def decode_(weights: Tensor, payload: Tensor) -> None:
         ValueError: the payload is not one of such weights.
     """
     mantissa = _mantissa(weights)
-    data, at = memoryview(payload.numpy()), 0
+    data, at = memoryview(payload.numpy().tobytes()), 0
     for chunk in weights.view(torch.int16).split(CHUNK):
         try:
             at = _decode_(chunk, data, at, mantissa)
@@ -107,6 +107,8 @@ def _encode(old: Tensor, new: Tensor, mantissa: int) -> bytes:
 
 def _decode_(weights: Tensor, data: memoryview, at: int, mantissa: int) -> int:
     """Where the next chunk begins."""
+    length: int
+    escapes: int
     length, escapes = _HEADER.unpack_from(data, at)
     at += _HEADER.size
     end = at + length + 2 * (escapes if length else weights.numel())

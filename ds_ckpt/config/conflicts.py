@@ -63,6 +63,10 @@ class Wanted:
     def compressing(self) -> bool:
         return self.method not in (None, "none")
 
+    @property
+    def resident(self) -> bool:
+        return lookup(self.ours, ("weights", "resident")) is True
+
 
 @dataclass(frozen=True)
 class Conflict:
@@ -193,6 +197,57 @@ CHECKPOINTING = (
         "write false or remove the section",
     ),
 )
+RESIDENT = (
+    Conflict(
+        "zero_optimization.offload_param",
+        lambda value: lookup(value, ("device",)) not in (None, "none"),
+        "weights are then kept in host memory or on NVMe, and gathers take them from there",
+        "remove the section",
+    ),
+    Conflict(
+        "zero_optimization.zero_quantized_weights",
+        _on,
+        "DeepSpeed then sends weights rounded to 8 bits at every gather, and what hosts keep would "
+        "not be what others gather",
+        "write false or remove the key",
+    ),
+    Conflict(
+        "zero_optimization.zero_quantized_nontrainable_weights",
+        _on,
+        "frozen weights would be kept rounded",
+        "write false or remove the key",
+    ),
+    Conflict(
+        "zero_optimization.offload_optimizer.device",
+        _one_of("nvme"),
+        "weights on their way through NVMe are not where changes are told",
+        'write "cpu" or "none"',
+    ),
+    Conflict(
+        "zero_optimization.mics_shard_size",
+        _present,
+        "MiCS shards over subgroups of processes, and DeepSpeed has removed it",
+        "remove the key",
+    ),
+    Conflict(
+        "expert_parallel.enabled",
+        _on,
+        "experts are divided over other groups of processes than the rest",
+        "write false or remove the section",
+    ),
+    Conflict(
+        "tensor_parallel.autotp_size",
+        _above_one,
+        "processes of one host then hold different slices of a weight",
+        "write 1 or remove the key",
+    ),
+    Conflict(
+        "sequence_parallel_size",
+        _above_one,
+        "weights are then divided over sequence-parallel and data-parallel processes together",
+        "write 1 or remove the key",
+    ),
+)
 EITHER = (
     Conflict(
         "compile.deepcompile",
@@ -219,7 +274,15 @@ def stage_problem(config: Mapping[str, Any], why: str, remedy: str) -> Problem |
 
 
 def across_sections(config: Mapping[str, Any], wanted: Wanted) -> Iterator[Problem]:
-    """Settings of DeepSpeed that the wanted method or policy cannot be served with."""
+    """Settings of DeepSpeed that what is wanted cannot be served with, each of them once."""
+    told: set[str] = set()
+    for problem in _across_sections(config, wanted):
+        if problem.where not in told:
+            told.add(problem.where)
+            yield problem
+
+
+def _across_sections(config: Mapping[str, Any], wanted: Wanted) -> Iterator[Problem]:
     off_method = f'or set {OURS}.compression.method to "none"'
     off_policy = f'or set {OURS}.activation.policy to "none"'
     if wanted.compressing:
@@ -238,6 +301,12 @@ def across_sections(config: Mapping[str, Any], wanted: Wanted) -> Iterator[Probl
             where = f"$.{ZERO}.zero_hpz_partition_size"
             remedy = f"write 1, or set zero_quantized_weights to false, {off_policy}"
             yield Problem(where, show(hpz), why, remedy)
+    if wanted.resident:
+        off = f"or set {OURS}.weights.resident to false"
+        why = "only ZeRO stage 3 divides the weights; below it every process has all of them"
+        if stage := stage_problem(config, why, f"write 3, {off}"):
+            yield stage
+        yield from _conflicts(config, RESIDENT, off)
     when = lookup(wanted.ours, ("compression", "exchange", "when"))
     managed = config.get("managed_gradient_accumulation") is not False
     if when == "accumulation_boundary" and not managed:
@@ -245,9 +314,9 @@ def across_sections(config: Mapping[str, Any], wanted: Wanted) -> Iterator[Probl
         why = "with managed_gradient_accumulation off nobody knows which micro-step is the last"
         remedy = 'write "micro_step", or set $.managed_gradient_accumulation to true'
         yield Problem(where, show(when), why, remedy)
-    if wanted.checkpointing or wanted.compressing:
-        both = 'or switch checkpointing and compression off ("none")'
-        yield from _conflicts(config, EITHER, both)
+    if wanted.checkpointing or wanted.compressing or wanted.resident:
+        all_off = 'or switch checkpointing and compression off ("none"), and weights.resident'
+        yield from _conflicts(config, EITHER, all_off)
 
 
 def _conflicts(
@@ -273,6 +342,7 @@ _MISSPELT = {
 _OUR_PARTS = {
     "activation": set(ActivationConfig.model_fields),
     "compression": set(CompressionConfig.model_fields),
+    "weights": {"resident", "deltas"},
     "telemetry": {"every_n_steps"},
 }
 _DEEPSPEED_SECTIONS = (

@@ -13,6 +13,7 @@ from pydantic import Field
 import ds_ckpt.config.compression as _compression
 from ds_ckpt.config.activation import ActivationConfig
 from ds_ckpt.config.compression import CompressionConfig
+from ds_ckpt.config.weights import WeightsConfig
 from ds_ckpt.settings import SWITCH, Expects, Section
 
 
@@ -37,13 +38,16 @@ class TelemetryConfig(Section):
 
 
 class PluginConfig(Section):
-    """The `ds_ckpt` section: activation checkpointing, gradient compression, telemetry."""
+    """The `ds_ckpt` section: activation checkpointing, gradients, weights, telemetry."""
 
     activation: Annotated[ActivationConfig, Expects("an object", '{"policy": "block"}')] = Field(
         default_factory=ActivationConfig, description="What is recomputed in backward."
     )
     compression: Annotated[CompressionConfig, Expects("an object", '{"method": "dense"}')] = Field(
         default_factory=CompressionConfig, description="How gradients travel."
+    )
+    weights: Annotated[WeightsConfig, Expects("an object", '{"resident": true}')] = Field(
+        default_factory=WeightsConfig, description="What hosts keep of the weights."
     )
     telemetry: Annotated[TelemetryConfig, Expects("an object", '{"enabled": true}')] = Field(
         default_factory=TelemetryConfig, description="What is recorded."
@@ -52,7 +56,8 @@ class PluginConfig(Section):
     @property
     def active(self) -> bool:
         """Whether training differs from plain DeepSpeed."""
-        return self.activation.active or self.compression.method != "none"
+        compresses = self.compression.method != "none"
+        return self.activation.active or compresses or self.weights.resident
 
     def summary(self) -> str:
         """One line on what this configuration switches on."""
@@ -61,6 +66,8 @@ class PluginConfig(Section):
             parts.append(self.activation.summary())
         if self.compression.method != "none":
             parts.append(self.compression.summary())
+        if self.weights.resident:
+            parts.append(self.weights.summary())
         if self.telemetry.enabled:
             parts.append(f"telemetry every {self.telemetry.every_n_steps} steps")
         return "; ".join(parts) or "nothing switched on: plain DeepSpeed"

@@ -42,6 +42,11 @@ def would_do_nothing(config: Mapping[str, Any], wanted: Wanted) -> Iterator[Prob
     )
     yield from _unused_activation(config, activation, wanted.policy)
     yield from _unused_compression(compression, wanted.method)
+    if not wanted.resident:
+        to_use = f"set {OURS}.weights.resident to true"
+        why = "it does nothing while hosts keep no weights"
+        section = lookup(wanted.ours, ("weights",))
+        yield from _dead(section, f"{OURS}.weights", ("deltas",), why, to_use)
     if lookup(compression, ("guard", "action")) in (None, "off"):
         keys = ("error", "residual_norm", "every_n_steps")
         why = "it does nothing while nobody acts on it"

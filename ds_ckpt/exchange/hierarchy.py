@@ -55,8 +55,19 @@ def here(environment: Mapping[str, str] = os.environ) -> Place:
     return Place(f"{socket.gethostname()}/{number}", int(local) if local.isdigit() else None)
 
 
-def arrange(places: Sequence[Place]) -> Hosts | str:
-    """The layout of a group by its processes' places, or in words why there are no two levels."""
+def hosts_of(group: Any, *, least: int = 2) -> Hosts | str:
+    """`arrange` for a process group. Collective: every process of it calls this."""
+    places: list[Any] = [None] * torch_dist.get_world_size(group)
+    torch_dist.all_gather_object(places, here(), group=group)
+    return arrange(places, least=least)
+
+
+def arrange(places: Sequence[Place], *, least: int = 2) -> Hosts | str:
+    """A group by its processes' places, or in words why it is not hosts of equally many.
+
+    Args:
+        least: processes that a host must have.
+    """
     hosts: dict[str, list[int]] = {}
     for process, place in enumerate(places):
         hosts.setdefault(place.host, []).append(process)
@@ -68,7 +79,7 @@ def arrange(places: Sequence[Place]) -> Hosts | str:
     sizes = sorted(len(processes) for processes in hosts.values())
     if len(hosts) == 1:
         return "all processes share one host"
-    if sizes[-1] == 1:
+    if sizes[-1] < least:
         return "every process has a host of its own"
     if sizes[0] != sizes[-1]:
         return f"hosts have unequal numbers of processes ({', '.join(map(str, sizes))})"
@@ -126,9 +137,7 @@ def make_groups(group: Any, levels: Levels) -> Groups:
     )
     if levels == 1:
         return Groups(group)
-    places: list[Any] = [None] * len(ranks)
-    torch_dist.all_gather_object(places, here(), group=group)
-    hosts = arrange(places)
+    hosts = hosts_of(group)
     if isinstance(hosts, str):
         if levels == "auto":
             return Groups(group)

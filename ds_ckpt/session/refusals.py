@@ -43,8 +43,8 @@ def refuse_no_zero3_optimizer(engine: Any) -> None:
         )
 
 
-def refuse_model_parallel(engine: Any) -> None:
-    """Residuals are keyed by parameter name, which model-parallel processes share."""
+def refuse_model_parallel(engine: Any, off: str = '$.ds_ckpt.compression.method to "none"') -> None:
+    """What is kept of a parameter is kept by its name, which model-parallel processes share."""
     for attribute, word in (
         ("mp_world_size", "model-parallel"),
         ("sequence_parallel_size", "sequence-parallel"),
@@ -55,9 +55,9 @@ def refuse_model_parallel(engine: Any) -> None:
                 Problem(
                     where=f"engine.{attribute}",
                     found=str(size),
-                    why=f"{word} processes hold other slices under the same parameter name, and "
-                    "residuals are kept by name",
-                    remedy='set $.ds_ckpt.compression.method to "none"',
+                    why=f"{word} processes hold other slices under the same parameter name, by "
+                    "which residuals and resident weights are kept",
+                    remedy=f"set {off}",
                 )
             )
 

@@ -36,6 +36,7 @@ from ds_ckpt.session.refusals import (
     refuse_pipeline,
 )
 from ds_ckpt.session.tensor_parallel import TensorParallelGroup, find_group
+from ds_ckpt.session.weights import Resident, keep_resident
 from ds_ckpt.telemetry import Counters
 from ds_ckpt.telemetry.counters import OffloadCounters, PartitionCounters
 from ds_ckpt.telemetry.steps import Event, StepLog
@@ -74,6 +75,7 @@ class Session:
         self._gather: GatherHook | None = None
         self._gradient: GradientHook | None = None
         self._gradients: Gradients | None = None
+        self._resident: Resident | None = None
         self.guard: Guard | None = None
         self._host = HostPool()
         self._patches = Patches()
@@ -101,6 +103,8 @@ class Session:
         self._on_drop.append(weakref.finalize(engine, collectives.unlisten, self.counters))
         if stage3:
             self._attach_hooks(changed)
+        if config.weights.resident:
+            self._keep_weights()
         if config.activation.active:
             self._checkpoint()
         if config.telemetry.enabled:
@@ -115,6 +119,21 @@ class Session:
             destroy()
 
         self._patches.set(engine, "destroy", detach_and_destroy)
+
+    def _keep_weights(self) -> None:
+        engine = self.engine
+        self._resident = keep_resident(engine, self.config.weights, self.counters)
+        if (hook := self._resident.hook) is None:
+            return
+        load_checkpoint = engine.load_checkpoint
+
+        @functools.wraps(load_checkpoint)
+        def load_and_gather(*args: Any, **kwargs: Any) -> Any:
+            result = load_checkpoint(*args, **kwargs)
+            hook.gather_anew()
+            return result
+
+        self._patches.set(engine, "load_checkpoint", load_and_gather)
 
     def _checkpoint(self) -> None:
         activation = self.config.activation
@@ -325,6 +344,8 @@ class Session:
             parts.append(self._describe_checkpointing(self._blocks))
         if self._gradients:
             parts += self._gradients.describe()
+        if self._resident:
+            parts.append(self._resident.summary)
         if self.guard:
             parts.append(self.guard.describe())
         if self.config.telemetry.enabled:
@@ -367,6 +388,8 @@ class Session:
             self._planning.stop()
         if self._blocks is not None:
             self._blocks.remove()
+        if self._resident is not None:
+            self._resident.detach()
         if self._gradient is not None:
             self._gradient.detach()
         if self._gather is not None:
@@ -374,6 +397,7 @@ class Session:
         if self._gradients is not None:
             self._gradients.discard()
         self._blocks = self._inputs = self._gradient = self._gather = self._gradients = None
+        self._resident = None
         self._host = HostPool()  # the blocks of the one before go with it
         collectives.unlisten(self.counters)
         for finalizer in self._on_drop:

@@ -21,7 +21,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ds_ckpt.exchange.transport import Transport
 from ds_ckpt.patch import Patches
 from ds_ckpt.telemetry import Counters, Purpose
 
@@ -73,7 +72,8 @@ class WeightsHook:
     Args:
         optimizer: DeepSpeed's ZeRO-3 optimizer.
         params: all of the model's parameters, frozen ones included.
-        transport: among all processes.
+        all_to_all_single: `torch.distributed`'s function, or one of the same arguments that counts
+            around it.
         codec: how changes travel.
     """
 
@@ -82,14 +82,14 @@ class WeightsHook:
         optimizer: Any,
         params: Sequence[Any],
         hosts: Hosts,
-        transport: Transport,
+        all_to_all_single: Callable[..., Any],
         codec: Codec,
         counters: Counters,
     ) -> None:
         self._optimizer = optimizer
         self._params = list(params)
         self._hosts = hosts
-        self._transport = transport
+        self._all_to_all_single = all_to_all_single
         self._codec = codec
         self._counters = counters
         self._payloads: dict[int, Tensor] = {}
@@ -174,6 +174,7 @@ class WeightsHook:
         if not self._payloads:
             return  # a step that was skipped
         hosts, world = self._hosts, self._hosts.hosts * self._hosts.local
+        optimizer = self._optimizer
         order = sorted(self._payloads)
         mine = [self._payloads.pop(group) for group in order]
         keepers = [k for k in hosts.keepers(hosts.rank) if k != hosts.rank]
@@ -184,10 +185,12 @@ class WeightsHook:
             to = [packet.numel() if p in keepers else 0 for p in range(world)]
             of = [lengths.get(p, 0) for p in range(world)]
             arrived = packet.new_empty(sum(of))
-            self._transport.all_to_all(arrived, packet.repeat(len(keepers)), of, to)
+            self._all_to_all_single(
+                arrived, packet.repeat(len(keepers)), of, to, group=optimizer.dp_process_group
+            )
             return dict(zip(range(world), arrived.split(of), strict=True))
 
-        device = self._optimizer.fp16_partitioned_groups_flat[order[0]].device
+        device = optimizer.fp16_partitioned_groups_flat[order[0]].device
         sizes = torch.tensor([m.numel() for m in mine], dtype=torch.int64).view(torch.uint8)
         told = deliver(sizes.to(device), {owner: sizes.numel() for owner in owners})
         of_owner = {owner: told[owner].cpu().view(torch.int64).tolist() for owner in owners}
@@ -196,7 +199,7 @@ class WeightsHook:
         for index, owner in enumerate(hosts.kept):
             if owner == hosts.rank:
                 for group in order:
-                    self._copy(group, index, self._optimizer.fp16_partitioned_groups_flat[group])
+                    self._copy(group, index, optimizer.fp16_partitioned_groups_flat[group])
                 continue
             packets = arrived[owner].cpu().split(of_owner[owner])
             for group, payload in zip(order, packets, strict=True):
@@ -216,6 +219,11 @@ class WeightsHook:
         parts = self._parts(group, index)
         for part, weights in zip(parts, shard.split([p.numel() for p in parts]), strict=True):
             part.copy_(weights)
+
+    @property
+    def nbytes(self) -> int:
+        """Of this process's part of the secondary partition."""
+        return sum(p.ds_secondary_tensor.nbytes for p in self._params)
 
     def detach(self) -> None:
         """Drop the secondary partition; DeepSpeed gathers between hosts again."""

@@ -1,0 +1,34 @@
+"""The `weights` section: what every host keeps of the weights, and how their changes travel."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ds_ckpt.settings import SWITCH, Expects, Section
+
+
+class WeightsConfig(Section):
+    """Weights that stay on every host, so that gathers no longer cross between hosts."""
+
+    resident: Annotated[bool, SWITCH] = Field(
+        default=False,
+        description="Keep a copy of the weights on every host, divided among its processes: all "
+        "gathers stay inside the host, and weights cross between hosts once a step, after the "
+        "optimizer. Costs 2 bytes a parameter (4 in fp32) over the processes of a host, from the "
+        "start. Training is bit-equal to plain DeepSpeed.",
+    )
+    deltas: Annotated[
+        Literal["auto", "none", "lossless"],
+        Expects('"auto", "none" or "lossless"', '"auto"'),
+    ] = Field(
+        default="auto",
+        description='How weights cross: "none", whole; "lossless", what changed in units of the '
+        "last place, near its entropy: 0.9 to 4 bits a weight in place of 16, the fewer the "
+        'lower the learning rate, bit-equal. "auto": lossless for bf16 and fp16, none for fp32.',
+    )
+
+    def summary(self) -> str:
+        words = {"auto": "", "none": ", sent whole", "lossless": ", their changes sent losslessly"}
+        return f"weights resident on every host{words[self.deltas]}"
