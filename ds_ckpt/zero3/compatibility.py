@@ -54,6 +54,7 @@ _OWNERS = {
     "coordinator": f"{_ZERO}.partitioned_param_coordinator:PartitionedParameterCoordinator",
     "offload": f"{_ZERO}.parameter_offload:",
     "gather": f"{_ZERO}.parameter_offload:DeepSpeedZeRoOffload",
+    "init": f"{_ZERO}.partition_parameters:Init",
 }
 _TABLE = """
 stage3.reduce_scatter_coalesced(tensors, group=) 9d5640ce6bbf7735
@@ -98,6 +99,16 @@ optimizer._pre_step(self) cff910fadf3d7004
     take what an interrupted backward has left before a step
 optimizer.offload_states(self, include=, device=, pin_memory=, non_blocking=) ed2b9add35f91455
     free the spare buffers with DeepSpeed's
+optimizer._reassign_or_swap_out_partitioned_parameters(self, sub_group_id) 24396489b6b1bf0e
+    learn what the optimizer has changed
+optimizer.invalidate_secondary_tensor(self) 4cbffc3a806659ee
+    keep the weights on every host
+init._partition(self, param_list, force=, has_been_updated=, free_data=) cdab716281105c8f
+    divide weights among the processes of a host
+init._partition_param_sec(self, param, buffer=, has_been_updated=) 0d002b8277d890fd
+    know which part of them a process keeps
+init._convert_to_deepspeed_param(self, param) 08e0dcc2cd2c8c43
+    know that gathers prefer what the host keeps
 """
 """Owner, name, signature and digest of each, and below what it is used to."""
 

@@ -14,15 +14,21 @@ one whose part of the secondary partition has it.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as torch_dist
 from torch import Tensor
 
 from ds_ckpt.patch import Patches
 from ds_ckpt.telemetry import Counters, Purpose
+
+log = logging.getLogger("ds_ckpt")
+CHECK_EVERY = 100
+"""Steps from one comparison of checksums between hosts to the next."""
 
 
 class Codec(Protocol):
@@ -94,6 +100,7 @@ class WeightsHook:
         self._counters = counters
         self._payloads: dict[int, Tensor] = {}
         """What turns a group's shard of before the step into that of after it."""
+        self._steps = 0
         self._patches = Patches()
         self._divide_inside()
         self._install()
@@ -173,37 +180,73 @@ class WeightsHook:
         """Send the changes, and put those that arrive into this process's part."""
         if not self._payloads:
             return  # a step that was skipped
-        hosts, world = self._hosts, self._hosts.hosts * self._hosts.local
-        optimizer = self._optimizer
-        order = sorted(self._payloads)
-        mine = [self._payloads.pop(group) for group in order]
-        keepers = [k for k in hosts.keepers(hosts.rank) if k != hosts.rank]
-        owners = [k for k in hosts.kept if k != hosts.rank]
-
-        def deliver(packet: Tensor, lengths: dict[int, int]) -> dict[int, Tensor]:
-            """One packet to every keeper; those of all owners."""
-            to = [packet.numel() if p in keepers else 0 for p in range(world)]
-            of = [lengths.get(p, 0) for p in range(world)]
-            arrived = packet.new_empty(sum(of))
-            self._all_to_all_single(
-                arrived, packet.repeat(len(keepers)), of, to, group=optimizer.dp_process_group
-            )
-            return dict(zip(range(world), arrived.split(of), strict=True))
-
-        device = optimizer.fp16_partitioned_groups_flat[order[0]].device
-        sizes = torch.tensor([m.numel() for m in mine], dtype=torch.int64).view(torch.uint8)
-        told = deliver(sizes.to(device), {owner: sizes.numel() for owner in owners})
-        of_owner = {owner: told[owner].cpu().view(torch.int64).tolist() for owner in owners}
-        packet = torch.cat(mine).to(device)
-        arrived = deliver(packet, {owner: sum(of_owner[owner]) for owner in owners})
+        hosts, shards = self._hosts, self._optimizer.fp16_partitioned_groups_flat
+        groups = sorted(self._payloads)
+        mine = [self._payloads.pop(group) for group in groups]
+        sizes = self._tell([payload.numel() for payload in mine])
+        packets = self._deliver(torch.cat(mine), {owner: sum(sizes[owner]) for owner in sizes})
         for index, owner in enumerate(hosts.kept):
             if owner == hosts.rank:
-                for group in order:
-                    self._copy(group, index, optimizer.fp16_partitioned_groups_flat[group])
-                continue
-            packets = arrived[owner].cpu().split(of_owner[owner])
-            for group, payload in zip(order, packets, strict=True):
-                self._change(group, index, payload)
+                for group in groups:
+                    self._copy(group, index, shards[group])
+            else:
+                payloads = packets[owner].split(sizes[owner])
+                for group, payload in zip(groups, payloads, strict=True):
+                    self._change(group, index, payload)
+        self._steps += 1
+        if self._steps % CHECK_EVERY == 0:
+            self.check()
+
+    def check(self) -> bool:
+        """Whether all hosts keep what the owners have; if not, gather it anew. Collective."""
+        hosts, shards = self._hosts, self._optimizer.fp16_partitioned_groups_flat
+        groups = range(len(shards))
+        told = self._tell([_checksum(shard) for shard in shards])
+        told[hosts.rank] = [_checksum(shard) for shard in shards]
+        wrong = any(
+            _checksum(torch.cat(self._parts(group, index))) != told[owner][group]
+            for index, owner in enumerate(hosts.kept)
+            for group in groups
+        )
+        flag = torch.tensor(float(wrong), device=shards[0].device)
+        group = self._optimizer.dp_process_group
+        torch_dist.all_reduce(flag, op=torch_dist.ReduceOp.MAX, group=group)
+        if flag.item():
+            if hosts.rank == 0:
+                log.warning(
+                    "ds_ckpt: a host's copy of the weights is not what their owners have; "
+                    "something has written to it, or to them, since the last step. All weights "
+                    "are sent anew"
+                )
+            self.gather_anew()
+        return not flag.item()
+
+    def _tell(self, numbers: list[int]) -> dict[int, list[int]]:
+        """A few whole numbers to every keeper; by owner those of all owners but this process."""
+        packet = torch.tensor(numbers, dtype=torch.int64).view(torch.uint8)
+        owners = [owner for owner in self._hosts.kept if owner != self._hosts.rank]
+        arrived = self._deliver(packet, dict.fromkeys(owners, packet.numel()))
+        return {owner: arrived[owner].view(torch.int64).tolist() for owner in owners}
+
+    def _deliver(self, packet: Tensor, lengths: dict[int, int]) -> dict[int, Tensor]:
+        """One packet to every keeper; by owner those of all owners but this process.
+
+        Args:
+            packet: uint8 on the CPU.
+            lengths: bytes of each owner's packet.
+        """
+        optimizer, hosts = self._optimizer, self._hosts
+        world = hosts.hosts * hosts.local
+        keepers = [keeper for keeper in hosts.keepers(hosts.rank) if keeper != hosts.rank]
+        send = [packet.numel() if process in keepers else 0 for process in range(world)]
+        receive = [lengths.get(process, 0) for process in range(world)]
+        outgoing = packet.repeat(len(keepers)).to(optimizer.fp16_partitioned_groups_flat[0].device)
+        arrived = outgoing.new_empty(sum(receive))
+        group = optimizer.dp_process_group
+        self._all_to_all_single(arrived, outgoing, receive, send, group=group)
+        # each in memory of its own: a view of wider numbers must be aligned
+        parts = [part.clone() for part in arrived.cpu().split(receive)]
+        return {owner: parts[owner] for owner in lengths}
 
     def _parts(self, group: int, index: int) -> list[Tensor]:
         """Views of the secondary partition: the `index`-th owner's shard."""
@@ -230,6 +273,17 @@ class WeightsHook:
         self._patches.undo()
         for param in self._params:
             param.ds_secondary_tensor = None
+
+
+def _checksum(weights: Tensor) -> int:
+    """Of bits and their places."""
+    total = 0
+    for chunk in weights.view(torch.int16 if weights.element_size() == 2 else torch.int32).split(
+        1 << 20
+    ):
+        places = torch.arange(1, chunk.numel() + 1, device=chunk.device)
+        total = (31 * total + int((chunk * places).sum())) % (1 << 62)
+    return total
 
 
 def _maker(param: Any) -> Any:

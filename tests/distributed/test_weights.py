@@ -1,0 +1,144 @@
+"""Resident weights on real ZeRO-3 engines, on processes that are told to be several hosts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed import cases_weights as cases
+from tests.distributed.models import quantize_section
+
+WHOLE = {"weights": {"resident": True, "deltas": "none"}}
+LOSSLESS = {"weights": {"resident": True}}
+BLOCK = {"activation": {"policy": "block"}}
+ONE, TWO = [1, 1], [2, 2]
+FP32 = {"bf16": {"enabled": False}}
+
+
+def same(ours: list[Any], plain: list[Any]) -> None:
+    for mine, expected in zip(ours, plain, strict=True):
+        for what in ("losses", "evaluated", "weights", "skipped"):
+            assert mine[what] == expected[what], what
+
+
+@pytest.mark.parametrize(
+    ("kind", "section", "options"),
+    [
+        ("llama", WHOLE, {}),
+        ("llama", LOSSLESS, {"accumulation": 3}),
+        ("llama-tied", LOSSLESS, {"offload_optimizer": True}),
+        ("lora", LOSSLESS, {}),
+        ("plain", WHOLE, FP32),
+        ("mixtral", LOSSLESS, {"reuse": 0}),
+    ],
+)
+def test_training_is_that_of_deepspeed_and_nothing_is_gathered(
+    world2: Any, kind: str, section: dict[str, Any], options: dict[str, Any]
+) -> None:
+    plain = world2.run(cases.run, ONE, kind, {}, 5, **options)
+    ours = world2.run(cases.run, ONE, kind, section, 5, **options)
+    same(ours, plain)
+    for process, stock in zip(ours, plain, strict=True):
+        assert stock["crossing"]
+        assert process["crossing"] == []
+        assert process["wrong"] == 0
+        assert process["gathered"] == 0
+        assert process["sent"] > 0
+
+
+@pytest.mark.parametrize("section", [WHOLE, LOSSLESS], ids=["whole", "lossless"])
+def test_with_several_processes_a_host_gathers_stay_inside(
+    world4: Any, section: dict[str, Any]
+) -> None:
+    plain = world4.run(cases.run, TWO, "llama-tied", {}, 4, accumulation=2)
+    ours = world4.run(cases.run, TWO, "llama-tied", section, 4, accumulation=2)
+    same(ours, plain)
+    for process in ours:
+        assert process["crossing"] == []
+        assert process["wrong"] == 0
+        assert process["gathered"] > 0
+        assert "resident on each of 2 hosts" in process["summary"]
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [BLOCK, quantize_section(), {**BLOCK, **quantize_section(rules=[])}],
+    ids=["block", "4 bits", "both"],
+)
+def test_beside_checkpointing_and_compression(world2: Any, beside: dict[str, Any]) -> None:
+    without = world2.run(cases.run, ONE, "llama", beside, 4, accumulation=2)
+    ours = world2.run(cases.run, ONE, "llama", {**beside, **LOSSLESS}, 4, accumulation=2)
+    same(ours, without)
+    assert all(process["crossing"] == [] and process["wrong"] == 0 for process in ours)
+
+
+def test_changes_are_few_bytes(world2: Any) -> None:
+    """At a small step most weights stay what they are."""
+    whole, changes = (
+        world2.run(cases.run, ONE, "llama", section, 5, lr=1e-5)[0] for section in (WHOLE, LOSSLESS)
+    )
+    assert changes["losses"] == whole["losses"]
+    assert 0 < changes["sent"] < whole["sent"] / 5
+
+
+def test_frozen_weights_never_cross_again(world2: Any) -> None:
+    lora, all_trained = (
+        world2.run(cases.run, ONE, kind, WHOLE, 5)[0]["sent"] for kind in ("lora", "llama")
+    )
+    assert 0 < lora < all_trained / 10
+
+
+@pytest.mark.parametrize("way", ["gathered", "fp32"])
+def test_what_the_user_writes_is_everywhere_after_the_next_step(world2: Any, way: str) -> None:
+    ours = world2.run(cases.written, ONE, LOSSLESS, way)
+    for process, expected in zip(ours, world2.run(cases.written, ONE, {}, way), strict=True):
+        assert process == expected
+
+
+def test_a_checkpoint_resumes_to_the_bit(world2: Any, tmp_path: Path) -> None:
+    straight = world2.run(cases.resumed, ONE, LOSSLESS, str(tmp_path / "a"), True)
+    resumed = world2.run(cases.resumed, ONE, LOSSLESS, str(tmp_path / "b"), False)
+    assert resumed == straight
+    assert all(process["wrong"] == 0 and process["same"] for process in resumed)
+
+
+def test_a_copy_that_went_wrong_is_found_and_healed(world2: Any) -> None:
+    for rank, process in enumerate(world2.run(cases.healed, ONE, LOSSLESS)):
+        assert process["found"] == [True, False, True]
+        assert process["wrong"] == (rank == 0)
+        assert process["healed"] == 0
+
+
+def test_a_model_that_deepspeed_divides_while_it_is_built(world2: Any) -> None:
+    ours = world2.run(cases.built_by_zero_init, ONE, LOSSLESS)
+    assert ours == world2.run(cases.built_by_zero_init, ONE, {})
+
+
+def test_detach_leaves_deepspeed_as_it_was(world2: Any) -> None:
+    plain = world2.run(cases.run, ONE, "llama", {}, 4)
+    for process, expected in zip(world2.run(cases.detached, ONE, LOSSLESS), plain, strict=True):
+        assert process["losses"] == expected["losses"]
+        assert process["weights"] == expected["weights"]
+        assert process["kept"] == 0
+        assert process["crossing"] > 0
+
+
+def test_on_one_host_there_is_nothing_to_gain(world2: Any) -> None:
+    process = world2.run(cases.run, [2], "llama", LOSSLESS, 2)[0]
+    assert "all processes share one host" in process["summary"]
+    assert process["sent"] == 0
+
+
+def test_what_cannot_be_served_is_refused(world2: Any, world4: Any) -> None:
+    for message in world2.run(cases.refused, ONE, LOSSLESS, 2):
+        assert "$.zero_optimization.zero_hpz_partition_size" in message
+        assert "write 1 or remove the key" in message
+    lossless = {"weights": {"resident": True, "deltas": "lossless"}}
+    for message in world2.run(cases.refused, ONE, lossless, **FP32):
+        assert "$.ds_ckpt.weights.deltas" in message
+        assert "torch.float32" in message
+    for message in world4.run(cases.refused, [1, 3], LOSSLESS):
+        assert "$.ds_ckpt.weights.resident" in message
+        assert "unequal numbers of processes (1, 3)" in message
