@@ -199,10 +199,10 @@ CHECKPOINTING = (
 )
 RESIDENT = (
     Conflict(
-        "zero_optimization.offload_param",
-        lambda value: lookup(value, ("device",)) not in (None, "none"),
+        "zero_optimization.offload_param.device",
+        _one_of("cpu", "nvme"),
         "weights are then kept in host memory or on NVMe, and gathers take them from there",
-        "remove the section",
+        'write "none" or remove the section',
     ),
     Conflict(
         "zero_optimization.zero_quantized_weights",

@@ -101,6 +101,50 @@ def test_a_misspelt_method_is_held_against_the_rules_too() -> None:
     assert set(found) == {"$.ds_ckpt.compression.method", "$.zero_optimization.stage"}
 
 
+# path, a value that cannot be served, a value that can
+RESIDENT_CONFLICTS: list[tuple[str, Any, Any]] = [
+    ("zero_optimization.stage", 2, 3),
+    ("zero_optimization.offload_param", {"device": "cpu"}, {"device": "none"}),
+    ("zero_optimization.offload_param", {"device": "nvme"}, None),
+    ("zero_optimization.offload_optimizer", {"device": "nvme"}, {"device": "cpu"}),
+    ("zero_optimization.zero_quantized_weights", True, False),
+    ("zero_optimization.zero_quantized_nontrainable_weights", True, False),
+    ("zero_optimization.mics_shard_size", 2, None),
+    ("expert_parallel", {"enabled": True, "autoep_size": 2}, {"enabled": False}),
+    ("tensor_parallel.autotp_size", 2, 1),
+    ("sequence_parallel_size", 2, 1),
+    ("compile.deepcompile", True, False),
+]
+_BELOW = {
+    "zero_optimization.offload_param": "zero_optimization.offload_param.device",
+    "zero_optimization.offload_optimizer": "zero_optimization.offload_optimizer.device",
+    "expert_parallel": "expert_parallel.enabled",
+}
+
+
+@pytest.mark.parametrize("beside", [{}, {"compression": {"method": "dense"}}])
+@pytest.mark.parametrize(("path", "bad", "good"), RESIDENT_CONFLICTS)
+def test_resident_weights_refuse_what_they_cannot_serve(
+    path: str, bad: Any, good: Any, beside: dict[str, Any]
+) -> None:
+    base = {
+        "zero_optimization": {"stage": 3},
+        "ds_ckpt": {"weights": {"resident": True}, **beside},
+    }
+    found = problems(with_value(base, path, bad))
+    where = f"$.{_BELOW.get(path, path)}"
+    assert list(found) == [where]
+    assert "resident" in found[where].remedy or beside
+    assert problems(with_value(base, path, good)) == {}
+
+
+def test_how_weights_travel_does_nothing_while_none_are_kept() -> None:
+    base = {"zero_optimization": {"stage": 3}, "ds_ckpt": {"weights": {"deltas": "lossless"}}}
+    found = problems(base)
+    assert list(found) == ["$.ds_ckpt.weights.deltas"]
+    assert "$.ds_ckpt.weights.resident to true" in found["$.ds_ckpt.weights.deltas"].remedy
+
+
 BLOCK = {"zero_optimization": {"stage": 3}, "ds_ckpt": {"activation": {"policy": "block"}}}
 
 
