@@ -25,6 +25,7 @@ def _config(section: dict[str, Any], **options: Any) -> dict[str, Any]:
     config = models.zero3_config(**{"bf16": {"enabled": True}, "clip": 1.0, **options})
     zero = config["zero_optimization"]
     zero["stage3_param_persistence_threshold"] = 40  # biases and norms stay gathered
+    zero["stage3_gather_16bit_weights_on_model_save"] = True
     if section:
         config["ds_ckpt"] = section
     return config
@@ -52,7 +53,7 @@ def _crossing(slots: list[int]) -> Iterator[list[str]]:
 
     host = [h for h, count in enumerate(slots) for _ in range(count)]
     seen: list[str] = []
-    names = ("all_gather_into_tensor", "all_gather", "broadcast")
+    names = ("all_gather_into_tensor", "all_gather")
     originals = {name: getattr(ds_comm.cdb, name) for name in names}
 
     def watched(name: str) -> Any:
