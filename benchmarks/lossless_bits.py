@@ -4,8 +4,8 @@
 
 A Llama of 4.9 million parameters trains on the embedded text with AdamW, in fp32 with a bf16 copy
 (as in DeepSpeed): `--steps` at the first rate from scratch, then from there `--after` at each of
-the others. The last step's change is coded. Columns: bits a weight; the entropy of the change given the
-old weight's exponent, which no code by that context goes below; zlib at level 1 and, where the
+the others. The last step's change is coded. Columns: bits a weight; the entropy of the change given
+the old weight's exponent, which no code by that context goes below; zlib at level 1 and, where the
 package is there, zstd at level 3 on the difference of the same bits, high and low bytes apart;
 nanoseconds an element of one thread, best of five.
 """
