@@ -142,7 +142,8 @@ class WeightsHook:
             finally:
                 optimizer.persistent_parameters = small
             if small:
-                small[0].all_gather_coalesced(small).wait()
+                with self._counters.purpose(Purpose.GATHER_FORWARD):
+                    small[0].all_gather_coalesced(small).wait()
 
         self._patches.set(
             optimizer, "_reassign_or_swap_out_partitioned_parameters", reassign_and_encode
