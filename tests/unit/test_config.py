@@ -84,6 +84,7 @@ def test_defaults_are_those_that_are_documented() -> None:
             "warmup_steps": 100,
             "min_numel": 4096,
         },
+        "weights": {"resident": False, "deltas": "auto"},
         "telemetry": {"enabled": False, "every_n_steps": 10, "path": None},
     }
     assert config.active

@@ -101,6 +101,7 @@ AUTO: list[Keys] = [
     ("ds_ckpt", "compression", "exchange", "when"),
     ("ds_ckpt", "compression", "exchange", "levels"),
     ("ds_ckpt", "activation", "policy"),
+    ("ds_ckpt", "weights", "deltas"),
 ]
 """Keys of ours that take "auto"."""
 SIBLINGS: dict[Keys, set[str]] = {
@@ -133,6 +134,7 @@ _CONFLICTS: list[tuple[Keys, Any]] = [
 _ALL_ON: dict[str, Any] = {
     "activation": {"policy": "block"},
     "compression": {"method": "topk"},
+    "weights": {"resident": True},
     "telemetry": {"enabled": True},
 }
 _UNUSED: list[tuple[Keys, Any]] = [
@@ -293,7 +295,7 @@ def test_every_known_key_is_mutated() -> None:
         key for section in _STORED["$defs"].values() for key in section["properties"]
     }
     assert len(LEAVES) >= 45
-    assert len(SECTIONS) == 12
+    assert len(SECTIONS) == 13
 
 
 @pytest.mark.parametrize("preset", PRESETS)

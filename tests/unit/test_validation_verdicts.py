@@ -243,7 +243,8 @@ def test_an_open_verdict_says_which_side_is_open() -> None:
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda p: p.stem)
 def test_every_preset_that_compresses_has_a_verdict_on_record(preset: Path) -> None:
-    config = parse(load_file(preset)).compression
+    whole = parse(load_file(preset))
+    config = whole.compression
     found = verdicts_on(config)
     if not config.lossy:
         return
@@ -252,7 +253,8 @@ def test_every_preset_that_compresses_has_a_verdict_on_record(preset: Path) -> N
         assert one.seeds >= 5 or one.interval is None
         assert one.left is not None
         assert one.versions["torch"]
-    assert preset.stem in {r.preset for r in read_verdicts(module.SHIPPED)}
+    if not whole.weights.resident:  # with which training has the same bits
+        assert preset.stem in {r.preset for r in read_verdicts(module.SHIPPED)}
     said = CliRunner().invoke(app, ["validate", str(preset)]).output
     assert all(f"{r.verdict} (" in said and r.model in said for r in found)
     assert "margin 0.5%" in said
