@@ -20,8 +20,8 @@ class WeightsConfig(Section):
         "start. Training is bit-equal to plain DeepSpeed.",
     )
     deltas: Annotated[
-        Literal["auto", "none", "lossless"],
-        Expects('"auto", "none" or "lossless"', '"auto"'),
+        Literal["auto", "none", "lossless", "4bit", "3bit"],
+        Expects('"auto", "none", "lossless", "4bit" or "3bit"', '"auto"'),
     ] = Field(
         default="auto",
         description='How weights cross: "none", whole; "lossless", what changed in units of the '
@@ -31,4 +31,5 @@ class WeightsConfig(Section):
 
     def summary(self) -> str:
         words = {"auto": "", "none": ", sent whole", "lossless": ", their changes sent losslessly"}
-        return f"weights resident on every host{words[self.deltas]}"
+        few_bits = f", their changes sent in {self.deltas[0]} bits"
+        return f"weights resident on every host{words.get(self.deltas, few_bits)}"

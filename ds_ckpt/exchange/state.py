@@ -151,6 +151,13 @@ class ResidualFiles:
         parts: other state by the name that it has in the file.
     """
 
+    what = "residuals"
+    not_converted: str | None = (
+        "ds_ckpt: the universal checkpoint %s holds no residuals; they start at 0. DeepSpeed's "
+        "conversion leaves them out: to keep them, copy the ds_ckpt_residuals_* files of the "
+        "checkpoint that it was made from into it"
+    )
+
     def __init__(
         self,
         feedback: Feedback | None,

@@ -36,7 +36,7 @@ from ds_ckpt.session.refusals import (
     refuse_pipeline,
 )
 from ds_ckpt.session.tensor_parallel import TensorParallelGroup, find_group
-from ds_ckpt.session.weights import Resident, keep_resident
+from ds_ckpt.session.weights import HeldFiles, Resident, keep_resident
 from ds_ckpt.telemetry import Counters
 from ds_ckpt.telemetry.counters import OffloadCounters, PartitionCounters
 from ds_ckpt.telemetry.steps import Event, StepLog
@@ -125,15 +125,10 @@ class Session:
         self._resident = keep_resident(engine, self.config.weights, self.counters)
         if (hook := self._resident.hook) is None:
             return
-        load_checkpoint = engine.load_checkpoint
-
-        @functools.wraps(load_checkpoint)
-        def load_and_gather(*args: Any, **kwargs: Any) -> Any:
-            result = load_checkpoint(*args, **kwargs)
-            hook.gather_anew()
-            return result
-
-        self._patches.set(engine, "load_checkpoint", load_and_gather)
+        group = engine.optimizer.dp_process_group
+        rank = torch.distributed.get_rank(group)
+        files = HeldFiles(hook, rank, torch.distributed.get_world_size(group))
+        wrap_checkpoints(engine, files, self._patches, drop_step=lambda: None, begins=rank == 0)
 
     def _checkpoint(self) -> None:
         activation = self.config.activation
@@ -319,6 +314,7 @@ class Session:
             process=torch.distributed.get_rank(),
             exchange=self._gradients.probe() if self._gradients else None,
             monitor=self._monitor(),
+            held_weights=self._resident.error if self._resident else dict,
         )
         self._steps = steps
         self._after_steps(steps.step_ended)

@@ -2,46 +2,55 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ds_ckpt.compression import lossless
+from ds_ckpt.compression.tracked import Tracked
 from ds_ckpt.config.weights import WeightsConfig
-from ds_ckpt.errors import Problem, UnsupportedError
+from ds_ckpt.errors import Problem, StateError, UnsupportedError
 from ds_ckpt.exchange.hierarchy import discard, hosts_of
+from ds_ckpt.files import replacing
 from ds_ckpt.session.refusals import refuse_model_parallel
 from ds_ckpt.telemetry import Counters
 from ds_ckpt.zero3.weights import Hosts, WeightsHook
 
 WHERE = "$.ds_ckpt.weights"
 OFF = f"or set {WHERE}.resident to false"
+BITS = {"4bit": 4, "3bit": 3}
+_FILE = "ds_ckpt_weights_{process:05d}_of_{world:05d}.safetensors"
+_ANY = "ds_ckpt_weights_*_of_*.safetensors"
 
 
 class Whole:
     """The new weights as they are."""
 
-    needs_old = False
+    tracks = False
 
-    def encode(self, old: Tensor, new: Tensor) -> Tensor:
-        return new.clone().view(torch.uint8)
+    def encode(self, held: Tensor, master: Tensor, sizes: Sequence[int]) -> Tensor:
+        return held.copy_(master).cpu().clone().view(torch.uint8)
 
-    def decode_(self, weights: Tensor, payload: Tensor) -> None:
-        weights.view(torch.uint8).copy_(payload)
+    def decode_(self, held: Tensor, payload: Tensor, sizes: Sequence[int]) -> None:
+        held.view(torch.uint8).copy_(payload)
 
 
 class Lossless:
     """What changed, in units of the last place."""
 
-    needs_old = True
+    tracks = False
 
-    def encode(self, old: Tensor, new: Tensor) -> Tensor:
-        return lossless.encode(old, new)
+    def encode(self, held: Tensor, master: Tensor, sizes: Sequence[int]) -> Tensor:
+        before = held.clone()
+        return lossless.encode(before, held.copy_(master))
 
-    def decode_(self, weights: Tensor, payload: Tensor) -> None:
-        lossless.decode_(weights, payload)
+    def decode_(self, held: Tensor, payload: Tensor, sizes: Sequence[int]) -> None:
+        lossless.decode_(held, payload)
 
 
 @dataclass(frozen=True)
@@ -58,11 +67,82 @@ class Resident:
     summary: str
     inside: Any = None
 
+    def error(self) -> dict[str, float]:
+        """How this process's weights are held, of `StepRecord`; empty: to the bit."""
+        codec = self.hook.codec if self.hook else None
+        return asdict(codec.last) if isinstance(codec, Tracked) else {}
+
     def detach(self) -> None:
         """DeepSpeed gathers between hosts again."""
         if self.hook is not None:
             self.hook.detach()
             discard(self.inside)
+
+
+class HeldFiles:
+    """What hosts hold of the weights, where it is not the rounded master weights: a file a process.
+
+    Without the file of as many processes, hosts start from the master weights, which travel whole.
+    """
+
+    what = "what hosts hold of the weights"
+    not_converted: str | None = None
+
+    def __init__(self, hook: WeightsHook, process: int, world: int) -> None:
+        self._hook = hook
+        self._name = _FILE.format(process=process, world=world)
+        self._world = world
+
+    @property
+    def keeps(self) -> bool:
+        return self._hook.codec.tracks
+
+    def begin(self, folder: Path) -> None:
+        for path in folder.glob(_ANY):
+            path.unlink(missing_ok=True)
+
+    def save(self, folder: Path) -> None:
+        if self.keeps:
+            folder.mkdir(parents=True, exist_ok=True)
+            with replacing(folder / self._name) as unfinished:
+                held = {name: shard.cpu() for name, shard in self._hook.held().items()}
+                save_file(held, str(unfinished))
+
+    def end(self, folder: Path) -> None:
+        """Nothing is left to do."""
+
+    def read(self, folder: Path) -> dict[str, Tensor] | None:
+        """By parameter.
+
+        Raises:
+            StateError: the file is missing where others are, damaged, or of another model.
+        """
+        path = folder / self._name
+        if not self.keeps or not list(folder.glob(f"ds_ckpt_weights_*_of_{self._world:05d}.*")):
+            return None
+        try:
+            saved: dict[str, Tensor] = load_file(str(path))
+        except Exception as error:  # safetensors raises a type of its own for a damaged file
+            raise _not_held(path, f"a file that cannot be read ({error})") from error
+        found = {name: (t.shape, t.dtype) for name, t in saved.items()}
+        wanted = {name: (t.shape, t.dtype) for name, t in self._hook.held().items()}
+        if found != wanted:
+            name = next(n for n in {**found, **wanted} if found.get(n) != wanted.get(n))
+            shapes = f"{name}: {found.get(name)}, and the model has {wanted.get(name)}"
+            raise _not_held(path, shapes)
+        return saved
+
+    def restore(self, state: dict[str, Tensor] | None) -> None:
+        held = self._hook.held()
+        for name, shard in (state or {}).items():
+            held[name].copy_(shard)
+        self._hook.gather_anew()
+
+
+def _not_held(path: Path, found: str) -> StateError:
+    why = "hosts hold what this file has, and go on from it to the bit"
+    remedy = f"restore it, or remove {_ANY}: hosts then start from the master weights"
+    return StateError(Problem(str(path), found, why, remedy))
 
 
 def keep_resident(engine: Any, config: WeightsConfig, counters: Counters) -> Resident:
@@ -101,19 +181,29 @@ def keep_resident(engine: Any, config: WeightsConfig, counters: Counters) -> Res
         why = f"weights are gathered as {dtype}, and lossless changes are of 16-bit weights"
         remedy = 'write "none" or "auto", or set $.bf16.enabled to true'
         raise _refusal("deltas", '"lossless"', why, remedy)
-    as_changes = config.deltas != "none" and sixteen
+    pairs = zip(
+        optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True
+    )
+    if config.deltas in BITS and any(p.data_ptr() == m.data_ptr() for p, m in pairs):
+        why = "DeepSpeed keeps one tensor for weights and master weights, and hosts' must differ"
+        raise _refusal("deltas", f'"{config.deltas}"', why, 'write "none" or "auto"')
+    codec: Whole | Lossless | Tracked = Whole()
+    how = "whole"
+    if config.deltas in BITS:
+        codec, how = Tracked(BITS[config.deltas]), f"what changed, in {BITS[config.deltas]} bits"
+    elif config.deltas != "none" and sixteen:
+        codec, how = Lossless(), "what changed, losslessly"
     # every process makes every group, in the same order
     inside = [comm.new_group(list(members)) for members in hosts]
     rank = torch.distributed.get_rank(optimizer.dp_process_group)
     hook = WeightsHook(
         optimizer,
-        list(engine.module.parameters()),
+        dict(engine.module.named_parameters()),
         Hosts(len(hosts), local, rank, inside[rank // local]),
         comm.all_to_all_single,
-        Lossless() if as_changes else Whole(),
+        codec,
         counters,
     )
-    how = "what changed, losslessly" if as_changes else "whole"
     return Resident(
         hook,
         f"weights resident on each of {len(hosts)} hosts ({hook.nbytes / 1e6:.4g} MB a process), "

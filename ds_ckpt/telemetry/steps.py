@@ -30,6 +30,9 @@ class StepRecord:
             step, by method, in norms of the averaged gradient; empty where that is not known.
         compresses: whether gradients go compressed after it; not in the warm-up, and not where that
             was found to make no shorter steps.
+        held_weights: of this process's shards after the last step, where their changes travel in
+            few bits: `worst` of a tensor's error over that of its rounding to bf16, and how many
+            tensors travelled `whole`.
     """
 
     step: int
@@ -44,6 +47,7 @@ class StepRecord:
     compression_error: dict[str, float] = field(default_factory=dict)
     residual_norm: dict[str, float] = field(default_factory=dict)
     compresses: bool = False
+    held_weights: dict[str, float] = field(default_factory=dict)
 
     def events(self) -> list[Event]:
         """The record as numbers with names, for DeepSpeed's monitors."""
@@ -82,6 +86,7 @@ class StepLog:
         path: the file; the process's index is put before `.jsonl`. None keeps `last` only.
         exchange: None without compression.
         monitor: takes each record's numbers too; None: nobody does.
+        held_weights: tells what the record of this name has.
     """
 
     def __init__(
@@ -93,7 +98,9 @@ class StepLog:
         process: int,
         exchange: ExchangeProbe | None = None,
         monitor: Callable[[list[Event]], None] | None = None,
+        held_weights: Callable[[], dict[str, float]] = dict,
     ) -> None:
+        self._held_weights = held_weights
         self._exchange = exchange
         self._exchange_s: dict[str, float] = {}
         self._monitor = monitor
@@ -134,6 +141,7 @@ class StepLog:
             gathers_a_parameter=sum(delta.gathers.values()) / n / parameters,
             reduce_s=delta.reduce_s / n,
             exposed_reduce_s=delta.exposed_reduce_s / n,
+            held_weights=self._held_weights(),
             **self._of_exchange(n),
         )
         self._before, self._time_s, self._steps = now, now_s, 0

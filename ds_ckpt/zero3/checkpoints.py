@@ -17,15 +17,18 @@ from ds_ckpt.patch import Patches
 from ds_ckpt.zero3.run_on_all import run_on_all_or_raise
 
 log = logging.getLogger("ds_ckpt")
-_NOT_CONVERTED = (
-    "ds_ckpt: the universal checkpoint %s holds no residuals; they start at 0. DeepSpeed's "
-    "conversion leaves them out: to keep them, copy the ds_ckpt_residuals_* files of the "
-    "checkpoint that it was made from into it"
-)
 
 
 class StateFiles(Protocol):
-    """State that is kept beside DeepSpeed's files, in the folder of a tag."""
+    """State that is kept beside DeepSpeed's files, in the folder of a tag.
+
+    Attributes:
+        what: it is, for people.
+        not_converted: what to say of a universal checkpoint without it; None: nothing.
+    """
+
+    what: str
+    not_converted: str | None
 
     @property
     def keeps(self) -> bool:
@@ -86,9 +89,9 @@ def wrap_checkpoints(
 
         # ours first: DeepSpeed's `latest` names the tag only when all of it is there
         run_on_all_or_raise(lambda: one(files.begin), group, what="clear the checkpoint's folder")
-        run_on_all_or_raise(lambda: files.save(folder), group, what="save its residuals")
+        run_on_all_or_raise(lambda: files.save(folder), group, what=f"save its {files.what}")
         result = save(*args, **kwargs)
-        run_on_all_or_raise(lambda: one(files.end), group, what="end the save of residuals")
+        run_on_all_or_raise(lambda: one(files.end), group, what=f"end the save of {files.what}")
         return result
 
     @functools.wraps(load)
@@ -96,7 +99,7 @@ def wrap_checkpoints(
         bound = load_signature.bind(*args, **kwargs)
         bound.apply_defaults()
         asked = bound.arguments
-        # residuals are owed to the run whose optimizer goes on; another one starts without
+        # it belongs to the run whose optimizer goes on; another one starts without
         wanted = asked["load_optimizer_states"] and not asked["load_module_only"]
 
         def read() -> Any:
@@ -105,11 +108,12 @@ def wrap_checkpoints(
                 return None
             folder = Path(asked["load_dir"]) / tag
             state = files.read(folder)
-            if files.keeps and state is None and engine.load_universal_checkpoint():
-                log.warning(_NOT_CONVERTED, folder)
+            lacking = files.keeps and state is None and files.not_converted
+            if lacking and engine.load_universal_checkpoint():
+                log.warning(files.not_converted, folder)
             return state
 
-        state = run_on_all_or_raise(read, group, what="read its residuals")
+        state = run_on_all_or_raise(read, group, what=f"read its {files.what}")
         result = load(*args, **kwargs)
         if result[0] is not None:
             run_on_all_or_raise(drop_step, group, what="end the step under way")

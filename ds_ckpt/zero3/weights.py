@@ -6,16 +6,17 @@ throws it away after every step, so that the next forward gathers between hosts 
 makes one at attach, hosts of one process included, keeps it for good, and after each optimizer step
 sends every host what the owners' shards have become: whole, or as changes that lose nothing.
 
-Law: the secondary partition is, bit for bit, the gather of all owners' `ds_tensor`. Who owns shard
-k of P = H hosts x L processes sends it once to each host, to the process k // H there, which is the
-one whose part of the secondary partition has it.
+Law: the secondary partition is, bit for bit, the gather of all owners' `ds_tensor`, which is the
+rounded master weights or, with changes in few bits, what all hosts hold in their place. Who owns
+shard k of P = H hosts x L processes sends it once to each host, to the process k // H there, which
+is the one whose part of the secondary partition has it.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,17 +33,26 @@ CHECK_EVERY = 100
 
 
 class Codec(Protocol):
-    """How a change of weights travels."""
+    """How a step's change of a shard travels."""
 
     @property
-    def needs_old(self) -> bool:
-        """Whether `encode` looks at the weights before the step."""
+    def tracks(self) -> bool:
+        """Whether hosts may hold something else than the owner's rounded master weights."""
 
-    def encode(self, old: Tensor, new: Tensor) -> Tensor:
-        """uint8: what turns `old` into `new` for one who has `old`."""
+    def encode(self, held: Tensor, master: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Move `held` to what hosts hold after the step, in place; what has the same done there.
 
-    def decode_(self, weights: Tensor, payload: Tensor) -> None:
-        """Turn the old weights into the new ones, in place."""
+        Args:
+            held: the owner's shard, which all hosts hold, before the step.
+            master: the optimizer's weights after it, of the same shape and device.
+            sizes: elements of each tensor in it.
+
+        Returns:
+            uint8 on the CPU.
+        """
+
+    def decode_(self, held: Tensor, payload: Tensor, sizes: Sequence[int]) -> None:
+        """Move `held` as the owner's was, in place."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +87,7 @@ class WeightsHook:
 
     Args:
         optimizer: DeepSpeed's ZeRO-3 optimizer.
-        params: all of the model's parameters, frozen ones included.
+        params: all of the model's parameters by name, frozen ones included.
         all_to_all_single: `torch.distributed`'s function, or one of the same arguments that counts
             around it.
         codec: how changes travel.
@@ -86,17 +96,18 @@ class WeightsHook:
     def __init__(
         self,
         optimizer: Any,
-        params: Sequence[Any],
+        params: Mapping[str, Any],
         hosts: Hosts,
         all_to_all_single: Callable[..., Any],
         codec: Codec,
         counters: Counters,
     ) -> None:
         self._optimizer = optimizer
-        self._params = list(params)
+        self._params = list(params.values())
+        self._names = {param.ds_id: name for name, param in params.items()}
         self._hosts = hosts
         self._all_to_all_single = all_to_all_single
-        self._codec = codec
+        self.codec = codec
         self._counters = counters
         self._payloads: dict[int, Tensor] = {}
         """What turns a group's shard of before the step into that of after it."""
@@ -122,16 +133,16 @@ class WeightsHook:
 
     def _install(self) -> None:
         optimizer = self._optimizer
-        reassign = optimizer._reassign_or_swap_out_partitioned_parameters
         post_step = optimizer._post_step
 
-        def reassign_and_encode(group: int) -> None:
-            shard = optimizer.fp16_partitioned_groups_flat[group]
-            before = shard.clone() if self._codec.needs_old else shard
-            reassign(group)
-            for padding in self._padding(group):
+        def encode(group: int) -> None:
+            """In place of copying the master weights into the shard."""
+            held = optimizer.fp16_partitioned_groups_flat[group].data
+            master = optimizer.fp32_partitioned_groups_flat[group].data.to(held.device)
+            for padding in self._padding(group, master):
                 padding.zero_()
-            self._payloads[group] = self._codec.encode(before, shard)
+            sizes = [size for _, _, size in self._pieces(group)]
+            self._payloads[group] = self.codec.encode(held, master, sizes)
 
         def exchange_and_post_step(*args: Any, **kwargs: Any) -> None:
             with self._counters.purpose(Purpose.WEIGHTS):
@@ -145,16 +156,14 @@ class WeightsHook:
                 with self._counters.purpose(Purpose.GATHER_FORWARD):
                     small[0].all_gather_coalesced(small).wait()
 
-        self._patches.set(
-            optimizer, "_reassign_or_swap_out_partitioned_parameters", reassign_and_encode
-        )
+        self._patches.set(optimizer, "_reassign_or_swap_out_partitioned_parameters", encode)
         self._patches.set(optimizer, "_post_step", exchange_and_post_step)
         self._patches.set(optimizer, "invalidate_secondary_tensor", lambda: None)
 
     def gather_anew(self) -> None:
         """Make the secondary partition from the owners' shards. Collective."""
-        for group in range(len(self._optimizer.fp16_groups)):
-            for padding in self._padding(group):
+        for group, shard in enumerate(self._optimizer.fp16_partitioned_groups_flat):
+            for padding in self._padding(group, shard.data):
                 padding.zero_()
         for param in self._params:
             if param.ds_status.name == "AVAILABLE":
@@ -170,12 +179,11 @@ class WeightsHook:
             yield param, start, numel
             start += numel
 
-    def _padding(self, group: int) -> Iterator[Tensor]:
+    def _padding(self, group: int, shard: Tensor) -> Iterator[Tensor]:
         """This process's elements that are no weights; DeepSpeed leaves them uninitialised."""
-        shard = self._optimizer.fp16_partitioned_groups_flat[group]
         for param, start, numel in self._pieces(group):
             weights = min(max(param.ds_numel - self._hosts.rank * numel, 0), numel)
-            yield shard.data[start + weights : start + numel]
+            yield shard[start + weights : start + numel]
 
     def _exchange(self) -> None:
         """Send the changes, and put those that arrive into this process's part."""
@@ -255,14 +263,22 @@ class WeightsHook:
         return [p.ds_secondary_tensor.data[index * n : (index + 1) * n] for p, _, n in pieces]
 
     def _change(self, group: int, index: int, payload: Tensor) -> None:
-        shard = torch.cat(self._parts(group, index))
-        self._codec.decode_(shard, payload)
+        parts = self._parts(group, index)
+        shard = torch.cat(parts)
+        self.codec.decode_(shard, payload, [part.numel() for part in parts])
         self._copy(group, index, shard)
 
     def _copy(self, group: int, index: int, shard: Tensor) -> None:
         parts = self._parts(group, index)
         for part, weights in zip(parts, shard.split([p.numel() for p in parts]), strict=True):
             part.copy_(weights)
+
+    def held(self) -> dict[str, Tensor]:
+        """This process's shards, as all hosts hold them, by parameter."""
+        groups = range(len(self._optimizer.fp16_groups))
+        return {
+            self._names[p.ds_id]: p.ds_tensor.data for g in groups for p, _, _ in self._pieces(g)
+        }
 
     @property
     def nbytes(self) -> int:

@@ -110,11 +110,11 @@ def _run(slots: list[int], kind: str, section: dict[str, Any], steps: int, **opt
 run = once(when=lambda slots, kind, section, *a, **o: "weights" not in section)(_run)
 
 
-def written(slots: list[int], section: dict[str, Any], way: str) -> Any:
+def written(slots: list[int], section: dict[str, Any], way: str, **options: Any) -> Any:
     """The user writes weights in the middle of training; losses and what is kept after a step."""
     fresh()
     with hosts(slots):
-        engine = models.start("llama", _config(section))
+        engine = models.start("llama", _config(section, **options))
         losses = models.train(engine, "llama", 2)
         param = max(engine.module.parameters(), key=lambda p: p.ds_numel)
         if way == "gathered":
@@ -126,8 +126,9 @@ def written(slots: list[int], section: dict[str, Any], way: str) -> Any:
         losses += models.train(engine, "llama", 2, first=2)
         wrong = mismatched(engine) if section else 0
         digest = models.weights_digest(engine)
+        norm = float(safe_get_full_fp32_param(param).norm())
         engine.destroy()
-    return {"losses": losses, "wrong": wrong, "weights": digest}
+    return {"losses": losses, "wrong": wrong, "weights": digest, "written": norm}
 
 
 def resumed(slots: list[int], section: dict[str, Any], folder: str, straight: bool) -> Any:
@@ -189,6 +190,23 @@ def refused(slots: list[int], section: dict[str, Any], hpz: int = 1, **options: 
     return ""
 
 
+def refused_for_one_tensor(slots: list[int], section: dict[str, Any]) -> str:
+    """DeepSpeed's shard is its master weights, as some versions have it in fp32."""
+    fresh()
+    with hosts(slots):
+        config = _config(section, bf16={"enabled": False})
+        engine, *_ = deepspeed.initialize(model=models.build("llama"), config=config)
+        optimizer = engine.optimizer
+        optimizer.fp16_partitioned_groups_flat[0] = optimizer.fp32_partitioned_groups_flat[0]
+        try:
+            ds_ckpt.attach(engine)
+        except ds_ckpt.UnsupportedError as error:
+            return str(error)
+        finally:
+            engine.destroy()
+    return ""
+
+
 def healed(slots: list[int], section: dict[str, Any]) -> Any:
     """Something writes to one host's copy; what the checks between hosts then find."""
     fresh()
@@ -223,3 +241,53 @@ def built_by_zero_init(slots: list[int], section: dict[str, Any]) -> Any:
         digest = models.weights_digest(engine)
         engine.destroy()
     return {"losses": losses, "wrong": wrong, "weights": digest}
+
+
+def tracked(slots: list[int], section: dict[str, Any], folder: str, **options: Any) -> Any:
+    """Changes in few bits: what is held each step, and four steps more with and without a resume.
+
+    Returns:
+        losses; by step the worst error of a tensor over that of rounding to bf16, and tensors that
+        travelled whole; parameters whose copy is wrong; bytes of a step, and elements of a shard;
+        whether going on after a checkpoint is the same to the bit, and so from the master weights
+        alone.
+    """
+    fresh()
+    with hosts(slots):
+        engine = models.start("llama", _config(section, **options))
+        session = ds_ckpt.session_of(engine)
+        assert session is not None
+        resident = session._resident
+        assert resident is not None
+        assert resident.hook is not None
+        numel = sum(shard.numel() for shard in resident.hook.held().values())
+        losses, errors, wrong, sent = [], [], 0, []
+        for step in range(6):
+            before = session.counters.bytes_sent.get(Purpose.WEIGHTS, 0)
+            losses += models.train(engine, "llama", 1, first=step)
+            sent.append(session.counters.bytes_sent[Purpose.WEIGHTS] - before)
+            errors.append(resident.error())
+            wrong += mismatched(engine)
+        engine.save_checkpoint(folder)
+        straight = [models.train(engine, "llama", 2, first=6), models.weights_digest(engine)]
+        engine.load_checkpoint(folder)
+        wrong += mismatched(engine)
+        resumed = [models.train(engine, "llama", 2, first=6), models.weights_digest(engine)]
+        dist.barrier()
+        if dist.get_rank() == 0:
+            for path in Path(folder).glob("*/ds_ckpt_weights_*"):
+                path.unlink()
+        dist.barrier()
+        engine.load_checkpoint(folder)
+        wrong += mismatched(engine)
+        anew = [models.train(engine, "llama", 2, first=6), models.weights_digest(engine)]
+        engine.destroy()
+    return {
+        "losses": losses,
+        "errors": errors,
+        "wrong": wrong,
+        "sent": sent,
+        "numel": numel,
+        "resumes": resumed == straight,
+        "anew": anew == straight,
+    }

@@ -15,6 +15,7 @@ LOSSLESS = {"weights": {"resident": True}}
 BLOCK = {"activation": {"policy": "block"}}
 ONE, TWO = [1, 1], [2, 2]
 FP32 = {"bf16": {"enabled": False}}
+FOUR = {"weights": {"resident": True, "deltas": "4bit"}}
 
 
 def same(ours: list[Any], plain: list[Any]) -> None:
@@ -83,6 +84,37 @@ def test_changes_are_few_bytes(world2: Any) -> None:
     assert 0 < changes["sent"] < whole["sent"] / 5
 
 
+@pytest.mark.parametrize(
+    ("slots", "options"),
+    [(ONE, FP32), (ONE, {**FP32, "offload_optimizer": True}), (TWO, FP32), (ONE, {})],
+    ids=["fp32", "offloaded", "2x2", "bf16"],
+)
+def test_few_bits_are_tracked_and_part_of_the_checkpoint(
+    world2: Any, world4: Any, tmp_path: Path, slots: list[int], options: dict[str, Any]
+) -> None:
+    world = world4 if slots == TWO else world2
+    plain = world.run(cases.run, slots, "llama", {}, 6, lr=3e-4, **options)
+    ours = world.run(cases.tracked, slots, FOUR, str(tmp_path), lr=3e-4, **options)
+    for process, stock in zip(ours, plain, strict=True):
+        assert process["wrong"] == 0
+        assert process["losses"] == pytest.approx(stock["losses"], rel=2e-3)
+        assert process["resumes"]
+        assert not process["anew"], "without what was held the same cannot come out"
+        assert all(0 < error["worst"] < 1.5 for error in process["errors"])
+        assert all(error["whole"] == 0 for error in process["errors"])
+        assert all(sent * 8 < 9 * process["numel"] for sent in process["sent"])
+
+
+def test_few_bits_of_weights_that_the_user_writes(world2: Any) -> None:
+    for way in ("gathered", "fp32"):
+        ours = world2.run(cases.written, ONE, FOUR, way, **FP32)
+        plain = world2.run(cases.written, ONE, {}, way, **FP32)
+        for process, stock in zip(ours, plain, strict=True):
+            assert process["wrong"] == 0
+            assert process["losses"] == pytest.approx(stock["losses"], rel=2e-3)
+            assert process["written"] == pytest.approx(stock["written"], rel=2e-3)
+
+
 def test_frozen_weights_never_cross_again(world2: Any) -> None:
     lora, all_trained = (
         world2.run(cases.run, ONE, kind, WHOLE, 5)[0]["sent"] for kind in ("lora", "llama")
@@ -139,6 +171,9 @@ def test_what_cannot_be_served_is_refused(world2: Any, world4: Any) -> None:
     for message in world2.run(cases.refused, ONE, lossless, **FP32):
         assert "$.ds_ckpt.weights.deltas" in message
         assert "torch.float32" in message
+    for message in world2.run(cases.refused_for_one_tensor, ONE, FOUR):
+        assert "$.ds_ckpt.weights.deltas" in message
+        assert "one tensor" in message
     for message in world4.run(cases.refused, [1, 3], LOSSLESS):
         assert "$.ds_ckpt.weights.resident" in message
         assert "unequal numbers of processes (1, 3)" in message
