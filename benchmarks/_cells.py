@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import ds_ckpt
 from ds_ckpt import workload
 from ds_ckpt.exchange.schedule import NoCommunication
+from ds_ckpt.zero3.weights import forget_hpz
 
 STOCK, CEILING = "stock", "nothing sent"
 ONCE = {"when": "accumulation_boundary"}
@@ -55,6 +58,27 @@ METHODS: dict[str, dict[str, Any] | None] = {
     },
     CEILING: None,
 }
+NOTHING = "nothing sent, weights neither"
+RESIDENT = {"weights": {"resident": True}}
+WHOLE = {"weights": {"resident": True, "deltas": "none"}}
+FOUR_BITS = {"weights": {"resident": True, "deltas": "4bit"}}
+THREE_BITS = {"compression": METHODS["3 bits"]}
+WEIGHTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "ZeRO-2": ({"stage": 2}, {}),
+    "hpZ": ({"zero_hpz_partition_size": 2}, {}),
+    "hpZ; 3 bits": ({"zero_hpz_partition_size": 2}, THREE_BITS),
+    "resident, whole": ({}, WHOLE),
+    "resident, lossless": ({}, {"weights": {"resident": True, "deltas": "lossless"}}),
+    "resident": ({}, RESIDENT),
+    "resident; dense once a step": (
+        {},
+        {**RESIDENT, "compression": {"method": "dense", "exchange": ONCE}},
+    ),
+    "resident; 3 bits": ({}, {**RESIDENT, **THREE_BITS}),
+    "resident, 4-bit changes; 3 bits": ({}, {**FOUR_BITS, **THREE_BITS}),
+    NOTHING: ({}, WHOLE),
+}
+"""`zero_optimization` and sections of cells in which weights stay on every host, and of rivals."""
 DENSE = (STOCK, "dense", "dense, one level", "dense, once a step")
 SHAPES: dict[str, dict[str, int]] = {
     "demo": {},
@@ -64,6 +88,20 @@ SHAPES: dict[str, dict[str, int]] = {
 """Arguments of `ds_ckpt.workload.llama`; its vocabulary is 256, the bytes."""
 BUCKETS = 8
 """Buckets that a backward has, about: DeepSpeed's own size would put every gradient into one."""
+
+
+class NoChange:
+    """Sends nothing: other hosts go on with old weights."""
+
+    words = "not at all"
+    tracks = False
+
+    def encode(self, held: Tensor, master: Tensor, sizes: Sequence[int]) -> Tensor:
+        held.copy_(master)
+        return torch.empty(0, dtype=torch.uint8)
+
+    def decode_(self, held: Tensor, payload: Tensor, sizes: Sequence[int]) -> None:
+        pass
 
 
 @dataclass
@@ -117,7 +155,10 @@ def start(
     model = workload.llama(seed=0, **SHAPES[shape])
     bucket = -(-workload.count_parameters(model) // BUCKETS)
     plugin: dict[str, Any] = {"telemetry": {"enabled": True}} if count else {}
-    section = METHODS[name]
+    own, sections = WEIGHTS.get(name, ({}, {"compression": METHODS.get(name)}))
+    section = sections.get("compression")
+    if "weights" in sections:
+        plugin["weights"] = sections["weights"]
     if section is not None:
         plugin["compression"] = dict(section)
         if section["method"] != "dense":
@@ -129,14 +170,20 @@ def start(
         "gradient_clipping": 1.0,
         "steps_per_print": 1_000_000,
         "bf16": {"enabled": bf16},
-        "zero_optimization": {"stage": 3, "reduce_bucket_size": bucket, **zero},
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": bucket, **zero, **own},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
         "zero_force_ds_cpu_optimizer": False,
         **({"ds_ckpt": plugin} if plugin else {}),
     }
     engine, *_ = ds_ckpt.initialize(model=model, config=config)
+    forget_hpz()
     session = ds_ckpt.session_of(engine)
-    if name == CEILING:
+    if name == NOTHING:
+        assert session is not None
+        assert session._resident is not None
+        assert session._resident.hook is not None
+        session._resident.hook.codecs = [NoChange()]
+    if name in (CEILING, NOTHING):
         session = session or ds_ckpt.attach(engine)
         session.measure_with(NoCommunication(dist.get_world_size(), dist.get_rank()))
     return Running(name, engine, session)

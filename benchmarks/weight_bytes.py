@@ -90,6 +90,7 @@ def measure(
     }
     if zero["stage"] == 3:
         config["zero_optimization"]["stage3_max_reuse_distance"] = 0
+        config["zero_optimization"]["stage3_prefetch_bucket_size"] = 0
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     engine, *_ = ds_ckpt.initialize(model=model, config=config)
     cell = _cells.Running("", engine, None)

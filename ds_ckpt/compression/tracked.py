@@ -44,6 +44,7 @@ class Tracked:
     tracks = True
 
     def __init__(self, bits: int) -> None:
+        self.words = f"as what changed, in {bits} bits"
         self._codec = Quantize.model_validate({"bits": bits, "block": _BLOCK})
         self.last = Tracking()
         """Of the latest `encode`."""

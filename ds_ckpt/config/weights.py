@@ -17,7 +17,7 @@ class WeightsConfig(Section):
         description="Keep a copy of the weights on every host, divided among its processes: all "
         "gathers stay inside the host, and weights cross between hosts once a step, after the "
         "optimizer. Costs 2 bytes a parameter (4 in fp32) over the processes of a host, from the "
-        "start. Training is bit-equal to plain DeepSpeed.",
+        "start. Training is bit-equal to plain DeepSpeed, unless changes travel in few bits.",
     )
     deltas: Annotated[
         Literal["auto", "none", "lossless", "4bit", "3bit"],
@@ -26,10 +26,18 @@ class WeightsConfig(Section):
         default="auto",
         description='How weights cross: "none", whole; "lossless", what changed in units of the '
         "last place, near its entropy: 0.9 to 4 bits a weight in place of 16, the fewer the "
-        'lower the learning rate, bit-equal. "auto": lossless for bf16 and fp16, none for fp32.',
+        'lower the learning rate, bit-equal; "4bit" and "3bit", how far the owner is ahead of '
+        "what hosts hold, so that rounding does not add up; a tensor that would be held worse "
+        'than 1.5 times as coarsely as in bf16 travels whole. "auto": for bf16 and fp16 lossless '
+        "or none, whichever takes less time; for fp32 none.",
     )
+
+    @property
+    def few_bits(self) -> int | None:
+        """Bits of a change where weights are tracked; None: they travel without loss."""
+        return {"4bit": 4, "3bit": 3}.get(self.deltas)
 
     def summary(self) -> str:
         words = {"auto": "", "none": ", sent whole", "lossless": ", their changes sent losslessly"}
-        few_bits = f", their changes sent in {self.deltas[0]} bits"
+        few_bits = f", their changes sent in {self.few_bits} bits"
         return f"weights resident on every host{words.get(self.deltas, few_bits)}"

@@ -19,11 +19,10 @@ from ds_ckpt.exchange.hierarchy import discard, hosts_of
 from ds_ckpt.files import replacing
 from ds_ckpt.session.refusals import refuse_model_parallel
 from ds_ckpt.telemetry import Counters
-from ds_ckpt.zero3.weights import Hosts, WeightsHook
+from ds_ckpt.zero3.weights import Codec, Hosts, WeightsHook
 
 WHERE = "$.ds_ckpt.weights"
 OFF = f"or set {WHERE}.resident to false"
-BITS = {"4bit": 4, "3bit": 3}
 _FILE = "ds_ckpt_weights_{process:05d}_of_{world:05d}.safetensors"
 _ANY = "ds_ckpt_weights_*_of_*.safetensors"
 
@@ -31,6 +30,7 @@ _ANY = "ds_ckpt_weights_*_of_*.safetensors"
 class Whole:
     """The new weights as they are."""
 
+    words = "whole"
     tracks = False
 
     def encode(self, held: Tensor, master: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -43,6 +43,7 @@ class Whole:
 class Lossless:
     """What changed, in units of the last place."""
 
+    words = "as what changed, losslessly"
     tracks = False
 
     def encode(self, held: Tensor, master: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -60,23 +61,24 @@ class Resident:
     Attributes:
         hook: None where there is nothing to gain.
         summary: the clause for the line at the start.
-        inside: the process group of this process's host, which goes with the hook.
+        groups: process groups that go with the hook.
     """
 
     hook: WeightsHook | None
     summary: str
-    inside: Any = None
+    groups: tuple[Any, ...] = ()
 
     def error(self) -> dict[str, float]:
         """How this process's weights are held, of `StepRecord`; empty: to the bit."""
-        codec = self.hook.codec if self.hook else None
-        return asdict(codec.last) if isinstance(codec, Tracked) else {}
+        codecs = self.hook.codecs if self.hook else ()
+        return next((asdict(c.last) for c in codecs if isinstance(c, Tracked)), {})
 
     def detach(self) -> None:
         """DeepSpeed gathers between hosts again."""
         if self.hook is not None:
             self.hook.detach()
-            discard(self.inside)
+            for group in self.groups:
+                discard(group)
 
 
 class HeldFiles:
@@ -95,7 +97,7 @@ class HeldFiles:
 
     @property
     def keeps(self) -> bool:
-        return self._hook.codec.tracks
+        return self._hook.tracks
 
     def begin(self, folder: Path) -> None:
         for path in folder.glob(_ANY):
@@ -184,31 +186,35 @@ def keep_resident(engine: Any, config: WeightsConfig, counters: Counters) -> Res
     pairs = zip(
         optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True
     )
-    if config.deltas in BITS and any(p.data_ptr() == m.data_ptr() for p, m in pairs):
+    if config.few_bits and any(p.data_ptr() == m.data_ptr() for p, m in pairs):
         why = "DeepSpeed keeps one tensor for weights and master weights, and hosts' must differ"
         raise _refusal("deltas", f'"{config.deltas}"', why, 'write "none" or "auto"')
-    codec: Whole | Lossless | Tracked = Whole()
-    how = "whole"
-    if config.deltas in BITS:
-        codec, how = Tracked(BITS[config.deltas]), f"what changed, in {BITS[config.deltas]} bits"
-    elif config.deltas != "none" and sixteen:
-        codec, how = Lossless(), "what changed, losslessly"
+    codecs: list[Codec] = [Whole()]
+    if config.few_bits:
+        codecs = [Tracked(config.few_bits)]
+    elif config.deltas == "lossless":
+        codecs = [Lossless()]
+    elif config.deltas == "auto" and sixteen:
+        codecs = [Lossless(), Whole()]
     # every process makes every group, in the same order
     inside = [comm.new_group(list(members)) for members in hosts]
+    between = comm.new_group([process for members in hosts for process in members])
     rank = torch.distributed.get_rank(optimizer.dp_process_group)
     hook = WeightsHook(
         optimizer,
         dict(engine.module.named_parameters()),
         Hosts(len(hosts), local, rank, inside[rank // local]),
+        between,
         comm.all_to_all_single,
-        codec,
+        codecs,
         counters,
     )
     return Resident(
         hook,
         f"weights resident on each of {len(hosts)} hosts ({hook.nbytes / 1e6:.4g} MB a process), "
-        f"sent between hosts once a step, {how}",
-        inside[rank // local],
+        f"sent between hosts once a step, {' or '.join(codec.words for codec in codecs)}"
+        f"{', whichever takes less time' * (len(codecs) > 1)}",
+        (between, inside[rank // local]),
     )
 
 

@@ -59,8 +59,14 @@ class Candidate:
 
     @property
     def lossy(self) -> bool:
-        """Whether gradients may differ from dense ones; if not, every bit of a run is the same."""
-        return not self.settings.lossless
+        """Whether gradients or weights may differ; if not, every bit of a run is the same."""
+        return not self.settings.lossless or self.weight_bits is not None
+
+    @property
+    def weight_bits(self) -> int | None:
+        """Bits in which the changes of weights travel; None: without loss."""
+        weights = self.plugin.weights
+        return weights.few_bits if weights.resident else None
 
     def in_run_of(self, steps: int) -> ExchangeSettings:
         """The settings with the dense warm-up that a run of so many steps has."""
@@ -71,7 +77,7 @@ class Candidate:
 
     def warm_up(self, steps: int) -> int:
         """Dense steps at the beginning of a run of so many; 0 for what loses nothing."""
-        return self.in_run_of(steps).warmup_steps if self.lossy else 0
+        return 0 if self.settings.lossless else self.in_run_of(steps).warmup_steps
 
     def digest(self, steps: int) -> str:
         """Of all that a run of so many steps depends on: equal digests are equal runs."""
@@ -79,7 +85,8 @@ class Candidate:
         recomputed = activation.model_dump(mode="json") if activation.active else None
         method = self.plugin.compression.method
         settings = _as_recorded(self.in_run_of(steps))
-        said = json.dumps([method, settings, recomputed], sort_keys=True, default=str)
+        weights = [f"weights in {self.weight_bits} bits"] if self.weight_bits else []
+        said = json.dumps([method, settings, recomputed, *weights], sort_keys=True, default=str)
         return hashlib.sha256(said.encode()).hexdigest()[:16]
 
 
@@ -317,7 +324,8 @@ def train_virtual(
             candidate.in_run_of(spec.steps),
             workers=spec.world,
             accumulation=spec.accumulation,
-            sample_every=SAMPLE_EVERY if candidate.lossy else 0,
+            sample_every=0 if candidate.settings.lossless else SAMPLE_EVERY,
+            weight_bits=candidate.weight_bits,
         )
         outcome = train(
             learner,

@@ -22,6 +22,7 @@ from deepspeed.accelerator import get_accelerator
 
 import ds_ckpt
 from ds_ckpt.config import load_file
+from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.hosts.backends import Loopback
 from ds_ckpt.hosts.heartbeat import begin
 from ds_ckpt.hosts.launcher import launch
@@ -52,7 +53,18 @@ def run_processes(
 
     Raises:
         LaunchError: the processes failed or hung; what was finished before is kept.
+        UnsupportedError: a file has changes of weights travel in few bits.
     """
+    for one in plan.candidates:
+        if one.weight_bits is not None:
+            raise UnsupportedError(
+                Problem(
+                    where=f"{one.file}: $.ds_ckpt.weights.deltas",
+                    found=f'"{one.plugin.weights.deltas}"',
+                    why="the processes share one host, between hosts alone weights travel",
+                    remedy="validate it without --processes: virtual workers hold such weights",
+                )
+            )
     if not plan.missing(store):
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -107,7 +119,7 @@ def train_zero3(
     config = engine_config(spec, candidate.file, warm_up)
     engine, *_ = ds_ckpt.initialize(model=learner.initial(seed), config=config)
     learner.begin(seed)
-    sample_every = experiment.SAMPLE_EVERY if candidate.lossy else 0
+    sample_every = 0 if candidate.settings.lossless else experiment.SAMPLE_EVERY
     world = Zero3World(engine, learner, spec.recipe(), sample_every=sample_every)
     outcome = train(
         learner,

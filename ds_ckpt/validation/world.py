@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ds_ckpt.compression.powersgd import Factors
+from ds_ckpt.compression.tracked import Tracked
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.exchange import AllToAllExchange
@@ -311,6 +312,8 @@ class InProcessWorld:
         workers: number of virtual workers.
         accumulation: micro-steps of a step.
         sample_every: steps from one look at what compression leaves behind to the next; 0: never.
+        weight_bits: the model's weights are what hosts of one worker each hold of the optimizer's,
+            as `weights.deltas` in so many bits has it; None: they are the optimizer's.
     """
 
     def __init__(
@@ -323,6 +326,7 @@ class InProcessWorld:
         workers: int,
         accumulation: int = 1,
         sample_every: int = 0,
+        weight_bits: int | None = None,
     ) -> None:
         self.model, self._loss, self._recipe = model, loss, recipe
         self._sample_every, self._accumulation = sample_every, accumulation
@@ -330,7 +334,11 @@ class InProcessWorld:
         trainable = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self._names = [n for n, _ in trainable]
         self._parameters = [p for _, p in trainable]
-        self._optimizer = WholeOptimizer(self._parameters, recipe)
+        self._tracked = Tracked(weight_bits) if weight_bits else None
+        self._masters: list[Tensor] = [
+            p.detach().clone() if self._tracked else p for p in self._parameters
+        ]
+        self._optimizer = WholeOptimizer(self._masters, recipe)
         self.workers = VirtualWorkers(
             settings,
             workers,
@@ -364,6 +372,8 @@ class InProcessWorld:
         norm = self._optimizer.take(self.step, total)
         skipped = not math.isfinite(norm)
         self.workers.step_ended(skipped=skipped)
+        if self._tracked is not None and not skipped:
+            self._send_weights(self._tracked)
         sent_bytes = self.workers.sent_bytes - sent_before
         left = (
             ResidualStats.of(*self.workers.take_energies(), norm)
@@ -372,6 +382,20 @@ class InProcessWorld:
         )
         cpu_s = time.process_time() - started_s
         return Step(tuple(losses), sent_bytes, skipped, left, norm, cpu_s, exchange_cpu_s)
+
+    @torch.no_grad()
+    def _send_weights(self, tracked: Tracked) -> None:
+        """Move the model's weights towards the optimizer's, as owners do: each has its shards."""
+        held = torch.cat([p.view(-1) for p in self._parameters])
+        master = torch.cat([m.view(-1) for m in self._masters])
+        sizes = []
+        for parameter in self._parameters:
+            shard = -(-parameter.numel() // self._world)
+            sizes += [part.numel() for part in parameter.view(-1).split(shard)]
+        tracked.encode(held, master, sizes)
+        after = held.split([p.numel() for p in self._parameters])
+        for parameter, weights in zip(self._parameters, after, strict=True):
+            parameter.view(-1).copy_(weights)
 
     def _gradients(self, micro: int, worker: int, losses: list[float]) -> list[Tensor]:
         loss = self._loss(self.step, micro, worker)

@@ -16,8 +16,11 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, Protocol
 
 import torch
@@ -30,14 +33,24 @@ from ds_ckpt.telemetry import Counters, Purpose
 log = logging.getLogger("ds_ckpt")
 CHECK_EVERY = 100
 """Steps from one comparison of checksums between hosts to the next."""
+CHUNK = 1 << 22
+"""Elements of a shard from which on no further parameter travels with them."""
+IN_FLIGHT = 8
+"""Chunks that are under way at a time: a bound on the memory of those that arrive."""
+COMPARED = 8
+"""Steps with each codec, in turns, before one is chosen."""
+RECHECK = 1000
+"""Steps from one choice of a codec to the next."""
+_PREFETCH = "_PartitionedParameterCoordinator__prefetch_bucket_sz"
 
 
 class Codec(Protocol):
     """How a step's change of a shard travels."""
 
-    @property
-    def tracks(self) -> bool:
-        """Whether hosts may hold something else than the owner's rounded master weights."""
+    words: str
+    """What travels, for people."""
+    tracks: bool
+    """Whether hosts may hold something else than the owner's rounded master weights."""
 
     def encode(self, held: Tensor, master: Tensor, sizes: Sequence[int]) -> Tensor:
         """Move `held` to what hosts hold after the step, in place; what has the same done there.
@@ -74,23 +87,68 @@ class Hosts:
         return [host * self.local + owner // self.hosts for host in range(self.hosts)]
 
     @property
+    def world(self) -> int:
+        return self.hosts * self.local
+
+    @property
     def kept(self) -> range:
         """The owners whose shards this process keeps."""
         first = self.rank % self.local * self.hosts
         return range(first, first + self.hosts)
 
 
+@dataclass(frozen=True)
+class Piece:
+    """One parameter's part of this process's shard.
+
+    Attributes:
+        group: of the optimizer's groups, whose shards are flat.
+        start: where it begins in that group's shard.
+        size: elements, padding included; equal for every owner.
+    """
+
+    param: Any
+    group: int
+    start: int
+    size: int
+
+
+@dataclass
+class Flight:
+    """A chunk under way.
+
+    Attributes:
+        handle: of the collective.
+        outgoing: sent, and to be kept until it is.
+        arriving: received, owners one after the other.
+        lengths: bytes from each process.
+    """
+
+    pieces: Sequence[Piece]
+    codec: Codec
+    handle: Any
+    outgoing: Tensor
+    arriving: Tensor
+    lengths: Sequence[int]
+
+
 class WeightsHook:
     """Keeps the secondary partition of one ZeRO-3 optimizer's parameters. `detach()` drops it.
+
+    After the optimizer the changes are encoded chunk by chunk, small parameters that stay gathered
+    first, then in the order of forward, and sent; a gather waits for the chunks that its parameters
+    are in, so that forward begins while others are on the way.
 
     Collective: every process makes one.
 
     Args:
         optimizer: DeepSpeed's ZeRO-3 optimizer.
         params: all of the model's parameters by name, frozen ones included.
+        between: a group of all processes for this traffic alone: it is under way beside others.
         all_to_all_single: `torch.distributed`'s function, or one of the same arguments that counts
             around it.
-        codec: how changes travel.
+        codecs: how changes travel. Of several, which must not differ in what arrives, the one that
+            holds the processes up for the least time is chosen, again every `RECHECK` steps.
     """
 
     def __init__(
@@ -98,24 +156,64 @@ class WeightsHook:
         optimizer: Any,
         params: Mapping[str, Any],
         hosts: Hosts,
+        between: Any,
         all_to_all_single: Callable[..., Any],
-        codec: Codec,
+        codecs: Sequence[Codec],
         counters: Counters,
     ) -> None:
         self._optimizer = optimizer
+        self._coordinator = optimizer.parameter_offload.get_param_coordinator()
         self._params = list(params.values())
         self._names = {param.ds_id: name for name, param in params.items()}
         self._hosts = hosts
+        self._between = between
         self._all_to_all_single = all_to_all_single
-        self.codec = codec
+        self.codecs = codecs
         self._counters = counters
-        self._payloads: dict[int, Tensor] = {}
-        """What turns a group's shard of before the step into that of after it."""
+        self._chunks = self._divide_into_chunks()
+        self._chunk_of = {
+            piece.param.ds_id: number
+            for number, chunk in enumerate(self._chunks)
+            for piece in chunk
+        }
+        self._stepped = False
         self._steps = 0
+        self._to_send: deque[tuple[Sequence[Piece], Tensor, Sequence[int]]] = deque()
+        self._flying: deque[Flight] = deque()
+        self._prefetched = 0
+        """DeepSpeed's own setting: gathers ahead of need would wait for all chunks."""
+        self._held_up_s = 0.0
+        """By the latest step: encoding, sending, waiting, decoding."""
+        self._times: list[list[float]] = [[] for _ in codecs]
+        self._chosen = 0
         self._patches = Patches()
         self._divide_inside()
         self._install()
         self.gather_anew()
+
+    @property
+    def tracks(self) -> bool:
+        """Whether hosts may hold something else than the owners' rounded master weights."""
+        return any(codec.tracks for codec in self.codecs)
+
+    def _divide_into_chunks(self) -> list[list[Piece]]:
+        small = {param.ds_id for param in self._optimizer.persistent_parameters}
+        pieces = []
+        for group, params in enumerate(self._optimizer.fp16_groups):
+            start = 0
+            for param in params:
+                pieces.append(Piece(param, group, start, param.partition_numel()))
+                start += param.partition_numel()
+        pieces.sort(key=lambda piece: piece.param.ds_id not in small)
+        chunks: list[list[Piece]] = []
+        size = CHUNK
+        for piece in pieces:
+            if size >= CHUNK:
+                chunks.append([])
+                size = 0
+            chunks[-1].append(piece)
+            size += piece.size
+        return chunks
 
     def _divide_inside(self) -> None:
         """Tell DeepSpeed which processes divide a secondary partition."""
@@ -126,6 +224,7 @@ class WeightsHook:
             self._patches.set(maker, "num_ranks_in_param_group", hosts.local)
             self._patches.set(maker, "num_param_groups", hosts.hosts)
             self._patches.set(maker, "rank_in_group", hosts.rank % hosts.local)
+            self._patches.set(maker, "_partition", self._after_landing(maker._partition))
         for param in self._params:
             self._patches.set(param, "ds_zero_param_process_group", hosts.inside)
             self._patches.set(param, "ds_secondary_tensor_group_size", hosts.local)
@@ -135,18 +234,14 @@ class WeightsHook:
         optimizer = self._optimizer
         post_step = optimizer._post_step
 
-        def encode(group: int) -> None:
-            """In place of copying the master weights into the shard."""
-            held = optimizer.fp16_partitioned_groups_flat[group].data
-            master = optimizer.fp32_partitioned_groups_flat[group].data.to(held.device)
-            for padding in self._padding(group, master):
-                padding.zero_()
-            sizes = [size for _, _, size in self._pieces(group)]
-            self._payloads[group] = self.codec.encode(held, master, sizes)
+        def stepped(group: int) -> None:
+            """In place of copying the master weights into the shard: `_send` does."""
+            self._stepped = True
 
-        def exchange_and_post_step(*args: Any, **kwargs: Any) -> None:
-            with self._counters.purpose(Purpose.WEIGHTS):
-                self._exchange()
+        def send_and_post_step(*args: Any, **kwargs: Any) -> None:
+            if self._stepped:  # no step that was skipped
+                self._stepped = False
+                self._send()
             small, optimizer.persistent_parameters = optimizer.persistent_parameters, []
             try:
                 post_step(*args, **kwargs)  # would gather them between hosts
@@ -156,70 +251,184 @@ class WeightsHook:
                 with self._counters.purpose(Purpose.GATHER_FORWARD):
                     small[0].all_gather_coalesced(small).wait()
 
-        self._patches.set(optimizer, "_reassign_or_swap_out_partitioned_parameters", encode)
-        self._patches.set(optimizer, "_post_step", exchange_and_post_step)
+        self._patches.set(optimizer, "_reassign_or_swap_out_partitioned_parameters", stepped)
+        self._patches.set(optimizer, "_post_step", send_and_post_step)
         self._patches.set(optimizer, "invalidate_secondary_tensor", lambda: None)
+        for param in self._params:
+            gather = param.all_gather_coalesced
+            self._patches.set_method(
+                param, "all_gather_coalesced", self._after_arrival(gather), gather
+            )
+
+    def _after_arrival(self, gather: Callable[..., Any]) -> Callable[..., Any]:
+        def gather_what_is_there(params: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
+            params = list(params)
+            if self._flying:
+                last = max(self._chunk_of.get(param.ds_id, -1) for param in params)
+                while self._flying and self._landed <= last:
+                    self._land()
+            return gather(params, *args, **kwargs)
+
+        return gather_what_is_there
+
+    def _after_landing(self, partition: Callable[..., Any]) -> Callable[..., Any]:
+        def partition_what_is_there(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("has_been_updated"):  # writes to the secondary partition
+                self.land()
+            return partition(*args, **kwargs)
+
+        return partition_what_is_there
 
     def gather_anew(self) -> None:
         """Make the secondary partition from the owners' shards. Collective."""
-        for group, shard in enumerate(self._optimizer.fp16_partitioned_groups_flat):
-            for padding in self._padding(group, shard.data):
-                padding.zero_()
+        self.land()
+        for chunk in self._chunks:
+            for piece in chunk:
+                self._zero_padding(piece, self._shard(piece))
         for param in self._params:
             if param.ds_status.name == "AVAILABLE":
                 param.partition()
             param.all_gather()  # between all processes
             param.partition(has_been_updated=True)
 
-    def _pieces(self, group: int) -> Iterator[tuple[Any, int, int]]:
-        """Parameter, where its part of a shard begins, and how many elements it has there."""
-        start = 0
-        for param in self._optimizer.fp16_groups[group]:
-            numel = param.partition_numel()
-            yield param, start, numel
-            start += numel
+    def _shard(self, piece: Piece) -> Tensor:
+        """This process's part, as all hosts hold it."""
+        shard: Tensor = self._optimizer.fp16_partitioned_groups_flat[piece.group].data
+        return shard[piece.start : piece.start + piece.size]
 
-    def _padding(self, group: int, shard: Tensor) -> Iterator[Tensor]:
-        """This process's elements that are no weights; DeepSpeed leaves them uninitialised."""
-        for param, start, numel in self._pieces(group):
-            weights = min(max(param.ds_numel - self._hosts.rank * numel, 0), numel)
-            yield shard[start + weights : start + numel]
+    def _master(self, piece: Piece) -> Tensor:
+        master: Tensor = self._optimizer.fp32_partitioned_groups_flat[piece.group].data
+        return master[piece.start : piece.start + piece.size]
 
-    def _exchange(self) -> None:
-        """Send the changes, and put those that arrive into this process's part."""
-        if not self._payloads:
-            return  # a step that was skipped
-        hosts, shards = self._hosts, self._optimizer.fp16_partitioned_groups_flat
-        groups = sorted(self._payloads)
-        mine = [self._payloads.pop(group) for group in groups]
-        sizes = self._tell([payload.numel() for payload in mine])
-        packets = self._deliver(torch.cat(mine), {owner: sum(sizes[owner]) for owner in sizes})
-        for index, owner in enumerate(hosts.kept):
-            if owner == hosts.rank:
-                for group in groups:
-                    self._copy(group, index, shards[group])
-            else:
-                payloads = packets[owner].split(sizes[owner])
-                for group, payload in zip(groups, payloads, strict=True):
-                    self._change(group, index, payload)
-        self._steps += 1
-        if self._steps % CHECK_EVERY == 0:
+    def _kept(self, piece: Piece, index: int) -> Tensor:
+        """The secondary partition's part of it: the `index`-th owner's."""
+        kept: Tensor = piece.param.ds_secondary_tensor.data
+        return kept[index * piece.size : (index + 1) * piece.size]
+
+    def _zero_padding(self, piece: Piece, part: Tensor) -> None:
+        """Elements that are no weights: DeepSpeed leaves them uninitialised."""
+        weights = piece.param.ds_numel - self._hosts.rank * piece.size
+        part[min(max(weights, 0), piece.size) :].zero_()
+
+    def _send(self) -> None:
+        """Encode all chunks, and let the first of them go. Collective, once a step."""
+        self.land()
+        if self._steps and self._steps % CHECK_EVERY == 0:
             self.check()
+        if self._steps:
+            self._times[self._chosen].append(self._held_up_s)
+        self._chosen = self._choose()
+        codec = self.codecs[self._chosen]
+        started_s = time.perf_counter()
+        payloads = [self._encode(chunk, codec) for chunk in self._chunks]
+        with self._counters.purpose(Purpose.WEIGHTS):
+            told = self._tell([payload.numel() for payload in payloads])
+            for number, (chunk, payload) in enumerate(zip(self._chunks, payloads, strict=True)):
+                lengths = [told[p][number] if p in told else 0 for p in range(self._hosts.world)]
+                self._to_send.append((chunk, payload, lengths))
+            self._launch()
+        if self._flying:
+            self._prefetched = getattr(self._coordinator, _PREFETCH)
+            setattr(self._coordinator, _PREFETCH, 0)
+        self._steps += 1
+        self._held_up_s = time.perf_counter() - started_s
+
+    def _choose(self) -> int:
+        """The codec of this step: in turns while they are compared."""
+        turn = self._steps % RECHECK
+        if len(self.codecs) == 1 or turn > COMPARED * len(self.codecs):
+            return self._chosen
+        if turn < COMPARED * len(self.codecs):
+            return turn % len(self.codecs)
+        device = self._shard(self._chunks[0][0]).device
+        found_s = torch.tensor([median(times) for times in self._times], device=device)
+        torch_dist.all_reduce(found_s, group=self._between)
+        self._times = [[] for _ in self.codecs]
+        best = int(found_s.argmin())
+        if self._hosts.rank == 0:
+            times = ", ".join(
+                f"{1e3 * float(s) / self._hosts.world:.1f} ms {codec.words}"
+                for codec, s in zip(self.codecs, found_s, strict=True)
+            )
+            log.info(
+                "ds_ckpt: autotune: weights travel %s: they hold a step up for %s "
+                "(ds_ckpt.weights.deltas chooses one for good)",
+                self.codecs[best].words,
+                times,
+            )
+        return best
+
+    def _encode(self, chunk: Sequence[Piece], codec: Codec) -> Tensor:
+        for piece in chunk:
+            self._zero_padding(piece, self._master(piece))
+        parts = [self._shard(piece) for piece in chunk]
+        held = torch.cat(parts)
+        master = torch.cat([self._master(piece) for piece in chunk]).to(held.device)
+        sizes = [piece.size for piece in chunk]
+        payload = codec.encode(held, master, sizes)
+        after = held.split(sizes)
+        for part, now in zip(parts, after, strict=True):
+            part.copy_(now)
+        if self._hosts.rank in self._hosts.kept:
+            index = self._hosts.kept.index(self._hosts.rank)
+            for piece, now in zip(chunk, after, strict=True):
+                self._kept(piece, index).copy_(now)
+        return payload
+
+    def _launch(self) -> None:
+        """Let chunks go while the bound allows it."""
+        while self._to_send and len(self._flying) < IN_FLIGHT:
+            chunk, payload, lengths = self._to_send.popleft()
+            handle, outgoing, arriving = self._deliver(payload, lengths, async_op=True)
+            codec = self.codecs[self._chosen]
+            self._flying.append(Flight(chunk, codec, handle, outgoing, arriving, lengths))
+
+    @property
+    def _landed(self) -> int:
+        """Chunks of the step that are there."""
+        return len(self._chunks) - len(self._to_send) - len(self._flying)
+
+    def land(self) -> None:
+        """Wait for everything that is on its way."""
+        while self._flying:
+            self._land()
+
+    def _land(self) -> None:
+        """Wait for the next chunk, and put it into this process's part."""
+        started_s = time.perf_counter()
+        flight = self._flying.popleft()
+        if flight.handle is not None:
+            flight.handle.wait()
+        sizes = [piece.size for piece in flight.pieces]
+        packets = flight.arriving.cpu().split(list(flight.lengths))
+        for index, owner in enumerate(self._hosts.kept):
+            if owner == self._hosts.rank:
+                continue  # kept when it was sent
+            parts = [self._kept(piece, index) for piece in flight.pieces]
+            held = torch.cat(parts)
+            flight.codec.decode_(held, packets[owner].clone(), sizes)  # views must be aligned
+            for part, now in zip(parts, held.split(sizes), strict=True):
+                part.copy_(now)
+        with self._counters.purpose(Purpose.WEIGHTS):
+            self._launch()
+        if not self._flying:
+            setattr(self._coordinator, _PREFETCH, self._prefetched)
+        self._held_up_s += time.perf_counter() - started_s
 
     def check(self) -> bool:
         """Whether all hosts keep what the owners have; if not, gather it anew. Collective."""
-        hosts, shards = self._hosts, self._optimizer.fp16_partitioned_groups_flat
-        groups = range(len(shards))
-        told = self._tell([_checksum(shard) for shard in shards])
-        told[hosts.rank] = [_checksum(shard) for shard in shards]
+        self.land()
+        hosts, pieces = self._hosts, [piece for chunk in self._chunks for piece in chunk]
+        own = [_checksum(self._shard(piece)) for piece in pieces]
+        with self._counters.purpose(Purpose.WEIGHTS):
+            told = {**self._tell(own), hosts.rank: own}
         wrong = any(
-            _checksum(torch.cat(self._parts(group, index))) != told[owner][group]
+            _checksum(self._kept(piece, index)) != told[owner][number]
             for index, owner in enumerate(hosts.kept)
-            for group in groups
+            for number, piece in enumerate(pieces)
         )
-        flag = torch.tensor(float(wrong), device=shards[0].device)
-        group = self._optimizer.dp_process_group
-        torch_dist.all_reduce(flag, op=torch_dist.ReduceOp.MAX, group=group)
+        flag = torch.tensor(float(wrong), device=self._shard(pieces[0]).device)
+        torch_dist.all_reduce(flag, op=torch_dist.ReduceOp.MAX, group=self._between)
         if flag.item():
             if hosts.rank == 0:
                 log.warning(
@@ -234,51 +443,33 @@ class WeightsHook:
         """A few whole numbers to every keeper; by owner those of all owners but this process."""
         packet = torch.tensor(numbers, dtype=torch.int64).view(torch.uint8)
         owners = [owner for owner in self._hosts.kept if owner != self._hosts.rank]
-        arrived = self._deliver(packet, dict.fromkeys(owners, packet.numel()))
-        return {owner: arrived[owner].view(torch.int64).tolist() for owner in owners}
+        lengths = [packet.numel() if p in owners else 0 for p in range(self._hosts.world)]
+        arrived = self._deliver(packet, lengths, async_op=False)[2].cpu().split(lengths)
+        return {owner: arrived[owner].clone().view(torch.int64).tolist() for owner in owners}
 
-    def _deliver(self, packet: Tensor, lengths: dict[int, int]) -> dict[int, Tensor]:
-        """One packet to every keeper; by owner those of all owners but this process.
+    def _deliver(
+        self, packet: Tensor, lengths: Sequence[int], *, async_op: bool
+    ) -> tuple[Any, Tensor, Tensor]:
+        """One packet to every keeper: a handle, what is sent, what arrives.
 
         Args:
             packet: uint8 on the CPU.
-            lengths: bytes of each owner's packet.
+            lengths: bytes from each process.
         """
-        optimizer, hosts = self._optimizer, self._hosts
-        world = hosts.hosts * hosts.local
+        hosts = self._hosts
         keepers = [keeper for keeper in hosts.keepers(hosts.rank) if keeper != hosts.rank]
-        send = [packet.numel() if process in keepers else 0 for process in range(world)]
-        receive = [lengths.get(process, 0) for process in range(world)]
-        outgoing = packet.repeat(len(keepers)).to(optimizer.fp16_partitioned_groups_flat[0].device)
-        arrived = outgoing.new_empty(sum(receive))
-        group = optimizer.dp_process_group
-        self._all_to_all_single(arrived, outgoing, receive, send, group=group)
-        # each in memory of its own: a view of wider numbers must be aligned
-        parts = [part.clone() for part in arrived.cpu().split(receive)]
-        return {owner: parts[owner] for owner in lengths}
-
-    def _parts(self, group: int, index: int) -> list[Tensor]:
-        """Views of the secondary partition: the `index`-th owner's shard."""
-        pieces = self._pieces(group)
-        return [p.ds_secondary_tensor.data[index * n : (index + 1) * n] for p, _, n in pieces]
-
-    def _change(self, group: int, index: int, payload: Tensor) -> None:
-        parts = self._parts(group, index)
-        shard = torch.cat(parts)
-        self.codec.decode_(shard, payload, [part.numel() for part in parts])
-        self._copy(group, index, shard)
-
-    def _copy(self, group: int, index: int, shard: Tensor) -> None:
-        parts = self._parts(group, index)
-        for part, weights in zip(parts, shard.split([p.numel() for p in parts]), strict=True):
-            part.copy_(weights)
+        send = [packet.numel() if process in keepers else 0 for process in range(hosts.world)]
+        outgoing = packet.repeat(len(keepers)).to(self._shard(self._chunks[0][0]).device)
+        arriving = outgoing.new_empty(sum(lengths))
+        handle = self._all_to_all_single(
+            arriving, outgoing, list(lengths), send, group=self._between, async_op=async_op
+        )
+        return handle, outgoing, arriving
 
     def held(self) -> dict[str, Tensor]:
         """This process's shards, as all hosts hold them, by parameter."""
-        groups = range(len(self._optimizer.fp16_groups))
-        return {
-            self._names[p.ds_id]: p.ds_tensor.data for g in groups for p, _, _ in self._pieces(g)
-        }
+        pieces = [piece for chunk in self._chunks for piece in chunk]
+        return {self._names[piece.param.ds_id]: self._shard(piece) for piece in pieces}
 
     @property
     def nbytes(self) -> int:
@@ -287,6 +478,7 @@ class WeightsHook:
 
     def detach(self) -> None:
         """Drop the secondary partition; DeepSpeed gathers between hosts again."""
+        self.land()
         self._patches.undo()
         for param in self._params:
             param.ds_secondary_tensor = None

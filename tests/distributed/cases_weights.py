@@ -14,6 +14,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
 import ds_ckpt
 from ds_ckpt.telemetry import Purpose
+from ds_ckpt.zero3 import weights
 from tests.distributed import models
 from tests.distributed.cases_levels import hosts
 from tests.distributed.pool import fresh, once
@@ -78,10 +79,28 @@ def _crossing(slots: list[int]) -> Iterator[list[str]]:
             setattr(ds_comm.cdb, name, original)
 
 
-def _run(slots: list[int], kind: str, section: dict[str, Any], steps: int, **options: Any) -> Any:
+@contextmanager
+def _chunks(size: int) -> Iterator[None]:
+    """Chunks of about so many elements, of which two are under way at a time."""
+    before = weights.CHUNK, weights.IN_FLIGHT
+    weights.CHUNK, weights.IN_FLIGHT = size, 2
+    try:
+        yield
+    finally:
+        weights.CHUNK, weights.IN_FLIGHT = before
+
+
+def _run(
+    slots: list[int],
+    kind: str,
+    section: dict[str, Any],
+    steps: int,
+    chunk: int = weights.CHUNK,
+    **options: Any,
+) -> Any:
     """Train on such hosts."""
     fresh()
-    with hosts(slots):
+    with hosts(slots), _chunks(chunk):
         engine = models.start(kind, _config(section, **options))
         session = ds_ckpt.session_of(engine)
         losses = models.train(engine, kind, 1)
@@ -92,7 +111,9 @@ def _run(slots: list[int], kind: str, section: dict[str, Any], steps: int, **opt
                 evaluated = float(models.loss_of(engine(**models.batch(kind, 99, dist.get_rank()))))
             engine.train()
         sent = session.counters.bytes_sent if session else {}
+        hook = session._resident.hook if session and session._resident else None
         result = {
+            "choice": hook.codecs[hook._chosen].words if hook else "",
             "losses": losses,
             "evaluated": evaluated,
             "weights": models.weights_digest(engine),

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from ds_ckpt.zero3.weights import COMPARED
 from tests.distributed import cases_weights as cases
 from tests.distributed.models import quantize_section
 
 WHOLE = {"weights": {"resident": True, "deltas": "none"}}
-LOSSLESS = {"weights": {"resident": True}}
+LOSSLESS = {"weights": {"resident": True, "deltas": "lossless"}}
+AUTO = {"weights": {"resident": True}}
 BLOCK = {"activation": {"policy": "block"}}
 ONE, TWO = [1, 1], [2, 2]
 FP32 = {"bf16": {"enabled": False}}
@@ -32,6 +34,7 @@ def same(ours: list[Any], plain: list[Any]) -> None:
         ("llama-tied", LOSSLESS, {"offload_optimizer": True}),
         ("lora", LOSSLESS, {}),
         ("plain", WHOLE, FP32),
+        ("llama", LOSSLESS, {"accumulation": 2, "chunk": 300}),
         ("mixtral", LOSSLESS, {"reuse": 0}),
     ],
 )
@@ -54,7 +57,7 @@ def test_with_several_processes_a_host_gathers_stay_inside(
     world4: Any, section: dict[str, Any]
 ) -> None:
     plain = world4.run(cases.run, TWO, "llama-tied", {}, 4, accumulation=2)
-    ours = world4.run(cases.run, TWO, "llama-tied", section, 4, accumulation=2)
+    ours = world4.run(cases.run, TWO, "llama-tied", section, 4, accumulation=2, chunk=200)
     same(ours, plain)
     for process in ours:
         assert process["crossing"] == []
@@ -73,6 +76,17 @@ def test_beside_checkpointing_and_compression(world2: Any, beside: dict[str, Any
     ours = world2.run(cases.run, ONE, "llama", {**beside, **LOSSLESS}, 4, accumulation=2)
     same(ours, without)
     assert all(process["crossing"] == [] and process["wrong"] == 0 for process in ours)
+
+
+def test_of_two_ways_the_one_that_takes_less_time_is_chosen(world2: Any) -> None:
+    """Changes that lose nothing and whole weights take turns; training is the same with any."""
+    steps = 2 * COMPARED + 3
+    plain = world2.run(cases.run, ONE, "llama", {}, steps)
+    ours = world2.run(cases.run, ONE, "llama", AUTO, steps)
+    same(ours, plain)
+    for process in ours:
+        assert "or whole, whichever takes less time" in process["summary"]
+        assert process["choice"] == "whole", "no link is slow here"
 
 
 def test_changes_are_few_bytes(world2: Any) -> None:
@@ -167,9 +181,7 @@ def test_what_cannot_be_served_is_refused(world2: Any, world4: Any) -> None:
     for message in world2.run(cases.refused, ONE, LOSSLESS, 2):
         assert "$.zero_optimization.zero_hpz_partition_size" in message
         assert "write 1 or remove the key" in message
-    lossless = {"weights": {"resident": True, "deltas": "lossless"}}
-    for message in world2.run(cases.refused, ONE, lossless, **FP32):
-        assert "$.ds_ckpt.weights.deltas" in message
+    for message in world2.run(cases.refused, ONE, LOSSLESS, **FP32):
         assert "torch.float32" in message
     for message in world2.run(cases.refused_for_one_tensor, ONE, FOUR):
         assert "$.ds_ckpt.weights.deltas" in message

@@ -17,7 +17,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from ds_ckpt.errors import ConfigError, StateError
+from ds_ckpt.errors import ConfigError, StateError, UnsupportedError
 from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.rules import Method, MethodSettings, Rule
 from ds_ckpt.validation import report
@@ -37,6 +37,7 @@ from ds_ckpt.validation.experiment import (
     far_behind,
     read_candidates,
 )
+from ds_ckpt.validation.processes import run_processes
 from ds_ckpt.validation.report import document, write_report
 from ds_ckpt.validation.store import Key, Result, Store
 from ds_ckpt.validation.task import Task, TaskSpec
@@ -493,3 +494,22 @@ def test_a_comparison_leaves_denormals_as_they_were() -> None:
     with _denormals_flushed():
         assert flushed()
     assert not flushed()
+
+
+def test_weights_in_few_bits_are_judged_by_loss_and_by_virtual_workers_alone(
+    tmp_path: Path,
+) -> None:
+    files = [
+        config_file(tmp_path, deltas, weights={"resident": True, "deltas": deltas})
+        for deltas in ("4bit", "3bit", "none")
+    ]
+    four, three, whole = read_candidates(files)
+    assert four.lossy
+    assert three.lossy
+    assert not whole.lossy, "its bits are compared"
+    assert four.warm_up(STEPS) == 0
+    assert len({c.digest(STEPS) for c in (DENSE, four, three)}) == 3
+    plan = Plan(opened("language"), [four], [0])
+    store = Store(tmp_path / "results.jsonl")
+    with pytest.raises(UnsupportedError, match=r"weights\.deltas"):
+        run_processes(plan, store, tmp_path / "r.jsonl", tmp_path / "folder")

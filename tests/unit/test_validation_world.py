@@ -135,7 +135,12 @@ def data(step: int, micro: int, worker: int) -> torch.Tensor:
 
 
 def training(
-    settings: ExchangeSettings, *, world: int = 2, accumulation: int = 1, **recipe: Any
+    settings: ExchangeSettings,
+    *,
+    world: int = 2,
+    accumulation: int = 1,
+    weight_bits: int | None = None,
+    **recipe: Any,
 ) -> tuple[_Net, InProcessWorld]:
     model = _Net()
 
@@ -145,7 +150,13 @@ def training(
 
     given_ = Recipe(steps=8, learning_rate=1e-2, **recipe)
     return model, InProcessWorld(
-        model, loss, given_, settings, workers=world, accumulation=accumulation
+        model,
+        loss,
+        given_,
+        settings,
+        workers=world,
+        accumulation=accumulation,
+        weight_bits=weight_bits,
     )
 
 
@@ -186,6 +197,22 @@ def test_the_warm_up_is_the_dense_run() -> None:
     feedback = ours.workers._workers[0].feedback
     assert feedback is not None
     assert feedback.steps == 0  # residuals are rounded as if the run began here, as those on record
+
+
+@pytest.mark.parametrize("bits", [4, 3])
+def test_weights_in_few_bits_are_near_the_optimizers(bits: int) -> None:
+    """The model holds what hosts hold, and gradients are of that."""
+    model, ours = training(DENSE, weight_bits=bits, warmup_ratio=0.5)
+    exact_model, exact = training(DENSE, warmup_ratio=0.5)
+    for _ in range(8):
+        ours.train_step()
+        exact.train_step()
+    for held, master in zip(model.parameters(), ours._masters, strict=True):
+        assert not torch.equal(held, master)
+        rounding = (master.bfloat16().float() - master).norm()
+        assert (held - master).norm() <= 1.5001 * rounding
+    for a, b in zip(model.parameters(), exact_model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0.05, atol=0.01)
 
 
 def test_a_step_that_is_not_finite_is_skipped() -> None:
