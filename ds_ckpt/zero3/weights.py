@@ -131,7 +131,8 @@ class WeightsHook:
             reassign(group)
             for padding in self._padding(group):
                 padding.zero_()
-            self._payloads[group] = self._codec.encode(before, shard)
+            with self._counters.span("pack"):
+                self._payloads[group] = self._codec.encode(before, shard)
 
         def exchange_and_post_step(*args: Any, **kwargs: Any) -> None:
             with self._counters.purpose(Purpose.WEIGHTS):
@@ -274,6 +275,17 @@ class WeightsHook:
         self._patches.undo()
         for param in self._params:
             param.ds_secondary_tensor = None
+
+
+def forget_hpz() -> None:
+    """Have engines that are built from now on be what their own file says.
+
+    DeepSpeed keeps hpZ's process group for the whole program, and every later ZeRO-3 engine makes
+    secondary partitions where there is one, whatever its file says.
+    """
+    from deepspeed.utils import groups
+
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
 
 
 def _checksum(weights: Tensor) -> int:
