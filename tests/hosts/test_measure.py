@@ -234,12 +234,16 @@ def test_a_hostfile_of_machines(
     options = [f"--output={folder}", "--interface=eth0", f"--launcher={launcher}", *SMALL]
     options += [f"--hostfile={two_hosts.folder}/hostfile", "--ssh-port=2222", "--loss-steps=0"]
     options += ["--policies=none", "--methods=", "--no-equal-memory", f"--port={MASTER_PORT + 1}"]
+    options += ["--rivals=hpz"]
     command = [*COMMAND, "measure", *options]
     monkeypatch.setattr(two_hosts, "slots", 2)
     prepared = two_hosts.prepare(command, tmp_path)
     assert run_in_foreground(prepared, limit_s=300) == 0
     found = {trial.configuration: trial for trial in trials(folder)}
-    assert set(found) == {"none/stock", "none/dense", "none/silent"}
+    assert set(found) == {"none/stock", "none/dense", "none/silent", "none/stock/hpz"}
+    gathers = {name: one.figures["link_gather_bytes"] for name, one in found.items()}
+    # hpZ's second gather stays inside the host
+    assert gathers["none/stock/hpz"] == pytest.approx(gathers["none/stock"] / 2, rel=0.01)
     for trial in found.values():
         counted = sum(trial.purpose_bytes.values())
         assert trial.interface_bytes == pytest.approx(counted, rel=0.03)
