@@ -25,6 +25,7 @@ import torch.distributed as dist
 import ds_ckpt
 from ds_ckpt import workload
 from ds_ckpt.hosts.interfaces import INTERFACE, interface_counter
+from ds_ckpt.zero3.weights import forget_hpz
 
 WARM_UP_STEPS = 2
 RESIDENT = {"weights": {"resident": True}}
@@ -93,6 +94,7 @@ def measure(
         config["zero_optimization"]["stage3_prefetch_bucket_size"] = 0
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     engine, *_ = ds_ckpt.initialize(model=model, config=config)
+    forget_hpz()
     cell = _cells.Running("", engine, None)
     for step in range(WARM_UP_STEPS):
         cell.step(1, 16, step)

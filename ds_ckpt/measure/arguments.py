@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.hosts.commands import parse_rate
 from ds_ckpt.measure.cluster import account, cluster, rate_mbit
 from ds_ckpt.measure.report import Report
-from ds_ckpt.measure.spec import METHODS, POLICIES, SHAPE, Spec
+from ds_ckpt.measure.spec import AXES, RIVALS, SHAPE, Spec
 
 CALIBRATION = "calibration"
 
@@ -36,23 +36,28 @@ def batches_of(text: str) -> tuple[int, ...]:
         raise typer.BadParameter(f"{text!r}: write numbers with commas, such as 2,4") from None
 
 
-def sections_of(
-    policies: str, methods: str
-) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, dict[str, Any]]]:
-    """Names of both lists; a name that ends in .json is a file, whose section is taken.
+def names_of(listed: str) -> tuple[str, ...]:
+    return tuple(filter(None, (word.strip() for word in listed.split(","))))
+
+
+def sections_of(**listed: str) -> tuple[dict[str, tuple[str, ...]], dict[str, dict[str, Any]]]:
+    """Names of each list; a name that ends in .json is a file, whose section is taken.
+
+    Args:
+        listed: words with commas by section of `ds_ckpt`, one of `AXES`.
 
     Raises ConfigError where a file cannot be used, lacks the section, or has a name that is taken.
     """
     sections: dict[str, dict[str, Any]] = {}
     problems = []
 
-    def name_of(word: str, section: str, known: Collection[str]) -> str:
+    def name_of(word: str, section: str) -> str:
         if not word.endswith(".json"):
             return word
         content = load_file(Path(word))
         parse(content, source=word)
         name, own = Path(word).stem, content.get("ds_ckpt", {}).get(section)
-        if name in known or f"{section}/{name}" in sections:
+        if name in {*AXES[section], *RIVALS} or f"{section}/{name}" in sections:
             why = "the report tells configurations apart by it"
             problems.append(Problem(word, f"{name} is a name already", why, "rename it"))
         elif not own:
@@ -65,17 +70,13 @@ def sections_of(
             sections[f"{section}/{name}"] = own
         return name
 
-    def names_of(listed: str, section: str, known: Collection[str]) -> tuple[str, ...]:
-        words = filter(None, (word.strip() for word in listed.split(",")))
-        return tuple(name_of(word, section, known) for word in words)
-
-    chosen = (
-        names_of(policies, "activation", POLICIES),
-        names_of(methods, "compression", METHODS),
-    )
+    chosen = {
+        section: tuple(name_of(word, section) for word in names_of(words))
+        for section, words in listed.items()
+    }
     if problems:
         raise ConfigError(problems, headline="these files make no configurations")
-    return *chosen, sections
+    return chosen, sections
 
 
 def shape_of(text: str) -> dict[str, int]:
@@ -104,6 +105,9 @@ def alike(
         rates=(None,),
         policies=("none", "block"),
         methods=(),
+        weights=(),
+        rivals=(),
+        accumulation=1,  # the formulas are of one micro-step
         sections={},
         batches=spec.batches[:1],
         loss_steps=0,

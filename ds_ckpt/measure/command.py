@@ -54,8 +54,20 @@ def measure(
             "files. The two dense baselines and the ceiling are always there."
         ),
     ] = "4bit",
-    batches: Annotated[str, typer.Option(help="Sequences a process and step.")] = "4",
+    weights: Annotated[
+        str,
+        typer.Option(
+            help="Where they are: whole and lossless are resident on every host, or DeepSpeed "
+            "files. ZeRO-3's way is always there."
+        ),
+    ] = "",
+    rivals: Annotated[
+        str, typer.Option(help="Other ways of plain DeepSpeed: hpz, zero2, zero1.")
+    ] = "",
+    batches: Annotated[str, typer.Option(help="Sequences a process and micro-step.")] = "4",
     tokens: Annotated[int, typer.Option(min=2, help="Of a sequence.")] = 128,
+    accumulation: Annotated[int, typer.Option(min=1, help="Micro-steps of a step.")] = 1,
+    bf16: Annotated[bool, typer.Option("--bf16", help="16-bit weights; else fp32.")] = False,
     shape: Annotated[
         str, typer.Option(help="Of the Llama: hidden_size=256,layers=6,intermediate_size=688.")
     ] = "",
@@ -112,7 +124,9 @@ def measure(
             raise typer.BadParameter(said)
 
     with errors_in_words():
-        chosen_policies, chosen_methods, sections = arguments.sections_of(policies, methods)
+        chosen, sections = arguments.sections_of(
+            activation=policies, compression=methods, weights=weights
+        )
         chosen_rates = arguments.rates_of(rates) if rates is not None else None
         place: AbstractContextManager[Backend]
         where: Where = "emulated"
@@ -137,12 +151,16 @@ def measure(
             where=where,
             hosts=hosts,
             slots=slots,
-            policies=chosen_policies,
-            methods=chosen_methods,
+            policies=chosen["activation"],
+            methods=chosen["compression"],
+            weights=chosen["weights"],
+            rivals=arguments.names_of(rivals),
             sections=sections,
             rates=chosen_rates or ((200.0,) if where == "emulated" else (None,)),
             batches=arguments.batches_of(batches),
             tokens=tokens,
+            accumulation=accumulation,
+            bf16=bf16,
             shape=arguments.shape_of(shape),
             repetitions=repetitions,
             steps=steps,

@@ -6,7 +6,8 @@ comparison of runs ask it. To add a figure is to add its entry (and its tests):
     MEASURED    of one configuration at a rate: from its trials, its memory, its training. With
                 `take` every process of the worker takes it in each trial, and `over` puts the
                 processes' values together; what is got so stands in the trials' records.
-    DERIVED     of a policy P, a dense baseline D (`stock` or `dense`) and a method C at a rate.
+    DERIVED     of a policy P, a dense baseline D (`stock` or `dense`) and another exchange C at a
+                rate: a method of gradients and where the weights are.
                 `definition` says what it is; docs/measuring.md and the report print it.
 """
 
@@ -14,12 +15,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ds_ckpt.hosts.interfaces import Sent
 from ds_ckpt.measure.parts import COMPUTE
 from ds_ckpt.measure.records import Key, Loss, Memory, StepTime
-from ds_ckpt.measure.spec import SILENT, Spec
+from ds_ckpt.measure.spec import SILENT, STOCK, Configuration, Spec
 from ds_ckpt.measure.statistics import Estimate, Lookup, Point
 from ds_ckpt.telemetry.units import MB, number
 
@@ -63,13 +64,25 @@ class Figure:
 
 @dataclass(frozen=True)
 class Take:
-    """What one process has seen of a trial: its steps, and what its host has sent meanwhile."""
+    """What one process has seen of a trial: its steps, and what its host has sent meanwhile.
+
+    Attributes:
+        leads: whether it is the first process of its host.
+        far_bytes: that it sent to other hosts in a step, by purpose.
+        weight_bytes: of weights that it keeps.
+    """
 
     times: Sequence[StepTime]
     losses: Sequence[float]
     sent: Sent
     leads: bool
-    """Whether it is the first process of its host."""
+    hosts: int
+    far_bytes: Mapping[str, float]
+    weight_bytes: int
+
+    def far_bytes_a_host(self, beginning: str) -> float:
+        """This process's share of the mean over hosts, of the purposes that begin so."""
+        return _total(self.far_bytes, beginning) / self.hosts
 
 
 @dataclass(frozen=True)
@@ -83,6 +96,8 @@ class Row:
     usual: bool
     """With the smallest batch, not the one at equal memory."""
     processes: int
+    tokens: int
+    """Of a step, all processes."""
     step_s: Estimate
     parts_s: dict[str, Estimate]
     in_collectives_s: float
@@ -98,10 +113,9 @@ class Row:
     def part_s(self, *names: str) -> float:
         return sum(self.parts_s[name].value for name in names or self.parts_s)
 
-    def bytes_a_process(self, beginning: str) -> float:
+    def bytes_a_process(self, *beginnings: str) -> float:
         """Of the purposes that begin so."""
-        found = (v for n, v in self.purpose_bytes.items() if n.startswith(beginning))
-        return sum(found) / self.processes
+        return _total(self.purpose_bytes, *beginnings) / self.processes
 
     def number(self, name: str) -> float:
         """The value alone of a figure that every configuration has."""
@@ -127,12 +141,23 @@ class Measured(Figure):
         return row.taken.get(self.name) if self.of is None else self.of(row)
 
 
+def _total(values: Mapping[str, float], *beginnings: str) -> float:
+    return sum(value for name, value in values.items() if name.startswith(beginnings))
+
+
+def _far(name: str, words: str, beginning: str) -> Measured:
+    return Measured(
+        name, words, "MB a host", take=lambda t: t.far_bytes_a_host(beginning), over=sum
+    )
+
+
 def _part(name: str, words: str, *parts: str) -> Measured:
     return Measured(f"{name}_s", words, "s", of=lambda r: r.part_s(*(parts or (name,))))
 
 
 MEASURED: list[Measured] = [
     Measured("step_s", "step", "s", of=lambda r: r.step_s),
+    Measured("tokens_per_s", "tokens", "/s", of=lambda r: r.tokens / r.step_s.value),
     _part("compute", "compute", *COMPUTE),
     _part("recompute", "recompute"),
     _part("network_forward", "network: forward"),
@@ -154,10 +179,18 @@ MEASURED: list[Measured] = [
         of=lambda r: None if r.rate_mbit is None else 8e-6 * r.link_bytes / r.rate_mbit,
     ),
     Measured("link_bytes", "link", "MB a host", of=lambda r: r.link_bytes),
+    _far("link_gather_bytes", "link: gathers", "gather"),
+    _far("link_weight_bytes", "link: changed weights", "weights"),
+    _far("link_gradient_bytes", "link: gradients", "reduce"),
     Measured(
         "gradient_bytes", "gradients", "MB a process", of=lambda r: r.bytes_a_process("reduce")
     ),
-    Measured("weight_bytes", "weights", "MB a process", of=lambda r: r.bytes_a_process("gather")),
+    Measured(
+        "weight_bytes",
+        "weights",
+        "MB a process",
+        of=lambda r: r.bytes_a_process("gather", "weights"),
+    ),
     Measured(
         "interface_bytes",
         "interfaces",
@@ -172,6 +205,7 @@ MEASURED: list[Measured] = [
         of=lambda r: r.interface_bytes / max(sum(r.purpose_bytes.values()), 1.0),
         shown_as="{:.3f}".format,
     ),
+    Measured("kept_weight_bytes", "kept weights", "MB", take=lambda t: t.weight_bytes),
     Measured(
         "held_bytes",
         "held activations",
@@ -214,11 +248,11 @@ def put_together(everyone: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Sides:
-    """What a derived figure compares: policy P, dense baseline D, method C at one rate."""
+    """What a derived figure compares: policy P, dense baseline D, exchange C at one rate."""
 
     at: Lookup
     spec: Spec
-    link_bytes: Mapping[Key, float]
+    rows: Mapping[Key, Row]
     """Of every configuration with every batch that was measured."""
     rate_mbit: float | None
     policy: str
@@ -228,6 +262,9 @@ class Sides:
 
     def point(self, policy: str, method: str) -> Point:
         return self.at(Key(f"{policy}/{method}", self.batch))
+
+    def row(self, policy: str, method: str) -> Row:
+        return self.rows[Key(f"{policy}/{method}", self.batch)]
 
     @property
     def dense(self) -> Point:
@@ -252,27 +289,38 @@ class Sides:
 
     @property
     def ceiling_s(self) -> float | None:
-        if not self.spec.ceiling:
+        silent = replace(Configuration.of(f"{self.policy}/{self.method}"), method=SILENT)
+        if silent not in self.spec.configurations:
             return None
-        return self.dense.exchange_s - self.point(self.policy, SILENT).exchange_s
+        return self.dense.exchange_s - self.point(self.policy, silent.exchange).exchange_s
 
     @property
     def freed_bytes(self) -> float:
-        dense, compressed = (
-            self.link_bytes[Key(f"{self.policy}/{m}", self.batch)]
-            for m in (self.baseline, self.method)
-        )
-        return dense - compressed
+        dense, compressed = (self.row(self.policy, m) for m in (self.baseline, self.method))
+        return dense.link_bytes - compressed.link_bytes
+
+    @property
+    def taken_memory(self) -> float | None:
+        """What C's weights take more than D's, over what activations take less than `none`'s."""
+        if Configuration.of(f"{self.policy}/{self.method}").weights == STOCK:
+            return None
+        mine, stock = (self.row(self.policy, m) for m in (self.method, self.baseline))
+        plain, kept = self.row("none", self.baseline).memory, stock.memory
+        name = "kept_weight_bytes"
+        if plain is None or kept is None or not mine.taken.keys() & stock.taken.keys() >= {name}:
+            return None
+        taken = mine.taken[name] - stock.taken[name]
+        return _over(taken, plain.peak_bytes - kept.peak_bytes)
 
     def tokens_per_s(self, of: Callable[[float, float], float]) -> float | None:
         """`of` those without checkpointing, D, and of (P, C) with the batch at equal memory."""
         name = f"{self.policy}/{self.method}"
-        large = [k for k in self.link_bytes if k.equal_memory and k.configuration == name]
+        large = [k for k in self.rows if k.equal_memory and k.configuration == name]
         if not large or self.batch != min(self.spec.batches):
             return None
-        tokens = self.spec.tokens * self.spec.processes
         plain_s, large_s = self.plain.step_s, self.at(large[0]).step_s
-        return of(self.batch * tokens / plain_s, large[0].sequences * tokens / large_s)
+        tokens_of = self.spec.tokens_of
+        return of(tokens_of(self.batch) / plain_s, tokens_of(large[0].sequences) / large_s)
 
 
 @dataclass(frozen=True)
@@ -304,7 +352,8 @@ DERIVED: list[Derived] = [
         "recomputing adds, compressed",
         "s",
         of=lambda s: s.recomputing_s(s.method),
-        definition="the same with C in the place of D",
+        definition="the same with C in the place of D; where weights are resident its gathers stay "
+        "inside the host",
     ),
     Derived(
         "recompute_dense_by_difference_s",
@@ -383,6 +432,14 @@ DERIVED: list[Derived] = [
         "x",
         of=lambda s: s.plain.step_s / s.compressed.step_s,
         definition="step(none, D) / step(P, C): above 1, memory is saved for nothing",
+    ),
+    Derived(
+        "memory_taken",
+        "share of the freed memory that kept weights take",
+        of=lambda s: s.taken_memory,
+        definition="(weights kept(P, C) - weights kept(P, D)) / (peak activations(none) - peak "
+        "activations(P)), a process; where C has the weights elsewhere than ZeRO-3 has them",
+        headline=True,
     ),
     Derived(
         "tokens_per_s_none",

@@ -6,13 +6,13 @@ import functools
 import itertools
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ds_ckpt.measure.figures import DERIVED, MEASURED, Row, Sides
 from ds_ckpt.measure.parts import PARTS
 from ds_ckpt.measure.records import Key, Loss, Memory, Sample, Trial
-from ds_ckpt.measure.spec import BASELINES, DENSE, SILENT, STOCK, Spec, link
+from ds_ckpt.measure.spec import DENSE, SILENT, STOCK, Configuration, Spec, link
 from ds_ckpt.measure.statistics import Estimate, Lookup, Repetitions
 
 SETTLED, SETTLED_REPETITIONS = 0.05, 4
@@ -21,12 +21,13 @@ SETTLED, SETTLED_REPETITIONS = 0.05, 4
 
 @dataclass(frozen=True)
 class Comparison:
-    """Derived figures of a policy, a dense baseline and a method at a rate."""
+    """Derived figures of a policy, a dense baseline and another exchange at a rate."""
 
     rate_mbit: float | None
     policy: str
     baseline: str
     method: str
+    """`Configuration.exchange`: of gradients, and of weights that are not where ZeRO-3 has them."""
     sequences: int
     repetitions: int
     values: dict[str, Estimate]
@@ -80,6 +81,7 @@ class Findings:
         rows = [
             {
                 "cell": row.configuration,
+                **asdict(Configuration.of(row.configuration)),
                 **{name: getattr(row, name) for name in kept},
                 **{one.name: one.value(row) for one in MEASURED},
             }
@@ -112,17 +114,17 @@ def find(spec: Spec, samples: Sequence[Sample]) -> Findings:
             missing.append(f"{link(rate)}: {whole or 'none'} of {spec.repetitions} repetitions")
         if not whole:
             continue
-        link_bytes: dict[Key, float] = {}
+        here: dict[Key, Row] = {}
         for key in sorted(
             repetitions.trials,
             key=lambda k: (k.equal_memory, k.sequences, names.index(k.configuration)),
         ):
-            policy, _, method = key.configuration.partition("/")
-            memory = memories.get((f"{policy}/{STOCK}", key.sequences))
-            loss = losses.get(key.configuration) if method != SILENT else None
-            rows.append(_row(key, repetitions, spec, memory, loss))
-            link_bytes[key] = rows[-1].link_bytes
-        comparisons += _compared(spec, rate, repetitions, link_bytes)
+            one = Configuration.of(key.configuration)
+            memory = memories.get((f"{one.policy}/{STOCK}", key.sequences))
+            loss = losses.get(one.name) if one.method != SILENT else None
+            here[key] = _row(key, repetitions, spec, memory, loss)
+        rows += here.values()
+        comparisons += _compared(spec, rate, repetitions, here)
     trained = [c.name for c in spec.configurations if c.method != SILENT and spec.loss_steps]
     if without := [name for name in trained if name not in losses]:
         missing.append(f"no held-out loss of {', '.join(without)}")
@@ -146,6 +148,7 @@ def _row(
         equal_memory=key.equal_memory,
         usual=key.sequences == min(spec.batches) and not key.equal_memory,
         processes=spec.processes,
+        tokens=spec.tokens_of(key.sequences),
         step_s=estimates["step_s"],
         parts_s={name: estimates[name] for name in PARTS},
         in_collectives_s=repetitions.lookup()(key).in_collectives_s,
@@ -159,16 +162,18 @@ def _row(
 
 
 def _compared(
-    spec: Spec, rate: float | None, repetitions: Repetitions, link_bytes: Mapping[Key, float]
+    spec: Spec, rate: float | None, repetitions: Repetitions, rows: Mapping[Key, Row]
 ) -> list[Comparison]:
     found = []
     for one, baseline, batch in itertools.product(
         spec.configurations, (STOCK, DENSE), spec.batches
     ):
-        if one.policy == "none" or one.method in BASELINES:
+        if one.policy == "none" or one.exchange in (STOCK, DENSE) or one.method == SILENT:
             continue
-        names = one.policy, baseline, one.method
-        sides = Sides(repetitions.lookup(), spec, link_bytes, rate, *names, batch)
+        if one.weights != STOCK and baseline == STOCK:
+            continue  # held against the better one alone: there are many of them
+        names = one.policy, baseline, one.exchange
+        sides = Sides(repetitions.lookup(), spec, rows, rate, *names, batch)
         values = repetitions.estimate(functools.partial(_derived, sides))
         found.append(Comparison(rate, *names, batch, len(repetitions.numbers), values))
     return found

@@ -4,8 +4,8 @@ DeepSpeed's thread decides how long a step takes, so its time is divided, every 
 
     network     inside a collective, waiting for one, or in an exchange's `wire` section; by where
                 it happens: forward, recompute, backward, update
-    compression the exchange's own work: residuals, packing, unpacking, summing; of stock DeepSpeed
-                what its reduction does beside the collective
+    compression the exchange's own work: residuals, packing, unpacking, summing, of gradients and of
+                resident weights; of stock DeepSpeed what its reduction does beside the collective
     recompute   inside a recompute, none of the above
     compute     forward, backward, update: the rest of each
 
@@ -30,7 +30,7 @@ COMPUTE = ("compute_forward", "compute_backward", "compute_update")
 PARTS = (*COMPUTE, "recompute", *NETWORK, "compression")
 """Every moment of a phase belongs to one of these."""
 _WIRE = {"collective", "wire"}
-_EXCHANGE = {"reduce", "in_host", "residual", "pack", "unpack"}
+_EXCHANGE = {"reduce", "weights", "in_host", "residual", "pack", "unpack"}
 
 
 Stretch = tuple[float, float, str]

@@ -63,7 +63,7 @@ class Trial(_Record):
     configuration: Configured
     rate_mbit: float | None
     sequences: int
-    """A process and step."""
+    """A process and micro-step."""
     equal_memory: bool = False
     repetition: Repeated
     steps: tuple[StepTime, ...]

@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from ds_ckpt.measure.findings import Comparison, Findings, find
 from ds_ckpt.measure.parts import COMPUTE, NETWORK
 from ds_ckpt.measure.records import Loss, Model, Store
 from ds_ckpt.measure.run import LIKE, RUNS
-from ds_ckpt.measure.spec import DENSE, SILENT, SPEC, STOCK, Spec, link
+from ds_ckpt.measure.spec import SPEC, STOCK, Configuration, Spec, link
 from ds_ckpt.measure.statistics import Estimate
 from ds_ckpt.report.charts import Band, Line, Lines, Rows, Span
 from ds_ckpt.report.document import (
@@ -37,6 +37,12 @@ from ds_ckpt.telemetry.units import MB, number
 
 FORMAT = "ds_ckpt measure 1"
 TITLE = "How much bandwidth compression frees, and how much of recomputation it pays for"
+_COSTS = (
+    *("step_s", "tokens_per_s", "link_bytes"),
+    *("link_gather_bytes", "link_weight_bytes", "link_gradient_bytes"),
+    *("kept_weight_bytes", "peak_bytes", "heldout_loss"),
+)
+"""Of the first table."""
 _PARTS = {
     "compute": COMPUTE,
     "recompute": ("recompute",),
@@ -51,12 +57,16 @@ _PURPOSES = {
     "weights, forward": ("gather_forward",),
     "weights, recompute": ("gather_recompute",),
     "weights, backward": ("gather_backward",),
+    "weights, after the step": ("weights",),
     "gradients": ("reduce",),
     "activations": ("partition",),
     "other": ("other",),
 }
 _OVER_RATES: Any = {"x": "rate of each link, Mbit/s"}
-_DECIDES = ("where", "hosts", "slots", "sections", "tokens", "shape", "text")
+_DECIDES = (
+    *("where", "hosts", "slots", "sections", "tokens", "accumulation", "bf16"),
+    *("shape", "text"),
+)
 
 
 @dataclass
@@ -109,17 +119,25 @@ class Report:
         return self.findings.spec
 
     def claims(self) -> list[tuple[str, list[tuple[str, str]]]]:
-        """What the numbers mean, by policy and method."""
+        """What the numbers mean, by policy and method, then by where the weights are."""
+        spec, found = self.spec, self.findings
+        policies = [policy for policy in spec.policies if policy != "none"]
+        weights = [name for name in (*spec.weights, *spec.rivals) if name != STOCK]
         return [
-            (f"{one.policy}, {one.method}", words.claims(self.findings, one.policy, one.method))
-            for one in self.spec.configurations
-            if one.policy != "none" and one.method in self.spec.methods
+            *(
+                (f"{policy}, {method}", words.claims(found, policy, method))
+                for policy, method in itertools.product(policies, spec.methods)
+            ),
+            *(
+                (f"{policy}, weights {name}", words.weights(found, policy, name))
+                for policy, name in itertools.product(policies, weights)
+            ),
         ]
 
     def document(self) -> Document:
         ground = self.runs[-1]["ground"] if self.runs else self.spec.where
         sections = [
-            Section("Checkpointing off and on, dense and compressed", self._squares()),
+            Section("What a step costs and sends", self._costs()),
             Section("What it means", self._claimed()),
             Section("What it is made of", self._parts()),
             Section("Bytes by purpose", self._purposes()),
@@ -141,18 +159,28 @@ class Report:
     def _rows(self, rate: float | None) -> list[Row]:
         return [row for row in self.findings.rows if row.rate_mbit == rate]
 
-    def _squares(self) -> list[Block]:
-        """The two-by-two of every rate, policy and method, and what is certain of them."""
+    def _costs(self) -> list[Block]:
+        """Every configuration of every rate with the usual batch, and what is certain of them."""
         spec, found = self.spec, list[Block]()
         named = f", {min(spec.batches)} sequences" if len(spec.batches) > 1 else ""
-        policies = [policy for policy in spec.policies if policy != "none"]
-        for rate, policy, method in itertools.product(self.findings.rates, policies, spec.methods):
-            found.append(Heading(f"{link(rate)}: {policy}, {method}{named}"))
-            found.append(_square(self.findings.usual(rate), policy, method))
+        figures = [measured(name) for name in _COSTS]
+        heads = ["checkpointing", "gradients", "weights", *(one.heading for one in figures)]
+        for rate in self.findings.rates:
+            rows = [
+                [
+                    *astuple(Configuration.of(row.configuration)),
+                    *(row.text(name, interval=name == "step_s") for name in _COSTS),
+                ]
+                for row in self.findings.usual(rate).values()
+            ]
+            found += [Heading(f"{link(rate)}{named}"), Table(heads, rows)]
         found.append(
             Paragraph(
                 "Medians with intervals of 95%, from resampled repetitions, widened where those "
-                "are few. Bytes in MB of 10^6."
+                "are few. Bytes in MB of 10^6. link: to other hosts, of the host that sends most; "
+                "by purpose the mean over hosts, without headers. Kept weights and activations: of "
+                "a process. dense: the best dense exchange; silent: no gradients, "
+                "the ceiling."
             )
         )
         found.append(Items([*words.headlines(self.findings), words.lossless(self.losses)]))
@@ -250,7 +278,11 @@ class Report:
         spec = self.spec
         rows = [
             ["layout", f"{spec.hosts} hosts x {spec.slots} processes ({spec.where})"],
-            ["batch", f"{spec.batches} sequences of {spec.tokens} tokens a process"],
+            [
+                "batch",
+                f"{spec.batches} sequences of {spec.tokens} tokens a process"
+                + (f", {spec.accumulation} micro-steps a step" if spec.accumulation > 1 else ""),
+            ],
             [
                 "repetitions",
                 f"{spec.repetitions}, {spec.steps} timed steps a trial after {spec.drop} dropped",
@@ -258,7 +290,8 @@ class Report:
             ["seed", str(spec.seed)],
         ]
         if self.model:
-            rows.append(["model", f"Llama, {self.model.parameters:,} parameters, fp32"])
+            dtype = "bf16" if spec.bf16 else "fp32"
+            rows.append(["model", f"Llama, {self.model.parameters:,} parameters, {dtype}"])
             rows.append(["text", f"{self.model.text}, sha256 {self.model.corpus_sha256[:16]}"])
         for place, run in enumerate(self.runs, 1):
             machine = run["machine"]
@@ -359,21 +392,6 @@ def _figures_table(rows: Sequence[Row]) -> Table:
             for row in rows
         ],
     )
-
-
-def _square(rows: dict[str, Row], policy: str, method: str) -> Table:
-    """Checkpointing off and on, dense and compressed."""
-    methods = [STOCK, DENSE, method, *([SILENT] if f"none/{SILENT}" in rows else [])]
-    said = {DENSE: f"{DENSE} (best dense exchange)", SILENT: f"{SILENT} (ceiling)"}
-    table = []
-    for name in ("none", policy):
-        here = [rows.get(f"{name}/{m}") for m in methods]
-        for figure in map(measured, ("step_s", "peak_bytes", "link_bytes", "heldout_loss")):
-            timed = figure.name == "step_s"
-            head = f"checkpointing {name}: " if timed else "   "
-            texts = (r.text(figure.name, interval=timed) if r else "-" for r in here)
-            table.append([f"{head}{figure.heading}", *texts])
-    return Table(["", *(said.get(m, m) for m in methods)], table)
 
 
 def _labels(rows: Sequence[Row]) -> list[str]:

@@ -1,15 +1,16 @@
 """What is to be measured: configurations, their DeepSpeed files, and the trials of a run. Pure.
 
-A configuration is a checkpointing policy with a compression method. `stock` is DeepSpeed's own
-reduction, `dense` the plugin's exchange that sends everything (on gloo half of stock's bytes),
-`silent` an exchange that sends no gradient: the ceiling.
+A configuration is a checkpointing policy, a method of gradients, and where the weights are. Of the
+methods `stock` is DeepSpeed's own reduction, `dense` the plugin's exchange that sends everything
+(on gloo half of stock's bytes), `silent` an exchange that sends no gradient: the ceiling. Weights
+are `stock`, ZeRO-3's, or resident on every host; rivals keep them in other ways of plain DeepSpeed.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -39,6 +40,19 @@ METHODS: dict[str, dict[str, Any]] = {
         for preset, sections in kind.presets.items()
     },
 }
+WEIGHTS: dict[str, dict[str, Any]] = {
+    STOCK: {},
+    "whole": {"resident": True, "deltas": "none"},
+    "lossless": {"resident": True, "deltas": "lossless"},
+}
+RIVALS: dict[str, dict[str, Any]] = {"hpz": {}, "zero2": {"stage": 2}, "zero1": {"stage": 1}}
+"""What else `zero_optimization` has; hpZ's partition is the number of processes of a host."""
+AXES: dict[str, dict[str, dict[str, Any]]] = {
+    "activation": POLICIES,
+    "compression": METHODS,
+    "weights": WEIGHTS,
+}
+"""By the section of `ds_ckpt` that a value of the axis is."""
 DEFAULT_METHOD = "4bit"
 """Of those that train like dense the one that packs fastest."""
 SHAPE: dict[str, int] = {
@@ -58,10 +72,22 @@ class Configuration:
 
     policy: str
     method: str
+    weights: str = STOCK
+    """Of `WEIGHTS`, or a rival."""
+
+    @property
+    def exchange(self) -> str:
+        """What is sent, whatever the policy."""
+        return self.method if self.weights == STOCK else f"{self.method}/{self.weights}"
 
     @property
     def name(self) -> str:
-        return f"{self.policy}/{self.method}"
+        return f"{self.policy}/{self.exchange}"
+
+    @classmethod
+    def of(cls, name: str) -> Configuration:
+        """The one of that name."""
+        return cls(*name.split("/"))
 
 
 @dataclass(frozen=True)
@@ -69,9 +95,13 @@ class Spec:
     """All that decides what a run measures. Two runs with equal ones can be put together.
 
     Attributes:
-        sections: taken from users' files, by `activation/NAME` or `compression/NAME`.
+        weights: beside `stock`, which is always there; with every policy and method.
+        rivals: with every policy and DeepSpeed's own reduction.
+        sections: taken from users' files, by `activation/NAME`, `compression/NAME`, `weights/NAME`.
         rates: Mbit/s, None is not shaped.
-        batches: sequences a process and step.
+        batches: sequences a process and micro-step.
+        accumulation: micro-steps of a step.
+        bf16: weights, gradients and activations in bf16; else fp32.
         repetitions: trials of each configuration at a rate; `rounds` on disk.
         steps: timed steps of a trial, after `drop` that are not.
         shape: arguments of `ds_ckpt.workload.llama`.
@@ -84,10 +114,14 @@ class Spec:
     slots: int = 1
     policies: tuple[str, ...] = ("none", "block")
     methods: tuple[str, ...] = (DEFAULT_METHOD,)
+    weights: tuple[str, ...] = ()
+    rivals: tuple[str, ...] = ()
     sections: dict[str, dict[str, Any]] = field(default_factory=dict)
     rates: tuple[float | None, ...] = (200.0,)
     batches: tuple[int, ...] = (4,)
     tokens: int = 128
+    accumulation: int = 1
+    bf16: bool = False
     repetitions: int = 6
     steps: int = 2
     drop: int = 1
@@ -101,15 +135,27 @@ class Spec:
 
     @property
     def configurations(self) -> list[Configuration]:
-        """The policies with the two dense baselines, the methods and the ceiling."""
+        """Policies x weights x (the two dense baselines, the methods, the ceiling), and rivals."""
         methods = [STOCK, DENSE, *(m for m in self.methods if m not in BASELINES)]
         if self.ceiling:
             methods.append(SILENT)
-        return [Configuration(policy, method) for policy in self.policies for method in methods]
+        weights = dict.fromkeys((STOCK, *self.weights))
+        exchanges = [(method, where) for where in weights for method in methods]
+        exchanges += [(STOCK, rival) for rival in self.rivals]
+        return [Configuration(policy, *one) for policy in self.policies for one in exchanges]
 
     @property
     def processes(self) -> int:
         return self.hosts * self.slots
+
+    def is_far(self, process: int) -> Callable[[int], bool]:
+        """Whether another process is on another host than `process`; of a single host any other."""
+        local = self.slots if self.hosts > 1 else 1
+        return lambda other: other // local != process // local
+
+    def tokens_of(self, sequences: int) -> int:
+        """Of a step, all processes."""
+        return sequences * self.tokens * self.accumulation * self.processes
 
     @property
     def content(self) -> dict[str, Any]:
@@ -135,8 +181,8 @@ class Spec:
                 Problem(str(path), f"settings {', '.join(unknown)}", why, remedy),
                 headline="this run cannot be read",
             )
-        for name in ("policies", "methods", "rates", "batches"):
-            content[name] = tuple(content[name])
+        for name in ("policies", "methods", "weights", "rivals", "rates", "batches"):
+            content[name] = tuple(content.get(name, ()))
         return cls(**content)
 
 
@@ -155,16 +201,33 @@ def check(spec: Spec) -> None:
     for option, names, known, section in (
         ("--policies", spec.policies, POLICIES, "activation"),
         ("--methods", spec.methods, METHODS, "compression"),
+        ("--weights", spec.weights, WEIGHTS, "weights"),
+        ("--rivals", spec.rivals, RIVALS, ""),
     ):
         files = spec.sections
         if unknown := [n for n in names if n not in known and f"{section}/{n}" not in files]:
-            why = f"known are {', '.join(known)} and names of DeepSpeed JSON files"
+            also = " and names of DeepSpeed JSON files" if section else ""
+            why = f"known are {', '.join(known)}{also}"
             wrong(option, ", ".join(unknown), why, "name one of those")
         if len(set(names)) < len(names):
             wrong(option, ", ".join(names), "a configuration is measured once", "name each once")
     if "none" not in spec.policies:
         why = "what recomputing costs is measured against no checkpointing"
         wrong("--policies", ", ".join(spec.policies), why, "add none")
+    resident = [name for name in spec.weights if name != STOCK]
+    if resident and spec.hosts < 2:
+        why = "on one host no weight crosses between hosts, so there is nothing to keep"
+        wrong("--weights", ", ".join(resident), why, "leave it out, or take several hosts")
+    lossless = [n for n in resident if _section(spec, "weights", n).get("deltas") == "lossless"]
+    if lossless and not spec.bf16:
+        why = "lossless changes are of 16-bit weights, and this run is in fp32"
+        wrong("--weights", ", ".join(lossless), why, "add --bf16, or name whole")
+    if "hpz" in spec.rivals and (spec.slots < 2 or spec.hosts < 2):
+        why = "hpZ divides a copy of the weights among several processes of each of several hosts"
+        found = f"hpz on {spec.hosts} hosts x {spec.slots} processes"
+        wrong("--rivals", found, why, "leave it out, or take 2 hosts and --slots 2 or more")
+    if spec.accumulation < 1:
+        wrong("--accumulation", spec.accumulation, "a step has micro-steps", "1 or more")
     if spec.where != "emulated" and spec.rates != (None,):
         why = "only the links of emulated hosts can be given a rate"
         wrong("--rates", ", ".join(map(link, spec.rates)), why, "leave it out")
@@ -193,26 +256,32 @@ def deepspeed_config(
     start_step: int = 0,
     total_steps: int = 1000,
 ) -> dict[str, Any]:
-    """Its DeepSpeed file: ZeRO-3 as if the model were larger than the memory, in fp32.
+    """Its DeepSpeed file: ZeRO-3 as if the model were larger than the memory.
 
-    The autotuner is off: the report shows what compression does, also where it loses.
+    The autotuner is off: the report shows what compression does, also where it loses. Where a step
+    has several micro-steps, `dense` sends their sum once, as compressed gradients are sent: else
+    compression would be credited with what accumulating saves. A user's file has its own word.
     """
-    activation = spec.sections.get(
-        f"activation/{configuration.policy}", POLICIES.get(configuration.policy, {})
-    )
-    own = spec.sections.get(f"compression/{configuration.method}")
-    compression = METHODS.get(configuration.method, {}) if own is None else own
+    compression = _section(spec, "compression", configuration.method)
+    once = {"when": "accumulation_boundary"} if spec.accumulation > 1 else {}
+    exchange: dict[str, Any] = {**once, **compression.get("exchange", {})}
     if compression and (compression["method"] != "dense" or compression.get("rules")):
-        exchange = {**compression.get("exchange", {}), "autotune": False}
-        compression = {**compression, "exchange": exchange, "warmup_steps": start_step}
-    plugin: dict[str, Any] = {"telemetry": {"enabled": True, "every_n_steps": 1_000_000}}
-    if activation:
-        plugin["activation"] = activation
-    if compression:
-        plugin["compression"] = compression
+        exchange["autotune"] = False
+        compression = {**compression, "warmup_steps": start_step}
+    if compression and exchange:
+        compression = {**compression, "exchange": exchange}
+    sections = {
+        "activation": _section(spec, "activation", configuration.policy),
+        "compression": compression,
+        "weights": _section(spec, "weights", configuration.weights),
+    }
+    rival = RIVALS.get(configuration.weights, {})
+    if configuration.weights == "hpz":
+        rival = {"zero_hpz_partition_size": spec.slots}
     return {
         "train_micro_batch_size_per_gpu": min(spec.batches),
-        "gradient_accumulation_steps": 1,
+        "gradient_accumulation_steps": spec.accumulation,
+        **({"bf16": {"enabled": True}} if spec.bf16 else {}),
         "gradient_clipping": 1.0,
         "steps_per_print": 1_000_000,
         "zero_optimization": {
@@ -221,6 +290,7 @@ def deepspeed_config(
             "stage3_max_reuse_distance": 0,
             "stage3_prefetch_bucket_size": 0,
             "reduce_bucket_size": -(-parameters // BUCKETS),
+            **rival,
         },
         "zero_force_ds_cpu_optimizer": False,
         "optimizer": {
@@ -236,12 +306,23 @@ def deepspeed_config(
                 "cos_min_ratio": 0.05,
             },
         },
-        "ds_ckpt": plugin,
+        "ds_ckpt": {
+            "telemetry": {"enabled": True, "every_n_steps": 1_000_000},
+            **{name: section for name, section in sections.items() if section},
+        },
     }
+
+
+def _section(spec: Spec, name: str, value: str) -> dict[str, Any]:
+    """What a value of an axis writes into its section of `ds_ckpt`."""
+    own = spec.sections.get(f"{name}/{value}")
+    return AXES[name].get(value, {}) if own is None else own
 
 
 def equal_memory(spec: Spec, records: Mapping[Any, Sample]) -> list[Key]:
     """Those of the other policies with the batch whose activations take what `none`'s take.
+
+    Of weights as ZeRO-3 has them alone: what resident weights take is not taken off the batch.
 
     A policy's peaks with one batch and with two lie on a line; its batch is the largest that stays
     within the peak of no checkpointing at the usual batch.

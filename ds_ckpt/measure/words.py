@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from ds_ckpt.measure.figures import DERIVED, Row, measured
 from ds_ckpt.measure.findings import BreakEven, Comparison, Findings
 from ds_ckpt.measure.records import Loss
-from ds_ckpt.measure.spec import DENSE, STOCK, link
+from ds_ckpt.measure.spec import DENSE, RIVALS, STOCK, Configuration, link
 from ds_ckpt.measure.statistics import Estimate
 from ds_ckpt.telemetry.units import MB, number
 
@@ -60,14 +60,16 @@ def break_even(even: BreakEven, findings: Findings) -> str:
 
 
 def lossless(losses: Mapping[str, Loss]) -> str:
-    """Whether checkpointing changed any training loss or weight, method by method."""
+    """Whether checkpointing or resident weights changed any training loss or weight, by method."""
+    exact = {name: one for name in losses if (one := Configuration.of(name)).weights not in RIVALS}
     pairs = {
-        name: (losses[plain], kept)
-        for name, kept in losses.items()
-        if (plain := f"none/{name.partition('/')[2]}") in losses and plain != name
+        name: (losses[plain], losses[name])
+        for name, one in exact.items()
+        if (plain := f"none/{one.method}") in losses and plain != name
     }
     if not pairs:
         return "No losses were compared."
+    resident = any(one.weights != STOCK for one in exact.values())
     different = [
         name
         for name, (plain, kept) in pairs.items()
@@ -76,11 +78,14 @@ def lossless(losses: Mapping[str, Loss]) -> str:
     ]
     if different:
         return (
-            "Exactness: NOT met: losses or final weights differ from those without checkpointing "
-            f"in {', '.join(different)}. On CPU in fp32 they must be equal: please report it."
+            "Exactness: NOT met: losses or final weights differ from those without checkpointing"
+            f"{' and with weights as ZeRO-3 has them' if resident else ''} in "
+            f"{', '.join(different)}. On CPU they must be equal: please report it."
         )
     weights = all(one.weights_sha256 for one in losses.values())
-    return "Exactness: checkpointing changed no training loss by a single bit, in any method" + (
+    who = "neither checkpointing nor keeping weights" if resident else "checkpointing"
+    no = "a" if resident else "no"
+    return f"Exactness: {who} changed {no} training loss by a single bit, in any method" + (
         "; the final weights are equal, too." if weights else "."
     )
 
@@ -109,6 +114,48 @@ def claims(findings: Findings, policy: str, method: str) -> list[tuple[str, str]
         ("Held-out loss", _loss(plain, sent, method)),
     ]
     return [(head, text) for head, text in found if text]
+
+
+def weights(findings: Findings, policy: str, name: str) -> list[tuple[str, str]]:
+    """What it means to have the weights elsewhere than ZeRO-3 has them, against dense gradients.
+
+    Of the usual batch; what has not been measured is left out.
+    """
+    method = STOCK if name in RIVALS else DENSE
+    mine = [
+        c
+        for c in findings.comparisons
+        if c.policy == policy
+        and c.sequences == min(findings.spec.batches)
+        and Configuration.of(f"{policy}/{c.method}").weights == name
+    ]
+    same = [c for c in mine if Configuration.of(f"{policy}/{c.method}").method == method]
+    recomputing = (
+        f"{link(c.rate_mbit)}: it adds {_seconds(c.values['recompute_compressed_s'])} a step, and "
+        f"{_seconds(c.values['recompute_dense_s'])} where ZeRO-3 gathers between hosts."
+        for c in same
+    )
+    found = [
+        ("Recomputing", " ".join(recomputing)),
+        ("Memory", _freed(same[0], findings.usual(same[0].rate_mbit)) if same else ""),
+        ("Time", " ".join(_time(one, findings.usual(one.rate_mbit)) for one in mine)),
+    ]
+    return [(head, text) for head, text in found if text]
+
+
+def _freed(one: Comparison, rows: Mapping[str, Row]) -> str:
+    """How much of the memory that checkpointing frees the weights take."""
+    if "memory_taken" not in one.values:
+        return ""
+    row, dense = rows[f"{one.policy}/{one.method}"], rows[f"{one.policy}/{one.baseline}"]
+    plain = rows[f"none/{one.baseline}"]
+    freed = plain.number("peak_bytes") - dense.number("peak_bytes")
+    return (
+        f"a process keeps {row.text('kept_weight_bytes')} MB of weights, as ZeRO-3 has them "
+        f"{dense.text('kept_weight_bytes')} MB. The difference is "
+        f"{one.values['memory_taken'].value:.0%} of the {number(freed / MB)} MB of activations "
+        f"that {one.policy} frees at the peak."
+    )
 
 
 def _memory(plain: Row, kept: Row, policy: str, mine: Sequence[Comparison]) -> str:
@@ -172,8 +219,9 @@ def _time(one: Comparison, rows: Mapping[str, Row]) -> str:
     if faster.low > 1:
         verdict = f"is {ratio} faster than {one.baseline}'s"
     elif faster.high < 1:
-        verdict = f"LOSES: choosing what to send takes longer than sending it, {ratio} as fast as"
-        verdict += f" {one.baseline}'s"
+        gradients = Configuration.of(f"{one.policy}/{one.method}").weights == STOCK
+        why = "choosing what to send takes longer than sending it" if gradients else "it is slower"
+        verdict = f"LOSES: {why}, {ratio} as fast as {one.baseline}'s"
     else:
         verdict = f"shows no difference to {one.baseline}'s that stands out of the spread, {ratio}"
     return (
@@ -215,14 +263,33 @@ def caveats(findings: Findings) -> list[str]:
     found = [
         f"On gloo, {STOCK} DeepSpeed sends an all-reduce's bytes for its reduce-scatter, twice "
         f"what it needs. Read every gain beside {DENSE}, which sends each gradient once.",
-        "fp32 throughout: every dense byte is twice what 16 bits would be, so a link of 200 "
-        "Mbit/s is here what one of 100 is there, for weights and for dense gradients.",
         f"Losses: one seed ({spec.seed}), {spec.loss_steps} steps, the compressed methods dense "
         "for the first quarter. A direction, not a verdict: ds-ckpt validate-accuracy gives those.",
         "The autotuner is off: compression runs also where it loses. As configured by default it "
         "would leave such gradients to DeepSpeed's own reduction.",
         "Steps are as long as the slowest process; waiting for another process counts as network.",
     ]
+    if not spec.bf16:
+        found.insert(
+            1,
+            "fp32 throughout: every dense byte is twice what 16 bits would be, so a link of 200 "
+            "Mbit/s is here what one of 100 is there, for weights and for dense gradients.",
+        )
+    if spec.accumulation > 1:
+        found.append(
+            f"{DENSE} and compressed gradients send the sum of {spec.accumulation} micro-steps, "
+            f"once; {STOCK} sends every micro-step's, as DeepSpeed does."
+        )
+    if "lossless" in spec.weights:
+        found.append(
+            "Lossless changes take the more bits the higher the learning rate. Trials run in the "
+            "first steps of a warm-up, which rises by 2e-5 a step."
+        )
+    if {"zero1", "zero2"} & set(spec.rivals):
+        found.append(
+            "Below stage 3 every process has all weights, and in ZeRO-1 all gradients beside them, "
+            "which the kept weights do not count."
+        )
     if spec.where == "emulated":
         found.append(
             "All hosts share one machine's processor and memory, and their links have no delay of "

@@ -56,6 +56,7 @@ from ds_ckpt.measure.spec import (
 from ds_ckpt.telemetry import Purpose
 from ds_ckpt.telemetry.memory import SavedActivations, activations_tracker
 from ds_ckpt.telemetry.timings import Spans
+from ds_ckpt.zero3.weights import forget_hpz
 
 EVALUATION_BATCHES = 24
 SETTLE_S = 0.15
@@ -71,34 +72,47 @@ class Running:
         parameters = workload.count_parameters(model)
         config = deepspeed_config(spec, configuration, parameters=parameters, **options)
         self.engine, *_ = ds_ckpt.initialize(model=model, config=config)
+        forget_hpz()
         session = ds_ckpt.session_of(self.engine)
         assert session is not None, "initialize attaches a session where the JSON has a section"
         self.session: Any = session
         self.spans = Spans(_synchronize())
+        session.counters.is_far = spec.is_far(dist.get_rank())
+        self.kept_weight_bytes = 0
         if configuration.method == SILENT:
             session.measure_with(NoCommunication(dist.get_world_size(), dist.get_rank()))
 
     def plain_step(self, batch: torch.Tensor) -> float:
-        """One optimizer step, nothing recorded; this process's loss."""
+        """One optimizer step, nothing recorded; this process's loss.
+
+        Args:
+            batch: of all micro-steps, one after the other.
+        """
         self.engine.train()
-        loss = self.engine(input_ids=batch, labels=batch).loss
-        self.engine.backward(loss)
-        self.engine.step()
-        return float(loss)
+        losses = []
+        for part in self._micro_steps(batch):
+            loss = self.engine(input_ids=part, labels=part).loss
+            self._backward(loss)
+            self.kept_weight_bytes = kept_weight_bytes(self.engine.module)
+            self._update()
+            losses.append(float(loss))
+        return sum(losses) / len(losses)
 
     def step(self, batch: torch.Tensor) -> tuple[StepTime, float]:
         """One optimizer step, begun by all processes at once: its time by parts, and the loss."""
         self.engine.train()
-        spans = self.spans
+        spans, losses = self.spans, []
         dist.barrier()
         self._record(spans)
         start_s = time.perf_counter()
-        with spans.span("forward"):
-            loss = self.engine(input_ids=batch, labels=batch).loss
-        with spans.span("backward"):
-            self.engine.backward(loss)
-        with spans.span("update"):
-            self.engine.step()
+        for part in self._micro_steps(batch):
+            with spans.span("forward"):
+                loss = self.engine(input_ids=part, labels=part).loss
+            with spans.span("backward"):
+                self._backward(loss)
+            with spans.span("update"):
+                self._update()
+            losses.append(loss)
         step_s = time.perf_counter() - start_s
         self._record(None)
         found = spans.take()
@@ -107,25 +121,43 @@ class Running:
             parts_s=parts.parts(found, threading.get_ident()),
             in_collectives_s=parts.in_collectives_s(found),
         )
-        return times, float(loss)
+        return times, float(sum(losses)) / len(losses)
+
+    def _micro_steps(self, batch: torch.Tensor) -> Sequence[torch.Tensor]:
+        return batch.chunk(self.engine.gradient_accumulation_steps())
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        self._below_stage_3(Purpose.REDUCE)
+        self.engine.backward(loss)
+
+    def _update(self) -> None:
+        self._below_stage_3(Purpose.WEIGHTS)
+        self.engine.step()
+
+    def _below_stage_3(self, purpose: Purpose) -> None:
+        """There no hook says what is sent: in backward gradients, in the update weights."""
+        if self.engine.zero_optimization_stage() < 3:
+            self.session.counters.default = purpose
 
     def memory(self, batch: torch.Tensor) -> tuple[int, int]:
-        """Bytes of activations in one step: held after the forward, and the peak."""
+        """Bytes of activations in a micro-step: held after the forward, and the peak."""
         self.engine.train()
         spans = self.spans
-        with SavedActivations(self.engine.module) as held:
-            loss = self.engine(input_ids=batch, labels=batch).loss
-        self.engine.backward(loss)
-        self.engine.step()
-        del loss
-        self._record(spans)
-        with activations_tracker(self.engine.module, spans) as peak:
-            with spans.span("forward"):
-                loss = self.engine(input_ids=batch, labels=batch).loss
-            with spans.span("backward"):
-                self.engine.backward(loss)
-        self._record(None)
-        self.engine.step()
+        for part in self._micro_steps(batch):
+            with SavedActivations(self.engine.module) as held:
+                loss = self.engine(input_ids=part, labels=part).loss
+            self._backward(loss)
+            self._update()
+            del loss
+        for part in self._micro_steps(batch):
+            self._record(spans)
+            with activations_tracker(self.engine.module, spans) as peak:
+                with spans.span("forward"):
+                    loss = self.engine(input_ids=part, labels=part).loss
+                with spans.span("backward"):
+                    self._backward(loss)
+            self._record(None)
+            self._update()
         spans.take()
         return held.bytes, peak.peak_bytes
 
@@ -152,8 +184,11 @@ class Running:
         """Over this process's partitions."""
         digest = hashlib.sha256()
         for parameter in self.engine.module.parameters():
-            shard = parameter.ds_tensor.detach().cpu().contiguous()
-            digest.update(shard.view(torch.uint8).numpy().tobytes())
+            shard = getattr(parameter, "ds_tensor", parameter).detach().flatten()
+            whole = getattr(parameter, "ds_numel", shard.numel() * dist.get_world_size())
+            weights = min(max(whole - dist.get_rank() * shard.numel(), 0), shard.numel())
+            part = shard[:weights].cpu().contiguous()  # what follows is padding
+            digest.update(part.view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
     def end(self) -> None:
@@ -181,15 +216,20 @@ class Worker:
     interface: str | None
 
     def batch(self, sequences: int, step: int) -> torch.Tensor:
-        batch = workload.training_batch(
-            self.text.train,
-            sequences=sequences,
-            sequence_length=self.spec.tokens,
-            seed=self.spec.seed,
-            step=step,
-            process=dist.get_rank(),
-        )
-        return batch.to(get_accelerator().current_device_name())
+        """Of all micro-steps of a step, one after the other."""
+        accumulation = self.spec.accumulation
+        batches = [
+            workload.training_batch(
+                self.text.train,
+                sequences=sequences,
+                sequence_length=self.spec.tokens,
+                seed=self.spec.seed,
+                step=step * accumulation + micro_step,
+                process=dist.get_rank(),
+            )
+            for micro_step in range(accumulation)
+        ]
+        return torch.cat(batches).to(get_accelerator().current_device_name())
 
     def run(self) -> None:
         model = workload.llama(seed=self.spec.seed, **self.spec.shape)
@@ -275,9 +315,11 @@ class Worker:
         bytes_ = self._settled() - before
         leads = int(os.environ.get("LOCAL_RANK", "0")) == 0
         times, losses = zip(*steps, strict=True)
-        purposes = {p.value: delta.bytes_sent.get(p, 0) / spec.steps for p in Purpose}
+        purposes = {p.value: delta.bytes_sent[p] / spec.steps for p in Purpose}
+        far = {p.value: delta.far_bytes[p] / spec.steps for p in Purpose}
         link = [bytes_.link_bytes / spec.steps] if leads else []
-        figures = taken(Take(times, losses, bytes_, leads))
+        seen = Take(times, losses, bytes_, leads, spec.hosts, far, one.kept_weight_bytes)
+        figures = taken(seen)
         everyone = gathered((times, purposes, link, figures))
         all_times, all_purposes, links, all_figures = zip(*everyone, strict=True)
         figures = put_together(all_figures)
@@ -342,6 +384,17 @@ class Worker:
         if self.spec.where == "emulated":
             self.heartbeat.ask(rate_mbit=rate)
         dist.barrier()
+
+
+def kept_weight_bytes(model: torch.nn.Module) -> int:
+    """Bytes of weights that this process keeps from forward to backward; gathered ones are not."""
+    parameters: list[Any] = list(model.parameters())
+    parts = (
+        part
+        for p in parameters
+        for part in ((p.ds_tensor, p.ds_secondary_tensor) if hasattr(p, "ds_tensor") else (p,))
+    )
+    return sum(part.numel() * part.element_size() for part in parts if part is not None)
 
 
 def slowest(processes: Sequence[Sequence[StepTime]]) -> tuple[StepTime, ...]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from enum import Enum
@@ -44,9 +44,8 @@ def sent_bytes(op: str, payload_bytes: int, world: int, backend: str) -> int:
     """Bytes that leave one process for one collective, on average over the group.
 
     Args:
-        op: the collective's name.
-        payload_bytes: for `all_gather` this process's own part; for `all_to_all` what goes to
-            others; else the whole tensor.
+        op: the collective's name; not `all_to_all`, whose bytes are told by its arguments.
+        payload_bytes: for `all_gather` this process's own part; else the whole tensor.
         world: size of the group.
         backend: `torch.distributed.get_backend`'s word.
 
@@ -58,8 +57,6 @@ def sent_bytes(op: str, payload_bytes: int, world: int, backend: str) -> int:
     ring = (world - 1) / world
     if op == "all_gather":
         return payload_bytes * (world - 1)
-    if op == "all_to_all":
-        return payload_bytes
     if op == "reduce_scatter":
         return round(payload_bytes * ring * (2 if backend == "gloo" else 1))
     if op == "all_reduce":
@@ -76,6 +73,7 @@ class Snapshot:
     gathers: Mapping[int, int]
     reduce_s: float = 0.0
     exposed_reduce_s: float = 0.0
+    far_bytes: Mapping[Purpose, int] = field(default_factory=dict)
 
     def __sub__(self, earlier: Snapshot) -> Snapshot:
         def since(now: Mapping[_Key, int], before: Mapping[_Key, int]) -> dict[_Key, int]:
@@ -87,6 +85,7 @@ class Snapshot:
             since(self.gathers, earlier.gathers),
             self.reduce_s - earlier.reduce_s,
             self.exposed_reduce_s - earlier.exposed_reduce_s,
+            since(self.far_bytes, earlier.far_bytes),
         )
 
 
@@ -116,6 +115,9 @@ class Counters(_Counts):
         exposed_reduce_s: those of them in which DeepSpeed's thread stood still for a reduction. On
             an accelerator that runs behind, only the host's share.
         spans: where stretches of time are recorded; None: nowhere.
+        default: what collectives are counted under that nobody has said a purpose of.
+        is_far: whether a process is on another host; None: nobody asks, and nothing is far.
+        far_bytes: those of `bytes_sent` that go to other hosts.
     """
 
     bytes_sent: Counter[Purpose] = field(default_factory=Counter)
@@ -124,6 +126,9 @@ class Counters(_Counts):
     reduce_s: float = 0.0
     exposed_reduce_s: float = 0.0
     spans: Spans | None = field(default=None, repr=False, compare=False)
+    default: Purpose = Purpose.OTHER
+    is_far: Callable[[int], bool] | None = field(default=None, repr=False, compare=False)
+    far_bytes: Counter[Purpose] = field(default_factory=Counter)
     _local: threading.local = field(default_factory=threading.local, repr=False, compare=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
@@ -142,16 +147,18 @@ class Counters(_Counts):
     def current_purpose(self) -> Purpose:
         """What this thread's next collective is counted under."""
         purposes = getattr(self._local, "purposes", None)
-        return purposes[-1] if purposes else Purpose.OTHER
+        return purposes[-1] if purposes else self.default
 
     def span(self, kind: str) -> AbstractContextManager[None]:
         """Record what happens inside, if somebody wants to know."""
         return nullcontext() if self.spans is None else self.spans.span(kind)
 
-    def sent(self, number_of_bytes: int) -> None:
+    def sent(self, number_of_bytes: int, far_bytes: int = 0) -> None:
+        """Count one collective; `far_bytes` of its bytes go to other hosts."""
         purpose = self.current_purpose
         with self._lock:  # += is a read and a write
             self.bytes_sent[purpose] += number_of_bytes
+            self.far_bytes[purpose] += far_bytes
             self.collectives[purpose] += 1
 
     def snapshot(self) -> Snapshot:
@@ -162,6 +169,7 @@ class Counters(_Counts):
                 dict(self.gathers),
                 self.reduce_s,
                 self.exposed_reduce_s,
+                {p: self.far_bytes[p] for p in Purpose},
             )
 
 

@@ -25,13 +25,13 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _all_to_all_payload(kwargs: dict[str, Any], world: int, me: int) -> int:
+def _all_to_all(kwargs: dict[str, Any], world: int, me: int) -> list[int]:
+    """Bytes to each member of the group, to this one none."""
     tensor: torch.Tensor = kwargs["input"]
-    splits = kwargs.get("input_split_sizes")
     rows = tensor.shape[0] if tensor.dim() else 1
     row_bytes = _nbytes(tensor) // max(rows, 1)
-    mine = splits[me] if splits else rows // world
-    return _nbytes(tensor) - int(mine) * row_bytes
+    splits = kwargs.get("input_split_sizes") or [rows // world] * world
+    return [0 if member == me else int(n) * row_bytes for member, n in enumerate(splits)]
 
 
 # method of the backend -> (collective, its arguments in order, which of them is the payload);
@@ -67,14 +67,19 @@ def _wrap(method: Callable[..., Any], op: str, arguments: str, payload: str) -> 
         result = _timed(method, args, kwargs)
         named = {**dict(zip(names, args, strict=False)), **kwargs}
         group = named.get("group")
-        world = torch_dist.get_world_size(group)
+        world, me = torch_dist.get_world_size(group), torch_dist.get_rank(group)
         if op == "all_to_all":
-            size = _all_to_all_payload(named, world, torch_dist.get_rank(group))
-        else:
+            to = _all_to_all(named, world, me)
+        else:  # a ring in the order of the group: all goes to the next
+            to = [0] * world
             size = _nbytes(named[payload])
-        sent = sent_bytes(op, size, world, torch_dist.get_backend(group))
+            to[(me + 1) % world] = sent_bytes(op, size, world, torch_dist.get_backend(group))
         for counters in _listeners:
-            counters.sent(sent)
+            far = 0
+            if counters.is_far is not None:
+                members = torch_dist.get_process_group_ranks(group)
+                far = sum(n for p, n in zip(members, to, strict=True) if counters.is_far(p))
+            counters.sent(sum(to), far)
         return result
 
     return counted

@@ -365,7 +365,8 @@ class WeightsHook:
         held = torch.cat(parts)
         master = torch.cat([self._master(piece) for piece in chunk]).to(held.device)
         sizes = [piece.size for piece in chunk]
-        payload = codec.encode(held, master, sizes)
+        with self._counters.span("pack"):
+            payload = codec.encode(held, master, sizes)
         after = held.split(sizes)
         for part, now in zip(parts, after, strict=True):
             part.copy_(now)
@@ -482,6 +483,17 @@ class WeightsHook:
         self._patches.undo()
         for param in self._params:
             param.ds_secondary_tensor = None
+
+
+def forget_hpz() -> None:
+    """Have engines that are built from now on be what their own file says.
+
+    DeepSpeed keeps hpZ's process group for the whole program, and every later ZeRO-3 engine makes
+    secondary partitions where there is one, whatever its file says.
+    """
+    from deepspeed.utils import groups
+
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
 
 
 def _checksum(weights: Tensor) -> int:

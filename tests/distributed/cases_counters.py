@@ -105,3 +105,26 @@ def group_of_one() -> int:
     collectives.unlisten(counters)
     assert counters.collectives[Purpose.OTHER] == 3
     return counters.bytes_sent[Purpose.OTHER]
+
+
+def far_bytes(processes_a_host: int) -> dict[str, tuple[int, int]]:
+    """Bytes that each collective sends from this process in all, and of them to other hosts."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    counters = Counters(is_far=lambda p: p // processes_a_host != rank // processes_a_host)
+    collectives.listen(counters)
+    part, whole = torch.zeros(100), torch.zeros(100 * world)
+    found, before = {}, counters.snapshot()
+    for name, run in {
+        "all_gather": lambda: comm.all_gather_into_tensor(whole, part),
+        "all_to_all": lambda: comm.all_to_all_single(torch.empty_like(whole), whole),
+        "all_reduce": lambda: comm.all_reduce(whole),
+    }.items():
+        run()
+        now = counters.snapshot()
+        found[name] = (
+            (now - before).bytes_sent[Purpose.OTHER],
+            (now - before).far_bytes[Purpose.OTHER],
+        )
+        before = now
+    collectives.unlisten(counters)
+    return found

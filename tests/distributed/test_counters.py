@@ -36,3 +36,14 @@ def test_listeners_share_one_wrapping_and_leave_nothing(world2: Any) -> None:
 
 def test_nothing_is_counted_that_stays_in_a_process(world2: Any) -> None:
     assert world2.run(cases.group_of_one) == [0, 0]
+
+
+def test_bytes_to_other_hosts_are_counted_apart(world4: Any) -> None:
+    """Two hosts of two: of a ring the last of each host sends out, of an all-to-all everybody."""
+    everyone = world4.run(cases.far_bytes, 2)
+    for rank, found in enumerate(everyone):
+        for op in ("all_gather", "all_reduce"):
+            sent, far = found[op]
+            assert sent > 0
+            assert far == (sent if rank in (1, 3) else 0), (op, rank)
+        assert found["all_to_all"] == (3 * 400, 2 * 400)

@@ -19,7 +19,7 @@ from ds_ckpt.hosts.launcher import run_in_foreground
 from ds_ckpt.hosts.records import all_sets
 from ds_ckpt.measure.cluster import cluster
 from ds_ckpt.measure.parts import PARTS
-from ds_ckpt.measure.records import Loss, Memory, Sample, Store, Trial
+from ds_ckpt.measure.records import Loss, Memory, Model, Sample, Store, Trial
 from ds_ckpt.measure.report import Report
 from tests.hosts.conftest import processes
 
@@ -182,6 +182,48 @@ def test_another_experiment_does_not_go_on_in_its_folder(measured: Path) -> None
     assert "Traceback" not in said
 
 
+@pytest.mark.timeout(300)
+def test_resident_weights_and_a_rival_send_less_between_hosts(
+    can_emulate: None, tmp_path: Path
+) -> None:
+    """Two micro-steps in bf16: ZeRO-3 gathers four times, the others send weights once."""
+    folder = tmp_path / "run"
+    options = [f"--output={folder}", "--rates=unlimited", *SMALL, "--bf16", "--accumulation=2"]
+    options += ["--policies=none", "--methods=", "--weights=whole,lossless", "--rivals=zero2"]
+    process = start([*options, "--no-equal-memory", "--loss-steps=0"])
+    said = process.communicate(timeout=280)[0]
+    assert process.returncode == 0, said
+    found = {t.configuration: t for t in trials(folder)}
+    (parameters,) = [s.parameters for s in samples(folder) if isinstance(s, Model)]
+    where = ("", "/whole", "/lossless")
+    names = {f"none/{method}{w}" for method in ("stock", "dense", "silent") for w in where}
+    assert set(found) == {*names, "none/stock/zero2"}
+    for method in ("stock", "dense", "silent"):
+        stock, whole, lossless = (max(found[f"none/{method}{w}"].link_bytes) for w in where)
+        assert lossless < 0.95 * whole
+        assert whole < 0.7 * stock
+    # of a process, half of 2 bytes a parameter: each time that it is gathered, or sent whole
+    for name, times in (("none/dense", (4, 0)), ("none/dense/whole", (0, 1))):
+        sent = found[name].figures
+        counted = sent["link_gather_bytes"], sent["link_weight_bytes"]
+        assert counted == pytest.approx([n * parameters for n in times], rel=0.01), name
+    assert found["none/stock/zero2"].figures["link_weight_bytes"] == pytest.approx(
+        parameters, rel=0.01
+    )
+    assert found["none/dense/lossless"].figures["link_weight_bytes"] < 0.5 * parameters
+    assert found["none/dense/whole"].figures["kept_weight_bytes"] == pytest.approx(
+        (1 + 2) * parameters, rel=0.01
+    )
+    for trial in found.values():
+        assert _far_bytes(trial) == pytest.approx(max(trial.link_bytes), rel=0.03), trial.key
+    assert "| none | dense | lossless | " in (folder / "report.md").read_text()
+
+
+def _far_bytes(trial: Trial) -> float:
+    """What the collectives count to other hosts, the mean over hosts, but for a few bytes."""
+    return sum(trial.figures[f"link_{name}_bytes"] for name in ("gather", "weight", "gradient"))
+
+
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("launcher", ["pdsh", pytest.param("openmpi", marks=pytest.mark.slow)])
 def test_a_hostfile_of_machines(
@@ -192,16 +234,21 @@ def test_a_hostfile_of_machines(
     options = [f"--output={folder}", "--interface=eth0", f"--launcher={launcher}", *SMALL]
     options += [f"--hostfile={two_hosts.folder}/hostfile", "--ssh-port=2222", "--loss-steps=0"]
     options += ["--policies=none", "--methods=", "--no-equal-memory", f"--port={MASTER_PORT + 1}"]
+    options += ["--rivals=hpz"]
     command = [*COMMAND, "measure", *options]
     monkeypatch.setattr(two_hosts, "slots", 2)
     prepared = two_hosts.prepare(command, tmp_path)
     assert run_in_foreground(prepared, limit_s=300) == 0
     found = {trial.configuration: trial for trial in trials(folder)}
-    assert set(found) == {"none/stock", "none/dense", "none/silent"}
+    assert set(found) == {"none/stock", "none/dense", "none/silent", "none/stock/hpz"}
+    gathers = {name: one.figures["link_gather_bytes"] for name, one in found.items()}
+    # hpZ's second gather stays inside the host
+    assert gathers["none/stock/hpz"] == pytest.approx(gathers["none/stock"] / 2, rel=0.01)
     for trial in found.values():
         counted = sum(trial.purpose_bytes.values())
         assert trial.interface_bytes == pytest.approx(counted, rel=0.03)
         assert sum(trial.link_bytes) < 0.9 * trial.interface_bytes  # two processes meet on loopback
+        assert _far_bytes(trial) == pytest.approx(max(trial.link_bytes), rel=0.03), trial.key
     data = json.loads((folder / "report.json").read_text())
     assert data["spec"]["where"] == "hostfile"
     assert launcher in data["runs"][0]["ground"]

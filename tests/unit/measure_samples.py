@@ -2,6 +2,7 @@
 
 At a rate of r Mbit/s a step of P/C takes COMPUTE + RECOMPUTE (block alone) + WEIGHTS * 8 / r +
 gradient bytes * 8 / r + PACKING (lossy alone) seconds; repetition n adds n * `drift` to compute.
+Where weights are not ZeRO-3's nothing is gathered, and CHANGED is sent in the update.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from ds_ckpt.measure.records import (
     StepTime,
     Trial,
 )
-from ds_ckpt.measure.spec import Spec
+from ds_ckpt.measure.spec import Configuration, Spec
 
 COMPUTE_S, RECOMPUTE_S, PACKING_S = 0.4, 0.1, 0.02
 WEIGHTS_MB = 20.0
 GRADIENTS_MB = {"stock": 20.0, "dense": 10.0, "4bit": 1.25, "silent": 0.0}
+CHANGED_MB = {"whole": 8.0, "lossless": 2.0, "zero2": 8.0}
+KEPT_MB = {"stock": 1.0, "whole": 2.0, "lossless": 2.0, "zero2": 1.5}
 SPEC = Spec(rates=(100.0, 400.0, 1600.0), repetitions=5, loss_steps=3)
 
 
@@ -28,32 +31,37 @@ def seconds(mb: float, rate_mbit: float) -> float:
 
 
 def step(name: str, rate_mbit: float, more_s: float = 0.0, tokens: float = 1.0) -> StepTime:
-    policy, _, method = name.partition("/")
+    one = Configuration.of(name)
+    half = WEIGHTS_MB / 2 if one.weights == "stock" else 0.0
     parts = dict.fromkeys(PARTS, 0.0)
     parts["compute_forward"] = (COMPUTE_S + more_s) * tokens / 4
     parts["compute_backward"] = (COMPUTE_S + more_s) * tokens / 2
     parts["compute_update"] = (COMPUTE_S + more_s) * tokens / 4
-    parts["network_forward"] = seconds(WEIGHTS_MB / 2, rate_mbit)
-    parts["network_backward"] = seconds(GRADIENTS_MB[method], rate_mbit)
-    if policy == "block":
+    parts["network_forward"] = seconds(half, rate_mbit)
+    parts["network_backward"] = seconds(GRADIENTS_MB[one.method], rate_mbit)
+    parts["network_update"] = seconds(CHANGED_MB.get(one.weights, 0.0), rate_mbit)
+    if one.policy == "block":
         parts["recompute"] = RECOMPUTE_S * tokens
-        parts["network_recompute"] = seconds(WEIGHTS_MB / 2, rate_mbit)
+        parts["network_recompute"] = seconds(half, rate_mbit)
     else:
-        parts["network_backward"] += seconds(WEIGHTS_MB / 2, rate_mbit)
-    if method == "4bit":
+        parts["network_backward"] += seconds(half, rate_mbit)
+    if one.method == "4bit":
         parts["compression"] = PACKING_S
     return StepTime(step_s=sum(parts.values()), parts_s=parts, in_collectives_s=0.1)
 
 
 def trial(spec: Spec, name: str, rate: float | None, repetition: int, drift: float) -> Trial:
-    policy, _, method = name.partition("/")
-    again = 0.75 if policy == "block" else 0.0
-    mb = WEIGHTS_MB + GRADIENTS_MB[method]
+    one = Configuration.of(name)
+    again = 0.75 if one.policy == "block" else 0.0
+    gathers = WEIGHTS_MB if one.weights == "stock" else 0.0
+    changed, gradients = CHANGED_MB.get(one.weights, 0.0), GRADIENTS_MB[one.method]
+    mb = gathers + changed + gradients
     purposes = {
-        "gather_forward": WEIGHTS_MB * 1e6,
-        "gather_recompute": again * WEIGHTS_MB * 1e6,
-        "gather_backward": (1 - again) * WEIGHTS_MB * 1e6,
-        "reduce": 2 * GRADIENTS_MB[method] * 1e6,
+        "gather_forward": gathers * 1e6,
+        "gather_recompute": again * gathers * 1e6,
+        "gather_backward": (1 - again) * gathers * 1e6,
+        "weights": 2 * changed * 1e6,
+        "reduce": 2 * gradients * 1e6,
         "other": 1000.0,
     }
     return Trial(
@@ -65,6 +73,12 @@ def trial(spec: Spec, name: str, rate: float | None, repetition: int, drift: flo
         purpose_bytes=purposes,
         link_bytes=(mb * 1e6, mb * 1e6 - 5),
         interface_bytes=1.01 * sum(purposes.values()),
+        figures={
+            "link_gather_bytes": gathers * 1e6,
+            "link_weight_bytes": changed * 1e6,
+            "link_gradient_bytes": gradients * 1e6,
+            "kept_weight_bytes": KEPT_MB[one.weights] * 1e6,
+        },
     )
 
 
@@ -76,7 +90,7 @@ def samples(spec: Spec = SPEC, drift: float = 0.0) -> list[Sample]:
     for one in spec.configurations:
         for rate in spec.rates:
             found += [trial(spec, one.name, rate, n, drift) for n in range(spec.repetitions)]
-        if one.method == "stock":
+        if one.exchange == "stock":
             found += [
                 Memory(
                     configuration=one.name,

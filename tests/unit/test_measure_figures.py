@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from ds_ckpt.measure.findings import SETTLED_REPETITIONS, Comparison, crossing, 
 from ds_ckpt.measure.records import Key, StepTime, Store, Trial
 from ds_ckpt.measure.statistics import Estimate, Repetitions
 from tests.unit import measure_samples as known
+
+WITH_WEIGHTS = replace(known.SPEC, weights=("whole", "lossless"), rivals=("zero2",), bf16=True)
 
 
 def _compared(baseline: str, rate: float) -> Comparison:
@@ -59,8 +62,59 @@ def test_every_figure_is_its_definition(baseline: str, rate: float) -> None:
         assert estimate.low == pytest.approx(estimate.value) == estimate.high
 
 
+@pytest.mark.parametrize("name", ["whole", "lossless"])
+@pytest.mark.parametrize("rate", known.SPEC.rates)
+def test_resident_weights_are_compared_by_the_same_definitions(name: str, rate: float) -> None:
+    """Against the dense baseline with ZeRO-3's weights; the ceiling is of the same weights."""
+    mb = known.WEIGHTS_MB + known.GRADIENTS_MB["dense"]
+    kept = known.CHANGED_MB[name] + known.GRADIENTS_MB["4bit"]
+    freed_s = known.seconds(mb - kept, rate) - known.PACKING_S
+    samples = known.samples(WITH_WEIGHTS)
+    (found,) = [
+        one
+        for one in find(WITH_WEIGHTS, samples).comparisons
+        if (one.method, one.rate_mbit) == (f"4bit/{name}", rate)
+    ]
+    assert found.baseline == "dense"
+    values = {name: one.value for name, one in found.values.items()}
+    expected = {
+        "recompute_dense_s": known.RECOMPUTE_S,
+        "recompute_compressed_s": known.RECOMPUTE_S,
+        "bytes_freed": 1e6 * (mb - kept),
+        "time_freed_s": freed_s,
+        "share_paid": freed_s / known.RECOMPUTE_S,
+        "ceiling_s": known.seconds(mb - known.CHANGED_MB[name], rate),
+        "memory_taken": 0.5,  # 1 MB of the 2 that block frees
+    }
+    assert {n: values[n] for n in expected} == pytest.approx(expected)
+    assert not values.keys() & {"tokens_per_s_equal_memory", "equal_memory_gain"}
+
+
+def test_a_rival_is_compared_and_has_no_ceiling() -> None:
+    found = find(WITH_WEIGHTS, known.samples(WITH_WEIGHTS))
+    (one,) = [c for c in found.comparisons if c.method == "stock/zero2" and c.rate_mbit == 100.0]
+    assert one.values["bytes_freed"].value == pytest.approx(1e6 * (20 + 10 - 8 - 20))
+    assert "ceiling_s" not in one.values
+    row = {r.configuration: r for r in found.rows}["none/stock/zero2"]
+    assert row.number("link_weight_bytes") == 8e6
+    assert row.number("weight_bytes") == 8e6
+    assert row.number("tokens_per_s") == pytest.approx(4 * 128 * 2 / row.number("step_s"))
+
+
+def test_older_runs_have_no_share_of_the_memory() -> None:
+    samples = [
+        s.model_copy(update={"figures": {}}) if isinstance(s, Trial) else s
+        for s in known.samples(WITH_WEIGHTS)
+    ]
+    found = find(WITH_WEIGHTS, samples)
+    assert found.comparisons
+    assert not any("memory_taken" in one.values for one in found.comparisons)
+    assert found.rows[0].text("link_gather_bytes") == "-"
+
+
 def test_every_figure_has_a_definition_and_words() -> None:
-    assert list(_compared("stock", 100.0).values) == [one.name for one in DERIVED]
+    of_gradients = [one.name for one in DERIVED if one.name != "memory_taken"]
+    assert list(_compared("stock", 100.0).values) == of_gradients
     assert all(one.definition and one.words for one in DERIVED)
     assert any(one.headline for one in DERIVED)
     for entries in (MEASURED, DERIVED):
@@ -112,10 +166,20 @@ def loss() -> Iterator[Measured]:
 def test_a_new_figure_is_one_entry(loss: Measured, tmp_path: Path) -> None:
     """Taken in the processes, put together, kept on disk, shown with its unit."""
     everyone = [
-        taken(Take([_step(1.0), _step(2.0)], losses, Sent(3, 40), leads))
-        for losses, leads in (([5.0, 7.0], True), ([6.0, 6.5], False))
+        taken(Take([_step(1.0), _step(2.0)], losses, Sent(3, 40), leads, 2, far, weights))
+        for losses, leads, far, weights in (
+            ([5.0, 7.0], True, {"gather_forward": 2.0, "gather_backward": 1.0}, 7),
+            ([6.0, 6.5], False, {"gather_forward": 1.0, "reduce": 8.0, "weights": 6.0}, 9),
+        )
     ]
-    assert put_together(everyone) == {"interface_bytes": 20.0, "loss": 6.5}
+    assert put_together(everyone) == {
+        "interface_bytes": 20.0,
+        "link_gather_bytes": 2.0,  # the mean over two hosts
+        "link_weight_bytes": 3.0,
+        "link_gradient_bytes": 4.0,
+        "kept_weight_bytes": 9.0,
+        "loss": 6.5,
+    }
     store = Store(tmp_path)
     store.append(
         [

@@ -139,12 +139,10 @@ def test_bars_are_told_apart_by_hatching(page: str) -> None:
             assert len(patterns) >= 4, name
 
 
-def test_the_square_stands_first_and_the_run_last(
-    page: str,
-) -> None:
+def test_the_costs_stand_first_and_the_run_last(page: str) -> None:
     heads = re.findall(r"<h2>(.*?)</h2>", page)
     assert heads == [
-        "Checkpointing off and on, dense and compressed",
+        "What a step costs and sends",
         "What it means",
         "What it is made of",
         "Bytes by purpose",
@@ -171,8 +169,11 @@ def test_the_numbers_are_those_of_the_samples(run_folder: Path) -> None:
     text = (run_folder / "report.md").read_text()
     freed = known.seconds(18.75, 100.0) - known.PACKING_S
     assert f"| time freed, s | {freed:.2f} *" in text
-    line = next(row for row in text.splitlines() if row.startswith("| checkpointing block"))
-    assert f"{known.step('block/4bit', 100.0).step_s:.2f}" in line
+    line = next(row for row in text.splitlines() if row.startswith("| block | 4bit | stock |"))
+    step_s = known.step("block/4bit", 100.0).step_s
+    sent = ["21.2", "20.0", "0", "1.25"]
+    wanted = [f"{step_s:.2f}", f"{1024 / step_s:.0f}", *sent, "1.00", "2.00", "3.6000"]
+    assert line.split(" | ")[3:] == [*wanted[:-1], f"{wanted[-1]} |"]
     data = json.loads((run_folder / "report.json").read_text())
     assert data["spec"]["rates"] == [100.0, 400.0, 1600.0]
     (figures,) = [
@@ -190,7 +191,7 @@ def test_a_break_even_is_no_headline(made: Report) -> None:
 
 def test_every_column_has_its_unit(made: Report) -> None:
     bare = [one.heading for one in MEASURED if not one.unit.startswith(("s", "MB"))]
-    assert bare == ["parts / step", "interfaces / purposes", "held-out loss"]
+    assert bare == ["tokens, /s", "parts / step", "interfaces / purposes", "held-out loss"]
     assert all(head.endswith(", MB") for head in bytes_table(made.findings.rows).heads[1:])
 
 
@@ -400,6 +401,54 @@ def test_times_that_overlap_are_not_called_a_difference_and_longer_ones_lose(
         lambda t: _steps(t, t.steps[0].step_s * (1.5 if t.repetition % 2 else 0.5)),
     )
     assert "no difference to stock's that stands out of the spread" in time_()
+
+
+@pytest.fixture
+def with_weights(tmp_path: Path) -> Path:
+    spec = replace(known.SPEC, weights=("lossless",), rivals=("zero2",), bf16=True, accumulation=2)
+    return write_run(tmp_path / "weights", spec)
+
+
+def test_the_axis_of_weights_is_a_column_everywhere(with_weights: Path) -> None:
+    report = Report.of(with_weights)
+    text = report.document().markdown()
+    for line in ("| block | 4bit | lossless | ", "| none | stock | zero2 | "):
+        assert text.count(line) == len(known.SPEC.rates)
+    assert "block/4bit/lossless" in report.document().html()
+    row = next(r for r in report.json()["rows"] if r["cell"] == "block/4bit/lossless")
+    assert (row["policy"], row["method"], row["weights"]) == ("block", "4bit", "lossless")
+    assert row["link_weight_bytes"] == 2e6
+    assert "bf16" in text
+    assert "2 micro-steps a step" in text
+    for caveat in ("learning rate", "all gradients beside them", "sum of 2 micro-steps"):
+        assert any(caveat in line for line in words.caveats(report.findings)), caveat
+
+
+def test_what_resident_weights_cost_and_free_is_said(with_weights: Path) -> None:
+    said = dict(Report.of(with_weights).claims())
+    assert list(said) == ["block, 4bit", "block, weights lossless", "block, weights zero2"]
+    found = dict(said["block, weights lossless"])
+    assert list(found) == ["Recomputing", "Memory", "Time"]
+    at_100 = "100 Mbit/s: it adds 0.100 s a step, and 0.100 s where ZeRO-3 gathers between hosts"
+    assert at_100 in found["Recomputing"]
+    assert "2.00 MB of weights, as ZeRO-3 has them 1.00 MB" in found["Memory"]
+    assert "50% of the 2.00 MB of activations that block frees" in found["Memory"]
+    assert "dense/lossless's step with block is" in found["Time"]
+    assert "4bit/lossless's step with block is" in found["Time"]
+    assert "25% of the 2.00 MB" in dict(said["block, weights zero2"])["Memory"]
+
+
+def test_resident_weights_that_change_the_training_are_said_aloud(with_weights: Path) -> None:
+    """A rival may differ: it sums in another order."""
+    losses = {s.configuration: s for s in Store(with_weights).read() if isinstance(s, Loss)}
+    other = {"train_losses": (5.0, 4.0, 3.4)}
+
+    def exactness(changed: str) -> str:
+        return words.lossless({**losses, changed: losses[changed].model_copy(update=other)})
+
+    assert "neither checkpointing nor keeping weights changed" in exactness("none/stock/zero2")
+    assert "NOT met" in exactness("none/4bit/lossless")
+    assert "as ZeRO-3 has them in none/4bit/lossless" in exactness("none/4bit/lossless")
 
 
 OLD = Path(__file__).parent / "measured_before"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from ds_ckpt.measure.records import Memory, Store, Trial
 from ds_ckpt.measure.spec import (
     METHODS,
     POLICIES,
+    RIVALS,
+    Configuration,
     Spec,
     check,
     deepspeed_config,
@@ -48,6 +51,68 @@ def test_every_cell_is_a_file_that_the_plugin_accepts() -> None:
             assert not plugin.compression.exchange.autotune
 
 
+def test_weights_are_an_axis_and_rivals_are_stock_deepspeed() -> None:
+    spec = Spec(policies=("none",), weights=("stock", "whole"), rivals=("zero1",), ceiling=False)
+    names = [one.name for one in spec.configurations]
+    assert names == [
+        *("none/stock", "none/dense", "none/4bit"),
+        *("none/stock/whole", "none/dense/whole", "none/4bit/whole"),
+        "none/stock/zero1",
+    ]
+    assert [Configuration.of(name) for name in names] == spec.configurations
+
+
+def test_every_place_of_the_weights_is_a_file_that_the_plugin_accepts() -> None:
+    weights = ("whole", "lossless")
+    spec = Spec(weights=weights, rivals=tuple(RIVALS), slots=2, bf16=True, accumulation=4)
+    check(spec)
+    zeros = {}
+    for one in spec.configurations:
+        config = deepspeed_config(spec, one, parameters=1000)
+        plugin = parse(json.loads(json.dumps(config)), source=one.name)
+        assert config["gradient_accumulation_steps"] == 4
+        assert config["bf16"] == {"enabled": True}
+        assert plugin.weights.resident == (one.weights in weights)
+        if plugin.weights.resident:
+            assert plugin.weights.deltas == {"whole": "none"}.get(one.weights, "lossless")
+        if one.method in ("dense", "4bit"):
+            assert plugin.compression.exchange.when == "accumulation_boundary"
+        zero = config["zero_optimization"]
+        zeros[one.weights] = (zero["stage"], zero.get("zero_hpz_partition_size"))
+    three = dict.fromkeys(("stock", "whole", "lossless"), (3, None))
+    assert zeros == {**three, "hpz": (3, 2), "zero2": (2, None), "zero1": (1, None)}
+
+
+def test_a_users_file_says_itself_when_accumulated_gradients_are_sent() -> None:
+    section = {"method": "quantize", "exchange": {"when": "micro_step"}}
+    spec = Spec(methods=("mine",), sections={"compression/mine": section}, accumulation=2)
+    config = deepspeed_config(spec, Configuration("none", "mine"), parameters=10)
+    assert config["ds_ckpt"]["compression"]["exchange"]["when"] == "micro_step"
+
+
+def test_weights_and_rivals_that_cannot_be_measured_are_told_together() -> None:
+    spec = Spec(weights=("lossless", "half"), rivals=("hpz", "zero4"), accumulation=0)
+    with pytest.raises(ConfigError) as caught:
+        check(spec)
+    places = [problem.where for problem in caught.value.problems]
+    assert places == ["--weights", "--rivals", "--weights", "--rivals", "--accumulation"]
+    assert "add --bf16" in str(caught.value)
+    alone = replace(Spec(weights=("whole",)), where="loopback", hosts=1, slots=2, rates=(None,))
+    with pytest.raises(ConfigError, match="nothing to keep"):
+        check(alone)
+    check(replace(alone, weights=("stock",), rivals=("zero2",)))
+
+
+def test_a_file_of_weights_is_a_value_of_the_axis(tmp_path: Path) -> None:
+    mine = _file(tmp_path, "mine.json", weights={"resident": True})
+    names, sections = sections_of(weights=f"whole,{mine}")
+    assert names == {"weights": ("whole", "mine")}
+    assert sections == {"weights/mine": {"resident": True}}
+    for taken in ("lossless", "zero2"):
+        with pytest.raises(ConfigError, match="is a name already"):
+            sections_of(weights=_file(tmp_path, f"{taken}.json", weights={"resident": True}))
+
+
 def test_a_users_section_stands_for_its_name() -> None:
     section = {"method": "quantize", "quantize": {"bits": 8}, "warmup_steps": 7}
     spec = Spec(methods=("mine",), sections={"compression/mine": section})
@@ -70,7 +135,7 @@ def test_dense_with_rules_compresses_from_the_first_step() -> None:
 
 
 def test_a_spec_is_what_was_saved(tmp_path: Path) -> None:
-    spec = Spec(rates=(50.0, None), shape={"layers": 2}, batches=(2, 4))
+    spec = Spec(rates=(50.0, None), shape={"layers": 2}, weights=("whole",), rivals=("zero1",))
     spec.save(tmp_path)
     loaded = Spec.load(tmp_path)
     assert loaded == spec
@@ -190,8 +255,8 @@ def _file(folder: Path, name: str, **plugin: Any) -> str:
 def test_one_file_may_be_policy_and_method(tmp_path: Path) -> None:
     activation, compression = {"policy": "mlp"}, {"method": "quantize"}
     both = _file(tmp_path, "both.json", activation=activation, compression=compression)
-    policies, methods, sections = sections_of(f"none,{both}", both)
-    spec = Spec(policies=policies, methods=methods, sections=sections)
+    names, sections = sections_of(activation=f"none,{both}", compression=both)
+    spec = Spec(policies=names["activation"], methods=names["compression"], sections=sections)
     check(spec)
     (one,) = [c for c in spec.configurations if c.name == "both/both"]
     plugin = deepspeed_config(spec, one, parameters=10)["ds_ckpt"]
@@ -218,7 +283,7 @@ def test_a_file_that_would_change_or_be_nothing_is_refused(
         "other": _file(tmp_path, "other.json", compression={"method": "topk"}),
     }
     with pytest.raises(ConfigError, match=said):
-        sections_of(policies.format(**files), methods.format(**files))
+        sections_of(activation=policies.format(**files), compression=methods.format(**files))
 
 
 @pytest.mark.parametrize("launcher", ["pdsh", "openmpi"])
