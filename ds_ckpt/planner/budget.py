@@ -161,6 +161,7 @@ class Allowance:
 
     Attributes:
         resident: bytes beside activations by what they are, for budgets of the accelerator.
+        optional: of `resident`, what the model trains without, and the settings that drop it.
         offload: what checkpointing keeps goes to host memory (tensors of `min_bytes` and more),
             and comes back `prefetch` recomputes ahead.
         micro_batch: sequences in a micro-batch, for messages; 0: not known.
@@ -175,6 +176,7 @@ class Allowance:
     min_bytes: int = 65536
     micro_batch: int = 0
     capacity_bytes: int = 0
+    optional: Mapping[str, str] = field(default_factory=dict)
 
 
 class Planner:
@@ -304,6 +306,10 @@ class Planner:
         def fewest(changed: Allowance) -> int:
             return least(self._options(changed), self._room(changed))[0]
 
+        def enough(nbytes: int) -> str:
+            fits = nbytes <= allowance.budget_bytes
+            return f"{_up(nbytes)} GiB, {'fits' if fits else 'is still too much'}"
+
         now = fewest(allowance)
         remedies = [f"write at least {_up(now)} GiB"]
         if allowance.capacity_bytes and now > allowance.capacity_bytes:
@@ -311,10 +317,13 @@ class Planner:
         if not allowance.offload:
             moved = fewest(replace(allowance, offload=True))
             if moved < now:
-                enough = "fits" if moved <= allowance.budget_bytes else "is still too much"
                 remedies.append(
-                    f'"offload": true keeps checkpointed inputs in host memory: {_up(moved)} GiB, '
-                    f"{enough}"
+                    f'"offload": true keeps checkpointed inputs in host memory: {enough(moved)}'
+                )
+        for what, setting in allowance.optional.items():
+            if spared := allowance.resident.get(what):
+                remedies.append(
+                    f"without {what}, {_up(spared)} GiB ({setting}): {enough(now - spared)}"
                 )
         fixed = sum(allowance.resident.values())
         room, per = allowance.budget_bytes - fixed, now - fixed

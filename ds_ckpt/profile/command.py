@@ -40,6 +40,14 @@ def profile(
         str, typer.Option(help="Blocks of a plain model: class names or patterns.")
     ] = "",
     world: Annotated[int, typer.Option(min=1, help="Processes that share the states.")] = 1,
+    hosts: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Hosts that they are on, for resident weights. Without it the file's "
+            "zero_hpz_partition_size says how many processes a host has.",
+        ),
+    ] = None,
     dtype: Annotated[
         Literal["fp32", "bf16", "fp16"] | None,
         typer.Option(help="The default is the file's, then the model's."),
@@ -94,6 +102,7 @@ def profile(
             batches=counts,
             sizes=Sizes(tokens, dtypes[dtype] if dtype else None, attention or None),
             world=world,
+            hosts=hosts,
             policies=tuple(_split(policies)),
             modules=tuple(_split(modules)) or None,
             real=real,

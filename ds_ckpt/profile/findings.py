@@ -12,6 +12,11 @@ from ds_ckpt.telemetry.units import GIB, percent, size, times
 
 _OFFLOADED = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
 
+_NO_HOST_COPY = {
+    "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 1},
+    "ds_ckpt": {"weights": {"resident": False}},
+}
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -22,12 +27,17 @@ class Settings:
         sdpa: the first step with attention "sdpa", where the model stores attention weights.
         trainable_count: elements of parameters that get gradients.
         modules: of a plain model's blocks.
+        resident: whether the configuration has resident weights.
+        resident_bytes: what they take of a process, beside what hpZ takes already; None: it is not
+            known, or they are refused beside the other settings.
     """
 
     sections: Mapping[str, Mapping[str, Any] | None]
     sdpa: Footprint | None = None
     trainable_count: int = 0
     modules: Any = None
+    resident: bool = False
+    resident_bytes: int | None = None
 
     def config(self, policy: str) -> dict[str, Any] | None:
         section = self.sections.get(policy)
@@ -64,7 +74,17 @@ def best_of(profile: Profile) -> Best | None:
 def findings_of(profile: Profile, settings: Settings) -> Iterator[Finding]:
     """The most telling ones first."""
     yield _where(profile)
-    for find in (_attention, _free, _smallest, _peak, _inputs, _buffers, _compiled, _limit):
+    for find in (
+        _attention,
+        _free,
+        _smallest,
+        _peak,
+        _inputs,
+        _weights,
+        _buffers,
+        _compiled,
+        _limit,
+    ):
         yield from find(profile, settings)
 
 
@@ -191,6 +211,33 @@ def _inputs(profile: Profile, settings: Settings) -> Iterator[Finding]:
     )
 
 
+def _weights(profile: Profile, settings: Settings) -> Iterator[Finding]:
+    """Resident weights against the memory that checkpointing frees."""
+    taken, limit = settings.resident_bytes, profile.limit_bytes
+    small = min(profile.at_first.values(), key=lambda f: f.peak.live_bytes)
+    freed = profile.first.peak.live_bytes - small.peak.live_bytes
+    if taken is None or not freed:
+        return
+    cost = (
+        f"{size(taken)} a process, {percent(taken, freed)} of the {size(freed)} that"
+        f' "{small.policy}" frees'
+    )
+    policy = (settings.config(small.policy) or {}).get("ds_ckpt", {})
+    config = {"ds_ckpt": {**policy, "weights": {"resident": True}}}
+    if settings.resident:
+        yield Finding(f"Resident weights take {cost}.", config)
+        return
+    text = f"On {profile.states.hosts} hosts resident weights would keep gathers inside each, for "
+    text += cost if taken else "the memory that hpZ takes already"
+    needed = profile.total_bytes(small) + taken
+    if limit is not None and needed > limit:
+        yield Finding(f"{text}. {size(needed)} in all are more than {size(limit)}.")
+    elif taken > freed:
+        yield Finding(f"{text}, so checkpointing does not pay for them.")
+    else:
+        yield Finding(f"{text}.", config)
+
+
 def _buffers(profile: Profile, settings: Settings) -> Iterator[Finding]:
     states, held_bytes = profile.states, profile.first.held_bytes
     if states.zero_stage != 3:
@@ -271,15 +318,21 @@ def _limit(profile: Profile, settings: Settings) -> Iterator[Finding]:
         return
     stage3 = states.zero_stage == 3
     if best is None:
-        bucket = stage3 and _bucket_too_large(profile)
         least = min(profile.footprints, key=profile.total_bytes)
-        yield Finding(
-            f"Nothing that was measured fits into {size(limit)}: the least is"
-            f' {size(profile.total_bytes(least))} (batch {least.batch}, "{least.policy}"), of which'
-            f" {size(states.resident_bytes)} are states. "
-            + ("A smaller reduce bucket:" if bucket else "More processes, or offload:"),
-            _smaller_bucket(settings) if bucket else _OFFLOADED,
+        needed, copy = profile.total_bytes(least), states.host_copy_bytes
+        text = (
+            f"Nothing that was measured fits into {size(limit)}: the least is {size(needed)} (batch"
+            f' {least.batch}, "{least.policy}"), of which {size(states.resident_bytes)} are states.'
         )
+        if copy and needed - copy <= limit:
+            text += (
+                f" Without a host's copy of the weights ({size(copy)}) {size(needed - copy)} fit:"
+            )
+            yield Finding(text, _NO_HOST_COPY)
+        elif stage3 and _bucket_too_large(profile):
+            yield Finding(f"{text} A smaller reduce bucket:", _smaller_bucket(settings))
+        else:
+            yield Finding(f"{text} More processes, or offload:", _OFFLOADED)
         return
     rate = f"{best.tokens_per_s:.0f} tokens/s" if best.tokens_per_s else "not timed"
     yield Finding(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from ds_ckpt.profile.records import NONE
 from ds_ckpt.profile.subject import arguments_of
 from ds_ckpt.telemetry.memory import tensors_in
 from ds_ckpt.telemetry.units import GIB
+from ds_ckpt.zero3.resident import OPTIONAL
 
 _COMPARED: dict[str, dict[str, Any]] = {
     " ".join([policy.name, *map(str, options.values())]): {"policy": policy.name, **options}
@@ -37,14 +38,14 @@ class ComparedPolicy:
 
     Attributes:
         plan: of the policies "budget" and "auto", once the model is known (`with_plan`).
-        resident_bytes: what ZeRO keeps beside activations, for budgets of the accelerator.
+        resident: bytes beside activations by what they are, for budgets of the accelerator.
         limit_bytes: what the accelerator has, where that is known.
     """
 
     name: str
     section: dict[str, Any] | None
     plan: ActivationPlan | None = None
-    resident_bytes: int = 0
+    resident: Mapping[str, int] = field(default_factory=dict)
     limit_bytes: int | None = None
 
     def activation(self) -> ActivationConfig | None:
@@ -120,7 +121,7 @@ def with_plan(
 ) -> ComparedPolicy:
     """The policy with the plan that training would begin with; others as they are.
 
-    Of a budget for the accelerator what ZeRO keeps (`ComparedPolicy.resident_bytes`) is taken off.
+    Of a budget for the accelerator what ZeRO keeps (`ComparedPolicy.resident`) is taken off.
     Temporaries are not known here, so training may recompute a little more.
 
     Args:
@@ -152,14 +153,14 @@ def with_plan(
     dtype = next((p.dtype for p in model.parameters() if p.numel()), torch.float32)
     tokens = max((t.numel() for t in tensors_in(batch)), default=0)
     planner = Planner(found, measured_rates(device, dtype), tokens)
-    resident = {"what ZeRO keeps": policy.resident_bytes}
     allowance = Allowance(
         budget,
         config.budget_is_of,
-        resident if config.budget_is_of == "accelerator" else {},
+        policy.resident if config.budget_is_of == "accelerator" else {},
         config.offload,
         config.offload_prefetch,
         config.offload_min_bytes,
+        optional=OPTIONAL,
     )
     return replace(policy, plan=planner.plan(allowance))
 

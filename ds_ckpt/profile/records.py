@@ -167,12 +167,16 @@ class States:
     as activations."""
     host_bytes: int
     """Of the above, moved to host memory by the configuration; not part of the other fields."""
+    hosts: int | None = None
+    """That the processes are on, equally many on each; None: not known."""
+    host_copy_bytes: int = 0
+    """This process's part of the weights that its host keeps: resident weights, or hpZ's copy."""
 
     @property
     def resident_bytes(self) -> int:
         """On the accelerator while a forward or backward runs."""
-        kept = self.parameters_bytes + self.gathered_bytes + self.gradients_bytes
-        return kept + self.optimizer_bytes + self.communication_bytes
+        kept = self.parameters_bytes + self.host_copy_bytes + self.gathered_bytes
+        return kept + self.gradients_bytes + self.optimizer_bytes + self.communication_bytes
 
 
 @dataclass(frozen=True)

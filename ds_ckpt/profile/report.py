@@ -72,8 +72,11 @@ def _sweep(profile: Profile) -> Lines:
 
 def _states(profile: Profile) -> Iterator[Section]:
     states = profile.states
+    copied = states.host_copy_bytes
+    copy = [("host's copy of the weights", copied)] if copied else []
     rows = [
         ("parameters", states.parameters_bytes),
+        *copy,
         ("weights gathered at a time", states.gathered_bytes),
         ("gradients", states.gradients_bytes),
         (f"optimizer ({states.optimizer}, with 32-bit weights)", states.optimizer_bytes),
@@ -83,7 +86,8 @@ def _states(profile: Profile) -> Iterator[Section]:
     if states.host_bytes:
         rows.append(("in host memory", states.host_bytes))
     assumed = ", assumed" if states.assumed else ""
-    title = f"A process of {states.world}, ZeRO stage {states.zero_stage}{assumed}"
+    hosts = f" on {states.hosts} hosts" if states.hosts and states.hosts > 1 else ""
+    title = f"A process of {states.world}{hosts}, ZeRO stage {states.zero_stage}{assumed}"
     yield Section(title, [Table(("kept", "bytes"), [(name, size(n)) for name, n in rows])])
 
 

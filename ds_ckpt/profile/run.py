@@ -12,7 +12,7 @@ from torch import nn
 
 from ds_ckpt.config import parse
 from ds_ckpt.config.paths import lookup
-from ds_ckpt.errors import UnsupportedError
+from ds_ckpt.errors import ConfigError, UnsupportedError
 from ds_ckpt.profile.compiled import compile_report
 from ds_ckpt.profile.findings import Settings, attention_of, best_of, findings_of
 from ds_ckpt.profile.measure import (
@@ -26,10 +26,11 @@ from ds_ckpt.profile.measure import (
     too_big,
 )
 from ds_ckpt.profile.policies import ComparedPolicy, blocks_of, compared, not_counted, with_plan
-from ds_ckpt.profile.records import Compiled, Footprint, Profile
+from ds_ckpt.profile.records import Compiled, Footprint, Profile, States
 from ds_ckpt.profile.states import Parameters, estimate
 from ds_ckpt.profile.subject import Sizes, find_subject
 from ds_ckpt.telemetry.units import GIB
+from ds_ckpt.zero3.resident import HOST_COPY, host_copy_bytes
 
 _MOST_FLOPS = {"cpu": 2e12, "cuda": 2e16}
 """Of all timed steps together, where nobody asked for them: under a minute."""
@@ -46,6 +47,7 @@ class Options:
     batches: tuple[int, ...] = (1,)
     sizes: Sizes = field(default_factory=Sizes)
     world: int = 1
+    hosts: int | None = None
     policies: tuple[str, ...] = ("block", "attention", "mlp", "selective")
     modules: tuple[str, ...] | None = None
     real: bool | None = None
@@ -69,9 +71,12 @@ def make_profile(options: Options, told: Told = lambda text: None) -> Profile:
             options = replace(options, sizes=replace(options.sizes, dtype=dtype))
     told("building the model")
     run = _Run(options, told)
-    states, assumptions = estimate(run.parameters, options.config, options.world)
+    states, assumptions = estimate(run.parameters, options.config, options.world, options.hosts)
+    beside = {"what ZeRO keeps": states.resident_bytes - states.host_copy_bytes}
+    if states.host_copy_bytes:
+        beside[HOST_COPY] = states.host_copy_bytes
     policies = [
-        replace(p, resident_bytes=states.resident_bytes, limit_bytes=options.limit_bytes)
+        replace(p, resident=beside, limit_bytes=options.limit_bytes)
         for p in compared(options.policies, run.modules, configured)
     ]
     found = tuple(run.footprints(policies))
@@ -92,6 +97,8 @@ def make_profile(options: Options, told: Told = lambda text: None) -> Profile:
         sdpa=run.with_sdpa(found[0]),
         trainable_count=sum(run.parameters.trainable),
         modules=run.modules,
+        resident=lookup(options.config, ("ds_ckpt", "weights", "resident")) is True,
+        resident_bytes=_resident_bytes(run.parameters, states, options.config),
     )
     return replace(
         profile,
@@ -99,6 +106,28 @@ def make_profile(options: Options, told: Told = lambda text: None) -> Profile:
         not_measured=(*assumptions, *missing, *run.not_measured),
         best=best_of(profile),
     )
+
+
+def _resident_bytes(
+    parameters: Parameters, states: States, config: Mapping[str, Any] | None
+) -> int | None:
+    """What resident weights take of a process, beside what hpZ takes already.
+
+    None where there is one host, or nobody knows how many, or `config` is refused with them.
+    """
+    world, hosts = states.world, states.hosts
+    asked = lookup(config, ("ds_ckpt", "weights", "resident")) is True
+    if asked and hosts != 1:
+        return states.host_copy_bytes
+    if hosts is None or hosts == 1:
+        return None
+    ours = {**(lookup(config, ("ds_ckpt",)) or {}), "weights": {"resident": True}}
+    try:
+        parse({"zero_optimization": {"stage": 3}, **(config or {}), "ds_ckpt": ours})
+    except ConfigError:
+        return None
+    needed = host_copy_bytes(parameters.counts, world, world // hosts, parameters.itemsize)
+    return max(0, needed - states.host_copy_bytes)
 
 
 class _Run:

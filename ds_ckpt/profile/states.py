@@ -19,7 +19,9 @@ from torch import nn
 
 from ds_ckpt.activation import Block
 from ds_ckpt.config.paths import is_auto, lookup
+from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.profile.records import States
+from ds_ckpt.zero3.resident import host_copy_bytes
 
 _STATE_BYTES = {
     "adam": 8,
@@ -74,7 +76,10 @@ class Parameters:
 
 
 def estimate(
-    parameters: Parameters, config: Mapping[str, Any] | None, world: int
+    parameters: Parameters,
+    config: Mapping[str, Any] | None,
+    world: int,
+    hosts: int | None = None,
 ) -> tuple[States, tuple[str, ...]]:
     """The states, and what was assumed where the configuration does not say.
 
@@ -82,6 +87,10 @@ def estimate(
         parameters: of the model.
         config: the DeepSpeed JSON; None: ZeRO stage 3, AdamW.
         world: processes that share the model.
+        hosts: that they are on, equally many on each; None: not known.
+
+    Raises:
+        ConfigError: the processes cannot be divided so.
     """
     notes: list[str] = []
     zero = lookup(config, ("zero_optimization",)) or {}
@@ -118,13 +127,16 @@ def estimate(
         communication = bucket_bytes + item * min(bucket, trainable)
     step_bytes = 4 * min(sharded, setting("sub_group_size"))
 
+    hosts, per_host = _hosts(config if stage == 3 else None, world, hosts, notes)
+    copy_bytes = host_copy_bytes(parameters.counts, world, per_host, item) if per_host else 0
+
     host = 0
     if _to_host(zero, "offload_optimizer"):
         host += optimizer_bytes + gradients_bytes
         optimizer_bytes = gradients_bytes = step_bytes = 0
     if stage == 3 and _to_host(zero, "offload_param"):
-        host += kept_bytes
-        kept_bytes = 0
+        host += kept_bytes + copy_bytes
+        kept_bytes = copy_bytes = 0
     states = States(
         world=world,
         zero_stage=stage,
@@ -140,8 +152,52 @@ def estimate(
         trainable_bytes=item * trainable,
         temporary_bytes=step_bytes,
         host_bytes=host,
+        hosts=hosts,
+        host_copy_bytes=copy_bytes,
     )
     return states, tuple(notes)
+
+
+def _hosts(
+    config: Mapping[str, Any] | None, world: int, hosts: int | None, notes: list[str]
+) -> tuple[int | None, int]:
+    """Hosts, as far as they are known, and how many processes divide a host's copy; 0: none is."""
+    if hosts is not None and world % hosts:
+        why = f"--world has {world} processes, and every host has equally many"
+        raise _not_divided("--hosts", hosts, why, f"write a divisor of {world}")
+    where = "$.zero_optimization.zero_hpz_partition_size"
+    resident = lookup(config, ("ds_ckpt", "weights", "resident")) is True
+    hpz = max(1, min(_whole(lookup(config, where.split(".")[1:]), 1), world))
+    if world % hpz:
+        why = f"--world has {world} processes, which DeepSpeed cannot divide so"
+        raise _not_divided(where, hpz, why, f"write a divisor of {world}")
+    if hosts is None and hpz > 1:
+        hosts = world // hpz
+        notes.append(f"hosts: {hosts}, as zero_hpz_partition_size is {hpz} of {world} processes")
+    hosts = 1 if world == 1 else hosts
+    if resident and hosts is None:
+        notes.append(
+            f"hosts: how many the {world} processes are on (--hosts); a copy of the weights for "
+            "each process is counted, the most that resident weights can take"
+        )
+        return None, 1
+    if resident and hosts is not None and hosts > 1:
+        per_host = world // hosts
+        if hpz not in (1, per_host):
+            why = f"resident weights are divided among the {per_host} processes of a host"
+            raise _not_divided(where, hpz, why, f"write {per_host} or remove the key")
+        return hosts, per_host
+    if resident:
+        notes.append(
+            "resident weights: nothing, as all processes share one host (--world, --hosts)"
+        )
+    return hosts, hpz if hpz > 1 else 0
+
+
+def _not_divided(where: str, found: int, why: str, remedy: str) -> ConfigError:
+    return ConfigError(
+        Problem(where, str(found), why, remedy), headline="the processes cannot be divided so"
+    )
 
 
 def _elements(key: str, zero: Mapping[str, Any], hidden: int | None) -> int:

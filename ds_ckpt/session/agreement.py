@@ -22,7 +22,7 @@ from ds_ckpt.planner.costs import Rates, measured_rates
 from ds_ckpt.planner.fake import may_be_known
 from ds_ckpt.planner.survey import simulate, survey
 from ds_ckpt.telemetry.units import GIB
-from ds_ckpt.zero3.resident import resident_bytes
+from ds_ckpt.zero3.resident import OPTIONAL, resident_bytes
 from ds_ckpt.zero3.run_on_all import run_on_all_or_raise
 
 log = logging.getLogger("ds_ckpt")
@@ -182,6 +182,7 @@ class Agreement:
             config.offload_min_bytes,
             int(self._engine.train_micro_batch_size_per_gpu()),
             self._capacity,
+            OPTIONAL,
         )
 
     def _with_temporaries(

@@ -3,7 +3,8 @@
 Sizes are read from tensors that exist (each storage once, on the accelerator only, so what is
 offloaded does not count). The one number that is a bound and no reading is that of gathered
 weights: DeepSpeed keeps at most what `stage3_max_live_parameters` allows, and lets a weight go that
-is not used again within `stage3_max_reuse_distance` elements.
+is not used again within `stage3_max_reuse_distance` elements. A host's copy of the weights is
+computed: hpZ drops it between steps.
 """
 
 from __future__ import annotations
@@ -13,6 +14,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+HOST_COPY = "a host's copy of the weights, this process's part"
+OPTIONAL = {HOST_COPY: '"weights": {"resident": false}, "zero_hpz_partition_size": 1'}
+"""What a model trains without, and the settings that drop it."""
+
+
+def host_copy_bytes(counts: Iterable[int], processes: int, per_host: int, itemsize: int) -> int:
+    """What a process keeps of a host's copy of the weights (resident weights, and hpZ's own).
+
+    ZeRO-3 pads each parameter to as many shards of one size as there are processes, and the
+    processes of a host divide them, whole shards each.
+
+    Args:
+        counts: elements of each parameter, frozen ones included.
+        processes: that share the model, a multiple of `per_host`.
+        per_host: processes that divide a copy.
+        itemsize: bytes an element.
+    """
+    return itemsize * (processes // per_host) * sum(-(-n // processes) for n in counts)
 
 
 def resident_bytes(engine: Any, blocks: Sequence[nn.Module]) -> dict[str, int]:
@@ -48,7 +68,16 @@ def resident_bytes(engine: Any, blocks: Sequence[nn.Module]) -> dict[str, int]:
     found["weights that are gathered for a while, at most"] = live * item
     buffers = len(optimizer.ipg_buckets)
     found["reduce bucket"] = buffers * optimizer.reduce_bucket_size * item
+    if copy := sum(_host_copy(p) for p in parameters if p.ds_tensor.device.type == device.type):
+        found[HOST_COPY] = copy
     return found
+
+
+def _host_copy(param: Any) -> int:
+    per_host, hosts = param.ds_secondary_tensor_group_size, param.ds_secondary_tensor_num_of_groups
+    if param.ds_zero_param_process_group is None:
+        return 0
+    return host_copy_bytes([param.ds_numel], hosts * per_host, per_host, param.element_size())
 
 
 def _state(optimizer: Any) -> Iterator[Tensor]:

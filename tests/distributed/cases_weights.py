@@ -15,6 +15,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 import ds_ckpt
 from ds_ckpt.telemetry import Purpose
 from ds_ckpt.zero3 import weights
+from ds_ckpt.zero3.resident import HOST_COPY, host_copy_bytes, resident_bytes
 from tests.distributed import models
 from tests.distributed.cases_levels import hosts
 from tests.distributed.pool import fresh, once
@@ -226,6 +227,38 @@ def refused_for_one_tensor(slots: list[int], section: dict[str, Any]) -> str:
         finally:
             engine.destroy()
     return ""
+
+
+def budgeted(slots: list[int], kind: str, section: dict[str, Any], gib: float, **o: Any) -> Any:
+    """A budget for the accelerator: what hosts keep before the first batch, what is counted of it
+    there and between steps, or the words of the refusal."""
+    fresh()
+    hpz = o.pop("hpz", 1)
+    activation = {"policy": "budget", "budget_gib": gib, "budget_of": "accelerator"}
+    if kind in models.PLAIN:
+        activation["modules"] = [models.PLAIN[kind]]
+    config = _config({**section, "activation": activation}, **o)
+    config["zero_optimization"]["zero_hpz_partition_size"] = hpz
+    with hosts(slots):
+        engine = models.start(kind, config)
+        session: Any = ds_ckpt.session_of(engine)
+        parameters = list(engine.module.parameters())
+        kept = [p.ds_secondary_tensor for p in parameters if p.ds_secondary_tensor is not None]
+        counts, (itemsize,) = [p.ds_numel for p in parameters], {p.itemsize for p in parameters}
+        result = {
+            "kept": sum(tensor.nbytes for tensor in kept),
+            "hook": session._resident.hook.nbytes if session._resident else None,
+            "formula": host_copy_bytes(counts, sum(slots), slots[0], itemsize),
+            "whole": sum(counts) * itemsize,
+        }
+        try:
+            models.train(engine, kind, 1)
+            result["planned"] = session.activation_plan.resident.get(HOST_COPY, 0)
+            result["counted"] = resident_bytes(engine, []).get(HOST_COPY, 0)
+        except ds_ckpt.UnsupportedError as error:
+            result["refusal"] = str(error)
+        engine.destroy()
+    return result
 
 
 def healed(slots: list[int], section: dict[str, Any]) -> Any:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ds_ckpt.zero3.resident import HOST_COPY
 from ds_ckpt.zero3.weights import COMPARED
 from tests.distributed import cases_weights as cases
 from tests.distributed.models import quantize_section
@@ -169,6 +171,41 @@ def test_detach_leaves_deepspeed_as_it_was(world2: Any) -> None:
         assert process["weights"] == expected["weights"]
         assert process["kept"] == 0
         assert process["crossing"] > 0
+
+
+@pytest.mark.parametrize(
+    ("slots", "kind", "section", "options"),
+    [
+        (TWO, "lora", LOSSLESS, {}),
+        (TWO, "plain", WHOLE, FP32),
+        (TWO, "llama", {}, {"hpz": 2}),
+        ([1] * 4, "plain", LOSSLESS, FP32),
+        (TWO, "llama", {}, {}),
+    ],
+    ids=["frozen", "fp32", "hpz alone", "4 hosts", "no copy"],
+)
+def test_a_budget_counts_what_a_host_keeps(
+    world4: Any, slots: list[int], kind: str, section: Any, options: dict[str, Any]
+) -> None:
+    copies = bool(section or options)
+    for process in world4.run(cases.budgeted, slots, kind, section, 1.0, **options):
+        expected = process["formula"] if copies else 0
+        assert process["kept"] == process["planned"] == process["counted"] == expected
+        assert process["hook"] == (expected if section else None)
+        assert 1 <= process["formula"] * slots[0] / process["whole"] < 1.1  # padding
+
+
+def test_a_budget_that_nothing_fits_says_what_resident_weights_take(world4: Any) -> None:
+    for process in world4.run(cases.budgeted, TWO, "llama", LOSSLESS, 1e-4):
+        words = process["refusal"]
+        copy = re.search(rf"without {HOST_COPY}, (.*) GiB \((.*)\): (.*) GiB, is still", words)
+        assert copy is not None, words
+        assert float(copy[1]) * 2**30 == pytest.approx(process["kept"], rel=0.01)
+        assert copy[2] == '"weights": {"resident": false}, "zero_hpz_partition_size": 1'
+        least = re.search(r"write at least (.*?) GiB", words)
+        assert least is not None, words
+        freed = (float(least[1]) - float(copy[3])) * 2**30
+        assert freed == pytest.approx(process["kept"], rel=0.01)
 
 
 def test_on_one_host_there_is_nothing_to_gain(world2: Any) -> None:

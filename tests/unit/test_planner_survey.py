@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -204,6 +206,25 @@ def test_the_words_say_what_would_fit() -> None:
         planner.plan(Allowance(least // 2, "activations", {}, micro_batch=8))
     assert "a micro-batch of" in caught.value.problems[0].remedy
     assert "weights" not in caught.value.problems[0].why
+
+
+def test_the_words_say_what_fits_without_resident_weights() -> None:
+    planner = Planner(survey(build("llama", 2), (), batch("llama")), RATES, 24)
+    beside = {"weights": 2**20, "copy": 2**24}
+    settings = {"copy": '"resident": false', "nothing of the kind": "no setting"}
+    full = Allowance(1, "accelerator", beside, optional=settings)
+    least = planner.least(full).needed_bytes
+    for budget, verdict in ((least - 2**24, "fits"), (least - 2**24 - 1, "is still too much")):
+        with pytest.raises(UnsupportedError) as caught:
+            planner.plan(replace(full, budget_bytes=budget))
+        words = caught.value.problems[0].remedy
+        found = re.search(r'without copy, (.+) GiB \("resident": false\): (.+) GiB, ([^;]+)', words)
+        assert found is not None, words
+        assert float(found[1]) * GIB == pytest.approx(2**24, rel=1e-3)
+        assert float(found[2]) * GIB == pytest.approx(least - 2**24, rel=1e-3)
+        assert found[3] == verdict
+        assert "no setting" not in words
+    assert planner.plan(Allowance(least - 2**24, "accelerator", {"weights": 2**20}))
 
 
 def test_copies_that_outlast_the_computing_beside_them_cost() -> None:

@@ -11,6 +11,8 @@ from typer.testing import CliRunner, Result
 
 from ds_ckpt.cli import app
 from ds_ckpt.profile.records import Profile
+from ds_ckpt.telemetry.units import size
+from ds_ckpt.zero3.resident import HOST_COPY
 
 MODELS = "tests.unit.profile_models"
 LLAMA = {
@@ -85,6 +87,51 @@ def test_a_directory_and_a_deepspeed_file(config_json: Path, tmp_path: Path) -> 
     assert profile.states.reduce_bucket_bytes == 2000
     held = {f.policy: f.held_bytes for f in profile.footprints}
     assert held["block"] < held["configured"] < held["none"]
+
+
+def test_resident_weights_on_hosts(config_json: Path, tmp_path: Path) -> None:
+    ds, target = tmp_path / "ds.json", tmp_path / "out.json"
+    zero: dict[str, Any] = {"stage": 3}
+
+    def run(ours: dict[str, Any], *options: str) -> Result:
+        settings = {"bf16": {"enabled": True}, "zero_optimization": zero, "ds_ckpt": ours}
+        ds.write_text(json.dumps(settings))
+        always = ("--fake", "--policies", "block", "--json", str(target), "--world", "8")
+        return _run(str(config_json), "--config", str(ds), *always, *options)
+
+    def profile(ours: dict[str, Any], *options: str) -> tuple[Profile, str]:
+        result = run(ours, *options)
+        assert result.exit_code == 0, result.output
+        return Profile.from_json(target.read_text()), " ".join(result.output.split())
+
+    resident, on_4 = {"weights": {"resident": True}}, ("--hosts", "4")
+    kept, said = profile(resident, *on_4)
+    half = kept.states.parameters_count  # of 2 bytes each; no parameter is padded
+    assert kept.states.host_copy_bytes == half
+    assert "A process of 8 on 4 hosts" in said
+    assert f"host's copy of the weights {size(half)}" in said
+    assert f"Resident weights take {size(half)} a process" in said
+
+    without, said = profile({}, *on_4)
+    assert without.states.resident_bytes == kept.states.resident_bytes - half
+    assert "host's copy" not in said
+    assert f"resident weights would keep gathers inside each, for {size(half)} a process" in said
+    assert "esident weights" not in profile({})[1]  # hosts are not known
+
+    budget = without.states.resident_bytes / 2**30  # leaves nothing for activations
+    section = {"policy": "budget", "budget_gib": budget, "budget_of": "accelerator"}
+    refused = run({**resident, "activation": section}, *on_4)
+    assert refused.exit_code == 1
+    assert f"without {HOST_COPY}" in " ".join(refused.stderr.split())
+
+    zero["offload_param"] = {"device": "cpu"}  # refused with resident weights
+    assert "esident weights" not in profile({}, *on_4)[1]
+
+
+def test_hosts_that_do_not_divide_the_processes() -> None:
+    result = _run(f"{MODELS}:stack", "--fake", "--world", "8", "--hosts", "3")
+    assert result.exit_code == 1
+    assert "--hosts: found 3" in result.stderr
 
 
 def test_a_function_real_steps_and_the_compiler(tmp_path: Path) -> None:

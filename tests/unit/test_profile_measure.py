@@ -209,5 +209,5 @@ def test_a_budget_of_the_accelerator_takes_off_what_zero_keeps() -> None:
     wanted = compared((), None, section)
     assert footprints(subject, 1, wanted, None)[1].recompute.launches == 0
     full = 2**30 - int(0.8 * plain.held_bytes)
-    wanted = [replace(c, resident_bytes=full) for c in wanted]
+    wanted = [replace(c, resident={"states": full}) for c in wanted]
     assert footprints(subject, 1, wanted, None)[1].recompute.launches > 0

@@ -32,6 +32,7 @@ from ds_ckpt.profile.run import Options, make_profile
 from ds_ckpt.profile.subject import Sizes
 from ds_ckpt.report import charts
 from ds_ckpt.report.document import Table
+from ds_ckpt.telemetry.units import size
 
 COMPILED = Compiled(
     graphs=2,
@@ -84,7 +85,17 @@ def test_json_of_something_else_is_refused(full: Profile) -> None:
 
 def test_every_number_has_its_unit_in_its_name() -> None:
     units = ("_bytes", "_s", "_per_s", "_count", "_share", "flops", "launches", "operators")
-    bare = {"batch", "tokens", "repeats", "world", "zero_stage", "graphs", "kernels", "schema"}
+    bare = {
+        "batch",
+        "tokens",
+        "repeats",
+        "world",
+        "hosts",
+        "zero_stage",
+        "graphs",
+        "kernels",
+        "schema",
+    }
     for kind in vars(records).values():
         if not dataclasses.is_dataclass(kind):
             continue
@@ -161,6 +172,62 @@ def test_blocks_that_the_compiler_leaves_get_rules(measured: Profile) -> None:
     rules = finding.config["ds_ckpt"]["activation"]["rules"]
     assert [rule["match"] for rule in rules] == ["0-1", "4"]
     assert _spans([3]) == ["3"]
+
+
+def _weights(profile: Profile, **settings: Any) -> Finding | None:
+    sections = {f.policy: {"policy": f.policy} for f in profile.footprints}
+    profile = replace(profile, states=replace(profile.states, hosts=2))
+    found = findings_of(profile, Settings(sections, **settings))
+    return next((f for f in found if "esident weights" in f.text), None)
+
+
+def test_resident_weights_against_what_checkpointing_frees(measured: Profile) -> None:
+    profile = replace(measured, limit_bytes=None)
+    small = min(profile.at_first.values(), key=lambda f: f.peak.live_bytes)
+    freed = profile.first.peak.live_bytes - small.peak.live_bytes
+    section = {"activation": {"policy": small.policy}, "weights": {"resident": True}}
+    on = {"ds_ckpt": section}
+    assert _weights(profile) is None  # hosts are not known
+    half = _weights(profile, resident_bytes=freed // 2)
+    assert half is not None
+    assert half.config == on
+    assert f'50% of the {size(freed)} that "{small.policy}" frees' in half.text
+    assert f"{size(freed // 2)} a process" in half.text
+    double = _weights(profile, resident_bytes=2 * freed)
+    assert double is not None
+    assert "does not pay for them" in double.text
+    assert double.config is None
+    none = _weights(profile, resident_bytes=0)
+    assert none is not None
+    assert "that hpZ takes already" in none.text
+    assert none.config == on
+    configured = _weights(profile, resident_bytes=freed // 2, resident=True)
+    assert configured is not None
+    assert configured.text.startswith(f"Resident weights take {size(freed // 2)} a process")
+
+    least = profile.total_bytes(small)
+    for room, config in ((freed // 2, on), (freed // 2 - 1, None)):
+        limited = _weights(replace(profile, limit_bytes=least + room), resident_bytes=freed // 2)
+        assert limited is not None
+        assert limited.config == config
+        assert ("in all are more than" in limited.text) is (config is None)
+
+
+def test_a_copy_of_the_weights_without_which_it_fits_is_named(measured: Profile) -> None:
+    copied = replace(measured, states=replace(measured.states, hosts=2, host_copy_bytes=2**24))
+    least = min(map(copied.total_bytes, copied.footprints))
+    assert least == min(map(measured.total_bytes, measured.footprints)) + 2**24
+
+    def last(limit: int) -> Finding:
+        return _findings(replace(copied, limit_bytes=limit))[-1]
+
+    fits = last(least - 2**24)
+    assert f"(16.0 MiB) {size(least - 2**24)} fit" in fits.text
+    assert fits.config is not None
+    assert fits.config["ds_ckpt"] == {"weights": {"resident": False}}
+    assert fits.config["zero_optimization"]["zero_hpz_partition_size"] == 1
+    parse(fits.config)
+    assert "Without a host's copy" not in last(least - 2**24 - 1).text
 
 
 def _step(policy: str, batch: int, peak: int, step_s: float | None) -> Footprint:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from ds_ckpt.errors import ConfigError
 from ds_ckpt.profile.policies import blocks_of
 from ds_ckpt.profile.states import Parameters, estimate
 from tests.unit.profile_models import Mixer, Stack
@@ -84,6 +85,70 @@ def test_offload_moves_states_to_the_host() -> None:
     kept = plain.optimizer_bytes + plain.gradients_bytes + plain.parameters_bytes
     assert moved.host_bytes == kept
     assert moved.resident_bytes == plain.resident_bytes - kept
+
+
+RESIDENT = {"ds_ckpt": {"weights": {"resident": True}}}
+HPZ = {"zero_hpz_partition_size": 2}
+
+
+def _divided(zero: dict[str, Any], world: int, hosts: int | None, **rest: Any) -> Any:
+    config = {"zero_optimization": {"stage": 3, **zero}, "optimizer": {"type": "SGD"}, **rest}
+    return estimate(SIZES, config, world, hosts)
+
+
+@pytest.mark.parametrize(
+    ("zero", "rest", "world", "hosts", "copies", "known", "words"),
+    [
+        ({}, RESIDENT, 8, 2, 2, 2, ""),
+        ({}, RESIDENT, 8, 8, 8, 8, ""),
+        ({}, RESIDENT, 8, None, 8, None, "how many the 8 processes are on (--hosts)"),
+        ({}, RESIDENT, 8, 1, 0, 1, "all processes share one host"),
+        ({}, RESIDENT, 1, None, 0, 1, "all processes share one host"),
+        (HPZ, RESIDENT, 8, None, 4, 4, "hosts: 4, as zero_hpz_partition_size is 2"),
+        (HPZ, {}, 8, None, 4, 4, "hosts: 4, as zero_hpz_partition_size is 2"),
+        (HPZ, {}, 8, 2, 4, 2, ""),
+        ({"zero_hpz_partition_size": 16}, {}, 8, 1, 1, 1, ""),  # DeepSpeed takes the world
+        ({}, {}, 8, 2, 0, 2, ""),
+    ],
+)
+def test_a_hosts_copy_is_whole_shards_of_all_weights(
+    zero: Any, rest: Any, world: int, hosts: int | None, copies: int, known: Any, words: str
+) -> None:
+    states, notes = _divided(zero, world, hosts, **rest)
+    shards = 125_001 + 63 + 250_000  # of 8, frozen ones included
+    assert states.host_copy_bytes == 2 * copies * shards
+    assert states.hosts == known
+    assert words in "".join(notes)
+    assert len(notes) == bool(words)
+    plain, _ = _divided({}, world, None)
+    assert states.resident_bytes == plain.resident_bytes + states.host_copy_bytes
+    assert states.parameters_bytes == plain.parameters_bytes
+
+
+def test_hpz_beside_offloaded_weights_is_in_host_memory() -> None:
+    offload = {"offload_param": {"device": "cpu"}}
+    states, _ = _divided({**HPZ, **offload}, 4, 2)
+    plain, _ = _divided(offload, 4, 2)
+    assert states.host_copy_bytes == 0
+    assert states.host_bytes == plain.host_bytes + 2 * 2 * (250_001 + 125 + 500_000)
+
+
+@pytest.mark.parametrize(
+    ("zero", "rest", "hosts", "where", "words"),
+    [
+        ({}, {}, 3, "--hosts", "8 processes, and every host has equally many"),
+        ({"zero_hpz_partition_size": 3}, {}, None, "zero_hpz", "which DeepSpeed cannot divide so"),
+        (HPZ, RESIDENT, 2, "zero_hpz", "among the 4 processes of a host"),
+    ],
+)
+def test_processes_that_cannot_be_divided_so(
+    zero: Any, rest: Any, hosts: int | None, where: str, words: str
+) -> None:
+    with pytest.raises(ConfigError, match="the processes cannot be divided so") as caught:
+        _divided(zero, 8, hosts, **rest)
+    (problem,) = caught.value.problems
+    assert where in problem.where
+    assert words in problem.why
 
 
 def test_below_stage_3_weights_are_whole() -> None:
