@@ -398,8 +398,17 @@ class WeightsHook:
         """Wait for the next chunk, and put it into this process's part."""
         started_s = time.perf_counter()
         flight = self._flying.popleft()
-        if flight.handle is not None:
-            flight.handle.wait()
+        with self._counters.purpose(Purpose.WEIGHTS):
+            if flight.handle is not None:
+                flight.handle.wait()
+            self._launch()
+        with self._counters.span("pack"):
+            self._decode(flight)
+        if not self._flying:
+            setattr(self._coordinator, _PREFETCH, self._prefetched)
+        self._held_up_s += time.perf_counter() - started_s
+
+    def _decode(self, flight: Flight) -> None:
         sizes = [piece.size for piece in flight.pieces]
         packets = flight.arriving.cpu().split(list(flight.lengths))
         for index, owner in enumerate(self._hosts.kept):
@@ -410,11 +419,6 @@ class WeightsHook:
             flight.codec.decode_(held, packets[owner].clone(), sizes)  # views must be aligned
             for part, now in zip(parts, held.split(sizes), strict=True):
                 part.copy_(now)
-        with self._counters.purpose(Purpose.WEIGHTS):
-            self._launch()
-        if not self._flying:
-            setattr(self._coordinator, _PREFETCH, self._prefetched)
-        self._held_up_s += time.perf_counter() - started_s
 
     def check(self) -> bool:
         """Whether all hosts keep what the owners have; if not, gather it anew. Collective."""
