@@ -14,6 +14,10 @@ from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.exchange.hierarchy import discard, hosts_of
 from ds_ckpt.session.refusals import refuse_model_parallel
 from ds_ckpt.telemetry import Counters
+from ds_ckpt.telemetry.device import free_on
+from ds_ckpt.telemetry.units import size
+from ds_ckpt.zero3.resident import OFFLOADED, host_copy_bytes, resident_bytes
+from ds_ckpt.zero3.run_on_all import run_on_all_or_raise
 from ds_ckpt.zero3.weights import Hosts, WeightsHook
 
 WHERE = "$.ds_ckpt.weights"
@@ -102,6 +106,11 @@ def keep_resident(engine: Any, config: WeightsConfig, counters: Counters) -> Res
         remedy = 'write "none" or "auto", or set $.bf16.enabled to true'
         raise _refusal("deltas", '"lossless"', why, remedy)
     as_changes = config.deltas != "none" and sixteen
+    run_on_all_or_raise(
+        lambda: _refuse_too_large(engine, len(hosts), local),
+        optimizer.dp_process_group,
+        what="keep its part of a copy of the weights",
+    )
     # every process makes every group, in the same order
     inside = [comm.new_group(list(members)) for members in hosts]
     rank = torch.distributed.get_rank(optimizer.dp_process_group)
@@ -120,6 +129,32 @@ def keep_resident(engine: Any, config: WeightsConfig, counters: Counters) -> Res
         f"sent between hosts once a step, {how}",
         inside[rank // local],
     )
+
+
+def _refuse_too_large(engine: Any, hosts: int, local: int) -> None:
+    """A gather that runs out of memory on one process would leave the others waiting in it."""
+    device = torch.device(engine.device)
+    alone = device.type != "cpu"  # else the processes of a host share its memory
+    missing = [p for p in engine.module.parameters() if p.ds_secondary_tensor is None]  # not hpZ's
+    needed = (1 if alone else local) * sum(
+        host_copy_bytes([p.ds_numel], hosts * local, local, p.element_size()) for p in missing
+    )
+    free = free_on(device)
+    if needed <= free:
+        return
+    remedies = [f"free {size(needed - free)}"]
+    if alone:
+        remedies.append(f"use {-(-local * needed // max(free, 1))} processes a host or more")
+        kept = resident_bytes(engine, [])
+        offloaded = sum(kept[what] for what in OFFLOADED)
+        enough = "enough" if needed <= free + offloaded else "too little alone"
+        remedies.append(
+            'set $.zero_optimization.offload_optimizer to {"device": "cpu"}, which frees '
+            f"{size(offloaded)}, {enough}"
+        )
+    whose = "this process's device" if alone else f"the memory of a host of {local} processes"
+    why = f"the copy takes {size(needed)} of {whose}, where {size(free)} are free"
+    raise _refusal("resident", "true", why, "; or ".join(remedies))
 
 
 def _refusal(key: str, found: str, why: str, remedy: str) -> UnsupportedError:
