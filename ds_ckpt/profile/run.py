@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 
@@ -29,6 +28,7 @@ from ds_ckpt.profile.policies import ComparedPolicy, blocks_of, compared, not_co
 from ds_ckpt.profile.records import Compiled, Footprint, Profile, States
 from ds_ckpt.profile.states import Parameters, estimate
 from ds_ckpt.profile.subject import Sizes, find_subject
+from ds_ckpt.telemetry.device import free_on
 from ds_ckpt.telemetry.units import GIB
 from ds_ckpt.zero3.resident import HOST_COPY, host_copy_bytes
 
@@ -119,7 +119,7 @@ def _resident_bytes(
     asked = lookup(config, ("ds_ckpt", "weights", "resident")) is True
     if asked and hosts != 1:
         return states.host_copy_bytes
-    if hosts is None or hosts == 1:
+    if hosts is None or hosts == 1 or states.zero_stage != 3:
         return None
     ours = {**(lookup(config, ("ds_ckpt",)) or {}), "weights": {"resident": True}}
     try:
@@ -191,7 +191,7 @@ class _Run:
         forced, weights, count = self._options.real is True, self.parameters, found[0].batch
         needed = 2 * sum(weights.counts) * weights.itemsize
         needed += max(f.peak.live_bytes for f in found)
-        free = _free_bytes(self._device)
+        free = free_on(self._device)
         flops = sum(f.flops for f in found) * (self._options.repeats + 3)
         why = ""
         if needed > (1.0 if forced else _SHARE_OF_MEMORY) * free:
@@ -245,9 +245,3 @@ class _Run:
         except UnsupportedError:
             return None
         return footprint if footprint.score_bytes < first.score_bytes else None
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)

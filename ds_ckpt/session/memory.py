@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from typing import Any, Protocol
 
-import psutil
 import torch
 
 from ds_ckpt.patch import Patches
+from ds_ckpt.telemetry.device import capacity_of
 from ds_ckpt.telemetry.memory import SavedActivations
 
 
@@ -73,10 +73,3 @@ def gauge_for(engine: Any, of: str, patches: Patches) -> MemoryGauge:
     if of == "accelerator":
         return AllocatorGauge(torch.device(engine.device))
     return SavedGauge(engine, patches)
-
-
-def capacity_of(device: torch.device) -> int:
-    """Bytes of the device's memory; on the CPU accelerator those of the host."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return int(psutil.virtual_memory().total)

@@ -22,7 +22,8 @@ from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.patch import Patches
 from ds_ckpt.planner.budget import ActivationPlan, MemoryWatch, Word
 from ds_ckpt.session.agreement import Agreement, Sample, not_smaller, size_of
-from ds_ckpt.session.memory import MemoryGauge, capacity_of, gauge_for
+from ds_ckpt.session.memory import MemoryGauge, gauge_for
+from ds_ckpt.telemetry.device import capacity_of
 from ds_ckpt.telemetry.units import GIB
 
 

@@ -19,6 +19,10 @@ from ds_ckpt.exchange.hierarchy import discard, hosts_of
 from ds_ckpt.files import replacing
 from ds_ckpt.session.refusals import refuse_model_parallel
 from ds_ckpt.telemetry import Counters
+from ds_ckpt.telemetry.device import free_on
+from ds_ckpt.telemetry.units import size
+from ds_ckpt.zero3.resident import OFFLOADED, host_copy_bytes, resident_bytes
+from ds_ckpt.zero3.run_on_all import run_on_all_or_raise
 from ds_ckpt.zero3.weights import Codec, Hosts, WeightsHook
 
 WHERE = "$.ds_ckpt.weights"
@@ -196,6 +200,11 @@ def keep_resident(engine: Any, config: WeightsConfig, counters: Counters) -> Res
         codecs = [Lossless()]
     elif config.deltas == "auto" and sixteen:
         codecs = [Lossless(), Whole()]
+    run_on_all_or_raise(
+        lambda: _refuse_too_large(engine, len(hosts), local),
+        optimizer.dp_process_group,
+        what="keep its part of a copy of the weights",
+    )
     # every process makes every group, in the same order
     inside = [comm.new_group(list(members)) for members in hosts]
     between = comm.new_group([process for members in hosts for process in members])
@@ -216,6 +225,32 @@ def keep_resident(engine: Any, config: WeightsConfig, counters: Counters) -> Res
         f"{', whichever takes less time' * (len(codecs) > 1)}",
         (between, inside[rank // local]),
     )
+
+
+def _refuse_too_large(engine: Any, hosts: int, local: int) -> None:
+    """A gather that runs out of memory on one process would leave the others waiting in it."""
+    device = torch.device(engine.device)
+    alone = device.type != "cpu"  # else the processes of a host share its memory
+    missing = [p for p in engine.module.parameters() if p.ds_secondary_tensor is None]  # not hpZ's
+    needed = (1 if alone else local) * sum(
+        host_copy_bytes([p.ds_numel], hosts * local, local, p.element_size()) for p in missing
+    )
+    free = free_on(device)
+    if needed <= free:
+        return
+    remedies = [f"free {size(needed - free)}"]
+    if alone:
+        remedies.append(f"use {-(-local * needed // max(free, 1))} processes a host or more")
+        kept = resident_bytes(engine, [])
+        offloaded = sum(kept[what] for what in OFFLOADED)
+        enough = "enough" if needed <= free + offloaded else "too little alone"
+        remedies.append(
+            'set $.zero_optimization.offload_optimizer to {"device": "cpu"}, which frees '
+            f"{size(offloaded)}, {enough}"
+        )
+    whose = "this process's device" if alone else f"the memory of a host of {local} processes"
+    why = f"the copy takes {size(needed)} of {whose}, where {size(free)} are free"
+    raise _refusal("resident", "true", why, "; or ".join(remedies))
 
 
 def _refusal(key: str, found: str, why: str, remedy: str) -> UnsupportedError:

@@ -19,6 +19,9 @@ HOST_COPY = "a host's copy of the weights, this process's part"
 OPTIONAL = {HOST_COPY: '"weights": {"resident": false}, "zero_hpz_partition_size": 1'}
 """What a model trains without, and the settings that drop it."""
 
+OFFLOADED = ("master weights", "optimizer state", "gradients, this process's part")
+"""What `offload_optimizer` moves to host memory."""
+
 
 def host_copy_bytes(counts: Iterable[int], processes: int, per_host: int, itemsize: int) -> int:
     """What a process keeps of a host's copy of the weights (resident weights, and hpZ's own).

@@ -261,6 +261,24 @@ def budgeted(slots: list[int], kind: str, section: dict[str, Any], gib: float, *
     return result
 
 
+def without_room(slots: list[int], section: dict[str, Any]) -> str:
+    """The last process has no memory for a copy: what each says."""
+    fresh()
+    from ds_ckpt.session import weights
+
+    free_on = weights.free_on
+    if dist.get_rank() == sum(slots) - 1:
+        weights.free_on = lambda device: 1
+    try:
+        with hosts(slots):
+            models.start("llama", _config(section))
+    except ds_ckpt.DsCkptError as error:
+        return str(error)
+    finally:
+        weights.free_on = free_on
+    return ""
+
+
 def healed(slots: list[int], section: dict[str, Any]) -> Any:
     """Something writes to one host's copy; what the checks between hosts then find."""
     fresh()

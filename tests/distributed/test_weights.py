@@ -179,10 +179,11 @@ def test_detach_leaves_deepspeed_as_it_was(world2: Any) -> None:
         (TWO, "lora", LOSSLESS, {}),
         (TWO, "plain", WHOLE, FP32),
         (TWO, "llama", {}, {"hpz": 2}),
+        (TWO, "llama", LOSSLESS, {"hpz": 2}),
         ([1] * 4, "plain", LOSSLESS, FP32),
         (TWO, "llama", {}, {}),
     ],
-    ids=["frozen", "fp32", "hpz alone", "4 hosts", "no copy"],
+    ids=["frozen", "fp32", "hpz alone", "hpz", "4 hosts", "no copy"],
 )
 def test_a_budget_counts_what_a_host_keeps(
     world4: Any, slots: list[int], kind: str, section: Any, options: dict[str, Any]
@@ -206,6 +207,13 @@ def test_a_budget_that_nothing_fits_says_what_resident_weights_take(world4: Any)
         assert least is not None, words
         freed = (float(least[1]) - float(copy[3])) * 2**30
         assert freed == pytest.approx(process["kept"], rel=0.01)
+
+
+def test_a_copy_that_one_process_has_no_room_for_is_made_by_none(world2: Any) -> None:
+    first, second = world2.run(cases.without_room, ONE, LOSSLESS)
+    assert "1 of them could not keep its part of a copy of the weights" in first
+    assert "$.ds_ckpt.weights.resident" in second
+    assert "0.0010 KiB are free" in second
 
 
 def test_on_one_host_there_is_nothing_to_gain(world2: Any) -> None:

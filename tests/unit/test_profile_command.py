@@ -205,7 +205,7 @@ def test_a_name_that_no_hub_knows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_batch_that_is_too_big(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ds_ckpt.profile.run._free_bytes", lambda device: 1000)
+    monkeypatch.setattr("ds_ckpt.profile.run.free_on", lambda device: 1000)
     result = _run(f"{MODELS}:stack", "--real", "--batch", "3", "--policies", "block")
     assert result.exit_code == 1
     assert "--batch" in result.stderr

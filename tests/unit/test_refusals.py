@@ -6,9 +6,12 @@ import pickle
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from ds_ckpt.errors import DsCkptError, Problem, StateError, UnsupportedError
+from ds_ckpt.session import weights
 from ds_ckpt.session.refusals import refuse_model_parallel, refuse_pipeline
+from ds_ckpt.telemetry.units import size
 
 
 class PipelineEngine:
@@ -37,6 +40,48 @@ def test_groups_that_share_parameter_names_are_refused(attribute: str) -> None:
     with pytest.raises(UnsupportedError, match=attribute):
         refuse_model_parallel(SimpleNamespace(**{attribute: 2}))
     refuse_model_parallel(SimpleNamespace(mp_world_size=1, sequence_parallel_size=1))
+
+
+class Parameter(SimpleNamespace):
+    def element_size(self) -> int:
+        return 2
+
+
+@pytest.mark.parametrize(
+    ("device", "needed", "remedies"),
+    [
+        # of 4 hosts of 2: 4 shards of 8, of 2 bytes; twice on memory that a host's processes share
+        ("cuda", 2 * 4 * 125_001, ["use 3 processes a host or more", "frees 300 KiB, enough"]),
+        ("cpu", 2 * 2 * 4 * 125_001, []),
+    ],
+)
+def test_a_copy_of_the_weights_that_does_not_fit_is_refused_with_what_would(
+    monkeypatch: pytest.MonkeyPatch, device: str, needed: int, remedies: list[str]
+) -> None:
+    missing = Parameter(ds_numel=1_000_001, ds_secondary_tensor=None)
+    made = Parameter(ds_numel=10**9, ds_secondary_tensor=torch.empty(1))
+    module = SimpleNamespace(parameters=lambda: [missing, made])
+    engine = SimpleNamespace(device=device, module=module)
+    kept = dict.fromkeys(weights.OFFLOADED, 100 * 1024)
+    monkeypatch.setattr(weights, "resident_bytes", lambda engine, blocks: {**kept, "other": 10**9})
+    monkeypatch.setattr(weights, "free_on", lambda device: needed)
+    weights._refuse_too_large(engine, 4, 2)
+    monkeypatch.setattr(weights, "free_on", lambda device: needed - 300 * 1024)
+    with pytest.raises(UnsupportedError) as caught:
+        weights._refuse_too_large(engine, 4, 2)
+    (problem,) = caught.value.problems
+    assert problem.where == "$.ds_ckpt.weights.resident"
+    assert f"takes {size(needed)}" in problem.why
+    assert f"where {size(needed - 300 * 1024)} are free" in problem.why
+    told = problem.remedy.split("; or ")
+    assert told[0].startswith("free 300 KiB")
+    assert len(told) == 1 + len(remedies)
+    assert all(words in told[i] for i, words in enumerate(remedies, 1))
+    assert problem.remedy.endswith("or set $.ds_ckpt.weights.resident to false")
+    monkeypatch.setattr(weights, "free_on", lambda device: needed - 300 * 1024 - 1)
+    if device == "cuda":
+        with pytest.raises(UnsupportedError, match="too little alone"):
+            weights._refuse_too_large(engine, 4, 2)
 
 
 @pytest.mark.parametrize("kind", [UnsupportedError, StateError])

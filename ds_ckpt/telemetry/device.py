@@ -1,0 +1,21 @@
+"""How much memory a device has, and how much of it is free; on the CPU accelerator, this host."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+
+
+def capacity_of(device: torch.device) -> int:
+    """Bytes of the device's memory."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return int(psutil.virtual_memory().total)
+
+
+def free_on(device: torch.device) -> int:
+    """Bytes that nobody has, or that only torch's cache of this process has."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + cached
+    return int(psutil.virtual_memory().available)
