@@ -13,6 +13,7 @@ one whose part of the secondary partition has it.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -119,6 +120,8 @@ class WeightsHook:
             self._patches.set(param, "ds_zero_param_process_group", hosts.inside)
             self._patches.set(param, "ds_secondary_tensor_group_size", hosts.local)
             self._patches.set(param, "ds_secondary_tensor_num_of_groups", hosts.hosts)
+            # DeepSpeed may have made one among other processes: by another engine's hpZ key
+            param.ds_secondary_tensor = None
 
     def _install(self) -> None:
         optimizer = self._optimizer
@@ -150,6 +153,20 @@ class WeightsHook:
         )
         self._patches.set(optimizer, "_post_step", exchange_and_post_step)
         self._patches.set(optimizer, "invalidate_secondary_tensor", lambda: None)
+        for name in ("offload_states", "reload_states"):
+            self._patches.set(optimizer, name, self._following(getattr(optimizer, name)))
+
+    def _following(self, move: Callable[..., None]) -> Callable[..., None]:
+        """Have this process's part lie where DeepSpeed's own lies, also after a move."""
+
+        @functools.wraps(move)
+        def move_both(*args: Any, **kwargs: Any) -> None:
+            move(*args, **kwargs)
+            for param in self._params:
+                kept = param.ds_secondary_tensor
+                kept.data = kept.data.to(param.ds_tensor.device)
+
+        return move_both
 
     def gather_anew(self) -> None:
         """Make the secondary partition from the owners' shards. Collective."""

@@ -21,7 +21,7 @@ from tests.distributed.pool import fresh, once
 GATHERS = (Purpose.GATHER_FORWARD, Purpose.GATHER_RECOMPUTE, Purpose.GATHER_BACKWARD)
 
 
-def _config(section: dict[str, Any], **options: Any) -> dict[str, Any]:
+def config_of(section: dict[str, Any], **options: Any) -> dict[str, Any]:
     config = models.zero3_config(**{"bf16": {"enabled": True}, "clip": 1.0, **options})
     zero = config["zero_optimization"]
     zero["stage3_param_persistence_threshold"] = 40  # biases and norms stay gathered
@@ -47,7 +47,7 @@ def mismatched(engine: Any) -> int:
 
 
 @contextmanager
-def _crossing(slots: list[int]) -> Iterator[list[str]]:
+def crossing_hosts(slots: list[int]) -> Iterator[list[str]]:
     """Names of the collectives of weights that processes of several hosts take part in."""
     import deepspeed.comm.comm as ds_comm
 
@@ -82,10 +82,10 @@ def _run(slots: list[int], kind: str, section: dict[str, Any], steps: int, **opt
     """Train on such hosts."""
     fresh()
     with hosts(slots):
-        engine = models.start(kind, _config(section, **options))
+        engine = models.start(kind, config_of(section, **options))
         session = ds_ckpt.session_of(engine)
         losses = models.train(engine, kind, 1)
-        with _crossing(slots) as crossing:
+        with crossing_hosts(slots) as crossing:
             losses += models.train(engine, kind, steps - 1, first=1)
             engine.eval()
             with torch.no_grad():
@@ -114,7 +114,7 @@ def written(slots: list[int], section: dict[str, Any], way: str) -> Any:
     """The user writes weights in the middle of training; losses and what is kept after a step."""
     fresh()
     with hosts(slots):
-        engine = models.start("llama", _config(section))
+        engine = models.start("llama", config_of(section))
         losses = models.train(engine, "llama", 2)
         param = max(engine.module.parameters(), key=lambda p: p.ds_numel)
         if way == "gathered":
@@ -134,7 +134,7 @@ def resumed(slots: list[int], section: dict[str, Any], folder: str, straight: bo
     """Four steps; or two, a checkpoint, a step too many, the checkpoint again, and two more."""
     fresh()
     with hosts(slots):
-        engine = models.start("llama", _config(section))
+        engine = models.start("llama", config_of(section))
         models.train(engine, "llama", 2)
         if not straight:
             engine.save_checkpoint(folder)
@@ -160,11 +160,11 @@ def detached(slots: list[int], section: dict[str, Any]) -> Any:
     """Two steps, `detach`, two more."""
     fresh()
     with hosts(slots):
-        engine = models.start("llama", _config(section))
+        engine = models.start("llama", config_of(section))
         before = models.train(engine, "llama", 2)
         ds_ckpt.session_of(engine).detach()
         secondary = [p.ds_secondary_tensor for p in engine.module.parameters()]
-        with _crossing(slots) as crossing:
+        with crossing_hosts(slots) as crossing:
             after = models.train(engine, "llama", 2, first=2)
         digest = models.weights_digest(engine)
         engine.destroy()
@@ -179,7 +179,7 @@ def detached(slots: list[int], section: dict[str, Any]) -> Any:
 def refused(slots: list[int], section: dict[str, Any], hpz: int = 1, **options: Any) -> str:
     """The words with which resident weights are refused."""
     fresh()
-    config = _config(section, **options)
+    config = config_of(section, **options)
     config["zero_optimization"]["zero_hpz_partition_size"] = hpz
     with hosts(slots):
         try:
@@ -193,7 +193,7 @@ def healed(slots: list[int], section: dict[str, Any]) -> Any:
     """Something writes to one host's copy; what the checks between hosts then find."""
     fresh()
     with hosts(slots):
-        engine = models.start("llama", _config(section))
+        engine = models.start("llama", config_of(section))
         models.train(engine, "llama", 1)
         hook = ds_ckpt.session_of(engine)._resident.hook  # type: ignore[union-attr]
         found = [hook.check()]
@@ -211,7 +211,7 @@ def built_by_zero_init(slots: list[int], section: dict[str, Any]) -> Any:
     """A model that DeepSpeed divides while it is built."""
     fresh()
     with hosts(slots):
-        config = _config(section)
+        config = config_of(section)
         with deepspeed.zero.Init(config_dict_or_path=config):
             model = models.build("llama")
         engine, *_ = ds_ckpt.initialize(

@@ -41,6 +41,7 @@ def fresh() -> None:
     from deepspeed.runtime import torch_autocast
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero import parameter_offload, partition_parameters
+    from deepspeed.utils import groups
 
     gc.collect()
     # type() and not isinstance(): some lazy objects import things when asked for their class.
@@ -58,6 +59,8 @@ def fresh() -> None:
     register = inspect.unwrap(parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module)
     (count,) = register.__defaults__
     count[0] = 0
+    # set by the first engine with zero_hpz_partition_size, and obeyed by every later one
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
     # set by the first engine with torch_autocast, and obeyed by every later one
     torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
     torch_autocast.TORCH_AUTOCAST_DTYPE = None
