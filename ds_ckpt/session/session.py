@@ -129,9 +129,8 @@ class Session:
 
         @functools.wraps(load_checkpoint)
         def load_and_gather(*args: Any, **kwargs: Any) -> Any:
-            result = load_checkpoint(*args, **kwargs)
-            hook.gather_anew()
-            return result
+            with hook.loading():
+                return load_checkpoint(*args, **kwargs)
 
         self._patches.set(engine, "load_checkpoint", load_and_gather)
 

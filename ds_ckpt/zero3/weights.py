@@ -17,6 +17,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -102,6 +103,7 @@ class WeightsHook:
         self._payloads: dict[int, Tensor] = {}
         """What turns a group's shard of before the step into that of after it."""
         self._steps = 0
+        self._loads = 0
         self._patches = Patches()
         self._divide_inside()
         self._install()
@@ -153,6 +155,13 @@ class WeightsHook:
         )
         self._patches.set(optimizer, "_post_step", exchange_and_post_step)
         self._patches.set(optimizer, "invalidate_secondary_tensor", lambda: None)
+        load_state_dict = optimizer.load_state_dict
+
+        def load_and_gather(*args: Any, **kwargs: Any) -> None:
+            with self.loading():
+                load_state_dict(*args, **kwargs)
+
+        self._patches.set(optimizer, "load_state_dict", load_and_gather)
         for name in ("offload_states", "reload_states"):
             self._patches.set(optimizer, name, self._following(getattr(optimizer, name)))
 
@@ -167,6 +176,17 @@ class WeightsHook:
                 kept.data = kept.data.to(param.ds_tensor.device)
 
         return move_both
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Owners get other weights inside; the outermost one ends by gathering them. Collective."""
+        self._loads += 1
+        try:
+            yield
+        finally:
+            self._loads -= 1
+        if not self._loads:
+            self.gather_anew()
 
     def gather_anew(self) -> None:
         """Make the secondary partition from the owners' shards. Collective."""

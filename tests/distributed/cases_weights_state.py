@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import hashlib
 import itertools
@@ -287,6 +288,39 @@ def resumed(
         wrong += stale(engine, slots) if section else []
         engine.destroy()
     return {**result, "stale": wrong}
+
+
+def loaded(slots: list[int], section: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Into a run whose weights have changed, frozen ones too: its own checkpoint; then the state of
+    its optimizer by hand."""
+    fresh()
+    wrong, evaluated = [], []
+    with hosts(slots):
+        engine = _start("lora", section)
+        losses = _train(engine, "lora", 1, 0)
+        engine.save_checkpoint(folder)
+        states = [
+            copy.deepcopy(engine.optimizer.state_dict()) for _ in range(dist.get_world_size())
+        ]
+        frozen = next(p for p in engine.module.parameters() if not p.requires_grad)
+        with deepspeed.zero.GatheredParameters([frozen], modifier_rank=0):
+            frozen.data.mul_(1.5)
+        loads = (engine.load_checkpoint, folder), (engine.optimizer.load_state_dict, states)
+        for load, what in loads:
+            losses += _train(engine, "lora", 1, 1)
+            load(what)
+            wrong += stale(engine, slots) if section else []
+            evaluated.append(_evaluate(engine, "lora"))
+        losses += _train(engine, "lora", 1, 2)
+        wrong += stale(engine, slots) if section else []
+        result = {
+            "losses": losses,
+            "evaluated": evaluated,
+            "weights": models.weights_digest(engine),
+            "stale": wrong,
+        }
+        engine.destroy()
+    return result
 
 
 # what is left behind

@@ -129,6 +129,13 @@ def test_a_checkpoint_goes_into_any_run(world2: Any, world4: Any, tmp_path: Path
         assert process["stale"] == []
 
 
+def test_what_is_loaded_into_a_running_engine_is_everywhere(world2: Any, tmp_path: Path) -> None:
+    plain = world2.run(cases.loaded, ONE, {}, str(tmp_path / "plain"))
+    ours = world2.run(cases.loaded, ONE, LOSSLESS, str(tmp_path / "ours"))
+    assert ours == plain
+    assert all(process["stale"] == [] for process in ours)
+
+
 def test_universal_checkpoints(world2: Any, world4: Any, tmp_path: Path) -> None:
     saved = world2.run(cases.straight, ONE, LOSSLESS, str(tmp_path), 2, 2)
     universal = tmp_path / "global_step2_universal"
