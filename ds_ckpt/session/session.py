@@ -129,6 +129,14 @@ class Session:
         rank = torch.distributed.get_rank(group)
         files = HeldFiles(hook, rank, torch.distributed.get_world_size(group))
         wrap_checkpoints(engine, files, self._patches, drop_step=lambda: None, begins=rank == 0)
+        load_checkpoint = engine.load_checkpoint
+
+        @functools.wraps(load_checkpoint)
+        def load_and_gather(*args: Any, **kwargs: Any) -> Any:
+            with hook.loading():
+                return load_checkpoint(*args, **kwargs)
+
+        self._patches.set(engine, "load_checkpoint", load_and_gather)
 
     def _checkpoint(self) -> None:
         activation = self.config.activation

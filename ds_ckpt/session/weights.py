@@ -142,7 +142,6 @@ class HeldFiles:
         held = self._hook.held()
         for name, shard in (state or {}).items():
             held[name].copy_(shard)
-        self._hook.gather_anew()
 
 
 def _not_held(path: Path, found: str) -> StateError:

@@ -98,7 +98,9 @@ optimizer.backward_prologue(self) 5d89067f71f31309
 optimizer._pre_step(self) cff910fadf3d7004
     take what an interrupted backward has left before a step
 optimizer.offload_states(self, include=, device=, pin_memory=, non_blocking=) ed2b9add35f91455
-    free the spare buffers with DeepSpeed's
+    free the spare buffers with DeepSpeed's, and move the weights that every host keeps
+optimizer.reload_states(self, non_blocking=) 958b2e653eafc828
+    move the weights that every host keeps back
 optimizer._reassign_or_swap_out_partitioned_parameters(self, sub_group_id) 24396489b6b1bf0e
     learn what the optimizer has changed
 optimizer.invalidate_secondary_tensor(self) 4cbffc3a806659ee

@@ -14,11 +14,13 @@ is the one whose part of the secondary partition has it.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, Protocol
@@ -186,6 +188,7 @@ class WeightsHook:
         """By the latest step: encoding, sending, waiting, decoding."""
         self._times: list[list[float]] = [[] for _ in codecs]
         self._chosen = 0
+        self._loads = 0
         self._patches = Patches()
         self._divide_inside()
         self._install()
@@ -229,6 +232,8 @@ class WeightsHook:
             self._patches.set(param, "ds_zero_param_process_group", hosts.inside)
             self._patches.set(param, "ds_secondary_tensor_group_size", hosts.local)
             self._patches.set(param, "ds_secondary_tensor_num_of_groups", hosts.hosts)
+            # DeepSpeed may have made one among other processes: by another engine's hpZ key
+            param.ds_secondary_tensor = None
 
     def _install(self) -> None:
         optimizer = self._optimizer
@@ -259,6 +264,15 @@ class WeightsHook:
             self._patches.set_method(
                 param, "all_gather_coalesced", self._after_arrival(gather), gather
             )
+        load_state_dict = optimizer.load_state_dict
+
+        def load_and_gather(*args: Any, **kwargs: Any) -> None:
+            with self.loading():
+                load_state_dict(*args, **kwargs)
+
+        self._patches.set(optimizer, "load_state_dict", load_and_gather)
+        for name in ("offload_states", "reload_states"):
+            self._patches.set(optimizer, name, self._following(getattr(optimizer, name)))
 
     def _after_arrival(self, gather: Callable[..., Any]) -> Callable[..., Any]:
         def gather_what_is_there(params: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
@@ -278,6 +292,30 @@ class WeightsHook:
             return partition(*args, **kwargs)
 
         return partition_what_is_there
+
+    def _following(self, move: Callable[..., None]) -> Callable[..., None]:
+        """Have this process's part lie where DeepSpeed's own lies, also after a move."""
+
+        @functools.wraps(move)
+        def move_both(*args: Any, **kwargs: Any) -> None:
+            self.land()
+            move(*args, **kwargs)
+            for param in self._params:
+                kept = param.ds_secondary_tensor
+                kept.data = kept.data.to(param.ds_tensor.device)
+
+        return move_both
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Owners get other weights inside; the outermost one ends by gathering them. Collective."""
+        self._loads += 1
+        try:
+            yield
+        finally:
+            self._loads -= 1
+        if not self._loads:
+            self.gather_anew()
 
     def gather_anew(self) -> None:
         """Make the secondary partition from the owners' shards. Collective."""

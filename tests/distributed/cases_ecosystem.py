@@ -27,15 +27,20 @@ PLANS: dict[str, dict[str, Any]] = {
     "block, offload": {"policy": "block", **OFFLOAD},
     "selective, offload": {"policy": "selective", **OFFLOAD},
     "block, topk": {"policy": "block"},
+    "block, resident": {"policy": "block"},
 }
-COMPRESSION = {"block, topk": models.topk_section(topk={"density": 0.05})}
+BESIDE = {
+    "block, topk": models.topk_section(topk={"density": 0.05}),
+    "block, resident": {"weights": {"resident": True}},
+}
+"""Sections beside `activation`."""
 
 
 def _sections(plan: str, modules: tuple[str, ...] = ()) -> dict[str, Any]:
     if plan == "stock":
         return {}
     named = {"modules": list(modules)} if modules else {}
-    return {"ds_ckpt": {"activation": {**PLANS[plan], **named}, **COMPRESSION.get(plan, {})}}
+    return {"ds_ckpt": {"activation": {**PLANS[plan], **named}, **BESIDE.get(plan, {})}}
 
 
 def _digest(tensors: Any) -> str:
@@ -202,6 +207,7 @@ def _hf_config(plan: str) -> dict[str, Any]:
     config = copy.deepcopy(models.zero3_config(**_sections(plan)))
     for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         config[key] = "auto"
+    config["bf16"] = {"enabled": "auto"}
     config["gradient_clipping"] = "auto"
     return config
 

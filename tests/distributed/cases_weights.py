@@ -23,7 +23,7 @@ from tests.distributed.pool import fresh, once
 GATHERS = (Purpose.GATHER_FORWARD, Purpose.GATHER_RECOMPUTE, Purpose.GATHER_BACKWARD)
 
 
-def _config(section: dict[str, Any], **options: Any) -> dict[str, Any]:
+def config_of(section: dict[str, Any], **options: Any) -> dict[str, Any]:
     config = models.zero3_config(**{"bf16": {"enabled": True}, "clip": 1.0, **options})
     zero = config["zero_optimization"]
     zero["stage3_param_persistence_threshold"] = 40  # biases and norms stay gathered
@@ -49,7 +49,7 @@ def mismatched(engine: Any) -> int:
 
 
 @contextmanager
-def _crossing(slots: list[int]) -> Iterator[list[str]]:
+def crossing_hosts(slots: list[int]) -> Iterator[list[str]]:
     """Names of the collectives of weights that processes of several hosts take part in."""
     import deepspeed.comm.comm as ds_comm
 
@@ -102,10 +102,10 @@ def _run(
     """Train on such hosts."""
     fresh()
     with hosts(slots), _chunks(chunk):
-        engine = models.start(kind, _config(section, **options))
+        engine = models.start(kind, config_of(section, **options))
         session = ds_ckpt.session_of(engine)
         losses = models.train(engine, kind, 1)
-        with _crossing(slots) as crossing:
+        with crossing_hosts(slots) as crossing:
             losses += models.train(engine, kind, steps - 1, first=1)
             engine.eval()
             with torch.no_grad():
@@ -136,7 +136,7 @@ def written(slots: list[int], section: dict[str, Any], way: str, **options: Any)
     """The user writes weights in the middle of training; losses and what is kept after a step."""
     fresh()
     with hosts(slots):
-        engine = models.start("llama", _config(section, **options))
+        engine = models.start("llama", config_of(section, **options))
         losses = models.train(engine, "llama", 2)
         param = max(engine.module.parameters(), key=lambda p: p.ds_numel)
         if way == "gathered":
@@ -157,7 +157,7 @@ def resumed(slots: list[int], section: dict[str, Any], folder: str, straight: bo
     """Four steps; or two, a checkpoint, a step too many, the checkpoint again, and two more."""
     fresh()
     with hosts(slots):
-        engine = models.start("llama", _config(section))
+        engine = models.start("llama", config_of(section))
         models.train(engine, "llama", 2)
         if not straight:
             engine.save_checkpoint(folder)
@@ -183,11 +183,11 @@ def detached(slots: list[int], section: dict[str, Any]) -> Any:
     """Two steps, `detach`, two more."""
     fresh()
     with hosts(slots):
-        engine = models.start("llama", _config(section))
+        engine = models.start("llama", config_of(section))
         before = models.train(engine, "llama", 2)
         ds_ckpt.session_of(engine).detach()
         secondary = [p.ds_secondary_tensor for p in engine.module.parameters()]
-        with _crossing(slots) as crossing:
+        with crossing_hosts(slots) as crossing:
             after = models.train(engine, "llama", 2, first=2)
         digest = models.weights_digest(engine)
         engine.destroy()
@@ -202,7 +202,7 @@ def detached(slots: list[int], section: dict[str, Any]) -> Any:
 def refused(slots: list[int], section: dict[str, Any], hpz: int = 1, **options: Any) -> str:
     """The words with which resident weights are refused."""
     fresh()
-    config = _config(section, **options)
+    config = config_of(section, **options)
     config["zero_optimization"]["zero_hpz_partition_size"] = hpz
     with hosts(slots):
         try:
@@ -216,7 +216,7 @@ def refused_for_one_tensor(slots: list[int], section: dict[str, Any]) -> str:
     """DeepSpeed's shard is its master weights, as some versions have it in fp32."""
     fresh()
     with hosts(slots):
-        config = _config(section, bf16={"enabled": False})
+        config = config_of(section, bf16={"enabled": False})
         engine, *_ = deepspeed.initialize(model=models.build("llama"), config=config)
         optimizer = engine.optimizer
         optimizer.fp16_partitioned_groups_flat[0] = optimizer.fp32_partitioned_groups_flat[0]
@@ -237,7 +237,7 @@ def budgeted(slots: list[int], kind: str, section: dict[str, Any], gib: float, *
     activation = {"policy": "budget", "budget_gib": gib, "budget_of": "accelerator"}
     if kind in models.PLAIN:
         activation["modules"] = [models.PLAIN[kind]]
-    config = _config({**section, "activation": activation}, **o)
+    config = config_of({**section, "activation": activation}, **o)
     config["zero_optimization"]["zero_hpz_partition_size"] = hpz
     with hosts(slots):
         engine = models.start(kind, config)
@@ -271,7 +271,7 @@ def without_room(slots: list[int], section: dict[str, Any]) -> str:
         weights.free_on = lambda device: 1
     try:
         with hosts(slots):
-            models.start("llama", _config(section))
+            models.start("llama", config_of(section))
     except ds_ckpt.DsCkptError as error:
         return str(error)
     finally:
@@ -283,7 +283,7 @@ def healed(slots: list[int], section: dict[str, Any]) -> Any:
     """Something writes to one host's copy; what the checks between hosts then find."""
     fresh()
     with hosts(slots):
-        engine = models.start("llama", _config(section))
+        engine = models.start("llama", config_of(section))
         models.train(engine, "llama", 1)
         hook = ds_ckpt.session_of(engine)._resident.hook  # type: ignore[union-attr]
         found = [hook.check()]
@@ -301,7 +301,7 @@ def built_by_zero_init(slots: list[int], section: dict[str, Any]) -> Any:
     """A model that DeepSpeed divides while it is built."""
     fresh()
     with hosts(slots):
-        config = _config(section)
+        config = config_of(section)
         with deepspeed.zero.Init(config_dict_or_path=config):
             model = models.build("llama")
         engine, *_ = ds_ckpt.initialize(
@@ -326,7 +326,7 @@ def tracked(slots: list[int], section: dict[str, Any], folder: str, **options: A
     """
     fresh()
     with hosts(slots):
-        engine = models.start("llama", _config(section, **options))
+        engine = models.start("llama", config_of(section, **options))
         session = ds_ckpt.session_of(engine)
         assert session is not None
         resident = session._resident

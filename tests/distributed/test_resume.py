@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.distributed import cases_resume as cases
+from tests.distributed.killing import kill_amid
 from tests.distributed.models import topk_section
-from tests.distributed.pool import Pool, PoolError
 
 INT8_ON_HOST = {"dtype": "int8", "device": "cpu"}
 SECTIONS = {
@@ -37,45 +34,12 @@ def test_killed_processes_go_on_as_if_nothing_had_been(world2: Any, tmp_path: Pa
     section, split, steps = SECTIONS["powersgd int8 on host"], 3, 6
     options = {"accumulation": 2, "clip": 0.5}
     whole = world2.run(cases.train, section, steps, split, **options)
-    pool, progress = Pool(2), str(tmp_path / "progress")
-    folder = str(tmp_path / "checkpoint")
-    ended: list[PoolError] = []
-
-    def train() -> None:
-        try:
-            pool.run(
-                cases.train_until_killed, folder, section, split, progress, timeout=240, **options
-            )
-        except PoolError as error:
-            ended.append(error)
-
-    thread = threading.Thread(target=train)
-    thread.start()
-    try:
-        _wait_for(lambda: all(_lines(f"{progress}.{p}") >= 2 for p in range(2)), thread)
-        for pid in pool.pids:
-            os.kill(pid, signal.SIGKILL)
-        thread.join(60)
-        assert "ended without an answer" in str(ended[0])
-        resumed = pool.run(cases.resume, folder, section, split, steps, **options)
-    finally:
-        pool.stop()
-        thread.join()
+    folder, progress = str(tmp_path / "checkpoint"), str(tmp_path / "progress")
+    kill_amid(progress, cases.train_until_killed, folder, section, split, progress, **options)
+    resumed = world2.run(cases.resume, folder, section, split, steps, **options)
     assert whole == resumed
     assert whole[0]["dtypes"] == {"torch.int8"}
     assert whole[0]["factors"] > 3
-
-
-def _wait_for(condition: Any, thread: threading.Thread, limit_s: float = 240.0) -> None:
-    limit = time.monotonic() + limit_s
-    while not condition():
-        assert thread.is_alive(), "the processes ended by themselves"
-        assert time.monotonic() < limit
-        time.sleep(0.02)
-
-
-def _lines(path: str) -> int:
-    return len(Path(path).read_text().splitlines()) if Path(path).exists() else 0
 
 
 @pytest.mark.parametrize("name", ["topk bf16", "powersgd by turns"])

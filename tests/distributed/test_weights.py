@@ -180,7 +180,7 @@ def test_detach_leaves_deepspeed_as_it_was(world2: Any) -> None:
         (TWO, "plain", WHOLE, FP32),
         (TWO, "llama", {}, {"hpz": 2}),
         (TWO, "llama", LOSSLESS, {"hpz": 2}),
-        ([1] * 4, "plain", LOSSLESS, FP32),
+        ([1] * 4, "plain", WHOLE, FP32),
         (TWO, "llama", {}, {}),
     ],
     ids=["frozen", "fp32", "hpz alone", "hpz", "4 hosts", "no copy"],

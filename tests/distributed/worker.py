@@ -59,6 +59,8 @@ def fresh() -> None:
     register = inspect.unwrap(parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module)
     (count,) = register.__defaults__
     count[0] = 0
+    # set by the first engine with zero_hpz_partition_size, and obeyed by every later one
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
     # set by the first engine with torch_autocast, and obeyed by every later one
     torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
     torch_autocast.TORCH_AUTOCAST_DTYPE = None

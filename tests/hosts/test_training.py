@@ -25,13 +25,19 @@ PLUGIN: dict[str, Any] = {
         "exchange": {"autotune": False},  # it would try both ways for longer than these steps
     },
 }
+RESIDENT = {"weights": {"resident": True}}
 Trained = list[dict[str, dict[str, Any]]]
 """Of each process, what `train.py` has written: by configuration."""
 
 
 def _train(backend: Backend, folder: Path) -> tuple[Trained, str]:
-    """Both trainings in one launch, with the plugin installed; and what the launch has said."""
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    """All trainings in one launch, with the plugin installed; and what the launch has said."""
+    zero = {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_reuse_distance": 0,  # as for large models: backward gathers again
+        "stage3_prefetch_bucket_size": 0,
+    }
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
@@ -40,6 +46,7 @@ def _train(backend: Backend, folder: Path) -> tuple[Trained, str]:
     }
     (folder / "stock.json").write_text(json.dumps(config))
     (folder / "plugin.json").write_text(json.dumps({**config, "ds_ckpt": PLUGIN}))
+    (folder / "resident.json").write_text(json.dumps({**config, "ds_ckpt": RESIDENT}))
     argv = ["--module", "ds_ckpt.run", str(SCRIPT), f"--steps={STEPS}", f"--folder={folder}"]
     said = deepspeed(backend, argv, folder)
     return [json.loads((folder / f"trained_{i}.json").read_text()) for i in range(2)], said
@@ -53,7 +60,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("launcher", ["pdsh", "openmpi"])
-def test_two_hosts_train_as_one_machine_does_and_topk_sends_less(
+def test_two_hosts_train_as_one_machine_does_and_send_less(
     two_hosts: EmulatedHosts,
     tmp_path: Path,
     alone: Trained,
@@ -66,9 +73,15 @@ def test_two_hosts_train_as_one_machine_does_and_topk_sends_less(
     assert not any(processes(host) for host in two_hosts.hosts)
     for process, same in zip(both, alone, strict=True):
         stock, plugin = process["stock"], process["plugin"]
-        assert len(stock["losses"]) == len(plugin["losses"]) == STEPS
+        assert len(stock["losses"]) == len(plugin["losses"]) == STEPS + 1
         assert stock["losses"][0] == plugin["losses"][0]  # the first forward is before any step
         assert stock["losses"] != plugin["losses"]
         assert plugin["sent_bytes"] < 0.6 * stock["sent_bytes"]
+        # of two gathers a step one message is left, and an evaluation sends nothing
+        resident, gather = process["resident"], stock["evaluation_bytes"]
+        assert resident["losses"] == stock["losses"]
+        assert gather > 1_000_000
+        assert resident["evaluation_bytes"] < 0.01 * gather
+        assert resident["sent_bytes"] < stock["sent_bytes"] - 0.9 * STEPS * gather
         for name, trained in process.items():
             assert trained["losses"] == same[name]["losses"]

@@ -1,7 +1,8 @@
 """A user's training script: a tiny Llama under ZeRO-3. It knows nothing of ds_ckpt.
 
-It trains once with each of the DeepSpeed files in --folder, and each process writes there, by the
-files' names, its losses and what its host's interface has sent, to `trained_<process>.json`.
+It trains and evaluates once with each of the DeepSpeed files in --folder, and each process writes
+there, by the files' names, its losses and what its host's interface has sent, to
+`trained_<process>.json`.
 """
 
 from __future__ import annotations
@@ -49,8 +50,15 @@ def train(config: Path, steps: int) -> dict[str, Any]:
         engine.step()
         losses.append(loss.item())
     torch.distributed.barrier()
+    trained = sent_bytes()
+    engine.eval()
+    with torch.no_grad():
+        losses.append(engine(input_ids=tokens, labels=tokens).loss.item())
+    torch.distributed.barrier()  # what was handed over is then on its way
+    evaluated = sent_bytes()
     engine.destroy()
-    return {"losses": losses, "sent_bytes": sent_bytes() - before}
+    sent = {"sent_bytes": trained - before, "evaluation_bytes": evaluated - trained}
+    return {"losses": losses, **sent}
 
 
 def main() -> None:
@@ -60,7 +68,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     arguments = parser.parse_args()
     deepspeed.init_distributed()
-    configs = [arguments.folder / "stock.json", arguments.folder / "plugin.json"]
+    configs = [arguments.folder / f"{name}.json" for name in ("stock", "plugin", "resident")]
     trained = {config.stem: train(config, arguments.steps) for config in configs}
     dp_rank = torch.distributed.get_rank()
     (arguments.folder / f"trained_{dp_rank}.json").write_text(json.dumps(trained))

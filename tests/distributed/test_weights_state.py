@@ -1,0 +1,216 @@
+"""The state of resident weights: what every host holds after each step, each load and each end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed import cases_ecosystem as ecosystem
+from tests.distributed import cases_weights_state as cases
+from tests.distributed.cases_precision import on
+from tests.distributed.killing import kill_amid
+
+WHOLE = {"weights": {"resident": True, "deltas": "none"}}
+LOSSLESS = {"weights": {"resident": True}}
+BLOCK = {"activation": {"policy": "block"}}
+ONE, TWO = [1, 1], [2, 2]
+OFF = {"enabled": False}
+FP16 = {
+    "bf16": OFF,
+    # the scale begins too high, and doubles after every step
+    "fp16": {"enabled": True, "initial_scale_power": 20, "hysteresis": 1, "loss_scale_window": 1},
+}
+SMALL_GROUPS = {"stage3_param_persistence_threshold": 400, "sub_group_size": 1000}
+
+
+def _without(section: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in section.items() if key != "weights"}
+
+
+def _same(ours: dict[str, Any], plain: dict[str, Any], *what: str) -> None:
+    for key in what:
+        assert ours[key] == plain[key], key
+
+
+@pytest.mark.parametrize(
+    ("slots", "kind", "section", "options"),
+    [
+        (ONE, "llama", LOSSLESS, {}),
+        (ONE, "llama-tied", {**BLOCK, **LOSSLESS}, {"accumulation": 2}),
+        (ONE, "llama", LOSSLESS, FP16),
+        (ONE, "odd", LOSSLESS, {"zero": SMALL_GROUPS}),
+        (TWO, "odd", LOSSLESS, {"zero": {**SMALL_GROUPS, "zero_hpz_partition_size": 2}}),
+        (TWO, "llama", {**BLOCK, **WHOLE}, {"accumulation": 2}),
+    ],
+)
+def test_after_every_step_all_hosts_hold_what_the_owners_have(
+    request: pytest.FixtureRequest,
+    slots: list[int],
+    kind: str,
+    section: dict[str, Any],
+    options: dict[str, Any],
+) -> None:
+    pool, steps = request.getfixturevalue(f"world{sum(slots)}"), 5
+    plain = pool.run(cases.laws, slots, kind, _without(section), steps, **options)
+    ours = pool.run(cases.laws, slots, kind, section, steps, **options)
+    for process, stock in zip(ours, plain, strict=True):
+        _same(process, stock, "losses", "evaluated", "weights", "skipped")
+        assert process["stale"] == [[]] * steps
+        assert process["crossing"][1:] == [0] * (steps - 1)
+        assert sum(stock["crossing"][1:]) >= steps - 1
+        if slots == ONE:
+            assert process["gathered"] == [0] * steps
+        # a step that is skipped sends nothing and changes nothing
+        assert [bool(sent) for sent in process["sent"]] == [not s for s in process["skipped"]]
+        kept = zip(process["kept"], process["kept"][1:], strict=False)
+        assert [a == b for a, b in kept] == [bool(s) for s in process["skipped"][1:]]
+        assert (0 < sum(process["skipped"]) < steps - 1) == ("fp16" in options)
+
+
+@pytest.mark.parametrize("kind", ["llama", "lora"])
+def test_bytes_between_hosts_are_those_of_what_is_trained(world2: Any, kind: str) -> None:
+    """Each owner's part once, and one number a group that says how long it is."""
+    for process in world2.run(cases.laws, ONE, kind, WHOLE, 3):
+        assert process["sent"] == [process["owned"] + 8 * process["groups"]] * 3
+
+
+@pytest.mark.parametrize(
+    ("slots", "kind", "section", "options"),
+    [
+        (ONE, "lora", LOSSLESS, {}),
+        (ONE, "llama", WHOLE, {"bf16": OFF}),
+        (TWO, "llama", LOSSLESS, {"offload_optimizer": True}),
+    ],
+)
+def test_what_the_user_writes_is_everywhere(
+    request: pytest.FixtureRequest,
+    slots: list[int],
+    kind: str,
+    section: dict[str, Any],
+    options: dict[str, Any],
+) -> None:
+    """As soon as it is with plain DeepSpeed, for each way that it has to write weights."""
+    pool = request.getfixturevalue(f"world{sum(slots)}")
+    plain = pool.run(cases.written, slots, kind, {}, **options)
+    ours = pool.run(cases.written, slots, kind, section, **options)
+    for process, stock in zip(ours, plain, strict=True):
+        assert process == stock
+        assert process["stale"] == []
+        assert process["evaluated"] != process["before"]
+
+
+OUTCOME = ("evaluated", "losses", "weights")
+
+
+def test_a_checkpoint_goes_into_any_run(world2: Any, world4: Any, tmp_path: Path) -> None:
+    """With resident weights or without, on as many hosts or others; `zero_to_fp32` and
+    `save_16bit_model` write the same."""
+    plain = world2.run(cases.straight, ONE, {}, str(tmp_path / "plain"), 2, 4)
+    ours = world2.run(cases.straight, ONE, LOSSLESS, str(tmp_path / "ours"), 2, 4)
+    assert ours == plain
+    for section, saved in ((LOSSLESS, "ours"), (LOSSLESS, "plain"), ({}, "ours")):
+        for process, stock in zip(
+            world2.run(cases.resumed, ONE, section, str(tmp_path / saved), 2, 4), plain, strict=True
+        ):
+            _same(process, stock, *OUTCOME)
+            assert process["stale"] == []
+    four = world4.run(cases.straight, TWO, LOSSLESS, str(tmp_path / "four"), 2, 4)
+    for process, expected in zip(
+        world4.run(cases.resumed, [1] * 4, LOSSLESS, str(tmp_path / "four"), 2, 4),
+        four,
+        strict=True,
+    ):
+        _same(process, expected, *OUTCOME)
+        assert process["stale"] == []
+
+
+def test_what_is_loaded_into_a_running_engine_is_everywhere(world2: Any, tmp_path: Path) -> None:
+    plain = world2.run(cases.loaded, ONE, {}, str(tmp_path / "plain"))
+    ours = world2.run(cases.loaded, ONE, LOSSLESS, str(tmp_path / "ours"))
+    assert ours == plain
+    assert all(process["stale"] == [] for process in ours)
+
+
+def test_universal_checkpoints(world2: Any, world4: Any, tmp_path: Path) -> None:
+    saved = world2.run(cases.straight, ONE, LOSSLESS, str(tmp_path), 2, 2)
+    universal = tmp_path / "global_step2_universal"
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"),
+            *("--input_folder", str(tmp_path / "global_step2")),
+            *("--output_folder", str(universal)),
+            *("--num_extract_workers", "1", "--num_merge_workers", "1"),
+        ],
+        check=True,
+        capture_output=True,
+        env={**os.environ, "DS_ACCELERATOR": "cpu"},
+    )
+    (tmp_path / "latest").write_text(universal.name)
+    options = {"checkpoint": {"load_universal": True}}
+    for pool, slots in ((world2, ONE), (world4, TWO)):
+        plain = pool.run(cases.resumed, slots, {}, str(tmp_path), 2, 4, **options)
+        ours = pool.run(cases.resumed, slots, LOSSLESS, str(tmp_path), 2, 4, **options)
+        assert ours == plain
+        assert all(process["stale"] == [] for process in ours)
+        assert [p["evaluated"] for p in ours[:2]] == [p["evaluated"] for p in saved]
+
+
+@pytest.mark.timeout(900)
+def test_killed_processes_go_on_as_if_nothing_had_been(world2: Any, tmp_path: Path) -> None:
+    section, split, options = {**BLOCK, **LOSSLESS}, 2, {"accumulation": 2}
+    whole = world2.run(cases.straight, ONE, section, str(tmp_path / "a"), split, 5, **options)
+    folder, progress = str(tmp_path / "b"), str(tmp_path / "progress")
+    kill_amid(progress, cases.train_until_killed, progress, ONE, section, folder, split, **options)
+    resumed = world2.run(cases.resumed, ONE, section, folder, split, 5, **options)
+    for process, expected in zip(resumed, whole, strict=True):
+        _same(process, expected, *OUTCOME)
+        assert process["stale"] == []
+
+
+def test_what_is_kept_goes_where_deepspeed_moves_weights(world2: Any) -> None:
+    plain = world2.run(cases.moved, ONE, {})
+    for process, stock in zip(world2.run(cases.moved, ONE, LOSSLESS), plain, strict=True):
+        _same(process, stock, "losses", "weights")
+        assert process["stale"] == []
+        assert process["followed"] == "elsewhere"
+
+
+def test_nothing_is_left_behind(world2: Any) -> None:
+    plain = world2.run(cases.laws, ONE, "llama", {}, 5)
+    for process, stock in zip(world2.run(cases.left, ONE, LOSSLESS), plain, strict=True):
+        assert process["losses"] == stock["losses"][:4]
+        assert process["weights"] == stock["weights"][3]
+        assert process["stale"] == []
+        assert process["ends"] == [{"tensors": 0, "group": False, "told": 0}] * 2
+        assert not process["dropped"]
+
+
+def test_what_another_engine_divided_otherwise_is_divided_anew(world4: Any) -> None:
+    """DeepSpeed gives the group of one engine's `zero_hpz_partition_size` to all later ones."""
+    assert world4.run(cases.after_another, LOSSLESS) == [[]] * 4
+
+
+def test_trainer_and_accelerate(world2: Any, tmp_path: Path) -> None:
+    """Training, evaluation and resume, from their own ways to start DeepSpeed."""
+    bf16 = {"bf16": True, "use_cpu": True}
+    plain = str(tmp_path / "plain")
+    ours = str(tmp_path / "ours")
+    stock = world2.run(on, ONE, ecosystem.trainer, plain, "stock", False, **bf16)
+    straight = world2.run(on, ONE, ecosystem.trainer, ours, "block, resident", False, **bf16)
+    resumed = world2.run(on, ONE, ecosystem.trainer, ours, "block, resident", True, **bf16)
+    for expected, *runs in zip(stock, straight, resumed, strict=True):
+        for run in runs:
+            _same(run, expected, "losses", "evaluated", "weights")
+            assert "weights resident on each of 2 hosts" in run["summary"]
+            assert "losslessly" in run["summary"]
+    stock = world2.run(on, ONE, ecosystem.accelerate, f"{plain} accelerate", "stock")
+    ours_ = world2.run(on, ONE, ecosystem.accelerate, f"{ours} accelerate", "block, resident")
+    for expected, run in zip(stock, ours_, strict=True):
+        _same(run, expected, "losses", "evaluated", "weights")
+        assert run["losses"][4:8] == run["losses"][8:]  # `load_state` into the run itself
+        assert "weights resident on each of 2 hosts" in run["summary"]
