@@ -28,7 +28,7 @@ from ds_ckpt.hosts.interfaces import INTERFACE, interface_counter
 from ds_ckpt.zero3.weights import forget_hpz
 
 WARM_UP_STEPS = 2
-RESIDENT = {"weights": {"resident": True}}
+RESIDENT = {"weights": {"resident": True, "deltas": "lossless"}}
 ONCE = {"when": "accumulation_boundary"}
 THREE_BITS = {"method": "quantize", "quantize": {"bits": 3}, "warmup_steps": 0}
 CELLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
