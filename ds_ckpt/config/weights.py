@@ -25,7 +25,7 @@ class WeightsConfig(Section):
     ] = Field(
         default="auto",
         description='How weights cross: "none", whole; "lossless", what changed in units of the '
-        "last place, near its entropy: 0.9 to 4 bits a weight in place of 16, the fewer the "
+        "last place, near its entropy: 0.7 to 4 bits a weight in place of 16, the fewer the "
         'lower the learning rate, bit-equal; "4bit" and "3bit", how far the owner is ahead of '
         "what hosts hold, so that rounding does not add up; a tensor that would be held worse "
         'than 1.5 times as coarsely as in bf16 travels whole. "auto": for bf16 and fp16 lossless '

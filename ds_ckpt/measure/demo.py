@@ -45,7 +45,6 @@ def spec_of(steps: int, seed: int, text: Path | None, *, on_hosts: bool) -> Spec
         hosts=PROCESSES if on_hosts else 1,
         slots=1 if on_hosts else PROCESSES,
         methods=("topk",),
-        weights=("whole",) if on_hosts else (),
         rates=(200.0 if on_hosts else None,),
         repetitions=4,
         loss_steps=steps,

@@ -106,7 +106,8 @@ def compare(plan: Plan, candidate: Candidate, store: Store, margin: float) -> Co
         else _difference(dense.outcome.final(metric), ours.outcome.final(metric), metric)
         for seed, (dense, ours) in by_seed.items()
     }
-    why = _no_verdict(pairs, metric, margin) if candidate.lossy else ""
+    compresses = not candidate.settings.lossless
+    why = _no_verdict(pairs, metric, margin, compresses) if candidate.lossy else ""
     judged = judge(list(gaps.values()), margin)
     if why:
         judged = Judgement("inconclusive", judged.interval, 0)
@@ -140,15 +141,20 @@ def compare(plan: Plan, candidate: Candidate, store: Store, margin: float) -> Co
     )
 
 
-def _no_verdict(pairs: Sequence[Pair], metric: str, margin: float) -> str:
-    """What makes the runs useless for a verdict; empty where nothing does."""
+def _no_verdict(pairs: Sequence[Pair], metric: str, margin: float, compresses: bool) -> str:
+    """What makes the runs useless for a verdict; empty where nothing does.
+
+    Args:
+        compresses: whether gradients do not travel as dense ones; else weights do not.
+    """
     if any(dense.outcome.diverged for dense, _ in pairs):
         return "dense training itself diverged; lower --learning-rate"
     curves = [dense.outcome.curve(metric) for dense, _ in pairs]
     learnt = [_difference(curve[-1][1], curve[0][1], metric) for curve in curves if curve]
     if any(not more > margin for more in learnt):  # then no training at all would be equivalent
         return "dense training itself has learnt less than the margin; take more --steps"
-    if all(ours.sixteen_bit_bytes >= dense.sixteen_bit_bytes for dense, ours in pairs) and pairs:
+    nothing = all(ours.sixteen_bit_bytes >= dense.sixteen_bit_bytes for dense, ours in pairs)
+    if compresses and nothing and pairs:
         return "a model of this size has nothing to compress with these settings"
     return ""
 

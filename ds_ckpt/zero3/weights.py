@@ -353,8 +353,7 @@ class WeightsHook:
         self.land()
         if self._steps and self._steps % CHECK_EVERY == 0:
             self.check()
-        if self._steps:
-            self._times[self._chosen].append(self._held_up_s)
+        self._times[self._chosen].append(self._held_up_s)
         self._chosen = self._choose()
         codec = self.codecs[self._chosen]
         started_s = time.perf_counter()
@@ -376,12 +375,13 @@ class WeightsHook:
         turn = self._steps % RECHECK
         if len(self.codecs) == 1 or turn > COMPARED * len(self.codecs):
             return self._chosen
+        if turn == 0:
+            self._times = [[] for _ in self.codecs]
         if turn < COMPARED * len(self.codecs):
             return turn % len(self.codecs)
         device = self._shard(self._chunks[0][0]).device
         found_s = torch.tensor([median(times) for times in self._times], device=device)
         torch_dist.all_reduce(found_s, group=self._between)
-        self._times = [[] for _ in self.codecs]
         best = int(found_s.argmin())
         if self._hosts.rank == 0:
             times = ", ".join(

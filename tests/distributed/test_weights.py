@@ -91,6 +91,16 @@ def test_of_two_ways_the_one_that_takes_less_time_is_chosen(world2: Any) -> None
         assert process["choice"] == "whole", "no link is slow here"
 
 
+@pytest.mark.slow
+def test_two_hundred_steps_are_those_of_deepspeed(world2: Any) -> None:
+    """Every loss, past two comparisons of checksums between hosts."""
+    plain = world2.run(cases.run, ONE, "llama", {}, 203, accumulation=2, timeout=400)
+    ours = world2.run(cases.run, ONE, "llama", AUTO, 203, accumulation=2, timeout=400)
+    same(ours, plain)
+    assert all(len(process["losses"]) == 203 * 2 for process in ours)
+    assert all(process["wrong"] == 0 for process in ours)
+
+
 def test_changes_are_few_bytes(world2: Any) -> None:
     """At a small step most weights stay what they are."""
     whole, changes = (

@@ -513,3 +513,12 @@ def test_weights_in_few_bits_are_judged_by_loss_and_by_virtual_workers_alone(
     store = Store(tmp_path / "results.jsonl")
     with pytest.raises(UnsupportedError, match=r"weights\.deltas"):
         run_processes(plan, store, tmp_path / "r.jsonl", tmp_path / "folder")
+
+
+def test_weights_in_few_bits_have_a_verdict_though_gradients_are_dense(tmp_path: Path) -> None:
+    file = config_file(tmp_path, "four", weights={"resident": True, "deltas": "4bit"})
+    dense = [outcome(loss) for loss in (2.0, 3.0, 2.5)]
+    for gap, verdict in ((1.001, "equivalent"), (1.1, "worse")):
+        ours = [outcome(one.heldout[-1][1] * gap) for one in dense]
+        (found,) = judged(tmp_path / verdict, [file], dense, [ours], sent=1000.0)
+        assert found.verdict == verdict
