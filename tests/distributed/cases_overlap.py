@@ -160,8 +160,8 @@ def goes_on(section: dict[str, Any]) -> dict[str, Any]:
 
     sent = counters.sent
 
-    def watched_sent(number_of_bytes: int) -> None:
-        sent(number_of_bytes)
+    def watched_sent(number_of_bytes: int, far_bytes: int = 0) -> None:
+        sent(number_of_bytes, far_bytes)
         if handed_at and gathers() > handed_at[0]:
             gathered.set()
 
