@@ -112,7 +112,12 @@ def test_changes_are_few_bytes(world2: Any) -> None:
 
 @pytest.mark.parametrize(
     ("slots", "options"),
-    [(ONE, FP32), (ONE, {**FP32, "offload_optimizer": True}), (TWO, FP32), (ONE, {})],
+    [
+        (ONE, FP32),
+        pytest.param(ONE, {**FP32, "offload_optimizer": True}, marks=pytest.mark.slow),
+        (TWO, FP32),
+        (ONE, {}),
+    ],
     ids=["fp32", "offloaded", "2x2", "bf16"],
 )
 def test_few_bits_are_tracked_and_part_of_the_checkpoint(
@@ -187,9 +192,9 @@ def test_detach_leaves_deepspeed_as_it_was(world2: Any) -> None:
     ("slots", "kind", "section", "options"),
     [
         (TWO, "lora", LOSSLESS, {}),
-        (TWO, "plain", WHOLE, FP32),
+        pytest.param(TWO, "plain", WHOLE, FP32, marks=pytest.mark.slow),
         (TWO, "llama", {}, {"hpz": 2}),
-        (TWO, "llama", LOSSLESS, {"hpz": 2}),
+        pytest.param(TWO, "llama", LOSSLESS, {"hpz": 2}, marks=pytest.mark.slow),
         ([1] * 4, "plain", WHOLE, FP32),
         (TWO, "llama", {}, {}),
     ],

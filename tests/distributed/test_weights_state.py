@@ -136,6 +136,7 @@ def test_what_is_loaded_into_a_running_engine_is_everywhere(world2: Any, tmp_pat
     assert all(process["stale"] == [] for process in ours)
 
 
+@pytest.mark.slow
 def test_universal_checkpoints(world2: Any, world4: Any, tmp_path: Path) -> None:
     saved = world2.run(cases.straight, ONE, LOSSLESS, str(tmp_path), 2, 2)
     universal = tmp_path / "global_step2_universal"
@@ -161,6 +162,7 @@ def test_universal_checkpoints(world2: Any, world4: Any, tmp_path: Path) -> None
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.slow
 def test_killed_processes_go_on_as_if_nothing_had_been(world2: Any, tmp_path: Path) -> None:
     section, split, options = {**BLOCK, **LOSSLESS}, 2, {"accumulation": 2}
     whole = world2.run(cases.straight, ONE, section, str(tmp_path / "a"), split, 5, **options)
@@ -195,6 +197,7 @@ def test_what_another_engine_divided_otherwise_is_divided_anew(world4: Any) -> N
     assert world4.run(cases.after_another, LOSSLESS) == [[]] * 4
 
 
+@pytest.mark.slow
 def test_trainer_and_accelerate(world2: Any, tmp_path: Path) -> None:
     """Training, evaluation and resume, from their own ways to start DeepSpeed."""
     bf16 = {"bf16": True, "use_cpu": True}

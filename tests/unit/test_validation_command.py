@@ -139,6 +139,7 @@ def test_a_run_that_falls_behind_is_stopped_and_the_config_is_worse(
     assert stopped[0]["outcome"]["diverged"]
 
 
+@pytest.mark.slow
 def test_dense_against_itself_with_real_runs(tmp_path: Path) -> None:
     found = validate(tmp_path / "out", [], "--self-check", "8", "--seeds", "4")
     assert found.exit_code == 0, found.output
