@@ -66,16 +66,16 @@ THREE_BITS = {"compression": METHODS["3 bits"]}
 WEIGHTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ZeRO-2": ({"stage": 2}, {}),
     "hpZ": ({"zero_hpz_partition_size": 2}, {}),
-    "hpZ; 3 bits": ({"zero_hpz_partition_size": 2}, THREE_BITS),
+    "hpZ + 3 bits": ({"zero_hpz_partition_size": 2}, THREE_BITS),
     "resident, whole": ({}, WHOLE),
     "resident, lossless": ({}, {"weights": {"resident": True, "deltas": "lossless"}}),
     "resident": ({}, RESIDENT),
-    "resident; dense once a step": (
+    "resident + dense once a step": (
         {},
         {**RESIDENT, "compression": {"method": "dense", "exchange": ONCE}},
     ),
-    "resident; 3 bits": ({}, {**RESIDENT, **THREE_BITS}),
-    "resident, 4-bit changes; 3 bits": ({}, {**FOUR_BITS, **THREE_BITS}),
+    "resident + 3 bits": ({}, {**RESIDENT, **THREE_BITS}),
+    "resident, 4-bit changes + 3 bits": ({}, {**FOUR_BITS, **THREE_BITS}),
     NOTHING: ({}, WHOLE),
 }
 """`zero_optimization` and sections of cells in which weights stay on every host, and of rivals."""
@@ -129,6 +129,11 @@ class Running:
             self.engine.backward(self.engine(input_ids=batch, labels=batch).loss)
             if micro_step + 1 < micro_steps:
                 self.engine.step()  # counts the micro-step, no more
+
+    def land(self) -> None:
+        """Wait for weights that are under way."""
+        if self.session is not None:
+            self.session.land()
 
     def end(self) -> None:
         """Give its memory back."""

@@ -2,7 +2,7 @@
 
     sudo python benchmarks/step_time.py [--json benchmarks/results/step_time.json] [--repeats 9]
         [--rates 100,200,1000,unlimited] [--models demo,wider] [--methods "stock;4 bits;..."]
-        [--accumulation 8] [--slots 2] [--bf16]
+        [--accumulation 8] [--slots 2] [--bf16] [--in-a-row 3]
 
 Two emulated hosts with one process each, or `--slots`, and one launch a model: all cells live in
 the same processes, each with an engine of its own, and take turns, in an order that rotates, so
@@ -15,7 +15,8 @@ Columns: seconds; the ratio of stock's median to the cell's, with its standard e
 best dense cell's; and the share of the ceiling, which is what the cell `nothing sent` takes over
 what this one takes: 1.00 is all that compressing gradients can give. Weights are still gathered for
 forward and backward, as in a model that is larger than memory, but in the cells of `WEIGHTS`, whose
-ceiling, `nothing sent, weights neither`, sends no weights either.
+ceiling, `nothing sent, weights neither`, sends no weights either. Their changes travel beside the
+next forward: `--in-a-row` steps of a cell are timed at a time, the last with all that is under way.
 
 fp32, unless `--bf16`: this CPU is slow in bf16, so every dense byte is twice what 16 bits would be,
 and a link of 200 Mbit/s here is one of 100 there for weights and for dense gradients. The autotuner
@@ -78,7 +79,7 @@ def worker(spec: dict[str, Any], folder: Path) -> None:
         for repeat in range(spec["repeats"]):
             for place in range(len(cells)):
                 cell = cells[(place + repeat) % len(cells)]
-                taken[cell.name].append(timed_step(cell, repeat))
+                taken[cell.name].append(timed_step(cell, repeat, spec["in_a_row"]))
         for cell in cells:
             cell.end()
         rows += [
@@ -110,15 +111,18 @@ def warmed_up(cell: _cells.Running) -> bool:
         cell.step(SEQUENCES, TOKENS, step)
         step += 1
     cell.step(SEQUENCES, TOKENS, step)  # the first by the way that is kept
+    cell.land()
     return tuner is not None and tuner.choice == "deepspeed"
 
 
-def timed_step(cell: _cells.Running, seed: int) -> float:
-    """Seconds of one optimizer step, on the slowest process."""
+def timed_step(cell: _cells.Running, seed: int, in_a_row: int) -> float:
+    """Seconds of one optimizer step, on the slowest process, nothing left under way."""
     dist.barrier()
     start_s = time.perf_counter()
-    cell.step(SEQUENCES, TOKENS, seed)
-    longest_s = torch.tensor(time.perf_counter() - start_s, dtype=torch.float64)
+    for step in range(in_a_row):
+        cell.step(SEQUENCES, TOKENS, in_a_row * seed + step)
+    cell.land()
+    longest_s = torch.tensor((time.perf_counter() - start_s) / in_a_row, dtype=torch.float64)
     dist.all_reduce(longest_s, op=dist.ReduceOp.MAX)
     return float(longest_s)
 
@@ -162,6 +166,7 @@ def run_model(model: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         "autotune": options.autotune == "on",
         "accumulation": options.accumulation,
         "bf16": options.bf16,
+        "in_a_row": options.in_a_row,
     }
     with (
         tempfile.TemporaryDirectory() as temporary,
@@ -231,6 +236,7 @@ def main() -> None:
     parser.add_argument("--accumulation", type=int, default=1, help="micro-steps a step")
     parser.add_argument("--slots", type=int, default=1, help="processes a host")
     parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--in-a-row", type=int, default=1, help="steps of a cell at each turn")
     parser.add_argument("--autotune", choices=["on", "off"], default="on")
     parser.add_argument("--limit-s", type=float, default=7200, help="of each model")
     parser.add_argument("--worker", type=Path, help="the launched script's own option")

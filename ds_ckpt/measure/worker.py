@@ -99,7 +99,11 @@ class Running:
         return sum(losses) / len(losses)
 
     def step(self, batch: torch.Tensor) -> tuple[StepTime, float]:
-        """One optimizer step, begun by all processes at once: its time by parts, and the loss."""
+        """One optimizer step, begun by all processes at once: its time by parts, and the loss.
+
+        A step is timed alone: changes of weights that would travel beside the next forward are
+        waited for.
+        """
         self.engine.train()
         spans, losses = self.spans, []
         dist.barrier()
@@ -113,6 +117,8 @@ class Running:
             with spans.span("update"):
                 self._update()
             losses.append(loss)
+        with spans.span("update"):
+            self.session.land()
         step_s = time.perf_counter() - start_s
         self._record(None)
         found = spans.take()

@@ -327,6 +327,11 @@ class Session:
         self._steps = steps
         self._after_steps(steps.step_ended)
 
+    def land(self) -> None:
+        """Wait for changes of weights that are under way, as the next forward does. Collective."""
+        if self._resident is not None and self._resident.hook is not None:
+            self._resident.hook.land()
+
     @property
     def residual_bytes(self) -> int:
         """Bytes that error feedback holds on this process now."""

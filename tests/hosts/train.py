@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ def train(config: Path, steps: int) -> dict[str, Any]:
         engine.step()
         losses.append(loss.item())
     torch.distributed.barrier()
+    time.sleep(0.5)  # what travels beside the next forward arrives
     trained = sent_bytes()
     engine.eval()
     with torch.no_grad():
