@@ -7,10 +7,14 @@ section it is plain DeepSpeed; `CEILING` sends nothing.
 from __future__ import annotations
 
 import gc
+import json
 import os
-from collections.abc import Sequence
+import tempfile
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
@@ -20,7 +24,11 @@ from torch import Tensor
 import ds_ckpt
 from ds_ckpt import workload
 from ds_ckpt.exchange.schedule import NoCommunication
+from ds_ckpt.hosts.interfaces import interface_counter
 from ds_ckpt.zero3.weights import forget_hpz
+
+if TYPE_CHECKING:
+    from ds_ckpt.hosts.emulated import EmulatedHosts
 
 STOCK, CEILING = "stock", "nothing sent"
 ONCE = {"when": "accumulation_boundary"}
@@ -61,21 +69,19 @@ METHODS: dict[str, dict[str, Any] | None] = {
 NOTHING = "nothing sent, weights neither"
 RESIDENT = {"weights": {"resident": True}}
 WHOLE = {"weights": {"resident": True, "deltas": "none"}}
-FOUR_BITS = {"weights": {"resident": True, "deltas": "4bit"}}
+LOSSLESS = {"weights": {"resident": True, "deltas": "lossless"}}
+DENSE_ONCE = {"compression": METHODS["dense, once a step"]}
 THREE_BITS = {"compression": METHODS["3 bits"]}
 WEIGHTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ZeRO-2": ({"stage": 2}, {}),
     "hpZ": ({"zero_hpz_partition_size": 2}, {}),
-    "hpZ + 3 bits": ({"zero_hpz_partition_size": 2}, THREE_BITS),
     "resident, whole": ({}, WHOLE),
-    "resident, lossless": ({}, {"weights": {"resident": True, "deltas": "lossless"}}),
+    "resident, lossless": ({}, LOSSLESS),
+    "resident, lossless + dense once a step": ({}, {**LOSSLESS, **DENSE_ONCE}),
+    "resident, lossless + 3 bits": ({}, {**LOSSLESS, **THREE_BITS}),
     "resident": ({}, RESIDENT),
-    "resident + dense once a step": (
-        {},
-        {**RESIDENT, "compression": {"method": "dense", "exchange": ONCE}},
-    ),
+    "resident + dense once a step": ({}, {**RESIDENT, **DENSE_ONCE}),
     "resident + 3 bits": ({}, {**RESIDENT, **THREE_BITS}),
-    "resident, 4-bit changes + 3 bits": ({}, {**FOUR_BITS, **THREE_BITS}),
     NOTHING: ({}, WHOLE),
 }
 """`zero_optimization` and sections of cells in which weights stay on every host, and of rivals."""
@@ -86,6 +92,12 @@ SHAPES: dict[str, dict[str, int]] = {
     "hidden 1024": {"hidden_size": 1024, "layers": 3, "intermediate_size": 2816, "heads": 16},
 }
 """Arguments of `ds_ckpt.workload.llama`; its vocabulary is 256, the bytes."""
+GATHERED_TWICE = {
+    "stage3_param_persistence_threshold": 0,
+    "stage3_max_reuse_distance": 0,
+    "stage3_prefetch_bucket_size": 0,
+}
+"""`zero_optimization` of a model larger than memory: backward gathers weights again."""
 BUCKETS = 8
 """Buckets that a backward has, about: DeepSpeed's own size would put every gradient into one."""
 
@@ -192,6 +204,58 @@ def start(
         session = session or ds_ckpt.attach(engine)
         session.measure_with(NoCommunication(dist.get_world_size(), dist.get_rank()))
     return Running(name, engine, session)
+
+
+def sent_bytes(*interfaces: str) -> tuple[int, ...]:
+    """What these have sent when nothing is under way."""
+    dist.barrier()
+    time.sleep(0.3)
+    table = Path("/proc/self/net/dev")
+    found = tuple(interface_counter(table, interface, 8) for interface in interfaces)
+    dist.barrier()
+    return found
+
+
+def leave(rows: Any, out: Path) -> None:
+    """Process 0 writes the results; then all end."""
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(rows))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def launch(
+    script: str,
+    spec: dict[str, Any],
+    *,
+    hosts: int = 2,
+    slots: int = 1,
+    rate_mbit: float | None = None,
+    limit_s: float,
+    prepare: Callable[[EmulatedHosts], None] = lambda hosts: None,
+    attend: Callable[[EmulatedHosts, Path], None] = lambda hosts, folder: None,
+) -> list[dict[str, Any]]:
+    """Run `script --worker FOLDER` on emulated hosts; the rows that it has left.
+
+    Args:
+        spec: for the workers, in FOLDER/spec.json; what they find goes to FOLDER/rows.json.
+        prepare: called with the hosts before.
+        attend: called with them and the folder a few times a second meanwhile.
+    """
+    from ds_ckpt.hosts.emulated import EmulatedHosts
+    from ds_ckpt.hosts.launcher import deepspeed
+
+    with (
+        tempfile.TemporaryDirectory() as temporary,
+        EmulatedHosts(hosts, rate_mbit=rate_mbit, slots=slots) as made,
+    ):
+        prepare(made)
+        folder = Path(temporary)
+        (folder / "spec.json").write_text(json.dumps(spec))
+        argv = [str(Path(script).resolve()), "--worker", str(folder)]
+        deepspeed(made, argv, folder, limit_s=limit_s, attend=lambda: attend(made, folder))
+        rows: list[dict[str, Any]] = json.loads((folder / "rows.json").read_text())
+    return rows
 
 
 def join() -> None:

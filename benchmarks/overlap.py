@@ -19,7 +19,6 @@ import argparse
 import json
 import os
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -114,12 +113,9 @@ def worker(spec: dict[str, Any], out: Path) -> None:
         row["saved_s"] = statistics.median(saved) if saved else 0.0
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, rows)
-    if dist.get_rank() == 0:
-        out.write_text(json.dumps([_mean(of) for of in zip(*everyone, strict=True)]))
     for cell in cells:
         cell.end()
-    dist.barrier()
-    dist.destroy_process_group()
+    _cells.leave([_mean(of) for of in zip(*everyone, strict=True)], out)
 
 
 def _mean(rows: tuple[dict[str, Any], ...]) -> dict[str, Any]:
@@ -130,18 +126,8 @@ def _mean(rows: tuple[dict[str, Any], ...]) -> dict[str, Any]:
 
 def run(rate_mbit: float, reuse: int, steps: int, limit_s: float) -> list[dict[str, Any]]:
     """One launch."""
-    from ds_ckpt.hosts.emulated import EmulatedHosts
-    from ds_ckpt.hosts.launcher import deepspeed
-
-    with (
-        tempfile.TemporaryDirectory() as temporary,
-        EmulatedHosts(2, rate_mbit=rate_mbit or None) as hosts,
-    ):
-        folder = Path(temporary)
-        (folder / "spec.json").write_text(json.dumps({"reuse": reuse, "steps": steps}))
-        script = [str(Path(__file__).resolve()), "--worker", str(folder)]
-        deepspeed(hosts, script, folder, limit_s=limit_s)
-        rows: list[dict[str, Any]] = json.loads((folder / "rows.json").read_text())
+    spec = {"reuse": reuse, "steps": steps}
+    rows = _cells.launch(__file__, spec, rate_mbit=rate_mbit or None, limit_s=limit_s)
     common = {"rate_mbit": rate_mbit, "reuse": reuse, "load": os.getloadavg()[1]}
     return [{**common, **row} for row in rows]
 

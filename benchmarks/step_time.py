@@ -31,7 +31,6 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +44,6 @@ from ds_ckpt.zero3.weights import COMPARED
 
 WARM_UP_STEPS = 3
 """Steps that are not counted, at least: until ZeRO-3's trace stands."""
-ZERO = {
-    "stage3_param_persistence_threshold": 0,
-    "stage3_max_reuse_distance": 0,
-    "stage3_prefetch_bucket_size": 0,
-}
 SEQUENCES, TOKENS = 1, 128
 METHODS_HERE = [name for name, section in METHODS.items() if "exchange" not in (section or {})]
 """With one process a host there is but one level, and without accumulation one micro-step."""
@@ -67,7 +61,7 @@ def worker(spec: dict[str, Any], folder: Path) -> None:
             _cells.start(
                 name,
                 spec["model"],
-                zero=ZERO,
+                zero=_cells.GATHERED_TWICE,
                 autotune=spec["autotune"],
                 accumulation=spec["accumulation"],
                 bf16=spec["bf16"],
@@ -94,10 +88,8 @@ def worker(spec: dict[str, Any], folder: Path) -> None:
             for name, steps_s in taken.items()
         ]
         if dist.get_rank() == 0:
-            (folder / "rows.json").write_text(json.dumps(rows))
             print(f"done: {rate}", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    _cells.leave(rows, folder / "rows.json")
 
 
 def warmed_up(cell: _cells.Running) -> bool:
@@ -139,25 +131,16 @@ def _ask_for(rate: float | None, folder: Path) -> None:
     dist.barrier()
 
 
-def rate_setter(hosts: Any, folder: Path) -> Callable[[], None]:
+def set_rate(hosts: Any, folder: Path) -> None:
     """What the maker of the hosts does a few times a second; the other end of `_ask_for`."""
-
-    def look() -> None:
-        wanted = folder / "wanted"
-        if wanted.exists():
-            hosts.set_rate(json.loads(wanted.read_text()))
-            wanted.unlink()
-
-    return look
+    wanted = folder / "wanted"
+    if wanted.exists():
+        hosts.set_rate(json.loads(wanted.read_text()))
+        wanted.unlink()
 
 
 def run_model(model: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """All rates and cells of one model."""
-    import tempfile
-
-    from ds_ckpt.hosts.emulated import EmulatedHosts
-    from ds_ckpt.hosts.launcher import deepspeed
-
     spec = {
         "model": model,
         "rates": [None if r == "unlimited" else float(r) for r in options.rates.split(",")],
@@ -168,17 +151,9 @@ def run_model(model: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         "bf16": options.bf16,
         "in_a_row": options.in_a_row,
     }
-    with (
-        tempfile.TemporaryDirectory() as temporary,
-        EmulatedHosts(2, rate_mbit=None, slots=options.slots) as hosts,
-    ):
-        folder = Path(temporary)
-        (folder / "spec.json").write_text(json.dumps(spec))
-        script = [str(Path(__file__).resolve()), "--worker", str(folder)]
-        looks = rate_setter(hosts, folder)
-        deepspeed(hosts, script, folder, limit_s=options.limit_s, attend=looks)
-        rows: list[dict[str, Any]] = json.loads((folder / "rows.json").read_text())
-    return rows
+    return _cells.launch(
+        __file__, spec, slots=options.slots, limit_s=options.limit_s, attend=set_rate
+    )
 
 
 def compare(rows: list[dict[str, Any]]) -> None:

@@ -26,7 +26,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import time
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ import _cells
 import torch.distributed as dist
 from _cells import CEILING, DENSE, METHODS, STOCK
 
-from ds_ckpt.hosts.interfaces import INTERFACE, interface_counter
+from ds_ckpt.hosts.interfaces import INTERFACE
 from ds_ckpt.telemetry import Purpose
 
 WARM_UP_STEPS = 1
@@ -62,10 +62,7 @@ def worker(spec: dict[str, Any], out: Path) -> None:
                 rows.append({"model": shape, "accumulation": accumulation, "method": name, **row})
                 if dist.get_rank() == 0:
                     print(json.dumps(rows[-1]), flush=True)
-    if dist.get_rank() == 0:
-        out.write_text(json.dumps(rows))
-    dist.barrier()
-    dist.destroy_process_group()
+    _cells.leave(rows, out)
 
 
 def measure(cell: _cells.Running, steps: int) -> dict[str, Any]:
@@ -75,11 +72,11 @@ def measure(cell: _cells.Running, steps: int) -> dict[str, Any]:
     before = cell.session.counters.snapshot()
     backward = update = everything = 0
     for step in range(steps):
-        start = _interfaces()
+        start = _cells.sent_bytes(INTERFACE, "lo")
         cell.backward(1, 16, WARM_UP_STEPS + step)
-        middle = _interfaces()
+        middle = _cells.sent_bytes(INTERFACE, "lo")
         cell.engine.step()
-        end = _interfaces()
+        end = _cells.sent_bytes(INTERFACE, "lo")
         backward += middle[0] - start[0]
         update += end[0] - middle[0]
         everything += sum(end) - sum(start)
@@ -102,24 +99,8 @@ def measure(cell: _cells.Running, steps: int) -> dict[str, Any]:
     }
 
 
-def _interfaces() -> tuple[int, int]:
-    """Bytes sent by eth0 and by lo when nothing is under way."""
-    dist.barrier()
-    time.sleep(0.3)
-    table = Path("/proc/self/net/dev")
-    found = interface_counter(table, INTERFACE, 8), interface_counter(table, "lo", 8)
-    dist.barrier()
-    return found
-
-
 def run_layout(layout: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """All cells of one layout, such as 2x1: two hosts with one process each."""
-    import subprocess
-    import tempfile
-
-    from ds_ckpt.hosts.emulated import EmulatedHosts
-    from ds_ckpt.hosts.launcher import deepspeed
-
     count, slots = map(int, layout.split("x"))
     spec = {
         "models": options.models.split(","),
@@ -127,20 +108,21 @@ def run_layout(layout: str, options: argparse.Namespace) -> list[dict[str, Any]]
         "methods": options.methods.split(";") if options.methods else list(METHODS),
         "steps": options.steps,
     }
-    with (
-        tempfile.TemporaryDirectory() as temporary,
-        EmulatedHosts(count, rate_mbit=None, slots=slots) as hosts,
-    ):
-        if options.headers:
-            for host in hosts.hosts:
-                segments = ["ip", "link", "set", "dev", INTERFACE, "gso_max_segs", "1"]
-                subprocess.run(host.command(segments), check=True)
-        folder = Path(temporary)
-        (folder / "spec.json").write_text(json.dumps(spec))
-        script = [str(Path(__file__).resolve()), "--worker", str(folder)]
-        deepspeed(hosts, script, folder, limit_s=options.limit_s)
-        rows: list[dict[str, Any]] = json.loads((folder / "rows.json").read_text())
+    rows = _cells.launch(
+        __file__,
+        spec,
+        hosts=count,
+        slots=slots,
+        limit_s=options.limit_s,
+        prepare=_cut_segments if options.headers else lambda hosts: None,
+    )
     return [{"layout": layout, **row} for row in rows]
+
+
+def _cut_segments(hosts: Any) -> None:
+    for host in hosts.hosts:
+        segments = ["ip", "link", "set", "dev", INTERFACE, "gso_max_segs", "1"]
+        subprocess.run(host.command(segments), check=True)
 
 
 def gradient_bytes(rows: list[dict[str, Any]]) -> None:

@@ -18,6 +18,7 @@ from ds_ckpt.config.activation import ActivationConfig
 from ds_ckpt.config.compression import CompressionConfig
 from ds_ckpt.config.paths import is_auto, join, lookup, nearest, plain, show
 from ds_ckpt.config.sections import OURS
+from ds_ckpt.config.weights import WeightsConfig
 from ds_ckpt.errors import Problem
 
 
@@ -103,6 +104,12 @@ def _present(value: object) -> bool:
 
 
 ZERO = "zero_optimization"
+_MICS = Conflict(
+    "zero_optimization.mics_shard_size",
+    _present,
+    "MiCS shards over subgroups of processes, and DeepSpeed has removed it",
+    "remove the key",
+)
 COMPRESSION = (
     Conflict(
         "zero_optimization.reduce_scatter",
@@ -129,12 +136,7 @@ COMPRESSION = (
         "and rolls back afterwards; compression keeps or drops its residuals by the usual verdict",
         "write false or remove the key (offload_optimizer without it is served)",
     ),
-    Conflict(
-        "zero_optimization.mics_shard_size",
-        _present,
-        "MiCS shards over subgroups of processes, and DeepSpeed has removed it",
-        "remove the key",
-    ),
+    _MICS,
     Conflict(
         "checkpoint.use_node_local_storage",
         _on,
@@ -223,12 +225,7 @@ RESIDENT = (
         "weights on their way through NVMe are not where changes are told",
         'write "cpu" or "none"',
     ),
-    Conflict(
-        "zero_optimization.mics_shard_size",
-        _present,
-        "MiCS shards over subgroups of processes, and DeepSpeed has removed it",
-        "remove the key",
-    ),
+    _MICS,
     Conflict(
         "expert_parallel.enabled",
         _on,
@@ -342,7 +339,7 @@ _MISSPELT = {
 _OUR_PARTS = {
     "activation": set(ActivationConfig.model_fields),
     "compression": set(CompressionConfig.model_fields),
-    "weights": {"resident", "deltas"},
+    "weights": set(WeightsConfig.model_fields),
     "telemetry": {"every_n_steps"},
 }
 _DEEPSPEED_SECTIONS = (

@@ -26,7 +26,7 @@ from ds_ckpt.profile.measure import (
 )
 from ds_ckpt.profile.policies import ComparedPolicy, blocks_of, compared, not_counted, with_plan
 from ds_ckpt.profile.records import Compiled, Footprint, Profile, States
-from ds_ckpt.profile.states import Parameters, estimate
+from ds_ckpt.profile.states import Parameters, estimate, keeps_resident
 from ds_ckpt.profile.subject import Sizes, find_subject
 from ds_ckpt.telemetry.device import free_on
 from ds_ckpt.telemetry.units import GIB
@@ -97,7 +97,7 @@ def make_profile(options: Options, told: Told = lambda text: None) -> Profile:
         sdpa=run.with_sdpa(found[0]),
         trainable_count=sum(run.parameters.trainable),
         modules=run.modules,
-        resident=lookup(options.config, ("ds_ckpt", "weights", "resident")) is True,
+        resident=keeps_resident(options.config),
         resident_bytes=_resident_bytes(run.parameters, states, options.config),
     )
     return replace(
@@ -116,8 +116,7 @@ def _resident_bytes(
     None where there is one host, or nobody knows how many, or `config` is refused with them.
     """
     world, hosts = states.world, states.hosts
-    asked = lookup(config, ("ds_ckpt", "weights", "resident")) is True
-    if asked and hosts != 1:
+    if keeps_resident(config) and hosts != 1:
         return states.host_copy_bytes
     if hosts is None or hosts == 1 or states.zero_stage != 3:
         return None

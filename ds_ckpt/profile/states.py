@@ -158,6 +158,11 @@ def estimate(
     return states, tuple(notes)
 
 
+def keeps_resident(config: Mapping[str, Any] | None) -> bool:
+    """Whether the DeepSpeed JSON asks for resident weights."""
+    return lookup(config, ("ds_ckpt", "weights", "resident")) is True
+
+
 def _hosts(
     config: Mapping[str, Any] | None, world: int, hosts: int | None, notes: list[str]
 ) -> tuple[int | None, int]:
@@ -166,7 +171,7 @@ def _hosts(
         why = f"--world has {world} processes, and every host has equally many"
         raise _not_divided("--hosts", hosts, why, f"write a divisor of {world}")
     where = "$.zero_optimization.zero_hpz_partition_size"
-    resident = lookup(config, ("ds_ckpt", "weights", "resident")) is True
+    resident = keeps_resident(config)
     hpz = max(1, min(_whole(lookup(config, where.split(".")[1:]), 1), world))
     if world % hpz:
         why = f"--world has {world} processes, which DeepSpeed cannot divide so"

@@ -23,7 +23,7 @@ from ds_ckpt.telemetry.device import free_on
 from ds_ckpt.telemetry.units import size
 from ds_ckpt.zero3.resident import OFFLOADED, host_copy_bytes, resident_bytes
 from ds_ckpt.zero3.run_on_all import run_on_all_or_raise
-from ds_ckpt.zero3.weights import Codec, Hosts, WeightsHook
+from ds_ckpt.zero3.weights import Codec, HostLayout, WeightsHook
 
 WHERE = "$.ds_ckpt.weights"
 OFF = f"or set {WHERE}.resident to false"
@@ -38,7 +38,7 @@ class Whole:
     tracks = False
 
     def encode(self, held: Tensor, master: Tensor, sizes: Sequence[int]) -> Tensor:
-        return held.copy_(master).cpu().clone().view(torch.uint8)
+        return held.copy_(master).cpu().view(torch.uint8)
 
     def decode_(self, held: Tensor, payload: Tensor, sizes: Sequence[int]) -> None:
         held.view(torch.uint8).copy_(payload)
@@ -211,7 +211,7 @@ def keep_resident(engine: Any, config: WeightsConfig, counters: Counters) -> Res
     hook = WeightsHook(
         optimizer,
         dict(engine.module.named_parameters()),
-        Hosts(len(hosts), local, rank, inside[rank // local]),
+        HostLayout(len(hosts), local, rank, inside[rank // local]),
         between,
         comm.all_to_all_single,
         codecs,

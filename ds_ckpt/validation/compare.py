@@ -106,8 +106,7 @@ def compare(plan: Plan, candidate: Candidate, store: Store, margin: float) -> Co
         else _difference(dense.outcome.final(metric), ours.outcome.final(metric), metric)
         for seed, (dense, ours) in by_seed.items()
     }
-    compresses = not candidate.settings.lossless
-    why = _no_verdict(pairs, metric, margin, compresses) if candidate.lossy else ""
+    why = _no_verdict(candidate, pairs, metric, margin) if candidate.lossy else ""
     judged = judge(list(gaps.values()), margin)
     if why:
         judged = Judgement("inconclusive", judged.interval, 0)
@@ -141,12 +140,8 @@ def compare(plan: Plan, candidate: Candidate, store: Store, margin: float) -> Co
     )
 
 
-def _no_verdict(pairs: Sequence[Pair], metric: str, margin: float, compresses: bool) -> str:
-    """What makes the runs useless for a verdict; empty where nothing does.
-
-    Args:
-        compresses: whether gradients do not travel as dense ones; else weights do not.
-    """
+def _no_verdict(candidate: Candidate, pairs: Sequence[Pair], metric: str, margin: float) -> str:
+    """What makes the runs useless for a verdict; empty where nothing does."""
     if any(dense.outcome.diverged for dense, _ in pairs):
         return "dense training itself diverged; lower --learning-rate"
     curves = [dense.outcome.curve(metric) for dense, _ in pairs]
@@ -154,7 +149,7 @@ def _no_verdict(pairs: Sequence[Pair], metric: str, margin: float, compresses: b
     if any(not more > margin for more in learnt):  # then no training at all would be equivalent
         return "dense training itself has learnt less than the margin; take more --steps"
     nothing = all(ours.sixteen_bit_bytes >= dense.sixteen_bit_bytes for dense, ours in pairs)
-    if compresses and nothing and pairs:
+    if candidate.compresses and nothing and pairs:
         return "a model of this size has nothing to compress with these settings"
     return ""
 

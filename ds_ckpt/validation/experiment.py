@@ -58,9 +58,19 @@ class Candidate:
     settings: ExchangeSettings
 
     @property
+    def compresses(self) -> bool:
+        """Whether gradients may differ from dense ones."""
+        return not self.settings.lossless
+
+    @property
     def lossy(self) -> bool:
         """Whether gradients or weights may differ; if not, every bit of a run is the same."""
-        return not self.settings.lossless or self.weight_bits is not None
+        return self.compresses or self.weight_bits is not None
+
+    @property
+    def sample_every(self) -> int:
+        """Steps from one look at what compression leaves behind to the next; 0: never."""
+        return SAMPLE_EVERY if self.compresses else 0
 
     @property
     def weight_bits(self) -> int | None:
@@ -77,7 +87,7 @@ class Candidate:
 
     def warm_up(self, steps: int) -> int:
         """Dense steps at the beginning of a run of so many; 0 for what loses nothing."""
-        return 0 if self.settings.lossless else self.in_run_of(steps).warmup_steps
+        return self.in_run_of(steps).warmup_steps if self.compresses else 0
 
     def digest(self, steps: int) -> str:
         """Of all that a run of so many steps depends on: equal digests are equal runs."""
@@ -324,7 +334,7 @@ def train_virtual(
             candidate.in_run_of(spec.steps),
             workers=spec.world,
             accumulation=spec.accumulation,
-            sample_every=0 if candidate.settings.lossless else SAMPLE_EVERY,
+            sample_every=candidate.sample_every,
             weight_bits=candidate.weight_bits,
         )
         outcome = train(

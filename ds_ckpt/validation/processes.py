@@ -28,7 +28,6 @@ from ds_ckpt.hosts.heartbeat import begin
 from ds_ckpt.hosts.launcher import launch
 from ds_ckpt.telemetry import Purpose
 from ds_ckpt.telemetry.timings import ResidualStats
-from ds_ckpt.validation import experiment
 from ds_ckpt.validation.experiment import Candidate, Plan, Tell, read_candidates, train_missing
 from ds_ckpt.validation.store import Store
 from ds_ckpt.validation.task import Learner, TaskSpec, open_task
@@ -53,7 +52,7 @@ def run_processes(
 
     Raises:
         LaunchError: the processes failed or hung; what was finished before is kept.
-        UnsupportedError: a file has changes of weights travel in few bits.
+        UnsupportedError: changes of weights travel in few bits in one of the files.
     """
     for one in plan.candidates:
         if one.weight_bits is not None:
@@ -119,8 +118,7 @@ def train_zero3(
     config = engine_config(spec, candidate.file, warm_up)
     engine, *_ = ds_ckpt.initialize(model=learner.initial(seed), config=config)
     learner.begin(seed)
-    sample_every = 0 if candidate.settings.lossless else experiment.SAMPLE_EVERY
-    world = Zero3World(engine, learner, spec.recipe(), sample_every=sample_every)
+    world = Zero3World(engine, learner, spec.recipe(), sample_every=candidate.sample_every)
     outcome = train(
         learner,
         world,

@@ -63,7 +63,7 @@ class Codec(Protocol):
             sizes: elements of each tensor in it.
 
         Returns:
-            uint8 on the CPU.
+            uint8 on the CPU; it may share memory with `held`.
         """
 
     def decode_(self, held: Tensor, payload: Tensor, sizes: Sequence[int]) -> None:
@@ -71,7 +71,7 @@ class Codec(Protocol):
 
 
 @dataclass(frozen=True)
-class Hosts:
+class HostLayout:
     """P = hosts x local processes, those of a host consecutive.
 
     Attributes:
@@ -127,7 +127,6 @@ class Flight:
     """
 
     pieces: Sequence[Piece]
-    codec: Codec
     handle: Any
     outgoing: Tensor
     arriving: Tensor
@@ -157,7 +156,7 @@ class WeightsHook:
         self,
         optimizer: Any,
         params: Mapping[str, Any],
-        hosts: Hosts,
+        hosts: HostLayout,
         between: Any,
         all_to_all_single: Callable[..., Any],
         codecs: Sequence[Codec],
@@ -355,9 +354,8 @@ class WeightsHook:
             self.check()
         self._times[self._chosen].append(self._held_up_s)
         self._chosen = self._choose()
-        codec = self.codecs[self._chosen]
         started_s = time.perf_counter()
-        payloads = [self._encode(chunk, codec) for chunk in self._chunks]
+        payloads = [self._encode(chunk) for chunk in self._chunks]
         with self._counters.purpose(Purpose.WEIGHTS):
             told = self._tell([payload.numel() for payload in payloads])
             for number, (chunk, payload) in enumerate(zip(self._chunks, payloads, strict=True)):
@@ -396,7 +394,12 @@ class WeightsHook:
             )
         return best
 
-    def _encode(self, chunk: Sequence[Piece], codec: Codec) -> Tensor:
+    @property
+    def _codec(self) -> Codec:
+        """Of the step whose changes are encoded or under way."""
+        return self.codecs[self._chosen]
+
+    def _encode(self, chunk: Sequence[Piece]) -> Tensor:
         for piece in chunk:
             self._zero_padding(piece, self._master(piece))
         parts = [self._shard(piece) for piece in chunk]
@@ -404,7 +407,7 @@ class WeightsHook:
         master = torch.cat([self._master(piece) for piece in chunk]).to(held.device)
         sizes = [piece.size for piece in chunk]
         with self._counters.span("pack"):
-            payload = codec.encode(held, master, sizes)
+            payload = self._codec.encode(held, master, sizes)
         after = held.split(sizes)
         for part, now in zip(parts, after, strict=True):
             part.copy_(now)
@@ -419,8 +422,7 @@ class WeightsHook:
         while self._to_send and len(self._flying) < IN_FLIGHT:
             chunk, payload, lengths = self._to_send.popleft()
             handle, outgoing, arriving = self._deliver(payload, lengths, async_op=True)
-            codec = self.codecs[self._chosen]
-            self._flying.append(Flight(chunk, codec, handle, outgoing, arriving, lengths))
+            self._flying.append(Flight(chunk, handle, outgoing, arriving, lengths))
 
     @property
     def _landed(self) -> int:
@@ -454,7 +456,7 @@ class WeightsHook:
                 continue  # kept when it was sent
             parts = [self._kept(piece, index) for piece in flight.pieces]
             held = torch.cat(parts)
-            flight.codec.decode_(held, packets[owner].clone(), sizes)  # views must be aligned
+            self._codec.decode_(held, packets[owner].clone(), sizes)  # views must be aligned
             for part, now in zip(parts, held.split(sizes), strict=True):
                 part.copy_(now)
 

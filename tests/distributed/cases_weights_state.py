@@ -222,6 +222,15 @@ def _saved_files(folder: str) -> str:
     return _digest(ordered)
 
 
+def _going_on(engine: Any, split: int, steps: int) -> dict[str, Any]:
+    """What comes of an engine that has made `split` of `steps` steps."""
+    return {
+        "evaluated": _evaluate(engine, "llama"),
+        "losses": _train(engine, "llama", steps - split, split),
+        "weights": models.weights_digest(engine),
+    }
+
+
 def straight(
     slots: list[int],
     section: dict[str, Any],
@@ -238,12 +247,8 @@ def straight(
         engine.save_checkpoint(folder)
         engine.save_16bit_model(str(Path(folder) / "whole"), "model.bin")
         dist.barrier()
-        result = {
-            "files": _saved_files(folder) if dist.get_rank() == 0 else "",
-            "evaluated": _evaluate(engine, "llama"),
-            "losses": _train(engine, "llama", steps - split, split),
-            "weights": models.weights_digest(engine),
-        }
+        files = _saved_files(folder) if dist.get_rank() == 0 else ""
+        result = {"files": files, **_going_on(engine, split, steps)}
         engine.destroy()
     return result
 
@@ -283,11 +288,7 @@ def resumed(
         path, _ = engine.load_checkpoint(folder)
         assert path is not None
         wrong = stale(engine, slots) if section else []
-        result = {
-            "evaluated": _evaluate(engine, "llama"),
-            "losses": _train(engine, "llama", steps - split, split),
-            "weights": models.weights_digest(engine),
-        }
+        result = _going_on(engine, split, steps)
         wrong += stale(engine, slots) if section else []
         engine.destroy()
     return {**result, "stale": wrong}

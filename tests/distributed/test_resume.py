@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ import pytest
 from tests.distributed import cases_resume as cases
 from tests.distributed.killing import kill_amid
 from tests.distributed.models import topk_section
+from tests.distributed.universal import convert
 
 INT8_ON_HOST = {"dtype": "int8", "device": "cpu"}
 SECTIONS = {
@@ -55,19 +53,7 @@ def test_universal_checkpoints_work_with_compression_on(
     """They are DeepSpeed's way to another world; residuals come along where they are copied."""
     section = SECTIONS["powersgd by turns"]
     saved = world2.run(cases.save, str(tmp_path), section, 3)
-    universal = tmp_path / "global_step3_universal"
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"),
-            *("--input_folder", str(tmp_path / "global_step3")),
-            *("--output_folder", str(universal)),
-            *("--num_extract_workers", "1", "--num_merge_workers", "1"),
-        ],
-        check=True,
-        capture_output=True,
-        env={**os.environ, "DS_ACCELERATOR": "cpu"},
-    )
-    (tmp_path / "latest").write_text(universal.name)
+    universal = convert(tmp_path, "global_step3")
     without = world2.run(cases.load_universal, str(tmp_path), section)
     for path in (tmp_path / "global_step3").glob("ds_ckpt_residuals_*"):
         shutil.copy(path, universal)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ from tests.distributed import cases_ecosystem as ecosystem
 from tests.distributed import cases_weights_state as cases
 from tests.distributed.cases_precision import on
 from tests.distributed.killing import kill_amid
+from tests.distributed.universal import convert
 
 WHOLE = {"weights": {"resident": True, "deltas": "none"}}
 LOSSLESS = {"weights": {"resident": True}}
@@ -139,19 +137,7 @@ def test_what_is_loaded_into_a_running_engine_is_everywhere(world2: Any, tmp_pat
 @pytest.mark.slow
 def test_universal_checkpoints(world2: Any, world4: Any, tmp_path: Path) -> None:
     saved = world2.run(cases.straight, ONE, LOSSLESS, str(tmp_path), 2, 2)
-    universal = tmp_path / "global_step2_universal"
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"),
-            *("--input_folder", str(tmp_path / "global_step2")),
-            *("--output_folder", str(universal)),
-            *("--num_extract_workers", "1", "--num_merge_workers", "1"),
-        ],
-        check=True,
-        capture_output=True,
-        env={**os.environ, "DS_ACCELERATOR": "cpu"},
-    )
-    (tmp_path / "latest").write_text(universal.name)
+    convert(tmp_path, "global_step2")
     options = {"checkpoint": {"load_universal": True}}
     for pool, slots in ((world2, ONE), (world4, TWO)):
         plain = pool.run(cases.resumed, slots, {}, str(tmp_path), 2, 4, **options)
