@@ -73,6 +73,7 @@ LOSSLESS = {"weights": {"resident": True, "deltas": "lossless"}}
 DENSE_ONCE = {"compression": METHODS["dense, once a step"]}
 THREE_BITS = {"compression": METHODS["3 bits"]}
 WEIGHTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "ZeRO-1": ({"stage": 1}, {}),
     "ZeRO-2": ({"stage": 2}, {}),
     "hpZ": ({"zero_hpz_partition_size": 2}, {}),
     "resident, whole": ({}, WHOLE),
@@ -154,6 +155,17 @@ class Running:
         gc.collect()
 
 
+def build(shape: str, lora_rank: int = 0) -> torch.nn.Module:
+    """The model; with a rank, frozen under adapters on all its projections."""
+    model: torch.nn.Module = workload.llama(seed=0, **SHAPES[shape])
+    if lora_rank:
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(0)  # adapters are drawn
+        model = get_peft_model(model, LoraConfig(r=lora_rank, target_modules="all-linear"))
+    return model
+
+
 def start(
     name: str,
     shape: str,
@@ -163,13 +175,14 @@ def start(
     count: bool = False,
     bf16: bool = False,
     accumulation: int = 1,
+    lora_rank: int = 0,
 ) -> Running:
     """A cell's engine on the model `shape`; `zero` goes into `zero_optimization`.
 
     `autotune`: whether gradients may go by DeepSpeed where that makes steps shorter. `count`:
-    attach a session to stock too, for its counters.
+    attach a session to stock too, for its counters. `lora_rank`: see `build`.
     """
-    model = workload.llama(seed=0, **SHAPES[shape])
+    model = build(shape, lora_rank)
     bucket = -(-workload.count_parameters(model) // BUCKETS)
     plugin: dict[str, Any] = {"telemetry": {"enabled": True}} if count else {}
     own, sections = WEIGHTS.get(name, ({}, {"compression": METHODS.get(name)}))

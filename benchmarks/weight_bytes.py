@@ -1,13 +1,13 @@
 """Bytes a host sends in a step, all traffic: resident weights against stock, hpZ and ZeRO-2.
 
     sudo python benchmarks/weight_bytes.py [--json FILE] [--layouts 2x1,2x2] [--model wider]
-        [--accumulation 1,8] [--steps 2]
+        [--accumulation 1,8] [--steps 2] [--lora-rank 8]
 
 Two emulated hosts of one or two processes, bf16, a Llama of random tokens with AdamW at 1e-4; each
 cell has an engine of its own. The kernel's counter of the hosts' interface, the busiest host, a
 mean over the counted steps; headers are in it. `needs`: what stock needs, its gathers and a ring's
 reduce-scatter, by arithmetic: gloo's reduce-scatter sends twice that for gradients. `loss`: of one
-batch afterwards, on process 0.
+batch afterwards, on process 0. With `--lora-rank` the Llama is frozen under adapters.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import _cells
 import torch
 import torch.distributed as dist
 
-from ds_ckpt import workload
 from ds_ckpt.hosts.interfaces import INTERFACE
 
 WARM_UP_STEPS = 2
 CELLS = (
     _cells.STOCK,
     "hpZ",
+    "ZeRO-1",
     "ZeRO-2",
     "3 bits",
     "resident, whole",
@@ -53,6 +53,7 @@ def worker(spec: dict[str, Any], out: Path) -> None:
                 autotune=False,
                 bf16=True,
                 accumulation=accumulation,
+                lora_rank=spec["lora_rank"],
             )
             rows.append(
                 {"cell": name, "accumulation": accumulation, **measure(cell, spec["steps"])}
@@ -87,18 +88,19 @@ def run_layout(layout: str, options: argparse.Namespace) -> list[dict[str, Any]]
         "slots": slots,
         "model": options.model,
         "steps": options.steps,
+        "lora_rank": options.lora_rank,
     }
     rows = _cells.launch(__file__, spec, hosts=count, slots=slots, limit_s=options.limit_s)
     return [{"layout": layout, **row} for row in rows]
 
 
-def show(rows: list[dict[str, Any]], numel: int) -> None:
-    """One table a layout and accumulation."""
+def show(rows: list[dict[str, Any]], numel: int, trained: int) -> None:
+    """One table a layout and accumulation; `numel` parameters, of which so many are `trained`."""
     heading = None
     for row in rows:
         processes = math.prod(map(int, row["layout"].split("x")))
         micro_steps = row["accumulation"]
-        needs = 6 * numel * micro_steps * (processes - 1) / processes
+        needs = (4 * numel + 2 * trained) * micro_steps * (processes - 1) / processes
         if heading != (heading := (row["layout"], micro_steps)):
             print(f"\n{row['layout']}, accumulation {micro_steps}; needs {needs / 1e6:,.1f} MB")
             print("| | MB a host and step | fewer than stock needs | loss |\n|---|---|---|---|")
@@ -113,6 +115,7 @@ def main() -> None:
     parser.add_argument("--model", default="wider")
     parser.add_argument("--accumulation", default="1,8")
     parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--lora-rank", type=int, default=0)
     parser.add_argument("--limit-s", type=float, default=3600)
     parser.add_argument("--worker", type=Path, help="the launched script's own option")
     parser.add_argument("--local_rank", type=int, default=0)
@@ -123,9 +126,14 @@ def main() -> None:
     rows = [r for layout in options.layouts.split(",") for r in run_layout(layout, options)]
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))
-    numel = workload.count_parameters(workload.llama(seed=0, **_cells.SHAPES[options.model]))
-    print(f"Llama, {numel:,} parameters, bf16, AdamW at 1e-4, torch {torch.__version__}")
-    show(rows, numel)
+    model = _cells.build(options.model, options.lora_rank)
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    numel, trained = sum(n for n, _ in sizes), sum(n for n, trains in sizes if trains)
+    print(
+        f"Llama, {numel:,} parameters, of which {trained:,} are trained, bf16, AdamW at 1e-4, "
+        f"random tokens; interface counter of the busiest host; torch {torch.__version__}"
+    )
+    show(rows, numel, trained)
 
 
 if __name__ == "__main__":

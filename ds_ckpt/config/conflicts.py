@@ -8,7 +8,7 @@ keys may be "auto" (Hugging Face fills them in later) and then pass, except the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from typing import Any
 
@@ -271,12 +271,18 @@ def stage_problem(config: Mapping[str, Any], why: str, remedy: str) -> Problem |
 
 
 def across_sections(config: Mapping[str, Any], wanted: Wanted) -> Iterator[Problem]:
-    """Settings of DeepSpeed that what is wanted cannot be served with, each of them once."""
-    told: set[str] = set()
+    """Settings of DeepSpeed that what is wanted cannot be served with, each of them once.
+
+    What several parts cannot be served with is the first one's problem, with all their ways out.
+    """
+    found: dict[str, Problem] = {}
     for problem in _across_sections(config, wanted):
-        if problem.where not in told:
-            told.add(problem.where)
-            yield problem
+        if first := found.get(problem.where):
+            off = problem.remedy.rpartition(", or ")[2]
+            more = "" if off in first.remedy else f" and {off}"
+            problem = replace(first, remedy=first.remedy + more)
+        found[problem.where] = problem
+    yield from found.values()
 
 
 def _across_sections(config: Mapping[str, Any], wanted: Wanted) -> Iterator[Problem]:

@@ -1,7 +1,8 @@
 """The demo, `python -m ds_ckpt.measure.demo`: `ds-ckpt measure` with fixed settings.
 
-A small Llama with checkpointing off and on, dense and Top-K. Nothing is measured here: it chooses
-the settings and where they run, then prints the report's first table and what it means.
+A small Llama with checkpointing off and on, dense and Top-K; on hosts, weights that stay as well.
+Nothing is measured here: it chooses the settings and where they run, then prints the report's first
+table and what it means.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ds_ckpt.hosts.emulated import EmulatedHosts, missing
 from ds_ckpt.hosts.launcher import signals_as_exit
 from ds_ckpt.measure.report import Report
 from ds_ckpt.measure.run import measure
-from ds_ckpt.measure.spec import Spec, deepspeed_config
+from ds_ckpt.measure.spec import DENSE, STOCK, Spec, deepspeed_config
 from ds_ckpt.measure.words import lossless, not_whole
 from ds_ckpt.report.document import Document, Items, Paragraph, Section
 
@@ -45,6 +46,8 @@ def spec_of(steps: int, seed: int, text: Path | None, *, on_hosts: bool) -> Spec
         hosts=PROCESSES if on_hosts else 1,
         slots=1 if on_hosts else PROCESSES,
         methods=("topk",),
+        weights=("whole",) if on_hosts else (),
+        left_out=(*(f"none/{m}/whole" for m in (STOCK, DENSE, "topk")), f"block/{STOCK}/whole"),
         rates=(200.0 if on_hosts else None,),
         repetitions=4,
         loss_steps=steps,
@@ -81,7 +84,11 @@ def run(spec: Spec, folder: Path, limit_s: float, console: Console) -> Report:
 def show(report: Report, folder: Path, console: Console) -> None:
     """The table, what it means, and what lies where."""
     note = "dense: each gradient sent once, by all-to-all; stock: DeepSpeed's own. Loss: held-out."
-    said = [f"{head}: {text}" for _, claims in report.claims() for head, text in claims]
+    said = [
+        f"{head}{', weights that stay' if 'weights' in title else ''}: {text}"
+        for title, claims in report.claims()
+        for head, text in claims
+    ]
     meaning = [*not_whole(report.findings), *said, lossless(report.losses)]
     title = f"ZeRO-3 on {PROCESSES} processes; bytes are of one step"
     blocks = [report.table(COLUMNS), Paragraph(note + "\n"), Items(meaning)]
@@ -114,9 +121,10 @@ def main(
 ) -> None:
     """Train a small Llama under ZeRO-3 with checkpointing off and on, dense and Top-K.
 
-    Two processes, started by deepspeed: as root on two emulated hosts with a link of 200 Mbit/s,
-    else on loopback. Prints one table and what it means, and leaves report.html, the samples and
-    the DeepSpeed files in the output folder. `ds-ckpt measure` has everything else to choose from.
+    Two processes, started by deepspeed: as root on two emulated hosts with a link of 200 Mbit/s and
+    also with weights that stay on every host, else on loopback. Prints one table and what it means,
+    and leaves report.html, the samples and the DeepSpeed files in the output folder.
+    `ds-ckpt measure` has everything else to choose from.
     """
     console = Console()
     folder = output or Path("runs") / datetime.now(timezone.utc).strftime("demo-%Y%m%d-%H%M%S")

@@ -279,7 +279,9 @@ class Sides:
         """No checkpointing, D."""
         return self.point("none", self.baseline)
 
-    def recomputing_s(self, method: str) -> float:
+    def recomputing_s(self, method: str) -> float | None:
+        if Configuration.of(f"none/{method}") not in self.spec.configurations:
+            return None
         point = self.point(self.policy, method)
         return point.parts_s["recompute"] + point.network_s - self.point("none", method).network_s
 

@@ -97,6 +97,7 @@ class Spec:
     Attributes:
         weights: beside `stock`, which is always there; with every policy and method.
         rivals: with every policy and DeepSpeed's own reduction.
+        left_out: configurations, by name, that the axes have and nobody asks for.
         sections: taken from users' files, by `activation/NAME`, `compression/NAME`, `weights/NAME`.
         rates: Mbit/s, None is not shaped.
         batches: sequences a process and micro-step.
@@ -116,6 +117,7 @@ class Spec:
     methods: tuple[str, ...] = (DEFAULT_METHOD,)
     weights: tuple[str, ...] = ()
     rivals: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
     sections: dict[str, dict[str, Any]] = field(default_factory=dict)
     rates: tuple[float | None, ...] = (200.0,)
     batches: tuple[int, ...] = (4,)
@@ -142,7 +144,10 @@ class Spec:
         weights = dict.fromkeys((STOCK, *self.weights))
         exchanges = [(method, where) for where in weights for method in methods]
         exchanges += [(STOCK, rival) for rival in self.rivals]
-        return [Configuration(policy, *one) for policy in self.policies for one in exchanges]
+        all_with_all = [
+            Configuration(policy, *one) for policy in self.policies for one in exchanges
+        ]
+        return [one for one in all_with_all if one.name not in self.left_out]
 
     @property
     def processes(self) -> int:
@@ -181,7 +186,7 @@ class Spec:
                 Problem(str(path), f"settings {', '.join(unknown)}", why, remedy),
                 headline="this run cannot be read",
             )
-        for name in ("policies", "methods", "weights", "rivals", "rates", "batches"):
+        for name in ("policies", "methods", "weights", "rivals", "left_out", "rates", "batches"):
             content[name] = tuple(content.get(name, ()))
         return cls(**content)
 

@@ -134,6 +134,7 @@ def weights(findings: Findings, policy: str, name: str) -> list[tuple[str, str]]
         f"{link(c.rate_mbit)}: it adds {_seconds(c.values['recompute_compressed_s'])} a step, and "
         f"{_seconds(c.values['recompute_dense_s'])} where ZeRO-3 gathers between hosts."
         for c in same
+        if "recompute_compressed_s" in c.values
     )
     found = [
         ("Recomputing", " ".join(recomputing)),

@@ -117,11 +117,13 @@ class Table(Block):
 
     def terminal(self) -> Iterator[RenderableType]:
         """As narrow as its words allow; what is too wide is folded, not cut."""
-        found = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
+        found = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
         shown = [i for i, head in enumerate(self.heads) if head not in self.page_only]
         for i in shown:
             side: Literal["left", "right"] = "right" if i and not self.prose else "left"
-            found.add_column(Text(self.heads[i].replace(", ", "\n")), justify=side, overflow="fold")
+            head = Text(self.heads[i].replace(", ", "\n"))
+            whole = i == 0 and not self.prose  # a name in two lines is no name
+            found.add_column(head, justify=side, overflow="fold", no_wrap=whole)
         for row in self.rows:
             found.add_row(*(Text(row[i]) for i in shown))
         yield found

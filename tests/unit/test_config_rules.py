@@ -181,6 +181,16 @@ def test_a_problem_of_both_halves_is_told_once() -> None:
     ]
 
 
+def test_what_two_parts_refuse_names_both_ways_out() -> None:
+    config = with_value(BLOCK, "ds_ckpt.compression.method", "dense")
+    config = with_value(config, "ds_ckpt.weights.resident", True)
+    (problem,) = problems(with_value(config, "zero_optimization.stage", 2)).values()
+    assert problem.remedy == (
+        'write 3, or set $.ds_ckpt.compression.method to "none" '
+        "and set $.ds_ckpt.weights.resident to false"
+    )
+
+
 @pytest.mark.parametrize("method", ["none", "dense", None])
 @pytest.mark.parametrize(
     ("key", "value"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -35,11 +36,10 @@ def test_the_settings_are_an_experiment(on_hosts: bool, tmp_path: Path) -> None:
     assert spec.processes == demo.PROCESSES
     assert (spec.rates == (None,)) == (not on_hosts)
     assert os.path.isabs(spec.text or "")
-    assert [one.name for one in spec.configurations] == [
-        f"{policy}/{method}"
-        for policy in ("none", "block")
-        for method in ("stock", "dense", "topk")
-    ]
+    assert {one.name for one in spec.configurations} == {
+        *(f"{p}/{m}" for p in ("none", "block") for m in ("stock", "dense", "topk")),
+        *(("block/dense/whole", "block/topk/whole") if on_hosts else ()),
+    }
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
@@ -52,8 +52,10 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     assert "Traceback" not in result.output
 
 
-@pytest.fixture
-def shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, str]:
+@pytest.fixture(params=[False, True], ids=["loopback", "hosts"])
+def shown(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> tuple[Path, str]:
     """What a run with made-up samples prints, 80 columns wide."""
 
     def measured(spec: Spec, folder: Path, **_: object) -> None:
@@ -64,7 +66,8 @@ def shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, str]:
         Store(folder).append(known.samples(spec))
 
     monkeypatch.setattr(demo, "measure", measured)
-    spec, folder = demo.spec_of(12, 1, None, on_hosts=False), tmp_path / "run"
+    monkeypatch.setattr(demo, "EmulatedHosts", lambda *_, **__: nullcontext())
+    spec, folder = demo.spec_of(12, 1, None, on_hosts=request.param), tmp_path / "run"
     said = io.StringIO()
     report = demo.run(spec, folder, 1.0, Console(file=said))
     demo.show(report, folder, Console(file=said, width=80))
@@ -77,16 +80,19 @@ def test_the_table_and_its_meaning_fit_a_terminal(shown: tuple[Path, str]) -> No
     for word in ("none/stock", "block/topk", "0.250", "3.5000", "Memory:", "Gradients:", "Time:"):
         assert word in said, word
     assert "Held-out loss:" in said
-    assert "changed no training loss by a single bit" in " ".join(said.split())
+    assert ("Time, weights that stay:" in said) == (" block/topk/whole " in said)
+    assert "training loss by a single bit" in " ".join(said.split())
+    assert "activations" in said.split("dense:")[0]
     for kind in ("html", "md", "json"):
         assert (folder / f"report.{kind}").exists()
 
 
 def test_the_files_to_take_away_are_ones_the_plugin_accepts(shown: tuple[Path, str]) -> None:
     files = sorted((shown[0] / "configs").glob("*.json"))
-    assert len(files) == 6
+    assert len(files) in (6, 8)
     for path in files:
         config = parse(load_file(path), source=str(path))
+        assert config.weights.resident == path.name.endswith("whole.json")
         assert config.telemetry.enabled
         assert (config.activation.policy == "block") == path.name.startswith("block")
         if "topk" in path.name:

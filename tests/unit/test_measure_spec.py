@@ -60,6 +60,8 @@ def test_weights_are_an_axis_and_rivals_are_stock_deepspeed() -> None:
         "none/stock/zero1",
     ]
     assert [Configuration.of(name) for name in names] == spec.configurations
+    fewer = replace(spec, left_out=("none/4bit", "none/stock/whole"))
+    assert [c.name for c in fewer.configurations] == [n for n in names if n not in fewer.left_out]
 
 
 def test_every_place_of_the_weights_is_a_file_that_the_plugin_accepts() -> None:
