@@ -319,10 +319,8 @@ class WeightsHook:
     def gather_anew(self) -> None:
         """Make the secondary partition from the owners' shards. Collective."""
         self.land()
-        for chunk in self._chunks:
-            for piece in chunk:
-                self._zero_padding(piece, self._shard(piece))
         for param in self._params:
+            self._zero_padding(param, param.ds_tensor.data)
             if param.ds_status.name == "AVAILABLE":
                 param.partition()
             param.all_gather()  # between all processes
@@ -337,15 +335,16 @@ class WeightsHook:
         master: Tensor = self._optimizer.fp32_partitioned_groups_flat[piece.group].data
         return master[piece.start : piece.start + piece.size]
 
-    def _kept(self, piece: Piece, index: int) -> Tensor:
-        """The secondary partition's part of it: the `index`-th owner's."""
-        kept: Tensor = piece.param.ds_secondary_tensor.data
-        return kept[index * piece.size : (index + 1) * piece.size]
+    def _kept(self, param: Any, index: int) -> Tensor:
+        """The secondary partition's part of the `index`-th owner's shard."""
+        kept: Tensor = param.ds_secondary_tensor.data
+        size = param.partition_numel()
+        return kept[index * size : (index + 1) * size]
 
-    def _zero_padding(self, piece: Piece, part: Tensor) -> None:
+    def _zero_padding(self, param: Any, shard: Tensor) -> None:
         """Elements that are no weights: DeepSpeed leaves them uninitialised."""
-        weights = piece.param.ds_numel - self._hosts.rank * piece.size
-        part[min(max(weights, 0), piece.size) :].zero_()
+        weights = param.ds_numel - self._hosts.rank * len(shard)
+        shard[min(max(weights, 0), len(shard)) :].zero_()
 
     def _send(self) -> None:
         """Encode all chunks, and let the first of them go. Collective, once a step."""
@@ -401,7 +400,7 @@ class WeightsHook:
 
     def _encode(self, chunk: Sequence[Piece]) -> Tensor:
         for piece in chunk:
-            self._zero_padding(piece, self._master(piece))
+            self._zero_padding(piece.param, self._master(piece))
         parts = [self._shard(piece) for piece in chunk]
         held = torch.cat(parts)
         master = torch.cat([self._master(piece) for piece in chunk]).to(held.device)
@@ -414,7 +413,7 @@ class WeightsHook:
         if self._hosts.rank in self._hosts.kept:
             index = self._hosts.kept.index(self._hosts.rank)
             for piece, now in zip(chunk, after, strict=True):
-                self._kept(piece, index).copy_(now)
+                self._kept(piece.param, index).copy_(now)
         return payload
 
     def _launch(self) -> None:
@@ -454,7 +453,7 @@ class WeightsHook:
         for index, owner in enumerate(self._hosts.kept):
             if owner == self._hosts.rank:
                 continue  # kept when it was sent
-            parts = [self._kept(piece, index) for piece in flight.pieces]
+            parts = [self._kept(piece.param, index) for piece in flight.pieces]
             held = torch.cat(parts)
             self._codec.decode_(held, packets[owner].clone(), sizes)  # views must be aligned
             for part, now in zip(parts, held.split(sizes), strict=True):
@@ -463,16 +462,16 @@ class WeightsHook:
     def check(self) -> bool:
         """Whether all hosts keep what the owners have; if not, gather it anew. Collective."""
         self.land()
-        hosts, pieces = self._hosts, [piece for chunk in self._chunks for piece in chunk]
-        own = [_checksum(self._shard(piece)) for piece in pieces]
+        hosts, params = self._hosts, self._params  # frozen ones, too
+        own = [_checksum(param.ds_tensor.data) for param in params]
         with self._counters.purpose(Purpose.WEIGHTS):
             told = {**self._tell(own), hosts.rank: own}
         wrong = any(
-            _checksum(self._kept(piece, index)) != told[owner][number]
+            _checksum(self._kept(param, index)) != told[owner][number]
             for index, owner in enumerate(hosts.kept)
-            for number, piece in enumerate(pieces)
+            for number, param in enumerate(params)
         )
-        flag = torch.tensor(float(wrong), device=self._shard(pieces[0]).device)
+        flag = torch.tensor(float(wrong), device=params[0].ds_tensor.device)
         torch_dist.all_reduce(flag, op=torch_dist.ReduceOp.MAX, group=self._between)
         if flag.item():
             if hosts.rank == 0:

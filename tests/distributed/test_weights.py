@@ -167,8 +167,9 @@ def test_a_checkpoint_resumes_to_the_bit(world2: Any, tmp_path: Path) -> None:
     assert all(process["wrong"] == 0 and process["same"] for process in resumed)
 
 
-def test_a_copy_that_went_wrong_is_found_and_healed(world2: Any) -> None:
-    for rank, process in enumerate(world2.run(cases.healed, ONE, LOSSLESS)):
+@pytest.mark.parametrize("kind", ["llama", "lora"])  # lora: of a frozen weight
+def test_a_copy_that_went_wrong_is_found_and_healed(world2: Any, kind: str) -> None:
+    for rank, process in enumerate(world2.run(cases.healed, ONE, kind, LOSSLESS)):
         assert process["found"] == [True, False, True]
         assert process["wrong"] == (rank == 0)
         assert process["healed"] == 0
