@@ -50,11 +50,11 @@ class StateFiles(Protocol):
         """Put what `read` returned in force; None starts clean."""
 
 
-def _tag_to_load(folder: Path, tag: Any) -> str | None:
+def _tag_to_load(folder: Path, tag: Any, *, universal: bool) -> str | None:
     """The tag that DeepSpeed will load, None where it will find nothing."""
     if tag is not None:
         return str(tag)
-    latest = folder / "latest"
+    latest = folder / ("latest_universal" if universal else "latest")
     return latest.read_text().strip() if latest.is_file() else None
 
 
@@ -103,13 +103,15 @@ def wrap_checkpoints(
         wanted = asked["load_optimizer_states"] and not asked["load_module_only"]
 
         def read() -> Any:
-            tag = _tag_to_load(Path(asked["load_dir"]), asked["tag"]) if wanted else None
+            if not wanted:
+                return None
+            universal = engine.load_universal_checkpoint()
+            tag = _tag_to_load(Path(asked["load_dir"]), asked["tag"], universal=universal)
             if tag is None:
                 return None
             folder = Path(asked["load_dir"]) / tag
             state = files.read(folder)
-            lacking = files.keeps and state is None and files.not_converted
-            if lacking and engine.load_universal_checkpoint():
+            if universal and files.keeps and state is None and files.not_converted:
                 log.warning(files.not_converted, folder)
             return state
 
