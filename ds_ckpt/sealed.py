@@ -1,7 +1,7 @@
 """Files of tensors that are taken as they were written, or not at all.
 
-A digest over names, types, shapes, bytes and metadata (BLAKE2b, 16 bytes) stands in the file's own
-metadata. safetensors, no pickle.
+Two digests stand in the file's own metadata (BLAKE2b, 16 bytes each): of the rest of the metadata,
+and of all tensors' names, types, shapes and bytes. safetensors, no pickle.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 from ds_ckpt.files import replacing
 
 _DIGEST = "digest"
+_CHANGED = "other bytes than were written: its checksum is not theirs"
 
 
 class DamagedError(ValueError):
@@ -29,15 +30,16 @@ class DamagedError(ValueError):
 def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Write all of it, or leave what was at `path`."""
     held = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-    digest = hashlib.blake2b(_words(metadata), digest_size=16)
+    digest = _new()
     for key, tensor in sorted(held.items()):
         _add(digest, key, tensor)
+    sealed = {**metadata, _DIGEST: _of(metadata) + str(digest.hexdigest())}
     with replacing(path) as unfinished:
-        save_file(held, str(unfinished), metadata={**metadata, _DIGEST: digest.hexdigest()})
+        save_file(held, str(unfinished), metadata=sealed)
 
 
 class SealedFile:
-    """A file that is opened for reading; nothing but its header is looked at before `check`.
+    """A file that is opened for reading; nothing but its metadata is verified before `check`.
 
     Attributes:
         metadata: without the digest.
@@ -45,7 +47,7 @@ class SealedFile:
         sealed: it has a digest.
 
     Raises:
-        DamagedError: it cannot be opened.
+        DamagedError: it cannot be opened, or its metadata are not those that were written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -56,6 +58,8 @@ class SealedFile:
         except Exception as error:  # safetensors raises a type of its own
             raise DamagedError(f"a file that cannot be read ({error})") from error
         self._digest = self.metadata.pop(_DIGEST, None)
+        if self._digest is not None and not self._digest.startswith(_of(self.metadata)):
+            raise DamagedError(_CHANGED)
 
     @property
     def sealed(self) -> bool:
@@ -79,21 +83,27 @@ class SealedFile:
         Raises:
             DamagedError: it is not what was written, or has a value that is not finite.
         """
-        digest = hashlib.blake2b(_words(self.metadata), digest_size=16)
+        digest = _new()
         spoiled = ""
         for key in self.keys:
             tensor = self.tensor(key)
             _add(digest, key, tensor)
             if tensor.is_floating_point() and not tensor.isfinite().all():
                 spoiled = spoiled or key
-        if self._digest not in (None, digest.hexdigest()):
-            raise DamagedError("other bytes than were written: its checksum is not theirs")
+        if self._digest not in (None, _of(self.metadata) + str(digest.hexdigest())):
+            raise DamagedError(_CHANGED)
         if spoiled:
             raise DamagedError(f"NaN or infinity in {spoiled}")
 
 
-def _words(metadata: Mapping[str, str]) -> bytes:
-    return json.dumps(sorted(metadata.items())).encode()
+def _new() -> Any:
+    return hashlib.blake2b(digest_size=16)
+
+
+def _of(metadata: Mapping[str, str]) -> str:
+    digest = _new()
+    digest.update(json.dumps(sorted(metadata.items())).encode())
+    return str(digest.hexdigest())
 
 
 def _add(digest: Any, key: str, tensor: Tensor) -> None:

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -129,7 +130,9 @@ class SavedFile:
     def shape(self, name: str) -> list[int]:
         """Of a residual's values; of its scales where they are not those of the values."""
         values, scales = self._file.shape(_RESIDUAL + name), _SCALES + name
-        blocks = [-(-values[0] // BLOCK)] if self._file.dtype(_RESIDUAL + name) == "I8" else [0]
+        blocks = (
+            [-(-math.prod(values) // BLOCK)] if self._file.dtype(_RESIDUAL + name) == "I8" else [0]
+        )
         found = self._file.shape(scales) if scales in self._file.keys else [0]
         return values if found == blocks else found
 
