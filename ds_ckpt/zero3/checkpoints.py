@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from ds_ckpt.files import replacing
 from ds_ckpt.patch import Patches
 from ds_ckpt.zero3.run_on_all import run_on_all_or_raise
 
@@ -78,7 +79,9 @@ def wrap_checkpoints(
 
     @functools.wraps(save)
     def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        asked = save_signature.bind(*args, **kwargs).arguments
+        bound = save_signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        asked = bound.arguments
         tag = asked.get("tag")
         name = f"global_step{engine.global_steps}" if tag is None else str(tag)
         folder = Path(asked["save_dir"]) / name
@@ -87,11 +90,21 @@ def wrap_checkpoints(
             if begins:
                 action(folder)
 
-        # ours first: DeepSpeed's `latest` names the tag only when all of it is there
+        # DeepSpeed writes `latest` when process 0 is done, and others may not be: so we do, later
+        names_latest = asked["save_latest"] and not engine.checkpoint_engine.is_decoupled()
+        if names_latest:
+            asked["save_latest"] = False
+
+        def end(folder: Path) -> None:
+            files.end(folder)
+            if names_latest and engine.global_rank == 0:
+                with replacing(Path(asked["save_dir"]) / "latest") as latest:
+                    latest.write_text(name)
+
         run_on_all_or_raise(lambda: one(files.begin), group, what="clear the checkpoint's folder")
         run_on_all_or_raise(lambda: files.save(folder), group, what=f"save its {files.what}")
-        result = save(*args, **kwargs)
-        run_on_all_or_raise(lambda: one(files.end), group, what=f"end the save of {files.what}")
+        result = save(*bound.args, **bound.kwargs)
+        run_on_all_or_raise(lambda: one(end), group, what=f"end the save of {files.what}")
         return result
 
     @functools.wraps(load)
