@@ -80,6 +80,12 @@ class Gradients:
             groups.append(weakref.finalize(self._engine, discard, self._own_group))
         return groups
 
+    @property
+    def groups(self) -> list[Any]:
+        """Of the exchange: made for it, or DeepSpeed's."""
+        made = (self.built.groups.between, self.built.groups.inside, self._own_group)
+        return [group for group in made if group is not None]
+
     def discard(self) -> None:
         """Give the process groups up."""
         self.built.groups.discard()

@@ -29,6 +29,7 @@ from ds_ckpt.patch import Patches
 from ds_ckpt.planner.budget import ActivationPlan
 from ds_ckpt.session.gradients import Gradients, residual_files, trained
 from ds_ckpt.session.guard import Guard, LeftMeter
+from ds_ckpt.session.patience import AsPatientAsTheWorld
 from ds_ckpt.session.planning import Change, Planning
 from ds_ckpt.session.refusals import (
     nothing_to_replace,
@@ -76,6 +77,7 @@ class Session:
         self._gradient: GradientHook | None = None
         self._gradients: Gradients | None = None
         self._resident: Resident | None = None
+        self._patience: AsPatientAsTheWorld | None = None
         self.guard: Guard | None = None
         self._host = HostPool()
         self._patches = Patches()
@@ -105,6 +107,10 @@ class Session:
             self._attach_hooks(changed)
         if config.weights.resident:
             self._keep_weights()
+        ours = [*self._gradients.groups] if self._gradients else []
+        ours += self._resident.groups if self._resident else ()
+        if ours:
+            self._patience = AsPatientAsTheWorld([engine.optimizer.dp_process_group, *ours])
         if config.activation.active:
             self._checkpoint()
         if config.telemetry.enabled:
@@ -405,6 +411,8 @@ class Session:
             self._gather.detach()
         if self._gradients is not None:
             self._gradients.discard()
+        if self._patience is not None:
+            self._patience.undo()
         self._blocks = self._inputs = self._gradient = self._gather = self._gradients = None
         self._resident = None
         self._host = HostPool()  # the blocks of the one before go with it

@@ -29,6 +29,7 @@ from ds_ckpt.patch import Patches
 from ds_ckpt.telemetry import Counters, Purpose
 from ds_ckpt.zero3.compatibility import Reduce, check_identity
 from ds_ckpt.zero3.overlap import Later, Overlap, Worker
+from ds_ckpt.zero3.skips import Skips
 
 log = logging.getLogger("ds_ckpt")
 _PREFIX = "_DeepSpeedZeroOptimizer_Stage3__"
@@ -196,8 +197,12 @@ class GradientHook:
                 more = not self._backward_ends
                 return self._overlap.hand_over(params, dtype, reduce, more_to_come=more)
 
+        skips = Skips(speaks=torch_dist.get_rank() == 0)
+
         def loss_scale_update_and_overflow_cleanup() -> Any:
+            scale = self._scale()
             skipped = overflow_decision()
+            skips.step_ended(skipped=bool(skipped), before=scale, after=self._scale())
             if self._exchange is not None:
                 self._exchange.step_ended(skipped=bool(skipped))
             return skipped
