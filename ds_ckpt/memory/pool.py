@@ -61,7 +61,7 @@ class HostPool:
         """A contiguous host tensor with whatever its block held before; give it back when done."""
         wanted = math.prod(shape) * dtype.itemsize
         if wanted == 0:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         size = block_bytes(wanted)
         with self._lock:
             block = self._free[size].pop() if self._free[size] else None
@@ -91,7 +91,7 @@ class HostPool:
 
     def _allocate(self, nbytes: int) -> Tensor:
         try:
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
         except RuntimeError as error:
             if not self._pinned:
                 raise
@@ -102,7 +102,7 @@ class HostPool:
                 nbytes,
                 error,
             )
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 def block_bytes(wanted: int) -> int:

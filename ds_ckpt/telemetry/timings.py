@@ -143,15 +143,16 @@ class Errors:
 
     sampling: bool = False
     listeners: list[Errors] = field(default_factory=list)
-    _energy: dict[str, list[float]] = field(default_factory=dict)
+    _energy: dict[str, list[Any]] = field(default_factory=dict)
 
     @property
     def wanted(self) -> bool:
         """Whether anybody samples now."""
         return self.sampling or any(listener.sampling for listener in self.listeners)
 
-    def add(self, method: str, before: float, after: float) -> None:
-        """Squared norms of the entries for other processes, before and after compression."""
+    def add(self, method: str, before: Any, after: Any) -> None:
+        """Squared norms of the entries for other processes, before and after compression: numbers,
+        or tensors of one number, which are read when somebody takes them."""
         for listener in self.listeners:
             if listener.sampling:
                 listener.add(method, before, after)
@@ -167,19 +168,19 @@ class Errors:
         The error is `sqrt(left energy / given energy)`, residual of earlier steps included: 0 is
         lossless, 1 sends nothing. Both are of this process alone.
         """
-        taken = {
+        return {
             method: ((after / before) ** 0.5 if before > 0 else 0.0, after**0.5)
-            for method, (before, after) in self._energy.items()
+            for method, (before, after) in self._sums().items()
         }
-        self._energy.clear()
-        return taken
 
     def take_energies(self) -> tuple[float, float]:
         """Squared norms of what was given and of what was left, all methods; starts anew."""
-        before = sum(sums[0] for sums in self._energy.values())
-        after = sum(sums[1] for sums in self._energy.values())
-        self._energy.clear()
-        return before, after
+        sums = self._sums().values()
+        return sum(before for before, _ in sums), sum(after for _, after in sums)
+
+    def _sums(self) -> dict[str, tuple[float, float]]:
+        taken, self._energy = self._energy, {}
+        return {method: (float(sums[0]), float(sums[1])) for method, sums in taken.items()}
 
 
 @dataclass(frozen=True)
