@@ -101,11 +101,15 @@ class Groups:
     inside: Any = None
     peers: tuple[tuple[int, ...], ...] = ()
 
+    @property
+    def made(self) -> tuple[Any, ...]:
+        """The groups that were made for two levels."""
+        return () if self.inside is None else (self.between, self.inside)
+
     def discard(self) -> None:
-        """End the groups that were made for two levels."""
-        if self.inside is not None:
-            discard(self.between)
-            discard(self.inside)
+        """End them."""
+        for group in self.made:
+            discard(group)
 
     @property
     def world(self) -> int:
@@ -160,6 +164,8 @@ def make_groups(group: Any, levels: Levels) -> Groups:
             if me in members:
                 mine.append(new)
     between, inside = mine
+    for new in mine:
+        warm(new)
     return Groups(between, inside, peers)
 
 
@@ -170,6 +176,28 @@ def twin_of(group: Any) -> Any:
     """
     ranks = torch_dist.get_process_group_ranks(group)
     return torch_dist.new_group(ranks, backend=torch_dist.get_backend(group))
+
+
+def warm(group: Any) -> None:
+    """Have the group's communicator made now: NCCL makes one with the first collective, which would
+    be in the middle of backward. Collective."""
+    torch_dist.barrier(group=group)
+
+
+_abandoned: list[Any] = []
+"""Groups of engines that were dropped without a word."""
+
+
+def abandon(*groups: Any) -> None:
+    """Have groups given up when the next engine is set up. For finalizers, which run in any thread
+    and at any time: NCCL's communicators must not be ended there."""
+    _abandoned.extend(groups)
+
+
+def discard_abandoned() -> None:
+    """Give up what finalizers have left."""
+    while _abandoned:
+        discard(_abandoned.pop())
 
 
 def discard(group: Any) -> None:

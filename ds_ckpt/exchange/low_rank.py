@@ -114,7 +114,13 @@ class RowBlocks:
 
 
 class FactorSum:
-    """What sums the factors of one group of processes."""
+    """What sums the factors of one group of processes.
+
+    Attributes:
+        finite: bool []: whether the factors are that were summed last.
+    """
+
+    finite: Tensor
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -124,11 +130,8 @@ class FactorSum:
         """fp32: what of a factor will arrive. Add this to nothing but itself before `sum`."""
         return factor.bfloat16().float() if self._gathers else factor
 
-    def sum(
-        self, factors: Sequence[Tensor], exact: Sequence[Tensor] = ()
-    ) -> tuple[list[Tensor], Tensor]:
-        """Sums of both lists, one after the other, fp32 in the shapes given; whether those of the
-        first are finite (bool []).
+    def sum(self, factors: Sequence[Tensor], exact: Sequence[Tensor] = ()) -> list[Tensor]:
+        """Sums of both lists, one after the other, fp32 in the shapes given.
 
         Args:
             factors: fp32, as `rounded` left them; at least one.
@@ -142,8 +145,8 @@ class FactorSum:
             self._transport.all_reduce(sums)
         pieces = sums.split([part.numel() for part in parts])
         shaped = [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
-        finite = finite_flag([sums[exact_numel:]])
-        return shaped[len(exact) :] + shaped[: len(exact)], finite
+        self.finite = finite_flag([sums[exact_numel:]])
+        return shaped[len(exact) :] + shaped[: len(exact)]
 
     def _gathered(self, parts: list[Tensor], exact: int) -> Tensor:
         """The first `exact` entries travel in fp32, the others in bf16."""
@@ -282,7 +285,8 @@ class LowRankPart:
         verdict.masked_fill_(~finite, torch.nan)
         riders = [local.float() for local in self._riders.values()]
         with self._timings.section("wire"):
-            sums, finite = self._factor_sum.sum([verdict, *(item.mine for item in items)], riders)
+            sums = self._factor_sum.sum([verdict, *(item.mine for item in items)], riders)
+        finite = self._factor_sum.finite
         totals, riders = sums[: 1 + len(items)], sums[1 + len(items) :]
         self._riders = dict(zip(self._riders, riders, strict=True))
         for item, total in zip(items, totals[1:], strict=True):
@@ -301,8 +305,8 @@ class LowRankPart:
         twice = [item for item in self._matrices.values() if not item.settings.alternate]
         if twice:
             with self._timings.section("wire"):
-                sums, summed = self._factor_sum.sum([item.mine for item in twice])
-            finite = finite & summed
+                sums = self._factor_sum.sum([item.mine for item in twice])
+            finite = finite & self._factor_sum.finite
             for item, total in zip(twice, sums, strict=True):
                 item.total = total
         for name, item in self._matrices.items():

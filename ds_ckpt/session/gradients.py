@@ -13,7 +13,7 @@ from ds_ckpt.compression.error_feedback import Feedback
 from ds_ckpt.config.compression import CompressionConfig
 from ds_ckpt.config.settings import exchange_settings
 from ds_ckpt.exchange.build import Built, ExchangeSettings, build_exchange, describe
-from ds_ckpt.exchange.hierarchy import discard, twin_of
+from ds_ckpt.exchange.hierarchy import abandon, discard, discard_abandoned, twin_of
 from ds_ckpt.exchange.plan import UNCOMPRESSED, Plan, PlannedTensor
 from ds_ckpt.exchange.rules import MethodSettings, embeddings_of
 from ds_ckpt.exchange.state import ResidualFiles
@@ -56,6 +56,7 @@ class Gradients:
         self._settings.choose(self._embeddings).check(
             (name, shape) for name, shape, _ in self._shapes
         )
+        discard_abandoned()
         group = engine.optimizer.dp_process_group
         self._one_thread = (
             torch.distributed.get_backend(group) != "gloo"
@@ -105,11 +106,9 @@ class Gradients:
         return found
 
     def finalizers(self) -> list[Any]:
-        """Give the process groups up when the engine is dropped without a word."""
-        groups: list[Any] = [weakref.finalize(self._engine, self.built.groups.discard)]
-        if self._own_group is not None:
-            groups.append(weakref.finalize(self._engine, discard, self._own_group))
-        return groups
+        """Abandon the process groups when the engine is dropped without a word."""
+        own = () if self._own_group is None else (self._own_group,)
+        return [weakref.finalize(self._engine, abandon, *self.built.groups.made, *own)]
 
     def discard(self) -> None:
         """Give the process groups up."""

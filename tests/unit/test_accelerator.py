@@ -12,9 +12,12 @@ import torch
 from torch import Tensor
 from virtual import World, assemble
 
-from ds_ckpt.compression import Compressor, Dense, LowRank, Quantize, TopK
+from ds_ckpt.compression import Compressor, Dense, Feedback, LowRank, Quantize, TopK
 from ds_ckpt.compression.storage import ResidualDtype
+from ds_ckpt.exchange import hierarchy
 from ds_ckpt.exchange.layout import LocalShard, ShardLayout
+from ds_ckpt.exchange.plan import Plan
+from ds_ckpt.exchange.schedule import ScheduledExchange
 from ds_ckpt.exchange.transport import PACKET_ALIGNMENT_BYTES, Packets
 from ds_ckpt.exchange.virtual import VirtualWorld
 from ds_ckpt.memory import HostPool
@@ -361,3 +364,98 @@ def test_runs_are_the_shards(world: int, numel: int, local: int) -> None:
         wanted = [shard for shard in wanted if len(shard)]
         assert [t.tolist() for t in found] == [t.tolist() for t in wanted]
         assert len(list(layout.runs())) <= 2
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize("residual_dtype", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("local", [1, 2])
+def test_residuals_are_there_before_the_first_step(
+    residual_dtype: ResidualDtype, local: int
+) -> None:
+    world = World(2 * local, _choose("3 bits"), local=local, residual_dtype=residual_dtype)
+    shapes = [(name, torch.Size(shape)) for name, shape in zip(_names(4), SHAPES, strict=True)]
+    for exchange in world.exchanges:
+        exchange.reserve(shapes, torch.device("cpu"))
+    before = [feedback.nbytes for feedback in world.feedbacks]
+    assert all(before)
+    assert not any(feedback.holds("p0") for feedback in world.feedbacks)
+    for step in range(3):
+        world.reduce(_names(4), _gradients(2 * local, step))
+        world.commit()
+        assert [feedback.nbytes for feedback in world.feedbacks] == before
+
+
+def test_a_budget_counts_residuals_and_buffers() -> None:
+    """What `Agreement` adds to the engine's own, in the words of the plan."""
+    from types import SimpleNamespace
+    from typing import Any, cast
+
+    from ds_ckpt.session.gradients import Gradients
+
+    gradients = cast(Any, object.__new__(Gradients))
+    feedback = Feedback(dtype="int8")
+    feedback.reserve(6400, torch.device("cpu"))
+    tensors = Plan.of(_choose("3 bits"), [("w", torch.Size([80, 80]), 2)], 2)
+    gradients.built = SimpleNamespace(feedback=feedback, groups=SimpleNamespace(local=1))
+    gradients.plan = tensors
+    gradients._engine = SimpleNamespace(optimizer=SimpleNamespace(reduce_bucket_size=100))
+    found = gradients.resident_bytes()
+    assert found["residuals"] == feedback.nbytes
+    sent = tensors.sent_bytes
+    assert found["exchange buffers, at most"] == 2 * sent + 2 * 4 * 6400
+
+
+# ---- process groups
+
+
+def test_groups_are_warmed_where_they_are_made_and_not_ended_by_finalizers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[tuple[str, object]] = []
+    monkeypatch.setattr(hierarchy.torch_dist, "is_initialized", lambda: True)
+    for name in ("barrier", "destroy_process_group"):
+        monkeypatch.setattr(
+            hierarchy.torch_dist,
+            name,
+            lambda group, name=name: said.append((name, group)),
+        )
+    hierarchy.warm("between")
+    hierarchy.abandon("between", "inside")
+    assert said == [("barrier", "between")]
+    hierarchy.discard_abandoned()
+    assert {group for name, group in said if name != "barrier"} == {"between", "inside"}
+    said.clear()
+    hierarchy.discard_abandoned()
+    assert not said
+
+
+def test_whole_steps_are_timed_where_the_host_has_just_waited() -> None:
+    """The verdict's flags are read before the autotuner's clock: nothing is queued then."""
+    gpu, seen = Gpu(), []
+    world = World(1, _choose("3 bits"), holds=True)
+    exchange = world.exchanges[0]
+
+    class Tuner:
+        def way_of(self, names: object) -> str:
+            return "compressed"
+
+        def exchanged(self, names: object, device: object) -> None: ...
+
+        def step_ended(self, *, skipped: bool) -> None:
+            seen.append(sum(gpu.waits.values()))
+
+    schedule = ScheduledExchange(
+        exchange,
+        warmup_steps=0,
+        current_step=lambda: 0,
+        autotuner=Tuner(),  # type: ignore[arg-type]
+    )
+    with gpu.watched():
+        tensor = gpu.tensor(torch.randn(8, 8))
+        exchange.hold(["w"], [tensor])
+        schedule.reduce(["w"], [tensor], loss_scale=1.0, deepspeed_reduce=lambda t: t)
+        assert not gpu.waits
+        schedule.step_ended(skipped=False)
+    assert seen == [1]
