@@ -59,7 +59,8 @@ def counts(
         exchanges[p].average([f"layer.{i}" for i in range(TENSORS)], tensors, 1024.0)
 
     for _ in range(2):
-        world.run(lambda p: in_threads(gpus[p], step)(p))
+        with gpus[0].watched():
+            world.run(lambda p: in_threads(gpus[p], step)(p))
         bucket, kernels = gpu.waits.copy(), gpu.launches.copy()
         gpu.forget()
         with gpu.seeing():

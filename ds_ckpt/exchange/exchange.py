@@ -198,6 +198,8 @@ class AllToAllExchange:
         Returns:
             Zeros of the shape of what `average` returns.
         """
+        if tensors:
+            self._time_on(tensors[0].device)
         locals_, layouts = self._local_shards(tensors)
         with self.timings.section("residual"):
             for name, local in zip(names, locals_, strict=True):
@@ -237,6 +239,7 @@ class AllToAllExchange:
         chosen = [self._compressor(n, t, uncompressed) for n, t in zip(names, tensors, strict=True)]
         if not tensors:
             return []
+        self._time_on(tensors[0].device)
         if self.world == 1:
             if self._held_finite is not None:
                 self._finite.append(self._held_finite)
@@ -257,6 +260,10 @@ class AllToAllExchange:
             for name in names:
                 self.feedback.clear(name)
         return shards
+
+    def _time_on(self, device: torch.device) -> None:
+        if self.timings.module is None and not on_host(device):
+            self.timings.module = torch.get_device_module(device)
 
     def _compressor(self, name: str, tensor: Tensor, uncompressed: bool) -> Compressor | None:
         compressor = None if uncompressed else self._choose(name, tensor.shape)

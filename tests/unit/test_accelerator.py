@@ -95,7 +95,8 @@ class OnGpus:
             assert all(shard.device == DEVICE for shard in shards)
             return [shard.inner for shard in shards]  # type: ignore[attr-defined]
 
-        return self.world.virtual.run(lambda p: in_threads(self.gpus[p], work)(p))
+        with self.gpus[0].watched():
+            return self.world.virtual.run(lambda p: in_threads(self.gpus[p], work)(p))
 
     def verdict(self) -> list[int]:
         """Non-finite buckets; what is counted is of this alone."""
