@@ -179,7 +179,7 @@ def _order(exponent: Tensor, widths: list[int]) -> tuple[Tensor, list[list[int]]
     by_width = torch.tensor(widths, dtype=torch.int64, device="cpu").argsort(stable=True)
     ranks = by_width.argsort().to(torch.uint8)
     keys = ranks.to(exponent.device)[exponent]
-    counts = torch.bincount(exponent, minlength=len(widths)).tolist()
+    counts = torch.bincount(exponent, minlength=len(widths)).cpu().tolist()
     runs = [[n for n, w in zip(counts, widths, strict=True) if w == i] for i in range(4)]
     return torch.argsort(keys, stable=True), runs
 

@@ -113,7 +113,7 @@ class Tracked:
         moved = self._moved(blocks, codes, before[0].dtype)
         error = _energies(goal - moved.float(), goals)
         rounding = _energies(goal - goal.bfloat16().float(), goals)
-        ratios = (error / rounding).masked_fill_(error == 0, 0.0).sqrt().tolist()
+        ratios = (error / rounding).masked_fill_(error == 0, 0.0).sqrt().cpu().tolist()
         return codes, _out_of_blocks(moved, before), ratios
 
     def _moved(self, blocks: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
@@ -139,6 +139,6 @@ def _energies(blocks: Tensor, like: Sequence[Tensor]) -> Tensor:
         [-(-t.numel() // _BLOCK) for t in like], dtype=torch.int64, device=blocks.device
     )
     numbers = torch.arange(len(like), dtype=torch.int64, device=blocks.device)
-    tensor = torch.repeat_interleave(numbers, counts)
+    tensor = torch.repeat_interleave(numbers, counts, output_size=blocks.numel() // _BLOCK)
     of_blocks = blocks.view(-1, _BLOCK).square().sum(1)
     return blocks.new_zeros(len(like)).index_add_(0, tensor, of_blocks)

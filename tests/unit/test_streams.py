@@ -12,7 +12,7 @@ from offload_models import Model, put_on
 from torch import Tensor
 from virtual import World
 
-from ds_ckpt.compression import Feedback, Quantize
+from ds_ckpt.compression import Feedback, Quantize, lossless
 from ds_ckpt.memory import HostPool
 from ds_ckpt.memory.copies import SideStream, _OnStream
 from ds_ckpt.memory.pool import device_arena
@@ -258,3 +258,23 @@ def test_an_exchange_in_a_stream_that_did_not_wait_is_found() -> None:
         world.virtual.run(lambda p: in_threads(gpus[p], step)(p))
     assert any("reads what mul" in finding for finding in gpus[0].findings)
     assert not gpus[1].findings
+
+
+# ---- weights between hosts
+
+
+def test_lossless_changes_make_the_host_wait_a_chunk_at_a_time() -> None:
+    """They are coded on the host, after the optimizer: as often for much as for little."""
+    counts = []
+    for numel in (300, 30000):
+        gpu = Gpu()
+        old = torch.randn(numel).bfloat16()
+        new = (old.float() + 1e-3 * torch.randn(numel)).bfloat16()
+        with gpu.watched():
+            here, there = gpu.tensor(old.clone()), gpu.tensor(old.clone())
+            payload = lossless.encode(here, gpu.tensor(new.clone()))
+            lossless.decode_(there, payload)
+        assert torch.equal(there.inner, new)  # type: ignore[attr-defined]
+        assert not gpu.findings
+        counts.append(sum(gpu.waits.values()))
+    assert counts[0] == counts[1] <= 20
