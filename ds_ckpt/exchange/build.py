@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 import torch.distributed as torch_dist
 
 from ds_ckpt.compression.error_feedback import Feedback, HostMemory, ResidualDevice
@@ -91,6 +92,7 @@ class Built:
         autotuner: None where gradients always travel as the rules say.
         timings: host seconds by section.
         errors: what compression leaves behind, while it is sampled.
+        reserve: see `AllToAllExchange.reserve`.
     """
 
     exchange: ScheduledExchange
@@ -100,6 +102,7 @@ class Built:
     autotuner: Autotuner | None
     timings: Timings
     errors: Errors
+    reserve: Callable[[Iterable[tuple[str, torch.Size]], torch.device], None]
 
     def parts(self) -> dict[str, Stateful]:
         """What a checkpoint keeps beside the residuals."""
@@ -176,7 +179,16 @@ def build_exchange(
         autotuner=autotuner,
     )
     scheduled.fallback.speaks = speaks
-    return Built(scheduled, feedback, factors, groups, autotuner, exchange.timings, exchange.errors)
+    return Built(
+        scheduled,
+        feedback,
+        factors,
+        groups,
+        autotuner,
+        exchange.timings,
+        exchange.errors,
+        exchange.reserve,
+    )
 
 
 def describe(settings: ExchangeSettings, plan: Plan, groups: Groups) -> str:

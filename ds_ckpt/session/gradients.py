@@ -13,8 +13,8 @@ from ds_ckpt.compression.error_feedback import Feedback
 from ds_ckpt.config.compression import CompressionConfig
 from ds_ckpt.config.settings import exchange_settings
 from ds_ckpt.exchange.build import Built, ExchangeSettings, build_exchange, describe
-from ds_ckpt.exchange.hierarchy import discard, twin_of
-from ds_ckpt.exchange.plan import UNCOMPRESSED, Plan
+from ds_ckpt.exchange.hierarchy import abandon, discard, discard_abandoned, twin_of
+from ds_ckpt.exchange.plan import UNCOMPRESSED, Plan, PlannedTensor
 from ds_ckpt.exchange.rules import MethodSettings, embeddings_of
 from ds_ckpt.exchange.state import ResidualFiles
 from ds_ckpt.memory import HostPool
@@ -22,6 +22,7 @@ from ds_ckpt.session.refusals import refuse_model_parallel
 from ds_ckpt.telemetry.steps import ExchangeProbe
 from ds_ckpt.zero3.gradient import BucketExchange
 from ds_ckpt.zero3.overlap import describe_overlap
+from ds_ckpt.zero3.run_on_all import run_on_all_or_raise
 
 
 class Gradients:
@@ -55,6 +56,7 @@ class Gradients:
         self._settings.choose(self._embeddings).check(
             (name, shape) for name, shape, _ in self._shapes
         )
+        discard_abandoned()
         group = engine.optimizer.dp_process_group
         self._one_thread = (
             torch.distributed.get_backend(group) != "gloo"
@@ -72,13 +74,41 @@ class Gradients:
         groups = self.built.groups
         choose = self._settings.choose(self._embeddings, groups.local)
         self.plan = Plan.of(choose, self._shapes, groups.world, groups.local)
+        try:
+            run_on_all_or_raise(self._reserve, group, what="allocate its residuals")
+        except BaseException:
+            self.discard()
+            raise
+
+    def _reserve(self) -> None:
+        device = torch.empty(0, device=self._engine.device).device  # with its index
+        self.built.reserve([(name, shape) for name, shape, _ in self._shapes], device)
+
+    def resident_bytes(self) -> dict[str, int]:
+        """What the exchange takes of the accelerator beside the engine, by what it is.
+
+        Residuals as they are; of a bucket's buffers the most that its packets and what is worked on
+        in fp32 come to.
+        """
+        feedback, entries = self.built.feedback, int(self._engine.optimizer.reduce_bucket_size)
+        largest = max((math.prod(t.shape) for t in self.plan.tensors), default=0)
+        entries, packets = max(entries, largest), 0.0
+        left = entries
+        for t in sorted(self.plan.tensors, key=_density, reverse=True):
+            taken = min(left, math.prod(t.shape))
+            packets += taken * _density(t)
+            left -= taken
+        worked_on = 4 * (entries - left) // self.built.groups.local
+        copied = feedback is None or feedback.dtype != "fp32" or feedback.on_host
+        found = {"exchange buffers, at most": 2 * int(packets) + (1 + copied) * worked_on}
+        if feedback is not None and not feedback.on_host:
+            found["residuals"] = feedback.nbytes
+        return found
 
     def finalizers(self) -> list[Any]:
-        """Give the process groups up when the engine is dropped without a word."""
-        groups: list[Any] = [weakref.finalize(self._engine, self.built.groups.discard)]
-        if self._own_group is not None:
-            groups.append(weakref.finalize(self._engine, discard, self._own_group))
-        return groups
+        """Abandon the process groups when the engine is dropped without a word."""
+        own = () if self._own_group is None else (self._own_group,)
+        return [weakref.finalize(self._engine, abandon, *self.built.groups.made, *own)]
 
     @property
     def groups(self) -> list[Any]:
@@ -163,6 +193,11 @@ class Gradients:
         total = entry_bytes * sum(math.prod(t.shape) for t in tensors)
         in_all = f"{total / 1e6:.4g} MB" if total < 1e9 else f"{total / 1e9:,.1f} GB"
         return f"{what} cost {cost} a {of} a process, {in_all}"
+
+
+def _density(tensor: PlannedTensor) -> float:
+    """Bytes an entry on the wire."""
+    return tensor.sent_bytes / max(1, math.prod(tensor.shape))
 
 
 def trained(engine: Any) -> list[tuple[str, Any]]:

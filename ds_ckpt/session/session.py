@@ -156,6 +156,7 @@ class Session:
                 install=self._install_units,
                 remove=self._remove_units,
                 tell=self._tell_plan,
+                beside=self._gradients.resident_bytes if self._gradients else dict,
             )
             self._after_steps(self._planning.step_ended)
         else:

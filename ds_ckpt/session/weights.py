@@ -14,7 +14,7 @@ from ds_ckpt.compression import lossless
 from ds_ckpt.compression.tracked import Tracked
 from ds_ckpt.config.weights import WeightsConfig
 from ds_ckpt.errors import Problem, StateError, UnsupportedError
-from ds_ckpt.exchange.hierarchy import discard, hosts_of
+from ds_ckpt.exchange.hierarchy import discard, hosts_of, warm
 from ds_ckpt.sealed import DamagedError, SealedFile, write
 from ds_ckpt.session.refusals import refuse_model_parallel
 from ds_ckpt.telemetry import Counters
@@ -209,6 +209,7 @@ def keep_resident(engine: Any, config: WeightsConfig, counters: Counters) -> Res
     # every process makes every group, in the same order
     inside = [comm.new_group(list(members)) for members in hosts]
     between = comm.new_group([process for members in hosts for process in members])
+    warm(between)
     rank = torch.distributed.get_rank(optimizer.dp_process_group)
     hook = WeightsHook(
         optimizer,

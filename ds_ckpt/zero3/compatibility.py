@@ -231,7 +231,7 @@ def check_identity(
     nonfinite = not all(bool(t.isfinite().all()) for t in (*expected, *got))
     differing = [] if nonfinite else [name for name, a, b in pairs if not _same(a, b)]
     # the answer is the group's: nobody may go on into a collective where another has stopped
-    flags = torch.tensor([len(differing), int(nonfinite)], device=tensors[0].device)
+    flags = tensors[0].new_tensor([len(differing), int(nonfinite)], dtype=torch.int64)
     torch_dist.all_reduce(flags, group=group)
     different, unknown = flags.tolist()
     if unknown or not different:

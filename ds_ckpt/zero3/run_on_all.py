@@ -33,7 +33,7 @@ def run_on_all_or_raise(action: Callable[[], _T], group: Any, *, what: str) -> _
     except Exception as error:
         failure = error
     device = torch.device(get_accelerator().current_device_name())
-    failed = torch.tensor([int(failure is not None)], device=device)
+    failed = torch.tensor([int(failure is not None)], dtype=torch.int64, device=device)
     torch_dist.all_reduce(failed, group=group)
     if not failed.item():
         return result[0]

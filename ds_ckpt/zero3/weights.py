@@ -377,7 +377,8 @@ class WeightsHook:
         if turn < COMPARED * len(self.codecs):
             return turn % len(self.codecs)
         device = self._shard(self._chunks[0][0]).device
-        found_s = torch.tensor([median(times) for times in self._times], device=device)
+        medians = [median(times) for times in self._times]
+        found_s = torch.tensor(medians, dtype=torch.float32, device=device)
         torch_dist.all_reduce(found_s, group=self._between)
         best = int(found_s.argmin())
         if self._hosts.rank == 0:
@@ -471,7 +472,7 @@ class WeightsHook:
             for index, owner in enumerate(hosts.kept)
             for number, param in enumerate(params)
         )
-        flag = torch.tensor(float(wrong), device=params[0].ds_tensor.device)
+        flag = torch.tensor(int(wrong), dtype=torch.int64, device=params[0].ds_tensor.device)
         torch_dist.all_reduce(flag, op=torch_dist.ReduceOp.MAX, group=self._between)
         if flag.item():
             if hosts.rank == 0:
@@ -485,7 +486,7 @@ class WeightsHook:
 
     def _tell(self, numbers: list[int]) -> dict[int, list[int]]:
         """A few whole numbers to every keeper; by owner those of all owners but this process."""
-        packet = torch.tensor(numbers, dtype=torch.int64).view(torch.uint8)
+        packet = torch.tensor(numbers, dtype=torch.int64, device="cpu").view(torch.uint8)
         owners = [owner for owner in self._hosts.kept if owner != self._hosts.rank]
         lengths = [packet.numel() if p in owners else 0 for p in range(self._hosts.world)]
         arrived = self._deliver(packet, lengths, async_op=False)[2].cpu().split(lengths)
@@ -545,7 +546,7 @@ def _checksum(weights: Tensor) -> int:
     for chunk in weights.view(torch.int16 if weights.element_size() == 2 else torch.int32).split(
         1 << 20
     ):
-        places = torch.arange(1, chunk.numel() + 1, device=chunk.device)
+        places = torch.arange(1, chunk.numel() + 1, dtype=torch.int64, device=chunk.device)
         total = (31 * total + int((chunk * places).sum())) % (1 << 62)
     return total
 
