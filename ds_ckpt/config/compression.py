@@ -48,13 +48,26 @@ class ErrorFeedbackConfig(Section):
             "memory between steps; each step copies every residual there and back, in its dtype.",
         )
     )
+    momentum: Annotated[
+        Literal["auto", "none"] | Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)],
+        Expects('"auto", "none" or a number above 0 and below 1', '"auto"'),
+    ] = Field(
+        default="none",
+        description="What is kept back arrives late, and an optimizer's first moment m makes it "
+        'later still. "auto": after the warm-up AdamW steps by (1 - a) m + a g, g being the '
+        "step's gradient, with the lead a that what is left behind asks for, at most 1 - b1 "
+        "(Nesterov's form); a number: that a. For AdamW of torch, DeepSpeedCPUAdam and FusedAdam; "
+        'other optimizers are left alone. It takes one more pass over m a step. "none": m.',
+    )
 
     def words(self) -> str:
         """A few words on what is switched on."""
         if not self.enabled:
             return "without error feedback"
         kept = "" if self.dtype == "fp32" else f" in {self.dtype}"
-        return f"with error feedback{kept}{' on the host' if self.device == 'cpu' else ''}"
+        where = " on the host" if self.device == "cpu" else ""
+        lead = "" if self.momentum == "none" else f", lead {self.momentum}"
+        return f"with error feedback{kept}{where}{lead}"
 
 
 class ExchangeConfig(Section):

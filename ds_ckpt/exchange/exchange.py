@@ -350,7 +350,8 @@ class AllToAllExchange:
             if item.rides:
                 item.pending.zero_()  # all of it has arrived, in fp32
             if item.energy is not None and finite:
-                self.errors.add(words(item.compressor), item.energy, _energy(item.pending))
+                left = _energy(item.pending)
+                self.errors.add(words(item.compressor), item.energy, left, item.name)
             self.feedback.store(item.name, item.pending)
             if item.rides or item.compressor == Dense(torch.float32):
                 self.feedback.clear(item.name)

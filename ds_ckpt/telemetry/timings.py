@@ -139,10 +139,12 @@ class Errors:
     Attributes:
         sampling: whether buckets are measured now; it costs two passes over each.
         listeners: others that sample at times of their own; each takes what it was given.
+        by: what sums are kept by instead, from a tensor's method and name.
     """
 
     sampling: bool = False
     listeners: list[Errors] = field(default_factory=list)
+    by: Callable[[str, str], str] = lambda method, name: method
     _energy: dict[str, list[float]] = field(default_factory=dict)
 
     @property
@@ -150,14 +152,14 @@ class Errors:
         """Whether anybody samples now."""
         return self.sampling or any(listener.sampling for listener in self.listeners)
 
-    def add(self, method: str, before: float, after: float) -> None:
-        """Squared norms of the entries for other processes, before and after compression."""
+    def add(self, method: str, before: float, after: float, name: str = "") -> None:
+        """Squared norms of a tensor's entries for other processes, before and after compression."""
         for listener in self.listeners:
             if listener.sampling:
-                listener.add(method, before, after)
+                listener.add(method, before, after, name)
         if self.listeners and not self.sampling:
             return
-        sums = self._energy.setdefault(method, [0.0, 0.0])
+        sums = self._energy.setdefault(self.by(method, name), [0.0, 0.0])
         sums[0] += before
         sums[1] += after
 
@@ -174,12 +176,16 @@ class Errors:
         self._energy.clear()
         return taken
 
-    def take_energies(self) -> tuple[float, float]:
-        """Squared norms of what was given and of what was left, all methods; starts anew."""
-        before = sum(sums[0] for sums in self._energy.values())
-        after = sum(sums[1] for sums in self._energy.values())
+    def take_sums(self) -> dict[str, tuple[float, float]]:
+        """Squared norms of what was given and of what was left; starts anew."""
+        taken = {key: (before, after) for key, (before, after) in self._energy.items()}
         self._energy.clear()
-        return before, after
+        return taken
+
+    def take_energies(self) -> tuple[float, float]:
+        """As `take_sums`, all methods together."""
+        sums = self.take_sums().values()
+        return sum(before for before, _ in sums), sum(after for _, after in sums)
 
 
 @dataclass(frozen=True)

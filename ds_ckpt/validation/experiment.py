@@ -115,6 +115,8 @@ def _as_recorded(settings: ExchangeSettings) -> dict[str, Any]:
         "start_step": settings.warmup_steps,
         "min_numel": settings.min_numel,
     }
+    if settings.momentum != "none":
+        recorded["momentum"] = settings.momentum
     usual = dataclasses.replace(settings, when="auto")
     if settings.holds_back(2) != usual.holds_back(2):  # else as where a run knows of nothing else
         recorded["when"] = settings.when
