@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 from pydantic.fields import FieldInfo
 
 from ds_ckpt.compression import Method, methods
@@ -20,6 +20,13 @@ from ds_ckpt.settings import (
     Section,
     list_as_tuple,
 )
+
+
+def _momentum(value: Any) -> str | float:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value in ("matched", "none") or (number and 0 < value < 1):
+        return cast(str | float, value)
+    raise ValueError("neither a choice nor a lead")
 
 
 class ErrorFeedbackConfig(Section):
@@ -49,14 +56,24 @@ class ErrorFeedbackConfig(Section):
         )
     )
     momentum: Annotated[
-        Literal["auto", "none"] | Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)],
-        Expects('"auto", "none" or a number above 0 and below 1', '"auto"'),
+        Literal["matched", "none"] | float,
+        PlainValidator(_momentum),
+        WithJsonSchema(
+            {
+                "anyOf": [
+                    {"enum": ["matched", "none"]},
+                    {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+                    {"type": "null"},
+                ]
+            }
+        ),
+        Expects('"matched", "none" or a number above 0 and below 1', '"matched"'),
     ] = Field(
         default="none",
         description="What is kept back arrives late, and an optimizer's first moment m makes it "
-        'later still. "auto": after the warm-up AdamW steps by (1 - a) m + a g, g being the '
-        "step's gradient, with the lead a that what is left behind asks for, at most 1 - b1 "
-        "(Nesterov's form); a number: that a. For AdamW of torch, DeepSpeedCPUAdam and FusedAdam; "
+        'later still. "matched": after the warm-up AdamW steps by (1 - a) m + a g, g being the '
+        "step's gradient, with the lead a that what is left behind asks for, 0.4 at most; a "
+        "number: that a. For AdamW of torch, DeepSpeedCPUAdam and FusedAdam; "
         'other optimizers are left alone. It takes one more pass over m a step. "none": m.',
     )
 

@@ -6,11 +6,11 @@ in a row are an underdamped loop, whose largest stable step collapses (Cohen et 
 2207.14484, for one of them). From the end of the warm-up the optimizer steps by
 
     u = (1 - a) m + a g        m: its first moment, this step's gradient g in it
-    a = (1 - b1) min(1, L / b1),  L = c / (1 - c)
+    a = min(0.4, L),  L = c / (1 - c)
 
-in the place of m. With the second argument of the minimum the zero of u is at c, where it takes the
-pole away; with the first, which is the largest, u is Nesterov's (Dozat, 2016). It costs no byte and
-no memory.
+in the place of m (Nesterov's form is a = 1 - b1; Dozat, 2016). L is the lag in steps. For b1 = 0.5
+this a puts the zero of u where the pole is; that it serves for 0.7 and 0.9, too, and where it has
+to end was measured (`benchmarks/momentum.py`). It costs no byte and no memory.
 
     c = squared norm of what is left / squared norm of what was given
     over a parameter group's compressed tensors and all processes
@@ -33,17 +33,16 @@ from torch.optim import Optimizer
 
 from ds_ckpt.telemetry.timings import Errors
 
-Choice = Literal["auto", "none"] | float
+Choice = Literal["matched", "none"] | float
 """What `error_feedback.momentum` says: a number is a lead."""
 
 EVERY = 10
+LARGEST = 0.4
 
 
-def matched(b1: float, kept: float) -> float:
-    """The lead a for a first moment of `b1` where compression keeps the share `kept` for later."""
-    if not b1 or kept >= 1:
-        return 0.0 if not b1 else 1 - b1
-    return (1 - b1) * min(1.0, kept / (1 - kept) / b1)
+def matched(kept: float) -> float:
+    """The lead a where compression keeps the share `kept` for later."""
+    return LARGEST if kept >= 0.5 else min(LARGEST, kept / (1 - kept))
 
 
 class FirstMoments:
@@ -62,7 +61,7 @@ class FirstMoments:
 
     def __init__(
         self,
-        choice: Literal["auto"] | float,
+        choice: Literal["matched"] | float,
         groups: Mapping[str, int],
         add_up: Callable[[Tensor], None],
     ) -> None:
@@ -92,16 +91,18 @@ class FirstMoments:
             if math.isfinite(given) and 0 < left <= given
         }
 
-    def lead(self, group: int, b1: float) -> float:
-        """Of a group whose own first moment is `b1`; 0 where nothing is left behind."""
+    def lead(self, group: int) -> float:
+        """Of a parameter group; 0 where nothing is left behind."""
         kept = self.kept.get(group)
         if kept is None:
             return 0.0
-        return matched(b1, kept) if self._choice == "auto" else self._choice
+        return matched(kept) if self._choice == "matched" else self._choice
 
     def describe(self) -> str:
         """A clause for the line at the start."""
-        lead = "matched to what is left behind" if self._choice == "auto" else f"{self._choice:g}"
+        lead = (
+            "matched to what is left behind" if self._choice == "matched" else f"{self._choice:g}"
+        )
         return f"the optimizer's first moment has a lead, {lead}"
 
     @contextmanager
@@ -118,7 +119,7 @@ class FirstMoments:
         """
         holder = optimizer.param_groups[group]
         own = holder["betas"]
-        lead = self.lead(group, own[0])
+        lead = self.lead(group)
         if not lead:
             yield
             return

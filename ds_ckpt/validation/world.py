@@ -332,6 +332,9 @@ class InProcessWorld:
         sample_every: steps from one look at what compression leaves behind to the next; 0: never.
         weight_bits: the model's weights are what hosts of one worker each hold of the optimizer's,
             as `weights.deltas` in so many bits has it; None: they are the optimizer's.
+
+    Attributes:
+        moments: what the optimizer steps with; None: its own.
     """
 
     def __init__(
@@ -364,6 +367,7 @@ class InProcessWorld:
             accumulation=accumulation,
             embeddings=embeddings_of(model),
         )
+        self.moments = self.workers.moments
 
     @property
     def step(self) -> int:
@@ -392,7 +396,7 @@ class InProcessWorld:
         step = self.step
         self.workers.step_ended(skipped=skipped)  # the verdict comes first, as DeepSpeed has it
         if not skipped:
-            self._optimizer.take(step, total, norm, self.workers.moments)
+            self._optimizer.take(step, total, norm, self.moments)
         if self._tracked is not None and not skipped:
             self._send_weights(self._tracked)
         sent_bytes = self.workers.sent_bytes - sent_before

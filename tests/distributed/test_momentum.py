@@ -14,7 +14,7 @@ from tests.distributed.models import topk_section
 OWN = 0.9
 
 
-def cured(momentum: Any = "auto", **compression: Any) -> dict[str, Any]:
+def cured(momentum: Any = "matched", **compression: Any) -> dict[str, Any]:
     feedback = {"momentum": momentum}
     return topk_section(topk={"density": 0.05}, error_feedback=feedback, **compression)
 
@@ -23,10 +23,10 @@ def cured(momentum: Any = "auto", **compression: Any) -> dict[str, Any]:
     ("section", "options"),
     [
         (cured(0.4, warmup_steps=2), {}),
-        (cured("auto", warmup_steps=2), {"accumulation": 2}),
+        (cured("matched", warmup_steps=2), {"accumulation": 2}),
         (cured(0.4, warmup_steps=2), {"offload_optimizer": True, "clip": 0.1}),
     ],
-    ids=["number", "auto", "offload"],
+    ids=["number", "matched", "offload"],
 )
 def test_the_first_moment_leads_from_the_warm_ups_end(
     world2: Any, section: dict[str, Any], options: dict[str, Any]
