@@ -86,9 +86,9 @@ class FirstMoments:
         every = torch.tensor(own, dtype=torch.float32, device=self._device)
         self._add_up(every)
         self.kept = {
-            group: left / given
+            group: min(1.0, left / given)
             for group, (given, left) in enumerate(every.tolist())
-            if math.isfinite(given) and 0 < left <= given
+            if math.isfinite(given + left) and given > 0 < left
         }
 
     def lead(self, group: int) -> float:
@@ -131,7 +131,8 @@ class FirstMoments:
         for parameter in parameters:
             if parameter.grad is not None:
                 moment = optimizer.state[parameter]["exp_avg"]
-                moment.sub_(parameter.grad, alpha=lead).div_(1 - lead)
+                # (u - a g) / (1 - a), in one pass
+                moment.lerp_(parameter.grad.to(moment.dtype), -lead / (1 - lead))
 
     def state_dict(self) -> dict[str, Any]:
         """As JSON values."""

@@ -25,8 +25,9 @@ def cured(momentum: Any = "matched", **compression: Any) -> dict[str, Any]:
         (cured(0.4, warmup_steps=2), {}),
         (cured("matched", warmup_steps=2), {"accumulation": 2}),
         (cured(0.4, warmup_steps=2), {"offload_optimizer": True, "clip": 0.1}),
+        (cured(0.4, warmup_steps=2), {"bf16": {"enabled": True}}),
     ],
-    ids=["number", "matched", "offload"],
+    ids=["number", "matched", "offload", "bf16"],
 )
 def test_the_first_moment_leads_from_the_warm_ups_end(
     world2: Any, section: dict[str, Any], options: dict[str, Any]

@@ -60,9 +60,11 @@ def test_each_group_has_its_own() -> None:
     assert found.lead(1) == 0.0
 
 
-@pytest.mark.parametrize("left", [float("nan"), float("inf"), 2.0])
-def test_what_is_no_share_counts_as_nothing(left: float) -> None:
-    assert measured("matched", 0, {"w": left}).kept == {}
+@pytest.mark.parametrize(
+    ("left", "kept"), [(float("nan"), {}), (float("inf"), {}), (0.0, {}), (2.0, {0: 1.0})]
+)
+def test_what_is_left_is_a_share_or_nothing(left: float, kept: dict[int, float]) -> None:
+    assert measured("matched", 0, {"w": left}).kept == kept
 
 
 def test_it_is_measured_every_so_many_steps_and_not_in_skipped_ones() -> None:
