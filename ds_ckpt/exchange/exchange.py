@@ -399,7 +399,7 @@ class AllToAllExchange:
             if item.energy is not None:
                 before, after = item.energy, _energy(item.pending)
                 told = (energy.masked_fill(~finite, 0.0) for energy in (before, after))
-                self.errors.add(words(item.compressor), *told)
+                self.errors.add(words(item.compressor), *told, item.name)
             self.feedback.store(item.name, item.pending)
             if item.rides or item.compressor == Dense(torch.float32):
                 self.feedback.clear(item.name)

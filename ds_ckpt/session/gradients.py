@@ -18,9 +18,11 @@ from ds_ckpt.exchange.plan import UNCOMPRESSED, Plan, PlannedTensor
 from ds_ckpt.exchange.rules import MethodSettings, embeddings_of
 from ds_ckpt.exchange.state import ResidualFiles
 from ds_ckpt.memory import HostPool
+from ds_ckpt.patch import Patches
 from ds_ckpt.session.refusals import refuse_model_parallel
 from ds_ckpt.telemetry.steps import ExchangeProbe
 from ds_ckpt.zero3.gradient import BucketExchange
+from ds_ckpt.zero3.momentum import lead, parameter_groups, why_no_lead
 from ds_ckpt.zero3.overlap import describe_overlap
 from ds_ckpt.zero3.run_on_all import run_on_all_or_raise
 
@@ -66,7 +68,9 @@ class Gradients:
         self.overlaps = config.exchange.overlap and not alone and not self._one_thread
         self._own_group = twin_of(group) if self.overlaps else None
         try:
-            self.built: Built = self._build(self._settings, self._boundary())
+            self.built: Built = self._build(
+                self._settings, self._boundary(), _parameter_groups(engine)
+            )
         except BaseException:
             if self._own_group is not None:
                 discard(self._own_group)
@@ -134,7 +138,10 @@ class Gradients:
         return engine.optimizer.is_gradient_accumulation_boundary if held_back else None
 
     def _build(
-        self, settings: ExchangeSettings, at_boundary: Callable[[], bool] | None = None
+        self,
+        settings: ExchangeSettings,
+        at_boundary: Callable[[], bool] | None = None,
+        parameter_groups: dict[str, int] | None = None,
     ) -> Built:
         from deepspeed import comm
 
@@ -148,7 +155,13 @@ class Gradients:
             at_boundary=at_boundary,
             embeddings=self._embeddings,
             host=self._host,
+            parameter_groups=parameter_groups,
         )
+
+    def lead(self, patches: Patches) -> None:
+        """Have the optimizer step with the lead that fits; `patches` takes it back."""
+        if self.built.moments is not None:
+            lead(self._engine.optimizer, self.built.moments, patches)
 
     def probe(self) -> ExchangeProbe:
         """For the step log."""
@@ -177,6 +190,11 @@ class Gradients:
             )
         if self.built.feedback and self.built.feedback.accumulates:
             clauses.append(self._residual_words(self.built.feedback))
+        if self.built.moments is not None:
+            clauses.append(self.built.moments.describe())
+        elif self._config.error_feedback.momentum != "none":
+            why = why_no_lead(self._engine.optimizer)
+            clauses.append(f"first moments stay as they are: {why}")
         clauses.append("gradients are about a third of ZeRO-3's traffic")
         return clauses
 
@@ -209,6 +227,13 @@ def trained(engine: Any) -> list[tuple[str, Any]]:
 def shapes_of(engine: Any) -> list[tuple[str, torch.Size, int]]:
     """Name, full shape and bytes an element of every trained parameter."""
     return [(n, p.ds_shape, p.element_size()) for n, p in trained(engine)]
+
+
+def _parameter_groups(engine: Any) -> dict[str, int] | None:
+    """Number of the optimizer's group by parameter name; None where it is left alone."""
+    if why_no_lead(engine.optimizer):
+        return None
+    return parameter_groups(engine.optimizer, {p.ds_id: name for name, p in trained(engine)})
 
 
 def gradient_norm(engine: Any) -> float | None:

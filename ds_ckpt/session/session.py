@@ -275,6 +275,7 @@ class Session:
             built, overlap = self._gradients.built, self._gradients.overlaps
             exchange = built.exchange
             verify = self._gradients.dense() if changed else None
+            self._gradients.lead(self._patches)
         self._gradient = GradientHook(
             optimizer, names, exchange, self.counters, overlap=overlap, verify=verify
         )

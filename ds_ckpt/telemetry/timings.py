@@ -164,10 +164,12 @@ class Errors:
     Attributes:
         sampling: whether buckets are measured now; it costs two passes over each.
         listeners: others that sample at times of their own; each takes what it was given.
+        by: what sums are kept by instead, from a tensor's method and name.
     """
 
     sampling: bool = False
     listeners: list[Errors] = field(default_factory=list)
+    by: Callable[[str, str], str] = lambda method, name: method
     _energy: dict[str, list[Any]] = field(default_factory=dict)
 
     @property
@@ -175,15 +177,15 @@ class Errors:
         """Whether anybody samples now."""
         return self.sampling or any(listener.sampling for listener in self.listeners)
 
-    def add(self, method: str, before: Any, after: Any) -> None:
-        """Squared norms of the entries for other processes, before and after compression: numbers,
-        or tensors of one number, which are read when somebody takes them."""
+    def add(self, method: str, before: Any, after: Any, name: str = "") -> None:
+        """Squared norms of a tensor's entries for other processes, before and after compression:
+        numbers, or tensors of one number, which are read when somebody takes them."""
         for listener in self.listeners:
             if listener.sampling:
-                listener.add(method, before, after)
+                listener.add(method, before, after, name)
         if self.listeners and not self.sampling:
             return
-        sums = self._energy.setdefault(method, [0.0, 0.0])
+        sums = self._energy.setdefault(self.by(method, name), [0.0, 0.0])
         sums[0] += before
         sums[1] += after
 
@@ -195,17 +197,18 @@ class Errors:
         """
         return {
             method: ((after / before) ** 0.5 if before > 0 else 0.0, after**0.5)
-            for method, (before, after) in self._sums().items()
+            for method, (before, after) in self.take_sums().items()
         }
 
-    def take_energies(self) -> tuple[float, float]:
-        """Squared norms of what was given and of what was left, all methods; starts anew."""
-        sums = self._sums().values()
-        return sum(before for before, _ in sums), sum(after for _, after in sums)
-
-    def _sums(self) -> dict[str, tuple[float, float]]:
+    def take_sums(self) -> dict[str, tuple[float, float]]:
+        """Squared norms of what was given and of what was left; starts anew."""
         taken, self._energy = self._energy, {}
-        return {method: (float(sums[0]), float(sums[1])) for method, sums in taken.items()}
+        return {key: (float(sums[0]), float(sums[1])) for key, sums in taken.items()}
+
+    def take_energies(self) -> tuple[float, float]:
+        """As `take_sums`, all methods together."""
+        sums = self.take_sums().values()
+        return sum(before for before, _ in sums), sum(after for _, after in sums)
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,8 @@ optimizer.partition_grads(self, params_to_release, grad_partitions) 54f137d03e06
     know that partitions are taken unpadded and in order
 optimizer.step(self, closure=) d4ab1c29bbf0f5c0
     know that the overflow decision comes before the weights change
+optimizer._optimizer_step(self, sub_group_id) 305a73faf822940e
+    step each sub-group with the lead that fits it
 optimizer._loss_scale_update_and_overflow_cleanup(self) 84ba975ed418807e
     learn whether the step is skipped
 optimizer.backward_epilogue(self) 39621f816a2c8a87
