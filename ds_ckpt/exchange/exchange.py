@@ -397,9 +397,9 @@ class AllToAllExchange:
             if item.rides:
                 item.pending.zero_()  # all of it has arrived, in fp32
             if item.energy is not None:
-                before, after = item.energy, _energy(item.pending)
-                told = (energy.masked_fill(~finite, 0.0) for energy in (before, after))
-                self.errors.add(words(item.compressor), *told, item.name)
+                before = item.energy.masked_fill(~finite, 0.0)
+                after = _energy(item.pending).masked_fill(~finite, 0.0)
+                self.errors.add(words(item.compressor), before, after, item.name)
             self.feedback.store(item.name, item.pending)
             if item.rides or item.compressor == Dense(torch.float32):
                 self.feedback.clear(item.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from ds_ckpt.memory import HostPool
 from ds_ckpt.patch import Patches
 from ds_ckpt.session.refusals import refuse_model_parallel
 from ds_ckpt.telemetry.steps import ExchangeProbe
+from ds_ckpt.zero3.compatibility import ends_step
 from ds_ckpt.zero3.gradient import BucketExchange
 from ds_ckpt.zero3.momentum import lead, parameter_groups, why_no_lead
 from ds_ckpt.zero3.overlap import describe_overlap
@@ -135,7 +137,7 @@ class Gradients:
         engine = self._engine
         managed = getattr(engine._config, "managed_gradient_accumulation", True)
         held_back = managed and self._settings.holds_back(engine.gradient_accumulation_steps())
-        return engine.optimizer.is_gradient_accumulation_boundary if held_back else None
+        return partial(ends_step, engine.optimizer) if held_back else None
 
     def _build(
         self,

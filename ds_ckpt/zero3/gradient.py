@@ -27,7 +27,7 @@ import torch.distributed as torch_dist
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.patch import Patches
 from ds_ckpt.telemetry import Counters, Purpose
-from ds_ckpt.zero3.compatibility import Reduce, check_identity
+from ds_ckpt.zero3.compatibility import Reduce, check_identity, fill_in_verdict
 from ds_ckpt.zero3.overlap import Later, Overlap, Worker
 from ds_ckpt.zero3.skips import Skips
 
@@ -164,6 +164,7 @@ class GradientHook:
 
     def _install(self) -> None:
         optimizer = self._optimizer
+        fill_in_verdict(optimizer, self._patches, always_check=self._exchange is not None)
         avg_scatter = getattr(optimizer, f"{_PREFIX}avg_scatter_grads")
         overflow_decision = optimizer._loss_scale_update_and_overflow_cleanup
 

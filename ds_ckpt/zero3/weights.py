@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import metadata
 from statistics import median
 from typing import Any, Protocol
 
@@ -31,6 +32,7 @@ from torch import Tensor
 
 from ds_ckpt.patch import Patches
 from ds_ckpt.telemetry import Counters, Purpose
+from ds_ckpt.zero3.compatibility import require_resident_weights
 
 log = logging.getLogger("ds_ckpt")
 CHECK_EVERY = 100
@@ -162,6 +164,7 @@ class WeightsHook:
         codecs: Sequence[Codec],
         counters: Counters,
     ) -> None:
+        require_resident_weights(metadata.version("deepspeed"))
         self._optimizer = optimizer
         self._coordinator = optimizer.parameter_offload.get_param_coordinator()
         self._params = list(params.values())
