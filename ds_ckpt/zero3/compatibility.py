@@ -98,6 +98,7 @@ optimizer.step(self, closure=) d4ab1c29bbf0f5c0
         ac17bd2647b24824
     know that the overflow decision comes before the weights change
 optimizer._optimizer_step(self, sub_group_id) 305a73faf822940e
+        93ff06ad36d4333e
     step each sub-group with the lead that fits it
 optimizer._loss_scale_update_and_overflow_cleanup(self) since 0.19.8 84ba975ed418807e
     learn whether the step is skipped
