@@ -128,6 +128,9 @@ def test_a_bucket_makes_the_host_wait_for_nothing_and_a_step_once(method: str, l
 @pytest.mark.parametrize("residual_dtype", ["fp32", "bf16", "int8"])
 def test_holding_back_makes_the_host_wait_for_nothing(residual_dtype: ResidualDtype) -> None:
     processes = OnGpus(2, "3 bits", holds=True, residual_dtype=residual_dtype)
+    for gpu, exchange in zip(processes.gpus, processes.world.exchanges, strict=True):
+        with gpu.seeing():  # as at attach
+            exchange.reserve([("p0", torch.Size(SHAPES[0]))], DEVICE)
     for seed in range(2):
         processes.hold(_gradients(2, seed))
         assert not processes.gpus[0].waits
