@@ -81,7 +81,11 @@ class Codec(Compressor):
         """Add `decoded * scale` to `into` (fp32 [n], contiguous) in place."""
 
     def pack_rows(self, values: Tensor, out: Tensor) -> None:
-        """`pack` of each row: fp32 [rows, n] to uint8 [rows, packed_bytes(n)]."""
+        """`pack` of each row: fp32 [rows, n] to uint8 [rows, packed_bytes(n)].
+
+        Where a step will be skipped values may be inf or NaN, which nobody has read yet.
+        """
+        values.nan_to_num_(0.0, 0.0, 0.0)
         for row, payload in zip(values.unbind(), out.unbind(), strict=True):
             self.pack(row, payload)
 

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from ds_ckpt.compression.base import Codec, Compressor, aligned, on_host, section
 from ds_ckpt.compression.dense import Dense
-from ds_ckpt.compression.error_feedback import Feedback, finite_flag
+from ds_ckpt.compression.error_feedback import Feedback, all_finite, finite_flag
 from ds_ckpt.compression.powersgd import Factors, LowRank, factor_numels, matrix_shape
 from ds_ckpt.exchange.hierarchy import InHostSum
 from ds_ckpt.exchange.layout import LocalShard, Order, ShardLayout, ascending
@@ -326,20 +326,25 @@ class AllToAllExchange:
     def _accumulate(self, items: Sequence[Item], loss_scale: float) -> Tensor:
         """Residual plus gradient, the own part set aside; False (bool []) where a value is not
         finite."""
-        every = []
+        every, sound = [], True
         for item in items:
             if item.compressor is None:
                 continue
             pending = self.feedback.accumulate(item.name, item.local, self.world, loss_scale)
             item.pending = pending
-            every.append(pending)
+            if on_host(pending.device):
+                sound = sound and all_finite(pending)  # while a cache has it
+            else:
+                every.append(pending)
             mine = pending[item.layout.shard(self._me)]
             if self.errors.wanted:
                 item.energy = _energy(pending) - _energy(mine)
             if item.rides:
                 continue
             item.own = mine.mul(loss_scale)
-        finite = finite_flag(every or [items[0].local[:0]])
+        finite = torch.full((), sound, dtype=torch.bool, device=items[0].local.device)
+        if every:
+            finite = finite_flag(every)
         for item in items:
             if item.pending is not None and not item.rides and item.low_rank is None:
                 item.pending[item.layout.shard(self._me)].zero_()  # factors need whole rows

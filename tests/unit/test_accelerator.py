@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from virtual import World, assemble
 
-from ds_ckpt.compression import Compressor, Dense, Feedback, LowRank, Quantize, TopK
+from ds_ckpt.compression import Codec, Compressor, Dense, Feedback, LowRank, Quantize, TopK
 from ds_ckpt.compression.storage import ResidualDtype
 from ds_ckpt.exchange import hierarchy
 from ds_ckpt.exchange.layout import LocalShard, ShardLayout
@@ -128,6 +128,9 @@ def test_a_bucket_makes_the_host_wait_for_nothing_and_a_step_once(method: str, l
 @pytest.mark.parametrize("residual_dtype", ["fp32", "bf16", "int8"])
 def test_holding_back_makes_the_host_wait_for_nothing(residual_dtype: ResidualDtype) -> None:
     processes = OnGpus(2, "3 bits", holds=True, residual_dtype=residual_dtype)
+    for gpu, exchange in zip(processes.gpus, processes.world.exchanges, strict=True):
+        with gpu.seeing():  # as at attach
+            exchange.reserve([("p0", torch.Size(SHAPES[0]))], DEVICE)
     for seed in range(2):
         processes.hold(_gradients(2, seed))
         assert not processes.gpus[0].waits
@@ -161,6 +164,30 @@ def test_a_flag_travels_without_being_read(method: str, bad: float) -> None:
     for i in (0, 2, 3):
         assert assemble(shards, i).isnan().all()
     assert processes.verdict() == [1] * 3
+
+
+class _Strict(Dense):
+    """As another package may write one: a shard at a time, and nothing but finite values."""
+
+    def pack(self, values: Tensor, out: Tensor) -> None:
+        assert bool(values.isfinite().all())
+        Dense().pack(values, out)
+
+    pack_rows = Codec.pack_rows
+    unpack_add_rows = Codec.unpack_add_rows
+
+    def unpack_add(self, payload: Tensor, into: Tensor, scale: float = 1.0) -> None:
+        Dense().unpack_add(payload, into, scale)
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_a_codec_of_another_package_meets_finite_values_alone(bad: float) -> None:
+    world = World(3, lambda name, shape: _Strict())
+    gradients = _gradients(3, 0)
+    gradients[1][2].view(-1)[7] = bad
+    assert assemble(world.reduce(_names(4), gradients), 2).isnan().all()
+    world.rollback()
+    assert assemble(world.reduce(_names(4), _gradients(3, 1)), 2).isfinite().all()
 
 
 # ---- 2: launches

@@ -105,8 +105,10 @@ class _Pinning:
         monkeypatch.setattr(pool.torch, "empty", self.empty)
         monkeypatch.setattr(torch.Tensor, "is_pinned", lambda t: t.data_ptr() in self.pinned)
 
-    def empty(self, size: int, *, dtype: torch.dtype, pin_memory: bool = False) -> torch.Tensor:
-        tensor = self._empty(size, dtype=dtype)
+    def empty(
+        self, size: int, *, dtype: torch.dtype, device: str, pin_memory: bool = False
+    ) -> torch.Tensor:
+        tensor = self._empty(size, dtype=dtype, device=device)
         if pin_memory:
             if sum(self.pinned.values()) + size > self.limit_bytes:
                 raise RuntimeError("CUDA error: out of memory")
