@@ -136,7 +136,7 @@ def poisoned(
         handle = target.register_hook(inject)
 
     config = models.zero3_config(accumulation=accumulation, ds_ckpt=section, **options)
-    # before 0.19.3 DeepSpeed takes keys out of what it is given
+    # before 0.19.1 DeepSpeed takes keys out of what it is given
     engine = models.start("llama", copy.deepcopy(config))
     session = ds_ckpt.session_of(engine)
     assert session is not None
