@@ -90,8 +90,6 @@ row() {
   fi
   local -n tests=$6
   local PATH="$base/bin:$PATH" # for ninja
-  # compiled before a test waits for it; the few do without
-  [ "$6" = few ] || "$python" scripts/support.py compile || return
   "$python" -m pytest "${tests[@]}" -q \
     -p no:cacheprovider --junitxml="$result.xml"
 }

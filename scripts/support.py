@@ -1,13 +1,11 @@
 """What scripts/matrix.sh asks and writes.
 
 versions: what this Python has, in one line. contract: the plugin's answer to the installed
-DeepSpeed, with status 1 where it refuses. compile: DeepSpeed's operators, before a test waits for
-them. write FOLDER: docs/support.md from the results there.
+DeepSpeed, with status 1 where it refuses. write FOLDER: docs/support.md from the results there.
 """
 
 from __future__ import annotations
 
-import os
 import platform
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -61,16 +59,6 @@ def contract() -> int:
         print(error.problems[0].remedy)
         return 1
     return 0
-
-
-def compile_operators() -> None:
-    """Where the tests look for them."""
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", f"{sys.prefix}/torch_extensions")
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    from deepspeed.accelerator import get_accelerator
-
-    for name in ("ShareMemCommBuilder", "FusedAdamBuilder"):
-        get_accelerator().create_op_builder(name).load(verbose=False)
 
 
 def cells(result: Path) -> tuple[list[str], str]:
@@ -128,8 +116,6 @@ if __name__ == "__main__":
             print(versions())
         case ["contract"]:
             sys.exit(contract())
-        case ["compile"]:
-            compile_operators()
         case ["write", folder]:
             write(Path(folder))
         case _:

@@ -252,6 +252,10 @@ def test_residuals_are_free_of_autocasts_scale(world2: Any) -> None:
         assert process["autocast"] < 3 * process["fp32"]
 
 
+@pytest.mark.skipif(
+    not hasattr(DeepSpeedZeroOptimizer_Stage3, "_get_param_partition_group"),
+    reason="before 0.19.3 DeepSpeed reduces all buckets over one group",
+)
 def test_a_bucket_of_another_group_is_refused_by_name(world2: Any) -> None:
     for message in world2.run(cases.foreign_group):
         assert "reduction over 2 processes" in message
