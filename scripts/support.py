@@ -72,6 +72,9 @@ def cells(result: Path) -> tuple[list[str], str]:
         counts[part][1 if ends & {"failure", "error"} else 2 if "skipped" in ends else 0] += 1
     words = []
     for passed, failed, skipped in counts.values():
+        if not passed and not failed:  # the tests of a part are skipped where it is refused
+            words.append("refused")
+            continue
         word = f"{failed} of {passed + failed} failed" if failed else f"green, {passed}"
         words.append(word + (f" ({skipped} skipped)" if skipped else ""))
     return words, suite.get("timestamp", "")[:10]
