@@ -180,8 +180,9 @@ def start(
 ) -> Running:
     """A cell's engine on the model `shape`; `zero` goes into `zero_optimization`.
 
-    `policy`: of checkpointing. `autotune`: whether gradients may go by DeepSpeed where that makes steps shorter. `count`:
-    attach a session to stock too, for its counters. `lora_rank`: see `build`.
+    `policy`: of checkpointing. `autotune`: whether gradients may go by DeepSpeed where that makes
+    steps shorter. `count`: attach a session to stock too, for its counters. `lora_rank`: see
+    `build`.
     """
     model = build(shape, lora_rank)
     bucket = -(-workload.count_parameters(model) // BUCKETS)

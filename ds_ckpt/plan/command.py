@@ -1,4 +1,7 @@
-"""`ds-ckpt plan`: the settings that train a model fastest on a cluster. Heavy imports stay inside."""
+"""`ds-ckpt plan`: the settings that train a model fastest on a cluster.
+
+Heavy imports stay inside the command.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""A plan in words and tables: the best, those near it and why they were beaten, what would change it,
-and how far the figures can be trusted."""
+"""A plan in words and tables: the best, those near it and why they were beaten, what would change.
+
+And how far the figures can be trusted.
+"""
 
 from __future__ import annotations
 

@@ -62,10 +62,15 @@ SIMULATED = 3
 
 @dataclass(frozen=True)
 class Link:
-    """In each direction, of one host or process."""
+    """In each direction, of one host or process.
+
+    Attributes:
+        burst_bytes: that pass at once after a pause, earned at the link's rate: a shaper's bucket.
+    """
 
     bytes_per_s: float
     latency_s: float = 0.0
+    burst_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -251,19 +256,40 @@ class _Schedule:
         self._cause: list[int] = []
         self._kind: list[str] = []
         self._last: dict[str, int] = {}
+        self._earned_s = 0.0
+        """When the shaper's bucket is full again."""
         self.busy: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
 
-    def add(self, resource: str, kind: str, seconds: float, *after: int) -> int:
-        """A task; its number. `after` may hold -1: nothing."""
+    def add(
+        self,
+        resource: str,
+        kind: str,
+        seconds: float,
+        *after: int,
+        call_s: float = 0.0,
+        burst_s: float = 0.0,
+    ) -> int:
+        """A task; its number.
+
+        Args:
+            seconds: of its bytes, or in all.
+            after: may hold -1, nothing.
+            call_s: beside the bytes.
+            burst_s: what a pause can earn of the resource, a host's link.
+        """
         ends, cause, start_s = self.ends, -1, 0.0
         for task in (self._last.get(resource, -1), *after):
             if task >= 0 and ends[task] > start_s:
                 cause, start_s = task, ends[task]
-        ends.append(start_s + seconds)
+        end_s = start_s + seconds
+        if burst_s:
+            self._earned_s = max(start_s, self._earned_s) + seconds
+            end_s = max(start_s, self._earned_s - burst_s)
+        ends.append(end_s + call_s)
         self._cause.append(cause)
         self._kind.append(kind)
-        self.busy[resource] += seconds  # type: ignore[assignment]
+        self.busy[resource] += seconds + call_s  # type: ignore[assignment]
         self._last[resource] = number = len(ends) - 1
         return number
 
@@ -420,15 +446,20 @@ class _Run:
         return self._inside(kind, nbytes, machine.local - 1, after, calls=piece.calls)
 
     def _send(self, kind: str, nbytes: float, hops: int, after: int, *, calls: float = 1) -> int:
-        link = self.machine.network
+        """Over a host's link to the others."""
         self.tasks.sent[kind] += nbytes  # type: ignore[assignment]
-        call_s = calls * (self.machine.call_s + hops * link.latency_s)
-        return self.tasks.add("network", kind, call_s + nbytes / link.bytes_per_s, after)
+        return self._carry("network", self.machine.network, kind, nbytes, hops, after, calls)
 
     def _inside(self, kind: str, nbytes: float, hops: int, after: int, *, calls: float = 1) -> int:
-        link = self.machine.inside
+        return self._carry("inside", self.machine.inside, kind, nbytes, hops, after, calls)
+
+    def _carry(
+        self, name: str, link: Link, kind: str, nbytes: float, hops: int, after: int, calls: float
+    ) -> int:
         call_s = calls * (self.machine.call_s + hops * link.latency_s)
-        return self.tasks.add("inside", kind, call_s + nbytes / link.bytes_per_s, after)
+        burst_s = link.burst_bytes / link.bytes_per_s
+        seconds = nbytes / link.bytes_per_s
+        return self.tasks.add(name, kind, seconds, after, call_s=call_s, burst_s=burst_s)
 
     def _bring_back(self, block: int, returned: dict[int, int], after: int) -> int:
         """This block's inputs and the next one's, from host memory; this block's task."""
