@@ -8,6 +8,7 @@ comes from the text, or from a file of `ds-ckpt probe`, whose slowest pair count
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -135,20 +136,22 @@ class Hardware:
         parts = [part.strip() for part in " ".join(text.split()).split(",")]
         rest = ", ".join(parts[len(parts) - more :]) if more else ""
         own = parts[: len(parts) - more] if more else parts
-        shape = _SHAPE.match(own[0]) if own else None
-        rate = _RATE.match(own[1]) if len(own) > 1 else None
-        latency = _LATENCY.match(own[2]) if len(own) > 2 else None
-        if (
-            shape is None
-            or (rate is None) > (links is not None)
-            or len(own) != 2 + (latency is not None) - (rate is None)
-        ):
+        shape, rate, latency, odd = _SHAPE.match(own[0]) if own else None, None, None, False
+        for part in own[1:]:
+            if match := _RATE.match(part):
+                rate = match
+            elif match := _LATENCY.match(part):
+                latency = match
+            else:
+                odd = True
+        alone = shape is not None and int(shape[1]) == 1
+        if shape is None or odd or (rate is None and links is None and not alone):
             what = "nodes, devices a node, their kind, the rate of a node's link"
             also = " and the model" if more else "; its latency may follow"
             example = EXAMPLE + (", llama-7b" if more else "")
             self.wrong(self.where, text, f"it must say {what}{also}", f'write "{example}"')
             return None
-        per_s = float(rate[1]) * (1e9 if rate[2] in "gG" else 1e6) if rate else 0.0
+        per_s = float(rate[1]) * (1e9 if rate[2] in "gG" else 1e6) if rate else math.inf
         network = self.groups.get("links", {}).get("between nodes", {})
         hop_s = float(network.get("latency_s", 0.0))
         hop = Figure("latency of a node's link", hop_s, str(network.get("latency_s_source", "")))

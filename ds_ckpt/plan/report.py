@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ds_ckpt.hosts.cluster import Figure
-from ds_ckpt.plan.search import GUESSES, ZERO3, Candidate, Question, Search, Setting
+from ds_ckpt.plan.search import OWN_FIGURES, ZERO3, Candidate, Question, Search, Setting
 from ds_ckpt.telemetry.units import GIB
 
 NETWORK, MEMORY = (0.25, 4.0), 2.0
@@ -91,7 +91,7 @@ def _compared(question: Question, best: Candidate, other: Candidate) -> str:
 def figures(question: Question) -> dict[str, list[Figure]]:
     """What the plan stands on, by how far it can be trusted."""
     cluster = question.cluster
-    everything = chain(cluster.device.figures(), (cluster.rate, cluster.latency), GUESSES)
+    everything = chain(cluster.device.figures(), (cluster.rate, cluster.latency), OWN_FIGURES)
     found: dict[str, list[Figure]] = {}
     for figure in everything:
         found.setdefault(figure.kind, []).append(figure)
@@ -101,7 +101,7 @@ def figures(question: Question) -> dict[str, list[Figure]]:
 def show(search: Search, best: Candidate, console: Console) -> None:
     """The whole answer."""
     question, step = search.question, best.step
-    model, machine = question.model, question.machine
+    model = question.model
     console.print(
         f"{model.name}: {model.elements / 1e9:.2f} G parameters, {len(model.blocks)} blocks, "
         f"sequences of {model.tokens} tokens; {question.cluster.text}; {question.sequences} "
@@ -148,7 +148,6 @@ def show(search: Search, best: Candidate, console: Console) -> None:
     for kind, some in figures(question).items():
         for figure in some:
             console.print(f"  {kind}: {figure.what} {figure.value:.4g} ({figure.source})")
-    del machine
 
 
 def _counted(best: Candidate) -> list[str]:

@@ -25,7 +25,16 @@ from ds_ckpt.errors import ConfigError, Problem, UnsupportedError
 from ds_ckpt.hosts.cluster import Cluster, Figure
 from ds_ckpt.plan.model import ACTIVATIONS, Model
 from ds_ckpt.plan.simulate import Block, Link, Machine, Step, Way, simulate
-from ds_ckpt.plan.ways import RESIDENT, STOCK, Method, gradients, methods, weights
+from ds_ckpt.plan.ways import (
+    LOSSLESS_BITS,
+    LOSSLESS_S,
+    RESIDENT,
+    STOCK,
+    Method,
+    gradients,
+    methods,
+    weights,
+)
 from ds_ckpt.planner.budget import ActivationPlan, MemoryWatch
 from ds_ckpt.planner.costs import Rates
 from ds_ckpt.profile.states import estimate
@@ -41,11 +50,14 @@ CALL_S = 3e-5
 UPDATE_BYTES = 40.0
 """Memory traffic of AdamW an element: master weight and two moments read and written, the gradient
 read twice, cast and clipped, the 16-bit weight written."""
-GUESSES = (
+OWN_FIGURES = (
+    Figure("bits of a lossless change", LOSSLESS_BITS, "measured: lossless_bits.py, rate 3e-4"),
+    Figure("coding a lossless change, s an element", LOSSLESS_S, "measured: docs/weights.md"),
     Figure("calling a collective, s", CALL_S, "guess: the time of a launch from Python"),
     Figure("backward over forward", 2.0, "guess: two products for each of the forward's"),
     Figure("memory traffic of AdamW, bytes an element", UPDATE_BYTES, "guess: counted by hand"),
 )
+"""Beside the hardware's."""
 PERSISTENT, REUSE, PREFETCH = 100_000, 1_000_000_000, 50_000_000
 """DeepSpeed's own settings, in elements, which the file leaves as they are."""
 BUCKET, BUCKETS = 500_000_000, 8

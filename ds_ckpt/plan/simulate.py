@@ -46,9 +46,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 LIMIT = 2
 """Buckets under way at a time (`zero3/overlap.py`; DeepSpeed's own limit is the same)."""
@@ -82,6 +82,8 @@ class Machine:
         call_s: what a collective costs the process that calls it, beside the link.
         streams: whether collectives run beside computing by themselves (NCCL on GPUs).
         slowest: by how much the slowest host computes longer; all wait for it in every collective.
+        crowded: without streams, by how much longer an exchange takes that shares a host's link
+            with gathers than its bytes alone.
     """
 
     hosts: int
@@ -92,6 +94,7 @@ class Machine:
     call_s: float = 0.0
     streams: bool = True
     slowest: float = 1.0
+    crowded: float = 1.0
 
     @property
     def processes(self) -> int:
@@ -129,7 +132,8 @@ class Gradients:
         hold_s: of adding to the residuals in micro-steps that send nothing.
         hops: latencies of an exchange.
         once: at the last micro-step alone.
-        blocks: holds backward up where there are no streams.
+        blocks: DeepSpeed's own ring: it holds backward up where there are no streams, and goes over
+            the links inside and between hosts at once, not over one after the other.
     """
 
     link_bytes: float
@@ -199,53 +203,40 @@ class Step:
 
 def simulate(machine: Machine, blocks: Sequence[Block], way: Way) -> Step:
     """A step among others like it: changed weights of the step before travel in its forward."""
-    run, begin = _Run(machine, blocks, way), _Mark()
-    if way.weights is not None:
-        run.step()
-        begin = run.mark()
+    run = _Run(machine, blocks, way)
+    run.update()  # of the step before
+    begin = run.mark()
     left_out = run.step()
-    return (run.mark() - begin + left_out).read()
+    return _step(_sum(_sum(run.mark(), begin, -1), left_out))
 
 
 def in_a_row(machine: Machine, blocks: Sequence[Block], way: Way, steps: int) -> Step:
     """The mean of so many steps, from nothing under way to nothing under way."""
-    run = _Run(machine, blocks, way)
-    left_out = _Mark()
+    run, left_out = _Run(machine, blocks, way), _Mark()
     for _ in range(steps):
-        left_out += run.step()
+        left_out = _sum(left_out, run.step())
     run.land(math.inf)
-    return ((run.mark() + left_out) * (1 / steps)).read()
+    return _step(_sum(_Mark(), _sum(run.mark(), left_out), 1 / steps))
 
 
-@dataclass
-class _Mark:
-    """What has been until some moment of the program; differences are what was in between."""
+_Mark = dict[tuple[str, str], float]
+"""What has been until some moment of the program, by a field of `Step` and its key. What was in
+between is the difference of two."""
 
-    seconds: float = 0.0
-    parts_s: dict[str, float] = field(default_factory=dict)
-    busy_s: dict[str, float] = field(default_factory=dict)
-    sent_bytes: dict[str, float] = field(default_factory=dict)
 
-    def __add__(self, other: _Mark) -> _Mark:
-        tables = [(vars(self)[name], vars(other)[name]) for name in vars(self) if name != "seconds"]
-        sums = [{k: a.get(k, 0.0) + b.get(k, 0.0) for k in a | b} for a, b in tables]
-        return _Mark(self.seconds + other.seconds, *sums)
+def _sum(one: _Mark, other: _Mark, factor: float = 1.0) -> _Mark:
+    return {key: one.get(key, 0.0) + factor * other.get(key, 0.0) for key in one | other}
 
-    def __mul__(self, factor: float) -> _Mark:
-        tables = [vars(self)[name] for name in vars(self) if name != "seconds"]
-        return _Mark(
-            self.seconds * factor, *({k: factor * n for k, n in t.items()} for t in tables)
-        )
 
-    def __sub__(self, other: _Mark) -> _Mark:
-        return self + other * -1.0
-
-    def read(self) -> Step:
-        """Without what is nothing but rounding."""
-        least = 1e-12 * max(self.seconds, 1e-12)
-        parts = {kind: s for kind, s in self.parts_s.items() if s > least}
-        sent = {kind: n for kind, n in self.sent_bytes.items() if n > 1e-6}
-        return Step(self.seconds, parts, dict(self.busy_s), sent)
+def _step(mark: _Mark) -> Step:
+    """Without what is nothing but rounding."""
+    seconds = mark.get(("seconds", ""), 0.0)
+    least = {"parts_s": 1e-12 * max(seconds, 1e-12), "sent_bytes": 1e-6, "busy_s": -math.inf}
+    of = {
+        name: {key: n for (field, key), n in mark.items() if field == name and n > more}
+        for name, more in least.items()
+    }
+    return Step(seconds, **of)
 
 
 class _Schedule:
@@ -258,8 +249,8 @@ class _Schedule:
         self._last: dict[str, int] = {}
         self._earned_s = 0.0
         """When the shaper's bucket is full again."""
-        self.busy: Counter[str] = Counter()
-        self.sent: Counter[str] = Counter()
+        self.busy: defaultdict[str, float] = defaultdict(float)
+        self.sent: defaultdict[str, float] = defaultdict(float)
 
     def add(
         self,
@@ -289,7 +280,7 @@ class _Schedule:
         ends.append(end_s + call_s)
         self._cause.append(cause)
         self._kind.append(kind)
-        self.busy[resource] += seconds + call_s  # type: ignore[assignment]
+        self.busy[resource] += seconds + call_s
         self._last[resource] = number = len(ends) - 1
         return number
 
@@ -367,15 +358,22 @@ class _Run:
         for number in range(gone_through := min(count, SIMULATED)):
             self._run_micro_step(last=number == gone_through - 1)
             marks.append(self.mark())
-        self._update()
+        self.update()
         if count == gone_through:
             return _Mark()
-        return (marks[1] - marks[0]) * (count - gone_through)
+        middle = _sum(marks[1], marks[0], -1)
+        return _sum(_Mark(), middle, count - gone_through)
 
     def mark(self) -> _Mark:
         tasks = self.tasks
         end_s = tasks.ends[self.main] if self.main >= 0 else 0.0
-        return _Mark(end_s, tasks.path(self.main), dict(tasks.busy), dict(tasks.sent))
+        tables = {
+            "parts_s": tasks.path(self.main),
+            "busy_s": tasks.busy,
+            "sent_bytes": tasks.sent,
+        }
+        found = {(name, key): n for name, table in tables.items() for key, n in table.items()}
+        return {("seconds", ""): end_s, **found}
 
     def _run_micro_step(self, *, last: bool) -> None:
         streams, pieces = self.machine.streams, self._pieces
@@ -439,18 +437,23 @@ class _Run:
         if way.weights is not None or not machine.streams:
             after = self._later(after, self.main)
         nbytes, kind = piece.elements * way.itemsize, f"gather, {piece.kind}"
-        if way.weights is None and machine.hosts > 1:
-            nbytes *= (machine.processes - 1) / machine.processes
-            return self._send(kind, nbytes, machine.processes - 1, after, calls=piece.calls)
-        nbytes *= (machine.local - 1) / machine.local
-        return self._inside(kind, nbytes, machine.local - 1, after, calls=piece.calls)
+        crosses = way.weights is None and machine.hosts > 1
+        members = machine.processes if crosses else machine.local
+        ring = (kind, nbytes * (members - 1) / members, members - 1, after, piece.calls)
+        if not crosses:
+            return self._inside(*ring)
+        arrived = self._send(*ring)
+        return arrived if machine.local == 1 else self._later(arrived, self._inside(*ring))
 
-    def _send(self, kind: str, nbytes: float, hops: int, after: int, *, calls: float = 1) -> int:
+    def _send(
+        self, kind: str, nbytes: float, hops: int, after: int, calls: float = 1, longer: float = 1
+    ) -> int:
         """Over a host's link to the others."""
-        self.tasks.sent[kind] += nbytes  # type: ignore[assignment]
-        return self._carry("network", self.machine.network, kind, nbytes, hops, after, calls)
+        self.tasks.sent[kind] += nbytes
+        link = self.machine.network
+        return self._carry("network", link, kind, nbytes * longer, hops, after, calls)
 
-    def _inside(self, kind: str, nbytes: float, hops: int, after: int, *, calls: float = 1) -> int:
+    def _inside(self, kind: str, nbytes: float, hops: int, after: int, calls: float = 1) -> int:
         return self._carry("inside", self.machine.inside, kind, nbytes, hops, after, calls)
 
     def _carry(
@@ -482,8 +485,10 @@ class _Run:
             self._wait_for(exchanges[-LIMIT])
         if exchanges and not machine.streams:  # one thread does one after the other
             after = self._later(after, exchanges[-1])
+        begun = after
         if machine.local > 1 and how.inside_bytes:
-            after = self._inside("gradients", elements * how.inside_bytes, machine.local - 1, after)
+            inside = elements * how.inside_bytes
+            after = self._inside("gradients", inside, machine.local - 1, after)
         encode_s = elements * how.encode_s * machine.slowest
         decode_s = elements * how.decode_s * machine.slowest
         if machine.streams:  # what shares the device with backward takes its time from it
@@ -491,14 +496,19 @@ class _Run:
         if encode_s:
             after = tasks.add(coder, "compression", encode_s, after)
         if machine.hosts > 1:
-            after = self._send("gradients", elements * how.link_bytes, how.hops, after)
+            shared = not machine.streams and not how.blocks and self.way.weights is None
+            longer = machine.crowded if shared else 1.0
+            nbytes, ring = elements * how.link_bytes, begun if how.blocks else after
+            arrived = self._send("gradients", nbytes, how.hops, ring, longer=longer)
+            after = self._later(arrived, after)
         if decode_s:
             after = tasks.add(coder, "compression", decode_s, after)
         exchanges.append(after)
         if how.blocks and not machine.streams:
             self._wait_for(after)
 
-    def _update(self) -> None:
+    def update(self) -> None:
+        """The optimizer, and what resident weights have to send after it."""
         machine, way, tasks = self.machine, self.way, self.tasks
         if machine.processes > 1:  # overflow and norm
             hops = 2 * math.ceil(math.log2(machine.processes))
