@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ds_ckpt.hosts.cluster import Figure
-from ds_ckpt.plan.search import OWN_FIGURES, ZERO3, Candidate, Question, Search, Setting
+from ds_ckpt.plan.search import OWN_FIGURES, TIE, ZERO3, Candidate, Question, Search, Setting
 from ds_ckpt.telemetry.units import GIB
 
 NETWORK, MEMORY = (0.25, 4.0), 2.0
@@ -66,7 +66,8 @@ def beaten_by(best: Candidate, other: Candidate | None) -> str:
     kinds = best.step.parts_s.keys() | other.step.parts_s.keys()
     differ = {k: other.step.parts_s.get(k, 0.0) - best.step.parts_s.get(k, 0.0) for k in kinds}
     most = sorted((k for k in kinds if abs(differ[k]) > least), key=lambda k: -abs(differ[k]))
-    return ", ".join(f"{kind} {differ[kind]:+.3g} s" for kind in most[:3]) or "as fast"
+    tie = "a tie: " if other.step.seconds <= (1 + TIE) * best.step.seconds else ""
+    return tie + (", ".join(f"{kind} {differ[kind]:+.3g} s" for kind in most[:3]) or "as fast")
 
 
 def would_change(search: Search, best: Candidate) -> Iterator[str]:

@@ -9,7 +9,9 @@ All candidates train the same batch a step, so the shortest step is the best pla
     gradients     DeepSpeed's own, dense, or what verdicts allow
 
 A candidate's step is simulated only while the longest of its resources alone leaves it a chance to
-be the best: that sum is a lower bound of a step, so nothing better is passed over.
+be the best: that sum is a lower bound of a step, so nothing better is passed over. What is within
+1% of the shortest step is a tie, which no prediction can tell apart: it goes to what departs least
+from plain DeepSpeed, exact gradients first.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from ds_ckpt.config.verdicts import Loss
 from ds_ckpt.errors import ConfigError, Problem, UnsupportedError
 from ds_ckpt.hosts.cluster import Cluster, Figure
 from ds_ckpt.plan.model import ACTIVATIONS, Model
-from ds_ckpt.plan.simulate import Block, Link, Machine, Step, Way, simulate
+from ds_ckpt.plan.simulate import Block, Gradients, Link, Machine, Step, Way, simulate
 from ds_ckpt.plan.ways import (
     LOSSLESS_BITS,
     LOSSLESS_S,
@@ -64,6 +66,8 @@ BUCKET, BUCKETS = 500_000_000, 8
 """DeepSpeed's own bucket; a backward has so many at least, or nothing would be hidden."""
 ZERO3 = "ZeRO-3's"
 BUDGET, BOTH = "budget", "attention and mlp"
+TIE = 0.01
+"""Of a step."""
 STEP = 1 << 26
 """Bytes that memory for activations is rounded down to."""
 
@@ -133,6 +137,13 @@ class Setting:
     offload: bool
     weights: str
     method: Method
+
+    @property
+    def departures(self) -> tuple[bool, int]:
+        """From plain DeepSpeed: whether gradients are rounded, and how many settings differ."""
+        settings = self.method.settings
+        differ = (settings is not None, self.weights != ZERO3, self.offload, self.policy != "none")
+        return settings is not None and not settings.lossless, sum(differ)
 
 
 @dataclass
@@ -211,6 +222,7 @@ class Search:
                 headline="the batch cannot be divided",
             )
         self.each = question.sequences // processes
+        self._travelling: dict[tuple[str, int], Gradients] = {}
         self._mixtures: dict[tuple[int, bool, int], ActivationPlan | None] = {}
 
     def best(self, network: float = 1.0) -> Candidate:
@@ -219,17 +231,18 @@ class Search:
         Raises:
             UnsupportedError: nothing fits; the words say what would.
         """
-        least: Candidate | None = None
         machine = replace(self.question, network=network).machine
         candidates = [replace(one, machine=machine, _step=[]) for one in self.all]
+        tried, enough_s = list[Candidate](), math.inf
         for candidate in sorted(candidates, key=lambda one: one.bound_s):
-            if least is not None and candidate.bound_s >= least.step.seconds:
+            if candidate.bound_s > enough_s:
                 break
-            if least is None or candidate.step.seconds < least.step.seconds:
-                least = candidate
-        if least is None:
+            tried.append(candidate)
+            enough_s = min(enough_s, (1 + TIE) * candidate.step.seconds)
+        if not tried:
             raise self._nothing_fits()
-        return least
+        ties = [one for one in tried if one.step.seconds <= enough_s]
+        return min(ties, key=lambda one: (one.setting.departures, one.step.seconds))
 
     @functools.cached_property
     def all(self) -> list[Candidate]:
@@ -321,14 +334,7 @@ class Search:
         way = Way(
             micro_steps,
             model.parameters.itemsize,
-            gradients(
-                method,
-                model,
-                machine,
-                itemsize=model.parameters.itemsize,
-                accumulation=micro_steps,
-                bytes_per_s=device["memory_bytes_per_s"],
-            ),
+            self._gradients(method, micro_steps),
             bucket=bucket_of(model),
             prefetch=PREFETCH,
             weights=weights(kind, machine, model.parameters.itemsize),
@@ -352,6 +358,19 @@ class Search:
             blocks,
             way,
         )
+
+    def _gradients(self, method: Method, micro_steps: int) -> Gradients:
+        question, known = self.question, self._travelling
+        if (method.name, micro_steps) not in known:
+            known[method.name, micro_steps] = gradients(
+                method,
+                question.model,
+                question.machine,
+                itemsize=question.model.parameters.itemsize,
+                accumulation=micro_steps,
+                bytes_per_s=question.cluster.device["memory_bytes_per_s"],
+            )
+        return known[method.name, micro_steps]
 
     @functools.cached_property
     def _states(self) -> dict[bool, dict[str, int]]:

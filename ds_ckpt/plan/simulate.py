@@ -436,7 +436,7 @@ class _Run:
             self.land(self._until[piece.block])
         if way.weights is not None or not machine.streams:
             after = self._later(after, self.main)
-        nbytes, kind = piece.elements * way.itemsize, f"gather, {piece.kind}"
+        nbytes, kind = piece.elements * way.itemsize, f"gather in {piece.kind}"
         crosses = way.weights is None and machine.hosts > 1
         members = machine.processes if crosses else machine.local
         ring = (kind, nbytes * (members - 1) / members, members - 1, after, piece.calls)

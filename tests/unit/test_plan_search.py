@@ -103,8 +103,10 @@ def test_changed_weights_are_what_the_weights_page_says(ask: Callable[..., Searc
 def test_the_best_is_the_best_of_all(ask: Callable[..., Search]) -> None:
     for text in (TEXT, "2 nodes x 2 A100, 100 Gbit/s", "4 nodes x 1 RTX 4090, 100 Mbit/s, 20 ms"):
         search = ask(text)
-        steps = {id(one): one.step.seconds for one in search.all}
-        assert search.best().step.seconds == min(steps.values())
+        best, least_s = search.best(), min(one.step.seconds for one in search.all)
+        assert best.step.seconds <= 1.01 * least_s
+        ties = [one for one in search.all if one.step.seconds <= 1.01 * least_s]
+        assert best.setting.departures == min(one.setting.departures for one in ties)
         assert all(one.bound_s <= one.step.seconds * (1 + 1e-9) for one in search.all)
         assert all(one.fits for one in search.all)
 
