@@ -100,6 +100,35 @@ def test_changed_weights_are_what_the_weights_page_says(ask: Callable[..., Searc
     assert weights("ZeRO-3's", machine, 2) is None
 
 
+def test_a_cluster_in_words() -> None:
+    known = Hardware.load(None, "--cluster")
+
+    def named(text: str) -> tuple[int, int, float, float, float]:
+        found = known.cluster(text, NEEDED)
+        known.done()
+        assert found is not None
+        device = found.device["memory_bytes"]
+        return found.nodes, found.local, device, found.rate.value, found.latency.value
+
+    default_s = known.entry("links", "between nodes")["latency_s"]
+    assert named("4 nodes x 8 A100, 100 Gbit/s") == (4, 8, 80e9, 100e9, default_s)
+    assert named("4 nodes x 8 a100 40GB, 25 Gbit/s, 50 us") == pytest.approx(
+        (4, 8, 40e9, 25e9, 50e-6)
+    )
+    assert named("2 nodes x 1 RTX-3090, 100 Mbit/s, 20 ms") == (2, 1, 24e9, 1e8, 0.02)
+    assert named("1 node x 8 H200")[:3] == (1, 8, 141e9)
+
+
+def test_figures_say_how_far_they_can_be_trusted() -> None:
+    known = Hardware.load(None, "--cluster")
+    kinds = {f.what: f.kind for f in known.entry("accelerators", "L40S").figures()}
+    assert kinds["L40S 48 GB: memory_bytes"] == "data sheet"
+    assert kinds["L40S 48 GB: share_of_peak"] == "guess"
+    named = known.cluster(TEXT, NEEDED)
+    assert named is not None
+    assert (named.rate.kind, named.latency.kind) == ("named", "guess")
+
+
 def test_the_best_is_the_best_of_all(ask: Callable[..., Search]) -> None:
     for text in (TEXT, "2 nodes x 2 A100, 100 Gbit/s", "4 nodes x 1 RTX 4090, 100 Mbit/s, 20 ms"):
         search = ask(text)
