@@ -39,7 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ds_ckpt.hosts.backends import free_port
 from ds_ckpt.validation.task import Learner
 from ds_ckpt.validation.trainer import Outcome, chained
-from ds_ckpt.validation.world import Recipe, WholeOptimizer, digest_of
+from ds_ckpt.validation.world import Recipe, WholeOptimizer, digest_of, norm_of
 from ds_ckpt.workload import embedded_corpus
 
 EVALUATE_EVERY = 250
@@ -201,7 +201,7 @@ def _train(
     for step in range(recipe.steps):
         started_s = time.process_time()
         gradients, of_workers = mean(step)
-        steps.take(step, gradients)
+        steps.take(step, gradients, norm_of(gradients))
         digest = chained(digest, of_workers)
         losses.append(statistics.fmean(of_workers))
         cpu_s.append(time.process_time() - started_s)

@@ -56,7 +56,7 @@ def timed_works(elements: int, density: float) -> dict[str, Work]:
 
     works: dict[str, Work] = {
         "topk": lambda: gradient.abs().topk(kept),
-        "select blocks": lambda: select_in_blocks(gradient, blocks, offsets),
+        "select blocks": lambda: select_in_blocks(gradient[None], blocks, offsets[None]),
         "accumulate": lambda: feedback.accumulate("w", gradient, 2),
         "finite": lambda: all_finite(pending),
     }
@@ -84,7 +84,7 @@ def energy_shares(elements: int, density: float, row_length: int = 1024) -> dict
     flat = gradient.view(-1)
     blocks = blocks_for(flat.numel(), density)
     index = torch.empty(blocks.k, blocks.count, dtype=torch.uint8)
-    select_in_blocks(flat, blocks, index)
+    select_in_blocks(flat[None], blocks, index[None])
 
     def of_runs(values: Tensor) -> float:
         cut = values[: values.numel() // blocks.rows * blocks.rows].view(-1, blocks.rows)

@@ -152,7 +152,7 @@ class RankConsistency:
     def _difference(self, counts: list[int]) -> Problem:
         """The first note that is not the same everywhere. Collective."""
         width = min(max(counts), _MOST_NOTES)
-        mine = torch.full((width, 2), -1, dtype=torch.int64)
+        mine = torch.full((width, 2), -1, dtype=torch.int64, device="cpu")
         for row, note in zip(mine, self._notes, strict=False):
             row[0] = note.layout
             row[1] = 0 if note.checksum is None else note.checksum

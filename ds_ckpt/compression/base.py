@@ -8,14 +8,15 @@ and the commands. A package of its own registers through the entry points `ds_ck
 A codec works on one flat fp32 tensor (a shard) and one uint8 payload whose size depends on the
 number of elements alone, so that sender and receiver compute it without talking. The contract that
 every codec keeps, elementwise and in fp32: `values before = values after + decoded`. What it left
-behind is carried by `error_feedback`.
+behind is carried by `error_feedback`. Shards of one size go through a codec together, a row each:
+an accelerator is given as many kernels for many processes as for two.
 """
 
 from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Any, ClassVar, TypeVar, cast, get_args
@@ -79,8 +80,38 @@ class Codec(Compressor):
     def unpack_add(self, payload: Tensor, into: Tensor, scale: float = 1.0) -> None:
         """Add `decoded * scale` to `into` (fp32 [n], contiguous) in place."""
 
+    def pack_rows(self, values: Tensor, out: Tensor) -> None:
+        """`pack` of each row: fp32 [rows, n] to uint8 [rows, packed_bytes(n)].
+
+        Where a step will be skipped values may be inf or NaN, which nobody has read yet.
+        """
+        values.nan_to_num_(0.0, 0.0, 0.0)
+        for row, payload in zip(values.unbind(), out.unbind(), strict=True):
+            self.pack(row, payload)
+
+    def unpack_add_rows(self, payloads: Tensor, into: Tensor, scale: float = 1.0) -> None:
+        """`unpack_add` of each row, to the same [n]; on the CPU in their order."""
+        for payload in payloads.unbind():
+            self.unpack_add(payload, into, scale)
+
     def sent_bytes(self, shape: torch.Size, world: int, local: int = 1) -> int:
         return self.packed_bytes(shape.numel())
+
+
+class RowCodec(Codec):
+    """A codec whose kernels take all rows at once. Finite or not: it must end without an error."""
+
+    @abstractmethod
+    def pack_rows(self, values: Tensor, out: Tensor) -> None: ...
+
+    @abstractmethod
+    def unpack_add_rows(self, payloads: Tensor, into: Tensor, scale: float = 1.0) -> None: ...
+
+    def pack(self, values: Tensor, out: Tensor) -> None:
+        self.pack_rows(values.unsqueeze(0), out.unsqueeze(0))
+
+    def unpack_add(self, payload: Tensor, into: Tensor, scale: float = 1.0) -> None:
+        self.unpack_add_rows(payload.unsqueeze(0), into, scale)
 
 
 class Method(Section):
@@ -206,18 +237,35 @@ def aligned(size_bytes: int) -> int:
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
+def on_host(device: torch.device) -> bool:
+    """Whether an operator has run there when its call returns: then the host waits for nothing, and
+    the number of calls matters less than what a cache holds."""
+    return device.type == "cpu"
+
+
+def row_groups(numel: int, limit: int, *of: Tensor) -> Iterator[Sequence[Tensor]]:
+    """Tensors of as many rows in groups of rows, which stand for at most `limit` entries of `numel`
+    each, at least one row."""
+    step = max(1, limit // max(numel, 1))
+    return zip(*(t.split(step) for t in of), strict=True) if step < of[0].shape[0] else iter([of])
+
+
 def section(payload: Tensor, start_byte: int, count: int, dtype: torch.dtype) -> Tensor:
-    """View `count` elements of `dtype` that start at `start_byte` of a uint8 payload."""
-    return payload[start_byte : start_byte + count * dtype.itemsize].view(dtype)
+    """View `count` elements of `dtype` that start at `start_byte` of a uint8 payload, or of each
+    row of payloads."""
+    if count == 0:  # whose rows may lie where no `dtype` can
+        return payload.new_empty(*payload.shape[:-1], 0, dtype=dtype)
+    return payload.narrow(-1, start_byte, count * dtype.itemsize).view(dtype)
 
 
 def write_section(payload: Tensor, start_byte: int, source: Tensor) -> int:
-    """Copy flat `source` to `start_byte`, zero up to the alignment, return the next start."""
-    size_bytes = source.numel() * source.dtype.itemsize
+    """Copy flat `source`, or rows to rows, to `start_byte`, zero up to the alignment, return the
+    next start."""
+    size_bytes = source.shape[-1] * source.dtype.itemsize
     end_byte = start_byte + aligned(size_bytes)
-    section(payload, start_byte, source.numel(), source.dtype).copy_(source)
+    section(payload, start_byte, source.shape[-1], source.dtype).copy_(source)
     if end_byte > start_byte + size_bytes:
-        payload[start_byte + size_bytes : end_byte].zero_()
+        payload[..., start_byte + size_bytes : end_byte].zero_()
     return end_byte
 
 
@@ -232,3 +280,12 @@ def saturating_cast(values: Tensor, dtype: torch.dtype) -> Tensor:
 def add_scaled(into: Tensor, decoded: Tensor, scale: float) -> None:
     """`into += decoded * scale`, in place."""
     into.add_(decoded if scale == 1.0 else decoded * scale)
+
+
+def add_rows(into: Tensor, decoded: Tensor, scale: float) -> None:
+    """`into += row * scale` for each row, in place; on the CPU one after the other."""
+    if decoded.shape[0] == 1 or on_host(into.device):
+        for row in decoded.unbind():
+            add_scaled(into, row, scale)
+    else:
+        add_scaled(into, decoded.sum(0), scale)

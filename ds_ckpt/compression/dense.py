@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ds_ckpt.compression.base import (
-    Codec,
     Compressor,
     Method,
-    add_scaled,
+    RowCodec,
+    add_rows,
     aligned,
     saturating_cast,
     section,
@@ -36,7 +36,7 @@ class DenseMethod(Method):
 
 
 @dataclass(frozen=True)
-class Dense(Codec):
+class Dense(RowCodec):
     """Every entry, in one floating-point type; 16-bit types round, the rest stays as residual.
 
     For what is owed to a tensor that travels uncompressed.
@@ -50,7 +50,7 @@ class Dense(Codec):
     def packed_bytes(self, numel: int) -> int:
         return aligned(numel * self.dtype.itemsize)
 
-    def pack(self, values: Tensor, out: Tensor) -> None:
+    def pack_rows(self, values: Tensor, out: Tensor) -> None:
         sent = saturating_cast(values, self.dtype)
         write_section(out, 0, sent)
         if self.dtype == torch.float32:
@@ -58,5 +58,5 @@ class Dense(Codec):
         else:
             values.sub_(sent.float())
 
-    def unpack_add(self, payload: Tensor, into: Tensor, scale: float = 1.0) -> None:
-        add_scaled(into, section(payload, 0, into.numel(), self.dtype).float(), scale)
+    def unpack_add_rows(self, payloads: Tensor, into: Tensor, scale: float = 1.0) -> None:
+        add_rows(into, section(payloads, 0, into.numel(), self.dtype).float(), scale)

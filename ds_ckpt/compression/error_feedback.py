@@ -26,6 +26,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from ds_ckpt.compression.base import on_host
 from ds_ckpt.compression.storage import ResidualDtype, Storage, Stored, pieces
 
 ResidualDevice = Literal["accelerator", "cpu"]
@@ -95,6 +96,19 @@ class Feedback:
         self._host = host
         self._step = 0
         self._residuals: defaultdict[str, _Residual] = defaultdict(_Residual)
+        self._reserved: list[Tensor] = []
+
+    def reserve(self, numel: int, device: torch.device) -> None:
+        """Allocate now what steps will keep of one parameter: where memory is short, that is told
+        before training and not in the middle of an exchange, in which other processes wait.
+
+        Args:
+            device: of its gradients.
+        """
+        self._storage.prepare(device)
+        place = torch.device("cpu") if self._on_host else device
+        for _ in range(self.enabled + self.accumulates):
+            self._reserved += self._new(numel, place, anew=True).tensors
 
     @property
     def dtype(self) -> ResidualDtype:
@@ -269,7 +283,7 @@ class Feedback:
         self._step = steps
         for name, source in state.items():
             device = torch.device("cpu") if self._on_host else source.device
-            copy = Stored(*(self._empty(t.numel(), t.dtype, device) for t in source.tensors))
+            copy = Stored(*(self._room(t.numel(), t.dtype, device) for t in source.tensors))
             copy.copy_(source)
             self._residuals[name].committed = copy
         self._wait_for_copies()
@@ -278,7 +292,7 @@ class Feedback:
     def nbytes(self) -> int:
         """Memory that is held: residuals, what the step under way or the next one writes to,
         tensors in work, and the rounding's tables."""
-        held = [*self._storage.tables]
+        held = [*self._storage.tables, *self._reserved]
         for residual in self._residuals.values():
             for stored in (residual.committed, residual.pending, residual.spare):
                 held += () if stored is None else stored.tensors
@@ -303,9 +317,16 @@ class Feedback:
         residual.pending = target
         return target
 
-    def _new(self, numel: int, device: torch.device) -> Stored:
-        """Room for one residual, as it is kept."""
-        return Stored(*(self._empty(n, t, device) for n, t in self._storage.shapes(numel)))
+    def _new(self, numel: int, device: torch.device, *, anew: bool = False) -> Stored:
+        """Room for one residual, as it is kept; `anew`: not what was reserved."""
+        room = self._empty if anew else self._room
+        return Stored(*(room(n, t, device) for n, t in self._storage.shapes(numel)))
+
+    def _room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        for i, tensor in enumerate(self._reserved):
+            if (tensor.shape[0], tensor.dtype, tensor.device) == (numel, dtype, device):
+                return self._reserved.pop(i)
+        return self._empty(numel, dtype, device)
 
     def _empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         if device.type == "cpu" and self._host is not None:
@@ -345,15 +366,28 @@ def add_divided(source: Tensor, grad: Tensor, divisor: float, out: Tensor) -> Te
     if is_power_of_two(divisor):
         # The reciprocal is exact, so one fused pass rounds exactly as a division would.
         return torch.add(source, grad.float(), alpha=1.0 / divisor, out=out)
-    return torch.addcdiv(source, grad.float(), torch.full((), divisor, device=grad.device), out=out)
+    return torch.addcdiv(source, grad.float(), source.new_full((), divisor), out=out)
 
 
 def is_power_of_two(x: float) -> bool:
     return math.frexp(x)[0] == 0.5
 
 
+def finite_flag(tensors: Sequence[Tensor]) -> Tensor:
+    """Whether no entry of any is inf or NaN: bool [] on their device, where nobody waits for it.
+
+    Args:
+        tensors: floating, one device, at least one.
+    """
+    if on_host(tensors[0].device):
+        return torch.tensor(all(map(all_finite, tensors)), dtype=torch.bool, device="cpu")
+    ends = [end for values in tensors if values.numel() for end in torch.aminmax(values)]
+    return torch.stack(ends or [tensors[0].new_zeros(())]).isfinite().all()
+
+
 def all_finite(values: Tensor) -> bool:
-    """Whether no entry is inf or NaN. One pass unless the sum of finite entries overflows."""
+    """Whether no entry is inf or NaN. One pass unless the sum of finite entries overflows; on an
+    accelerator the host waits, as it does not for `finite_flag`."""
     # A non-finite entry always makes the sum non-finite; the reverse does not hold.
     if math.isfinite(values.sum().item()):
         return True

@@ -11,6 +11,7 @@ What does not fit its width travels whole, and a chunk that does not shrink trav
 from __future__ import annotations
 
 import itertools
+import math
 import struct
 import zlib
 
@@ -28,6 +29,7 @@ _SAMPLE = 1 << 14
 _OWN_CODE = 1 << 11
 """Bytes of one exponent from which a Huffman code of its own pays for its table."""
 _HEADER = struct.Struct("<II")
+_LN_2 = math.log(2.0)
 """Bytes of the coded elements, 0 where the chunk is as it is; number of elements that go whole."""
 
 
@@ -49,7 +51,7 @@ def encode(old: Tensor, new: Tensor) -> Tensor:
         old.view(torch.int16).split(CHUNK), new.view(torch.int16).split(CHUNK), strict=True
     )
     data = b"".join(_encode(before, after, mantissa) for before, after in chunks)
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte()
+    return _tensor(data, torch.uint8, torch.device("cpu"))
 
 
 def decode_(weights: Tensor, payload: Tensor) -> None:
@@ -161,8 +163,8 @@ def _choose(change: Tensor, exponent: Tensor, exponents: int) -> list[int]:
     total = counts.sum(1)
     shares = counts / total.clamp(min=1).unsqueeze(1)
     # of the sizes, and of the values of one size, which are about equally frequent
-    entropy = torch.special.entr(shares).sum(1) / torch.tensor(2.0).log()
-    entropy += shares @ (torch.arange(_SIZES, dtype=torch.float64) - 1).clamp(min=0)
+    entropy = torch.special.entr(shares).sum(1) / _LN_2
+    entropy += shares @ (torch.arange(_SIZES, dtype=torch.float64, device="cpu") - 1).clamp(min=0)
     costs = []
     for width in _WIDTHS:
         escapes = counts[:, width + 1 :].sum(1) + counts[:, width] * 2.0 ** (1 - width)
@@ -174,9 +176,10 @@ def _choose(change: Tensor, exponent: Tensor, exponents: int) -> list[int]:
 
 def _order(exponent: Tensor, widths: list[int]) -> tuple[Tensor, list[list[int]]]:
     """Elements by width, then by exponent; and how many there are of each width's exponents."""
-    ranks = torch.tensor(widths).argsort(stable=True).argsort().to(torch.uint8)
+    by_width = torch.tensor(widths, dtype=torch.int64, device="cpu").argsort(stable=True)
+    ranks = by_width.argsort().to(torch.uint8)
     keys = ranks.to(exponent.device)[exponent]
-    counts = torch.bincount(exponent, minlength=len(widths)).tolist()
+    counts = torch.bincount(exponent, minlength=len(widths)).cpu().tolist()
     runs = [[n for n, w in zip(counts, widths, strict=True) if w == i] for i in range(4)]
     return torch.argsort(keys, stable=True), runs
 

@@ -28,16 +28,17 @@ underflow there, so no scaling is needed. `benchmarks/powersgd.py` has torch's D
 from __future__ import annotations
 
 import math
+import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from ds_ckpt.compression.base import Codec, Compressor, Method
+from ds_ckpt.compression.base import Codec, Compressor, Method, on_host
 from ds_ckpt.settings import SWITCH, Expects
 
 # A smaller part of a column, new against the columns before it, counts as rounding. 8 epsilons of
@@ -165,8 +166,9 @@ def initial_factor(name: str, columns: int, rank: int, device: torch.device | st
 
     `rank` is at most `columns`. Computed on the CPU, so that devices agree.
     """
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    return orthogonalize(torch.randn(columns, rank, generator=generator)).to(device)
+    generator = torch.Generator("cpu").manual_seed(zlib.crc32(name.encode()))
+    drawn = torch.randn(columns, rank, generator=generator, dtype=torch.float32, device="cpu")
+    return orthogonalize(drawn).to(device, non_blocking=True)
 
 
 def orthogonalize(factor: Tensor) -> Tensor:
@@ -189,7 +191,7 @@ def orthogonalize(factor: Tensor) -> Tensor:
     unit, upper = torch.linalg.qr(wide)
     dependent = upper.diagonal().abs() <= _DEPENDENT * upper.norm(dim=0)
     # An accelerator would have to be waited for to know whether there are any.
-    if factor.device.type != "cpu" or bool(dependent.any()):
+    if not on_host(factor.device) or bool(dependent.any()):
         # The reflection for a zero column is the identity: what was rounding errors becomes the
         # image of a unit vector under the reflections before.
         unit, upper = torch.linalg.qr(wide.masked_fill(dependent, 0.0))
@@ -197,20 +199,56 @@ def orthogonalize(factor: Tensor) -> Tensor:
     return positive.float()
 
 
+class _Exact:
+    """Products inside are of fp32 numbers as they are, whatever the program allows its own: what
+    TF32 and bf16 round would be lost to the residual. The settings are the whole program's, and
+    threads may be inside at once."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside = threading.Lock(), 0
+        backends: list[Any] = [torch.backends.cuda, torch.backends.mkldnn]
+        self._backends = [backend.matmul for backend in backends]
+        self._before: list[Any] = []
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._before = [backend.fp32_precision for backend in self._backends]
+                self._set(["ieee"] * len(self._backends))
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._set(self._before)
+
+    def _set(self, values: Sequence[Any]) -> None:
+        for backend, value in zip(self._backends, values, strict=True):
+            if backend.fp32_precision != value:
+                backend.fp32_precision = value
+
+
+_exact = _Exact()
+
+
 def project(matrix: Tensor, q: Tensor, out: Tensor) -> Tensor:
     """`matrix @ q`: fp32 [m, n] and [n, r] into `out`, fp32 [m, r], which is returned."""
-    return torch.mm(matrix, q, out=out)
+    with _exact:
+        return torch.mm(matrix, q, out=out)
 
 
 def back_project(matrix: Tensor, p: Tensor, out: Tensor) -> Tensor:
     """`matrix.T @ p`: fp32 [m, n] and [m, r] into `out`, fp32 [n, r], which is returned."""
     # reads the matrix along its rows: 2 to 3 times as fast on a CPU as writing `out` at once
-    return out.copy_(torch.mm(p.t(), matrix).t())
+    with _exact:
+        return out.copy_(torch.mm(p.t(), matrix).t())
 
 
 def subtract_product_(matrix: Tensor, p: Tensor, q: Tensor) -> Tensor:
     """`matrix -= p @ q.T` in place: fp32 [m, n], [m, r], [n, r]."""
-    return matrix.addmm_(p, q.t(), alpha=-1.0)
+    with _exact:
+        return matrix.addmm_(p, q.t(), alpha=-1.0)
 
 
 def product_entries(p: Tensor, q: Tensor, start: int, stop: int, columns: int) -> Tensor:
@@ -231,7 +269,8 @@ def product_entries(p: Tensor, q: Tensor, start: int, stop: int, columns: int) -
     first_row, last_row = start // columns, -(-stop // columns)
     if stop <= start:
         return p.new_empty(0)
-    rows = torch.mm(p[first_row:last_row], q.t()).view(-1)
+    with _exact:
+        rows = torch.mm(p[first_row:last_row], q.t()).view(-1)
     return rows[start - first_row * columns : stop - first_row * columns]
 
 

@@ -27,7 +27,15 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ds_ckpt.compression.base import Codec, Method, add_scaled, aligned, section
+from ds_ckpt.compression.base import (
+    Method,
+    RowCodec,
+    add_rows,
+    aligned,
+    on_host,
+    row_groups,
+    section,
+)
 from ds_ckpt.settings import WHOLE_NUMBER, Expects, Gone
 
 Bits = Literal[8, 4, 3, 2]
@@ -54,7 +62,7 @@ _TILE_ELEMENTS = 1 << 18
 _TILE_ELEMENTS_ACCELERATOR = 1 << 24
 
 
-class Quantize(Method, Codec):
+class Quantize(Method, RowCodec):
     """Few-bit values: every entry of each remote shard is sent, in blocks that share a scale."""
 
     name = "quantize"
@@ -97,62 +105,73 @@ class Quantize(Method, Codec):
     def packed_bytes(self, numel: int) -> int:
         return self._codes_start(numel) + aligned(_code_bytes(numel, self.bits))
 
-    def pack(self, values: Tensor, out: Tensor) -> None:
-        numel = values.numel()
+    def pack_rows(self, values: Tensor, out: Tensor) -> None:
+        tile = _tile(values.device)
+        for some, payloads in row_groups(values.shape[1], tile, values, out):
+            self._pack_together(some, payloads, tile)
+
+    def _pack_together(self, values: Tensor, out: Tensor, tile: int) -> None:
+        rows, numel = values.shape
         scales, planes = self._sections(out, numel)
-        out[2 * scales.numel() : self._codes_start(numel)].zero_()
-        out[self._codes_start(numel) + _code_bytes(numel, self.bits) :].zero_()
-        for start, stop, width in self._pieces(values):
-            piece = values[start:stop]
-            blocks = piece.view(-1, width)
+        for start, stop in (
+            (2 * scales.shape[1], self._codes_start(numel)),
+            (self._codes_start(numel) + _code_bytes(numel, self.bits), out.shape[1]),
+        ):
+            if start < stop:
+                out[:, start:stop].zero_()
+        for start, stop, width in self._pieces(numel, tile):
+            piece = values[:, start:stop]
+            blocks = piece.view(rows, -1, width)
             quantized, scale = _gaussian(blocks) if self.bits == 2 else _linear(blocks, self.bits)
-            scales[start // self.block : -(-stop // self.block)] = scale
-            _narrow(quantized.view(-1), [plane.of(start, stop) for plane in planes])
+            scales[:, start // self.block : -(-stop // self.block)] = scale
+            _narrow(quantized.view(rows, -1), [plane.of(start, stop) for plane in planes])
             piece.sub_(self._decode(quantized, scale))
 
-    def unpack_add(self, payload: Tensor, into: Tensor, scale: float = 1.0) -> None:
-        scales, planes = self._sections(payload, into.numel())
-        for start, stop, width in self._pieces(into):
-            wide = _widen([plane.of(start, stop) for plane in planes])[: stop - start]
-            decoded = self._decode(
-                wide.float().view(-1, width), scales[start // self.block : -(-stop // self.block)]
-            )
-            add_scaled(into[start:stop], decoded, scale)
+    def unpack_add_rows(self, payloads: Tensor, into: Tensor, scale: float = 1.0) -> None:
+        numel, tile = into.shape[0], _tile(into.device)
+        for (some,) in row_groups(numel, tile, payloads):
+            scales, planes = self._sections(some, numel)
+            for start, stop, width in self._pieces(numel, tile):
+                wide = _widen([plane.of(start, stop) for plane in planes])[:, : stop - start]
+                decoded = self._decode(
+                    wide.float().view(some.shape[0], -1, width),
+                    scales[:, start // self.block : -(-stop // self.block)],
+                )
+                add_rows(into[start:stop], decoded, scale)
 
     def _decode(self, quantized: Tensor, scale: Tensor) -> Tensor:
-        """fp32 codes [blocks, width], which are lost, times bf16 scales [blocks], flat.
-
-        Equal at both ends.
-        """
+        """fp32 codes [rows, blocks, width], which are lost, times bf16 scales [rows, blocks]:
+        [rows, n]. Equal at both ends."""
         levels = _gaussian_levels(quantized) if self.bits == 2 else quantized
-        return levels.mul_(scale.float().unsqueeze(1)).view(-1)
+        return levels.mul_(scale.float().unsqueeze(2)).flatten(1)
 
     def _codes_start(self, numel: int) -> int:
         return aligned(2 * -(-numel // self.block))
 
     def _sections(self, payload: Tensor, numel: int) -> tuple[Tensor, list[_Plane]]:
-        """Views of a payload: bf16 scales, codes."""
+        """Views of payloads, one a row: bf16 scales, codes."""
         scales = section(payload, 0, -(-numel // self.block), torch.bfloat16)
         planes, start_byte = [], self._codes_start(numel)
         for width in _PLANES[self.bits]:
             stop_byte = start_byte + _plane_bytes(numel, width)
-            planes.append(_Plane(width, payload[start_byte:stop_byte]))
+            planes.append(_Plane(width, payload[:, start_byte:stop_byte]))
             start_byte = stop_byte
         return scales, planes
 
-    def _pieces(self, values: Tensor) -> Iterator[tuple[int, int, int]]:
+    def _pieces(self, numel: int, tile: int) -> Iterator[tuple[int, int, int]]:
         """(start, stop, block length): tiles of whole blocks, then what is left as a short block.
 
         Short, not filled up: zeros would count in the fit of a scale.
         """
-        numel = values.numel()
         whole = numel - numel % self.block
-        on_cpu = values.device.type == "cpu"
-        tile = _TILE_ELEMENTS if on_cpu else _TILE_ELEMENTS_ACCELERATOR
         for start in range(0, whole, tile):
             yield start, min(start + tile, whole), self.block
         if whole < numel:
             yield whole, numel, numel - whole
+
+
+def _tile(device: torch.device) -> int:
+    return _TILE_ELEMENTS if on_host(device) else _TILE_ELEMENTS_ACCELERATOR
 
 
 def _code_bytes(numel: int, bits: Bits) -> int:
@@ -164,9 +183,9 @@ def _plane_bytes(numel: int, width: int) -> int:
 
 
 def _linear(blocks: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Codes (whole numbers in fp32 [blocks, width]) and signed bf16 scales [blocks]."""
+    """Codes (whole numbers in fp32 [rows, blocks, width]) and signed bf16 scales [rows, blocks]."""
     reach = 1 << (bits - 1)
-    low, high = blocks.amin(1), blocks.amax(1)
+    low, high = blocks.amin(2), blocks.amax(2)
     largest = torch.where(-low > high, low, high)
     # clamped: `reach` times the scale must be finite, and bf16 rounds up
     limit = _BF16_MAX / reach
@@ -175,18 +194,18 @@ def _linear(blocks: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     # As for int8 values (`topk`): a block of zeros, or too small for a bf16 scale, sends zeros and
     # keeps its values; a reciprocal of a denormal scale would overflow; the clamp catches the
     # coarse rounding of such scales, and the end that has one level less.
-    divisor = torch.where(wide == 0, torch.ones_like(wide), wide).unsqueeze(1)
+    divisor = torch.where(wide == 0, torch.ones_like(wide), wide).unsqueeze(2)
     return blocks.div(divisor).round_().clamp_(-reach, reach - 1), scale
 
 
 def _gaussian(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes -2 to 1 in fp32 [blocks, width] and bf16 scales [blocks], none negative."""
-    rms = torch.linalg.vector_norm(blocks, dim=1).div_(math.sqrt(blocks.shape[1]))
+    """Codes -2 to 1 in fp32 [rows, blocks, width] and bf16 scales [rows, blocks], none negative."""
+    rms = torch.linalg.vector_norm(blocks, dim=2).div_(math.sqrt(blocks.shape[2]))
     border = rms.mul_(_BORDER).clamp_(*_BORDER_LIMITS)
-    in_borders = blocks.div(border.unsqueeze(1))
+    in_borders = blocks.div(border.unsqueeze(2))
     quantized = in_borders.floor().clamp_(-2, 1)
     levels = _gaussian_levels(quantized.clone())
-    fit = in_borders.mul_(levels).sum(1).div_(levels.square_().sum(1)).mul_(border)
+    fit = in_borders.mul_(levels).sum(2).div_(levels.square_().sum(2)).mul_(border)
     return quantized, fit.clamp_(max=_BF16_MAX / 4).to(torch.bfloat16)
 
 
@@ -197,10 +216,10 @@ def _gaussian_levels(quantized: Tensor) -> Tensor:
 
 
 def _narrow(quantized: Tensor, planes: list[_Plane]) -> None:
-    """Whole numbers (fp32 [n]) as two's complement, the low bits into the first plane."""
-    numel = quantized.numel()
-    codes = torch.zeros(-(-numel // 8) * 8, dtype=torch.int8, device=quantized.device)
-    codes[:numel] = quantized
+    """Whole numbers (fp32 [rows, n]) as two's complement, the low bits into the first plane."""
+    rows, numel = quantized.shape
+    codes = quantized.new_zeros(rows, -(-numel // 8) * 8, dtype=torch.int8)
+    codes[:, :numel] = quantized
     below = 0
     for plane in planes:
         plane.narrow(codes >> below if below else codes)
@@ -214,13 +233,13 @@ def _widen(planes: list[_Plane]) -> Tensor:
     for plane in reversed(low):
         part = plane.widen()
         part &= (1 << plane.width) - 1
-        codes = (codes << plane.width)[: part.numel()] | part[: codes.numel()]
+        codes = (codes << plane.width)[:, : part.shape[1]] | part[:, : codes.shape[1]]
     return codes
 
 
 @dataclass(frozen=True)
 class _Plane:
-    """`width` bits of every code, 8 / width of them in a byte of the uint8 `packed`."""
+    """`width` bits of every code, 8 / width of them in a byte of the uint8 [rows, n] `packed`."""
 
     width: int
     packed: Tensor
@@ -228,12 +247,12 @@ class _Plane:
     def of(self, start: int, stop: int) -> _Plane:
         """That of entries start to stop; `start` is a multiple of 8."""
         places = slice(_plane_bytes(start, self.width), _plane_bytes(stop, self.width))
-        return _Plane(self.width, self.packed[places])
+        return _Plane(self.width, self.packed[:, places])
 
     def narrow(self, codes: Tensor) -> None:
         """Write the low bits of int8 codes, as many as fit or more."""
         # One word holds the codes of one byte of output: each moves down to its place.
-        words = codes[: self.packed.numel() * (8 // self.width)].view(_WORD[self.width])
+        words = codes[:, : self.packed.shape[1] * (8 // self.width)].view(_WORD[self.width])
         narrow = words & self._mask(0)
         for place in range(1, 8 // self.width):
             narrow |= (words >> ((8 - self.width) * place)) & self._mask(place)

@@ -23,6 +23,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ds_ckpt.compression.base import on_host
+
 ResidualDtype = Literal["fp32", "bf16", "int8"]
 TORCH_DTYPES: dict[ResidualDtype, torch.dtype] = {
     "fp32": torch.float32,
@@ -91,7 +93,7 @@ class Stored:
 
     def decoded(self) -> Tensor:
         """All of it, a new fp32 tensor [n]."""
-        out = torch.empty(self.numel, device=self.device)
+        out = torch.empty(self.numel, dtype=torch.float32, device=self.device)
         for piece in pieces(self.numel, self.device):
             self.decode(piece, out[piece.start : piece.stop])
         return out
@@ -108,7 +110,7 @@ class Piece:
 
 def pieces(numel: int, device: torch.device) -> Iterator[Piece]:
     """Whole tiles, then whole blocks, then what is left as one short block."""
-    rows = 1 if device.type == "cpu" else _ROWS
+    rows = 1 if on_host(device) else _ROWS
     at = 0
     while numel - at >= _PERIOD:
         tiles = min(rows, (numel - at) // _PERIOD)
@@ -153,6 +155,11 @@ class Storage:
         """The tables of random numbers that are held, one a device: 0.8 MB each."""
         return list(self._tables.values())
 
+    def prepare(self, device: torch.device) -> None:
+        """Have the table there: a step would wait until it is copied."""
+        if self.rounds:
+            self._table(device)
+
     def shapes(self, numel: int) -> list[tuple[int, torch.dtype]]:
         """Length and dtype of each tensor of a `Stored` of `numel` entries."""
         values = (numel, TORCH_DTYPES[self.dtype])
@@ -166,7 +173,7 @@ class Storage:
         if not self.rounds:
             into.values.copy_(working)
             return
-        scratch = torch.empty(_largest_piece(working), device=working.device)
+        scratch = working.new_empty(_largest_piece(working))
         for piece in pieces(working.numel(), working.device):
             x = working[piece.start : piece.stop].view(piece.shape)
             y = scratch[: x.numel()].view(piece.shape)
@@ -201,7 +208,8 @@ class Storage:
         table = self._tables.get(device)
         if table is None:
             # repeated so that no read wraps around: hash < period, rows, one tile
-            period = torch.randperm(_PERIOD, generator=torch.Generator().manual_seed(0))
+            generator = torch.Generator("cpu").manual_seed(0)
+            period = torch.randperm(_PERIOD, generator=generator, dtype=torch.int64, device="cpu")
             table = period.repeat(3)[: 2 * _PERIOD + _STRIDE * (_ROWS - 1)].to(torch.int32)
             if self.dtype == "int8":
                 table = (table.float() + 0.5) / _PERIOD

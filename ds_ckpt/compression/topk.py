@@ -26,10 +26,12 @@ from pydantic import Field
 from torch import Tensor
 
 from ds_ckpt.compression.base import (
-    Codec,
     Method,
-    add_scaled,
+    RowCodec,
+    add_rows,
     aligned,
+    on_host,
+    row_groups,
     saturating_cast,
     section,
     write_section,
@@ -52,12 +54,13 @@ _MAGNITUDE_BITS = 0x7FFFFFFF & ~_ROW_BITS
 # Selecting k entries is k passes of a maximum. At larger densities blocks shrink instead of k
 # growing: 8 of 80 keep nearly what 25 of 250 do.
 _MAX_PER_BLOCK = 8
-# Keys that are worked on at a time. Bounds the scratch memory at 4 MiB; smaller tiles were slower,
-# they make more calls.
+# Keys that are worked on at a time. Bounds the scratch memory at 4 MiB on a CPU; smaller tiles were
+# slower, they make more calls.
 _TILE_ELEMENTS = 1 << 20
+_TILE_ELEMENTS_ACCELERATOR = 1 << 24
 
 
-class TopK(Method, Codec):
+class TopK(Method, RowCodec):
     """Top-K: of each remote shard only the largest entries are sent, by all-to-all."""
 
     name = "topk"
@@ -112,36 +115,37 @@ class TopK(Method, Codec):
         count, place_bytes = self._selected(numel)
         return value_bytes(count, self.values) + aligned(place_bytes)
 
-    def pack(self, values: Tensor, out: Tensor) -> None:
-        count, place_bytes = self._selected(values.numel())
+    def pack_rows(self, values: Tensor, out: Tensor) -> None:
+        count, place_bytes = self._selected(values.shape[1])
         if count == 0:
             return
         if place_bytes == 0:
             values.sub_(encode_values(values, self.values, out))
             return
         values_end = value_bytes(count, self.values)
-        out[values_end + place_bytes :].zero_()
-        index = self._select(values, count, out[values_end : values_end + place_bytes])
-        picked = values[index]
-        decoded = encode_values(picked, self.values, out[:values_end])
-        values.scatter_(0, index, picked - decoded)
+        if values_end + place_bytes < out.shape[1]:
+            out[:, values_end + place_bytes :].zero_()
+        index = self._select(values, count, out[:, values_end : values_end + place_bytes])
+        picked = values.gather(1, index)
+        decoded = encode_values(picked, self.values, out[:, :values_end])
+        values.scatter_(1, index, picked - decoded)
 
-    def unpack_add(self, payload: Tensor, into: Tensor, scale: float = 1.0) -> None:
+    def unpack_add_rows(self, payloads: Tensor, into: Tensor, scale: float = 1.0) -> None:
         count, place_bytes = self._selected(into.numel())
         if count == 0:
             return
         values_end = value_bytes(count, self.values)
-        decoded = decode_values(payload[:values_end], count, self.values)
+        decoded = decode_values(payloads[:, :values_end], count, self.values)
         if place_bytes == 0:
-            add_scaled(into, decoded, scale)
+            add_rows(into, decoded, scale)
             return
-        places = payload[values_end : values_end + place_bytes]
+        places = payloads[:, values_end : values_end + place_bytes]
         if self.selection == "exact":
             index = read_positions(places, count)
         else:
             blocks = blocks_for(into.numel(), self.density)
-            index = blocks.flat_index(places.view(blocks.k, blocks.count))
-        into.index_add_(0, index, decoded if scale == 1.0 else decoded * scale)
+            index = blocks.flat_index(places.view(-1, blocks.k, blocks.count))
+        _add_at(into, index, decoded if scale == 1.0 else decoded * scale)
 
     def _select(self, values: Tensor, count: int, places: Tensor) -> Tensor:
         """Choose, write the places, return the positions in the order of the values."""
@@ -149,8 +153,8 @@ class TopK(Method, Codec):
             index = values.abs().topk(count, sorted=False).indices.sort().values
             write_positions(index, places)
             return index
-        blocks = blocks_for(values.numel(), self.density)
-        offsets = places.view(blocks.k, blocks.count)
+        blocks = blocks_for(values.shape[1], self.density)
+        offsets = places.view(-1, blocks.k, blocks.count)
         select_in_blocks(values, blocks, offsets)
         return blocks.flat_index(offsets)
 
@@ -192,9 +196,9 @@ class Blocks:
         return self.count * self.k
 
     def flat_index(self, offsets: Tensor) -> Tensor:
-        """uint8 rows [k, count] -> int64 positions [k * count] in the shard."""
-        columns = torch.arange(self.count, device=offsets.device)
-        return torch.add(columns, offsets.long(), alpha=self.count).view(-1)
+        """uint8 rows [..., k, count] -> int64 positions [..., k * count] in the shard."""
+        columns = torch.arange(self.count, dtype=torch.int64, device=offsets.device)
+        return torch.add(columns, offsets.long(), alpha=self.count).flatten(-2)
 
 
 @lru_cache(maxsize=4096)
@@ -225,30 +229,55 @@ def ceil_of(x: float) -> int:
     return math.ceil(x * (1 - 1e-12))
 
 
+def _add_at(into: Tensor, index: Tensor, decoded: Tensor) -> None:
+    """Add each row of fp32 [rows, count] to `into` at that row's positions, none twice in a row."""
+    if index.shape[0] == 1 or on_host(into.device):
+        for at, row in zip(index.unbind(), decoded.unbind(), strict=True):
+            into.index_add_(0, at, row)
+        return
+    # rows meet at some entries, and atomics would add them in an order of their own
+    for at, some in row_groups(into.numel(), _TILE_ELEMENTS_ACCELERATOR, index, decoded):
+        spread = into.new_zeros(at.shape[0], into.numel())
+        into.add_(spread.scatter_(1, at, some).sum(0))
+
+
 def select_in_blocks(values: Tensor, blocks: Blocks, offsets: Tensor) -> None:
-    """Write the rows of each block's k largest magnitudes, descending, to uint8 [k, count]."""
-    full_rows = blocks.rows - 1
+    """Write the rows of each block's k largest magnitudes, descending, to uint8 [shards, k, count].
+
+    Args:
+        values: fp32 [shards, blocks.numel].
+    """
+    tile = _TILE_ELEMENTS if on_host(values.device) else _TILE_ELEMENTS_ACCELERATOR
+    rows = torch.arange(blocks.rows, dtype=torch.int32, device=values.device).unsqueeze(1)
+    for some, places in row_groups(blocks.numel, tile, values, offsets):
+        _select_together(some, blocks, rows, places, tile)
+
+
+def _select_together(
+    values: Tensor, blocks: Blocks, rows: Tensor, offsets: Tensor, tile: int
+) -> None:
+    shards, full_rows = values.shape[0], blocks.rows - 1
     tail = blocks.numel - full_rows * blocks.count
     bits = values.view(torch.int32)
-    body = bits[: full_rows * blocks.count].view(full_rows, blocks.count)
-    last = bits[full_rows * blocks.count :]
-    rows = torch.arange(blocks.rows, dtype=torch.int32, device=values.device).unsqueeze(1)
-    width = min(blocks.count, max(1, _TILE_ELEMENTS // blocks.rows))
-    scratch = torch.empty(blocks.rows * width, dtype=torch.int32, device=values.device)
+    body = bits[:, : full_rows * blocks.count].view(shards, full_rows, blocks.count)
+    last = bits[:, full_rows * blocks.count :]
+    width = min(blocks.count, max(1, tile // (shards * blocks.rows)))
+    scratch = torch.empty(shards * blocks.rows * width, dtype=torch.int32, device=values.device)
     for start in range(0, blocks.count, width):
         stop = min(start + width, blocks.count)
         in_tail = max(0, min(stop, tail) - start)
-        keys = scratch[: blocks.rows * (stop - start)].view(blocks.rows, stop - start)
-        torch.bitwise_and(body[:, start:stop], _MAGNITUDE_BITS, out=keys[:full_rows])
-        keys[full_rows, :in_tail] = last[start : start + in_tail] & _MAGNITUDE_BITS
-        keys[full_rows, in_tail:] = 0
+        shape = (shards, blocks.rows, stop - start)
+        keys = scratch[: math.prod(shape)].view(shape)
+        torch.bitwise_and(body[:, :, start:stop], _MAGNITUDE_BITS, out=keys[:, :full_rows])
+        keys[:, full_rows, :in_tail] = last[:, start : start + in_tail] & _MAGNITUDE_BITS
+        keys[:, full_rows, in_tail:] = 0
         keys.bitwise_or_(rows)
-        keys[full_rows, in_tail:] = -1  # below every real key: never selected
+        keys[:, full_rows, in_tail:] = -1  # below every real key: never selected
         for place in range(blocks.k):
-            row = keys.amax(0).bitwise_and_(_ROW_BITS)
-            offsets[place, start:stop] = row
+            row = keys.amax(1).bitwise_and_(_ROW_BITS)
+            offsets[:, place, start:stop] = row
             if place + 1 < blocks.k:
-                keys.scatter_(0, row.long().unsqueeze(0), -1)
+                keys.scatter_(1, row.long().unsqueeze(1), -1)
 
 
 def position_bytes(numel: int, count: int) -> int:
@@ -257,22 +286,27 @@ def position_bytes(numel: int, count: int) -> int:
 
 
 def write_positions(index: Tensor, out: Tensor) -> None:
-    """Write ascending positions, int64 [count], to uint8 [position_bytes]."""
-    count = index.numel()
-    out[:count] = index & (MAX_BLOCK - 1)
+    """Write ascending positions, int64 [..., count], to uint8 [..., position_bytes]."""
+    count = index.shape[-1]
+    out[..., :count] = index & (MAX_BLOCK - 1)
     # entry number i of page p sets bit i + p: zeros in between are ends of pages
-    bits = torch.zeros(8 * (out.numel() - count), dtype=torch.uint8, device=out.device)
-    bits[torch.arange(count, device=index.device) + (index >> 8)] = 1
+    bits = out.new_zeros(*out.shape[:-1], 8 * (out.shape[-1] - count))
+    numbers = torch.arange(count, dtype=torch.int64, device=index.device)
+    bits.scatter_(-1, numbers + (index >> 8), 1)
     weights = 1 << torch.arange(8, dtype=torch.uint8, device=out.device)
-    torch.sum(bits.view(-1, 8) * weights, 1, dtype=torch.uint8, out=out[count:])
+    together = bits.unflatten(-1, (-1, 8)) * weights
+    out[..., count:] = together.sum(-1, dtype=torch.uint8)
 
 
 def read_positions(packed: Tensor, count: int) -> Tensor:
-    """What `write_positions` was given: int64 [count]."""
+    """What `write_positions` was given: int64 [..., count]. Waits for no bit to be read."""
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    bits = (packed[count:].unsqueeze(1) >> shifts) & 1
-    page = bits.view(-1).nonzero().view(-1) - torch.arange(count, device=packed.device)
-    return packed[:count].long() + MAX_BLOCK * page
+    bits = ((packed[..., count:].unsqueeze(-1) >> shifts) & 1).flatten(-2)
+    number = bits.cumsum(-1, dtype=torch.int64) - 1
+    places = torch.arange(bits.shape[-1], dtype=torch.int64, device=packed.device)
+    page = number.new_zeros(*bits.shape[:-1], count + 1)  # the last takes what is no entry
+    page.scatter_(-1, torch.where(bits > 0, number, count), places - number)
+    return packed[..., :count].long() + MAX_BLOCK * page[..., :count]
 
 
 def value_bytes(count: int, fmt: ValueFormat) -> int:
@@ -285,7 +319,8 @@ def value_bytes(count: int, fmt: ValueFormat) -> int:
 
 
 def encode_values(values: Tensor, fmt: ValueFormat, out: Tensor) -> Tensor:
-    """Write fp32 [count] to uint8 [value_bytes(count, fmt)]; return what will be decoded, fp32."""
+    """Write fp32 [..., count] to uint8 [..., value_bytes(count, fmt)]; return what will be decoded,
+    fp32."""
     if fmt == "int8":
         return _encode_int8(values, out)
     sent = saturating_cast(values, torch.float32 if fmt == "fp32" else torch.bfloat16)
@@ -294,7 +329,7 @@ def encode_values(values: Tensor, fmt: ValueFormat, out: Tensor) -> Tensor:
 
 
 def decode_values(payload: Tensor, count: int, fmt: ValueFormat) -> Tensor:
-    """The fp32 [count] that `encode_values` returned, bitwise. May alias `payload` for fp32."""
+    """The fp32 that `encode_values` returned, bitwise. May alias `payload` for fp32."""
     if fmt == "fp32":
         return section(payload, 0, count, torch.float32)
     if fmt == "bf16":
@@ -306,30 +341,30 @@ def decode_values(payload: Tensor, count: int, fmt: ValueFormat) -> Tensor:
 
 
 def _grouped(values: Tensor) -> Tensor:
-    """[count] as [groups, INT8_GROUP], the last group filled up with zeros."""
-    missing = -values.numel() % INT8_GROUP
+    """[..., count] as [..., groups, INT8_GROUP], the last group filled up with zeros."""
+    missing = -values.shape[-1] % INT8_GROUP
     if missing:
         values = torch.nn.functional.pad(values, (0, missing))
-    return values.view(-1, INT8_GROUP)
+    return values.view(*values.shape[:-1], -1, INT8_GROUP)
 
 
 def _dequantize(quantized: Tensor, scales: Tensor) -> Tensor:
-    decoded = _grouped(quantized).float().mul_(scales.unsqueeze(1))
-    return decoded.view(-1)[: quantized.numel()]
+    decoded: Tensor = _grouped(quantized).float().mul_(scales.unsqueeze(-1))
+    return decoded.flatten(-2)[..., : quantized.shape[-1]]
 
 
 def _encode_int8(values: Tensor, out: Tensor) -> Tensor:
     groups = _grouped(values)
     # 127 times a scale stays finite: the largest fp32 / 127 is rounded down in bf16.
-    scales = groups.abs().amax(1).div_(_INT8_MAX).to(torch.bfloat16)
+    scales = groups.abs().amax(-1).div_(_INT8_MAX).to(torch.bfloat16)
     start_byte = write_section(out, 0, scales)
     wide = scales.float()
     # A group of zeros, or of denormals too small for a bf16 scale, sends zeros and keeps its
     # values as residual; without the 1 it would cast NaN to an integer, which is undefined.
     # Dividing (not multiplying by a reciprocal, which would overflow) is safe for denormal
     # scales; the clamp catches their coarse rounding.
-    divisor = torch.where(wide == 0, torch.ones_like(wide), wide).unsqueeze(1)
+    divisor = torch.where(wide == 0, torch.ones_like(wide), wide).unsqueeze(-1)
     quantized = groups.div(divisor).round_().clamp_(-_INT8_MAX, _INT8_MAX).to(torch.int8)
-    flat = quantized.view(-1)[: values.numel()]
+    flat = quantized.flatten(-2)[..., : values.shape[-1]]
     write_section(out, start_byte, flat)
     return _dequantize(flat, wide)

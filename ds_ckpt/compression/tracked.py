@@ -70,7 +70,7 @@ class Tracked:
             few = [i for i in few if errors[i] <= LIMIT]
             payload, after, errors = self._pack([before[i] for i in few], [goals[i] for i in few])
         self.last = Tracking(max(errors, default=0.0), len(over))
-        flags = torch.zeros(aligned(len(sizes)), dtype=torch.uint8)
+        flags = torch.zeros(aligned(len(sizes)), dtype=torch.uint8, device="cpu")
         flags[over] = 1
         whole = [goals[i].to(held.dtype) for i in over]
         for i, values in zip([*few, *over], [*after, *whole], strict=True):
@@ -104,7 +104,7 @@ class Tracked:
     ) -> tuple[Tensor, list[Tensor], list[float]]:
         """Codes; what they make of the tensors; errors over those of rounding to bf16."""
         if not before:
-            return torch.empty(0, dtype=torch.uint8), [], []
+            return torch.empty(0, dtype=torch.uint8, device="cpu"), [], []
         blocks, goal = _in_blocks(before), _in_blocks(goals)
         codes = torch.empty(
             self._codec.packed_bytes(blocks.numel()), dtype=torch.uint8, device=blocks.device
@@ -113,7 +113,7 @@ class Tracked:
         moved = self._moved(blocks, codes, before[0].dtype)
         error = _energies(goal - moved.float(), goals)
         rounding = _energies(goal - goal.bfloat16().float(), goals)
-        ratios = torch.where(error == 0, 0.0, error / rounding).sqrt().tolist()
+        ratios = (error / rounding).masked_fill_(error == 0, 0.0).sqrt().cpu().tolist()
         return codes, _out_of_blocks(moved, before), ratios
 
     def _moved(self, blocks: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
@@ -125,7 +125,7 @@ class Tracked:
 def _in_blocks(tensors: Sequence[Tensor]) -> Tensor:
     """fp32: one after the other, each filled up with zeros to whole blocks."""
     padded = [torch.nn.functional.pad(t.float(), (0, -t.numel() % _BLOCK)) for t in tensors]
-    return torch.cat(padded) if padded else torch.empty(0)
+    return torch.cat(padded) if padded else torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 def _out_of_blocks(blocks: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
@@ -135,7 +135,10 @@ def _out_of_blocks(blocks: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 def _energies(blocks: Tensor, like: Sequence[Tensor]) -> Tensor:
     """Sum of squares of each tensor: fp32."""
-    counts = torch.tensor([-(-t.numel() // _BLOCK) for t in like], device=blocks.device)
-    tensor = torch.repeat_interleave(torch.arange(len(like), device=blocks.device), counts)
+    counts = torch.tensor(
+        [-(-t.numel() // _BLOCK) for t in like], dtype=torch.int64, device=blocks.device
+    )
+    numbers = torch.arange(len(like), dtype=torch.int64, device=blocks.device)
+    tensor = torch.repeat_interleave(numbers, counts, output_size=blocks.numel() // _BLOCK)
     of_blocks = blocks.view(-1, _BLOCK).square().sum(1)
-    return torch.zeros(len(like), device=blocks.device).index_add_(0, tensor, of_blocks)
+    return blocks.new_zeros(len(like)).index_add_(0, tensor, of_blocks)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 from pydantic.fields import FieldInfo
 
 from ds_ckpt.compression import Method, methods
@@ -20,6 +20,13 @@ from ds_ckpt.settings import (
     Section,
     list_as_tuple,
 )
+
+
+def _momentum(value: Any) -> str | float:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value in ("matched", "none") or (number and 0 < value < 1):
+        return cast(str | float, value)
+    raise ValueError("neither a choice nor a lead")
 
 
 class ErrorFeedbackConfig(Section):
@@ -48,13 +55,36 @@ class ErrorFeedbackConfig(Section):
             "memory between steps; each step copies every residual there and back, in its dtype.",
         )
     )
+    momentum: Annotated[
+        Literal["matched", "none"] | float,
+        PlainValidator(_momentum),
+        WithJsonSchema(
+            {
+                "anyOf": [
+                    {"enum": ["matched", "none"]},
+                    {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+                    {"type": "null"},
+                ]
+            }
+        ),
+        Expects('"matched", "none" or a number above 0 and below 1', '"matched"'),
+    ] = Field(
+        default="none",
+        description="What is kept back arrives late, and an optimizer's first moment m makes it "
+        'later still. "matched": after the warm-up AdamW steps by (1 - a) m + a g, g being the '
+        "step's gradient, with the lead a that what is left behind asks for, 0.4 at most; a "
+        "number: that a. For AdamW of torch, DeepSpeedCPUAdam and FusedAdam; "
+        'other optimizers are left alone. It takes one more pass over m a step. "none": m.',
+    )
 
     def words(self) -> str:
         """A few words on what is switched on."""
         if not self.enabled:
             return "without error feedback"
         kept = "" if self.dtype == "fp32" else f" in {self.dtype}"
-        return f"with error feedback{kept}{' on the host' if self.device == 'cpu' else ''}"
+        where = " on the host" if self.device == "cpu" else ""
+        lead = "" if self.momentum == "none" else f", lead {self.momentum}"
+        return f"with error feedback{kept}{where}{lead}"
 
 
 class ExchangeConfig(Section):

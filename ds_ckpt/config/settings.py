@@ -33,6 +33,7 @@ def exchange_settings(compression: CompressionConfig) -> ExchangeSettings:
         levels=compression.exchange.levels,
         autotune=compression.exchange.autotune,
         when=compression.exchange.when,
+        momentum=compression.error_feedback.momentum,
     )
 
 

@@ -200,7 +200,7 @@ def _unused_compression(section: Any, method: str | None) -> Iterator[Problem]:
     """Keys of the section and its rules that no method there acts on."""
     path = _COMPRESSION
     if lookup(section, ("error_feedback", "enabled")) is False:
-        keys = ("error_feedback.dtype", "error_feedback.device")
+        keys = tuple(f"error_feedback.{key}" for key in ("dtype", "device", "momentum"))
         why = "it does nothing while error feedback is off: there are no residuals"
         yield from _dead(section, path, keys, why, f"set {path}.error_feedback.enabled to true")
     if method is None:

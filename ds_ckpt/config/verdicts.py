@@ -115,6 +115,8 @@ def decisive(compression: CompressionConfig) -> dict[str, Any]:
             flat[key] = value
     for name in ("enabled", "dtype"):
         flat[f"error_feedback.{name}"] = found["error_feedback"][name]
+    if found["error_feedback"]["momentum"] != "none":
+        flat["error_feedback.momentum"] = found["error_feedback"]["momentum"]
     when = compression.exchange.when
     held = compression.lossy and compression.error_feedback.enabled
     if when != "auto" and held != (when == "accumulation_boundary"):

@@ -159,7 +159,8 @@ class Autotuner:
         Without times, as in a process that was resumed in between, compression stays.
         """
         assert self._rounds is not None
-        own = torch.tensor([middle(times) for times in self._times], device=self._device)
+        medians = [middle(times) for times in self._times]
+        own = torch.tensor(medians, dtype=torch.float32, device=self._device)
         self._add_up(own)
         (ours_s, ours_variance), (other_s, other_variance) = (own / self._world).tolist()
         error_s = math.sqrt(ours_variance + other_variance)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 import torch.distributed as torch_dist
+from torch import Tensor
 
 from ds_ckpt.compression.error_feedback import Feedback, HostMemory, ResidualDevice
 from ds_ckpt.compression.powersgd import Factors
@@ -15,6 +17,7 @@ from ds_ckpt.exchange.autotune import Autotuner
 from ds_ckpt.exchange.exchange import AllToAllExchange
 from ds_ckpt.exchange.hierarchy import Groups, InHostSum, Levels, make_groups
 from ds_ckpt.exchange.layout import ascending, ring_pieces
+from ds_ckpt.exchange.momentum import Choice, FirstMoments
 from ds_ckpt.exchange.plan import Plan
 from ds_ckpt.exchange.rules import MethodSettings, Rule, Rules
 from ds_ckpt.exchange.schedule import ScheduledExchange
@@ -43,6 +46,7 @@ class ExchangeSettings:
     levels: Levels = "auto"
     autotune: bool = True
     when: When = "auto"
+    momentum: Choice = "none"
 
     @property
     def lossless(self) -> bool:
@@ -79,6 +83,15 @@ class ExchangeSettings:
             host=host,
         )
 
+    def moments(
+        self, groups: Mapping[str, int], add_up: Callable[[Tensor], None]
+    ) -> FirstMoments | None:
+        """First moments that are matched to what is left behind; None where nothing is carried over
+        or the optimizer is to be left alone. Arguments as of `FirstMoments`."""
+        if self.momentum == "none" or self.lossless or not self.error_feedback:
+            return None
+        return FirstMoments(self.momentum, groups, add_up)
+
 
 @dataclass
 class Built:
@@ -89,8 +102,10 @@ class Built:
         factors: PowerSGD's.
         groups: who exchanges with whom.
         autotuner: None where gradients always travel as the rules say.
+        moments: None where the optimizer's first moments stay as they are.
         timings: host seconds by section.
         errors: what compression leaves behind, while it is sampled.
+        reserve: see `AllToAllExchange.reserve`.
     """
 
     exchange: ScheduledExchange
@@ -98,8 +113,10 @@ class Built:
     factors: Factors
     groups: Groups
     autotuner: Autotuner | None
+    moments: FirstMoments | None
     timings: Timings
     errors: Errors
+    reserve: Callable[[Iterable[tuple[str, torch.Size]], torch.device], None]
 
     def parts(self) -> dict[str, Stateful]:
         """What a checkpoint keeps beside the residuals."""
@@ -109,6 +126,8 @@ class Built:
         }
         if self.autotuner is not None:
             parts["autotune"] = self.autotuner
+        if self.moments is not None:
+            parts["momentum"] = self.moments
         return parts
 
 
@@ -122,6 +141,7 @@ def build_exchange(
     at_boundary: Callable[[], bool] | None = None,
     embeddings: frozenset[str] = frozenset(),
     host: HostMemory | None = None,
+    parameter_groups: Mapping[str, int] | None = None,
 ) -> Built:
     """The exchange for one data-parallel group. Collective: all its processes call it.
 
@@ -133,6 +153,7 @@ def build_exchange(
         at_boundary: see `ScheduledExchange`.
         embeddings: see `Rules`.
         host: host memory for the residuals.
+        parameter_groups: see `FirstMoments`; None: the optimizer is left alone.
 
     Raises:
         UnsupportedError: the hosts do not allow the levels that are asked for.
@@ -150,8 +171,8 @@ def build_exchange(
     between = TorchTransport(groups.between, all_to_all_single, all_reduce)
     autotuner = None
     speaks = torch_dist.get_rank(group) == 0
+    everyone = TorchTransport(group, all_to_all_single, all_reduce)
     if settings.autotune and not settings.lossless:
-        everyone = TorchTransport(group, all_to_all_single, all_reduce)
         autotuner = Autotuner(
             everyone.all_reduce,
             world=everyone.world,
@@ -168,15 +189,29 @@ def build_exchange(
         holds=holds,
         in_host=in_host,
     )
+    moments = None
+    if parameter_groups is not None:
+        moments = settings.moments(parameter_groups, everyone.all_reduce)
     scheduled = ScheduledExchange(
         exchange,
         warmup_steps=settings.warmup_steps,
         current_step=current_step,
         at_boundary=at_boundary,
         autotuner=autotuner,
+        moments=moments,
     )
     scheduled.fallback.speaks = speaks
-    return Built(scheduled, feedback, factors, groups, autotuner, exchange.timings, exchange.errors)
+    return Built(
+        scheduled,
+        feedback,
+        factors,
+        groups,
+        autotuner,
+        moments,
+        exchange.timings,
+        exchange.errors,
+        exchange.reserve,
+    )
 
 
 def describe(settings: ExchangeSettings, plan: Plan, groups: Groups) -> str:

@@ -14,21 +14,29 @@ an all-to-all of what these missed where they have a remainder. With two levels 
 between hosts, to sums that each host has made before (`hierarchy`).
 
 A non-finite value cannot be left to the codec, which might drop it and hide the overflow. Its
-process flags the bucket instead, in byte 0 of its packets' headers; every process then answers NaN
-for its shards of the bucket's compressed tensors, where DeepSpeed's own overflow check finds it.
+process flags the bucket instead, in its packets' headers; every process then answers NaN for its
+shards of the bucket's compressed tensors, where DeepSpeed's own overflow check finds it. The flag
+stays a tensor on the device, from where it is found to where the answer is written; the host reads
+those of all buckets at once, when the step has ended. So a flagged bucket goes all the way, with
+values that mean nothing, and the step is rolled back.
+
+What an accelerator is asked to do does not grow with the number of processes: shards of one size go
+through a codec as the rows of one matrix (`Packets`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from ds_ckpt.compression.base import Codec, Compressor, aligned, section
+from ds_ckpt.compression.base import Codec, Compressor, aligned, on_host, section
 from ds_ckpt.compression.dense import Dense
-from ds_ckpt.compression.error_feedback import Feedback, all_finite
+from ds_ckpt.compression.error_feedback import Feedback, all_finite, finite_flag
 from ds_ckpt.compression.powersgd import Factors, LowRank, factor_numels, matrix_shape
 from ds_ckpt.exchange.hierarchy import InHostSum
 from ds_ckpt.exchange.layout import LocalShard, Order, ShardLayout, ascending
@@ -37,6 +45,21 @@ from ds_ckpt.exchange.plan import words
 from ds_ckpt.exchange.rules import Choose
 from ds_ckpt.exchange.transport import Packets, Transport
 from ds_ckpt.telemetry.timings import Errors, Timings
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _as_written(method: Callable[P, R]) -> Callable[P, R]:
+    """In the types that are written here: backward's autocast reaches into hooks, and its rounding
+    would be lost to the residual. Nothing of it is differentiated."""
+
+    @functools.wraps(method)
+    def plain(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.no_grad(), torch._C._DisableAutocast():
+            return method(*args, **kwargs)
+
+    return plain
 
 
 @dataclass
@@ -50,7 +73,7 @@ class Item:
         pending: with a compressor, residual plus gradient; turns into what is left.
         energy: squared norm of what `pending` has for others, where errors are sampled.
         own: this process's contribution to its own shard, in the dtype of the sum.
-        arriving: payloads by the process that sends them; empty where factors say all.
+        arriving: payloads of the other processes, a row each; none where factors say all.
     """
 
     name: str
@@ -61,9 +84,9 @@ class Item:
     compressor: Compressor | None
     rides: bool = False
     pending: Tensor | None = None
-    energy: float | None = None
+    energy: Tensor | None = None
     own: Tensor = field(init=False)
-    arriving: Mapping[int, Tensor] = field(default_factory=dict)
+    arriving: Tensor | None = None
 
     @property
     def codec(self) -> Codec | None:
@@ -107,8 +130,6 @@ class AllToAllExchange:
         in_host: the lower level; None: every process is on its own.
 
     Attributes:
-        nonfinite_buckets: buckets so far in which this process saw or was told of a non-finite
-            value in a compressed tensor.
         world: processes that are averaged over.
         timings: host seconds by section.
         errors: what compression leaves behind, while it is sampled.
@@ -133,19 +154,39 @@ class AllToAllExchange:
         self._holds = holds
         self._in_host = in_host
         assert not holds or self.feedback.accumulates, "gradients are held in the residuals"
-        self.nonfinite_buckets = 0
-        self._held_nonfinite = False
+        self._nonfinite_buckets = 0
+        self._finite: list[Tensor] = []
+        """Of the buckets that nobody has asked for yet."""
+        self._held_finite: Tensor | None = None
+        """Whether all is finite that this step has held back."""
         self.world = transport.world * (in_host.processes if in_host else 1)
         self._members = in_host.members if in_host else tuple(range(transport.world))
         self._me = transport.dp_rank
         self.timings = Timings()
         self.errors = Errors()
 
+    def reserve(self, shapes: Iterable[tuple[str, torch.Size]], device: torch.device) -> None:
+        """Allocate the residuals of the parameters that have one, by name and shape."""
+        for name, shape in shapes:
+            compressed = self.world > 1 and self._choose(name, shape) is not None
+            if compressed or self._holds:
+                layout = LocalShard(ShardLayout(shape.numel(), self.world), self._members)
+                self.feedback.reserve(layout.numel, device)
+
     def step_ended(self) -> None:
         """Forget what was held back; the caller commits or rolls back."""
-        self._held_nonfinite = False
+        self._held_finite = None
 
-    @torch.no_grad()
+    @property
+    def nonfinite_buckets(self) -> int:
+        """Buckets so far in which this process saw or was told of a non-finite value in a
+        compressed tensor. Waits for the device if there were buckets since it was asked last."""
+        if self._finite:
+            finite, self._finite = torch.stack(self._finite), []
+            self._nonfinite_buckets += len(finite) - int(finite.sum())
+        return self._nonfinite_buckets
+
+    @_as_written
     def hold(
         self, names: Sequence[str], tensors: list[Tensor], loss_scale: float = 1.0
     ) -> list[Tensor]:
@@ -157,18 +198,23 @@ class AllToAllExchange:
         Returns:
             Zeros of the shape of what `average` returns.
         """
+        if tensors:
+            self._time_on(tensors[0].device)
         locals_, layouts = self._local_shards(tensors)
         with self.timings.section("residual"):
             for name, local in zip(names, locals_, strict=True):
                 pending = self.feedback.accumulate(name, local, self.world, loss_scale)
                 # residuals that are rounded cannot hold an inf, and the parameter may be absent
                 # from the micro-step that sends
-                self._held_nonfinite |= not all_finite(pending)
+                finite = finite_flag([pending])
+                if self._held_finite is not None:
+                    finite = finite & self._held_finite
+                self._held_finite = finite
                 self.feedback.store(name, pending)
         sizes = [layout.size(self._me) for layout in layouts]
         return [t.new_zeros(size) for t, size in zip(tensors, sizes, strict=True)]
 
-    @torch.no_grad()
+    @_as_written
     def average(
         self,
         names: Sequence[str],
@@ -193,8 +239,10 @@ class AllToAllExchange:
         chosen = [self._compressor(n, t, uncompressed) for n, t in zip(names, tensors, strict=True)]
         if not tensors:
             return []
+        self._time_on(tensors[0].device)
         if self.world == 1:
-            self.nonfinite_buckets += self._held_nonfinite
+            if self._held_finite is not None:
+                self._finite.append(self._held_finite)
             shards = [
                 self._alone(name, tensor.reshape(-1), compressor, loss_scale)
                 for name, tensor, compressor in zip(names, tensors, chosen, strict=True)
@@ -212,6 +260,10 @@ class AllToAllExchange:
             for name in names:
                 self.feedback.clear(name)
         return shards
+
+    def _time_on(self, device: torch.device) -> None:
+        if self.timings.module is None and not on_host(device):
+            self.timings.module = torch.get_device_module(device)
 
     def _compressor(self, name: str, tensor: Tensor, uncompressed: bool) -> Compressor | None:
         compressor = None if uncompressed else self._choose(name, tensor.shape)
@@ -236,15 +288,14 @@ class AllToAllExchange:
         self, name: str, flat: Tensor, compressor: Compressor | None, loss_scale: float
     ) -> Tensor:
         """World of one: the gradient, and what is held or a larger world has left."""
-        if compressor is not None and self._held_nonfinite:
-            return torch.full_like(flat, torch.nan)
-        if compressor is None or not self.feedback.holds(name):
+        if compressor is None:
             return flat
-        pending = self.feedback.accumulate(name, flat, 1, loss_scale)
-        delivered = pending.mul(loss_scale).to(flat.dtype)
-        pending.zero_()
-        self.feedback.store(name, pending)
-        return delivered
+        if self.feedback.holds(name):
+            pending = self.feedback.accumulate(name, flat, 1, loss_scale)
+            flat = pending.mul(loss_scale).to(flat.dtype)
+            pending.zero_()
+            self.feedback.store(name, pending)
+        return flat if self._held_finite is None else _where(self._held_finite, flat)
 
     def _exchange(self, items: Sequence[Item], loss_scale: float) -> list[Tensor]:
         """One bucket, from residuals to sums."""
@@ -259,42 +310,45 @@ class AllToAllExchange:
             with section("pack"):
                 self._add_to_low_rank(low, items)
                 finite = low.first(finite)
-            if not finite:
-                self.nonfinite_buckets += 1
-                return [self._nan(item) for item in items]
         with section("pack"):
             packets = self._pack([item for item in items if item.packed], finite)
             self._store(items, finite)
-        flagged = not finite
         if packets is not None:
             with section("wire"):
                 packets.exchange()
-                headers = [pieces[0] for pieces in packets.incoming.values()]
-                flagged |= bool(headers and torch.cat(headers).any())
+                finite = finite & packets.incoming[0].any().logical_not()
         with section("unpack"):
             if low is not None:
-                flagged |= not low.second()
-            self.nonfinite_buckets += flagged
-            return self._sums(items, low, loss_scale, flagged=flagged)
+                finite = low.second(finite)
+            self._finite.append(finite)
+            return self._sums(items, low, loss_scale, finite)
 
-    def _accumulate(self, items: Sequence[Item], loss_scale: float) -> bool:
-        """Residual plus gradient, the own part set aside; False where a value is not finite."""
-        finite = not self._held_nonfinite
+    def _accumulate(self, items: Sequence[Item], loss_scale: float) -> Tensor:
+        """Residual plus gradient, the own part set aside; False (bool []) where a value is not
+        finite."""
+        every, sound = [], True
         for item in items:
             if item.compressor is None:
                 continue
             pending = self.feedback.accumulate(item.name, item.local, self.world, loss_scale)
             item.pending = pending
-            finite = finite and all_finite(pending)
+            if on_host(pending.device):
+                sound = sound and all_finite(pending)  # while a cache has it
+            else:
+                every.append(pending)
             mine = pending[item.layout.shard(self._me)]
             if self.errors.wanted:
                 item.energy = _energy(pending) - _energy(mine)
             if item.rides:
                 continue
             item.own = mine.mul(loss_scale)
-            if item.low_rank is None:  # that needs whole rows
-                mine.zero_()
-        return finite
+        finite = torch.full((), sound, dtype=torch.bool, device=items[0].local.device)
+        if every:
+            finite = finite_flag(every)
+        for item in items:
+            if item.pending is not None and not item.rides and item.low_rank is None:
+                item.pending[item.layout.shard(self._me)].zero_()  # factors need whole rows
+        return finite if self._held_finite is None else finite & self._held_finite
 
     def _add_to_low_rank(self, low: LowRankPart, items: Sequence[Item]) -> None:
         for item in items:
@@ -307,83 +361,96 @@ class AllToAllExchange:
                 blocks = RowBlocks.of(item.layout, matrix_shape(item.shape)[1])
                 low.add(item.name, item.pending, blocks, item.low_rank)
 
-    def _pack(self, items: Sequence[Item], finite: bool) -> Packets | None:
+    def _pack(self, items: Sequence[Item], finite: Tensor) -> Packets | None:
         """Write the packets; what a codec leaves out stays in the pending tensor."""
         if not items:
             return None
-        sizes = [[item.packed_bytes(p) for item in items] for p in range(self.transport.world)]
-        packets = Packets(self.transport, sizes, items[0].local.device)
-        for header, *_ in packets.outgoing.values():
-            header.zero_()
-            header[0] = not finite
+        everybody = range(self.transport.world)
+        sizes = [[item.packed_bytes(p) for item in items] for p in everybody]
+        shards = [[item.layout.size(p) for item in items] for p in everybody]
+        packets = Packets(self.transport, sizes, shards, items[0].local.device)
+        for _, (header, *_) in packets.outgoing:
+            header.copy_(~finite)
         for place, item in enumerate(items, start=1):
-            item.arriving = {p: pieces[place] for p, pieces in packets.incoming.items()}
-            outgoing = {p: pieces[place] for p, pieces in packets.outgoing.items()}
+            item.arriving = packets.incoming[place]
+            outgoing = [(dests, pieces[place]) for dests, pieces in packets.outgoing]
             if item.pending is None:
                 self._pack_uncompressed(item, outgoing)
                 continue
             assert item.codec is not None
-            for dest, payload in outgoing.items():
-                if finite:
-                    item.codec.pack(item.pending[item.layout.shard(dest)], payload)
-                else:
-                    payload.zero_()
+            for dests, payloads in outgoing:
+                item.codec.pack_rows(item.layout.rows(item.pending, dests), payloads)
         return packets
 
-    def _pack_uncompressed(self, item: Item, outgoing: Mapping[int, Tensor]) -> None:
+    def _pack_uncompressed(self, item: Item, outgoing: Sequence[tuple[range, Tensor]]) -> None:
         divisor = 1 if item.divided_last else self.world
-        for dest, payload in outgoing.items():
-            part = item.local[item.layout.shard(dest)]
-            out = section(payload, 0, part.numel(), item.dtype)
-            if part.dtype == item.dtype:
-                torch.div(part, divisor, out=out)  # straight into the packet
+        for dests, payloads in outgoing:
+            parts = item.layout.rows(item.local, dests)
+            out = section(payloads, 0, parts.shape[1], item.dtype)
+            if parts.dtype == item.dtype:
+                torch.div(parts, divisor, out=out)  # straight into the packets
             else:
-                out.copy_(part.div(divisor))
+                out.copy_(parts.div(divisor))
         own = item.local[item.layout.shard(self._me)].div(divisor)
         item.own = own.to(torch.promote_types(item.dtype, torch.float32))
 
-    def _store(self, items: Sequence[Item], finite: bool) -> None:
+    def _store(self, items: Sequence[Item], finite: Tensor) -> None:
         """What is left is the residual so far."""
         for item in items:
             if item.pending is None:
                 continue
             if item.rides:
                 item.pending.zero_()  # all of it has arrived, in fp32
-            if item.energy is not None and finite:
-                self.errors.add(words(item.compressor), item.energy, _energy(item.pending))
+            if item.energy is not None:
+                before = item.energy.masked_fill(~finite, 0.0)
+                after = _energy(item.pending).masked_fill(~finite, 0.0)
+                self.errors.add(words(item.compressor), before, after, item.name)
             self.feedback.store(item.name, item.pending)
             if item.rides or item.compressor == Dense(torch.float32):
                 self.feedback.clear(item.name)
 
     def _sums(
-        self, items: Sequence[Item], low: LowRankPart | None, loss_scale: float, *, flagged: bool
+        self, items: Sequence[Item], low: LowRankPart | None, loss_scale: float, finite: Tensor
     ) -> list[Tensor]:
         """The means at this process's shards, times the loss scale, in the gradients' dtypes."""
         sums = []
+        # what is added to it is NaN where the bucket was flagged
+        start = torch.zeros((), dtype=torch.float32, device=finite.device)
+        start.masked_fill_(~finite, torch.nan)
         # the buffer that DeepSpeed would reduce has a chunk of each tensor for each owner
         entries, before = sum(item.layout.tensor.chunk for item in items), 0
         for item in items:
             at, before = self._me * entries + before, before + item.layout.tensor.chunk
-            if flagged and item.compressor is not None:
-                total = self._nan(item)
-            elif item.rides:
+            if item.rides:
                 assert low is not None
                 total = low.rider(item.name)[item.layout.shard(self._me)]
                 if item.pending is not None:
-                    total = total.mul(loss_scale)
+                    total = _where(finite, total.mul(loss_scale))
             elif item.pending is None:
                 total = self._sum_uncompressed(item, at, entries)
             else:
-                total = torch.zeros_like(item.own)
-                if low is not None and item.low_rank is not None:
-                    total.add_(low.delivered(item.name), alpha=loss_scale)
-                for process in range(self.transport.world):
-                    if process == self._me:
-                        total.add_(item.own)
-                    elif item.codec is not None:
-                        item.codec.unpack_add(item.arriving[process], total, loss_scale)
+                total = self._sum_compressed(item, low, loss_scale, start)
             sums.append(total.to(item.dtype))
         return sums
+
+    def _sum_compressed(
+        self, item: Item, low: LowRankPart | None, loss_scale: float, start: Tensor
+    ) -> Tensor:
+        """Added up from `start` in the processes' order; on an accelerator the others' together,
+        then the own."""
+        total = torch.empty_like(item.own).copy_(start)
+        if low is not None and item.low_rank is not None:
+            total.add_(low.delivered(item.name), alpha=loss_scale)
+        codec, arriving = item.codec, item.arriving
+        if codec is None or arriving is None:
+            return total.add_(item.own)
+        before = self._me if on_host(total.device) else len(arriving)
+        if before:
+            codec.unpack_add_rows(arriving[:before], total, loss_scale)
+        total.add_(item.own)
+        if before < len(arriving):
+            codec.unpack_add_rows(arriving[before:], total, loss_scale)
+        return total
 
     def _sum_uncompressed(self, item: Item, at: int, entries: int) -> Tensor:
         """Added up in the exchange's order.
@@ -393,8 +460,13 @@ class AllToAllExchange:
             entries: of that buffer, for one owner.
         """
         world, size = self.transport.world, item.own.numel()
-        parts = {p: section(piece, 0, size, item.dtype) for p, piece in item.arriving.items()}
-        parts[self._me] = item.own
+        assert item.arriving is not None
+        arrived = section(item.arriving, 0, size, item.dtype)
+        if self.order is ascending and not on_host(arrived.device):
+            total = arrived.sum(0, dtype=item.own.dtype).add_(item.own)
+            return total.div_(self.world) if item.divided_last else total
+        parts = list(arrived.unbind())
+        parts.insert(self._me, item.own)
         result = torch.empty_like(item.own)
         pieces = self.order(world * entries, item.dtype.itemsize, world, at, at + size)
         for start, stop, order in pieces:
@@ -404,9 +476,6 @@ class AllToAllExchange:
             for process in order[1:]:
                 sum_.add_(parts[process][piece])
         return result.div_(self.world) if item.divided_last else result
-
-    def _nan(self, item: Item) -> Tensor:
-        return item.local.new_full((item.layout.size(self._me),), torch.nan, dtype=item.dtype)
 
 
 def _choose_riders(items: Sequence[Item]) -> None:
@@ -425,5 +494,10 @@ def _choose_riders(items: Sequence[Item]) -> None:
             item.rides = True
 
 
-def _energy(values: Tensor) -> float:
-    return float(values.dot(values))
+def _where(finite: Tensor, values: Tensor) -> Tensor:
+    """NaN where a bucket was flagged."""
+    return values.masked_fill(~finite, torch.nan)
+
+
+def _energy(values: Tensor) -> Tensor:
+    return values.dot(values).double()

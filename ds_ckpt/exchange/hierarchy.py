@@ -12,14 +12,14 @@ import contextlib
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
-from ds_ckpt.compression.base import aligned, section
+from ds_ckpt.compression.base import aligned, on_host, section
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.exchange.layout import LocalShard, ShardLayout
 from ds_ckpt.exchange.transport import Packets, Transport
@@ -101,11 +101,15 @@ class Groups:
     inside: Any = None
     peers: tuple[tuple[int, ...], ...] = ()
 
+    @property
+    def made(self) -> tuple[Any, ...]:
+        """The groups that were made for two levels."""
+        return () if self.inside is None else (self.between, self.inside)
+
     def discard(self) -> None:
-        """End the groups that were made for two levels."""
-        if self.inside is not None:
-            discard(self.between)
-            discard(self.inside)
+        """End them."""
+        for group in self.made:
+            discard(group)
 
     @property
     def world(self) -> int:
@@ -160,6 +164,8 @@ def make_groups(group: Any, levels: Levels) -> Groups:
             if me in members:
                 mine.append(new)
     between, inside = mine
+    for new in mine:
+        warm(new)
     return Groups(between, inside, peers)
 
 
@@ -170,6 +176,28 @@ def twin_of(group: Any) -> Any:
     """
     ranks = torch_dist.get_process_group_ranks(group)
     return torch_dist.new_group(ranks, backend=torch_dist.get_backend(group))
+
+
+def warm(group: Any) -> None:
+    """Have the group's communicator made now: NCCL makes one with the first collective, which would
+    be in the middle of backward. Collective."""
+    torch_dist.barrier(group=group)
+
+
+_abandoned: list[Any] = []
+"""Groups of engines that were dropped without a word."""
+
+
+def abandon(*groups: Any) -> None:
+    """Have groups given up when the next engine is set up. For finalizers, which run in any thread
+    and at any time: NCCL's communicators must not be ended there."""
+    _abandoned.extend(groups)
+
+
+def discard_abandoned() -> None:
+    """Give up what finalizers have left."""
+    while _abandoned:
+        discard(_abandoned.pop())
 
 
 def discard(group: Any) -> None:
@@ -215,33 +243,49 @@ class InHostSum:
         Returns:
             [its entries] each, in fp32 or the gradient's dtype if that is wider.
         """
-        me, local = self._transport.dp_rank, self._transport.world
+        me = self._transport.dp_rank
         layouts = [[LocalShard(s, members) for s in shards] for members in self._peers]
         sizes = [
             [aligned(c.numel * f.element_size()) for c, f in zip(cs, flats, strict=True)]
             for cs in layouts
         ]
-        packets = Packets(self._transport, sizes, flats[0].device, header_bytes=0)
-        for peer, (_, *payloads) in packets.outgoing.items():
-            for flat, layout, payload in zip(flats, layouts[peer], payloads, strict=True):
-                _gather(flat, layout, section(payload, 0, layout.numel, flat.dtype))
+        entries = [[c.numel for c in cs] for cs in layouts]
+        packets = Packets(self._transport, sizes, entries, flats[0].device, header_bytes=0)
+        for peers, (_, *payloads) in packets.outgoing:
+            for i, (flat, payload) in enumerate(zip(flats, payloads, strict=True)):
+                theirs = [layouts[peer][i] for peer in peers]
+                _gather(flat, theirs, section(payload, 0, theirs[0].numel, flat.dtype))
         packets.exchange()
         totals: list[Tensor] = []
         for i, (flat, layout) in enumerate(zip(flats, layouts[me], strict=True)):
-            parts = {
-                process: section(payloads[1 + i], 0, layout.numel, flat.dtype)
-                for process, payloads in packets.incoming.items()
-            }
-            parts[me] = _gather(flat, layout, flat.new_empty(layout.numel))
+            arrived = section(packets.incoming[1 + i], 0, layout.numel, flat.dtype)
+            own = _gather(flat, [layout], flat.new_empty(1, layout.numel))[0]
             wide = torch.promote_types(flat.dtype, torch.float32)
+            if not on_host(flat.device):
+                totals.append(arrived.sum(0, dtype=wide).add_(own))
+                continue
+            parts = list(arrived.unbind())
+            parts.insert(me, own)
             total = parts[0].to(wide, copy=True)
-            for process in range(1, local):
-                total.add_(parts[process])
+            for part in parts[1:]:
+                total.add_(part)
             totals.append(total)
         return totals
 
 
-def _gather(flat: Tensor, layout: LocalShard, out: Tensor) -> Tensor:
-    for member in range(len(layout.members)):
-        out[layout.shard(member)] = flat[layout.source(member)]
+def _gather(flat: Tensor, layouts: Sequence[LocalShard], out: Tensor) -> Tensor:
+    """The local shard of each layout, all as long, as a row of `out`: as few copies as there are
+    runs of shards where the layouts are alike and equally far apart."""
+    runs = [list(layout.runs()) for layout in layouts]
+    apart = runs[1][0].source - runs[0][0].source if len(runs) > 1 and runs[0] else 0
+    for row, each in enumerate(runs):
+        moved = [replace(run, source=run.source + apart * row) for run in runs[0]]
+        if each != moved:
+            for alone, layout in zip(out, layouts, strict=True):
+                _gather(flat, [layout], alone.unsqueeze(0))
+            return out
+    for run in runs[0]:
+        shape, steps = (len(runs), run.count, run.size), (apart, run.step, 1)
+        shards = flat.as_strided(shape, steps, flat.storage_offset() + run.source)
+        out[:, run.start : run.start + run.count * run.size].view(shape).copy_(shards)
     return out

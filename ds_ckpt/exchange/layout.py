@@ -1,4 +1,4 @@
-"""Who owns what, and in which order it is summed. Pure arithmetic, no tensors.
+"""Who owns what, and in which order it is summed. Pure arithmetic.
 
 Ownership is ZeRO-3's: process r owns entries [r * chunk, min((r + 1) * chunk, numel)) of the
 flattened tensor, chunk = ceil(numel / world); the last processes may own fewer entries or none.
@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from torch import Tensor
 
 _MAX_SEGMENT_BYTES = 1024 * 1024
 
@@ -45,6 +49,22 @@ class ShardLayout:
 
 
 @dataclass(frozen=True)
+class Run:
+    """Shards of one size, `step` entries from each to the next in the flattened tensor.
+
+    Attributes:
+        source: where the first begins there.
+        start: where it begins in the local shard, in which they follow each other.
+    """
+
+    count: int
+    size: int
+    step: int
+    source: int
+    start: int
+
+
+@dataclass(frozen=True)
 class LocalShard:
     """What a group of processes exchanges of a tensor: the shards that its members own, in a row.
 
@@ -62,7 +82,12 @@ class LocalShard:
     @property
     def numel(self) -> int:
         """Entries of the local shard."""
-        return sum(self.size(m) for m in range(len(self.members)))
+        return self._starts[-1]
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        """Of the members' shards in the local shard, and its end."""
+        return [0, *accumulate(self.tensor.size(member) for member in self.members)]
 
     def source(self, member: int) -> slice:
         """Where a member's shard lies in the flattened tensor."""
@@ -70,12 +95,33 @@ class LocalShard:
 
     def shard(self, member: int) -> slice:
         """Where a member's shard lies in the local shard."""
-        start = sum(self.size(m) for m in range(member))
-        return slice(start, start + self.size(member))
+        return slice(self._starts[member], self._starts[member + 1])
 
     def size(self, member: int) -> int:
         """Entries that a member owns."""
-        return self.tensor.size(self.members[member])
+        return self._starts[member + 1] - self._starts[member]
+
+    def rows(self, local: Tensor, members: range) -> Tensor:
+        """The shards of members that follow each other, all of one size, as views: [members, n]."""
+        start, stop = self._starts[members[0]], self._starts[members[-1] + 1]
+        return local[start:stop].view(len(members), (stop - start) // len(members))
+
+    def runs(self) -> Iterator[Run]:
+        """The shards that are not empty, in order, as few runs as there are."""
+        first, start = 0, 0
+        while first < len(self.members) and (size := self.size(first)):
+            at = self.source(first).start
+            step = self.source(first + 1).start - at if first + 1 < len(self.members) else size
+            last = first + 1
+            while (
+                last < len(self.members)
+                and self.size(last) == size
+                and self.source(last).start == at + step * (last - first)
+            ):
+                last += 1
+            yield Run(last - first, size, step, at, start)
+            start += size * (last - first)
+            first = last
 
 
 def ascending(

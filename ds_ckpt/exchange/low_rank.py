@@ -14,8 +14,8 @@ in M all the same: without it the matrices of two processes would have different
 projection of each on the common P^ would miss most of it (measured: an error of 24% where rank 2
 suffices). With `alternate` a step sends P or Q alone.
 
-A process with a non-finite value puts NaN into the first sum: everybody learns of it there and
-stops, so nobody waits for a collective that does not come.
+A process with a non-finite value puts NaN into the first sum: everybody learns of it there, on the
+device, and nobody stops: what it sends from there on means nothing, and nothing of it is kept.
 
 ZeRO-3's shards are runs of the flattened tensor and start in the middle of rows. A factorization
 needs rows, so each shard brings the whole rows that it touches, entries of others as zeros
@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from ds_ckpt.compression import powersgd
-from ds_ckpt.compression.error_feedback import all_finite
+from ds_ckpt.compression.error_feedback import finite_flag
 from ds_ckpt.compression.powersgd import Factors, LowRank, Side
 from ds_ckpt.exchange.layout import LocalShard
 from ds_ckpt.exchange.transport import Transport
@@ -77,9 +77,14 @@ class RowBlocks:
         """Whether the local shard is the whole tensor, which is then the matrix itself."""
         return self.layout.numel == self.layout.tensor.numel
 
+    @property
+    def is_local(self) -> bool:
+        """Whether the local shard is the matrix: whole rows alone."""
+        return self.complete or self.rows * self.columns == self.layout.numel
+
     def entries(self, member: int) -> slice:
         """Where a member's shard lies in the flattened matrix."""
-        if self.complete:
+        if self.is_local:
             return self.layout.shard(member)
         offset = self.layout.source(member).start % self.columns
         start = self.starts[member] * self.columns + offset
@@ -91,17 +96,17 @@ class RowBlocks:
         return self.layout.tensor.numel // self.columns if self.complete else self.rows
 
     def matrix(self, local: Tensor) -> Tensor:
-        """fp32 [matrix_rows, columns]: a view where the local shard is complete, else a copy."""
-        if self.complete:
+        """fp32 [matrix_rows, columns]: a view where the local shard is the matrix, else a copy."""
+        if self.is_local:
             return local.view(-1, self.columns)
-        matrix = torch.zeros(self.rows * self.columns, device=local.device)
+        matrix = local.new_zeros(self.rows * self.columns)
         for member in range(len(self.layout.members)):
             matrix[self.entries(member)] = local[self.layout.shard(member)]
         return matrix.view(-1, self.columns)
 
     def write_back(self, matrix: Tensor, local: Tensor) -> None:
         """Copy the shards' entries of `matrix` to the local shard that it was made from."""
-        if self.complete:
+        if self.is_local:
             return
         flat = matrix.view(-1)
         for member in range(len(self.layout.members)):
@@ -109,7 +114,13 @@ class RowBlocks:
 
 
 class FactorSum:
-    """What sums the factors of one group of processes."""
+    """What sums the factors of one group of processes.
+
+    Attributes:
+        finite: bool []: whether the factors are that were summed last.
+    """
+
+    finite: Tensor
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -126,14 +137,15 @@ class FactorSum:
             factors: fp32, as `rounded` left them; at least one.
             exact: fp32; summed in fp32.
         """
-        parts = [*exact, *factors]
+        parts, exact_numel = [*exact, *factors], sum(part.numel() for part in exact)
         if self._gathers:
-            sums = self._gathered(parts, sum(part.numel() for part in exact))
+            sums = self._gathered(parts, exact_numel)
         else:
             sums = torch.cat([part.reshape(-1) for part in parts])
             self._transport.all_reduce(sums)
         pieces = sums.split([part.numel() for part in parts])
         shaped = [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
+        self.finite = finite_flag([sums[exact_numel:]])
         return shaped[len(exact) :] + shaped[: len(exact)]
 
     def _gathered(self, parts: list[Tensor], exact: int) -> Tensor:
@@ -262,23 +274,21 @@ class LowRankPart:
                 return side, powersgd.orthogonalize(factor.to(self._device))
         return "right", powersgd.initial_factor(name, blocks.columns, rank, self._device)
 
-    def first(self, finite: bool) -> bool:
+    def first(self, finite: Tensor) -> Tensor:
         """Sum the first factors; False where any process has a non-finite value.
 
         Args:
-            finite: whether this process's values are; the same answer reaches everybody.
+            finite: whether this process's values are (bool []); the same answer reaches everybody.
         """
         items = list(self._matrices.values())
-        verdict = torch.zeros(1, device=self._device)
-        if not finite:
-            verdict.fill_(torch.nan)
+        verdict = torch.zeros(1, dtype=torch.float32, device=self._device)
+        verdict.masked_fill_(~finite, torch.nan)
         riders = [local.float() for local in self._riders.values()]
         with self._timings.section("wire"):
             sums = self._factor_sum.sum([verdict, *(item.mine for item in items)], riders)
+        finite = self._factor_sum.finite
         totals, riders = sums[: 1 + len(items)], sums[1 + len(items) :]
         self._riders = dict(zip(self._riders, riders, strict=True))
-        if not all(map(all_finite, totals)):
-            return False
         for item, total in zip(items, totals[1:], strict=True):
             item.total = total
             if not item.settings.alternate:
@@ -286,30 +296,28 @@ class LowRankPart:
                 item.side = "right"
                 item.project()
                 item.subtract()
-        return True
+        return finite
 
-    def second(self) -> bool:
-        """Sum the other factors of those that do not alternate, and remember what was sent.
-
-        False where a sum overflowed; the factors of the last step then stay.
+    def second(self, finite: Tensor) -> Tensor:
+        """Sum the other factors of those that do not alternate, and remember what was sent, which
+        the step's verdict keeps or forgets. False where a sum overflowed, or something before.
         """
         twice = [item for item in self._matrices.values() if not item.settings.alternate]
         if twice:
             with self._timings.section("wire"):
                 sums = self._factor_sum.sum([item.mine for item in twice])
+            finite = finite & self._factor_sum.finite
             for item, total in zip(twice, sums, strict=True):
                 item.total = total
-            if not all(map(all_finite, sums)):
-                return False
         for name, item in self._matrices.items():
             self._factors.put(name, item.side, item.total.clone())
-        return True
+        return finite
 
     def delivered(self, name: str) -> Tensor:
         """fp32, flat: the other processes' approximations at this process's shard, summed."""
         item = self._matrices.get(name)
         if item is None:
-            return torch.zeros(0, device=self._device)
+            return torch.zeros(0, dtype=torch.float32, device=self._device)
         return item.others(item.blocks.entries(self._dp_rank))
 
     def rider(self, name: str) -> Tensor:

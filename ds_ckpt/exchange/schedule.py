@@ -16,6 +16,7 @@ from torch import Tensor
 from ds_ckpt.exchange.autotune import Autotuner, Way
 from ds_ckpt.exchange.exchange import AllToAllExchange
 from ds_ckpt.exchange.layout import ShardLayout
+from ds_ckpt.exchange.momentum import FirstMoments
 
 log = logging.getLogger("ds_ckpt")
 Reduce = Callable[[list[Tensor]], list[Tensor]]
@@ -60,6 +61,7 @@ class ScheduledExchange:
         at_boundary: whether this micro-step ends an accumulated step; the others' gradients are
             held back until then. None: every micro-step is exchanged.
         autotuner: None: gradients are always compressed.
+        moments: measured from the end of the warm-up; None: the optimizer's stay as they are.
 
     Attributes:
         fallback: see `Fallback`.
@@ -73,8 +75,12 @@ class ScheduledExchange:
         current_step: Callable[[], int],
         at_boundary: Callable[[], bool] | None = None,
         autotuner: Autotuner | None = None,
+        moments: FirstMoments | None = None,
     ) -> None:
         self._exchange = exchange
+        self._moments = moments
+        if moments is not None:
+            exchange.errors.listeners.append(moments.errors)
         self._warmup_steps = warmup_steps
         self._current_step = current_step
         self._at_boundary = at_boundary
@@ -117,6 +123,9 @@ class ScheduledExchange:
         if self._at_boundary is not None and not self._at_boundary():
             return self._exchange.hold(names, tensors, loss_scale)
         way = self._way(names)
+        if self._moments is not None and tensors:
+            after_warm_up = self._current_step() - self._warmup_steps
+            self._moments.exchanging(after_warm_up, tensors[0].device)
         if self._autotuner is not None and tensors and not self.fallback.uncompressed:
             self._autotuner.exchanged(names, tensors[0].device)
         if way == "deepspeed":
@@ -139,8 +148,11 @@ class ScheduledExchange:
                 state.rollback()
             else:
                 state.commit()
+        # what all processes know alike
+        if self._moments is not None:
+            self._moments.step_ended(skipped=skipped)
         if self._autotuner is not None:
-            self._autotuner.step_ended(skipped=skipped)  # what all processes know alike
+            self._autotuner.step_ended(skipped=skipped)
 
 
 class NoCommunication:

@@ -8,43 +8,52 @@ With two levels a process keeps a local shard: the entries that its `members` ow
 of an old one hands its entries to the (k mod members)-th member of whichever new one they lie in.
 Sums are in fp32 and stay so until the next step rounds them.
 
-A file is safetensors, no pickle. Tensors: `residual/NAME` as it is kept (fp32, bf16 or int8),
-`scales/NAME` with int8, and `PART/KEY` of the other parts. Metadata: `format`, `method`, and
-`about` in JSON:
+A file is safetensors with a digest (`sealed.py`). Tensors: `residual/NAME` as it is kept (fp32,
+bf16 or int8), `scales/NAME` with int8, and `PART/KEY` of the other parts. Metadata: `format`,
+`method`, and `about` in JSON:
 
-    steps    committed steps, which the rounding of the next one depends on
-    members  the processes whose shards the residuals cover, in this order; null: all
-    values   by part, what is not a tensor
+    process, world  whose file it is
+    steps           committed steps, which the rounding of the next one depends on
+    members         the processes whose shards the residuals cover, in this order; null: all
+    values          by part, what is not a tensor
+
+Names end as those of DeepSpeed's own files with model states, but for a dot: its conversion to a
+universal checkpoint copies `*model_states.pt` and reads `*_model_states.pt`. So residuals travel
+with it, and so does the mark of a save that was broken off.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ds_ckpt.compression.base import methods
 from ds_ckpt.compression.error_feedback import Feedback
-from ds_ckpt.compression.storage import Stored
+from ds_ckpt.compression.storage import BLOCK, Stored
 from ds_ckpt.errors import Problem, StateError
 from ds_ckpt.exchange.layout import LocalShard, ShardLayout
-from ds_ckpt.files import replacing
+from ds_ckpt.sealed import DamagedError, SealedFile, write
 
 log = logging.getLogger("ds_ckpt")
-FORMAT = "2"
+FORMAT = "3"
+_UNSEALED = "2"
+"""The format before, which is read too: without a digest."""
 _RESIDUAL, _SCALES = "residual/", "scales/"
-_ANY = "ds_ckpt_residuals_*_of_*.safetensors"
+_TRAVELS = ".model_states.pt"
+_ANY = "ds_ckpt_residuals_*_of_*.safetensors*"
 _UNFINISHED = "ds_ckpt_residuals_*.unfinished"
-_MARK = "ds_ckpt_residuals_saving"
-_PATTERN = "ds_ckpt_residuals_{process:05d}_of_{world:05d}.safetensors"
+_MARK = f"ds_ckpt_residuals_saving{_TRAVELS}"
+_PATTERN = f"ds_ckpt_residuals_{{process:05d}}_of_{{world:05d}}.safetensors{_TRAVELS}"
+_NAME = re.compile(r"ds_ckpt_residuals_(\d+)_of_(\d+)\.safetensors.*")
 _OWED = "the sum of residuals over all processes is what training is still owed"
 _START_AT_0 = "remove the ds_ckpt_residuals_* files to start with residuals of 0"
 
@@ -68,58 +77,78 @@ class SavedFile:
     """A file opened for reading.
 
     Attributes:
+        process, world: by its name.
         method: what the residuals are of.
-        format: one other than `FORMAT` holds nothing that can be read.
+        format: one that is neither `FORMAT` nor the one before holds nothing that can be read.
         steps, members: see the module.
 
     Raises:
-        StateError: the file is damaged.
+        StateError: the file is damaged, or another's.
     """
 
     def __init__(self, path: Path) -> None:
+        self.path = path
+        self.process, self.world = _place(path)
         try:
-            self._file: Any = safe_open(str(path), framework="pt")
-            metadata = self._file.metadata() or {}
+            self._file = SealedFile(path)
+            metadata = self._file.metadata
+            self.method, self.format = str(metadata.get("method")), str(metadata.get("format"))
             about = json.loads(metadata.get("about", "{}"))
-        except Exception as error:  # safetensors raises a type of its own for a damaged file
-            raise StateError(
-                Problem(
-                    where=str(path),
-                    found=f"a file that cannot be read ({error})",
-                    why=_OWED,
-                    remedy=f"restore the file, or {_START_AT_0}",
-                )
-            ) from error
-        self.method = str(metadata.get("method"))
-        self.format = str(metadata.get("format"))
-        members = about.get("members")
-        self.steps = int(about.get("steps", 0))
-        self.members: tuple[int, ...] | None = None if members is None else tuple(members)
-        self._values: dict[str, dict[str, Any]] = about.get("values", {})
-        self._keys = set(self._file.keys())
+            members = about.get("members")
+            self.steps = int(about.get("steps", 0))
+            self.members: tuple[int, ...] | None = None if members is None else tuple(members)
+            self._values: dict[str, dict[str, Any]] = about.get("values", {})
+            found = (about.get("process", self.process), about.get("world", self.world))
+            if found != (self.process, self.world):
+                raise DamagedError(f"the file of process {found[0]} of {found[1]} under this name")
+        except (ValueError, TypeError, AttributeError) as error:
+            raise self.damaged(error) from error
+
+    def damaged(self, error: Exception) -> StateError:
+        """What to do about it, too."""
+        found = str(error) if isinstance(error, DamagedError) else f"a broken header ({error})"
+        return _refused(self.path, found, _OWED, "restore the file")
+
+    def check(self) -> None:
+        """Read all of it.
+
+        Raises:
+            StateError: it is damaged.
+        """
+        try:
+            if self.format == FORMAT and not self._file.sealed:
+                raise DamagedError("a file without its checksum")
+            self._file.check()
+        except DamagedError as error:
+            raise self.damaged(error) from error
 
     @property
     def names(self) -> list[str]:
         """Parameters with a residual."""
-        return sorted(k.removeprefix(_RESIDUAL) for k in self._keys if k.startswith(_RESIDUAL))
+        return [k.removeprefix(_RESIDUAL) for k in self._file.keys if k.startswith(_RESIDUAL)]
 
     def shape(self, name: str) -> list[int]:
-        """Of a residual's values."""
-        return list(self._file.get_slice(_RESIDUAL + name).get_shape())
+        """Of a residual's values; of its scales where they are not those of the values."""
+        values, scales = self._file.shape(_RESIDUAL + name), _SCALES + name
+        blocks = (
+            [-(-math.prod(values) // BLOCK)] if self._file.dtype(_RESIDUAL + name) == "I8" else [0]
+        )
+        found = self._file.shape(scales) if scales in self._file.keys else [0]
+        return values if found == blocks else found
 
     def residual(self, name: str) -> Stored:
         """As it was kept, on the host."""
         scales = _SCALES + name
         return Stored(
-            self._file.get_tensor(_RESIDUAL + name),
-            self._file.get_tensor(scales) if scales in self._keys else None,
+            self._file.tensor(_RESIDUAL + name),
+            self._file.tensor(scales) if scales in self._file.keys else None,
         )
 
     def part(self, part: str) -> dict[str, Any]:
         """Tensors and JSON values by key; empty where the file has none of the part."""
         start = f"{part}/"
-        keys = sorted(key for key in self._keys if key.startswith(start))
-        tensors = {key[len(start) :]: self._file.get_tensor(key) for key in keys}
+        keys = [key for key in self._file.keys if key.startswith(start)]
+        tensors = {key[len(start) :]: self._file.tensor(key) for key in keys}
         return {**tensors, **self._values.get(part, {})}
 
 
@@ -153,9 +182,9 @@ class ResidualFiles:
 
     what = "residuals"
     not_converted: str | None = (
-        "ds_ckpt: the universal checkpoint %s holds no residuals; they start at 0. DeepSpeed's "
-        "conversion leaves them out: to keep them, copy the ds_ckpt_residuals_* files of the "
-        "checkpoint that it was made from into it"
+        "ds_ckpt: the universal checkpoint %s holds no residuals; they start at 0. If it was made "
+        "from one that an earlier version of ds_ckpt saved, copy the ds_ckpt_residuals_* files of "
+        "that one into it"
     )
 
     def __init__(
@@ -191,7 +220,7 @@ class ResidualFiles:
         """
         if self._feedback is not None and folder.is_dir():
             (folder / _MARK).touch()
-        for path in (*folder.glob(_ANY), *folder.glob(_UNFINISHED)):
+        for path in (*_found(folder), *folder.glob(_UNFINISHED)):
             path.unlink(missing_ok=True)
 
     def end(self, folder: Path) -> None:
@@ -215,47 +244,42 @@ class ResidualFiles:
                     tensors[f"{part}/{key}"] = value
                 else:
                     values.setdefault(part, {})[key] = value
-        about = {"steps": self._feedback.steps, "members": self._members, "values": values}
-        path = folder / _PATTERN.format(process=self._dp_rank, world=self._world)
-        with replacing(path) as unfinished:
-            save_file(
-                {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()},
-                str(unfinished),
-                metadata={"format": FORMAT, "method": self._method, "about": json.dumps(about)},
-            )
+        place = {"process": self._dp_rank, "world": self._world}
+        about = {**place, "steps": self._feedback.steps, "members": self._members, "values": values}
+        metadata = {"format": FORMAT, "method": self._method, "about": json.dumps(about)}
+        write(folder / _PATTERN.format(**place), tensors, metadata)
 
     def read(self, folder: Path) -> Contents | None:
         """This process's share of what was saved; None where the checkpoint has none.
 
+        Each file is checked as a whole by a process that takes residuals from it.
+
         Raises:
-            StateError: files are missing, or are of another method or of other shapes. Nothing
-                has been loaded then.
+            StateError: files are missing or damaged, not of one save, or are of another method or
+                of other shapes. Nothing has been loaded then.
         """
-        found = sorted(folder.glob(_ANY))
+        found = _found(folder)
         if self._feedback is None:
             self._without(folder, found)
             return None
-        if (folder / _MARK).exists():
-            raise StateError(
-                Problem(
-                    where=str(folder),
-                    found=f"{_MARK}: a save that was broken off",
-                    why="there was an earlier save under this tag, and DeepSpeed's files may still "
-                    "be of that one",
-                    remedy=f"load another tag, or {_START_AT_0}",
-                )
-            )
+        if any(folder.glob(f"{_MARK.removesuffix(_TRAVELS)}*")):
+            why = "there was an earlier save under this tag; DeepSpeed's files may still be of it"
+            raise _refused(folder, f"{_MARK}: a save that was broken off", why)
         if not found:
             log.info("ds_ckpt: %s holds no residuals (plain DeepSpeed?); they start at 0", folder)
             return None
         paths = _complete(folder, found)
-        first = self._checked(paths[0])
-        own = self._checked(paths[self._dp_rank]) if len(paths) == self._world else None
-        if own is not None and own.members == self._members:
+        first = self._fitting(paths[0])
+        own = self._fitting(paths[self._dp_rank]) if len(paths) == self._world else first
+        if len(paths) == self._world and own.members == self._members:
+            _of_one_save(own, first)
+            own.check()
             residuals = {name: own.residual(name) for name in own.names}
         else:
             own = first
             residuals = {n: Stored(total) for n, total in self._summed(paths, first).items()}
+        if first.format == _UNSEALED and self._dp_rank == 0:
+            log.info("ds_ckpt: %s has no checksums: an earlier version saved it", folder)
         if residuals and not self._feedback.accumulates:
             residuals = {}
             if self._dp_rank == 0:
@@ -281,15 +305,16 @@ class ResidualFiles:
         # Every process must hold the same names: an exchange lays its packets out by them. Without
         # members all files have them; with, they may differ in what they have left.
         files = paths if first.members is not None else paths[:1]
-        for name in sorted({name for path in files for name in self._checked(path).names}):
+        for name in sorted({name for path in files for name in self._fitting(path).names}):
             total[name] = torch.zeros(self._local(name, self._world, self._members).numel)
         if first.members is None:  # process and place are the same, and only the own are opened
             paths = paths[place :: len(members)]
         for path in paths:
-            file = self._checked(path)
-            process = int(path.stem.split("_")[3])
-            if (file.members or range(world)).index(process) % len(members) != place:
+            file = self._fitting(path)
+            _of_one_save(file, first)
+            if (file.members or range(world)).index(file.process) % len(members) != place:
                 continue
+            file.check()
             for name in file.names:
                 old = self._local(name, world, file.members)
                 new = self._local(name, self._world, self._members)
@@ -300,26 +325,20 @@ class ResidualFiles:
         shards = ShardLayout(self._numels[name], world)
         return LocalShard(shards, members or tuple(range(world)))
 
-    def _checked(self, path: Path) -> SavedFile:
+    def _fitting(self, path: Path) -> SavedFile:
         """The file, if it is of this run's method and shapes."""
         file = SavedFile(path)
-        if file.method != self._method or file.format != FORMAT:
-            raise StateError(
-                Problem(
-                    where=str(path),
-                    found=f"method {file.method}, format {file.format}",
-                    why=f"this run uses method {self._method}, format {FORMAT}",
-                    remedy=f"set ds_ckpt.compression.method to {file.method}, or {_START_AT_0}"
-                    if file.format == FORMAT
-                    else _START_AT_0,
-                )
-            )
-        world = int(path.stem.rsplit("_", 1)[1])
+        readable = file.format in (FORMAT, _UNSEALED)
+        if file.method != self._method or not readable:
+            remedy = f"set ds_ckpt.compression.method to {file.method}" if readable else ""
+            found = f"method {file.method}, format {file.format}"
+            why = f"this run uses method {self._method}, format {FORMAT}"
+            raise _refused(path, found, why, remedy, other_tags=False)
         problems = []
         for name in file.names:
             shape, why = file.shape(name), "the model has no trainable parameter of this name"
             if name in self._numels:
-                want = self._local(name, world, file.members).numel
+                want = self._local(name, file.world, file.members).numel
                 if shape == [want]:
                     continue
                 why = f"the model's parameter has {self._numels[name]} elements"
@@ -342,29 +361,53 @@ class ResidualFiles:
         """This run has no residuals: as with DeepSpeed alone, or with everything sent."""
         kind = methods().get(self._method)
         if kind is not None and kind.lossless:
-            found = [path for path in found if self._checked(path).names]
+            found = [path for path in found if self._fitting(path).names]
         if found and self._dp_rank == 0:
             text = "ds_ckpt: %s holds residuals; method %s drops them"
             log.warning(text, folder, self._method)
 
 
+def _found(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob(_ANY) if _NAME.fullmatch(path.name))
+
+
+def _place(path: Path) -> tuple[int, int]:
+    """Process and world, by a file's name."""
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1]), int(match[2])
+
+
 def _complete(folder: Path, found: list[Path]) -> list[Path]:
     """The files of all processes of one save, by process."""
-    worlds = {int(p.stem.rsplit("_", 1)[1]) for p in found}
-    world = min(worlds)
-    expected = [folder / _PATTERN.format(process=j, world=world) for j in range(world)]
-    missing = [p.name for p in expected if not p.is_file()]
+    files = {_place(path): path for path in found}
+    worlds = sorted({world for _, world in files})
+    places = [(process, worlds[0]) for process in range(worlds[0])]
+    missing = [_PATTERN.format(process=p, world=w) for p, w in places if (p, w) not in files]
     if missing or len(worlds) > 1:
-        raise StateError(
-            Problem(
-                where=str(folder),
-                found=f"residuals of {len(found)} processes, worlds {sorted(worlds)}"
-                + (f", without {', '.join(missing)}" if missing else ""),
-                why=_OWED,
-                remedy=f"restore the missing files, or {_START_AT_0}",
-            )
-        )
-    return expected
+        what = f"residuals of {len(found)} processes, worlds {worlds}"
+        what += f", without {', '.join(missing)}" if missing else ""
+        raise _refused(folder, what, _OWED, "restore the missing files")
+    return [files[place] for place in places]
+
+
+def _of_one_save(file: SavedFile, first: SavedFile) -> None:
+    if file.steps != first.steps:
+        found = f"residuals after {file.steps} steps beside {first.path.name} after {first.steps}"
+        raise _refused(file.path, found, _OWED, "restore the files of one save")
+
+
+def _refused(
+    where: Path, found: str, why: str, remedy: str = "", *, other_tags: bool = True
+) -> StateError:
+    """With what can be done instead: another checkpoint beside it, or residuals of 0."""
+    folder = where if where.is_dir() else where.parent
+    beside = [path for path in folder.parent.glob("*/") if path != folder and _found(path)]
+    remedies = [remedy] if remedy else []
+    if other_tags:
+        latest = max(beside, key=lambda path: path.stat().st_mtime, default=None)
+        remedies.append(f"load another tag{f', such as {latest.name}' if latest else ''}")
+    return StateError(Problem(str(where), found, why, ", or ".join([*remedies, _START_AT_0])))
 
 
 def _taken(local: Tensor, old: LocalShard, new: LocalShard) -> Tensor:

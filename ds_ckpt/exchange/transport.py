@@ -89,7 +89,9 @@ class TorchTransport:
         self._all_reduce(tensor, group=self._group)
 
 
-HEADER_BYTES = 8
+PACKET_ALIGNMENT_BYTES = 16
+"""Packets begin at multiples: NCCL moves 16 bytes at a time from there."""
+HEADER_BYTES = 16
 
 
 class Packets:
@@ -98,41 +100,57 @@ class Packets:
         header | payload | payload | ...
 
     All of a packet is for what its destination owns, so its size depends on the destination alone.
+    Packets of shards of the same sizes that follow each other are one matrix, a packet a row.
 
     Args:
         sizes: by process, the bytes of each payload for it; multiples of 8.
+        shards: by process, the entries of each payload.
         header_bytes: a multiple of 8.
 
     Attributes:
-        outgoing: by destination the pieces of its packet, header first: uint8 views to be written.
-        incoming: by source likewise; filled by `exchange`.
+        outgoing: destinations that follow each other and get shards of the same sizes, and the
+            pieces of their packets, header first: uint8 [destinations, bytes] views to be written.
+        incoming: likewise of all other processes, ascending; filled by `exchange`.
     """
 
     def __init__(
         self,
         transport: Transport,
         sizes: Sequence[Sequence[int]],
+        shards: Sequence[Sequence[int]],
         device: torch.device,
         header_bytes: int = HEADER_BYTES,
     ) -> None:
         self._transport = transport
-        me, pieces = transport.dp_rank, [[header_bytes, *payloads] for payloads in sizes]
+        me, pieces = transport.dp_rank, [_pieces([header_bytes, *each]) for each in sizes]
         peers = [process != me for process in range(transport.world)]
         self._send = [sum(pieces[p]) * peer for p, peer in enumerate(peers)]
         self._receive = [sum(pieces[me]) * peer for peer in peers]
         self._out = torch.empty(sum(self._send), dtype=torch.uint8, device=device)
         self._in = torch.empty(sum(self._receive), dtype=torch.uint8, device=device)
-        self.outgoing: dict[int, Sequence[Tensor]] = {
-            dest: packet.split(pieces[dest])
-            for dest, packet in enumerate(self._out.split(self._send))
-            if dest != me
-        }
-        self.incoming: dict[int, Sequence[Tensor]] = {
-            source: packet.split(pieces[me])
-            for source, packet in enumerate(self._in.split(self._receive))
-            if source != me
-        }
+        self.outgoing: list[tuple[range, list[Tensor]]] = []
+        start = first = 0
+        for last in range(1, transport.world + 1):
+            if last < transport.world and last != me != first and shards[last] == shards[first]:
+                continue
+            if first != me:
+                end = start + (last - first) * sum(pieces[first])
+                run = _rows(self._out[start:end], last - first, pieces[first])
+                self.outgoing.append((range(first, last), run))
+                start = end
+            first = last
+        self.incoming: list[Tensor] = _rows(self._in, transport.world - 1, pieces[me])
 
     def exchange(self) -> None:
         """Send and receive."""
         self._transport.all_to_all(self._in, self._out, self._receive, self._send)
+
+
+def _pieces(sizes: list[int]) -> list[int]:
+    """Filled up to the alignment of packets."""
+    return [*sizes, -sum(sizes) % PACKET_ALIGNMENT_BYTES]
+
+
+def _rows(packets: Tensor, count: int, sizes: list[int]) -> list[Tensor]:
+    """The pieces of `count` packets, without what fills them up."""
+    return list(packets.view(count, sum(sizes)).split(sizes, dim=1))[:-1]

@@ -14,7 +14,7 @@ import logging
 import math
 import threading
 from bisect import insort
-from collections import defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 import torch
@@ -40,9 +40,14 @@ class HostPool:
             raise ValueError("pinned host memory needs CUDA, which is not available")
         self._pinned = torch.cuda.is_available() if pinned is None else pinned
         self._lock = threading.Lock()
-        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._free: OrderedDict[int, list[Tensor]] = OrderedDict()
+        """By size; those last whose size was used last."""
+        self._peak = self._peak_before = 0
+        """Most bytes in use at once, since none were and before that."""
         self._in_use: dict[int, Tensor] = {}
         """Blocks (uint8) by the address of their first byte."""
+        self._bytes = 0
+        """Of them."""
 
     @property
     def nbytes_held(self) -> int:
@@ -54,21 +59,22 @@ class HostPool:
     @property
     def nbytes_in_use(self) -> int:
         """Bytes of the blocks that are handed out, their rounding included."""
-        with self._lock:
-            return sum(block.numel() for block in self._in_use.values())
+        return self._bytes
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A contiguous host tensor with whatever its block held before; give it back when done."""
         wanted = math.prod(shape) * dtype.itemsize
         if wanted == 0:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         size = block_bytes(wanted)
         with self._lock:
-            block = self._free[size].pop() if self._free[size] else None
+            block = self._free[size].pop() if self._free.get(size) else None
         if block is None:  # outside the lock: pinning takes milliseconds
             block = self._allocate(size)
         with self._lock:
             self._in_use[block.data_ptr()] = block
+            self._bytes += block.numel()
+            self._peak = max(self._peak, self._bytes)
         return block[:wanted].view(dtype).view(torch.Size(shape))
 
     def give_back(self, tensor: Tensor) -> None:
@@ -86,12 +92,30 @@ class HostPool:
                     f"a tensor of shape {list(tensor.shape)} that this pool has not handed out, or "
                     "that was given back before"
                 )
+            self._bytes -= block.numel()
             if not block.is_pinned():  # torch waits for the copies of what is pinned, and caches it
-                self._free[block.numel()].append(block)
+                self._free.setdefault(block.numel(), []).append(block)
+                self._free.move_to_end(block.numel())
+                self._trim()
+            if not self._in_use:
+                self._peak, self._peak_before = 0, self._peak
+
+    def _trim(self) -> None:
+        """Give the system back what is free beyond the most that was in use at once: blocks of
+        sizes that have not been asked for the longest."""
+        limit = max(self._peak, self._peak_before)
+        free = sum(size * len(blocks) for size, blocks in self._free.items())
+        while free > limit:
+            size, blocks = next(iter(self._free.items()))
+            if blocks:
+                blocks.pop()
+                free -= size
+            else:
+                del self._free[size]
 
     def _allocate(self, nbytes: int) -> Tensor:
         try:
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
         except RuntimeError as error:
             if not self._pinned:
                 raise
@@ -102,7 +126,7 @@ class HostPool:
                 nbytes,
                 error,
             )
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 def block_bytes(wanted: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -53,6 +53,7 @@ class Agreement:
         blocks: whose weights are gathered one at a time.
         limit_bytes: what may be used; a first plan that needs more is refused.
         capacity_bytes: what the device has.
+        beside: what the plugin itself keeps there: bytes by what they are.
     """
 
     def __init__(
@@ -62,10 +63,12 @@ class Agreement:
         blocks: Sequence[nn.Module],
         limit_bytes: int,
         capacity_bytes: int,
+        beside: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         self._engine, self._config, self._blocks = engine, config, blocks
         self._device, self._limit = torch.device(engine.device), limit_bytes
         self._capacity = capacity_bytes
+        self._beside = beside
         self._rates: Rates | None = None
         self._planners: dict[str, Planner] = {}
         self._start_s = 0.0
@@ -172,7 +175,7 @@ class Agreement:
         of = config.budget_is_of
         resident: dict[str, int] = {}
         if of == "accelerator":
-            resident = resident_bytes(self._engine, self._blocks)
+            resident = {**resident_bytes(self._engine, self._blocks), **self._beside()}
         return Allowance(
             budget_bytes,
             of,

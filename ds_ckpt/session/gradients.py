@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,15 +14,19 @@ from ds_ckpt.compression.error_feedback import Feedback
 from ds_ckpt.config.compression import CompressionConfig
 from ds_ckpt.config.settings import exchange_settings
 from ds_ckpt.exchange.build import Built, ExchangeSettings, build_exchange, describe
-from ds_ckpt.exchange.hierarchy import discard, twin_of
-from ds_ckpt.exchange.plan import UNCOMPRESSED, Plan
+from ds_ckpt.exchange.hierarchy import abandon, discard, discard_abandoned, twin_of
+from ds_ckpt.exchange.plan import UNCOMPRESSED, Plan, PlannedTensor
 from ds_ckpt.exchange.rules import MethodSettings, embeddings_of
 from ds_ckpt.exchange.state import ResidualFiles
 from ds_ckpt.memory import HostPool
+from ds_ckpt.patch import Patches
 from ds_ckpt.session.refusals import refuse_model_parallel
 from ds_ckpt.telemetry.steps import ExchangeProbe
+from ds_ckpt.zero3.compatibility import ends_step
 from ds_ckpt.zero3.gradient import BucketExchange
+from ds_ckpt.zero3.momentum import lead, parameter_groups, why_no_lead
 from ds_ckpt.zero3.overlap import describe_overlap
+from ds_ckpt.zero3.run_on_all import run_on_all_or_raise
 
 
 class Gradients:
@@ -55,6 +60,7 @@ class Gradients:
         self._settings.choose(self._embeddings).check(
             (name, shape) for name, shape, _ in self._shapes
         )
+        discard_abandoned()
         group = engine.optimizer.dp_process_group
         self._one_thread = (
             torch.distributed.get_backend(group) != "gloo"
@@ -64,7 +70,9 @@ class Gradients:
         self.overlaps = config.exchange.overlap and not alone and not self._one_thread
         self._own_group = twin_of(group) if self.overlaps else None
         try:
-            self.built: Built = self._build(self._settings, self._boundary())
+            self.built: Built = self._build(
+                self._settings, self._boundary(), _parameter_groups(engine)
+            )
         except BaseException:
             if self._own_group is not None:
                 discard(self._own_group)
@@ -72,13 +80,47 @@ class Gradients:
         groups = self.built.groups
         choose = self._settings.choose(self._embeddings, groups.local)
         self.plan = Plan.of(choose, self._shapes, groups.world, groups.local)
+        try:
+            run_on_all_or_raise(self._reserve, group, what="allocate its residuals")
+        except BaseException:
+            self.discard()
+            raise
+
+    def _reserve(self) -> None:
+        device = torch.empty(0, device=self._engine.device).device  # with its index
+        self.built.reserve([(name, shape) for name, shape, _ in self._shapes], device)
+
+    def resident_bytes(self) -> dict[str, int]:
+        """What the exchange takes of the accelerator beside the engine, by what it is.
+
+        Residuals as they are; of a bucket's buffers the most that its packets and what is worked on
+        in fp32 come to.
+        """
+        feedback, entries = self.built.feedback, int(self._engine.optimizer.reduce_bucket_size)
+        largest = max((math.prod(t.shape) for t in self.plan.tensors), default=0)
+        entries, packets = max(entries, largest), 0.0
+        left = entries
+        for t in sorted(self.plan.tensors, key=_density, reverse=True):
+            taken = min(left, math.prod(t.shape))
+            packets += taken * _density(t)
+            left -= taken
+        worked_on = 4 * (entries - left) // self.built.groups.local
+        copied = feedback is None or feedback.dtype != "fp32" or feedback.on_host
+        found = {"exchange buffers, at most": 2 * int(packets) + (1 + copied) * worked_on}
+        if feedback is not None and not feedback.on_host:
+            found["residuals"] = feedback.nbytes
+        return found
 
     def finalizers(self) -> list[Any]:
-        """Give the process groups up when the engine is dropped without a word."""
-        groups: list[Any] = [weakref.finalize(self._engine, self.built.groups.discard)]
-        if self._own_group is not None:
-            groups.append(weakref.finalize(self._engine, discard, self._own_group))
-        return groups
+        """Abandon the process groups when the engine is dropped without a word."""
+        own = () if self._own_group is None else (self._own_group,)
+        return [weakref.finalize(self._engine, abandon, *self.built.groups.made, *own)]
+
+    @property
+    def groups(self) -> list[Any]:
+        """Of the exchange: made for it, or DeepSpeed's."""
+        made = (self.built.groups.between, self.built.groups.inside, self._own_group)
+        return [group for group in made if group is not None]
 
     def discard(self) -> None:
         """Give the process groups up."""
@@ -95,10 +137,13 @@ class Gradients:
         engine = self._engine
         managed = getattr(engine._config, "managed_gradient_accumulation", True)
         held_back = managed and self._settings.holds_back(engine.gradient_accumulation_steps())
-        return engine.optimizer.is_gradient_accumulation_boundary if held_back else None
+        return partial(ends_step, engine.optimizer) if held_back else None
 
     def _build(
-        self, settings: ExchangeSettings, at_boundary: Callable[[], bool] | None = None
+        self,
+        settings: ExchangeSettings,
+        at_boundary: Callable[[], bool] | None = None,
+        parameter_groups: dict[str, int] | None = None,
     ) -> Built:
         from deepspeed import comm
 
@@ -112,7 +157,13 @@ class Gradients:
             at_boundary=at_boundary,
             embeddings=self._embeddings,
             host=self._host,
+            parameter_groups=parameter_groups,
         )
+
+    def lead(self, patches: Patches) -> None:
+        """Have the optimizer step with the lead that fits; `patches` takes it back."""
+        if self.built.moments is not None:
+            lead(self._engine.optimizer, self.built.moments, patches)
 
     def probe(self) -> ExchangeProbe:
         """For the step log."""
@@ -141,6 +192,11 @@ class Gradients:
             )
         if self.built.feedback and self.built.feedback.accumulates:
             clauses.append(self._residual_words(self.built.feedback))
+        if self.built.moments is not None:
+            clauses.append(self.built.moments.describe())
+        elif self._config.error_feedback.momentum != "none":
+            why = why_no_lead(self._engine.optimizer)
+            clauses.append(f"first moments stay as they are: {why}")
         clauses.append("gradients are about a third of ZeRO-3's traffic")
         return clauses
 
@@ -159,6 +215,11 @@ class Gradients:
         return f"{what} cost {cost} a {of} a process, {in_all}"
 
 
+def _density(tensor: PlannedTensor) -> float:
+    """Bytes an entry on the wire."""
+    return tensor.sent_bytes / max(1, math.prod(tensor.shape))
+
+
 def trained(engine: Any) -> list[tuple[str, Any]]:
     """Name and parameter of all that DeepSpeed's optimizer steps, frozen for now or not."""
     stepped = {p.ds_id for group in engine.optimizer.fp16_groups for p in group}
@@ -168,6 +229,13 @@ def trained(engine: Any) -> list[tuple[str, Any]]:
 def shapes_of(engine: Any) -> list[tuple[str, torch.Size, int]]:
     """Name, full shape and bytes an element of every trained parameter."""
     return [(n, p.ds_shape, p.element_size()) for n, p in trained(engine)]
+
+
+def _parameter_groups(engine: Any) -> dict[str, int] | None:
+    """Number of the optimizer's group by parameter name; None where it is left alone."""
+    if why_no_lead(engine.optimizer):
+        return None
+    return parameter_groups(engine.optimizer, {p.ds_id: name for name, p in trained(engine)})
 
 
 def gradient_norm(engine: Any) -> float | None:

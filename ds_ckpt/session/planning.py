@@ -8,7 +8,7 @@ are made from what that reduction gives, so they are the same everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,7 @@ class Planning:
         install: puts the units of a plan on the model, in the place of what is there.
         remove: takes checkpointing off the model.
         tell: takes each change.
+        beside: see `Agreement`.
 
     Raises:
         ConfigError: the budget is larger than the device's memory, or "auto" cannot watch it.
@@ -58,6 +59,7 @@ class Planning:
         install: Callable[[Sequence[Unit]], None],
         remove: Callable[[], None],
         tell: Callable[[Change], None],
+        beside: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         self._engine, self._config = engine, config
         self._install, self._remove, self._tell = install, remove, tell
@@ -67,7 +69,7 @@ class Planning:
         asked = config.budget_gib
         self._check(asked, capacity)
         self._limit = capacity if asked is None else int(asked * GIB)
-        self._agreement = Agreement(engine, config, blocks, self._limit, capacity)
+        self._agreement = Agreement(engine, config, blocks, self._limit, capacity, beside)
         self._watch = MemoryWatch(self._limit) if config.policy == "auto" else None
         self._patches = Patches()
         self._gauge: MemoryGauge | None = None

@@ -29,6 +29,7 @@ from ds_ckpt.patch import Patches
 from ds_ckpt.planner.budget import ActivationPlan
 from ds_ckpt.session.gradients import Gradients, residual_files, trained
 from ds_ckpt.session.guard import Guard, LeftMeter
+from ds_ckpt.session.patience import AsPatientAsTheWorld
 from ds_ckpt.session.planning import Change, Planning
 from ds_ckpt.session.refusals import (
     nothing_to_replace,
@@ -76,6 +77,7 @@ class Session:
         self._gradient: GradientHook | None = None
         self._gradients: Gradients | None = None
         self._resident: Resident | None = None
+        self._patience: AsPatientAsTheWorld | None = None
         self.guard: Guard | None = None
         self._host = HostPool()
         self._patches = Patches()
@@ -105,6 +107,10 @@ class Session:
             self._attach_hooks(changed)
         if config.weights.resident:
             self._keep_weights()
+        ours = [*self._gradients.groups] if self._gradients else []
+        ours += self._resident.groups if self._resident else ()
+        if ours:
+            self._patience = AsPatientAsTheWorld([engine.optimizer.dp_process_group, *ours])
         if config.activation.active:
             self._checkpoint()
         if config.telemetry.enabled:
@@ -150,6 +156,7 @@ class Session:
                 install=self._install_units,
                 remove=self._remove_units,
                 tell=self._tell_plan,
+                beside=self._gradients.resident_bytes if self._gradients else dict,
             )
             self._after_steps(self._planning.step_ended)
         else:
@@ -268,6 +275,7 @@ class Session:
             built, overlap = self._gradients.built, self._gradients.overlaps
             exchange = built.exchange
             verify = self._gradients.dense() if changed else None
+            self._gradients.lead(self._patches)
         self._gradient = GradientHook(
             optimizer, names, exchange, self.counters, overlap=overlap, verify=verify
         )
@@ -405,6 +413,8 @@ class Session:
             self._gather.detach()
         if self._gradients is not None:
             self._gradients.discard()
+        if self._patience is not None:
+            self._patience.undo()
         self._blocks = self._inputs = self._gradient = self._gather = self._gradients = None
         self._resident = None
         self._host = HostPool()  # the blocks of the one before go with it

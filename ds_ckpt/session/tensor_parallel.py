@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -64,7 +63,7 @@ class TensorParallelGroup:
 
     def exchange(self, mine: Tensor) -> Tensor:
         """int64 [size, n] on the host: everybody's `mine` (int64 [n])."""
-        answers = torch.empty(len(self.processes) * mine.numel(), dtype=mine.dtype).to(mine.device)
+        answers = mine.new_empty(len(self.processes) * mine.numel())
         self.gather(mine, answers).wait()
         return answers.view(len(self.processes), -1).cpu()
 

@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ds_ckpt.compression import lossless
 from ds_ckpt.compression.tracked import Tracked
 from ds_ckpt.config.weights import WeightsConfig
 from ds_ckpt.errors import Problem, StateError, UnsupportedError
-from ds_ckpt.exchange.hierarchy import discard, hosts_of
-from ds_ckpt.files import replacing
+from ds_ckpt.exchange.hierarchy import discard, hosts_of, warm
+from ds_ckpt.sealed import DamagedError, SealedFile, write
 from ds_ckpt.session.refusals import refuse_model_parallel
 from ds_ckpt.telemetry import Counters
 from ds_ckpt.telemetry.device import free_on
@@ -110,9 +109,7 @@ class HeldFiles:
     def save(self, folder: Path) -> None:
         if self.keeps:
             folder.mkdir(parents=True, exist_ok=True)
-            with replacing(folder / self._name) as unfinished:
-                held = {name: shard.cpu() for name, shard in self._hook.held().items()}
-                save_file(held, str(unfinished))
+            write(folder / self._name, self._hook.held(), {"name": self._name})
 
     def end(self, folder: Path) -> None:
         """Nothing is left to do."""
@@ -127,9 +124,13 @@ class HeldFiles:
         if not self.keeps or not list(folder.glob(f"ds_ckpt_weights_*_of_{self._world:05d}.*")):
             return None
         try:
-            saved: dict[str, Tensor] = load_file(str(path))
-        except Exception as error:  # safetensors raises a type of its own for a damaged file
-            raise _not_held(path, f"a file that cannot be read ({error})") from error
+            file = SealedFile(path)
+            file.check()
+        except DamagedError as error:
+            raise _not_held(path, str(error)) from error
+        if (name := file.metadata.get("name", self._name)) != self._name:
+            raise _not_held(path, f"{name} under this name")
+        saved = {key: file.tensor(key) for key in file.keys}
         found = {name: (t.shape, t.dtype) for name, t in saved.items()}
         wanted = {name: (t.shape, t.dtype) for name, t in self._hook.held().items()}
         if found != wanted:
@@ -146,7 +147,8 @@ class HeldFiles:
 
 def _not_held(path: Path, found: str) -> StateError:
     why = "hosts hold what this file has, and go on from it to the bit"
-    remedy = f"restore it, or remove {_ANY}: hosts then start from the master weights"
+    remedy = "restore it, load another tag, or remove the ds_ckpt_weights_* files: "
+    remedy += "hosts then start from the master weights"
     return StateError(Problem(str(path), found, why, remedy))
 
 
@@ -207,6 +209,7 @@ def keep_resident(engine: Any, config: WeightsConfig, counters: Counters) -> Res
     # every process makes every group, in the same order
     inside = [comm.new_group(list(members)) for members in hosts]
     between = comm.new_group([process for members in hosts for process in members])
+    warm(between)
     rank = torch.distributed.get_rank(optimizer.dp_process_group)
     hook = WeightsHook(
         optimizer,

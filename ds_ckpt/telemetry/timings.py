@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import astuple, dataclass, field
@@ -106,30 +106,55 @@ waiting for other processes and their bytes; decoding and summing."""
 
 @dataclass
 class Timings:
-    """Host seconds by section, without those of a section inside it. On an accelerator that runs
-    behind, only `wire` means what it says. For one thread at a time.
+    """Seconds by section, without those of a section inside it: the host's on a CPU, the stream's
+    on an accelerator, which runs behind. For one thread at a time.
 
     Attributes:
-        seconds: by section, since the start.
         spans: where sections are recorded as stretches of time, too; None: nowhere.
+        module: `torch.get_device_module` of an accelerator with streams; None: the host's clock.
     """
 
-    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     spans: Spans | None = None
-    _inside_s: float = 0.0
-    """Of the sections that have ended inside the one that is open."""
+    module: Any = None
+    _seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    _open: list[str] = field(default_factory=list)
+    _marks: deque[tuple[str, str | None, Any, Any]] = field(default_factory=deque)
+    """Sections whose events nobody has read: its name and that of the one around it."""
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
-        outside_s, self._inside_s = self._inside_s, 0.0
-        start_s = time.perf_counter()
+        outer = self._open[-1] if self._open else None
+        self._open.append(name)
+        start = self._mark()
         try:
             with nullcontext() if self.spans is None else self.spans.span(name):
                 yield
         finally:
-            took_s = time.perf_counter() - start_s
-            self.seconds[name] += took_s - self._inside_s
-            self._inside_s = outside_s + took_s
+            self._open.pop()
+            self._marks.append((name, outer, start, self._mark()))
+            while self._marks and (self.module is None or self._marks[0][3].query()):
+                self._count(*self._marks.popleft())
+
+    @property
+    def seconds(self) -> defaultdict[str, float]:
+        """By section, since the start. Waits for the sections of an accelerator."""
+        while self._marks:
+            self._marks[0][3].synchronize()
+            self._count(*self._marks.popleft())
+        return self._seconds
+
+    def _mark(self) -> Any:
+        if self.module is None:
+            return time.perf_counter()
+        event = self.module.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _count(self, name: str, outer: str | None, start: Any, end: Any) -> None:
+        took_s = end - start if self.module is None else start.elapsed_time(end) / 1e3
+        self._seconds[name] += took_s
+        if outer is not None:
+            self._seconds[outer] -= took_s
 
 
 @dataclass
@@ -139,25 +164,28 @@ class Errors:
     Attributes:
         sampling: whether buckets are measured now; it costs two passes over each.
         listeners: others that sample at times of their own; each takes what it was given.
+        by: what sums are kept by instead, from a tensor's method and name.
     """
 
     sampling: bool = False
     listeners: list[Errors] = field(default_factory=list)
-    _energy: dict[str, list[float]] = field(default_factory=dict)
+    by: Callable[[str, str], str] = lambda method, name: method
+    _energy: dict[str, list[Any]] = field(default_factory=dict)
 
     @property
     def wanted(self) -> bool:
         """Whether anybody samples now."""
         return self.sampling or any(listener.sampling for listener in self.listeners)
 
-    def add(self, method: str, before: float, after: float) -> None:
-        """Squared norms of the entries for other processes, before and after compression."""
+    def add(self, method: str, before: Any, after: Any, name: str = "") -> None:
+        """Squared norms of a tensor's entries for other processes, before and after compression:
+        numbers, or tensors of one number, which are read when somebody takes them."""
         for listener in self.listeners:
             if listener.sampling:
-                listener.add(method, before, after)
+                listener.add(method, before, after, name)
         if self.listeners and not self.sampling:
             return
-        sums = self._energy.setdefault(method, [0.0, 0.0])
+        sums = self._energy.setdefault(self.by(method, name), [0.0, 0.0])
         sums[0] += before
         sums[1] += after
 
@@ -167,19 +195,20 @@ class Errors:
         The error is `sqrt(left energy / given energy)`, residual of earlier steps included: 0 is
         lossless, 1 sends nothing. Both are of this process alone.
         """
-        taken = {
+        return {
             method: ((after / before) ** 0.5 if before > 0 else 0.0, after**0.5)
-            for method, (before, after) in self._energy.items()
+            for method, (before, after) in self.take_sums().items()
         }
-        self._energy.clear()
-        return taken
+
+    def take_sums(self) -> dict[str, tuple[float, float]]:
+        """Squared norms of what was given and of what was left; starts anew."""
+        taken, self._energy = self._energy, {}
+        return {key: (float(sums[0]), float(sums[1])) for key, sums in taken.items()}
 
     def take_energies(self) -> tuple[float, float]:
-        """Squared norms of what was given and of what was left, all methods; starts anew."""
-        before = sum(sums[0] for sums in self._energy.values())
-        after = sum(sums[1] for sums in self._energy.values())
-        self._energy.clear()
-        return before, after
+        """As `take_sums`, all methods together."""
+        sums = self.take_sums().values()
+        return sum(before for before, _ in sums), sum(after for _, after in sums)
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,13 @@ def validate_accuracy(
     learning_rate: Annotated[
         float | None, typer.Option(min=1e-9, help="At the schedule's top.")
     ] = None,
+    betas: Annotated[
+        str | None, typer.Option(help="AdamW's, in every run. [default: 0.9,0.95]")
+    ] = None,
+    dense_betas: Annotated[
+        str | None,
+        typer.Option(help="AdamW's in dense runs alone: those that serve dense training best."),
+    ] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Rows of a micro-batch.")] = None,
     length: Annotated[int | None, typer.Option(min=4, help="Tokens of a text's row.")] = None,
     accumulation: Annotated[int | None, typer.Option(min=1, help="Micro-batches a step.")] = None,

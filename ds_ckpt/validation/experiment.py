@@ -32,9 +32,14 @@ from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.rules import embeddings_of
 from ds_ckpt.validation.store import Key, Mode, Result, Store
-from ds_ckpt.validation.task import Task
+from ds_ckpt.validation.task import BETAS, Task
 from ds_ckpt.validation.trainer import Curve, Hopeless, Outcome, Progress, train
-from ds_ckpt.validation.world import DENSE_SETTINGS, InProcessWorld, sixteen_bit_step_bytes
+from ds_ckpt.validation.world import (
+    DENSE_SETTINGS,
+    InProcessWorld,
+    Recipe,
+    sixteen_bit_step_bytes,
+)
 from ds_ckpt.workload import versions
 
 WARM_UP_SHARE = 0.25
@@ -115,6 +120,8 @@ def _as_recorded(settings: ExchangeSettings) -> dict[str, Any]:
         "start_step": settings.warmup_steps,
         "min_numel": settings.min_numel,
     }
+    if settings.momentum != "none":
+        recorded["momentum"] = settings.momentum
     usual = dataclasses.replace(settings, when="auto")
     if settings.holds_back(2) != usual.holds_back(2):  # else as where a run knows of nothing else
         recorded["when"] = settings.when
@@ -232,7 +239,14 @@ class Plan:
 
     def key(self, candidate: Candidate, seed: int) -> Key:
         """Where the run's result is kept."""
-        return Key(self.task.digest, candidate.digest(self.task.spec.steps), seed, self.mode)
+        settings, betas = candidate.digest(self.task.spec.steps), self.recipe(candidate).betas
+        if betas != BETAS:
+            settings += f", betas {betas[0]:g}, {betas[1]:g}"
+        return Key(self.task.digest, settings, seed, self.mode)
+
+    def recipe(self, candidate: Candidate) -> Recipe:
+        """What the candidate's runs are trained by."""
+        return self.task.spec.recipe(dense=candidate.name == DENSE.name)
 
     def missing(self, store: Store) -> list[tuple[int, Candidate]]:
         """Runs that have no result yet and can still change a verdict, dense ones first in each
@@ -330,7 +344,7 @@ def train_virtual(
         world = InProcessWorld(
             learner.model,
             learner.loss,
-            spec.recipe(),
+            plan.recipe(candidate),
             candidate.in_run_of(spec.steps),
             workers=spec.world,
             accumulation=spec.accumulation,

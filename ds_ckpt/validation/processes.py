@@ -115,10 +115,11 @@ def train_zero3(
     """One run, and wall seconds of a step (median). On every process."""
     spec, learner = plan.task.spec, plan.task.learner
     warm_up = candidate.warm_up(spec.steps)
-    config = engine_config(spec, candidate.file, warm_up)
+    recipe = plan.recipe(candidate)
+    config = engine_config(spec, recipe, candidate.file, warm_up)
     engine, *_ = ds_ckpt.initialize(model=learner.initial(seed), config=config)
     learner.begin(seed)
-    world = Zero3World(engine, learner, spec.recipe(), sample_every=candidate.sample_every)
+    world = Zero3World(engine, learner, recipe, sample_every=candidate.sample_every)
     outcome = train(
         learner,
         world,
@@ -211,14 +212,13 @@ def _everyone(mine: list[float]) -> tuple[float, ...]:
     return tuple(float(part[micro]) for micro in range(len(mine)) for part in parts)
 
 
-def engine_config(spec: TaskSpec, file: str, warmup_steps: int) -> dict[str, Any]:
+def engine_config(spec: TaskSpec, recipe: Recipe, file: str, warmup_steps: int) -> dict[str, Any]:
     """The DeepSpeed configuration of a run: the task's own, with a file's sections of ours.
 
     Args:
         file: a DeepSpeed JSON file; empty: plain DeepSpeed, counted.
         warmup_steps: the dense warm-up of a lossy method.
     """
-    recipe = spec.recipe()
     optimizer = {
         "lr": recipe.learning_rate,
         "betas": list(recipe.betas),

@@ -30,6 +30,7 @@ Kind = Literal["language", "digits", "topics", "labelled"]
 KINDS: tuple[Kind, ...] = ("language", "digits", "topics", "labelled")
 DEFAULT_TASKS: tuple[Kind, ...] = ("language", "topics", "digits")
 PRETRAINING_STEPS = 200
+BETAS = (0.9, 0.95)
 
 Build = Callable[[int], torch.nn.Module]
 """seed -> a model with that seed's weights; it answers with `loss`, and `logits` for classes."""
@@ -147,6 +148,8 @@ class TaskSpec:
         evaluations: of the held-out data in a run.
         hidden_size, layers, attention: of the built-in language model. Eager attention is faster
             on a CPU; selective checkpointing names sdpa's operators.
+        betas: AdamW's, in every run.
+        dense_betas: in dense runs instead: those that a tuned optimizer has without compression.
     """
 
     kind: Kind
@@ -162,6 +165,8 @@ class TaskSpec:
     hidden_size: int = 128
     layers: int = 2
     attention: Literal["eager", "sdpa"] = "eager"
+    betas: tuple[float, float] = BETAS
+    dense_betas: tuple[float, float] | None = None
 
     @property
     def metric(self) -> Literal["loss", "accuracy"]:
@@ -173,19 +178,26 @@ class TaskSpec:
         """Steps from one evaluation to the next."""
         return max(1, self.steps // self.evaluations)
 
-    def recipe(self) -> Recipe:
-        """AdamW as in the demo."""
-        return Recipe(steps=self.steps, learning_rate=self.learning_rate)
+    def recipe(self, *, dense: bool = False) -> Recipe:
+        """AdamW as in the demo, but for its betas where others are given."""
+        betas = self.dense_betas if dense and self.dense_betas else self.betas
+        return Recipe(self.steps, self.learning_rate, (betas[0], betas[1]))
 
     def words(self) -> str:
         """The task in a few words."""
         data = self.data and Path(self.data).name
         micro = f", {self.accumulation} micro-batches a step" if self.accumulation > 1 else ""
+        micro += f", betas {_pair(self.betas)}" if tuple(self.betas) != BETAS else ""
+        micro += f", dense with {_pair(self.dense_betas)}" if self.dense_betas else ""
         if self.kind == "language":
             return f"language modelling on {data or 'the embedded corpus'}{micro}"
         if self.kind == "digits":
             return f"fine-tuning on scikit-learn's digits{micro}"
         return f"fine-tuning on {data or 'topics of the embedded corpus'}{micro}"
+
+
+def _pair(betas: tuple[float, float]) -> str:
+    return f"{betas[0]:g}, {betas[1]:g}"
 
 
 _DEFAULTS: dict[Kind, dict[str, Any]] = {
@@ -247,6 +259,7 @@ def open_task(spec: TaskSpec, folder: Path, *, device: str = "cpu") -> Task:
     if spec.model:
         model += f" ({spec.model})"
     sizes = dataclasses.asdict(spec)
+    del sizes["betas"], sizes["dense_betas"]  # of single runs: see `experiment.Plan.key`
     if spec.attention == "eager":
         del sizes["attention"]
     if device != "cpu":  # which computes other bits

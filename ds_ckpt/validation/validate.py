@@ -37,6 +37,8 @@ _SIZES = (
     *_BUILT_IN_LANGUAGE,
 )
 
+_BETAS = ("betas", "dense_betas")
+
 
 @dataclass(frozen=True)
 class Arguments:
@@ -53,6 +55,8 @@ class Arguments:
     model: str | None = None
     steps: int | None = None
     learning_rate: float | None = None
+    betas: str | None = None
+    dense_betas: str | None = None
     batch: int | None = None
     length: int | None = None
     accumulation: int | None = None
@@ -144,10 +148,23 @@ def check(given: Arguments) -> None:
             torch.empty(0, device=given.device)
         except (RuntimeError, AssertionError) as error:
             wrong("device", given.device, str(error).splitlines()[0], "cpu, or cuda with a GPU")
+    for name in _BETAS:
+        said = getattr(given, name)
+        if said is not None and betas_of(said) is None:
+            wrong(name, said, "AdamW has two numbers, each from 0 to below 1", "0.7,0.95")
     if given.attention not in (None, "eager", "sdpa"):
         wrong("attention", given.attention, "the built-in model has two kinds", "eager or sdpa")
     if problems:
         raise ConfigError(problems, headline="the comparison cannot be made with these options")
+
+
+def betas_of(said: str) -> tuple[float, float] | None:
+    """What an option says; None where it is no pair of betas."""
+    try:
+        b1, b2 = map(float, said.split(","))
+    except ValueError:
+        return None
+    return (b1, b2) if 0 <= b1 < 1 and 0 <= b2 < 1 else None
 
 
 def run(given: Arguments, console: Console) -> int:
@@ -166,6 +183,11 @@ def run(given: Arguments, console: Console) -> int:
     world = given.processes or given.virtual_workers or 4
     device = given.device or "cpu"
     sizes = {name: getattr(given, name) for name in _SIZES}
+    sizes |= {name: betas_of(said) for name in _BETAS if (said := getattr(given, name))}
+    if given.dense_betas and (same := [c.name for c in candidates if not c.lossy]):
+        why = "they change no bit, which other betas would hide"
+        remedy = "leave them out, or remove --dense-betas"
+        raise ConfigError(Problem("--dense-betas", f"beside {', '.join(same)}", why, remedy))
     comparisons: list[Comparison] = []
     checks: list[str] = []
     threads = torch.get_num_threads()

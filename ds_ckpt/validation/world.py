@@ -14,6 +14,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -26,6 +27,7 @@ from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.exchange import AllToAllExchange
 from ds_ckpt.exchange.layout import ring_pieces
+from ds_ckpt.exchange.momentum import FirstMoments
 from ds_ckpt.exchange.rules import MethodSettings, embeddings_of
 from ds_ckpt.exchange.schedule import ScheduledExchange
 from ds_ckpt.exchange.virtual import VirtualTransport, VirtualWorld
@@ -162,7 +164,7 @@ class VirtualWorkers:
         self._virtual = VirtualWorld(world, timeout_s=_TIMEOUT_S)
         holds = settings.holds_back(accumulation)
         self._workers = [
-            _Worker(self, transport, settings, embeddings, holds)
+            _Worker(self, transport, settings, names, embeddings, holds)
             for transport in self._virtual.transports
         ]
 
@@ -190,9 +192,13 @@ class VirtualWorkers:
     def step_ended(self, *, skipped: bool) -> None:
         """The step's overflow decision: residuals are committed or rolled back. Counts the step."""
         if self.step >= self._warmup_steps:  # the rounding of residuals is counted from there
-            for worker in self._workers:
-                worker.scheduled.step_ended(skipped=skipped)
+            self._virtual.run(lambda p: self._workers[p].scheduled.step_ended(skipped=skipped))
         self.step += 1
+
+    @property
+    def moments(self) -> FirstMoments | None:
+        """The optimizer's, of one parameter group; the same of every worker."""
+        return self._workers[0].moments
 
     @property
     def sent_bytes(self) -> int:
@@ -234,9 +240,11 @@ class _Worker:
         workers: VirtualWorkers,
         transport: VirtualTransport,
         settings: ExchangeSettings,
+        names: Sequence[str],
         embeddings: frozenset[str],
         holds: bool,
     ) -> None:
+        self.moments = settings.moments(dict.fromkeys(names, 0), transport.all_reduce)
         self.feedback = settings.residuals(transport.dp_rank, holds=holds)
         factors = Factors()
         self.exchange = AllToAllExchange(
@@ -252,6 +260,7 @@ class _Worker:
             warmup_steps=0 if settings.lossless else settings.warmup_steps,
             current_step=lambda: workers.step,
             at_boundary=(lambda: workers.at_boundary) if holds else None,
+            moments=self.moments,
         )
         # in place of DeepSpeed's reduction during the warm-up, to which it is bit-equal on gloo
         self._warm_up = AllToAllExchange(transport, DENSE_SETTINGS.choose(), order=ring_pieces)
@@ -276,15 +285,16 @@ class WholeOptimizer:
             fused=recipe.fused,
         )
 
-    def take(self, step: int, mean: list[Tensor]) -> float:
-        """AdamW on the averaged gradients unless their norm is not finite; returns the norm.
+    def take(
+        self, step: int, mean: list[Tensor], norm: float, moments: FirstMoments | None = None
+    ) -> None:
+        """AdamW on the averaged gradients.
 
         Args:
             mean: one for each parameter, of as many entries; overwritten.
+            norm: of all of them, finite.
+            moments: what the optimizer steps with; None: its own.
         """
-        norm = float(torch.stack([m.norm() for m in mean]).norm())
-        if not math.isfinite(norm):
-            return norm
         for parameter, gradient in zip(self._parameters, mean, strict=True):
             parameter.grad = gradient.view_as(parameter)
         if self._recipe.clip > 0:
@@ -294,9 +304,17 @@ class WholeOptimizer:
                 torch._foreach_mul_(mean, 1.0 / excess)
         for group in self.adamw.param_groups:
             group["lr"] = self._recipe.rate(step)
-        self.adamw.step()
+        leading = (
+            nullcontext() if moments is None else moments.leading(self.adamw, 0, self._parameters)
+        )
+        with leading:
+            self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
-        return norm
+
+
+def norm_of(mean: Sequence[Tensor]) -> float:
+    """2-norm of all of them together."""
+    return float(torch.stack([m.norm() for m in mean]).norm())
 
 
 class InProcessWorld:
@@ -314,6 +332,9 @@ class InProcessWorld:
         sample_every: steps from one look at what compression leaves behind to the next; 0: never.
         weight_bits: the model's weights are what hosts of one worker each hold of the optimizer's,
             as `weights.deltas` in so many bits has it; None: they are the optimizer's.
+
+    Attributes:
+        moments: what the optimizer steps with; None: its own.
     """
 
     def __init__(
@@ -346,6 +367,7 @@ class InProcessWorld:
             accumulation=accumulation,
             embeddings=embeddings_of(model),
         )
+        self.moments = self.workers.moments
 
     @property
     def step(self) -> int:
@@ -369,9 +391,12 @@ class InProcessWorld:
             exchange_cpu_s += time.process_time() - exchange_started_s
             del gradients
             total = [t.add_(m) for t, m in zip(total, mean, strict=True)] if total else mean
-        norm = self._optimizer.take(self.step, total)
+        norm = norm_of(total)
         skipped = not math.isfinite(norm)
-        self.workers.step_ended(skipped=skipped)
+        step = self.step
+        self.workers.step_ended(skipped=skipped)  # the verdict comes first, as DeepSpeed has it
+        if not skipped:
+            self._optimizer.take(step, total, norm, self.moments)
         if self._tracked is not None and not skipped:
             self._send_weights(self._tracked)
         sent_bytes = self.workers.sent_bytes - sent_before

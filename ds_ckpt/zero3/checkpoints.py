@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from ds_ckpt.files import replacing
 from ds_ckpt.patch import Patches
 from ds_ckpt.zero3.run_on_all import run_on_all_or_raise
 
@@ -50,11 +51,11 @@ class StateFiles(Protocol):
         """Put what `read` returned in force; None starts clean."""
 
 
-def _tag_to_load(folder: Path, tag: Any) -> str | None:
+def _tag_to_load(folder: Path, tag: Any, *, universal: bool) -> str | None:
     """The tag that DeepSpeed will load, None where it will find nothing."""
     if tag is not None:
         return str(tag)
-    latest = folder / "latest"
+    latest = folder / ("latest_universal" if universal else "latest")
     return latest.read_text().strip() if latest.is_file() else None
 
 
@@ -78,7 +79,9 @@ def wrap_checkpoints(
 
     @functools.wraps(save)
     def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        asked = save_signature.bind(*args, **kwargs).arguments
+        bound = save_signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        asked = bound.arguments
         tag = asked.get("tag")
         name = f"global_step{engine.global_steps}" if tag is None else str(tag)
         folder = Path(asked["save_dir"]) / name
@@ -87,11 +90,21 @@ def wrap_checkpoints(
             if begins:
                 action(folder)
 
-        # ours first: DeepSpeed's `latest` names the tag only when all of it is there
+        # DeepSpeed writes `latest` when process 0 is done, and others may not be: so we do, later
+        names_latest = asked["save_latest"] and not engine.checkpoint_engine.is_decoupled()
+        if names_latest:
+            asked["save_latest"] = False
+
+        def end(folder: Path) -> None:
+            files.end(folder)
+            if names_latest and engine.global_rank == 0:
+                with replacing(Path(asked["save_dir"]) / "latest") as latest:
+                    latest.write_text(name)
+
         run_on_all_or_raise(lambda: one(files.begin), group, what="clear the checkpoint's folder")
         run_on_all_or_raise(lambda: files.save(folder), group, what=f"save its {files.what}")
-        result = save(*args, **kwargs)
-        run_on_all_or_raise(lambda: one(files.end), group, what=f"end the save of {files.what}")
+        result = save(*bound.args, **bound.kwargs)
+        run_on_all_or_raise(lambda: one(end), group, what=f"end the save of {files.what}")
         return result
 
     @functools.wraps(load)
@@ -103,13 +116,15 @@ def wrap_checkpoints(
         wanted = asked["load_optimizer_states"] and not asked["load_module_only"]
 
         def read() -> Any:
-            tag = _tag_to_load(Path(asked["load_dir"]), asked["tag"]) if wanted else None
+            if not wanted:
+                return None
+            universal = engine.load_universal_checkpoint()
+            tag = _tag_to_load(Path(asked["load_dir"]), asked["tag"], universal=universal)
             if tag is None:
                 return None
             folder = Path(asked["load_dir"]) / tag
             state = files.read(folder)
-            lacking = files.keeps and state is None and files.not_converted
-            if lacking and engine.load_universal_checkpoint():
+            if universal and files.keeps and state is None and files.not_converted:
                 log.warning(files.not_converted, folder)
             return state
 

@@ -3,6 +3,9 @@
 Each symbol is held by name, by signature and by a digest of its source (comments and blank lines
 left out). A missing symbol or another signature refuses the plugin; another digest alone warns, and
 the first bucket of the live engine is then held against DeepSpeed's own reduction.
+
+All that differs between the versions that are served is here: symbols that only some of them have,
+and below what an older DeepSpeed is given of a newer one.
 """
 
 from __future__ import annotations
@@ -19,9 +22,13 @@ from typing import Any, Literal
 import torch
 import torch.distributed as torch_dist
 
-from ds_ckpt.errors import ContractError, Problem
+from ds_ckpt.errors import ContractError, Problem, UnsupportedError
+from ds_ckpt.patch import Patches
 
-TESTED_VERSIONS = ("0.19.8",)
+FIRST, LAST = "0.18.5", "0.19.8"
+"""Of the versions of DeepSpeed that are served. What was run with them: docs/support.md."""
+RESIDENT_SINCE = "0.19.5"
+"""hpZ before leaves padding uninitialised, and fails where a process's part is padding alone."""
 
 Reduce = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 """A bucket's full gradients to this process's parts."""
@@ -29,12 +36,31 @@ Reduce = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
 @dataclass(frozen=True)
 class Symbol:
-    """One thing that a hook leans on. `path` is `module:qualified.name`."""
+    """One thing that a hook leans on.
+
+    Attributes:
+        path: `module:qualified.name`.
+        signature: its parameters, or what type it has.
+        digests: of its source in the versions that are served.
+        since, until: the versions that have it, both included; "" leaves an end open.
+    """
 
     path: str
     signature: str
-    digest: str
+    digests: tuple[str, ...]
     why: str
+    since: str = ""
+    until: str = ""
+
+    def expected_in(self, version: str) -> bool:
+        """Whether that version of DeepSpeed has it."""
+        number = _release(version)
+        after = not self.since or number >= _release(self.since)
+        return after and (not self.until or number <= _release(self.until))
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
 @dataclass(frozen=True)
@@ -60,26 +86,39 @@ _TABLE = """
 stage3.reduce_scatter_coalesced(tensors, group=) 9d5640ce6bbf7735
     stand in for ZeRO-3's reduction of one bucket
 optimizer.__avg_scatter_grads(self, params_to_reduce, communication_data_type) 6d7ab9a58cde25c1
+        0cd64aeceeb0ebe4 92d6c21c8ea8e418 3c0e133632c54080
     learn which parameters a bucket holds
 optimizer.__reduce_and_partition_ipg_grads(self, communication_data_type) 5d47d8ed38baf4d6
+        1ae5de345f96baa6
     know that every bucket passes there
 optimizer.partition_grads(self, params_to_release, grad_partitions) 54f137d03e064398
+        4f32d56080536683 23ab6359495c64bb
     know that partitions are taken unpadded and in order
 optimizer.step(self, closure=) d4ab1c29bbf0f5c0
+        ac17bd2647b24824
     know that the overflow decision comes before the weights change
-optimizer._loss_scale_update_and_overflow_cleanup(self) 84ba975ed418807e
+optimizer._optimizer_step(self, sub_group_id) 305a73faf822940e
+        93ff06ad36d4333e
+    step each sub-group with the lead that fits it
+optimizer._loss_scale_update_and_overflow_cleanup(self) since 0.19.8 84ba975ed418807e
+    learn whether the step is skipped
+optimizer._overflow_check_and_loss_scale_update(self) until 0.19.7 1520527001be9a03
     learn whether the step is skipped
 optimizer.backward_epilogue(self) 39621f816a2c8a87
+        ce90764673eb98bf
     release what backward never came back for
-optimizer._get_param_partition_group(self, param) e8162d67d6a4a2e3
+optimizer._get_param_partition_group(self, param) since 0.19.3 e8162d67d6a4a2e3
     refuse a bucket whose group is not the data-parallel one
 coordinator.release_sub_module(self, submodule, forward=) 66d6c876d080eaa6
+        05539cae61f4a4ce
     keep what recompute gathered until backward has used it
 coordinator.fetch_sub_module(self, current_submodule, forward) 9c7f5d85beb35484
+        5d64b856d87f4e6b e360b7fcd9d4550b ba4edce8d2719547
     know when weights are gathered
 coordinator.__all_gather_params_(self, params, forward, quantize=) bd65ca6be1540d54
     count gathers by purpose
 coordinator.__release_param(self, param, free_data=) a3150d7bdbc133aa
+        d0e5294b716c3de1
     know what a release frees
 offload.FWD_MODULE_STACK(list)
     take back entries whose post-forward hook never ran
@@ -90,14 +129,17 @@ optimizer._post_step(self, timer_names) a2ee4f6cbce0b201
 optimizer.independent_gradient_partition_epilogue(self) 2fa5547257583cb4
     have every partition taken when backward ends
 optimizer.__add_grad_to_ipg_bucket(self, param) ad70f5e056965469
+        2b2f0b583fdf029b 8870d394e14d3fe3
     know that gradients are written to the bucket's buffer there alone
 optimizer.clear_backward_seen_flag(self) 26d2fcb4d2547af3
     see that a forward begins after a backward that did not end, and drop its step
 optimizer.backward_prologue(self) 5d89067f71f31309
     take what an interrupted backward has left before another begins
 optimizer._pre_step(self) cff910fadf3d7004
+        37cd6af83a8237d6
     take what an interrupted backward has left before a step
 optimizer.offload_states(self, include=, device=, pin_memory=, non_blocking=) ed2b9add35f91455
+        67d9a066d5a9f437
     free the spare buffers with DeepSpeed's, and move the weights that every host keeps
 optimizer.reload_states(self, non_blocking=) 958b2e653eafc828
     move the weights that every host keeps back
@@ -106,22 +148,31 @@ optimizer._reassign_or_swap_out_partitioned_parameters(self, sub_group_id) 24396
 optimizer.invalidate_secondary_tensor(self) 4cbffc3a806659ee
     keep the weights on every host
 init._partition(self, param_list, force=, has_been_updated=, free_data=) cdab716281105c8f
+        ec6e2eaeb173e690
     divide weights among the processes of a host
 init._partition_param_sec(self, param, buffer=, has_been_updated=) 0d002b8277d890fd
+        300808aa8a7ef4d1 3b312f4c1a975749
     know which part of them a process keeps
 init._convert_to_deepspeed_param(self, param) 08e0dcc2cd2c8c43
+        eb65eee3f5a43656 2f2816a66e2e7457 2f5e787271b94871 db18411c55ca7e47
     know that gathers prefer what the host keeps
 """
-"""Owner, name, signature and digest of each, and below what it is used to."""
+"""Owner, name, signature and digests of each, newest first, and below what it is used to."""
 
 
-def _symbol(owner: str, name: str, signature: str, digest: str, why: str) -> Symbol:
+def _symbol(
+    owner: str, name: str, signature: str, end: str, version: str, digests: str, why: str
+) -> Symbol:
     module, _, kind = _OWNERS[owner].partition(":")
     private = f"_{kind}" if name.startswith("__") else ""
-    return Symbol(f"{module}:{kind and kind + '.'}{private}{name}", signature, digest, why)
+    path = f"{module}:{kind and kind + '.'}{private}{name}"
+    return Symbol(path, signature, tuple(digests.split()), why, **({end: version} if end else {}))
 
 
-_ROW = re.compile(r"^(\w+)\.(\w+)\((.*)\) ?(\w*)\n +(.*)$", re.MULTILINE)
+_ROW = re.compile(
+    r"^(\w+)\.(\w+)\((.*)\)(?: (since|until) ([\d.]+))?((?:\s+[0-9a-f]{16})*)\n +(.*)$",
+    re.MULTILINE,
+)
 SYMBOLS: tuple[Symbol, ...] = tuple(_symbol(*row) for row in _ROW.findall(_TABLE))
 
 
@@ -169,8 +220,9 @@ def describe(target: Any) -> tuple[str, str]:
     return _parameters(target), hashlib.sha256(code.encode()).hexdigest()[:16]
 
 
-def _check_one(symbol: Symbol, tested: str, installed: str) -> Finding:
-    install = f"install one of the tested versions: pip install 'deepspeed=={TESTED_VERSIONS[-1]}'"
+def _check_one(symbol: Symbol, installed: str) -> Finding:
+    tested = f"{FIRST} to {LAST}"
+    install = f"install a tested version: pip install 'deepspeed>={FIRST},<={LAST}'"
     try:
         target = _resolve(symbol.path)
         signature, digest = describe(target)
@@ -180,7 +232,7 @@ def _check_one(symbol: Symbol, tested: str, installed: str) -> Finding:
     if signature != symbol.signature:
         detail = f"takes ({signature}), expected ({symbol.signature}); used to {symbol.why}"
         return Finding(symbol.path, "broken", detail, install)
-    if digest != symbol.digest:
+    if digest not in (symbol.digests or [""]):
         detail = f"source changed in DeepSpeed {installed} (tested with {tested})"
         remedy = "with a compression method the first bucket is checked both ways; else " + install
         return Finding(symbol.path, "digest_changed", detail, remedy)
@@ -191,9 +243,9 @@ def check(symbols: Iterable[Symbol] | None = None) -> list[Finding]:
     """One finding for each symbol. Never raises for a DeepSpeed that moved."""
     import deepspeed
 
-    tested = ", ".join(TESTED_VERSIONS)
     installed = deepspeed.__version__
-    return [_check_one(s, tested, installed) for s in (SYMBOLS if symbols is None else symbols)]
+    asked = SYMBOLS if symbols is None else symbols
+    return [_check_one(s, installed) for s in asked if s.expected_in(installed)]
 
 
 def require(symbols: Iterable[Symbol] | None = None) -> list[Finding]:
@@ -204,6 +256,88 @@ def require(symbols: Iterable[Symbol] | None = None) -> list[Finding]:
         why = "the plugin wraps this symbol and would act on wrong assumptions"
         raise ContractError([Problem(f.symbol, f.detail, why, f.remedy) for f in broken])
     return [f for f in findings if f.status == "digest_changed"]
+
+
+def serves_resident_weights(version: str) -> bool:
+    return _release(version) >= _release(RESIDENT_SINCE)
+
+
+def require_resident_weights(version: str) -> None:
+    """Raise `UnsupportedError` where that DeepSpeed's secondary partitions cannot be kept."""
+    if not serves_resident_weights(version):
+        raise UnsupportedError(
+            Problem(
+                where="$.ds_ckpt.weights.resident",
+                found=f"true with DeepSpeed {version}",
+                why="its secondary partition (hpZ) leaves padding uninitialised, and fails where a "
+                "process's part is padding alone",
+                remedy="write false, or install a DeepSpeed that keeps them: "
+                f"pip install 'deepspeed>={RESIDENT_SINCE},<={LAST}'",
+            )
+        )
+
+
+def fill_in_verdict(optimizer: Any, patches: Patches, *, always_check: bool) -> None:
+    """Until 0.19.7 one method looks for overflow and decides; give it the newer division in two.
+
+    It looks in fp16 alone: elsewhere a gradient that is not finite goes into the weights; the check
+    of norms that skips such a step came with 0.19.8.
+
+    Args:
+        always_check: skip such a step here, too.
+    """
+    if hasattr(optimizer, "_loss_scale_update_and_overflow_cleanup"):
+        return
+    decide = optimizer._overflow_check_and_loss_scale_update
+
+    def check_and_decide() -> Any:
+        if always_check and optimizer.dtype != torch.float16:
+            optimizer.check_overflow()
+            scaler = optimizer.torch_autocast_gradscaler
+            if optimizer.overflow and scaler is not None:  # it is not asked in a skipped step
+                scaler.update(scaler.get_scale() * scaler.get_backoff_factor())
+        return optimizer._loss_scale_update_and_overflow_cleanup()
+
+    patches.set(optimizer, "_loss_scale_update_and_overflow_cleanup", decide)
+    patches.set(optimizer, "_overflow_check_and_loss_scale_update", check_and_decide)
+
+
+def fill_in_backward(optimizer: Any, patches: Patches) -> None:
+    """Until 0.19.2 nobody notes which modules' backward has begun, and releases what never ends."""
+    coordinator = optimizer.parameter_offload.get_param_coordinator()
+    name = "_PartitionedParameterCoordinator__active_backward_submodules"
+    if hasattr(coordinator, name):
+        return
+    begun: dict[int, Any] = {}
+    fetch, release = coordinator.fetch_sub_module, coordinator.release_sub_module
+    backward_epilogue = optimizer.backward_epilogue
+
+    def fetch_sub_module(current_submodule: Any, forward: bool) -> None:
+        if not forward:
+            begun[current_submodule.ds_id] = current_submodule
+        fetch(current_submodule, forward)
+
+    def release_sub_module(submodule: Any, forward: bool = False) -> None:
+        if not forward:
+            begun.pop(submodule.ds_id, None)
+        release(submodule, forward=forward)
+
+    def epilogue(*args: Any, **kwargs: Any) -> Any:
+        result = backward_epilogue(*args, **kwargs)
+        while begun:
+            release(begun.popitem()[1], forward=False)
+        return result
+
+    patches.set(coordinator, name, begun)
+    patches.set(coordinator, "fetch_sub_module", fetch_sub_module)
+    patches.set(coordinator, "release_sub_module", release_sub_module)
+    patches.set(optimizer, "backward_epilogue", epilogue)
+
+
+def ends_step(optimizer: Any) -> bool:
+    """Whether this is the last micro-step of a step. A method since 0.19.5, before an attribute."""
+    answer = optimizer.is_gradient_accumulation_boundary
+    return bool(answer() if callable(answer) else answer)
 
 
 def check_identity(
@@ -231,7 +365,7 @@ def check_identity(
     nonfinite = not all(bool(t.isfinite().all()) for t in (*expected, *got))
     differing = [] if nonfinite else [name for name, a, b in pairs if not _same(a, b)]
     # the answer is the group's: nobody may go on into a collective where another has stopped
-    flags = torch.tensor([len(differing), int(nonfinite)], device=tensors[0].device)
+    flags = tensors[0].new_tensor([len(differing), int(nonfinite)], dtype=torch.int64)
     torch_dist.all_reduce(flags, group=group)
     different, unknown = flags.tolist()
     if unknown or not different:

@@ -23,6 +23,7 @@ from torch import nn
 
 from ds_ckpt.patch import Patches
 from ds_ckpt.telemetry import Counters, Purpose
+from ds_ckpt.zero3.compatibility import fill_in_backward
 
 
 class GatherHook:
@@ -39,10 +40,12 @@ class GatherHook:
         self._counters = counters
         self._share = share
         self._coordinator = optimizer.parameter_offload.get_param_coordinator()
+        self._patches = Patches()
+        if share:
+            fill_in_backward(optimizer, self._patches)
         self._release = self._coordinator.release_sub_module
         self._kept: dict[int, nn.Module] = {}
         self._local = threading.local()
-        self._patches = Patches()
         self._install()
 
     def _install(self) -> None:
@@ -104,6 +107,8 @@ class GatherHook:
         Modules whose backward has begun are left: with checkpointing inside a checkpointed block,
         the inner recompute starts in the middle of the outer block's backward.
         """
+        if not self._kept:
+            return
         begun = self._coordinator._PartitionedParameterCoordinator__active_backward_submodules
         for key, module in list(self._kept.items()):
             if module.ds_id not in begun:

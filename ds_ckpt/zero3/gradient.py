@@ -27,8 +27,9 @@ import torch.distributed as torch_dist
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.patch import Patches
 from ds_ckpt.telemetry import Counters, Purpose
-from ds_ckpt.zero3.compatibility import Reduce, check_identity
+from ds_ckpt.zero3.compatibility import Reduce, check_identity, fill_in_verdict
 from ds_ckpt.zero3.overlap import Later, Overlap, Worker
+from ds_ckpt.zero3.skips import Skips
 
 log = logging.getLogger("ds_ckpt")
 _PREFIX = "_DeepSpeedZeroOptimizer_Stage3__"
@@ -163,6 +164,7 @@ class GradientHook:
 
     def _install(self) -> None:
         optimizer = self._optimizer
+        fill_in_verdict(optimizer, self._patches, always_check=self._exchange is not None)
         avg_scatter = getattr(optimizer, f"{_PREFIX}avg_scatter_grads")
         overflow_decision = optimizer._loss_scale_update_and_overflow_cleanup
 
@@ -196,8 +198,12 @@ class GradientHook:
                 more = not self._backward_ends
                 return self._overlap.hand_over(params, dtype, reduce, more_to_come=more)
 
+        skips = Skips(speaks=torch_dist.get_rank() == 0)
+
         def loss_scale_update_and_overflow_cleanup() -> Any:
+            scale = self._scale()
             skipped = overflow_decision()
+            skips.step_ended(skipped=bool(skipped), before=scale, after=self._scale())
             if self._exchange is not None:
                 self._exchange.step_ended(skipped=bool(skipped))
             return skipped

@@ -22,7 +22,7 @@ def run_on_all_or_raise(action: Callable[[], _T], group: Any, *, what: str) -> _
 
     Raises:
         Exception: this process's own failure.
-        StateError: another process failed.
+        StateError: another process failed; with what it said.
     """
     from deepspeed.accelerator import get_accelerator
 
@@ -33,17 +33,20 @@ def run_on_all_or_raise(action: Callable[[], _T], group: Any, *, what: str) -> _
     except Exception as error:
         failure = error
     device = torch.device(get_accelerator().current_device_name())
-    failed = torch.tensor([int(failure is not None)], device=device)
+    failed = torch.tensor([int(failure is not None)], dtype=torch.int64, device=device)
     torch_dist.all_reduce(failed, group=group)
+    if not failed.item():
+        return result[0]
+    told: list[Any] = [None] * torch_dist.get_world_size(group)
+    torch_dist.all_gather_object(told, None if failure is None else str(failure), group=group)
     if failure is not None:
         raise failure
-    if failed.item():
-        raise StateError(
-            Problem(
-                where="the other processes of the data-parallel group",
-                found=f"{int(failed.item())} of them could not {what}",
-                why="it is done on all processes or on none",
-                remedy="see the error of those processes",
-            )
+    process, said = next((p, words) for p, words in enumerate(told) if words is not None)
+    raise StateError(
+        Problem(
+            where="the other processes of the data-parallel group",
+            found=f"{int(failed.item())} of them could not {what}; process {process} said:\n{said}",
+            why="it is done on all processes or on none",
+            remedy="do what that error says",
         )
-    return result[0]
+    )

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import metadata
 from statistics import median
 from typing import Any, Protocol
 
@@ -31,6 +32,7 @@ from torch import Tensor
 
 from ds_ckpt.patch import Patches
 from ds_ckpt.telemetry import Counters, Purpose
+from ds_ckpt.zero3.compatibility import require_resident_weights
 
 log = logging.getLogger("ds_ckpt")
 CHECK_EVERY = 100
@@ -162,6 +164,7 @@ class WeightsHook:
         codecs: Sequence[Codec],
         counters: Counters,
     ) -> None:
+        require_resident_weights(metadata.version("deepspeed"))
         self._optimizer = optimizer
         self._coordinator = optimizer.parameter_offload.get_param_coordinator()
         self._params = list(params.values())
@@ -319,10 +322,8 @@ class WeightsHook:
     def gather_anew(self) -> None:
         """Make the secondary partition from the owners' shards. Collective."""
         self.land()
-        for chunk in self._chunks:
-            for piece in chunk:
-                self._zero_padding(piece, self._shard(piece))
         for param in self._params:
+            self._zero_padding(param, param.ds_tensor.data)
             if param.ds_status.name == "AVAILABLE":
                 param.partition()
             param.all_gather()  # between all processes
@@ -337,15 +338,16 @@ class WeightsHook:
         master: Tensor = self._optimizer.fp32_partitioned_groups_flat[piece.group].data
         return master[piece.start : piece.start + piece.size]
 
-    def _kept(self, piece: Piece, index: int) -> Tensor:
-        """The secondary partition's part of it: the `index`-th owner's."""
-        kept: Tensor = piece.param.ds_secondary_tensor.data
-        return kept[index * piece.size : (index + 1) * piece.size]
+    def _kept(self, param: Any, index: int) -> Tensor:
+        """The secondary partition's part of the `index`-th owner's shard."""
+        kept: Tensor = param.ds_secondary_tensor.data
+        size = param.partition_numel()
+        return kept[index * size : (index + 1) * size]
 
-    def _zero_padding(self, piece: Piece, part: Tensor) -> None:
+    def _zero_padding(self, param: Any, shard: Tensor) -> None:
         """Elements that are no weights: DeepSpeed leaves them uninitialised."""
-        weights = piece.param.ds_numel - self._hosts.rank * piece.size
-        part[min(max(weights, 0), piece.size) :].zero_()
+        weights = param.ds_numel - self._hosts.rank * len(shard)
+        shard[min(max(weights, 0), len(shard)) :].zero_()
 
     def _send(self) -> None:
         """Encode all chunks, and let the first of them go. Collective, once a step."""
@@ -378,7 +380,8 @@ class WeightsHook:
         if turn < COMPARED * len(self.codecs):
             return turn % len(self.codecs)
         device = self._shard(self._chunks[0][0]).device
-        found_s = torch.tensor([median(times) for times in self._times], device=device)
+        medians = [median(times) for times in self._times]
+        found_s = torch.tensor(medians, dtype=torch.float32, device=device)
         torch_dist.all_reduce(found_s, group=self._between)
         best = int(found_s.argmin())
         if self._hosts.rank == 0:
@@ -401,7 +404,7 @@ class WeightsHook:
 
     def _encode(self, chunk: Sequence[Piece]) -> Tensor:
         for piece in chunk:
-            self._zero_padding(piece, self._master(piece))
+            self._zero_padding(piece.param, self._master(piece))
         parts = [self._shard(piece) for piece in chunk]
         held = torch.cat(parts)
         master = torch.cat([self._master(piece) for piece in chunk]).to(held.device)
@@ -414,7 +417,7 @@ class WeightsHook:
         if self._hosts.rank in self._hosts.kept:
             index = self._hosts.kept.index(self._hosts.rank)
             for piece, now in zip(chunk, after, strict=True):
-                self._kept(piece, index).copy_(now)
+                self._kept(piece.param, index).copy_(now)
         return payload
 
     def _launch(self) -> None:
@@ -454,7 +457,7 @@ class WeightsHook:
         for index, owner in enumerate(self._hosts.kept):
             if owner == self._hosts.rank:
                 continue  # kept when it was sent
-            parts = [self._kept(piece, index) for piece in flight.pieces]
+            parts = [self._kept(piece.param, index) for piece in flight.pieces]
             held = torch.cat(parts)
             self._codec.decode_(held, packets[owner].clone(), sizes)  # views must be aligned
             for part, now in zip(parts, held.split(sizes), strict=True):
@@ -463,16 +466,16 @@ class WeightsHook:
     def check(self) -> bool:
         """Whether all hosts keep what the owners have; if not, gather it anew. Collective."""
         self.land()
-        hosts, pieces = self._hosts, [piece for chunk in self._chunks for piece in chunk]
-        own = [_checksum(self._shard(piece)) for piece in pieces]
+        hosts, params = self._hosts, self._params  # frozen ones, too
+        own = [_checksum(param.ds_tensor.data) for param in params]
         with self._counters.purpose(Purpose.WEIGHTS):
             told = {**self._tell(own), hosts.rank: own}
         wrong = any(
-            _checksum(self._kept(piece, index)) != told[owner][number]
+            _checksum(self._kept(param, index)) != told[owner][number]
             for index, owner in enumerate(hosts.kept)
-            for number, piece in enumerate(pieces)
+            for number, param in enumerate(params)
         )
-        flag = torch.tensor(float(wrong), device=self._shard(pieces[0]).device)
+        flag = torch.tensor(int(wrong), dtype=torch.int64, device=params[0].ds_tensor.device)
         torch_dist.all_reduce(flag, op=torch_dist.ReduceOp.MAX, group=self._between)
         if flag.item():
             if hosts.rank == 0:
@@ -486,7 +489,7 @@ class WeightsHook:
 
     def _tell(self, numbers: list[int]) -> dict[int, list[int]]:
         """A few whole numbers to every keeper; by owner those of all owners but this process."""
-        packet = torch.tensor(numbers, dtype=torch.int64).view(torch.uint8)
+        packet = torch.tensor(numbers, dtype=torch.int64, device="cpu").view(torch.uint8)
         owners = [owner for owner in self._hosts.kept if owner != self._hosts.rank]
         lengths = [packet.numel() if p in owners else 0 for p in range(self._hosts.world)]
         arrived = self._deliver(packet, lengths, async_op=False)[2].cpu().split(lengths)
@@ -546,7 +549,7 @@ def _checksum(weights: Tensor) -> int:
     for chunk in weights.view(torch.int16 if weights.element_size() == 2 else torch.int32).split(
         1 << 20
     ):
-        places = torch.arange(1, chunk.numel() + 1, device=chunk.device)
+        places = torch.arange(1, chunk.numel() + 1, dtype=torch.int64, device=chunk.device)
         total = (31 * total + int((chunk * places).sum())) % (1 << 62)
     return total
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -135,7 +136,8 @@ def poisoned(
         handle = target.register_hook(inject)
 
     config = models.zero3_config(accumulation=accumulation, ds_ckpt=section, **options)
-    engine = models.start("llama", config)
+    # before 0.19.1 DeepSpeed takes keys out of what it is given
+    engine = models.start("llama", copy.deepcopy(config))
     session = ds_ckpt.session_of(engine)
     assert session is not None
     models.train(engine, "llama", bad_step)

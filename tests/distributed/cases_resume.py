@@ -126,12 +126,15 @@ def load(folder: str, section: dict[str, Any]) -> dict[str, Any]:
     return {"owed": owed}
 
 
-def load_universal(folder: str, section: dict[str, Any]) -> dict[str, Any]:
-    """Load a universal checkpoint; what there is then, what is said, and three losses."""
+def load_universal(folder: str, section: dict[str, Any], again: str = "") -> dict[str, Any]:
+    """Load a universal checkpoint; what there is then, what is said, and three losses. Where
+    `again` names a folder, it is saved there as it was loaded."""
     engine = _engine(section, checkpoint={"load_universal": True})
     with hearing() as heard:
         models.train(engine, "llama", 1)  # leaves residuals, which the load must not keep
         engine.load_checkpoint(folder)
+    if again:
+        engine.save_checkpoint(again)
     result = {
         "weights": models.weights_digest(engine),
         "owed": _owed(engine),

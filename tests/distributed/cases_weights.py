@@ -279,12 +279,12 @@ def without_room(slots: list[int], section: dict[str, Any]) -> str:
     return ""
 
 
-def healed(slots: list[int], section: dict[str, Any]) -> Any:
-    """Something writes to one host's copy; what the checks between hosts then find."""
+def healed(slots: list[int], kind: str, section: dict[str, Any]) -> Any:
+    """Something writes to one host's copy of the largest parameter; what the checks then find."""
     fresh()
     with hosts(slots):
-        engine = models.start("llama", config_of(section))
-        models.train(engine, "llama", 1)
+        engine = models.start(kind, config_of(section))
+        models.train(engine, kind, 1)
         hook = ds_ckpt.session_of(engine)._resident.hook  # type: ignore[union-attr]
         found = [hook.check()]
         if dist.get_rank() == 0:

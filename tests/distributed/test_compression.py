@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from tests.distributed import cases_compression as cases
 from tests.distributed import cases_resume
@@ -100,7 +101,9 @@ def test_nothing_is_lost(
 
 
 def test_plain_deepspeed_skips_such_a_step(world2: Any) -> None:
-    assert all(world2.run(cases.stock_skips, float("nan")))
+    """Since 0.19.8 outside fp16, too; under an exchange it always does."""
+    checks_norms = hasattr(DeepSpeedZeroOptimizer_Stage3, "_loss_scale_update_and_overflow_cleanup")
+    assert world2.run(cases.stock_skips, float("nan")) == [checks_norms] * 2
 
 
 @pytest.mark.parametrize(
@@ -249,6 +252,10 @@ def test_residuals_are_free_of_autocasts_scale(world2: Any) -> None:
         assert process["autocast"] < 3 * process["fp32"]
 
 
+@pytest.mark.skipif(
+    not hasattr(DeepSpeedZeroOptimizer_Stage3, "_get_param_partition_group"),
+    reason="before 0.19.3 DeepSpeed reduces all buckets over one group",
+)
 def test_a_bucket_of_another_group_is_refused_by_name(world2: Any) -> None:
     for message in world2.run(cases.foreign_group):
         assert "reduction over 2 processes" in message

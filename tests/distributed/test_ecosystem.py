@@ -87,12 +87,14 @@ def test_trainer_with_evaluation_accumulation_and_resume(
         _compare(without, resumed, plan)
 
 
-def test_trainer_with_compression_and_resume(world2: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("plan", ["block, lead", pytest.param("block, topk", marks=SLOW)])
+def test_trainer_with_compression_and_resume(world2: Any, tmp_path: Path, plan: str) -> None:
     plain = world2.run(cases.trainer, str(tmp_path / "plain"), "stock", False)
-    ours = world2.run(cases.trainer, str(tmp_path / "ours"), "block, topk", False)
-    again = world2.run(cases.trainer, str(tmp_path / "ours"), "block, topk", True)
+    ours = world2.run(cases.trainer, str(tmp_path / "ours"), plan, False)
+    again = world2.run(cases.trainer, str(tmp_path / "ours"), plan, True)
     for without, with_us, resumed in zip(plain, ours, again, strict=True):
         assert "Top-K" in with_us["summary"]
+        assert ("first moment has a lead" in with_us["summary"]) == ("lead" in plan)
         assert "one exchange an accumulated step" in with_us["summary"]
         assert with_us["losses"][0] == without["losses"][0]
         assert with_us["losses"] != without["losses"]
@@ -125,3 +127,9 @@ def test_accelerate_with_accumulation_and_resume(world2: Any, tmp_path: Path, pl
         assert with_us["losses"][:4] != with_us["losses"][4:8]
         assert with_us["blocks"] == 3
         assert (with_us["moved"] > 0) == ("offload" in plan)
+
+
+def test_accelerate_with_a_lead_and_resume(world2: Any, tmp_path: Path) -> None:
+    for process in world2.run(cases.accelerate, str(tmp_path), "block, lead"):
+        assert "first moment has a lead" in process["summary"]
+        assert process["losses"][4:8] == process["losses"][8:]

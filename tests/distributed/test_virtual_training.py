@@ -20,6 +20,9 @@ STEPS = 12
 SECTIONS = {
     "dense": {"compression": {"method": "dense"}},
     "topk after a warm-up": topk_section(topk={"density": 0.05}, warmup_steps=3),
+    "topk with a lead": topk_section(
+        topk={"density": 0.05}, warmup_steps=3, error_feedback={"momentum": "matched"}
+    ),
     "quantize": quantize_section(),
     "2 bits without feedback": quantize_section(
         quantize={"bits": 2}, error_feedback={"enabled": False}
@@ -57,6 +60,7 @@ PLAIN, CLIPPED_AND_ACCUMULATED = (0.0, 1), (0.5, 2)
     [
         ("dense", *CLIPPED_AND_ACCUMULATED),
         ("topk after a warm-up", *CLIPPED_AND_ACCUMULATED),
+        ("topk with a lead", *PLAIN),
         ("quantize", *PLAIN),
         ("2 bits without feedback", *CLIPPED_AND_ACCUMULATED),
         ("powersgd", *PLAIN),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ds_ckpt.zero3 import compatibility
 from ds_ckpt.zero3.resident import HOST_COPY
 from ds_ckpt.zero3.weights import COMPARED
 from tests.distributed import cases_weights as cases
@@ -20,6 +22,10 @@ BLOCK = {"activation": {"policy": "block"}}
 ONE, TWO = [1, 1], [2, 2]
 FP32 = {"bf16": {"enabled": False}}
 FOUR = {"weights": {"resident": True, "deltas": "4bit"}}
+pytestmark = pytest.mark.skipif(
+    not compatibility.serves_resident_weights(metadata.version("deepspeed")),
+    reason=f"refused before DeepSpeed {compatibility.RESIDENT_SINCE}",
+)
 
 
 def same(ours: list[Any], plain: list[Any]) -> None:
@@ -167,8 +173,9 @@ def test_a_checkpoint_resumes_to_the_bit(world2: Any, tmp_path: Path) -> None:
     assert all(process["wrong"] == 0 and process["same"] for process in resumed)
 
 
-def test_a_copy_that_went_wrong_is_found_and_healed(world2: Any) -> None:
-    for rank, process in enumerate(world2.run(cases.healed, ONE, LOSSLESS)):
+@pytest.mark.parametrize("kind", ["llama", "lora"])  # lora: of a frozen weight
+def test_a_copy_that_went_wrong_is_found_and_healed(world2: Any, kind: str) -> None:
+    for rank, process in enumerate(world2.run(cases.healed, ONE, kind, LOSSLESS)):
         assert process["found"] == [True, False, True]
         assert process["wrong"] == (rank == 0)
         assert process["healed"] == 0

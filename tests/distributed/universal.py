@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def convert(folder: Path, tag: str) -> Path:
-    """Convert the checkpoint `tag` of `folder`, and have `latest` name what came of it."""
+    """Convert the checkpoint `tag` of `folder`."""
     universal = folder / f"{tag}_universal"
     subprocess.run(
         [
@@ -22,5 +22,4 @@ def convert(folder: Path, tag: str) -> Path:
         capture_output=True,
         env={**os.environ, "DS_ACCELERATOR": "cpu"},
     )
-    (folder / "latest").write_text(universal.name)
     return universal

@@ -68,7 +68,12 @@ def test_defaults_are_those_that_are_documented() -> None:
             "powersgd": {"rank": 16, "alternate": False},
             "hybrid": {"remainder": "quantize"},
             "rules": (),
-            "error_feedback": {"enabled": True, "dtype": "fp32", "device": "accelerator"},
+            "error_feedback": {
+                "enabled": True,
+                "dtype": "fp32",
+                "device": "accelerator",
+                "momentum": "none",
+            },
             "exchange": {
                 "when": "auto",
                 "autotune": True,

@@ -46,6 +46,9 @@ _BY_HAND: dict[Keys, list[Any]] = {
     ("ds_ckpt", "activation", "rules"): [
         *("0-3", True, 3, [3], [{"match": "0"}], [{"policy": "block"}], {"match": "0"})
     ],
+    ("ds_ckpt", "compression", "error_feedback", "momentum"): [
+        *(0, 1, 1.0, -0.1, float("nan"), float("inf"), True, "", "Matched", "0.3", [], {})
+    ],
     ("ds_ckpt", "activation", "check_determinism"): [
         *(0, -1, 1.0, 2.5, "true", "yes", [], [True], {}, {"enabled": True})
     ],

@@ -18,7 +18,7 @@ from ds_ckpt.compression.quantize import BITS, BLOCKS
 from ds_ckpt.compression.topk import SELECTIONS, VALUE_FORMATS
 from ds_ckpt.exchange.layout import ShardLayout
 from ds_ckpt.exchange.rules import Choose
-from ds_ckpt.exchange.transport import HEADER_BYTES
+from ds_ckpt.exchange.transport import HEADER_BYTES, PACKET_ALIGNMENT_BYTES
 from ds_ckpt.exchange.virtual import VirtualWorld
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -489,14 +489,15 @@ def test_one_collective_a_bucket_of_the_announced_size(case: Case, codec: Codec)
         assert transport.calls == (case.world > 1)
         expected = 0
         for dest in set(range(case.world)) - {me}:
-            expected += HEADER_BYTES
+            packet = HEADER_BYTES
             for shape in case.shapes:
                 size = ShardLayout(math.prod(shape), case.world).size(dest)
-                expected += (
+                packet += (
                     codec.packed_bytes(size)
                     if len(shape) > 1
                     else math.ceil(size * case.dtype.itemsize / 8) * 8
                 )
+            expected += math.ceil(packet / PACKET_ALIGNMENT_BYTES) * PACKET_ALIGNMENT_BYTES
         assert transport.sent_bytes == expected
 
 

@@ -105,8 +105,10 @@ class _Pinning:
         monkeypatch.setattr(pool.torch, "empty", self.empty)
         monkeypatch.setattr(torch.Tensor, "is_pinned", lambda t: t.data_ptr() in self.pinned)
 
-    def empty(self, size: int, *, dtype: torch.dtype, pin_memory: bool = False) -> torch.Tensor:
-        tensor = self._empty(size, dtype=dtype)
+    def empty(
+        self, size: int, *, dtype: torch.dtype, device: str, pin_memory: bool = False
+    ) -> torch.Tensor:
+        tensor = self._empty(size, dtype=dtype, device=device)
         if pin_memory:
             if sum(self.pinned.values()) + size > self.limit_bytes:
                 raise RuntimeError("CUDA error: out of memory")
@@ -135,3 +137,21 @@ def test_plain_memory_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not HostPool().take((8,), torch.int64).is_pinned()
     with pytest.raises(ValueError, match="needs CUDA"):
         HostPool(pinned=True)
+
+
+def test_random_lengths_hold_no_more_than_twice_what_is_used_at_once() -> None:
+    """Another length in every step leaves blocks of sizes that nobody asks for again."""
+    host, generator, most = HostPool(pinned=False), torch.Generator().manual_seed(0), 0
+    for _ in range(60):
+        length = int(torch.randint(1, 1000, (), generator=generator))
+        taken = [host.take((length, 1000), torch.uint8) for _ in range(4)]
+        most = max(most, host.nbytes_in_use)
+        assert host.nbytes_held <= 2 * most
+        for tensor in taken:
+            host.give_back(tensor)
+    short = [host.take((10, 1000), torch.uint8) for _ in range(4)]
+    for _ in range(3):  # steps that need little: what long ones have left goes
+        for tensor in short:
+            host.give_back(tensor)
+        short = [host.take((10, 1000), torch.uint8) for _ in range(4)]
+    assert host.nbytes_held <= 2 * host.nbytes_in_use

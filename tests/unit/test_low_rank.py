@@ -286,7 +286,7 @@ def test_a_column_as_a_matrix_keeps_rows_and_entries(
             # an entry keeps its column
             assert at % columns == (int(flat[at]) - 1) % columns
     assert math.isclose(float(flat.sum()), float(column.sum()), rel_tol=1e-6)
-    back = torch.empty_like(column) if not blocks.complete else column.clone()
+    back = torch.empty_like(column) if not blocks.is_local else column.clone()
     blocks.write_back(matrix, back)
     assert torch.equal(back, column)
 

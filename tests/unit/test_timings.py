@@ -13,6 +13,7 @@ from virtual import World
 from ds_ckpt.compression import Compressor, LowRank, Quantize, TopK, powersgd
 from ds_ckpt.exchange.layout import ShardLayout
 from ds_ckpt.telemetry.timings import SECTIONS, Errors, Timings
+from tests.pretended_gpu import Gpu
 
 
 def test_sections_add_up() -> None:
@@ -38,6 +39,22 @@ def test_time_inside_a_section_is_its_own() -> None:
         pass
     assert timings.seconds["wire"] >= 0.04
     assert 0 <= timings.seconds["pack"] < 0.04
+
+
+def test_an_accelerators_sections_are_timed_by_its_stream_and_read_later() -> None:
+    gpu = Gpu()
+    timings = Timings(module=gpu)
+    with gpu.watched():
+        x = gpu.tensor(torch.ones(4))
+        with timings.section("pack"), timings.section("wire"):
+            x.add_(1.0)
+        with timings.section("pack"):
+            x.add_(1.0)
+        assert not gpu.waits
+        # 1 ms between events, of which the wire takes one of the packing's two
+        assert timings.seconds == pytest.approx({"wire": 0.001, "pack": 0.001})
+        assert sum(gpu.waits.values()) == 3
+        assert timings.seconds == pytest.approx({"wire": 0.001, "pack": 0.001})
 
 
 def test_errors_are_ratios_of_norms() -> None:

@@ -168,6 +168,22 @@ def test_a_user_s_text_and_a_record_beside_the_file(tmp_path: Path) -> None:
     assert "margin 0.5%" in words
 
 
+def test_dense_runs_may_have_betas_of_their_own(tmp_path: Path) -> None:
+    file = small(tmp_path, ROOT / "ds_configs" / "zero3_4bit.json")
+    sizes, out = ("--tasks", "language", "--seeds", "2", "--steps", "8"), tmp_path / "out"
+    for betas in ((), ("--dense-betas", "0.5,0.95"), ("--betas", "0.5,0.95")):
+        found = validate(out, [file], *sizes, *betas)
+        assert found.exit_code in (0, 1, 2), found.output
+    tasks = {record.task for record in read_verdicts(out / "verdicts.json")}
+    words = "language modelling on the embedded corpus"
+    assert tasks == {words, f"{words}, dense with 0.5, 0.95", f"{words}, betas 0.5, 0.95"}
+    lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    names = [line["names"][1] for line in lines]
+    assert names.count("dense") == names.count("zero3_4bit") == 4  # no run twice
+    dense = {line["outcome"]["digest"] for line in lines if line["names"][1] == "dense"}
+    assert len(dense) == 4
+
+
 @pytest.mark.parametrize(
     "activation",
     [{"policy": "auto"}, {"policy": "block", "partition": True}],
@@ -191,6 +207,9 @@ def test_what_needs_an_engine_is_told(tmp_path: Path, activation: dict[str, Any]
         (["FILE", "--tasks", "digits", "--data", "x.txt"], "data of their own"),
         (["FILE", "--tasks", "topics", "--model", "x"], "--model"),
         (["FILE", "--attention", "flash"], "eager or sdpa"),
+        (["FILE", "--betas", "0.9"], "--betas"),
+        (["FILE", "--dense-betas", "0.7,1"], "--dense-betas"),
+        (["LOSSLESS", "--dense-betas", "0.7,0.95"], "zero3_block_checkpointing"),
         (["FILE", "--tasks", "digits", "--layers", "3"], "--layers"),
         (["FILE", "--tasks", "topics", "--length", "64"], "--length"),
         (["FILE", "--tasks", "digits", "--margin", "2"], "--margin"),
@@ -207,8 +226,9 @@ def test_what_cannot_be_done_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], words: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    file = str(ROOT / "ds_configs" / "zero3_4bit.json")
-    options = [file if option == "FILE" else option for option in options]
+    named = {"FILE": "zero3_4bit.json", "LOSSLESS": "zero3_block_checkpointing.json"}
+    folder = ROOT / "ds_configs"
+    options = [str(folder / named[o]) if o in named else o for o in options]
     found = run(app, ["validate-accuracy", "--output", str(tmp_path / "out"), *options])
     assert found.exit_code == 3
     assert words in found.output

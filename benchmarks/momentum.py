@@ -1,0 +1,193 @@
+"""A lead or a lower b1 for what error feedback delays, beside dense training with the same.
+
+    nice -n 19 python benchmarks/momentum.py --data FILE [--seeds 0 1 2] [--only 'Top-K*']
+    python benchmarks/momentum.py --table
+
+Trains what `validate-accuracy` trains (4 virtual workers, 300 steps of which 75 dense) with AdamW
+of b1 0.9 and 0.7. An arm is a method and what becomes of the first moment after the warm-up:
+`none`, `matched` (the plugin's own), `lead A`, or `b1 B`. Dense training has arms of its own; the
+best of them is what an optimizer that was tuned comes to without compression. Resumable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ds_ckpt.exchange.build import ExchangeSettings
+from ds_ckpt.exchange.momentum import FirstMoments
+from ds_ckpt.exchange.rules import MethodSettings
+from ds_ckpt.validation.task import Task, make_spec, open_task
+from ds_ckpt.validation.trainer import train
+from ds_ckpt.validation.world import InProcessWorld, Recipe
+
+RESULTS = Path(__file__).parent / "results" / "momentum.jsonl"
+WARM_UP = 75
+DENSE = "dense"
+METHODS = {
+    DENSE: MethodSettings("dense"),
+    "Top-K 1%": MethodSettings("topk", density=0.01),
+    "rank 4": MethodSettings("powersgd", rank=4),
+    "2 bits": MethodSettings("quantize", bits=2),
+    "3 bits": MethodSettings("quantize", bits=3),
+}
+ARMS = [
+    *((DENSE, b1, how) for b1 in (0.9, 0.7) for how in ("none", "lead 0.3")),
+    *(
+        (m, b1, how)
+        for b1 in (0.9, 0.7)
+        for m in METHODS
+        if m != DENSE
+        for how in ("matched", "none")
+    ),
+]
+
+
+@dataclass
+class Switched(FirstMoments):
+    """The same for every group from the end of the warm-up, whatever is left behind.
+
+    Attributes:
+        b1: instead of the optimizer's own; None: that.
+        fixed: the lead.
+    """
+
+    world: InProcessWorld
+    b1: float | None = None
+    fixed: float = 0.0
+
+    def lead(self, group: int) -> float:
+        return self.fixed
+
+    @contextmanager
+    def leading(
+        self, optimizer: Optimizer, group: int, parameters: Iterable[Tensor]
+    ) -> Iterator[None]:
+        if self.world.step <= WARM_UP:  # the step is counted already
+            yield
+            return
+        holder = optimizer.param_groups[group]
+        own = holder["betas"]
+        holder["betas"] = (own[0] if self.b1 is None else self.b1, own[1])
+        try:
+            with super().leading(optimizer, group, parameters):
+                yield
+        finally:
+            holder["betas"] = own
+
+
+def run(task: Task, method: str, b1: float, how: str, seed: int) -> dict[str, Any]:
+    """One arm of one seed."""
+    spec = task.spec
+    settings = ExchangeSettings(
+        METHODS[method], warmup_steps=WARM_UP, momentum="matched" if how == "matched" else "none"
+    )
+    task.learner.begin(seed)
+    recipe: Recipe = replace(spec.recipe(), betas=(b1, 0.95))
+    world = InProcessWorld(
+        task.learner.model, task.learner.loss, recipe, settings, workers=spec.world
+    )
+    kind, _, number = how.partition(" ")
+    if number:
+        value = float(number)
+        world.moments = (
+            Switched(world, fixed=value) if kind == "lead" else Switched(world, b1=value)
+        )
+    outcome = train(task.learner, world, spec.steps, evaluate_every=spec.steps)
+    moments = world.moments
+    return {
+        "loss": outcome.final("loss"),
+        "diverged": outcome.diverged,
+        "kept": moments.kept.get(0) if how == "matched" and moments is not None else None,
+    }
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """Markdown: losses, and paired differences from dense training."""
+    text = []
+    for source in dict.fromkeys(line["data"] for line in lines):
+        found: dict[tuple[str, float, str], dict[int, float]] = {}
+        for line in lines:
+            if line["data"] == source:
+                place = line["method"], line["b1"], line["how"]
+                found.setdefault(place, {})[line["seed"]] = line["loss"]
+        mean = {place: statistics.fmean(of.values()) for place, of in found.items()}
+        dense = [place for place in found if place[0] == DENSE]
+        most = max(len(found[place]) for place in dense)
+        best = min((p for p in dense if len(found[p]) == most), key=lambda p: mean[p])
+        text += [
+            f"{source}; best dense: b1 {best[1]:g}, {best[2]}",
+            "",
+            "| method | b1 | after the warm-up | held-out loss | against dense of this b1 "
+            "| against dense likewise | against the best dense | seeds |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+        for place in sorted(found, key=lambda p: (-p[1], list(METHODS).index(p[0]), p[2])):
+            method, b1, how = place
+            like = "lead 0.3" if how == "matched" else how
+            gaps = [
+                _gap(found[place], found.get(reference, {}))
+                for reference in ((DENSE, b1, "none"), (DENSE, b1, like), best)
+            ]
+            cells = [method, f"{b1:g}", how, f"{mean[place]:.4f}", *gaps, str(len(found[place]))]
+            text.append(f"| {' | '.join(cells)} |")
+        text.append("")
+    return "\n".join(text)
+
+
+def _gap(ours: dict[int, float], dense: dict[int, float]) -> str:
+    """Mean of the pairs' differences, and each."""
+    gaps = [100 * (ours[seed] / dense[seed] - 1) for seed in sorted(ours) if seed in dense]
+    if not gaps:
+        return ""
+    return f"{statistics.fmean(gaps):+.2f}% ({', '.join(f'{gap:+.2f}' for gap in gaps)})"
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def main() -> None:
+    """Train what is missing, or print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--data", help="text file; default: the embedded corpus")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--only", default="*", help='shell pattern over "METHOD B1 HOW"')
+    parser.add_argument("--also", nargs=3, metavar=("METHOD", "B1", "HOW"), action="append")
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    if given.table:
+        print(table(_lines(given.results)))
+        return
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    task = open_task(make_spec("language", data=given.data), given.results.parent)
+    arms = [*ARMS, *((m, float(b1), how) for m, b1, how in given.also or [])]
+    for seed in given.seeds:
+        for method, b1, how in arms:
+            key = {"data": task.source, "method": method, "b1": b1, "how": how, "seed": seed}
+            done = any(line.items() >= key.items() for line in _lines(given.results))
+            if done or not fnmatch(f"{method} {b1:g} {how}", given.only):
+                continue
+            line = key | run(task, method, b1, how, seed)
+            with given.results.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+#!/usr/bin/env bash
+# Runs the contract and the laws with several versions of what the plugin stands on, and writes
+# docs/support.md.
+#
+#     ./scripts/matrix.sh [ROW...]        default: every row below
+#
+# Environments and results are kept in .matrix/: given again, it goes on where it was, and a row that
+# is named is run anew. What cannot be installed fails its row alone. pip's own settings apply; a
+# torch that is built for CUDA takes about 5 GB. A Python is looked for on the PATH and in pyenv.
+# A row without versions stands on .venv. With 2 cores a row takes about four minutes.
+set -euo pipefail
+
+# name     Python torch  transformers DeepSpeed tests
+rows='
+oldest     3.10   2.7.1  4.57.6       0.18.5    laws
+middle     3.12   2.10.0 5.0.0        0.19.3    laws
+newest     3.13   2.13.0 5.23.0       0.19.8    laws
+0.19.7     -      -      -            0.19.7    laws
+0.18.5     -      -      -            0.18.5    laws
+0.18.4     -      -      -            0.18.4    laws
+ci         -      -      -            0.18.5    few
+'
+few=(
+  tests/contract/test_deepspeed_compatibility.py
+  tests/distributed/test_gather.py
+  tests/distributed/test_compression.py::test_nothing_is_lost
+)
+laws=(
+  tests/contract
+  tests/unit/test_{exchange,feedback,recompute,policies}.py
+  tests/distributed/test_{session,gather,compression,overlap,weights}.py
+)
+
+source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
+folder="$root/.matrix"
+results="$folder/results"
+mkdir -p "$results"
+unset TORCH_EXTENSIONS_DIR # each environment compiles DeepSpeed's operators for itself
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+cd "$root"
+
+find_python() {
+  local python
+  for python in "python$1" "${PYENV_ROOT:-$HOME/.pyenv}/versions/$1".*/bin/python; do
+    if "$python" -c 'import ensurepip' 2>/dev/null; then
+      echo "$python"
+      return
+    fi
+  done
+  echo "no Python $1 with ensurepip was found" >&2
+  return 1
+}
+
+# base PYTHON TORCH TRANSFORMERS: prints the environment with these, which it makes. DeepSpeed is built
+# with the torch that is there; alone it would fetch another.
+base() {
+  local base="$folder/python$1-torch$2-transformers$3" python
+  if [ ! -f "$base/.ready" ]; then
+    python=$(find_python "$1") && "$python" -m venv "$base" || return
+    "$base/bin/python" -m pip --quiet install "torch==$2" 'setuptools>=77,<82' >&2 &&
+      "$base/bin/python" -m pip --quiet install --no-build-isolation "torch==$2" \
+        "transformers==$3" -e "$root[hf,mpi,report,dev]" >&2 || return
+    touch "$base/.ready"
+  fi
+  echo "$base"
+}
+
+# environment NAME BASE DEEPSPEED: one of its own for DeepSpeed, above the base.
+environment() {
+  local place="$folder/$1" packages
+  [ ! -f "$place/.ready" ] || return 0
+  "$2/bin/python" -m venv --without-pip "$place" || return
+  packages=$("$2/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  echo "import site; site.addsitedir('$packages')" \
+    >"$("$place/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
+  "$place/bin/python" -m pip --quiet install --no-deps --no-build-isolation "deepspeed==$3" || return
+  touch "$place/.ready"
+}
+
+# row NAME PYTHON TORCH TRANSFORMERS DEEPSPEED TESTS
+row() {
+  local name=$1 base="$venv" python="$folder/$1/bin/python" result="$results/$1"
+  [ "$2" = - ] || base=$(base "$2" "$3" "$4") || return
+  environment "$name" "$base" "$5" || return
+  rm -f "$result".*
+  "$python" scripts/support.py versions >"$result.versions" || return
+  if ! "$python" scripts/support.py contract >"$result.refused"; then
+    cat "$result.refused"
+    return
+  fi
+  local -n tests=$6
+  local PATH="$base/bin:$PATH" # for ninja
+  "$python" -m pytest "${tests[@]}" -q \
+    -p no:cacheprovider --junitxml="$result.xml"
+}
+
+failed=0
+while read -r name rest; do
+  [ -n "$name" ] || continue
+  if [ $# = 0 ]; then
+    [ "$name" != ci ] && [ ! -f "$results/$name.done" ] || continue
+  else
+    [[ " $* " = *" $name "* ]] || continue
+  fi
+  printf '===== %s: %s\n' "$name" "$rest"
+  # shellcheck disable=SC2086
+  if row "$name" $rest </dev/null; then touch "$results/$name.done"; else failed=1; fi
+done <<<"$rows"
+[ "$*" = ci ] || "$venv/bin/python" scripts/support.py write "$results"
+exit "$failed"

@@ -1,0 +1,122 @@
+"""What scripts/matrix.sh asks and writes.
+
+versions: what this Python has, in one line. contract: the plugin's answer to the installed
+DeepSpeed, with status 1 where it refuses. write FOLDER: docs/support.md from the results there.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+import xml.etree.ElementTree as ElementTree
+from contextlib import redirect_stdout
+from importlib.metadata import version
+from pathlib import Path
+
+from ds_ckpt.errors import ContractError
+from ds_ckpt.zero3 import compatibility
+
+PACKAGES = ("deepspeed", "torch", "transformers")
+PARTS = {
+    "contract": ("contract",),
+    "checkpointing": ("test_gather", "test_recompute", "test_policies"),
+    "compression": ("test_compression", "test_exchange", "test_feedback"),
+    "overlap": ("test_overlap",),
+    "resident weights": ("test_weights",),
+    "session": ("test_session",),
+}
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "support.md"
+INTRODUCTION = """# Versions
+
+Written by `scripts/matrix.sh` on {date}: the contract (`tests/contract`) and the tests of the laws
+([design.md](design.md)) with each set of versions, on Linux with gloo. A number is that of tests
+passed.
+
+"""
+FIRST, LAST, RESIDENT = compatibility.FIRST, compatibility.LAST, compatibility.RESIDENT_SINCE
+END = f"""
+Every release of DeepSpeed from {FIRST} to {LAST} has, of what the hooks lean on, sources that
+`ds_ckpt/zero3/compatibility.py` knows by their digests; what differs between versions is in that
+file. Another source is warned of when the plugin is attached, and the first bucket is held against
+DeepSpeed's own reduction; where a symbol is missing, the plugin refuses.
+
+`weights.resident` needs DeepSpeed {RESIDENT}: before, hpZ leaves padding uninitialised. It is
+refused there.
+"""
+
+
+def versions() -> str:
+    return " ".join([*(version(name) for name in PACKAGES), platform.python_version()])
+
+
+def contract() -> int:
+    try:
+        with redirect_stdout(sys.stderr):  # where DeepSpeed logs
+            compatibility.require()
+    except ContractError as error:
+        for problem in error.problems:
+            print(f"`{problem.where.rpartition('.')[2]}` is {problem.found.partition(' (')[0]}")
+        print(error.problems[0].remedy)
+        return 1
+    return 0
+
+
+def cells(result: Path) -> tuple[list[str], str]:
+    """A cell for each part, and the day."""
+    counts = {part: [0, 0, 0] for part in PARTS}  # passed, failed, skipped
+    suite = next(ElementTree.parse(result).iter("testsuite"))
+    for case in suite.iter("testcase"):
+        place = case.get("classname", "")
+        part = next(p for p, words in PARTS.items() if any(w in place.split(".") for w in words))
+        ends = {child.tag for child in case}
+        counts[part][1 if ends & {"failure", "error"} else 2 if "skipped" in ends else 0] += 1
+    words = []
+    for passed, failed, skipped in counts.values():
+        word = f"{failed} of {passed + failed} failed" if failed else f"green, {passed}"
+        words.append(word + (f" ({skipped} skipped)" if skipped else ""))
+    return words, suite.get("timestamp", "")[:10]
+
+
+def write(folder: Path) -> None:
+    heads = ["DeepSpeed", "torch", "transformers", "Python"]
+    lines, refusals, days = [], [], [""]
+    results = sorted(folder.glob("*.versions"), key=_newest_first, reverse=True)
+    for result in results:
+        if result.stem == "ci":
+            continue
+        row = result.read_text().split()
+        refused = result.with_suffix(".refused").read_text().splitlines()
+        if refused:
+            words = ["refused"] + [""] * (len(PARTS) - 1)
+            refusals.append(f"DeepSpeed {row[0]} is refused: {'; '.join(refused)}.\n")
+        elif result.with_suffix(".xml").exists():
+            words, day = cells(result.with_suffix(".xml"))
+            days.append(day)
+        else:
+            continue
+        lines.append("| " + " | ".join(row + words) + " |\n")
+    columns = [*heads, *PARTS]
+    table = "| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|\n"
+    text = INTRODUCTION.format(date=max(days)) + table + "".join(lines)
+    PAGE.write_text(text + "".join("\n" + line for line in refusals) + END)
+
+
+def _newest_first(result: Path) -> tuple[list[int], list[int]]:
+    row = result.read_text().split()
+    return _numbers(row[0]), _numbers(row[3])
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split("+")[0].split(".")]
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["versions"]:
+            print(versions())
+        case ["contract"]:
+            sys.exit(contract())
+        case ["write", folder]:
+            write(Path(folder))
+        case _:
+            sys.exit(__doc__)

@@ -1,0 +1,180 @@
+"""Run in the worker processes: training that something outside ends, and what it goes on with."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+import ds_ckpt
+from ds_ckpt.session.patience import patience
+from tests.distributed import models
+from tests.distributed.cases_resume import state_digest
+from tests.distributed.pool import fresh
+
+VICTIM = 1
+AT = 3
+"""The step in which it happens; saves come after every second one."""
+
+
+def trained(
+    folder: str, notes: str, section: dict[str, Any], steps: int, fault: str = "", wait_s: float = 0
+) -> dict[str, Any]:
+    """Go on from the last save, if there is one, until `steps` are done; losses by step.
+
+    A process that fails ends, as a user's script does, and says when and of what in `notes`.
+
+    Args:
+        fault: of `FAULTS`, in step `AT`.
+        wait_s: what `init_distributed` was told to wait for others.
+    """
+    fresh()
+    if wait_s:  # the pool has called it
+        distributed_c10d._set_pg_timeout(timedelta(seconds=wait_s), dist.group.WORLD)
+    engine = models.start("llama", models.zero3_config(ds_ckpt=section))
+    if (Path(folder) / "latest").exists():
+        engine.load_checkpoint(folder)
+    began, losses = int(engine.global_steps), {}
+    try:
+        for step in range(began, steps):
+            if step == AT and fault:
+                FAULTS[fault](engine, Path(notes))
+            losses[step] = models.train(engine, "llama", 1, first=step)
+            if step % 2:
+                engine.save_checkpoint(folder)
+    except BaseException as error:
+        said = "".join(traceback.format_exception_only(error)).strip()
+        _note(Path(notes), f"said_{dist.get_rank()}", said=said)
+        os._exit(1)
+    session = ds_ckpt.session_of(engine)
+    result = {
+        "began": began,
+        "losses": losses,
+        "weights": models.weights_digest(engine),
+        "state": state_digest(session),
+    }
+    engine.destroy()
+    return result
+
+
+def patience_of_groups(section: dict[str, Any]) -> dict[str, Any]:
+    """How long the groups of an engine wait: the plugin's, and DeepSpeed's with and after it."""
+    fresh()
+    distributed_c10d._set_pg_timeout(timedelta(seconds=777), dist.group.WORLD)
+    engine = models.start("llama", models.zero3_config())
+    deepspeeds = engine.optimizer.dp_process_group
+    distributed_c10d._set_pg_timeout(timedelta(seconds=1800), deepspeeds)
+    engine._config._param_dict["ds_ckpt"] = section
+    session = ds_ckpt.attach(engine)
+    gradients = session._gradients
+    assert gradients is not None
+    told: dict[str, Any] = {"ours": {patience(group) for group in gradients.groups}}
+    told["DeepSpeed's"] = patience(deepspeeds)
+    session.detach()
+    told["after"] = patience(deepspeeds)
+    distributed_c10d._set_pg_timeout(timedelta(minutes=10), dist.group.WORLD)
+    engine.destroy()
+    return told
+
+
+def _note(notes: Path, name: str, **more: Any) -> None:
+    (notes / f"{name}.json").write_text(json.dumps({"time_s": time.time(), **more}))
+
+
+def _end(notes: Path) -> None:
+    _note(notes, "happened")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _in_mid_step(engine: Any, notes: Path) -> None:
+    if dist.get_rank() == VICTIM:
+        weight = dict(engine.module.named_parameters())["model.layers.1.mlp.up_proj.weight"]
+        weight.register_hook(lambda grad: _end(notes))
+
+
+def _in_mid_exchange(engine: Any, notes: Path) -> None:
+    """In the thread that exchanges beside backward, with a bucket half on its way."""
+    import deepspeed.comm.comm as ds_comm
+
+    if dist.get_rank() != VICTIM:
+        return
+    all_to_all_single = ds_comm.cdb.all_to_all_single
+
+    def begun(*args: Any, **kwargs: Any) -> Any:
+        if threading.current_thread().name.startswith("exchange of"):
+            threading.Timer(0.01, _end, [notes]).start()
+        return all_to_all_single(*args, **kwargs)
+
+    ds_comm.cdb.all_to_all_single = begun
+
+
+def _in_mid_save(engine: Any, notes: Path) -> None:
+    """Half of the victim's optimizer file is written; residuals are, and `latest` is not."""
+    save = torch.save
+
+    def half(state: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+        if "optim_states" not in str(path):
+            return save(state, path, *args, **kwargs)
+        save(state, whole := io.BytesIO())
+        Path(path).write_bytes(whole.getvalue()[: whole.tell() // 2])
+        return _end(notes)
+
+    if dist.get_rank() == VICTIM:
+        torch.save = half
+
+
+def _stopped(engine: Any, notes: Path) -> None:
+    """A process that does not come on, as on a host that swaps without end."""
+    if dist.get_rank() == VICTIM:
+        _note(notes, "happened")
+        time.sleep(3600)
+
+
+def _link_down(up_after_s: float | None) -> Callable[[Any, Path], None]:
+    """The interface of the worker processes' own network goes down in mid-step."""
+
+    def down(notes: Path) -> None:
+        _note(notes, "happened")
+        subprocess.run(["ip", "link", "set", "lo", "down"], check=True)
+        if up_after_s is not None:
+            time.sleep(up_after_s)
+            subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+
+    def fault(engine: Any, notes: Path) -> None:
+        if dist.get_rank() == VICTIM:
+            weight = dict(engine.module.named_parameters())["model.layers.1.mlp.up_proj.weight"]
+            thread = threading.Thread(target=down, args=[notes], daemon=True)
+            handle = weight.register_hook(lambda grad: (thread.start(), handle.remove())[1])
+
+    return fault
+
+
+def _disk_is_full(engine: Any, notes: Path) -> None:
+    """The next save does not fit: the checkpoint's folder is that small."""
+    if dist.get_rank() == VICTIM:
+        _note(notes, "happened")
+
+
+FAULTS: dict[str, Callable[[Any, Path], None]] = {
+    "killed in mid-step": _in_mid_step,
+    "killed in mid-exchange": _in_mid_exchange,
+    "killed in mid-save": _in_mid_save,
+    "stopped": _stopped,
+    "link down for 5 s": _link_down(5.0),
+    "link down for good": _link_down(None),
+    "disk full at our files": _disk_is_full,
+    "disk full at DeepSpeed's files": _disk_is_full,
+}

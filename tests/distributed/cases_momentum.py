@@ -1,0 +1,140 @@
+"""Run in the worker processes: first moments that fit what compression leaves behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ds_ckpt
+from tests.distributed import models
+from tests.distributed.pool import fresh
+
+
+class _Watched:
+    """Tells which betas an optimizer steps with, by step, of each of its groups with members."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.seen: list[tuple[int, float]] = []
+        step = optimizer.step
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self.seen += [
+                (number, group["betas"][0])
+                for number, group in enumerate(optimizer.param_groups)
+                if group["params"]
+            ]
+            return step(*args, **kwargs)
+
+        optimizer.step = watched
+
+    def take(self) -> list[tuple[int, float]]:
+        seen, self.seen = self.seen, []
+        return seen
+
+
+def _start(section: dict[str, Any], *, optimizer: Any = None, **options: Any) -> Any:
+    """An engine; its parameters in two groups, matrices and the rest, where it has an optimizer of
+    ours."""
+    fresh()
+    config = models.zero3_config(ds_ckpt=section, **options)
+    model = models.build("llama")
+    parameters: Any = [p for p in model.parameters() if p.requires_grad]
+    if optimizer is not None:
+        del config["optimizer"]
+        matrices = [p for p in parameters if p.ndim > 1]
+        vectors = [p for p in parameters if p.ndim == 1]
+        parameters = None
+        optimizer = optimizer([{"params": matrices}, {"params": vectors}])
+    engine, *_ = ds_ckpt.initialize(
+        model=model, model_parameters=parameters, optimizer=optimizer, config=config
+    )
+    engine.train()
+    return engine
+
+
+def stepped(section: dict[str, Any], steps: int, **options: Any) -> dict[str, Any]:
+    """The b1 that every step was called with by parameter group, whether groups say the same
+    outside of steps, and what all processes must agree on."""
+    engine = _start(section, optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-3), **options)
+    session = ds_ckpt.session_of(engine)
+    watched = _Watched(engine.optimizer.optimizer)
+    own = [group["betas"] for group in engine.optimizer.param_groups]
+    seen, outside = [], True
+    for step in range(steps):
+        models.train(engine, "llama", 1, first=step)
+        seen.append(watched.take())
+        groups = engine.optimizer.param_groups
+        outside &= all(g["betas"] is b for g, b in zip(groups, own, strict=True))
+    result = {
+        "seen": seen,
+        "outside": outside,
+        "kept": dict(session.exchange.moments.kept),
+        "summary": session.summary,
+    }
+    engine.destroy()
+    return result
+
+
+def skipped(section: dict[str, Any], bad_step: int) -> dict[str, Any]:
+    """What is known before and after a step of which one gradient is not finite."""
+    engine = _start(section)
+    session = ds_ckpt.session_of(engine)
+    moments = session.exchange.moments
+    models.train(engine, "llama", bad_step)
+    before = moments.state_dict()
+
+    handles: list[Any] = []
+
+    def spoil(engine: Any, step: int, micro: int) -> None:
+        if dist.get_rank() == 1:
+            weight = engine.module.lm_head.weight
+            handles.append(weight.register_hook(lambda gradient: gradient * torch.inf))
+
+    models.train(engine, "llama", 1, first=bad_step, spoil=spoil)
+    for handle in handles:
+        handle.remove()
+    after, skips = moments.state_dict(), engine.skipped_steps
+    models.train(engine, "llama", 1, first=bad_step + 1)
+    result = {"before": before, "after": after, "skips": skips, "later": moments.state_dict()}
+    engine.destroy()
+    return result
+
+
+def scheduled(section: dict[str, Any], steps: int) -> list[tuple[float, float]]:
+    """The b1 that a scheduler has written, and the one that the optimizer was called with."""
+    cycle = {
+        "type": "OneCycle",
+        "params": {
+            "cycle_min_lr": 1e-4,
+            "cycle_max_lr": 1e-3,
+            "cycle_first_step_size": 4,
+            "cycle_min_mom": 0.3,
+            "cycle_max_mom": 0.9,
+        },
+    }
+    engine = _start(section, scheduler=cycle)
+    watched = _Watched(engine.optimizer.optimizer)
+    pairs = []
+    for step in range(steps):
+        written = engine.optimizer.param_groups[0]["betas"][0]
+        models.train(engine, "llama", 1, first=step)
+        pairs.append((written, watched.take()[0][1]))
+    engine.destroy()
+    return pairs
+
+
+def left_alone(section: dict[str, Any], kind: str) -> dict[str, Any]:
+    """An optimizer that has no lead to take."""
+    kinds = {
+        "SGD": lambda groups: torch.optim.SGD(groups, lr=0.1),
+        "Adam": lambda groups: torch.optim.Adam(groups, weight_decay=0.1),
+        "maximizing": lambda groups: torch.optim.AdamW(groups, maximize=True),
+    }
+    engine = _start(section, optimizer=kinds[kind])
+    models.train(engine, "llama", 2)
+    session = ds_ckpt.session_of(engine)
+    result = {"moments": session.exchange.moments, "summary": session.summary}
+    engine.destroy()
+    return result

@@ -1,0 +1,489 @@
+"""What an exchange asks of an accelerator, and what surroundings may not do to it. docs/gpu.md has
+the defects that each test is for; the accelerator is pretended."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from virtual import World, assemble
+
+from ds_ckpt.compression import Codec, Compressor, Dense, Feedback, LowRank, Quantize, TopK
+from ds_ckpt.compression.storage import ResidualDtype
+from ds_ckpt.exchange import hierarchy
+from ds_ckpt.exchange.layout import LocalShard, ShardLayout
+from ds_ckpt.exchange.plan import Plan
+from ds_ckpt.exchange.schedule import ScheduledExchange
+from ds_ckpt.exchange.transport import PACKET_ALIGNMENT_BYTES, Packets
+from ds_ckpt.exchange.virtual import VirtualWorld
+from ds_ckpt.memory import HostPool
+from tests.pretended_gpu import DEVICE, Gpu, in_threads
+
+METHODS: dict[str, Compressor | None] = {
+    "uncompressed": None,
+    "owed": Dense(),
+    "8 bits": Quantize(bits=8),
+    "4 bits": Quantize(bits=4),
+    "3 bits": Quantize(bits=3),
+    "2 bits": Quantize(bits=2),
+    "blocks": TopK(density=0.05),
+    "exact": TopK(density=0.05, selection="exact", values="bf16"),
+    "low rank": LowRank(2),
+    "alternating": LowRank(2, alternate=True),
+    "hybrid": LowRank(2, remainder=TopK(density=0.05)),
+}
+SHAPES = ((48, 40), (16,), (24, 40), (33, 20))
+every_method = pytest.mark.parametrize("method", METHODS)
+
+
+def _names(tensors: int) -> list[str]:
+    return [f"p{i}" for i in range(tensors)]
+
+
+def _gradients(
+    world: int, seed: int, shapes: tuple[tuple[int, ...], ...] = SHAPES
+) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        [torch.randn(s, generator=generator, dtype=torch.float32).bfloat16() for s in shapes]
+        for _ in range(world)
+    ]
+
+
+def _choose(method: str) -> Callable[[str, torch.Size], Compressor | None]:
+    return lambda name, shape: METHODS[method] if len(shape) > 1 else None
+
+
+class OnGpus:
+    """A world whose processes have a pretended accelerator each."""
+
+    def __init__(
+        self,
+        size: int,
+        method: str,
+        *,
+        local: int = 1,
+        holds: bool = False,
+        residual_dtype: ResidualDtype = "fp32",
+    ) -> None:
+        self.world = World(
+            size, _choose(method), local=local, holds=holds, residual_dtype=residual_dtype
+        )
+        self.gpus = [Gpu() for _ in range(size)]
+        for gpu, exchange in zip(self.gpus, self.world.exchanges, strict=True):
+            inside = [exchange._in_host._transport] if exchange._in_host is not None else []
+            for transport in (exchange.transport, *inside):
+                for name in ("all_to_all", "all_reduce"):
+                    setattr(transport, name, gpu.uncounted(getattr(transport, name)))
+
+    def reduce(self, gradients: list[list[Tensor]], scale: float = 1.0) -> list[list[Tensor]]:
+        return self._run("average", gradients, scale)
+
+    def hold(self, gradients: list[list[Tensor]], scale: float = 1.0) -> list[list[Tensor]]:
+        return self._run("hold", gradients, scale)
+
+    def _run(self, what: str, gradients: list[list[Tensor]], scale: float) -> list[list[Tensor]]:
+        def work(p: int) -> list[Tensor]:
+            tensors = [self.gpus[p].tensor(g.clone()) for g in gradients[p]]
+            self.gpus[p].forget()
+            call = getattr(self.world.exchanges[p], what)
+            shards: list[Tensor] = call(_names(len(tensors)), tensors, scale)
+            assert all(shard.device == DEVICE for shard in shards)
+            return [shard.inner for shard in shards]  # type: ignore[attr-defined]
+
+        with self.gpus[0].watched():
+            return self.world.virtual.run(lambda p: in_threads(self.gpus[p], work)(p))
+
+    def verdict(self) -> list[int]:
+        """Non-finite buckets; what is counted is of this alone."""
+        found = []
+        for gpu, exchange in zip(self.gpus, self.world.exchanges, strict=True):
+            gpu.forget()
+            with gpu.seeing():
+                found.append(exchange.nonfinite_buckets)
+        self.world.commit()
+        return found
+
+
+# ---- 1: host waits
+
+
+@every_method
+@pytest.mark.parametrize("local", [1, 2])
+def test_a_bucket_makes_the_host_wait_for_nothing_and_a_step_once(method: str, local: int) -> None:
+    processes = OnGpus(4, method, local=local)
+    for step in range(3):
+        processes.reduce(_gradients(4, step))
+        assert [gpu.waits for gpu in processes.gpus] == [Counter()] * 4
+        assert [gpu.findings for gpu in processes.gpus] == [[]] * 4
+        assert processes.verdict() == [0] * 4
+        assert [sum(gpu.waits.values()) for gpu in processes.gpus] == [1] * 4
+    assert processes.world.exchanges[0].nonfinite_buckets == 0  # known by now
+
+
+@pytest.mark.parametrize("residual_dtype", ["fp32", "bf16", "int8"])
+def test_holding_back_makes_the_host_wait_for_nothing(residual_dtype: ResidualDtype) -> None:
+    processes = OnGpus(2, "3 bits", holds=True, residual_dtype=residual_dtype)
+    for gpu, exchange in zip(processes.gpus, processes.world.exchanges, strict=True):
+        with gpu.seeing():  # as at attach
+            exchange.reserve([("p0", torch.Size(SHAPES[0]))], DEVICE)
+    for seed in range(2):
+        processes.hold(_gradients(2, seed))
+        assert not processes.gpus[0].waits
+    processes.reduce(_gradients(2, 9))
+    assert not processes.gpus[0].waits
+
+
+@every_method
+def test_sampling_errors_makes_the_host_wait_where_they_are_taken(method: str) -> None:
+    processes = OnGpus(2, method)
+    for exchange in processes.world.exchanges:
+        exchange.errors.sampling = True
+    processes.reduce(_gradients(2, 0))
+    assert not processes.gpus[0].waits
+    with processes.gpus[0].seeing():
+        taken = processes.world.exchanges[0].errors.take()
+    assert bool(taken) == (method != "uncompressed")
+
+
+@every_method
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_a_flag_travels_without_being_read(method: str, bad: float) -> None:
+    processes = OnGpus(3, method)
+    gradients = _gradients(3, 0)
+    gradients[1][2].view(-1)[7] = bad
+    shards = processes.reduce(gradients)
+    assert not any(gpu.waits for gpu in processes.gpus)
+    if method == "uncompressed":  # these carry their own
+        assert not torch.isfinite(assemble(shards, 2)).all()
+        return
+    for i in (0, 2, 3):
+        assert assemble(shards, i).isnan().all()
+    assert processes.verdict() == [1] * 3
+
+
+class _Strict(Dense):
+    """As another package may write one: a shard at a time, and nothing but finite values."""
+
+    def pack(self, values: Tensor, out: Tensor) -> None:
+        assert bool(values.isfinite().all())
+        Dense().pack(values, out)
+
+    pack_rows = Codec.pack_rows
+    unpack_add_rows = Codec.unpack_add_rows
+
+    def unpack_add(self, payload: Tensor, into: Tensor, scale: float = 1.0) -> None:
+        Dense().unpack_add(payload, into, scale)
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_a_codec_of_another_package_meets_finite_values_alone(bad: float) -> None:
+    world = World(3, lambda name, shape: _Strict())
+    gradients = _gradients(3, 0)
+    gradients[1][2].view(-1)[7] = bad
+    assert assemble(world.reduce(_names(4), gradients), 2).isnan().all()
+    world.rollback()
+    assert assemble(world.reduce(_names(4), _gradients(3, 1)), 2).isfinite().all()
+
+
+# ---- 2: launches
+
+
+@every_method
+@pytest.mark.parametrize("local", [1, 2])
+def test_kernels_do_not_grow_with_processes(method: str, local: int) -> None:
+    """The shards before the own one, those after it, and a short last one: three batches at most,
+    where one is all there is with two processes."""
+    shapes = ((64, 48), (64, 30), (128,))
+    counts = {}
+    for size in (2, 4, 8, 16):
+        processes = OnGpus(size * local, method, local=local)
+        processes.reduce(_gradients(size * local, 0, shapes))
+        counts[size] = max(sum(gpu.launches.values()) for gpu in processes.gpus)
+    assert counts[16] <= 1.05 * counts[4]
+    assert counts[16] <= 2.5 * counts[2]
+
+
+def test_a_host_of_many_processes_is_summed_by_as_many_kernels() -> None:
+    counts = {}
+    for local in (2, 8):
+        processes = OnGpus(2 * local, "uncompressed", local=local)
+        processes.reduce(_gradients(2 * local, 0, ((64, 48), (128,))))
+        counts[local] = max(sum(gpu.launches.values()) for gpu in processes.gpus)
+    assert counts[8] <= counts[2] + 4
+
+
+# ---- the same numbers as on the CPU
+
+
+@every_method
+@pytest.mark.parametrize("local", [1, 2])
+@pytest.mark.parametrize("residual_dtype", ["fp32", "int8"])
+def test_an_accelerator_delivers_what_a_cpu_does(
+    method: str, local: int, residual_dtype: ResidualDtype
+) -> None:
+    """Up to the order of sums; nothing is lost."""
+    size = 3 * local
+    processes = OnGpus(size, method, local=local, residual_dtype=residual_dtype)
+    plain = World(size, _choose(method), local=local, residual_dtype=residual_dtype)
+    first = _gradients(size, 0)
+    shards = processes.reduce(first, 1000.0)
+    wanted = plain.reduce(_names(4), first, 1000.0)
+    for got, expected in zip(shards, wanted, strict=True):
+        for a, b in zip(got, expected, strict=True):
+            assert torch.allclose(a.float(), b.float(), rtol=1e-2, atol=1e-6)
+    processes.verdict()
+    if method == "uncompressed" or residual_dtype != "fp32":
+        return
+    for i in (0, 2, 3):
+        put_in = torch.stack([g[i].flatten().double() for g in first]).mean(0) / 1000.0
+        left = torch.zeros_like(put_in)
+        for p, feedback in enumerate(processes.world.feedbacks):
+            column = processes.world.column(p, put_in.numel())
+            with processes.gpus[p].seeing():
+                state = feedback.state_dict().get(f"p{i}")
+            for m in range(len(column.members)) if state is not None else ():
+                assert state is not None
+                left[column.source(m)] += state.inner[column.shard(m)].double()  # type: ignore[attr-defined]
+        delivered = assemble(shards, i).double() / 1000.0
+        lost = (put_in - left - delivered).abs()
+        # delivered values were rounded to bf16, once
+        assert (lost - 2.0**-8 * delivered.abs()).max() <= 1e-6 / 1000.0 * 40
+
+
+def test_sums_on_an_accelerator_do_not_depend_on_atomics() -> None:
+    """Rows that meet are added by a reduction: adding them at random places has no order."""
+    processes = OnGpus(4, "blocks")
+    processes.reduce(_gradients(4, 0))
+    unordered = {"index_add_", "index_add", "scatter_add_", "index_put_", "put_", "kthvalue"}
+    assert not unordered & set(processes.gpus[1].launches)
+
+
+# ---- 4, 5: surroundings
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _run(
+    method: str,
+    residual_dtype: ResidualDtype,
+    around: Callable[[], contextlib.AbstractContextManager[object]],
+) -> list[Tensor]:
+    """Everything that three steps of an accumulating world deliver and leave."""
+    world = World(3, _choose(method), holds=True, residual_dtype=residual_dtype)
+    everything: list[Tensor] = []
+    for step in range(3):
+        held, last = _gradients(3, 2 * step), _gradients(3, 2 * step + 1)
+
+        def work(
+            p: int, held: list[list[Tensor]] = held, last: list[list[Tensor]] = last
+        ) -> list[Tensor]:
+            exchange = world.exchanges[p]
+            with around():
+                exchange.hold(_names(4), [t.clone() for t in held[p]], 1000.0)
+                out = exchange.average(_names(4), [t.clone() for t in last[p]], 1000.0)
+                assert not exchange.nonfinite_buckets
+                world.feedbacks[p].commit()
+                left = world.feedbacks[p].state_dict()
+            return [*out, *left.values()]
+
+        everything += [t for process in world.virtual.run(work) for t in process]
+        for factors in world.factors:
+            factors.commit()
+    return everything
+
+
+SURROUNDINGS: dict[str, Callable[[], contextlib.AbstractContextManager[object]]] = {
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "another default device": lambda: torch.device("meta"),
+    "gradients recorded": torch.enable_grad,
+}
+
+
+@every_method
+@pytest.mark.parametrize("residual_dtype", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("around", [*SURROUNDINGS, "another default type"])
+def test_surroundings_change_no_bit(
+    method: str, residual_dtype: ResidualDtype, around: str
+) -> None:
+    plain = _run(method, residual_dtype, contextlib.nullcontext)
+    with _default_dtype(torch.bfloat16 if around not in SURROUNDINGS else torch.float32):
+        inside = SURROUNDINGS.get(around, contextlib.nullcontext)
+        other = _run(method, residual_dtype, inside)
+    for a, b in zip(plain, other, strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+
+
+def test_host_memory_is_host_memory_whatever_the_default_device() -> None:
+    with torch.device("meta"):
+        pool = HostPool()
+        assert pool.take((3,), torch.float32).device.type == "cpu"
+        assert pool.take((0,), torch.float32).device.type == "cpu"
+
+
+@pytest.mark.parametrize("precision", ["high", "medium"])
+def test_factors_are_multiplied_in_fp32(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TF32, or bf16 on a CPU that has it, in the products would be lost to the residual."""
+    seen: set[str] = set()
+    for name in ("mm", "addmm_"):
+        owner = torch if name == "mm" else Tensor
+        product = getattr(owner, name)
+
+        def noted(*args: object, product: Callable[..., Tensor] = product, **kw: object) -> Tensor:
+            seen.add(torch.backends.cuda.matmul.fp32_precision)
+            seen.add(torch.backends.mkldnn.matmul.fp32_precision)
+            return product(*args, **kw)
+
+        monkeypatch.setattr(owner, name, noted)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    chosen = torch.backends.cuda.matmul.fp32_precision
+    try:
+        OnGpus(3, "low rank").reduce(_gradients(3, 0))
+        assert seen == {"ieee"}
+        assert torch.backends.cuda.matmul.fp32_precision == chosen
+        assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+# ---- packets
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_packets_begin_where_nccl_can_move_sixteen_bytes(world: int) -> None:
+    virtual = VirtualWorld(world)
+    sizes = [[8 * (1 + p % 3), 24] for p in range(world)]
+    packets = Packets(virtual.transports[1], sizes, sizes, torch.device("cpu"))
+    rows = [row for _, (header, *_) in packets.outgoing for row in header]
+    assert len(rows) == world - 1
+    first = rows[0].data_ptr()
+    assert all((row.data_ptr() - first) % PACKET_ALIGNMENT_BYTES == 0 for row in rows)
+    covered = [dest for dests, _ in packets.outgoing for dest in dests]
+    assert covered == [p for p in range(world) if p != 1]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 7, 8])
+@pytest.mark.parametrize("numel", [0, 1, 5, 21, 64, 100])
+@pytest.mark.parametrize("local", [1, 2, 4])
+def test_runs_are_the_shards(world: int, numel: int, local: int) -> None:
+    whole = torch.arange(numel)
+    for place in range(local):
+        layout = LocalShard(ShardLayout(numel, world), tuple(range(place, world, local)))
+        wanted = [whole[layout.source(m)] for m in range(len(layout.members))]
+        found = []
+        for run in layout.runs():
+            assert run.start == sum(map(len, found))
+            starts = [run.source + run.step * i for i in range(run.count)]
+            found += [whole[start : start + run.size] for start in starts]
+        wanted = [shard for shard in wanted if len(shard)]
+        assert [t.tolist() for t in found] == [t.tolist() for t in wanted]
+        assert len(list(layout.runs())) <= 2
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize("residual_dtype", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("local", [1, 2])
+def test_residuals_are_there_before_the_first_step(
+    residual_dtype: ResidualDtype, local: int
+) -> None:
+    world = World(2 * local, _choose("3 bits"), local=local, residual_dtype=residual_dtype)
+    shapes = [(name, torch.Size(shape)) for name, shape in zip(_names(4), SHAPES, strict=True)]
+    for exchange in world.exchanges:
+        exchange.reserve(shapes, torch.device("cpu"))
+    before = [feedback.nbytes for feedback in world.feedbacks]
+    assert all(before)
+    assert not any(feedback.holds("p0") for feedback in world.feedbacks)
+    for step in range(3):
+        world.reduce(_names(4), _gradients(2 * local, step))
+        world.commit()
+        assert [feedback.nbytes for feedback in world.feedbacks] == before
+
+
+def test_a_budget_counts_residuals_and_buffers() -> None:
+    """What `Agreement` adds to the engine's own, in the words of the plan."""
+    from types import SimpleNamespace
+    from typing import Any, cast
+
+    from ds_ckpt.session.gradients import Gradients
+
+    gradients = cast(Any, object.__new__(Gradients))
+    feedback = Feedback(dtype="int8")
+    feedback.reserve(6400, torch.device("cpu"))
+    tensors = Plan.of(_choose("3 bits"), [("w", torch.Size([80, 80]), 2)], 2)
+    gradients.built = SimpleNamespace(feedback=feedback, groups=SimpleNamespace(local=1))
+    gradients.plan = tensors
+    gradients._engine = SimpleNamespace(optimizer=SimpleNamespace(reduce_bucket_size=100))
+    found = gradients.resident_bytes()
+    assert found["residuals"] == feedback.nbytes
+    sent = tensors.sent_bytes
+    assert found["exchange buffers, at most"] == 2 * sent + 2 * 4 * 6400
+
+
+# ---- process groups
+
+
+def test_groups_are_warmed_where_they_are_made_and_not_ended_by_finalizers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[tuple[str, object]] = []
+    monkeypatch.setattr(hierarchy.torch_dist, "is_initialized", lambda: True)
+    for name in ("barrier", "destroy_process_group"):
+        monkeypatch.setattr(
+            hierarchy.torch_dist,
+            name,
+            lambda group, name=name: said.append((name, group)),
+        )
+    hierarchy.warm("between")
+    hierarchy.abandon("between", "inside")
+    assert said == [("barrier", "between")]
+    hierarchy.discard_abandoned()
+    assert {group for name, group in said if name != "barrier"} == {"between", "inside"}
+    said.clear()
+    hierarchy.discard_abandoned()
+    assert not said
+
+
+def test_whole_steps_are_timed_where_the_host_has_just_waited() -> None:
+    """The verdict's flags are read before the autotuner's clock: nothing is queued then."""
+    gpu, seen = Gpu(), []
+    world = World(1, _choose("3 bits"), holds=True)
+    exchange = world.exchanges[0]
+
+    class Tuner:
+        def way_of(self, names: object) -> str:
+            return "compressed"
+
+        def exchanged(self, names: object, device: object) -> None: ...
+
+        def step_ended(self, *, skipped: bool) -> None:
+            seen.append(sum(gpu.waits.values()))
+
+    schedule = ScheduledExchange(
+        exchange,
+        warmup_steps=0,
+        current_step=lambda: 0,
+        autotuner=Tuner(),  # type: ignore[arg-type]
+    )
+    with gpu.watched():
+        tensor = gpu.tensor(torch.randn(8, 8))
+        exchange.hold(["w"], [tensor])
+        schedule.reduce(["w"], [tensor], loss_scale=1.0, deepspeed_reduce=lambda t: t)
+        assert not gpu.waits
+        schedule.step_ended(skipped=False)
+    assert seen == [1]

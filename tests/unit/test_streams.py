@@ -1,0 +1,280 @@
+"""Streams, checked without an accelerator: offload, the exchange, residuals on the host, and seeded
+faults that the check must find. docs/gpu.md says what `pretended_gpu` sees and what it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from offload_models import Model, put_on
+from torch import Tensor
+from virtual import World
+
+from ds_ckpt.compression import Feedback, Quantize, lossless
+from ds_ckpt.memory import HostPool
+from ds_ckpt.memory.copies import SideStream, _OnStream
+from ds_ckpt.memory.pool import device_arena
+from tests.pretended_gpu import DEVICE, Gpu, Stream, in_threads
+
+# ---- the check itself: a copy to the host on a side stream
+
+
+def _copied_out(
+    gpu: Gpu, *, behind: bool = True, waited: bool = True, read: str = "", recorded: bool = False
+) -> None:
+    with gpu.watched():
+        host = torch.empty(1000)
+        x = gpu.tensor(torch.ones(1000)) * 2
+        side = gpu.Stream()
+        if behind:
+            side.wait_stream(gpu.current_stream())
+        with gpu.stream(side):
+            host.copy_(x, non_blocking=True)
+            event = side.record_event()
+        if recorded:
+            x.record_stream(side)
+        if waited:
+            event.wait()
+        if read == "behind":
+            event.synchronize()
+        if read:
+            host.sum()
+        del x
+        gpu.tensor(torch.ones(1000)) * 3
+
+
+@pytest.mark.parametrize(
+    "right", [{}, {"read": "behind"}, {"waited": False, "recorded": True}], ids=str
+)
+def test_what_is_ordered_is_not_found(right: dict[str, Any]) -> None:
+    gpu = Gpu()
+    _copied_out(gpu, **right)
+    assert not gpu.findings
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"behind": False}, "reads what mul"),
+        ({"waited": False}, "freed to default"),
+        ({"read": "at once", "waited": False}, "sum on host reads what copy_"),
+    ],
+    ids=str,
+)
+def test_what_is_not_ordered_is_found(wrong: dict[str, Any], words: str) -> None:
+    gpu = Gpu()
+    _copied_out(gpu, **wrong)
+    assert any(words in finding for finding in gpu.findings), gpu.findings
+
+
+def test_writing_over_what_another_stream_still_reads_is_found() -> None:
+    gpu = Gpu()
+    with gpu.watched():
+        x, side = gpu.tensor(torch.ones(8)), gpu.Stream()
+        y = x + 1
+        side.wait_stream(gpu.current_stream())
+        with gpu.stream(side):
+            z = y * 2
+        y.zero_()
+        assert len(gpu.findings) == 1
+        assert "zero_ on default writes what mul" in gpu.findings[0]
+        gpu.current_stream().wait_stream(side)
+        y.zero_()
+        z.sum()
+        assert len(gpu.findings) == 1
+
+
+@pytest.mark.parametrize(
+    ("waits", "read"),
+    [
+        (1, lambda x: x.sum().item()),
+        (1, lambda x: bool((x > 0).any())),
+        (1, lambda x: x.cpu()),
+        (1, lambda x: x.nonzero()),
+        (1, lambda x: x[x > 0]),
+        (1, lambda x: x.copy_(torch.ones(4))),
+        (0, lambda x: x.copy_(torch.ones(4), non_blocking=True)),
+        (0, lambda x: x.to("cpu", non_blocking=True)),
+        (0, lambda x: x.masked_fill(x > 0, 1.0)),
+        (0, lambda x: torch.where(x > 0, x, 0.0)),
+    ],
+)
+def test_host_waits_are_counted(waits: int, read: Callable[[Tensor], Any]) -> None:
+    gpu = Gpu()
+    with gpu.watched():
+        read(gpu.tensor(torch.ones(4)))
+    assert sum(gpu.waits.values()) == waits
+
+
+def test_tensors_of_both_devices_do_not_mix() -> None:
+    gpu = Gpu()
+    with gpu.watched():
+        x = gpu.tensor(torch.ones(4))
+        assert (x + torch.ones(())).device == DEVICE
+        with pytest.raises(AssertionError, match="both devices"):
+            x + torch.ones(4)
+
+
+# ---- offload
+
+
+@pytest.fixture
+def plain() -> Iterator[Gpu]:
+    """Offload asks tensors for their addresses: every plain tensor is the device's."""
+    gpu = Gpu(plain=True)
+    allocate = HostPool._allocate
+
+    def in_host_memory(pool: HostPool, nbytes: int) -> Tensor:
+        with gpu.host_memory():
+            return allocate(pool, nbytes)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(HostPool, "_allocate", in_host_memory)
+        yield gpu
+
+
+def _train(gpu: Gpu, *, arena: bool = False, dropped: bool = False) -> int:
+    """Steps of a model whose blocks' inputs leave the device, or go to an arena; how many did."""
+    cpu = torch.device("cpu")
+    with gpu.watched():
+        model = Model(width=32)
+        keeping: dict[str, Any] = {"copies": SideStream(cpu)}
+        if arena:
+            keeping |= {"pool": None, "arena": device_arena(8, cpu)}
+        blocks, store = _put_on(model, keeping)
+        for step in range(3):
+            loss = model(torch.randn(8, 32))
+            if not (dropped and step == 1):
+                loss.backward()
+            del loss
+            model.zero_grad()
+        moved = store.counters.out.total()
+        blocks.remove()
+        del store, blocks
+    return moved
+
+
+def _put_on(model: Model, keeping: dict[str, Any]) -> tuple[Any, Any]:
+    if "arena" not in keeping:
+        return put_on(model, ["Block"], copies=keeping["copies"])[:2]
+    from ds_ckpt.activation import CheckpointedBlocks
+    from ds_ckpt.activation.inputs import CheckpointedInputs
+    from ds_ckpt.activation.offload import InputStore
+
+    owned = [*model.parameters()]
+    store = InputStore(torch.device("cpu"), owned=owned, **keeping)
+    boundaries = CheckpointedInputs(model, store)
+    return CheckpointedBlocks(model, ["Block"], around=boundaries.around), store
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+@pytest.mark.parametrize("arena", [False, True])
+def test_offload_is_ordered_and_waits_for_nothing(plain: Gpu, arena: bool, dropped: bool) -> None:
+    assert (_train(plain, arena=arena, dropped=dropped) > 0) is not arena
+    assert plain.findings == []
+    assert not [place for place in plain.waits if "ds_ckpt" in place]
+
+
+def _not_behind_compute(patched: pytest.MonkeyPatch) -> None:
+    def copy(self: SideStream, source: Tensor, target: Tensor) -> _OnStream:
+        with self._module.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            return _OnStream(self._stream.record_event(), self)
+
+    patched.setattr(SideStream, "copy", copy)
+
+
+def _nobody_waits(patched: pytest.MonkeyPatch) -> None:
+    patched.setattr(_OnStream, "wait", lambda ticket: None)
+
+
+def _let_go_at_once(patched: pytest.MonkeyPatch) -> None:
+    from ds_ckpt.activation.offload import InputStore
+
+    def let_go(self: InputStore, *, only_done: bool) -> None:
+        for piece in list(self._leaving):
+            piece.look()
+            piece.source = piece.leaving = None
+            self._leaving.discard(piece)
+
+    patched.setattr(InputStore, "_let_go", let_go)
+
+
+@pytest.mark.parametrize("seed", [_not_behind_compute, _nobody_waits, _let_go_at_once])
+def test_a_seeded_fault_of_offload_is_found(
+    plain: Gpu, seed: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seed(monkeypatch)
+    _train(plain)
+    assert plain.findings
+
+
+# ---- the exchange, with residuals on the device and on the host
+
+
+def _exchanged(gpus: list[Gpu], where: Any, *, on: Stream | None = None) -> None:
+    world = World(2, lambda name, shape: Quantize(bits=3))
+    for exchange, p in zip(world.exchanges, range(2), strict=True):
+        exchange.feedback = world.feedbacks[p] = Feedback(device=where, dtype="int8", seed=p)
+    shapes = [(name, torch.Size([48, 64])) for name in ("w", "v")]
+
+    def step(p: int) -> None:
+        gpu = gpus[p]
+        if not world.feedbacks[p].steps:
+            world.exchanges[p].reserve(shapes, DEVICE)
+        with gpu.stream(on if p == 0 else None):
+            made = gpu.tensor(torch.randn(48, 64).bfloat16()) * 1.0
+            gpu.waits.clear()
+            world.exchanges[p].average(["w", "v"], [made, made + 1.0], 8.0)
+        assert not gpu.waits
+
+    with gpus[0].watched():
+        for _ in range(3):
+            world.virtual.run(lambda p: in_threads(gpus[p], step)(p))
+            world.commit()
+
+
+@pytest.mark.parametrize("where", ["accelerator", "cpu"])
+def test_an_exchange_is_ordered_and_waits_for_nothing(where: str) -> None:
+    gpus = [Gpu(), Gpu()]
+    _exchanged(gpus, where)
+    assert [gpu.findings for gpu in gpus] == [[], []]
+
+
+def test_an_exchange_in_a_stream_that_did_not_wait_is_found() -> None:
+    """DeepSpeed's reduction stream waits for backward's; what does not is seen."""
+    gpus = [Gpu(), Gpu()]
+    side = gpus[0].Stream()
+    world = World(2, lambda name, shape: Quantize(bits=3))
+
+    def step(p: int) -> None:
+        made = gpus[p].tensor(torch.randn(48, 64)) * 1.0
+        with gpus[p].stream(side if p == 0 else None):
+            world.exchanges[p].average(["w"], [made])
+
+    with gpus[0].watched():
+        world.virtual.run(lambda p: in_threads(gpus[p], step)(p))
+    assert any("reads what mul" in finding for finding in gpus[0].findings)
+    assert not gpus[1].findings
+
+
+# ---- weights between hosts
+
+
+def test_lossless_changes_make_the_host_wait_a_chunk_at_a_time() -> None:
+    """They are coded on the host, after the optimizer: as often for much as for little."""
+    counts = []
+    for numel in (300, 30000):
+        gpu = Gpu()
+        old = torch.randn(numel).bfloat16()
+        new = (old.float() + 1e-3 * torch.randn(numel)).bfloat16()
+        with gpu.watched():
+            here, there = gpu.tensor(old.clone()), gpu.tensor(old.clone())
+            payload = lossless.encode(here, gpu.tensor(new.clone()))
+            lossless.decode_(there, payload)
+        assert torch.equal(there.inner, new)  # type: ignore[attr-defined]
+        assert not gpu.findings
+        counts.append(sum(gpu.waits.values()))
+    assert counts[0] == counts[1] <= 20
