@@ -176,15 +176,19 @@ def start(
     bf16: bool = False,
     accumulation: int = 1,
     lora_rank: int = 0,
+    policy: str = "none",
 ) -> Running:
     """A cell's engine on the model `shape`; `zero` goes into `zero_optimization`.
 
-    `autotune`: whether gradients may go by DeepSpeed where that makes steps shorter. `count`:
-    attach a session to stock too, for its counters. `lora_rank`: see `build`.
+    `policy`: of checkpointing. `autotune`: whether gradients may go by DeepSpeed where that makes
+    steps shorter. `count`: attach a session to stock too, for its counters. `lora_rank`: see
+    `build`.
     """
     model = build(shape, lora_rank)
     bucket = -(-workload.count_parameters(model) // BUCKETS)
     plugin: dict[str, Any] = {"telemetry": {"enabled": True}} if count else {}
+    if policy != "none":
+        plugin["activation"] = {"policy": policy}
     own, sections = WEIGHTS.get(name, ({}, {"compression": METHODS.get(name)}))
     section = sections.get("compression")
     if "weights" in sections:

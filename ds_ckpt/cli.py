@@ -13,6 +13,7 @@ import typer
 
 from ds_ckpt.hosts import commands
 from ds_ckpt.measure import command as measure_command
+from ds_ckpt.plan.command import plan
 from ds_ckpt.profile.command import profile
 from ds_ckpt.validation import commands as validation_commands
 
@@ -27,6 +28,7 @@ app.add_typer(commands.hosts, name="hosts")
 app.command()(commands.probe)
 app.command()(validation_commands.validate_accuracy)
 app.command()(profile)
+app.command()(plan)
 app.command()(measure_command.measure)
 app.command()(measure_command.report)
 _AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]

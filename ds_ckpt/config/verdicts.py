@@ -179,6 +179,44 @@ def verdicts_on(compression: CompressionConfig, beside: Path | None = None) -> l
     return list(found.values())
 
 
+Loss = Literal["equal", "any"] | float
+"""How much of it may be given up: none that validation saw, anything, or a share of it."""
+
+
+def allows(records: Iterable[VerdictRecord], loss: Loss) -> bool:
+    """Whether verdicts on settings, of any task, allow to train with them.
+
+    "equal": every test of a loss came out equivalent, or better, and none of an accuracy was worse.
+    A share: the whole interval of every loss lies below it, and no accuracy was worse.
+    """
+    if loss == "any":
+        return True
+    losses, others = list[VerdictRecord](), list[VerdictRecord]()
+    for record in records:
+        (losses if record.metric == "loss" else others).append(record)
+    if not losses or any(record.verdict in ("worse", "different") for record in others):
+        return False
+    if loss == "equal":
+        return all(r.verdict in ("identical", "equivalent", "better") for r in losses)
+    return all(r.interval is not None and r.interval[1] <= loss for r in losses)
+
+
+def sections_on_record() -> dict[str, tuple[dict[str, Any], list[VerdictRecord]]]:
+    """Every compression section that the package has verdicts on, with them; by the shortest name
+    of the files that have it."""
+    found: dict[str, tuple[str, dict[str, Any], list[VerdictRecord]]] = {}
+    for record in read_verdicts(SHIPPED):
+        key = json.dumps(record.settings, sort_keys=True)
+        name = record.preset.removeprefix("zero3_").removeprefix("block_")
+        section = _section(record.settings)
+        if section.get("error_feedback", {}).get("enabled") is False:
+            section["error_feedback"] = {"enabled": False}  # no residuals that have a dtype
+        former, section, records = found.get(key, (name, section, []))
+        shorter = min(former, name, key=len)
+        found[key] = (shorter, section, [*records, record])
+    return {name: (section, records) for name, section, records in found.values()}
+
+
 _CONCERN = {"worse": -3, "different": -2, "inconclusive": -1}
 
 

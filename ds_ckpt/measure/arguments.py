@@ -13,7 +13,7 @@ from rich.console import Console
 from ds_ckpt.config import load_file, parse
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.hosts.commands import parse_rate
-from ds_ckpt.measure.cluster import account, cluster, rate_mbit
+from ds_ckpt.measure.cluster import account, like, rate_mbit
 from ds_ckpt.measure.report import Report
 from ds_ckpt.measure.spec import AXES, RIVALS, SHAPE, Spec
 
@@ -99,7 +99,7 @@ def alike(
     links: Path | None,
 ) -> tuple[Spec, list[str]]:
     """The spec at the rate that makes this machine like the named cluster, and why."""
-    other = cluster(text, hardware=hardware, links=links)
+    other = like(text, hardware=hardware, links=links)
     short = replace(
         spec,
         rates=(None,),

@@ -184,18 +184,43 @@ class Planner:
 
     Args:
         tokens: what the batch is called in messages.
+        repeated: times that the last block stands in the model that is planned for; the survey has
+            it once.
     """
 
-    def __init__(self, found: Survey, rates: Rates, tokens: int) -> None:
+    def __init__(self, found: Survey, rates: Rates, tokens: int, *, repeated: int = 1) -> None:
         self._found, self._rates, self._tokens = found, rates, tokens
-        self._candidates = [candidates_of(found, i) for i in range(len(found.blocks))]
-        self._shared = shared_by_blocks(self._candidates)
-        self._forward_s = found.forward_s(rates)
+        last = len(found.blocks) - 1
+        self._blocks = [*range(last), *[last] * repeated] if found.blocks else []
+        surveyed = [candidates_of(found, i) for i in range(len(found.blocks))]
+        self._candidates = [surveyed[i] for i in self._blocks]
+        self._shared = shared_by_blocks(surveyed)
+        seconds = found.forward_s(rates)
+        self._forward_s = [*(seconds[i] for i in self._blocks), seconds[-1]]
+        more = sum(b.saved_bytes for b in found.blocks[-1:]) * (repeated - 1)
+        self.saved_bytes = found.saved_bytes + more
+        """Held if nothing were recomputed."""
+        work = sum(
+            o.flops for b in found.blocks[-1:] for c in b.calls for o in found.trace.within(c)
+        )
+        self._flops = found.flops + work * (repeated - 1)
 
     @property
-    def saved_bytes(self) -> int:
-        """Held if nothing were recomputed."""
-        return self._found.saved_bytes
+    def forward_s(self) -> list[float]:
+        """By block; the last is what runs outside of them."""
+        return self._forward_s
+
+    @property
+    def words(self) -> list[str]:
+        """Ways that every block can be treated in."""
+        each = [[way.word for way in ways] for ways in self._candidates]
+        return [word for word in each[0] if all(word in words for words in each)] if each else []
+
+    def all_alike(self, word: str, allowance: Allowance) -> ActivationPlan:
+        """Every block treated in one way, whether or not it fits."""
+        options = self._options(allowance)
+        choice = [[way.word for way in ways].index(word) for ways in self._candidates]
+        return self._written(allowance, options, choice, self._room(allowance))
 
     def plan(self, allowance: Allowance) -> ActivationPlan:
         """The cheapest plan that fits.
@@ -218,7 +243,7 @@ class Planner:
 
     def _untreated_bytes(self, allowance: Allowance) -> int:
         """Needed where nothing is recomputed: the search counts what blocks may share as held."""
-        return self._found.saved_bytes + sum(allowance.resident.values())
+        return self.saved_bytes + sum(allowance.resident.values())
 
     def _room(self, allowance: Allowance) -> Room:
         found = self._found
@@ -265,6 +290,7 @@ class Planner:
         room: Room,
     ) -> ActivationPlan:
         found = self._found
+        blocks = [found.blocks[i] for i in self._blocks]
         ways = [block[i] for block, i in zip(self._candidates, choice, strict=True)]
         chosen = [block[i] for block, i in zip(options, choice, strict=True)]
         # in host memory; what the last recompute keeps stays where it is
@@ -273,7 +299,8 @@ class Planner:
         if last is not None:
             away[last] = 0
         needed = need(options, choice, room) if any(choice) else self._untreated_bytes(allowance)
-        held = found.bytes_of(found.outside.union(*(way.held for way in ways)))
+        common = self._shared.intersection(frozenset().union(*(way.held for way in ways)))
+        held = found.bytes_of(found.outside | common) + sum(o.held + o.moved for o in chosen)
         return ActivationPlan(
             allowance.of,
             allowance.budget_bytes,
@@ -289,12 +316,12 @@ class Planner:
                     way.flops,
                     option.cost,
                 )
-                for block, way, option, moved in zip(found.blocks, ways, chosen, away, strict=True)
+                for block, way, option, moved in zip(blocks, ways, chosen, away, strict=True)
             ),
-            found.saved_bytes,
+            self.saved_bytes,
             held - sum(away),
             needed,
-            found.flops,
+            self._flops,
             sum(self._forward_s),
             self._rates,
             self._tokens,
@@ -346,7 +373,7 @@ class Planner:
                 found=f"{allowance.budget_bytes / GIB:.6g} GiB for {allowance.of}",
                 why=f"with everything recomputed that can be, this model and batch of "
                 f"{self._tokens} tokens need {_up(now)} GiB, where nothing recomputed saves "
-                f"{self._found.saved_bytes / GIB:.6g} GiB{beside}",
+                f"{self.saved_bytes / GIB:.6g} GiB{beside}",
                 remedy="; or ".join(remedies or ["use more processes, or offload what is beside"]),
             ),
             headline="no plan fits the memory budget",

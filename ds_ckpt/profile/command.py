@@ -18,8 +18,9 @@ def profile(
     model: Annotated[
         str,
         typer.Argument(
-            help='"demo", a Hugging Face config.json, checkpoint directory or hub name (no weights '
-            "are read), or module:function that returns (model, batch)."
+            help='"demo", a common model by name (llama-7b), a Hugging Face config.json, a '
+            "checkpoint directory or hub name (no weights are read), or module:function that "
+            "returns (model, batch)."
         ),
     ],
     config: Annotated[

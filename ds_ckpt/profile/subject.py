@@ -1,8 +1,9 @@
 """What is profiled: from the MODEL of the command line to a model and a batch.
 
-Three kinds: the embedded default, a Hugging Face configuration (file, directory or hub name; no
-weights are read), and `module:callable`. Building happens under whatever tensor mode is on, so that
-a 7B model can be built of fake tensors. transformers is imported when a model is asked for.
+Four kinds: the embedded default, a common model by name, whose shape `hardware.json` has, a Hugging
+Face configuration (file, directory or hub name; no weights are read), and `module:callable`.
+Building happens under whatever tensor mode is on, so that a 7B model can be built of fake tensors.
+transformers is imported when a model is asked for.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch.utils._pytree import tree_map
 
+from ds_ckpt.config import load_file
 from ds_ckpt.errors import DsCkptError, Problem, UnsupportedError
+from ds_ckpt.hosts.cluster import HARDWARE
 from ds_ckpt.telemetry.memory import tensors_in
 
 DEFAULT = "demo"
@@ -32,6 +35,8 @@ _LONGEST = 2048
 _NONE = "there is no model to profile"
 _NOT_BUILT = "the model cannot be built"
 _NOT_PROFILED = "the model cannot be profiled"
+_ALIKE = {"llama", "mistral", "mixtral", "qwen2", "qwen3", "phi3", "gpt_neox"}
+"""Kinds of models whose blocks are all alike."""
 Built = tuple[nn.Module, Any]
 
 
@@ -39,12 +44,14 @@ Built = tuple[nn.Module, Any]
 class Sizes:
     """What the command line asks for. `tokens` None: what the model suggests.
 
-    `dtype` None leaves the model's own; `attention` None too.
+    `dtype` None leaves the model's own; `attention` None too. `layers`: build so many of the
+    model's blocks, where a subject says how many it has.
     """
 
     tokens: int | None = None
     dtype: torch.dtype | None = None
     attention: str | None = None
+    layers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -56,12 +63,14 @@ class Subject:
         build: model in training mode and batch, for a number of sequences.
         can_sdpa: whether attention can be set to "sdpa" by transformers.
         sized: whether the batch follows the number that is asked for.
+        layers: blocks of the model, where all are known to be alike.
     """
 
     name: str
     build: Callable[[int], Built]
     can_sdpa: bool = False
     sized: bool = True
+    layers: int | None = None
 
 
 def _refused(where: str, found: str, why: str, remedy: str, headline: str) -> UnsupportedError:
@@ -144,6 +153,8 @@ def find_subject(name: str, sizes: Sizes) -> Subject:
     """Raises UnsupportedError for a name behind which there is no model."""
     if name == DEFAULT:
         return _demo(sizes)
+    if (shape := _shapes().get(name.lower())) is not None and not Path(name).exists():
+        return _hugging_face(name, sizes, shape)
     if name == "" or name.isspace():
         raise _unknown(
             name,
@@ -156,17 +167,25 @@ def find_subject(name: str, sizes: Sizes) -> Subject:
     return _hugging_face(name, sizes)
 
 
+def _shapes() -> dict[str, dict[str, Any]]:
+    """Configurations of common models, by name."""
+    models = load_file(HARDWARE)["models"]
+    return {name: model["config"] for name, model in models.items()}
+
+
 def _demo(sizes: Sizes) -> Subject:
     from ds_ckpt.workload import VOCAB_SIZE, llama
 
     tokens = sizes.tokens or 256
+    layers = inspect.signature(llama).parameters["layers"].default
 
     def build(batch: int) -> Built:
-        model = llama(seed=0, max_positions=max(1024, tokens))
+        positions = max(1024, tokens)
+        model = llama(seed=0, max_positions=positions, layers=sizes.layers or layers)
         ids = _ids(batch, tokens, VOCAB_SIZE)
         return _prepared(model, sizes), {"input_ids": ids, "labels": ids}
 
-    return Subject(DEFAULT, build, can_sdpa=True)
+    return Subject(DEFAULT, build, can_sdpa=True, layers=layers)
 
 
 def _callable(name: str, sizes: Sizes) -> Subject:
@@ -222,8 +241,8 @@ def _callable(name: str, sizes: Sizes) -> Subject:
     return Subject(name, build, sized="batch" in takes)
 
 
-def _hugging_face(name: str, sizes: Sizes) -> Subject:
-    """From a config.json, a directory with one, or a name on the hub."""
+def _hugging_face(name: str, sizes: Sizes, shape: dict[str, Any] | None = None) -> Subject:
+    """From a shape, a config.json, a directory with one, or a name on the hub."""
     try:
         import transformers
     except ImportError as error:
@@ -240,7 +259,10 @@ def _hugging_face(name: str, sizes: Sizes) -> Subject:
     if path.suffix == ".json" and not path.exists():
         raise _unknown(name, "there is no such file", "check the path")
     try:
-        config = transformers.AutoConfig.from_pretrained(name)
+        if shape is not None:
+            config = transformers.AutoConfig.for_model(**shape)
+        else:
+            config = transformers.AutoConfig.from_pretrained(name)
     except Exception as error:
         why = f"transformers finds no configuration in it: {_short(error)}"
         remedy = (
@@ -254,7 +276,8 @@ def _hugging_face(name: str, sizes: Sizes) -> Subject:
         model = _hf_model(name, config, sizes)
         return model, _hf_batch(name, model, batch, sizes)
 
-    return Subject(name, build, can_sdpa=True)
+    alike = config.model_type in _ALIKE and len(set(getattr(config, "layer_types", None) or ())) < 2
+    return Subject(name, build, can_sdpa=True, layers=config.num_hidden_layers if alike else None)
 
 
 def _hf_model(name: str, config: Any, sizes: Sizes) -> nn.Module:
@@ -263,6 +286,10 @@ def _hf_model(name: str, config: Any, sizes: Sizes) -> nn.Module:
     config = copy.deepcopy(config)
     if hasattr(config, "use_cache"):
         config.use_cache = False
+    if sizes.layers is not None:
+        config.num_hidden_layers = sizes.layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[: sizes.layers]
     heads = [getattr(transformers, n, None) for n in getattr(config, "architectures", None) or ()]
     dtype = sizes.dtype or getattr(config, "dtype", None) or torch.float32
     before = torch.get_default_dtype()

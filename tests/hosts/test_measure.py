@@ -17,7 +17,7 @@ from ds_ckpt.hosts.backends import MASTER_PORT
 from ds_ckpt.hosts.emulated import EmulatedHosts, namespace
 from ds_ckpt.hosts.launcher import run_in_foreground
 from ds_ckpt.hosts.records import all_sets
-from ds_ckpt.measure.cluster import cluster
+from ds_ckpt.measure.cluster import like
 from ds_ckpt.measure.parts import PARTS
 from ds_ckpt.measure.records import Loss, Memory, Model, Sample, Store, Trial
 from ds_ckpt.measure.report import Report
@@ -278,7 +278,7 @@ def test_like_a_named_cluster(can_emulate: None, tmp_path: Path) -> None:
     )
     (rate,) = data["spec"]["rates"]
     network_s = 8e-6 * row.number("link_bytes") / rate
-    assert network_s / compute_s == pytest.approx(cluster(text).ratio, rel=0.05)
+    assert network_s / compute_s == pytest.approx(like(text).ratio, rel=0.05)
     assert text in data["like"][0]
     assert "arXiv 2104.04473" in (folder / "report.html").read_text()
     assert {trial.rate_mbit for trial in trials(folder)} == {rate}

@@ -8,16 +8,17 @@ from pathlib import Path
 import pytest
 
 from ds_ckpt.errors import ConfigError
+from ds_ckpt.hosts.cluster import HARDWARE
 from ds_ckpt.hosts.probe import Links, Pair
-from ds_ckpt.measure.cluster import HARDWARE, account, cluster, rate_mbit
+from ds_ckpt.measure.cluster import account, like, rate_mbit
 
 TEXT = "4 nodes x 8 A100, 100 Gbit/s, llama-7b"
 
 
 def test_the_ratio_is_that_of_the_named_cluster() -> None:
-    named = cluster(TEXT)
+    named = like(TEXT)
     known = json.loads(HARDWARE.read_text())
-    device, model = known["accelerators"]["A100"], known["models"]["llama-7b"]
+    device, model = known["accelerators"]["A100 80 GB"], known["models"]["llama-7b"]
     flop = 8 * model["parameters"] * model["tokens"]
     compute_s = flop / (device["flop_per_s"] * device["share_of_peak"])
     link_bytes = 3 * 2 * model["parameters"] * 31 / 32
@@ -27,14 +28,14 @@ def test_the_ratio_is_that_of_the_named_cluster() -> None:
 
 
 def test_at_the_rate_found_the_network_takes_its_share_here() -> None:
-    named = cluster(TEXT)
+    named = like(TEXT)
     rate = rate_mbit(named, compute_s=0.5, link_bytes=30e6)
     network_s = 8 * 30e6 / (rate * 1e6)
     assert network_s / 0.5 == pytest.approx(named.ratio)
 
 
 def test_it_says_how_it_got_there() -> None:
-    named = cluster(TEXT)
+    named = like(TEXT)
     words = " ".join(account(named, compute_s=0.5, link_bytes=30e6))
     for part in (TEXT, f"{named.ratio:.2f} s", "0.500 s", "30.00 MB", "arXiv 2104.04473"):
         assert part in words
@@ -46,8 +47,8 @@ def test_it_says_how_it_got_there() -> None:
     ["2 nodes x 4 h100, 25 Gbit/s, llama-13b", " 2  node x 4 H100, 25000 Mbit/s, LLAMA-13B "],
 )
 def test_spelling_may_vary(text: str) -> None:
-    named = cluster(text)
-    assert (named.devices, named.rate_bit_per_s) == (8, 25e9)
+    named = like(text)
+    assert (named.cluster.devices, named.cluster.rate.value) == (8, 25e9)
     assert named.model["parameters"] == 13e9
 
 
@@ -62,16 +63,16 @@ def test_figures_come_from_a_users_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(known))
     text = "2 nodes x 8 MI300X, 400 Gbit/s, llama-7b"
-    assert cluster(text, hardware=path).device["flop_per_s"] == 1e15
+    assert like(text, hardware=path).cluster.device["flop_per_s"] == 1e15
     with pytest.raises(ConfigError, match=r"accelerator MI300X(.|\n)*--hardware"):
-        cluster(text)
+        like(text)
 
 
 def test_the_rate_comes_from_a_probe(tmp_path: Path) -> None:
     pairs = (Pair("a", "b", 1e-5, 9e9, 9e9, 2e9, 3e9), Pair("a", "c", 1e-5, 9e9, 9e9, 4e9, 1e9))
     Links(("a", "b", "c"), pairs).save(tmp_path / "links.json")
-    named = cluster(TEXT, links=tmp_path / "links.json")
-    assert named.rate_bit_per_s == 8e9
+    named = like(TEXT, links=tmp_path / "links.json")
+    assert named.cluster.rate.value == 8e9
     assert "links.json" in account(named, compute_s=1.0, link_bytes=1e6)[0]
 
 
@@ -86,7 +87,7 @@ def test_the_rate_comes_from_a_probe(tmp_path: Path) -> None:
 )
 def test_what_names_no_cluster_is_refused(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        cluster(text)
+        like(text)
 
 
 def test_every_figure_has_a_source() -> None:
@@ -102,7 +103,10 @@ def test_every_figure_has_a_source() -> None:
     ("content", "said"),
     [
         ("{", "is not JSON"),
-        ('{"accelerators": {"A100": {}}, "models": {"llama-7b": {"tokens": 4}}}', "no flop_per_s"),
+        (
+            '{"accelerators": {"A100 80 GB": {}}, "models": {"llama-7b": {"tokens": 4}}}',
+            "no flop_per_s",
+        ),
     ],
 )
 def test_a_file_of_figures_that_lacks_some_is_refused(
@@ -111,6 +115,6 @@ def test_a_file_of_figures_that_lacks_some_is_refused(
     path = tmp_path / "mine.json"
     path.write_text(content)
     with pytest.raises(ConfigError, match=said):
-        cluster("4 nodes x 8 A100, 100 Gbit/s, llama-7b", hardware=path)
+        like("4 nodes x 8 A100, 100 Gbit/s, llama-7b", hardware=path)
     with pytest.raises(ConfigError, match="ds-ckpt probe"):
-        cluster("4 nodes x 8 A100, 100 Gbit/s, llama-7b", links=path)
+        like("4 nodes x 8 A100, 100 Gbit/s, llama-7b", links=path)

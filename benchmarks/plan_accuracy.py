@@ -1,0 +1,309 @@
+"""What `ds-ckpt plan` simulates, held against measured steps: seconds and bytes of a grid.
+
+    sudo python benchmarks/plan_accuracy.py --measure 50,200,1000,unlimited [--accumulation 1,4]
+    python benchmarks/plan_accuracy.py --predict
+
+Measuring adds to `--json`, a launch a rate and accumulation; what stands there is not measured
+again. Two emulated hosts of one process, bf16, a small Llama with ZeRO-3 as of a model larger than
+memory (weights gathered twice, nothing ahead). All cells of a launch live in the same processes and
+take turns. A turn is `IN_A_ROW` steps from nothing under way to nothing under way; the fastest
+of a few counts, of the slowest process: other work on the machine only adds to a step.
+
+Predicting calibrates the machine's few rates on `CALIBRATED` alone (least squares of the logarithm,
+held to `RATES` weakly) and says how well they predict the other configurations: the median error,
+how many are within 20%, Kendall's tau of their order, the error of bytes at the interface. What is
+given, not calibrated: the shaper's rate and bucket. Bits of a lossless change follow from the bytes
+of the calibrated configuration that has them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import _cells
+import torch
+import torch.distributed as dist
+from step_time import _ask_for, set_rate
+
+from ds_ckpt.hosts.interfaces import INTERFACE
+
+RESULTS = Path(__file__).parent / "results" / "plan_accuracy.json"
+MODEL, TOKENS = "demo", 128
+WARM_UP, IN_A_ROW = 2, 2
+TURNS = {50.0: 2}
+"""By rate; others have `MOST_TURNS`."""
+MOST_TURNS = 4
+CELLS: dict[int, list[tuple[str, str, int]]] = {
+    1: [
+        *(
+            (policy, method, 1)
+            for policy in ("none", "block")
+            for method in (
+                _cells.STOCK,
+                "dense",
+                "3 bits",
+                "resident, whole",
+                "resident, lossless",
+                "resident, lossless + 3 bits",
+            )
+        ),
+        ("none", _cells.STOCK, 4),
+        ("block", "3 bits", 4),
+    ],
+    4: [
+        ("none", _cells.STOCK, 1),
+        ("block", "dense, once a step", 1),
+        ("block", "3 bits", 1),
+        ("block", "resident, lossless + 3 bits", 1),
+    ],
+}
+"""By micro-steps of a step: policy, cell of `_cells`, sequences."""
+
+
+def worker(spec: dict[str, Any], folder: Path) -> None:
+    """What `deepspeed` launches for one rate and accumulation."""
+    _cells.join()
+    _ask_for(spec["rate"], folder)
+    cells = []
+    for policy, method, sequences in CELLS[spec["accumulation"]]:
+        cell = _cells.start(
+            method,
+            MODEL,
+            zero=_cells.GATHERED_TWICE,
+            autotune=False,
+            bf16=True,
+            accumulation=spec["accumulation"],
+            policy=policy,
+        )
+        for step in range(WARM_UP):
+            cell.step(sequences, TOKENS, step)
+        cell.land()
+        cells.append((policy, method, sequences, cell, []))
+    for turn in range(TURNS.get(spec["rate"], MOST_TURNS)):
+        for _, _, sequences, cell, seen in cells:
+            seen.append(timed(cell, sequences, WARM_UP + turn * IN_A_ROW))
+    rows = [
+        {
+            "rate_mbit": spec["rate"],
+            "accumulation": spec["accumulation"],
+            "policy": policy,
+            "method": method,
+            "sequences": sequences,
+            "step_s": [seconds for seconds, _ in seen],
+            "sent_bytes": statistics.median(sent for _, sent in seen),
+        }
+        for policy, method, sequences, _, seen in cells
+    ]
+    _cells.leave(rows, folder / "rows.json")
+
+
+def timed(cell: _cells.Running, sequences: int, first: int) -> tuple[float, float]:
+    """Seconds and bytes a step, of the slowest process and the busiest host."""
+    (before,) = _cells.sent_bytes(INTERFACE)
+    start_s = time.perf_counter()
+    for step in range(IN_A_ROW):
+        cell.step(sequences, TOKENS, first + step)
+    cell.land()
+    taken_s = time.perf_counter() - start_s
+    (after,) = _cells.sent_bytes(INTERFACE)
+    most = torch.tensor([taken_s, float(after - before)], dtype=torch.float64) / IN_A_ROW
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return float(most[0]), float(most[1])
+
+
+def measure(options: argparse.Namespace) -> None:
+    rows = json.loads(options.json.read_text()) if options.json.exists() else []
+    done = {(row["rate_mbit"], row["accumulation"]) for row in rows}
+    for word in options.measure.split(","):
+        rate = None if word == "unlimited" else float(word)
+        for accumulation in map(int, options.accumulation.split(",")):
+            if (rate, accumulation) in done:
+                continue
+            spec = {"rate": rate, "accumulation": accumulation}
+            rows += _cells.launch(__file__, spec, limit_s=options.limit_s, attend=set_rate)
+            options.json.write_text(json.dumps(rows, indent=1))
+            print(f"measured: {word}, {accumulation} micro-steps", flush=True)
+
+
+CALIBRATED = (
+    (None, 1, "none", _cells.STOCK, 4),
+    (None, 4, "none", _cells.STOCK, 1),
+    (None, 1, "block", "resident, lossless + 3 bits", 1),
+    (200.0, 1, "none", _cells.STOCK, 1),
+    (200.0, 1, "none", "dense", 1),
+)
+"""Rate, accumulation, policy, cell, sequences."""
+RATES = {
+    "flop_per_s": 5e10,
+    "bytes_per_s": 3e9,
+    "call_s": 1e-3,
+    "update_s": 5e-9,
+    "quantize_s": 2e-8,
+    "lossless_s": 2.5e-8,
+    "link_bytes_per_s": 1e9,
+    "link_share": 0.956,
+    "crowded": 1.5,
+}
+"""Where the calibration begins: FLOP/s and bytes/s of one process, seconds of a collective's call,
+of AdamW, of packing and unpacking, each of encoding and decoding an element; the link that is not
+shaped; what gloo reaches of a shaped one, of which frames carry 95.6% of payload
+(`hosts/probe.py`); by how much longer an exchange takes that shares the link with gathers."""
+HEADERS = 1.008
+"""Bytes at an interface over those that are sent (docs/measuring.md)."""
+SEGMENT_BYTES = 65536
+
+
+class Predictor:
+    """Steps of the cells, simulated."""
+
+    def __init__(self) -> None:
+        from ds_ckpt.plan.model import Model
+        from ds_ckpt.profile.subject import Sizes
+
+        self.model = Model(MODEL, Sizes(TOKENS, torch.bfloat16))
+        self.bits = 0.0
+
+    def lossless_bits(self, rows: list[dict[str, Any]]) -> float:
+        """What a lossless change takes here: the bytes of the calibrated row less its gradients."""
+        (row,) = (r for r in rows if key(r) in CALIBRATED and "lossless" in r["method"])
+        self.bits = 0.0
+        beside = self.step(row, RATES).link_bytes
+        return 8 * 2 * (row["sent_bytes"] / HEADERS - beside) / self.model.elements
+
+    def step(self, row: dict[str, Any], rates: dict[str, float]) -> Any:
+        from ds_ckpt.plan.model import ACTIVATIONS
+        from ds_ckpt.plan.simulate import Link, Machine, Way, Weights, in_a_row
+        from ds_ckpt.plan.ways import Method, gradients
+        from ds_ckpt.planner.costs import Rates
+
+        model, method = self.model, row["method"]
+        costs = Rates(rates["flop_per_s"], rates["bytes_per_s"], math.inf)
+        at = model.at(row["sequences"], costs)
+        plan = at.planner.all_alike(row["policy"], ACTIVATIONS)
+        link = Link(rates["link_bytes_per_s"])
+        if row["rate_mbit"] is not None:
+            bytes_per_s = row["rate_mbit"] * 1e6 / 8
+            burst = max(SEGMENT_BYTES, bytes_per_s * 1e-3)
+            bytes_per_s = min(rates["link_share"] * bytes_per_s, link.bytes_per_s)
+            link = Link(bytes_per_s, burst_bytes=burst)
+        call_s = rates["call_s"]
+        machine = Machine(
+            2, 1, link, Link(math.inf), math.inf, call_s, False, 1.0, rates["crowded"]
+        )
+        _, sections = _cells.WEIGHTS.get(method, ({}, {"compression": _cells.METHODS.get(method)}))
+        section = sections.get("compression") or {}
+        how = gradients(
+            Method(method, section),
+            model,
+            machine,
+            itemsize=2,
+            accumulation=row["accumulation"],
+            bytes_per_s=math.inf,
+        )
+        if section.get("method") == "quantize":
+            quantize_s = rates["quantize_s"]
+            how = replace(how, encode_s=quantize_s, decode_s=quantize_s / 2, hold_s=quantize_s / 4)
+        resident = None
+        if "weights" in sections:
+            lossless = sections["weights"]["deltas"] == "lossless"
+            bits, coding_s = (self.bits, rates["lossless_s"]) if lossless else (16, 0.0)
+            resident = Weights(bits / 8 / 2, coding_s / 2, coding_s / 2)
+        way = Way(
+            row["accumulation"],
+            2,
+            how,
+            bucket=-(-model.elements // _cells.BUCKETS),
+            prefetch=0,
+            weights=resident,
+            update_s=rates["update_s"] * model.elements / 2,
+        )
+        blocks = model.simulated(at, plan, persistent=0, reuse=0)
+        return in_a_row(machine, blocks, way, IN_A_ROW)
+
+
+def key(row: dict[str, Any]) -> tuple[Any, ...]:
+    names = ("rate_mbit", "accumulation", "policy", "method", "sequences")
+    return tuple(row[name] for name in names)
+
+
+def calibrated(predictor: Predictor, rows: list[dict[str, Any]]) -> dict[str, float]:
+    """The rates that explain `CALIBRATED` best."""
+    from scipy.optimize import least_squares
+
+    known = [row for row in rows if key(row) in CALIBRATED]
+    names, start = list(RATES), [math.log(value) for value in RATES.values()]
+
+    def off(logs: Any) -> list[float]:
+        rates = {name: math.exp(value) for name, value in zip(names, logs, strict=True)}
+        found = [math.log(predictor.step(row, rates).seconds / min(row["step_s"])) for row in known]
+        return found + [0.02 * (a - b) for a, b in zip(logs, start, strict=True)]
+
+    best = least_squares(off, start, diff_step=1e-3)
+    return {name: math.exp(value) for name, value in zip(names, best.x, strict=True)}
+
+
+def predict(options: argparse.Namespace) -> None:
+    """Print predicted beside measured, and how far apart they are."""
+    from scipy.stats import kendalltau
+
+    rows = json.loads(options.json.read_text())
+    predictor = Predictor()
+    predictor.bits = predictor.lossless_bits(rows)
+    rates = calibrated(predictor, rows)
+    print("calibrated on five:", ", ".join(f"{name} {value:.3g}" for name, value in rates.items()))
+    print(
+        "| rate | micro-steps | policy | cell | sequences | measured, s | predicted | error "
+        "| MB measured | predicted |\n|---|---|---|---|---|---|---|---|---|---|"
+    )
+    errors, bytes_off, pairs = [], [], []
+    for row in rows:
+        step, measured = predictor.step(row, rates), min(row["step_s"])
+        error, sent = step.seconds / measured - 1, HEADERS * step.link_bytes
+        used = key(row) in CALIBRATED
+        if not used:
+            errors.append(abs(error))
+            pairs.append((measured, step.seconds))
+        bytes_off.append(abs(sent / row["sent_bytes"] - 1))
+        print(
+            f"| {row['rate_mbit'] or 'unlimited'} | {row['accumulation']} | {row['policy']} "
+            f"| {row['method']} | {row['sequences']} | {measured:.3f} | {step.seconds:.3f} "
+            f"| {error:+.0%}{' (calibrated)' if used else ''} | {row['sent_bytes'] / 1e6:.2f} "
+            f"| {sent / 1e6:.2f} |"
+        )
+    within = sum(error <= 0.2 for error in errors) / len(errors)
+    tau = kendalltau(*zip(*pairs, strict=True)).statistic
+    print(
+        f"\n{len(errors)} predicted: median error {statistics.median(errors):.1%}, {within:.0%} "
+        f"within 20%, Kendall's tau {tau:.3f}; bytes: median {statistics.median(bytes_off):.1%}, "
+        f"at most {max(bytes_off):.1%}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--measure", default="", help="rates, Mbit/s")
+    parser.add_argument("--accumulation", default="1,4")
+    parser.add_argument("--predict", action="store_true")
+    parser.add_argument("--json", type=Path, default=RESULTS)
+    parser.add_argument("--limit-s", type=float, default=1200, help="of each launch")
+    parser.add_argument("--worker", type=Path, help="the launched script's own option")
+    parser.add_argument("--local_rank", type=int, default=0)
+    options = parser.parse_args()
+    if options.worker:
+        worker(json.loads((options.worker / "spec.json").read_text()), options.worker)
+        return
+    if options.measure:
+        measure(options)
+    if options.predict:
+        predict(options)
+
+
+if __name__ == "__main__":
+    main()

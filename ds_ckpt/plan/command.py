@@ -1,0 +1,161 @@
+"""`ds-ckpt plan`: the settings that train a model fastest on a cluster.
+
+Heavy imports stay inside the command.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from ds_ckpt.hosts.commands import errors_in_words
+
+DEFAULT_TOKENS = 1 << 20
+"""Of a step: what is tried where nobody says how large a batch may be."""
+
+
+def _file(words: str) -> Any:
+    return typer.Option(help=words, exists=True, dir_okay=False, readable=True)
+
+
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="As of `ds-ckpt profile`, or a common model by name: llama-1b, llama-7b, "
+            "llama-13b, llama-70b, mixtral-8x7b, qwen2.5-7b."
+        ),
+    ],
+    cluster: Annotated[
+        str | None,
+        typer.Option(help='"4 nodes x 8 A100 80 GB, 100 Gbit/s"; a latency may follow: ", 50 us".'),
+    ] = None,
+    hostfile: Annotated[
+        Path | None, _file("In the place of --cluster; with --device and --links.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="The hostfile's accelerators: A100.")] = None,
+    links: Annotated[
+        Path | None, _file("Rate and latency from a file of `ds-ckpt probe`, measured.")
+    ] = None,
+    hardware: Annotated[Path | None, _file("Figures; a copy of hardware.json to edit.")] = None,
+    loss: Annotated[
+        str,
+        typer.Option(help="What verdicts must say of compressed gradients: equal, 0.5%, or any."),
+    ] = "equal",
+    batch: Annotated[
+        int | None,
+        typer.Option(min=1, help="Sequences in a step, all processes. [default: about 1 M tokens]"),
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Of each sequence; the default is the model's own.")
+    ] = None,
+    modules: Annotated[
+        str, typer.Option(help="Blocks of a plain model: class names or patterns.")
+    ] = "",
+    dtype: Annotated[
+        Literal["bf16", "fp16"], typer.Option(help="fp16 on GPUs without bf16, such as V100.")
+    ] = "bf16",
+    host_gib: Annotated[
+        float, typer.Option(min=0, help="Host memory of a node for what is offloaded: a guess.")
+    ] = 512.0,
+    slowest: Annotated[
+        float, typer.Option(min=1, help="By how much the slowest host computes longer: 1.2.")
+    ] = 1.0,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the best as DeepSpeed JSON file.")
+    ] = None,
+) -> None:
+    """Which settings train a model fastest on a cluster, within memory and loss.
+
+    `ds-ckpt plan llama-7b --cluster "4 nodes x 8 A100, 100 Gbit/s" -o plan.json`
+
+    Simulates steps: nothing is run, and no GPU is needed. Says what each figure stands on.
+    """
+    import torch
+    from rich.console import Console
+
+    from ds_ckpt.config.verdicts import Loss
+    from ds_ckpt.hosts.cluster import Hardware
+    from ds_ckpt.plan.model import Model
+    from ds_ckpt.plan.report import show
+    from ds_ckpt.plan.search import NEEDED, Question, Search, deepspeed_file
+    from ds_ckpt.profile.subject import Sizes
+    from ds_ckpt.telemetry.units import GIB
+
+    allowed: Loss = _loss(loss)  # type: ignore[assignment]
+    with errors_in_words():
+        known = Hardware.load(hardware, "--cluster")
+        if (cluster is None) == (hostfile is None):
+            why = "one of the two says what the model is to be trained on"
+            example = '--cluster "4 nodes x 8 A100, 100 Gbit/s"'
+            found = "neither" if cluster is None else "both"
+            known.wrong("--cluster, --hostfile", found, why, f"write {example}")
+            known.done()
+        if hostfile is not None:
+            cluster = _of_hostfile(known, hostfile, device, links)
+        assert cluster is not None
+        named = known.cluster(cluster, NEEDED, links)
+        inside = known.entry("links", "inside a node", ("latency_s",))
+        known.done()
+        assert named is not None
+        types = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        names = tuple(word.strip() for word in modules.split(",") if word.strip())
+        with Console(stderr=True).status("surveying the model", spinner="line") as status:
+            made = Model(model, Sizes(tokens, types[dtype]), names or None)
+            each = max(1, round(DEFAULT_TOKENS / made.tokens / named.devices))
+            question = Question(
+                made,
+                named,
+                inside["latency_s"],
+                sequences=batch or each * named.devices,
+                loss=allowed,
+                dtype=dtype,
+                host_bytes=host_gib * GIB,
+                slowest=slowest,
+            )
+            status.update("simulating steps")
+            search = Search(question)
+            best = search.best()
+        show(search, best, Console(soft_wrap=True, highlight=False))
+        if output is not None:
+            text = json.dumps(deepspeed_file(question, best.setting, best.plan), indent=2) + "\n"
+            try:
+                output.write_text(text, encoding="utf-8")
+            except OSError as error:
+                typer.echo(f"{output} cannot be written: {error.strerror or error}", err=True)
+                raise typer.Exit(1) from None
+            typer.echo(f"wrote {output}")
+
+
+def _loss(text: str) -> str | float:
+    if text in ("equal", "any"):
+        return text
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 < share < 1:
+        raise typer.BadParameter(f"{text!r}: write equal, any, or a share such as 0.5%")
+    return share
+
+
+def _of_hostfile(known: Any, hostfile: Path, device: str | None, links: Path | None) -> str:
+    """The cluster's text. Problems are collected in `known`, and raised."""
+    from ds_ckpt.hosts.backends import read_hostfile
+
+    slots = sorted(read_hostfile(hostfile).values())
+    if device is None:
+        why = "a hostfile does not say which accelerators its hosts have"
+        known.wrong("--device", "nothing", why, "write --device A100")
+    if links is None and len(slots) > 1:
+        why = "a hostfile does not say how fast its hosts' links are"
+        known.wrong("--links", "nothing", why, "make it: ds-ckpt probe --output links.json")
+    if slots[0] != slots[-1]:
+        why = "resident weights and two levels need equally many processes on every host"
+        found = f"{slots[0]} to {slots[-1]} slots"
+        known.wrong(str(hostfile), found, why, "give every host the same slots")
+    known.done("this cannot be planned")
+    return f"{len(slots)} nodes x {slots[0]} {device}" + (", 1 Gbit/s" if links is None else "")

@@ -1,0 +1,472 @@
+"""Which settings train most tokens a second on a cluster, within its memory and the loss allowed.
+
+All candidates train the same batch a step, so the shortest step is the best plan. What is chosen:
+
+    sequences     of a micro-batch; micro-steps are what is left of the batch
+    recompute     for each micro-batch the planner's mixture that recomputes least in what is left
+                  of the memory: less recompute never makes a step longer; with and without offload
+    weights       ZeRO-3's, or resident: sent whole, or losslessly
+    gradients     DeepSpeed's own, dense, or what verdicts allow
+
+A candidate's step is simulated only while the longest of its resources alone leaves it a chance to
+be the best: that sum is a lower bound of a step, so nothing better is passed over. What is within
+1% of the shortest step is a tie, which no prediction can tell apart: it goes to what departs least
+from plain DeepSpeed, exact gradients first.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ds_ckpt.config.verdicts import Loss
+from ds_ckpt.errors import ConfigError, Problem, UnsupportedError
+from ds_ckpt.hosts.cluster import Cluster, Figure
+from ds_ckpt.plan.model import ACTIVATIONS, Model
+from ds_ckpt.plan.simulate import Block, Gradients, Link, Machine, Step, Way, simulate
+from ds_ckpt.plan.ways import (
+    LOSSLESS_BITS,
+    LOSSLESS_S,
+    RESIDENT,
+    STOCK,
+    Method,
+    gradients,
+    methods,
+    weights,
+)
+from ds_ckpt.planner.budget import ActivationPlan, MemoryWatch
+from ds_ckpt.planner.costs import Rates
+from ds_ckpt.profile.states import estimate
+from ds_ckpt.telemetry.units import GIB
+
+NEEDED = (
+    *("flop_per_s", "share_of_peak", "memory_bytes", "memory_bytes_per_s"),
+    *("inside_bytes_per_s", "bus_bytes_per_s"),
+)
+"""Figures of an accelerator that a plan needs."""
+CALL_S = 3e-5
+"""Guess: of calling a collective from Python, where it does not run ahead of the device."""
+UPDATE_BYTES = 40.0
+"""Memory traffic of AdamW an element: master weight and two moments read and written, the gradient
+read twice, cast and clipped, the 16-bit weight written."""
+OWN_FIGURES = (
+    Figure("bits of a lossless change", LOSSLESS_BITS, "measured: lossless_bits.py, rate 3e-4"),
+    Figure("coding a lossless change, s an element", LOSSLESS_S, "measured: docs/weights.md"),
+    Figure("calling a collective, s", CALL_S, "guess: the time of a launch from Python"),
+    Figure("backward over forward", 2.0, "guess: two products for each of the forward's"),
+    Figure("memory traffic of AdamW, bytes an element", UPDATE_BYTES, "guess: counted by hand"),
+)
+"""Beside the hardware's."""
+PERSISTENT, REUSE, PREFETCH = 100_000, 1_000_000_000, 50_000_000
+"""DeepSpeed's own settings, in elements, which the file leaves as they are."""
+BUCKET, BUCKETS = 500_000_000, 8
+"""DeepSpeed's own bucket; a backward has so many at least, or nothing would be hidden."""
+ZERO3 = "ZeRO-3's"
+BUDGET, BOTH = "budget", "attention and mlp"
+TIE = 0.01
+"""Of a step."""
+STEP = 1 << 26
+"""Bytes that memory for activations is rounded down to."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked.
+
+    Attributes:
+        sequences: in a step, all processes.
+        dtype: "bf16" or "fp16".
+        host_bytes: of a node's memory, for what is offloaded.
+        slowest: by how much the slowest host computes longer.
+        network, memory: times what the cluster has, for what would change the choice.
+    """
+
+    model: Model
+    cluster: Cluster
+    latency_inside_s: float
+    sequences: int
+    loss: Loss
+    dtype: str = "bf16"
+    host_bytes: float = 512 * GIB
+    slowest: float = 1.0
+    network: float = 1.0
+    memory: float = 1.0
+
+    @property
+    def machine(self) -> Machine:
+        cluster, device = self.cluster, self.cluster.device
+        return Machine(
+            hosts=cluster.nodes,
+            local=cluster.local,
+            network=Link(self.network * cluster.rate.value / 8, cluster.latency.value),
+            inside=Link(device["inside_bytes_per_s"], self.latency_inside_s),
+            bus_bytes_per_s=device["bus_bytes_per_s"],
+            call_s=CALL_S,
+            slowest=self.slowest,
+        )
+
+    @functools.cached_property
+    def rates(self) -> Rates:
+        """Of products and of all else. The share of peak is of whole steps, so products alone are
+        faster by the time that all else takes of a forward. The bus is the simulated step's."""
+        device, (flops, moved) = self.cluster.device, self.model.work
+        peak, bytes_per_s = device["flop_per_s"], device["memory_bytes_per_s"]
+        together_s = flops / (peak * device["share_of_peak"])
+        products_s = max(together_s - moved / bytes_per_s, flops / peak)
+        return Rates(flops / products_s, bytes_per_s, math.inf)
+
+    @property
+    def capacity_bytes(self) -> int:
+        return MemoryWatch(round(self.memory * self.cluster.device["memory_bytes"])).budget_bytes
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * self.model.tokens
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to train."""
+
+    sequences: int
+    micro_steps: int
+    policy: str
+    offload: bool
+    weights: str
+    method: Method
+
+    @property
+    def departures(self) -> tuple[bool, int]:
+        """From plain DeepSpeed: whether gradients are rounded, and how many settings differ."""
+        settings = self.method.settings
+        differ = (settings is not None, self.weights != ZERO3, self.offload, self.policy != "none")
+        return settings is not None and not settings.lossless, sum(differ)
+
+
+@dataclass
+class Candidate:
+    """A setting, what it needs, and how long a step takes.
+
+    Attributes:
+        memory: bytes by what they are; together what a process needs of its accelerator.
+        host_residual_bytes: in host memory.
+        host_bytes: that a process may have there.
+    """
+
+    setting: Setting
+    plan: ActivationPlan
+    memory: dict[str, int]
+    host_residual_bytes: int
+    capacity_bytes: int
+    host_bytes: float
+    machine: Machine
+    blocks: list[Block]
+    way: Way
+    _step: list[Step] = field(default_factory=list)
+
+    @property
+    def needed_bytes(self) -> int:
+        return sum(self.memory.values())
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Of one process, in host memory."""
+        return sum(b.offloaded_bytes for b in self.plan.blocks)
+
+    @property
+    def fits(self) -> bool:
+        host = self.offloaded_bytes + self.host_residual_bytes
+        return self.needed_bytes <= self.capacity_bytes and host <= self.host_bytes
+
+    @property
+    def step(self) -> Step:
+        if not self._step:
+            self._step.append(simulate(self.machine, self.blocks, self.way))
+        return self._step[0]
+
+    @property
+    def bound_s(self) -> float:
+        """No step is shorter."""
+        machine, way = self.machine, self.way
+        each = sum(b.forward_s + b.backward_s + b.recompute_s for b in self.blocks)
+        compute_s = way.micro_steps * each * machine.slowest + way.update_s
+        crossing = sum(b.elements * (1 if b.kept else 2) for b in self.blocks) * way.itemsize
+        share = (machine.processes - 1) / machine.processes
+        trained, gathered = sum(b.trained for b in self.blocks), way.micro_steps * crossing * share
+        if way.weights is not None:
+            gathered = sum(b.elements for b in self.blocks) * way.weights.link_bytes
+        exchanges = 1 if way.gradients.once else way.micro_steps
+        nbytes = gathered + exchanges * trained * way.gradients.link_bytes
+        return max(compute_s, nbytes / machine.network.bytes_per_s if machine.hosts > 1 else 0.0)
+
+
+class Search:
+    """All candidates of a question.
+
+    Raises:
+        ConfigError: the batch cannot be divided among the processes.
+    """
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        self.methods, self.refused = methods(question.loss)
+        processes = question.machine.processes
+        if question.sequences % processes:
+            fits = max(1, round(question.sequences / processes)) * processes
+            why = f"each of {processes} processes trains equally many sequences"
+            raise ConfigError(
+                Problem("--batch", f"{question.sequences} sequences", why, f"write {fits}"),
+                headline="the batch cannot be divided",
+            )
+        self.each = question.sequences // processes
+        self._travelling: dict[tuple[str, int], Gradients] = {}
+        self._mixtures: dict[tuple[int, bool, int], ActivationPlan | None] = {}
+
+    def best(self, network: float = 1.0) -> Candidate:
+        """The shortest step that fits, with hosts' links so many times as fast.
+
+        Raises:
+            UnsupportedError: nothing fits; the words say what would.
+        """
+        machine = replace(self.question, network=network).machine
+        candidates = [replace(one, machine=machine, _step=[]) for one in self.all]
+        tried, enough_s = list[Candidate](), math.inf
+        for candidate in sorted(candidates, key=lambda one: one.bound_s):
+            if candidate.bound_s > enough_s:
+                break
+            tried.append(candidate)
+            enough_s = min(enough_s, (1 + TIE) * candidate.step.seconds)
+        if not tried:
+            raise self._nothing_fits()
+        ties = [one for one in tried if one.step.seconds <= enough_s]
+        return min(ties, key=lambda one: (one.setting.departures, one.step.seconds))
+
+    @functools.cached_property
+    def all(self) -> list[Candidate]:
+        """Those that fit and may be the best."""
+        return list(self._candidates())
+
+    def _candidates(self) -> Iterator[Candidate]:
+        for sequences in self.micro_batches():
+            found = False
+            for kind in self.kinds:
+                for method in self.methods:
+                    for candidate in self._recomputes(sequences, kind, method):
+                        found = True
+                        yield candidate
+            if not found:
+                return  # nor does a larger one fit
+
+    @property
+    def kinds(self) -> list[str]:
+        """Ways of weights."""
+        return [ZERO3, *RESIDENT] if self.question.machine.hosts > 1 else [ZERO3]
+
+    def _recomputes(self, sequences: int, kind: str, method: Method) -> Iterator[Candidate]:
+        """With nothing offloaded; if that recomputes, with as much offloaded as host memory takes:
+        of the mixture, else of every block's inputs."""
+        first = self.mixture(sequences, kind, method, False)
+        if first is not None and first.fits:
+            yield first
+            if not first.plan.recompute_s:
+                return
+        other = self.mixture(sequences, kind, method, True)
+        if other is not None and not other.fits and "block" in self.words(sequences):
+            other = self.alike(replace(other.setting, offload=True), "block")
+        if other is not None and other.fits:
+            yield other
+
+    def words(self, sequences: int) -> list[str]:
+        """Ways in which all blocks can be treated."""
+        return self.question.model.at(sequences, self.question.rates).planner.words
+
+    def micro_batches(self) -> Sequence[int]:
+        """Sequences that a micro-batch can have."""
+        if not self.question.model.sized:
+            return [1]
+        return [n for n in range(1, self.each + 1) if self.each % n == 0]
+
+    def mixture(self, sequences: int, kind: str, method: Method, offload: bool) -> Candidate | None:
+        """The one that recomputes least within the memory; None where none fits."""
+        memory = self._memory(sequences, kind, method)
+        room = (self.question.capacity_bytes - sum(memory.values())) // STEP * STEP
+        key = (sequences, offload, room)
+        if key not in self._mixtures:
+            allowance = replace(ACTIVATIONS, budget_bytes=room, offload=offload)
+            planner = self.question.model.at(sequences, self.question.rates).planner
+            try:
+                self._mixtures[key] = planner.plan(allowance) if room > 0 else None
+            except UnsupportedError:
+                self._mixtures[key] = None
+        plan = self._mixtures[key]
+        if plan is None:
+            return None
+        return self._candidate(sequences, kind, method, offload, plan, memory)
+
+    def alike(self, of: Setting, policy: str) -> Candidate:
+        """With one policy for all blocks, whether or not it fits."""
+        planner = self.question.model.at(of.sequences, self.question.rates).planner
+        plan = planner.all_alike(policy, replace(ACTIVATIONS, offload=of.offload))
+        memory = self._memory(of.sequences, of.weights, of.method)
+        return self._candidate(of.sequences, of.weights, of.method, of.offload, plan, memory)
+
+    def _candidate(
+        self,
+        sequences: int,
+        kind: str,
+        method: Method,
+        offload: bool,
+        plan: ActivationPlan,
+        memory: dict[str, int],
+    ) -> Candidate:
+        question, machine = self.question, self.question.machine
+        model, device = question.model, question.cluster.device
+        words = set(plan.choices)
+        policy = words.pop() if len(words) == 1 else BUDGET
+        if policy == BOTH:  # no policy of that name
+            policy = BUDGET
+        micro_steps = self.each // sequences
+        setting = Setting(sequences, micro_steps, policy, offload, kind, method)
+        at = model.at(sequences, question.rates)
+        way = Way(
+            micro_steps,
+            model.parameters.itemsize,
+            self._gradients(method, micro_steps),
+            bucket=bucket_of(model),
+            prefetch=PREFETCH,
+            weights=weights(kind, machine, model.parameters.itemsize),
+            update_s=UPDATE_BYTES
+            * model.trained
+            / machine.processes
+            / device["memory_bytes_per_s"],
+        )
+        blocks = model.simulated(at, plan, persistent=PERSISTENT, reuse=REUSE)
+        needed = {**memory, "activations": plan.needed_bytes}
+        nbytes, on_host = self._residuals(method, micro_steps)
+        host = question.host_bytes / machine.local
+        return Candidate(
+            setting,
+            plan,
+            needed,
+            on_host * nbytes,
+            question.capacity_bytes,
+            host,
+            machine,
+            blocks,
+            way,
+        )
+
+    def _gradients(self, method: Method, micro_steps: int) -> Gradients:
+        question, known = self.question, self._travelling
+        if (method.name, micro_steps) not in known:
+            known[method.name, micro_steps] = gradients(
+                method,
+                question.model,
+                question.machine,
+                itemsize=question.model.parameters.itemsize,
+                accumulation=micro_steps,
+                bytes_per_s=question.cluster.device["memory_bytes_per_s"],
+            )
+        return known[method.name, micro_steps]
+
+    @functools.cached_property
+    def _states(self) -> dict[bool, dict[str, int]]:
+        """What ZeRO keeps, without and with resident weights."""
+        found = {}
+        for resident in (False, True):
+            method, kind = Method(STOCK), "whole" if resident else ZERO3
+            setting = Setting(1, self.each, "none", False, kind, method)
+            machine, file = self.question.machine, deepspeed_file(self.question, setting)
+            parameters = self.question.model.parameters
+            states, _ = estimate(parameters, file, machine.processes, machine.hosts)
+            found[resident] = {
+                "weights, gradients, optimizer": states.parameters_bytes
+                + states.gradients_bytes
+                + states.optimizer_bytes,
+                "gathered weights": states.gathered_bytes,
+                "buckets": states.communication_bytes,
+                "the host's copy of the weights": states.host_copy_bytes,
+            }
+        return found
+
+    def _memory(self, sequences: int, kind: str, method: Method) -> dict[str, int]:
+        """Bytes beside activations."""
+        at = self.question.model.at(sequences, self.question.rates)
+        nbytes, on_host = self._residuals(method, self.each // sequences)
+        return {
+            **self._states[kind in RESIDENT],
+            "residuals": 0 if on_host else nbytes,
+            "gradients of activations, temporaries": at.beside_bytes,
+        }
+
+    def _residuals(self, method: Method, micro_steps: int) -> tuple[int, bool]:
+        """Bytes of one process, and whether in host memory."""
+        machine = self.question.machine
+        divided = machine.local if machine.hosts > 1 else 1
+        nbytes, on_host = method.residual_bytes(self.question.model.trained / divided, micro_steps)
+        return round(nbytes), on_host
+
+    def _nothing_fits(self) -> UnsupportedError:
+        question = self.question
+        at = question.model.at(1, question.rates)
+        memory = self._memory(1, ZERO3, Method(STOCK))
+        least = at.planner.least(replace(ACTIVATIONS, offload=True)).needed_bytes
+        need = sum(memory.values()) + least
+        parts = ", ".join(f"{what} {n / GIB:.1f}" for what, n in memory.items() if n)
+        why = (
+            f"one sequence of {question.model.tokens} tokens, with all recomputed and offloaded, "
+            f"needs {need / GIB:.1f} GiB of an accelerator ({parts}, activations "
+            f"{least / GIB:.1f}), and {question.capacity_bytes / GIB:.1f} are to be used"
+        )
+        remedy = "name more nodes or accelerators with more memory, or shorter sequences (--tokens)"
+        where = f"{question.model.name} on {question.cluster.text}"
+        problem = Problem(where, f"{question.model.elements / 1e9:.2f} G parameters", why, remedy)
+        return UnsupportedError(problem, headline="no plan fits")
+
+
+def bucket_of(model: Model) -> int:
+    """Elements of a bucket of gradients."""
+    return min(BUCKET, -(-model.trained // BUCKETS))
+
+
+def deepspeed_file(
+    question: Question, setting: Setting, plan: ActivationPlan | None = None
+) -> dict[str, Any]:
+    """The DeepSpeed JSON of a setting; `plan` gives a budget its number."""
+    activation: dict[str, Any] = {}
+    if setting.policy == BUDGET:
+        assert plan is not None
+        gib = math.floor(100 * plan.budget_bytes / GIB) / 100
+        activation = {"policy": "budget", "budget_gib": gib, "budget_of": "activations"}
+    elif setting.policy != "none":
+        policy, _, kept = setting.policy.partition(" ")
+        activation = {"policy": policy, **({"save_ops": kept} if kept else {})}
+    if activation and setting.offload:
+        activation["offload"] = True
+    ours: dict[str, Any] = {"activation": activation} if activation else {}
+    if setting.method.section:
+        ours["compression"] = dict(setting.method.section)
+    if setting.weights in RESIDENT:
+        ours["weights"] = {"resident": True, "deltas": RESIDENT[setting.weights]}
+    return {
+        "train_micro_batch_size_per_gpu": setting.sequences,
+        "gradient_accumulation_steps": setting.micro_steps,
+        "gradient_clipping": 1.0,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
+        },
+        question.dtype: {"enabled": True},
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "reduce_scatter": True,
+            "reduce_bucket_size": bucket_of(question.model),
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
+        **({"ds_ckpt": ours} if ours else {}),
+    }

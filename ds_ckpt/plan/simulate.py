@@ -1,0 +1,537 @@
+"""A step of ZeRO-3 with this plugin as a schedule of tasks: how long it takes, what decides it.
+
+Pure arithmetic. A task occupies one resource of the slowest process for a time. It begins when the
+tasks that it waits for have ended and the resource is free, in the order of the program:
+
+    start = max(ends of what it waits for, end of the resource's task before)
+    end   = start + time
+
+This is the longest path through a graph whose shape depends on no rate. So more bandwidth, fewer
+bytes or less latency never make a step longer. It is never shorter than what one resource is busy
+with, nor longer than all tasks one after the other.
+
+    resource  what occupies it
+    compute   forward, recompute, backward, optimizer, coding of weights; with streams of gradients
+    thread    without streams: coding of gradients, in the exchange's thread
+    network   a host's link to other hosts, each direction the same
+    inside    the links inside a host
+    bus       copies between device and host memory
+
+What a host's link carries, for N elements of w bytes on P = H hosts x L processes. A ring in the
+order of the hosts crosses each link once (docs/weights.md, `exchange/plan.py`):
+
+    gather            w N (P-1)/P; of resident weights none, w N (L-1)/L inside the host
+    gradients         what `exchange.plan` counts, times (H-1)/H
+    changed weights   w N (H-1)/H whole, b/8 in the place of w with b bits a weight
+
+    time = calls (c + hops a) + bytes / rate
+
+c is what a call costs its process and a the latency of a hop: P-1 hops in a ring, 1 where all send
+at once, 2 log2 P for a few numbers (Thakur, Rabenseifner, Gropp 2005, IJHPCA 19(1)).
+
+What runs beside what is DeepSpeed's and the plugin's own order. A micro-step gathers and runs block
+by block; then from the last block on it gathers again (unless weights are kept), recomputes, and
+runs backward.
+    gathers     with streams the next module's run ahead, up to `prefetch` elements; else a gather
+                begins when what needs it does, and holds it up
+    gradients   a bucket is exchanged when backward has filled it. DeepSpeed's own reduction holds
+                backward up where there are no streams. The plugin's exchange, and everything with
+                streams, runs beside it, two buckets at a time; the end of backward waits for all
+    weights     changes of resident weights are encoded after the optimizer and travel in chunks
+                beside the next forward, where a block waits for those that it lies in
+    offload     checkpointed inputs leave after their block's forward, and come back one block ahead
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+LIMIT = 2
+"""Buckets under way at a time (`zero3/overlap.py`; DeepSpeed's own limit is the same)."""
+CHUNK = 1 << 22
+"""Elements of a process's shard in one chunk of changed weights (`zero3/weights.py`)."""
+MOST_PIECES = 4
+"""A block's gathers are divided into at most so many pieces: more change nothing that is seen."""
+SIMULATED = 3
+"""Micro-steps that are gone through; those between the first and the last are all alike."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """In each direction, of one host or process.
+
+    Attributes:
+        burst_bytes: that pass at once after a pause, earned at the link's rate: a shaper's bucket.
+    """
+
+    bytes_per_s: float
+    latency_s: float = 0.0
+    burst_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a step runs on.
+
+    Attributes:
+        local: processes of a host.
+        call_s: what a collective costs the process that calls it, beside the link.
+        streams: whether collectives run beside computing by themselves (NCCL on GPUs).
+        slowest: by how much the slowest host computes longer; all wait for it in every collective.
+        crowded: without streams, by how much longer an exchange takes that shares a host's link
+            with gathers than its bytes alone.
+    """
+
+    hosts: int
+    local: int
+    network: Link
+    inside: Link
+    bus_bytes_per_s: float = math.inf
+    call_s: float = 0.0
+    streams: bool = True
+    slowest: float = 1.0
+    crowded: float = 1.0
+
+    @property
+    def processes(self) -> int:
+        return self.hosts * self.local
+
+
+@dataclass(frozen=True)
+class Block:
+    """A stretch of the model that is gathered, run and reduced together.
+
+    Attributes:
+        elements, trained: of its weights, and of those that get gradients.
+        calls: gathers that it takes: about one for each module with weights.
+        offloaded_bytes: of what its recompute keeps, in host memory meanwhile.
+        kept: stays gathered from forward to backward (`stage3_max_reuse_distance`).
+    """
+
+    elements: int
+    trained: int
+    forward_s: float
+    backward_s: float
+    recompute_s: float = 0.0
+    calls: int = 1
+    offloaded_bytes: int = 0
+    kept: bool = False
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """How they travel, by element of the model.
+
+    Attributes:
+        link_bytes, inside_bytes: over a host's link, and over a process's inside it.
+        encode_s, decode_s: of one process, residuals included.
+        hold_s: of adding to the residuals in micro-steps that send nothing.
+        hops: latencies of an exchange.
+        once: at the last micro-step alone.
+        blocks: DeepSpeed's own ring: it holds backward up where there are no streams, and goes over
+            the links inside and between hosts at once, not over one after the other.
+    """
+
+    link_bytes: float
+    inside_bytes: float = 0.0
+    encode_s: float = 0.0
+    decode_s: float = 0.0
+    hold_s: float = 0.0
+    hops: int = 1
+    once: bool = False
+    blocks: bool = False
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Resident weights: how changes travel, by element of the model.
+
+    Attributes:
+        link_bytes: over a host's link.
+        encode_s, decode_s: of one process; it does nothing else meanwhile.
+    """
+
+    link_bytes: float
+    encode_s: float = 0.0
+    decode_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a step is done.
+
+    Attributes:
+        itemsize: bytes an element of gathered weights.
+        bucket: elements of a bucket of gradients.
+        prefetch: elements that are gathered ahead of need; 0: none.
+        weights: None: ZeRO-3's, gathered between hosts.
+        update_s: of the optimizer.
+    """
+
+    micro_steps: int
+    itemsize: int
+    gradients: Gradients
+    bucket: int = 500_000_000
+    prefetch: int = 50_000_000
+    weights: Weights | None = None
+    update_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step.
+
+    Attributes:
+        parts_s: what the longest path goes through; they add up to `seconds`.
+        busy_s: by resource.
+        sent_bytes: over a host's link, by purpose.
+    """
+
+    seconds: float
+    parts_s: Mapping[str, float]
+    busy_s: Mapping[str, float]
+    sent_bytes: Mapping[str, float]
+
+    @property
+    def link_bytes(self) -> float:
+        return sum(self.sent_bytes.values())
+
+
+def simulate(machine: Machine, blocks: Sequence[Block], way: Way) -> Step:
+    """A step among others like it: changed weights of the step before travel in its forward."""
+    run = _Run(machine, blocks, way)
+    run.update()  # of the step before
+    begin = run.mark()
+    left_out = run.step()
+    return _step(_sum(_sum(run.mark(), begin, -1), left_out))
+
+
+def in_a_row(machine: Machine, blocks: Sequence[Block], way: Way, steps: int) -> Step:
+    """The mean of so many steps, from nothing under way to nothing under way."""
+    run, left_out = _Run(machine, blocks, way), _Mark()
+    for _ in range(steps):
+        left_out = _sum(left_out, run.step())
+    run.land(math.inf)
+    return _step(_sum(_Mark(), _sum(run.mark(), left_out), 1 / steps))
+
+
+_Mark = dict[tuple[str, str], float]
+"""What has been until some moment of the program, by a field of `Step` and its key. What was in
+between is the difference of two."""
+
+
+def _sum(one: _Mark, other: _Mark, factor: float = 1.0) -> _Mark:
+    return {key: one.get(key, 0.0) + factor * other.get(key, 0.0) for key in one | other}
+
+
+def _step(mark: _Mark) -> Step:
+    """Without what is nothing but rounding."""
+    seconds = mark.get(("seconds", ""), 0.0)
+    least = {"parts_s": 1e-12 * max(seconds, 1e-12), "sent_bytes": 1e-6, "busy_s": -math.inf}
+    of = {
+        name: {key: n for (field, key), n in mark.items() if field == name and n > more}
+        for name, more in least.items()
+    }
+    return Step(seconds, **of)
+
+
+class _Schedule:
+    """Tasks as they are added; each resource does its own in that order."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+        self._cause: list[int] = []
+        self._kind: list[str] = []
+        self._last: dict[str, int] = {}
+        self._earned_s = 0.0
+        """When the shaper's bucket is full again."""
+        self.busy: defaultdict[str, float] = defaultdict(float)
+        self.sent: defaultdict[str, float] = defaultdict(float)
+
+    def add(
+        self,
+        resource: str,
+        kind: str,
+        seconds: float,
+        *after: int,
+        call_s: float = 0.0,
+        burst_s: float = 0.0,
+    ) -> int:
+        """A task; its number.
+
+        Args:
+            seconds: of its bytes, or in all.
+            after: may hold -1, nothing.
+            call_s: beside the bytes.
+            burst_s: what a pause can earn of the resource, a host's link.
+        """
+        ends, cause, start_s = self.ends, -1, 0.0
+        for task in (self._last.get(resource, -1), *after):
+            if task >= 0 and ends[task] > start_s:
+                cause, start_s = task, ends[task]
+        end_s = start_s + seconds
+        if burst_s:
+            self._earned_s = max(start_s, self._earned_s) + seconds
+            end_s = max(start_s, self._earned_s - burst_s)
+        ends.append(end_s + call_s)
+        self._cause.append(cause)
+        self._kind.append(kind)
+        self.busy[resource] += seconds + call_s
+        self._last[resource] = number = len(ends) - 1
+        return number
+
+    def path(self, task: int) -> dict[str, float]:
+        """Seconds of the longest path to a task's end, by kind."""
+        parts: dict[str, float] = {}
+        while task >= 0:
+            cause, kind = self._cause[task], self._kind[task]
+            before_s = self.ends[cause] if cause >= 0 else 0.0
+            parts[kind] = parts.get(kind, 0.0) + self.ends[task] - before_s
+            task = cause
+        return parts
+
+
+@dataclass
+class _Piece:
+    """Computing that needs weights: a part of a block's forward, recompute or backward."""
+
+    block: int
+    kind: str
+    seconds: float
+    elements: float = 0.0
+    calls: float = 0.0
+    first: bool = True
+    last: bool = True
+
+
+class _Run:
+    """Steps one after the other, as the process that drives DeepSpeed goes through them."""
+
+    def __init__(self, machine: Machine, blocks: Sequence[Block], way: Way) -> None:
+        self.machine, self.blocks, self.way = machine, blocks, way
+        self.tasks = _Schedule()
+        self.main = -1
+        """The latest task that the program has waited for."""
+        self._pieces = self._micro_step()
+        self._until = list(itertools.accumulate(b.elements for b in blocks))
+        moved = [n for n, b in enumerate(blocks) if b.offloaded_bytes and b.recompute_s]
+        self._moved = moved[:-1]
+        """Blocks whose inputs go to host memory; the last one's are used at once."""
+        self._changes: list[tuple[float, int]] = []
+        """Chunks of changed weights under way: the model's elements up to its end, and what it is
+        sent after."""
+        self._change = 0.0
+        """Elements of the model in each of them."""
+
+    # -- what there is to do ----------------------------------------------------------------------
+
+    def _micro_step(self) -> list[_Piece]:
+        forward, backward = [], []
+        for number, block in enumerate(self.blocks):
+            forward += self._divided(number, "forward", block.forward_s, True)
+            back: list[_Piece] = []
+            if block.recompute_s:
+                back += self._divided(number, "recompute", block.recompute_s, not block.kept)
+            gathers = not block.kept and not block.recompute_s
+            back += self._divided(number, "backward", block.backward_s, gathers)
+            backward.append(back)
+        return forward + [piece for back in reversed(backward) for piece in back]
+
+    def _divided(self, number: int, kind: str, seconds: float, gathers: bool) -> list[_Piece]:
+        block = self.blocks[number]
+        if not gathers or not block.elements:
+            return [_Piece(number, kind, seconds)]
+        count = max(1, min(block.calls, MOST_PIECES)) if self.machine.streams else 1
+        each = (seconds / count, block.elements / count, block.calls / count)
+        return [_Piece(number, kind, *each, i == 0, i == count - 1) for i in range(count)]
+
+    # -- the program ------------------------------------------------------------------------------
+
+    def step(self) -> _Mark:
+        """One optimizer step; what the micro-steps that were left out would have added."""
+        count = self.way.micro_steps
+        marks = []
+        for number in range(gone_through := min(count, SIMULATED)):
+            self._run_micro_step(last=number == gone_through - 1)
+            marks.append(self.mark())
+        self.update()
+        if count == gone_through:
+            return _Mark()
+        middle = _sum(marks[1], marks[0], -1)
+        return _sum(_Mark(), middle, count - gone_through)
+
+    def mark(self) -> _Mark:
+        tasks = self.tasks
+        end_s = tasks.ends[self.main] if self.main >= 0 else 0.0
+        tables = {
+            "parts_s": tasks.path(self.main),
+            "busy_s": tasks.busy,
+            "sent_bytes": tasks.sent,
+        }
+        found = {(name, key): n for name, table in tables.items() for key, n in table.items()}
+        return {("seconds", ""): end_s, **found}
+
+    def _run_micro_step(self, *, last: bool) -> None:
+        streams, pieces = self.machine.streams, self._pieces
+        gathered, exchanges, returned = list[int](), list[int](), dict[int, int]()
+        ahead, filled, owed = 0.0, 0, list[tuple[int, int]]()
+        computed = self.main
+        for number, piece in enumerate(pieces):
+            while len(gathered) <= number or self._asked_ahead(len(gathered) - number, ahead):
+                if len(gathered) == len(pieces):
+                    break
+                gathered.append(self._gather(pieces[len(gathered)], computed))
+                ahead += pieces[len(gathered) - 1].elements
+            ahead -= piece.elements
+            for elements, after in owed:  # a gather that comes now does not stand behind them
+                self._exchange(elements, after, exchanges, last=last)
+            owed.clear()
+            waits = [gathered[number], self.main]
+            if piece.kind == "recompute" and piece.first:
+                waits.append(self._bring_back(piece.block, returned, computed))
+            seconds = piece.seconds * self.machine.slowest
+            computed = self.main = self.tasks.add("compute", piece.kind, seconds, *waits)
+            block = self.blocks[piece.block]
+            if piece.kind == "forward" and piece.last and piece.block in self._moved:
+                seconds = block.offloaded_bytes / self.machine.bus_bytes_per_s
+                self.tasks.add("bus", "offload", seconds, computed)
+            if piece.kind == "backward" and piece.last:
+                filled += block.trained
+                at_end = number == len(pieces) - 1
+                while filled >= self.way.bucket or (at_end and filled):
+                    owed.append((min(filled, self.way.bucket), computed))
+                    filled -= owed[-1][0]
+                if streams or at_end or self.way.gradients.blocks:
+                    for elements, after in owed:
+                        self._exchange(elements, after, exchanges, last=last)
+                    owed.clear()
+        for exchange in exchanges[-LIMIT:]:
+            self._wait_for(exchange)
+
+    def _asked_ahead(self, pieces: int, elements: float) -> bool:
+        """Whether the program gathers one more piece, with so many gathered that it has not used:
+        this one and what comes after it."""
+        if not (self.machine.streams and self.way.prefetch) or self._changes:
+            return False
+        return pieces <= 1 or elements < self.way.prefetch
+
+    def _later(self, one: int, other: int) -> int:
+        """Of two tasks the one that ends later."""
+        if min(one, other) < 0:
+            return max(one, other)
+        return one if self.tasks.ends[one] >= self.tasks.ends[other] else other
+
+    def _wait_for(self, task: int) -> None:
+        self.main = self._later(self.main, task)
+
+    def _gather(self, piece: _Piece, after: int) -> int:
+        machine, way = self.machine, self.way
+        if not piece.elements:
+            return after
+        if way.weights is not None:
+            self.land(self._until[piece.block])
+        if way.weights is not None or not machine.streams:
+            after = self._later(after, self.main)
+        nbytes, kind = piece.elements * way.itemsize, f"gather in {piece.kind}"
+        crosses = way.weights is None and machine.hosts > 1
+        members = machine.processes if crosses else machine.local
+        ring = (kind, nbytes * (members - 1) / members, members - 1, after, piece.calls)
+        if not crosses:
+            return self._inside(*ring)
+        arrived = self._send(*ring)
+        return arrived if machine.local == 1 else self._later(arrived, self._inside(*ring))
+
+    def _send(
+        self, kind: str, nbytes: float, hops: int, after: int, calls: float = 1, longer: float = 1
+    ) -> int:
+        """Over a host's link to the others."""
+        self.tasks.sent[kind] += nbytes
+        link = self.machine.network
+        return self._carry("network", link, kind, nbytes * longer, hops, after, calls)
+
+    def _inside(self, kind: str, nbytes: float, hops: int, after: int, calls: float = 1) -> int:
+        return self._carry("inside", self.machine.inside, kind, nbytes, hops, after, calls)
+
+    def _carry(
+        self, name: str, link: Link, kind: str, nbytes: float, hops: int, after: int, calls: float
+    ) -> int:
+        call_s = calls * (self.machine.call_s + hops * link.latency_s)
+        burst_s = link.burst_bytes / link.bytes_per_s
+        seconds = nbytes / link.bytes_per_s
+        return self.tasks.add(name, kind, seconds, after, call_s=call_s, burst_s=burst_s)
+
+    def _bring_back(self, block: int, returned: dict[int, int], after: int) -> int:
+        """This block's inputs and the next one's, from host memory; this block's task."""
+        ahead = [n for n in self._moved if n <= block][-1 - (block in self._moved) :]
+        for number in reversed(ahead):
+            if number not in returned:
+                seconds = self.blocks[number].offloaded_bytes / self.machine.bus_bytes_per_s
+                returned[number] = self.tasks.add("bus", "offload", seconds, after)
+        return returned.get(block, -1)
+
+    def _exchange(self, elements: int, after: int, exchanges: list[int], *, last: bool) -> None:
+        """One bucket, from where backward has filled it to where its sums are."""
+        machine, how, tasks = self.machine, self.way.gradients, self.tasks
+        coder = "compute" if machine.streams else "thread"
+        if how.once and not last:
+            hold_s = elements * how.hold_s * machine.slowest
+            exchanges.append(tasks.add(coder, "compression", hold_s, after))
+            return
+        if len(exchanges) >= LIMIT:
+            self._wait_for(exchanges[-LIMIT])
+        if exchanges and not machine.streams:  # one thread does one after the other
+            after = self._later(after, exchanges[-1])
+        begun = after
+        if machine.local > 1 and how.inside_bytes:
+            inside = elements * how.inside_bytes
+            after = self._inside("gradients", inside, machine.local - 1, after)
+        encode_s = elements * how.encode_s * machine.slowest
+        decode_s = elements * how.decode_s * machine.slowest
+        if machine.streams:  # what shares the device with backward takes its time from it
+            encode_s, decode_s = encode_s + decode_s, 0.0
+        if encode_s:
+            after = tasks.add(coder, "compression", encode_s, after)
+        if machine.hosts > 1:
+            shared = not machine.streams and not how.blocks and self.way.weights is None
+            longer = machine.crowded if shared else 1.0
+            nbytes, ring = elements * how.link_bytes, begun if how.blocks else after
+            arrived = self._send("gradients", nbytes, how.hops, ring, longer=longer)
+            after = self._later(arrived, after)
+        if decode_s:
+            after = tasks.add(coder, "compression", decode_s, after)
+        exchanges.append(after)
+        if how.blocks and not machine.streams:
+            self._wait_for(after)
+
+    def update(self) -> None:
+        """The optimizer, and what resident weights have to send after it."""
+        machine, way, tasks = self.machine, self.way, self.tasks
+        if machine.processes > 1:  # overflow and norm
+            hops = 2 * math.ceil(math.log2(machine.processes))
+            few = self._send if machine.hosts > 1 else self._inside
+            self.main = few("update", 0.0, hops, self.main, calls=2)
+        self.main = tasks.add("compute", "update", way.update_s * machine.slowest, self.main)
+        if way.weights is not None and machine.hosts > 1:
+            elements = self._until[-1]
+            encode_s = elements * way.weights.encode_s * machine.slowest
+            self.main = tasks.add("compute", "changed weights", encode_s, self.main)
+            count = max(1, round(elements / machine.processes / CHUNK))
+            self._changes = [(elements * (n + 1) / count, self.main) for n in range(count)]
+            self._change = elements / count
+
+    def land(self, until: float) -> None:
+        """Wait for the changes of the model's first `until` elements."""
+        way, machine = self.way, self.machine
+        begun = 0.0
+        while self._changes and begun < until and way.weights is not None:
+            end, sent_after = self._changes.pop(0)
+            nbytes = self._change * way.weights.link_bytes
+            arrived = self._send("changed weights", nbytes, 1, sent_after)
+            decode_s = self._change * way.weights.decode_s * machine.slowest
+            self._wait_for(arrived)
+            self.main = self.tasks.add("compute", "changed weights", decode_s, self.main)
+            begun = end

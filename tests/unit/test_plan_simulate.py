@@ -1,0 +1,188 @@
+"""The simulated step: laws of its schedule, and steps that can be computed by hand."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_ckpt.plan.simulate import (
+    Block,
+    Gradients,
+    Link,
+    Machine,
+    Way,
+    Weights,
+    in_a_row,
+    simulate,
+)
+
+seconds = st.floats(0, 1)
+few_bytes = st.floats(0, 8)
+machines = st.builds(
+    Machine,
+    hosts=st.integers(1, 4),
+    local=st.integers(1, 3),
+    network=st.builds(Link, st.floats(1e5, 1e8), st.floats(0, 0.01)),
+    inside=st.builds(Link, st.floats(1e6, 1e9), st.floats(0, 0.001)),
+    bus_bytes_per_s=st.floats(1e6, 1e9),
+    call_s=st.floats(0, 0.001),
+    streams=st.booleans(),
+    slowest=st.floats(1, 2),
+)
+one_block = st.builds(
+    Block,
+    elements=st.integers(0, 1_000_000),
+    trained=st.integers(0, 1_000_000),
+    forward_s=seconds,
+    backward_s=seconds,
+    recompute_s=st.one_of(st.just(0.0), seconds),
+    calls=st.integers(1, 6),
+    offloaded_bytes=st.one_of(st.just(0), st.integers(1, 10**8)),
+    kept=st.booleans(),
+)
+models = st.lists(one_block, min_size=1, max_size=5)
+ways = st.builds(
+    Way,
+    micro_steps=st.integers(1, 6),
+    itemsize=st.sampled_from([2, 4]),
+    gradients=st.builds(
+        Gradients,
+        link_bytes=few_bytes,
+        inside_bytes=few_bytes,
+        encode_s=st.floats(0, 1e-6),
+        decode_s=st.floats(0, 1e-6),
+        hold_s=st.floats(0, 1e-6),
+        hops=st.integers(1, 5),
+        once=st.booleans(),
+        blocks=st.booleans(),
+    ),
+    bucket=st.integers(100_000, 1_000_000),
+    prefetch=st.sampled_from([0, 300_000]),
+    weights=st.one_of(
+        st.none(), st.builds(Weights, few_bytes, st.floats(0, 1e-6), st.floats(0, 1e-6))
+    ),
+    update_s=seconds,
+)
+law = settings(max_examples=60, deadline=None)
+
+
+def not_longer(one: float, other: float) -> bool:
+    return one <= other * (1 + 1e-9) + 1e-9
+
+
+@law
+@given(machines, models, ways)
+def test_between_the_busiest_resource_and_everything_in_turn(machine, blocks, way) -> None:
+    step = simulate(machine, blocks, way)
+    assert not_longer(max(step.busy_s.values(), default=0.0), step.seconds)
+    assert not_longer(step.seconds, sum(step.busy_s.values()))
+    assert sum(step.parts_s.values()) == pytest.approx(step.seconds, abs=1e-6)
+
+
+@law
+@given(machines, models, ways, st.floats(1, 10))
+def test_more_bandwidth_is_never_slower(machine, blocks, way, factor) -> None:
+    before = simulate(machine, blocks, way).seconds
+    for name in ("network", "inside"):
+        link = getattr(machine, name)
+        faster = replace(machine, **{name: replace(link, bytes_per_s=link.bytes_per_s * factor)})
+        assert not_longer(simulate(faster, blocks, way).seconds, before)
+        nearer = replace(machine, **{name: replace(link, latency_s=link.latency_s / factor)})
+        assert not_longer(simulate(nearer, blocks, way).seconds, before)
+    faster = replace(machine, bus_bytes_per_s=machine.bus_bytes_per_s * factor)
+    assert not_longer(simulate(faster, blocks, way).seconds, before)
+
+
+@law
+@given(machines, models, ways, st.floats(0, 1))
+def test_fewer_bytes_and_less_work_are_never_slower(machine, blocks, way, share) -> None:
+    before = simulate(machine, blocks, way).seconds
+    g = way.gradients
+    fewer = replace(g, link_bytes=share * g.link_bytes, inside_bytes=share * g.inside_bytes)
+    assert not_longer(simulate(machine, blocks, replace(way, gradients=fewer)).seconds, before)
+    faster = replace(g, encode_s=share * g.encode_s, decode_s=share * g.decode_s)
+    assert not_longer(simulate(machine, blocks, replace(way, gradients=faster)).seconds, before)
+    less = [
+        replace(b, forward_s=share * b.forward_s, backward_s=share * b.backward_s) for b in blocks
+    ]
+    assert not_longer(simulate(machine, less, way).seconds, before)
+    if way.weights is not None:
+        fewer_bits = replace(way.weights, link_bytes=share * way.weights.link_bytes)
+        assert not_longer(
+            simulate(machine, blocks, replace(way, weights=fewer_bits)).seconds, before
+        )
+    even = replace(machine, slowest=1.0)
+    assert not_longer(simulate(even, blocks, way).seconds, before)
+
+
+@law
+@given(machines, models, ways)
+def test_micro_steps_that_are_left_out_are_like_those_between(machine, blocks, way) -> None:
+    found = [simulate(machine, blocks, replace(way, micro_steps=n)) for n in (4, 5, 6)]
+    first, second = (b.seconds - a.seconds for a, b in itertools.pairwise(found))
+    assert first == pytest.approx(second, abs=1e-6)
+    assert found[2].link_bytes - found[1].link_bytes == pytest.approx(
+        found[1].link_bytes - found[0].link_bytes, abs=1.0
+    )
+
+
+@law
+@given(machines, models, ways)
+def test_steps_in_a_row_cost_about_what_one_among_them_does(machine, blocks, way) -> None:
+    """The first has no changes of weights to wait for, and the last waits for its own."""
+    one, mean = simulate(machine, blocks, way), in_a_row(machine, blocks, way, 3)
+    assert mean.link_bytes == pytest.approx(one.link_bytes, rel=1e-6, abs=1.0)
+    if way.weights is None:
+        assert mean.seconds == pytest.approx(one.seconds, rel=1e-6, abs=1e-9)
+
+
+def test_a_step_without_streams_by_hand() -> None:
+    """Two hosts, 8 bytes a second: gathers of 4 bytes and what DeepSpeed reduces hold it up."""
+    machine = Machine(2, 1, Link(8.0), Link(1e12), streams=False)
+    blocks = [Block(2, 2, forward_s=1.0, backward_s=2.0)] * 2
+    way = Way(1, 4, Gradients(link_bytes=8.0, blocks=True), bucket=2, prefetch=0)
+    step = simulate(machine, blocks, way)
+    gather_s = 2 * 4 * (1 / 2) / 8
+    assert step.seconds == pytest.approx(2 * 3.0 + 4 * gather_s + 2 * 2 * 8 / 8)
+    assert step.link_bytes == 4 * 4 + 2 * 16
+    # the plugin's exchange of the first bucket runs beside the second block's backward
+    beside = simulate(machine, blocks, replace(way, gradients=Gradients(link_bytes=8.0)))
+    assert beside.seconds == pytest.approx(step.seconds - 2.0)
+
+
+def test_with_streams_gathers_hide_behind_computing() -> None:
+    machine = Machine(2, 1, Link(8.0), Link(1e12), streams=True)
+    blocks = [Block(2, 0, forward_s=1.0, backward_s=2.0)] * 8
+    way = Way(1, 4, Gradients(0.0), prefetch=2)
+    hidden = simulate(machine, blocks, way)
+    assert hidden.seconds == pytest.approx(8 * 3.0 + 0.5)  # the first has nothing to hide behind
+    exposed = simulate(machine, blocks, replace(way, prefetch=0))
+    assert exposed.seconds == pytest.approx(8 * 3.0 + 16 * 0.5)
+
+
+def test_resident_weights_cross_once_a_step_beside_forward() -> None:
+    machine = Machine(2, 1, Link(1e6), Link(1e12), streams=False)
+    size = 1 << 24  # a shard of 2^23 elements: two chunks
+    blocks = [Block(size // 2, 0, forward_s=100.0, backward_s=0.0)] * 2
+    way = Way(4, 2, Gradients(0.0), prefetch=0, weights=Weights(link_bytes=1.0))
+    step = simulate(machine, blocks, way)
+    assert step.sent_bytes == {"changed weights": size}
+    chunk_s = size / 2 / 1e6
+    # the second chunk arrives while the first block runs
+    assert step.seconds == pytest.approx(4 * 200.0 + chunk_s, rel=1e-6)
+    assert simulate(machine, blocks, replace(way, weights=None)).link_bytes == 4 * 2 * 2 * size / 2
+
+
+def test_offloaded_inputs_come_back_one_block_ahead() -> None:
+    machine = Machine(1, 1, Link(1.0), Link(1.0), bus_bytes_per_s=1.0)
+    block = Block(0, 0, forward_s=1.0, backward_s=2.0, recompute_s=1.0, offloaded_bytes=1)
+    way = Way(1, 2, Gradients(0.0))
+    assert simulate(machine, [block] * 4, way).seconds == pytest.approx(16.0)
+    slow = replace(machine, bus_bytes_per_s=0.1)
+    step = simulate(slow, [block] * 4, way)
+    assert step.seconds > 16.0
+    assert step.busy_s["bus"] == pytest.approx(10.0 * 2 * 3)
