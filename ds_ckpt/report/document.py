@@ -19,6 +19,9 @@ from rich.text import Text
 
 from ds_ckpt.report.charts import Panel, missing, svg
 
+_NAME = 20
+"""Characters of names, in the first column, that a terminal has room for beside numbers."""
+
 
 @dataclass(frozen=True)
 class Block:
@@ -122,7 +125,8 @@ class Table(Block):
         for i in shown:
             side: Literal["left", "right"] = "right" if i and not self.prose else "left"
             head = Text(self.heads[i].replace(", ", "\n"))
-            whole = i == 0 and not self.prose  # a name in two lines is no name
+            # a short name in two lines is no name
+            whole = i == 0 and not self.prose and all(len(row[0]) <= _NAME for row in self.rows)
             found.add_column(head, justify=side, overflow="fold", no_wrap=whole)
         for row in self.rows:
             found.add_row(*(Text(row[i]) for i in shown))

@@ -182,6 +182,7 @@ def test_another_experiment_does_not_go_on_in_its_folder(measured: Path) -> None
     assert "Traceback" not in said
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_resident_weights_and_a_rival_send_less_between_hosts(
     can_emulate: None, tmp_path: Path
