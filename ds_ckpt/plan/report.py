@@ -13,7 +13,16 @@ from rich.console import Console
 from rich.table import Table
 
 from ds_ckpt.hosts.cluster import Figure
-from ds_ckpt.plan.search import OWN_FIGURES, TIE, ZERO3, Candidate, Question, Search, Setting
+from ds_ckpt.plan.search import (
+    BUDGET,
+    OWN_FIGURES,
+    TIE,
+    ZERO3,
+    Candidate,
+    Question,
+    Search,
+    Setting,
+)
 from ds_ckpt.telemetry.units import GIB
 
 NETWORK, MEMORY = (0.25, 4.0), 2.0
@@ -114,7 +123,7 @@ def show(search: Search, best: Candidate, console: Console) -> None:
         f"{best.needed_bytes / GIB:.1f} of {best.capacity_bytes / GIB:.1f} GiB"
         f" (90% of the accelerator's), {best.offloaded_bytes / GIB:.1f} GiB offloaded a process"
     )
-    if best.setting.policy == "budget":
+    if best.setting.policy == BUDGET:
         console.print("  " + ", ".join(_counted(best)))
     parts = ("s on the longest path", step.parts_s, 1.0)
     sent = ("GB over a host's link", step.sent_bytes, 1e9)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ds_ckpt.config.verdicts import Loss
@@ -39,7 +39,7 @@ from ds_ckpt.plan.ways import (
 )
 from ds_ckpt.planner.budget import ActivationPlan, MemoryWatch
 from ds_ckpt.planner.costs import Rates
-from ds_ckpt.profile.states import estimate
+from ds_ckpt.profile.states import DEFAULTS, estimate
 from ds_ckpt.telemetry.units import GIB
 
 NEEDED = (
@@ -60,10 +60,8 @@ OWN_FIGURES = (
     Figure("memory traffic of AdamW, bytes an element", UPDATE_BYTES, "guess: counted by hand"),
 )
 """Beside the hardware's."""
-PERSISTENT, REUSE, PREFETCH = 100_000, 1_000_000_000, 50_000_000
-"""DeepSpeed's own settings, in elements, which the file leaves as they are."""
-BUCKET, BUCKETS = 500_000_000, 8
-"""DeepSpeed's own bucket; a backward has so many at least, or nothing would be hidden."""
+BUCKETS = 8
+"""A backward has so many at least, or nothing would be hidden."""
 ZERO3 = "ZeRO-3's"
 BUDGET, BOTH = "budget", "attention and mlp"
 TIE = 0.01
@@ -165,7 +163,6 @@ class Candidate:
     machine: Machine
     blocks: list[Block]
     way: Way
-    _step: list[Step] = field(default_factory=list)
 
     @property
     def needed_bytes(self) -> int:
@@ -181,11 +178,9 @@ class Candidate:
         host = self.offloaded_bytes + self.host_residual_bytes
         return self.needed_bytes <= self.capacity_bytes and host <= self.host_bytes
 
-    @property
+    @functools.cached_property
     def step(self) -> Step:
-        if not self._step:
-            self._step.append(simulate(self.machine, self.blocks, self.way))
-        return self._step[0]
+        return simulate(self.machine, self.blocks, self.way)
 
     @property
     def bound_s(self) -> float:
@@ -232,7 +227,7 @@ class Search:
             UnsupportedError: nothing fits; the words say what would.
         """
         machine = replace(self.question, network=network).machine
-        candidates = [replace(one, machine=machine, _step=[]) for one in self.all]
+        candidates = [replace(one, machine=machine) for one in self.all]
         tried, enough_s = list[Candidate](), math.inf
         for candidate in sorted(candidates, key=lambda one: one.bound_s):
             if candidate.bound_s > enough_s:
@@ -336,14 +331,19 @@ class Search:
             model.parameters.itemsize,
             self._gradients(method, micro_steps),
             bucket=bucket_of(model),
-            prefetch=PREFETCH,
+            prefetch=DEFAULTS["stage3_prefetch_bucket_size"],
             weights=weights(kind, machine, model.parameters.itemsize),
             update_s=UPDATE_BYTES
             * model.trained
             / machine.processes
             / device["memory_bytes_per_s"],
         )
-        blocks = model.simulated(at, plan, persistent=PERSISTENT, reuse=REUSE)
+        blocks = model.simulated(
+            at,
+            plan,
+            persistent=DEFAULTS["stage3_param_persistence_threshold"],
+            reuse=DEFAULTS["stage3_max_reuse_distance"],
+        )
         needed = {**memory, "activations": plan.needed_bytes}
         nbytes, on_host = self._residuals(method, micro_steps)
         host = question.host_bytes / machine.local
@@ -429,7 +429,7 @@ class Search:
 
 def bucket_of(model: Model) -> int:
     """Elements of a bucket of gradients."""
-    return min(BUCKET, -(-model.trained // BUCKETS))
+    return min(DEFAULTS["reduce_bucket_size"], -(-model.trained // BUCKETS))
 
 
 def deepspeed_file(

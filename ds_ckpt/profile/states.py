@@ -35,7 +35,7 @@ _STATE_BYTES = {
 }
 """Bytes an element of the optimizer's own state, in 32 bits; SGD's momentum is added."""
 _MASTER_BYTES = 4
-_DEFAULTS = {
+DEFAULTS = {
     "reduce_bucket_size": 500_000_000,
     "stage3_prefetch_bucket_size": 50_000_000,
     "stage3_param_persistence_threshold": 100_000,
@@ -214,8 +214,8 @@ def _elements(key: str, zero: Mapping[str, Any], hidden: int | None) -> int:
             "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
             "stage3_param_persistence_threshold": 10 * hidden,
         }
-        return filled_in.get(key, _DEFAULTS[key])
-    return _whole(value, _DEFAULTS[key])
+        return filled_in.get(key, DEFAULTS[key])
+    return _whole(value, DEFAULTS[key])
 
 
 def _whole(value: Any, default: int) -> int:
