@@ -119,12 +119,7 @@ def schema(
     if output is None:
         typer.echo(text, nl=False)
         return
-    try:
-        output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        typer.echo(f"{output} cannot be written: {error.strerror or error}", err=True)
-        raise typer.Exit(1) from None
-    typer.echo(f"wrote {output}")
+    commands.write(output, lambda path: path.write_text(text, encoding="utf-8"))
 
 
 @app.command()

@@ -6,7 +6,7 @@ Heavy imports stay inside the commands.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -166,3 +166,15 @@ def errors_in_words() -> Iterator[None]:
     except DsCkptError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
+
+
+def write(path: Path | None, to: Callable[[Path], object]) -> None:
+    """What a command leaves where the user has named a file. Exits with words where it cannot."""
+    if path is None:
+        return
+    try:
+        to(path)
+    except OSError as error:
+        typer.echo(f"{path} cannot be written: {error.strerror or error}", err=True)
+        raise typer.Exit(1) from None
+    typer.echo(f"wrote {path}")

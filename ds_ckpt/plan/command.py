@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ds_ckpt.hosts.commands import errors_in_words
+from ds_ckpt.hosts.commands import errors_in_words, write
 
 DEFAULT_TOKENS = 1 << 20
 """Of a step: what is tried where nobody says how large a batch may be."""
@@ -120,14 +120,8 @@ def plan(
             search = Search(question)
             best = search.best()
         show(search, best, Console(soft_wrap=True, highlight=False))
-        if output is not None:
-            text = json.dumps(deepspeed_file(question, best.setting, best.plan), indent=2) + "\n"
-            try:
-                output.write_text(text, encoding="utf-8")
-            except OSError as error:
-                typer.echo(f"{output} cannot be written: {error.strerror or error}", err=True)
-                raise typer.Exit(1) from None
-            typer.echo(f"wrote {output}")
+        text = json.dumps(deepspeed_file(question, best.setting, best.plan), indent=2) + "\n"
+        write(output, lambda path: path.write_text(text, encoding="utf-8"))
 
 
 def _loss(text: str) -> str | float:

@@ -5,13 +5,12 @@ Heavy imports stay inside the command.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from ds_ckpt.hosts.commands import errors_in_words
+from ds_ckpt.hosts.commands import errors_in_words, write
 
 
 def profile(
@@ -114,8 +113,8 @@ def profile(
         with Console(stderr=True).status("", spinner="line") as status:
             found = make_profile(options, lambda text: status.update(text))
         document(found).print(Console(soft_wrap=False))
-        _write(json_file, lambda path: path.write_text(found.to_json(), encoding="utf-8"))
-        _write(plot_file, lambda path: charts.save(picture(found), path))
+        write(json_file, lambda path: path.write_text(found.to_json(), encoding="utf-8"))
+        write(plot_file, lambda path: charts.save(picture(found), path))
 
 
 def _split(text: str) -> list[str]:
@@ -133,14 +132,3 @@ def _counts(batch: int, batches: str) -> tuple[int, ...]:
     if others and batch == 1:
         return tuple(dict.fromkeys(others))
     return tuple(dict.fromkeys([batch, *others]))
-
-
-def _write(path: Path | None, write: Callable[[Path], object]) -> None:
-    if path is None:
-        return
-    try:
-        write(path)
-    except OSError as error:
-        typer.echo(f"{path} cannot be written: {error.strerror or error}", err=True)
-        raise typer.Exit(1) from None
-    typer.echo(f"wrote {path}")
