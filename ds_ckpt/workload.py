@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import os
 import platform
 import re
 import sysconfig
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -73,6 +75,7 @@ def load_corpus(folder: Path) -> Corpus:
     )
 
 
+@cache
 def embedded_corpus() -> Corpus:
     """The corpus of the running Python: about 90% of the bytes to train on, the rest held out."""
     return split_topics(python_topics(), source="pydoc_data.topics and stdlib docstrings")
@@ -165,10 +168,8 @@ def python_topics() -> dict[str, bytes]:
             seen.add(text)
             topics[f"reference: {name}"] = text.encode()
     library = Path(sysconfig.get_path("stdlib"))
-    for path in sorted(library.rglob("*.py")):
+    for path in sorted(_sources(library)):
         parts = path.relative_to(library).parts
-        if _SKIPPED_FOLDERS.intersection(parts) or parts[0].startswith("config-"):
-            continue
         docstrings = []
         for docstring in _docstrings(path):
             if len(docstring) >= _MIN_DOCSTRING_CHARACTERS and docstring not in seen:
@@ -179,6 +180,12 @@ def python_topics() -> dict[str, bytes]:
     return topics
 
 
+def _sources(library: Path) -> Iterator[Path]:
+    for folder, below, names in os.walk(library):
+        below[:] = [b for b in below if b not in _SKIPPED_FOLDERS and not b.startswith("config-")]
+        yield from (Path(folder, name) for name in names if name.endswith(".py"))
+
+
 def _docstrings(path: Path) -> Iterator[str]:
     try:
         with warnings.catch_warnings():
@@ -187,7 +194,10 @@ def _docstrings(path: Path) -> Iterator[str]:
             tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError):
         return  # Templates and files for another version: no loss to a corpus.
-    for node in ast.walk(tree):
+    level: list[ast.AST] = [tree]
+    for node in level:  # in breadth, and without expressions, which hold no docstrings
+        for block in ("body", "handlers", "orelse", "finalbody", "cases"):
+            level += getattr(node, block, ())
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             docstring = ast.get_docstring(node)
             if docstring is not None:
