@@ -22,8 +22,8 @@ CHUNK = 1 << 19
 """Elements that are coded together: few enough to stay in a processor's cache."""
 _WIDTHS = (1, 2, 4, 8)
 _MANTISSA = {torch.bfloat16: 7, torch.float16: 10}
-_SIZES = 18
-"""A change takes 0 to 17 bits."""
+_SIZES = 16
+"""A change takes 0 to 15 bits, or more and goes whole."""
 _SAMPLE = 1 << 14
 """Elements of a chunk whose widths are looked at."""
 _OWN_CODE = 1 << 11
@@ -83,8 +83,10 @@ def _mantissa(weights: Tensor) -> int:
 
 
 def _encode(old: Tensor, new: Tensor, mantissa: int) -> bytes:
-    change = _ordinal(new).sub_(_ordinal(old))
-    change = (change << 1) ^ (change >> 31)  # 0, -1, 1, -2, 2, ... as 0, 1, 2, 3, 4, ...
+    # modulo 2^16, as the sum will be; the largest go whole, whatever stands for them
+    change = _ordinal(new).sub_(_ordinal(old)).clamp_(-0x4000, 0x3FFF)
+    sign = change >> 15
+    change = change.bitwise_left_shift_(1).bitwise_xor_(sign)  # 0, -1, 1, ... as 0, 1, 2, ...
     exponent = _exponents(old, mantissa)
     widths = _choose(change, exponent, 1 << (15 - mantissa))
     order, runs = _order(exponent, widths)
@@ -127,10 +129,9 @@ def _decode_(weights: Tensor, data: memoryview, at: int, mantissa: int) -> int:
     parts = packed.split([-(-n * w // 8) for n, w in zip(sizes, _WIDTHS, strict=True)])
     groups = [_unpack(p, w)[:n] for p, w, n in zip(parts, _WIDTHS, sizes, strict=True)]
     escaped = torch.cat([g == (1 << w) - 1 for g, w in zip(groups, _WIDTHS, strict=True)])
-    change = torch.cat(groups).to(torch.int32)
-    change = (change >> 1) ^ -(change & 1)
-    ordinal = _ordinal(weights[order]).add_(change)
-    new = torch.where(ordinal < 0, ~ordinal | -0x8000, ordinal).to(torch.int16)
+    change = torch.cat(groups).to(torch.int16)
+    change = (change >> 1).bitwise_xor_((change & 1).neg_())
+    new = _ordinal(_ordinal(weights[order]).add_(change))
     new[escaped] = whole
     weights[order] = new
     return end
@@ -144,9 +145,8 @@ def _tensor(data: bytes | memoryview, dtype: torch.dtype, device: torch.device) 
 
 
 def _ordinal(bits: Tensor) -> Tensor:
-    """int32, rising with the float's value; negative zero is -1."""
-    wide = bits.to(torch.int32)
-    return wide ^ ((wide >> 31) & 0x7FFF)
+    """int16, rising with the float's value, negative zero is -1; of these the bits again."""
+    return (bits >> 15).bitwise_and_(0x7FFF).bitwise_xor_(bits)
 
 
 def _exponents(bits: Tensor, mantissa: int) -> Tensor:
