@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from ds_ckpt.compression.base import Codec, Compressor
-from ds_ckpt.compression.storage import TORCH_DTYPES
 from ds_ckpt.config import parse
 from ds_ckpt.config.settings import exchange_settings
 from ds_ckpt.config.verdicts import Loss, VerdictRecord, allows, sections_on_record
@@ -70,15 +69,10 @@ class Method:
         Args:
             elements: of the gradient that the process keeps residuals of.
         """
-        settings = self.settings
-        if settings is None or (settings.lossless and not settings.holds_back(accumulation)):
+        if self.settings is None:
             return 0.0, False
-        if not settings.error_feedback and not settings.holds_back(accumulation):
-            return 0.0, False
-        if settings.lossless or not settings.error_feedback:
-            return 4.0 * elements, False
-        size = 2 * TORCH_DTYPES[settings.residual_dtype].itemsize
-        return size * elements, settings.residual_device == "cpu"
+        kept = self.settings.residuals(0, holds=self.settings.holds_back(accumulation))
+        return (0.0, False) if kept is None else (kept.entry_bytes * elements, kept.on_host)
 
 
 def methods(loss: Loss) -> tuple[list[Method], list[Method]]:

@@ -171,12 +171,15 @@ class States:
     """That the processes are on, equally many on each; None: not known."""
     host_copy_bytes: int = 0
     """This process's part of the weights that its host keeps: resident weights, or hpZ's copy."""
+    residual_bytes: int = 0
+    """Of gradient compression: what it owes to later steps."""
 
     @property
     def resident_bytes(self) -> int:
         """On the accelerator while a forward or backward runs."""
         kept = self.parameters_bytes + self.host_copy_bytes + self.gathered_bytes
-        return kept + self.gradients_bytes + self.optimizer_bytes + self.communication_bytes
+        kept += self.gradients_bytes + self.optimizer_bytes + self.residual_bytes
+        return kept + self.communication_bytes
 
 
 @dataclass(frozen=True)

@@ -74,12 +74,15 @@ def _states(profile: Profile) -> Iterator[Section]:
     states = profile.states
     copied = states.host_copy_bytes
     copy = [("host's copy of the weights", copied)] if copied else []
+    owed = states.residual_bytes
+    residuals = [("gradients' residuals", owed)] if owed else []
     rows = [
         ("parameters", states.parameters_bytes),
         *copy,
         ("weights gathered at a time", states.gathered_bytes),
         ("gradients", states.gradients_bytes),
         (f"optimizer ({states.optimizer}, with 32-bit weights)", states.optimizer_bytes),
+        *residuals,
         ("communication buffers", states.communication_bytes),
         ("temporary, in the optimizer's step", states.temporary_bytes),
     ]

@@ -15,11 +15,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from ds_ckpt.activation import Block
+from ds_ckpt.config import parse
 from ds_ckpt.config.paths import is_auto, lookup
+from ds_ckpt.config.settings import exchange_settings
 from ds_ckpt.errors import ConfigError, Problem
+from ds_ckpt.exchange.rules import embeddings_of
 from ds_ckpt.profile.records import States
 from ds_ckpt.zero3.resident import host_copy_bytes
 
@@ -47,13 +51,20 @@ DEFAULTS = {
 
 @dataclass(frozen=True)
 class Parameters:
-    """Sizes that the arithmetic needs; elements."""
+    """Sizes that the arithmetic needs; elements.
+
+    Attributes:
+        shapes: of what is trainable, by name.
+        embeddings: names of embedding weights that no other layer shares.
+    """
 
     counts: tuple[int, ...]
     trainable: tuple[int, ...]
     largest_block: int
     itemsize: int
     hidden: int | None = None
+    shapes: tuple[tuple[str, torch.Size], ...] = ()
+    embeddings: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, model: nn.Module, blocks: Sequence[Block]) -> Parameters:
@@ -72,6 +83,8 @@ class Parameters:
             largest_block=max([*of_blocks, *outside], default=0),
             itemsize=max(sizes, key=lambda s: sizes[s], default=4),
             hidden=getattr(config, "hidden_size", None),
+            shapes=tuple((n, p.shape) for n, p in model.named_parameters() if p.requires_grad),
+            embeddings=embeddings_of(model),
         )
 
 
@@ -129,8 +142,9 @@ def estimate(
 
     hosts, per_host = _hosts(config if stage == 3 else None, world, hosts, notes)
     copy_bytes = host_copy_bytes(parameters.counts, world, per_host, item) if per_host else 0
+    residual_bytes, on_host = _residuals(parameters, config, world, hosts)
 
-    host = 0
+    host = residual_bytes if on_host else 0
     if _to_host(zero, "offload_optimizer"):
         host += optimizer_bytes + gradients_bytes
         optimizer_bytes = gradients_bytes = step_bytes = 0
@@ -154,6 +168,7 @@ def estimate(
         host_bytes=host,
         hosts=hosts,
         host_copy_bytes=copy_bytes,
+        residual_bytes=0 if on_host else residual_bytes,
     )
     return states, tuple(notes)
 
@@ -197,6 +212,29 @@ def _hosts(
             "resident weights: nothing, as all processes share one host (--world, --hosts)"
         )
     return hosts, hpz if hpz > 1 else 0
+
+
+def _residuals(
+    parameters: Parameters, config: Mapping[str, Any] | None, world: int, hosts: int | None
+) -> tuple[int, bool]:
+    """Bytes of the gradients' residuals, and whether they are in host memory."""
+    section = lookup(config, ("ds_ckpt", "compression"))
+    if not section or section.get("method") in (None, "none") or world == 1:
+        return 0, False
+    file = {"zero_optimization": {"stage": 3}, "ds_ckpt": {"compression": section}}
+    settings = exchange_settings(parse(file).compression)
+    holds = settings.holds_back(_whole(lookup(config, ("gradient_accumulation_steps",)), 1))
+    feedback = settings.residuals(0, holds=holds)
+    if feedback is None:
+        return 0, False
+    # of two levels, the processes of a host divide them
+    local = world // hosts if settings.levels != 1 and hosts and 1 < hosts < world else 1
+    choose = settings.choose(parameters.embeddings, local)
+    kept = [s.numel() for n, s in parameters.shapes if holds or choose(n, s) is not None]
+    elements = sum(kept)
+    if local > 1:
+        elements = sum(math.ceil(n / world) * (world // local) for n in kept)
+    return round(feedback.entry_bytes * elements), feedback.on_host
 
 
 def _not_divided(where: str, found: int, why: str, remedy: str) -> ConfigError:

@@ -57,6 +57,7 @@ def test_residuals_on_the_host_take_what_is_stated(world4: Any, dtype: str) -> N
             stated = re.search(r"of host memory a compressed .*?, ([\d.]+) MB", process["summary"])
             assert stated is not None
             assert process["bytes"] == pytest.approx(1e6 * float(stated[1]), rel=0.02)
+            assert process["bytes"] == pytest.approx(process["profiled"], rel=0.001)
             pages = 2 * 2 * 4096 * process["tensors"]
             assert process["bytes"] <= process["in pool"] <= 1.125 * process["bytes"] + pages
 

@@ -178,3 +178,44 @@ def test_sizes_come_from_the_model() -> None:
     assert sum(found.counts) == 3 * block + 36
     assert sum(found.trainable) == 3 * block + 4
     assert found.itemsize == 4
+
+
+QUANTIZED: dict[str, Any] = {"method": "quantize"}
+
+
+@pytest.mark.parametrize(
+    ("section", "steps", "hosts", "entry_bytes", "on_host"),
+    [
+        (QUANTIZED, 1, None, 8, False),
+        (QUANTIZED, 1, 2, 4, False),  # the two processes of a host divide them
+        ({**QUANTIZED, "exchange": {"levels": 1}}, 1, 2, 8, False),
+        ({**QUANTIZED, "error_feedback": {"dtype": "bf16", "device": "cpu"}}, 1, None, 4, True),
+        ({**QUANTIZED, "error_feedback": {"enabled": False}}, 1, None, 0, False),
+        ({"method": "none"}, 8, None, 0, False),
+        ({"method": "dense"}, 8, None, 0, False),
+    ],
+)
+def test_residuals_are_of_what_is_compressed(
+    section: Any, steps: int, hosts: int | None, entry_bytes: int, on_host: bool
+) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(1000, 1000), nn.Linear(10, 10))
+    file = {
+        "zero_optimization": {"stage": 3},
+        "gradient_accumulation_steps": steps,
+        "ds_ckpt": {"compression": section},
+    }
+    states, _ = estimate(Parameters.of(model, []), file, 4, hosts)
+    plain, _ = estimate(Parameters.of(model, []), {**file, "ds_ckpt": {}}, 4, hosts)
+    found = 1_000_000 * entry_bytes
+    assert states.residual_bytes == (0 if on_host else found)
+    assert states.host_bytes == (found if on_host else 0)
+    assert states.resident_bytes == plain.resident_bytes + states.residual_bytes
+
+
+def test_earlier_micro_steps_of_all_wait_in_residuals() -> None:
+    model = nn.Sequential(nn.Linear(100, 100), nn.Linear(10, 10))
+    section = {"method": "dense", "exchange": {"when": "accumulation_boundary"}}
+    file = {"gradient_accumulation_steps": 2, "ds_ckpt": {"compression": section}}
+    states, _ = estimate(Parameters.of(model, []), file, 4)
+    assert states.residual_bytes == 4 * sum(p.numel() for p in model.parameters())
