@@ -2,7 +2,7 @@
 
     sudo python benchmarks/step_time.py [--json benchmarks/results/step_time.json] [--repeats 9]
         [--rates 100,200,1000,unlimited] [--models demo,wider] [--methods "stock;4 bits;..."]
-        [--accumulation 8] [--slots 2] [--bf16] [--in-a-row 3]
+        [--accumulation 8] [--tokens 512] [--slots 2] [--bf16] [--in-a-row 3]
 
 Two emulated hosts with one process each, or `--slots`, and one launch a model: all cells live in
 the same processes, each with an engine of its own, and take turns, in an order that rotates, so
@@ -44,7 +44,7 @@ from ds_ckpt.zero3.weights import COMPARED
 
 WARM_UP_STEPS = 3
 """Steps that are not counted, at least: until ZeRO-3's trace stands."""
-SEQUENCES, TOKENS = 1, 128
+SEQUENCES = 1
 METHODS_HERE = [name for name, section in METHODS.items() if "exchange" not in (section or {})]
 """With one process a host there is but one level, and without accumulation one micro-step."""
 
@@ -68,12 +68,13 @@ def worker(spec: dict[str, Any], folder: Path) -> None:
             )
             for name in methods
         ]
-        by_stock = {cell.name: warmed_up(cell) for cell in cells}
+        tokens = spec["tokens"]
+        by_stock = {cell.name: warmed_up(cell, tokens) for cell in cells}
         taken: dict[str, list[float]] = {cell.name: [] for cell in cells}
         for repeat in range(spec["repeats"]):
             for place in range(len(cells)):
                 cell = cells[(place + repeat) % len(cells)]
-                taken[cell.name].append(timed_step(cell, repeat, spec["in_a_row"]))
+                taken[cell.name].append(timed_step(cell, repeat, spec["in_a_row"], tokens))
         for cell in cells:
             cell.end()
         rows += [
@@ -81,6 +82,7 @@ def worker(spec: dict[str, Any], folder: Path) -> None:
                 "model": spec["model"],
                 "rate_mbit": rate,
                 "accumulation": spec["accumulation"],
+                "tokens": tokens,
                 "method": name,
                 "by_stock": by_stock[name],
                 "step_s": steps_s,
@@ -92,7 +94,7 @@ def worker(spec: dict[str, Any], folder: Path) -> None:
     _cells.leave(rows, folder / "rows.json")
 
 
-def warmed_up(cell: _cells.Running) -> bool:
+def warmed_up(cell: _cells.Running, tokens: int) -> bool:
     """Run a cell's first steps; whether it has been left to DeepSpeed's reduction since."""
     exchange = cell.session.exchange if cell.session is not None else None
     tuner = exchange.autotuner if exchange is not None else None
@@ -100,19 +102,19 @@ def warmed_up(cell: _cells.Running) -> bool:
     codecs = resident.hook.codecs if resident is not None else ()
     step, least = 0, max(WARM_UP_STEPS, 1 + COMPARED * len(codecs) if len(codecs) > 1 else 0)
     while step < least or (tuner is not None and tuner.choice is None):
-        cell.step(SEQUENCES, TOKENS, step)
+        cell.step(SEQUENCES, tokens, step)
         step += 1
-    cell.step(SEQUENCES, TOKENS, step)  # the first by the way that is kept
+    cell.step(SEQUENCES, tokens, step)  # the first by the way that is kept
     cell.land()
     return tuner is not None and tuner.choice == "deepspeed"
 
 
-def timed_step(cell: _cells.Running, seed: int, in_a_row: int) -> float:
+def timed_step(cell: _cells.Running, seed: int, in_a_row: int, tokens: int) -> float:
     """Seconds of one optimizer step, on the slowest process, nothing left under way."""
     dist.barrier()
     start_s = time.perf_counter()
     for step in range(in_a_row):
-        cell.step(SEQUENCES, TOKENS, in_a_row * seed + step)
+        cell.step(SEQUENCES, tokens, in_a_row * seed + step)
     cell.land()
     longest_s = torch.tensor((time.perf_counter() - start_s) / in_a_row, dtype=torch.float64)
     dist.all_reduce(longest_s, op=dist.ReduceOp.MAX)
@@ -148,6 +150,7 @@ def run_model(model: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         "repeats": options.repeats,
         "autotune": options.autotune == "on",
         "accumulation": options.accumulation,
+        "tokens": options.tokens,
         "bf16": options.bf16,
         "in_a_row": options.in_a_row,
     }
@@ -187,6 +190,7 @@ def show(rows: list[dict[str, Any]]) -> None:
     rate = rows[0]["rate_mbit"]
     link = "links not shaped" if rate is None else f"{rate:g} Mbit/s"
     of = f" of {rows[0]['accumulation']} micro-steps" if rows[0]["accumulation"] > 1 else ""
+    of += f" of {rows[0]['tokens']} tokens" if rows[0]["tokens"] != 128 else ""
     print(f"\nmodel {rows[0]['model']!r}, {link}, {len(rows[0]['step_s'])} steps{of} each")
     print("| gradients | step, s | quartiles | x stock | x best dense | of the ceiling |")
     print("|---|---|---|---|---|---|")
@@ -209,6 +213,7 @@ def main() -> None:
     parser.add_argument("--methods", default="", help="names of METHODS, with ; between them")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--accumulation", type=int, default=1, help="micro-steps a step")
+    parser.add_argument("--tokens", type=int, default=128, help="a sequence, one a micro-step")
     parser.add_argument("--slots", type=int, default=1, help="processes a host")
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--in-a-row", type=int, default=1, help="steps of a cell at each turn")
