@@ -1,29 +1,30 @@
 """About one bit an entry: a quantizer with a dead zone, and a code for where its entries lie.
 
-Entries below a threshold t are not sent and stay as residual. Of the others travel where they lie,
-the sign and a level: level 0 up to 2.5 t, from there levels that grow by half each. Level 0
-decodes to the mean magnitude of its entries, level i to a * 1.5^i, a fitted by least squares. What is
-sent is then a projection: what is left never has more energy than there was.
+Entries below a threshold t stay as residual. Of the others the place, the sign and a level travel:
+level 0 up to 2.5 t, from there on levels whose width grows by half each. Level 0 decodes to the
+mean magnitude of its entries, level i to a * 1.5^i, a fitted by least squares. What is sent is then
+a projection: what is left never has more energy than there was. At low rates such a quantizer with
+an entropy coder is near the rate-distortion bound (Sullivan, "Efficient scalar quantization of
+exponential and Laplacian random variables", IEEE Trans. Inf. Theory 42, 1996).
 
-t is the smallest for which the code fits its bytes, so the size depends on the number of entries
-alone and nothing has to be remembered from step to step. It is chosen from a sorted sample. Where
-the code is longer than the sample said, entries just above t are left out until it fits.
+t is the smallest for which the code fits its bytes, found in a sample's histogram: so the size
+depends on the number of entries alone, and nothing is remembered from step to step. Where the
+code turns out longer than the histogram said, entries just above t are left out until it fits.
 
-Entropy coding of a quantizer with even steps and a dead zone is close to the rate-distortion bound
-at low rates (Sullivan, "Efficient scalar quantization of exponential and Laplacian random
-variables", IEEE Trans. Inf. Theory 42, 1996). The code is Rice's (1971; Golomb 1966): a number v is
-v >> k zeros, a one, and its k low bits. Three sequences of numbers are written so:
+The code is Rice's (Golomb 1966): a number v becomes v >> k zeros, a one, and its k low bits. Three
+sequences of numbers are written so:
 
-    2 * gap + sign  between entries that are sent; gap: the entries between them
-    gap             between those of them with a level above 0
-    level - 1       of these, k = 0
+    2 * gap + sign   of the entries that are sent; gap: how many are not, before it
+    gap              of those with a level above 0, among them
+    level - 1        of those, k = 0
 
-k is the best for the density of each. All unary parts lie in one run of bits from the front, all low
-bits in another from the back: a decoder finds the numbers of all entries at once, by the places of
-ones and a cumulative sum. Zeros are between.
+The first parts of all numbers stand in one run of bits from the front, their low bits in another at
+the end, with zeros between. That is what makes both ends parallel: a decoder has all numbers at
+once by the places of ones, all places by a cumulative sum.
 
-A payload is one after the other of segments of equal length, at most `SEGMENT` entries, each with
-a header of its own (`HEADER_BYTES`: entries sent, those above level 0, mean of level 0, a, both k).
+A payload is one segment after the other, of at most `SEGMENT` entries, as equally long as they can
+be, each with a header: entries sent and those above level 0 (int32), the mean of level 0 and a
+(fp32), both k (uint8).
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ LEVELS = 32
 _STRONG = 2.5  # where level 1 begins, in thresholds
 _GROWTH = 1.5
 _LARGEST_K = 7
-_SAMPLE = 16384
-_OVER_ENTROPY = 1.03
+_SAMPLE = 32768
+_OVER_ENTROPY = 1.02
 _TILE = 1 << 18
 _TILE_ACCELERATOR = 1 << 24
 _POWERS = [1.0 / _GROWTH, *(_GROWTH**i for i in range(LEVELS - 1))]
@@ -239,10 +240,10 @@ def _pack(values: Tensor, payload: Tensor) -> None:
     # an entry takes two bits or more
     code = _choose(values, threshold, *_places(magnitude >= threshold, budget // 2))
     ks = _parameters(numel, code)
-    excess = (_length(code, ks) - budget).clamp_(min=0)
-    if not on_host(values.device) or bool(excess.any()):
-        # one less saves its low bits, sign among them, whatever becomes of the gaps around it
-        count = -(-excess // ks[0])
+    bits = sum(_lengths(code, ks))
+    if not on_host(values.device) or bool((bits > budget).any()):
+        ks = _parameters(numel, code, (budget / bits.clamp(min=1)).clamp_(max=1))
+        count = _too_many(numel, budget, code, ks)
         keep = _without_smallest(_take(magnitude, code.places), code.sent, threshold, count)
         kept, sent = _places(keep, budget // 2)
         code = _choose(values, threshold, sent.only(_take(code.places, kept)), sent)
@@ -270,13 +271,14 @@ def _threshold(magnitude: Tensor, budget: int) -> Tensor:
     bins = (sample - lowest).add_(1).clamp_(0, _BINS).long()
     counts = torch.zeros(rows, _BINS + 1, dtype=torch.int64, device=magnitude.device)
     counts.scatter_add_(1, bins, torch.ones_like(bins[:1, :1]).expand_as(bins))
-    shares = counts.flip(1).cumsum(1).flip(1)[:, 1:].float() / sample.shape[1]
+    shares = counts.flip(1).cumsum(1).flip(1).float() / sample.shape[1]
+    shares = torch.nn.functional.pad(shares[:, 1:], (0, 1))
     # where levels begin, of thresholds at the lower ends of bins
     edges = torch.arange(0, _BINS, 4, dtype=torch.int32, device=magnitude.device)
     edges = (edges + lowest) << _BIN_BITS
     ratios = torch.tensor(_EDGES, dtype=torch.float32, device=magnitude.device)
     at = (edges.view(torch.float32).unsqueeze(2) * ratios).view(torch.int32) >> _BIN_BITS
-    at = (at - lowest.unsqueeze(2)).clamp_(0, _BINS - 1).long()
+    at = (at - lowest.unsqueeze(2)).clamp_(0, _BINS).long()
     shares = shares.gather(1, at.flatten(1)).view(at.shape)
     first, second = shares[..., 0], shares[..., 1]
     entropy = torch.special.entr(torch.stack([1 - first, first - second, second])).sum(0)
@@ -286,7 +288,9 @@ def _threshold(magnitude: Tensor, budget: int) -> Tensor:
     fit = (bits > wanted).sum(1, keepdim=True).clamp_(max=bits.shape[1] - 1)
     before = (fit - 1).clamp_(min=0)
     low, high = bits.gather(1, fit), bits.gather(1, before)
-    part = ((wanted - low) / (high - low).clamp(min=1e-9)).clamp_(0, 1).mul_(fit > 0)
+    part = ((wanted - low) / (high - low).clamp(min=1e-9)).clamp_(0, 1)
+    # where most of them are as large as each other, some of those are left out again
+    part = torch.where(low < wanted / 2, 1.0, part).mul_(fit > 0)
     threshold = edges.gather(1, fit).view(torch.float32)
     return threshold.lerp(edges.gather(1, before).view(torch.float32), part)
 
@@ -300,23 +304,37 @@ def _choose(values: Tensor, threshold: Tensor, places: Tensor, sent: _Filled) ->
     return _Sent(places, sent, picked < 0, strong, above, level)
 
 
-def _parameters(numel: int, code: _Sent) -> list[Tensor]:
-    """k of each sequence: int64 [rows, 1]. The best for gaps between entries that are as likely
-    everywhere (Kiely, "Selecting the Golomb parameter in Rice coding", JPL IPN 42-159, 2004)."""
+def _parameters(numel: int, code: _Sent, kept: Tensor | float = 1.0) -> list[Tensor]:
+    """k of each sequence: int64 [rows, 1], where the share `kept` of those that are chosen is sent.
+    The best for gaps between entries that are as likely everywhere (Kiely, "Selecting the Golomb
+    parameter in Rice coding", JPL IPN 42-159, 2004)."""
     sent, above, _ = code.counts
-    density = torch.cat([sent / numel, above / sent.clamp(min=1)], 1).clamp_(1e-9, 1 - 1e-6)
+    density = torch.cat([sent * kept / numel, above / sent.clamp(min=1)], 1)
+    density = density.clamp_(1e-9, 1 - 1e-6)
     k = torch.log2(math.log((math.sqrt(5) - 1) / 2) / torch.log1p(-density)).floor_().add_(1)
     of_sent, of_above = k.clamp_(0, _LARGEST_K).long().split(1, 1)
     return [of_sent + 1, of_above, torch.zeros_like(of_above)]
 
 
-def _length(code: _Sent, ks: Sequence[Tensor]) -> Tensor:
-    """Bits: int64 [rows, 1]."""
-    lengths = [
+def _lengths(code: _Sent, ks: Sequence[Tensor]) -> list[Tensor]:
+    """Bits of each sequence: int64 [rows, 1]."""
+    return [
         (numbers >> k).sum(1, keepdim=True) + (1 + k) * filled.count
         for (numbers, filled), k in zip(code.sequences, ks, strict=True)
     ]
-    return lengths[0] + lengths[1] + lengths[2]
+
+
+def _too_many(numel: int, budget: int, code: _Sent, ks: Sequence[Tensor]) -> Tensor:
+    """How many entries less are sure to fit: int64 [rows, 1].
+
+    One less saves its low bits, sign among them, whatever becomes of the gaps around it. And all
+    gaps together are no longer than the segment: m entries take m * (1 + k) bits and that / 2^k'.
+    """
+    first, *others = _lengths(code, ks)
+    others_bits, sent = sum(others), code.counts[0]
+    by_excess = -((budget - first - others_bits) // ks[0])
+    fits = (budget - others_bits - (numel >> (ks[0] - 1))) // (1 + ks[0])
+    return torch.minimum(by_excess, sent - fits).clamp_(min=0).minimum(sent)
 
 
 def _without_smallest(magnitude: Tensor, sent: _Filled, threshold: Tensor, count: Tensor) -> Tensor:
