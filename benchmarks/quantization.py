@@ -1,25 +1,24 @@
-"""Cost, error and bytes of few-bit and entropy-coded values, one thread, against torch's own cast to
-bf16.
+"""Cost, error and bytes of few-bit and entropy-coded values, one thread.
 
     python benchmarks/quantization.py [--elements 8388608] [--repeats 9]
     python benchmarks/quantization.py --codes [--steps 60]
 
-Without `--codes` three tables. Nanoseconds of the thread per element (median of the repeats, rows timed in turn;
-`cast to bf16` is one call on the same data).
+Without `--codes` three tables. Nanoseconds of the thread per element (median of the repeats, rows
+timed in turn; `cast to bf16` is torch's own, one call on the same data).
 RMS of the rounding error over RMS of the data, by bits and block: normal entries; Student's t with
 3 degrees of freedom, the heavy tail; rows of 1024 normal entries whose sizes differ by a log-normal
 factor; one entry in 20 not zero. Bytes that one process sends to
 all others for each gradient of a Llama of hidden size 1024 in a bucket of its own, packet headers
 and dense norms in them, against 16 bits an element for the same shards.
 
-With `--codes` what entropy-coded values cost beside others, on normal entries, on Student's t, and on
-what one of four workers had to send (residual and gradient) after `--steps` steps of the language
-model that `validate-accuracy` trains, every tensor's shard for the first owner. Bits an entry at the
-interface; share of the energy that is left; nanoseconds an entry to pack and to add up. And how
-close codes come for the same places, signs and levels: entropy, were every entry independent of the
-others; the code that is used; zlib's Huffman code (of four entries to a byte, none, plus, minus or
-above level 0, the rest in bytes of their own); `constriction`'s range coder where it is installed;
-and a byte for each place with four bits of sign and level, without entropy coding.
+With `--codes` what entropy-coded values cost beside others, on normal entries, on Student's t, and
+on what one of four workers had for another (residual and gradient) after `--steps` steps of the
+language model that `validate-accuracy` trains. Bits an entry, headers included; the share of the
+energy that is left; nanoseconds an entry to pack and to add up. Then how close codes come for the
+same places, signs and levels, in bits an entry: entropy, were entries independent of the others;
+the code that is used; zlib's Huffman code (four entries to a byte, each none, plus, minus or above
+level 0; the rest in bytes of their own); `constriction`'s range coder, where it is installed; and a
+byte for each place with four bits for sign and level, without entropy coding.
 """
 
 from __future__ import annotations

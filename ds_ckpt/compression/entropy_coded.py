@@ -2,9 +2,9 @@
 
 Entries below a threshold t stay as residual. Of the others the place, the sign and a level travel:
 level 0 up to 2.5 t, from there on levels whose width grows by half each. Level 0 decodes to the
-mean magnitude of its entries, level i to a * 1.5^i, a fitted by least squares. What is sent is then
-a projection: what is left never has more energy than there was. At low rates such a quantizer with
-an entropy coder is near the rate-distortion bound (Sullivan, "Efficient scalar quantization of
+mean magnitude of its entries, level i to a * 1.5^i with a fitted by least squares. What is sent is
+then a projection: what is left never has more energy than there was. At low rates such a quantizer
+with an entropy coder is near the rate-distortion bound (Sullivan, "Efficient scalar quantization of
 exponential and Laplacian random variables", IEEE Trans. Inf. Theory 42, 1996).
 
 t is the smallest for which the code fits its bytes, found in a sample's histogram: so the size
@@ -61,12 +61,11 @@ _SAMPLE = 32768
 _OVER_ENTROPY = 1.02
 _TILE = 1 << 18
 _TILE_ACCELERATOR = 1 << 24
-_POWERS = [1.0 / _GROWTH, *(_GROWTH**i for i in range(LEVELS - 1))]
 _FP32 = torch.finfo(torch.float32)
 _BIN_BITS = 18
 _BINS = 512  # 16 octaves: `LEVELS` levels reach as far
 _TINY_BIN = 1 << (23 - _BIN_BITS)
-_EDGES = [1.0, *(_STRONG * _GROWTH**i for i in range(8))]
+_LEVELS_GUESSED = 8
 _BANDS = [1.05, 1.2, 1.6, _STRONG, math.inf]
 _TO_BYTE = sum(1 << (56 - 7 * i) for i in range(8))
 _TO_BITS = sum(1 << 7 * i for i in range(8))
@@ -207,12 +206,20 @@ class _Sent:
 
     def decoded(self, means: Tensor, numel: int) -> Tensor:
         """fp32 [rows, numel]. Equal at both ends."""
-        powers = torch.tensor(_POWERS, dtype=torch.float32, device=means.device)
         values = means[:, :1].expand(self.places.shape).contiguous()
-        levels = (means[:, 1:] * powers).clamp_(max=_FP32.max).gather(1, self.level)
+        levels = (
+            (means[:, 1:] * _powers(means.device).float())
+            .clamp_(max=_FP32.max)
+            .gather(1, self.level)
+        )
         values = _put(values, self.strong, self.above, levels)
         values = values * self.negative.float().mul_(-2).add_(1)
         return _put(values.new_zeros(len(values), numel), self.places, self.sent, values)
+
+
+def _powers(device: torch.device) -> Tensor:
+    """What the levels above 0 are, in a: fp64 [LEVELS]. Exact, so equal on every device."""
+    return torch.full((LEVELS,), _GROWTH, dtype=torch.float64, device=device).cumprod(0)
 
 
 def _put(into: Tensor, places: Tensor, filled: _Filled, values: Tensor) -> Tensor:
@@ -276,8 +283,9 @@ def _threshold(magnitude: Tensor, budget: int) -> Tensor:
     # where levels begin, of thresholds at the lower ends of bins
     edges = torch.arange(0, _BINS, 4, dtype=torch.int32, device=magnitude.device)
     edges = (edges + lowest) << _BIN_BITS
-    ratios = torch.tensor(_EDGES, dtype=torch.float32, device=magnitude.device)
-    at = (edges.view(torch.float32).unsqueeze(2) * ratios).view(torch.int32) >> _BIN_BITS
+    borders = edges.view(torch.float32).unsqueeze(2)
+    levels = _powers(magnitude.device)[:_LEVELS_GUESSED].float().mul_(_STRONG / _GROWTH)
+    at = torch.cat([borders, borders * levels], 2).view(torch.int32) >> _BIN_BITS
     at = (at - lowest.unsqueeze(2)).clamp_(0, _BINS).long()
     shares = shares.gather(1, at.flatten(1)).view(at.shape)
     first, second = shares[..., 0], shares[..., 1]
@@ -339,7 +347,7 @@ def _too_many(numel: int, budget: int, code: _Sent, ks: Sequence[Tensor]) -> Ten
 
 def _without_smallest(magnitude: Tensor, sent: _Filled, threshold: Tensor, count: Tensor) -> Tensor:
     """Which of the columns are left without `count` (or all) of about the smallest: bool."""
-    limits = threshold * torch.tensor(_BANDS, dtype=torch.float32, device=threshold.device)
+    limits = torch.cat([threshold * band for band in _BANDS], 1)
     magnitude = sent.only(magnitude, torch.inf)
     below = [(magnitude < limit).sum(1, keepdim=True) for limit in limits.split(1, 1)]
     enough = torch.cat(below, 1) >= count
@@ -353,8 +361,7 @@ def _means(magnitude: Tensor, code: _Sent) -> Tensor:
     """The mean of level 0, and a: fp32 [rows, 2]."""
     sent, above, _ = code.counts
     strong = code.above.only(_take(magnitude, code.strong)).double()
-    powers = torch.tensor(_POWERS, dtype=torch.float64, device=magnitude.device)[code.level]
-    powers = code.above.only(powers)
+    powers = code.above.only(_powers(magnitude.device)[code.level])
     total = code.sent.only(magnitude).sum(1, keepdim=True, dtype=torch.float64)
     mean = (total - strong.sum(1, keepdim=True)) / (sent - above).clamp(min=1)
     a = (strong * powers).sum(1, keepdim=True) / powers.square().sum(1, keepdim=True).clamp(min=1)
