@@ -14,7 +14,7 @@ from collections import Counter
 
 import torch
 
-from ds_ckpt.compression import Compressor, Feedback, LowRank, Quantize, TopK
+from ds_ckpt.compression import Compressor, EntropyCoded, Feedback, LowRank, Quantize, TopK
 from ds_ckpt.compression.powersgd import Factors
 from ds_ckpt.compression.storage import ResidualDtype
 from ds_ckpt.exchange.exchange import AllToAllExchange
@@ -27,6 +27,7 @@ METHODS: dict[str, Compressor | None] = {
     "4 bits": Quantize(bits=4),
     "3 bits": Quantize(bits=3),
     "2 bits": Quantize(bits=2),
+    "1 bit": EntropyCoded(bits=1.0),
     "Top-K blocks 1%": TopK(density=0.01),
     "Top-K exact 1%": TopK(density=0.01, selection="exact"),
     "PowerSGD rank 4": LowRank(4),

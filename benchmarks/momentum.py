@@ -1,12 +1,16 @@
 """A lead or a lower b1 for what error feedback delays, beside dense training with the same.
 
-    nice -n 19 python benchmarks/momentum.py --data FILE [--seeds 0 1 2] [--only 'Top-K*']
+    nice -n 19 python benchmarks/momentum.py --data FILE [--seeds 0 1 2] [--only 'Top-K*'] \
+        [--own-share] [--workers 8]
     python benchmarks/momentum.py --table
 
 Trains what `validate-accuracy` trains (4 virtual workers, 300 steps of which 75 dense) with AdamW
 of b1 0.9 and 0.7. An arm is a method and what becomes of the first moment after the warm-up:
 `none`, `matched` (the plugin's own), `lead A`, or `b1 B`. Dense training has arms of its own; the
 best of them is what an optimizer that was tuned comes to without compression. Resumable.
+
+In every method a process's own share is exact, which is a quarter of each gradient here.
+`--own-share` compresses it like the others', as it is with many workers.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
@@ -26,8 +30,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ds_ckpt.exchange.build import ExchangeSettings
+from ds_ckpt.exchange.exchange import AllToAllExchange, Item
 from ds_ckpt.exchange.momentum import FirstMoments
 from ds_ckpt.exchange.rules import MethodSettings
+from ds_ckpt.validation import world as validation_world
 from ds_ckpt.validation.task import Task, make_spec, open_task
 from ds_ckpt.validation.trainer import train
 from ds_ckpt.validation.world import InProcessWorld, Recipe
@@ -41,6 +47,8 @@ METHODS = {
     "rank 4": MethodSettings("powersgd", rank=4),
     "2 bits": MethodSettings("quantize", bits=2),
     "3 bits": MethodSettings("quantize", bits=3),
+    "1 bit": MethodSettings("entropy_coded", bits=1.0),
+    "1/3 bit": MethodSettings("entropy_coded", bits=0.33),
 }
 ARMS = [
     *((DENSE, b1, how) for b1 in (0.9, 0.7) for how in ("none", "lead 0.3")),
@@ -52,6 +60,25 @@ ARMS = [
         for how in ("matched", "none")
     ),
 ]
+
+
+class OwnShareToo(AllToAllExchange):
+    """What a process owns itself goes through the codec like what it sends."""
+
+    def _accumulate(self, items: Sequence[Item], loss_scale: float) -> Tensor:
+        finite = super()._accumulate(items, loss_scale)
+        for item in items:
+            if item.pending is None or item.codec is None:
+                continue
+            left = item.own.div(loss_scale)
+            if item.energy is not None:
+                item.energy = item.energy + left.square().sum()
+            payload = torch.empty(item.codec.packed_bytes(left.numel()), dtype=torch.uint8)
+            item.codec.pack(left, payload)
+            item.own.zero_()
+            item.codec.unpack_add(payload, item.own, loss_scale)
+            item.pending[item.layout.shard(self._me)] = left
+        return finite
 
 
 @dataclass
@@ -167,6 +194,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", default="*", help='shell pattern over "METHOD B1 HOW"')
     parser.add_argument("--also", nargs=3, metavar=("METHOD", "B1", "HOW"), action="append")
+    parser.add_argument("--own-share", action="store_true", help="compress it, too")
+    parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--results", type=Path, default=RESULTS)
     given = parser.parse_args()
@@ -175,11 +204,17 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
-    task = open_task(make_spec("language", data=given.data), given.results.parent)
+    spec = make_spec("language", data=given.data, world=given.workers)
+    task = open_task(spec, given.results.parent)
+    world: dict[str, Any] = {} if given.workers == 4 else {"workers": given.workers}
+    if given.own_share:
+        validation_world.AllToAllExchange = OwnShareToo  # type: ignore[misc]
+        world["own_share"] = "compressed"
     arms = [*ARMS, *((m, float(b1), how) for m, b1, how in given.also or [])]
     for seed in given.seeds:
         for method, b1, how in arms:
             key = {"data": task.source, "method": method, "b1": b1, "how": how, "seed": seed}
+            key |= {k: v for k, v in world.items() if method != DENSE or k == "workers"}
             done = any(line.items() >= key.items() for line in _lines(given.results))
             if done or not fnmatch(f"{method} {b1:g} {how}", given.only):
                 continue

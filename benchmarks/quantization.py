@@ -1,32 +1,52 @@
-"""Cost, error and bytes of few-bit values, one thread, against torch's own cast to bf16.
+"""Cost, error and bytes of few-bit and entropy-coded values, one thread.
 
     python benchmarks/quantization.py [--elements 8388608] [--repeats 9]
+    python benchmarks/quantization.py --codes [--steps 60]
 
-Three tables. Nanoseconds of the thread per element (median of the repeats, rows timed in turn;
-`cast to bf16` is one call on the same data).
+Without `--codes` three tables. Nanoseconds of the thread per element (median of the repeats, rows
+timed in turn; `cast to bf16` is torch's own, one call on the same data).
 RMS of the rounding error over RMS of the data, by bits and block: normal entries; Student's t with
 3 degrees of freedom, the heavy tail; rows of 1024 normal entries whose sizes differ by a log-normal
 factor; one entry in 20 not zero. Bytes that one process sends to
 all others for each gradient of a Llama of hidden size 1024 in a bucket of its own, packet headers
 and dense norms in them, against 16 bits an element for the same shards.
+
+With `--codes` what entropy-coded values cost beside others, on normal entries, on Student's t, and
+on what one of four workers had for another (residual and gradient) after `--steps` steps of the
+language model that `validate-accuracy` trains. Bits an entry, headers included; the share of the
+energy that is left; nanoseconds an entry to pack and to add up. Then how close codes come for the
+same places, signs and levels, in bits an entry: entropy, were entries independent of the others;
+the code that is used; zlib's Huffman code (four entries to a byte, each none, plus, minus or above
+level 0; the rest in bytes of their own); `constriction`'s range coder, where it is installed; and a
+byte for each place with four bits for sign and level, without entropy coding.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import torch
 from _timing import Work, interleaved_medians_s
 from torch import Tensor
 
-from ds_ckpt.compression import Feedback, Quantize, all_finite
+from ds_ckpt.compression import Codec, EntropyCoded, Feedback, Quantize, TopK, all_finite
 from ds_ckpt.compression.base import aligned
+from ds_ckpt.compression.entropy_coded import HEADER_BYTES, SEGMENT, _lengths, _read
 from ds_ckpt.compression.quantize import BITS, BLOCKS
+from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.layout import ShardLayout
 from ds_ckpt.exchange.rules import MethodSettings, Rules
-from ds_ckpt.exchange.transport import HEADER_BYTES
+from ds_ckpt.exchange.transport import HEADER_BYTES as PACKET_HEADER_BYTES
+from ds_ckpt.validation.task import make_spec, open_task
+from ds_ckpt.validation.world import InProcessWorld
 
 
 def timed_works(elements: int) -> dict[str, Work]:
@@ -54,6 +74,17 @@ def timed_works(elements: int) -> dict[str, Work]:
             feedback.commit()
 
         works |= {f"copy + pack {row}": pack, f"unpack {row}": unpack, f"whole {row}": whole}
+    for bits in (1.0, 0.33):
+        coder = EntropyCoded(bits=bits)
+        coded = torch.empty(coder.packed_bytes(elements), dtype=torch.uint8)
+
+        def pack_coded(c: EntropyCoded = coder, p: Tensor = coded) -> None:
+            c.pack(pending.copy_(gradient), p)
+
+        def unpack_coded(c: EntropyCoded = coder, p: Tensor = coded) -> None:
+            c.unpack_add(p, pending)
+
+        works |= {f"copy + pack {bits:g} bits": pack_coded, f"unpack {bits:g} bits": unpack_coded}
     works["copy"] = lambda: pending.copy_(gradient)
     return works
 
@@ -93,17 +124,175 @@ def sent_bytes(settings: MethodSettings, shapes: list[torch.Size], world: int) -
             size = ShardLayout(shape.numel(), world).size(owner)
             sixteen_bit += 2 * size
             packed = aligned(2 * size) if codec is None else codec.packed_bytes(size)
-            sent += HEADER_BYTES + packed
+            sent += PACKET_HEADER_BYTES + packed
     return sent, sixteen_bit
+
+
+CODECS: dict[str, Codec] = {
+    "3 bits": Quantize(bits=3),
+    "2 bits": Quantize(bits=2),
+    "1 bit": EntropyCoded(bits=1.0),
+    "1/3 bit": EntropyCoded(bits=0.33),
+    "Top-K 1%": TopK(density=0.01),
+}
+
+
+def from_training(codec: str, steps: int) -> list[Tensor]:
+    """What the first worker has for the second owner, by tensor."""
+    task = open_task(make_spec("language"), Path(__file__).parent)
+    compressor = CODECS[codec]
+    assert isinstance(compressor, Quantize | EntropyCoded | TopK)
+    settings = MethodSettings(compressor.name, **compressor.model_dump())
+    task.learner.begin(0)
+    world = InProcessWorld(
+        task.learner.model,
+        task.learner.loss,
+        task.spec.recipe(),
+        ExchangeSettings(settings, warmup_steps=10),
+        workers=task.spec.world,
+    )
+    seen: dict[str, Tensor] = {}
+    first = world.workers._workers[0].exchange
+    store = first._pack
+
+    def pack(items, finite):  # type: ignore[no-untyped-def]
+        for item in items:
+            if item.pending is not None:
+                seen[item.name] = item.pending[item.layout.shard(1)].clone()
+        return store(items, finite)
+
+    first._pack = pack  # type: ignore[method-assign]
+    for _ in range(steps):
+        world.train_step()
+    return list(seen.values())
+
+
+@dataclass
+class Coded:
+    """What a codec makes of some tensors, in sums over their entries."""
+
+    entries: int = 0
+    sent_bits: float = 0.0
+    before: float = 0.0
+    left: float = 0.0
+    entropy: float = 0.0
+    used: float = 0.0
+    huffman: float = 0.0
+    ranged: float = math.nan
+    places: float = 0.0
+
+    def add(self, codec: Codec, values: Tensor) -> None:
+        """One tensor."""
+        numel = values.numel()
+        left, payload = values.clone(), torch.empty(codec.packed_bytes(numel), dtype=torch.uint8)
+        codec.pack(left, payload)
+        self.entries += numel
+        self.sent_bits += 8 * len(payload)
+        self.before += float(values.square().sum())
+        self.left += float(left.square().sum())
+        if isinstance(codec, EntropyCoded) and numel <= SEGMENT:
+            code, _ = _read(payload.unsqueeze(0), numel)
+            ks = [*payload[16:18].long().split(1), torch.zeros(1, dtype=torch.int64)]
+            self.used += 8 * HEADER_BYTES + float(sum(_lengths(code, ks)))
+            symbols = torch.zeros(numel, dtype=torch.int64)
+            signs = 1 + code.negative[0].long()
+            symbols[code.places[0]] = signs
+            symbols[code.places[0][code.strong[0]]] += 2 * (1 + code.level[0])
+            counts = symbols.bincount().double()
+            self.entropy += float(torch.special.entr(counts / numel).sum()) / math.log(2) * numel
+            self.huffman += huffman_bits(symbols)
+            self.places += 12 * len(signs) + numel / 32
+            if range_bits is not None:
+                self.ranged = range_bits(symbols) + (0 if math.isnan(self.ranged) else self.ranged)
+
+
+def huffman_bits(symbols: Tensor) -> float:
+    """Of zlib's code alone."""
+    coarse = torch.nn.functional.pad(symbols.clamp(max=3), (0, -len(symbols) % 4)).view(-1, 4)
+    streams = [(coarse << torch.tensor([0, 2, 4, 6])).sum(1), symbols[symbols > 2]]
+    total = 0
+    for stream in streams:
+        coder = zlib.compressobj(1, zlib.DEFLATED, -15, 9, zlib.Z_HUFFMAN_ONLY)
+        total += len(coder.compress(stream.to(torch.uint8).numpy().tobytes()) + coder.flush())
+    return 8.0 * total
+
+
+def _range_bits() -> Callable[[Tensor], float] | None:
+    try:
+        import constriction
+    except ImportError:
+        return None
+
+    def bits(symbols: Tensor) -> float:
+        counts = symbols.bincount(minlength=2).double()
+        model = constriction.stream.model.Categorical(
+            np.asarray(counts / counts.sum(), dtype=np.float32), perfect=False
+        )
+        encoder = constriction.stream.queue.RangeEncoder()
+        encoder.encode(symbols.numpy().astype(np.int32), model)
+        return float(encoder.num_bits()) + 16.0 * len(counts)
+
+    return bits
+
+
+range_bits = _range_bits()
+
+
+def codes(steps: int, repeats: int) -> None:
+    """The tables of `--codes`."""
+    size = 1 << 20
+    whole = {"normal": torch.randn(size), "t with 3": samples(size)["t with 3"]}
+    print(f"{size} entries; torch {torch.__version__}, 1 thread; ns an entry: pack, add up")
+    works: dict[str, Work] = {}
+    for name, codec in CODECS.items():
+        for data, values in whole.items():
+            scratch = values.clone()
+            payload = torch.empty(codec.packed_bytes(size), dtype=torch.uint8)
+
+            def pack(
+                c: Codec = codec, v: Tensor = values, s: Tensor = scratch, p: Tensor = payload
+            ) -> None:
+                c.pack(s.copy_(v), p)
+
+            def unpack(c: Codec = codec, s: Tensor = scratch, p: Tensor = payload) -> None:
+                c.unpack_add(p, s)
+
+            works |= {f"{name} {data} pack": pack, f"{name} {data} unpack": unpack}
+    times_s = interleaved_medians_s(works, repeats, time.thread_time)
+    head = ("", "data", "bits", "left", "pack", "add up", "entropy", "this code", "Huffman")
+    print("".join(f"{h:>11s}" for h in (*head, "range", "byte+4")))
+    for name, codec in CODECS.items():
+        for data in (*whole, "training"):
+            coded = Coded()
+            for values in (
+                whole[data].split(SEGMENT) if data in whole else from_training(name, steps)
+            ):
+                coded.add(codec, values)
+            n = coded.entries
+            cells = [coded.sent_bits / n, coded.left / coded.before]
+            for what in ("pack", "unpack"):
+                median_s = times_s.get(f"{name} {data} {what}", math.nan)
+                cells.append(median_s / size * 1e9)
+            if coded.used:
+                some = (coded.entropy, coded.used, coded.huffman, coded.ranged, coded.places)
+                cells += [bits / n for bits in some]
+            print(
+                f"{name:>11s}{data:>11s}" + "".join(f"{cell:11.3f}" for cell in cells), flush=True
+            )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--elements", type=int, default=1 << 23)
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--codes", action="store_true")
+    parser.add_argument("--steps", type=int, default=60)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    if arguments.codes:
+        codes(arguments.steps, arguments.repeats)
+        return
     elements = arguments.elements
     medians_s = interleaved_medians_s(timed_works(elements), arguments.repeats, time.thread_time)
     print(f"{elements} elements, blocks of 64; torch {torch.__version__}, 1 thread")

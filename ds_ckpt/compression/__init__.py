@@ -20,6 +20,7 @@ from ds_ckpt.compression.base import (
     unregister,
 )
 from ds_ckpt.compression.dense import Dense, DenseMethod
+from ds_ckpt.compression.entropy_coded import EntropyCoded
 from ds_ckpt.compression.error_feedback import Feedback, all_finite
 from ds_ckpt.compression.hybrid import Hybrid
 from ds_ckpt.compression.powersgd import LowRank, PowerSGD
@@ -27,13 +28,14 @@ from ds_ckpt.compression.quantize import Quantize
 from ds_ckpt.compression.topk import TopK
 from ds_ckpt.settings import Expects, Gone
 
-for _method in (DenseMethod, TopK, PowerSGD, Quantize, Hybrid):
+for _method in (DenseMethod, TopK, PowerSGD, Quantize, EntropyCoded, Hybrid):
     register(_method)
 
 __all__ = [
     "Codec",
     "Compressor",
     "Dense",
+    "EntropyCoded",
     "Expects",
     "Feedback",
     "Gone",

@@ -19,6 +19,7 @@ LOSSY = {
     "topk int8": topk_section(topk={"density": 0.05, "values": "int8"}),
     "quantize 4": quantize_section(),
     "quantize 2": quantize_section(quantize={"bits": 2, "block": 32}),
+    "1 bit": topk_section(method="entropy_coded", entropy_coded={"bits": 1.0}),
 }
 
 
@@ -90,6 +91,7 @@ def test_warm_up_is_plain_deepspeed(world2: Any) -> None:
         ("topk int8", "llama", "world2"),
         ("quantize 4", "plain", "world4"),
         ("quantize 2", "plain", "world2"),
+        ("1 bit", "llama", "world2"),
     ],
 )
 def test_nothing_is_lost(

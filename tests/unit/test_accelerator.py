@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 from virtual import World, assemble
 
-from ds_ckpt.compression import Codec, Compressor, Dense, Feedback, LowRank, Quantize, TopK
+from ds_ckpt.compression import (
+    Codec,
+    Compressor,
+    Dense,
+    EntropyCoded,
+    Feedback,
+    LowRank,
+    Quantize,
+    TopK,
+)
 from ds_ckpt.compression.storage import ResidualDtype
 from ds_ckpt.exchange import hierarchy
 from ds_ckpt.exchange.layout import LocalShard, ShardLayout
@@ -30,6 +39,7 @@ METHODS: dict[str, Compressor | None] = {
     "4 bits": Quantize(bits=4),
     "3 bits": Quantize(bits=3),
     "2 bits": Quantize(bits=2),
+    "1 bit": EntropyCoded(bits=1.0),
     "blocks": TopK(density=0.05),
     "exact": TopK(density=0.05, selection="exact", values="bf16"),
     "low rank": LowRank(2),

@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 from virtual import World, assemble, deepspeed_mean
 
-from ds_ckpt.compression import Codec, Compressor, Dense, LowRank, Quantize, TopK
+from ds_ckpt.compression import (
+    Codec,
+    Compressor,
+    Dense,
+    EntropyCoded,
+    LowRank,
+    Quantize,
+    TopK,
+)
 from ds_ckpt.compression.quantize import BITS, BLOCKS
 from ds_ckpt.compression.topk import SELECTIONS, VALUE_FORMATS
 from ds_ckpt.exchange.layout import ShardLayout
@@ -40,6 +48,7 @@ codecs: st.SearchStrategy[Codec] = st.one_of(
     ),
     st.builds(Dense, st.sampled_from([torch.float32, torch.bfloat16])),
     st.builds(Quantize, bits=st.sampled_from(BITS), block=st.sampled_from(BLOCKS)),
+    st.builds(EntropyCoded, bits=st.sampled_from([0.33, 1.0, 2.0])),
 )
 low_ranks = st.builds(
     LowRank,
@@ -585,6 +594,7 @@ exact_in_hosts: list[tuple[Compressor | None, bool]] = [
         TopK(density=0.1),
         TopK(density=0.1, values="fp32", selection="exact"),
         Quantize(bits=3),
+        EntropyCoded(bits=1.0),
         Dense(torch.bfloat16),
         LowRank(2),
         LowRank(2, alternate=True),

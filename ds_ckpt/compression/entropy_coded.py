@@ -1,0 +1,464 @@
+"""About one bit an entry: a quantizer with a dead zone, and a code for where its entries lie.
+
+Entries below a threshold t stay as residual. Of the others the place, the sign and a level travel:
+level 0 up to 2.5 t, from there on levels whose width grows by half each. Level 0 decodes to the
+mean magnitude of its entries, level i to a * 1.5^i with a fitted by least squares. What is sent is
+then a projection: what is left never has more energy than there was. At low rates such a quantizer
+with an entropy coder is near the rate-distortion bound (Sullivan, "Efficient scalar quantization of
+exponential and Laplacian random variables", IEEE Trans. Inf. Theory 42, 1996).
+
+t is the smallest for which the code fits its bytes, found in a sample's histogram: so the size
+depends on the number of entries alone, and nothing is remembered from step to step. Where the
+code turns out longer than the histogram said, entries just above t are left out until it fits.
+
+The code is Rice's (Golomb 1966): a number v becomes v >> k zeros, a one, and its k low bits. Three
+sequences of numbers are written so:
+
+    2 * gap + sign   of the entries that are sent; gap: how many are not, before it
+    gap              of those with a level above 0, among them
+    level - 1        of those, k = 0
+
+The first parts of all numbers stand in one run of bits from the front, their low bits in another at
+the end, with zeros between. That is what makes both ends parallel: a decoder has all numbers at
+once by the places of ones, all places by a cumulative sum.
+
+A payload is one segment after the other, of at most `SEGMENT` entries, as equally long as they can
+be, each with a header: entries sent and those above level 0 (int32), the mean of level 0 and a
+(fp32), both k (uint8).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from ds_ckpt.compression.base import (
+    Method,
+    RowCodec,
+    add_rows,
+    aligned,
+    on_host,
+    row_groups,
+    section,
+)
+from ds_ckpt.settings import Expects
+
+SEGMENT = 1 << 18
+HEADER_BYTES = 24
+LEVELS = 32
+_STRONG = 2.5  # where level 1 begins, in thresholds
+_GROWTH = 1.5
+_LARGEST_K = 7
+_SAMPLE = 32768
+_OVER_ENTROPY = 1.02
+_TILE = 1 << 18
+_TILE_ACCELERATOR = 1 << 24
+_FP32 = torch.finfo(torch.float32)
+_BIN_BITS = 18
+_BINS = 512  # 16 octaves: `LEVELS` levels reach as far
+_TINY_BIN = 1 << (23 - _BIN_BITS)
+_LEVELS_GUESSED = 8
+_BANDS = [1.05, 1.2, 1.6, _STRONG, math.inf]
+_TO_BYTE = sum(1 << (56 - 7 * i) for i in range(8))
+_TO_BITS = sum(1 << 7 * i for i in range(8))
+_LOW_BITS = sum(1 << 8 * i for i in range(8))
+
+
+class EntropyCoded(Method, RowCodec):
+    """Entropy-coded values: the larger entries of each remote shard in a few levels, at a fixed
+    number of bits an entry."""
+
+    name = "entropy_coded"
+    about = "the larger entries in a few levels, entropy-coded in about one bit an entry or less"
+    example = '{"bits": 1.0}'
+    presets = {
+        "1bit": {"entropy_coded": {"bits": 1.0}},
+        "third_bit": {"entropy_coded": {"bits": 0.33}},
+    }
+    meant = {"nbits": "bits", "num_bits": "bits", "bits_per_element": "bits"}
+
+    bits: Annotated[float, Expects("a number from 0.05 to 2", "1.0")] = Field(
+        default=1.0,
+        ge=0.05,
+        le=2,
+        allow_inf_nan=False,
+        description="Bits an entry, beside 24 bytes for each 262144 entries or fewer.",
+    )
+
+    def words(self) -> str:
+        return f"entropy-coded values in {self.bits:g} bits"
+
+    def packed_bytes(self, numel: int) -> int:
+        return sum(stop - start for _, _, start, stop in self._segments(numel))
+
+    def pack_rows(self, values: Tensor, out: Tensor) -> None:
+        values.nan_to_num_(0.0, 0.0, 0.0)
+        for first, last, start, stop in self._segments(values.shape[1]):
+            tile = _TILE if on_host(values.device) else _TILE_ACCELERATOR
+            for some, payloads in row_groups(
+                last - first, tile, values[:, first:last], out[:, start:stop]
+            ):
+                _pack(some, payloads)
+
+    def unpack_add_rows(self, payloads: Tensor, into: Tensor, scale: float = 1.0) -> None:
+        for first, last, start, stop in self._segments(into.shape[0]):
+            tile = _TILE if on_host(into.device) else _TILE_ACCELERATOR
+            for (some,) in row_groups(last - first, tile, payloads[:, start:stop]):
+                _unpack_add(some, into[first:last], scale)
+
+    def _segments(self, numel: int) -> Iterator[tuple[int, int, int, int]]:
+        """(first entry, last, first byte, last) of each; ends are not included."""
+        length = -(-numel // max(1, -(-numel // SEGMENT)))
+        start = 0
+        for first in range(0, numel, max(1, length)):
+            last = min(first + length, numel)
+            stop = start + HEADER_BYTES + aligned(math.ceil((last - first) * self.bits / 8))
+            yield first, last, start, stop
+            start = stop
+
+
+@dataclass(frozen=True)
+class _Filled:
+    """How far rows of unlike length are filled.
+
+    Attributes:
+        count: int64 [rows, 1].
+        mask: bool [rows, columns]; None: every column is.
+    """
+
+    count: Tensor
+    mask: Tensor | None
+
+    def only(self, values: Tensor, other: int | float = 0) -> Tensor:
+        """`values`, and `other` behind the end of a row."""
+        return values if self.mask is None else torch.where(self.mask, values, other)
+
+
+def _places(mask: Tensor, capacity: int) -> tuple[Tensor, _Filled]:
+    """Where the first `capacity` are true in each row of bool [rows, n]: int64 [rows, columns],
+    ascending, 0 behind them. On the CPU as few columns as there can be; elsewhere `capacity`,
+    because nobody waits for a count."""
+    rows, numel = mask.shape
+    capacity = min(capacity, numel)
+    if on_host(mask.device):
+        # numpy's is two to six times as fast as torch's
+        found = [torch.from_numpy(np.flatnonzero(row.numpy()))[:capacity] for row in mask.unbind()]
+        count = torch.tensor([len(f) for f in found], device="cpu").unsqueeze(1)
+        if rows == 1:
+            return found[0].unsqueeze(0), _Filled(count, None)
+        places = torch.nn.utils.rnn.pad_sequence(found, batch_first=True)
+    else:
+        rank = mask.cumsum(1)
+        count = rank[:, -1:].clamp(max=capacity)
+        rank = torch.where(mask, rank - 1, capacity).clamp_(max=capacity)
+        every = torch.arange(numel, device=mask.device).expand(rows, -1)
+        places = torch.zeros(rows, capacity + 1, dtype=torch.int64, device=mask.device)
+        places = places.scatter_(1, rank, every)[:, :capacity]
+    filled = _Filled(count, torch.arange(places.shape[1], device=mask.device) < count)
+    return filled.only(places), filled
+
+
+def _take(values: Tensor, index: Tensor) -> Tensor:
+    """Of each row [rows, n] what `index` [rows, columns] says."""
+    return values.index_select(1, index[0]) if len(index) == 1 else values.gather(1, index)
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """What of a segment is sent.
+
+    Attributes:
+        places: int64 [rows, columns].
+        sent: which of the columns.
+        negative: bool [rows, columns].
+        strong: those of the columns that have a level above 0.
+        above: which of those.
+        level: of those, from 0: int64.
+    """
+
+    places: Tensor
+    sent: _Filled
+    negative: Tensor
+    strong: Tensor
+    above: _Filled
+    level: Tensor
+
+    @cached_property
+    def counts(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.sent.count, self.above.count, self.above.count
+
+    @cached_property
+    def sequences(self) -> tuple[tuple[Tensor, _Filled], ...]:
+        """The numbers that are coded: int64 [rows, columns]."""
+        return (
+            (_gaps(self.places, self.sent).mul_(2).add_(self.negative), self.sent),
+            (_gaps(self.strong, self.above), self.above),
+            (self.level, self.above),
+        )
+
+    def decoded(self, means: Tensor, numel: int) -> Tensor:
+        """fp32 [rows, numel]. Equal at both ends."""
+        values = means[:, :1].expand(self.places.shape).contiguous()
+        levels = (
+            (means[:, 1:] * _powers(means.device).float())
+            .clamp_(max=_FP32.max)
+            .gather(1, self.level)
+        )
+        values = _put(values, self.strong, self.above, levels)
+        values = values * self.negative.float().mul_(-2).add_(1)
+        return _put(values.new_zeros(len(values), numel), self.places, self.sent, values)
+
+
+def _powers(device: torch.device) -> Tensor:
+    """What the levels above 0 are, in a: fp64 [LEVELS]. Exact, so equal on every device."""
+    return torch.full((LEVELS,), _GROWTH, dtype=torch.float64, device=device).cumprod(0)
+
+
+def _put(into: Tensor, places: Tensor, filled: _Filled, values: Tensor) -> Tensor:
+    """`into` [rows, n], which is lost, with `values` at their places in each row."""
+    if filled.mask is None:
+        return into.scatter_(1, places, values)
+    numel = into.shape[1]
+    wide = torch.nn.functional.pad(into, (0, 1))  # for what is behind the end of a row
+    return wide.scatter_(1, filled.only(places, numel), values)[:, :numel]
+
+
+def _gaps(places: Tensor, filled: _Filled) -> Tensor:
+    """Between ascending places, and before the first."""
+    if places.shape[1] == 0:
+        return places
+    gaps = places.diff(dim=1, prepend=places.new_full((len(places), 1), -1)).sub_(1)
+    return filled.only(gaps)
+
+
+def _pack(values: Tensor, payload: Tensor) -> None:
+    """fp32 [rows, n] to uint8 [rows, bytes], one segment a row; `values` become what is left."""
+    numel, budget = values.shape[1], 8 * (payload.shape[1] - HEADER_BYTES)
+    magnitude = values.abs()
+    threshold = _threshold(magnitude, budget)
+    # an entry takes two bits or more
+    code = _choose(values, threshold, *_places(magnitude >= threshold, budget // 2))
+    ks = _parameters(numel, code)
+    bits = sum(_lengths(code, ks))
+    if not on_host(values.device) or bool((bits > budget).any()):
+        ks = _parameters(numel, code, (budget / bits.clamp(min=1)).clamp_(max=1))
+        count = _too_many(numel, budget, code, ks)
+        keep = _without_smallest(_take(magnitude, code.places), code.sent, threshold, count)
+        kept, sent = _places(keep, budget // 2)
+        code = _choose(values, threshold, sent.only(_take(code.places, kept)), sent)
+    means = _means(_take(magnitude, code.places), code)
+    _write(payload, code, ks, means)
+    values.sub_(code.decoded(means, numel))
+
+
+def _unpack_add(payload: Tensor, into: Tensor, scale: float) -> None:
+    """Add what uint8 [rows, bytes] say to fp32 [n]."""
+    code, means = _read(payload, into.shape[0])
+    add_rows(into, code.decoded(means, into.shape[0]), scale)
+
+
+def _threshold(magnitude: Tensor, budget: int) -> Tensor:
+    """The smallest magnitude to send: fp32 [rows, 1], above 0.
+
+    Of a histogram with 32 bins an octave, by bits of the floats: their values are no matter.
+    """
+    rows, numel = magnitude.shape
+    # odd, so that it meets every column of a matrix
+    sample = magnitude[:, :: (numel // _SAMPLE) | 1].contiguous().view(torch.int32) >> _BIN_BITS
+    top = magnitude.amax(1, keepdim=True).view(torch.int32) >> _BIN_BITS
+    lowest = (top - (_BINS - 1)).clamp_(min=_TINY_BIN)
+    bins = (sample - lowest).add_(1).clamp_(0, _BINS).long()
+    counts = torch.zeros(rows, _BINS + 1, dtype=torch.int64, device=magnitude.device)
+    counts.scatter_add_(1, bins, torch.ones_like(bins[:1, :1]).expand_as(bins))
+    shares = counts.flip(1).cumsum(1).flip(1).float() / sample.shape[1]
+    shares = torch.nn.functional.pad(shares[:, 1:], (0, 1))
+    # where levels begin, of thresholds at the lower ends of bins
+    edges = torch.arange(0, _BINS, 4, dtype=torch.int32, device=magnitude.device)
+    edges = (edges + lowest) << _BIN_BITS
+    borders = edges.view(torch.float32).unsqueeze(2)
+    levels = _powers(magnitude.device)[:_LEVELS_GUESSED].float().mul_(_STRONG / _GROWTH)
+    at = torch.cat([borders, borders * levels], 2).view(torch.int32) >> _BIN_BITS
+    at = (at - lowest.unsqueeze(2)).clamp_(0, _BINS).long()
+    shares = shares.gather(1, at.flatten(1)).view(at.shape)
+    first, second = shares[..., 0], shares[..., 1]
+    entropy = torch.special.entr(torch.stack([1 - first, first - second, second])).sum(0)
+    bits = entropy.mul_(_OVER_ENTROPY / math.log(2)).add_(first).add_(shares[..., 1:].sum(-1))
+    wanted = budget / numel
+    # the lowest that fits, and less far down as it has bits to spare
+    fit = (bits > wanted).sum(1, keepdim=True).clamp_(max=bits.shape[1] - 1)
+    before = (fit - 1).clamp_(min=0)
+    low, high = bits.gather(1, fit), bits.gather(1, before)
+    part = ((wanted - low) / (high - low).clamp(min=1e-9)).clamp_(0, 1)
+    # where most of them are as large as each other, some of those are left out again
+    part = torch.where(low < wanted / 2, 1.0, part).mul_(fit > 0)
+    threshold = edges.gather(1, fit).view(torch.float32)
+    return threshold.lerp(edges.gather(1, before).view(torch.float32), part)
+
+
+def _choose(values: Tensor, threshold: Tensor, places: Tensor, sent: _Filled) -> _Sent:
+    picked = sent.only(_take(values, places))
+    border = threshold * _STRONG
+    strong, above = _places(picked.abs() >= border, picked.shape[1])
+    level = (_take(picked, strong).abs() / border).log2_().div_(math.log2(_GROWTH))
+    level = above.only(level).floor_().clamp_(0, LEVELS - 1).long()
+    return _Sent(places, sent, picked < 0, strong, above, level)
+
+
+def _parameters(numel: int, code: _Sent, kept: Tensor | float = 1.0) -> list[Tensor]:
+    """k of each sequence: int64 [rows, 1], where the share `kept` of those that are chosen is sent.
+    The best for gaps between entries that are as likely everywhere (Kiely, "Selecting the Golomb
+    parameter in Rice coding", JPL IPN 42-159, 2004)."""
+    sent, above, _ = code.counts
+    density = torch.cat([sent * kept / numel, above / sent.clamp(min=1)], 1)
+    density = density.clamp_(1e-9, 1 - 1e-6)
+    k = torch.log2(math.log((math.sqrt(5) - 1) / 2) / torch.log1p(-density)).floor_().add_(1)
+    of_sent, of_above = k.clamp_(0, _LARGEST_K).long().split(1, 1)
+    return [of_sent + 1, of_above, torch.zeros_like(of_above)]
+
+
+def _lengths(code: _Sent, ks: Sequence[Tensor]) -> list[Tensor]:
+    """Bits of each sequence: int64 [rows, 1]."""
+    return [
+        (numbers >> k).sum(1, keepdim=True) + (1 + k) * filled.count
+        for (numbers, filled), k in zip(code.sequences, ks, strict=True)
+    ]
+
+
+def _too_many(numel: int, budget: int, code: _Sent, ks: Sequence[Tensor]) -> Tensor:
+    """How many entries less are sure to fit: int64 [rows, 1].
+
+    One less saves its low bits, sign among them, whatever becomes of the gaps around it. And all
+    gaps together are no longer than the segment: m entries take m * (1 + k) bits and that / 2^k'.
+    """
+    first, *others = _lengths(code, ks)
+    others_bits, sent = sum(others), code.counts[0]
+    by_excess = -((budget - first - others_bits) // ks[0])
+    fits = (budget - others_bits - (numel >> (ks[0] - 1))) // (1 + ks[0])
+    return torch.minimum(by_excess, sent - fits).clamp_(min=0).minimum(sent)
+
+
+def _without_smallest(magnitude: Tensor, sent: _Filled, threshold: Tensor, count: Tensor) -> Tensor:
+    """Which of the columns are left without `count` (or all) of about the smallest: bool."""
+    limits = torch.cat([threshold * band for band in _BANDS], 1)
+    magnitude = sent.only(magnitude, torch.inf)
+    below = [(magnitude < limit).sum(1, keepdim=True) for limit in limits.split(1, 1)]
+    enough = torch.cat(below, 1) >= count
+    band = (~enough[:, :-1]).long().cumprod(1).sum(1, keepdim=True)
+    small = magnitude < limits.gather(1, band)
+    gone = small & (small.cumsum(1) <= count)
+    return sent.only(torch.ones_like(gone), False) & ~gone
+
+
+def _means(magnitude: Tensor, code: _Sent) -> Tensor:
+    """The mean of level 0, and a: fp32 [rows, 2]."""
+    sent, above, _ = code.counts
+    strong = code.above.only(_take(magnitude, code.strong)).double()
+    powers = code.above.only(_powers(magnitude.device)[code.level])
+    total = code.sent.only(magnitude).sum(1, keepdim=True, dtype=torch.float64)
+    mean = (total - strong.sum(1, keepdim=True)) / (sent - above).clamp(min=1)
+    a = (strong * powers).sum(1, keepdim=True) / powers.square().sum(1, keepdim=True).clamp(min=1)
+    return torch.cat([mean, a], 1).float()
+
+
+def _write(payload: Tensor, code: _Sent, ks: Sequence[Tensor], means: Tensor) -> None:
+    rows, budget = len(payload), 8 * (payload.shape[1] - HEADER_BYTES)
+    section(payload, 0, 2, torch.int32).copy_(torch.cat(code.counts[:2], 1))
+    section(payload, 8, 2, torch.float32).copy_(means)
+    payload[:, 16:HEADER_BYTES] = 0
+    payload[:, 16:18] = torch.cat(list(ks[:2]), 1)
+    bits = payload.new_zeros(rows, budget + 8)  # what is nowhere goes to the last
+    both = list(zip(code.sequences, ks, strict=True))
+    steps = [filled.only((numbers >> k).add_(1)) for (numbers, filled), k in both]
+    ends = torch.cat(steps, 1).cumsum(1).sub_(1).split([step.shape[1] for step in steps], 1)
+    ends = [f.only(end, budget) for end, (_, f) in zip(ends, code.sequences, strict=True)]
+    bits.scatter_(1, torch.cat(ends, 1), 1)
+    start = _low_bits_start(budget, code.counts, ks)
+    for (numbers, filled), k in both[:2]:
+        planes, last = _planes(k), numbers.to(torch.uint8)
+        low = last.new_empty(*last.shape, planes)
+        if filled.mask is None:
+            at = int(start)
+            low = bits[:, at : at + low.numel()].view(low.shape)
+        for plane in range(planes):
+            torch.bitwise_and(last >> plane, 1, out=low[:, :, plane])
+        if filled.mask is not None:
+            at = _low_bits_at(start, filled, k, planes, budget)
+            bits.scatter_(1, at.flatten(1), low.flatten(1))
+        start = start + filled.count * k
+    payload[:, HEADER_BYTES:] = (bits.view(torch.int64)[:, :-1] * _TO_BYTE) >> 56
+
+
+def _planes(k: Tensor) -> int:
+    """How many low bits a number has at most."""
+    return int(k.max()) if on_host(k.device) else _LARGEST_K + 1
+
+
+def _low_bits_at(start: Tensor, filled: _Filled, k: Tensor, planes: int, other: int) -> Tensor:
+    """Where low bits are, those of a number in a row: int64 [rows, columns, planes]; `other` where
+    there is none."""
+    assert filled.mask is not None
+    plane = torch.arange(planes, device=k.device)
+    numbers = torch.arange(filled.mask.shape[1], device=k.device)
+    at = (start + numbers * k).unsqueeze(2) + plane
+    return torch.where(filled.mask.unsqueeze(2) & (plane < k.unsqueeze(2)), at, other)
+
+
+def _low_bits_start(budget: int, counts: Sequence[Tensor], ks: Sequence[Tensor]) -> Tensor:
+    return budget - sum(n * k for n, k in zip(counts, ks, strict=True))
+
+
+def _read(payload: Tensor, numel: int) -> tuple[_Sent, Tensor]:
+    """What was sent, and the means."""
+    budget = 8 * (payload.shape[1] - HEADER_BYTES)
+    header = section(payload, 0, 2, torch.int32).long()
+    means = section(payload, 8, 2, torch.float32).clone()
+    ks = [*payload[:, 16:18].long().split(1, 1), torch.zeros_like(header[:, :1])]
+    counts = [header[:, :1], header[:, 1:], header[:, 1:]]
+    words = torch.nn.functional.pad(payload[:, HEADER_BYTES:], (0, 1)).long()  # a zero at `budget`
+    bits = (((words & 0x7F) * _TO_BITS) & _LOW_BITS) | ((words >> 7) << 56)
+    bits = bits.view(torch.uint8)
+    total = header[:, :1] + 2 * header[:, 1:]
+    most = int(total.max()) if on_host(payload.device) else budget
+    ends, filled = _places(bits.view(torch.bool), most)
+    quotients = _gaps(ends, filled)
+    front, start = torch.zeros_like(total), _low_bits_start(budget, counts, ks)
+    sequences = []
+    for k, count, most in zip(ks, counts, (budget // 2, budget // 4, budget // 4), strict=True):
+        numbers, filled = _run(quotients, front, count, most)
+        planes = _planes(k)
+        if filled.mask is None:
+            at = int(start)
+            low = bits[:, at : at + numbers.shape[1] * planes].view(*numbers.shape, planes)
+        else:
+            at = _low_bits_at(start, filled, k, planes, budget)
+            low = bits.gather(1, at.flatten(1)).view(at.shape)
+        numbers = numbers << k
+        for plane in range(planes):
+            numbers += low[:, :, plane] << plane
+        sequences.append((filled.only(numbers), filled))
+        front, start = front + count, start + count * k
+    (first, sent), (second, above), (level, _) = sequences
+    places, strong = ((n + 1).cumsum(1).sub_(1) for n in (first >> 1, second))
+    places, strong = sent.only(places), above.only(strong)
+    code = _Sent(places, sent, (first & 1).bool(), strong, above, level.clamp_(max=LEVELS - 1))
+    return code, means
+
+
+def _run(values: Tensor, start: Tensor, count: Tensor, most: int) -> tuple[Tensor, _Filled]:
+    """Of each row those that begin at `start`: [rows, columns]; as `_places` does."""
+    rows, numel = values.shape
+    if on_host(values.device):
+        most = int(count.max())
+        if rows == 1:
+            return values[:, int(start) : int(start) + most], _Filled(count, None)
+    columns = torch.arange(most, device=values.device)
+    index = (start + columns).clamp_(max=numel - 1)
+    return values.gather(1, index), _Filled(count, columns < count)
