@@ -82,10 +82,11 @@ def beaten_by(best: Candidate, other: Candidate | None) -> str:
 def would_change(search: Search, best: Candidate) -> Iterator[str]:
     """What a faster or slower link and more memory would lead to."""
     question = search.question
-    asked = [] if question.machine.hosts == 1 else [(n, search.best(n)) for n in NETWORK]
-    for factor, other in asked:
-        link = factor * question.cluster.rate.value / 1e9
-        yield f"Links of {link:g} Gbit/s: {_compared(question, best, other)}"
+    link = question.machine.network
+    for factor in NETWORK if question.machine.hosts > 1 else ():
+        other = search.best(replace(link, bytes_per_s=factor * link.bytes_per_s))
+        rate = f"{factor * question.cluster.rate.value / 1e9:g} Gbit/s"
+        yield f"Links of {rate}: {_compared(question, best, other)}"
     larger = Search(replace(question, memory=MEMORY)).best()
     memory = MEMORY * question.cluster.device["memory_bytes"] / 1e9
     yield f"{memory:g} GB of memory: {_compared(question, best, larger)}"

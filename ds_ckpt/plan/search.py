@@ -79,7 +79,7 @@ class Question:
         dtype: "bf16" or "fp16".
         host_bytes: of a node's memory, for what is offloaded.
         slowest: by how much the slowest host computes longer.
-        network, memory: times what the cluster has, for what would change the choice.
+        memory: times what the accelerators have, for what would change the choice.
     """
 
     model: Model
@@ -90,7 +90,6 @@ class Question:
     dtype: str = "bf16"
     host_bytes: float = 512 * GIB
     slowest: float = 1.0
-    network: float = 1.0
     memory: float = 1.0
 
     @property
@@ -99,7 +98,7 @@ class Question:
         return Machine(
             hosts=cluster.nodes,
             local=cluster.local,
-            network=Link(self.network * cluster.rate.value / 8, cluster.latency.value),
+            network=Link(cluster.rate.value / 8, cluster.latency.value),
             inside=Link(device["inside_bytes_per_s"], self.latency_inside_s),
             bus_bytes_per_s=device["bus_bytes_per_s"],
             call_s=CALL_S,
@@ -191,7 +190,9 @@ class Candidate:
         crossing = sum(b.elements * (1 if b.kept else 2) for b in self.blocks) * way.itemsize
         share = (machine.processes - 1) / machine.processes
         trained, gathered = sum(b.trained for b in self.blocks), way.micro_steps * crossing * share
-        if way.weights is not None:
+        if way.hpz:
+            gathered = sum(b.elements for b in self.blocks) * way.itemsize * share
+        elif way.weights is not None:
             gathered = sum(b.elements for b in self.blocks) * way.weights.link_bytes
         exchanges = 1 if way.gradients.once else way.micro_steps
         nbytes = gathered + exchanges * trained * way.gradients.link_bytes
@@ -220,24 +221,19 @@ class Search:
         self._travelling: dict[tuple[str, int], Gradients] = {}
         self._mixtures: dict[tuple[int, bool, int], ActivationPlan | None] = {}
 
-    def best(self, network: float = 1.0) -> Candidate:
-        """The shortest step that fits, with hosts' links so many times as fast.
+    def best(self, network: Link | None = None) -> Candidate:
+        """The shortest step that fits, with the cluster's links between hosts or with others.
 
         Raises:
             UnsupportedError: nothing fits; the words say what would.
         """
-        machine = replace(self.question, network=network).machine
-        candidates = [replace(one, machine=machine) for one in self.all]
-        tried, enough_s = list[Candidate](), math.inf
-        for candidate in sorted(candidates, key=lambda one: one.bound_s):
-            if candidate.bound_s > enough_s:
-                break
-            tried.append(candidate)
-            enough_s = min(enough_s, (1 + TIE) * candidate.step.seconds)
-        if not tried:
+        candidates = self.all
+        if network is not None:
+            machine = replace(self.question.machine, network=network)
+            candidates = [replace(one, machine=machine) for one in candidates]
+        if not candidates:
             raise self._nothing_fits()
-        ties = [one for one in tried if one.step.seconds <= enough_s]
-        return min(ties, key=lambda one: (one.setting.departures, one.step.seconds))
+        return best_of(candidates)
 
     @functools.cached_property
     def all(self) -> list[Candidate]:
@@ -425,6 +421,18 @@ class Search:
         where = f"{question.model.name} on {question.cluster.text}"
         problem = Problem(where, f"{question.model.elements / 1e9:.2f} G parameters", why, remedy)
         return UnsupportedError(problem, headline="no plan fits")
+
+
+def best_of(candidates: Sequence[Candidate]) -> Candidate:
+    """The shortest step, of those as short what departs least from plain DeepSpeed."""
+    tried, enough_s = list[Candidate](), math.inf
+    for candidate in sorted(candidates, key=lambda one: one.bound_s):
+        if candidate.bound_s > enough_s:
+            break
+        tried.append(candidate)
+        enough_s = min(enough_s, (1 + TIE) * candidate.step.seconds)
+    ties = [one for one in tried if one.step.seconds <= enough_s]
+    return min(ties, key=lambda one: (one.setting.departures, one.step.seconds))
 
 
 def bucket_of(model: Model) -> int:
