@@ -2,19 +2,23 @@
 
     sudo python benchmarks/plan_accuracy.py --measure 50,200,1000,unlimited [--accumulation 1,4]
         [--slots 2] [--shape wider]
-    python benchmarks/plan_accuracy.py --predict
+    python benchmarks/plan_accuracy.py --predict --choose
 
 Measuring adds to `--json`, a launch a rate and accumulation; what stands there is not measured
 again. Two emulated hosts of `--slots` processes, bf16, a small Llama with ZeRO-3 as of a model
-larger than memory (weights gathered twice, nothing ahead). All cells of a launch live in the same processes and
-take turns. A turn is `IN_A_ROW` steps from nothing under way to nothing under way; the fastest
-of a few counts, of the slowest process: other work on the machine only adds to a step.
+larger than memory (weights gathered twice, nothing ahead). All cells of a launch live in the same
+processes and take turns. A turn is `IN_A_ROW` steps from nothing under way to nothing under way;
+the fastest of a few counts, of the slowest process: other work on the machine only adds to a step.
 
 Predicting calibrates the machine's few rates on `CALIBRATED` alone (least squares of the logarithm,
 held to `RATES` weakly) and says how well they predict the other configurations: the median error,
 how many are within 20%, Kendall's tau of their order, the error of bytes at the interface. What is
 given, not calibrated: the shaper's rate and bucket. Bits of a lossless change follow from the bytes
 of the calibrated configuration that has them.
+
+Choosing takes the configurations with one model, layout, link and number of sequences in a step as
+a grid, all of it measured. The choice is the one with the shortest predicted step. Its regret
+is how much longer its measured step is than the shortest measured.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ import json
 import math
 import statistics
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -297,40 +302,111 @@ def calibrated(predictor: Predictor, rows: list[dict[str, Any]]) -> dict[str, fl
     return {name: math.exp(value) for name, value in zip(names, best.x, strict=True)}
 
 
-def predict(options: argparse.Namespace) -> None:
-    """Print predicted beside measured, and how far apart they are."""
-    from scipy.stats import kendalltau
-
+def predicted(options: argparse.Namespace) -> list[tuple[dict[str, Any], Any]]:
+    """All rows with their simulated steps."""
     rows = json.loads(options.json.read_text())
     predictor = Predictor()
     predictor.bits = predictor.lossless_bits(rows)
     rates = calibrated(predictor, rows)
     print("calibrated on five:", ", ".join(f"{name} {value:.3g}" for name, value in rates.items()))
-    print(
-        "| model | hosts | rate | micro-steps | policy | cell | sequences | measured, s | predicted | error "
-        "| MB measured | predicted |\n|---|---|---|---|---|---|---|---|---|---|---|---|"
-    )
-    errors, bytes_off, pairs = [], [], []
+    return [(row, predictor.step(row, rates)) for row in rows]
+
+
+def where(row: dict[str, Any]) -> tuple[str, str, str]:
+    """Model, layout and link in words."""
+    rate = f"{row['rate_mbit']:g}" if row["rate_mbit"] else "unlimited"
+    return row["shape"], f"{HOSTS}x{row['slots']}", rate
+
+
+def table(head: str, rows: Iterable[Iterable[str]]) -> None:
+    print(head, "|---" * (head.count("|") - 1) + "|", sep="\n")
     for row in rows:
-        step, measured = predictor.step(row, rates), min(row["step_s"])
-        error, sent = step.seconds / measured - 1, HEADERS * step.link_bytes
-        used = key(row) in CALIBRATED
+        print("|", " | ".join(row), "|")
+    print()
+
+
+def predict(pairs: list[tuple[dict[str, Any], Any]]) -> None:
+    """Print predicted beside measured, and how far apart they are."""
+    from scipy.stats import kendalltau
+
+    lines, bytes_off = [], []
+    groups: dict[tuple[str, ...], list[float]] = {}
+    seconds: list[tuple[float, float]] = []
+    for row, step in pairs:
+        measured, sent = min(row["step_s"]), HEADERS * step.link_bytes
+        error, used = step.seconds / measured - 1, key(row) in CALIBRATED
         if not used:
-            errors.append(abs(error))
-            pairs.append((measured, step.seconds))
+            groups.setdefault((*where(row), str(row["accumulation"])), []).append(abs(error))
+            seconds.append((measured, step.seconds))
         bytes_off.append(abs(sent / row["sent_bytes"] - 1))
-        print(
-            f"| {row['shape']} | {HOSTS}x{row['slots']} | {row['rate_mbit'] or 'unlimited'} | {row['accumulation']} | {row['policy']} "
-            f"| {row['method']} | {row['sequences']} | {measured:.3f} | {step.seconds:.3f} "
-            f"| {error:+.0%}{' (calibrated)' if used else ''} | {row['sent_bytes'] / 1e6:.2f} "
-            f"| {sent / 1e6:.2f} |"
+        lines.append(
+            [
+                *where(row),
+                *(str(row[name]) for name in ("accumulation", "policy", "method", "sequences")),
+                *(f"{measured:.3f}", f"{step.seconds:.3f}"),
+                f"{error:+.0%}{' (calibrated)' if used else ''}",
+                *(f"{row['sent_bytes'] / 1e6:.2f}", f"{sent / 1e6:.2f}"),
+            ]
         )
-    within = sum(error <= 0.2 for error in errors) / len(errors)
-    tau = kendalltau(*zip(*pairs, strict=True)).statistic
+    table(
+        "| model | hosts | rate | micro-steps | policy | cell | sequences | measured, s "
+        "| predicted | error | MB measured | predicted |",
+        lines,
+    )
+    errors = [error for group in groups.values() for error in group]
+    groups["all", "", "", ""] = errors
+    table(
+        "| model | hosts | rate | micro-steps | predicted | median error | worst | within 20% |",
+        (
+            [*of, str(len(e)), f"{statistics.median(e):.1%}", f"{max(e):.0%}", str(within(e))]
+            for of, e in groups.items()
+        ),
+    )
+    tau = kendalltau(*zip(*seconds, strict=True)).statistic
     print(
-        f"\n{len(errors)} predicted: median error {statistics.median(errors):.1%}, {within:.0%} "
-        f"within 20%, Kendall's tau {tau:.3f}; bytes: median {statistics.median(bytes_off):.1%}, "
-        f"at most {max(bytes_off):.1%}"
+        f"{len(errors)} predicted: median error {statistics.median(errors):.1%}, "
+        f"{within(errors) / len(errors):.0%} within 20%, Kendall's tau {tau:.3f}; bytes: median "
+        f"{statistics.median(bytes_off):.1%}, at most {max(bytes_off):.1%}"
+    )
+
+
+def within(errors: list[float]) -> int:
+    return sum(error <= 0.2 for error in errors)
+
+
+FEWEST = 6
+"""Configurations that a grid has."""
+
+
+def choose(pairs: list[tuple[dict[str, Any], Any]]) -> None:
+    """Print the plan's choice of each grid beside the best measured."""
+    grids: dict[tuple[str, ...], list[tuple[dict[str, Any], Any]]] = {}
+    for row, step in pairs:
+        sequences = row["sequences"] * row["accumulation"]
+        grids.setdefault((*where(row), str(sequences)), []).append((row, step))
+    lines, regrets = [], []
+    for of, grid in grids.items():
+        if len(grid) < FEWEST:
+            continue
+        chosen, step = min(grid, key=lambda one: one[1].seconds)
+        best, _ = min(grid, key=lambda one: min(one[0]["step_s"]))
+        regrets.append(min(chosen["step_s"]) / min(best["step_s"]) - 1)
+        names = [
+            f"{row['policy']}, {row['method']}, {row['sequences']} x {row['accumulation']}"
+            for row in (chosen, best)
+        ]
+        took = [f"{min(chosen['step_s']):.3f}", f"{min(best['step_s']):.3f}"]
+        lines.append([*of, str(len(grid)), *names, f"{step.seconds:.3f}", *took])
+        lines[-1].append(f"{regrets[-1]:.1%}")
+    table(
+        "| model | hosts | rate | sequences | grid | chosen | best measured | predicted, s "
+        "| chosen measured | best measured | regret |",
+        lines,
+    )
+    few = sum(regret <= 0.05 for regret in regrets)
+    print(
+        f"{len(regrets)} grids: {few} with a regret of at most 5%, worst {max(regrets):.1%}, "
+        f"median {statistics.median(regrets):.1%}"
     )
 
 
@@ -341,6 +417,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=1, help="processes of a host")
     parser.add_argument("--shape", default="demo", help="of _cells.SHAPES")
     parser.add_argument("--predict", action="store_true")
+    parser.add_argument("--choose", action="store_true")
     parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--limit-s", type=float, default=1200, help="of each launch")
     parser.add_argument("--worker", type=Path, help="the launched script's own option")
@@ -351,8 +428,12 @@ def main() -> None:
         return
     if options.measure:
         measure(options)
-    if options.predict:
-        predict(options)
+    if options.predict or options.choose:
+        pairs = predicted(options)
+        if options.predict:
+            predict(pairs)
+        if options.choose:
+            choose(pairs)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from rich.table import Table
 from ds_ckpt.hosts.cluster import Figure
 from ds_ckpt.plan.search import (
     BUDGET,
+    HPZ,
     OWN_FIGURES,
     TIE,
     ZERO3,
@@ -27,6 +28,7 @@ from ds_ckpt.telemetry.units import GIB
 
 NETWORK, MEMORY = (0.25, 4.0), 2.0
 """Times what there is, asked for what would change the choice."""
+WEIGHTS = {ZERO3: "ZeRO-3's weights", HPZ: "hpZ"}
 _NOTHING = 5e-4
 """Of a step: what is not worth a word."""
 
@@ -34,7 +36,7 @@ _NOTHING = 5e-4
 def words(setting: Setting) -> str:
     """A setting on one line."""
     policy = f"checkpointing {setting.policy}" + ", inputs offloaded" * setting.offload
-    where = "ZeRO-3's weights" if setting.weights == ZERO3 else f"resident, {setting.weights}"
+    where = WEIGHTS.get(setting.weights, f"resident, {setting.weights}")
     batch = f"micro-batch {setting.sequences} x {setting.micro_steps}"
     return f"{policy}; {where}; gradients {setting.method.name}; {batch}"
 
@@ -50,10 +52,10 @@ def neighbours(search: Search, best: Candidate) -> Iterator[tuple[str, Candidate
         change = "inputs not offloaded" if at.offload else "inputs offloaded"
         yield change, search.mixture(*kept, not at.offload)
     for kind in search.kinds:
-        if kind != at.weights:
-            where = "ZeRO-3's weights" if kind == ZERO3 else f"weights resident, {kind}"
+        if kind != at.weights and at.method in search.methods_with(kind):
+            where = WEIGHTS.get(kind, f"weights resident, {kind}")
             yield where, search.mixture(at.sequences, kind, at.method, at.offload)
-    for method in search.methods:
+    for method in search.methods_with(at.weights):
         if method != at.method:
             other = search.mixture(at.sequences, at.weights, method, at.offload)
             yield f"gradients {method.name}", other

@@ -5,7 +5,7 @@ All candidates train the same batch a step, so the shortest step is the best pla
     sequences     of a micro-batch; micro-steps are what is left of the batch
     recompute     for each micro-batch the planner's mixture that recomputes least in what is left
                   of the memory: less recompute never makes a step longer; with and without offload
-    weights       ZeRO-3's, or resident: sent whole, or losslessly
+    weights       ZeRO-3's, hpZ with DeepSpeed's own gradients, or resident: whole, or losslessly
     gradients     DeepSpeed's own, dense, or what verdicts allow
 
 A candidate's step is simulated only while the longest of its resources alone leaves it a chance to
@@ -62,7 +62,7 @@ OWN_FIGURES = (
 """Beside the hardware's."""
 BUCKETS = 8
 """A backward has so many at least, or nothing would be hidden."""
-ZERO3 = "ZeRO-3's"
+ZERO3, HPZ = "ZeRO-3's", "hpZ"
 BUDGET, BOTH = "budget", "attention and mlp"
 TIE = 0.01
 """Of a step."""
@@ -244,7 +244,7 @@ class Search:
         for sequences in self.micro_batches():
             found = False
             for kind in self.kinds:
-                for method in self.methods:
+                for method in self.methods_with(kind):
                     for candidate in self._recomputes(sequences, kind, method):
                         found = True
                         yield candidate
@@ -254,7 +254,14 @@ class Search:
     @property
     def kinds(self) -> list[str]:
         """Ways of weights."""
-        return [ZERO3, *RESIDENT] if self.question.machine.hosts > 1 else [ZERO3]
+        machine = self.question.machine
+        if machine.hosts == 1:
+            return [ZERO3]
+        return [ZERO3, *([HPZ] if machine.local > 1 else []), *RESIDENT]
+
+    def methods_with(self, kind: str) -> list[Method]:
+        """Ways of gradients that have been run with that way of weights."""
+        return [m for m in self.methods if kind != HPZ or m.settings is None]
 
     def _recomputes(self, sequences: int, kind: str, method: Method) -> Iterator[Candidate]:
         """With nothing offloaded; if that recomputes, with as much offloaded as host memory takes:
@@ -329,6 +336,7 @@ class Search:
             bucket=bucket_of(model),
             prefetch=DEFAULTS["stage3_prefetch_bucket_size"],
             weights=weights(kind, machine, model.parameters.itemsize),
+            hpz=kind == HPZ,
             update_s=UPDATE_BYTES
             * model.trained
             / machine.processes
@@ -369,16 +377,15 @@ class Search:
         return known[method.name, micro_steps]
 
     @functools.cached_property
-    def _states(self) -> dict[bool, dict[str, int]]:
-        """What ZeRO keeps, without and with resident weights."""
+    def _states(self) -> dict[str, dict[str, int]]:
+        """What ZeRO keeps, by the way of weights."""
         found = {}
-        for resident in (False, True):
-            method, kind = Method(STOCK), "whole" if resident else ZERO3
-            setting = Setting(1, self.each, "none", False, kind, method)
+        for kind in self.kinds:
+            setting = Setting(1, self.each, "none", False, kind, Method(STOCK))
             machine, file = self.question.machine, deepspeed_file(self.question, setting)
             parameters = self.question.model.parameters
             states, _ = estimate(parameters, file, machine.processes, machine.hosts)
-            found[resident] = {
+            found[kind] = {
                 "weights, gradients, optimizer": states.parameters_bytes
                 + states.gradients_bytes
                 + states.optimizer_bytes,
@@ -393,7 +400,7 @@ class Search:
         at = self.question.model.at(sequences, self.question.rates)
         nbytes, on_host = self._residuals(method, self.each // sequences)
         return {
-            **self._states[kind in RESIDENT],
+            **self._states[kind],
             "residuals": 0 if on_host else nbytes,
             "gradients of activations, temporaries": at.beside_bytes,
         }
@@ -444,7 +451,7 @@ def deepspeed_file(
     question: Question, setting: Setting, plan: ActivationPlan | None = None
 ) -> dict[str, Any]:
     """The DeepSpeed JSON of a setting; `plan` gives a budget its number."""
-    activation: dict[str, Any] = {}
+    local, activation = question.machine.local, dict[str, Any]()
     if setting.policy == BUDGET:
         assert plan is not None
         gib = math.floor(100 * plan.budget_bytes / GIB) / 100
@@ -475,6 +482,7 @@ def deepspeed_file(
             "reduce_scatter": True,
             "reduce_bucket_size": bucket_of(question.model),
             "stage3_gather_16bit_weights_on_model_save": True,
+            **({"zero_hpz_partition_size": local} if setting.weights == HPZ else {}),
         },
         **({"ds_ckpt": ours} if ours else {}),
     }
