@@ -5,9 +5,11 @@ And how far the figures can be trusted.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -23,6 +25,7 @@ from ds_ckpt.plan.search import (
     Question,
     Search,
     Setting,
+    deepspeed_file,
 )
 from ds_ckpt.telemetry.units import GIB
 
@@ -163,6 +166,55 @@ def show(search: Search, best: Candidate, console: Console) -> None:
             console.print(f"  {kind}: {figure.what} {figure.value:.4g} ({figure.source})")
 
 
+def content(search: Search, best: Candidate) -> dict[str, Any]:
+    """The whole answer as plain data: seconds, bytes, tokens a second."""
+    question = search.question
+    others = [
+        {"change": change, "fits": one is not None and one.fits, "why": beaten_by(best, one)}
+        | (_plain(question, one) if one is not None else {})
+        for change, one in neighbours(search, best)
+    ]
+    return {
+        "model": question.model.name,
+        "parameters": question.model.elements,
+        "tokens": question.model.tokens,
+        "cluster": question.cluster.text,
+        "sequences": question.sequences,
+        "loss": question.loss,
+        "best": _plain(question, best),
+        "deepspeed": deepspeed_file(question, best.setting, best.plan),
+        "beaten": others,
+        "not_tried": [method.name for method in search.refused],
+        "would_change": list(would_change(search, best)),
+        "figures": [
+            {"trust": kind, "what": f.what, "value": f.value, "source": f.source}
+            for kind, some in figures(question).items()
+            for f in some
+        ],
+    }
+
+
+def _plain(question: Question, one: Candidate) -> dict[str, Any]:
+    setting, step = one.setting, one.step
+    return {
+        "policy": setting.policy,
+        "blocks": dict(Counter(one.plan.choices)),
+        "offload": setting.offload,
+        "weights": setting.weights,
+        "gradients": setting.method.name,
+        "micro_batch": setting.sequences,
+        "micro_steps": setting.micro_steps,
+        "tokens_per_s": question.tokens / step.seconds,
+        "step_s": step.seconds,
+        "parts_s": dict(step.parts_s),
+        "busy_s": dict(step.busy_s),
+        "sent_bytes": dict(step.sent_bytes),
+        "memory_bytes": one.memory,
+        "needed_bytes": one.needed_bytes,
+        "capacity_bytes": one.capacity_bytes,
+        "offloaded_bytes": one.offloaded_bytes,
+    }
+
+
 def _counted(best: Candidate) -> list[str]:
-    counts = {word: best.plan.choices.count(word) for word in dict.fromkeys(best.plan.choices)}
-    return [f"{n} x {word}" for word, n in counts.items()]
+    return [f"{n} x {word}" for word, n in Counter(best.plan.choices).items()]

@@ -263,6 +263,24 @@ def test_the_command_answers_and_writes_a_file_that_validates(tmp_path: Path) ->
     assert json.loads(path.read_text())["bf16"] == {"enabled": True}
 
 
+def test_json_has_the_whole_answer(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    asked = ("demo", "--cluster", TEXT, "--batch=16", "--tokens=64", "--json", "--output")
+    result = CliRunner().invoke(app, ["plan", *asked, str(path)])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    best = found["best"]
+    assert found["deepspeed"] == json.loads(path.read_text())
+    assert best["tokens_per_s"] * best["step_s"] == pytest.approx(16 * 64)
+    assert sum(best["parts_s"].values()) == pytest.approx(best["step_s"])
+    assert sum(best["memory_bytes"].values()) == best["needed_bytes"] <= best["capacity_bytes"]
+    assert best["micro_batch"] * best["micro_steps"] * 4 == found["sequences"] == 16
+    least_s = min(one["step_s"] for one in found["beaten"] if one["fits"])
+    assert best["step_s"] <= 1.01 * least_s
+    assert all(figure["source"] for figure in found["figures"])
+    assert "topk_1pct" in found["not_tried"]
+
+
 def test_a_hostfile_with_probed_links(tmp_path: Path) -> None:
     hosts, links = tmp_path / "hosts", tmp_path / "links.json"
     hosts.write_text("one slots=2\ntwo slots=2\n")
