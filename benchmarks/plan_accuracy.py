@@ -1,19 +1,24 @@
 """What `ds-ckpt plan` simulates, held against measured steps: seconds and bytes of a grid.
 
     sudo python benchmarks/plan_accuracy.py --measure 50,200,1000,unlimited [--accumulation 1,4]
-    python benchmarks/plan_accuracy.py --predict
+        [--slots 2] [--shape wider]
+    python benchmarks/plan_accuracy.py --predict --choose
 
 Measuring adds to `--json`, a launch a rate and accumulation; what stands there is not measured
-again. Two emulated hosts of one process, bf16, a small Llama with ZeRO-3 as of a model larger than
-memory (weights gathered twice, nothing ahead). All cells of a launch live in the same processes and
-take turns. A turn is `IN_A_ROW` steps from nothing under way to nothing under way; the fastest
-of a few counts, of the slowest process: other work on the machine only adds to a step.
+again. Two emulated hosts of `--slots` processes, bf16, a small Llama with ZeRO-3 as of a model
+larger than memory (weights gathered twice, nothing ahead). All cells of a launch live in the same
+processes and take turns. A turn is `IN_A_ROW` steps from nothing under way to nothing under way;
+the fastest of a few counts, of the slowest process: other work on the machine only adds to a step.
 
 Predicting calibrates the machine's few rates on `CALIBRATED` alone (least squares of the logarithm,
 held to `RATES` weakly) and says how well they predict the other configurations: the median error,
 how many are within 20%, Kendall's tau of their order, the error of bytes at the interface. What is
 given, not calibrated: the shaper's rate and bucket. Bits of a lossless change follow from the bytes
 of the calibrated configuration that has them.
+
+Choosing takes the configurations with one model, layout, link and number of sequences in a step as
+a grid, all of it measured. The choice is the one with the shortest predicted step. Its regret
+is how much longer its measured step is than the shortest measured.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ import json
 import math
 import statistics
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,9 +41,9 @@ from step_time import _ask_for, set_rate
 from ds_ckpt.hosts.interfaces import INTERFACE
 
 RESULTS = Path(__file__).parent / "results" / "plan_accuracy.json"
-MODEL, TOKENS = "demo", 128
+HOSTS, TOKENS = 2, 128
 WARM_UP, IN_A_ROW = 2, 2
-TURNS = {50.0: 2}
+TURNS = {50.0: 2, 200.0: 2}
 """By rate; others have `MOST_TURNS`."""
 MOST_TURNS = 4
 CELLS: dict[int, list[tuple[str, str, int]]] = {
@@ -70,12 +76,11 @@ CELLS: dict[int, list[tuple[str, str, int]]] = {
 def worker(spec: dict[str, Any], folder: Path) -> None:
     """What `deepspeed` launches for one rate and accumulation."""
     _cells.join()
-    _ask_for(spec["rate"], folder)
     cells = []
     for policy, method, sequences in CELLS[spec["accumulation"]]:
         cell = _cells.start(
             method,
-            MODEL,
+            spec["shape"],
             zero=_cells.GATHERED_TWICE,
             autotune=False,
             bf16=True,
@@ -86,13 +91,13 @@ def worker(spec: dict[str, Any], folder: Path) -> None:
             cell.step(sequences, TOKENS, step)
         cell.land()
         cells.append((policy, method, sequences, cell, []))
-    for turn in range(TURNS.get(spec["rate"], MOST_TURNS)):
+    _ask_for(spec["rate_mbit"], folder)
+    for turn in range(TURNS.get(spec["rate_mbit"], MOST_TURNS)):
         for _, _, sequences, cell, seen in cells:
             seen.append(timed(cell, sequences, WARM_UP + turn * IN_A_ROW))
     rows = [
         {
-            "rate_mbit": spec["rate"],
-            "accumulation": spec["accumulation"],
+            **spec,
             "policy": policy,
             "method": method,
             "sequences": sequences,
@@ -120,62 +125,97 @@ def timed(cell: _cells.Running, sequences: int, first: int) -> tuple[float, floa
 
 def measure(options: argparse.Namespace) -> None:
     rows = json.loads(options.json.read_text()) if options.json.exists() else []
-    done = {(row["rate_mbit"], row["accumulation"]) for row in rows}
     for word in options.measure.split(","):
-        rate = None if word == "unlimited" else float(word)
         for accumulation in map(int, options.accumulation.split(",")):
-            if (rate, accumulation) in done:
+            spec = {
+                "shape": options.shape,
+                "slots": options.slots,
+                "rate_mbit": None if word == "unlimited" else float(word),
+                "accumulation": accumulation,
+            }
+            if any(spec.items() <= row.items() for row in rows):
                 continue
-            spec = {"rate": rate, "accumulation": accumulation}
-            rows += _cells.launch(__file__, spec, limit_s=options.limit_s, attend=set_rate)
+            rows += _cells.launch(
+                __file__,
+                spec,
+                hosts=HOSTS,
+                slots=options.slots,
+                limit_s=options.limit_s,
+                attend=set_rate,
+            )
             options.json.write_text(json.dumps(rows, indent=1))
-            print(f"measured: {word}, {accumulation} micro-steps", flush=True)
+            print("measured:", ", ".join(f"{k} {v}" for k, v in spec.items()), flush=True)
 
 
-CALIBRATED = (
-    (None, 1, "none", _cells.STOCK, 4),
-    (None, 4, "none", _cells.STOCK, 1),
-    (None, 1, "block", "resident, lossless + 3 bits", 1),
-    (200.0, 1, "none", _cells.STOCK, 1),
-    (200.0, 1, "none", "dense", 1),
+CALIBRATED = tuple(
+    ("demo", 1, *row)
+    for row in (
+        (None, 1, "none", _cells.STOCK, 4),
+        (None, 4, "none", _cells.STOCK, 1),
+        (None, 4, "block", "resident, lossless + 3 bits", 1),
+        (200.0, 1, "none", _cells.STOCK, 1),
+        (None, 1, "none", "resident, whole", 1),
+    )
 )
-"""Rate, accumulation, policy, cell, sequences."""
+"""Shape, processes of a host, rate, accumulation, policy, cell, sequences. Computing shows in the
+first, calls in the second, coding in the third, the link in the fourth, Python in the last."""
 RATES = {
     "flop_per_s": 5e10,
     "bytes_per_s": 3e9,
     "call_s": 1e-3,
+    "module_s": 1e-3,
     "update_s": 5e-9,
     "quantize_s": 2e-8,
     "lossless_s": 2.5e-8,
+    "whole_s": 5e-9,
     "link_bytes_per_s": 1e9,
     "link_share": 0.956,
-    "crowded": 1.5,
 }
 """Where the calibration begins: FLOP/s and bytes/s of one process, seconds of a collective's call,
-of AdamW, of packing and unpacking, each of encoding and decoding an element; the link that is not
+of AdamW, of packing and unpacking, each of
+encoding and decoding a changed weight losslessly, and of handing over any; the link that is not
 shaped; what gloo reaches of a shaped one, of which frames carry 95.6% of payload
-(`hosts/probe.py`); by how much longer an exchange takes that shares the link with gathers."""
+(`hosts/probe.py`)."""
 HEADERS = 1.008
 """Bytes at an interface over those that are sent (docs/measuring.md)."""
 SEGMENT_BYTES = 65536
+
+
+CORES = 2
+"""Of the machine: processes that share one compute longer."""
+
+
+def wider(batch: int, tokens: int) -> tuple[Any, Any]:
+    """`_cells.SHAPES["wider"]` as a `module:callable`."""
+    ids = torch.zeros(batch, tokens, dtype=torch.long)
+    return _cells.build("wider"), {"input_ids": ids, "labels": ids}
+
+
+MODELS = {"demo": "demo", "wider": "plan_accuracy:wider"}
 
 
 class Predictor:
     """Steps of the cells, simulated."""
 
     def __init__(self) -> None:
+        self.models: dict[str, Any] = {}
+        self.bits = 0.0
+
+    def model(self, shape: str) -> Any:
         from ds_ckpt.plan.model import Model
         from ds_ckpt.profile.subject import Sizes
 
-        self.model = Model(MODEL, Sizes(TOKENS, torch.bfloat16))
-        self.bits = 0.0
+        if shape not in self.models:
+            self.models[shape] = Model(MODELS[shape], Sizes(TOKENS, torch.bfloat16))
+        return self.models[shape]
 
     def lossless_bits(self, rows: list[dict[str, Any]]) -> float:
         """What a lossless change takes here: the bytes of the calibrated row less its gradients."""
         (row,) = (r for r in rows if key(r) in CALIBRATED and "lossless" in r["method"])
         self.bits = 0.0
         beside = self.step(row, RATES).link_bytes
-        return 8 * 2 * (row["sent_bytes"] / HEADERS - beside) / self.model.elements
+        elements = self.model(row["shape"]).elements
+        return 8 * 2 * (row["sent_bytes"] / HEADERS - beside) / elements
 
     def step(self, row: dict[str, Any], rates: dict[str, float]) -> Any:
         from ds_ckpt.plan.model import ACTIVATIONS
@@ -183,19 +223,30 @@ class Predictor:
         from ds_ckpt.plan.ways import Method, gradients
         from ds_ckpt.planner.costs import Rates
 
-        model, method = self.model, row["method"]
+        model, method = self.model(row["shape"]), row["method"]
         costs = Rates(rates["flop_per_s"], rates["bytes_per_s"], math.inf)
         at = model.at(row["sequences"], costs)
         plan = at.planner.all_alike(row["policy"], ACTIVATIONS)
-        link = Link(rates["link_bytes_per_s"])
+        inside = link = Link(rates["link_bytes_per_s"])
         if row["rate_mbit"] is not None:
             bytes_per_s = row["rate_mbit"] * 1e6 / 8
-            burst = max(SEGMENT_BYTES, bytes_per_s * 1e-3)
-            bytes_per_s = min(rates["link_share"] * bytes_per_s, link.bytes_per_s)
-            link = Link(bytes_per_s, burst_bytes=burst)
-        call_s = rates["call_s"]
+            link = Link(
+                min(rates["link_share"] * bytes_per_s, link.bytes_per_s),
+                burst_bytes=max(SEGMENT_BYTES, bytes_per_s * 1e-3),
+                duplex=False,
+            )
+        local = row["slots"]
+        processes = HOSTS * local
+        crowd = max(1.0, processes / CORES)
         machine = Machine(
-            2, 1, link, Link(math.inf), math.inf, call_s, False, 1.0, rates["crowded"]
+            hosts=HOSTS,
+            local=local,
+            network=link,
+            inside=inside,
+            call_s=crowd * rates["call_s"],
+            module_s=rates["module_s"],
+            streams=False,
+            slowest=crowd,
         )
         _, sections = _cells.WEIGHTS.get(method, ({}, {"compression": _cells.METHODS.get(method)}))
         section = sections.get("compression") or {}
@@ -208,13 +259,15 @@ class Predictor:
             bytes_per_s=math.inf,
         )
         if section.get("method") == "quantize":
-            quantize_s = rates["quantize_s"]
-            how = replace(how, encode_s=quantize_s, decode_s=quantize_s / 2, hold_s=quantize_s / 4)
+            each = rates["quantize_s"] / local  # a host's processes divide a bucket
+            how = replace(how, encode_s=each, decode_s=each / 2, hold_s=each / 4)
         resident = None
         if "weights" in sections:
             lossless = sections["weights"]["deltas"] == "lossless"
-            bits, coding_s = (self.bits, rates["lossless_s"]) if lossless else (16, 0.0)
-            resident = Weights(bits / 8 / 2, coding_s / 2, coding_s / 2)
+            bits = self.bits if lossless else 16
+            coding_s = rates["whole_s"] + lossless * rates["lossless_s"]
+            each = coding_s / processes
+            resident = Weights(bits / 8 * (HOSTS - 1) / HOSTS, each, each * (HOSTS - 1))
         way = Way(
             row["accumulation"],
             2,
@@ -222,14 +275,14 @@ class Predictor:
             bucket=-(-model.elements // _cells.BUCKETS),
             prefetch=0,
             weights=resident,
-            update_s=rates["update_s"] * model.elements / 2,
+            update_s=rates["update_s"] * model.elements / processes,
         )
         blocks = model.simulated(at, plan, persistent=0, reuse=0)
         return in_a_row(machine, blocks, way, IN_A_ROW)
 
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
-    names = ("rate_mbit", "accumulation", "policy", "method", "sequences")
+    names = ("shape", "slots", "rate_mbit", "accumulation", "policy", "method", "sequences")
     return tuple(row[name] for name in names)
 
 
@@ -249,40 +302,111 @@ def calibrated(predictor: Predictor, rows: list[dict[str, Any]]) -> dict[str, fl
     return {name: math.exp(value) for name, value in zip(names, best.x, strict=True)}
 
 
-def predict(options: argparse.Namespace) -> None:
-    """Print predicted beside measured, and how far apart they are."""
-    from scipy.stats import kendalltau
-
+def predicted(options: argparse.Namespace) -> list[tuple[dict[str, Any], Any]]:
+    """All rows with their simulated steps."""
     rows = json.loads(options.json.read_text())
     predictor = Predictor()
     predictor.bits = predictor.lossless_bits(rows)
     rates = calibrated(predictor, rows)
     print("calibrated on five:", ", ".join(f"{name} {value:.3g}" for name, value in rates.items()))
-    print(
-        "| rate | micro-steps | policy | cell | sequences | measured, s | predicted | error "
-        "| MB measured | predicted |\n|---|---|---|---|---|---|---|---|---|---|"
-    )
-    errors, bytes_off, pairs = [], [], []
+    return [(row, predictor.step(row, rates)) for row in rows]
+
+
+def where(row: dict[str, Any]) -> tuple[str, str, str]:
+    """Model, layout and link in words."""
+    rate = f"{row['rate_mbit']:g}" if row["rate_mbit"] else "unlimited"
+    return row["shape"], f"{HOSTS}x{row['slots']}", rate
+
+
+def table(head: str, rows: Iterable[Iterable[str]]) -> None:
+    print(head, "|---" * (head.count("|") - 1) + "|", sep="\n")
     for row in rows:
-        step, measured = predictor.step(row, rates), min(row["step_s"])
-        error, sent = step.seconds / measured - 1, HEADERS * step.link_bytes
-        used = key(row) in CALIBRATED
+        print("|", " | ".join(row), "|")
+    print()
+
+
+def predict(pairs: list[tuple[dict[str, Any], Any]]) -> None:
+    """Print predicted beside measured, and how far apart they are."""
+    from scipy.stats import kendalltau
+
+    lines, bytes_off = [], []
+    groups: dict[tuple[str, ...], list[float]] = {}
+    seconds: list[tuple[float, float]] = []
+    for row, step in pairs:
+        measured, sent = min(row["step_s"]), HEADERS * step.link_bytes
+        error, used = step.seconds / measured - 1, key(row) in CALIBRATED
         if not used:
-            errors.append(abs(error))
-            pairs.append((measured, step.seconds))
+            groups.setdefault((*where(row), str(row["accumulation"])), []).append(abs(error))
+            seconds.append((measured, step.seconds))
         bytes_off.append(abs(sent / row["sent_bytes"] - 1))
-        print(
-            f"| {row['rate_mbit'] or 'unlimited'} | {row['accumulation']} | {row['policy']} "
-            f"| {row['method']} | {row['sequences']} | {measured:.3f} | {step.seconds:.3f} "
-            f"| {error:+.0%}{' (calibrated)' if used else ''} | {row['sent_bytes'] / 1e6:.2f} "
-            f"| {sent / 1e6:.2f} |"
+        lines.append(
+            [
+                *where(row),
+                *(str(row[name]) for name in ("accumulation", "policy", "method", "sequences")),
+                *(f"{measured:.3f}", f"{step.seconds:.3f}"),
+                f"{error:+.0%}{' (calibrated)' if used else ''}",
+                *(f"{row['sent_bytes'] / 1e6:.2f}", f"{sent / 1e6:.2f}"),
+            ]
         )
-    within = sum(error <= 0.2 for error in errors) / len(errors)
-    tau = kendalltau(*zip(*pairs, strict=True)).statistic
+    table(
+        "| model | hosts | rate | micro-steps | policy | cell | sequences | measured, s "
+        "| predicted | error | MB measured | predicted |",
+        lines,
+    )
+    errors = [error for group in groups.values() for error in group]
+    groups["all", "", "", ""] = errors
+    table(
+        "| model | hosts | rate | micro-steps | predicted | median error | worst | within 20% |",
+        (
+            [*of, str(len(e)), f"{statistics.median(e):.1%}", f"{max(e):.0%}", str(within(e))]
+            for of, e in groups.items()
+        ),
+    )
+    tau = kendalltau(*zip(*seconds, strict=True)).statistic
     print(
-        f"\n{len(errors)} predicted: median error {statistics.median(errors):.1%}, {within:.0%} "
-        f"within 20%, Kendall's tau {tau:.3f}; bytes: median {statistics.median(bytes_off):.1%}, "
-        f"at most {max(bytes_off):.1%}"
+        f"{len(errors)} predicted: median error {statistics.median(errors):.1%}, "
+        f"{within(errors) / len(errors):.0%} within 20%, Kendall's tau {tau:.3f}; bytes: median "
+        f"{statistics.median(bytes_off):.1%}, at most {max(bytes_off):.1%}"
+    )
+
+
+def within(errors: list[float]) -> int:
+    return sum(error <= 0.2 for error in errors)
+
+
+FEWEST = 6
+"""Configurations that a grid has."""
+
+
+def choose(pairs: list[tuple[dict[str, Any], Any]]) -> None:
+    """Print the plan's choice of each grid beside the best measured."""
+    grids: dict[tuple[str, ...], list[tuple[dict[str, Any], Any]]] = {}
+    for row, step in pairs:
+        sequences = row["sequences"] * row["accumulation"]
+        grids.setdefault((*where(row), str(sequences)), []).append((row, step))
+    lines, regrets = [], []
+    for of, grid in grids.items():
+        if len(grid) < FEWEST:
+            continue
+        chosen, step = min(grid, key=lambda one: one[1].seconds)
+        best, _ = min(grid, key=lambda one: min(one[0]["step_s"]))
+        regrets.append(min(chosen["step_s"]) / min(best["step_s"]) - 1)
+        names = [
+            f"{row['policy']}, {row['method']}, {row['sequences']} x {row['accumulation']}"
+            for row in (chosen, best)
+        ]
+        took = [f"{min(chosen['step_s']):.3f}", f"{min(best['step_s']):.3f}"]
+        lines.append([*of, str(len(grid)), *names, f"{step.seconds:.3f}", *took])
+        lines[-1].append(f"{regrets[-1]:.1%}")
+    table(
+        "| model | hosts | rate | sequences | grid | chosen | best measured | predicted, s "
+        "| chosen measured | best measured | regret |",
+        lines,
+    )
+    few = sum(regret <= 0.05 for regret in regrets)
+    print(
+        f"{len(regrets)} grids: {few} with a regret of at most 5%, worst {max(regrets):.1%}, "
+        f"median {statistics.median(regrets):.1%}"
     )
 
 
@@ -290,7 +414,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--measure", default="", help="rates, Mbit/s")
     parser.add_argument("--accumulation", default="1,4")
+    parser.add_argument("--slots", type=int, default=1, help="processes of a host")
+    parser.add_argument("--shape", default="demo", help="of _cells.SHAPES")
     parser.add_argument("--predict", action="store_true")
+    parser.add_argument("--choose", action="store_true")
     parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--limit-s", type=float, default=1200, help="of each launch")
     parser.add_argument("--worker", type=Path, help="the launched script's own option")
@@ -301,8 +428,12 @@ def main() -> None:
         return
     if options.measure:
         measure(options)
-    if options.predict:
-        predict(options)
+    if options.predict or options.choose:
+        pairs = predicted(options)
+        if options.predict:
+            predict(pairs)
+        if options.choose:
+            choose(pairs)
 
 
 if __name__ == "__main__":

@@ -177,4 +177,4 @@ def write(path: Path | None, to: Callable[[Path], object]) -> None:
     except OSError as error:
         typer.echo(f"{path} cannot be written: {error.strerror or error}", err=True)
         raise typer.Exit(1) from None
-    typer.echo(f"wrote {path}")
+    typer.echo(f"wrote {path}", err=True)  # stdout may be read by a program

@@ -67,6 +67,9 @@ def plan(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the best as DeepSpeed JSON file.")
     ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON, with all figures, instead of text.")
+    ] = False,
 ) -> None:
     """Which settings train a model fastest on a cluster, within memory and loss.
 
@@ -80,7 +83,7 @@ def plan(
     from ds_ckpt.config.verdicts import Loss
     from ds_ckpt.hosts.cluster import Hardware
     from ds_ckpt.plan.model import Model
-    from ds_ckpt.plan.report import show
+    from ds_ckpt.plan.report import content, show
     from ds_ckpt.plan.search import NEEDED, Question, Search, deepspeed_file
     from ds_ckpt.profile.subject import Sizes
     from ds_ckpt.telemetry.units import GIB
@@ -119,7 +122,10 @@ def plan(
             status.update("simulating steps")
             search = Search(question)
             best = search.best()
-        show(search, best, Console(soft_wrap=True, highlight=False))
+        if as_json:
+            typer.echo(json.dumps(content(search, best), indent=2))
+        else:
+            show(search, best, Console(soft_wrap=True, highlight=False))
         text = json.dumps(deepspeed_file(question, best.setting, best.plan), indent=2) + "\n"
         write(output, lambda path: path.write_text(text, encoding="utf-8"))
 

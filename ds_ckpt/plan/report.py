@@ -5,9 +5,11 @@ And how far the figures can be trusted.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -15,6 +17,7 @@ from rich.table import Table
 from ds_ckpt.hosts.cluster import Figure
 from ds_ckpt.plan.search import (
     BUDGET,
+    HPZ,
     OWN_FIGURES,
     TIE,
     ZERO3,
@@ -22,11 +25,13 @@ from ds_ckpt.plan.search import (
     Question,
     Search,
     Setting,
+    deepspeed_file,
 )
 from ds_ckpt.telemetry.units import GIB
 
 NETWORK, MEMORY = (0.25, 4.0), 2.0
 """Times what there is, asked for what would change the choice."""
+WEIGHTS = {ZERO3: "ZeRO-3's weights", HPZ: "hpZ"}
 _NOTHING = 5e-4
 """Of a step: what is not worth a word."""
 
@@ -34,7 +39,7 @@ _NOTHING = 5e-4
 def words(setting: Setting) -> str:
     """A setting on one line."""
     policy = f"checkpointing {setting.policy}" + ", inputs offloaded" * setting.offload
-    where = "ZeRO-3's weights" if setting.weights == ZERO3 else f"resident, {setting.weights}"
+    where = WEIGHTS.get(setting.weights, f"resident, {setting.weights}")
     batch = f"micro-batch {setting.sequences} x {setting.micro_steps}"
     return f"{policy}; {where}; gradients {setting.method.name}; {batch}"
 
@@ -50,10 +55,10 @@ def neighbours(search: Search, best: Candidate) -> Iterator[tuple[str, Candidate
         change = "inputs not offloaded" if at.offload else "inputs offloaded"
         yield change, search.mixture(*kept, not at.offload)
     for kind in search.kinds:
-        if kind != at.weights:
-            where = "ZeRO-3's weights" if kind == ZERO3 else f"weights resident, {kind}"
+        if kind != at.weights and at.method in search.methods_with(kind):
+            where = WEIGHTS.get(kind, f"weights resident, {kind}")
             yield where, search.mixture(at.sequences, kind, at.method, at.offload)
-    for method in search.methods:
+    for method in search.methods_with(at.weights):
         if method != at.method:
             other = search.mixture(at.sequences, at.weights, method, at.offload)
             yield f"gradients {method.name}", other
@@ -82,10 +87,11 @@ def beaten_by(best: Candidate, other: Candidate | None) -> str:
 def would_change(search: Search, best: Candidate) -> Iterator[str]:
     """What a faster or slower link and more memory would lead to."""
     question = search.question
-    asked = [] if question.machine.hosts == 1 else [(n, search.best(n)) for n in NETWORK]
-    for factor, other in asked:
-        link = factor * question.cluster.rate.value / 1e9
-        yield f"Links of {link:g} Gbit/s: {_compared(question, best, other)}"
+    link = question.machine.network
+    for factor in NETWORK if question.machine.hosts > 1 else ():
+        other = search.best(replace(link, bytes_per_s=factor * link.bytes_per_s))
+        rate = f"{factor * question.cluster.rate.value / 1e9:g} Gbit/s"
+        yield f"Links of {rate}: {_compared(question, best, other)}"
     larger = Search(replace(question, memory=MEMORY)).best()
     memory = MEMORY * question.cluster.device["memory_bytes"] / 1e9
     yield f"{memory:g} GB of memory: {_compared(question, best, larger)}"
@@ -160,6 +166,55 @@ def show(search: Search, best: Candidate, console: Console) -> None:
             console.print(f"  {kind}: {figure.what} {figure.value:.4g} ({figure.source})")
 
 
+def content(search: Search, best: Candidate) -> dict[str, Any]:
+    """The whole answer as plain data: seconds, bytes, tokens a second."""
+    question = search.question
+    others = [
+        {"change": change, "fits": one is not None and one.fits, "why": beaten_by(best, one)}
+        | (_plain(question, one) if one is not None else {})
+        for change, one in neighbours(search, best)
+    ]
+    return {
+        "model": question.model.name,
+        "parameters": question.model.elements,
+        "tokens": question.model.tokens,
+        "cluster": question.cluster.text,
+        "sequences": question.sequences,
+        "loss": question.loss,
+        "best": _plain(question, best),
+        "deepspeed": deepspeed_file(question, best.setting, best.plan),
+        "beaten": others,
+        "not_tried": [method.name for method in search.refused],
+        "would_change": list(would_change(search, best)),
+        "figures": [
+            {"trust": kind, "what": f.what, "value": f.value, "source": f.source}
+            for kind, some in figures(question).items()
+            for f in some
+        ],
+    }
+
+
+def _plain(question: Question, one: Candidate) -> dict[str, Any]:
+    setting, step = one.setting, one.step
+    return {
+        "policy": setting.policy,
+        "blocks": dict(Counter(one.plan.choices)),
+        "offload": setting.offload,
+        "weights": setting.weights,
+        "gradients": setting.method.name,
+        "micro_batch": setting.sequences,
+        "micro_steps": setting.micro_steps,
+        "tokens_per_s": question.tokens / step.seconds,
+        "step_s": step.seconds,
+        "parts_s": dict(step.parts_s),
+        "busy_s": dict(step.busy_s),
+        "sent_bytes": dict(step.sent_bytes),
+        "memory_bytes": one.memory,
+        "needed_bytes": one.needed_bytes,
+        "capacity_bytes": one.capacity_bytes,
+        "offloaded_bytes": one.offloaded_bytes,
+    }
+
+
 def _counted(best: Candidate) -> list[str]:
-    counts = {word: best.plan.choices.count(word) for word in dict.fromkeys(best.plan.choices)}
-    return [f"{n} x {word}" for word, n in counts.items()]
+    return [f"{n} x {word}" for word, n in Counter(best.plan.choices).items()]

@@ -5,7 +5,7 @@ All candidates train the same batch a step, so the shortest step is the best pla
     sequences     of a micro-batch; micro-steps are what is left of the batch
     recompute     for each micro-batch the planner's mixture that recomputes least in what is left
                   of the memory: less recompute never makes a step longer; with and without offload
-    weights       ZeRO-3's, or resident: sent whole, or losslessly
+    weights       ZeRO-3's, hpZ with DeepSpeed's own gradients, or resident: whole, or losslessly
     gradients     DeepSpeed's own, dense, or what verdicts allow
 
 A candidate's step is simulated only while the longest of its resources alone leaves it a chance to
@@ -62,7 +62,7 @@ OWN_FIGURES = (
 """Beside the hardware's."""
 BUCKETS = 8
 """A backward has so many at least, or nothing would be hidden."""
-ZERO3 = "ZeRO-3's"
+ZERO3, HPZ = "ZeRO-3's", "hpZ"
 BUDGET, BOTH = "budget", "attention and mlp"
 TIE = 0.01
 """Of a step."""
@@ -79,7 +79,7 @@ class Question:
         dtype: "bf16" or "fp16".
         host_bytes: of a node's memory, for what is offloaded.
         slowest: by how much the slowest host computes longer.
-        network, memory: times what the cluster has, for what would change the choice.
+        memory: times what the accelerators have, for what would change the choice.
     """
 
     model: Model
@@ -90,7 +90,6 @@ class Question:
     dtype: str = "bf16"
     host_bytes: float = 512 * GIB
     slowest: float = 1.0
-    network: float = 1.0
     memory: float = 1.0
 
     @property
@@ -99,7 +98,7 @@ class Question:
         return Machine(
             hosts=cluster.nodes,
             local=cluster.local,
-            network=Link(self.network * cluster.rate.value / 8, cluster.latency.value),
+            network=Link(cluster.rate.value / 8, cluster.latency.value),
             inside=Link(device["inside_bytes_per_s"], self.latency_inside_s),
             bus_bytes_per_s=device["bus_bytes_per_s"],
             call_s=CALL_S,
@@ -191,7 +190,9 @@ class Candidate:
         crossing = sum(b.elements * (1 if b.kept else 2) for b in self.blocks) * way.itemsize
         share = (machine.processes - 1) / machine.processes
         trained, gathered = sum(b.trained for b in self.blocks), way.micro_steps * crossing * share
-        if way.weights is not None:
+        if way.hpz:
+            gathered = sum(b.elements for b in self.blocks) * way.itemsize * share
+        elif way.weights is not None:
             gathered = sum(b.elements for b in self.blocks) * way.weights.link_bytes
         exchanges = 1 if way.gradients.once else way.micro_steps
         nbytes = gathered + exchanges * trained * way.gradients.link_bytes
@@ -220,24 +221,19 @@ class Search:
         self._travelling: dict[tuple[str, int], Gradients] = {}
         self._mixtures: dict[tuple[int, bool, int], ActivationPlan | None] = {}
 
-    def best(self, network: float = 1.0) -> Candidate:
-        """The shortest step that fits, with hosts' links so many times as fast.
+    def best(self, network: Link | None = None) -> Candidate:
+        """The shortest step that fits, with the cluster's links between hosts or with others.
 
         Raises:
             UnsupportedError: nothing fits; the words say what would.
         """
-        machine = replace(self.question, network=network).machine
-        candidates = [replace(one, machine=machine) for one in self.all]
-        tried, enough_s = list[Candidate](), math.inf
-        for candidate in sorted(candidates, key=lambda one: one.bound_s):
-            if candidate.bound_s > enough_s:
-                break
-            tried.append(candidate)
-            enough_s = min(enough_s, (1 + TIE) * candidate.step.seconds)
-        if not tried:
+        candidates = self.all
+        if network is not None:
+            machine = replace(self.question.machine, network=network)
+            candidates = [replace(one, machine=machine) for one in candidates]
+        if not candidates:
             raise self._nothing_fits()
-        ties = [one for one in tried if one.step.seconds <= enough_s]
-        return min(ties, key=lambda one: (one.setting.departures, one.step.seconds))
+        return best_of(candidates)
 
     @functools.cached_property
     def all(self) -> list[Candidate]:
@@ -248,7 +244,7 @@ class Search:
         for sequences in self.micro_batches():
             found = False
             for kind in self.kinds:
-                for method in self.methods:
+                for method in self.methods_with(kind):
                     for candidate in self._recomputes(sequences, kind, method):
                         found = True
                         yield candidate
@@ -258,7 +254,14 @@ class Search:
     @property
     def kinds(self) -> list[str]:
         """Ways of weights."""
-        return [ZERO3, *RESIDENT] if self.question.machine.hosts > 1 else [ZERO3]
+        machine = self.question.machine
+        if machine.hosts == 1:
+            return [ZERO3]
+        return [ZERO3, *([HPZ] if machine.local > 1 else []), *RESIDENT]
+
+    def methods_with(self, kind: str) -> list[Method]:
+        """Ways of gradients that have been run with that way of weights."""
+        return [m for m in self.methods if kind != HPZ or m.settings is None]
 
     def _recomputes(self, sequences: int, kind: str, method: Method) -> Iterator[Candidate]:
         """With nothing offloaded; if that recomputes, with as much offloaded as host memory takes:
@@ -333,6 +336,7 @@ class Search:
             bucket=bucket_of(model),
             prefetch=DEFAULTS["stage3_prefetch_bucket_size"],
             weights=weights(kind, machine, model.parameters.itemsize),
+            hpz=kind == HPZ,
             update_s=UPDATE_BYTES
             * model.trained
             / machine.processes
@@ -373,16 +377,15 @@ class Search:
         return known[method.name, micro_steps]
 
     @functools.cached_property
-    def _states(self) -> dict[bool, dict[str, int]]:
-        """What ZeRO keeps, without and with resident weights."""
+    def _states(self) -> dict[str, dict[str, int]]:
+        """What ZeRO keeps, by the way of weights."""
         found = {}
-        for resident in (False, True):
-            method, kind = Method(STOCK), "whole" if resident else ZERO3
-            setting = Setting(1, self.each, "none", False, kind, method)
+        for kind in self.kinds:
+            setting = Setting(1, self.each, "none", False, kind, Method(STOCK))
             machine, file = self.question.machine, deepspeed_file(self.question, setting)
             parameters = self.question.model.parameters
             states, _ = estimate(parameters, file, machine.processes, machine.hosts)
-            found[resident] = {
+            found[kind] = {
                 "weights, gradients, optimizer": states.parameters_bytes
                 + states.gradients_bytes
                 + states.optimizer_bytes,
@@ -397,7 +400,7 @@ class Search:
         at = self.question.model.at(sequences, self.question.rates)
         nbytes, on_host = self._residuals(method, self.each // sequences)
         return {
-            **self._states[kind in RESIDENT],
+            **self._states[kind],
             "residuals": 0 if on_host else nbytes,
             "gradients of activations, temporaries": at.beside_bytes,
         }
@@ -427,6 +430,18 @@ class Search:
         return UnsupportedError(problem, headline="no plan fits")
 
 
+def best_of(candidates: Sequence[Candidate]) -> Candidate:
+    """The shortest step, of those as short what departs least from plain DeepSpeed."""
+    tried, enough_s = list[Candidate](), math.inf
+    for candidate in sorted(candidates, key=lambda one: one.bound_s):
+        if candidate.bound_s > enough_s:
+            break
+        tried.append(candidate)
+        enough_s = min(enough_s, (1 + TIE) * candidate.step.seconds)
+    ties = [one for one in tried if one.step.seconds <= enough_s]
+    return min(ties, key=lambda one: (one.setting.departures, one.step.seconds))
+
+
 def bucket_of(model: Model) -> int:
     """Elements of a bucket of gradients."""
     return min(DEFAULTS["reduce_bucket_size"], -(-model.trained // BUCKETS))
@@ -436,7 +451,7 @@ def deepspeed_file(
     question: Question, setting: Setting, plan: ActivationPlan | None = None
 ) -> dict[str, Any]:
     """The DeepSpeed JSON of a setting; `plan` gives a budget its number."""
-    activation: dict[str, Any] = {}
+    local, activation = question.machine.local, dict[str, Any]()
     if setting.policy == BUDGET:
         assert plan is not None
         gib = math.floor(100 * plan.budget_bytes / GIB) / 100
@@ -467,6 +482,7 @@ def deepspeed_file(
             "reduce_scatter": True,
             "reduce_bucket_size": bucket_of(question.model),
             "stage3_gather_16bit_weights_on_model_save": True,
+            **({"zero_hpz_partition_size": local} if setting.weights == HPZ else {}),
         },
         **({"ds_ckpt": ours} if ours else {}),
     }

@@ -20,7 +20,8 @@ with, nor longer than all tasks one after the other.
 What a host's link carries, for N elements of w bytes on P = H hosts x L processes. A ring in the
 order of the hosts crosses each link once (docs/weights.md, `exchange/plan.py`):
 
-    gather            w N (P-1)/P; of resident weights none, w N (L-1)/L inside the host
+    gather            w N (P-1)/P; of resident weights none, w N (L-1)/L inside the host; with
+                      hpZ so in all but a step's first forward
     gradients         what `exchange.plan` counts, times (H-1)/H
     changed weights   w N (H-1)/H whole, b/8 in the place of w with b bits a weight
 
@@ -66,11 +67,15 @@ class Link:
 
     Attributes:
         burst_bytes: that pass at once after a pause, earned at the link's rate: a shaper's bucket.
+        duplex: whether an all-to-all goes both ways at once. With TCP on a link that queues, one
+            direction waits for the other, as acknowledgements stand behind data (two-way traffic;
+            Zhang, Shenker, Clark 1991, SIGCOMM).
     """
 
     bytes_per_s: float
     latency_s: float = 0.0
     burst_bytes: float = 0.0
+    duplex: bool = True
 
 
 @dataclass(frozen=True)
@@ -80,10 +85,10 @@ class Machine:
     Attributes:
         local: processes of a host.
         call_s: what a collective costs the process that calls it, beside the link.
+        module_s: of ZeRO-3's Python around one pass through a module with weights, whether or not
+            it gathers them; 0 where the device is what computing waits for.
         streams: whether collectives run beside computing by themselves (NCCL on GPUs).
         slowest: by how much the slowest host computes longer; all wait for it in every collective.
-        crowded: without streams, by how much longer an exchange takes that shares a host's link
-            with gathers than its bytes alone.
     """
 
     hosts: int
@@ -92,9 +97,9 @@ class Machine:
     inside: Link
     bus_bytes_per_s: float = math.inf
     call_s: float = 0.0
+    module_s: float = 0.0
     streams: bool = True
     slowest: float = 1.0
-    crowded: float = 1.0
 
     @property
     def processes(self) -> int:
@@ -169,6 +174,8 @@ class Way:
         bucket: elements of a bucket of gradients.
         prefetch: elements that are gathered ahead of need; 0: none.
         weights: None: ZeRO-3's, gathered between hosts.
+        hpz: ZeRO++'s hpZ: what the first forward of a step gathers stays with its host until the
+            step's end (Wang et al. 2023, arXiv 2306.10209).
         update_s: of the optimizer.
     """
 
@@ -178,6 +185,7 @@ class Way:
     bucket: int = 500_000_000
     prefetch: int = 50_000_000
     weights: Weights | None = None
+    hpz: bool = False
     update_s: float = 0.0
 
 
@@ -343,6 +351,7 @@ class _Run:
 
     def _divided(self, number: int, kind: str, seconds: float, gathers: bool) -> list[_Piece]:
         block = self.blocks[number]
+        seconds += block.calls * self.machine.module_s
         if not gathers or not block.elements:
             return [_Piece(number, kind, seconds)]
         count = max(1, min(block.calls, MOST_PIECES)) if self.machine.streams else 1
@@ -356,7 +365,7 @@ class _Run:
         count = self.way.micro_steps
         marks = []
         for number in range(gone_through := min(count, SIMULATED)):
-            self._run_micro_step(last=number == gone_through - 1)
+            self._run_micro_step(first=number == 0, last=number == gone_through - 1)
             marks.append(self.mark())
         self.update()
         if count == gone_through:
@@ -375,7 +384,7 @@ class _Run:
         found = {(name, key): n for name, table in tables.items() for key, n in table.items()}
         return {("seconds", ""): end_s, **found}
 
-    def _run_micro_step(self, *, last: bool) -> None:
+    def _run_micro_step(self, *, first: bool, last: bool) -> None:
         streams, pieces = self.machine.streams, self._pieces
         gathered, exchanges, returned = list[int](), list[int](), dict[int, int]()
         ahead, filled, owed = 0.0, 0, list[tuple[int, int]]()
@@ -384,7 +393,7 @@ class _Run:
             while len(gathered) <= number or self._asked_ahead(len(gathered) - number, ahead):
                 if len(gathered) == len(pieces):
                     break
-                gathered.append(self._gather(pieces[len(gathered)], computed))
+                gathered.append(self._gather(pieces[len(gathered)], computed, first=first))
                 ahead += pieces[len(gathered) - 1].elements
             ahead -= piece.elements
             for elements, after in owed:  # a gather that comes now does not stand behind them
@@ -428,7 +437,7 @@ class _Run:
     def _wait_for(self, task: int) -> None:
         self.main = self._later(self.main, task)
 
-    def _gather(self, piece: _Piece, after: int) -> int:
+    def _gather(self, piece: _Piece, after: int, *, first: bool) -> int:
         machine, way = self.machine, self.way
         if not piece.elements:
             return after
@@ -437,8 +446,11 @@ class _Run:
         if way.weights is not None or not machine.streams:
             after = self._later(after, self.main)
         nbytes, kind = piece.elements * way.itemsize, f"gather in {piece.kind}"
-        crosses = way.weights is None and machine.hosts > 1
+        own = way.weights is not None or (way.hpz and not (first and piece.kind == "forward"))
+        crosses = machine.hosts > 1 and not own
         members = machine.processes if crosses else machine.local
+        if members == 1:  # nobody to ask
+            return after
         ring = (kind, nbytes * (members - 1) / members, members - 1, after, piece.calls)
         if not crosses:
             return self._inside(*ring)
@@ -446,11 +458,19 @@ class _Run:
         return arrived if machine.local == 1 else self._later(arrived, self._inside(*ring))
 
     def _send(
-        self, kind: str, nbytes: float, hops: int, after: int, calls: float = 1, longer: float = 1
+        self,
+        kind: str,
+        nbytes: float,
+        hops: int,
+        after: int,
+        calls: float = 1,
+        *,
+        both_ways: bool = False,
     ) -> int:
         """Over a host's link to the others."""
         self.tasks.sent[kind] += nbytes
         link = self.machine.network
+        longer = 2 if both_ways and not link.duplex else 1
         return self._carry("network", link, kind, nbytes * longer, hops, after, calls)
 
     def _inside(self, kind: str, nbytes: float, hops: int, after: int, calls: float = 1) -> int:
@@ -496,10 +516,8 @@ class _Run:
         if encode_s:
             after = tasks.add(coder, "compression", encode_s, after)
         if machine.hosts > 1:
-            shared = not machine.streams and not how.blocks and self.way.weights is None
-            longer = machine.crowded if shared else 1.0
             nbytes, ring = elements * how.link_bytes, begun if how.blocks else after
-            arrived = self._send("gradients", nbytes, how.hops, ring, longer=longer)
+            arrived = self._send("gradients", nbytes, how.hops, ring, both_ways=not how.blocks)
             after = self._later(arrived, after)
         if decode_s:
             after = tasks.add(coder, "compression", decode_s, after)
@@ -530,7 +548,7 @@ class _Run:
         while self._changes and begun < until and way.weights is not None:
             end, sent_after = self._changes.pop(0)
             nbytes = self._change * way.weights.link_bytes
-            arrived = self._send("changed weights", nbytes, 1, sent_after)
+            arrived = self._send("changed weights", nbytes, 1, sent_after, both_ways=True)
             decode_s = self._change * way.weights.decode_s * machine.slowest
             self._wait_for(arrived)
             self.main = self.tasks.add("compute", "changed weights", decode_s, self.main)

@@ -193,6 +193,7 @@ class Planner:
         last = len(found.blocks) - 1
         self._blocks = [*range(last), *[last] * repeated] if found.blocks else []
         surveyed = [candidates_of(found, i) for i in range(len(found.blocks))]
+        self._surveyed = surveyed
         self._candidates = [surveyed[i] for i in self._blocks]
         self._shared = shared_by_blocks(surveyed)
         seconds = found.forward_s(rates)
@@ -257,10 +258,12 @@ class Planner:
 
     def _options(self, allowance: Allowance) -> list[list[Option]]:
         """The candidates of every block in numbers."""
-        return [
-            [self._option(candidate, forward_s, allowance) for candidate in candidates]
-            for candidates, forward_s in zip(self._candidates, self._forward_s, strict=False)
+        forward_s = dict(zip(self._blocks, self._forward_s, strict=False))
+        surveyed = [
+            [self._option(candidate, forward_s[number], allowance) for candidate in candidates]
+            for number, candidates in enumerate(self._surveyed)
         ]
+        return [surveyed[number] for number in self._blocks]
 
     def _option(self, candidate: Candidate, forward_s: float, allowance: Allowance) -> Option:
         held, full = self._own_bytes(candidate.held), self._own_bytes(candidate.full)

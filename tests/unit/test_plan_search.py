@@ -18,9 +18,11 @@ from ds_ckpt.errors import ConfigError, UnsupportedError
 from ds_ckpt.hosts.cluster import HARDWARE, Hardware
 from ds_ckpt.hosts.probe import Links, Pair
 from ds_ckpt.plan import model as costs
+from ds_ckpt.plan import search as choices
 from ds_ckpt.plan.model import ACTIVATIONS, Model
-from ds_ckpt.plan.search import NEEDED, Question, Search, deepspeed_file
-from ds_ckpt.plan.ways import DENSE, STOCK, Method, gradients, methods, weights
+from ds_ckpt.plan.search import HPZ, NEEDED, ZERO3, Question, Search, deepspeed_file
+from ds_ckpt.plan.ways import DENSE, RESIDENT, STOCK, Method, gradients, methods, weights
+from ds_ckpt.planner.budget import Planner
 from ds_ckpt.planner.costs import Rates
 from ds_ckpt.profile.states import estimate
 from ds_ckpt.profile.subject import Sizes
@@ -140,6 +142,40 @@ def test_the_best_is_the_best_of_all(ask: Callable[..., Search]) -> None:
         assert all(one.fits for one in search.all)
 
 
+@pytest.mark.parametrize("name", ["llama-70b", "mixtral-8x7b"])
+def test_a_large_model_is_planned_with_few_simulated_steps(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What planning takes, counted in simulated steps and plans of memory: no clock."""
+    simulated, planned = list[object](), list[object]()
+    step, solve = choices.simulate, Planner.plan
+    monkeypatch.setattr(choices, "simulate", lambda *a: (simulated.append(a), step(*a))[1])
+    monkeypatch.setattr(Planner, "plan", lambda *a: (planned.append(a), solve(*a))[1])
+    known = Hardware.load(None, "--cluster")
+    cluster = known.cluster("16 nodes x 8 A100, 100 Gbit/s", NEEDED)
+    assert cluster is not None
+    model = Model(name, Sizes(tokens=512, dtype=torch.bfloat16))
+    search = Search(Question(model, cluster, 5e-6, 1024, "equal"))
+    best = search.best()
+    assert 0 < len(simulated) <= 64 < len(search.all)
+    assert 0 < len(planned) <= 64
+    assert best.step.seconds <= 1.01 * min(one.step.seconds for one in search.all[::5])
+
+
+def test_hpz_is_priced_as_its_bytes(ask: Callable[..., Search]) -> None:
+    """Half of ZeRO-3's gathers with one micro-step, and the host's copy in memory."""
+    by_kind = {
+        one.setting.weights: one
+        for one in ask().all
+        if one.setting.sequences == 4 and one.setting.method.name == STOCK
+    }
+    hpz, zero3 = by_kind[HPZ], by_kind[ZERO3]
+    gathers = {kind: n for kind, n in hpz.step.sent_bytes.items() if kind.startswith("gather")}
+    assert gathers == {"gather in forward": zero3.step.sent_bytes["gather in forward"]}
+    assert hpz.memory == by_kind["whole"].memory
+    assert hpz.needed_bytes > zero3.needed_bytes
+
+
 def test_memory_is_that_of_the_profile(ask: Callable[..., Search], demo: Model) -> None:
     search = ask()
     for one in search.all[:: len(search.all) // 7]:
@@ -156,7 +192,10 @@ def test_every_candidates_file_can_be_used(ask: Callable[..., Search]) -> None:
         file = deepspeed_file(search.question, one.setting, one.plan)
         plugin = parse(json.loads(json.dumps(file)))
         assert file["train_micro_batch_size_per_gpu"] * file["gradient_accumulation_steps"] == 4
-        assert plugin.weights.resident == (one.setting.weights != "ZeRO-3's")
+        assert plugin.weights.resident == (one.setting.weights in RESIDENT)
+        hpz = file["zero_optimization"].get("zero_hpz_partition_size")
+        assert hpz == (2 if one.setting.weights == HPZ else None)
+    assert {one.setting.weights for one in search.all} == {ZERO3, HPZ, *RESIDENT}
 
 
 def test_less_memory_recomputes_more_and_none_is_refused(
@@ -222,6 +261,24 @@ def test_the_command_answers_and_writes_a_file_that_validates(tmp_path: Path) ->
     result = CliRunner().invoke(app, ["validate", str(path)])
     assert result.exit_code == 0, result.output
     assert json.loads(path.read_text())["bf16"] == {"enabled": True}
+
+
+def test_json_has_the_whole_answer(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    asked = ("demo", "--cluster", TEXT, "--batch=16", "--tokens=64", "--json", "--output")
+    result = CliRunner().invoke(app, ["plan", *asked, str(path)])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    best = found["best"]
+    assert found["deepspeed"] == json.loads(path.read_text())
+    assert best["tokens_per_s"] * best["step_s"] == pytest.approx(16 * 64)
+    assert sum(best["parts_s"].values()) == pytest.approx(best["step_s"])
+    assert sum(best["memory_bytes"].values()) == best["needed_bytes"] <= best["capacity_bytes"]
+    assert best["micro_batch"] * best["micro_steps"] * 4 == found["sequences"] == 16
+    least_s = min(one["step_s"] for one in found["beaten"] if one["fits"])
+    assert best["step_s"] <= 1.01 * least_s
+    assert all(figure["source"] for figure in found["figures"])
+    assert "topk_1pct" in found["not_tried"]
 
 
 def test_a_hostfile_with_probed_links(tmp_path: Path) -> None:

@@ -26,10 +26,16 @@ machines = st.builds(
     Machine,
     hosts=st.integers(1, 4),
     local=st.integers(1, 3),
-    network=st.builds(Link, st.floats(1e5, 1e8), st.floats(0, 0.01)),
+    network=st.builds(
+        Link,
+        st.floats(1e5, 1e8),
+        st.floats(0, 0.01),
+        duplex=st.booleans(),
+    ),
     inside=st.builds(Link, st.floats(1e6, 1e9), st.floats(0, 0.001)),
     bus_bytes_per_s=st.floats(1e6, 1e9),
     call_s=st.floats(0, 0.001),
+    module_s=st.floats(0, 0.001),
     streams=st.booleans(),
     slowest=st.floats(1, 2),
 )
@@ -65,6 +71,7 @@ ways = st.builds(
     weights=st.one_of(
         st.none(), st.builds(Weights, few_bytes, st.floats(0, 1e-6), st.floats(0, 1e-6))
     ),
+    hpz=st.booleans(),
     update_s=seconds,
 )
 law = settings(max_examples=60, deadline=None)
@@ -152,6 +159,33 @@ def test_a_step_without_streams_by_hand() -> None:
     # the plugin's exchange of the first bucket runs beside the second block's backward
     beside = simulate(machine, blocks, replace(way, gradients=Gradients(link_bytes=8.0)))
     assert beside.seconds == pytest.approx(step.seconds - 2.0)
+
+
+def test_a_gather_that_asks_nobody_costs_no_collective() -> None:
+    """Python around a module is there in every pass, a collective's call where others are asked."""
+    machine = Machine(2, 1, Link(1e12), Link(1e12), call_s=0.1, module_s=0.01, streams=False)
+    blocks = [Block(2, 0, forward_s=1.0, backward_s=2.0, calls=3)] * 4
+    way = Way(2, 2, Gradients(0.0), prefetch=0)
+    passes, few_s = 2 * 2 * 3 * 4, 2 * machine.call_s  # few: the update's two all-reduces
+    asked = simulate(machine, blocks, way).seconds - 2 * 12.0 - few_s
+    assert asked == pytest.approx(passes * (0.1 + 0.01))
+    resident = replace(way, weights=Weights(0.0))
+    alone = simulate(machine, blocks, resident).seconds - 2 * 12.0 - few_s - machine.call_s
+    assert alone == pytest.approx(passes * 0.01)
+    again = [replace(block, recompute_s=1.0) for block in blocks]
+    more = simulate(machine, again, resident).seconds - simulate(machine, blocks, resident).seconds
+    assert more == pytest.approx(2 * 4 * (1.0 + 3 * 0.01))
+
+
+@pytest.mark.parametrize("micro_steps", [1, 2, 5])
+def test_hpz_gathers_between_hosts_once_a_step(micro_steps: int) -> None:
+    machine = Machine(2, 4, Link(1e6), Link(1e9))
+    blocks = [Block(1000, 0, 1.0, 2.0, recompute_s=1.0)] * 3
+    way = Way(micro_steps, 2, Gradients(0.0), hpz=True)
+    once = 2 * 3 * 1000 * 7 / 8
+    assert simulate(machine, blocks, way).link_bytes == pytest.approx(once)
+    stock = simulate(machine, blocks, replace(way, hpz=False)).link_bytes
+    assert stock == pytest.approx(2 * micro_steps * once)
 
 
 def test_with_streams_gathers_hide_behind_computing() -> None:

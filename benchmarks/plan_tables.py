@@ -1,0 +1,180 @@
+"""What ZeRO-3, hpZ, ZeRO++ and this plugin's best plan reach on clusters that nobody here has.
+
+    python benchmarks/plan_tables.py -o docs/plan_tables.md
+
+Simulated steps, nothing measured: `ds-ckpt plan`'s search on the figures of `hardware.json`, once
+for each model and number of nodes, then with each rate and latency of the links. All columns train
+the same batch, about a million tokens, and each has the micro-batch and recompute that suit it.
+
+hpZ is ZeRO-3 whose first forward of a step gathers between hosts and all else inside them, with a
+host's copy of the weights in memory. ZeRO++ is hpZ with weights gathered in 8 bits and gradients
+in 4: the volumes that its authors publish (0.5 M, 0 and 0.25 M for a model of M; DeepSpeed's blog
+on ZeRO++ and arXiv 2306.10209). What its kernels take is not in it, nor what it costs in loss.
+DeepSpeed has neither on hosts of one GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ds_ckpt.errors import UnsupportedError
+from ds_ckpt.hosts.cluster import Hardware
+from ds_ckpt.plan.model import Model
+from ds_ckpt.plan.report import figures, words
+from ds_ckpt.plan.search import HPZ, NEEDED, ZERO3, Candidate, Question, Search, best_of
+from ds_ckpt.plan.simulate import Link
+from ds_ckpt.plan.ways import RESIDENT
+from ds_ckpt.profile.subject import Sizes
+
+STEP_TOKENS = 1 << 20
+CLUSTERS: dict[str, tuple[list[str], list[str], list[float], list[float]]] = {
+    "Nodes of eight A100 80 GB": (
+        ["llama-7b", "llama-70b"],
+        [f"{n} nodes x 8 A100 80 GB" for n in (2, 4, 16)],
+        [10, 25, 100, 400],
+        [],
+    ),
+    "One RTX 4090 a host, over the internet": (
+        ["llama-1b", "llama-7b"],
+        [f"{n} nodes x 1 RTX 4090" for n in (2, 4, 8)],
+        [0.1, 1, 10],
+        [20, 100],
+    ),
+}
+"""Models, clusters, rates of a host's link in Gbit/s, latencies in ms; none: the file's own."""
+PAYS = 1.01
+"""Times the faster rival's speed: less is a tie."""
+
+
+def of(search: Search, *weights: str, stock: bool = True) -> list[Candidate]:
+    """With those ways of weights; `stock`: and DeepSpeed's own gradients."""
+    alike = [one for one in search.all if one.setting.weights in weights]
+    return [one for one in alike if one.setting.method.settings is None or not stock]
+
+
+def zeropp(one: Candidate) -> Candidate:
+    """With weights in 8 bits, gathered as hpZ does, and gradients in 4."""
+    machine, few = one.machine, one.way.itemsize / 4
+    gradients = replace(
+        one.way.gradients,
+        link_bytes=few * (machine.hosts - 1) / machine.hosts,
+        inside_bytes=few * (machine.local - 1) / machine.local,
+        hops=1,
+        blocks=False,
+    )
+    return replace(one, way=replace(one.way, itemsize=1, hpz=True, gradients=gradients))
+
+
+def fastest(candidates: Sequence[Candidate], network: Link) -> Candidate | None:
+    if not candidates:
+        return None
+    machine = replace(candidates[0].machine, network=network)
+    return best_of([replace(one, machine=machine) for one in candidates])
+
+
+def rows(search: Search, rates: list[float], latencies: list[float]) -> Iterator[str]:
+    """Of one model on one cluster, by rate and latency."""
+    question = search.question
+    if not search.all:
+        search.best()  # says why
+    ours = of(search, ZERO3, *RESIDENT, stock=False)
+    kinds = [of(search, ZERO3), of(search, HPZ), [zeropp(one) for one in of(search, HPZ)], ours]
+    named = question.machine.network.latency_s
+    for latency_s in [ms / 1e3 for ms in latencies] or [named]:
+        for rate in rates:
+            link = Link(rate * 1e9 / 8, latency_s)
+            found = [fastest(kind, link) for kind in kinds]
+            cells = [f"{question.tokens / f.step.seconds:,.0f}" if f else "-" for f in found]
+            *rivals, _, best = found
+            assert best is not None
+            times = min(r.step.seconds for r in rivals if r) / best.step.seconds
+            pays = f"{times:.2f}" if times >= PAYS else f"{times:.2f}: no"
+            how = words(best.setting)
+            ms = f" {1e3 * latency_s:g} ms |" if latencies else ""
+            yield f"| {rate:g} |{ms} {' | '.join(cells)} | {pays} | {how} |"
+
+
+def sections() -> Iterator[str]:
+    known = Hardware.load(None, "--cluster")
+    inside = known.entry("links", "inside a node", ("latency_s",))
+    last = None
+    for title, (models, clusters, rates, latencies) in CLUSTERS.items():
+        yield f"## {title}"
+        for name in models:
+            model = Model(name, Sizes(None, torch.bfloat16))
+            for cluster in clusters:
+                found = known.cluster(f"{cluster}, 1 Gbit/s", NEEDED)
+                known.done()
+                assert found is not None
+                each = max(1, round(STEP_TOKENS / model.tokens / found.devices))
+                last = Question(model, found, inside["latency_s"], each * found.devices, "equal")
+                yield (
+                    f"### {name}, {cluster}\n{each * found.devices} sequences of {model.tokens} "
+                    f"tokens a step. Tokens a second:\n"
+                )
+                try:
+                    table = list(rows(Search(last), rates, latencies))
+                except UnsupportedError as error:
+                    yield f"Nothing fits: {error.problems[0].why}."
+                    continue
+                ms = (" latency |", "---|") if latencies else ("", "")
+                yield "\n".join(
+                    [
+                        f"| Gbit/s |{ms[0]} ZeRO-3 | hpZ | ZeRO++ | ds_ckpt | pays | its plan |",
+                        f"|---|{ms[1]}---|---|---|---|---|---|",
+                        *table,
+                    ]
+                )
+        assert last is not None
+        yield "Figures of this section:\n"
+        device = last.cluster.device
+        kinds = figures(last).items()
+        listed = [(kind, f) for kind, some in kinds for f in some]
+        yield "\n".join(
+            f"- {kind}: {f.what} {f.value:.4g} ({f.source})"
+            for kind, f in listed
+            if f.what.startswith(device.name)
+        )
+
+
+HEAD = """# Beyond this machine: what a plan says of clusters
+Made by `python benchmarks/plan_tables.py -o docs/plan_tables.md`. Every figure is simulated; none
+was measured. [plan.md](plan.md) says how well simulated steps meet measured ones, which is on CPUs
+with gloo alone.
+
+What is assumed:
+- All columns train the same batch of about a million tokens a step, in bf16 with AdamW in fp32,
+  90% of an accelerator's memory, 512 GiB of host memory a node, methods of gradients whose verdicts
+  are all equivalent (`--loss equal`), each with the micro-batch and recompute that suit it.
+- *hpZ* gathers between hosts in a step's first forward alone. *ZeRO++* is hpZ with weights in 8
+  and gradients in 4 bits, by the volumes that its authors publish (arXiv 2306.10209; DeepSpeed's
+  blog on ZeRO++); the time of its kernels is not counted, nor what it costs in loss. DeepSpeed has
+  neither on hosts of one GPU.
+- A gather between hosts is a ring: a latency a hop and module, which is most of a ZeRO-3 step over
+  the internet. Optimizer states are not offloaded.
+- Links reach the rate that is named, in both directions at once; congestion, protocols and lost
+  packets are not in it. What packing takes is memory traffic; kernels hold up computing.
+- *ZeRO-3* and *hpZ* have this plugin's checkpointing, too, with plain gradients and weights.
+- *pays*: tokens of the plugin's best plan over those of the faster of ZeRO-3 and hpZ; under 1.01 it
+  does not pay.
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--output", "-o", type=Path)
+    options = parser.parse_args()
+    text = "\n".join([HEAD, *sections()]) + "\n"
+    if options.output:
+        options.output.write_text(text, encoding="utf-8")
+    else:
+        print(text)
+
+
+if __name__ == "__main__":
+    main()
