@@ -60,11 +60,11 @@ def offload_wrapper() -> dict[str, Any]:
 
 def zero3_reduction() -> dict[str, Any]:
     """The collective that DeepSpeed's stage 3 hands a bucket of gradients to."""
-    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
+    from deepspeed.runtime.zero import stage3
 
-    methods = [m for name, m in vars(Stage3).items() if name.endswith("__avg_scatter_grads")]
-    source = inspect.getsource(methods[0])
-    found = [c for c in ("reduce_scatter_coalesced", "all_reduce") if c in source]
+    _, _, source = inspect.getsource(stage3).partition("def __avg_scatter_grads(")
+    body, _, _ = source.partition("\n    def ")
+    found = [c for c in ("reduce_scatter_coalesced", "all_reduce") if f"{c}(" in body]
     return {"call": found[0] if found else "nothing known"}
 
 
@@ -292,20 +292,25 @@ def _sharded(configuration: dict[str, Any]) -> dict[str, Any]:
     if configuration["first"] == "shard":
         checkpointed(sharded)
     gathers = 0
-    real = dist.all_gather_into_tensor
+    real = {name: getattr(dist, name) for name in ("all_gather", "all_gather_into_tensor")}
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        nonlocal gathers
-        gathers += 1
-        return real(*args, **kwargs)
+    def counted(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal gathers
+            gathers += 1
+            return collective(*args, **kwargs)
+
+        return call
 
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(dist.get_rank()))
     given = x.clone().requires_grad_(configuration["reentrant"])
-    dist.all_gather_into_tensor = counted
+    for name, collective in real.items():
+        setattr(dist, name, counted(collective))
     try:
         sharded(given).square().mean().backward()
     finally:
-        dist.all_gather_into_tensor = real
+        for name, collective in real.items():
+            setattr(dist, name, collective)
     plain(x).square().mean().backward()
     for parameter in plain.parameters():
         dist.all_reduce(parameter.grad)
