@@ -6,6 +6,7 @@ Heavy imports stay inside the commands: `validate` and `schema` load no DeepSpee
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,16 +22,40 @@ app = typer.Typer(
     name="ds-ckpt",
     help="Activation checkpointing and gradient compression for DeepSpeed ZeRO-3.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
+EXAMPLES = {
+    "validate": "ds-ckpt validate ds_configs/zero3_3bit.json",
+    "schema": "ds-ckpt schema -o ds_ckpt.schema.json",
+    "doctor": "ds-ckpt doctor",
+    "profile": "ds-ckpt profile llama-7b --tokens 4096 --dtype bf16 --world 8 --limit-gib 80",
+    "plan": 'ds-ckpt plan llama-7b --cluster "4 nodes x 8 A100, 100 Gbit/s" -o plan.json',
+    "measure": "sudo ds-ckpt measure -o runs/first --rates 50mbit,1gbit",
+    "report": "ds-ckpt report runs/first --against runs/second",
+    "validate-accuracy": "ds-ckpt validate-accuracy ds_configs/zero3_3bit.json --tasks topics",
+    "probe": "sudo ds-ckpt probe --rate 200mbit -o links.json",
+    "hosts run": "sudo ds-ckpt hosts run --hosts 2 -- deepspeed train.py --deepspeed_config C.json",
+    "hosts list": "ds-ckpt hosts list",
+    "hosts down": "sudo ds-ckpt hosts down --all",
+}
+"""What `--help` of each command ends with."""
+
+
+def _add(to: typer.Typer, name: str, function: Callable[..., None], **settings: Any) -> None:
+    last = name.split()[-1]
+    to.command(last, epilog=f"Example: `{EXAMPLES[name]}`", **settings)(function)
+
+
+_add(commands.hosts, "hosts run", commands.run, context_settings={"ignore_unknown_options": True})
+_add(commands.hosts, "hosts list", commands.list_sets)
+_add(commands.hosts, "hosts down", commands.down)
 app.add_typer(commands.hosts, name="hosts")
-app.command()(commands.probe)
-app.command()(validation_commands.validate_accuracy)
-app.command()(profile)
-app.command()(plan)
-app.command()(measure_command.measure)
-app.command()(measure_command.report)
+_add(app, "probe", commands.probe)
+_add(app, "validate-accuracy", validation_commands.validate_accuracy)
+_add(app, "profile", profile)
+_add(app, "plan", plan)
+_add(app, "measure", measure_command.measure)
+_add(app, "report", measure_command.report)
 _AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
@@ -52,7 +77,6 @@ def main(
     """Activation checkpointing and gradient compression for DeepSpeed ZeRO-3."""
 
 
-@app.command()
 def validate(
     files: Annotated[list[Path], typer.Argument(help="DeepSpeed JSON files.")],
     as_json: _AsJson = False,
@@ -106,7 +130,6 @@ def _print_result(result: dict[str, Any]) -> None:
             console.print(Text(f"     {label + ':':8}", "dim"), Text(problem[label]), sep="")
 
 
-@app.command()
 def schema(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write to this file.")
@@ -122,7 +145,6 @@ def schema(
     commands.write(output, lambda path: path.write_text(text, encoding="utf-8"))
 
 
-@app.command()
 def doctor(as_json: _AsJson = False) -> None:
     """Look at versions, the hooks into DeepSpeed, launchers, memory limits and network interfaces.
 
@@ -161,6 +183,10 @@ def _print_findings(findings: list[Any]) -> None:
         )
     Console().print(table)
 
+
+_add(app, "validate", validate)
+_add(app, "schema", schema)
+_add(app, "doctor", doctor)
 
 if __name__ == "__main__":
     app()

@@ -16,8 +16,11 @@ USAGE = "usage: deepspeed [launcher options] --module ds_ckpt.run SCRIPT.py [scr
 def main(argv: list[str] | None = None) -> None:
     """Install the plugin, then run the script as `__main__`.
 
+    A mistake in the configuration is the same on every process of a host, and is told by the first
+    of them. Other errors are each process's own.
+
     Raises:
-        SystemExit: with a word on what is missing.
+        SystemExit: with a word on what is missing or wrong.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     position = next((i for i, a in enumerate(args) if not a.startswith("-")), None)
@@ -27,12 +30,17 @@ def main(argv: list[str] | None = None) -> None:
     if not os.path.isfile(script):
         raise SystemExit(f"ds_ckpt.run: {script}: no such file in {os.getcwd()}\n{USAGE}")
     from ds_ckpt.entry import install
+    from ds_ckpt.errors import ConfigError
 
     install()
     sys.argv = [script, *args[:position], *args[position + 1 :]]
     # as `python SCRIPT` would: the script's own folder comes first
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
-    runpy.run_path(script, run_name="__main__")
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except ConfigError as error:
+        first = os.environ.get("LOCAL_RANK", "0") == "0"
+        raise SystemExit(str(error) if first else 1) from None
 
 
 if __name__ == "__main__":

@@ -45,7 +45,8 @@ check_compiler() {
 }
 
 install_project() {
-  local pip=("$venv/bin/python" -m pip --quiet --disable-pip-version-check install)
+  # twice quiet: errors, no warnings (of running as root, of a newer pip)
+  local pip=("$venv/bin/python" -m pip -qq --disable-pip-version-check install)
   local constraints=(-c "$root/constraints.txt")
   printf 'setup: installing torch (a large download the first time) ...\n'
   # First, alone: DeepSpeed looks at the installed torch while it is built.

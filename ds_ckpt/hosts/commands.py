@@ -25,7 +25,6 @@ _Rate = Annotated[
 ]
 
 
-@hosts.command(context_settings={"ignore_unknown_options": True})
 def run(
     command: Annotated[list[str], typer.Argument(help="What to run in the first host, after --.")],
     count: _Count = 2,
@@ -55,7 +54,6 @@ def run(
     raise typer.Exit(code)
 
 
-@hosts.command("list")
 def list_sets(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
@@ -81,7 +79,6 @@ def list_sets(
     typer.echo(json.dumps(rows, indent=2) if as_json else said)
 
 
-@hosts.command()
 def down(
     names: Annotated[list[str] | None, typer.Argument(help="Only these, running or not.")] = None,
     everything: Annotated[

@@ -18,7 +18,14 @@ from typing import Any
 import psutil
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from ds_ckpt import workload
 from ds_ckpt.errors import ConfigError, Problem
@@ -82,11 +89,10 @@ def measure(
 def shown(console: Console) -> Iterator[Callable[[dict[str, Any]], None]]:
     """What to call with every event: a progress bar, without a terminal a line a tenth."""
     said: tuple[str, int] = ("", 0)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    counted = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    columns = *counted, TimeElapsedColumn(), TimeRemainingColumn()
     hidden = not console.is_terminal
-    with Progress(
-        *columns, TimeElapsedColumn(), console=console, disable=hidden, transient=True
-    ) as bar:
+    with Progress(*columns, console=console, disable=hidden, transient=True) as bar:
         task = bar.add_task("starting deepspeed", total=None)
 
         def show(event: dict[str, Any]) -> None:

@@ -5,12 +5,17 @@ Heavy imports stay inside the command.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from ds_ckpt.hosts.commands import errors_in_words, write
+
+if TYPE_CHECKING:
+    from ds_ckpt.profile.run import Options
 
 
 def profile(
@@ -110,11 +115,37 @@ def profile(
             limit_bytes=None if limit_gib is None else round(limit_gib * GIB),
             repeats=repeats,
         )
-        with Console(stderr=True).status("", spinner="line") as status:
-            found = make_profile(options, lambda text: status.update(text))
+        with _progress(options) as told:
+            found = make_profile(options, told)
         document(found).print(Console(soft_wrap=False))
         write(json_file, lambda path: path.write_text(found.to_json(), encoding="utf-8"))
         write(plot_file, lambda path: charts.save(picture(found), path))
+
+
+@contextmanager
+def _progress(options: Options) -> Iterator[Callable[[str], None]]:
+    """What to call with each step that begins: a bar on a terminal, else nothing is shown.
+
+    Steps are of about equal length, which the time left is reckoned from.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    configured = options.config is not None
+    steps = len(options.batches) * (1 + configured + len(options.policies)) + options.compile
+    columns = BarColumn(20), TimeRemainingColumn(compact=True), TextColumn("{task.description}")
+    console = Console(stderr=True)
+    hidden = not console.is_terminal
+    with Progress(*columns, console=console, disable=hidden, transient=True) as bar:
+        task = bar.add_task("", total=1 + steps)
+        done = -1
+
+        def told(text: str) -> None:
+            nonlocal done
+            done += 1
+            bar.update(task, description=text, completed=min(done, steps))
+
+        yield told
 
 
 def _split(text: str) -> list[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -122,15 +122,55 @@ class Table(Block):
         """As narrow as its words allow; what is too wide is folded, not cut."""
         found = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
         shown = [i for i, head in enumerate(self.heads) if head not in self.page_only]
+        if self.prose:
+            heads = [self.heads[i] for i in shown]
+            yield _Words(heads, [[row[i] for i in shown] for row in self.rows])
+            return
         for i in shown:
-            side: Literal["left", "right"] = "right" if i and not self.prose else "left"
+            side: Literal["left", "right"] = "right" if i else "left"
             head = Text(self.heads[i].replace(", ", "\n"))
             # a short name in two lines is no name
-            whole = i == 0 and not self.prose and all(len(row[0]) <= _NAME for row in self.rows)
+            whole = i == 0 and all(len(row[0]) <= _NAME for row in self.rows)
             found.add_column(head, justify=side, overflow="fold", no_wrap=whole)
         for row in self.rows:
             found.add_row(*(Text(row[i]) for i in shown))
         yield found
+
+
+@dataclass(frozen=True)
+class _Words:
+    """A table of words, none of them broken: where they have no room side by side, its rows stand
+    one under the other, each cell beside its head."""
+
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        columns = [*zip(self.heads, *self.rows, strict=True)]
+        whole = [max(map(len, column)) for column in columns]
+        widths = [max(len(w) for cell in column for w in [*cell.split(), ""]) for column in columns]
+        gaps = 3 * len(columns)
+        if sum(widths) + gaps > options.max_width:
+            yield from self._under_one_another()
+            return
+        while sum(widths) + gaps < options.max_width and widths != whole:
+            neediest = max(range(len(widths)), key=lambda i: whole[i] / max(1, widths[i]))
+            widths[neediest] += 1
+        found = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+        for head, width in zip(self.heads, widths, strict=True):
+            found.add_column(Text(head), width=width)
+        for row in self.rows:
+            found.add_row(*map(Text, row))
+        yield found
+
+    def _under_one_another(self) -> Iterator[RenderableType]:
+        for name, *cells in self.rows:
+            yield Text(name, "bold")
+            grid = RichTable.grid(padding=(0, 2))
+            for head, cell in zip(self.heads[1:], cells, strict=True):
+                if cell:
+                    grid.add_row(Text(f"  {head}"), Text(cell, overflow="fold"))
+            yield grid
 
 
 @dataclass(frozen=True)

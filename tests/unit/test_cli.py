@@ -3,19 +3,50 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from ds_ckpt import doctor
-from ds_ckpt.cli import app
+from ds_ckpt.cli import EXAMPLES, app
 from ds_ckpt.config import json_schema, load_file, parse
 
 PRESETS = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
 run = CliRunner().invoke
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_every_example_of_help_is_a_command(name: str) -> None:
+    words = shlex.split(EXAMPLES[name].removeprefix("sudo "))
+    command: Any = typer.main.get_command(app)
+    given = words[1:]
+    assert words[0] == "ds-ckpt"
+    for part in name.split():
+        command, given = command.commands[part], given[1:]
+    command.make_context(name, list(given))
+    shown = run(app, [*name.split(), "--help"], terminal_width=200)
+    assert EXAMPLES[name] in " ".join(shown.output.split())
+
+
+def test_every_command_has_an_example() -> None:
+    def names(group: Any, before: str = "") -> set[str]:
+        found = set[str]()
+        for name, command in group.commands.items():
+            inner = hasattr(command, "commands")
+            found |= names(command, f"{name} ") if inner else {before + name}
+        return found
+
+    assert names(typer.main.get_command(app)) == set(EXAMPLES)
+
+
+def test_shells_complete() -> None:
+    assert "--install-completion" in run(app, ["--help"]).output
 
 
 def test_version() -> None:

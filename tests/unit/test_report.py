@@ -142,6 +142,28 @@ def test_a_terminal_folds_but_cuts_nothing_and_lets_code_be_copied() -> None:
         assert "".join(lines[3:]).count(letter) == 50
 
 
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_a_table_of_words_breaks_no_word(width: int) -> None:
+    heads = ["configuration", "verdict", "difference", "dense", "fewer bytes", "to dense's end"]
+    row = [
+        "zero3_powersgd_rank16",
+        "inconclusive: about 12 more seeds",
+        "+0.35% (+0.19 to +0.51)",
+        "2.4547 (perplexity 11.643)",
+        "1.27x",
+        "1.02, 0.81",
+    ]
+    target = io.StringIO()
+    table = Table(heads, [row, row], prose=True)
+    Document("", [], [Section("", [table])]).print(Console(file=target, width=width))
+    lines = target.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    words = set(target.getvalue().split())
+    assert {word for cell in [*heads[1:], *row] for word in cell.split()} <= words
+    one_line = any("zero3_powersgd_rank16" in line and "+0.35%" in line for line in lines)
+    assert one_line == (width == 200)
+
+
 def test_a_chart_says_all_that_it_was_given() -> None:
     words = _words(charts.svg([ROWS, LINES]))
     for text in ("first", "second", "widths", "wide", "narrow", "counted", "a word", "of rows"):

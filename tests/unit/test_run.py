@@ -35,3 +35,25 @@ def test_the_launcher_argument_goes_on_to_the_script(
 def test_a_missing_script_is_told(argv: list[str]) -> None:
     with pytest.raises(SystemExit, match="usage: deepspeed"):
         run.main(argv)
+
+
+@pytest.mark.parametrize(("local_rank", "said"), [("0", "$.ds_ckpt.activation"), ("1", "")])
+def test_a_mistake_in_the_file_is_told_once_a_host(
+    local_rank: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from ds_ckpt.config import parse\nparse({'ds_ckpt': {'activation': {'polcy': 'block'}}})\n"
+    )
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", ["x"])
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    from ds_ckpt import uninstall
+
+    try:
+        with pytest.raises(SystemExit) as ended:
+            run.main([str(script)])
+    finally:
+        uninstall()
+    assert said in str(ended.value.code)
+    assert (ended.value.code == 1) == (not said)

@@ -1,0 +1,493 @@
+"""What is told about activation checkpointing and gradient compression, held against measurements.
+
+    python benchmarks/claims.py                       # docs/claims.md from what is on record
+    python benchmarks/claims.py --measure [NAME ...]  # measure what is missing, or these again
+    python benchmarks/claims.py --row 004-25          # one claim: its figures and its verdict
+
+`claims.toml` has the claims. Its figures are expressions over measurements, so no figure is typed
+in, and the band that a claim names is an expression over them, so a figure that changes changes the
+verdict. Three kinds of things are measured: steps on fake tensors, by the functions behind `ds-ckpt
+profile --fake`; small experiments on the CPU (`_claim_checks.py`); and what the other files of
+`results/` have. The first two are kept in `results/claims.json`, each once.
+
+A verdict is "holds", "holds under a condition", "does not hold", "needs a GPU" or "open".
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib  # type: ignore[no-redef]
+
+from ds_ckpt.files import replacing
+from ds_ckpt.telemetry.units import GIB
+
+HERE = Path(__file__).resolve().parent
+DATA = HERE / "claims.toml"
+RECORD = HERE / "results" / "claims.json"
+PAGE = HERE.parent / "docs" / "claims.md"
+VERDICTS = ("holds", "holds under a condition", "does not hold", "needs a GPU", "open")
+DECIDED_BY = ("fake", "arithmetic", "source", "check", "result", "test", "gpu")
+
+
+# what was measured
+
+
+@dataclass(frozen=True)
+class Step:
+    """One policy's step on fake tensors. Bytes of one process; FLOPs and launches of each phase."""
+
+    saved_bytes: int
+    peak_bytes: int
+    peak_in: str
+    flops: dict[str, int]
+    launches: dict[str, int]
+    moved_bytes: dict[str, int]
+    layer_bytes: dict[str, int]
+    """Of the second block, by part: the first may hold what all share."""
+    outside_bytes: int
+    score_bytes: int
+    unstored_bytes: int
+    """Attention weights that the attention core did not store."""
+
+    @property
+    def layer(self) -> int:
+        return sum(self.layer_bytes.values())
+
+    @property
+    def step_flops(self) -> int:
+        return sum(self.flops.values())
+
+    @property
+    def step_launches(self) -> int:
+        return sum(self.launches.values())
+
+    @property
+    def step_moved(self) -> int:
+        return sum(self.moved_bytes.values())
+
+    @property
+    def back_over_forward(self) -> float:
+        return (self.flops["backward"] + self.flops["recompute"]) / self.flops["forward"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured under a name: one model, batch and attention, several policies."""
+
+    name: str
+    model: str
+    policies: tuple[str, ...] = ()
+    tokens: int = 2048
+    batch: int = 1
+    attention: str = "sdpa"
+    dtype: str = "bf16"
+    worlds: tuple[int, ...] = (8,)
+    layers: int | None = None
+    compile: bool = False
+
+    @property
+    def command(self) -> str:
+        return f"python benchmarks/claims.py --measure {self.name}"
+
+    def measure(self) -> dict[str, Any]:
+        """Steps by policy, what a process keeps by world size, what torch.compile saves."""
+        import torch
+
+        from ds_ckpt.profile.compiled import compile_report
+        from ds_ckpt.profile.measure import built_fake, footprints
+        from ds_ckpt.profile.policies import ComparedPolicy, blocks_of
+        from ds_ckpt.profile.records import NONE
+        from ds_ckpt.profile.states import Parameters, estimate
+        from ds_ckpt.profile.subject import Sizes, find_subject
+
+        dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[self.dtype]
+        sizes = Sizes(self.tokens, dtype, self.attention, self.layers)
+        subject = find_subject(_model(self.model), sizes)
+        policies = [ComparedPolicy(NONE, None)]
+        policies += [ComparedPolicy(name, _section(name)) for name in self.policies]
+        found = footprints(subject, self.batch, policies, None)
+        made = built_fake(subject, self.batch)
+        blocks, _ = blocks_of(made.model, None)
+        parameters = Parameters.of(made.model, blocks)
+        compiled = None
+        if self.compile:
+            report = compile_report(made, blocks, next(f for f in found if f.policy == "block"))
+            compiled = {
+                "graphs": report.graphs,
+                "captured_flops": report.captured_flops,
+                "flops": report.flops,
+                "eager_bytes": report.eager_held_bytes,
+                "compiled_bytes": report.min_cut_bytes,
+                "blocks": len(report.blocks),
+                "blocks_in_need": sum(block.needs_policy for block in report.blocks),
+            }
+        return {
+            "steps": {f.policy: asdict(_step(f)) for f in found},
+            "states": {str(n): asdict(estimate(parameters, None, n)[0]) for n in self.worlds},
+            "parameters": sum(parameters.counts),
+            "width": parameters.hidden,
+            "compiled": compiled,
+        }
+
+
+def _model(name: str) -> str:
+    return str(HERE.parent / name) if name.endswith(".json") else name
+
+
+def _section(name: str) -> dict[str, Any]:
+    """Of a policy under its name here: block, segments 4, every_n 4, selective attention+qkvo."""
+    policy, _, setting = name.partition(" ")
+    key = {"segments": "segment_size", "every_n": "every_n", "selective": "save_ops"}.get(policy)
+    if not setting or key is None:
+        return {"policy": policy}
+    return {"policy": policy, key: setting if policy == "selective" else int(setting)}
+
+
+def _step(found: Any) -> Step:
+    from ds_ckpt.telemetry.memory import OUTSIDE
+
+    blocks = [block for block in found.blocks if block.name != OUTSIDE]
+    parts = ("attention", "mlp", "norm", "other", "checkpointed")
+    phases = {name: getattr(found, name) for name in ("forward", "recompute", "backward")}
+    return Step(
+        saved_bytes=found.held_bytes,
+        peak_bytes=found.peak.live_bytes,
+        peak_in=found.peak.words(),
+        flops={name: work.flops for name, work in phases.items()},
+        launches={name: work.launches for name, work in phases.items()},
+        moved_bytes={name: work.moved_bytes for name, work in phases.items()},
+        layer_bytes={part: blocks[1].part_bytes(part) for part in parts},
+        outside_bytes=sum(b.total_bytes for b in found.blocks if b.name == OUTSIDE),
+        score_bytes=found.score_bytes,
+        unstored_bytes=found.core_avoided_bytes,
+    )
+
+
+class Measured:
+    """A case that is on record: `case["block"].peak_bytes`, `case.states(8)`, `case.total(...)`."""
+
+    def __init__(self, case: Case, record: dict[str, Any]) -> None:
+        self.case, self.record = case, record
+        self.parameters: int = record["parameters"]
+        self.compiled: Any = _Names(record["compiled"] or {})
+
+    def __getitem__(self, policy: str) -> Step:
+        return Step(**self.record["steps"][policy])
+
+    def states(self, world: int) -> Any:
+        """What a process of so many keeps (`ds_ckpt.profile.records.States`)."""
+        from ds_ckpt.profile.records import States
+
+        return States(**self.record["states"][str(world)])
+
+    def total(self, policy: str, world: int = 8) -> int:
+        """Bytes at the peak of a step, with what is kept beside it."""
+        return int(self.states(world).resident_bytes + self[policy].peak_bytes)
+
+    @property
+    def sbd(self) -> int:
+        """Sequence x batch x width: entries of what a layer is given."""
+        return self.case.tokens * self.case.batch * int(self.record["width"])
+
+
+class _Names:
+    """A mapping whose keys are attributes; a missing one is said by name."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.__dict__.update(values)
+
+
+class Results:
+    """What other benchmarks have on record, by the names that the claims use."""
+
+    def json(self, name: str) -> Any:
+        return json.loads((HERE / "results" / name).read_text(encoding="utf-8"))
+
+    def gathers(self, model: str, mode: str) -> float:
+        """Of each weight in a first step where nothing stays gathered (reuse distance 0)."""
+        rows = self.json("gathers.json")["rows"]
+        keys = (model, 0, mode)
+        (row,) = (r for r in rows if (r["model"], r["reuse"], r["mode"]) == keys)
+        return float(row["gathers"][0])
+
+    def policy(self, name: str, column: str) -> float:
+        """`policies.txt`: "held", in GiB; "of none"; "FLOPs" against no policy."""
+        text = (HERE / "results" / "policies.txt").read_text(encoding="utf-8")
+        cells = next(line for line in text.splitlines() if line.startswith(f"| {name} |"))
+        values = [float(cell) for cell in cells.strip("| ").split("|")[1:]]
+        return values[("held", "of none", "FLOPs").index(column)]
+
+    def planned(self, budget: str, of: str, column: str) -> float:
+        """`planning.txt`: "measured", in GiB, or "FLOPs" of the plan for a budget."""
+        text = (HERE / "results" / "planning.txt").read_text(encoding="utf-8")
+        line = next(x for x in text.splitlines() if x.startswith(f"| {budget} | {of} |"))
+        cells = line.strip("| ").split("|")
+        return float(cells[("measured", "FLOPs").index(column) * 2 + 3])
+
+    def fewer_bytes(self, method: str, model: str = "hidden 1024", layout: str = "2x1") -> float:
+        """Than the best dense exchange at a host's interface, accumulation 1."""
+        wanted = {"method": method, "model": model, "layout": layout, "accumulation": 1}
+        rows = self.json("wire_bytes.json")["rows"]
+        row = next(r for r in rows if wanted.items() <= r.items())
+        return float(row["fewer_than_best_dense"])
+
+    def loss_gap(self, method: str) -> float:
+        """Held-out loss above dense training's, a share of it: mean of paired seeds."""
+        text = (HERE / "results" / "frontier.jsonl").read_text(encoding="utf-8")
+        losses: dict[str, dict[int, float]] = {}
+        for run in map(json.loads, text.splitlines()):
+            if run["steps"] == 1500:
+                losses.setdefault(run["cell"], {})[run["seed"]] = run["heldout"][-1][1]
+        dense = losses["dense"]
+        return statistics.fmean(loss / dense[s] - 1 for s, loss in losses[method].items())
+
+    def verdict(self, preset: str, task: str) -> Any:
+        """Of `ds-ckpt validate-accuracy`, which comes with the package."""
+        path = HERE.parent / "ds_ckpt" / "verdicts.json"
+        found = json.loads(path.read_text(encoding="utf-8"))["verdicts"]
+        return _Names(next(v for v in found if v["preset"] == preset and task in v["task"]))
+
+    def ns_per_element(self, row: str) -> float:
+        """`selection.txt`, on one CPU thread."""
+        text = (HERE / "results" / "selection.txt").read_text(encoding="utf-8")
+        line = next(x for x in text.splitlines() if x.startswith(row))
+        return float(line.removeprefix(row).split()[0])
+
+    def equal_memory_speed(self, rate: str) -> float:
+        """`measure/2x1-1.md`: sequences a second with blocks checkpointed and the batch that takes
+        the same memory, over those without checkpointing."""
+        text = (HERE / "results" / "measure" / "2x1-1.md").read_text(encoding="utf-8")
+        _, _, part = text.partition("## Parts of a step")
+        _, _, part = part.partition(f"### {rate}\n")
+
+        def speed(start: str) -> float:
+            cells = next(x for x in part.splitlines() if x.startswith(start)).split("|")
+            return int(cells[2].split()[0]) / float(cells[3].split()[0])
+
+        return speed("| block/stock | 14 (equal memory)") / speed("| none/stock")
+
+    def accelerator(self, name: str) -> Any:
+        """`ds_ckpt/hosts/hardware.json`: figures of data sheets."""
+        path = HERE.parent / "ds_ckpt" / "hosts" / "hardware.json"
+        return _Names(json.loads(path.read_text(encoding="utf-8"))["accelerators"][name])
+
+
+# the claims
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One row.
+
+    Attributes:
+        id: the file's number and the claim's.
+        source: the file that makes the claim.
+        theme: the table that it stands in.
+        claim: in other words.
+        means: what it would mean for somebody who trains, where it were true.
+        by: how it is decided: one of DECIDED_BY.
+        command: what a reader types.
+        figures: expressions by name, each of measurements and the figures before it.
+        found: what was found, with `{figure:format}`.
+        holds: an expression: whether the band that the claim names has the figures in it.
+        under: whether it holds under the condition that `found` names, where `holds` is false.
+        verdict: only where no figure decides: of a test, or what cannot be decided here.
+    """
+
+    id: str
+    source: str
+    theme: str
+    claim: str
+    means: str
+    by: str
+    command: str
+    found: str
+    figures: dict[str, str] = field(default_factory=dict)
+    holds: str = ""
+    under: str = ""
+    verdict: str = ""
+
+    def judged(self, known: dict[str, Any]) -> Judged:
+        """Raises whatever an expression raises, with the claim's id and the expression."""
+        values: dict[str, Any] = {}
+
+        def of(expression: str) -> Any:
+            try:
+                return eval(expression, {**known, **values})
+            except Exception as error:
+                raise ValueError(f"claim {self.id}: {expression}: {error!r}") from error
+
+        for name, expression in self.figures.items():
+            values[name] = of(expression)
+        verdict = self.verdict
+        if self.holds:
+            verdict = "holds" if of(self.holds) else "does not hold"
+        if verdict == "does not hold" and self.under and of(self.under):
+            verdict = "holds under a condition"
+        return Judged(self, self.found.format(**values), verdict)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A claim, what was found, and the verdict."""
+
+    claim: Claim
+    found: str
+    verdict: str
+
+
+def load() -> tuple[dict[str, str], list[Case], list[Claim]]:
+    """Themes by key, what is measured, the claims. TypeError or KeyError: no such form."""
+    data = tomllib.loads(DATA.read_text(encoding="utf-8"))
+    cases = [
+        Case(name, **{k: tuple(v) if isinstance(v, list) else v for k, v in case.items()})
+        for name, case in data["measurement"].items()
+    ]
+    return data["theme"], cases, [Claim(**row) for row in data.get("claim", [])]
+
+
+def read_record() -> dict[str, Any]:
+    if not RECORD.exists():
+        return {"measurements": {}, "checks": {}}
+    found: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
+    return found
+
+
+def judge(cases: Sequence[Case], claims: Sequence[Claim]) -> list[Judged]:
+    """All of them, from what is on record. KeyError: something was never measured."""
+    record = read_record()
+    known: dict[str, Any] = {
+        case.name: Measured(case, record["measurements"][case.name]) for case in cases
+    }
+    known |= {name: _Names(found["figures"]) for name, found in record["checks"].items()}
+    known |= {"results": Results(), "GIB": GIB, "GB": 1e9, "MB": 1e6}
+    known |= {"sqrt": math.sqrt, "log2": math.log2}
+    return [claim.judged(known) for claim in claims]
+
+
+def measure(cases: Sequence[Case], names: Sequence[str]) -> None:
+    """What is missing or named; each is kept as soon as it is there."""
+    import torch
+    import transformers
+    from _claim_checks import CHECKS
+
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    to_do: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
+        case.name: ("measurements", case.measure) for case in cases
+    }
+    to_do |= {name: ("checks", check) for name, check in CHECKS.items()}
+    unknown = set(names) - set(to_do)
+    if unknown:
+        raise SystemExit(f"not known: {', '.join(sorted(unknown))}; known: {', '.join(to_do)}")
+    for name, (kind, run) in to_do.items():
+        if name in names or (not names and name not in read_record()[kind]):
+            start_s = time.monotonic()
+            found = run() if kind == "measurements" else {"figures": run()}
+            record = read_record()
+            about = {"seconds": round(time.monotonic() - start_s, 1), "versions": versions}
+            command = f"python benchmarks/claims.py --measure {name}"
+            record[kind][name] = {"command": command, **about, **found}
+            record[kind] = dict(sorted(record[kind].items()))
+            with replacing(RECORD) as path:
+                path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            print(f"{name}: {about['seconds']} s", flush=True)
+
+
+def page(themes: dict[str, str], cases: Sequence[Case], judged: Sequence[Judged]) -> str:
+    """docs/claims.md."""
+    counts = Counter(row.verdict for row in judged)
+    by = Counter(row.claim.by for row in judged)
+    ways = {
+        "fake": "a step on fake tensors: shapes without memory, bytes and FLOPs counted",
+        "arithmetic": "arithmetic over sizes",
+        "source": "the installed torch or transformers, asked by code",
+        "check": "a small experiment on the CPU",
+        "result": "a file of benchmarks/results",
+        "test": "a test of this repository",
+        "gpu": "nothing here: it needs a GPU, or more than one host with GPUs",
+    }
+    lines = [
+        "# Claims, and what was measured",
+        "",
+        "Figures that are told about activation checkpointing and gradient compression, each with",
+        "the command that decides it. Written by `python benchmarks/claims.py` from",
+        "`benchmarks/claims.toml` and `benchmarks/results/claims.json`: figures and verdicts are",
+        "computed, so do not edit this page.",
+        "",
+        "| verdict | claims |",
+        "|---|---|",
+        *(f"| {verdict} | {counts[verdict]} |" for verdict in VERDICTS),
+        f"| all | {len(judged)} |",
+        "",
+        "| decided by | claims |",
+        "|---|---|",
+        *(f"| {ways[way]} | {by[way]} |" for way in DECIDED_BY),
+        "",
+        "*Saved*: bytes that autograd keeps between forward and backward. *Peak*: the most bytes",
+        "at once of what a step makes. *FLOPs*: products and attention cores, against no policy.",
+        "*All*: what ZeRO-3 keeps of a process among 8, and the peak. Fake steps are in bf16 with",
+        "the language-model head and the loss ([profile.md](profile.md) defines the numbers).",
+        "No claim here was decided on a GPU.",
+    ]
+    for theme, title in themes.items():
+        rows = [row for row in judged if row.claim.theme == theme]
+        lines += ["", f"## {title}", ""]
+        lines += ["| claim | it would mean | found | verdict | command |", "|---|---|---|---|---|"]
+        for row in rows:
+            claim = row.claim
+            told = f"{claim.claim} ({claim.id})"
+            command = f"`{claim.command}`" if claim.command else "-"
+            cells = (told, claim.means, row.found, f"**{row.verdict}**", command)
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    lines += ["", "## What the steps on fake tensors were", ""]
+    lines += [
+        "| name | model | tokens | batch | attention | policies |",
+        "|---|---|---|---|---|---|",
+    ]
+    for case in cases:
+        depth = f", {case.layers} layers" if case.layers else ""
+        policies = ", ".join(("none", *case.policies))
+        sizes = f"{case.tokens} | {case.batch} | {case.attention} | {policies}"
+        lines.append(f"| {case.name} | {case.model}{depth}, {case.dtype} | {sizes} |")
+    lines += ["", "`python benchmarks/claims.py --measure NAME` measures one again.", ""]
+    sources = sorted({row.claim.source for row in judged})
+    lines += ["## Where the claims are from", "", "The number before the dash names the file.", ""]
+    lines += [f"- `{source}`" for source in sources]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--measure", nargs="*", metavar="NAME")
+    parser.add_argument("--row", metavar="ID", help="print one claim and its verdict")
+    options = parser.parse_args()
+    themes, cases, claims = load()
+    if options.measure is not None:
+        measure(cases, options.measure)
+    judged = judge(cases, claims)
+    if options.row is not None:
+        for row in judged:
+            if row.claim.id == options.row:
+                print(f"{row.claim.claim}\nfound:   {row.found}\nverdict: {row.verdict}")
+                return
+        raise SystemExit(f"no claim {options.row}; they are {claims[0].id} to {claims[-1].id}")
+    PAGE.write_text(page(themes, cases, judged), encoding="utf-8")
+    for verdict, count in Counter(row.verdict for row in judged).most_common():
+        print(f"{count:4}  {verdict}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""examples/: each runs in a few steps, as its first lines say; hostfiles are for `tests/hosts`."""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from ds_ckpt.hosts.backends import Loopback
+from ds_ckpt.hosts.launcher import deepspeed
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SCRIPTS = sorted(p for p in EXAMPLES.glob("*.py") if p.stem != "corpus")
+
+
+def _run(script: str, folder: Path, *options: str) -> str:
+    """What two processes have said, started by the real `deepspeed`."""
+    return deepspeed(Loopback(2), [str(EXAMPLES / script), *options], folder)
+
+
+def _losses(said: str) -> list[float]:
+    found = [float(x) for x in re.findall(r"loss (\d+\.\d+)", said)]
+    assert found, said
+    assert all(map(math.isfinite, found))
+    return found
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.stem)
+def test_it_is_short_and_says_how_it_is_run(script: Path) -> None:
+    text = script.read_text(encoding="utf-8")
+    assert 40 <= len(text.splitlines()) <= 85
+    assert f"examples/{script.name}" in (ast.get_docstring(ast.parse(text)) or "")
+    assert script.with_suffix(".json").exists()
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.stem)
+def test_its_configuration_is_valid(script: Path) -> None:
+    from ds_ckpt.config import load_file, parse
+
+    parse(load_file(script.with_suffix(".json")))
+
+
+@pytest.mark.distributed
+def test_a_plain_script(tmp_path: Path) -> None:
+    said = _run("train.py", tmp_path, "--steps", "12")
+    losses = _losses(said)
+    assert losses[-1] < losses[0]
+    assert "error feedback keeps" in said
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("script", ["lora.py", "trainer.py"])
+def test_others(script: str, tmp_path: Path) -> None:
+    said = _run(script, tmp_path, "--steps", "12")
+    if script == "lora.py":
+        assert _losses(said)[-1] < 6
+        assert "parameters are trained" in said
+    else:
+        (loss,) = (float(x) for x in re.findall(r"mean loss of 12 steps: (\d+\.\d+)", said))
+        assert 0 < loss < 2
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_an_unchanged_script_through_ds_ckpt(tmp_path: Path) -> None:
+    """That of two hosts, on one: `tests/hosts/test_training.py` starts the like over a hostfile."""
+    config = str(EXAMPLES / "two_hosts.json")
+    argv = ["--module", "ds_ckpt.run", str(EXAMPLES / "two_hosts.py")]
+    argv += ["--deepspeed_config", config, "--steps", "12"]
+    said = deepspeed(Loopback(2), argv, tmp_path)
+    losses = _losses(said)
+    assert losses[-1] < losses[0]
+    assert "processes on:" in said

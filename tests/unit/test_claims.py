@@ -1,0 +1,132 @@
+"""The ledger of claims: its form, that its commands exist, that its page is what it renders to."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from ds_ckpt.cli import app
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import _claim_checks  # noqa: E402
+import claims as ledger  # noqa: E402
+
+UsageError = typer.BadParameter.__mro__[1]
+THEMES, CASES, CLAIMS = ledger.load()
+BY_ID = {claim.id: claim for claim in CLAIMS}
+
+
+def options_of(script: Path) -> set[str]:
+    """Options that a script's parser knows, and those of argparse."""
+    found = re.findall(r"add_argument\(\s*\"(-[\w-]+)\"", script.read_text(encoding="utf-8"))
+    return {"--help", *found}
+
+
+def check_command(command: str) -> None:
+    """AssertionError or a usage error where a reader could not type it."""
+    words = shlex.split(command)
+    if words[0] == "sudo":
+        words = words[1:]
+    program, *arguments = words
+    if program == "ds-ckpt":
+        parser: Any = typer.main.get_command(app)
+        name, *arguments = arguments
+        parser.commands[name].make_context(name, arguments)
+        for word in arguments:
+            if word.endswith(".json") and "/" in word and not word.startswith("runs/"):
+                assert (ROOT / word).exists(), word
+    elif program == "pytest":
+        file, _, keyword = arguments
+        tests = re.findall(r"def (test_\w+)", (ROOT / file).read_text())
+        assert any(keyword in test for test in tests), keyword
+    else:
+        script = next(ROOT / word for word in words if word.endswith((".py", ".sh")))
+        assert script.exists(), script
+        options = {
+            word for word in words[words.index(str(script.relative_to(ROOT))) :] if word[:1] == "-"
+        }
+        assert options <= options_of(script), options - options_of(script)
+
+
+def test_ids_are_unique_and_name_their_source() -> None:
+    assert len(BY_ID) == len(CLAIMS) == 122
+    for claim in CLAIMS:
+        assert claim.source.startswith(claim.id.partition("-")[0] + "_")
+        assert claim.theme in THEMES
+        assert claim.by in ledger.DECIDED_BY
+
+
+@pytest.mark.parametrize(
+    "command", sorted({c.command for c in CLAIMS} | {"python benchmarks/claims.py"})
+)
+def test_a_reader_can_type_the_command(command: str) -> None:
+    if command:
+        check_command(command)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "ds-ckpt profil llama-7b",
+        "ds-ckpt profile llama-7b --fakes",
+        "python benchmarks/gone.py",
+        "python benchmarks/claims.py --rows 1",
+        "pytest tests/unit/test_guards.py -k no_such_test",
+    ],
+)
+def test_a_command_that_is_none_is_found(command: str) -> None:
+    with pytest.raises((AssertionError, KeyError, UsageError)):
+        check_command(command)
+
+
+def test_each_claim_is_decided_one_way() -> None:
+    """By its figures or by a verdict that no figure decides; a condition is one of `found`."""
+    for claim in CLAIMS:
+        assert bool(claim.holds) != bool(claim.verdict), claim.id
+        assert not claim.under or claim.holds, claim.id
+        assert claim.verdict in ("", *ledger.VERDICTS), claim.id
+        if claim.by in ("fake", "arithmetic", "result", "source", "check") and claim.holds:
+            assert claim.figures or "." in claim.holds, claim.id
+
+
+def test_what_is_named_is_on_record() -> None:
+    record = ledger.read_record()
+    assert set(record["measurements"]) == {case.name for case in CASES}
+    assert set(record["checks"]) == set(_claim_checks.CHECKS)
+    for case in CASES:
+        assert set(record["measurements"][case.name]["steps"]) == {"none", *case.policies}, (
+            case.name
+        )
+
+
+def test_the_page_is_what_the_data_renders_to() -> None:
+    judged = ledger.judge(CASES, CLAIMS)
+    assert ledger.page(THEMES, CASES, judged) == ledger.PAGE.read_text(encoding="utf-8"), (
+        "write it again: python benchmarks/claims.py"
+    )
+    assert {row.verdict for row in judged} <= set(ledger.VERDICTS)
+
+
+def test_a_figure_that_changes_changes_the_verdict() -> None:
+    claim = BY_ID["004-26"]
+
+    class Step:
+        saved_bytes, peak_bytes, step_flops = 10, 20, 100
+
+    cheap, dear = Step(), Step()
+    cheap.peak_bytes, cheap.step_flops = 2, 126  # type: ignore[misc]
+    dear.peak_bytes, dear.step_flops = 10, 126  # type: ignore[misc]
+    assert claim.judged({"l7_4k": {"none": Step(), "block": cheap}}).verdict == "holds"
+    assert claim.judged({"l7_4k": {"none": Step(), "block": dear}}).verdict == "does not hold"
+
+
+def test_an_expression_that_cannot_be_worked_out_is_named() -> None:
+    with pytest.raises(ValueError, match=r"claim 004-26: .*l7_4k"):
+        BY_ID["004-26"].judged({})
