@@ -24,6 +24,7 @@ from typing import Any, ClassVar, TypeVar, cast, get_args
 import torch
 from torch import Tensor
 
+from ds_ckpt.compression.fused import Kernels
 from ds_ckpt.settings import Expects, Section
 
 ALIGNMENT_BYTES = 8
@@ -93,6 +94,10 @@ class Codec(Compressor):
         """`unpack_add` of each row, to the same [n]; on the CPU in their order."""
         for payload in payloads.unbind():
             self.unpack_add(payload, into, scale)
+
+    def kernels(self, device: torch.device) -> Kernels | None:
+        """What packs and unpacks all tensors of a bucket there at once; None: it has no such."""
+        return None
 
     def sent_bytes(self, shape: torch.Size, world: int, local: int = 1) -> int:
         return self.packed_bytes(shape.numel())

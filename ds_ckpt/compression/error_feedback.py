@@ -155,7 +155,35 @@ class Feedback:
         Raises:
             ValueError: the residual of `name` has another length.
         """
-        divisor, numel, device = world * loss_scale, grad_flat.numel(), grad_flat.device
+        divisor, device = world * loss_scale, grad_flat.device
+        source, working = self._begun(name, grad_flat)
+        if source is None:
+            return divide(grad_flat, divisor, working)
+        source = source.to(device)
+        if source.values.dtype == torch.float32:
+            return add_divided(source.values, grad_flat, divisor, working)
+        for piece in pieces(grad_flat.numel(), device):
+            part = working[piece.start : piece.stop]
+            source.decode(piece, part)
+            add_divided(part, grad_flat[piece.start : piece.stop], divisor, part)
+        return working
+
+    def begin(self, name: str, grad_flat: Tensor) -> tuple[Tensor | None, Tensor]:
+        """`accumulate` for a kernel that adds the gradient itself: what it adds to, fp32 [n] or
+        None for zeros, and where the sum goes, maybe the same."""
+        source, working = self._begun(name, grad_flat)
+        if source is None:
+            return None, working
+        source = source.to(grad_flat.device)
+        if source.values.dtype == torch.float32:
+            return source.values, working
+        for piece in pieces(grad_flat.numel(), grad_flat.device):
+            source.decode(piece, working[piece.start : piece.stop])
+        return working, working
+
+    def _begun(self, name: str, grad_flat: Tensor) -> tuple[Stored | None, Tensor]:
+        """What a call starts from, and the tensor that it works in."""
+        numel, device = grad_flat.numel(), grad_flat.device
         residual = self._residuals[name]
         residual.cleared = False
         source = None
@@ -174,16 +202,7 @@ class Feedback:
         else:
             self._forget_working(residual)
             working = residual.working = self._empty(numel, torch.float32, device)
-        if source is None:
-            return divide(grad_flat, divisor, working)
-        source = source.to(device)
-        if source.values.dtype == torch.float32:
-            return add_divided(source.values, grad_flat, divisor, working)
-        for piece in pieces(numel, device):
-            part = working[piece.start : piece.stop]
-            source.decode(piece, part)
-            add_divided(part, grad_flat[piece.start : piece.stop], divisor, part)
-        return working
+        return source, working
 
     def store(self, name: str, working: Tensor) -> None:
         """What is left of `accumulate`'s tensor, after delivery, is the step's residual so far.
@@ -363,10 +382,12 @@ def divide(grad: Tensor, divisor: float, out: Tensor) -> Tensor:
 
 def add_divided(source: Tensor, grad: Tensor, divisor: float, out: Tensor) -> Tensor:
     """`out = source + grad / divisor`, fp32; `out` may be `source`."""
+    if on_host(grad.device):
+        grad = grad.float()  # an accelerator widens in the kernel
     if is_power_of_two(divisor):
         # The reciprocal is exact, so one fused pass rounds exactly as a division would.
-        return torch.add(source, grad.float(), alpha=1.0 / divisor, out=out)
-    return torch.addcdiv(source, grad.float(), source.new_full((), divisor), out=out)
+        return torch.add(source, grad, alpha=1.0 / divisor, out=out)
+    return torch.addcdiv(source, grad, source.new_full((), divisor), out=out)
 
 
 def is_power_of_two(x: float) -> bool:

@@ -27,6 +27,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from ds_ckpt.compression import fused
 from ds_ckpt.compression.base import (
     Method,
     RowCodec,
@@ -105,7 +106,16 @@ class Quantize(Method, RowCodec):
     def packed_bytes(self, numel: int) -> int:
         return self._codes_start(numel) + aligned(_code_bytes(numel, self.bits))
 
+    def kernels(self, device: torch.device) -> fused.Kernels | None:
+        if not fused.serves(device):
+            return None
+        gaussian = (_BORDER, *_BORDER_LIMITS, _CURVE, _SLOPE)
+        return fused.QuantizeKernels(self.bits, self.block, gaussian)
+
     def pack_rows(self, values: Tensor, out: Tensor) -> None:
+        if kernels := self.kernels(values.device):
+            kernels.pack([fused.ToPack(values, source=values, payloads=out)])
+            return
         tile = _tile(values.device)
         for some, payloads in row_groups(values.shape[1], tile, values, out):
             self._pack_together(some, payloads, tile)
@@ -128,6 +138,9 @@ class Quantize(Method, RowCodec):
             piece.sub_(self._decode(quantized, scale))
 
     def unpack_add_rows(self, payloads: Tensor, into: Tensor, scale: float = 1.0) -> None:
+        if kernels := self.kernels(into.device):
+            kernels.unpack_add([fused.ToAdd(payloads, into)], scale)
+            return
         numel, tile = into.shape[0], _tile(into.device)
         for (some,) in row_groups(numel, tile, payloads):
             scales, planes = self._sections(some, numel)

@@ -25,6 +25,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from ds_ckpt.compression import fused
 from ds_ckpt.compression.base import (
     Method,
     RowCodec,
@@ -247,6 +248,9 @@ def select_in_blocks(values: Tensor, blocks: Blocks, offsets: Tensor) -> None:
     Args:
         values: fp32 [shards, blocks.numel].
     """
+    if fused.serves(values.device):
+        fused.select_in_blocks(values, offsets, blocks.count, blocks.k)
+        return
     tile = _TILE_ELEMENTS if on_host(values.device) else _TILE_ELEMENTS_ACCELERATOR
     rows = torch.arange(blocks.rows, dtype=torch.int32, device=values.device).unsqueeze(1)
     for some, places in row_groups(blocks.numel, tile, values, offsets):

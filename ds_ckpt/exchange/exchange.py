@@ -21,13 +21,16 @@ those of all buckets at once, when the step has ended. So a flagged bucket goes 
 values that mean nothing, and the step is rolled back.
 
 What an accelerator is asked to do does not grow with the number of processes: shards of one size go
-through a codec as the rows of one matrix (`Packets`).
+through a codec as the rows of one matrix (`Packets`). Where a codec has kernels for all tensors of
+a bucket at once (`compression.fused`), it does not grow with their number either: one kernel adds
+up, flags, packs and leaves the residual, another adds what has arrived.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
@@ -37,6 +40,7 @@ from torch import Tensor
 from ds_ckpt.compression.base import Codec, Compressor, aligned, on_host, section
 from ds_ckpt.compression.dense import Dense
 from ds_ckpt.compression.error_feedback import Feedback, all_finite, finite_flag
+from ds_ckpt.compression.fused import Kernels, ToAdd, ToPack
 from ds_ckpt.compression.powersgd import Factors, LowRank, factor_numels, matrix_shape
 from ds_ckpt.exchange.hierarchy import InHostSum
 from ds_ckpt.exchange.layout import LocalShard, Order, ShardLayout, ascending
@@ -74,6 +78,9 @@ class Item:
         energy: squared norm of what `pending` has for others, where errors are sampled.
         own: this process's contribution to its own shard, in the dtype of the sum.
         arriving: payloads of the other processes, a row each; none where factors say all.
+        kernels: what packs and unpacks it together with the bucket's other tensors.
+        deferred: `pending` is still to be made, by its kernels as they pack it, from `source`
+            (None: zeros) and `local`.
     """
 
     name: str
@@ -87,6 +94,9 @@ class Item:
     energy: Tensor | None = None
     own: Tensor = field(init=False)
     arriving: Tensor | None = None
+    kernels: Kernels | None = None
+    deferred: bool = False
+    source: Tensor | None = None
 
     @property
     def codec(self) -> Codec | None:
@@ -305,13 +315,15 @@ class AllToAllExchange:
             low = LowRankPart(self.transport, self.factors, self.timings, items[0].local.device)
             _choose_riders(items)
         with section("residual"):
-            finite = self._accumulate(items, loss_scale)
+            # factors take what has been added up, and carry the flag ahead of the packets
+            finite = self._accumulate(items, loss_scale, defer=low is None)
         if low is not None:
             with section("pack"):
                 self._add_to_low_rank(low, items)
                 finite = low.first(finite)
         with section("pack"):
-            packets = self._pack([item for item in items if item.packed], finite)
+            packed = [item for item in items if item.packed]
+            packets, finite = self._pack(packed, finite, loss_scale)
             self._store(items, finite)
         if packets is not None:
             with section("wire"):
@@ -323,12 +335,18 @@ class AllToAllExchange:
             self._finite.append(finite)
             return self._sums(items, low, loss_scale, finite)
 
-    def _accumulate(self, items: Sequence[Item], loss_scale: float) -> Tensor:
+    def _accumulate(self, items: Sequence[Item], loss_scale: float, *, defer: bool) -> Tensor:
         """Residual plus gradient, the own part set aside; False (bool []) where a value is not
-        finite."""
+        finite. Tensors whose kernels do that, too, are left to them with `defer`."""
         every, sound = [], True
         for item in items:
             if item.compressor is None:
+                continue
+            if item.codec is not None and not item.rides:
+                item.kernels = item.codec.kernels(item.local.device)
+            if defer and item.kernels is not None and not self.errors.wanted:
+                item.deferred = True
+                item.source, item.pending = self.feedback.begin(item.name, item.local)
                 continue
             pending = self.feedback.accumulate(item.name, item.local, self.world, loss_scale)
             item.pending = pending
@@ -346,7 +364,9 @@ class AllToAllExchange:
         if every:
             finite = finite_flag(every)
         for item in items:
-            if item.pending is not None and not item.rides and item.low_rank is None:
+            if item.pending is None or item.deferred or item.rides:
+                continue
+            if item.low_rank is None:
                 item.pending[item.layout.shard(self._me)].zero_()  # factors need whole rows
         return finite if self._held_finite is None else finite & self._held_finite
 
@@ -361,26 +381,53 @@ class AllToAllExchange:
                 blocks = RowBlocks.of(item.layout, matrix_shape(item.shape)[1])
                 low.add(item.name, item.pending, blocks, item.low_rank)
 
-    def _pack(self, items: Sequence[Item], finite: Tensor) -> Packets | None:
-        """Write the packets; what a codec leaves out stays in the pending tensor."""
+    def _pack(
+        self, items: Sequence[Item], finite: Tensor, loss_scale: float
+    ) -> tuple[Packets | None, Tensor]:
+        """Write the packets; what a codec leaves out stays in the pending tensor. The flag, with
+        what kernels have found."""
         if not items:
-            return None
+            return None, finite
         everybody = range(self.transport.world)
         sizes = [[item.packed_bytes(p) for item in items] for p in everybody]
         shards = [[item.layout.size(p) for item in items] for p in everybody]
         packets = Packets(self.transport, sizes, shards, items[0].local.device)
-        for _, (header, *_) in packets.outgoing:
-            header.copy_(~finite)
+        together: defaultdict[Kernels, list[ToPack]] = defaultdict(list)
         for place, item in enumerate(items, start=1):
             item.arriving = packets.incoming[place]
             outgoing = [(dests, pieces[place]) for dests, pieces in packets.outgoing]
             if item.pending is None:
                 self._pack_uncompressed(item, outgoing)
                 continue
+            if item.kernels is not None:
+                together[item.kernels] += self._to_pack(item, item.pending, outgoing)
+                continue
             assert item.codec is not None
             for dests, payloads in outgoing:
                 item.codec.pack_rows(item.layout.rows(item.pending, dests), payloads)
-        return packets
+        for kernels, shards in together.items():
+            finite = finite & kernels.pack(shards, self.world * loss_scale, loss_scale)
+        for _, (header, *_) in packets.outgoing:
+            header.copy_(~finite)
+        return packets, finite
+
+    def _to_pack(
+        self, item: Item, pending: Tensor, outgoing: Sequence[tuple[range, Tensor]]
+    ) -> Iterator[ToPack]:
+        """The shards of a tensor, for kernels."""
+        rows = item.layout.rows
+        for dests, payloads in outgoing:
+            values = rows(pending, dests)
+            if not item.deferred:
+                yield ToPack(values, source=values, payloads=payloads)
+                continue
+            source = None if item.source is None else rows(item.source, dests)
+            yield ToPack(values, source, rows(item.local, dests), payloads)
+        if item.deferred:
+            mine = range(self._me, self._me + 1)
+            source = None if item.source is None else rows(item.source, mine)
+            item.own = pending.new_empty(item.layout.size(self._me))
+            yield ToPack(rows(pending, mine), source, rows(item.local, mine), own=item.own)
 
     def _pack_uncompressed(self, item: Item, outgoing: Sequence[tuple[range, Tensor]]) -> None:
         divisor = 1 if item.divided_last else self.world
@@ -417,6 +464,7 @@ class AllToAllExchange:
         # what is added to it is NaN where the bucket was flagged
         start = torch.zeros((), dtype=torch.float32, device=finite.device)
         start.masked_fill_(~finite, torch.nan)
+        together = self._sums_together(items, low, loss_scale, start)
         # the buffer that DeepSpeed would reduce has a chunk of each tensor for each owner
         entries, before = sum(item.layout.tensor.chunk for item in items), 0
         for item in items:
@@ -426,11 +474,37 @@ class AllToAllExchange:
                 total = low.rider(item.name)[item.layout.shard(self._me)]
                 if item.pending is not None:
                     total = _where(finite, total.mul(loss_scale))
+            elif item.name in together:
+                total = together[item.name]
             elif item.pending is None:
                 total = self._sum_uncompressed(item, at, entries)
             else:
                 total = self._sum_compressed(item, low, loss_scale, start)
             sums.append(total.to(item.dtype))
+        return sums
+
+    def _sums_together(
+        self, items: Sequence[Item], low: LowRankPart | None, loss_scale: float, start: Tensor
+    ) -> dict[str, Tensor]:
+        """Those of tensors whose kernels take them together, by name, in the gradients' dtypes:
+        added up from `start` in the processes' order."""
+        batches: defaultdict[tuple[Kernels, torch.dtype], list[Item]] = defaultdict(list)
+        for item in items:
+            if item.kernels is not None:
+                batches[item.kernels, item.dtype].append(item)
+        sums = {}
+        for (kernels, dtype), batch in batches.items():
+            sizes = [item.layout.size(self._me) for item in batch]
+            total = start.expand(sum(sizes)).contiguous()
+            shards = []
+            for item, part in zip(batch, total.split(sizes), strict=True):
+                if low is not None and item.low_rank is not None:
+                    part.add_(low.delivered(item.name), alpha=loss_scale)
+                assert item.arriving is not None
+                shards.append(ToAdd(item.arriving, part, item.own))
+            kernels.unpack_add(shards, loss_scale, self._me)
+            names = [item.name for item in batch]
+            sums |= dict(zip(names, total.to(dtype).split(sizes), strict=True))
         return sums
 
     def _sum_compressed(

@@ -1,0 +1,193 @@
+"""A bucket's tensors in one kernel: which of them, where they lie, and when there are kernels.
+
+Operator by operator, packing a bucket reads and writes each entry many times over, and launches
+kernels tensor by tensor. Where Triton can be imported and the tensors are on a CUDA device, two
+kernels do it for all tensors of a bucket, whatever their number and that of the processes
+(`triton_kernels`):
+
+    pack        residual + gradient / divisor; is all finite; the block's scale; codes into the
+                packet; what is left into the residual; the own part aside
+    unpack_add  the payloads of all other processes and the own part, added in the processes' order
+
+The operators of each codec are what these are tested against, and what runs elsewhere. A tensor is
+described by addresses, a row of a table that is copied to the device ahead of the kernel: nothing
+is gathered into one buffer first, and the host waits for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+TILE = 2048
+"""Entries of one program: several of each block, and of 8, at any length of a block."""
+
+
+@dataclass
+class ToPack:
+    """Shards of one size and one tensor, a row each.
+
+    Attributes:
+        values: fp32 [rows, n], entries of a row consecutive: what is left is written here.
+        source: what it starts from, of the shape and the strides of `values`, which it may be;
+            None: from 0.
+        grad: of the same shape, any floating dtype; divided by `divisor` and added.
+        payloads: uint8 [rows, packed_bytes(n)], entries of a row consecutive. None: nothing of it
+            travels: `own` is written and `values` are set to 0.
+        own: fp32 [n], for one row: the values times the loss scale.
+    """
+
+    values: Tensor
+    source: Tensor | None = None
+    grad: Tensor | None = None
+    payloads: Tensor | None = None
+    own: Tensor | None = None
+
+
+@dataclass
+class ToAdd:
+    """What arrived for one shard.
+
+    Attributes:
+        payloads: uint8 [rows, packed_bytes(n)], entries of a row consecutive.
+        into: fp32 [n], added to in place.
+        own: fp32 [n], added between rows; None: nothing.
+    """
+
+    payloads: Tensor
+    into: Tensor
+    own: Tensor | None = None
+
+
+class Kernels(Protocol):
+    """What a codec has for the tensors of a bucket at once, on one device; equal for equal codecs,
+    and hashable. Neither list is empty."""
+
+    def pack(
+        self, shards: Sequence[ToPack], divisor: float = 1.0, loss_scale: float = 1.0
+    ) -> Tensor:
+        """Fill packets and residuals. Whether all values were finite: bool [] on the device."""
+        ...
+
+    def unpack_add(self, shards: Sequence[ToAdd], scale: float = 1.0, before: int = 0) -> None:
+        """Add `decoded * scale` of each row, in their order; `own` behind the first `before`. All
+        shards have the same number of rows."""
+        ...
+
+
+def serves(device: torch.device) -> bool:
+    """Whether there are kernels for tensors there."""
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
+@dataclass(frozen=True)
+class QuantizeKernels:
+    """`Quantize`'s. For 8, 4 and 3 bits the same bits as its operators; for 2 bits sums over a
+    block are taken in another order, so a scale may be one bf16 unit off, and with it the code of
+    an entry that lies on a border.
+
+    Attributes:
+        gaussian: of 2 bits: the border in units of the RMS, its least and largest value, and the
+            curve and the slope of levels.
+    """
+
+    bits: int
+    block: int
+    gaussian: tuple[float, float, float, float, float]
+
+    def pack(
+        self, shards: Sequence[ToPack], divisor: float = 1.0, loss_scale: float = 1.0
+    ) -> Tensor:
+        from ds_ckpt.compression.triton_kernels import pack_quantized
+
+        device = shards[0].values.device
+        flagged = torch.zeros((), dtype=torch.int32, device=device)
+        by_dtype: dict[torch.dtype, list[list[int]]] = {}
+        for shard in shards:
+            values, payloads, grad = shard.values, shard.payloads, shard.grad
+            if not values.numel():
+                continue
+            rows, numel = values.shape
+            row = [
+                *(rows, numel, values.stride(0), values.data_ptr(), _address(shard.source)),
+                *(_address(grad), _address(payloads)),
+                *(payloads.stride(0) if payloads is not None else 0, _address(shard.own)),
+            ]
+            by_dtype.setdefault(torch.float32 if grad is None else grad.dtype, []).append(row)
+        for dtype, rows_ in by_dtype.items():
+            table, programs = _table(rows_, device)
+            pack_quantized[(programs,)](
+                *(table, len(rows_), flagged, float(divisor), float(loss_scale)),
+                **self._options(len(rows_), GRAD=_TYPES[dtype]),
+            )
+        return flagged == 0
+
+    def unpack_add(self, shards: Sequence[ToAdd], scale: float = 1.0, before: int = 0) -> None:
+        from ds_ckpt.compression.triton_kernels import unpack_add_quantized
+
+        rows_ = [
+            [1, s.into.shape[0], s.payloads.stride(0)]
+            + [_address(s.payloads), _address(s.into), _address(s.own)]
+            for s in shards
+            if s.into.numel()
+        ]
+        if not rows_:
+            return
+        table, programs = _table(rows_, shards[0].into.device)
+        unpack_add_quantized[(programs,)](
+            *(table, len(rows_), shards[0].payloads.shape[0], before, float(scale)),
+            **self._options(len(rows_)),
+        )
+
+    def _options(self, tensors: int, **more: object) -> dict[str, object]:
+        return {
+            "BITS": self.bits,
+            "BLOCK": self.block,
+            "TILE": TILE,
+            "TENSORS": max(2, 1 << (tensors - 1).bit_length()),
+            **dict(zip(("BORDER", "LEAST", "MOST", "CURVE", "SLOPE"), self.gaussian, strict=True)),
+            **more,
+            # a product and a sum stay two roundings, as they are in the operators
+            "enable_fp_fusion": False,
+        }
+
+
+def select_in_blocks(values: Tensor, offsets: Tensor, count: int, k: int) -> None:
+    """`topk.select_in_blocks` of fp32 [shards, n] in `count` blocks: the same offsets."""
+    from ds_ckpt.compression.triton_kernels import block_maxima
+
+    (shards, numel), columns = values.shape, 32
+    rows = -(-numel // count)
+    block_maxima[(-(-count // columns), shards)](
+        *(values, offsets, numel, count, rows, values.stride(0), *offsets.stride()[:2]),
+        K=k,
+        ROWS=max(2, 1 << (rows - 1).bit_length()),
+        COLUMNS=columns,
+    )
+
+
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _table(rows: list[list[int]], device: torch.device) -> tuple[Tensor, int]:
+    """int64 [columns, tensors] on the device, and the number of programs.
+
+    Each row begins with (rows, entries of a row); in front of it comes the tensor's first program.
+    """
+    programs, whole = 0, []
+    for row in rows:
+        whole.append([programs, *row])
+        programs += row[0] * -(-row[1] // TILE)
+    table = torch.tensor(whole, dtype=torch.int64, device="cpu").t().contiguous()
+    if device.type == "cuda":  # pinned blocks go back when the copy has ended: torch sees to it
+        table = table.pin_memory().to(device, non_blocking=True)
+    return table, programs

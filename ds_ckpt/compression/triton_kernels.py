@@ -1,0 +1,263 @@
+"""Kernels in Triton over the tensors of a bucket; `fused` describes them and launches these.
+
+Imported only where Triton is. `TRITON_INTERPRET=1` runs them on CPU tensors, entry by entry.
+
+A program works on `TILE` entries of one row of one tensor, [TILE / BLOCK, BLOCK], and finds them in
+the table. Arithmetic is written as the operators round it: `div_rn`, bf16 rounded to nearest even
+by hand, no product and sum at once (`enable_fp_fusion=False`).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _find(table, tensors, TENSORS: tl.constexpr):
+    """The tensor that this program works on, and which of its programs it is."""
+    program = tl.program_id(0).to(tl.int64)
+    every = tl.arange(0, TENSORS)
+    firsts = tl.load(table + every, mask=every < tensors, other=1 << 62)
+    tensor = tl.sum((firsts <= program).to(tl.int32), axis=0) - 1
+    return tensor, program - tl.load(table + tensor)
+
+
+@triton.jit
+def _bf16(x):
+    """fp32 rounded to bf16, as int32 in the lower half."""
+    bits = x.to(tl.int32, bitcast=True)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
+
+
+@triton.jit
+def _wide(bf16):
+    """Those as fp32."""
+    return (bf16 << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _decoded(codes, scale, BITS: tl.constexpr, CURVE: tl.constexpr, SLOPE: tl.constexpr):
+    """Codes, whole numbers in fp32, times scales."""
+    if BITS == 2:
+        y = codes + 0.5
+        codes = y * (tl.abs(y) * CURVE + SLOPE)
+    return codes * scale
+
+
+@triton.jit
+def _narrow(codes, start, bytes_, first, WIDTH: tl.constexpr, TILE: tl.constexpr):
+    """Write `WIDTH` bits of each int32 code [TILE] from byte `first` of a plane of `bytes_`."""
+    if WIDTH == 8:
+        packed = codes
+    else:
+        EACH: tl.constexpr = 8 // WIDTH
+        parts = tl.reshape(codes & ((1 << WIDTH) - 1), (TILE // EACH, EACH))
+        packed = tl.sum(parts << (WIDTH * tl.arange(0, EACH))[None, :], axis=1)
+    at = first + tl.arange(0, TILE * WIDTH // 8)
+    tl.store(start + at, packed.to(tl.uint8), mask=at < bytes_)
+
+
+@triton.jit
+def _codes_start(numel, BLOCK: tl.constexpr):
+    """Bytes of scales, up to the next multiple of 8."""
+    return ((numel + BLOCK - 1) // BLOCK + 3) // 4 * 8
+
+
+@triton.jit
+def pack_quantized(
+    table,
+    tensors,
+    flagged,
+    divisor,
+    loss_scale,
+    GRAD: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    TENSORS: tl.constexpr,
+    BORDER: tl.constexpr,
+    LEAST: tl.constexpr,
+    MOST: tl.constexpr,
+    CURVE: tl.constexpr,
+    SLOPE: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = TILE // BLOCK
+    REACH: tl.constexpr = 1 << (BITS - 1)
+    tensor, program = _find(table, tensors, TENSORS)
+    column = table + tensor
+    numel = tl.load(column + 2 * tensors)
+    each = (numel + TILE - 1) // TILE
+    row, tile = program // each, program % each
+    row_start = row * tl.load(column + 3 * tensors)
+    values = tl.load(column + 4 * tensors).to(tl.pointer_type(tl.float32)) + row_start
+    source_address = tl.load(column + 5 * tensors)
+    grad_address = tl.load(column + 6 * tensors)
+    payload_address = tl.load(column + 7 * tensors)
+    own_address = tl.load(column + 9 * tensors)
+    block = tile * BLOCKS + tl.arange(0, BLOCKS)
+    entry = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    there = entry < numel
+
+    # residual + gradient / divisor
+    source = source_address.to(tl.pointer_type(tl.float32)) + row_start
+    x = tl.load(source + entry, mask=entry < tl.where(source_address != 0, numel, 0), other=0.0)
+    if GRAD == 1:
+        grad = grad_address.to(tl.pointer_type(tl.bfloat16)) + row_start
+    elif GRAD == 2:
+        grad = grad_address.to(tl.pointer_type(tl.float16)) + row_start
+    else:
+        grad = grad_address.to(tl.pointer_type(tl.float32)) + row_start
+    g = tl.load(grad + entry, mask=entry < tl.where(grad_address != 0, numel, 0), other=0.0).to(
+        tl.float32
+    )
+    x += tl.div_rn(g, divisor + tl.zeros_like(g))
+    finite = tl.abs(x) < float("inf")
+    bad = tl.sum(tl.sum((finite == 0).to(tl.int32), axis=1), axis=0)
+    tl.store(flagged, 1, mask=bad > 0)
+    x = tl.where(finite, x, 0.0)  # the step will be skipped
+
+    if payload_address == 0:
+        own = own_address.to(tl.pointer_type(tl.float32))
+        tl.store(own + entry, x * loss_scale, mask=there)
+        tl.store(values + entry, tl.zeros_like(x), mask=there)
+    else:
+        count = tl.minimum(tl.maximum(numel - block * BLOCK, 1), BLOCK).to(tl.float32)
+        if BITS == 2:
+            rms = tl.div_rn(tl.sqrt_rn(tl.sum(x * x, axis=1)), tl.sqrt_rn(count))
+            border = tl.minimum(tl.maximum(rms * BORDER, LEAST), MOST)
+            borders = tl.broadcast_to(border[:, None], (BLOCKS, BLOCK))
+            inside = tl.div_rn(x, borders)
+            codes = tl.minimum(tl.maximum(tl.floor(inside), -2.0), 1.0)
+            levels = _decoded(codes, 1.0, BITS, CURVE, SLOPE)
+            levels = tl.where(there, levels, 0.0)
+            most = tl.sum(levels * levels, axis=1)
+            most = tl.where(most == 0.0, 1.0, most)  # of a block behind the end
+            fit = tl.div_rn(tl.sum(inside * levels, axis=1), most) * border
+            scale = _bf16(tl.minimum(fit, 3.3895313892515355e38 / 4))
+            wide = _wide(scale)
+        else:
+            low, high = tl.min(x, axis=1), tl.max(x, axis=1)
+            largest = tl.where(-low > high, low, high)
+            LIMIT: tl.constexpr = 3.3895313892515355e38 / REACH
+            signed = tl.div_rn(largest, tl.zeros_like(largest) - REACH)
+            scale = _bf16(tl.minimum(tl.maximum(signed, -LIMIT), LIMIT))
+            wide = _wide(scale)
+            divisors = tl.where(wide == 0.0, 1.0, wide)
+            codes = tl.div_rn(x, tl.broadcast_to(divisors[:, None], (BLOCKS, BLOCK)))
+            codes = tl.minimum(tl.maximum(codes, -REACH * 1.0), REACH - 1.0)
+            codes = (codes + 12582912.0) - 12582912.0  # 1.5 * 2^23: to the nearest, ties to even
+        left = x - _decoded(codes, wide[:, None], BITS, CURVE, SLOPE)
+        tl.store(values + entry, left, mask=there)
+
+        # scales | codes, both filled up to 8 bytes with zeros
+        payload = payload_address + row * tl.load(column + 8 * tensors)
+        blocks = (numel + BLOCK - 1) // BLOCK
+        scales = payload.to(tl.pointer_type(tl.int16))
+        scale = tl.where(block < blocks, scale, 0)
+        tl.store(scales + block, scale.to(tl.int16), mask=block < (blocks + 3) // 4 * 4)
+        planes = (payload + _codes_start(numel, BLOCK)).to(tl.pointer_type(tl.uint8))
+        flat = tl.reshape(tl.where(there, codes, 0.0).to(tl.int32), (TILE,))
+        if BITS == 3:
+            low_bytes, high_bytes = (numel + 3) // 4, (numel + 7) // 8
+            _narrow(flat, planes, low_bytes, tile * (TILE // 4), 2, TILE)
+            _narrow(flat >> 2, planes + low_bytes, high_bytes, tile * (TILE // 8), 1, TILE)
+            end = low_bytes + high_bytes
+        else:
+            end = (numel * BITS + 7) // 8
+            _narrow(flat, planes, end, tile * (TILE * BITS // 8), BITS, TILE)
+        if tile == each - 1:
+            filler = end + tl.arange(0, 8)
+            tl.store(
+                planes + filler,
+                tl.zeros((8,), tl.uint8),
+                mask=filler < (end + 7) // 8 * 8,
+            )
+
+
+@triton.jit
+def _widen(start, entry, there, WIDTH: tl.constexpr):
+    """`WIDTH` bits of each entry, as int32 without a sign."""
+    packed = tl.load(start + entry * WIDTH // 8, mask=there, other=0).to(tl.int32)
+    shift = (entry % (8 // WIDTH) * WIDTH).to(tl.int32)
+    return (packed >> shift) & ((1 << WIDTH) - 1)
+
+
+@triton.jit
+def unpack_add_quantized(
+    table,
+    tensors,
+    rows,
+    before,
+    factor,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    TENSORS: tl.constexpr,
+    BORDER: tl.constexpr,
+    LEAST: tl.constexpr,
+    MOST: tl.constexpr,
+    CURVE: tl.constexpr,
+    SLOPE: tl.constexpr,
+):
+    tensor, tile = _find(table, tensors, TENSORS)
+    column = table + tensor
+    numel = tl.load(column + 2 * tensors)
+    stride = tl.load(column + 3 * tensors)
+    first = tl.load(column + 4 * tensors)
+    into = tl.load(column + 5 * tensors).to(tl.pointer_type(tl.float32))
+    own_address = tl.load(column + 6 * tensors)
+    own = own_address.to(tl.pointer_type(tl.float32))
+    entry = tile * TILE + tl.arange(0, TILE)
+    there = entry < numel
+    total = tl.load(into + entry, mask=there, other=0.0)
+    mine = tl.load(own + entry, mask=entry < tl.where(own_address != 0, numel, 0), other=0.0)
+    for row in range(rows):
+        if row == before:
+            total += mine
+        payload = first + row * stride
+        scales = payload.to(tl.pointer_type(tl.int16))
+        scale = tl.load(scales + entry // BLOCK, mask=there, other=0).to(tl.int32) & 0xFFFF
+        planes = (payload + _codes_start(numel, BLOCK)).to(tl.pointer_type(tl.uint8))
+        if BITS == 3:
+            codes = _widen(planes, entry, there, 2)
+            codes |= _widen(planes + (numel + 3) // 4, entry, there, 1) << 2
+        else:
+            codes = _widen(planes, entry, there, BITS)
+        codes = (codes << (32 - BITS)) >> (32 - BITS)  # the top bit is the sign
+        decoded = _decoded(codes.to(tl.float32), _wide(scale), BITS, CURVE, SLOPE)
+        total += decoded * factor
+    if before >= rows:
+        total += mine
+    tl.store(into + entry, total, mask=there)
+
+
+@triton.jit
+def block_maxima(
+    values,
+    offsets,
+    numel,
+    count,
+    rows,
+    shard_stride,
+    offsets_stride,
+    place_stride,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Rows of the K largest magnitudes of each column of [rows, count], as `topk` compares them:
+    by the upper 23 bits, ties to the later row."""
+    shard = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.arange(0, ROWS)
+    entry = row[:, None].to(tl.int64) * count + column[None, :]
+    there = (row[:, None] < rows) & (column[None, :] < count) & (entry < numel)
+    x = tl.load(values + shard * shard_stride + entry, mask=there, other=0.0)
+    keys = (x.to(tl.int32, bitcast=True) & 0x7FFFFF00) | row[:, None]
+    keys = tl.where(there, keys, -1)
+    start = offsets + shard * offsets_stride + column
+    for place in tl.static_range(K):
+        best = tl.max(keys, axis=0)
+        tl.store(start + place * place_stride, (best & 255).to(tl.uint8), mask=column < count)
+        keys = tl.where(keys == best[None, :], -1, keys)
