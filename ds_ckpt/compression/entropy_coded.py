@@ -249,7 +249,7 @@ def _pack(values: Tensor, payload: Tensor) -> None:
     ks = _parameters(numel, code)
     bits = sum(_lengths(code, ks))
     if not on_host(values.device) or bool((bits > budget).any()):
-        ks = _parameters(numel, code, (budget / bits.clamp(min=1)).clamp_(max=1))
+        ks = _parameters(numel, code, (budget / bits.clamp(min=1).double()).clamp_(max=1))
         count = _too_many(numel, budget, code, ks)
         keep = _without_smallest(_take(magnitude, code.places), code.sent, threshold, count)
         kept, sent = _places(keep, budget // 2)
@@ -317,7 +317,7 @@ def _parameters(numel: int, code: _Sent, kept: Tensor | float = 1.0) -> list[Ten
     The best for gaps between entries that are as likely everywhere (Kiely, "Selecting the Golomb
     parameter in Rice coding", JPL IPN 42-159, 2004)."""
     sent, above, _ = code.counts
-    density = torch.cat([sent * kept / numel, above / sent.clamp(min=1)], 1)
+    density = torch.cat([sent.double() * kept / numel, above.double() / sent.clamp(min=1)], 1)
     density = density.clamp_(1e-9, 1 - 1e-6)
     k = torch.log2(math.log((math.sqrt(5) - 1) / 2) / torch.log1p(-density)).floor_().add_(1)
     of_sent, of_above = k.clamp_(0, _LARGEST_K).long().split(1, 1)
