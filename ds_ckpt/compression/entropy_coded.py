@@ -247,7 +247,7 @@ def _pack(values: Tensor, payload: Tensor) -> None:
     # an entry takes two bits or more
     code = _choose(values, threshold, *_places(magnitude >= threshold, budget // 2))
     ks = _parameters(numel, code)
-    bits = sum(_lengths(code, ks))
+    bits = torch.stack(_lengths(code, ks)).sum(0)
     if not on_host(values.device) or bool((bits > budget).any()):
         ks = _parameters(numel, code, (budget / bits.clamp(min=1).double()).clamp_(max=1))
         count = _too_many(numel, budget, code, ks)
@@ -339,7 +339,7 @@ def _too_many(numel: int, budget: int, code: _Sent, ks: Sequence[Tensor]) -> Ten
     gaps together are no longer than the segment: m entries take m * (1 + k) bits and that / 2^k'.
     """
     first, *others = _lengths(code, ks)
-    others_bits, sent = sum(others), code.counts[0]
+    others_bits, sent = torch.stack(others).sum(0), code.counts[0]
     by_excess = -((budget - first - others_bits) // ks[0])
     fits = (budget - others_bits - (numel >> (ks[0] - 1))) // (1 + ks[0])
     return torch.minimum(by_excess, sent - fits).clamp_(min=0).minimum(sent)
@@ -385,8 +385,7 @@ def _write(payload: Tensor, code: _Sent, ks: Sequence[Tensor], means: Tensor) ->
         planes, last = _planes(k), numbers.to(torch.uint8)
         low = last.new_empty(*last.shape, planes)
         if filled.mask is None:
-            at = int(start)
-            low = bits[:, at : at + low.numel()].view(low.shape)
+            low = bits[:, int(start) : int(start) + low.numel()].view(low.shape)
         for plane in range(planes):
             torch.bitwise_and(last >> plane, 1, out=low[:, :, plane])
         if filled.mask is not None:
@@ -412,7 +411,8 @@ def _low_bits_at(start: Tensor, filled: _Filled, k: Tensor, planes: int, other: 
 
 
 def _low_bits_start(budget: int, counts: Sequence[Tensor], ks: Sequence[Tensor]) -> Tensor:
-    return budget - sum(n * k for n, k in zip(counts, ks, strict=True))
+    """Behind which bit the low bits follow: int64 [rows, 1]."""
+    return budget - torch.stack([n * k for n, k in zip(counts, ks, strict=True)]).sum(0)
 
 
 def _read(payload: Tensor, numel: int) -> tuple[_Sent, Tensor]:
@@ -435,8 +435,8 @@ def _read(payload: Tensor, numel: int) -> tuple[_Sent, Tensor]:
         numbers, filled = _run(quotients, front, count, most)
         planes = _planes(k)
         if filled.mask is None:
-            at = int(start)
-            low = bits[:, at : at + numbers.shape[1] * planes].view(*numbers.shape, planes)
+            low = bits[:, int(start) : int(start) + numbers.shape[1] * planes]
+            low = low.view(*numbers.shape, planes)
         else:
             at = _low_bits_at(start, filled, k, planes, budget)
             low = bits.gather(1, at.flatten(1)).view(at.shape)
