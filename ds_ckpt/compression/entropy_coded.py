@@ -51,7 +51,7 @@ from ds_ckpt.compression.base import (
 )
 from ds_ckpt.settings import Expects
 
-SEGMENT = 1 << 18
+SEGMENT = 1 << 20
 HEADER_BYTES = 24
 LEVELS = 32
 _STRONG = 2.5  # where level 1 begins, in thresholds
@@ -60,7 +60,7 @@ _LARGEST_K = 7
 _SAMPLE = 32768
 _OVER_ENTROPY = 1.02
 _TILE = 1 << 18
-_TILE_ACCELERATOR = 1 << 24
+_TILE_ACCELERATOR = 1 << 22
 _FP32 = torch.finfo(torch.float32)
 _BIN_BITS = 18
 _BINS = 512  # 16 octaves: `LEVELS` levels reach as far
@@ -90,7 +90,10 @@ class EntropyCoded(Method, RowCodec):
         ge=0.05,
         le=2,
         allow_inf_nan=False,
-        description="Bits an entry, beside 24 bytes for each 262144 entries or fewer.",
+        description="Bits an entry, beside 24 bytes for each 2^20 entries of a shard or fewer. Of "
+        "normal entries 1.0 leaves 36% of the energy for later steps, 0.33 leaves 74%; a heavier "
+        "tail, as gradients have it, leaves less. Fewer than 2^17 entries take longer each: some "
+        "200 operators run whatever their number.",
     )
 
     def words(self) -> str:
