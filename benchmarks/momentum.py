@@ -49,6 +49,8 @@ METHODS = {
     "3 bits": MethodSettings("quantize", bits=3),
     "1 bit": MethodSettings("entropy_coded", bits=1.0),
     "1/3 bit": MethodSettings("entropy_coded", bits=0.33),
+    "1 bit, warm-up in 4 bits": MethodSettings("entropy_coded", bits=1.0),
+    "1/3 bit, warm-up in 4 bits": MethodSettings("entropy_coded", bits=0.33),
 }
 ARMS = [
     *((DENSE, b1, how) for b1 in (0.9, 0.7) for how in ("none", "lead 0.3")),
@@ -56,7 +58,7 @@ ARMS = [
         (m, b1, how)
         for b1 in (0.9, 0.7)
         for m in METHODS
-        if m != DENSE
+        if m != DENSE and "warm-up" not in m
         for how in ("matched", "none")
     ),
 ]
@@ -118,7 +120,10 @@ def run(task: Task, method: str, b1: float, how: str, seed: int) -> dict[str, An
     """One arm of one seed."""
     spec = task.spec
     settings = ExchangeSettings(
-        METHODS[method], warmup_steps=WARM_UP, momentum="matched" if how == "matched" else "none"
+        METHODS[method],
+        warmup_steps=WARM_UP,
+        warmup_bits=4 if method.endswith("warm-up in 4 bits") else None,
+        momentum="matched" if how == "matched" else "none",
     )
     task.learner.begin(seed)
     recipe: Recipe = replace(spec.recipe(), betas=(b1, 0.95))

@@ -170,7 +170,7 @@ ENTRY_POINTS = "ds_ckpt.compressors"
 TAKEN = frozenset(
     [
         *("none", "auto", "method", "rules", "error_feedback", "exchange", "guard"),
-        *("start_step", "warmup_steps", "match", "dims", "min_numel", "max_numel"),
+        *("start_step", "warmup_steps", "warmup_bits", "match", "dims", "min_numel", "max_numel"),
     ]
 )
 """Names that mean something else in the configuration."""

@@ -51,7 +51,7 @@ from ds_ckpt.compression.base import (
 )
 from ds_ckpt.settings import Expects
 
-SEGMENT = 1 << 18
+SEGMENT = 1 << 20
 HEADER_BYTES = 24
 LEVELS = 32
 _STRONG = 2.5  # where level 1 begins, in thresholds
@@ -60,7 +60,7 @@ _LARGEST_K = 7
 _SAMPLE = 32768
 _OVER_ENTROPY = 1.02
 _TILE = 1 << 18
-_TILE_ACCELERATOR = 1 << 24
+_TILE_ACCELERATOR = 1 << 22
 _FP32 = torch.finfo(torch.float32)
 _BIN_BITS = 18
 _BINS = 512  # 16 octaves: `LEVELS` levels reach as far
@@ -90,7 +90,10 @@ class EntropyCoded(Method, RowCodec):
         ge=0.05,
         le=2,
         allow_inf_nan=False,
-        description="Bits an entry, beside 24 bytes for each 262144 entries or fewer.",
+        description="Bits an entry, beside 24 bytes for each 2^20 entries of a shard or fewer. Of "
+        "normal entries 1.0 leaves 36% of the energy for later steps, 0.33 leaves 74%; a heavier "
+        "tail, as gradients have it, leaves less. Fewer than 2^17 entries take longer each: some "
+        "200 operators run whatever their number.",
     )
 
     def words(self) -> str:
@@ -164,6 +167,13 @@ def _places(mask: Tensor, capacity: int) -> tuple[Tensor, _Filled]:
         places = places.scatter_(1, rank, every)[:, :capacity]
     filled = _Filled(count, torch.arange(places.shape[1], device=mask.device) < count)
     return filled.only(places), filled
+
+
+def _at_least(values: Tensor, limit: Tensor) -> Tensor:
+    """fp32 [rows, n] and [rows, 1] to bool."""
+    if on_host(values.device):  # in numpy, which takes a seventh of the time
+        return torch.from_numpy(values.numpy() >= limit.numpy())
+    return values >= limit
 
 
 def _take(values: Tensor, index: Tensor) -> Tensor:
@@ -245,16 +255,16 @@ def _pack(values: Tensor, payload: Tensor) -> None:
     magnitude = values.abs()
     threshold = _threshold(magnitude, budget)
     # an entry takes two bits or more
-    code = _choose(values, threshold, *_places(magnitude >= threshold, budget // 2))
+    places, sent = _places(_at_least(magnitude, threshold), budget // 2)
+    code, picked = _choose(values, threshold, places, sent)
     ks = _parameters(numel, code)
-    bits = sum(_lengths(code, ks))
+    bits = torch.stack(_lengths(code, ks)).sum(0)
     if not on_host(values.device) or bool((bits > budget).any()):
-        ks = _parameters(numel, code, (budget / bits.clamp(min=1)).clamp_(max=1))
+        ks = _parameters(numel, code, (budget / bits.clamp(min=1).double()).clamp_(max=1))
         count = _too_many(numel, budget, code, ks)
-        keep = _without_smallest(_take(magnitude, code.places), code.sent, threshold, count)
-        kept, sent = _places(keep, budget // 2)
-        code = _choose(values, threshold, sent.only(_take(code.places, kept)), sent)
-    means = _means(_take(magnitude, code.places), code)
+        kept, sent = _places(_without_smallest(picked, sent, threshold, count), budget // 2)
+        code, picked = _choose(values, threshold, sent.only(_take(places, kept)), sent)
+    means = _means(picked, code)
     _write(payload, code, ks, means)
     values.sub_(code.decoded(means, numel))
 
@@ -303,13 +313,16 @@ def _threshold(magnitude: Tensor, budget: int) -> Tensor:
     return threshold.lerp(edges.gather(1, before).view(torch.float32), part)
 
 
-def _choose(values: Tensor, threshold: Tensor, places: Tensor, sent: _Filled) -> _Sent:
+def _choose(
+    values: Tensor, threshold: Tensor, places: Tensor, sent: _Filled
+) -> tuple[_Sent, Tensor]:
+    """What is sent if these are, and their magnitudes: fp32 [rows, columns]."""
     picked = sent.only(_take(values, places))
-    border = threshold * _STRONG
-    strong, above = _places(picked.abs() >= border, picked.shape[1])
-    level = (_take(picked, strong).abs() / border).log2_().div_(math.log2(_GROWTH))
+    magnitude, border = picked.abs(), threshold * _STRONG
+    strong, above = _places(_at_least(magnitude, border), picked.shape[1])
+    level = (_take(magnitude, strong) / border).log2_().div_(math.log2(_GROWTH))
     level = above.only(level).floor_().clamp_(0, LEVELS - 1).long()
-    return _Sent(places, sent, picked < 0, strong, above, level)
+    return _Sent(places, sent, picked < 0, strong, above, level), magnitude
 
 
 def _parameters(numel: int, code: _Sent, kept: Tensor | float = 1.0) -> list[Tensor]:
@@ -317,7 +330,7 @@ def _parameters(numel: int, code: _Sent, kept: Tensor | float = 1.0) -> list[Ten
     The best for gaps between entries that are as likely everywhere (Kiely, "Selecting the Golomb
     parameter in Rice coding", JPL IPN 42-159, 2004)."""
     sent, above, _ = code.counts
-    density = torch.cat([sent * kept / numel, above / sent.clamp(min=1)], 1)
+    density = torch.cat([sent.double() * kept / numel, above.double() / sent.clamp(min=1)], 1)
     density = density.clamp_(1e-9, 1 - 1e-6)
     k = torch.log2(math.log((math.sqrt(5) - 1) / 2) / torch.log1p(-density)).floor_().add_(1)
     of_sent, of_above = k.clamp_(0, _LARGEST_K).long().split(1, 1)
@@ -339,7 +352,7 @@ def _too_many(numel: int, budget: int, code: _Sent, ks: Sequence[Tensor]) -> Ten
     gaps together are no longer than the segment: m entries take m * (1 + k) bits and that / 2^k'.
     """
     first, *others = _lengths(code, ks)
-    others_bits, sent = sum(others), code.counts[0]
+    others_bits, sent = torch.stack(others).sum(0), code.counts[0]
     by_excess = -((budget - first - others_bits) // ks[0])
     fits = (budget - others_bits - (numel >> (ks[0] - 1))) // (1 + ks[0])
     return torch.minimum(by_excess, sent - fits).clamp_(min=0).minimum(sent)
@@ -362,7 +375,7 @@ def _means(magnitude: Tensor, code: _Sent) -> Tensor:
     sent, above, _ = code.counts
     strong = code.above.only(_take(magnitude, code.strong)).double()
     powers = code.above.only(_powers(magnitude.device)[code.level])
-    total = code.sent.only(magnitude).sum(1, keepdim=True, dtype=torch.float64)
+    total = magnitude.sum(1, keepdim=True, dtype=torch.float64)
     mean = (total - strong.sum(1, keepdim=True)) / (sent - above).clamp(min=1)
     a = (strong * powers).sum(1, keepdim=True) / powers.square().sum(1, keepdim=True).clamp(min=1)
     return torch.cat([mean, a], 1).float()
@@ -385,8 +398,7 @@ def _write(payload: Tensor, code: _Sent, ks: Sequence[Tensor], means: Tensor) ->
         planes, last = _planes(k), numbers.to(torch.uint8)
         low = last.new_empty(*last.shape, planes)
         if filled.mask is None:
-            at = int(start)
-            low = bits[:, at : at + low.numel()].view(low.shape)
+            low = bits[:, int(start) : int(start) + low.numel()].view(low.shape)
         for plane in range(planes):
             torch.bitwise_and(last >> plane, 1, out=low[:, :, plane])
         if filled.mask is not None:
@@ -412,7 +424,8 @@ def _low_bits_at(start: Tensor, filled: _Filled, k: Tensor, planes: int, other: 
 
 
 def _low_bits_start(budget: int, counts: Sequence[Tensor], ks: Sequence[Tensor]) -> Tensor:
-    return budget - sum(n * k for n, k in zip(counts, ks, strict=True))
+    """Behind which bit the low bits follow: int64 [rows, 1]."""
+    return budget - torch.stack([n * k for n, k in zip(counts, ks, strict=True)]).sum(0)
 
 
 def _read(payload: Tensor, numel: int) -> tuple[_Sent, Tensor]:
@@ -435,8 +448,8 @@ def _read(payload: Tensor, numel: int) -> tuple[_Sent, Tensor]:
         numbers, filled = _run(quotients, front, count, most)
         planes = _planes(k)
         if filled.mask is None:
-            at = int(start)
-            low = bits[:, at : at + numbers.shape[1] * planes].view(*numbers.shape, planes)
+            low = bits[:, int(start) : int(start) + numbers.shape[1] * planes]
+            low = low.view(*numbers.shape, planes)
         else:
             at = _low_bits_at(start, filled, k, planes, budget)
             low = bits.gather(1, at.flatten(1)).view(at.shape)

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 from pydantic.fields import FieldInfo
 
 from ds_ckpt.compression import Method, methods
+from ds_ckpt.exchange.build import WarmupBits
 from ds_ckpt.exchange.rules import MethodSettings
 from ds_ckpt.settings import (
     SWITCH,
@@ -241,6 +242,13 @@ class CompressionConfig(_WithMethods):
         description="Optimizer steps that are sent dense before compression begins. A longer dense "
         "warm-up costs bytes and lowers the price in loss.",
     )
+    warmup_bits: Annotated[WarmupBits | None, WHOLE_NUMBER, Expects("8, 4, 3 or null", "4")] = (
+        Field(
+            default=None,
+            description="Bits of a value in the warm-up, with residuals and scales as those of "
+            '"quantize"; null: these steps are DeepSpeed\'s own reduction.',
+        )
+    )
     min_numel: Annotated[int, Expects("a whole number, 0 or more", "4096")] = Field(
         default=4096,
         ge=0,
@@ -262,9 +270,10 @@ class CompressionConfig(_WithMethods):
         how = "uncompressed" if compressor is None else f"as {compressor.words()}"
         rules = f", {len(self.rules)} rules" if self.rules else ""
         guard = f", guard: {self.guard.action}" if self.guard.active else ""
+        first = "dense" if self.warmup_bits is None else f"in {self.warmup_bits} bits"
         return (
             f"gradients {how}{rules}, {self.error_feedback.words()}, "
-            f"dense for {self.warmup_steps} steps{guard}"
+            f"{first} for {self.warmup_steps} steps{guard}"
         )
 
     def methods_used(self) -> set[str]:

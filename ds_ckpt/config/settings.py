@@ -29,6 +29,7 @@ def exchange_settings(compression: CompressionConfig) -> ExchangeSettings:
         residual_device=compression.error_feedback.device,
         # sending everything has nothing to warm up for
         warmup_steps=compression.warmup_steps if compression.lossy else 0,
+        warmup_bits=compression.warmup_bits if compression.lossy else None,
         min_numel=compression.min_numel,
         levels=compression.exchange.levels,
         autotune=compression.exchange.autotune,

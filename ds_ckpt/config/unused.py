@@ -208,7 +208,9 @@ def _unused_compression(section: Any, method: str | None) -> Iterator[Problem]:
     known = methods()
     lossy = [name for name, kind in known.items() if not kind.lossless]
     users = {key: [n for n, kind in known.items() if key in kind.looks_at()] for key in known}
-    users |= dict.fromkeys(("error_feedback", "guard", "warmup_steps", "min_numel"), lossy)
+    users |= dict.fromkeys(
+        ("error_feedback", "guard", "warmup_steps", "warmup_bits", "min_numel"), lossy
+    )
     users |= {f"exchange.{key}": [*known] for key in ("when", "levels", "overlap")}
     users |= {"exchange.autotune": lossy, "rules": [*known]}
     # of each rule whose method is known

@@ -117,6 +117,8 @@ def decisive(compression: CompressionConfig) -> dict[str, Any]:
         flat[f"error_feedback.{name}"] = found["error_feedback"][name]
     if found["error_feedback"]["momentum"] != "none":
         flat["error_feedback.momentum"] = found["error_feedback"]["momentum"]
+    if compression.warmup_bits is not None:
+        flat["warmup_bits"] = compression.warmup_bits
     when = compression.exchange.when
     held = compression.lossy and compression.error_feedback.enabled
     if when != "auto" and held != (when == "accumulation_boundary"):

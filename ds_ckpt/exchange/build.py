@@ -10,8 +10,10 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
+from ds_ckpt.compression.base import Compressor
 from ds_ckpt.compression.error_feedback import Feedback, HostMemory, ResidualDevice
 from ds_ckpt.compression.powersgd import Factors
+from ds_ckpt.compression.quantize import Quantize
 from ds_ckpt.compression.storage import ResidualDtype
 from ds_ckpt.exchange.autotune import Autotuner
 from ds_ckpt.exchange.exchange import AllToAllExchange
@@ -19,12 +21,13 @@ from ds_ckpt.exchange.hierarchy import Groups, InHostSum, Levels, make_groups
 from ds_ckpt.exchange.layout import ascending, ring_pieces
 from ds_ckpt.exchange.momentum import Choice, FirstMoments
 from ds_ckpt.exchange.plan import Plan
-from ds_ckpt.exchange.rules import MethodSettings, Rule, Rules
+from ds_ckpt.exchange.rules import Choose, MethodSettings, Rule, Rules
 from ds_ckpt.exchange.schedule import ScheduledExchange
 from ds_ckpt.exchange.state import Stateful
 from ds_ckpt.exchange.transport import TorchTransport
 from ds_ckpt.telemetry.timings import Errors, Timings
 
+WarmupBits = Literal[8, 4, 3]
 When = Literal["auto", "micro_step", "accumulation_boundary"]
 
 
@@ -33,6 +36,8 @@ class ExchangeSettings:
     """What the configuration's `compression` section says, in plain values.
 
     Attributes:
+        warmup_bits: of the values in which tensors travel during the warm-up that are compressed
+            after it; None: it is DeepSpeed's own reduction.
         when: see `holds_back`; of an engine the session asks whether it can be done, too.
     """
 
@@ -47,6 +52,7 @@ class ExchangeSettings:
     autotune: bool = True
     when: When = "auto"
     momentum: Choice = "none"
+    warmup_bits: WarmupBits | None = None
 
     @property
     def lossless(self) -> bool:
@@ -63,6 +69,21 @@ class ExchangeSettings:
     def choose(self, embeddings: frozenset[str] = frozenset(), local: int = 1) -> Rules:
         """How each parameter travels; arguments as of `Rules`."""
         return Rules(self.default, self.min_numel, self.rules, embeddings, local)
+
+    def warm_up(self, choose: Choose) -> Choose | None:
+        """How each parameter travels in the warm-up.
+
+        Args:
+            choose: after it.
+        """
+        if self.warmup_bits is None or not self.warmup_steps or self.lossless:
+            return None
+        values = Quantize(bits=self.warmup_bits)
+
+        def in_few_bits(name: str, shape: torch.Size) -> Compressor | None:
+            return None if choose(name, shape) is None else values
+
+        return in_few_bits
 
     def residuals(
         self, dp_rank: int, host: HostMemory | None = None, *, holds: bool = False
@@ -180,9 +201,10 @@ def build_exchange(
             other="uncompressed" if holds else "deepspeed",
             speaks=speaks,
         )
+    choose = settings.choose(embeddings, groups.local)
     exchange = AllToAllExchange(
         between,
-        settings.choose(embeddings, groups.local),
+        choose,
         feedback,
         factors,
         order=ring_pieces if on_gloo else ascending,
@@ -195,6 +217,7 @@ def build_exchange(
     scheduled = ScheduledExchange(
         exchange,
         warmup_steps=settings.warmup_steps,
+        warm_up=settings.warm_up(choose),
         current_step=current_step,
         at_boundary=at_boundary,
         autotuner=autotuner,

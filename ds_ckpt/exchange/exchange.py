@@ -231,7 +231,7 @@ class AllToAllExchange:
         tensors: list[Tensor],
         loss_scale: float = 1.0,
         *,
-        uncompressed: bool = False,
+        choose: Choose | None = None,
     ) -> list[Tensor]:
         """The mean over the group of a bucket's gradients, this process's shards.
 
@@ -240,13 +240,15 @@ class AllToAllExchange:
             tensors: this process's full gradients, contiguous, one device, any floating dtypes;
                 multiplied by `loss_scale`. May be overwritten.
             loss_scale: the same on every process.
-            uncompressed: send this bucket so, with what is owed to it; the same everywhere.
+            choose: how this bucket travels, with what is owed to it; the same everywhere. None: as
+                always.
 
         Returns:
             Flat shards in the gradients' dtypes, still multiplied by `loss_scale`; empty where
             this process owns nothing. In a world of one, views of the gradients themselves.
         """
-        chosen = [self._compressor(n, t, uncompressed) for n, t in zip(names, tensors, strict=True)]
+        choose = self._choose if choose is None else choose
+        chosen = [self._compressor(n, t, choose) for n, t in zip(names, tensors, strict=True)]
         if not tensors:
             return []
         self._time_on(tensors[0].device)
@@ -275,8 +277,8 @@ class AllToAllExchange:
         if self.timings.module is None and not on_host(device):
             self.timings.module = torch.get_device_module(device)
 
-    def _compressor(self, name: str, tensor: Tensor, uncompressed: bool) -> Compressor | None:
-        compressor = None if uncompressed else self._choose(name, tensor.shape)
+    def _compressor(self, name: str, tensor: Tensor, choose: Choose) -> Compressor | None:
+        compressor = choose(name, tensor.shape)
         if compressor is None and (self._holds or self.feedback.holds(name)):
             # What is owed to an uncompressed tensor goes with it, in fp32 so that nothing is
             # owed afterwards. Where gradients are held it passes here in every step, and a rounded

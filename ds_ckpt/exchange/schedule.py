@@ -11,16 +11,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ds_ckpt.exchange.autotune import Autotuner, Way
 from ds_ckpt.exchange.exchange import AllToAllExchange
 from ds_ckpt.exchange.layout import ShardLayout
 from ds_ckpt.exchange.momentum import FirstMoments
+from ds_ckpt.exchange.rules import Choose
 
 log = logging.getLogger("ds_ckpt")
 Reduce = Callable[[list[Tensor]], list[Tensor]]
 """A bucket's full gradients to this process's shards."""
+
+
+def _uncompressed(name: str, shape: torch.Size) -> None:
+    """A `Choose`."""
 
 
 @dataclass
@@ -56,7 +62,8 @@ class ScheduledExchange:
     Args:
         exchange: what runs after the warm-up; its residuals and factors are committed or rolled
             back with the step.
-        warmup_steps: optimizer steps that are plain DeepSpeed.
+        warmup_steps: optimizer steps that are plain DeepSpeed, or travel as `warm_up` says.
+        warm_up: how tensors travel in these; None: by DeepSpeed's own reduction.
         current_step: DeepSpeed's count of optimizer steps so far.
         at_boundary: whether this micro-step ends an accumulated step; the others' gradients are
             held back until then. None: every micro-step is exchanged.
@@ -72,6 +79,7 @@ class ScheduledExchange:
         exchange: AllToAllExchange,
         *,
         warmup_steps: int,
+        warm_up: Choose | None = None,
         current_step: Callable[[], int],
         at_boundary: Callable[[], bool] | None = None,
         autotuner: Autotuner | None = None,
@@ -82,6 +90,7 @@ class ScheduledExchange:
         if moments is not None:
             exchange.errors.listeners.append(moments.errors)
         self._warmup_steps = warmup_steps
+        self._warm_up = warm_up
         self._current_step = current_step
         self._at_boundary = at_boundary
         self._autotuner = autotuner
@@ -91,7 +100,7 @@ class ScheduledExchange:
     def _way(self, names: Sequence[str] = ()) -> Way:
         """How a bucket of this step travels."""
         if self._warming_up:
-            return "deepspeed"
+            return "deepspeed" if self._warm_up is None else "compressed"
         if self.fallback.uncompressed:
             return "uncompressed"
         return self._autotuner.way_of(names) if self._autotuner is not None else "compressed"
@@ -118,10 +127,12 @@ class ScheduledExchange:
         deepspeed_reduce: Reduce,
     ) -> list[Tensor]:
         """One bucket; see `ds_ckpt.zero3.gradient.BucketExchange`."""
-        if self._warming_up:
+        if self._warming_up and self._warm_up is None:
             return deepspeed_reduce(tensors)
         if self._at_boundary is not None and not self._at_boundary():
             return self._exchange.hold(names, tensors, loss_scale)
+        if self._warming_up:
+            return self._exchange.average(names, tensors, loss_scale, choose=self._warm_up)
         way = self._way(names)
         if self._moments is not None and tensors:
             after_warm_up = self._current_step() - self._warmup_steps
@@ -130,9 +141,8 @@ class ScheduledExchange:
             self._autotuner.exchanged(names, tensors[0].device)
         if way == "deepspeed":
             return deepspeed_reduce(tensors)
-        return self._exchange.average(
-            names, tensors, loss_scale, uncompressed=way == "uncompressed"
-        )
+        choose = _uncompressed if way == "uncompressed" else None
+        return self._exchange.average(names, tensors, loss_scale, choose=choose)
 
     def step_ended(self, *, skipped: bool) -> None:
         """A skipped step leaves every residual and factor bit-equal to before (law 4).

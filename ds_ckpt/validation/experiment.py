@@ -120,6 +120,8 @@ def _as_recorded(settings: ExchangeSettings) -> dict[str, Any]:
         "start_step": settings.warmup_steps,
         "min_numel": settings.min_numel,
     }
+    if settings.warmup_bits is not None:
+        recorded["warmup_bits"] = settings.warmup_bits
     if settings.momentum != "none":
         recorded["momentum"] = settings.momentum
     usual = dataclasses.replace(settings, when="auto")

@@ -159,7 +159,8 @@ class VirtualWorkers:
         embeddings: frozenset[str] = frozenset(),
     ) -> None:
         self.step, self.at_boundary = 0, True
-        self._warmup_steps = 0 if settings.lossless else settings.warmup_steps
+        dense_first = settings.warmup_bits is None and not settings.lossless
+        self._warmup_steps = settings.warmup_steps if dense_first else 0
         self._bucket = list(reversed(names))
         self._virtual = VirtualWorld(world, timeout_s=_TIMEOUT_S)
         holds = settings.holds_back(accumulation)
@@ -246,10 +247,10 @@ class _Worker:
     ) -> None:
         self.moments = settings.moments(dict.fromkeys(names, 0), transport.all_reduce)
         self.feedback = settings.residuals(transport.dp_rank, holds=holds)
-        factors = Factors()
+        factors, choose = Factors(), settings.choose(embeddings)
         self.exchange = AllToAllExchange(
             transport,
-            settings.choose(embeddings),
+            choose,
             self.feedback,
             factors,
             order=ring_pieces,
@@ -258,6 +259,7 @@ class _Worker:
         self.scheduled = ScheduledExchange(
             self.exchange,
             warmup_steps=0 if settings.lossless else settings.warmup_steps,
+            warm_up=settings.warm_up(choose),
             current_step=lambda: workers.step,
             at_boundary=(lambda: workers.at_boundary) if holds else None,
             moments=self.moments,

@@ -55,10 +55,10 @@ def tuned(slow: str, folder: str, *, process: int, **options: Any) -> dict[str, 
     assert built.feedback is not None
     ours, by_deepspeed = built.exchange._exchange.average, []
 
-    def slowed_exchange(*args: Any, uncompressed: bool = False, **kwargs: Any) -> Any:
-        if dist.get_rank() == process and uncompressed == (slow == "other"):
+    def slowed_exchange(*args: Any, choose: Any = None, **kwargs: Any) -> Any:
+        if dist.get_rank() == process and (choose is not None) == (slow == "other"):
             time.sleep(0.2)
-        return ours(*args, uncompressed=uncompressed, **kwargs)
+        return ours(*args, choose=choose, **kwargs)
 
     scheduled = built.exchange.reduce
 

@@ -19,7 +19,7 @@ LOSSY = {
     "topk int8": topk_section(topk={"density": 0.05, "values": "int8"}),
     "quantize 4": quantize_section(),
     "quantize 2": quantize_section(quantize={"bits": 2, "block": 32}),
-    "1 bit": topk_section(method="entropy_coded", entropy_coded={"bits": 1.0}),
+    "1 bit after 4 bits": topk_section(method="entropy_coded", warmup_steps=2, warmup_bits=4),
 }
 
 
@@ -84,6 +84,15 @@ def test_warm_up_is_plain_deepspeed(world2: Any) -> None:
         assert other["residuals"]
 
 
+def test_a_warm_up_in_few_bits_is_training_in_few_bits(world2: Any) -> None:
+    few = world2.run(cases.run, "llama", quantize_section(), 4)
+    warm = world2.run(cases.run, "llama", topk_section(warmup_steps=4, warmup_bits=4), 4)
+    for expected, got in zip(few, warm, strict=True):
+        assert expected["weights"] == got["weights"]
+        assert expected["sent"] == got["sent"]
+        assert got["residuals"]
+
+
 @pytest.mark.parametrize(
     ("section", "kind", "world"),
     [
@@ -91,7 +100,7 @@ def test_warm_up_is_plain_deepspeed(world2: Any) -> None:
         ("topk int8", "llama", "world2"),
         ("quantize 4", "plain", "world4"),
         ("quantize 2", "plain", "world2"),
-        ("1 bit", "llama", "world2"),
+        ("1 bit after 4 bits", "llama", "world2"),
     ],
 )
 def test_nothing_is_lost(

@@ -23,6 +23,8 @@ SECTIONS = {
     "topk with a lead": topk_section(
         topk={"density": 0.05}, warmup_steps=3, error_feedback={"momentum": "matched"}
     ),
+    "1 bit": topk_section(method="entropy_coded"),
+    "1 bit after 4 bits": topk_section(method="entropy_coded", warmup_steps=3, warmup_bits=4),
     "quantize": quantize_section(),
     "2 bits without feedback": quantize_section(
         quantize={"bits": 2}, error_feedback={"enabled": False}
@@ -61,6 +63,8 @@ PLAIN, CLIPPED_AND_ACCUMULATED = (0.0, 1), (0.5, 2)
         ("dense", *CLIPPED_AND_ACCUMULATED),
         ("topk after a warm-up", *CLIPPED_AND_ACCUMULATED),
         ("topk with a lead", *PLAIN),
+        ("1 bit", *PLAIN),
+        ("1 bit after 4 bits", *CLIPPED_AND_ACCUMULATED),
         ("quantize", *PLAIN),
         ("2 bits without feedback", *CLIPPED_AND_ACCUMULATED),
         ("powersgd", *PLAIN),
