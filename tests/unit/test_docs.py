@@ -17,6 +17,11 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 GUIDES = [ROOT / "docs" / name for name in ("index.md", "tutorial.md", "troubleshooting.md")]
 
 
+@pytest.fixture(autouse=True)
+def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
 def _blocks(path: Path, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", path.read_text(encoding="utf-8"), re.S)
 
@@ -33,7 +38,7 @@ def test_commands_of_guides_can_be_typed(command: str) -> None:
         for word in re.findall(r"\S+\.(?:py|json)|hostfiles/\S+", command):
             assert (ROOT / word).exists(), word
     else:
-        stand_ins = {"MODEL": "demo", "FILE": "zero3.json", "HOSTS": "hosts"}
+        stand_ins = {"MODEL": "demo", "FILE": "zero3.json", "HOSTS": "hostfiles/two_hosts"}
         for name, value in stand_ins.items():
             command = re.sub(rf"\b{name}\b", value, command)
         check_command(command)
