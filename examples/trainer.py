@@ -76,7 +76,6 @@ def main() -> None:
         result = trainer.train()
         if arguments.process_index == 0:
             print(f"mean loss of {result.global_step} steps: {result.training_loss:.4f}")
-        trainer.deepspeed.destroy()
     torch.distributed.destroy_process_group()
 
 

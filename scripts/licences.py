@@ -24,7 +24,7 @@ their own metadata, by `python scripts/licences.py`. None of them is part of the
 
 
 def licence(name: str) -> str:
-    """As the package's metadata has it: the SPDX expression, else classifiers, else a short text."""
+    """As the package's metadata has it: an SPDX expression, classifiers, or a short text."""
     data = distribution(name).metadata
     expression = data.get("License-Expression")
     if expression:

@@ -2,57 +2,25 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer
 
-from ds_ckpt.cli import app
+from tests.command_lines import UsageError, check_command
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import _claim_checks  # noqa: E402
 import claims as ledger  # noqa: E402
 
-UsageError = typer.BadParameter.__mro__[1]
 THEMES, CASES, CLAIMS = ledger.load()
 BY_ID = {claim.id: claim for claim in CLAIMS}
 
 
-def options_of(script: Path) -> set[str]:
-    """Options that a script's parser knows, and those of argparse."""
-    found = re.findall(r"add_argument\(\s*\"(-[\w-]+)\"", script.read_text(encoding="utf-8"))
-    return {"--help", *found}
-
-
-def check_command(command: str) -> None:
-    """AssertionError or a usage error where a reader could not type it."""
-    words = shlex.split(command)
-    if words[0] == "sudo":
-        words = words[1:]
-    program, *arguments = words
-    if program == "ds-ckpt":
-        parser: Any = typer.main.get_command(app)
-        name, *arguments = arguments
-        parser.commands[name].make_context(name, arguments)
-        for word in arguments:
-            if word.endswith(".json") and "/" in word and not word.startswith("runs/"):
-                assert (ROOT / word).exists(), word
-    elif program == "pytest":
-        file, _, keyword = arguments
-        tests = re.findall(r"def (test_\w+)", (ROOT / file).read_text())
-        assert any(keyword in test for test in tests), keyword
-    else:
-        script = next(ROOT / word for word in words if word.endswith((".py", ".sh")))
-        assert script.exists(), script
-        options = {
-            word for word in words[words.index(str(script.relative_to(ROOT))) :] if word[:1] == "-"
-        }
-        assert options <= options_of(script), options - options_of(script)
+@pytest.fixture(autouse=True)
+def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
 
 
 def test_ids_are_unique_and_name_their_source() -> None:
@@ -63,12 +31,13 @@ def test_ids_are_unique_and_name_their_source() -> None:
         assert claim.by in ledger.DECIDED_BY
 
 
-@pytest.mark.parametrize(
-    "command", sorted({c.command for c in CLAIMS} | {"python benchmarks/claims.py"})
-)
+@pytest.mark.parametrize("command", sorted({c.command for c in CLAIMS}))
 def test_a_reader_can_type_the_command(command: str) -> None:
-    if command:
-        check_command(command)
+    check_command(command)
+    _, _, names = command.partition("claims.py --measure")
+    assert set(names.split()) <= {case.name for case in CASES} | set(_claim_checks.CHECKS)
+    _, _, row = command.partition("claims.py --row")
+    assert set(row.split()) <= set(BY_ID)
 
 
 @pytest.mark.parametrize(

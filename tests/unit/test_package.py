@@ -1,4 +1,4 @@
-"""What is published: one version, licences as the environment has them, and a wheel that is whole."""
+"""What is published: one version, licences as they are installed, and a wheel that is whole."""
 
 from __future__ import annotations
 

@@ -1,0 +1,28 @@
+"""What the site does to pages that are also read in the repository.
+
+Links to files outside of docs/ become their names: the site does not have those files, and a name
+that is not there is a warning, which ends the build.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+_OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)#]+)(#[^)]*)?\)")
+log = logging.getLogger("mkdocs.hooks")
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """mkdocs calls it with each page's text."""
+
+    def named(found: re.Match[str]) -> str:
+        words, path = found[1], found[2]
+        if not (ROOT / path).exists():
+            log.warning("%s: there is no %s", page.file.src_uri, path)
+        return f"`{path}`" if words.strip("`") in path else f"{words} (`{path}`)"
+
+    return _OUTSIDE.sub(named, markdown)

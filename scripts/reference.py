@@ -1,0 +1,114 @@
+"""docs/keys.md and docs/commands.md: every key of the configuration, every option of `ds-ckpt`.
+
+python scripts/reference.py    # writes both
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import typer
+
+from ds_ckpt.cli import EXAMPLES, app
+from ds_ckpt.config import json_schema
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+_HEAD = "Written by `python scripts/reference.py` from {source}: do not edit this page.\n"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def _kind(key: dict[str, Any]) -> str:
+    """What a value may be."""
+    if "$ref" in key:
+        name = key["$ref"].rpartition("/")[2]
+        return f"[section](#{name.lower()})"
+    if "enum" in key:
+        return ", ".join(f"`{json.dumps(v)}`" for v in key["enum"] if v is not None)
+    if "anyOf" in key:
+        return " or ".join(_kind(k) for k in key["anyOf"] if k.get("type") != "null")
+    kinds = key.get("type", "any")
+    kinds = [kinds] if isinstance(kinds, str) else [k for k in kinds if k != "null"]
+    signs = {"minimum": "at least", "exclusiveMinimum": "above"}
+    signs |= {"maximum": "at most", "exclusiveMaximum": "below"}
+    limits = [f"{word} {key[sign]}" for sign, word in signs.items() if sign in key]
+    inner = f" of {_kind(key['items'])}" if isinstance(key.get("items"), dict) else ""
+    return ", ".join([" or ".join(kinds) + inner, *limits])
+
+
+def keys() -> str:
+    """All sections, in the schema's order, `ds_ckpt` first."""
+    schema = json_schema()
+    lines = ["# Every key of the configuration", "", _HEAD.format(source="the JSON Schema")]
+    lines += ["`ds-ckpt schema` prints the schema for an editor, `ds-ckpt validate FILE` checks a"]
+    lines += ["file against it and against DeepSpeed's own settings.", ""]
+    sections = dict(sorted(schema["$defs"].items(), key=lambda item: item[0] != "PluginConfig"))
+    for name, section in sections.items():
+        lines += [f"## {name}", "", " ".join(section.get("description", "").split()), ""]
+        lines += ["| key | value | default | what it does, and costs |", "|---|---|---|---|"]
+        for key, about in section["properties"].items():
+            default = f"`{json.dumps(about['default'])}`" if "default" in about else "-"
+            words = _cell(about.get("description", ""))
+            lines.append(f"| `{key}` | {_cell(_kind(about))} | {default} | {words} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _type(hint: Any) -> str:
+    """Of an option: text, a number, a file, or the words that it may be."""
+    inner = [h for h in get_args(hint) if h is not type(None)]
+    if get_origin(hint) is Literal:
+        return ", ".join(map(str, inner))
+    if inner:
+        several = get_origin(hint) is list
+        return ", ".join(map(_type, inner)) + (", several" if several else "")
+    names = {str: "text", int: "whole number", float: "number", Path: "file", bool: "yes or no"}
+    return names.get(hint, str(hint))
+
+
+def _commands(group: Any, before: str = "") -> Iterator[tuple[str, Any]]:
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from _commands(command, f"{before}{name} ")
+        else:
+            yield before + name, command
+
+
+def commands() -> str:
+    """All commands with their options and an example."""
+    lines = ["# Every command", "", _HEAD.format(source="the commands' own help")]
+    lines += ["`ds-ckpt --install-completion` makes the shell complete them.", ""]
+    for name, command in _commands(typer.main.get_command(app)):
+        lines += [f"## ds-ckpt {name}", "", inspect.cleandoc(command.help or ""), ""]
+        lines += ["```bash", EXAMPLES[name], "```", ""]
+        hints = get_type_hints(inspect.unwrap(command.callback))
+        lines += ["| option | value | default | |", "|---|---|---|---|"]
+        for option in command.params:
+            if option.name == "help":
+                continue
+            argument = option.param_type_name == "argument"
+            named = option.metavar or option.name.upper()
+            shown = named if argument else ", ".join(option.opts)
+            value = _type(hints[option.name])
+            default = option.default
+            plain = isinstance(default, (str, int, float, Path)) and not argument
+            said = f"`{default}`" if plain and default not in ("", False) else "-"
+            help_ = _cell(getattr(option, "help", "") or "")
+            lines.append(f"| `{shown}` | {_cell(value)} | {said} | {help_} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    (DOCS / "keys.md").write_text(keys(), encoding="utf-8")
+    (DOCS / "commands.md").write_text(commands(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
