@@ -6,6 +6,7 @@ A bucket of sixteen 96 x 192 gradients in bf16 with error feedback, second step,
 1 by `tests/pretended_gpu.py`: no accelerator is involved, and nothing is timed. A host wait is what
 blocks the host until the device is done; a kernel is an operator that is no view, so that an
 operator that launches several counts once. `verdict`: host waits where the step's verdict falls.
+`bytes an entry`: what kernels read and wrote, operators in place counted once.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ METHODS: dict[str, Compressor | None] = {
 
 def counts(
     method: Compressor | None, size: int, dtype: ResidualDtype = "fp32"
-) -> tuple[Counter[str], Counter[str], Counter[str]]:
-    """Of process 1: host waits and kernels of a bucket, host waits of the verdict."""
+) -> tuple[Counter[str], Counter[str], Counter[str], float]:
+    """Of process 1: host waits and kernels of a bucket, host waits of the verdict, bytes an entry
+    that the bucket's kernels move."""
     world = VirtualWorld(size)
     exchanges = [
         AllToAllExchange(t, lambda name, shape: method, Feedback(dtype=dtype, seed=p), Factors())
@@ -63,6 +65,7 @@ def counts(
         with gpus[0].watched():
             world.run(lambda p: in_threads(gpus[p], step)(p))
         bucket, kernels = gpu.waits.copy(), gpu.launches.copy()
+        moved = gpu.moved_bytes / (TENSORS * SHAPE[0] * SHAPE[1])
         gpu.forget()
         with gpu.seeing():
             assert not exchanges[1].nonfinite_buckets
@@ -71,13 +74,13 @@ def counts(
             exchange.feedback.commit()
             exchange.factors.commit()
             exchange.step_ended()
-    return bucket, kernels, verdict
+    return bucket, kernels, verdict, moved
 
 
 def main() -> None:
     print(f"{TENSORS} tensors of {SHAPE[0]} x {SHAPE[1]}, bf16; fp32 residuals unless said")
-    print(f"{'':24}  {'host waits':>19}  {'kernels':>15}  {'verdict':>7}")
-    print(f"{'':24}  {'W=2':>9} {'W=8':>9}  {'W=2':>7} {'W=8':>7}  {'W=8':>7}")
+    print(f"{'':24}  {'host waits':>19}  {'kernels':>15}  {'verdict':>7}  {'bytes an entry':>14}")
+    print(f"{'':24}  {'W=2':>9} {'W=8':>9}  {'W=2':>7} {'W=8':>7}  {'W=8':>7}  {'W=8':>14}")
     rows: list[tuple[str, Compressor | None, ResidualDtype]] = [
         (name, method, "fp32") for name, method in METHODS.items()
     ]
@@ -86,7 +89,10 @@ def main() -> None:
         two, eight = counts(method, 2, dtype), counts(method, 8, dtype)
         waits = " ".join(f"{sum(of[0].values()):9}" for of in (two, eight))
         kernels = " ".join(f"{sum(of[1].values()):7}" for of in (two, eight))
-        print(f"{name:24}  {waits}  {kernels}  {sum(eight[2].values()):7}", flush=True)
+        print(
+            f"{name:24}  {waits}  {kernels}  {sum(eight[2].values()):7}  {eight[3]:14.1f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

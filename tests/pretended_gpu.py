@@ -154,6 +154,7 @@ class Gpu:
         findings: races, in words.
         waits: host waits by place and operator.
         launches: kernels by operator.
+        moved_bytes: what they read and wrote.
     """
 
     def __init__(self, *, plain: bool = False, counts: bool = True) -> None:
@@ -167,6 +168,7 @@ class Gpu:
         self.findings: list[str] = []
         self.waits: Counter[str] = Counter()
         self.launches: Counter[str] = Counter()
+        self.moved_bytes = 0
 
     # -- what a device module has ------------------------------------------------------------------
 
@@ -268,6 +270,7 @@ class Gpu:
         self.findings.clear()
         self.waits.clear()
         self.launches.clear()
+        self.moved_bytes = 0
 
     # -- clocks ------------------------------------------------------------------------------------
 
@@ -300,11 +303,12 @@ class Gpu:
                 del self._memory[key]
             if memory.on_host:  # pinned blocks: torch's allocator records what copies from them
                 return
-            clock = self.seen[memory.home]
+            # whatever is launched from here on comes behind what the host has waited for
+            clock, host = self.seen[memory.home], self.seen[HOST]
             for access in [*memory.read, *([memory.written] if memory.written else [])]:
                 if access.stream in (memory.home, HOST) or access.stream in memory.recorded:
                     continue
-                if clock.get(access.stream, 0) < access.number:
+                if max(clock.get(access.stream, 0), host.get(access.stream, 0)) < access.number:
                     self.findings.append(
                         f"freed to {memory.home} while {access.what} on {access.stream} may go on"
                     )
@@ -316,6 +320,7 @@ class Gpu:
             if not host:
                 self.sees(who, self.seen[HOST])  # launched behind what the host did
                 self.launches[name] += 1
+                self.moved_bytes += sum(t.numel() * t.element_size() for t in [*reads, *writes])
             self._numbers[who] += 1
             number = self._numbers[who]
             self.seen[who][who] = number

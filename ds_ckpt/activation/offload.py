@@ -11,6 +11,7 @@ behind an exception, the pool gets its blocks back. A graph that is retained can
 
 from __future__ import annotations
 
+import bisect
 import copy
 import functools
 import threading
@@ -106,6 +107,9 @@ class InputStore:
         self.counters = OffloadCounters()
         self._lock = threading.RLock()
         self._device, self._copies, self._owned = device, copies, owned
+        self._owned_at: list[int] | None = None
+        """Where these lie, ascending, while the arguments of a call are kept."""
+        self._taking_arguments = False
         self._pool, self._arena = pool, arena
         self._min_bytes = min_bytes
         self._pieces: weakref.WeakValueDictionary[Key, Piece] = weakref.WeakValueDictionary()
@@ -130,6 +134,7 @@ class InputStore:
         if torch._C._current_graph_task_id() == -1 and (self._reached or len(self._here)):
             self._forget_all()  # of a backward that ended with an error
         self._number += 1
+        self._owned_at, self._taking_arguments = None, True
         call = BlockCall(self._number, label)
         self._calls[call.number] = call
         return call
@@ -187,17 +192,21 @@ class InputStore:
         return self._unfit(tensor) or self._owned_by_model(tensor)
 
     def _owned_by_model(self, tensor: Tensor) -> str | None:
-        # Asked every time: ZeRO-3 gives a parameter another storage at each gather.
+        # ZeRO-3 gives a parameter another storage at each gather: none falls between the arguments
+        # of a call, before it runs.
+        if self._owned_at is None or not self._taking_arguments:
+            self._owned_at = sorted(p.data_ptr() for p in self._owned)
         storage = tensor.untyped_storage()
         start = storage.data_ptr()
-        end = start + storage.nbytes()
-        if any(start <= p.data_ptr() < end for p in self._owned):
+        behind = bisect.bisect_left(self._owned_at, start)
+        if behind < len(self._owned_at) and self._owned_at[behind] < start + storage.nbytes():
             return "a part of the model"
         return None
 
     @_alone
     def started(self, call: BlockCall) -> None:
         """The call has kept its arguments and runs: those of the calls before it may go."""
+        self._taking_arguments = False
         earlier = self.last
         if earlier is not None and earlier is not call:
             self._send(earlier, current=call.number)

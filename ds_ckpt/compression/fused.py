@@ -16,14 +16,17 @@ is gathered into one buffer first, and the host waits for nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+log = logging.getLogger("ds_ckpt")
 TILE = 2048
 """Entries of one program: several of each block, and of 8, at any length of a block."""
 
@@ -82,7 +85,32 @@ class Kernels(Protocol):
 
 def serves(device: torch.device) -> bool:
     """Whether there are kernels for tensors there."""
-    return device.type == "cuda" and find_spec("triton") is not None
+    return device.type == "cuda" and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+_trusted: dict[tuple[Hashable, torch.device], bool] = {}
+
+
+def trusted(what: Hashable, device: torch.device, agrees: Callable[[], bool]) -> bool:
+    """Whether kernels do there what the operators do; tried once. Where they cannot be compiled, or
+    disagree, a warning says so, and the operators go on."""
+    if (what, device) not in _trusted:
+        try:
+            wrong = "" if agrees() else "they do not compute what the operators do"
+        except Exception as error:  # whatever a compiler raises
+            wrong = f"{type(error).__name__}: {error}"
+        _trusted[what, device] = not wrong
+        if wrong:
+            log.warning(
+                "ds_ckpt: fused kernels of %s are not used on %s: %s. Steps are right, and slower",
+                *(what, device, wrong),
+            )
+    return _trusted[what, device]
 
 
 @dataclass(frozen=True)

@@ -248,9 +248,24 @@ def select_in_blocks(values: Tensor, blocks: Blocks, offsets: Tensor) -> None:
     Args:
         values: fp32 [shards, blocks.numel].
     """
-    if fused.serves(values.device):
+    if fused.serves(values.device) and fused.trusted(
+        "Top-K's blocks", values.device, lambda: _kernel_agrees(values.device)
+    ):
         fused.select_in_blocks(values, offsets, blocks.count, blocks.k)
-        return
+    else:
+        _select_in_blocks(values, blocks, offsets)
+
+
+def _kernel_agrees(device: torch.device) -> bool:
+    blocks = blocks_for(700, 0.02)
+    values = torch.arange(700, dtype=torch.float32, device=device).mul_(0.37).sin_()[None]
+    found = torch.zeros(2, 1, blocks.k, blocks.count, dtype=torch.uint8, device=device)
+    fused.select_in_blocks(values, found[0], blocks.count, blocks.k)
+    _select_in_blocks(values, blocks, found[1])
+    return torch.equal(found[0], found[1])
+
+
+def _select_in_blocks(values: Tensor, blocks: Blocks, offsets: Tensor) -> None:
     tile = _TILE_ELEMENTS if on_host(values.device) else _TILE_ELEMENTS_ACCELERATOR
     rows = torch.arange(blocks.rows, dtype=torch.int32, device=values.device).unsqueeze(1)
     for some, places in row_groups(blocks.numel, tile, values, offsets):

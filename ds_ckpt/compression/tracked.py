@@ -135,10 +135,8 @@ def _out_of_blocks(blocks: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 def _energies(blocks: Tensor, like: Sequence[Tensor]) -> Tensor:
     """Sum of squares of each tensor: fp32."""
-    counts = torch.tensor(
-        [-(-t.numel() // _BLOCK) for t in like], dtype=torch.int64, device=blocks.device
-    )
-    numbers = torch.arange(len(like), dtype=torch.int64, device=blocks.device)
-    tensor = torch.repeat_interleave(numbers, counts, output_size=blocks.numel() // _BLOCK)
+    counts = torch.tensor([-(-t.numel() // _BLOCK) for t in like], dtype=torch.int64, device="cpu")
+    numbers = torch.arange(len(like), dtype=torch.int64, device="cpu")
+    tensor = numbers.repeat_interleave(counts).to(blocks.device, non_blocking=True)
     of_blocks = blocks.view(-1, _BLOCK).square().sum(1)
     return blocks.new_zeros(len(like)).index_add_(0, tensor, of_blocks)

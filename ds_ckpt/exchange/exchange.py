@@ -178,8 +178,10 @@ class AllToAllExchange:
     def reserve(self, shapes: Iterable[tuple[str, torch.Size]], device: torch.device) -> None:
         """Allocate the residuals of the parameters that have one, by name and shape."""
         for name, shape in shapes:
-            compressed = self.world > 1 and self._choose(name, shape) is not None
-            if compressed or self._holds:
+            compressor = self._choose(name, shape) if self.world > 1 else None
+            if compressor is not None and compressor.codec is not None:
+                compressor.codec.kernels(device)  # tried now, and not in mid-exchange
+            if compressor is not None or self._holds:
                 layout = LocalShard(ShardLayout(shape.numel(), self.world), self._members)
                 self.feedback.reserve(layout.numel, device)
 

@@ -180,8 +180,8 @@ class _Matrix:
     Attributes:
         own: this process's part of the local shard.
         local: what is to be sent. Turns into what is left, own shard zero.
-        given: orthonormal, known to all; the factor that travels last is this process's product
-            with it.
+        given: orthonormal but before `first` has made it so, known to all; the factor that travels
+            last is this process's product with it.
         side: which factor travels last.
     """
 
@@ -221,6 +221,12 @@ class _Matrix:
         return (travelled, self.given) if self.side == "left" else (self.given, travelled)
 
 
+def _make_orthonormal(items: Sequence[_Matrix]) -> None:
+    units = powersgd.orthogonalize_all([item.given for item in items])
+    for item, unit in zip(items, units, strict=True):
+        item.given = unit
+
+
 class LowRankPart:
     """Low-rank tensors of one bucket, and small tensors that ride along uncompressed.
 
@@ -241,6 +247,8 @@ class LowRankPart:
         self._timings = timings
         self._device = device
         self._matrices: dict[str, _Matrix] = {}
+        self._remembered: list[str] = []
+        """Matrices whose `given` a step has left, as it was summed."""
         self._riders: dict[str, Tensor] = {}
 
     def add(self, name: str, local: Tensor, blocks: RowBlocks, settings: LowRank) -> None:
@@ -252,11 +260,9 @@ class LowRankPart:
         # with Q^ at hand P comes first; without alternation Q follows it
         sends: Side = "left" if side == "right" else "right"
         own, matrix = blocks.layout.shard(self._dp_rank), blocks.matrix(local)
-        item = _Matrix(blocks, settings, self._factor_sum, own, local, matrix, given, sends)
-        item.project()
-        if settings.alternate:
-            item.subtract()
-        self._matrices[name] = item
+        self._matrices[name] = _Matrix(
+            blocks, settings, self._factor_sum, own, local, matrix, given, sends
+        )
 
     def add_rider(self, name: str, local: Tensor) -> None:
         """A tensor as it is, already divided by the number of processes; summed in fp32."""
@@ -271,7 +277,8 @@ class LowRankPart:
             side, factor = known
             length = blocks.columns if side == "right" else blocks.matrix_rows
             if factor.shape == (length, rank) and (alternate or side == "right"):
-                return side, powersgd.orthogonalize(factor.to(self._device))
+                self._remembered.append(name)
+                return side, factor.to(self._device)
         return "right", powersgd.initial_factor(name, blocks.columns, rank, self._device)
 
     def first(self, finite: Tensor) -> Tensor:
@@ -281,6 +288,11 @@ class LowRankPart:
             finite: whether this process's values are (bool []); the same answer reaches everybody.
         """
         items = list(self._matrices.values())
+        _make_orthonormal([self._matrices[name] for name in self._remembered])
+        for item in items:
+            item.project()
+            if item.settings.alternate:
+                item.subtract()
         verdict = torch.zeros(1, dtype=torch.float32, device=self._device)
         verdict.masked_fill_(~finite, torch.nan)
         riders = [local.float() for local in self._riders.values()]
@@ -291,11 +303,14 @@ class LowRankPart:
         self._riders = dict(zip(self._riders, riders, strict=True))
         for item, total in zip(items, totals[1:], strict=True):
             item.total = total
-            if not item.settings.alternate:
-                item.given = powersgd.orthogonalize(total)
-                item.side = "right"
-                item.project()
-                item.subtract()
+        twice = [item for item in items if not item.settings.alternate]
+        for item in twice:
+            item.given = item.total
+        _make_orthonormal(twice)
+        for item in twice:
+            item.side = "right"
+            item.project()
+            item.subtract()
         return finite
 
     def second(self, finite: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
+from ds_ckpt.compression.base import on_host
 from ds_ckpt.patch import Patches
 from ds_ckpt.telemetry import Counters, Purpose
 from ds_ckpt.zero3.compatibility import require_resident_weights
@@ -182,6 +183,8 @@ class WeightsHook:
         }
         self._stepped = False
         self._steps = 0
+        self._written: Any = None
+        """On an accelerator: when the last part of the secondary partition is written."""
         self._to_send: deque[tuple[Sequence[Piece], Tensor, Sequence[int]]] = deque()
         self._flying: deque[Flight] = deque()
         self._prefetched = 0
@@ -283,6 +286,7 @@ class WeightsHook:
                 last = max(self._chunk_of.get(param.ds_id, -1) for param in params)
                 while self._flying and self._landed <= last:
                     self._land()
+            self._behind_writes()  # DeepSpeed gathers on a stream of its own, which waits for none
             return gather(params, *args, **kwargs)
 
         return gather_what_is_there
@@ -294,6 +298,20 @@ class WeightsHook:
             return partition(*args, **kwargs)
 
         return partition_what_is_there
+
+    def _behind_writes(self) -> None:
+        """What the current stream does next finds the secondary partition written."""
+        if self._written is not None:
+            self._stream().wait_event(self._written)
+
+    def _has_written(self) -> None:
+        device = self._shard(self._chunks[0][0]).device
+        if not on_host(device):
+            self._written = self._stream().record_event()
+
+    def _stream(self) -> Any:
+        device = self._shard(self._chunks[0][0]).device
+        return torch.get_device_module(device).current_stream(device)
 
     def _following(self, move: Callable[..., None]) -> Callable[..., None]:
         """Have this process's part lie where DeepSpeed's own lies, also after a move."""
@@ -328,6 +346,7 @@ class WeightsHook:
                 param.partition()
             param.all_gather()  # between all processes
             param.partition(has_been_updated=True)
+        self._has_written()
 
     def _shard(self, piece: Piece) -> Tensor:
         """This process's part, as all hosts hold it."""
@@ -357,7 +376,9 @@ class WeightsHook:
         self._times[self._chosen].append(self._held_up_s)
         self._chosen = self._choose()
         started_s = time.perf_counter()
+        self._behind_writes()
         payloads = [self._encode(chunk) for chunk in self._chunks]
+        self._has_written()
         with self._counters.purpose(Purpose.WEIGHTS):
             told = self._tell([payload.numel() for payload in payloads])
             for number, (chunk, payload) in enumerate(zip(self._chunks, payloads, strict=True)):
@@ -445,8 +466,10 @@ class WeightsHook:
             if flight.handle is not None:
                 flight.handle.wait()
             self._launch()
+        self._behind_writes()
         with self._counters.span("pack"):
             self._decode(flight)
+        self._has_written()
         if not self._flying:
             setattr(self._coordinator, _PREFETCH, self._prefetched)
         self._held_up_s += time.perf_counter() - started_s

@@ -227,6 +227,22 @@ def test_a_host_of_many_processes_is_summed_by_as_many_kernels() -> None:
     assert counts[8] <= counts[2] + 4
 
 
+@pytest.mark.parametrize("method", ["low rank", "alternating"])
+def test_matrices_of_one_shape_are_made_orthonormal_together(method: str) -> None:
+    """A QR works column by column: on a device it is a kernel or several for each."""
+    counts = {}
+    for tensors in (2, 8):
+        processes = OnGpus(2, method)
+        for step in range(2):
+            processes.reduce(_gradients(2, step, ((64, 48),) * tensors))
+            processes.verdict()
+        processes.reduce(_gradients(2, 9, ((64, 48),) * tensors))
+        launched = processes.gpus[1].launches
+        assert not [name for name in launched if "qr" in name]
+        counts[tensors] = sum(n for name, n in launched.items() if name.startswith("linalg_"))
+    assert counts[2] == counts[8] > 0
+
+
 # ---- the same numbers as on the CPU
 
 

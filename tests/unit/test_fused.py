@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from itertools import starmap
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,7 +64,7 @@ two_bits = st.builds(Quantize, bits=st.just(2), block=st.sampled_from(BLOCKS))
 numels = st.one_of(st.integers(1, 70), st.integers(1, 700), st.sampled_from([2044, 2048, 2049]))
 seeds = st.integers(0, 2**31)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
-quick = settings(max_examples=40)
+quick = settings(max_examples=25)
 
 
 def _packed(codec: Quantize, values: Tensor, *, on: bool) -> tuple[Tensor, Tensor]:
@@ -215,6 +219,49 @@ def test_maxima_of_blocks_are_those_of_the_operators(
         assert (room[..., blocks.count :] == 0xAA).all()
         found.append(room)
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("fault", ["raises", "disagrees"])
+def test_kernels_that_cannot_be_trusted_are_not_used(
+    fault: str, kernels: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    kernels(True)
+    monkeypatch.setattr(fused, "_trusted", {})
+
+    def wrong(self: object, shards: list[ToPack], *_: float) -> Tensor:
+        if fault == "raises":
+            raise RuntimeError("no code for this device")
+        for shard in shards:
+            assert shard.payloads is not None
+            shard.payloads.zero_()
+        return torch.tensor(True)
+
+    monkeypatch.setattr(fused.QuantizeKernels, "pack", wrong)
+    values = gradient(300, 1).unsqueeze(0)
+    for _ in range(2):
+        packed = _packed(Quantize(bits=4), values, on=True)
+        assert all(map(torch.equal, packed, _packed(Quantize(bits=4), values, on=False)))
+    (said,) = caplog.messages
+    assert "fused kernels of 4 bits in blocks of 64 are not used on cpu" in said
+
+
+def test_kernels_compile_for_a_gpu_and_round_products_and_sums_apart(tmp_path: Path) -> None:
+    """To machine code, on any machine. That it is right is for a GPU to say."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    del environment["TRITON_INTERPRET"]
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.compile_kernels", "90"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    found = json.loads(ran.stdout)
+    assert len(found) == 6
+    for name, made in found.items():
+        assert made["code_bytes"] > 10_000
+        assert (made["fma"] > 0) == ("contracted" in name)
 
 
 # ---- whole exchanges

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,10 +15,13 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_ckpt.activation import CheckpointedBlocks
+from ds_ckpt.activation.offload import InputStore
 from ds_ckpt.activation.pieces import Piece
 from ds_ckpt.activation.policies import Policy, PolicySettings
+from ds_ckpt.memory import HostPool
 from ds_ckpt.memory.copies import HostCopies
 from tests.unit.offload_models import (
+    CPU,
     Block,
     LateCopies,
     Model,
@@ -223,3 +227,32 @@ def test_a_piece_that_dies_is_given_to_no_other_thread() -> None:
     del piece
     assert seen == [[]]
     assert [remains["device_bytes"] for remains in dead] == [16]
+
+
+class _Asked(list[Tensor]):
+    """How often all of them were gone through."""
+
+    times = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.times += 1
+        return super().__iter__()
+
+
+def test_parameters_are_looked_through_once_for_all_arguments_of_a_call() -> None:
+    weights = nn.Parameter(torch.randn(8))
+    owned = _Asked([weights, *(nn.Parameter(torch.randn(3)) for _ in range(4))])
+    store = InputStore(CPU, HostCopies(), pool=HostPool(pinned=False), owned=owned)
+    for number in range(2):
+        call = store.begin(f"block {number}")
+        held = [store.pack(torch.randn(5), call) for _ in range(6)]
+        held.append(store.pack(weights.data.view(2, 4), call))
+        assert [type(kept).__name__ for kept in held] == ["Kept"] * 6 + ["Left"]
+        assert owned.times == number + 1
+        store.started(call)
+        # inside the block weights are gathered into other memory
+        weights.data = torch.randn(8)
+        assert store.unfit(weights.data[2:]) == "a part of the model"
+        owned.times = number + 1
+        store.ended(call)
+        weights.data = torch.randn(8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ds_ckpt.compression import powersgd
 from ds_ckpt.compression.powersgd import (
     back_project,
     factor_numels,
@@ -76,18 +78,30 @@ KINDS = (
 )  # fmt: skip
 
 
+def by_cholesky(factor: Tensor) -> Tensor:
+    """What an accelerator does."""
+    return powersgd._cholesky_qr(torch.stack([factor]))[0]
+
+
+both_ways = pytest.mark.parametrize("orthogonalize", [orthogonalize, by_cholesky])
+Way = Callable[[Tensor], Tensor]
+
+
 def gap_from_orthonormal(factor: Tensor) -> float:
     wide = factor.double()
     return float((wide.T @ wide - torch.eye(factor.shape[1], dtype=torch.float64)).abs().max())
 
 
+@both_ways
 @quick
 @given(thin(), seeds, st.sampled_from(KINDS))
 @example((1000, 32), 0, "zero")
 @example((1, 1), 0, "zero")
 @example((32, 32), 3, "equal")
 @example((1000, 4), 3, "denormal")
-def test_any_finite_input_becomes_orthonormal(shape: tuple[int, int], seed: int, kind: str) -> None:
+def test_any_finite_input_becomes_orthonormal(
+    orthogonalize: Way, shape: tuple[int, int], seed: int, kind: str
+) -> None:
     factor = degenerate(shape, seed, kind)
     before = factor.clone()
     unit = orthogonalize(factor)
@@ -114,10 +128,13 @@ def _amplified(columns: Tensor) -> Tensor:
     return 1.0 + coefficients.abs().sum()
 
 
+@both_ways
 @quick
 @given(thin(), seeds, st.sampled_from(KINDS))
 @example((256, 29), 2**31 - 1, "combined")
-def test_the_span_holds_every_column(shape: tuple[int, int], seed: int, kind: str) -> None:
+def test_the_span_holds_every_column(
+    orthogonalize: Way, shape: tuple[int, int], seed: int, kind: str
+) -> None:
     factor = degenerate(shape, seed, kind)
     unit, wide = orthogonalize(factor).double(), factor.double()
     for count in range(1, shape[1] + 1):
@@ -130,9 +147,12 @@ def test_the_span_holds_every_column(shape: tuple[int, int], seed: int, kind: st
             assert left.norm() <= (2e-6 + rounding) * column.norm()
 
 
+@both_ways
 @quick
 @given(thin(), seeds, st.sampled_from(SCALES[1:]))
-def test_scales_do_not_matter(shape: tuple[int, int], seed: int, scale: float) -> None:
+def test_scales_do_not_matter(
+    orthogonalize: Way, shape: tuple[int, int], seed: int, scale: float
+) -> None:
     factor = normal(*shape, seed=seed).clamp(-2, 2)
     scaled = factor * 2.0 ** round(math.log2(scale))
     if scale < 1e-38:  # denormals: compare with what is left of the factor
@@ -140,10 +160,11 @@ def test_scales_do_not_matter(shape: tuple[int, int], seed: int, scale: float) -
     assert (orthogonalize(scaled) - orthogonalize(factor)).abs().max() <= 1e-6
 
 
+@both_ways
 @quick
 @given(st.integers(1, 8), st.integers(0, 8), st.sampled_from([1, 4, 100]), seeds)
 def test_rounding_errors_do_not_choose_a_direction(
-    independent: int, dependent: int, times: int, seed: int
+    orthogonalize: Way, independent: int, dependent: int, times: int, seed: int
 ) -> None:
     """Machines whose arithmetic differs in the last bit must agree on dependent columns too."""
     rows, count = times * (independent + dependent), independent + dependent
@@ -157,19 +178,31 @@ def test_rounding_errors_do_not_choose_a_direction(
         assert gap.abs().max() < 1e-5
 
 
-def test_the_diagonal_of_r_is_positive() -> None:
+@both_ways
+def test_the_diagonal_of_r_is_positive(orthogonalize: Way) -> None:
     factor = normal(50, 8)
     assert (orthogonalize(factor).T @ factor).diagonal().min() > 0
     assert (orthogonalize(-factor) + orthogonalize(factor)).abs().max() < 1e-6
 
 
-def test_a_small_column_keeps_its_own_direction() -> None:
+@both_ways
+def test_a_small_column_keeps_its_own_direction(orthogonalize: Way) -> None:
     factor = torch.zeros(100, 2)
     factor[:, 0] = 1e30
     factor[:50, 1] = 1e-30
     unit = orthogonalize(factor)
     expected = torch.cat([torch.full((50,), 0.1), torch.full((50,), -0.1)])
     assert torch.allclose(unit[:, 1], expected, atol=1e-7)
+
+
+@quick
+@given(st.lists(thin(), min_size=1, max_size=4), seeds)
+def test_factors_together_are_those_alone(shapes: list[tuple[int, int]], seed: int) -> None:
+    factors = [normal(*shape, seed=seed + i) for i, shape in enumerate([*shapes, *shapes])]
+    for factor, unit in zip(factors, powersgd.orthogonalize_all(factors), strict=True):
+        assert torch.equal(unit, orthogonalize(factor))
+        # of random columns the last few of a square nearly depend on the others
+        assert (by_cholesky(factor) - unit).abs().max() < 1e-6 * float(_amplified(factor.double()))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# What only a GPU can show, in ten minutes: ./scripts/gpu_check.sh [--json FILE] [--only CHECK ...]
+#
+# From a bare machine with an NVIDIA driver, Python and a C++ compiler. PYTHON may name a Python that
+# has torch for CUDA already: then what else is needed goes into an environment beside it that sees
+# its packages; otherwise one is made as scripts/test.sh does. Options go to benchmarks/gpu_check.py;
+# --device cpu rehearses what does not need a GPU.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+python=${PYTHON:-python3}
+if "$python" -c 'import torch, sys; sys.exit(not torch.version.cuda)' 2>/dev/null; then
+  venv="$root/.venv-gpu"
+  [ -x "$venv/bin/python" ] || "$python" -m venv --system-site-packages "$venv"
+  # torch stays the one that is there; the others need no newer one
+  "$venv/bin/python" -c 'import ds_ckpt, transformers, typer' 2>/dev/null ||
+    "$venv/bin/python" -m pip --quiet --disable-pip-version-check install --no-build-isolation \
+      -e "$root[hf,report]"
+  export PATH="$venv/bin:$PATH"
+else
+  source "$root/scripts/_setup.sh"
+fi
+cd "$root"
+exec "$venv/bin/python" -m benchmarks.gpu_check "$@"
