@@ -203,7 +203,7 @@ class Predictor:
 
     def model(self, shape: str) -> Any:
         from ds_ckpt.plan.model import Model
-        from ds_ckpt.profile.subject import Sizes
+        from ds_ckpt.subject import Sizes
 
         if shape not in self.models:
             self.models[shape] = Model(MODELS[shape], Sizes(TOKENS, torch.bfloat16))

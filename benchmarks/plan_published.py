@@ -27,7 +27,7 @@ from ds_ckpt.plan.model import Model
 from ds_ckpt.plan.search import NEEDED, ZERO3, Candidate, Question, Search, Setting
 from ds_ckpt.plan.simulate import Weights
 from ds_ckpt.plan.ways import STOCK, Method
-from ds_ckpt.profile.subject import Sizes
+from ds_ckpt.subject import Sizes
 
 FMS = "foundation-model-stack/fms-fsdp, README"
 TITAN = "pytorch/torchtitan, docs/performance.md"

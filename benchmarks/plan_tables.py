@@ -29,7 +29,7 @@ from ds_ckpt.plan.report import figures, words
 from ds_ckpt.plan.search import HPZ, NEEDED, ZERO3, Candidate, Question, Search, best_of
 from ds_ckpt.plan.simulate import Link
 from ds_ckpt.plan.ways import RESIDENT
-from ds_ckpt.profile.subject import Sizes
+from ds_ckpt.subject import Sizes
 
 STEP_TOKENS = 1 << 20
 CLUSTERS: dict[str, tuple[list[str], list[str], list[float], list[float]]] = {

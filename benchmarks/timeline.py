@@ -39,13 +39,13 @@ def worker(spec: dict[str, Any], folder: Path) -> None:
     from torch.profiler import ProfilerActivity, profile, record_function
 
     from ds_ckpt.measure.spec import Configuration, Spec
-    from ds_ckpt.measure.worker import Running
+    from ds_ckpt.measure.worker import Running, of_ids
 
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     one = Running(Configuration(*spec["cell"].split("/")), Spec())
     generator = torch.Generator().manual_seed(dist.get_rank())
-    batch = torch.randint(0, 256, (4, 128), generator=generator)
+    batch = [of_ids(torch.randint(0, 256, (4, 128), generator=generator))]
     for _ in range(4):
         one.plain_step(batch)
     one.step(batch)

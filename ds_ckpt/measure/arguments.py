@@ -16,6 +16,7 @@ from ds_ckpt.hosts.commands import parse_rate
 from ds_ckpt.measure.cluster import account, like, rate_mbit
 from ds_ckpt.measure.report import Report
 from ds_ckpt.measure.spec import AXES, RIVALS, SHAPE, Spec
+from ds_ckpt.subject import Sizes, find_subject
 
 CALIBRATION = "calibration"
 
@@ -77,6 +78,35 @@ def sections_of(**listed: str) -> tuple[dict[str, tuple[str, ...]], dict[str, di
     if problems:
         raise ConfigError(problems, headline="these files make no configurations")
     return chosen, sections
+
+
+def deepspeed_of(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """A user's DeepSpeed file, and what it says of the batch: its sequences and micro-steps.
+
+    Raises ConfigError where it cannot be used, or has a section of what is compared.
+    """
+    content = load_file(path)
+    parse(content, source=str(path))
+    if "ds_ckpt" in content:
+        why = "policies, methods and weights are what is compared"
+        remedy = f"take it out, and measure it: --policies, --methods or --weights {path}"
+        problem = Problem(f"{path}: $.ds_ckpt", "a section", why, remedy)
+        raise ConfigError(problem, headline="this file cannot be the base of all configurations")
+    content.pop("train_batch_size", None)  # follows from the others
+    names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    batch = {name: content.pop(name) for name in names if name in content}
+    return content, {name: n for name, n in batch.items() if isinstance(n, int)}
+
+
+def model_of(name: str | None) -> str | None:
+    """A model by name, of which a path stays valid in any folder.
+
+    Raises UnsupportedError where there is none of that name.
+    """
+    if name is None:
+        return None
+    find_subject(name, Sizes())
+    return str(Path(name).absolute()) if Path(name).exists() else name
 
 
 def shape_of(text: str) -> dict[str, int]:

@@ -68,6 +68,17 @@ def measure(
     tokens: Annotated[int, typer.Option(min=2, help="Of a sequence.")] = 128,
     accumulation: Annotated[int, typer.Option(min=1, help="Micro-steps of a step.")] = 1,
     bf16: Annotated[bool, typer.Option("--bf16", help="16-bit weights; else fp32.")] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="As of `ds-ckpt profile`: a common model by name, a Hugging Face configuration "
+            "or checkpoint, or module:callable, which returns (model, batch). [default: a Llama]"
+        ),
+    ] = None,
+    deepspeed: Annotated[
+        Path | None,
+        _file("DeepSpeed JSON of all configurations: optimizer, precision, ZeRO, batch."),
+    ] = None,
     shape: Annotated[
         str, typer.Option(help="Of the Llama: hidden_size=256,layers=6,intermediate_size=688.")
     ] = "",
@@ -127,6 +138,15 @@ def measure(
         chosen, sections = arguments.sections_of(
             activation=policies, compression=methods, weights=weights
         )
+        base: dict[str, Any] = {}
+        if deepspeed is not None:
+            unused("bf16", why="the DeepSpeed file says so")
+            base, batch = arguments.deepspeed_of(deepspeed)
+            bf16 = bool(base.get("bf16", {}).get("enabled", False))
+            if "batches" not in given:
+                batches = str(batch.get("train_micro_batch_size_per_gpu", batches))
+            if "accumulation" not in given:
+                accumulation = batch.get("gradient_accumulation_steps", accumulation)
         chosen_rates = arguments.rates_of(rates) if rates is not None else None
         place: AbstractContextManager[Backend]
         where: Where = "emulated"
@@ -161,6 +181,9 @@ def measure(
             tokens=tokens,
             accumulation=accumulation,
             bf16=bf16,
+            model=arguments.model_of(model),
+            folder=str(Path.cwd()) if model else "",
+            deepspeed=base,
             shape=arguments.shape_of(shape),
             repetitions=repetitions,
             steps=steps,

@@ -65,7 +65,7 @@ _PURPOSES = {
 _OVER_RATES: Any = {"x": "rate of each link, Mbit/s"}
 _DECIDES = (
     *("where", "hosts", "slots", "sections", "tokens", "accumulation", "bf16"),
-    *("shape", "text"),
+    *("shape", "text", "model", "deepspeed"),
 )
 
 
@@ -291,7 +291,9 @@ class Report:
         ]
         if self.model:
             dtype = "bf16" if spec.bf16 else "fp32"
-            rows.append(["model", f"Llama, {self.model.parameters:,} parameters, {dtype}"])
+            rows.append(
+                ["model", f"{spec.model or 'Llama'}, {self.model.parameters:,} parameters, {dtype}"]
+            )
             rows.append(["text", f"{self.model.text}, sha256 {self.model.corpus_sha256[:16]}"])
         for place, run in enumerate(self.runs, 1):
             machine = run["machine"]

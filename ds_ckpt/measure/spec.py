@@ -106,6 +106,9 @@ class Spec:
         repetitions: trials of each configuration at a rate; `rounds` on disk.
         steps: timed steps of a trial, after `drop` that are not.
         shape: arguments of `ds_ckpt.workload.llama`.
+        model: as `ds-ckpt profile` takes it, in that Llama's place.
+        folder: where a `module:callable` is imported from.
+        deepspeed: a user's file in the place of the run's own optimizer, precision and ZeRO.
         ceiling: also measure `silent`.
         equal_memory: also time checkpointed configurations with the batch that their memory allows.
     """
@@ -134,6 +137,14 @@ class Spec:
     ceiling: bool = True
     equal_memory: bool = True
     text: str | None = None
+    model: str | None = None
+    folder: str = ""
+    deepspeed: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def own_batch(self) -> bool:
+        """Whether the model comes with its batch, the same in every step."""
+        return self.model is not None and ":" in self.model and not Path(self.model).exists()
 
     @property
     def configurations(self) -> list[Configuration]:
@@ -239,6 +250,13 @@ def check(spec: Spec) -> None:
     if spec.processes < 2:
         why = "a single process exchanges nothing"
         wrong("--hosts, --slots", "1 process", why, "take at least 2")
+    if spec.model is not None and spec.shape:
+        shape = ", ".join(f"{name}={value}" for name, value in spec.shape.items())
+        wrong("--shape", shape, f"it is of the built-in Llama, not of {spec.model}", "leave it out")
+    if spec.own_batch and (spec.loss_steps or spec.text):
+        found = f"{spec.loss_steps} steps" + (f" on {spec.text}" if spec.text else "")
+        why = f"{spec.model} has its own batch, the same in every step, and no text held out"
+        wrong("--loss-steps, --text", found, why, "write --loss-steps 0, and leave --text out")
     if (batch := min(spec.batches)) < 1:
         wrong("--batches", batch, "nothing would be measured", "1 or more")
     # what the Llama cannot be built with, the launched processes would be the first to say
@@ -261,7 +279,7 @@ def deepspeed_config(
     start_step: int = 0,
     total_steps: int = 1000,
 ) -> dict[str, Any]:
-    """Its DeepSpeed file: ZeRO-3 as if the model were larger than the memory.
+    """Its DeepSpeed file: the user's, else ZeRO-3 as if the model were larger than the memory.
 
     The autotuner is off: the report shows what compression does, also where it loses. Where a step
     has several micro-steps, `dense` sends their sum once, as compressed gradients are sent: else
@@ -283,19 +301,15 @@ def deepspeed_config(
     rival = RIVALS.get(configuration.weights, {})
     if configuration.weights == "hpz":
         rival = {"zero_hpz_partition_size": spec.slots}
-    return {
-        "train_micro_batch_size_per_gpu": min(spec.batches),
-        "gradient_accumulation_steps": spec.accumulation,
+    base: dict[str, Any] = spec.deepspeed or {
         **({"bf16": {"enabled": True}} if spec.bf16 else {}),
         "gradient_clipping": 1.0,
-        "steps_per_print": 1_000_000,
         "zero_optimization": {
             "stage": 3,
             "stage3_param_persistence_threshold": 0,
             "stage3_max_reuse_distance": 0,
             "stage3_prefetch_bucket_size": 0,
             "reduce_bucket_size": -(-parameters // BUCKETS),
-            **rival,
         },
         "zero_force_ds_cpu_optimizer": False,
         "optimizer": {
@@ -311,6 +325,13 @@ def deepspeed_config(
                 "cos_min_ratio": 0.05,
             },
         },
+    }
+    return {
+        **base,
+        "train_micro_batch_size_per_gpu": min(spec.batches),
+        "gradient_accumulation_steps": spec.accumulation,
+        "steps_per_print": 1_000_000,
+        "zero_optimization": {**base["zero_optimization"], **rival},
         "ds_ckpt": {
             "telemetry": {"enabled": True, "every_n_steps": 1_000_000},
             **{name: section for name, section in sections.items() if section},

@@ -17,15 +17,17 @@ import gc
 import hashlib
 import itertools
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from torch.utils._pytree import tree_map_only
 
 import ds_ckpt
 from ds_ckpt import workload
@@ -53,6 +55,7 @@ from ds_ckpt.measure.spec import (
     deepspeed_config,
     equal_memory,
 )
+from ds_ckpt.subject import Sizes, find_subject, run_forward
 from ds_ckpt.telemetry import Purpose
 from ds_ckpt.telemetry.memory import SavedActivations, activations_tracker
 from ds_ckpt.telemetry.timings import Spans
@@ -68,7 +71,7 @@ class Running:
 
     def __init__(self, configuration: Configuration, spec: Spec, **options: Any) -> None:
         self.configuration = configuration
-        model = workload.llama(seed=spec.seed, **spec.shape)
+        model, _ = built(spec, 1)
         parameters = workload.count_parameters(model)
         config = deepspeed_config(spec, configuration, parameters=parameters, **options)
         self.engine, *_ = ds_ckpt.initialize(model=model, config=config)
@@ -82,23 +85,23 @@ class Running:
         if configuration.method == SILENT:
             session.measure_with(NoCommunication(dist.get_world_size(), dist.get_rank()))
 
-    def plain_step(self, batch: torch.Tensor) -> float:
+    def plain_step(self, batches: Sequence[Any]) -> float:
         """One optimizer step, nothing recorded; this process's loss.
 
         Args:
-            batch: of all micro-steps, one after the other.
+            batches: of the micro-steps, as the model's forward takes them.
         """
         self.engine.train()
         losses = []
-        for part in self._micro_steps(batch):
-            loss = self.engine(input_ids=part, labels=part).loss
+        for part in batches:
+            loss = run_forward(self.engine, part)
             self._backward(loss)
             self.kept_weight_bytes = kept_weight_bytes(self.engine.module)
             self._update()
             losses.append(float(loss))
         return sum(losses) / len(losses)
 
-    def step(self, batch: torch.Tensor) -> tuple[StepTime, float]:
+    def step(self, batches: Sequence[Any]) -> tuple[StepTime, float]:
         """One optimizer step, begun by all processes at once: its time by parts, and the loss.
 
         A step is timed alone: changes of weights that would travel beside the next forward are
@@ -109,9 +112,9 @@ class Running:
         dist.barrier()
         self._record(spans)
         start_s = time.perf_counter()
-        for part in self._micro_steps(batch):
+        for part in batches:
             with spans.span("forward"):
-                loss = self.engine(input_ids=part, labels=part).loss
+                loss = run_forward(self.engine, part)
             with spans.span("backward"):
                 self._backward(loss)
             with spans.span("update"):
@@ -129,9 +132,6 @@ class Running:
         )
         return times, float(sum(losses)) / len(losses)
 
-    def _micro_steps(self, batch: torch.Tensor) -> Sequence[torch.Tensor]:
-        return batch.chunk(self.engine.gradient_accumulation_steps())
-
     def _backward(self, loss: torch.Tensor) -> None:
         self._below_stage_3(Purpose.REDUCE)
         self.engine.backward(loss)
@@ -145,21 +145,21 @@ class Running:
         if self.engine.zero_optimization_stage() < 3:
             self.session.counters.default = purpose
 
-    def memory(self, batch: torch.Tensor) -> tuple[int, int]:
+    def memory(self, batches: Sequence[Any]) -> tuple[int, int]:
         """Bytes of activations in a micro-step: held after the forward, and the peak."""
         self.engine.train()
         spans = self.spans
-        for part in self._micro_steps(batch):
+        for part in batches:
             with SavedActivations(self.engine.module) as held:
-                loss = self.engine(input_ids=part, labels=part).loss
+                loss = run_forward(self.engine, part)
             self._backward(loss)
             self._update()
             del loss
-        for part in self._micro_steps(batch):
+        for part in batches:
             self._record(spans)
             with activations_tracker(self.engine.module, spans) as peak:
                 with spans.span("forward"):
-                    loss = self.engine(input_ids=part, labels=part).loss
+                    loss = run_forward(self.engine, part)
                 with spans.span("backward"):
                     self._backward(loss)
             self._record(None)
@@ -181,7 +181,7 @@ class Running:
                 processes=dist.get_world_size(),
             ):
                 ids = batch.to(get_accelerator().current_device_name())
-                losses.append(self.engine(input_ids=ids, labels=ids).loss.double())
+                losses.append(run_forward(self.engine, of_ids(ids)).double())
         mean = torch.stack(losses).mean()
         dist.all_reduce(mean)
         return float(mean) / dist.get_world_size()
@@ -220,11 +220,18 @@ class Worker:
     """What is measured already, by its key."""
     heartbeat: Heartbeat
     interface: str | None
+    _own: dict[int, Any] = field(default_factory=dict)
+    """A model's own batch, by its sequences."""
 
-    def batch(self, sequences: int, step: int) -> torch.Tensor:
-        """Of all micro-steps of a step, one after the other."""
-        accumulation = self.spec.accumulation
-        batches = [
+    def batches(self, sequences: int, step: int) -> list[Any]:
+        """Of all micro-steps of a step."""
+        accumulation, device = self.spec.accumulation, get_accelerator().current_device_name()
+        if self.spec.own_batch:
+            if sequences not in self._own:
+                _, batch = built(self.spec, sequences)
+                self._own[sequences] = tree_map_only(torch.Tensor, lambda t: t.to(device), batch)
+            return [self._own[sequences]] * accumulation
+        texts = (
             workload.training_batch(
                 self.text.train,
                 sequences=sequences,
@@ -234,11 +241,11 @@ class Worker:
                 process=dist.get_rank(),
             )
             for micro_step in range(accumulation)
-        ]
-        return torch.cat(batches).to(get_accelerator().current_device_name())
+        )
+        return [of_ids(ids.to(device)) for ids in texts]
 
     def run(self) -> None:
-        model = workload.llama(seed=self.spec.seed, **self.spec.shape)
+        model, _ = built(self.spec, 1)
         record = Model(
             parameters=workload.count_parameters(model),
             text=self.text.source,
@@ -268,7 +275,7 @@ class Worker:
             self.beat(f"building {configuration.name}")
             running[configuration.name] = one = Running(configuration, spec)
             for step in range(spec.warm_up):
-                one.plain_step(self.batch(min(spec.batches), step))
+                one.plain_step(self.batches(min(spec.batches), step))
         for _, name, sequences in memories:
             self._memory(running[name], sequences)
         more = self._at_equal_memory()
@@ -300,7 +307,9 @@ class Worker:
             return
         self.beat(f"memory of {name}")
         device = get_accelerator().current_device_name()  # NCCL takes no tensor of the host
-        most = torch.tensor(one.memory(self.batch(sequences, 0)), dtype=torch.int64, device=device)
+        most = torch.tensor(
+            one.memory(self.batches(sequences, 0)), dtype=torch.int64, device=device
+        )
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         held, peak = (int(n) for n in most)
         record = Memory(configuration=name, sequences=sequences, held_bytes=held, peak_bytes=peak)
@@ -311,11 +320,11 @@ class Worker:
         spec = self.spec
         first = repetition * (spec.steps + spec.drop)
         for step in range(spec.drop):
-            one.plain_step(self.batch(key.sequences, first + step))
+            one.plain_step(self.batches(key.sequences, first + step))
         before, counted = self._settled(), one.session.counters.snapshot()
         steps = []
         for step in range(spec.steps):
-            steps.append(one.step(self.batch(key.sequences, first + spec.drop + step)))
+            steps.append(one.step(self.batches(key.sequences, first + spec.drop + step)))
             self.beat(None)
         delta = one.session.counters.snapshot() - counted
         bytes_ = self._settled() - before
@@ -355,7 +364,7 @@ class Worker:
             losses = []
             for step in range(spec.loss_steps):
                 self.beat(f"training {name} for its loss", done=step, total=spec.loss_steps)
-                losses.append(one.plain_step(self.batch(min(spec.batches), step)))
+                losses.append(one.plain_step(self.batches(min(spec.batches), step)))
             everyone = gathered((losses, one.weights_sha256()))
             means = [sum(s) / len(everyone) for s in zip(*(e[0] for e in everyone), strict=True)]
             record = Loss(
@@ -390,6 +399,27 @@ class Worker:
         if self.spec.where == "emulated":
             self.heartbeat.ask(rate_mbit=rate)
         dist.barrier()
+
+
+def built(spec: Spec, sequences: int) -> tuple[torch.nn.Module, Any]:
+    """The model, the same on every process, and the batch that belongs to it."""
+    if spec.model is None:
+        return workload.llama(seed=spec.seed, **spec.shape), None
+    if spec.folder not in sys.path:
+        sys.path.insert(0, spec.folder)
+    subject = find_subject(spec.model, Sizes(spec.tokens, torch.float32))
+    made: list[Any] = []
+
+    def make() -> torch.nn.Module:
+        model, *made[:] = subject.build(sequences)
+        return model
+
+    return workload.seeded(spec.seed, make), made[0]
+
+
+def of_ids(ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A batch of a language model, int64 [sequences, tokens]."""
+    return {"input_ids": ids, "labels": ids}
 
 
 def kept_weight_bytes(model: torch.nn.Module) -> int:

@@ -85,7 +85,7 @@ def plan(
     from ds_ckpt.plan.model import Model
     from ds_ckpt.plan.report import content, show
     from ds_ckpt.plan.search import NEEDED, Question, Search, deepspeed_file
-    from ds_ckpt.profile.subject import Sizes
+    from ds_ckpt.subject import Sizes
     from ds_ckpt.telemetry.units import GIB
 
     allowed: Loss = _loss(loss)  # type: ignore[assignment]

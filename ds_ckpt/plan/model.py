@@ -28,7 +28,7 @@ from ds_ckpt.planner.survey import Survey, simulate, survey
 from ds_ckpt.profile.measure import built_fake
 from ds_ckpt.profile.policies import blocks_of
 from ds_ckpt.profile.states import Parameters
-from ds_ckpt.profile.subject import Sizes, arguments_of, find_subject, tokens_of
+from ds_ckpt.subject import Sizes, arguments_of, find_subject, tokens_of
 
 SURVEYED = 2
 """Blocks: the first may hold what all share, such as rotary tables."""

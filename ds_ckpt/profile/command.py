@@ -91,8 +91,8 @@ def profile(
     from ds_ckpt.config import load_file
     from ds_ckpt.profile.report import document, picture
     from ds_ckpt.profile.run import Options, make_profile
-    from ds_ckpt.profile.subject import Sizes
     from ds_ckpt.report import charts
+    from ds_ckpt.subject import Sizes
     from ds_ckpt.telemetry.units import GIB
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -21,7 +21,7 @@ from ds_ckpt.planner.costs import flops_of, launches
 from ds_ckpt.planner.fake import FakeModel
 from ds_ckpt.profile.measure import Observation, nothing_left
 from ds_ckpt.profile.records import BlockCompiled, Break, Compiled, Footprint
-from ds_ckpt.profile.subject import run_forward
+from ds_ckpt.subject import run_forward
 from ds_ckpt.telemetry.memory import OUTSIDE, MemoryTracker, Operator
 
 _STILL_MUCH = 0.1

@@ -31,7 +31,7 @@ from ds_ckpt.planner.fake import FakeModel
 from ds_ckpt.planner.survey import gradients_dropped
 from ds_ckpt.profile.policies import ComparedPolicy, blocks_of, with_plan
 from ds_ckpt.profile.records import PARTS, BlockHeld, Footprint, Peak, Times, Work
-from ds_ckpt.profile.subject import Subject, run_forward, tokens_of
+from ds_ckpt.subject import Subject, run_forward, tokens_of
 from ds_ckpt.telemetry.memory import (
     OUTSIDE,
     MemoryTracker,

@@ -20,7 +20,7 @@ from ds_ckpt.planner.budget import ActivationPlan, Allowance, MemoryWatch, Plann
 from ds_ckpt.planner.costs import measured_rates
 from ds_ckpt.planner.survey import survey
 from ds_ckpt.profile.records import NONE
-from ds_ckpt.profile.subject import arguments_of
+from ds_ckpt.subject import arguments_of
 from ds_ckpt.telemetry.memory import tensors_in
 from ds_ckpt.telemetry.units import GIB
 from ds_ckpt.zero3.resident import OPTIONAL

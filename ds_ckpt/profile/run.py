@@ -27,7 +27,7 @@ from ds_ckpt.profile.measure import (
 from ds_ckpt.profile.policies import ComparedPolicy, blocks_of, compared, not_counted, with_plan
 from ds_ckpt.profile.records import Compiled, Footprint, Profile, States
 from ds_ckpt.profile.states import Parameters, estimate, keeps_resident
-from ds_ckpt.profile.subject import Sizes, find_subject
+from ds_ckpt.subject import Sizes, find_subject
 from ds_ckpt.telemetry.device import free_on
 from ds_ckpt.telemetry.units import GIB
 from ds_ckpt.zero3.resident import HOST_COPY, host_copy_bytes

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ds_ckpt.config import parse
-from ds_ckpt.errors import ConfigError, StateError
+from ds_ckpt.errors import ConfigError, StateError, UnsupportedError
 from ds_ckpt.hosts import Launcher
 from ds_ckpt.hosts.backends import Hostfile, read_hostfile
-from ds_ckpt.measure.arguments import sections_of
+from ds_ckpt.measure.arguments import deepspeed_of, model_of, sections_of
 from ds_ckpt.measure.records import Memory, Store, Trial
 from ds_ckpt.measure.spec import (
     METHODS,
@@ -25,7 +26,8 @@ from ds_ckpt.measure.spec import (
     deepspeed_config,
     equal_memory,
 )
-from ds_ckpt.measure.worker import slowest
+from ds_ckpt.measure.worker import built, slowest
+from ds_ckpt.subject import run_forward
 from tests.unit import measure_samples as known
 
 
@@ -113,6 +115,68 @@ def test_a_file_of_weights_is_a_value_of_the_axis(tmp_path: Path) -> None:
     for taken in ("lossless", "zero2"):
         with pytest.raises(ConfigError, match="is a name already"):
             sections_of(weights=_file(tmp_path, f"{taken}.json", weights={"resident": True}))
+
+
+def test_a_users_deepspeed_file_is_the_base_of_every_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    content = {
+        "train_batch_size": 24,
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": 4,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-5}},
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": 77},
+    }
+    path.write_text(json.dumps(content))
+    base, batch = deepspeed_of(path)
+    assert batch == {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 4}
+    spec = Spec(deepspeed=base, bf16=True, batches=(2,), accumulation=5, rivals=("zero1",))
+    for one in spec.configurations:
+        config = deepspeed_config(spec, one, parameters=1000)
+        assert config["optimizer"] == content["optimizer"]
+        assert config["zero_optimization"]["reduce_bucket_size"] == 77
+        assert config["zero_optimization"]["stage"] == (1 if one.weights == "zero1" else 3)
+        assert "scheduler" not in config
+        assert "train_batch_size" not in config
+        assert config["train_micro_batch_size_per_gpu"] == 2
+        assert config["gradient_accumulation_steps"] == 5
+        assert config["ds_ckpt"]["telemetry"]["enabled"]
+        if one.weights != "zero1":
+            parse(config)
+    path.write_text(json.dumps({**content, "ds_ckpt": {"activation": {"policy": "block"}}}))
+    with pytest.raises(ConfigError, match=r"ds_ckpt(.|\n)*--policies"):
+        deepspeed_of(path)
+
+
+def test_a_model_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32}
+    shape |= {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps({**shape, "vocab_size": 256}))
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "def make(batch=1):\n"
+        "    return torch.nn.Sequential(torch.nn.Linear(4, 3)), torch.randn(batch, 4)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    named = model_of("config.json")
+    assert named == str(tmp_path / "config.json")
+    model, _ = built(Spec(model=named, tokens=8), 1)
+    again, _ = built(Spec(model=named, tokens=8), 1)
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert model.dtype == torch.float32
+    for one, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other)
+    own = Spec(model=model_of("mine:make"), folder=str(tmp_path), loss_steps=0)
+    check(own)
+    model, batch = built(own, 5)
+    assert batch.shape == (5, 4)
+    assert run_forward(model, batch).requires_grad
+    with pytest.raises(ConfigError, match="--loss-steps 0"):
+        check(replace(own, loss_steps=3))
+    with pytest.raises(ConfigError, match="built-in Llama"):
+        check(Spec(model=named, shape={"layers": 3}))
+    with pytest.raises(UnsupportedError, match="no_such"):
+        model_of("no_such/config.json")
 
 
 def test_a_users_section_stands_for_its_name() -> None:

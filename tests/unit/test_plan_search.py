@@ -25,7 +25,7 @@ from ds_ckpt.plan.ways import DENSE, RESIDENT, STOCK, Method, gradients, methods
 from ds_ckpt.planner.budget import Planner
 from ds_ckpt.planner.costs import Rates
 from ds_ckpt.profile.states import estimate
-from ds_ckpt.profile.subject import Sizes
+from ds_ckpt.subject import Sizes
 
 SIZES = Sizes(tokens=64, dtype=torch.bfloat16)
 RATES = Rates(1e9, 1e9, 1e9)

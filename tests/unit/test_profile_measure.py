@@ -14,7 +14,7 @@ from ds_ckpt.planner.survey import survey
 from ds_ckpt.profile.measure import built_real, checkpointed, footprints, real_bytes
 from ds_ckpt.profile.policies import ComparedPolicy, compared
 from ds_ckpt.profile.records import Footprint
-from ds_ckpt.profile.subject import Sizes, Subject, find_subject, run_forward
+from ds_ckpt.subject import Sizes, Subject, find_subject, run_forward
 from ds_ckpt.telemetry.memory import OUTSIDE
 from tests import architectures
 from tests.unit.profile_models import WIDTH

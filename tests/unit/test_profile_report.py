@@ -29,9 +29,9 @@ from ds_ckpt.profile.records import (
 )
 from ds_ckpt.profile.report import document, picture
 from ds_ckpt.profile.run import Options, make_profile
-from ds_ckpt.profile.subject import Sizes
 from ds_ckpt.report import charts
 from ds_ckpt.report.document import Table
+from ds_ckpt.subject import Sizes
 from ds_ckpt.telemetry.units import size
 
 COMPILED = Compiled(

@@ -1,4 +1,4 @@
-"""What is profiled: from the MODEL of the command line to a model and a batch.
+"""A model that a command is given: from MODEL on the command line to a model and a batch.
 
 Four kinds: the embedded default, a common model by name, whose shape `hardware.json` has, a Hugging
 Face configuration (file, directory or hub name; no weights are read), and `module:callable`.
