@@ -85,7 +85,7 @@ class Rows:
         axes.set_yticks(range(len(self.names)), self.names)
         axes.invert_yaxis()
         axes.set_xlabel(self.x)
-        if self.bands:
+        if any(band.label for band in self.bands):
             above: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (-0.15, 1.0)}
             _legend(axes, ncols=4, title=self.title or None, alignment="left", **above)
 
