@@ -59,7 +59,6 @@ def main() -> None:
             logging_steps=10,
             save_strategy="no",
             report_to="none",
-            bf16=True,
             use_cpu=not torch.cuda.is_available(),
         )
         config = transformers.LlamaConfig(
