@@ -408,8 +408,8 @@ class AllToAllExchange:
             assert item.codec is not None
             for dests, payloads in outgoing:
                 item.codec.pack_rows(item.layout.rows(item.pending, dests), payloads)
-        for kernels, shards in together.items():
-            finite = finite & kernels.pack(shards, self.world * loss_scale, loss_scale)
+        for kernels, batch in together.items():
+            finite = finite & kernels.pack(batch, self.world * loss_scale, loss_scale)
         for _, (header, *_) in packets.outgoing:
             header.copy_(~finite)
         return packets, finite
@@ -495,7 +495,7 @@ class AllToAllExchange:
         for item in items:
             if item.kernels is not None:
                 batches[item.kernels, item.dtype].append(item)
-        sums = {}
+        sums: dict[str, Tensor] = {}
         for (kernels, dtype), batch in batches.items():
             sizes = [item.layout.size(self._me) for item in batch]
             total = start.expand(sum(sizes)).contiguous()

@@ -61,7 +61,9 @@ def _on(on: bool) -> pytest.MonkeyPatch:
 
 exact = st.builds(Quantize, bits=st.sampled_from([8, 4, 3]), block=st.sampled_from(BLOCKS))
 two_bits = st.builds(Quantize, bits=st.just(2), block=st.sampled_from(BLOCKS))
-numels = st.one_of(st.integers(1, 70), st.integers(1, 700), st.sampled_from([1020, 1024, 1025, 2044, 2049]))
+numels = st.one_of(
+    st.integers(1, 70), st.integers(1, 700), st.sampled_from([1020, 1024, 1025, 2044, 2049])
+)
 seeds = st.integers(0, 2**31)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 quick = settings(max_examples=25, deadline=None)
