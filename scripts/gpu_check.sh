@@ -12,9 +12,11 @@ if "$python" -c 'import torch, sys; sys.exit(not torch.version.cuda)' 2>/dev/nul
   venv="$root/.venv-gpu"
   [ -x "$venv/bin/python" ] || "$python" -m venv --system-site-packages "$venv"
   # torch stays the one that is there; the others need no newer one
-  "$venv/bin/python" -c 'import ds_ckpt, transformers, typer' 2>/dev/null ||
-    "$venv/bin/python" -m pip --quiet --disable-pip-version-check install --no-build-isolation \
-      -e "$root[hf,report]"
+  install=("$venv/bin/python" -m pip --quiet --disable-pip-version-check install)
+  if ! "$venv/bin/python" -c 'import ds_ckpt.cli, deepspeed, transformers' 2>/dev/null; then
+    "${install[@]}" 'setuptools>=77' wheel
+    "${install[@]}" --no-build-isolation -e "$root[hf,report]" # DeepSpeed looks at the torch there
+  fi
   export PATH="$venv/bin:$PATH"
 else
   source "$root/scripts/_setup.sh"

@@ -27,8 +27,12 @@ import torch
 from torch import Tensor
 
 log = logging.getLogger("ds_ckpt")
-TILE = 2048
-"""Entries of one program: several of each block, and of 8, at any length of a block."""
+TILE = 1024
+"""Entries of one program: a multiple of four blocks of any length."""
+
+
+GRADIENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Dtypes of gradients that kernels read, and their numbers there."""
 
 
 @dataclass
@@ -39,7 +43,7 @@ class ToPack:
         values: fp32 [rows, n], entries of a row consecutive: what is left is written here.
         source: what it starts from, of the shape and the strides of `values`, which it may be;
             None: from 0.
-        grad: of the same shape, any floating dtype; divided by `divisor` and added.
+        grad: of the same shape, fp32, bf16 or fp16; divided by `divisor` and added.
         payloads: uint8 [rows, packed_bytes(n)], entries of a row consecutive. None: nothing of it
             travels: `own` is written and `values` are set to 0.
         own: fp32 [n], for one row: the values times the loss scale.
@@ -151,7 +155,7 @@ class QuantizeKernels:
             table, programs = _table(rows_, device)
             pack_quantized[(programs,)](
                 *(table, len(rows_), flagged, float(divisor), float(loss_scale)),
-                **self._options(len(rows_), GRAD=_TYPES[dtype]),
+                **self._options(len(rows_), GRAD=GRADIENTS[dtype]),
             )
         return flagged == 0
 
@@ -197,9 +201,6 @@ def select_in_blocks(values: Tensor, offsets: Tensor, count: int, k: int) -> Non
         ROWS=max(2, 1 << (rows - 1).bit_length()),
         COLUMNS=columns,
     )
-
-
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -248,7 +248,7 @@ def _directions(like: Tensor) -> Tensor:
     at = torch.arange(1, rows * columns + 1, dtype=torch.float64, device=like.device)
     # as good as random, and made where it is needed: far behind the point of a sine
     drawn = at.mul_(12.9898).sin_().mul_(43758.5453).frac_().view(columns, rows).t()
-    return drawn / torch.linalg.vector_norm(drawn, dim=0)
+    return torch.nn.functional.normalize(drawn, dim=0, eps=0.0)
 
 
 class _Exact:

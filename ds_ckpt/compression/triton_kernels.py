@@ -46,16 +46,17 @@ def _decoded(codes, scale, BITS: tl.constexpr, CURVE: tl.constexpr, SLOPE: tl.co
 
 
 @triton.jit
-def _narrow(codes, start, bytes_, first, WIDTH: tl.constexpr, TILE: tl.constexpr):
-    """Write `WIDTH` bits of each int32 code [TILE] from byte `first` of a plane of `bytes_`."""
+def _narrow(codes, plane, count, tile, WIDTH: tl.constexpr, TILE: tl.constexpr):
+    """Write `WIDTH` bits of each of `count` int32 codes [TILE] to the tile's part of a plane."""
     if WIDTH == 8:
         packed = codes
     else:
         EACH: tl.constexpr = 8 // WIDTH
         parts = tl.reshape(codes & ((1 << WIDTH) - 1), (TILE // EACH, EACH))
         packed = tl.sum(parts << (WIDTH * tl.arange(0, EACH))[None, :], axis=1)
-    at = first + tl.arange(0, TILE * WIDTH // 8)
-    tl.store(start + at, packed.to(tl.uint8), mask=at < bytes_)
+    at = tl.arange(0, TILE * WIDTH // 8)
+    plane += tile * (TILE * WIDTH // 8)
+    tl.store(plane + at, packed.to(tl.uint8), mask=at < (count * WIDTH + 7) // 8)
 
 
 @triton.jit
@@ -89,26 +90,27 @@ def pack_quantized(
     numel = tl.load(column + 2 * tensors)
     each = (numel + TILE - 1) // TILE
     row, tile = program // each, program % each
-    row_start = row * tl.load(column + 3 * tensors)
-    values = tl.load(column + 4 * tensors).to(tl.pointer_type(tl.float32)) + row_start
+    count = tl.minimum(numel - tile * TILE, TILE).to(tl.int32)  # entries of this tile
+    start = row * tl.load(column + 3 * tensors) + tile * TILE
+    values = tl.load(column + 4 * tensors).to(tl.pointer_type(tl.float32)) + start
     source_address = tl.load(column + 5 * tensors)
     grad_address = tl.load(column + 6 * tensors)
     payload_address = tl.load(column + 7 * tensors)
     own_address = tl.load(column + 9 * tensors)
-    block = tile * BLOCKS + tl.arange(0, BLOCKS)
+    block = tl.arange(0, BLOCKS)
     entry = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    there = entry < numel
+    there = entry < count
 
     # residual + gradient / divisor
-    source = source_address.to(tl.pointer_type(tl.float32)) + row_start
-    x = tl.load(source + entry, mask=entry < tl.where(source_address != 0, numel, 0), other=0.0)
+    source = source_address.to(tl.pointer_type(tl.float32)) + start
+    x = tl.load(source + entry, mask=entry < tl.where(source_address != 0, count, 0), other=0.0)
     if GRAD == 1:
-        grad = grad_address.to(tl.pointer_type(tl.bfloat16)) + row_start
+        grad = grad_address.to(tl.pointer_type(tl.bfloat16)) + start
     elif GRAD == 2:
-        grad = grad_address.to(tl.pointer_type(tl.float16)) + row_start
+        grad = grad_address.to(tl.pointer_type(tl.float16)) + start
     else:
-        grad = grad_address.to(tl.pointer_type(tl.float32)) + row_start
-    g = tl.load(grad + entry, mask=entry < tl.where(grad_address != 0, numel, 0), other=0.0).to(
+        grad = grad_address.to(tl.pointer_type(tl.float32)) + start
+    g = tl.load(grad + entry, mask=entry < tl.where(grad_address != 0, count, 0), other=0.0).to(
         tl.float32
     )
     x += tl.div_rn(g, divisor + tl.zeros_like(g))
@@ -118,13 +120,13 @@ def pack_quantized(
     x = tl.where(finite, x, 0.0)  # the step will be skipped
 
     if payload_address == 0:
-        own = own_address.to(tl.pointer_type(tl.float32))
+        own = own_address.to(tl.pointer_type(tl.float32)) + tile * TILE
         tl.store(own + entry, x * loss_scale, mask=there)
         tl.store(values + entry, tl.zeros_like(x), mask=there)
     else:
-        count = tl.minimum(tl.maximum(numel - block * BLOCK, 1), BLOCK).to(tl.float32)
         if BITS == 2:
-            rms = tl.div_rn(tl.sqrt_rn(tl.sum(x * x, axis=1)), tl.sqrt_rn(count))
+            length = tl.minimum(tl.maximum(count - block * BLOCK, 1), BLOCK).to(tl.float32)
+            rms = tl.div_rn(tl.sqrt_rn(tl.sum(x * x, axis=1)), tl.sqrt_rn(length))
             border = tl.minimum(tl.maximum(rms * BORDER, LEAST), MOST)
             borders = tl.broadcast_to(border[:, None], (BLOCKS, BLOCK))
             inside = tl.div_rn(x, borders)
@@ -152,20 +154,20 @@ def pack_quantized(
 
         # scales | codes, both filled up to 8 bytes with zeros
         payload = payload_address + row * tl.load(column + 8 * tensors)
-        blocks = (numel + BLOCK - 1) // BLOCK
-        scales = payload.to(tl.pointer_type(tl.int16))
+        blocks = (count + BLOCK - 1) // BLOCK
+        scales = payload.to(tl.pointer_type(tl.int16)) + tile * BLOCKS
         scale = tl.where(block < blocks, scale, 0)
         tl.store(scales + block, scale.to(tl.int16), mask=block < (blocks + 3) // 4 * 4)
         planes = (payload + _codes_start(numel, BLOCK)).to(tl.pointer_type(tl.uint8))
         flat = tl.reshape(tl.where(there, codes, 0.0).to(tl.int32), (TILE,))
         if BITS == 3:
             low_bytes, high_bytes = (numel + 3) // 4, (numel + 7) // 8
-            _narrow(flat, planes, low_bytes, tile * (TILE // 4), 2, TILE)
-            _narrow(flat >> 2, planes + low_bytes, high_bytes, tile * (TILE // 8), 1, TILE)
+            _narrow(flat, planes, count, tile, 2, TILE)
+            _narrow(flat >> 2, planes + low_bytes, count, tile, 1, TILE)
             end = low_bytes + high_bytes
         else:
             end = (numel * BITS + 7) // 8
-            _narrow(flat, planes, end, tile * (TILE * BITS // 8), BITS, TILE)
+            _narrow(flat, planes, count, tile, BITS, TILE)
         if tile == each - 1:
             filler = end + tl.arange(0, 8)
             tl.store(
@@ -176,10 +178,11 @@ def pack_quantized(
 
 
 @triton.jit
-def _widen(start, entry, there, WIDTH: tl.constexpr):
-    """`WIDTH` bits of each entry, as int32 without a sign."""
-    packed = tl.load(start + entry * WIDTH // 8, mask=there, other=0).to(tl.int32)
-    shift = (entry % (8 // WIDTH) * WIDTH).to(tl.int32)
+def _widen(plane, entry, there, tile, WIDTH: tl.constexpr, TILE: tl.constexpr):
+    """`WIDTH` bits of each of the tile's entries, as int32 without a sign."""
+    plane += tile * (TILE * WIDTH // 8)
+    packed = tl.load(plane + entry * WIDTH // 8, mask=there, other=0).to(tl.int32)
+    shift = entry % (8 // WIDTH) * WIDTH
     return (packed >> shift) & ((1 << WIDTH) - 1)
 
 
@@ -205,25 +208,26 @@ def unpack_add_quantized(
     numel = tl.load(column + 2 * tensors)
     stride = tl.load(column + 3 * tensors)
     first = tl.load(column + 4 * tensors)
-    into = tl.load(column + 5 * tensors).to(tl.pointer_type(tl.float32))
+    into = tl.load(column + 5 * tensors).to(tl.pointer_type(tl.float32)) + tile * TILE
     own_address = tl.load(column + 6 * tensors)
-    own = own_address.to(tl.pointer_type(tl.float32))
-    entry = tile * TILE + tl.arange(0, TILE)
-    there = entry < numel
+    own = own_address.to(tl.pointer_type(tl.float32)) + tile * TILE
+    count = tl.minimum(numel - tile * TILE, TILE).to(tl.int32)  # entries of this tile
+    entry = tl.arange(0, TILE)
+    there = entry < count
     total = tl.load(into + entry, mask=there, other=0.0)
-    mine = tl.load(own + entry, mask=entry < tl.where(own_address != 0, numel, 0), other=0.0)
+    mine = tl.load(own + entry, mask=entry < tl.where(own_address != 0, count, 0), other=0.0)
     for row in range(rows):
         if row == before:
             total += mine
         payload = first + row * stride
-        scales = payload.to(tl.pointer_type(tl.int16))
+        scales = payload.to(tl.pointer_type(tl.int16)) + tile * (TILE // BLOCK)
         scale = tl.load(scales + entry // BLOCK, mask=there, other=0).to(tl.int32) & 0xFFFF
         planes = (payload + _codes_start(numel, BLOCK)).to(tl.pointer_type(tl.uint8))
         if BITS == 3:
-            codes = _widen(planes, entry, there, 2)
-            codes |= _widen(planes + (numel + 3) // 4, entry, there, 1) << 2
+            codes = _widen(planes, entry, there, tile, 2, TILE)
+            codes |= _widen(planes + (numel + 3) // 4, entry, there, tile, 1, TILE) << 2
         else:
-            codes = _widen(planes, entry, there, BITS)
+            codes = _widen(planes, entry, there, tile, BITS, TILE)
         codes = (codes << (32 - BITS)) >> (32 - BITS)  # the top bit is the sign
         decoded = _decoded(codes.to(tl.float32), _wide(scale), BITS, CURVE, SLOPE)
         total += decoded * factor

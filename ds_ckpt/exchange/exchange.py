@@ -40,7 +40,7 @@ from torch import Tensor
 from ds_ckpt.compression.base import Codec, Compressor, aligned, on_host, section
 from ds_ckpt.compression.dense import Dense
 from ds_ckpt.compression.error_feedback import Feedback, all_finite, finite_flag
-from ds_ckpt.compression.fused import Kernels, ToAdd, ToPack
+from ds_ckpt.compression.fused import GRADIENTS, Kernels, ToAdd, ToPack
 from ds_ckpt.compression.powersgd import Factors, LowRank, factor_numels, matrix_shape
 from ds_ckpt.exchange.hierarchy import InHostSum
 from ds_ckpt.exchange.layout import LocalShard, Order, ShardLayout, ascending
@@ -348,7 +348,8 @@ class AllToAllExchange:
                 continue
             if item.codec is not None and not item.rides:
                 item.kernels = item.codec.kernels(item.local.device)
-            if defer and item.kernels is not None and not self.errors.wanted:
+            readable = item.local.dtype in GRADIENTS
+            if defer and readable and item.kernels is not None and not self.errors.wanted:
                 item.deferred = True
                 item.source, item.pending = self.feedback.begin(item.name, item.local)
                 continue
@@ -409,8 +410,8 @@ class AllToAllExchange:
             assert item.codec is not None
             for dests, payloads in outgoing:
                 item.codec.pack_rows(item.layout.rows(item.pending, dests), payloads)
-        for kernels, shards in together.items():
-            finite = finite & kernels.pack(shards, self.world * loss_scale, loss_scale)
+        for kernels, batch in together.items():
+            finite = finite & kernels.pack(batch, self.world * loss_scale, loss_scale)
         for _, (header, *_) in packets.outgoing:
             header.copy_(~finite)
         return packets, finite
@@ -496,7 +497,7 @@ class AllToAllExchange:
         for item in items:
             if item.kernels is not None:
                 batches[item.kernels, item.dtype].append(item)
-        sums = {}
+        sums: dict[str, Tensor] = {}
         for (kernels, dtype), batch in batches.items():
             sizes = [item.layout.size(self._me) for item in batch]
             total = start.expand(sum(sizes)).contiguous()

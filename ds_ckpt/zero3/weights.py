@@ -305,12 +305,11 @@ class WeightsHook:
             self._stream().wait_event(self._written)
 
     def _has_written(self) -> None:
-        device = self._shard(self._chunks[0][0]).device
-        if not on_host(device):
+        if not on_host(self._params[0].ds_tensor.device):
             self._written = self._stream().record_event()
 
     def _stream(self) -> Any:
-        device = self._shard(self._chunks[0][0]).device
+        device = self._params[0].ds_tensor.device
         return torch.get_device_module(device).current_stream(device)
 
     def _following(self, move: Callable[..., None]) -> Callable[..., None]:

@@ -61,10 +61,12 @@ def _on(on: bool) -> pytest.MonkeyPatch:
 
 exact = st.builds(Quantize, bits=st.sampled_from([8, 4, 3]), block=st.sampled_from(BLOCKS))
 two_bits = st.builds(Quantize, bits=st.just(2), block=st.sampled_from(BLOCKS))
-numels = st.one_of(st.integers(1, 70), st.integers(1, 700), st.sampled_from([2044, 2048, 2049]))
+numels = st.one_of(
+    st.integers(1, 70), st.integers(1, 700), st.sampled_from([1020, 1024, 1025, 2044, 2049])
+)
 seeds = st.integers(0, 2**31)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
-quick = settings(max_examples=25)
+quick = settings(max_examples=25, deadline=None)
 
 
 def _packed(codec: Quantize, values: Tensor, *, on: bool) -> tuple[Tensor, Tensor]:
@@ -272,25 +274,27 @@ METHODS: dict[str, Compressor] = {
     "hybrid": LowRank(2, remainder=Quantize(bits=3)),
     "blocks": TopK(density=0.05),
 }
-SHAPES = ((12, 40), (16,), (33, 5), (1, 3))
+SHAPES = ((6, 20), (16,), (11, 5), (1, 2))
 
 
 def _steps(
     method: str, *, holds: bool, local: int, dtype: ResidualDtype, bad_step: int | None = None
 ) -> list[Tensor]:
     """All that steps deliver and leave, and the flags."""
-    compressor = METHODS[method]
+    compressor, size = METHODS[method], 3 + (local > 1)
     world = World(
-        4,
+        size,
         lambda name, shape: compressor if len(shape) > 1 else None,
         holds=holds,
         local=local,
         residual_dtype=dtype,
     )
     names, seen = [f"p{i}" for i in range(len(SHAPES))], []
-    for step in range(3):
+    for step in range(2):
         generator = torch.Generator().manual_seed(step)
-        grads = [[torch.randn(s, generator=generator).bfloat16() for s in SHAPES] for _ in range(4)]
+        grads = [
+            [torch.randn(s, generator=generator).bfloat16() for s in SHAPES] for _ in range(size)
+        ]
         if holds:
             world.hold(names, grads, 64.0)
         if step == bad_step:
@@ -308,8 +312,7 @@ def _steps(
     ("method", "more"),
     [
         ("8 bits", {"local": 2}),
-        ("3 bits", {}),
-        ("3 bits", {"holds": True, "bad_step": 1}),
+        ("3 bits", {"holds": True, "bad_step": 0}),
         ("3 bits", {"dtype": "int8", "bad_step": 1}),
         ("hybrid", {}),
         ("blocks", {"dtype": "bf16"}),
@@ -360,5 +363,5 @@ def test_launches_grow_with_neither_tensors_nor_processes(kernels: Callable[[boo
     after the own place, whose headers are written apart."""
     kernels(True)
     few = _launched(2, 2)
-    assert _launched(2, 8) == few <= 20
+    assert _launched(2, 6) == few <= 20
     assert _launched(4, 2) <= few + 2
