@@ -1,6 +1,6 @@
 """Holds the parts of a step, as `ds-ckpt measure` records them, against torch's profiler.
 
-    sudo python benchmarks/timeline.py [--rate 200] [--cell block/4bit] [--json F] [--trace F] [--plot F]
+    sudo python benchmarks/timeline.py [--rate 200] [--cell block/4bit] [--json F] [--plot F]
 
 Two emulated hosts with a process each (--rate 0: not shaped; without root: loopback). One step is
 recorded both ways at once. The profiler knows nothing of this package's spans: it sees operators in
@@ -80,13 +80,15 @@ def draw(trace: dict[str, Any], path: Path) -> None:
     rows = ["DeepSpeed's thread", "network"]
     kinds = {
         name: [(row, (a - start) / 1e6, (b - a) / 1e6) for a, b in intervals]
-        for row, (name, intervals) in enumerate(zip(("operators", "collectives"), found))
+        for row, (name, intervals) in enumerate(
+            zip(("operators", "collectives"), found, strict=True)
+        )
     }
     charts.save([charts.Strips(rows, "s", kinds)], path)
 
 
 def intervals_of(trace: dict[str, Any]) -> tuple[float, float, Intervals, Intervals]:
-    """Begin and end of the step, where DeepSpeed's thread is busy, and where the network alone is."""
+    """Begin and end of the step, where DeepSpeed's thread is busy, where the network alone."""
     events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
     (whole,) = [e for e in events if e["name"] == "whole step"]
     start, end = whole["ts"], whole["ts"] + whole["dur"]
