@@ -1,6 +1,6 @@
 """Holds the parts of a step, as `ds-ckpt measure` records them, against torch's profiler.
 
-    sudo python benchmarks/timeline.py [--rate 200] [--cell block/4bit] [--json F] [--trace F]
+    sudo python benchmarks/timeline.py [--rate 200] [--cell block/4bit] [--json F] [--plot F]
 
 Two emulated hosts with a process each (--rate 0: not shaped; without root: loopback). One step is
 recorded both ways at once. The profiler knows nothing of this package's spans: it sees operators in
@@ -63,6 +63,32 @@ def worker(spec: dict[str, Any], folder: Path) -> None:
 
 def of_trace(trace: dict[str, Any]) -> dict[str, float]:
     """Seconds of the step by what the profiler saw."""
+    start, end, busy, network = intervals_of(trace)
+    return {
+        "step": (end - start) / 1e6,
+        "busy": length(busy) / 1e6,
+        "network": length(network) / 1e6,
+        "neither": (end - start - length(busy) - length(network)) / 1e6,
+    }
+
+
+def draw(trace: dict[str, Any], path: Path) -> None:
+    """The measured step, as `ds-ckpt plan --plot` draws a simulated one."""
+    from ds_ckpt.report import charts
+
+    start, _, *found = intervals_of(trace)
+    rows = ["DeepSpeed's thread", "network"]
+    kinds = {
+        name: [(row, (a - start) / 1e6, (b - a) / 1e6) for a, b in intervals]
+        for row, (name, intervals) in enumerate(
+            zip(("operators", "collectives"), found, strict=True)
+        )
+    }
+    charts.save([charts.Strips(rows, "s", kinds)], path)
+
+
+def intervals_of(trace: dict[str, Any]) -> tuple[float, float, Intervals, Intervals]:
+    """Begin and end of the step, where DeepSpeed's thread is busy, where the network alone."""
     events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
     (whole,) = [e for e in events if e["name"] == "whole step"]
     start, end = whole["ts"], whole["ts"] + whole["dur"]
@@ -75,13 +101,7 @@ def of_trace(trace: dict[str, Any]) -> dict[str, float]:
     main = [e for e in inside if e["tid"] == whole["tid"]]
     # nodes of autograd are no operators: gathers run in their hooks
     busy = intervals([e for e in main if e["name"].startswith("aten::")])
-    network = without(collectives, busy)
-    return {
-        "step": (end - start) / 1e6,
-        "busy": length(busy) / 1e6,
-        "network": length(network) / 1e6,
-        "neither": (end - start - length(busy) - length(network)) / 1e6,
-    }
+    return start, end, busy, without(collectives, busy)
 
 
 def union(intervals: Intervals) -> Intervals:
@@ -114,7 +134,9 @@ def length(intervals: Intervals) -> float:
     return sum(end - start for start, end in intervals)
 
 
-def run(cell: str, rate_mbit: float | None, trace_to: Path | None) -> dict[str, Any]:
+def run(
+    cell: str, rate_mbit: float | None, trace_to: Path | None, plot: Path | None
+) -> dict[str, Any]:
     """One launch; both views of one step."""
     from ds_ckpt.hosts.backends import Loopback
     from ds_ckpt.hosts.emulated import EmulatedHosts, missing
@@ -132,6 +154,8 @@ def run(cell: str, rate_mbit: float | None, trace_to: Path | None) -> dict[str, 
         text = (folder / "trace.json").read_text()
         if trace_to is not None:
             trace_to.write_text(text)
+        if plot is not None:
+            draw(json.loads(text), plot)
         recorded = json.loads((folder / "recorded.json").read_text())
     return {
         "cell": cell,
@@ -162,6 +186,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--trace", type=Path, help="keep the profiler's trace of the last cell")
+    parser.add_argument("--plot", type=Path, help="draw the last cell's step: .png or .svg")
     parser.add_argument("--cell", default="none/stock,block/stock", help="with commas")
     parser.add_argument("--rate", type=float, default=200.0)
     parser.add_argument("--worker", type=Path, help="the launched script's own option")
@@ -170,7 +195,10 @@ def main() -> None:
     if options.worker:
         worker(json.loads((options.worker / "spec.json").read_text()), options.worker)
         return
-    rows = [run(cell, options.rate or None, options.trace) for cell in options.cell.split(",")]
+    rows = [
+        run(cell, options.rate or None, options.trace, options.plot)
+        for cell in options.cell.split(",")
+    ]
     for row in rows:
         show(row)
     if options.json:

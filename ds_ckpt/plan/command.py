@@ -67,6 +67,9 @@ def plan(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the best as DeepSpeed JSON file.")
     ] = None,
+    plot_file: Annotated[
+        Path | None, typer.Option("--plot", help="Draw the best's step: a .png or .svg file.")
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON, with all figures, instead of text.")
     ] = False,
@@ -83,13 +86,16 @@ def plan(
     from ds_ckpt.config.verdicts import Loss
     from ds_ckpt.hosts.cluster import Hardware
     from ds_ckpt.plan.model import Model
-    from ds_ckpt.plan.report import content, show
+    from ds_ckpt.plan.report import content, picture, show
     from ds_ckpt.plan.search import NEEDED, Question, Search, deepspeed_file
+    from ds_ckpt.report import charts
     from ds_ckpt.subject import Sizes
     from ds_ckpt.telemetry.units import GIB
 
     allowed: Loss = _loss(loss)  # type: ignore[assignment]
     with errors_in_words():
+        if plot_file is not None:
+            charts.check_file(plot_file)
         known = Hardware.load(hardware, "--cluster")
         if (cluster is None) == (hostfile is None):
             why = "one of the two says what the model is to be trained on"
@@ -128,6 +134,7 @@ def plan(
             show(search, best, Console(soft_wrap=True, highlight=False))
         text = json.dumps(deepspeed_file(question, best.setting, best.plan), indent=2) + "\n"
         write(output, lambda path: path.write_text(text, encoding="utf-8"))
+        write(plot_file, lambda path: charts.save(picture(best), path))
 
 
 def _loss(text: str) -> str | float:

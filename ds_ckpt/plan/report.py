@@ -27,6 +27,8 @@ from ds_ckpt.plan.search import (
     Setting,
     deepspeed_file,
 )
+from ds_ckpt.plan.simulate import RESOURCES, timeline
+from ds_ckpt.report import charts
 from ds_ckpt.telemetry.units import GIB
 
 NETWORK, MEMORY = (0.25, 4.0), 2.0
@@ -164,6 +166,18 @@ def show(search: Search, best: Candidate, console: Console) -> None:
     for kind, some in figures(question).items():
         for figure in some:
             console.print(f"  {kind}: {figure.what} {figure.value:.4g} ({figure.source})")
+
+
+def picture(candidate: Candidate) -> list[charts.Panel]:
+    """Its step over time: what occupies each resource."""
+    found = timeline(candidate.machine, candidate.blocks, candidate.way)
+    seen = [s for s in found if s.end_s > s.start_s]
+    rows = [name for name in RESOURCES if any(s.resource == name for s in seen)]
+    kinds: dict[str, list[tuple[int, float, float]]] = {}
+    for s in seen:
+        row = rows.index(s.resource)
+        kinds.setdefault(s.kind, []).append((row, s.start_s, s.end_s - s.start_s))
+    return [charts.Strips(rows, "s since the optimizer of the step before", kinds)]
 
 
 def content(search: Search, best: Candidate) -> dict[str, Any]:

@@ -51,6 +51,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+RESOURCES = ("compute", "thread", "network", "inside", "bus")
 LIMIT = 2
 """Buckets under way at a time (`zero3/overlap.py`; DeepSpeed's own limit is the same)."""
 CHUNK = 1 << 22
@@ -227,6 +228,25 @@ def in_a_row(machine: Machine, blocks: Sequence[Block], way: Way, steps: int) ->
     return _step(_sum(_Mark(), _sum(run.mark(), left_out), 1 / steps))
 
 
+@dataclass(frozen=True)
+class Stretch:
+    """A task of a step: what occupies a resource, from when to when."""
+
+    resource: str
+    kind: str
+    start_s: float
+    end_s: float
+
+
+def timeline(machine: Machine, blocks: Sequence[Block], way: Way) -> list[Stretch]:
+    """The tasks of a step among others like it; of more than three micro-steps three."""
+    run = _Run(machine, blocks, way)
+    run.update()  # of the step before
+    first, since_s = len(run.tasks.ends), run.tasks.ends[run.main]
+    run.step()
+    return run.tasks.stretches(first, since_s)
+
+
 _Mark = dict[tuple[str, str], float]
 """What has been until some moment of the program, by a field of `Step` and its key. What was in
 between is the difference of two."""
@@ -254,6 +274,7 @@ class _Schedule:
         self.ends: list[float] = []
         self._cause: list[int] = []
         self._kind: list[str] = []
+        self._resource: list[str] = []
         self._last: dict[str, int] = {}
         self._earned_s = 0.0
         """When the shaper's bucket is full again."""
@@ -288,9 +309,26 @@ class _Schedule:
         ends.append(end_s + call_s)
         self._cause.append(cause)
         self._kind.append(kind)
+        self._resource.append(resource)
         self.busy[resource] += seconds + call_s
         self._last[resource] = number = len(ends) - 1
         return number
+
+    def stretches(self, first: int, since_s: float) -> list[Stretch]:
+        """The tasks from one on, in seconds since a moment."""
+        found = []
+        for task in range(first, len(self.ends)):
+            cause = self._cause[task]
+            start_s = self.ends[cause] if cause >= 0 else 0.0
+            found.append(
+                Stretch(
+                    self._resource[task],
+                    self._kind[task],
+                    start_s - since_s,
+                    self.ends[task] - since_s,
+                )
+            )
+        return found
 
     def path(self, task: int) -> dict[str, float]:
         """Seconds of the longest path to a task's end, by kind."""

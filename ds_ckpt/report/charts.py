@@ -3,6 +3,7 @@
 A chart is one panel or several above one another:
 
     Rows    one row a name: stacked bars, an interval, single values, a word
+    Strips  one row a name: what occupies it, from when to when
     Lines   values over x, with or without intervals
 
 Told apart by hatching, kind of line, mark and words, never by colour alone. Equal data give equal
@@ -12,7 +13,7 @@ files. Importing this needs no matplotlib; drawing does.
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -91,6 +92,33 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Strips:
+    """Rows from the top down, over time.
+
+    Attributes:
+        kinds: stretches by what they are: row, begin, length.
+    """
+
+    names: Sequence[str]
+    x: str
+    kinds: Mapping[str, Sequence[tuple[int, float, float]]]
+
+    @property
+    def inches(self) -> float:
+        return 1.5 + 0.4 * len(self.names)
+
+    def draw(self, axes: Any) -> None:
+        for place, (label, stretches) in enumerate(self.kinds.items()):
+            rows, begins, lengths = zip(*stretches, strict=True)
+            bars = {**_fill(place), "linewidth": 0.2, "label": label}
+            axes.barh(rows, lengths, left=begins, height=0.7, **bars)
+        axes.set_yticks(range(len(self.names)), self.names)
+        axes.invert_yaxis()
+        axes.set_xlabel(self.x)
+        _legend(axes, ncols=4, loc="lower left", bbox_to_anchor=(-0.1, 1.0))
+
+
+@dataclass(frozen=True)
 class Line:
     """Points in the order of x."""
 
@@ -149,7 +177,7 @@ class Lines:
         _legend(axes, ncols=2)
 
 
-Panel = Rows | Lines
+Panel = Rows | Strips | Lines
 
 
 def look(place: int) -> tuple[str, str]:

@@ -265,8 +265,9 @@ def test_the_command_answers_and_writes_a_file_that_validates(tmp_path: Path) ->
 
 def test_json_has_the_whole_answer(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    asked = ("demo", "--cluster", TEXT, "--batch=16", "--tokens=64", "--json", "--output")
-    result = CliRunner().invoke(app, ["plan", *asked, str(path)])
+    picture = tmp_path / "step.svg"
+    asked = ["demo", "--cluster", TEXT, "--batch=16", "--tokens=64", "--json", f"--plot={picture}"]
+    result = CliRunner().invoke(app, ["plan", *asked, f"--output={path}"])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     best = found["best"]
@@ -279,6 +280,8 @@ def test_json_has_the_whole_answer(tmp_path: Path) -> None:
     assert best["step_s"] <= 1.01 * least_s
     assert all(figure["source"] for figure in found["figures"])
     assert "topk_1pct" in found["not_tried"]
+    drawn = picture.read_text()
+    assert all(word in drawn for word in (">compute<", ">network<", ">forward<", ">backward<"))
 
 
 def test_a_hostfile_with_probed_links(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_ckpt.plan.simulate import (
+    RESOURCES,
     Block,
     Gradients,
     Link,
@@ -18,6 +19,7 @@ from ds_ckpt.plan.simulate import (
     Weights,
     in_a_row,
     simulate,
+    timeline,
 )
 
 seconds = st.floats(0, 1)
@@ -124,6 +126,23 @@ def test_fewer_bytes_and_less_work_are_never_slower(machine, blocks, way, share)
         )
     even = replace(machine, slowest=1.0)
     assert not_longer(simulate(even, blocks, way).seconds, before)
+
+
+@law
+@given(machines, models, ways)
+def test_a_timeline_has_what_occupies_each_resource_in_turn(machine, blocks, way) -> None:
+    way = replace(way, micro_steps=min(way.micro_steps, 3))
+    step, found = simulate(machine, blocks, way), timeline(machine, blocks, way)
+    busy: dict[str, float] = {}
+    for resource in RESOURCES:
+        own = [s for s in found if s.resource == resource]
+        assert all(not_longer(one.end_s, other.start_s) for one, other in itertools.pairwise(own))
+        busy[resource] = sum(s.end_s - s.start_s for s in own)
+    for resource, seconds in step.busy_s.items():
+        assert busy[resource] == pytest.approx(seconds, abs=1e-6)
+    assert step.seconds == pytest.approx(
+        max((s.end_s for s in found if s.resource == "compute"), default=0.0), abs=1e-6
+    )
 
 
 @law
