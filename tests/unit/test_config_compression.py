@@ -33,9 +33,10 @@ WRONG = {
     "topk": [3, [], {"density": 0}],
     "powersgd": [{"rank": 0}, 4],
     "quantize": [{"bits": 5}, "4"],
+    "entropy_coded": [{"bits": 3}, "1"],
     "hybrid": [{"remainder": "powersgd"}, True],
 }
-OF_METHOD = {"topk": "topk", "powersgd": "powersgd", "quantize": "quantize", "hybrid": "hybrid"}
+OF_METHOD = {name: name for name in ("topk", "powersgd", "quantize", "entropy_coded", "hybrid")}
 
 
 def test_every_key_of_a_rule_has_wrong_values() -> None:

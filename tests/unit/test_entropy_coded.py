@@ -120,7 +120,7 @@ def test_long_tensors_travel_in_segments(monkeypatch: pytest.MonkeyPatch) -> Non
         assert torch.equal(left, values - arrived)
 
 
-@quick
+@settings(max_examples=40, deadline=None)
 @given(codecs, st.integers(1, 700), seeds, st.lists(st.sampled_from(KINDS), min_size=1, max_size=4))
 @pytest.mark.parametrize("host", [True, False])
 def test_rows_travel_as_if_alone_and_alike_on_every_device(
@@ -209,9 +209,10 @@ def test_values_that_are_not_finite_end_without_an_error(value: float, share: fl
     codec.unpack_add_rows(payloads, torch.zeros(2000))
 
 
-@pytest.mark.parametrize("bits", [0.33, 1.0])
-@pytest.mark.parametrize("kind", ["normal", "heavy tail", "constant", "half zero", "in clusters"])
-def test_feedback_delivers_what_was_held_back(bits: float, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "bits"), [("normal", 1.0), ("constant", 0.33), ("in clusters", 0.33)]
+)
+def test_feedback_delivers_what_was_held_back(kind: str, bits: float) -> None:
     codec = EntropyCoded(bits=bits)
     values = gradient(kind, 1000)
     feedback, total = Feedback(), torch.zeros(1000)
