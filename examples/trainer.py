@@ -49,28 +49,29 @@ def main() -> None:
     options = parser.parse_args()
 
     ds_ckpt.install()
+    # before the arguments, which would have DeepSpeed partition the model while it is made
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=344,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_labels=4,
+        pad_token_id=0,
+    )
+    model = transformers.LlamaForSequenceClassification(config)
     with TemporaryDirectory() as folder:
         arguments = transformers.TrainingArguments(
             output_dir=folder,
             deepspeed=str(Path(__file__).with_suffix(".json")),
             per_device_train_batch_size=8,
-            learning_rate=1e-3,
+            learning_rate=2e-4,
             max_steps=options.steps,
             logging_steps=10,
             save_strategy="no",
             report_to="none",
             use_cpu=not torch.cuda.is_available(),
         )
-        config = transformers.LlamaConfig(
-            vocab_size=256,
-            hidden_size=128,
-            intermediate_size=344,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_labels=4,
-            pad_token_id=0,
-        )
-        model = transformers.LlamaForSequenceClassification(config)
         trainer = transformers.Trainer(model=model, args=arguments, train_dataset=Pieces())
         result = trainer.train()
         if arguments.process_index == 0:
