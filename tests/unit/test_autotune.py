@@ -31,6 +31,7 @@ from ds_ckpt.exchange.autotune import (
     Way,
     middle,
 )
+from ds_ckpt.exchange.rules import Choose
 from ds_ckpt.exchange.schedule import ScheduledExchange
 
 CPU = torch.device("cpu")
@@ -324,10 +325,10 @@ class Machine:
         tensors: list[Tensor],
         loss_scale: float = 1.0,
         *,
-        uncompressed: bool,
+        choose: Choose | None,
     ) -> list[Tensor]:
-        seconds = self.uncompressed_s if uncompressed else self.compressed_s
-        self._take("uncompressed" if uncompressed else "compressed", seconds)
+        seconds = self.compressed_s if choose is None else self.uncompressed_s
+        self._take("compressed" if choose is None else "uncompressed", seconds)
         self.went[names[0]] = self.ways[-1]
         return tensors
 
