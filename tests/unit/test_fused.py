@@ -29,7 +29,8 @@ from ds_ckpt.compression.topk import blocks_for, select_in_blocks
 from tests.pretended_gpu import Gpu, in_threads
 
 os.environ["TRITON_INTERPRET"] = "1"  # is read where the kernels are defined, which is later
-pytest.importorskip("triton", reason="triton has wheels for Linux on x86_64 alone, see pyproject")
+if os.environ.get("CI") != "true":  # there it is installed
+    pytest.importorskip("triton", reason="Triton is not there: pip install -e .[kernels]")
 
 
 @pytest.fixture
