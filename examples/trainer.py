@@ -65,11 +65,12 @@ def main() -> None:
             output_dir=folder,
             deepspeed=str(Path(__file__).with_suffix(".json")),
             per_device_train_batch_size=8,
-            learning_rate=2e-4,
+            learning_rate=5e-4,
             max_steps=options.steps,
             logging_steps=10,
             save_strategy="no",
             report_to="none",
+            average_tokens_across_devices=False,  # examples count alike, not tokens
             use_cpu=not torch.cuda.is_available(),
         )
         trainer = transformers.Trainer(model=model, args=arguments, train_dataset=Pieces())
