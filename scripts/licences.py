@@ -42,7 +42,6 @@ def requirements() -> dict[str, list[str]]:
         import tomli as tomllib  # type: ignore[no-redef]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     found = {"": project["dependencies"], **project["optional-dependencies"]}
-    found.pop("docs")  # of the site alone
     return {extra: [Requirement(text).name for text in texts] for extra, texts in found.items()}
 
 
