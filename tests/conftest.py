@@ -16,6 +16,9 @@ import pytest
 
 _PR_SET_CHILD_SUBREAPER = 36
 
+# Triton reads it when it is imported, which any library may do before a test of kernels.
+os.environ["TRITON_INTERPRET"] = "1"
+
 # A machine that is busy is no fault of a test: what takes long is for the time limit of pytest.
 hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")

@@ -132,10 +132,13 @@ class Model:
         found = [Stretch.of({names[id(p)]: p for p in b.module.parameters()}) for b in blocks]
         self.blocks = [*found, *found[-1:] * (repeated - 1)]
         alone = Parameters.of(model, blocks)
-        again = tuple(shape.numel() for b in found[-1:] for _, shape in b.shapes) * (repeated - 1)
-        trained = again if any(b.trained for b in found[-1:]) else ()
+        again = tuple(s for b in found[-1:] for s in b.shapes) * (repeated - 1)
+        trained = tuple(one for one in again if one in alone.shapes)
         self.parameters = replace(
-            alone, counts=alone.counts + again, trainable=alone.trainable + trained
+            alone,
+            counts=(*alone.counts, *(shape.numel() for _, shape in again)),
+            trainable=(*alone.trainable, *(shape.numel() for _, shape in trained)),
+            shapes=alone.shapes + trained,
         )
         self._known: dict[tuple[int, Rates], MicroBatch] = {}
         self._surveys: dict[int, tuple[FakeModel, Survey]] = {}

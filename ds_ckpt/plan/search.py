@@ -219,6 +219,7 @@ class Search:
             )
         self.each = question.sequences // processes
         self._travelling: dict[tuple[str, int], Gradients] = {}
+        self._owed: dict[tuple[str, int], tuple[int, bool]] = {}
         self._mixtures: dict[tuple[int, bool, int], ActivationPlan | None] = {}
 
     def best(self, network: Link | None = None) -> Candidate:
@@ -407,10 +408,12 @@ class Search:
 
     def _residuals(self, method: Method, micro_steps: int) -> tuple[int, bool]:
         """Bytes of one process, and whether in host memory."""
-        machine = self.question.machine
-        divided = machine.local if machine.hosts > 1 else 1
-        nbytes, on_host = method.residual_bytes(self.question.model.trained / divided, micro_steps)
-        return round(nbytes), on_host
+        known, question = self._owed, self.question
+        if (method.name, micro_steps) not in known:
+            known[method.name, micro_steps] = method.residual_bytes(
+                question.model, question.machine, micro_steps
+            )
+        return known[method.name, micro_steps]
 
     def _nothing_fits(self) -> UnsupportedError:
         question = self.question

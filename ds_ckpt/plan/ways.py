@@ -23,6 +23,7 @@ from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.plan.model import Model
 from ds_ckpt.plan.simulate import Gradients, Machine, Weights
 from ds_ckpt.planner.costs import moved_bytes
+from ds_ckpt.profile.states import residuals_of
 from ds_ckpt.telemetry.counters import sent_bytes
 from ds_ckpt.telemetry.memory import MemoryTracker, Operator
 
@@ -62,17 +63,12 @@ class Method:
         file = {"zero_optimization": {"stage": 3}, "ds_ckpt": {"compression": dict(self.section)}}
         return exchange_settings(parse(file, source=self.name).compression)
 
-    def residual_bytes(self, elements: float, accumulation: int) -> tuple[float, bool]:
-        """What a process keeps for it, with the copy that a skipped step falls back on, and whether
-        in host memory.
-
-        Args:
-            elements: of the gradient that the process keeps residuals of.
-        """
+    def residual_bytes(self, model: Model, machine: Machine, accumulation: int) -> tuple[int, bool]:
+        """What a process keeps for it, and whether in host memory."""
         if self.settings is None:
-            return 0.0, False
-        kept = self.settings.residuals(0, holds=self.settings.holds_back(accumulation))
-        return (0.0, False) if kept is None else (kept.entry_bytes * elements, kept.on_host)
+            return 0, False
+        world, hosts = machine.processes, machine.hosts
+        return residuals_of(model.parameters, self.settings, accumulation, world, hosts)
 
 
 def methods(loss: Loss) -> tuple[list[Method], list[Method]]:
@@ -127,7 +123,8 @@ def gradients(
     inside = itemsize * (local - 1) / local if local > 1 else 0.0
     share = 1 / divided
     moved = _moved(settings.default.compressor()) if not settings.lossless else (4.0, 4.0)
-    residual, on_host = method.residual_bytes(share, accumulation)
+    owed, on_host = method.residual_bytes(model, machine, accumulation)
+    residual = owed / max(model.trained, 1)
     accumulate_s = share * _ACCUMULATE_BYTES / bytes_per_s if residual else 0.0
     to_host_s = 2 * residual / machine.bus_bytes_per_s if on_host else 0.0
     return Gradients(

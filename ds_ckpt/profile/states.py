@@ -23,6 +23,7 @@ from ds_ckpt.config import parse
 from ds_ckpt.config.paths import is_auto, lookup
 from ds_ckpt.config.settings import exchange_settings
 from ds_ckpt.errors import ConfigError, Problem
+from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.rules import embeddings_of
 from ds_ckpt.profile.records import States
 from ds_ckpt.zero3.resident import host_copy_bytes
@@ -223,7 +224,24 @@ def _residuals(
         return 0, False
     file = {"zero_optimization": {"stage": 3}, "ds_ckpt": {"compression": section}}
     settings = exchange_settings(parse(file).compression)
-    holds = settings.holds_back(_whole(lookup(config, ("gradient_accumulation_steps",)), 1))
+    accumulation = _whole(lookup(config, ("gradient_accumulation_steps",)), 1)
+    return residuals_of(parameters, settings, accumulation, world, hosts)
+
+
+def residuals_of(
+    parameters: Parameters,
+    settings: ExchangeSettings,
+    accumulation: int,
+    world: int,
+    hosts: int | None,
+) -> tuple[int, bool]:
+    """What one process keeps of gradients that did not travel yet, with the copy that a skipped
+    step falls back on: bytes, and whether they are in host memory.
+
+    Args:
+        accumulation: micro-steps of a step.
+    """
+    holds = settings.holds_back(accumulation)
     feedback = settings.residuals(0, holds=holds)
     if feedback is None:
         return 0, False

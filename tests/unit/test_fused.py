@@ -28,7 +28,6 @@ from ds_ckpt.compression.storage import ResidualDtype
 from ds_ckpt.compression.topk import blocks_for, select_in_blocks
 from tests.pretended_gpu import Gpu, in_threads
 
-os.environ["TRITON_INTERPRET"] = "1"  # is read where the kernels are defined, which is later
 if os.environ.get("CI") != "true":  # there it is installed
     pytest.importorskip("triton", reason="Triton is not there: pip install -e .[kernels]")
 

@@ -175,7 +175,7 @@ def test_what_is_measured_is_not_measured_again(
     monkeypatch.setattr(worker, "Running", running)
     monkeypatch.setattr(worker.Worker, "_trial", trial)
     monkeypatch.setattr(worker.Worker, "_ask_for", lambda self, rate: None)
-    monkeypatch.setattr(worker.Worker, "batch", lambda self, sequences, step: sequences)
+    monkeypatch.setattr(worker.Worker, "batches", lambda self, sequences, step: sequences)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, op: None)
 
