@@ -89,7 +89,7 @@ row() {
   fi
   local -n tests=$6
   local PATH="$base/bin:$PATH" # for ninja
-  "$python" -m pytest "${tests[@]}" -q \
+  "$python" -m pytest "${tests[@]}" -q --numprocesses 2 --dist worksteal \
     -p no:cacheprovider --junitxml="$result.xml"
 }
 
