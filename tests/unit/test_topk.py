@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from codecs_under_test import every_byte_is_written, round_trip
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -55,16 +56,6 @@ def gradient(numel: int, seed: int, scale: float = 1.0) -> Tensor:
     return values.mul_(scale).clamp_(FP32.min, FP32.max)
 
 
-def round_trip(codec: Codec, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(payload, what was left, what arrived)."""
-    left = values.clone()
-    payload = torch.full((codec.packed_bytes(values.numel()),), 0xAA, dtype=torch.uint8)
-    codec.pack(left, payload)
-    arrived = torch.zeros_like(values)
-    codec.unpack_add(payload, arrived)
-    return payload, left, arrived
-
-
 @quick
 @given(codecs, numels, st.integers(0, 2**31), st.sampled_from(SCALES))
 @example(TopK(density=0.01, values="int8", selection="blocks"), 64, 1, FP32.max)
@@ -88,12 +79,7 @@ def test_a_payload_has_the_announced_size_and_every_byte_is_written(
     size_bytes = codec.packed_bytes(numel)
     assert size_bytes % 8 == 0
     assert (size_bytes == 0) == (numel == 0)
-    packed = []
-    for filler in (0x00, 0xFF):
-        payload = torch.full((size_bytes,), filler, dtype=torch.uint8)
-        codec.pack(gradient(numel, seed), payload)
-        packed.append(payload)
-    assert torch.equal(*packed)
+    assert every_byte_is_written(codec, gradient(numel, seed))
 
 
 @quick
