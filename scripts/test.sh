@@ -7,6 +7,6 @@ source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 cd "$root"
 
-# Half of the time of tests with several processes is waiting: two at once take little longer.
+# Half of the time of tests with several processes is waiting: three at once share two cores well.
 exec "$venv/bin/python" -m pytest tests/unit tests/contract tests/distributed \
-  --numprocesses 2 --dist worksteal "$@"
+  --numprocesses 3 --dist worksteal "$@"

@@ -12,13 +12,15 @@ import pytest
 from ds_ckpt.hosts.backends import Loopback
 from ds_ckpt.hosts.launcher import deepspeed
 
+pytestmark = pytest.mark.timeout(540)
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPTS = sorted(p for p in EXAMPLES.glob("*.py") if p.stem != "corpus")
 
 
 def _run(script: str, folder: Path, *options: str) -> str:
-    """What two processes have said, started by the real `deepspeed`."""
-    return deepspeed(Loopback(2), [str(EXAMPLES / script), *options], folder)
+    """What two processes have said, started by the real `deepspeed`, which compiles operators where
+    no run before has."""
+    return deepspeed(Loopback(2), [str(EXAMPLES / script), *options], folder, limit_s=500)
 
 
 def _losses(said: str) -> list[float]:
