@@ -6,8 +6,10 @@
 
 Trains what `validate-accuracy` trains (4 virtual workers, 300 steps of which 75 dense) with AdamW
 of b1 0.9 and 0.7. An arm is a method and what becomes of the first moment after the warm-up:
-`none`, `matched` (the plugin's own), `lead A`, or `b1 B`. Dense training has arms of its own; the
-best of them is what an optimizer that was tuned comes to without compression. Resumable.
+`none`, `matched` (the plugin's own), `lead A`, or `b1 B`. Behind a lead `, b2 B` is AdamW's from
+the start; `, smoothed` takes the second moment from squares of the first after the warm-up. Dense
+training has arms of its own; the best of them is what an optimizer that was tuned comes to without
+compression. Resumable.
 
 In every method a process's own share is exact, which is a quarter of each gradient here.
 `--own-share` compresses it like the others', as it is with many workers.
@@ -67,8 +69,8 @@ ARMS = [
 class OwnShareToo(AllToAllExchange):
     """What a process owns itself goes through the codec like what it sends."""
 
-    def _accumulate(self, items: Sequence[Item], loss_scale: float) -> Tensor:
-        finite = super()._accumulate(items, loss_scale)
+    def _accumulate(self, items: Sequence[Item], loss_scale: float, *, defer: bool) -> Tensor:
+        finite = super()._accumulate(items, loss_scale, defer=False)
         for item in items:
             if item.pending is None or item.codec is None:
                 continue
@@ -90,11 +92,13 @@ class Switched(FirstMoments):
     Attributes:
         b1: instead of the optimizer's own; None: that.
         fixed: the lead.
+        smoothed: the second moment is of m^2 (1 + b1) / (1 - b1), as large as g^2 if g is noise.
     """
 
     world: InProcessWorld
     b1: float | None = None
     fixed: float = 0.0
+    smoothed: bool = False
 
     def lead(self, group: int) -> float:
         return self.fixed
@@ -108,6 +112,8 @@ class Switched(FirstMoments):
             return
         holder = optimizer.param_groups[group]
         own = holder["betas"]
+        if self.smoothed:
+            _square_first_moments(optimizer, group, parameters)
         holder["betas"] = (own[0] if self.b1 is None else self.b1, own[1])
         try:
             with super().leading(optimizer, group, parameters):
@@ -116,9 +122,22 @@ class Switched(FirstMoments):
             holder["betas"] = own
 
 
+def _square_first_moments(optimizer: Optimizer, group: int, parameters: Iterable[Tensor]) -> None:
+    """Make the next step's second moment one of the first's squares: Adam adds those of g."""
+    b1, b2 = optimizer.param_groups[group]["betas"]
+    for parameter in parameters:
+        if parameter.grad is not None:
+            state = optimizer.state[parameter]
+            squares = state["exp_avg"].lerp(parameter.grad, 1 - b1).square() * ((1 + b1) / (1 - b1))
+            squares -= parameter.grad.square() * (1 - 1e-6)  # not below 0 by rounding
+            state["exp_avg_sq"].add_(squares, alpha=(1 - b2) / b2)
+
+
 def run(task: Task, method: str, b1: float, how: str, seed: int) -> dict[str, Any]:
     """One arm of one seed."""
     spec = task.spec
+    how, _, more = how.partition(", ")
+    b2 = more.removeprefix("b2 ") if more.startswith("b2") else "0.95"
     settings = ExchangeSettings(
         METHODS[method],
         warmup_steps=WARM_UP,
@@ -126,7 +145,7 @@ def run(task: Task, method: str, b1: float, how: str, seed: int) -> dict[str, An
         momentum="matched" if how == "matched" else "none",
     )
     task.learner.begin(seed)
-    recipe: Recipe = replace(spec.recipe(), betas=(b1, 0.95))
+    recipe: Recipe = replace(spec.recipe(), betas=(b1, float(b2)))
     world = InProcessWorld(
         task.learner.model, task.learner.loss, recipe, settings, workers=spec.world
     )
@@ -134,7 +153,9 @@ def run(task: Task, method: str, b1: float, how: str, seed: int) -> dict[str, An
     if number:
         value = float(number)
         world.moments = (
-            Switched(world, fixed=value) if kind == "lead" else Switched(world, b1=value)
+            Switched(world, fixed=value, smoothed=more == "smoothed")
+            if kind == "lead"
+            else Switched(world, b1=value)
         )
     outcome = train(task.learner, world, spec.steps, evaluate_every=spec.steps)
     moments = world.moments
