@@ -15,10 +15,6 @@ Measured: the small Llama of `validate-accuracy` after 100 steps goes on for 80 
 with Adam, its gradients clipped, then through a pole. The second moment is made as large as without
 it if gradients are noise, as that of compressed ones is (`second_moment.py`). Written is the mean
 training loss of the last 25 steps, by lr; every run has the same data.
-
-Of codecs: what they keep back of such gradients, with error feedback, as a share of the energy,
-which `error_feedback.momentum` goes by, and in the metric of Adam's steps (squares over the root of
-the second moment), in which entries count as much as they move weights.
 """
 
 from __future__ import annotations
@@ -35,23 +31,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_ckpt.compression.base import Codec
 from ds_ckpt.exchange.momentum import matched
-from ds_ckpt.exchange.rules import MethodSettings
 from ds_ckpt.validation.task import make_spec, open_task
 from ds_ckpt.validation.world import WholeOptimizer, norm_of
 
 RESULTS = Path(__file__).parent / "results" / "stability.json"
 POLES = (0.0, 0.2, 0.5, 0.7, 0.9)
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
-CODECS = {
-    "3 bits": MethodSettings("quantize", bits=3),
-    "2 bits": MethodSettings("quantize", bits=2),
-    "1 bit": MethodSettings("entropy_coded", bits=1.0),
-    "1/3 bit": MethodSettings("entropy_coded", bits=0.33),
-    "Top-K 1%": MethodSettings("topk", density=0.01),
-}
-BEFORE, STEPS, FED = 100, 80, 30
+BEFORE, STEPS = 100, 80
 
 
 def zero_at_the_pole(b1: float, c: float) -> float:
@@ -134,33 +121,6 @@ class Trained:
                     p.addcdiv_(m.lerp(d, a), v.sqrt() + 1e-8, value=-rate)
         return statistics.fmean(losses[-25:])
 
-    @torch.no_grad()
-    def kept_by(self, settings: MethodSettings) -> tuple[float, float]:
-        """Of energy, and in the metric of Adam's steps, in the last of so many steps' batches."""
-        left = [torch.zeros_like(p) for p in self.parameters]
-        self.restart()
-        sums = np.zeros((2, 2))
-        for step in range(FED):
-            with torch.enable_grad():
-                _, gradients = self.gradients(BEFORE + step)
-            for state, g, v in zip(left, gradients, self.second, strict=True):
-                codec = settings.compressor()
-                if g.dim() < 2 or g.numel() < 4096 or not isinstance(codec, Codec):
-                    continue
-                state.add_(g)
-                given = _energies(state, v.sqrt())
-                payload = torch.empty(codec.packed_bytes(g.numel()), dtype=torch.uint8)
-                codec.pack(state.view(-1), payload)
-                if step >= FED // 2:
-                    sums += [given, _energies(state, v.sqrt())]
-        energy, in_steps = sums[1] / sums[0]
-        return float(energy), float(in_steps)
-
-
-def _energies(values: Tensor, scale: Tensor) -> list[float]:
-    squares = values.square()
-    return [float(squares.sum()), float((squares / scale).sum())]
-
 
 def main() -> None:
     """Measure everything, and write it."""
@@ -175,9 +135,7 @@ def main() -> None:
                 losses = {rate: trained.loss_after(rate, b1, c, a) for rate in RATES}
                 points.append({"b1": b1, "c": c, "a": a, "theory": theory, "loss": losses})
                 print(points[-1], file=sys.stderr, flush=True)
-    kept = {name: trained.kept_by(settings) for name, settings in CODECS.items()}
-    found = {"points": points, "kept": kept}
-    RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    RESULTS.write_text(json.dumps(points, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
