@@ -3,14 +3,21 @@
     nice -n 19 python benchmarks/momentum.py --data FILE [--seeds 0 1 2] [--only 'Top-K*'] \
         [--own-share] [--workers 8]
     python benchmarks/momentum.py --table
+    python benchmarks/momentum.py --kept --own-share --data FILE
 
 Trains what `validate-accuracy` trains (4 virtual workers, 300 steps of which 75 dense) with AdamW
 of b1 0.9 and 0.7. An arm is a method and what becomes of the first moment after the warm-up:
-`none`, `matched` (the plugin's own), `lead A`, or `b1 B`. Dense training has arms of its own; the
-best of them is what an optimizer that was tuned comes to without compression. Resumable.
+`none`, `matched` (the plugin's own), `lead A`, or `b1 B`. Behind a lead `, b2 B` is AdamW's from
+the start; `, smoothed` takes the second moment from squares of the first after the warm-up. Dense
+training has arms of its own; the best of them is what an optimizer that was tuned comes to without
+compression. Resumable.
 
 In every method a process's own share is exact, which is a quarter of each gradient here.
 `--own-share` compresses it like the others', as it is with many workers.
+
+`--kept` prints what methods keep back for later steps at step 100 to 130, with b1 0.7: as a share
+of energy, which `matched` goes by, and in the metric of Adam's steps (squares over the root of the
+second moment), in which entries count as much as they move weights.
 """
 
 from __future__ import annotations
@@ -67,8 +74,8 @@ ARMS = [
 class OwnShareToo(AllToAllExchange):
     """What a process owns itself goes through the codec like what it sends."""
 
-    def _accumulate(self, items: Sequence[Item], loss_scale: float) -> Tensor:
-        finite = super()._accumulate(items, loss_scale)
+    def _accumulate(self, items: Sequence[Item], loss_scale: float, *, defer: bool) -> Tensor:
+        finite = super()._accumulate(items, loss_scale, defer=False)
         for item in items:
             if item.pending is None or item.codec is None:
                 continue
@@ -90,11 +97,13 @@ class Switched(FirstMoments):
     Attributes:
         b1: instead of the optimizer's own; None: that.
         fixed: the lead.
+        smoothed: the second moment is of m^2 (1 + b1) / (1 - b1), as large as g^2 if g is noise.
     """
 
     world: InProcessWorld
     b1: float | None = None
     fixed: float = 0.0
+    smoothed: bool = False
 
     def lead(self, group: int) -> float:
         return self.fixed
@@ -108,6 +117,8 @@ class Switched(FirstMoments):
             return
         holder = optimizer.param_groups[group]
         own = holder["betas"]
+        if self.smoothed:
+            _square_first_moments(optimizer, group, parameters)
         holder["betas"] = (own[0] if self.b1 is None else self.b1, own[1])
         try:
             with super().leading(optimizer, group, parameters):
@@ -116,9 +127,22 @@ class Switched(FirstMoments):
             holder["betas"] = own
 
 
+def _square_first_moments(optimizer: Optimizer, group: int, parameters: Iterable[Tensor]) -> None:
+    """Make the next step's second moment one of the first's squares: Adam adds those of g."""
+    b1, b2 = optimizer.param_groups[group]["betas"]
+    for parameter in parameters:
+        if parameter.grad is not None:
+            state = optimizer.state[parameter]
+            squares = state["exp_avg"].lerp(parameter.grad, 1 - b1).square() * ((1 + b1) / (1 - b1))
+            squares -= parameter.grad.square() * (1 - 1e-6)  # not below 0 by rounding
+            state["exp_avg_sq"].add_(squares, alpha=(1 - b2) / b2)
+
+
 def run(task: Task, method: str, b1: float, how: str, seed: int) -> dict[str, Any]:
     """One arm of one seed."""
     spec = task.spec
+    how, _, more = how.partition(", ")
+    b2 = more.removeprefix("b2 ") if more.startswith("b2") else "0.95"
     settings = ExchangeSettings(
         METHODS[method],
         warmup_steps=WARM_UP,
@@ -126,7 +150,7 @@ def run(task: Task, method: str, b1: float, how: str, seed: int) -> dict[str, An
         momentum="matched" if how == "matched" else "none",
     )
     task.learner.begin(seed)
-    recipe: Recipe = replace(spec.recipe(), betas=(b1, 0.95))
+    recipe: Recipe = replace(spec.recipe(), betas=(b1, float(b2)))
     world = InProcessWorld(
         task.learner.model, task.learner.loss, recipe, settings, workers=spec.world
     )
@@ -134,7 +158,9 @@ def run(task: Task, method: str, b1: float, how: str, seed: int) -> dict[str, An
     if number:
         value = float(number)
         world.moments = (
-            Switched(world, fixed=value) if kind == "lead" else Switched(world, b1=value)
+            Switched(world, fixed=value, smoothed=more == "smoothed")
+            if kind == "lead"
+            else Switched(world, b1=value)
         )
     outcome = train(task.learner, world, spec.steps, evaluate_every=spec.steps)
     moments = world.moments
@@ -143,6 +169,46 @@ def run(task: Task, method: str, b1: float, how: str, seed: int) -> dict[str, An
         "diverged": outcome.diverged,
         "kept": moments.kept.get(0) if how == "matched" and moments is not None else None,
     }
+
+
+def kept_back(task: Task, method: str) -> tuple[float, float]:
+    """Of energy, and in the metric of Adam's steps; all workers together."""
+    settings = ExchangeSettings(METHODS[method], warmup_steps=WARM_UP, momentum="matched")
+    task.learner.begin(0)
+    recipe: Recipe = replace(task.spec.recipe(), betas=(0.7, 0.95))
+    model, workers = task.learner.model, task.spec.world
+    world = InProcessWorld(model, task.learner.loss, recipe, settings, workers=workers)
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    average, given = world.workers.average, list[dict[str, Tensor]]()
+
+    def watched(gradients: Sequence[Sequence[Tensor]], *, at_boundary: bool = True) -> list[Tensor]:
+        owed = world.workers.residuals()
+        given[:] = [
+            {
+                n: of[n].add(g.view(-1), alpha=1 / workers)
+                for n, g in zip(names, own, strict=True)
+                if n in of
+            }
+            for of, own in zip(owed, gradients, strict=True)
+        ]
+        return average(gradients, at_boundary=at_boundary)
+
+    world.workers.average = watched  # type: ignore[method-assign]
+    sums = torch.zeros(2, 2, dtype=torch.float64)
+    for step in range(1, 131):
+        world.train_step()
+        if step < 100 or step % 10:
+            continue
+        states = world._optimizer.adamw.state
+        moments = [states[p]["exp_avg_sq"] for p in model.parameters() if p.requires_grad]
+        scales = {n: v.sqrt().view(-1) + 1e-8 for n, v in zip(names, moments, strict=True)}
+        for place, each in enumerate((given, world.workers.residuals())):
+            for name, values in ((n, v.double()) for of in each for n, v in of.items()):
+                squares = values.square()
+                sums[place, 0] += squares.sum()
+                sums[place, 1] += (squares / scales[name]).sum()
+    energy, in_steps = (sums[1] / sums[0]).tolist()
+    return energy, in_steps
 
 
 def table(lines: list[dict[str, Any]]) -> str:
@@ -201,6 +267,7 @@ def main() -> None:
     parser.add_argument("--also", nargs=3, metavar=("METHOD", "B1", "HOW"), action="append")
     parser.add_argument("--own-share", action="store_true", help="compress it, too")
     parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--kept", action="store_true", help="what methods keep back")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--results", type=Path, default=RESULTS)
     given = parser.parse_args()
@@ -215,6 +282,11 @@ def main() -> None:
     if given.own_share:
         validation_world.AllToAllExchange = OwnShareToo  # type: ignore[misc]
         world["own_share"] = "compressed"
+    if given.kept:
+        for method in METHODS:
+            if method != DENSE and "warm-up" not in method and fnmatch(method, given.only):
+                print(method, *(f"{share:.3f}" for share in kept_back(task, method)), flush=True)
+        return
     arms = [*ARMS, *((m, float(b1), how) for m, b1, how in given.also or [])]
     for seed in given.seeds:
         for method, b1, how in arms:

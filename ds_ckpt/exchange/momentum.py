@@ -9,11 +9,15 @@ in a row are an underdamped loop, whose largest stable step collapses (Cohen et 
     a = min(0.4, L),  L = c / (1 - c)
 
 in the place of m (Nesterov's form is a = 1 - b1; Dozat, 2016). L is the lag in steps. For b1 = 0.5
-this a puts the zero of u where the pole is; that it serves for 0.7 and 0.9, too, and where it has
-to end was measured (`benchmarks/momentum.py`). It costs no byte and no memory.
+this a puts the zero of u where the pole is (L (1 - b1) / b1 does for any, which gives back all
+that a pure delay costs: `benchmarks/stability.py`); that it serves for 0.7 and 0.9, too, and where
+it has to end was measured (`benchmarks/momentum.py`). It costs no byte and no memory.
 
     c = squared norm of what is left / squared norm of what was given
     over a parameter group's compressed tensors and all processes
+
+Large entries decide it, which are sent first; weighed as Adam's steps weigh them more is kept back
+(of 1 bit a half, not a fifth), but the second moment is the owner's alone.
 
 c is measured in the first step after the warm-up and in every `EVERY`-th from there, and is in
 force from that step on. What the optimizer's groups say is the user's, or a scheduler's, and m is

@@ -10,9 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from benchmarks.momentum import OwnShareToo
+from benchmarks.stability import in_theory
 from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.momentum import EVERY, LARGEST, FirstMoments, matched
 from ds_ckpt.exchange.rules import MethodSettings
+from ds_ckpt.validation import world as validation_world
 from ds_ckpt.validation.world import VirtualWorkers
 
 shares = st.floats(0, 1)
@@ -31,6 +34,15 @@ def test_the_zero_of_the_lead_is_at_the_pole_of_the_feedback(kept: float) -> Non
     b1, a = 0.5, matched(kept)
     newest, before = (1 - a) * (1 - b1) + a, a * b1  # u = (newest - before / z) / (1 - b1 / z) g
     assert before / newest == pytest.approx(kept)
+
+
+@given(st.floats(0.7, 0.9), st.floats(0, 0.7))
+def test_in_theory_a_zero_at_the_pole_allows_the_rates_of_no_delay(b1: float, c: float) -> None:
+    undelayed = (2 + 2 * b1) / (1 - b1)  # Cohen et al., arXiv 2207.14484
+    assert in_theory(b1, 0, 0) == pytest.approx(undelayed, rel=2e-3)
+    assert in_theory(b1, c, c / (1 - c) * (1 - b1) / b1) == pytest.approx(undelayed, rel=2e-3)
+    if c > 0.2:
+        assert in_theory(b1, c, 0) < undelayed
 
 
 def alone(tensor: Tensor) -> None:
@@ -120,6 +132,22 @@ def test_all_workers_measure_the_same() -> None:
     states = [worker.moments.state_dict() for worker in workers._workers]
     assert states[0]["kept"]
     assert states[0] == states[1] == states[2]
+
+
+@pytest.mark.parametrize("method", ["entropy_coded", "topk", "quantize"])
+def test_the_benchmark_compresses_own_shares_too_and_loses_nothing(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(validation_world, "AllToAllExchange", OwnShareToo)
+    workers = VirtualWorkers(ExchangeSettings(MethodSettings(method), min_numel=0), 3, ["w"])
+    torch.manual_seed(0)
+    given_ = [torch.randn(90, 40) for _ in range(3)]
+    (arrived,) = workers.average([[g.clone()] for g in given_])
+    workers.step_ended(skipped=False)
+    left = [state["w"] for state in workers.residuals()]
+    assert all((shard.abs() > 0).any() for state in left for shard in state.chunk(3))
+    total = arrived.view(-1) + torch.stack(left).sum(0)
+    assert torch.allclose(total, torch.stack(given_).mean(0).view(-1), atol=1e-5)
 
 
 @pytest.mark.parametrize(
