@@ -79,9 +79,11 @@ def run(tests: Path, what: list[str], folder: Path, *, injected: bool) -> Result
             process = subprocess.Popen(
                 command, cwd=tests, env=environment, stdout=log, stderr=log, start_new_session=True
             )
-            process.wait()
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # what a stopped test leaves
+            try:
+                process.wait()
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # what a stopped test leaves
         before = len(found)
         for line in results.read_text().splitlines() if results.exists() else []:
             result = json.loads(line)
@@ -117,6 +119,7 @@ def main() -> int:
     options = parser.parse_args()
     print(f"python -m benchmarks.deepspeeds_tests, {time.strftime('%Y-%m-%d')}: DeepSpeed", end=" ")
     print(f"{deepspeed.__version__}, torch {torch.__version__}, gloo; its tests of {options.of}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # its tests end with it
     refused = broken = 0
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
@@ -132,8 +135,9 @@ def main() -> int:
                 once, twice = pair(tests, [test], folder)
                 again += [(test, once, twice)] if differing(once, twice) else []
             print(f"\n{file}, {time.monotonic() - start:.0f} s")
-            print(f"    without: {counts(without)}")
-            print(f"    with: {counts(with_it)}")
+            broken += not (without and with_it)  # nothing has run
+            print(f"    without: {counts(without) or 'no test'}")
+            print(f"    with: {counts(with_it) or 'no test'}")
             print(f"    {engines} engines of {len(ours)} tests have the plugin", end="")
             print(f": {counts(ours)}" if ours else "")
             for test, once, twice in again:
