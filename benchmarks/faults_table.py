@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -39,7 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--only", nargs="*", choices=list(ENDS_S))
-    parser.add_argument("--states", type=int, default=20, help="of each damage")
+    parser.add_argument("--states", type=int, default=20, help="of each damage; 0: none")
     options = parser.parse_args()
     faults = list(ENDS_S) if options.only is None else options.only
     if os.geteuid():
@@ -52,13 +53,14 @@ def main() -> None:
             where = [Path(folder) / f"{fault} {i}" for i in range(options.times)]
             endings = [meet(fault, pool, one, without) for one in where]
             print(f"{fault:32} {options.times} times: {words(endings)}", flush=True)
-            for said in sorted({line for ending in endings for line in ending.said}):
+            ports = re.compile(r"(?<=\]):\d+")
+            for said in sorted({ports.sub("", line) for e in endings for line in e.said}):
                 first, *more = said.splitlines()
                 print(f"    {first[:150]}{' ...' * bool(more)}")
         print()
         pool.stop()
         choose = random.Random(0)
-        for damage in DAMAGES:
+        for damage in DAMAGES if options.states else ():
             ends = Counter(
                 corrupted(
                     Path(folder) / "tag",

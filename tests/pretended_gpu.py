@@ -95,6 +95,8 @@ class _Memory:
 class Stream:
     """Like `torch.cuda.Stream`."""
 
+    device = DEVICE
+
     def __init__(self, gpu: Gpu, name: str) -> None:
         self.gpu, self._name = gpu, name
 

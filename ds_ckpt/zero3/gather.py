@@ -9,7 +9,8 @@ when the next recompute begins, at the latest when backward ends.
 It also takes back the entries that early-stopped recomputes leave on DeepSpeed's module stack:
 their post-forward hooks never run.
 
-Here too, gathers are counted by purpose, where the coordinator starts them.
+Here too, gathers are counted by purpose, where the coordinator starts them. Those after a step wait
+for the weights that it has written.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from ds_ckpt.patch import Patches
@@ -88,7 +90,13 @@ class GatherHook:
             for param in self._optimizer.persistent_parameters:
                 self._counters.gathers[param.ds_id] += 1
             with self._counters.purpose(Purpose.GATHER_FORWARD):
-                return post_step(*args, **kwargs)
+                result = post_step(*args, **kwargs)
+            # DeepSpeed gathers on a stream of its own, which waits for none: not for the optimizer
+            name = "_PartitionedParameterCoordinator__allgather_stream"
+            stream = getattr(coordinator, name, None)  # None where the accelerator has no streams
+            if stream is not None:
+                stream.wait_stream(torch.get_device_module(stream.device).current_stream())
+            return result
 
         self._patches.set(self._optimizer, "_post_step", counted_post_step)
         name = "_PartitionedParameterCoordinator__all_gather_params_"

@@ -115,7 +115,8 @@ def _tested(tree: Path, tests: tuple[str, ...]) -> tuple[str, str]:
     """Whether the tests fail in the tree, and the first that does."""
     linted = tests[0] == "lint-imports"
     command = [str(Path(sys.executable).parent / "lint-imports")] if linted else _PYTEST + [*tests]
-    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(tree), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     environment.setdefault("TORCH_EXTENSIONS_DIR", f"{sys.prefix}/torch_extensions")
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     try:

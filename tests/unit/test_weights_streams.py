@@ -1,6 +1,6 @@
-"""Weights between hosts on two pretended accelerators: the order of streams, host waits, and seeded
-faults that must be found. What stands in for DeepSpeed gathers on a stream of its own, which waits
-for no other, as DeepSpeed's does."""
+"""Weights on pretended accelerators, gathered and sent between hosts: the order of streams, host
+waits, and seeded faults that must be found. What stands in for DeepSpeed gathers on a stream of its
+own, which waits for no other, as DeepSpeed's does."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from ds_ckpt.exchange.virtual import VirtualWorld
 from ds_ckpt.session.weights import Lossless
 from ds_ckpt.telemetry import Counters
 from ds_ckpt.zero3 import weights
+from ds_ckpt.zero3.gather import GatherHook
 from ds_ckpt.zero3.weights import Flight, HostLayout, WeightsHook
 from tests.pretended_gpu import Gpu, in_threads
 
@@ -237,3 +238,35 @@ def test_a_seeded_fault_is_found(
     seed(monkeypatch)
     hosts = _train(lambda: Tracked(4), [200, 120])
     assert hosts[0].gpu.findings
+
+
+def test_a_gather_is_ordered_behind_the_step() -> None:
+    gpu = Gpu()
+    with gpu.watched():
+        shard, gathers, gathered = gpu.tensor(torch.ones(4)), gpu.Stream(), []
+
+        def gather(params: list[Any], forward: bool, quantize: bool = False) -> None:
+            with gpu.stream(gathers):
+                gathered.append(shard * 1)
+
+        of = "_PartitionedParameterCoordinator_"
+        coordinator = SimpleNamespace(
+            **{f"{of}_allgather_stream": gathers, f"{of}_all_gather_params_": gather},
+            release_sub_module=None,
+        )
+        nothing: Callable[..., None] = lambda *_: None  # noqa: E731
+        optimizer = SimpleNamespace(
+            parameter_offload=SimpleNamespace(get_param_coordinator=lambda: coordinator),
+            persistent_parameters=[],
+            backward_epilogue=nothing,
+            _post_step=nothing,
+        )
+        GatherHook(optimizer, Counters(), share=False)
+        for _ in range(2):
+            shard.mul_(2)
+            optimizer._post_step()
+            getattr(coordinator, f"{of}_all_gather_params_")([], True)
+            gpu.current_stream().wait_stream(gathers)  # as DeepSpeed does behind a gather
+    assert not gpu.findings
+    assert not gpu.waits
+    assert torch.equal(gathered[-1].inner, torch.full((4,), 4.0))

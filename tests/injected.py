@@ -1,0 +1,145 @@
+"""For DeepSpeed's own tests: `dense` in every engine of stage 3 (`benchmarks/deepspeeds_tests.py`).
+
+As a pytest plugin (`-p tests.injected`) it writes a line of JSON for each test. Their processes are
+forks of a server that imports this module first: they begin at once, no test waits for a compiler,
+and, where `INJECT` names a file, `deepspeed.initialize` is that of the plugin before a test is
+imported. That file gets a line for each engine that has a session.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Generator, Mapping
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, FusedAdamBuilder
+
+INJECT, RESULTS = "DS_CKPT_INJECTED", "DS_CKPT_RESULTS"
+SECTION = {"compression": {"method": "dense"}}
+
+
+def _with_section(config: Any) -> Any:
+    """The configuration with our section where it asks for stage 3, else as it was given."""
+    if isinstance(config, str) and Path(config).is_file():
+        read = json.loads(Path(config).read_text())
+        changed = _with_section(read)
+        return config if changed is read else changed
+    if not isinstance(config, Mapping):
+        return config
+    if config.get("zero_optimization", {}).get("stage") != 3:
+        return config
+    return {**config, "ds_ckpt": SECTION}
+
+
+def _inject(attached: Path) -> None:
+    import ds_ckpt
+
+    stock = inspect.signature(deepspeed.initialize)
+    ds_ckpt.install()
+    ours = deepspeed.initialize
+
+    @functools.wraps(ours)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        given = stock.bind(*args, **kwargs)
+        for name in ("config", "config_params"):
+            if name in given.arguments:
+                given.arguments[name] = _with_section(given.arguments[name])
+        path = getattr(given.arguments.get("args"), "deepspeed_config", None)
+        if path is not None and (changed := _with_section(path)) is not path:
+            given.arguments["args"].deepspeed_config = None
+            given.arguments["config"] = changed
+        result = ours(*given.args, **given.kwargs)
+        if ds_ckpt.session_of(result[0]) is not None:
+            with attached.open("a") as file:
+                file.write("engine\n")
+        return result
+
+    deepspeed.initialize = initialize
+
+
+for _operator in (CPUAdamBuilder, FusedAdamBuilder):
+    _operator().load(verbose=False)
+if INJECT in os.environ:
+    _inject(Path(os.environ[INJECT]))
+
+
+def pytest_configure() -> None:
+    slow = "deepspeed.runtime.zero.muon.muon_optimizer"  # every first engine imports the compiler
+    multiprocessing.set_forkserver_preload([__name__, slow])
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that are made for several stages run for stage 3."""
+    stages = [getattr(item, "callspec", None) for item in items]
+    kept = [
+        item
+        for item, spec in zip(items, stages, strict=True)
+        if spec is None or spec.params.get("zero_stage", 3) == 3
+    ]
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
+
+
+def _engines() -> int:
+    path = Path(os.environ.get(INJECT, os.devnull))
+    return len(path.read_text().splitlines()) if path.is_file() else 0
+
+
+def _write(**line: Any) -> None:
+    with Path(os.environ[RESULTS]).open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    """What is written when a test begins stays the last line where it never ends."""
+    _write(test=item.nodeid, outcome="never ended")
+    item.stash[_REPORTS] = []
+    before, start = _engines(), time.monotonic()
+    try:
+        return (yield)
+    finally:
+        reports = item.stash[_REPORTS]
+        outcomes = [_outcome(report) for report in reports]
+        worst = min(outcomes, key=_WORST.index, default="never ended")
+        said = next((_said(r) for r, o in zip(reports, outcomes, strict=True) if o == worst), "")
+        _write(
+            test=item.nodeid,
+            outcome=worst,
+            said=said if worst != "passed" else "",
+            engines=_engines() - before,
+            seconds=time.monotonic() - start,
+        )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, pytest.TestReport]:
+    report = yield
+    item.stash[_REPORTS].append(report)
+    return report
+
+
+_REPORTS = pytest.StashKey[list[pytest.TestReport]]()
+_WORST = ["failed", "xpassed", "xfailed", "skipped", "passed"]
+
+
+def _outcome(report: pytest.TestReport) -> str:
+    if hasattr(report, "wasxfail"):
+        return {"skipped": "xfailed", "passed": "xpassed"}.get(report.outcome, report.outcome)
+    return report.outcome
+
+
+def _said(report: pytest.TestReport) -> str:
+    """The error in words, or why it was skipped."""
+    if isinstance(report.longrepr, tuple):
+        return report.longrepr[2]
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return crash.message if crash else str(report.longrepr or "")
