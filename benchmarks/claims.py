@@ -111,7 +111,7 @@ class Case:
         from ds_ckpt.profile.policies import ComparedPolicy, blocks_of
         from ds_ckpt.profile.records import NONE
         from ds_ckpt.profile.states import Parameters, estimate
-        from ds_ckpt.profile.subject import Sizes, find_subject
+        from ds_ckpt.subject import Sizes, find_subject
 
         dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[self.dtype]
         sizes = Sizes(self.tokens, dtype, self.attention, self.layers)
