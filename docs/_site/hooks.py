@@ -1,8 +1,8 @@
 """What the site does to pages that are also read in the repository.
 
 Links to files outside of docs/ become their names: the site does not have those files, and a name
-that is not there is a warning, which ends the build. A figure is a link to itself, which a telephone
-shows as large as one likes.
+that is not there is a warning, which ends the build. A figure is a link to itself, which a
+telephone shows as large as one likes.
 """
 
 from __future__ import annotations
