@@ -1,21 +1,30 @@
-"""The figures of README and docs, drawn from result files: docs/figures/*.svg.
+"""The figures of README and docs, drawn from result files and the import contract:
+docs/figures/*.svg.
 
 python benchmarks/figures.py
+python benchmarks/figures.py --measure    # memory over a step anew: two minutes, 1 GB
 """
 
 from __future__ import annotations
 
+import argparse
+import ast
 import itertools
 import json
 import math
 import statistics
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tomllib
+
 from ds_ckpt.report.charts import Band, Line, Lines, Panel, Rows, save
 
-RESULTS = Path(__file__).parent / "results"
-FIGURES = Path(__file__).parents[1] / "docs" / "figures"
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+FIGURES = ROOT / "docs" / "figures"
+MEMORY = RESULTS / "memory_of_a_step.json"
 CELLS = {
     "stock": "ZeRO-3",
     "3 bits": "ZeRO-3, gradients in 3 bits",
@@ -117,9 +126,219 @@ def _rate_at(losses: dict[str, float], most: float) -> float | None:
     return None
 
 
+POINTS = 300
+"""Of a line of memory over a step."""
+
+
+def measure_memory() -> dict[str, Any]:
+    """A Llama of 7B, 4,096 tokens, bf16, fake tensors: by policy [PFLOP done, GiB of activations].
+
+    Gradients and weights do not count, as in the profile. Each point is the most of a stretch.
+    """
+    import torch
+
+    from ds_ckpt.planner.costs import flops_of
+    from ds_ckpt.profile.measure import Observation, built_fake, checkpointed, nothing_left
+    from ds_ckpt.profile.policies import ComparedPolicy, blocks_of
+    from ds_ckpt.subject import Sizes, find_subject, run_forward
+    from ds_ckpt.telemetry.units import GIB
+
+    sections = {"none": None, "selective": {"policy": "selective"}, "block": {"policy": "block"}}
+    made = built_fake(find_subject("llama-7b", Sizes(4096, torch.bfloat16)), 1)
+    found: dict[str, Any] = {"command": "python benchmarks/figures.py --measure", "lines": {}}
+    for name, section in sections.items():
+        course: list[tuple[float, float]] = []
+
+        class Course(Observation):
+            """With what is alive at each operator."""
+
+            done = 0.0
+
+            def _ran(self, operator: Any) -> None:
+                super()._ran(operator)
+                self.done += flops_of(operator)
+                self._note()
+
+            def _count(self, *made: Any) -> None:
+                super()._count(*made)
+                self._note()
+
+            def _note(self) -> None:
+                course.append((self.done, self.live_bytes))  # noqa: B023
+
+        with made.entered():
+            seen = Course(made.model, blocks_of(made.model, None)[0])
+            policy = ComparedPolicy(name, section)
+            around = checkpointed(made.model, policy, seen.where.recomputing, seen.where.around)
+            with nothing_left(made.model, made.batch), around, seen:
+                with seen.saved:
+                    loss = run_forward(made.model, made.batch)
+                seen.where.backward()
+                loss.backward()
+        stretches: dict[int, tuple[float, float]] = {}
+        for done, nbytes in course:
+            place = int(POINTS * done / course[-1][0])
+            most = stretches.get(place, (0.0, 0.0))[1]
+            stretches[place] = (done, max(most, nbytes))
+        points = [[round(d / 1e15, 4), round(b / GIB, 3)] for d, b in stretches.values()]
+        found["lines"][name] = points
+    return found
+
+
+def memory_of_a_step() -> Panel:
+    """Activations that are alive over the work that is done: up in the forward, then down."""
+    lines = json.loads(MEMORY.read_text())["lines"]
+    drawn = []
+    for name, points in lines.items():
+        most = max(nbytes for _, nbytes in points)
+        words = f"{name}: at most {most:.3g} GiB"
+        drawn.append(Line(words, [(1e3 * x, y) for x, y in points], shown="line"))
+    return Lines(drawn, "work done in the step, TFLOP", "activations alive, GiB")
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """Boxes by their middle, in a field of so many units, and arrows between them.
+
+    Attributes:
+        boxes: name -> (x, y, words). Names that begin with * are filled.
+        arrows: (from, to, words beside it); "-" before the words draws it dashed.
+        words: (x, y, text) beside.
+    """
+
+    size: tuple[float, float]
+    boxes: dict[str, tuple[float, float, str]]
+    arrows: tuple[tuple[str, str, str], ...] = ()
+    words: tuple[tuple[float, float, str], ...] = ()
+
+    @property
+    def inches(self) -> float:
+        return 0.62 * self.size[1]
+
+    def draw(self, axes: Any) -> None:
+        axes.set_axis_off()
+        axes.set_xlim(0, self.size[0])
+        axes.set_ylim(self.size[1], 0)
+        drawn = {}
+        for name, (x, y, words) in self.boxes.items():
+            fill = "#dbe7f3" if name.startswith("*") else "#ffffff"
+            box = {"boxstyle": "round,pad=0.45", "facecolor": fill, "edgecolor": "#333333"}
+            style = {"ha": "center", "va": "center", "fontsize": 8.5}
+            drawn[name] = axes.text(x, y, words, bbox=box, **style)
+        for start, end, words in self.arrows:
+            dashed, text = words.startswith("-"), words.removeprefix("-")
+            shape = {"arrowstyle": "-|>", "color": "#1b4f8a", "linestyle": ":" if dashed else "-"}
+            shape |= {"patchA": drawn[start].get_bbox_patch(), "shrinkA": 0, "shrinkB": 1}
+            shape["patchB"] = drawn[end].get_bbox_patch()
+            here, there = self.boxes[start][:2], self.boxes[end][:2]
+            axes.annotate("", there, here, arrowprops=shape)
+            upright = here[0] == there[0]
+            x, y = (here[0] + there[0]) / 2, (here[1] + there[1]) / 2
+            beside = {"fontsize": 7.5, "va": "center", "ha": "left" if upright else "center"}
+            axes.text(x + 0.08 * upright, y - 0.2 * (not upright), text, color="#1b4f8a", **beside)
+        for x, y, text in self.words:
+            axes.text(x, y, text, fontsize=7.5, va="center", color="#444444")
+
+
+ROOMS = {
+    "cli": "commands",
+    "plan": "settings for a cluster",
+    "validation": "verdicts on accuracy, costs of a model",
+    "measure": "experiments, this machine",
+    "subject": "a model that a command is given",
+    "workload": "corpus and models of experiments",
+    "hosts": "emulated and real hosts",
+    "entry": "initialize, attach, install",
+    "session": "puts all parts on an engine",
+    "config": "the JSON file and its rules",
+    "planner": "what to keep, what to recompute",
+    "zero3": "hooks; blocks; a bucket's way",
+    "compression": "methods; host memory",
+    "report": "charts and documents",
+    "telemetry": "counters, memory tracker",
+    "sealed": "files with a checksum",
+    "errors": "words of errors, files, patches",
+}
+"""Layers by their first room, and what is in them."""
+
+
+def _imports_deepspeed(room: str) -> bool:
+    folder = ROOT / "ds_ckpt" / room
+    files = folder.rglob("*.py") if folder.is_dir() else [folder.with_suffix(".py")]
+    for node in (n for file in files for n in ast.walk(ast.parse(file.read_text()))):
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        if any(name.partition(".")[0] == "deepspeed" for name in names):
+            return True
+    return False
+
+
+def architecture() -> Boxes:
+    """The layers of the import contract in pyproject.toml; what imports DeepSpeed is filled."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    contract = project["tool"]["importlinter"]["contracts"][0]["layers"]
+    layers = [[r.strip().removeprefix("ds_ckpt.") for r in one.split("|")] for one in contract]
+    apart, boxes, words = 0.66, dict[str, tuple[float, float, str]](), []
+    for place, rooms in enumerate(layers):
+        y = 0.5 + apart * place
+        for column, room in enumerate(rooms):
+            name = ("*" if _imports_deepspeed(room) else "") + room
+            boxes[name] = (2.2 + 1.75 * column, y, room)
+        words.append((8.5, y, ROOMS[rooms[0]]))
+    bottom = 0.5 + apart * len(layers)
+    boxes |= {"above": (0.6, 0.5, "may\nimport"), "below": (0.6, bottom - apart, "what is\nbelow")}
+    words.append((1.6, bottom, "filled: imports DeepSpeed"))
+    return Boxes((12, bottom + 0.4), boxes, (("above", "below", ""),), tuple(words))
+
+
+def gradients_way() -> Boxes:
+    """From the hook to the owner's shard; each box names the file that does it."""
+    boxes = {
+        "autograd": (2.2, 0.6, "autograd fills DeepSpeed's bucket"),
+        "*hook": (2.2, 1.8, "gradient hook\nzero3/gradient.py"),
+        "add": (2.2, 3.0, "add the residual\nexchange/exchange.py"),
+        "code": (2.2, 4.2, "select or round, pack\ncompression/"),
+        "send": (2.2, 5.4, "all-to-all\nexchange/transport.py"),
+        "residual": (6.2, 3.9, "pending residual:\nwhat was not sent"),
+        "*verdict": (6.2, 1.5, "verdict of the step:\ncommitted, or rolled back"),
+        "sum": (9.9, 5.4, "unpack, sum over processes\nexchange/exchange.py"),
+        "*shard": (9.9, 3.6, "DeepSpeed's partition:\nmy shard of the mean"),
+        "*step": (9.9, 1.5, "the optimizer's step"),
+    }
+    arrows = (
+        ("autograd", "*hook", "a full bucket"),
+        ("*hook", "add", "this process's gradients"),
+        ("add", "code", "residual + gradient"),
+        ("code", "send", "a packet for each owner"),
+        ("code", "residual", ""),
+        ("residual", "add", "-next step"),
+        ("*verdict", "residual", "-"),
+        ("send", "sum", "the wire"),
+        ("sum", "*shard", "once, in fp32"),
+        ("*shard", "*step", ""),
+    )
+    for _, _, text in boxes.values():
+        file = text.splitlines()[-1]
+        assert "/" not in file or (ROOT / "ds_ckpt" / file).exists(), file
+    words = ((0.2, 6.3, "every process"), (8.6, 6.3, "the owner of a part: every process is one"))
+    return Boxes((12, 6.7), boxes, arrows, words)
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--measure", action="store_true", help="memory over a step, anew")
+    if parser.parse_args().measure:
+        MEMORY.write_text(json.dumps(measure_memory()) + "\n")
     FIGURES.mkdir(exist_ok=True)
-    for draw in (bytes_of_a_step, loss_against_bytes, stable_rates):
+    for draw in (
+        bytes_of_a_step,
+        loss_against_bytes,
+        stable_rates,
+        memory_of_a_step,
+        architecture,
+        gradients_way,
+    ):
         save([draw()], FIGURES / f"{draw.__name__}.svg")
 
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Mapping
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +20,45 @@ import torch
 
 from ds_ckpt.config import load_file, parse
 from ds_ckpt.errors import ConfigError, Problem, UnsupportedError
+from ds_ckpt.exchange.hierarchy import here
 from ds_ckpt.session import ATTRIBUTE, Session, make_heard, trains
 
 log = logging.getLogger("ds_ckpt")
+HEAD_START_S = 5.0
+"""What the first process of a host has for telling: when another ends, the launcher ends all."""
 
 
 def session_of(engine: Any) -> Session | None:
     """The session of an engine, None where the plugin is not on it."""
     session: Session | None = vars(engine).get(ATTRIBUTE)
     return session
+
+
+def tells() -> bool:
+    """Whether this process tells what went wrong on every process of its host: the first does."""
+    return here().local in (None, 0)
+
+
+@contextmanager
+def _told_once_a_host() -> Iterator[None]:
+    """Around reading the configuration, where all processes of a host make the same mistake.
+
+    It is raised on every one; where nobody catches it, the first prints it.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        if not tells():
+            shown, mistake = sys.excepthook, error
+
+            def hook(kind: type[BaseException], value: BaseException, trace: Any) -> None:
+                if value is mistake:
+                    time.sleep(HEAD_START_S)
+                else:
+                    shown(kind, value, trace)
+
+            sys.excepthook = hook
+        raise
 
 
 def attach(engine: Any, *, mpu: Any = None) -> Session:
@@ -50,7 +83,9 @@ def attach(engine: Any, *, mpu: Any = None) -> Session:
                 remedy="use ds_ckpt.session_of(engine), or detach() it first",
             )
         )
-    return Session(engine, parse(engine._config._param_dict), mpu)
+    with _told_once_a_host():
+        config = parse(engine._config._param_dict)
+    return Session(engine, config, mpu)
 
 
 def _raw_config(args: Any, config: Any, config_params: Any) -> Mapping[str, Any] | None:
@@ -76,9 +111,10 @@ def _initialize(stock: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         given = inspect.signature(stock).bind(*args, **kwargs).arguments
     except TypeError:
         return stock(*args, **kwargs)  # DeepSpeed's own error says it best
-    raw = _raw_config(given.get("args"), given.get("config"), given.get("config_params"))
-    if raw is not None:
-        parse(raw)  # every mistake is told before processes meet and memory is taken
+    with _told_once_a_host():
+        raw = _raw_config(given.get("args"), given.get("config"), given.get("config_params"))
+        if raw is not None:
+            parse(raw)  # every mistake is told before processes meet and memory is taken
     result = stock(*args, **kwargs)
     engine = result[0]
     if session_of(engine) is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+import time
 
 USAGE = "usage: deepspeed [launcher options] --module ds_ckpt.run SCRIPT.py [script options]"
 
@@ -29,7 +30,7 @@ def main(argv: list[str] | None = None) -> None:
     script = args[position]
     if not os.path.isfile(script):
         raise SystemExit(f"ds_ckpt.run: {script}: no such file in {os.getcwd()}\n{USAGE}")
-    from ds_ckpt.entry import install
+    from ds_ckpt.entry import HEAD_START_S, install, tells
     from ds_ckpt.errors import ConfigError
 
     install()
@@ -39,8 +40,10 @@ def main(argv: list[str] | None = None) -> None:
     try:
         runpy.run_path(script, run_name="__main__")
     except ConfigError as error:
-        first = os.environ.get("LOCAL_RANK", "0") == "0"
-        raise SystemExit(str(error) if first else 1) from None
+        if tells():
+            raise SystemExit(str(error)) from None
+        time.sleep(HEAD_START_S)
+        raise SystemExit(1) from None
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Builds the site of docs/ into build/site; any warning ends it. `./scripts/site.sh serve` shows it.
+# Builds the site of docs/ into build/site, and looks at its pages where there is a browser; any
+# warning ends it. `./scripts/site.sh serve` shows it.
 #
 # It has an environment of its own, .venv-docs, with the packages of docs/_site/requirements.txt.
 set -euo pipefail
@@ -15,4 +16,8 @@ if [ "${1:-build}" = serve ]; then
   exec "$venv/bin/mkdocs" serve
 fi
 "$venv/bin/mkdocs" build --strict --quiet
-echo "build/site: $(find build/site -name '*.html' | wc -l) pages"
+if command -v chromium >/dev/null; then
+  "$venv/bin/python" scripts/site_check.py build/site
+else
+  echo "build/site: $(find build/site -name '*.html' | wc -l) pages, not seen: there is no chromium"
+fi

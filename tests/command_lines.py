@@ -1,9 +1,18 @@
-"""Commands that documents name: whether a reader could type them. Nothing is run."""
+"""Commands that documents name: whether a reader could type them. Nothing is run.
+
+`ds-ckpt` and `deepspeed` are asked by their own parsers; of a script the options that its source
+declares are put into a parser; files, modules, tests and extras that are named have to be there.
+"""
 
 from __future__ import annotations
 
+import argparse
+import ast
+import itertools
+import os
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,38 +22,169 @@ from ds_ckpt.cli import app
 
 ROOT = Path(__file__).resolve().parents[1]
 UsageError = typer.BadParameter.__mro__[1]
+TYPES = {"int": int, "float": float}
+PARSER = ("action", "nargs", "choices", "type", "required")
+"""What decides of an option whether a line can be typed."""
 
 
-def options_of(script: Path) -> set[str]:
-    """Options that a script's parser knows, and those of argparse."""
-    found = re.findall(r"add_argument\(\s*\"(-[\w-]+)\"", script.read_text(encoding="utf-8"))
-    return {"--help", *found}
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise AssertionError(f"{self.prog}: {message}")
 
 
-def check_command(command: str) -> None:
-    """AssertionError or a usage error where a reader could not type it."""
-    words = shlex.split(command)
-    if words[0] == "sudo":
+def parser_of(script: Path) -> argparse.ArgumentParser:
+    """A parser with the arguments that a script's source declares."""
+    parser = _Parser(prog=script.name)
+    source = script.read_text(encoding="utf-8")
+    for call in ast.walk(ast.parse(source)):
+        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
+            continue
+        if call.func.attr == "add_config_arguments":  # DeepSpeed's
+            parser.add_argument("--deepspeed", action="store_true")
+            parser.add_argument("--deepspeed_config")
+        if call.func.attr == "add_argument":
+            settings: dict[str, Any] = {}
+            for given in call.keywords:
+                if given.arg in PARSER and isinstance(given.value, ast.Name):
+                    settings[given.arg] = TYPES.get(given.value.id, str)
+                elif given.arg in PARSER and given.arg != "type":
+                    try:
+                        settings[given.arg] = ast.literal_eval(given.value)
+                    except ValueError:
+                        continue  # worked out when it runs
+            parser.add_argument(*map(ast.literal_eval, call.args), **settings)
+    return parser
+
+
+def check_command(command: str, *, named: bool = False) -> None:
+    """AssertionError, KeyError or a usage error where a reader could not type it.
+
+    Files are looked for from the working directory.
+
+    Args:
+        named: it stands in a sentence, where what is required may be left out.
+    """
+    words = shlex.split(command, comments=True)
+    while words[0] == "sudo" or re.match(r"[A-Z_]+=", words[0]):
         words = words[1:]
+    if words[0] == "nice":
+        words = words[3:]
     program, *arguments = words
     if program == "ds-ckpt":
-        parser: Any = typer.main.get_command(app)
-        while hasattr(parser, "commands"):
-            name, *arguments = arguments
-            parser = parser.commands[name]
-        if arguments:  # else the command is named, not typed
-            parser.make_context(name, list(arguments))
-        for word in arguments:
-            if word.endswith(".json") and "/" in word and not word.startswith("runs/"):
-                assert (ROOT / word).exists(), word
+        _ds_ckpt(arguments, named)
+    elif program == "deepspeed":
+        _deepspeed(arguments, named)
     elif program == "pytest":
-        file, *chosen = arguments
-        tests = re.findall(r"def (test_\w+)", (ROOT / file).read_text(encoding="utf-8"))
-        assert any(all(word in test for word in chosen if word != "-k") for test in tests), chosen
+        _pytest(arguments)
+    elif program in ("python", "python3") and arguments[:2] == ["-m", "venv"]:
+        assert len(arguments) == 3
+    elif program in ("python", "python3"):
+        _script(arguments)
+    elif program == "pip":
+        _pip(arguments)
+    elif program in ("cd", "."):
+        assert len(arguments) == 1
+    elif program == "git":
+        assert arguments[0] == "clone"
+    elif program == "apt":
+        assert arguments[0] == "install"
+    elif program in ("ruff", "mypy", "lint-imports"):
+        assert f'"{program.replace("lint-imports", "import-linter")}>' in _project()
+    elif "/" in program:
+        assert os.access(program, os.X_OK), program
+        _options_in_text(Path(program), arguments)
     else:
-        script = next(ROOT / word for word in words if word.endswith((".py", ".sh")))
-        assert script.exists(), script
-        options = {
-            word for word in words[words.index(str(script.relative_to(ROOT))) :] if word[:1] == "-"
-        }
-        assert options <= options_of(script), options - options_of(script)
+        raise AssertionError(f"no check is known for {program!r}")
+
+
+def _ds_ckpt(arguments: list[str], named: bool) -> None:
+    parser: Any = typer.main.get_command(app)
+    name = "ds-ckpt"
+    while hasattr(parser, "commands") and arguments:
+        if arguments[0].startswith("-"):
+            options = {o for p in parser.params for o in (*p.opts, *p.secondary_opts)}
+            assert arguments[0] in options, arguments[0]
+            return
+        name, *arguments = arguments
+        parser = parser.commands[name]
+    if name == "run" and "--" in arguments:
+        check_command(shlex.join(arguments[arguments.index("--") + 1 :]))
+    if arguments:  # else the command is named, not typed
+        try:
+            parser.make_context(name, list(arguments))
+        except UsageError as error:
+            if not (named and type(error).__name__ in ("MissingParameter", "BadOptionUsage")):
+                raise
+    for word in arguments:
+        if word.endswith(".json") and "/" in word and not word.startswith("runs/"):
+            assert Path(word).exists(), word
+
+
+def _deepspeed(arguments: list[str], named: bool) -> None:
+    from deepspeed.launcher.runner import parse_args
+
+    if named and not any(word.endswith(".py") for word in arguments):
+        arguments = [*arguments, "hostfiles/two_hosts", "train.py"]
+    try:
+        given = parse_args(arguments)
+    except SystemExit:
+        raise AssertionError(f"deepspeed does not take {arguments}") from None
+    script, rest = given.user_script, list(given.user_args)
+    if given.module:
+        assert script == "ds_ckpt.run", script
+        script, *rest = rest
+    if given.hostfile != "/job/hostfile":
+        assert Path(given.hostfile).exists(), given.hostfile
+    _script([script, *rest])
+
+
+def _script(arguments: list[str]) -> None:
+    """`SCRIPT OPTIONS` or `-m MODULE OPTIONS`."""
+    script = Path(arguments[0])
+    if arguments[0] == "-m":
+        script = Path(*arguments[1].split("."))
+        script = script / "__main__.py" if script.is_dir() else script.with_suffix(".py")
+        arguments = arguments[1:]
+    assert script.exists(), script
+    if script.stem == "validate_accuracy":
+        _ds_ckpt(["validate-accuracy", *arguments[1:]], named=True)
+    elif "sys.argv" not in script.read_text(encoding="utf-8"):  # else it has no parser
+        parser_of(script).parse_args(arguments[1:])
+    for word in arguments:
+        if word.endswith(".json") and script.parent.name == "examples":
+            assert Path(word).exists(), word
+
+
+def _pytest(arguments: list[str]) -> None:
+    """Files by their path or, where a sentence names them, by their name alone; tests by -k."""
+    file, *chosen = arguments
+    found = [Path(file)] if "/" in file else sorted((ROOT / "tests").rglob(file))
+    assert found, f"there is no {file}"
+    assert found[0].exists(), file
+    tests = re.findall(r"def (test_\w+)", found[0].read_text(encoding="utf-8"))
+    words = [w for w in chosen if w not in ("-k", "--slow")]
+    for either in " ".join(words).split(" or ") if words else ():
+        assert any(either.strip() in test for test in tests), (file, either)
+
+
+def _pip(arguments: list[str]) -> None:
+    assert arguments[0] == "install"
+    for word, value in itertools.pairwise(arguments):
+        if word in ("-c", "-r"):
+            assert Path(value).exists(), value
+    for extras in re.findall(r"\[([\w,]+)\]", " ".join(arguments)):
+        for extra in extras.split(","):
+            assert re.search(rf"^{extra} = \[", _project(), re.M), extra
+
+
+def _options_in_text(script: Path, arguments: Sequence[str]) -> None:
+    """Of a shell script: each option is one that its text, or what it hands them to, knows."""
+    passed = {"test.sh": "-k --slow", "run": "--slow"}.get(script.name, "")
+    known = script.read_text(encoding="utf-8") + passed
+    for word in arguments:
+        if word.startswith("-"):
+            assert word in known, f"{script} does not know {word}"
+
+
+def _project() -> str:
+    return (ROOT / "pyproject.toml").read_text(encoding="utf-8")

@@ -1,7 +1,8 @@
 """What the site does to pages that are also read in the repository.
 
 Links to files outside of docs/ become their names: the site does not have those files, and a name
-that is not there is a warning, which ends the build.
+that is not there is a warning, which ends the build. A figure is a link to itself, which a
+telephone shows as large as one likes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+_FIGURE = re.compile(r"(!\[[^\]]*\]\((figures/[^)]+)\))")
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)#]+)(#[^)]*)?\)")
 log = logging.getLogger("mkdocs.hooks")
 
@@ -25,4 +27,4 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             log.warning("%s: there is no %s", page.file.src_uri, path)
         return f"`{path}`" if words.strip("`") in path else f"{words} (`{path}`)"
 
-    return _OUTSIDE.sub(named, markdown)
+    return _FIGURE.sub(r"[\1](\2)", _OUTSIDE.sub(named, markdown))

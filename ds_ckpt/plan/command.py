@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ds_ckpt.hosts.commands import errors_in_words, write
+from ds_ckpt.profile.command import progress
 
 DEFAULT_TOKENS = 1 << 20
 """Of a step: what is tried where nobody says how large a batch may be."""
@@ -112,21 +113,21 @@ def plan(
         assert named is not None
         types = {"bf16": torch.bfloat16, "fp16": torch.float16}
         names = tuple(word.strip() for word in modules.split(",") if word.strip())
-        with Console(stderr=True).status("surveying the model", spinner="line") as status:
+        with Console(stderr=True).status("surveying the model", spinner="line"):
             made = Model(model, Sizes(tokens, types[dtype]), names or None)
-            each = max(1, round(DEFAULT_TOKENS / made.tokens / named.devices))
-            question = Question(
-                made,
-                named,
-                inside["latency_s"],
-                sequences=batch or each * named.devices,
-                loss=allowed,
-                dtype=dtype,
-                host_bytes=host_gib * GIB,
-                slowest=slowest,
-            )
-            status.update("simulating steps")
-            search = Search(question)
+        each = max(1, round(DEFAULT_TOKENS / made.tokens / named.devices))
+        question = Question(
+            made,
+            named,
+            inside["latency_s"],
+            sequences=batch or each * named.devices,
+            loss=allowed,
+            dtype=dtype,
+            host_bytes=host_gib * GIB,
+            slowest=slowest,
+        )
+        search = Search(question)
+        with progress(len(search.micro_batches())) as search.told:
             best = search.best()
         if as_json:
             typer.echo(json.dumps(content(search, best), indent=2))

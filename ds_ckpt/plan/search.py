@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -202,12 +202,16 @@ class Candidate:
 class Search:
     """All candidates of a question.
 
+    Attributes:
+        told: called with words before each micro-batch is looked at, which takes seconds.
+
     Raises:
         ConfigError: the batch cannot be divided among the processes.
     """
 
     def __init__(self, question: Question) -> None:
         self.question = question
+        self.told: Callable[[str], object] = lambda words: None
         self.methods, self.refused = methods(question.loss)
         processes = question.machine.processes
         if question.sequences % processes:
@@ -243,6 +247,7 @@ class Search:
 
     def _candidates(self) -> Iterator[Candidate]:
         for sequences in self.micro_batches():
+            self.told(f"micro-batches of {sequences}")
             found = False
             for kind in self.kinds:
                 for method in self.methods_with(kind):

@@ -8,14 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from ds_ckpt.hosts.commands import errors_in_words, write
-
-if TYPE_CHECKING:
-    from ds_ckpt.profile.run import Options
 
 
 def profile(
@@ -115,7 +112,8 @@ def profile(
             limit_bytes=None if limit_gib is None else round(limit_gib * GIB),
             repeats=repeats,
         )
-        with _progress(options) as told:
+        each = 1 + (options.config is not None) + len(options.policies)
+        with progress(len(options.batches) * each + options.compile) as told:
             found = make_profile(options, told)
         document(found).print(Console(soft_wrap=False))
         write(json_file, lambda path: path.write_text(found.to_json(), encoding="utf-8"))
@@ -123,7 +121,7 @@ def profile(
 
 
 @contextmanager
-def _progress(options: Options) -> Iterator[Callable[[str], None]]:
+def progress(steps: int) -> Iterator[Callable[[str], None]]:
     """What to call with each step that begins: a bar on a terminal, else nothing is shown.
 
     Steps are of about equal length, which the time left is reckoned from.
@@ -131,8 +129,6 @@ def _progress(options: Options) -> Iterator[Callable[[str], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    configured = options.config is not None
-    steps = len(options.batches) * (1 + configured + len(options.policies)) + options.compile
     columns = BarColumn(20), TimeRemainingColumn(compact=True), TextColumn("{task.description}")
     console = Console(stderr=True)
     hidden = not console.is_terminal

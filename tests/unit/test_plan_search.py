@@ -50,6 +50,15 @@ def ask(demo: Model) -> Callable[..., Search]:
     return search
 
 
+def test_every_micro_batch_is_told_and_the_first_that_does_not_fit(
+    ask: Callable[..., Search],
+) -> None:
+    search, said = ask(), list[str]()
+    search.told = said.append
+    search.best()
+    assert said == [f"micro-batches of {n}" for n in search.micro_batches()]
+
+
 def test_two_blocks_multiplied_are_the_model(demo: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(costs, "SURVEYED", 99)
     whole = Model("demo", SIZES)
