@@ -49,6 +49,36 @@ def matched(kept: float) -> float:
     return LARGEST if kept >= 0.5 else min(LARGEST, kept / (1 - kept))
 
 
+@contextmanager
+def leading(
+    optimizer: Optimizer, group: int, parameters: Iterable[Tensor], lead: float
+) -> Iterator[None]:
+    """While inside, an optimizer of Adam's kind steps by u where it would by m.
+
+    With (1 - a) b1 in the place of b1 it makes u where it makes m; then m is worked out of u.
+
+    Args:
+        group: of `optimizer.param_groups`.
+        parameters: those of the group that it steps inside, once; their gradients stay.
+        lead: a, below 1; 0 changes nothing.
+    """
+    holder = optimizer.param_groups[group]
+    own = holder["betas"]
+    if not lead:
+        yield
+        return
+    holder["betas"] = ((1 - lead) * own[0], own[1])
+    try:
+        yield
+    finally:
+        holder["betas"] = own
+    for parameter in parameters:
+        if parameter.grad is not None:
+            moment = optimizer.state[parameter]["exp_avg"]
+            # (u - a g) / (1 - a), in one pass
+            moment.lerp_(parameter.grad.to(moment.dtype), -lead / (1 - lead))
+
+
 class FirstMoments:
     """What one process's optimizer steps with, the same on all of them.
 
@@ -113,30 +143,9 @@ class FirstMoments:
     def leading(
         self, optimizer: Optimizer, group: int, parameters: Iterable[Tensor]
     ) -> Iterator[None]:
-        """While inside, an optimizer of Adam's kind steps by u where it would by m.
-
-        With (1 - a) b1 in the place of b1 it makes u where it makes m; then m is worked out of u.
-
-        Args:
-            group: of `optimizer.param_groups`.
-            parameters: those of the group that it steps inside, once; their gradients stay.
-        """
-        holder = optimizer.param_groups[group]
-        own = holder["betas"]
-        lead = self.lead(group)
-        if not lead:
+        """While inside, the optimizer steps with the group's lead: `leading`."""
+        with leading(optimizer, group, parameters, self.lead(group)):
             yield
-            return
-        holder["betas"] = ((1 - lead) * own[0], own[1])
-        try:
-            yield
-        finally:
-            holder["betas"] = own
-        for parameter in parameters:
-            if parameter.grad is not None:
-                moment = optimizer.state[parameter]["exp_avg"]
-                # (u - a g) / (1 - a), in one pass
-                moment.lerp_(parameter.grad.to(moment.dtype), -lead / (1 - lead))
 
     def state_dict(self) -> dict[str, Any]:
         """As JSON values."""

@@ -61,6 +61,10 @@ def validate_accuracy(
         str | None,
         typer.Option(help="AdamW's in dense runs alone: those that serve dense training best."),
     ] = None,
+    dense_lead: Annotated[
+        float | None,
+        typer.Option(help="Of AdamW's first moment, in dense runs alone: 0.3, say."),
+    ] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Rows of a micro-batch.")] = None,
     length: Annotated[int | None, typer.Option(min=4, help="Tokens of a text's row.")] = None,
     accumulation: Annotated[int | None, typer.Option(min=1, help="Micro-batches a step.")] = None,

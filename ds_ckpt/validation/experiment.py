@@ -241,9 +241,11 @@ class Plan:
 
     def key(self, candidate: Candidate, seed: int) -> Key:
         """Where the run's result is kept."""
-        settings, betas = candidate.digest(self.task.spec.steps), self.recipe(candidate).betas
-        if betas != BETAS:
-            settings += f", betas {betas[0]:g}, {betas[1]:g}"
+        settings, recipe = candidate.digest(self.task.spec.steps), self.recipe(candidate)
+        if recipe.betas != BETAS:
+            settings += f", betas {recipe.betas[0]:g}, {recipe.betas[1]:g}"
+        if recipe.lead:
+            settings += f", lead {recipe.lead:g}"
         return Key(self.task.digest, settings, seed, self.mode)
 
     def recipe(self, candidate: Candidate) -> Recipe:

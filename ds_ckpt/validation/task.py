@@ -150,6 +150,7 @@ class TaskSpec:
             on a CPU; selective checkpointing names sdpa's operators.
         betas: AdamW's, in every run.
         dense_betas: in dense runs instead: those that a tuned optimizer has without compression.
+        dense_lead: of the first moment, in dense runs.
     """
 
     kind: Kind
@@ -167,6 +168,7 @@ class TaskSpec:
     attention: Literal["eager", "sdpa"] = "eager"
     betas: tuple[float, float] = BETAS
     dense_betas: tuple[float, float] | None = None
+    dense_lead: float = 0.0
 
     @property
     def metric(self) -> Literal["loss", "accuracy"]:
@@ -179,9 +181,10 @@ class TaskSpec:
         return max(1, self.steps // self.evaluations)
 
     def recipe(self, *, dense: bool = False) -> Recipe:
-        """AdamW as in the demo, but for its betas where others are given."""
+        """AdamW as in the demo, but for its betas and lead where they are given."""
         betas = self.dense_betas if dense and self.dense_betas else self.betas
-        return Recipe(self.steps, self.learning_rate, (betas[0], betas[1]))
+        lead = self.dense_lead if dense else 0.0
+        return Recipe(self.steps, self.learning_rate, (betas[0], betas[1]), lead=lead)
 
     def words(self) -> str:
         """The task in a few words."""
@@ -189,6 +192,7 @@ class TaskSpec:
         micro = f", {self.accumulation} micro-batches a step" if self.accumulation > 1 else ""
         micro += f", betas {_pair(self.betas)}" if tuple(self.betas) != BETAS else ""
         micro += f", dense with {_pair(self.dense_betas)}" if self.dense_betas else ""
+        micro += f", dense with a lead of {self.dense_lead:g}" if self.dense_lead else ""
         if self.kind == "language":
             return f"language modelling on {data or 'the embedded corpus'}{micro}"
         if self.kind == "digits":
@@ -259,7 +263,8 @@ def open_task(spec: TaskSpec, folder: Path, *, device: str = "cpu") -> Task:
     if spec.model:
         model += f" ({spec.model})"
     sizes = dataclasses.asdict(spec)
-    del sizes["betas"], sizes["dense_betas"]  # of single runs: see `experiment.Plan.key`
+    for name in ("betas", "dense_betas", "dense_lead"):
+        del sizes[name]  # of single runs: see `experiment.Plan.key`
     if spec.attention == "eager":
         del sizes["attention"]
     if device != "cpu":  # which computes other bits

@@ -33,7 +33,7 @@ RESULTS = "results.jsonl"
 _OWN_DATA = ("digits", "topics")
 _BUILT_IN_LANGUAGE = ("hidden_size", "layers", "attention")
 _SIZES = (
-    *("data", "model", "steps", "learning_rate", "batch", "length", "accumulation"),
+    *("data", "model", "steps", "learning_rate", "batch", "length", "accumulation", "dense_lead"),
     *_BUILT_IN_LANGUAGE,
 )
 
@@ -57,6 +57,7 @@ class Arguments:
     learning_rate: float | None = None
     betas: str | None = None
     dense_betas: str | None = None
+    dense_lead: float | None = None
     batch: int | None = None
     length: int | None = None
     accumulation: int | None = None
@@ -135,6 +136,7 @@ def check(given: Arguments) -> None:
         wrong("record", given.record, "it is not a file", "name a file, there or new")
     if given.mode == "processes":
         idle(("device",), "with --processes, which train on DeepSpeed's accelerator")
+        idle(("dense_lead",), "with --processes, whose dense runs are plain DeepSpeed's")
     if "language" not in kinds or given.model:
         idle(_BUILT_IN_LANGUAGE, "without the built-in language model")
     if set(kinds) <= set(_OWN_DATA):
@@ -152,6 +154,8 @@ def check(given: Arguments) -> None:
         said = getattr(given, name)
         if said is not None and betas_of(said) is None:
             wrong(name, said, "AdamW has two numbers, each from 0 to below 1", "0.7,0.95")
+    if given.dense_lead is not None and not 0 < given.dense_lead < 1:
+        wrong("dense_lead", given.dense_lead, "a lead is above 0 and below 1", "0.3")
     if given.attention not in (None, "eager", "sdpa"):
         wrong("attention", given.attention, "the built-in model has two kinds", "eager or sdpa")
     if problems:
@@ -184,10 +188,12 @@ def run(given: Arguments, console: Console) -> int:
     device = given.device or "cpu"
     sizes = {name: getattr(given, name) for name in _SIZES}
     sizes |= {name: betas_of(said) for name in _BETAS if (said := getattr(given, name))}
-    if given.dense_betas and (same := [c.name for c in candidates if not c.lossy]):
-        why = "they change no bit, which other betas would hide"
-        remedy = "leave them out, or remove --dense-betas"
-        raise ConfigError(Problem("--dense-betas", f"beside {', '.join(same)}", why, remedy))
+    same = [c.name for c in candidates if not c.lossy]
+    for option, other in (("--dense-betas", given.dense_betas), ("--dense-lead", given.dense_lead)):
+        if other and same:
+            why = "they change no bit, which another optimizer would hide"
+            remedy = f"leave them out, or remove {option}"
+            raise ConfigError(Problem(option, f"beside {', '.join(same)}", why, remedy))
     comparisons: list[Comparison] = []
     checks: list[str] = []
     threads = torch.get_num_threads()

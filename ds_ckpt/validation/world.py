@@ -14,7 +14,6 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -27,7 +26,7 @@ from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.exchange import AllToAllExchange
 from ds_ckpt.exchange.layout import ring_pieces
-from ds_ckpt.exchange.momentum import FirstMoments
+from ds_ckpt.exchange.momentum import FirstMoments, leading
 from ds_ckpt.exchange.rules import MethodSettings, embeddings_of
 from ds_ckpt.exchange.schedule import ScheduledExchange
 from ds_ckpt.exchange.virtual import VirtualTransport, VirtualWorld
@@ -53,6 +52,7 @@ class Recipe:
         warmup_ratio: share of the steps that the learning rate's warm-up takes.
         min_lr_ratio: the last learning rate, as a share of the top; 1 and no warm-up is a constant.
         clip: largest norm of the averaged gradient; 0 for no clipping.
+        lead: of AdamW's first moment in every step (`exchange/momentum.py`); 0: none.
         fused: torch's fused kernel, three times as fast, which rounds otherwise than the loop that
             DeepSpeed's `torch_adam` runs.
     """
@@ -64,6 +64,7 @@ class Recipe:
     warmup_ratio: float = 0.1
     min_lr_ratio: float = 0.05
     clip: float = 1.0
+    lead: float = 0.0
     fused: bool = True
 
     def rate(self, step: int) -> float:
@@ -295,7 +296,7 @@ class WholeOptimizer:
         Args:
             mean: one for each parameter, of as many entries; overwritten.
             norm: of all of them, finite.
-            moments: what the optimizer steps with; None: its own.
+            moments: what the optimizer steps with; None: its own, with the recipe's lead.
         """
         for parameter, gradient in zip(self._parameters, mean, strict=True):
             parameter.grad = gradient.view_as(parameter)
@@ -306,10 +307,8 @@ class WholeOptimizer:
                 torch._foreach_mul_(mean, 1.0 / excess)
         for group in self.adamw.param_groups:
             group["lr"] = self._recipe.rate(step)
-        leading = (
-            nullcontext() if moments is None else moments.leading(self.adamw, 0, self._parameters)
-        )
-        with leading:
+        own = leading(self.adamw, 0, self._parameters, self._recipe.lead)
+        with own if moments is None else moments.leading(self.adamw, 0, self._parameters):
             self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
 

@@ -168,20 +168,23 @@ def test_a_user_s_text_and_a_record_beside_the_file(tmp_path: Path) -> None:
     assert "margin 0.5%" in words
 
 
-def test_dense_runs_may_have_betas_of_their_own(tmp_path: Path) -> None:
+def test_dense_runs_may_have_betas_and_a_lead_of_their_own(tmp_path: Path) -> None:
     file = small(tmp_path, ROOT / "ds_configs" / "zero3_4bit.json")
     sizes, out = ("--tasks", "language", "--seeds", "2", "--steps", "8"), tmp_path / "out"
-    for betas in ((), ("--dense-betas", "0.5,0.95"), ("--betas", "0.5,0.95")):
-        found = validate(out, [file], *sizes, *betas)
+    tuned = (), ("--dense-betas", "0.5,0.95"), ("--betas", "0.5,0.95"), ("--dense-lead", "0.3")
+    for options in tuned:
+        found = validate(out, [file], *sizes, *options)
         assert found.exit_code in (0, 1, 2), found.output
     tasks = {record.task for record in read_verdicts(out / "verdicts.json")}
     words = "language modelling on the embedded corpus"
-    assert tasks == {words, f"{words}, dense with 0.5, 0.95", f"{words}, betas 0.5, 0.95"}
+    said = ("", ", dense with 0.5, 0.95", ", betas 0.5, 0.95", ", dense with a lead of 0.3")
+    assert tasks == {words + more for more in said}
     lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
     names = [line["names"][1] for line in lines]
-    assert names.count("dense") == names.count("zero3_4bit") == 4  # no run twice
+    assert names.count("dense") == 6  # no run twice
+    assert names.count("zero3_4bit") == 4
     dense = {line["outcome"]["digest"] for line in lines if line["names"][1] == "dense"}
-    assert len(dense) == 4
+    assert len(dense) == 6
 
 
 @pytest.mark.parametrize(
@@ -210,6 +213,9 @@ def test_what_needs_an_engine_is_told(tmp_path: Path, activation: dict[str, Any]
         (["FILE", "--betas", "0.9"], "--betas"),
         (["FILE", "--dense-betas", "0.7,1"], "--dense-betas"),
         (["LOSSLESS", "--dense-betas", "0.7,0.95"], "zero3_block_checkpointing"),
+        (["FILE", "--dense-lead", "1"], "--dense-lead"),
+        (["LOSSLESS", "--dense-lead", "0.3"], "zero3_block_checkpointing"),
+        (["FILE", "--processes", "2", "--dense-lead", "0.3"], "--dense-lead"),
         (["FILE", "--tasks", "digits", "--layers", "3"], "--layers"),
         (["FILE", "--tasks", "topics", "--length", "64"], "--length"),
         (["FILE", "--tasks", "digits", "--margin", "2"], "--margin"),
