@@ -82,7 +82,8 @@ def pytest_configure() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> None:
     """DeepSpeed's fixtures that are classes, which pytest no longer sees since 8.4."""
-    if inspect.isclass(obj) and getattr(obj, "is_dist_fixture", False) and "run" in vars(obj):
+    fixture = inspect.isclass(obj) and getattr(obj, "is_dist_fixture", False)
+    if fixture and not inspect.isabstract(obj):
         fixtures = collector.session._fixturemanager
         fixtures._register_fixture(name=name, func=obj, nodeid=collector.nodeid)
 
