@@ -65,6 +65,9 @@ def _inject(attached: Path) -> None:
     deepspeed.initialize = initialize
 
 
+_Engine: Any = deepspeed.runtime.engine.DeepSpeedEngine
+if not hasattr(_Engine, "sparse_tensor_module_names"):  # tests of before 0.19.8 compare them
+    _Engine.sparse_tensor_module_names = frozenset()
 for _operator in (CPUAdamBuilder, FusedAdamBuilder):
     _operator().load(verbose=False)
 if INJECT in os.environ:
@@ -74,6 +77,15 @@ if INJECT in os.environ:
 def pytest_configure() -> None:
     slow = "deepspeed.runtime.zero.muon.muon_optimizer"  # every first engine imports the compiler
     multiprocessing.set_forkserver_preload([__name__, slow])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> None:
+    """DeepSpeed's fixtures that are classes, which pytest no longer sees since 8.4."""
+    fixture = inspect.isclass(obj) and getattr(obj, "is_dist_fixture", False)
+    if fixture and not inspect.isabstract(obj):
+        fixtures = collector.session._fixturemanager
+        fixtures._register_fixture(name=name, func=obj, nodeid=collector.nodeid)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
