@@ -2,7 +2,7 @@
 docs/figures/*.svg.
 
 python benchmarks/figures.py
-python benchmarks/figures.py --measure    # memory over a step anew: two minutes, 1 GB
+python benchmarks/figures.py --measure    # memory over a step anew: a minute
 """
 
 from __future__ import annotations

@@ -26,7 +26,8 @@ from tests.faults.patches import PACKAGE, ROOT, DoesNotApplyError, Fault, read_a
 LIMIT_S = 900.0
 _SUITE = ("tests/unit", "tests/contract", "tests/distributed")
 _COPIED = (PACKAGE, "tests", "pyproject.toml", "constraints.txt", "scripts", "ds_configs", "docs")
-_COPIED += ("benchmarks", "README.md", "hostfiles", ".ci")
+_COPIED += ("benchmarks", "README.md", "hostfiles", ".ci", "examples", "mkdocs.yml")
+_COPIED += ("CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "SECURITY.md", "CITATION.cff")
 
 
 @dataclass(frozen=True)
