@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import importlib
-import importlib.util
 import re
 import subprocess
 import sys
@@ -46,26 +43,3 @@ def test_sdist_and_wheel_are_whole() -> None:
         [str(ROOT / "scripts" / "package_check.sh")], capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stdout + run.stderr
-
-
-def test_scripts_beside_the_package_import_what_is_there() -> None:
-    """Most of them take long: that a name has moved shows here, and not when they are run."""
-    missing = []
-    for folder in ("benchmarks", "examples", "scripts"):
-        for script in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ds_ckpt"):
-                    missing += [
-                        f"{script.relative_to(ROOT)}:{node.lineno} {node.module}.{alias.name}"
-                        for alias in node.names
-                        if not _is_there(node.module or "", alias.name)
-                    ]
-    assert missing == []
-
-
-def _is_there(module: str, name: str) -> bool:
-    try:
-        found = importlib.import_module(module)
-    except ModuleNotFoundError:
-        return False
-    return hasattr(found, name) or importlib.util.find_spec(f"{module}.{name}") is not None
