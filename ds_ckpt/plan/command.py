@@ -115,7 +115,13 @@ def plan(
         names = tuple(word.strip() for word in modules.split(",") if word.strip())
         with Console(stderr=True).status("surveying the model", spinner="line"):
             made = Model(model, Sizes(tokens, types[dtype]), names or None)
-        each = max(1, round(DEFAULT_TOKENS / made.tokens / named.devices))
+        each = made.rows
+        if made.tokens > 1:
+            each *= max(1, round(DEFAULT_TOKENS / made.tokens / made.rows / named.devices))
+        elif made.sized and batch is None:
+            why = "the model's batch has no token ids, so nobody can tell how many are usual"
+            known.wrong("--batch", "nothing", why, f"write --batch {8 * named.devices}")
+            known.done("this cannot be planned")
         question = Question(
             made,
             named,

@@ -12,6 +12,7 @@ from itertools import chain
 from typing import Any
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 
 from ds_ckpt.hosts.cluster import Figure
@@ -120,10 +121,11 @@ def show(search: Search, best: Candidate, console: Console) -> None:
     """The whole answer."""
     question, step = search.question, best.step
     model = question.model
+    loss = question.loss if isinstance(question.loss, str) else f"{100 * question.loss:g}%"
     console.print(
         f"{model.name}: {model.elements / 1e9:.2f} G parameters, {len(model.blocks)} blocks, "
         f"sequences of {model.tokens} tokens; {question.cluster.text}; {question.sequences} "
-        f"sequences ({question.tokens / 1e6:.2f} M tokens) a step; loss: {question.loss}"
+        f"sequences ({question.tokens / 1e6:.2f} M tokens) a step; loss: {loss}"
     )
     console.print(f"\n[bold]Best:[/bold] {words(best.setting)}")
     console.print(
@@ -154,7 +156,7 @@ def show(search: Search, best: Candidate, console: Console) -> None:
             seconds = f"{one.step.seconds:.3g}" if one.fits else ""
             rate = f"{question.tokens / one.step.seconds:,.0f}" if one.fits else ""
             cells = [seconds, rate, f"{one.needed_bytes / GIB:.1f}"]
-        table.add_row(f"  {change}", *cells, beaten_by(best, one))
+        table.add_row(Padding.indent(change, 2), *cells, beaten_by(best, one))
     console.print(table)
     if search.refused:
         names = ", ".join(method.name for method in search.refused)

@@ -293,6 +293,34 @@ def test_json_has_the_whole_answer(tmp_path: Path) -> None:
     assert all(word in drawn for word in (">compute<", ">network<", ">forward<", ">backward<"))
 
 
+def test_a_function_that_cannot_be_told_how_many(tmp_path: Path) -> None:
+    """Its batch is one micro-batch, and has no token ids: one of it a process without --batch."""
+    path = tmp_path / "plan.json"
+    fixed = ["tests.unit.profile_models:fixed", "--modules=Mixer", f"--cluster={TEXT}"]
+    code, said = plan(*fixed, f"--output={path}")
+    assert code == 0, said
+    assert "12 sequences" in said
+    file = json.loads(path.read_text())
+    assert file["train_micro_batch_size_per_gpu"] == 3
+    assert file["gradient_accumulation_steps"] == 1
+    code, said = plan(*fixed, "--batch=24", f"--output={path}")
+    assert code == 0, said
+    assert "micro-batch 3 x 2" in said
+    code, said = plan(*fixed, "--batch=16")
+    assert code == 1
+    assert "write 12" in said
+
+
+def test_a_function_that_can_be_told_must_be_told_where_nothing_counts_tokens() -> None:
+    stack = ["tests.unit.profile_models:stack", "--modules=Mixer", f"--cluster={TEXT}"]
+    code, said = plan(*stack)
+    assert code == 1
+    assert "--batch 32" in said
+    code, said = plan(*stack, "--batch=32")
+    assert code == 0, said
+    assert "32 sequences" in said
+
+
 def test_a_hostfile_with_probed_links(tmp_path: Path) -> None:
     hosts, links = tmp_path / "hosts", tmp_path / "links.json"
     hosts.write_text("one slots=2\ntwo slots=2\n")
