@@ -114,11 +114,15 @@ def probe(
 
     rate_mbit = parse_rate(rate)
     with errors_in_words(), signals_as_exit():
-        if hostfile is not None:
-            links = probe.probe(Hostfile(hostfile), seconds=seconds)
-        else:
-            with EmulatedHosts(count, rate_mbit=rate_mbit) as emulated:
-                links = probe.probe(emulated, seconds=seconds)
+        with contextlib.ExitStack() as stack:
+            where: Hostfile | EmulatedHosts
+            if hostfile is not None:
+                where = Hostfile(hostfile)
+            else:
+                where = stack.enter_context(EmulatedHosts(count, rate_mbit=rate_mbit))
+            names = len(where.names)
+            told = stack.enter_context(progress(names * (names - 1) // 2))
+            links = probe.probe(where, seconds=seconds, told=told)
     if hostfile is None:
         typer.echo(_described(rate_mbit))
     for pair in links.pairs:
@@ -163,6 +167,30 @@ def errors_in_words() -> Iterator[None]:
     except DsCkptError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
+
+
+@contextlib.contextmanager
+def progress(steps: int) -> Iterator[Callable[[str], None]]:
+    """What to call with each step that begins: a bar on a terminal, else nothing is shown.
+
+    Steps are of about equal length, which the time left is reckoned from.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = BarColumn(20), TimeRemainingColumn(compact=True), TextColumn("{task.description}")
+    console = Console(stderr=True)
+    hidden = not console.is_terminal
+    with Progress(*columns, console=console, disable=hidden, transient=True) as bar:
+        task = bar.add_task("", total=1 + steps)
+        done = -1
+
+        def told(text: str) -> None:
+            nonlocal done
+            done += 1
+            bar.update(task, description=text, completed=min(done, steps))
+
+        yield told
 
 
 def write(path: Path | None, to: Callable[[Path], object]) -> None:

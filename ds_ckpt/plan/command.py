@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ds_ckpt.hosts.commands import errors_in_words, write
-from ds_ckpt.profile.command import progress
+from ds_ckpt.hosts.commands import errors_in_words, progress, write
 
 DEFAULT_TOKENS = 1 << 20
 """Of a step: what is tried where nobody says how large a batch may be."""

@@ -200,7 +200,7 @@ class Model:
 
     @functools.cached_property
     def work(self) -> tuple[float, float]:
-        """FLOPs of the smallest micro-batch's forward, and bytes that operators move that are none."""
+        """FLOPs of the smallest micro-batch's forward, and bytes that other operators move."""
         found = self._surveyed(self.rows)[1]
         products = Planner(found, Rates(1.0, math.inf, math.inf), 0, repeated=self._repeated)
         others = Planner(found, Rates(math.inf, 1.0, math.inf), 0, repeated=self._repeated)
