@@ -35,8 +35,6 @@ def run(
 ) -> None:
     """Bring hosts up, run a command in the first one, take the hosts down.
 
-    `ds-ckpt hosts run --hosts 2 --rate 200mbit -- deepspeed train.py --deepspeed_config C`
-
     `deepspeed` is given the options that lead it to all the hosts. Any other command finds a
     hostfile in $DS_CKPT_HOSTFILE and settings for pdsh and mpirun in its environment. Exits as
     the command does.

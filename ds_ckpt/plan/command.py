@@ -26,7 +26,7 @@ def plan(
         str,
         typer.Argument(
             help="As of `ds-ckpt profile`, or a common model by name: llama-1b, llama-7b, "
-            "llama-13b, llama-70b, mixtral-8x7b, qwen2.5-7b."
+            "llama-13b, llama-65b, llama-70b, mixtral-8x7b, qwen2.5-7b."
         ),
     ],
     cluster: Annotated[
@@ -75,8 +75,6 @@ def plan(
     ] = False,
 ) -> None:
     """Which settings train a model fastest on a cluster, within memory and loss.
-
-    `ds-ckpt plan llama-7b --cluster "4 nodes x 8 A100, 100 Gbit/s" -o plan.json`
 
     Simulates steps: nothing is run, and no GPU is needed. Says what each figure stands on.
     """
