@@ -289,6 +289,13 @@ def test_json_has_the_whole_answer(tmp_path: Path) -> None:
     assert best["step_s"] <= 1.01 * least_s
     assert all(figure["source"] for figure in found["figures"])
     assert "topk_1pct" in found["not_tried"]
+    assert all(one["why"] for one in found["beaten"])
+    links = [line for line in found["would_change"] if line.startswith("Links of")]
+    assert [line.partition(":")[0] for line in found["would_change"]] == [
+        *("Links of 0.25 Gbit/s", "Links of 4 Gbit/s"),
+        "160 GB of memory",
+    ]
+    assert all("tokens/s" in line for line in links)
     drawn = picture.read_text()
     assert all(word in drawn for word in (">compute<", ">network<", ">forward<", ">backward<"))
 
