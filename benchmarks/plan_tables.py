@@ -1,4 +1,4 @@
-"""What ZeRO-3, hpZ, ZeRO++ and this plugin's best plan reach on clusters that nobody here has.
+"""What plain DeepSpeed and this plugin's best plan reach on clusters that nobody here has.
 
     python benchmarks/plan_tables.py -o docs/plan_tables.md
 
@@ -11,12 +11,17 @@ host's copy of the weights in memory. ZeRO++ is hpZ with weights gathered in 8 b
 in 4: the volumes that its authors publish (0.5 M, 0 and 0.25 M for a model of M; DeepSpeed's blog
 on ZeRO++ and arXiv 2306.10209). What its kernels take is not in it, nor what it costs in loss.
 DeepSpeed has neither on hosts of one GPU.
+
+ZeRO-1 keeps weights and gradients whole on every process, so it gathers nothing in a step. Once a
+step it all-reduces gradients, beside backward, and gathers what the optimizer has changed, with
+nothing beside (DeepSpeed's `stage_1_and_2.py`; `weight_bytes.py` has measured these bytes).
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +33,8 @@ from ds_ckpt.plan.model import Model
 from ds_ckpt.plan.report import figures, words
 from ds_ckpt.plan.search import HPZ, NEEDED, ZERO3, Candidate, Question, Search, best_of
 from ds_ckpt.plan.simulate import Link
-from ds_ckpt.plan.ways import RESIDENT
+from ds_ckpt.plan.ways import RESIDENT, STOCK, Method
+from ds_ckpt.profile.states import estimate
 from ds_ckpt.subject import Sizes
 
 STEP_TOKENS = 1 << 20
@@ -47,6 +53,9 @@ CLUSTERS: dict[str, tuple[list[str], list[str], list[float], list[float]]] = {
     ),
 }
 """Models, clusters, rates of a host's link in Gbit/s, latencies in ms; none: the file's own."""
+ZERO1 = "ZeRO-1"
+ALL_GATHER = 500_000_000
+"""Elements of one of its gathers (`allgather_bucket_size`)."""
 PAYS = 1.01
 """Times the faster rival's speed: less is a tie."""
 
@@ -70,11 +79,57 @@ def zeropp(one: Candidate) -> Candidate:
     return replace(one, way=replace(one.way, itemsize=1, hpz=True, gradients=gradients))
 
 
-def fastest(candidates: Sequence[Candidate], network: Link) -> Candidate | None:
+class Zero1(Search):
+    """Its candidates, with what ZeRO-1 keeps on every process; steps are those of `zero1`."""
+
+    @property
+    def kinds(self) -> list[str]:
+        return [ZERO1]
+
+    def methods_with(self, kind: str) -> list[Method]:
+        return [Method(STOCK)]
+
+    @functools.cached_property
+    def _states(self) -> dict[str, dict[str, int]]:
+        question = self.question
+        file = {
+            "optimizer": {"type": "AdamW"},
+            question.dtype: {"enabled": True},
+            "zero_optimization": {"stage": 1},
+        }
+        parameters, processes = question.model.parameters, question.machine.processes
+        return {ZERO1: {ZERO1: estimate(parameters, file, processes)[0].resident_bytes}}
+
+
+def zero1(one: Candidate) -> Candidate:
+    """Nothing is gathered but what the optimizer has changed, when nothing else goes on."""
+    machine, way = one.machine, one.way
+    elements, share = sum(b.elements for b in one.blocks), 1 - 1 / machine.processes
+    each = way.itemsize * share
+    slowest = min(machine.network.bytes_per_s, machine.inside.bytes_per_s)
+    hop_s = machine.call_s + (machine.processes - 1) * machine.network.latency_s
+    gather_s = each * elements / slowest + -(-elements // ALL_GATHER) * hop_s
+    gradients = replace(
+        way.gradients,
+        link_bytes=2 * each,
+        inside_bytes=2 * each,
+        hops=2 * (machine.processes - 1),
+        once=True,
+    )
+    blocks = [replace(block, elements=0) for block in one.blocks]
+    way = replace(way, gradients=gradients, update_s=way.update_s + gather_s)
+    return replace(one, blocks=blocks, way=way)
+
+
+def fastest(
+    candidates: Sequence[Candidate],
+    network: Link,
+    change: Callable[[Candidate], Candidate] = lambda one: one,
+) -> Candidate | None:
     if not candidates:
         return None
     machine = replace(candidates[0].machine, network=network)
-    return best_of([replace(one, machine=machine) for one in candidates])
+    return best_of([change(replace(one, machine=machine)) for one in candidates])
 
 
 def rows(search: Search, rates: list[float], latencies: list[float]) -> Iterator[str]:
@@ -83,12 +138,18 @@ def rows(search: Search, rates: list[float], latencies: list[float]) -> Iterator
     if not search.all:
         search.best()  # says why
     ours = of(search, ZERO3, *RESIDENT, stock=False)
-    kinds = [of(search, ZERO3), of(search, HPZ), [zeropp(one) for one in of(search, HPZ)], ours]
+    hpz, whole = of(search, HPZ), Zero1(question).all
     named = question.machine.network.latency_s
     for latency_s in [ms / 1e3 for ms in latencies] or [named]:
         for rate in rates:
             link = Link(rate * 1e9 / 8, latency_s)
-            found = [fastest(kind, link) for kind in kinds]
+            found = [
+                fastest(whole, link, zero1),
+                fastest(of(search, ZERO3), link),
+                fastest(hpz, link),
+                fastest(hpz, link, zeropp),
+                fastest(ours, link),
+            ]
             cells = [f"{question.tokens / f.step.seconds:,.0f}" if f else "-" for f in found]
             *rivals, _, best = found
             assert best is not None
@@ -125,8 +186,9 @@ def sections() -> Iterator[str]:
                 ms = (" latency |", "---|") if latencies else ("", "")
                 yield "\n".join(
                     [
-                        f"| Gbit/s |{ms[0]} ZeRO-3 | hpZ | ZeRO++ | ds_ckpt | pays | its plan |",
-                        f"|---|{ms[1]}---|---|---|---|---|---|",
+                        f"| Gbit/s |{ms[0]} ZeRO-1 | ZeRO-3 | hpZ | ZeRO++ | ds_ckpt | pays "
+                        "| its plan |",
+                        f"|---|{ms[1]}---|---|---|---|---|---|---|",
                         *table,
                     ]
                 )
@@ -155,13 +217,17 @@ What is assumed:
   and gradients in 4 bits, by the volumes that its authors publish (arXiv 2306.10209; DeepSpeed's
   blog on ZeRO++); the time of its kernels is not counted, nor what it costs in loss. DeepSpeed has
   neither on hosts of one GPU.
+- *ZeRO-1* needs memory for all weights and gradients on every process, and sends the same bytes
+  however many micro-steps a step has: gradients by all-reduce, weights once behind the optimizer.
+  Where it fits it is the rival, over slow links above all; "-": it does not fit.
 - A gather between hosts is a ring: a latency a hop and module, which is most of a ZeRO-3 step over
   the internet. Optimizer states are not offloaded.
 - Links reach the rate that is named, in both directions at once; congestion, protocols and lost
   packets are not in it. What packing takes is memory traffic; kernels hold up computing.
-- *ZeRO-3* and *hpZ* have this plugin's checkpointing, too, with plain gradients and weights.
-- *pays*: tokens of the plugin's best plan over those of the faster of ZeRO-3 and hpZ; under 1.01 it
-  does not pay.
+- *ZeRO-1*, *ZeRO-3* and *hpZ* have this plugin's checkpointing, too, with plain gradients and
+  weights.
+- *pays*: tokens of the plugin's best plan over those of the fastest of ZeRO-1, ZeRO-3 and hpZ;
+  under 1.01 it does not pay.
 """
 
 

@@ -6,6 +6,7 @@ The benchmarks behind docs/plan.md and docs/plan_tables.md, on what is on record
 from __future__ import annotations
 
 import importlib
+import json
 import statistics
 import time
 from pathlib import Path
@@ -15,6 +16,8 @@ import pytest
 from typer.testing import CliRunner
 
 from ds_ckpt.cli import app
+from ds_ckpt.hosts.cluster import Hardware
+from ds_ckpt.plan.search import NEEDED, Question
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,6 +68,25 @@ def test_the_tables_of_clusters_are_what_the_command_writes(benchmark: Any) -> N
     tables = benchmark("plan_tables")
     written = (ROOT / "docs" / "plan_tables.md").read_text(encoding="utf-8")
     assert "\n".join([tables.HEAD, *tables.sections()]) + "\n" == written
+
+
+@pytest.mark.parametrize("accumulation", [1, 8])
+def test_zero_1_of_the_tables_sends_what_was_measured(benchmark: Any, accumulation: int) -> None:
+    bench, tables = benchmark("plan_accuracy"), benchmark("plan_tables")
+    model = bench.Predictor().model("wider")
+    known = Hardware.load(None, "--cluster")
+    cluster = known.cluster("2 nodes x 1 A100, 1 Gbit/s", NEEDED)
+    assert cluster is not None
+    search = tables.Zero1(Question(model, cluster, 5e-6, 2 * accumulation, "equal"))
+    found = next(one for one in search.all if one.setting.micro_steps == accumulation)
+    step = tables.zero1(found).step
+    changed = 2 * model.elements / 2
+    rows = json.loads((RESULTS / "weight_bytes.json").read_text())
+    wanted = {"layout": "2x1", "cell": "ZeRO-1", "accumulation": accumulation}
+    (row,) = (row for row in rows if wanted.items() <= row.items())
+    assert bench.HEADERS * (step.link_bytes + changed) == pytest.approx(row["sent"], rel=0.01)
+    longest_s = step.parts_s["update"]
+    assert longest_s >= changed / cluster.rate.value * 8
 
 
 def test_a_plan_of_70_billion_parameters_takes_less_than_10_seconds() -> None:
