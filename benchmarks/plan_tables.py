@@ -11,16 +11,11 @@ host's copy of the weights in memory. ZeRO++ is hpZ with weights gathered in 8 b
 in 4: the volumes that its authors publish (0.5 M, 0 and 0.25 M for a model of M; DeepSpeed's blog
 on ZeRO++ and arXiv 2306.10209). What its kernels take is not in it, nor what it costs in loss.
 DeepSpeed has neither on hosts of one GPU.
-
-ZeRO-1 keeps weights and gradients whole on every process, so it gathers nothing in a step. Once a
-step it all-reduces gradients, beside backward, and gathers what the optimizer has changed, with
-nothing beside (DeepSpeed's `stage_1_and_2.py`; `weight_bytes.py` has measured these bytes).
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,10 +26,10 @@ from ds_ckpt.errors import UnsupportedError
 from ds_ckpt.hosts.cluster import Hardware
 from ds_ckpt.plan.model import Model
 from ds_ckpt.plan.report import figures, words
+from ds_ckpt.plan.rivals import Zero1, zero1
 from ds_ckpt.plan.search import HPZ, NEEDED, ZERO3, Candidate, Question, Search, best_of
 from ds_ckpt.plan.simulate import Link
-from ds_ckpt.plan.ways import RESIDENT, STOCK, Method
-from ds_ckpt.profile.states import estimate
+from ds_ckpt.plan.ways import RESIDENT
 from ds_ckpt.subject import Sizes
 
 STEP_TOKENS = 1 << 20
@@ -53,9 +48,6 @@ CLUSTERS: dict[str, tuple[list[str], list[str], list[float], list[float]]] = {
     ),
 }
 """Models, clusters, rates of a host's link in Gbit/s, latencies in ms; none: the file's own."""
-ZERO1 = "ZeRO-1"
-ALL_GATHER = 500_000_000
-"""Elements of one of its gathers (`allgather_bucket_size`)."""
 PAYS = 1.01
 """Times the faster rival's speed: less is a tie."""
 
@@ -77,48 +69,6 @@ def zeropp(one: Candidate) -> Candidate:
         blocks=False,
     )
     return replace(one, way=replace(one.way, itemsize=1, hpz=True, gradients=gradients))
-
-
-class Zero1(Search):
-    """Its candidates, with what ZeRO-1 keeps on every process; steps are those of `zero1`."""
-
-    @property
-    def kinds(self) -> list[str]:
-        return [ZERO1]
-
-    def methods_with(self, kind: str) -> list[Method]:
-        return [Method(STOCK)]
-
-    @functools.cached_property
-    def _states(self) -> dict[str, dict[str, int]]:
-        question = self.question
-        file = {
-            "optimizer": {"type": "AdamW"},
-            question.dtype: {"enabled": True},
-            "zero_optimization": {"stage": 1},
-        }
-        parameters, processes = question.model.parameters, question.machine.processes
-        return {ZERO1: {ZERO1: estimate(parameters, file, processes)[0].resident_bytes}}
-
-
-def zero1(one: Candidate) -> Candidate:
-    """Nothing is gathered but what the optimizer has changed, when nothing else goes on."""
-    machine, way = one.machine, one.way
-    elements, share = sum(b.elements for b in one.blocks), 1 - 1 / machine.processes
-    each = way.itemsize * share
-    slowest = min(machine.network.bytes_per_s, machine.inside.bytes_per_s)
-    hop_s = machine.call_s + (machine.processes - 1) * machine.network.latency_s
-    gather_s = each * elements / slowest + -(-elements // ALL_GATHER) * hop_s
-    gradients = replace(
-        way.gradients,
-        link_bytes=2 * each,
-        inside_bytes=2 * each,
-        hops=2 * (machine.processes - 1),
-        once=True,
-    )
-    blocks = [replace(block, elements=0) for block in one.blocks]
-    way = replace(way, gradients=gradients, update_s=way.update_s + gather_s)
-    return replace(one, blocks=blocks, way=way)
 
 
 def fastest(

@@ -16,6 +16,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from ds_ckpt.hosts.cluster import Figure
+from ds_ckpt.plan.rivals import ZERO1, best_zero1
 from ds_ckpt.plan.search import (
     BUDGET,
     HPZ,
@@ -34,7 +35,7 @@ from ds_ckpt.telemetry.units import GIB
 
 NETWORK, MEMORY = (0.25, 4.0), 2.0
 """Times what there is, asked for what would change the choice."""
-WEIGHTS = {ZERO3: "ZeRO-3's weights", HPZ: "hpZ"}
+WEIGHTS = {ZERO3: "ZeRO-3's weights", HPZ: "hpZ", ZERO1: ZERO1}
 _NOTHING = 5e-4
 """Of a step: what is not worth a word."""
 
@@ -88,7 +89,7 @@ def beaten_by(best: Candidate, other: Candidate | None) -> str:
 
 
 def would_change(search: Search, best: Candidate) -> Iterator[str]:
-    """What a faster or slower link and more memory would lead to."""
+    """What a faster or slower link, more memory and ZeRO-1 would lead to."""
     question = search.question
     link = question.machine.network
     for factor in NETWORK if question.machine.hosts > 1 else ():
@@ -98,6 +99,12 @@ def would_change(search: Search, best: Candidate) -> Iterator[str]:
     larger = Search(replace(question, memory=MEMORY)).best()
     memory = MEMORY * question.cluster.device["memory_bytes"] / 1e9
     yield f"{memory:g} GB of memory: {_compared(question, best, larger)}"
+    rival = best_zero1(question)
+    if rival is None:
+        yield f"{ZERO1}, no candidate, does not fit"
+        return
+    faster = "faster" if (1 + TIE) * rival.step.seconds < best.step.seconds else "not faster"
+    yield f"{ZERO1}, no candidate, is {faster}: {_compared(question, best, rival)}"
 
 
 def _compared(question: Question, best: Candidate, other: Candidate) -> str:

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from ds_ckpt.cli import app
 from ds_ckpt.hosts.cluster import Hardware
+from ds_ckpt.plan.rivals import Zero1, zero1
 from ds_ckpt.plan.search import NEEDED, Question
 
 pytestmark = pytest.mark.slow
@@ -72,14 +73,14 @@ def test_the_tables_of_clusters_are_what_the_command_writes(benchmark: Any) -> N
 
 @pytest.mark.parametrize("accumulation", [1, 8])
 def test_zero_1_of_the_tables_sends_what_was_measured(benchmark: Any, accumulation: int) -> None:
-    bench, tables = benchmark("plan_accuracy"), benchmark("plan_tables")
+    bench = benchmark("plan_accuracy")
     model = bench.Predictor().model("wider")
     known = Hardware.load(None, "--cluster")
     cluster = known.cluster("2 nodes x 1 A100, 1 Gbit/s", NEEDED)
     assert cluster is not None
-    search = tables.Zero1(Question(model, cluster, 5e-6, 2 * accumulation, "equal"))
+    search = Zero1(Question(model, cluster, 5e-6, 2 * accumulation, "equal"))
     found = next(one for one in search.all if one.setting.micro_steps == accumulation)
-    step = tables.zero1(found).step
+    step = zero1(found).step
     changed = 2 * model.elements / 2
     rows = json.loads((RESULTS / "weight_bytes.json").read_text())
     wanted = {"layout": "2x1", "cell": "ZeRO-1", "accumulation": accumulation}

@@ -20,6 +20,8 @@ from ds_ckpt.hosts.probe import Links, Pair
 from ds_ckpt.plan import model as costs
 from ds_ckpt.plan import search as choices
 from ds_ckpt.plan.model import ACTIVATIONS, Model
+from ds_ckpt.plan.report import would_change
+from ds_ckpt.plan.rivals import Zero1, best_zero1, zero1
 from ds_ckpt.plan.search import HPZ, NEEDED, ZERO3, Question, Search, deepspeed_file
 from ds_ckpt.plan.ways import DENSE, RESIDENT, STOCK, Method, gradients, methods, weights
 from ds_ckpt.planner.budget import Planner
@@ -185,6 +187,29 @@ def test_hpz_is_priced_as_its_bytes(ask: Callable[..., Search]) -> None:
     assert hpz.needed_bytes > zero3.needed_bytes
 
 
+def test_zero_1_is_told_beside_the_candidates(ask: Callable[..., Search], demo: Model) -> None:
+    """It sends the same however many micro-steps there are, and waits for what has changed."""
+    search = ask("2 nodes x 1 A100, 100 Mbit/s", sequences=8)
+    tried = Zero1(search.question).all
+    assert len({one.setting.micro_steps for one in tried}) == 3
+    for one in tried:
+        step = zero1(one).step
+        assert step.link_bytes == pytest.approx(2 * 2 * demo.trained / 2)
+        assert step.parts_s["update"] >= 2 * demo.trained / 2 / (100e6 / 8)
+        assert one.memory["weights, gradients, optimizer"] >= (2 + 2 + 12 / 2) * demo.elements
+    rival = best_zero1(search.question)
+    assert rival is not None
+    (fast,) = (m for m in search.methods if m.name == STOCK)
+    stock = search.mixture(1, ZERO3, fast, False)
+    assert stock is not None
+    assert stock.step.seconds > rival.step.seconds
+    *_, said = would_change(search, stock)
+    assert said.startswith("ZeRO-1, no candidate, is faster: ")
+    *_, said = would_change(search, search.best())
+    assert said.startswith("ZeRO-1, no candidate, is not faster: ")
+    assert best_zero1(replace(search.question, memory=0.001)) is None
+
+
 def test_memory_is_that_of_the_profile(ask: Callable[..., Search], demo: Model) -> None:
     search = ask()
     for one in search.all[:: len(search.all) // 7]:
@@ -294,6 +319,7 @@ def test_json_has_the_whole_answer(tmp_path: Path) -> None:
     assert [line.partition(":")[0] for line in found["would_change"]] == [
         *("Links of 0.25 Gbit/s", "Links of 4 Gbit/s"),
         "160 GB of memory",
+        "ZeRO-1, no candidate, is not faster",
     ]
     assert all("tokens/s" in line for line in links)
     drawn = picture.read_text()
