@@ -212,7 +212,10 @@ class Search:
     def __init__(self, question: Question) -> None:
         self.question = question
         self.told: Callable[[str], object] = lambda words: None
-        self.methods, self.refused = methods(question.loss)
+        machine = question.machine
+        two_levels = machine.hosts > 1 and machine.local > 1
+        exchanging = machine.hosts if two_levels else machine.processes
+        self.methods, self.refused = methods(question.loss, exchanging)
         processes, rows = question.machine.processes, question.model.rows
         if question.sequences % (processes * rows):
             fits = max(1, round(question.sequences / processes / rows)) * processes * rows

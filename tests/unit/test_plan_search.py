@@ -280,6 +280,25 @@ def test_verdicts_decide_what_may_be_lost() -> None:
     assert "topk_1pct" in refused
 
 
+def test_without_feedback_no_more_may_round_than_verdicts_are_of(
+    ask: Callable[..., Search],
+) -> None:
+    """Verdicts on it are of four workers, and with eight it is open."""
+    rounds = "2bit_no_feedback"
+
+    def names(text: str, **changed: object) -> set[str]:
+        search = ask(text, sequences=64, **changed)
+        assert {m.name for m in search.refused}.isdisjoint(m.name for m in search.methods)
+        return {m.name for m in search.methods}
+
+    assert rounds in names("4 nodes x 8 A100, 1 Gbit/s")  # hosts' sums are exact
+    assert rounds in names("4 nodes x 1 A100, 1 Gbit/s")
+    assert rounds not in names("8 nodes x 1 A100, 1 Gbit/s")
+    assert rounds not in names("8 nodes x 8 A100, 1 Gbit/s", loss=0.006)
+    assert rounds in names("8 nodes x 1 A100, 1 Gbit/s", loss="any")
+    assert "3bit" in names("8 nodes x 8 A100, 1 Gbit/s")
+
+
 def plan(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": "200"})
     return result.exit_code, result.output
