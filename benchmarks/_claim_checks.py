@@ -6,6 +6,7 @@ of time, so that a deadlock is a result.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import os
@@ -204,6 +205,89 @@ def reversible() -> dict[str, Any]:
         ]
         found["gradient_error"] = max(errors)
     return found
+
+
+def inference() -> dict[str, Any]:
+    """A small Llama with all blocks checkpointed, nothing to go backward: operators and FLOPs."""
+    import transformers
+
+    from ds_ckpt.activation import CheckpointedBlocks
+    from ds_ckpt.planner.costs import flops_of, launches
+    from ds_ckpt.telemetry.memory import MemoryTracker, Operator
+
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=172, num_hidden_layers=4, num_attention_heads=4
+    )
+    config.vocab_size = 256
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).eval()
+    ids = torch.arange(128)[None]
+
+    def answer() -> tuple[int, int, Tensor]:
+        counted = [0, 0]
+
+        def count(operator: Operator) -> None:
+            counted[0] += launches(operator)
+            counted[1] += flops_of(operator)
+
+        with torch.no_grad(), MemoryTracker(model, operator=count):
+            logits: Tensor = model(input_ids=ids, use_cache=False).logits
+        return counted[0], counted[1], logits
+
+    plain = answer()
+    blocks = CheckpointedBlocks(model)
+    checkpointed = answer()
+    blocks.remove()
+    return {
+        "blocks": len(blocks.blocks),
+        "launches": checkpointed[0] / plain[0],
+        "flops": checkpointed[1] / plain[1],
+        "equal": torch.equal(plain[2], checkpointed[2]),
+    }
+
+
+def jax_remat() -> dict[str, Any]:
+    """Four layers in JAX with and without `jax.checkpoint`: equations of the gradient's program,
+    and what is kept for it. Needs `pip install jax`, which nothing else here does."""
+    jax = importlib.import_module("jax")
+    numpy = jax.numpy
+    leaves = jax.tree_util.tree_leaves
+
+    def equations(program: Any) -> int:
+        """Those of programs within it, too."""
+        found = 0
+        for equation in program.eqns:
+            values = leaves(list(equation.params.values()), is_leaf=_is_program)
+            inner = [getattr(value, "jaxpr", value) for value in values if _is_program(value)]
+            found += sum(map(equations, inner)) if inner else 1
+        return found
+
+    def layer(x: Any, weights: Any) -> Any:
+        return x + numpy.tanh(x @ weights[0]) @ weights[1]
+
+    def loss_of(layer: Any) -> Any:
+        def loss(layers: Any, x: Any) -> Any:
+            for weights in layers:
+                x = layer(x, weights)
+            return numpy.sum(x**2)
+
+        return loss
+
+    layers = [(numpy.ones((64, 256)), numpy.ones((256, 64))) for _ in range(4)]
+    x = numpy.ones((128, 64))
+    found: dict[str, Any] = {"version": jax.__version__}
+    for name, one in (("plain", layer), ("remat", jax.checkpoint(layer))):
+        found[f"equations_{name}"] = equations(
+            jax.make_jaxpr(jax.grad(loss_of(one)))(layers, x).jaxpr
+        )
+        _, backward = jax.vjp(loss_of(one), layers, x)
+        found[f"residuals_{name}"] = len(leaves(backward))
+        found[f"residual_bytes_{name}"] = sum(int(kept.nbytes) for kept in leaves(backward))
+    return found
+
+
+def _is_program(value: Any) -> bool:
+    return hasattr(value, "eqns") or hasattr(value, "jaxpr")
 
 
 # FSDP on two processes
@@ -405,6 +489,8 @@ CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
         reentrant,
         grad_in_place,
         reversible,
+        inference,
+        jax_remat,
         fsdp_order,
         reentrant_fsdp,
     )

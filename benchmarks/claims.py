@@ -279,6 +279,17 @@ class Results:
 
         return speed("| block/stock | 14 (equal memory)") / speed("| none/stock")
 
+    def spread(self, rate_mbit: float) -> float:
+        """`plan_accuracy.json`: the longest over the shortest measured step of one link, all of one
+        sequence on two hosts of one process."""
+        wanted = {"shape": "demo", "slots": 1, "rate_mbit": rate_mbit, "accumulation": 1}
+        rows = [
+            min(row["step_s"])
+            for row in self.json("plan_accuracy.json")
+            if (wanted | {"sequences": 1}).items() <= row.items()
+        ]
+        return max(rows) / min(rows)
+
     def accelerator(self, name: str) -> Any:
         """`ds_ckpt/hosts/hardware.json`: figures of data sheets."""
         path = HERE.parent / "ds_ckpt" / "hosts" / "hardware.json"

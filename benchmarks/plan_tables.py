@@ -1,4 +1,4 @@
-"""What ZeRO-3, hpZ, ZeRO++ and this plugin's best plan reach on clusters that nobody here has.
+"""What plain DeepSpeed and this plugin's best plan reach on clusters that nobody here has.
 
     python benchmarks/plan_tables.py -o docs/plan_tables.md
 
@@ -16,7 +16,7 @@ DeepSpeed has neither on hosts of one GPU.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from ds_ckpt.errors import UnsupportedError
 from ds_ckpt.hosts.cluster import Hardware
 from ds_ckpt.plan.model import Model
 from ds_ckpt.plan.report import figures, words
+from ds_ckpt.plan.rivals import Zero1, zero1
 from ds_ckpt.plan.search import HPZ, NEEDED, ZERO3, Candidate, Question, Search, best_of
 from ds_ckpt.plan.simulate import Link
 from ds_ckpt.plan.ways import RESIDENT
@@ -70,11 +71,15 @@ def zeropp(one: Candidate) -> Candidate:
     return replace(one, way=replace(one.way, itemsize=1, hpz=True, gradients=gradients))
 
 
-def fastest(candidates: Sequence[Candidate], network: Link) -> Candidate | None:
+def fastest(
+    candidates: Sequence[Candidate],
+    network: Link,
+    change: Callable[[Candidate], Candidate] = lambda one: one,
+) -> Candidate | None:
     if not candidates:
         return None
     machine = replace(candidates[0].machine, network=network)
-    return best_of([replace(one, machine=machine) for one in candidates])
+    return best_of([change(replace(one, machine=machine)) for one in candidates])
 
 
 def rows(search: Search, rates: list[float], latencies: list[float]) -> Iterator[str]:
@@ -83,12 +88,18 @@ def rows(search: Search, rates: list[float], latencies: list[float]) -> Iterator
     if not search.all:
         search.best()  # says why
     ours = of(search, ZERO3, *RESIDENT, stock=False)
-    kinds = [of(search, ZERO3), of(search, HPZ), [zeropp(one) for one in of(search, HPZ)], ours]
+    hpz, whole = of(search, HPZ), Zero1(question).all
     named = question.machine.network.latency_s
     for latency_s in [ms / 1e3 for ms in latencies] or [named]:
         for rate in rates:
             link = Link(rate * 1e9 / 8, latency_s)
-            found = [fastest(kind, link) for kind in kinds]
+            found = [
+                fastest(whole, link, zero1),
+                fastest(of(search, ZERO3), link),
+                fastest(hpz, link),
+                fastest(hpz, link, zeropp),
+                fastest(ours, link),
+            ]
             cells = [f"{question.tokens / f.step.seconds:,.0f}" if f else "-" for f in found]
             *rivals, _, best = found
             assert best is not None
@@ -125,8 +136,9 @@ def sections() -> Iterator[str]:
                 ms = (" latency |", "---|") if latencies else ("", "")
                 yield "\n".join(
                     [
-                        f"| Gbit/s |{ms[0]} ZeRO-3 | hpZ | ZeRO++ | ds_ckpt | pays | its plan |",
-                        f"|---|{ms[1]}---|---|---|---|---|---|",
+                        f"| Gbit/s |{ms[0]} ZeRO-1 | ZeRO-3 | hpZ | ZeRO++ | ds_ckpt | pays "
+                        "| its plan |",
+                        f"|---|{ms[1]}---|---|---|---|---|---|---|",
                         *table,
                     ]
                 )
@@ -155,13 +167,17 @@ What is assumed:
   and gradients in 4 bits, by the volumes that its authors publish (arXiv 2306.10209; DeepSpeed's
   blog on ZeRO++); the time of its kernels is not counted, nor what it costs in loss. DeepSpeed has
   neither on hosts of one GPU.
+- *ZeRO-1* needs memory for all weights and gradients on every process, and sends the same bytes
+  however many micro-steps a step has: gradients by all-reduce, weights once behind the optimizer.
+  Where it fits it is the rival, over slow links above all; "-": it does not fit.
 - A gather between hosts is a ring: a latency a hop and module, which is most of a ZeRO-3 step over
   the internet. Optimizer states are not offloaded.
 - Links reach the rate that is named, in both directions at once; congestion, protocols and lost
   packets are not in it. What packing takes is memory traffic; kernels hold up computing.
-- *ZeRO-3* and *hpZ* have this plugin's checkpointing, too, with plain gradients and weights.
-- *pays*: tokens of the plugin's best plan over those of the faster of ZeRO-3 and hpZ; under 1.01 it
-  does not pay.
+- *ZeRO-1*, *ZeRO-3* and *hpZ* have this plugin's checkpointing, too, with plain gradients and
+  weights.
+- *pays*: tokens of the plugin's best plan over those of the fastest of ZeRO-1, ZeRO-3 and hpZ;
+  under 1.01 it does not pay.
 """
 
 

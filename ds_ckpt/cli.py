@@ -5,6 +5,7 @@ Heavy imports stay inside the commands: `validate` and `schema` load no DeepSpee
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -42,8 +43,11 @@ EXAMPLES = {
 
 
 def _add(to: typer.Typer, name: str, function: Callable[..., None], **settings: Any) -> None:
-    last = name.split()[-1]
-    to.command(last, epilog=f"Example: `{EXAMPLES[name]}`", **settings)(function)
+    """With the docstring as help, in paragraphs that the terminal breaks, not the source."""
+    text = inspect.getdoc(function) or ""
+    paragraphs = [" ".join(part.split()) for part in text.split("\n\n")]
+    settings |= {"help": "\n\n".join(paragraphs), "epilog": f"Example: `{EXAMPLES[name]}`"}
+    to.command(name.split()[-1], **settings)(function)
 
 
 _add(commands.hosts, "hosts run", commands.run, context_settings={"ignore_unknown_options": True})

@@ -146,6 +146,11 @@ def tokens_of(batch: Any) -> int:
     return 1
 
 
+def rows_of(batch: Any) -> int:
+    """Sequences of a batch: the first size of its first tensor that has one, else 1."""
+    return next((int(leaf.shape[0]) for leaf in tensors_in(batch) if leaf.dim()), 1)
+
+
 # The kinds of MODEL.
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -85,7 +86,8 @@ def commands() -> str:
     lines = ["# Every command", "", _HEAD.format(source="the commands' own help")]
     lines += ["`ds-ckpt --install-completion` makes the shell complete them.", ""]
     for name, command in _commands(typer.main.get_command(app)):
-        lines += [f"## ds-ckpt {name}", "", inspect.cleandoc(command.help or ""), ""]
+        paragraphs = [textwrap.fill(part, 100) for part in (command.help or "").split("\n\n")]
+        lines += [f"## ds-ckpt {name}", "", "\n\n".join(paragraphs), ""]
         lines += ["```bash", EXAMPLES[name], "```", ""]
         hints = get_type_hints(inspect.unwrap(command.callback))
         lines += ["| option | value | default | |", "|---|---|---|---|"]

@@ -35,8 +35,6 @@ def run(
 ) -> None:
     """Bring hosts up, run a command in the first one, take the hosts down.
 
-    `ds-ckpt hosts run --hosts 2 --rate 200mbit -- deepspeed train.py --deepspeed_config C`
-
     `deepspeed` is given the options that lead it to all the hosts. Any other command finds a
     hostfile in $DS_CKPT_HOSTFILE and settings for pdsh and mpirun in its environment. Exits as
     the command does.
@@ -114,11 +112,15 @@ def probe(
 
     rate_mbit = parse_rate(rate)
     with errors_in_words(), signals_as_exit():
-        if hostfile is not None:
-            links = probe.probe(Hostfile(hostfile), seconds=seconds)
-        else:
-            with EmulatedHosts(count, rate_mbit=rate_mbit) as emulated:
-                links = probe.probe(emulated, seconds=seconds)
+        with contextlib.ExitStack() as stack:
+            where: Hostfile | EmulatedHosts
+            if hostfile is not None:
+                where = Hostfile(hostfile)
+            else:
+                where = stack.enter_context(EmulatedHosts(count, rate_mbit=rate_mbit))
+            names = len(where.names)
+            told = stack.enter_context(progress(names * (names - 1) // 2))
+            links = probe.probe(where, seconds=seconds, told=told)
     if hostfile is None:
         typer.echo(_described(rate_mbit))
     for pair in links.pairs:
@@ -163,6 +165,30 @@ def errors_in_words() -> Iterator[None]:
     except DsCkptError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
+
+
+@contextlib.contextmanager
+def progress(steps: int) -> Iterator[Callable[[str], None]]:
+    """What to call with each step that begins: a bar on a terminal, else nothing is shown.
+
+    Steps are of about equal length, which the time left is reckoned from.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = BarColumn(20), TimeRemainingColumn(compact=True), TextColumn("{task.description}")
+    console = Console(stderr=True)
+    hidden = not console.is_terminal
+    with Progress(*columns, console=console, disable=hidden, transient=True) as bar:
+        task = bar.add_task("", total=1 + steps)
+        done = -1
+
+        def told(text: str) -> None:
+            nonlocal done
+            done += 1
+            bar.update(task, description=text, completed=min(done, steps))
+
+        yield told
 
 
 def write(path: Path | None, to: Callable[[Path], object]) -> None:

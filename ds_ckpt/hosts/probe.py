@@ -30,6 +30,7 @@ import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ from pydantic import TypeAdapter
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.hosts.backends import Hostfile
 from ds_ckpt.hosts.emulated import EmulatedHosts
-from ds_ckpt.hosts.launcher import LaunchError, run
+from ds_ckpt.hosts.launcher import LOG, LaunchError, run
 
 FORMAT = "ds_ckpt links 1"
 _PINGS = 60
@@ -52,6 +53,8 @@ _SMALL_BYTES, _LARGE_BYTES = 1 << 15, 1 << 20
 """Messages of slow and fast links. Small ones travel in one piece, so that they end in turn."""
 _FAST_BYTES_PER_S = 5e8
 _TAG, _SYNC_TAG = 7, 8
+_BEGUN = "measuring "
+"""What the first process says before each pair."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,8 @@ def measure(comm: Any, seconds: float) -> Links | None:
     for first in range(comm.size):
         for second in range(first + 1, comm.size):
             comm.Barrier()
+            if comm.rank == 0:
+                print(f"{_BEGUN}{hosts[first]} - {hosts[second]}", flush=True)
             seen = None
             if comm.rank in (first, second):
                 end = _End(comm, MPI, second if comm.rank == first else first)
@@ -222,10 +227,18 @@ def _rate(arrivals_s: list[float], size: int) -> float:
     return (len(timed_s) - 1) * size / (timed_s[-1] - timed_s[0])
 
 
-def probe(hosts: EmulatedHosts | Hostfile, *, seconds: float = 1.0) -> Links:
+def probe(
+    hosts: EmulatedHosts | Hostfile,
+    *,
+    seconds: float = 1.0,
+    told: Callable[[str], object] = lambda words: None,
+) -> Links:
     """The links between hosts, reached as `mpirun` reaches them.
 
     Machines need this Python environment at the same path, as `deepspeed --hostfile` does too.
+
+    Args:
+        told: called with words before each pair.
 
     Raises:
         UnsupportedError: no mpi4py, no mpirun, or fewer than two hosts.
@@ -258,8 +271,19 @@ def probe(hosts: EmulatedHosts | Hostfile, *, seconds: float = 1.0) -> Links:
     with tempfile.TemporaryDirectory(prefix="ds_ckpt_probe_") as temporary:
         folder = Path(temporary)
         out = folder / "links.json"
+        begun = list[str]()
+
+        def attend() -> None:
+            lines = (folder / LOG).read_text(errors="replace").splitlines(keepends=True)
+            whole = [line for line in lines if line.startswith(_BEGUN) and line.endswith("\n")]
+            for line in whole[len(begun) :]:
+                begun.append(line)
+                told(line.strip())
+
         try:
-            run(hosts.prepare([*argv, f"--out={out}"], folder), folder, limit_s=limit_s)
+            prepared = hosts.prepare([*argv, f"--out={out}"], folder)
+            run(prepared, folder, limit_s=limit_s, attend=attend)
+            attend()
         except LaunchError as error:
             headline = "the link probe did not finish; `mpirun ... hostname` is the shortest test"
             raise LaunchError(error.problems, headline=headline) from None

@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ds_ckpt.hosts.commands import errors_in_words, write
-from ds_ckpt.profile.command import progress
+from ds_ckpt.hosts.commands import errors_in_words, progress, write
 
 DEFAULT_TOKENS = 1 << 20
 """Of a step: what is tried where nobody says how large a batch may be."""
@@ -27,7 +26,7 @@ def plan(
         str,
         typer.Argument(
             help="As of `ds-ckpt profile`, or a common model by name: llama-1b, llama-7b, "
-            "llama-13b, llama-70b, mixtral-8x7b, qwen2.5-7b."
+            "llama-13b, llama-65b, llama-70b, mixtral-8x7b, qwen2.5-7b."
         ),
     ],
     cluster: Annotated[
@@ -77,8 +76,6 @@ def plan(
 ) -> None:
     """Which settings train a model fastest on a cluster, within memory and loss.
 
-    `ds-ckpt plan llama-7b --cluster "4 nodes x 8 A100, 100 Gbit/s" -o plan.json`
-
     Simulates steps: nothing is run, and no GPU is needed. Says what each figure stands on.
     """
     import torch
@@ -115,7 +112,13 @@ def plan(
         names = tuple(word.strip() for word in modules.split(",") if word.strip())
         with Console(stderr=True).status("surveying the model", spinner="line"):
             made = Model(model, Sizes(tokens, types[dtype]), names or None)
-        each = max(1, round(DEFAULT_TOKENS / made.tokens / named.devices))
+        each = made.rows
+        if made.tokens > 1:
+            each *= max(1, round(DEFAULT_TOKENS / made.tokens / made.rows / named.devices))
+        elif made.sized and batch is None:
+            why = "the model's batch has no token ids, so nobody can tell how many are usual"
+            known.wrong("--batch", "nothing", why, f"write --batch {8 * named.devices}")
+            known.done("this cannot be planned")
         question = Question(
             made,
             named,

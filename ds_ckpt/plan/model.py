@@ -28,7 +28,7 @@ from ds_ckpt.planner.survey import Survey, simulate, survey
 from ds_ckpt.profile.measure import built_fake
 from ds_ckpt.profile.policies import blocks_of
 from ds_ckpt.profile.states import Parameters
-from ds_ckpt.subject import Sizes, arguments_of, find_subject, tokens_of
+from ds_ckpt.subject import Sizes, arguments_of, find_subject, rows_of, tokens_of
 
 SURVEYED = 2
 """Blocks: the first may hold what all share, such as rotary tables."""
@@ -102,6 +102,11 @@ class Model:
         name: as `ds-ckpt profile` takes it.
         modules: class names or patterns of a plain model's blocks.
 
+    Attributes:
+        rows: a micro-batch is a multiple of so many sequences: 1, or all that a function returns
+            which cannot be told how many.
+        tokens: of a sequence; 1 where a batch has no token ids.
+
     Raises:
         UnsupportedError: there is no such model, or it does not run on fake tensors.
     """
@@ -114,6 +119,7 @@ class Model:
             self._subject = find_subject(name, replace(sizes, layers=SURVEYED))
         made = built_fake(self._subject, 1)
         model, self.tokens = made.model, tokens_of(made.batch)
+        self.rows = 1 if self.sized else rows_of(made.batch)
         self._repeated = repeated
         blocks, self._modules = blocks_of(model, modules)
         blocks = [b for b in blocks if not any(b.name.startswith(f"{o.name}.") for o in blocks)]
@@ -167,7 +173,7 @@ class Model:
                 repeated=self._repeated,
             )
             self._known[sequences, rates] = MicroBatch(
-                sequences, planner, sequences * self._beside_bytes
+                sequences, planner, sequences * self._beside_bytes // self.rows
             )
         return self._known[sequences, rates]
 
@@ -182,8 +188,8 @@ class Model:
 
     @functools.cached_property
     def _beside_bytes(self) -> int:
-        """Of one sequence."""
-        made, found = self._surveyed(1)
+        """Of the smallest micro-batch."""
+        made, found = self._surveyed(self.rows)
         planner = Planner(found, Rates(1.0, 1.0, 1.0), 0)
         recomputed = planner.words[min(1, len(planner.words) - 1)]
         alone = planner.all_alike(recomputed, ACTIVATIONS)
@@ -194,8 +200,8 @@ class Model:
 
     @functools.cached_property
     def work(self) -> tuple[float, float]:
-        """FLOPs of a forward with one sequence, and bytes that operators move that are none."""
-        found = self._surveyed(1)[1]
+        """FLOPs of the smallest micro-batch's forward, and bytes that other operators move."""
+        found = self._surveyed(self.rows)[1]
         products = Planner(found, Rates(1.0, math.inf, math.inf), 0, repeated=self._repeated)
         others = Planner(found, Rates(math.inf, 1.0, math.inf), 0, repeated=self._repeated)
         return sum(products.forward_s), sum(others.forward_s)

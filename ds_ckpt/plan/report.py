@@ -12,9 +12,11 @@ from itertools import chain
 from typing import Any
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 
 from ds_ckpt.hosts.cluster import Figure
+from ds_ckpt.plan.rivals import ZERO1, best_zero1
 from ds_ckpt.plan.search import (
     BUDGET,
     HPZ,
@@ -33,7 +35,7 @@ from ds_ckpt.telemetry.units import GIB
 
 NETWORK, MEMORY = (0.25, 4.0), 2.0
 """Times what there is, asked for what would change the choice."""
-WEIGHTS = {ZERO3: "ZeRO-3's weights", HPZ: "hpZ"}
+WEIGHTS = {ZERO3: "ZeRO-3's weights", HPZ: "hpZ", ZERO1: ZERO1}
 _NOTHING = 5e-4
 """Of a step: what is not worth a word."""
 
@@ -87,7 +89,7 @@ def beaten_by(best: Candidate, other: Candidate | None) -> str:
 
 
 def would_change(search: Search, best: Candidate) -> Iterator[str]:
-    """What a faster or slower link and more memory would lead to."""
+    """What a faster or slower link, more memory and ZeRO-1 would lead to."""
     question = search.question
     link = question.machine.network
     for factor in NETWORK if question.machine.hosts > 1 else ():
@@ -97,6 +99,12 @@ def would_change(search: Search, best: Candidate) -> Iterator[str]:
     larger = Search(replace(question, memory=MEMORY)).best()
     memory = MEMORY * question.cluster.device["memory_bytes"] / 1e9
     yield f"{memory:g} GB of memory: {_compared(question, best, larger)}"
+    rival = best_zero1(question)
+    if rival is None:
+        yield f"{ZERO1}, no candidate, does not fit"
+        return
+    faster = "faster" if (1 + TIE) * rival.step.seconds < best.step.seconds else "not faster"
+    yield f"{ZERO1}, no candidate, is {faster}: {_compared(question, best, rival)}"
 
 
 def _compared(question: Question, best: Candidate, other: Candidate) -> str:
@@ -120,10 +128,11 @@ def show(search: Search, best: Candidate, console: Console) -> None:
     """The whole answer."""
     question, step = search.question, best.step
     model = question.model
+    loss = question.loss if isinstance(question.loss, str) else f"{100 * question.loss:g}%"
     console.print(
         f"{model.name}: {model.elements / 1e9:.2f} G parameters, {len(model.blocks)} blocks, "
         f"sequences of {model.tokens} tokens; {question.cluster.text}; {question.sequences} "
-        f"sequences ({question.tokens / 1e6:.2f} M tokens) a step; loss: {question.loss}"
+        f"sequences ({question.tokens / 1e6:.2f} M tokens) a step; loss: {loss}"
     )
     console.print(f"\n[bold]Best:[/bold] {words(best.setting)}")
     console.print(
@@ -154,7 +163,7 @@ def show(search: Search, best: Candidate, console: Console) -> None:
             seconds = f"{one.step.seconds:.3g}" if one.fits else ""
             rate = f"{question.tokens / one.step.seconds:,.0f}" if one.fits else ""
             cells = [seconds, rate, f"{one.needed_bytes / GIB:.1f}"]
-        table.add_row(f"  {change}", *cells, beaten_by(best, one))
+        table.add_row(Padding.indent(change, 2), *cells, beaten_by(best, one))
     console.print(table)
     if search.refused:
         names = ", ".join(method.name for method in search.refused)

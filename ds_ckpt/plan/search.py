@@ -212,11 +212,15 @@ class Search:
     def __init__(self, question: Question) -> None:
         self.question = question
         self.told: Callable[[str], object] = lambda words: None
-        self.methods, self.refused = methods(question.loss)
-        processes = question.machine.processes
-        if question.sequences % processes:
-            fits = max(1, round(question.sequences / processes)) * processes
+        machine = question.machine
+        two_levels = machine.hosts > 1 and machine.local > 1
+        exchanging = machine.hosts if two_levels else machine.processes
+        self.methods, self.refused = methods(question.loss, exchanging)
+        processes, rows = question.machine.processes, question.model.rows
+        if question.sequences % (processes * rows):
+            fits = max(1, round(question.sequences / processes / rows)) * processes * rows
             why = f"each of {processes} processes trains equally many sequences"
+            why += f", {rows} at a time, as the model's batch has" * (rows > 1)
             raise ConfigError(
                 Problem("--batch", f"{question.sequences} sequences", why, f"write {fits}"),
                 headline="the batch cannot be divided",
@@ -290,7 +294,7 @@ class Search:
     def micro_batches(self) -> Sequence[int]:
         """Sequences that a micro-batch can have."""
         if not self.question.model.sized:
-            return [1]
+            return [self.question.model.rows]
         return [n for n in range(1, self.each + 1) if self.each % n == 0]
 
     def mixture(self, sequences: int, kind: str, method: Method, offload: bool) -> Candidate | None:
@@ -422,13 +426,15 @@ class Search:
 
     def _nothing_fits(self) -> UnsupportedError:
         question = self.question
-        at = question.model.at(1, question.rates)
-        memory = self._memory(1, ZERO3, Method(STOCK))
+        rows = question.model.rows
+        at = question.model.at(rows, question.rates)
+        memory = self._memory(rows, ZERO3, Method(STOCK))
         least = at.planner.least(replace(ACTIVATIONS, offload=True)).needed_bytes
         need = sum(memory.values()) + least
         parts = ", ".join(f"{what} {n / GIB:.1f}" for what, n in memory.items() if n)
         why = (
-            f"one sequence of {question.model.tokens} tokens, with all recomputed and offloaded, "
+            f"{'one sequence' if rows == 1 else f'{rows} sequences'} of {question.model.tokens} "
+            "tokens, with all recomputed and offloaded, "
             f"needs {need / GIB:.1f} GiB of an accelerator ({parts}, activations "
             f"{least / GIB:.1f}), and {question.capacity_bytes / GIB:.1f} are to be used"
         )

@@ -71,15 +71,23 @@ class Method:
         return residuals_of(model.parameters, self.settings, accumulation, world, hosts)
 
 
-def methods(loss: Loss) -> tuple[list[Method], list[Method]]:
-    """What may be tried, and what validation does not allow."""
+def methods(loss: Loss, exchanging: int = 1) -> tuple[list[Method], list[Method]]:
+    """What may be tried, and what validation does not allow.
+
+    Args:
+        exchanging: processes, or hosts, among which gradients are rounded. Without error feedback
+            each of them rounds off its share for good, so what is lost grows with their number
+            (docs/accuracy.md): no more are allowed than verdicts are of.
+    """
     dense = {"method": "dense"}
     allowed = [Method(STOCK), Method(DENSE, dense), Method(DENSE_ONCE, {**dense, **ONCE})]
     refused = list[Method]()
     for name, (section, records) in sections_on_record().items():
         method = Method(name, section, tuple(records))
-        (allowed if allows(records, loss) else refused).append(method)
-        if section.get("error_feedback", {}).get("enabled", True):
+        fed_back = section.get("error_feedback", {}).get("enabled", True)
+        enough = fed_back or loss == "any" or exchanging <= max(r.workers for r in records)
+        (allowed if enough and allows(records, loss) else refused).append(method)
+        if fed_back:
             on_host = {**section.get("error_feedback", {}), "device": "cpu"}
             other = Method(
                 f"{name}, residuals in host memory",

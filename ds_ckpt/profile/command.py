@@ -5,14 +5,12 @@ Heavy imports stay inside the command.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from ds_ckpt.hosts.commands import errors_in_words, write
+from ds_ckpt.hosts.commands import errors_in_words, progress, write
 
 
 def profile(
@@ -118,30 +116,6 @@ def profile(
         document(found).print(Console(soft_wrap=False))
         write(json_file, lambda path: path.write_text(found.to_json(), encoding="utf-8"))
         write(plot_file, lambda path: charts.save(picture(found), path))
-
-
-@contextmanager
-def progress(steps: int) -> Iterator[Callable[[str], None]]:
-    """What to call with each step that begins: a bar on a terminal, else nothing is shown.
-
-    Steps are of about equal length, which the time left is reckoned from.
-    """
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = BarColumn(20), TimeRemainingColumn(compact=True), TextColumn("{task.description}")
-    console = Console(stderr=True)
-    hidden = not console.is_terminal
-    with Progress(*columns, console=console, disable=hidden, transient=True) as bar:
-        task = bar.add_task("", total=1 + steps)
-        done = -1
-
-        def told(text: str) -> None:
-            nonlocal done
-            done += 1
-            bar.update(task, description=text, completed=min(done, steps))
-
-        yield told
 
 
 def _split(text: str) -> list[str]:

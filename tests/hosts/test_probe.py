@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -30,7 +32,9 @@ def test_the_rate_that_was_set_is_found_within_5_percent(two_hosts: EmulatedHost
     """The best of a few tries: other work on the machine slows a stream, nothing speeds it."""
     one_way, both = [0.0, 0.0], [0.0, 0.0]
     for _ in range(6):
-        links = probe.probe(two_hosts)
+        said = list[str]()
+        links = probe.probe(two_hosts, told=said.append)
+        assert said == ["measuring host0 - host1"]
         assert links.hosts == ("host0", "host1")
         (pair,) = links.pairs
         assert 0 < pair.latency_s < 0.1
@@ -73,6 +77,28 @@ def test_what_mpirun_says_is_in_the_error(
     with pytest.raises(LaunchError, match="did not finish") as caught:
         probe.probe(two_hosts)
     assert "ppr:1:node" in str(caught.value)
+
+
+def test_each_pair_is_told_as_it_begins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of what the launched processes say only that, and no half of a line."""
+    hosts, links = tmp_path / "hosts", tmp_path / "links.json"
+    hosts.write_text("a slots=1\nb slots=1\n")
+    Links(("a", "b"), (Pair("a", "b", 1e-5, 1.0, 2.0, 3.0, 4.0),)).save(links)
+    script = "echo measuring a - b; echo MPI warns; printf 'measuring a'; sleep 0.5; echo ' - c'"
+
+    def prepare(_: Hostfile, argv: Sequence[str], folder: Path) -> Prepared:
+        out = argv[-1].removeprefix("--out=")
+        return Prepared(["sh", "-c", f"{script}; cp {links} {out}"], dict(os.environ))
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, *of: name == "mpi4py" or find(name, *of)
+    )
+    monkeypatch.setattr(Hostfile, "prepare", prepare)
+    said = list[str]()
+    assert probe.probe(Hostfile(hosts), told=said.append).hosts == ("a", "b")
+    assert said == ["measuring a - b", "measuring a - c"]
 
 
 def test_what_is_missing_is_said_in_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

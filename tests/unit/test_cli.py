@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 import subprocess
@@ -43,6 +44,17 @@ def test_every_command_has_an_example() -> None:
         return found
 
     assert names(typer.main.get_command(app)) == set(EXAMPLES)
+
+
+def test_help_is_broken_by_the_terminal_alone() -> None:
+    """Each word of a description goes behind the one before it while there is room."""
+    said = run(app, ["validate-accuracy", "--help"], env={"COLUMNS": "80", "TERM": "dumb"}).output
+    lines = [line.strip() for line in said.splitlines()]
+    begin = next(n for n, line in enumerate(lines) if line.startswith("Exit 0:"))
+    text = lines[begin : lines.index("", begin)]
+    assert len(text) > 2
+    for line, after in itertools.pairwise(text):
+        assert len(line) + 1 + len(after.split()[0]) > 78
 
 
 def test_shells_complete() -> None:

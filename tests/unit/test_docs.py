@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shutil
@@ -53,6 +54,21 @@ def test_a_page_that_is_wrong_is_found_by_a_browser(tmp_path: Path) -> None:
     assert "#there" not in said.stderr
     assert "fine/index.html" not in said.stderr
     assert "1280: it is" not in said.stderr
+
+
+@pytest.mark.slow
+def test_figures_are_what_the_results_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tomllib")  # Python 3.11
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    figures = importlib.import_module("figures")
+    written = {path.name: path.read_text() for path in figures.FIGURES.glob("*.svg")}
+    monkeypatch.setattr(figures, "FIGURES", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["figures.py"])
+    figures.main()
+    drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert drawn.keys() == written.keys()
+    for name, text in drawn.items():
+        assert text == written[name], f"draw {name} again: python benchmarks/figures.py"
 
 
 def test_reference_pages_are_what_the_code_says() -> None:

@@ -20,6 +20,8 @@ from ds_ckpt.hosts.probe import Links, Pair
 from ds_ckpt.plan import model as costs
 from ds_ckpt.plan import search as choices
 from ds_ckpt.plan.model import ACTIVATIONS, Model
+from ds_ckpt.plan.report import would_change
+from ds_ckpt.plan.rivals import Zero1, best_zero1, zero1
 from ds_ckpt.plan.search import HPZ, NEEDED, ZERO3, Question, Search, deepspeed_file
 from ds_ckpt.plan.ways import DENSE, RESIDENT, STOCK, Method, gradients, methods, weights
 from ds_ckpt.planner.budget import Planner
@@ -185,6 +187,29 @@ def test_hpz_is_priced_as_its_bytes(ask: Callable[..., Search]) -> None:
     assert hpz.needed_bytes > zero3.needed_bytes
 
 
+def test_zero_1_is_told_beside_the_candidates(ask: Callable[..., Search], demo: Model) -> None:
+    """It sends the same however many micro-steps there are, and waits for what has changed."""
+    search = ask("2 nodes x 1 A100, 100 Mbit/s", sequences=8)
+    tried = Zero1(search.question).all
+    assert len({one.setting.micro_steps for one in tried}) == 3
+    for one in tried:
+        step = zero1(one).step
+        assert step.link_bytes == pytest.approx(2 * 2 * demo.trained / 2)
+        assert step.parts_s["update"] >= 2 * demo.trained / 2 / (100e6 / 8)
+        assert one.memory["weights, gradients, optimizer"] >= (2 + 2 + 12 / 2) * demo.elements
+    rival = best_zero1(search.question)
+    assert rival is not None
+    (fast,) = (m for m in search.methods if m.name == STOCK)
+    stock = search.mixture(1, ZERO3, fast, False)
+    assert stock is not None
+    assert stock.step.seconds > rival.step.seconds
+    *_, said = would_change(search, stock)
+    assert said.startswith("ZeRO-1, no candidate, is faster: ")
+    *_, said = would_change(search, search.best())
+    assert said.startswith("ZeRO-1, no candidate, is not faster: ")
+    assert best_zero1(replace(search.question, memory=0.001)) is None
+
+
 def test_memory_is_that_of_the_profile(ask: Callable[..., Search], demo: Model) -> None:
     search = ask()
     for one in search.all[:: len(search.all) // 7]:
@@ -255,6 +280,25 @@ def test_verdicts_decide_what_may_be_lost() -> None:
     assert "topk_1pct" in refused
 
 
+def test_without_feedback_no_more_may_round_than_verdicts_are_of(
+    ask: Callable[..., Search],
+) -> None:
+    """Verdicts on it are of four workers, and with eight it is open."""
+    rounds = "2bit_no_feedback"
+
+    def names(text: str, **changed: object) -> set[str]:
+        search = ask(text, sequences=64, **changed)
+        assert {m.name for m in search.refused}.isdisjoint(m.name for m in search.methods)
+        return {m.name for m in search.methods}
+
+    assert rounds in names("4 nodes x 8 A100, 1 Gbit/s")  # hosts' sums are exact
+    assert rounds in names("4 nodes x 1 A100, 1 Gbit/s")
+    assert rounds not in names("8 nodes x 1 A100, 1 Gbit/s")
+    assert rounds not in names("8 nodes x 8 A100, 1 Gbit/s", loss=0.006)
+    assert rounds in names("8 nodes x 1 A100, 1 Gbit/s", loss="any")
+    assert "3bit" in names("8 nodes x 8 A100, 1 Gbit/s")
+
+
 def plan(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": "200"})
     return result.exit_code, result.output
@@ -289,8 +333,44 @@ def test_json_has_the_whole_answer(tmp_path: Path) -> None:
     assert best["step_s"] <= 1.01 * least_s
     assert all(figure["source"] for figure in found["figures"])
     assert "topk_1pct" in found["not_tried"]
+    assert all(one["why"] for one in found["beaten"])
+    links = [line for line in found["would_change"] if line.startswith("Links of")]
+    assert [line.partition(":")[0] for line in found["would_change"]] == [
+        *("Links of 0.25 Gbit/s", "Links of 4 Gbit/s"),
+        "160 GB of memory",
+        "ZeRO-1, no candidate, is not faster",
+    ]
+    assert all("tokens/s" in line for line in links)
     drawn = picture.read_text()
     assert all(word in drawn for word in (">compute<", ">network<", ">forward<", ">backward<"))
+
+
+def test_a_function_that_cannot_be_told_how_many(tmp_path: Path) -> None:
+    """Its batch is one micro-batch, and has no token ids: one of it a process without --batch."""
+    path = tmp_path / "plan.json"
+    fixed = ["tests.unit.profile_models:fixed", "--modules=Mixer", f"--cluster={TEXT}"]
+    code, said = plan(*fixed, f"--output={path}")
+    assert code == 0, said
+    assert "12 sequences" in said
+    file = json.loads(path.read_text())
+    assert file["train_micro_batch_size_per_gpu"] == 3
+    assert file["gradient_accumulation_steps"] == 1
+    code, said = plan(*fixed, "--batch=24", f"--output={path}")
+    assert code == 0, said
+    assert "micro-batch 3 x 2" in said
+    code, said = plan(*fixed, "--batch=16")
+    assert code == 1
+    assert "write 12" in said
+
+
+def test_a_function_that_can_be_told_must_be_told_where_nothing_counts_tokens() -> None:
+    stack = ["tests.unit.profile_models:stack", "--modules=Mixer", f"--cluster={TEXT}"]
+    code, said = plan(*stack)
+    assert code == 1
+    assert "--batch 32" in said
+    code, said = plan(*stack, "--batch=32")
+    assert code == 0, said
+    assert "32 sequences" in said
 
 
 def test_a_hostfile_with_probed_links(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from dataclasses import replace
 
 import pytest
@@ -128,6 +129,19 @@ def test_fewer_bytes_and_less_work_are_never_slower(machine, blocks, way, share)
     assert not_longer(simulate(even, blocks, way).seconds, before)
 
 
+def test_a_step_of_80_blocks_takes_a_few_milliseconds() -> None:
+    """At most 50 ms of this process's own time, whatever else the machine does; it takes 6."""
+    machine = Machine(16, 8, Link(12.5e9, 2e-5), Link(3e11, 5e-6), bus_bytes_per_s=3.2e10)
+    block = Block(850_000_000, 850_000_000, 0.02, 0.04, 0.02, calls=9, offloaded_bytes=1 << 24)
+    way = Way(8, 2, Gradients(0.4, 1.75, 1e-12, 1e-12), weights=Weights(2.0, 1e-12, 1e-12))
+    took_s = []
+    for _ in range(5):
+        start_s = time.process_time()
+        simulate(machine, [block] * 80, way)
+        took_s.append(time.process_time() - start_s)
+    assert min(took_s) < 0.05
+
+
 @law
 @given(machines, models, ways)
 def test_a_timeline_has_what_occupies_each_resource_in_turn(machine, blocks, way) -> None:
@@ -194,6 +208,46 @@ def test_a_gather_that_asks_nobody_costs_no_collective() -> None:
     again = [replace(block, recompute_s=1.0) for block in blocks]
     more = simulate(machine, again, resident).seconds - simulate(machine, blocks, resident).seconds
     assert more == pytest.approx(2 * 4 * (1.0 + 3 * 0.01))
+
+
+def test_every_call_waits_for_a_latency_a_hop() -> None:
+    machine = Machine(4, 1, Link(1e12, latency_s=0.5), Link(1e12), streams=False)
+    way = Way(1, 2, Gradients(0.0), prefetch=0)
+    step = simulate(machine, [Block(2, 0, forward_s=1.0, backward_s=2.0, calls=3)], way)
+    gathers_s, few_s = 2 * 3 * 3 * 0.5, 2 * 2 * 2 * 0.5  # of 3 hops; twice there and back of 4
+    assert step.seconds == pytest.approx(3.0 + gathers_s + few_s)
+
+
+def test_a_slow_host_computes_longer_and_all_wait_for_it() -> None:
+    machine = Machine(2, 1, Link(8.0), Link(1e12), streams=False)
+    gradients = Gradients(link_bytes=8.0, encode_s=0.5, decode_s=0.25)
+    way = Way(1, 4, gradients, bucket=4, prefetch=0, update_s=0.1)
+    block = [Block(4, 4, forward_s=1.0, backward_s=2.0, recompute_s=1.0)]
+    even, slow = (simulate(replace(machine, slowest=s), block, way).seconds for s in (1.0, 1.5))
+    computing_s = 4.0 + 0.1 + 4 * 0.75
+    link_s = 2 * 1.0 + 4.0  # backward has the recompute's gather
+    assert even == pytest.approx(computing_s + link_s)
+    assert slow == pytest.approx(1.5 * computing_s + link_s)
+
+
+def test_a_shapers_bucket_lets_through_what_a_pause_has_earned() -> None:
+    """Gathers of 4 bytes at 8 bytes a second, a pause of a second before each but the first."""
+    machine = Machine(2, 1, Link(8.0), Link(1e12), streams=False)
+    blocks, way = [Block(2, 0, 1.0, 1.0)] * 2, Way(1, 4, Gradients(0.0), prefetch=0)
+    for burst_bytes, gather_s in ((0.0, 0.5), (2.0, 0.25), (4.0, 0.0)):
+        bucket = replace(machine, network=Link(8.0, burst_bytes=burst_bytes))
+        assert simulate(bucket, blocks, way).seconds == pytest.approx(4 * 1.0 + 4 * gather_s)
+
+
+def test_a_link_that_queues_carries_all_to_alls_one_way_at_a_time() -> None:
+    queued = Machine(2, 1, Link(8.0, duplex=False), Link(1e12), streams=False)
+    machine = replace(queued, network=Link(8.0))
+    block, way = [Block(0, 2, 1.0, 2.0)], Way(1, 4, Gradients(8.0), bucket=2)
+    assert simulate(machine, block, way).seconds == pytest.approx(3.0 + 2.0)
+    assert simulate(queued, block, way).seconds == pytest.approx(3.0 + 4.0)
+    ring = replace(way, gradients=Gradients(8.0, blocks=True))
+    assert simulate(queued, block, ring).seconds == pytest.approx(3.0 + 2.0)
+    assert simulate(queued, block, way).link_bytes == simulate(machine, block, way).link_bytes
 
 
 @pytest.mark.parametrize("micro_steps", [1, 2, 5])

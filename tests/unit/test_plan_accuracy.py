@@ -1,0 +1,99 @@
+"""`ds-ckpt plan` against what was measured and published; what it says of clusters; its time.
+
+The benchmarks behind docs/plan.md and docs/plan_tables.md, on what is on record.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from ds_ckpt.cli import app
+from ds_ckpt.hosts.cluster import Hardware
+from ds_ckpt.plan.rivals import Zero1, zero1
+from ds_ckpt.plan.search import NEEDED, Question
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What imports a benchmark by name."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module
+
+
+def test_measured_steps_are_predicted_and_the_choice_is_near_the_best(
+    benchmark: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench = benchmark("plan_accuracy")
+    pairs = bench.predicted(bench.RESULTS)
+    record = (RESULTS / "plan_accuracy.txt").read_text().splitlines()
+    found = bench.predict(pairs)
+    assert len(found.errors) >= 60
+    assert statistics.median(found.errors) <= 0.1
+    assert bench.within(found.errors) >= 0.9 * len(found.errors)
+    assert found.tau >= 0.85
+    # not all of them: a lossless change takes fewer bits after more steps
+    assert bench.within(found.bytes_off, 0.03) >= 0.95 * len(found.bytes_off)
+    assert max(found.bytes_off) <= 0.035
+    assert capsys.readouterr().out.splitlines()[-1] in record, "predict again, keep what it says"
+    assert bench.within(bench.choose(pairs), 0.05) >= 6
+    assert capsys.readouterr().out.splitlines()[-1] in record, "choose again, keep what it says"
+
+
+def test_published_points_come_out_within_25_percent(
+    benchmark: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the data sheet's share of peak, or with the share that the program itself reached."""
+    benchmark("plan_published").main()
+    rows = [line for line in capsys.readouterr().out.splitlines() if "%" in line]
+    record = (RESULTS / "plan_published.txt").read_text().splitlines()
+    assert len(rows) >= 10
+    for row in rows:
+        assert row in record, "run it again, keep what it says"
+        off = [int(cell.strip()[:-1]) for cell in row.split("|") if cell.strip().endswith("%")]
+        assert min(map(abs, off)) <= 25, row
+
+
+def test_the_tables_of_clusters_are_what_the_command_writes(benchmark: Any) -> None:
+    tables = benchmark("plan_tables")
+    written = (ROOT / "docs" / "plan_tables.md").read_text(encoding="utf-8")
+    assert "\n".join([tables.HEAD, *tables.sections()]) + "\n" == written
+
+
+@pytest.mark.parametrize("accumulation", [1, 8])
+def test_zero_1_of_the_tables_sends_what_was_measured(benchmark: Any, accumulation: int) -> None:
+    bench = benchmark("plan_accuracy")
+    model = bench.Predictor().model("wider")
+    known = Hardware.load(None, "--cluster")
+    cluster = known.cluster("2 nodes x 1 A100, 1 Gbit/s", NEEDED)
+    assert cluster is not None
+    search = Zero1(Question(model, cluster, 5e-6, 2 * accumulation, "equal"))
+    found = next(one for one in search.all if one.setting.micro_steps == accumulation)
+    step = zero1(found).step
+    changed = 2 * model.elements / 2
+    rows = json.loads((RESULTS / "weight_bytes.json").read_text())
+    wanted = {"layout": "2x1", "cell": "ZeRO-1", "accumulation": accumulation}
+    (row,) = (row for row in rows if wanted.items() <= row.items())
+    assert bench.HEADERS * (step.link_bytes + changed) == pytest.approx(row["sent"], rel=0.01)
+    longest_s = step.parts_s["update"]
+    assert longest_s >= changed / cluster.rate.value * 8
+
+
+def test_a_plan_of_70_billion_parameters_takes_less_than_10_seconds() -> None:
+    """Of this process's own time, whatever else the machine does; torch is imported."""
+    start_s = time.process_time()
+    cluster = "--cluster=16 nodes x 8 A100, 100 Gbit/s"
+    found = CliRunner().invoke(app, ["plan", "llama-70b", cluster])
+    assert found.exit_code == 0, found.output
+    assert time.process_time() - start_s < 10
