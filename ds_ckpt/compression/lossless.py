@@ -14,6 +14,7 @@ import itertools
 import math
 import struct
 import sys
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -111,14 +112,14 @@ def _encode(old: Tensor, new: Tensor, mantissa: int) -> bytes:
     widths = _choose(change, exponent, 1 << (15 - mantissa))
     order, runs = _order(exponent, widths)
     sizes = [sum(run) for run in runs]
-    groups = change.index_select(0, order).split(sizes)
+    groups = [
+        group.clamp(max=(1 << width) - 1).to(torch.uint8)
+        for group, width in zip(change.index_select(0, order).split(sizes), _WIDTHS, strict=True)
+    ]
     coder = zstd.ZstdCompressor(options=_HUFFMAN_ONLY)
-    coded, whole = [bytes(widths)], []
-    for width, at, group, run in zip(_WIDTHS, order.split(sizes), groups, runs, strict=True):
-        top = (1 << width) - 1
-        values = group.clamp(max=top).to(torch.uint8)
-        whole.append(new[at[_places(values, top)]])
-        packed, last, start = _pack(values, width), at.numel(), 0
+    coded = [bytes(widths)]
+    for width, group, run in zip(_WIDTHS, groups, runs, strict=True):
+        packed, last, start = _pack(group, width), group.numel(), 0
         for end in itertools.accumulate(run):
             stop = end * width // 8 if end < last else len(packed)
             if stop - start >= (_OWN_CODE if end < last else 1):
@@ -126,7 +127,7 @@ def _encode(old: Tensor, new: Tensor, mantissa: int) -> bytes:
                 start = stop
     coded.append(coder.flush())
     data = b"".join(coded)
-    escapes = torch.cat(whole).cpu()
+    escapes = new[order[_whole(groups)]].cpu()
     if len(data) + 2 * escapes.numel() >= 2 * old.numel():
         return _HEADER.pack(0, 0) + new.cpu().numpy().tobytes()
     return _HEADER.pack(len(data), escapes.numel()) + data + escapes.numpy().tobytes()
@@ -152,15 +153,11 @@ def _decode_(weights: Tensor, data: memoryview, at: int, mantissa: int) -> int:
     sizes = [sum(run) for run in runs]
     parts = packed.split([-(-n * w // 8) for n, w in zip(sizes, _WIDTHS, strict=True)])
     groups = [_unpack(p, w)[:n] for p, w, n in zip(parts, _WIDTHS, sizes, strict=True)]
-    escaped = [
-        at[_places(group, (1 << width) - 1)]
-        for at, group, width in zip(order.split(sizes), groups, _WIDTHS, strict=True)
-    ]
     change = torch.cat(groups).to(torch.int16)
     change = (change >> 1).bitwise_xor_((change & 1).neg_())
     change = torch.empty_like(change).scatter_(0, order, change)
     weights.copy_(_ordinal(change.add_(_ordinal(weights))))
-    weights[torch.cat(escaped)] = whole
+    weights[order[_whole(groups)]] = whole
     return end
 
 
@@ -213,11 +210,13 @@ def _order(exponent: Tensor, widths: list[int]) -> tuple[Tensor, list[list[int]]
     return torch.argsort(keys, stable=True), runs
 
 
-def _places(values: Tensor, number: int) -> Tensor:
-    """Where `values` are this number."""
-    if on_host(values.device):
-        return torch.from_numpy(np.flatnonzero(values.numpy() == number))
-    return torch.nonzero(values == number).view(-1)
+def _whole(groups: Sequence[Tensor]) -> Tensor:
+    """Which elements, counted through the groups of all widths, do not fit theirs."""
+    tops = [(1 << width) - 1 for width in _WIDTHS]
+    if on_host(groups[0].device):
+        masks = [group.numpy() == top for group, top in zip(groups, tops, strict=True)]
+        return torch.from_numpy(np.flatnonzero(np.concatenate(masks)))
+    return torch.cat([g == top for g, top in zip(groups, tops, strict=True)]).nonzero().view(-1)
 
 
 def _pack(values: Tensor, width: int) -> bytes:
