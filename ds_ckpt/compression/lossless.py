@@ -4,7 +4,7 @@ Sender and receiver hold the old weights, so only the change travels. Read as in
 of their values, neighbouring 16-bit floats differ by 1; the change of a weight is a small integer,
 and how small depends on the weight's exponent, which both sides know. So elements are ordered by
 their old exponent and packed 8, 4, 2 or 1 to a byte, whichever suits the exponent, and the bytes go
-through deflate's Huffman coder: where a byte holds several elements, each gets a fraction of a bit.
+through zstd's Huffman coder: where a byte holds several elements, each gets a fraction of a bit.
 What does not fit its width travels whole, and a chunk that does not shrink travels as it is.
 """
 
@@ -13,10 +13,19 @@ from __future__ import annotations
 import itertools
 import math
 import struct
-import zlib
+import sys
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from ds_ckpt.compression.base import on_host
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 CHUNK = 1 << 19
 """Elements that are coded together: few enough to stay in a processor's cache."""
@@ -29,8 +38,20 @@ _SAMPLE = 1 << 14
 _OWN_CODE = 1 << 11
 """Bytes of one exponent from which a Huffman code of its own pays for its table."""
 _HEADER = struct.Struct("<II")
-_LN_2 = math.log(2.0)
 """Bytes of the coded elements, 0 where the chunk is as it is; number of elements that go whole."""
+_LN_2 = math.log(2.0)
+_LITERALS_ARE_CODED = 1002
+"""zstd's `ZSTD_c_literalCompressionMode`, which Python's module has no name for."""
+_HUFFMAN_ONLY: dict[int, int] = {
+    zstd.CompressionParameter.compression_level: 1,
+    zstd.CompressionParameter.strategy: zstd.Strategy.fast,
+    zstd.CompressionParameter.target_length: 1 << 17,  # positions between looks for a repetition
+    zstd.CompressionParameter.min_match: 7,
+    zstd.CompressionParameter.hash_log: 6,
+    zstd.CompressionParameter.window_log: 17,
+    _LITERALS_ARE_CODED: 1,
+}
+"""zstd's Huffman coder with next to no search for repetitions, which would cost bits and time."""
 
 
 def encode(old: Tensor, new: Tensor) -> Tensor:
@@ -70,7 +91,7 @@ def decode_(weights: Tensor, payload: Tensor) -> None:
     for chunk in weights.view(torch.int16).split(CHUNK):
         try:
             at = _decode_(chunk, data, at, mantissa)
-        except (struct.error, zlib.error, RuntimeError, ValueError) as error:
+        except (struct.error, zstd.ZstdError, RuntimeError, ValueError) as error:
             raise ValueError(f"not a change of {weights.numel()} weights: {error}") from error
     if at != len(data):
         raise ValueError(f"{len(data) - at} bytes more than {weights.numel()} weights have")
@@ -90,23 +111,26 @@ def _encode(old: Tensor, new: Tensor, mantissa: int) -> bytes:
     exponent = _exponents(old, mantissa)
     widths = _choose(change, exponent, 1 << (15 - mantissa))
     order, runs = _order(exponent, widths)
-    coder = zlib.compressobj(1, zlib.DEFLATED, -15, 9, zlib.Z_HUFFMAN_ONLY)
-    coded, whole = bytes(widths), []
-    for width, at, run in zip(_WIDTHS, order.split([sum(r) for r in runs]), runs, strict=True):
-        group, top = change[at], (1 << width) - 1
-        whole.append(new[at[group >= top]])
-        packed = _pack(group.clamp_(max=top).to(torch.uint8), width)
-        start = 0
+    sizes = [sum(run) for run in runs]
+    groups = [
+        group.clamp(max=(1 << width) - 1).to(torch.uint8)
+        for group, width in zip(change.index_select(0, order).split(sizes), _WIDTHS, strict=True)
+    ]
+    coder = zstd.ZstdCompressor(options=_HUFFMAN_ONLY)
+    coded = [bytes(widths)]
+    for width, group, run in zip(_WIDTHS, groups, runs, strict=True):
+        packed, last, start = _pack(group, width), group.numel(), 0
         for end in itertools.accumulate(run):
-            if end * width // 8 - start >= _OWN_CODE or end == at.numel():
-                stop = len(packed) if end == at.numel() else end * width // 8
-                coded += coder.compress(packed[start:stop]) + coder.flush(zlib.Z_BLOCK)
+            stop = end * width // 8 if end < last else len(packed)
+            if stop - start >= (_OWN_CODE if end < last else 1):
+                coded.append(coder.compress(packed[start:stop], zstd.ZstdCompressor.FLUSH_BLOCK))
                 start = stop
-    coded += coder.flush()
-    escapes = torch.cat(whole).cpu()
-    if len(coded) + 2 * escapes.numel() >= 2 * old.numel():
+    coded.append(coder.flush())
+    data = b"".join(coded)
+    escapes = new[order[_whole(groups)]].cpu()
+    if len(data) + 2 * escapes.numel() >= 2 * old.numel():
         return _HEADER.pack(0, 0) + new.cpu().numpy().tobytes()
-    return _HEADER.pack(len(coded), escapes.numel()) + coded + escapes.numpy().tobytes()
+    return _HEADER.pack(len(data), escapes.numel()) + data + escapes.numpy().tobytes()
 
 
 def _decode_(weights: Tensor, data: memoryview, at: int, mantissa: int) -> int:
@@ -122,18 +146,18 @@ def _decode_(weights: Tensor, data: memoryview, at: int, mantissa: int) -> int:
         return end
     exponents = 1 << (15 - mantissa)
     widths = list(data[at : at + exponents])
-    raw = zlib.decompress(data[at + exponents : at + length], -15)
-    packed = _tensor(raw, torch.uint8, weights.device)
+    packed = _tensor(
+        zstd.decompress(data[at + exponents : at + length]), torch.uint8, weights.device
+    )
     order, runs = _order(_exponents(weights, mantissa), widths)
     sizes = [sum(run) for run in runs]
     parts = packed.split([-(-n * w // 8) for n, w in zip(sizes, _WIDTHS, strict=True)])
     groups = [_unpack(p, w)[:n] for p, w, n in zip(parts, _WIDTHS, sizes, strict=True)]
-    escaped = torch.cat([g == (1 << w) - 1 for g, w in zip(groups, _WIDTHS, strict=True)])
     change = torch.cat(groups).to(torch.int16)
     change = (change >> 1).bitwise_xor_((change & 1).neg_())
-    new = _ordinal(_ordinal(weights[order]).add_(change))
-    new[escaped] = whole
-    weights[order] = new
+    change = torch.empty_like(change).scatter_(0, order, change)
+    weights.copy_(_ordinal(change.add_(_ordinal(weights))))
+    weights[order[_whole(groups)]] = whole
     return end
 
 
@@ -150,13 +174,13 @@ def _ordinal(bits: Tensor) -> Tensor:
 
 
 def _exponents(bits: Tensor, mantissa: int) -> Tensor:
-    return ((bits >> mantissa) & ((1 << (15 - mantissa)) - 1)).to(torch.int32)
+    return (bits >> mantissa).bitwise_and_((1 << (15 - mantissa)) - 1).to(torch.uint8)
 
 
 def _choose(change: Tensor, exponent: Tensor, exponents: int) -> list[int]:
     """For each exponent the index of the width that takes fewest bits, escapes included."""
     every = max(1, change.numel() // _SAMPLE)
-    change, exponent = change[::every], exponent[::every]
+    change, exponent = change[::every], exponent[::every].to(torch.int32)
     size = torch.frexp(change.to(torch.float32))[1]
     counts = torch.bincount(exponent * _SIZES + size, minlength=_SIZES * exponents).cpu()
     counts = counts.view(exponents, _SIZES).double()
@@ -178,10 +202,21 @@ def _order(exponent: Tensor, widths: list[int]) -> tuple[Tensor, list[list[int]]
     """Elements by width, then by exponent; and how many there are of each width's exponents."""
     by_width = torch.tensor(widths, dtype=torch.int64, device="cpu").argsort(stable=True)
     ranks = by_width.argsort().to(torch.uint8)
-    keys = ranks.to(exponent.device)[exponent]
+    keys = ranks.to(exponent.device).index_select(0, exponent.to(torch.int32))
     counts = torch.bincount(exponent, minlength=len(widths)).cpu().tolist()
     runs = [[n for n, w in zip(counts, widths, strict=True) if w == i] for i in range(4)]
+    if on_host(keys.device):  # numpy counts where torch compares
+        return torch.from_numpy(np.argsort(keys.numpy(), kind="stable")), runs
     return torch.argsort(keys, stable=True), runs
+
+
+def _whole(groups: Sequence[Tensor]) -> Tensor:
+    """Which elements, counted through the groups of all widths, do not fit theirs."""
+    tops = [(1 << width) - 1 for width in _WIDTHS]
+    if on_host(groups[0].device):
+        masks = [group.numpy() == top for group, top in zip(groups, tops, strict=True)]
+        return torch.from_numpy(np.flatnonzero(np.concatenate(masks)))
+    return torch.cat([g == top for g, top in zip(groups, tops, strict=True)]).nonzero().view(-1)
 
 
 def _pack(values: Tensor, width: int) -> bytes:

@@ -66,7 +66,8 @@ class Wanted:
 
     @property
     def resident(self) -> bool:
-        return lookup(self.ours, ("weights", "resident")) is True
+        found = lookup(self.ours, ("weights", "resident"))
+        return found is True or found == "auto"
 
 
 @dataclass(frozen=True)
@@ -310,6 +311,14 @@ def _across_sections(config: Mapping[str, Any], wanted: Wanted) -> Iterator[Prob
         if stage := stage_problem(config, why, f"write 3, {off}"):
             yield stage
         yield from _conflicts(config, RESIDENT, off)
+        deltas = lookup(wanted.ours, ("weights", "deltas"))
+        if lookup(wanted.ours, ("weights", "resident")) == "auto" and deltas in ("3bit", "4bit"):
+            where = f"{OURS}.weights.resident"
+            why = (
+                "hosts then hold other weights than DeepSpeed would: steps with and without differ"
+            )
+            remedy = f'write true, or set {OURS}.weights.deltas to "auto", {off}'
+            yield Problem(where, show("auto"), why, remedy)
     when = lookup(wanted.ours, ("compression", "exchange", "when"))
     managed = config.get("managed_gradient_accumulation") is not False
     if when == "accumulation_boundary" and not managed:

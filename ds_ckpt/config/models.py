@@ -57,7 +57,7 @@ class PluginConfig(Section):
     def active(self) -> bool:
         """Whether training differs from plain DeepSpeed."""
         compresses = self.compression.method != "none"
-        return self.activation.active or compresses or self.weights.resident
+        return self.activation.active or compresses or bool(self.weights.resident)
 
     def summary(self) -> str:
         """One line on what this configuration switches on."""

@@ -6,18 +6,22 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ds_ckpt.settings import SWITCH, Expects, Section
+from ds_ckpt.settings import Expects, Section
 
 
 class WeightsConfig(Section):
     """Weights that stay on every host, so that gathers no longer cross between hosts."""
 
-    resident: Annotated[bool, SWITCH] = Field(
+    resident: Annotated[
+        Literal[True, False, "auto"], Expects('true, false or "auto"', '"auto"')
+    ] = Field(
         default=False,
         description="Keep a copy of the weights on every host, divided among its processes: all "
         "gathers stay inside the host, and weights cross between hosts once a step, after the "
         "optimizer. Costs 2 bytes a parameter (4 in fp32) over the processes of a host, from the "
-        "start. Training is bit-equal to plain DeepSpeed, unless changes travel in few bits.",
+        "start. Training is bit-equal to plain DeepSpeed, unless changes travel in few bits. "
+        '"auto": whole steps are timed with and without, and the copy is kept where it makes them '
+        "shorter.",
     )
     deltas: Annotated[
         Literal["auto", "none", "lossless", "4bit", "3bit"],
@@ -40,4 +44,5 @@ class WeightsConfig(Section):
     def summary(self) -> str:
         words = {"auto": "", "none": ", sent whole", "lossless": ", their changes sent losslessly"}
         few_bits = f", their changes sent in {self.few_bits} bits"
-        return f"weights resident on every host{words.get(self.deltas, few_bits)}"
+        where = ", where that makes steps shorter" if self.resident == "auto" else ""
+        return f"weights resident on every host{words.get(self.deltas, few_bits)}{where}"

@@ -1,4 +1,4 @@
-"""How a step's gradients travel: compressed or the other way, whichever makes shorter steps.
+"""Which of two ways makes shorter steps: how gradients travel, or where weights are gathered from.
 
 Never slower by surprise: a short exchange does not make a short step, since beside backward it
 takes cores that backward needs, and on a fast link DeepSpeed's own reduction, which waits, can give
@@ -12,6 +12,9 @@ way has them. Every `RECHECK` steps the two are timed anew. Skipped steps count 
 The other way is DeepSpeed's own reduction; for accumulated steps that are exchanged once it is the
 same exchange uncompressed, since DeepSpeed's would run in every micro-step. A parameter that had no
 gradient in the uncompressed step goes uncompressed when it next has one.
+
+Resident weights (`session.residence`) are held against DeepSpeed's gathers by the same rules; there
+"compressed" is resident, and both others are DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +32,25 @@ from torch import Tensor
 log = logging.getLogger("ds_ckpt")
 
 Way = Literal["compressed", "uncompressed", "deepspeed"]
-_WORDS = {"uncompressed": "uncompressed", "deepspeed": "by DeepSpeed's own reduction"}
+
+
+class Words(NamedTuple):
+    """For the line in the log: what it is about, its ways, and the setting that decides instead."""
+
+    of: str
+    compressed: str
+    uncompressed: str
+    deepspeed: str
+    setting: str
+
+
+GRADIENTS = Words(
+    "gradients go",
+    "compressed",
+    "uncompressed",
+    "by DeepSpeed's own reduction",
+    "compression.exchange.autotune: false compresses always",
+)
 COUNTED = 8
 """Timed steps each way in a round; the first step of each is not counted."""
 ROUNDS = 16
@@ -72,6 +93,7 @@ class Autotuner:
             is saved with `other`; times of another one do not count.
         other: what compression is held against.
         speaks: whether this process tells of choices in the log.
+        words: that it tells them in.
         clock: seconds.
 
     Attributes:
@@ -86,9 +108,11 @@ class Autotuner:
         layout: Sequence[int] = (),
         other: Literal["uncompressed", "deepspeed"] = "deepspeed",
         speaks: bool = False,
+        words: Words = GRADIENTS,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._add_up, self._world, self._speaks, self._clock = add_up, world, speaks, clock
+        self._words = words
         self._layout: list[int | str] = [*layout, other]
         self._other: Way = other
         self.choice: Way | None
@@ -109,6 +133,11 @@ class Autotuner:
     def _turn(self) -> int:
         """Where a comparison is; as in its first round in every other."""
         return self._steps % RECHECK - ROUND * (self._rounds or 0)
+
+    @property
+    def comparing(self) -> bool:
+        """Whether steps are being timed."""
+        return self._rounds is not None
 
     @property
     def way(self) -> Way:
@@ -153,6 +182,10 @@ class Autotuner:
         if self._steps % RECHECK == 0:
             self._rounds = 0
 
+    def interrupted(self) -> None:
+        """What comes between does not count, nor does the next step, which has no beginning."""
+        self._ended_s = None
+
     def _judge(self) -> None:
         """Make a choice, or begin another round.
 
@@ -175,13 +208,15 @@ class Autotuner:
         self._rounds, self._times = None, ([], [])
         if self._speaks and self.choice != before:
             log.info(
-                "ds_ckpt: autotune: gradients go %s: a step takes %.1f ms compressed, %.1f ms %s%s "
-                "(compression.exchange.autotune: false compresses always)",
-                _WORDS.get(self.choice, self.choice),
+                "ds_ckpt: autotune: %s %s: a step takes %.1f ms %s, %.1f ms %s%s (%s)",
+                self._words.of,
+                getattr(self._words, self.choice),
                 1e3 * ours_s,
+                self._words.compressed,
                 1e3 * other_s,
-                _WORDS[self._other],
+                getattr(self._words, self._other),
                 "" if told_apart else ", which cannot be told apart",
+                self._words.setting,
             )
 
     def state_dict(self) -> dict[str, Any]:

@@ -176,7 +176,7 @@ def estimate(
 
 def keeps_resident(config: Mapping[str, Any] | None) -> bool:
     """Whether the DeepSpeed JSON asks for resident weights."""
-    return lookup(config, ("ds_ckpt", "weights", "resident")) is True
+    return lookup(config, ("ds_ckpt", "weights", "resident")) in (True, "auto")
 
 
 def _hosts(

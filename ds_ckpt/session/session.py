@@ -36,6 +36,7 @@ from ds_ckpt.session.refusals import (
     refuse_no_zero3_optimizer,
     refuse_pipeline,
 )
+from ds_ckpt.session.residence import Residence
 from ds_ckpt.session.tensor_parallel import TensorParallelGroup, find_group
 from ds_ckpt.session.weights import HeldFiles, Resident, keep_resident
 from ds_ckpt.telemetry import Counters
@@ -77,6 +78,7 @@ class Session:
         self._gradient: GradientHook | None = None
         self._gradients: Gradients | None = None
         self._resident: Resident | None = None
+        self._residence: Residence | None = None
         self._patience: AsPatientAsTheWorld | None = None
         self.guard: Guard | None = None
         self._host = HostPool()
@@ -133,16 +135,30 @@ class Session:
             return
         group = engine.optimizer.dp_process_group
         rank = torch.distributed.get_rank(group)
-        files = HeldFiles(hook, rank, torch.distributed.get_world_size(group))
+        residence = None
+        if self.config.weights.resident == "auto":
+            residence = Residence(engine, hook, self._resident.make_room, self._compares_gradients)
+            self._after_steps(residence.step_ended)
+        self._residence, tuner = residence, residence.tuner if residence else None
+        files = HeldFiles(hook, rank, torch.distributed.get_world_size(group), tuner)
         wrap_checkpoints(engine, files, self._patches, drop_step=lambda: None, begins=rank == 0)
         load_checkpoint = engine.load_checkpoint
 
         @functools.wraps(load_checkpoint)
         def load_and_gather(*args: Any, **kwargs: Any) -> Any:
             with hook.loading():
-                return load_checkpoint(*args, **kwargs)
+                result = load_checkpoint(*args, **kwargs)
+            if residence is not None:
+                residence.place()
+            return result
 
         self._patches.set(engine, "load_checkpoint", load_and_gather)
+
+    def _compares_gradients(self) -> bool:
+        """Whether steps are timed with gradients one way and the other."""
+        if (built := self.exchange) is None or built.autotuner is None:
+            return False
+        return built.autotuner.comparing and not built.exchange.fallback.uncompressed
 
     def _checkpoint(self) -> None:
         activation = self.config.activation

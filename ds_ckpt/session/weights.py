@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from ds_ckpt.compression import lossless
 from ds_ckpt.compression.tracked import Tracked
 from ds_ckpt.config.weights import WeightsConfig
 from ds_ckpt.errors import Problem, StateError, UnsupportedError
+from ds_ckpt.exchange.autotune import Autotuner
 from ds_ckpt.exchange.hierarchy import discard, hosts_of, warm
 from ds_ckpt.sealed import DamagedError, SealedFile, write
 from ds_ckpt.session.refusals import refuse_model_parallel
@@ -27,6 +29,7 @@ from ds_ckpt.zero3.weights import Codec, HostLayout, WeightsHook
 WHERE = "$.ds_ckpt.weights"
 OFF = f"or set {WHERE}.resident to false"
 _FILE = "ds_ckpt_weights_{process:05d}_of_{world:05d}.safetensors"
+_AUTOTUNE = "autotune"
 _ANY = "ds_ckpt_weights_*_of_*.safetensors"
 
 
@@ -65,11 +68,13 @@ class Resident:
         hook: None where there is nothing to gain.
         summary: the clause for the line at the start.
         groups: process groups that go with the hook.
+        make_room: raises an error on all processes where one has no memory for the copy.
     """
 
     hook: WeightsHook | None
     summary: str
     groups: tuple[Any, ...] = ()
+    make_room: Callable[[], None] = lambda: None
 
     def error(self) -> dict[str, float]:
         """How this process's weights are held, of `StepRecord`; empty: to the bit."""
@@ -79,28 +84,33 @@ class Resident:
     def detach(self) -> None:
         """DeepSpeed gathers between hosts again."""
         if self.hook is not None:
-            self.hook.detach()
+            if self.hook.attached:
+                self.hook.detach()
             for group in self.groups:
                 discard(group)
 
 
 class HeldFiles:
-    """What hosts hold of the weights, where it is not the rounded master weights: a file a process.
+    """What hosts hold of the weights, where it is not the rounded master weights, and whether they
+    are to hold them: a file a process.
 
-    Without the file of as many processes, hosts start from the master weights, which travel whole.
+    Without the file of as many processes, hosts start from the master weights, which travel whole,
+    and compare anew.
     """
 
-    what = "what hosts hold of the weights"
+    what = "part of what hosts hold of the weights"
     not_converted: str | None = None
 
-    def __init__(self, hook: WeightsHook, process: int, world: int) -> None:
-        self._hook = hook
+    def __init__(
+        self, hook: WeightsHook, process: int, world: int, tuner: Autotuner | None = None
+    ) -> None:
+        self._hook, self._tuner = hook, tuner
         self._name = _FILE.format(process=process, world=world)
         self._world = world
 
     @property
     def keeps(self) -> bool:
-        return self._hook.tracks
+        return self._hook.tracks or self._tuner is not None
 
     def begin(self, folder: Path) -> None:
         for path in folder.glob(_ANY):
@@ -109,13 +119,19 @@ class HeldFiles:
     def save(self, folder: Path) -> None:
         if self.keeps:
             folder.mkdir(parents=True, exist_ok=True)
-            write(folder / self._name, self._hook.held(), {"name": self._name})
+            metadata = {"name": self._name}
+            if self._tuner is not None:
+                metadata[_AUTOTUNE] = json.dumps(self._tuner.state_dict())
+            write(folder / self._name, self._held(), metadata)
 
     def end(self, folder: Path) -> None:
         """Nothing is left to do."""
 
-    def read(self, folder: Path) -> dict[str, Tensor] | None:
-        """By parameter.
+    def _held(self) -> dict[str, Tensor]:
+        return self._hook.held() if self._hook.tracks else {}
+
+    def read(self, folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """By parameter, and the autotuner's state.
 
         Raises:
             StateError: the file is missing where others are, damaged, or of another model.
@@ -130,19 +146,25 @@ class HeldFiles:
             raise _not_held(path, str(error)) from error
         if (name := file.metadata.get("name", self._name)) != self._name:
             raise _not_held(path, f"{name} under this name")
-        saved = {key: file.tensor(key) for key in file.keys}
+        autotune = json.loads(file.metadata.get(_AUTOTUNE, "{}"))
+        saved = {key: file.tensor(key) for key in file.keys} if self._hook.tracks else {}
+        if not saved:  # of a run that holds the rounded master weights, or this one does
+            return {}, autotune
         found = {name: (t.shape, t.dtype) for name, t in saved.items()}
         wanted = {name: (t.shape, t.dtype) for name, t in self._hook.held().items()}
         if found != wanted:
             name = next(n for n in {**found, **wanted} if found.get(n) != wanted.get(n))
             shapes = f"{name}: {found.get(name)}, and the model has {wanted.get(name)}"
             raise _not_held(path, shapes)
-        return saved
+        return saved, autotune
 
-    def restore(self, state: dict[str, Tensor] | None) -> None:
+    def restore(self, state: tuple[dict[str, Tensor], dict[str, Any]] | None) -> None:
+        saved, autotune = state or ({}, {})
         held = self._hook.held()
-        for name, shard in (state or {}).items():
+        for name, shard in saved.items():
             held[name].copy_(shard)
+        if self._tuner is not None:
+            self._tuner.load_state_dict(autotune)
 
 
 def _not_held(path: Path, found: str) -> StateError:
@@ -201,11 +223,15 @@ def keep_resident(engine: Any, config: WeightsConfig, counters: Counters) -> Res
         codecs = [Lossless()]
     elif config.deltas == "auto" and sixteen:
         codecs = [Lossless(), Whole()]
-    run_on_all_or_raise(
-        lambda: _refuse_too_large(engine, len(hosts), local),
-        optimizer.dp_process_group,
-        what="keep its part of a copy of the weights",
-    )
+
+    def make_room() -> None:
+        run_on_all_or_raise(
+            lambda: _refuse_too_large(engine, len(hosts), local),
+            optimizer.dp_process_group,
+            what="keep its part of a copy of the weights",
+        )
+
+    make_room()
     # every process makes every group, in the same order
     inside = [comm.new_group(list(members)) for members in hosts]
     between = comm.new_group([process for members in hosts for process in members])
@@ -224,8 +250,10 @@ def keep_resident(engine: Any, config: WeightsConfig, counters: Counters) -> Res
         hook,
         f"weights resident on each of {len(hosts)} hosts ({hook.nbytes / 1e6:.4g} MB a process), "
         f"sent between hosts once a step, {' or '.join(codec.words for codec in codecs)}"
-        f"{', whichever takes less time' * (len(codecs) > 1)}",
+        f"{', whichever takes less time' * (len(codecs) > 1)}"
+        f"{', where that makes steps shorter' * (config.resident == 'auto')}",
         (between, inside[rank // local]),
+        make_room,
     )
 
 

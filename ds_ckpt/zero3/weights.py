@@ -137,7 +137,8 @@ class Flight:
 
 
 class WeightsHook:
-    """Keeps the secondary partition of one ZeRO-3 optimizer's parameters. `detach()` drops it.
+    """Keeps the secondary partition of one ZeRO-3 optimizer's parameters. `detach()` drops it, and
+    between steps `attach()` makes it again.
 
     After the optimizer the changes are encoded chunk by chunk, small parameters that stay gathered
     first, then in the order of forward, and sent; a gather waits for the chunks that its parameters
@@ -195,9 +196,28 @@ class WeightsHook:
         self._chosen = 0
         self._loads = 0
         self._patches = Patches()
+        self.attach()
+
+    def attach(self) -> None:
+        """Make the secondary partition. Collective."""
         self._divide_inside()
         self._install()
         self.gather_anew()
+
+    @property
+    def attached(self) -> bool:
+        """Whether there is a secondary partition of ours."""
+        return self._patches.active
+
+    @property
+    def settled(self) -> bool:
+        """Whether no codecs are being compared."""
+        return len(self.codecs) == 1 or self._steps % RECHECK > COMPARED * len(self.codecs)
+
+    @property
+    def device(self) -> torch.device:
+        """Of this process's shards."""
+        return self._shard(self._chunks[0][0]).device
 
     @property
     def tracks(self) -> bool:
@@ -333,7 +353,7 @@ class WeightsHook:
             yield
         finally:
             self._loads -= 1
-        if not self._loads:
+        if not self._loads and self.attached:
             self.gather_anew()
 
     def gather_anew(self) -> None:
@@ -392,16 +412,15 @@ class WeightsHook:
 
     def _choose(self) -> int:
         """The codec of this step: in turns while they are compared."""
-        turn = self._steps % RECHECK
-        if len(self.codecs) == 1 or turn > COMPARED * len(self.codecs):
+        if self.settled:
             return self._chosen
+        turn = self._steps % RECHECK
         if turn == 0:
             self._times = [[] for _ in self.codecs]
         if turn < COMPARED * len(self.codecs):
             return turn % len(self.codecs)
-        device = self._shard(self._chunks[0][0]).device
         medians = [median(times) for times in self._times]
-        found_s = torch.tensor(medians, dtype=torch.float32, device=device)
+        found_s = torch.tensor(medians, dtype=torch.float32, device=self.device)
         torch_dist.all_reduce(found_s, group=self._between)
         best = int(found_s.argmin())
         if self._hosts.rank == 0:
@@ -529,7 +548,7 @@ class WeightsHook:
         hosts = self._hosts
         keepers = [keeper for keeper in hosts.keepers(hosts.rank) if keeper != hosts.rank]
         send = [packet.numel() if process in keepers else 0 for process in range(hosts.world)]
-        outgoing = packet.repeat(len(keepers)).to(self._shard(self._chunks[0][0]).device)
+        outgoing = packet.repeat(len(keepers)).to(self.device)
         arriving = outgoing.new_empty(sum(lengths))
         handle = self._all_to_all_single(
             arriving, outgoing, list(lengths), send, group=self._between, async_op=async_op

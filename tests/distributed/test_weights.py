@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ds_ckpt.exchange.autotune import ROUND, SWITCH
 from ds_ckpt.zero3 import compatibility
 from ds_ckpt.zero3.resident import HOST_COPY
 from ds_ckpt.zero3.weights import COMPARED
@@ -17,6 +18,7 @@ from tests.distributed.models import quantize_section
 
 WHOLE = {"weights": {"resident": True, "deltas": "none"}}
 LOSSLESS = {"weights": {"resident": True, "deltas": "lossless"}}
+PLACED = {"resident": "auto", "deltas": "none"}
 AUTO = {"weights": {"resident": True}}
 BLOCK = {"activation": {"policy": "block"}}
 ONE, TWO = [1, 1], [2, 2]
@@ -95,6 +97,29 @@ def test_of_two_ways_the_one_that_takes_less_time_is_chosen(world2: Any) -> None
     for process in ours:
         assert "or whole, whichever takes less time" in process["summary"]
         assert process["choice"] == "whole", "no link is slow here"
+
+
+@pytest.mark.parametrize(
+    ("slots", "resident_s", "hpz"),
+    [(ONE, 2.0, 1), pytest.param(TWO, 0.5, 2, marks=pytest.mark.slow)],
+    ids=["plain is quicker", "resident is quicker than hpZ"],
+)
+def test_weights_are_where_they_make_steps_shorter(
+    world2: Any, world4: Any, tmp_path: Path, slots: list[int], resident_s: float, hpz: int
+) -> None:
+    """Turns change no bit, all processes agree, and a resumed run comes to the same."""
+    world, section = world4 if slots == TWO else world2, {"weights": {**PLACED}}
+    plain = world.run(cases.placed, slots, {}, "", 0.0)
+    ours = world.run(cases.placed, slots, section, str(tmp_path), resident_s, hpz)
+    resident = resident_s < 1
+    for process, stock in zip(ours, plain, strict=True):
+        assert process["losses"] == stock["losses"]
+        assert process["weights"] == stock["weights"]
+        assert process["ways"] == [True] * SWITCH + [False] * (ROUND - SWITCH) + [resident] * 2
+        assert process["choice"] == ("compressed" if resident else "deepspeed")
+        assert bool(process["kept"]) == resident
+        assert process["resumes"]
+        assert process["wrong"] == 0
 
 
 @pytest.mark.slow

@@ -105,6 +105,7 @@ AUTO: list[Keys] = [
     ("ds_ckpt", "compression", "exchange", "levels"),
     ("ds_ckpt", "activation", "policy"),
     ("ds_ckpt", "weights", "deltas"),
+    ("ds_ckpt", "weights", "resident"),
 ]
 """Keys of ours that take "auto"."""
 SIBLINGS: dict[Keys, set[str]] = {
