@@ -38,6 +38,8 @@ from torch.optim import Optimizer
 
 from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.exchange import AllToAllExchange, Item
+from ds_ckpt.exchange.layout import LocalShard
+from ds_ckpt.exchange.metric import StepMetric
 from ds_ckpt.exchange.momentum import FirstMoments
 from ds_ckpt.exchange.rules import MethodSettings
 from ds_ckpt.validation import world as validation_world
@@ -56,6 +58,8 @@ METHODS = {
     "3 bits": MethodSettings("quantize", bits=3),
     "1 bit": MethodSettings("entropy_coded", bits=1.0),
     "1/3 bit": MethodSettings("entropy_coded", bits=0.33),
+    "1 bit in steps": MethodSettings("entropy_coded", bits=1.0, metric="steps"),
+    "1/3 bit in steps": MethodSettings("entropy_coded", bits=0.33, metric="steps"),
     "1 bit, warm-up in 4 bits": MethodSettings("entropy_coded", bits=1.0),
     "1/3 bit, warm-up in 4 bits": MethodSettings("entropy_coded", bits=0.33),
 }
@@ -82,12 +86,64 @@ class OwnShareToo(AllToAllExchange):
             left = item.own.div(loss_scale)
             if item.energy is not None:
                 item.energy = item.energy + left.square().sum()
+            weights = None
+            if item.in_steps and self.metric is not None:
+                device = left.device
+                weights = self.metric.weights(item.name, item.shape, item.layout, device)
+            weights = torch.ones_like(item.pending) if weights is None else weights
+            weights = weights[item.layout.shard(self._me)]
+            left.div_(weights)
             payload = torch.empty(item.codec.packed_bytes(left.numel()), dtype=torch.uint8)
             item.codec.pack(left, payload)
             item.own.zero_()
             item.codec.unpack_add(payload, item.own, loss_scale)
-            item.pending[item.layout.shard(self._me)] = left
+            item.own.mul_(weights)
+            item.pending[item.layout.shard(self._me)] = left.mul_(weights)
         return finite
+
+
+class Told(StepMetric):
+    """Weights from the optimizer's own second moment, which no sender has.
+
+    Args:
+        kind: "full": each entry's own; "factors": the product of its row's mean and its column's.
+        power: of the second moment.
+        every: steps from one look at it to the next.
+    """
+
+    def __init__(self, world: InProcessWorld, kind: str, power: str, every: str) -> None:
+        super().__init__(lambda sums: None)
+        self._world, self._kind, self._power = world, kind, float(power)
+        self._parameters = dict(zip(world._names, world._parameters, strict=True))
+        self._every, self._step = int(every), 0
+        self._told: dict[str, Tensor] = {}
+
+    def weights(
+        self, name: str, shape: torch.Size, layout: LocalShard, device: torch.device
+    ) -> Tensor | None:
+        now = self._world.step - WARM_UP
+        if name not in self._told or now - self._step >= self._every:
+            if now - self._step >= self._every:
+                self._told, self._step = {}, now
+            squares = self._world._optimizer.adamw.state[self._parameters[name]]["exp_avg_sq"]
+            if self._kind == "factors" and squares.dim() == 2:
+                rows, columns = squares.mean(1, keepdim=True), squares.mean(0, keepdim=True)
+                squares = rows * columns / squares.mean()
+            squares = squares.clamp(min=1e-6 * float(squares.mean()))
+            self._told[name] = squares.pow(self._power).view(-1)
+        return self._told[name]
+
+    def given(
+        self, name: str, shape: torch.Size, layout: LocalShard, gradient: Tensor, scale: float
+    ) -> None:
+        """It knows better."""
+
+
+def tell(world: InProcessWorld, how: str) -> None:
+    """Give every process `Told`; `how`: "told KIND POWER EVERY"."""
+    _, kind, power, every = how.split()
+    for worker in world.workers._workers:
+        worker.exchange.metric = Told(world, kind, power, every)
 
 
 @dataclass
@@ -154,6 +210,8 @@ def run(task: Task, method: str, b1: float, how: str, seed: int) -> dict[str, An
     world = InProcessWorld(
         task.learner.model, task.learner.loss, recipe, settings, workers=spec.world
     )
+    if more.startswith("told"):
+        tell(world, more)
     kind, _, number = how.partition(" ")
     if number:
         value = float(number)
@@ -171,7 +229,7 @@ def run(task: Task, method: str, b1: float, how: str, seed: int) -> dict[str, An
     }
 
 
-def kept_back(task: Task, method: str) -> tuple[float, float]:
+def kept_back(task: Task, method: str, told: str | None) -> tuple[float, float]:
     """Of energy, and in the metric of Adam's steps; all workers together."""
     settings = ExchangeSettings(METHODS[method], warmup_steps=WARM_UP, momentum="matched")
     task.learner.begin(0)
@@ -179,6 +237,8 @@ def kept_back(task: Task, method: str) -> tuple[float, float]:
     model, workers = task.learner.model, task.spec.world
     world = InProcessWorld(model, task.learner.loss, recipe, settings, workers=workers)
     names = [name for name, p in model.named_parameters() if p.requires_grad]
+    if told:
+        tell(world, f"told {told}")
     average, given = world.workers.average, list[dict[str, Tensor]]()
 
     def watched(gradients: Sequence[Sequence[Tensor]], *, at_boundary: bool = True) -> list[Tensor]:
@@ -268,6 +328,7 @@ def main() -> None:
     parser.add_argument("--own-share", action="store_true", help="compress it, too")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--kept", action="store_true", help="what methods keep back")
+    parser.add_argument("--told", help='with --kept: "KIND POWER EVERY", see `Told`')
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--results", type=Path, default=RESULTS)
     given = parser.parse_args()
@@ -285,7 +346,8 @@ def main() -> None:
     if given.kept:
         for method in METHODS:
             if method != DENSE and "warm-up" not in method and fnmatch(method, given.only):
-                print(method, *(f"{share:.3f}" for share in kept_back(task, method)), flush=True)
+                shares = kept_back(task, method, given.told)
+                print(method, given.told or "", *(f"{share:.3f}" for share in shares), flush=True)
         return
     arms = [*ARMS, *((m, float(b1), how) for m, b1, how in given.also or [])]
     for seed in given.seeds:

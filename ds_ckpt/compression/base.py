@@ -64,6 +64,11 @@ class Codec(Compressor):
     def codec(self) -> Codec:
         return self
 
+    @property
+    def in_steps(self) -> bool:
+        """Whether it wants entries in the metric of the optimizer's steps: `exchange.metric`."""
+        return False
+
     @abstractmethod
     def packed_bytes(self, numel: int) -> int:
         """Size of the payload for `numel` elements, a multiple of 8. Does no work."""

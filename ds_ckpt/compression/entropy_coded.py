@@ -33,7 +33,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -96,8 +96,22 @@ class EntropyCoded(Method, RowCodec):
         "200 operators run whatever their number.",
     )
 
+    metric: Annotated[Literal["energy", "steps"], Expects('"energy" or "steps"', '"energy"')] = (
+        Field(
+            default="energy",
+            description='What decides which entries are sent. "energy": their size. "steps": their '
+            "size in the steps of an optimizer of Adam's kind, as far as rows and columns of what "
+            "arrived tell; an all-reduce of a number for each row and column in every 20th step.",
+        )
+    )
+
+    @property
+    def in_steps(self) -> bool:
+        return self.metric == "steps"
+
     def words(self) -> str:
-        return f"entropy-coded values in {self.bits:g} bits"
+        steps = ", in the metric of steps" if self.in_steps else ""
+        return f"entropy-coded values in {self.bits:g} bits{steps}"
 
     def packed_bytes(self, numel: int) -> int:
         return sum(stop - start for _, _, start, stop in self._segments(numel))

@@ -19,6 +19,7 @@ from ds_ckpt.exchange.autotune import Autotuner
 from ds_ckpt.exchange.exchange import AllToAllExchange
 from ds_ckpt.exchange.hierarchy import Groups, InHostSum, Levels, make_groups
 from ds_ckpt.exchange.layout import ascending, ring_pieces
+from ds_ckpt.exchange.metric import StepMetric
 from ds_ckpt.exchange.momentum import Choice, FirstMoments
 from ds_ckpt.exchange.plan import Plan
 from ds_ckpt.exchange.rules import Choose, MethodSettings, Rule, Rules
@@ -113,6 +114,12 @@ class ExchangeSettings:
             return None
         return FirstMoments(self.momentum, groups, add_up)
 
+    def metric(self, add_up: Callable[[Tensor], None]) -> StepMetric | None:
+        """For codecs that want it; None: none does. Argument as of `StepMetric`."""
+        every = (s.compressor() for s in (self.default, *(r.settings for r in self.rules)))
+        wanted = any(c is not None and c.codec is not None and c.codec.in_steps for c in every)
+        return StepMetric(add_up) if wanted else None
+
 
 @dataclass
 class Built:
@@ -124,6 +131,7 @@ class Built:
         groups: who exchanges with whom.
         autotuner: None where gradients always travel as the rules say.
         moments: None where the optimizer's first moments stay as they are.
+        metric: None where no codec wants it.
         timings: host seconds by section.
         errors: what compression leaves behind, while it is sampled.
         reserve: see `AllToAllExchange.reserve`.
@@ -135,6 +143,7 @@ class Built:
     groups: Groups
     autotuner: Autotuner | None
     moments: FirstMoments | None
+    metric: StepMetric | None
     timings: Timings
     errors: Errors
     reserve: Callable[[Iterable[tuple[str, torch.Size]], torch.device], None]
@@ -149,6 +158,8 @@ class Built:
             parts["autotune"] = self.autotuner
         if self.moments is not None:
             parts["momentum"] = self.moments
+        if self.metric is not None:
+            parts["metric"] = self.metric
         return parts
 
 
@@ -210,6 +221,7 @@ def build_exchange(
         order=ring_pieces if on_gloo else ascending,
         holds=holds,
         in_host=in_host,
+        metric=settings.metric(everyone.all_reduce),
     )
     moments = None
     if parameter_groups is not None:
@@ -231,6 +243,7 @@ def build_exchange(
         groups,
         autotuner,
         moments,
+        exchange.metric,
         exchange.timings,
         exchange.errors,
         exchange.reserve,

@@ -45,6 +45,7 @@ from ds_ckpt.compression.powersgd import Factors, LowRank, factor_numels, matrix
 from ds_ckpt.exchange.hierarchy import InHostSum
 from ds_ckpt.exchange.layout import LocalShard, Order, ShardLayout, ascending
 from ds_ckpt.exchange.low_rank import LowRankPart, RowBlocks
+from ds_ckpt.exchange.metric import StepMetric
 from ds_ckpt.exchange.plan import words
 from ds_ckpt.exchange.rules import Choose
 from ds_ckpt.exchange.transport import Packets, Transport
@@ -81,6 +82,7 @@ class Item:
         kernels: what packs and unpacks it together with the bucket's other tensors.
         deferred: `pending` is still to be made, by its kernels as they pack it, from `source`
             (None: zeros) and `local`.
+        weights: what entries are divided by before they are packed; see `exchange.metric`.
     """
 
     name: str
@@ -97,10 +99,15 @@ class Item:
     kernels: Kernels | None = None
     deferred: bool = False
     source: Tensor | None = None
+    weights: Tensor | None = None
 
     @property
     def codec(self) -> Codec | None:
         return None if self.compressor is None else self.compressor.codec
+
+    @property
+    def in_steps(self) -> bool:
+        return self.codec is not None and self.codec.in_steps
 
     @property
     def low_rank(self) -> LowRank | None:
@@ -138,6 +145,7 @@ class AllToAllExchange:
             Tensors without a compressor then pass through the feedback too: it is where they are
             held.
         in_host: the lower level; None: every process is on its own.
+        metric: for codecs that want it; None: these do without.
 
     Attributes:
         world: processes that are averaged over.
@@ -155,8 +163,10 @@ class AllToAllExchange:
         order: Order = ascending,
         holds: bool = False,
         in_host: InHostSum | None = None,
+        metric: StepMetric | None = None,
     ) -> None:
         self.transport = transport
+        self.metric = metric
         self.feedback = feedback if feedback is not None else Feedback(enabled=False)
         self.factors = factors if factors is not None else Factors()
         self.order = order if in_host is None else ascending
@@ -348,6 +358,9 @@ class AllToAllExchange:
                 continue
             if item.codec is not None and not item.rides:
                 item.kernels = item.codec.kernels(item.local.device)
+            if item.in_steps and self.metric is not None and self.metric.sampling:
+                shape, layout = item.shape, item.layout
+                self.metric.given(item.name, shape, layout, item.local, loss_scale)
             readable = item.local.dtype in GRADIENTS
             if defer and readable and item.kernels is not None and not self.errors.wanted:
                 item.deferred = True
@@ -408,8 +421,15 @@ class AllToAllExchange:
                 together[item.kernels] += self._to_pack(item, item.pending, outgoing)
                 continue
             assert item.codec is not None
+            if item.in_steps and self.metric is not None:
+                device = item.pending.device
+                item.weights = self.metric.weights(item.name, item.shape, item.layout, device)
+            if item.weights is not None:
+                item.pending.div_(item.weights)
             for dests, payloads in outgoing:
                 item.codec.pack_rows(item.layout.rows(item.pending, dests), payloads)
+            if item.weights is not None:
+                item.pending.mul_(item.weights)
         for kernels, batch in together.items():
             finite = finite & kernels.pack(batch, self.world * loss_scale, loss_scale)
         for _, (header, *_) in packets.outgoing:
@@ -523,6 +543,11 @@ class AllToAllExchange:
         codec, arriving = item.codec, item.arriving
         if codec is None or arriving is None:
             return total.add_(item.own)
+        if item.weights is not None:
+            others = torch.zeros_like(total)
+            codec.unpack_add_rows(arriving, others, loss_scale)
+            others.mul_(item.weights[item.layout.shard(self._me)])
+            return total.add_(item.own).add_(others)
         before = self._me if on_host(total.device) else len(arriving)
         if before:
             codec.unpack_add_rows(arriving[:before], total, loss_scale)

@@ -134,8 +134,10 @@ class ScheduledExchange:
         if self._warming_up:
             return self._exchange.average(names, tensors, loss_scale, choose=self._warm_up)
         way = self._way(names)
+        after_warm_up = self._current_step() - self._warmup_steps
+        if self._exchange.metric is not None:
+            self._exchange.metric.exchanging(after_warm_up)
         if self._moments is not None and tensors:
-            after_warm_up = self._current_step() - self._warmup_steps
             self._moments.exchanging(after_warm_up, tensors[0].device)
         if self._autotuner is not None and tensors and not self.fallback.uncompressed:
             self._autotuner.exchanged(names, tensors[0].device)
@@ -159,6 +161,8 @@ class ScheduledExchange:
             else:
                 state.commit()
         # what all processes know alike
+        if self._exchange.metric is not None:
+            self._exchange.metric.step_ended(skipped=skipped)
         if self._moments is not None:
             self._moments.step_ended(skipped=skipped)
         if self._autotuner is not None:

@@ -256,6 +256,7 @@ class _Worker:
             factors,
             order=ring_pieces,
             holds=holds,
+            metric=settings.metric(transport.all_reduce),
         )
         self.scheduled = ScheduledExchange(
             self.exchange,

@@ -1,0 +1,171 @@
+"""The metric of the optimizer's steps: what is known of it, and that nothing is lost by it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from benchmarks.momentum import OwnShareToo
+from ds_ckpt.exchange.build import ExchangeSettings
+from ds_ckpt.exchange.layout import LocalShard, ShardLayout
+from ds_ckpt.exchange.metric import EVERY, StepMetric
+from ds_ckpt.exchange.rules import MethodSettings
+from ds_ckpt.validation import world as validation_world
+from ds_ckpt.validation.world import VirtualWorkers
+
+IN_STEPS = ExchangeSettings(MethodSettings("entropy_coded", metric="steps"), min_numel=0)
+SHAPE, CPU = torch.Size([37, 50]), torch.device("cpu")
+
+
+def alone(tensor: Tensor) -> None:
+    """One process is all there are."""
+
+
+def layout(world: int, members: tuple[int, ...] | None = None) -> LocalShard:
+    return LocalShard(ShardLayout(SHAPE.numel(), world), members or tuple(range(world)))
+
+
+def told(total: Tensor, *layouts: LocalShard) -> StepMetric:
+    """What a process knows that was told of `total` by processes with these parts of it."""
+    metric, parts = StepMetric(alone), []
+    metric.exchanging(0)
+    for of in layouts or (layout(1),):
+        here = torch.cat([total.view(-1)[of.source(m)] for m in range(len(of.members))])
+        metric.given("w", total.shape, of, here * 8, 8.0)
+        parts.append(metric._taken["w"])
+    metric._taken["w"] = sum(r for r, _ in parts), sum(c for _, c in parts)  # type: ignore[assignment]
+    metric.step_ended(skipped=False)
+    return metric
+
+
+def uneven() -> Tensor:
+    """Gradients whose size depends on row and column, by factors of up to 2^16 in squares."""
+    torch.manual_seed(0)
+    rows, columns = torch.arange(SHAPE[0]) % 5, torch.arange(SHAPE[1]) % 5
+    return torch.randn(SHAPE) * 2.0 ** (rows.unsqueeze(1) + columns)
+
+
+@given(st.integers(1, 9))
+def test_what_hosts_see_adds_up_to_the_squares_of_rows_and_columns(world: int) -> None:
+    total = uneven()
+    parts = [layout(2 * world, tuple(range(first, 2 * world, 2))) for first in (0, 1)]
+    rows, columns = told(total, *parts)._known["w"]
+    torch.testing.assert_close(rows, total.square().sum(1))
+    torch.testing.assert_close(columns, total.square().sum(0))
+
+
+def test_weights_are_powers_of_two_near_the_fourth_root_of_the_second_moment() -> None:
+    total = uneven()
+    found = told(total).weights("w", SHAPE, layout(1), CPU)
+    assert found is not None
+    mantissas, _ = torch.frexp(found)
+    assert (mantissas == 0.5).all()
+    assert found.min() >= 1
+    ideal = total.square().mean(1, keepdim=True) * total.square().mean(0)
+    off = (found.view(SHAPE) / ideal**0.25).log2()
+    assert off.max() - off.min() <= 1.1  # half a power of two either way
+
+
+def test_with_two_levels_a_process_weighs_the_entries_that_its_members_own() -> None:
+    metric, members = told(uneven()), layout(4, (1, 3))
+    every, some = (metric.weights("w", SHAPE, of, CPU) for of in (layout(4), members))
+    assert every is not None
+    assert some is not None
+    assert torch.equal(some, torch.cat([every[members.source(m)] for m in range(2)]))
+
+
+def test_rows_of_nothing_and_all_of_nothing_have_finite_weights() -> None:
+    total = uneven()
+    total[3] = 0
+    for of in (total, torch.zeros(SHAPE)):
+        found = told(of).weights("w", SHAPE, layout(1), CPU)
+        assert found is not None
+        assert torch.isfinite(found).all()
+        assert found.min() >= 1
+
+
+def test_what_was_skipped_or_is_not_finite_is_not_known() -> None:
+    metric = told(uneven())
+    before = {key: value.clone() for key, value in metric.state_dict().items()}
+    for value, skipped in ((torch.nan, False), (torch.inf, False), (1.0, True)):
+        metric.exchanging(EVERY)
+        metric.given("w", SHAPE, layout(1), torch.full([SHAPE.numel()], value), 1.0)
+        metric.step_ended(skipped=skipped)
+        assert all(torch.equal(before[k], v) for k, v in metric.state_dict().items())
+
+
+def test_state_is_whole_and_of_another_shape_it_is_left_out() -> None:
+    metric, other = told(uneven()), StepMetric(alone)
+    other.load_state_dict(metric.state_dict())
+    found = [m.weights("w", SHAPE, layout(2), CPU) for m in (metric, other)]
+    assert found[0] is not None
+    assert found[1] is not None
+    assert torch.equal(found[0], found[1])
+    assert other.weights("w", torch.Size([50, 37]), layout(2), CPU) is None
+    other.load_state_dict({})
+    assert other.weights("w", SHAPE, layout(2), CPU) is None
+
+
+@pytest.mark.parametrize("own_too", [False, True])
+def test_nothing_is_lost_and_less_is_kept_back_in_the_metric(
+    own_too: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if own_too:
+        monkeypatch.setattr(validation_world, "AllToAllExchange", OwnShareToo)
+    kept = {}
+    for metric in ("energy", "steps"):
+        settings = ExchangeSettings(MethodSettings("entropy_coded", metric=metric), min_numel=0)
+        workers, shape = VirtualWorkers(settings, 3, ["w"]), torch.Size([60, 90])
+        scale = 2.0 ** -(torch.arange(60) % 8).unsqueeze(1)
+        torch.manual_seed(0)
+        owed = torch.zeros(shape.numel())
+        for _ in range(3):
+            gradients = [torch.randn(shape) * scale for _ in range(3)]
+            (arrived,) = workers.average([[g.clone()] for g in gradients])
+            workers.step_ended(skipped=False)
+            left = torch.stack([state["w"] for state in workers.residuals()]).sum(0)
+            given_ = torch.stack(gradients).mean(0).view(-1) + owed
+            torch.testing.assert_close(arrived.view(-1) + left, given_, rtol=1e-5, atol=1e-6)
+            owed = left
+        kept[metric] = float((left.view(shape) / scale**0.5).square().sum())
+    assert kept["steps"] < 0.9 * kept["energy"]
+
+
+def test_all_workers_know_the_same_and_a_poisoned_step_changes_nothing() -> None:
+    workers = VirtualWorkers(IN_STEPS, 3, ["w"])
+
+    def known() -> list[dict[str, Tensor]]:
+        return [
+            {k: v.clone() for k, v in metric.state_dict().items()}
+            for metric in (worker.exchange.metric for worker in workers._workers)
+            if metric is not None
+        ]
+
+    def step(poison: bool = False) -> list[Tensor]:
+        gradients = [uneven() * worker for worker in range(1, 4)]
+        if poison:
+            gradients[1][5, 5] = torch.nan
+        found = workers.average([[g] for g in gradients])
+        workers.step_ended(skipped=poison)
+        return found
+
+    step()
+    before = known()
+    assert len(before) == 3
+    assert before[0]
+    for other in before[1:]:
+        assert all(torch.equal(other[key], value) for key, value in before[0].items())
+    owed = [state["w"].clone() for state in workers.residuals()]
+    assert torch.isnan(step(poison=True)[0]).any()
+    for was, now in zip(before, known(), strict=True):
+        assert all(torch.equal(was[key], value) for key, value in now.items())
+    assert all(torch.equal(a, s["w"]) for a, s in zip(owed, workers.residuals(), strict=True))
+
+
+def test_codecs_that_do_not_want_it_have_none() -> None:
+    assert ExchangeSettings(MethodSettings("entropy_coded")).metric(alone) is None
+    assert ExchangeSettings(MethodSettings("dense")).metric(alone) is None
+    assert IN_STEPS.metric(alone) is not None
