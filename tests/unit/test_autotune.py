@@ -318,6 +318,7 @@ class Machine:
     went: dict[str, str] = field(default_factory=dict)
     feedback: Feedback = field(default_factory=lambda: Feedback(enabled=False))
     factors: Factors = field(default_factory=Factors)
+    metric: None = None
 
     def average(
         self,
