@@ -153,7 +153,9 @@ def test_the_best_is_the_best_of_all(ask: Callable[..., Search]) -> None:
         assert all(one.fits for one in search.all)
 
 
-@pytest.mark.parametrize("name", ["llama-70b", "mixtral-8x7b"])
+@pytest.mark.parametrize(
+    "name", ["llama-70b", pytest.param("mixtral-8x7b", marks=pytest.mark.slow)]
+)
 def test_a_large_model_is_planned_with_few_simulated_steps(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
