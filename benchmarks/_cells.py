@@ -81,6 +81,7 @@ WEIGHTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "resident, lossless + dense once a step": ({}, {**LOSSLESS, **DENSE_ONCE}),
     "resident, lossless + 3 bits": ({}, {**LOSSLESS, **THREE_BITS}),
     "resident": ({}, RESIDENT),
+    "resident where shorter": ({}, {"weights": {"resident": "auto"}}),
     "resident + dense once a step": ({}, {**RESIDENT, **DENSE_ONCE}),
     "resident + 3 bits": ({}, {**RESIDENT, **THREE_BITS}),
     NOTHING: ({}, WHOLE),

@@ -21,7 +21,7 @@ next forward: `--in-a-row` steps of a cell are timed at a time, the last with al
 fp32, unless `--bf16`: this CPU is slow in bf16, so every dense byte is twice what 16 bits would be,
 and a link of 200 Mbit/s here is one of 100 there for weights and for dense gradients. The autotuner
 is as the configuration has it, on; `--autotune off` forces the methods. Steps are counted from its
-choice on; a cell that it has left to DeepSpeed's own reduction is marked so.
+choice on; a cell that it has left to DeepSpeed's own reduction or gathers is marked so.
 """
 
 from __future__ import annotations
@@ -95,18 +95,21 @@ def worker(spec: dict[str, Any], folder: Path) -> None:
 
 
 def warmed_up(cell: _cells.Running, tokens: int) -> bool:
-    """Run a cell's first steps; whether it has been left to DeepSpeed's reduction since."""
+    """Run a cell's first steps; whether it has been left to DeepSpeed's own way since."""
     exchange = cell.session.exchange if cell.session is not None else None
-    tuner = exchange.autotuner if exchange is not None else None
+    residence = cell.session._residence if cell.session is not None else None
+    tuners = [residence.tuner] if residence is not None else []
+    if exchange is not None and exchange.autotuner is not None:
+        tuners.append(exchange.autotuner)
     resident = cell.session._resident if cell.session is not None else None
     codecs = resident.hook.codecs if resident is not None else ()
     step, least = 0, max(WARM_UP_STEPS, 1 + COMPARED * len(codecs) if len(codecs) > 1 else 0)
-    while step < least or (tuner is not None and tuner.choice is None):
+    while step < least or any(tuner.choice is None for tuner in tuners):
         cell.step(SEQUENCES, tokens, step)
         step += 1
     cell.step(SEQUENCES, tokens, step)  # the first by the way that is kept
     cell.land()
-    return tuner is not None and tuner.choice == "deepspeed"
+    return any(tuner.choice == "deepspeed" for tuner in tuners)
 
 
 def timed_step(cell: _cells.Running, seed: int, in_a_row: int, tokens: int) -> float:
