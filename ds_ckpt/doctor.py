@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Literal
 
+from ds_ckpt.errors import UnsupportedError
 from ds_ckpt.telemetry.units import GIB, size
 
 Status = Literal["ok", "warning", "missing", "broken"]
@@ -52,11 +53,11 @@ def examine() -> list[Finding]:
 
 def _versions() -> list[Finding]:
     group = "versions"
-    findings = [Finding(group, "python", "ok", platform.python_version())]
+    findings = [_version("python", platform.python_version())]
     extras = {"transformers": "hf", "accelerate": "hf", "mpi4py": "mpi"}
     for name in ("ds_ckpt", "torch", "deepspeed", "transformers", "accelerate", "mpi4py"):
         try:
-            findings.append(Finding(group, name, "ok", metadata.version(name)))
+            findings.append(_version(name, metadata.version(name)))
         except metadata.PackageNotFoundError:
             extra = extras.get(name)
             status: Status = "missing" if extra else "broken"
@@ -64,6 +65,23 @@ def _versions() -> list[Finding]:
             remedy = f"pip install {package}" + (", if it is wanted" if extra else "")
             findings.append(Finding(group, name, status, "not installed", remedy))
     return findings
+
+
+def _version(name: str, installed: str) -> Finding:
+    try:
+        from ds_ckpt.zero3 import compatibility
+    except Exception:  # torch is not there, or broken: another finding
+        return Finding("versions", name, "ok", installed)
+    tried = compatibility.outside(name, installed)
+    if not tried:
+        return Finding("versions", name, "ok", installed)
+    detail, remedy = f"{installed}; tried with {tried}", f"install one of {tried}"
+    if name == "torch":
+        try:
+            compatibility.require_torch(installed)
+        except UnsupportedError as error:
+            return Finding("versions", name, "broken", _one_line(error), remedy)
+    return Finding("versions", name, "warning", detail, remedy)
 
 
 def _accelerator() -> list[Finding]:

@@ -13,7 +13,7 @@ from contextlib import redirect_stdout
 from importlib.metadata import version
 from pathlib import Path
 
-from ds_ckpt.errors import ContractError
+from ds_ckpt.errors import ContractError, UnsupportedError
 from ds_ckpt.zero3 import compatibility
 
 PACKAGES = ("deepspeed", "torch", "transformers")
@@ -56,11 +56,19 @@ def versions() -> str:
 def contract() -> int:
     try:
         with redirect_stdout(sys.stderr):  # where DeepSpeed logs
+            compatibility.require_torch()
             compatibility.require()
+    except UnsupportedError as error:
+        (problem,) = error.problems
+        print(f"{problem.where} {problem.found} is refused: {problem.why}; {problem.remedy}.")
+        return 1
     except ContractError as error:
-        for problem in error.problems:
-            print(f"`{problem.where.rpartition('.')[2]}` is {problem.found.partition(' (')[0]}")
-        print(error.problems[0].remedy)
+        found = [
+            f"`{problem.where.rpartition('.')[2]}` is {problem.found.partition(' (')[0]}"
+            for problem in error.problems
+        ]
+        remedy = error.problems[0].remedy
+        print(f"DeepSpeed {version('deepspeed')} is refused: {'; '.join(found)}; {remedy}.")
         return 1
     return 0
 
@@ -77,7 +85,7 @@ def cells(result: Path) -> tuple[list[str], str]:
     words = []
     for passed, failed, skipped in counts.values():
         if not passed and not failed:  # the tests of a part are skipped where it is refused
-            words.append("refused")
+            words.append("refused" if skipped else "not run")
             continue
         word = f"{failed} of {passed + failed} failed" if failed else f"green, {passed}"
         words.append(word + (f" ({skipped} skipped)" if skipped else ""))
@@ -95,7 +103,7 @@ def write(folder: Path) -> None:
         refused = result.with_suffix(".refused").read_text().splitlines()
         if refused:
             words = ["refused"] + [""] * (len(PARTS) - 1)
-            refusals.append(f"DeepSpeed {row[0]} is refused: {'; '.join(refused)}.\n")
+            refusals += [line + "\n" for line in refused]
         elif result.with_suffix(".xml").exists():
             words, day = cells(result.with_suffix(".xml"))
             days.append(day)

@@ -259,7 +259,8 @@ class _Exact:
     def __init__(self) -> None:
         self._lock, self._inside = threading.Lock(), 0
         backends: list[Any] = [torch.backends.cuda, torch.backends.mkldnn]
-        self._backends = [backend.matmul for backend in backends]
+        # where there is none, torch is too old, which is said when the plugin is attached
+        self._backends = [backend.matmul for backend in backends if hasattr(backend, "matmul")]
         self._before: list[Any] = []
 
     def __enter__(self) -> None:

@@ -101,6 +101,7 @@ class Session:
     def _put_together(self) -> None:
         engine, config = self.engine, self.config
         refuse_pipeline(engine)
+        compatibility.require_torch()
         stage3 = engine.zero_optimization_stage() == 3
         changed = compatibility.require() if stage3 else []
         collectives.listen(self.counters)

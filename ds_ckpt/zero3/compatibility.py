@@ -27,6 +27,14 @@ from ds_ckpt.patch import Patches
 
 FIRST, LAST = "0.18.5", "0.19.8"
 """Of the versions of DeepSpeed that are served. What was run with them: docs/support.md."""
+TRIED = {
+    "python": ("3.10", "3.13"),
+    "torch": ("2.9", "2.15"),
+    "deepspeed": (FIRST, LAST),
+    "transformers": ("4.57", "5.24"),
+}
+"""The first and the last version of each that scripts/matrix.sh has passed with; pyproject.toml
+asks for the same."""
 RESIDENT_SINCE = "0.19.5"
 """hpZ before leaves padding uninitialised, and fails where a process's part is padding alone."""
 
@@ -256,6 +264,30 @@ def require(symbols: Iterable[Symbol] | None = None) -> list[Finding]:
         why = "the plugin wraps this symbol and would act on wrong assumptions"
         raise ContractError([Problem(f.symbol, f.detail, why, f.remedy) for f in broken])
     return [f for f in findings if f.status == "digest_changed"]
+
+
+def outside(package: str, version: str) -> str:
+    """What was tried instead, in words; empty where that version lies inside or nothing was."""
+    first, last = TRIED.get(package, ("", ""))
+    number, end = _release(version), _release(last)
+    if not first or (_release(first) <= number and number[: len(end)] <= end):
+        return ""
+    return f"{first} to {last}"
+
+
+def require_torch(version: str = torch.__version__) -> None:
+    """Raise `UnsupportedError` where that torch lacks what recompute and factors are made with."""
+    first, last = TRIED["torch"]
+    if _release(version) < _release(first):
+        raise UnsupportedError(
+            Problem(
+                where="torch",
+                found=version,
+                why="recompute asks for hooks on saved tensors that 2.7 does not tell, and factors "
+                "are multiplied at a precision that 2.8 cannot be asked for",
+                remedy=f"install a newer one, tried up to {last}: pip install 'torch>={first}'",
+            )
+        )
 
 
 def serves_resident_weights(version: str) -> bool:

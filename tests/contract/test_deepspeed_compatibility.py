@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import deepspeed
 import pytest
@@ -60,6 +62,46 @@ def test_a_part_is_refused_with_the_versions_that_have_it() -> None:
         compatibility.require_resident_weights("0.19.4")
     assert "$.ds_ckpt.weights.resident: found true with DeepSpeed 0.19.4" in str(error.value)
     assert f"deepspeed>={compatibility.RESIDENT_SINCE}," in str(error.value)
+
+
+def test_a_torch_that_is_too_old_is_refused_with_those_that_are_not() -> None:
+    first, last = compatibility.TRIED["torch"]
+    compatibility.require_torch()
+    compatibility.require_torch(f"{first}.0+cpu")
+    with pytest.raises(
+        UnsupportedError, match=f"(?s)found 2.8.0.*tried up to {last}.*torch>={first}"
+    ):
+        compatibility.require_torch("2.8.0")
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "inside"),
+    [
+        ("torch", "2.9.0+cu128", True),
+        ("torch", "2.8.1", False),
+        ("torch", "3.0", False),
+        ("deepspeed", "0.19.8", True),
+        ("deepspeed", "0.19.9", False),
+        ("transformers", "4.57.6", True),
+        ("transformers", "4.56.2", False),
+        ("python", "3.13.11", True),
+        ("python", "3.14.0", False),
+        ("mpi4py", "0.1", True),
+    ],
+)
+def test_what_was_not_tried_is_told(package: str, version: str, inside: bool) -> None:
+    assert (compatibility.outside(package, version) == "") is inside
+
+
+def test_installers_are_asked_for_what_was_tried() -> None:
+    project = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
+    for package, (first, last) in compatibility.TRIED.items():
+        name = "requires-python = " if package == "python" else f'"{package}'
+        asked = re.search(rf'{re.escape(name)}"?>=([\d.]+)(?:,<([\d.]+))?"', project)
+        assert asked is not None, package
+        assert asked[1] == first
+        end, last_tried = asked[2], compatibility._release(last)
+        assert end is None or compatibility._release(end) > last_tried, package
 
 
 def test_digest_ignores_comments_and_space_only() -> None:

@@ -24,7 +24,8 @@ def _engine(kind: str, reuse: float, mode: str, **options: Any) -> Any:
     engine = models.start(kind, config)
     if mode == "transformers":  # what a user gets from transformers and DeepSpeed alone
         for module in engine.module.modules():
-            enable = getattr(module, "_activation_checkpointing_enable", None)
+            older = getattr(module, "gradient_checkpointing_enable", None)
+            enable = getattr(module, "_activation_checkpointing_enable", older)
             if enable is not None:
                 enable({"use_reentrant": False})
                 break

@@ -144,6 +144,24 @@ def test_doctor_reports_every_group_as_json() -> None:
         assert finding["remedy"] or finding["status"] == "ok"
 
 
+@pytest.mark.parametrize(
+    ("package", "version", "status", "words"),
+    [
+        ("torch", "2.13.0", "ok", "2.13.0"),
+        ("torch", "99.0", "warning", "tried with"),
+        ("torch", "2.7.1", "broken", "saved tensors"),
+        ("transformers", "4.40.0", "warning", "tried with"),
+    ],
+)
+def test_doctor_tells_a_version_that_was_not_tried(
+    package: str, version: str, status: str, words: str
+) -> None:
+    finding = doctor._version(package, version)
+    assert finding.status == status
+    assert words in finding.detail
+    assert finding.remedy or status == "ok"
+
+
 def test_doctor_exit_code_follows_a_broken_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = doctor.Finding("hooks into DeepSpeed", "step", "broken", "not there", "install 0.19.8")
     monkeypatch.setattr(doctor, "examine", lambda: [broken])
