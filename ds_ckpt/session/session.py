@@ -433,7 +433,7 @@ class Session:
         if self._patience is not None:
             self._patience.undo()
         self._blocks = self._inputs = self._gradient = self._gather = self._gradients = None
-        self._resident = None
+        self._resident = self._residence = None
         self._host = HostPool()  # the blocks of the one before go with it
         collectives.unlisten(self.counters)
         for finalizer in self._on_drop:

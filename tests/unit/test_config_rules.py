@@ -138,6 +138,15 @@ def test_resident_weights_refuse_what_they_cannot_serve(
     assert problems(with_value(base, path, good)) == {}
 
 
+@pytest.mark.parametrize("deltas", ["3bit", "4bit"])
+def test_few_bits_are_no_choice_of_time(deltas: str) -> None:
+    base = {"zero_optimization": {"stage": 3}, "ds_ckpt": {"weights": {"resident": "auto"}}}
+    assert not problems(base)
+    found = problems(with_value(base, "ds_ckpt.weights.deltas", deltas))
+    assert list(found) == ["$.ds_ckpt.weights.resident"]
+    assert "write true" in found["$.ds_ckpt.weights.resident"].remedy
+
+
 def test_how_weights_travel_does_nothing_while_none_are_kept() -> None:
     base = {"zero_optimization": {"stage": 3}, "ds_ckpt": {"weights": {"deltas": "lossless"}}}
     found = problems(base)
