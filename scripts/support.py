@@ -30,8 +30,8 @@ INTRODUCTION = """# Versions
 
 Written by `scripts/matrix.sh` on {date}: the contract (`tests/contract`) and the tests of the laws
 ([design.md](design.md)) with each set of versions, on Linux with gloo. A number is that of tests
-passed. The sets are `scripts/matrix.sh`'s: laws is all of them; short those that break first; alone of
-these those of one process; none where the plugin refuses. "not run" is what a set leaves out.
+passed. The sets are `scripts/matrix.sh`'s: laws is all of them; short those that break first; alone
+of these those of one process; none where the plugin refuses. "not run" is what a set leaves out.
 
 """
 TRIED = ", ".join(
