@@ -44,8 +44,10 @@ Every release of DeepSpeed from {FIRST} to {LAST} has, of what the hooks lean on
 file. Another source is warned of when the plugin is attached, and the first bucket is held against
 DeepSpeed's own reduction; where a symbol is missing, the plugin refuses.
 
-Tried are {TRIED}: the ends of each range, and between them what the table shows. `ds-ckpt doctor`
-warns of a version outside.
+Tried are
+{TRIED}:
+the ends of each range, and between them what the table shows. What has only the set alone was not
+run with several processes. `ds-ckpt doctor` warns of a version outside.
 
 `weights.resident` needs DeepSpeed {RESIDENT}: before, hpZ leaves padding uninitialised. It is
 refused there.
