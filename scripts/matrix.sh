@@ -12,11 +12,11 @@ set -euo pipefail
 
 # name     Python torch  transformers DeepSpeed tests
 rows='
-oldest     3.10   2.9.0  4.57.6       0.18.5    short
-middle     3.12   2.9.0  5.0.0        0.19.3    short
+oldest     3.10   2.9.0  4.57.6       0.18.5    alone
+middle     3.12   2.9.0  5.0.0        0.19.3    alone
 newest     3.13   2.15.0 5.24.0       0.19.8    short
-0.19.5     -      -      -            0.19.5    short
-0.18.9     -      -      -            0.18.9    short
+0.19.5     -      -      -            0.19.5    alone
+0.18.9     -      -      -            0.18.9    alone
 0.18.5     -      -      -            0.18.5    laws
 0.18.4     -      -      -            0.18.4    none
 0.18.0     -      -      -            0.18.0    none
@@ -28,9 +28,12 @@ few=(
   tests/contract/test_deepspeed_compatibility.py
   tests/distributed/test_gather.py
 )
-short=(
+alone=(
   tests/contract/test_deepspeed_compatibility.py
   tests/unit/test_{exchange,feedback,recompute}.py
+)
+short=(
+  "${alone[@]}"
   tests/distributed/test_{gather,compression}.py
 )
 laws=(
@@ -93,6 +96,7 @@ row() {
   [ "$2" = - ] || base=$(base "$2" "$3" "$4" "$6") || return
   environment "$name" "$base" "$5" || return
   rm -f "$result".*
+  echo "$6" >"$result.set"
   "$python" scripts/support.py versions >"$result.versions" || return
   if ! "$python" scripts/support.py contract >"$result.refused"; then
     cat "$result.refused"

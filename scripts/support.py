@@ -30,15 +30,24 @@ INTRODUCTION = """# Versions
 
 Written by `scripts/matrix.sh` on {date}: the contract (`tests/contract`) and the tests of the laws
 ([design.md](design.md)) with each set of versions, on Linux with gloo. A number is that of tests
-passed.
+passed. The sets are `scripts/matrix.sh`'s: laws is all of them; short those that break first; alone
+of these those of one process; none where the plugin refuses. "not run" is what a set leaves out.
 
 """
+TRIED = ", ".join(
+    f"{name} {first} to {last}" for name, (first, last) in compatibility.TRIED.items()
+)
 FIRST, LAST, RESIDENT = compatibility.FIRST, compatibility.LAST, compatibility.RESIDENT_SINCE
 END = f"""
 Every release of DeepSpeed from {FIRST} to {LAST} has, of what the hooks lean on, sources that
 `ds_ckpt/zero3/compatibility.py` knows by their digests; what differs between versions is in that
 file. Another source is warned of when the plugin is attached, and the first bucket is held against
 DeepSpeed's own reduction; where a symbol is missing, the plugin refuses.
+
+Tried are
+{TRIED}:
+the ends of each range, and between them what the table shows. What has only the set alone was not
+run with several processes. `ds-ckpt doctor` warns of a version outside.
 
 `weights.resident` needs DeepSpeed {RESIDENT}: before, hpZ leaves padding uninitialised. It is
 refused there.
@@ -93,13 +102,13 @@ def cells(result: Path) -> tuple[list[str], str]:
 
 
 def write(folder: Path) -> None:
-    heads = ["DeepSpeed", "torch", "transformers", "Python"]
+    heads = ["DeepSpeed", "torch", "transformers", "Python", "set"]
     lines, refusals, days = [], [], [""]
     results = sorted(folder.glob("*.versions"), key=_newest_first, reverse=True)
     for result in results:
         if result.stem == "ci":
             continue
-        row = result.read_text().split()
+        row = [*result.read_text().split(), result.with_suffix(".set").read_text().strip()]
         refused = result.with_suffix(".refused").read_text().splitlines()
         if refused:
             words = ["refused"] + [""] * (len(PARTS) - 1)
