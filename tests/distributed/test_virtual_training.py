@@ -65,6 +65,7 @@ PLAIN, CLIPPED_AND_ACCUMULATED = (0.0, 1), (0.5, 2)
         ("topk after a warm-up", *CLIPPED_AND_ACCUMULATED),
         ("topk with a lead", *PLAIN),
         ("1 bit", *PLAIN),
+        ("1 bit in steps", *PLAIN),
         ("1 bit after 4 bits", *CLIPPED_AND_ACCUMULATED),
         ("quantize", *PLAIN),
         ("2 bits without feedback", *CLIPPED_AND_ACCUMULATED),
