@@ -24,7 +24,9 @@ SECTIONS = {
         topk={"density": 0.05}, warmup_steps=3, error_feedback={"momentum": "matched"}
     ),
     "1 bit": topk_section(method="entropy_coded"),
-    "1 bit in steps": topk_section(method="entropy_coded", entropy_coded={"metric": "steps"}),
+    "1 bit in steps": topk_section(
+        method="entropy_coded", entropy_coded={"metric": "steps"}, warmup_steps=3
+    ),
     "1 bit after 4 bits": topk_section(method="entropy_coded", warmup_steps=3, warmup_bits=4),
     "quantize": quantize_section(),
     "2 bits without feedback": quantize_section(
