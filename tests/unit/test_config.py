@@ -65,7 +65,7 @@ def test_defaults_are_those_that_are_documented() -> None:
             "method": "topk",
             "topk": {"density": 0.01, "values": "int8", "selection": "blocks"},
             "quantize": {"bits": 3, "block": 64},
-            "entropy_coded": {"bits": 1.0},
+            "entropy_coded": {"bits": 1.0, "metric": "energy"},
             "powersgd": {"rank": 16, "alternate": False},
             "hybrid": {"remainder": "quantize"},
             "rules": (),
