@@ -24,7 +24,9 @@ SECTIONS = {
         topk={"density": 0.05}, warmup_steps=3, error_feedback={"momentum": "matched"}
     ),
     "1 bit": topk_section(method="entropy_coded"),
-    "1 bit in steps": topk_section(method="entropy_coded", entropy_coded={"metric": "steps"}),
+    "1 bit in steps": topk_section(
+        method="entropy_coded", entropy_coded={"metric": "steps"}, warmup_steps=3
+    ),
     "1 bit after 4 bits": topk_section(method="entropy_coded", warmup_steps=3, warmup_bits=4),
     "quantize": quantize_section(),
     "2 bits without feedback": quantize_section(
@@ -65,6 +67,7 @@ PLAIN, CLIPPED_AND_ACCUMULATED = (0.0, 1), (0.5, 2)
         ("topk after a warm-up", *CLIPPED_AND_ACCUMULATED),
         ("topk with a lead", *PLAIN),
         ("1 bit", *PLAIN),
+        ("1 bit in steps", *PLAIN),
         ("1 bit after 4 bits", *CLIPPED_AND_ACCUMULATED),
         ("quantize", *PLAIN),
         ("2 bits without feedback", *CLIPPED_AND_ACCUMULATED),
