@@ -24,7 +24,9 @@ def test_the_version_is_in_one_place_and_the_citation_follows() -> None:
 
 def test_every_dependency_is_listed_with_its_licence() -> None:
     """Names alone: licences are those of the versions that were installed when it was written."""
-    listed = re.findall(r"^\| ([\w.-]+) \| [\w]+ \| ", (ROOT / "docs/licences.md").read_text(), re.M)
+    listed = re.findall(
+        r"^\| ([\w.-]+) \| [\w]+ \| ", (ROOT / "docs/licences.md").read_text(), re.M
+    )
     sys.path.insert(0, str(ROOT / "scripts"))
     try:
         import licences
