@@ -94,7 +94,8 @@ def test_what_must_fail_fails_and_what_must_pass_passes(tmp_path: Path) -> None:
 
 def test_a_killed_command_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = small(tmp_path, ROOT / "benchmarks" / "accuracy" / "2bit.json")
-    straight = validate(tmp_path / "a", [file], "--seeds", "2")
+    options = ["--seeds", "2", "--steps", "16"]
+    straight = validate(tmp_path / "a", [file], *options)
     assert straight.exit_code in (0, 1, 2)
     train, trained = experiment.train, list[int]()
 
@@ -105,11 +106,11 @@ def test_a_killed_command_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         return train(*args, **options)
 
     monkeypatch.setattr(experiment, "train", killed)
-    stopped = validate(tmp_path / "b", [file], "--seeds", "2")
+    stopped = validate(tmp_path / "b", [file], *options)
     assert stopped.exit_code == 130
     assert len((tmp_path / "b" / "results.jsonl").read_text().splitlines()) == 2
     monkeypatch.setattr(experiment, "train", train)
-    resumed = validate(tmp_path / "b", [file], "--seeds", "2")
+    resumed = validate(tmp_path / "b", [file], *options)
     assert resumed.exit_code == straight.exit_code
     curves = [
         {
