@@ -122,9 +122,9 @@ class Told(StepMetric):
         self, name: str, shape: torch.Size, layout: LocalShard, device: torch.device
     ) -> Tensor | None:
         now = self._world.step - WARM_UP
-        if name not in self._told or now - self._step >= self._every:
-            if now - self._step >= self._every:
-                self._told, self._step = {}, now
+        if now - self._step >= self._every:
+            self._told, self._step = {}, now
+        if name not in self._told:
             squares = self._world._optimizer.adamw.state[self._parameters[name]]["exp_avg_sq"]
             if self._kind == "factors" and squares.dim() == 2:
                 rows, columns = squares.mean(1, keepdim=True), squares.mean(0, keepdim=True)
@@ -312,10 +312,18 @@ def _gap(ours: dict[int, float], dense: dict[int, float]) -> str:
     return f"{statistics.fmean(gaps):+.2f}% ({', '.join(f'{gap:+.2f}' for gap in gaps)})"
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def finished(path: Path) -> list[dict[str, Any]]:
+    """The runs that a file has."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def keep(path: Path, line: dict[str, Any]) -> None:
+    """Add a finished run to the file, and tell it."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+    print(line, flush=True)
 
 
 def main() -> None:
@@ -333,7 +341,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     given = parser.parse_args()
     if given.table:
-        print(table(_lines(given.results)))
+        print(table(finished(given.results)))
         return
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
@@ -354,13 +362,10 @@ def main() -> None:
         for method, b1, how in arms:
             key = {"data": task.source, "method": method, "b1": b1, "how": how, "seed": seed}
             key |= {k: v for k, v in world.items() if method != DENSE or k == "workers"}
-            done = any(line.items() >= key.items() for line in _lines(given.results))
+            done = any(line.items() >= key.items() for line in finished(given.results))
             if done or not fnmatch(f"{method} {b1:g} {how}", given.only):
                 continue
-            line = key | run(task, method, b1, how, seed)
-            with given.results.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
-            print(line, flush=True)
+            keep(given.results, key | run(task, method, b1, how, seed))
 
 
 if __name__ == "__main__":

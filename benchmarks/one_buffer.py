@@ -25,7 +25,6 @@ is compressed. Resumable.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -35,6 +34,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from momentum import WARM_UP, finished, keep
 from torch import Tensor
 
 from ds_ckpt.validation.task import Task, make_spec, open_task
@@ -44,7 +44,6 @@ from ds_ckpt.validation.world import DENSE_SETTINGS, InProcessWorld, Step, Whole
 HERE = Path(__file__).parent / "results"
 RESULTS = HERE / "one_buffer.jsonl"
 ADAMW = HERE / "entropy_coded.jsonl"
-WARM_UP = 75
 BEST_DENSE = {"method": "dense", "b1": 0.7, "how": "lead 0.3"}
 TILE = 64
 
@@ -250,12 +249,6 @@ def table(lines: list[dict[str, Any]], dense: dict[int, float]) -> str:
     return "\n".join(rows)
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 def main() -> None:
     """Train what is missing, or print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -267,10 +260,10 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     given = parser.parse_args()
     if given.table:
-        lines = _lines(given.results)
+        lines = finished(given.results)
         for data in dict.fromkeys(line["data"] for line in lines):
             best = {"data": data} | BEST_DENSE
-            dense = {x["seed"]: x["loss"] for x in _lines(ADAMW) if x.items() >= best.items()}
+            dense = {x["seed"]: x["loss"] for x in finished(ADAMW) if x.items() >= best.items()}
             print(f"{data}\n\n{table([x for x in lines if x['data'] == data], dense)}\n")
         return
     torch.set_num_threads(1)
@@ -280,13 +273,10 @@ def main() -> None:
         for method in [*ARMS, *(f"{arm}, after AdamW" for arm in ARMS)]:
             for rate in given.rates or ARMS[method.removesuffix(", after AdamW")][2]:
                 key = {"data": task.source, "method": method, "rate": rate, "seed": seed}
-                done = any(line.items() >= key.items() for line in _lines(given.results))
+                done = any(line.items() >= key.items() for line in finished(given.results))
                 if done or not fnmatch(f"{method} {rate:g}", given.only):
                     continue
-                line = key | run(task, method, rate, seed)
-                with given.results.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(line) + "\n")
-                print(line, flush=True)
+                keep(given.results, key | run(task, method, rate, seed))
 
 
 if __name__ == "__main__":
