@@ -32,7 +32,7 @@ from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.rules import embeddings_of
 from ds_ckpt.validation.store import Key, Mode, Result, Store
-from ds_ckpt.validation.task import BETAS, Task
+from ds_ckpt.validation.task import BETAS, WARM_UP_SHARE, Task
 from ds_ckpt.validation.trainer import Curve, Hopeless, Outcome, Progress, train
 from ds_ckpt.validation.world import (
     DENSE_SETTINGS,
@@ -41,10 +41,6 @@ from ds_ckpt.validation.world import (
     sixteen_bit_step_bytes,
 )
 from ds_ckpt.workload import versions
-
-WARM_UP_SHARE = 0.25
-"""Of a run, at most: a longer dense start would leave little to judge."""
-
 
 @dataclass(frozen=True)
 class Candidate:
@@ -245,7 +241,7 @@ class Plan:
         if recipe.betas != BETAS:
             settings += f", betas {recipe.betas[0]:g}, {recipe.betas[1]:g}"
         if recipe.lead:
-            settings += f", lead {recipe.lead:g}"
+            settings += f", lead {recipe.lead:g} after {recipe.lead_after}"
         return Key(self.task.digest, settings, seed, self.mode)
 
     def recipe(self, candidate: Candidate) -> Recipe:

@@ -30,6 +30,8 @@ Kind = Literal["language", "digits", "topics", "labelled"]
 KINDS: tuple[Kind, ...] = ("language", "digits", "topics", "labelled")
 DEFAULT_TASKS: tuple[Kind, ...] = ("language", "topics", "digits")
 PRETRAINING_STEPS = 200
+WARM_UP_SHARE = 0.25
+"""Dense steps of a run, at most: a longer start would leave little to judge."""
 BETAS = (0.9, 0.95)
 
 Build = Callable[[int], torch.nn.Module]
@@ -150,7 +152,8 @@ class TaskSpec:
             on a CPU; selective checkpointing names sdpa's operators.
         betas: AdamW's, in every run.
         dense_betas: in dense runs instead: those that a tuned optimizer has without compression.
-        dense_lead: of the first moment, in dense runs.
+        dense_lead: of the first moment, in dense runs. From the end of the longest warm-up that a
+            run has: pairs share that beginning, without which seeds differ as if unpaired.
     """
 
     kind: Kind
@@ -183,8 +186,11 @@ class TaskSpec:
     def recipe(self, *, dense: bool = False) -> Recipe:
         """AdamW as in the demo, but for its betas and lead where they are given."""
         betas = self.dense_betas if dense and self.dense_betas else self.betas
-        lead = self.dense_lead if dense else 0.0
-        return Recipe(self.steps, self.learning_rate, (betas[0], betas[1]), lead=lead)
+        recipe = Recipe(self.steps, self.learning_rate, (betas[0], betas[1]))
+        if not dense or not self.dense_lead:
+            return recipe
+        after = int(WARM_UP_SHARE * self.steps)
+        return dataclasses.replace(recipe, lead=self.dense_lead, lead_after=after)
 
     def words(self) -> str:
         """The task in a few words."""

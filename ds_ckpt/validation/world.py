@@ -52,7 +52,8 @@ class Recipe:
         warmup_ratio: share of the steps that the learning rate's warm-up takes.
         min_lr_ratio: the last learning rate, as a share of the top; 1 and no warm-up is a constant.
         clip: largest norm of the averaged gradient; 0 for no clipping.
-        lead: of AdamW's first moment in every step (`exchange/momentum.py`); 0: none.
+        lead: of AdamW's first moment (`exchange/momentum.py`); 0: none.
+        lead_after: steps without it at the beginning.
         fused: torch's fused kernel, three times as fast, which rounds otherwise than the loop that
             DeepSpeed's `torch_adam` runs.
     """
@@ -65,6 +66,7 @@ class Recipe:
     min_lr_ratio: float = 0.05
     clip: float = 1.0
     lead: float = 0.0
+    lead_after: int = 0
     fused: bool = True
 
     def rate(self, step: int) -> float:
@@ -308,7 +310,8 @@ class WholeOptimizer:
                 torch._foreach_mul_(mean, 1.0 / excess)
         for group in self.adamw.param_groups:
             group["lr"] = self._recipe.rate(step)
-        own = leading(self.adamw, 0, self._parameters, self._recipe.lead)
+        lead = self._recipe.lead if step >= self._recipe.lead_after else 0.0
+        own = leading(self.adamw, 0, self._parameters, lead)
         with own if moments is None else moments.leading(self.adamw, 0, self._parameters):
             self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)

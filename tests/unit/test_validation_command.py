@@ -184,8 +184,11 @@ def test_dense_runs_may_have_betas_and_a_lead_of_their_own(tmp_path: Path) -> No
     names = [line["names"][1] for line in lines]
     assert names.count("dense") == 6  # no run twice
     assert names.count("zero3_4bit") == 4
-    dense = {line["outcome"]["digest"] for line in lines if line["names"][1] == "dense"}
-    assert len(dense) == 6
+    dense = [line["outcome"] for line in lines if line["names"][1] == "dense"]
+    assert len({of["digest"] for of in dense}) == 6
+    plain, lead = (dict(of["heldout"]) for of in (dense[0], dense[4]))
+    # pairs begin alike: a lead begins where the warm-up of compressed runs ends
+    assert [step for step in plain if plain[step] != lead[step]] == [3, 4, 5, 6, 7, 8]
 
 
 @pytest.mark.parametrize(
