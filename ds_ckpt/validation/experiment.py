@@ -42,6 +42,7 @@ from ds_ckpt.validation.world import (
 )
 from ds_ckpt.workload import versions
 
+
 @dataclass(frozen=True)
 class Candidate:
     """One configuration.
