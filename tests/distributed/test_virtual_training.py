@@ -85,7 +85,9 @@ def test_virtual_workers_give_the_numbers_of_real_processes(
     for worker, process in enumerate(real):
         assert losses[worker] == pytest.approx(process["losses"], abs=LOSS_TOLERANCE, rel=0)
         off = torch.cat([(process["weights"][n] - w).abs().flatten() for n, w in weights.items()])
-        assert float(off.max()) < LR
+        # Another CPU rounds otherwise, and an entry at a threshold goes a step later: a few may be
+        # off by a step of AdamW's, at most (1 - b1) / sqrt(1 - b2) times its rate.
+        assert float(off.max()) < 3.2 * LR
         assert float((off > WEIGHT_TOLERANCE).float().mean()) < 0.01
         if not section["compression"].get("warmup_steps"):
             # DeepSpeed's small buckets have more headers and ends to fill up
