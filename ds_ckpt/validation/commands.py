@@ -63,7 +63,9 @@ def validate_accuracy(
     ] = None,
     dense_lead: Annotated[
         float | None,
-        typer.Option(help="Of AdamW's first moment, in dense runs alone: 0.3, say."),
+        typer.Option(
+            help="Of AdamW's first moment, in dense runs alone, from a quarter of a run on: 0.3, say."
+        ),
     ] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Rows of a micro-batch.")] = None,
     length: Annotated[int | None, typer.Option(min=4, help="Tokens of a text's row.")] = None,

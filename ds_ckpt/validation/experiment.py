@@ -32,7 +32,7 @@ from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.rules import embeddings_of
 from ds_ckpt.validation.store import Key, Mode, Result, Store
-from ds_ckpt.validation.task import BETAS, WARM_UP_SHARE, Task
+from ds_ckpt.validation.task import BETAS, Task, longest_warm_up
 from ds_ckpt.validation.trainer import Curve, Hopeless, Outcome, Progress, train
 from ds_ckpt.validation.world import (
     DENSE_SETTINGS,
@@ -82,10 +82,8 @@ class Candidate:
 
     def in_run_of(self, steps: int) -> ExchangeSettings:
         """The settings with the dense warm-up that a run of so many steps has."""
-        most = int(WARM_UP_SHARE * steps)
-        return dataclasses.replace(
-            self.settings, warmup_steps=min(self.settings.warmup_steps, most)
-        )
+        warm_up = min(self.settings.warmup_steps, longest_warm_up(steps))
+        return dataclasses.replace(self.settings, warmup_steps=warm_up)
 
     def warm_up(self, steps: int) -> int:
         """Dense steps at the beginning of a run of so many; 0 for what loses nothing."""

@@ -30,8 +30,6 @@ Kind = Literal["language", "digits", "topics", "labelled"]
 KINDS: tuple[Kind, ...] = ("language", "digits", "topics", "labelled")
 DEFAULT_TASKS: tuple[Kind, ...] = ("language", "topics", "digits")
 PRETRAINING_STEPS = 200
-WARM_UP_SHARE = 0.25
-"""Dense steps of a run, at most: a longer start would leave little to judge."""
 BETAS = (0.9, 0.95)
 
 Build = Callable[[int], torch.nn.Module]
@@ -189,7 +187,7 @@ class TaskSpec:
         recipe = Recipe(self.steps, self.learning_rate, (betas[0], betas[1]))
         if not dense or not self.dense_lead:
             return recipe
-        after = int(WARM_UP_SHARE * self.steps)
+        after = longest_warm_up(self.steps)
         return dataclasses.replace(recipe, lead=self.dense_lead, lead_after=after)
 
     def words(self) -> str:
@@ -204,6 +202,11 @@ class TaskSpec:
         if self.kind == "digits":
             return f"fine-tuning on scikit-learn's digits{micro}"
         return f"fine-tuning on {data or 'topics of the embedded corpus'}{micro}"
+
+
+def longest_warm_up(steps: int) -> int:
+    """Dense steps of a run, at most: a longer start would leave little to judge."""
+    return int(0.25 * steps)
 
 
 def _pair(betas: tuple[float, float]) -> str:

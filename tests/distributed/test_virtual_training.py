@@ -46,6 +46,9 @@ whole tensors: weights differ in their last bits, and sums over them in theirs."
 WEIGHT_TOLERANCE = 1e-5
 """A hundredth of the learning rate. Where rounding tips a code or a selected entry over, one weight
 moves by up to the learning rate; so at most one weight in a hundred may be further off."""
+LONGEST_STEP = 3.2
+"""AdamW's, over its rate: (1 - b1) / sqrt(1 - b2). An entry at a threshold, which a CPU that rounds
+otherwise sends a step later, may be off by it."""
 
 
 @pytest.fixture(autouse=True)
@@ -80,14 +83,13 @@ def test_virtual_workers_give_the_numbers_of_real_processes(
     world2: Any, name: str, clip: float, accumulation: int
 ) -> None:
     section = SECTIONS[name]
+    chooses_entries = section["compression"]["method"] in ("topk", "entropy_coded")
     real = world2.run(cases_validation.train, "llama", section, STEPS, LR, clip, accumulation)
     losses, weights, sent = _virtual(name, clip, accumulation)
     for worker, process in enumerate(real):
         assert losses[worker] == pytest.approx(process["losses"], abs=LOSS_TOLERANCE, rel=0)
         off = torch.cat([(process["weights"][n] - w).abs().flatten() for n, w in weights.items()])
-        # Another CPU rounds otherwise, and an entry at a threshold goes a step later: a few may be
-        # off by a step of AdamW's, at most (1 - b1) / sqrt(1 - b2) times its rate.
-        assert float(off.max()) < 3.2 * LR
+        assert float(off.max()) < (LONGEST_STEP if chooses_entries else 1) * LR
         assert float((off > WEIGHT_TOLERANCE).float().mean()) < 0.01
         if not section["compression"].get("warmup_steps"):
             # DeepSpeed's small buckets have more headers and ends to fill up
