@@ -64,7 +64,7 @@ def validate_accuracy(
     dense_lead: Annotated[
         float | None,
         typer.Option(
-            help="Of AdamW's first moment, in dense runs alone, from a quarter of a run on: 0.3, say."
+            help="Of AdamW's first moment, in dense runs, from a quarter of each on: 0.3, say."
         ),
     ] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Rows of a micro-batch.")] = None,
