@@ -21,7 +21,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,6 +123,16 @@ def namespace(pid: int) -> str | None:
         return None
 
 
+@contextlib.contextmanager
+def held(pids: Sequence[int]) -> Iterator[set[str]]:
+    """The process namespaces that `pids` live in, kept: no other one gets their identity."""
+    with contextlib.ExitStack() as files:
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                files.enter_context(Path(f"/proc/{pid}/ns/pid").open("rb"))
+        yield {space for pid in pids if (space := namespace(pid))}
+
+
 class EmulatedHosts(Backend):
     """A context: `count` hosts on one switch, each with a link of `rate_mbit` in each direction.
 
@@ -180,7 +190,10 @@ class EmulatedHosts(Backend):
 
     def down(self) -> None:
         """Kill the hosts with all that runs in them; idempotent. Returns when they are gone."""
-        spaces = {namespace(pid) for pid in self._pids} - {None, namespace(os.getpid())}
+        with held(self._pids) as spaces:
+            self._down(spaces - {namespace(os.getpid())})
+
+    def _down(self, spaces: set[str]) -> None:
         for pid in self._pids:  # the first processes: `unshare` collects its own and ends
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -197,7 +210,7 @@ class EmulatedHosts(Backend):
         self._first.clear()
         self._pids.clear()
         self.hosts = ()
-        if spaces and any(namespace(pid) in spaces for pid in psutil.pids()):
+        if any(namespace(pid) in spaces for pid in psutil.pids()):
             raise HostsError(
                 Problem(
                     where=str(self.folder),
@@ -430,7 +443,7 @@ def _child_of(process: subprocess.Popen[bytes]) -> int:
     )
 
 
-def _collect_adopted(spaces: set[str | None]) -> None:
+def _collect_adopted(spaces: set[str]) -> None:
     """Collect what ended in these namespaces and was handed to this process.
 
     That happens where this process is a subreaper and an `nsenter` was killed before its child.

@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from ds_ckpt.hosts.checks import LIMIT_S, HostError, check_hosts
-from ds_ckpt.hosts.emulated import EmulatedHosts, namespace
+from ds_ckpt.hosts.emulated import EmulatedHosts, held, namespace
 from ds_ckpt.hosts.interfaces import INTERFACE
 from ds_ckpt.measure.records import Store
 from ds_ckpt.measure.run import measure
@@ -42,11 +42,11 @@ SPEC = Spec(
 @pytest.fixture
 def leaves_nothing(own_hosts: EmulatedHosts) -> Iterator[EmulatedHosts]:
     """Hosts of which nothing may be left when the test is over: process, namespace or queue."""
-    spaces = {namespace(host.pid) for host in own_hosts.hosts}
     queues = _queues()
-    yield own_hosts
-    own_hosts.down()
-    assert not [pid for pid in psutil.pids() if namespace(pid) in spaces]
+    with held([host.pid for host in own_hosts.hosts]) as spaces:
+        yield own_hosts
+        own_hosts.down()
+        assert not [pid for pid in psutil.pids() if namespace(pid) in spaces]
     assert _queues() == queues
 
 
