@@ -330,7 +330,7 @@ def _pack_times(device: torch.device, tensors: int, side: int, bandwidth: float)
         ]
         adds = [fused.ToAdd(p, s) for p, s in zip(packets, sums, strict=True)]
         pack_ms = _median_ms(device, lambda k=kernels, s=shards: k.pack(s, 64.0, 8.0))
-        add_ms = _median_ms(device, lambda k=kernels, a=adds: k.unpack_add(a, 8.0))
+        add_ms = _median_ms(device, lambda k=kernels, a=adds: k.unpack_add_all(a, 8.0))
         pack_bytes = entries * (4 + 2 + 4) + packets.numel()
         add_bytes = packets.numel() + 8 * sums.numel()
         found[f"{bits} bits"] = {

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, TypeVar, cast, get_args
 import torch
 from torch import Tensor
 
-from ds_ckpt.compression.fused import Kernels
+from ds_ckpt.compression.fused import Kernels, ToAdd
 from ds_ckpt.settings import Expects, Section
 
 ALIGNMENT_BYTES = 8
@@ -99,6 +99,21 @@ class Codec(Compressor):
         """`unpack_add` of each row, to the same [n]; on the CPU in their order."""
         for payload in payloads.unbind():
             self.unpack_add(payload, into, scale)
+
+    def pack_all(self, shards: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """`pack_rows` of each: a bucket's tensors."""
+        for values, out in shards:
+            self.pack_rows(values, out)
+
+    def unpack_add_all(self, shards: Sequence[ToAdd], scale: float = 1.0, before: int = 0) -> None:
+        """`unpack_add_rows` of each; `own` is added behind the first `before` rows."""
+        for shard in shards:
+            if before:
+                self.unpack_add_rows(shard.payloads[:before], shard.into, scale)
+            if shard.own is not None:
+                shard.into.add_(shard.own)
+            if before < len(shard.payloads):
+                self.unpack_add_rows(shard.payloads[before:], shard.into, scale)
 
     def kernels(self, device: torch.device) -> Kernels | None:
         """What packs and unpacks all tensors of a bucket there at once; None: it has no such."""

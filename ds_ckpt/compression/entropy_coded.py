@@ -49,6 +49,7 @@ from ds_ckpt.compression.base import (
     row_groups,
     section,
 )
+from ds_ckpt.compression.fused import ToAdd
 from ds_ckpt.settings import Expects
 
 SEGMENT = 1 << 20
@@ -60,6 +61,7 @@ _LARGEST_K = 7
 _SAMPLE = 32768
 _OVER_ENTROPY = 1.02
 _TILE = 1 << 18
+_SHORT = 1 << 15
 _TILE_ACCELERATOR = 1 << 22
 _FP32 = torch.finfo(torch.float32)
 _BIN_BITS = 18
@@ -92,8 +94,8 @@ class EntropyCoded(Method, RowCodec):
         allow_inf_nan=False,
         description="Bits an entry, beside 24 bytes for each 2^20 entries of a shard or fewer. Of "
         "normal entries 1.0 leaves 36% of the energy for later steps, 0.33 leaves 74%; a heavier "
-        "tail, as gradients have it, leaves less. Fewer than 2^17 entries take longer each: some "
-        "200 operators run whatever their number.",
+        "tail, as gradients have it, leaves less. Below 2^17 entries each takes longer, as some "
+        "200 operators run whatever their number; short shards of one size share them.",
     )
 
     metric: Annotated[Literal["energy", "steps"], Expects('"energy" or "steps"', '"energy"')] = (
@@ -129,7 +131,37 @@ class EntropyCoded(Method, RowCodec):
         for first, last, start, stop in self._segments(into.shape[0]):
             tile = _TILE if on_host(into.device) else _TILE_ACCELERATOR
             for (some,) in row_groups(last - first, tile, payloads[:, start:stop]):
-                _unpack_add(some, into[first:last], scale)
+                add_rows(into[first:last], _decoded(some, last - first), scale)
+
+    def pack_all(self, shards: Sequence[tuple[Tensor, Tensor]]) -> None:
+        for batch in _batches([values for values, _ in shards]):
+            if len(batch) == 1:
+                self.pack_rows(*shards[batch[0]])
+                continue
+            values, payloads = (
+                list(each) for each in zip(*(shards[i] for i in batch), strict=True)
+            )
+            all_values, all_payloads = torch.cat(values), torch.cat(payloads)
+            self.pack_rows(all_values, all_payloads)
+            lengths = [len(rows) for rows in values]
+            torch._foreach_copy_(values, all_values.split(lengths))
+            torch._foreach_copy_(payloads, all_payloads.split(lengths))
+
+    def unpack_add_all(self, shards: Sequence[ToAdd], scale: float = 1.0, before: int = 0) -> None:
+        received = [s.into.expand(len(s.payloads), -1) for s in shards]
+        for batch in _batches(received):
+            some = [shards[i] for i in batch]
+            if len(batch) == 1:
+                super().unpack_add_all(some, scale, before)
+                continue
+            decoded = _decoded(torch.cat([s.payloads for s in some]), some[0].into.shape[0])
+            for shard, rows in zip(
+                some, decoded.view(len(some), -1, decoded.shape[1]), strict=True
+            ):
+                add_rows(shard.into, rows[:before], scale)
+                if shard.own is not None:
+                    shard.into.add_(shard.own)
+                add_rows(shard.into, rows[before:], scale)
 
     def _segments(self, numel: int) -> Iterator[tuple[int, int, int, int]]:
         """(first entry, last, first byte, last) of each; ends are not included."""
@@ -283,10 +315,25 @@ def _pack(values: Tensor, payload: Tensor) -> None:
     values.sub_(code.decoded(means, numel))
 
 
-def _unpack_add(payload: Tensor, into: Tensor, scale: float) -> None:
-    """Add what uint8 [rows, bytes] say to fp32 [n]."""
-    code, means = _read(payload, into.shape[0])
-    add_rows(into, code.decoded(means, into.shape[0]), scale)
+def _decoded(payload: Tensor, numel: int) -> Tensor:
+    """What uint8 [rows, bytes] say: fp32 [rows, numel]."""
+    code, means = _read(payload, numel)
+    return code.decoded(means, numel)
+
+
+def _batches(shards: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Which of a bucket's shards [rows, n] go together: short ones of one size, because some 200
+    operators run whatever the number of entries."""
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for i, (rows, numel) in enumerate(shard.shape for shard in shards):
+        short, tile = (_SHORT, _TILE) if on_host(shards[i].device) else (SEGMENT, _TILE_ACCELERATOR)
+        at_once = tile // max(1, rows * numel)
+        key = (rows, numel) if rows and 0 < numel <= short else (rows, numel, i)
+        batch = alike.setdefault(key, [])
+        batch.append(i)
+        if len(batch) >= at_once:
+            yield alike.pop(key)
+    yield from alike.values()
 
 
 def _threshold(magnitude: Tensor, budget: int) -> Tensor:

@@ -81,7 +81,7 @@ class Kernels(Protocol):
         """Fill packets and residuals. Whether all values were finite: bool [] on the device."""
         ...
 
-    def unpack_add(self, shards: Sequence[ToAdd], scale: float = 1.0, before: int = 0) -> None:
+    def unpack_add_all(self, shards: Sequence[ToAdd], scale: float = 1.0, before: int = 0) -> None:
         """Add `decoded * scale` of each row, in their order; `own` behind the first `before`. All
         shards have the same number of rows."""
         ...
@@ -159,7 +159,7 @@ class QuantizeKernels:
             )
         return flagged == 0
 
-    def unpack_add(self, shards: Sequence[ToAdd], scale: float = 1.0, before: int = 0) -> None:
+    def unpack_add_all(self, shards: Sequence[ToAdd], scale: float = 1.0, before: int = 0) -> None:
         from ds_ckpt.compression.triton_kernels import unpack_add_quantized
 
         rows_ = [

@@ -123,7 +123,7 @@ class Quantize(Method, RowCodec):
         payloads = torch.empty(1, size, dtype=torch.uint8, device=device)
         finite = kernels.pack([fused.ToPack(left[None], source=left[None], payloads=payloads)])
         ours, theirs = torch.zeros_like(values), torch.zeros_like(values)
-        kernels.unpack_add([fused.ToAdd(payloads, ours)])
+        kernels.unpack_add_all([fused.ToAdd(payloads, ours)])
         self._unpack_add_rows(payloads, theirs, 1.0)
         lost = (left + ours - values).abs().max()
         # at 2 bits a third of the entries' size is left, at 8 a hundredth
@@ -158,7 +158,7 @@ class Quantize(Method, RowCodec):
 
     def unpack_add_rows(self, payloads: Tensor, into: Tensor, scale: float = 1.0) -> None:
         if kernels := self.kernels(into.device):
-            kernels.unpack_add([fused.ToAdd(payloads, into)], scale)
+            kernels.unpack_add_all([fused.ToAdd(payloads, into)], scale)
         else:
             self._unpack_add_rows(payloads, into, scale)
 

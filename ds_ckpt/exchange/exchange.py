@@ -411,6 +411,7 @@ class AllToAllExchange:
         shards = [[item.layout.size(p) for item in items] for p in everybody]
         packets = Packets(self.transport, sizes, shards, items[0].local.device)
         together: defaultdict[Kernels, list[ToPack]] = defaultdict(list)
+        alike: defaultdict[Codec, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         for place, item in enumerate(items, start=1):
             item.arriving = packets.incoming[place]
             outgoing = [(dests, pieces[place]) for dests, pieces in packets.outgoing]
@@ -427,11 +428,14 @@ class AllToAllExchange:
             if item.weights is not None:
                 item.pending.div_(item.weights)
             for dests, payloads in outgoing:
-                item.codec.pack_rows(item.layout.rows(item.pending, dests), payloads)
-            if item.weights is not None:
-                item.pending.mul_(item.weights)
+                alike[item.codec].append((item.layout.rows(item.pending, dests), payloads))
         for kernels, batch in together.items():
             finite = finite & kernels.pack(batch, self.world * loss_scale, loss_scale)
+        for codec, shards_ in alike.items():
+            codec.pack_all(shards_)
+        for item in items:
+            if item.weights is not None and item.pending is not None:
+                item.pending.mul_(item.weights)
         for _, (header, *_) in packets.outgoing:
             header.copy_(~finite)
         return packets, finite
@@ -499,62 +503,49 @@ class AllToAllExchange:
                 total = low.rider(item.name)[item.layout.shard(self._me)]
                 if item.pending is not None:
                     total = _where(finite, total.mul(loss_scale))
-            elif item.name in together:
-                total = together[item.name]
             elif item.pending is None:
                 total = self._sum_uncompressed(item, at, entries)
             else:
-                total = self._sum_compressed(item, low, loss_scale, start)
+                total = together[item.name]
             sums.append(total.to(item.dtype))
         return sums
 
     def _sums_together(
         self, items: Sequence[Item], low: LowRankPart | None, loss_scale: float, start: Tensor
     ) -> dict[str, Tensor]:
-        """Those of tensors whose kernels take them together, by name, in the gradients' dtypes:
-        added up from `start` in the processes' order."""
-        batches: defaultdict[tuple[Kernels, torch.dtype], list[Item]] = defaultdict(list)
+        """Those of compressed tensors, by name, in the gradients' dtypes: added up from `start` in
+        the processes' order; by operators on an accelerator the others' together, then the own."""
+        batches: defaultdict[tuple[Kernels | Codec | None, torch.dtype], list[Item]]
+        batches = defaultdict(list)
         for item in items:
-            if item.kernels is not None:
-                batches[item.kernels, item.dtype].append(item)
+            if item.pending is not None and not item.rides:
+                batches[item.kernels or item.codec, item.dtype].append(item)
         sums: dict[str, Tensor] = {}
-        for (kernels, dtype), batch in batches.items():
+        for (adder, dtype), batch in batches.items():
             sizes = [item.layout.size(self._me) for item in batch]
             total = start.expand(sum(sizes)).contiguous()
-            shards = []
+            shards, weighted = [], []
             for item, part in zip(batch, total.split(sizes), strict=True):
                 if low is not None and item.low_rank is not None:
                     part.add_(low.delivered(item.name), alpha=loss_scale)
-                assert item.arriving is not None
-                shards.append(ToAdd(item.arriving, part, item.own))
-            kernels.unpack_add(shards, loss_scale, self._me)
+                if item.arriving is None:
+                    part.add_(item.own)
+                elif item.weights is None:
+                    shards.append(ToAdd(item.arriving, part, item.own))
+                else:
+                    part.add_(item.own)
+                    shards.append(ToAdd(item.arriving, torch.zeros_like(part)))
+                    mine = item.weights[item.layout.shard(self._me)]
+                    weighted.append((part, shards[-1].into, mine))
+            if adder is not None and shards:
+                own_last = isinstance(adder, Codec) and not on_host(total.device)
+                before = self.transport.world - 1 if own_last else self._me
+                adder.unpack_add_all(shards, loss_scale, before)
+            for part, others, weights in weighted:
+                part.add_(others.mul_(weights))
             names = [item.name for item in batch]
             sums |= dict(zip(names, total.to(dtype).split(sizes), strict=True))
         return sums
-
-    def _sum_compressed(
-        self, item: Item, low: LowRankPart | None, loss_scale: float, start: Tensor
-    ) -> Tensor:
-        """Added up from `start` in the processes' order; on an accelerator the others' together,
-        then the own."""
-        total = torch.empty_like(item.own).copy_(start)
-        if low is not None and item.low_rank is not None:
-            total.add_(low.delivered(item.name), alpha=loss_scale)
-        codec, arriving = item.codec, item.arriving
-        if codec is None or arriving is None:
-            return total.add_(item.own)
-        if item.weights is not None:
-            others = torch.zeros_like(total)
-            codec.unpack_add_rows(arriving, others, loss_scale)
-            others.mul_(item.weights[item.layout.shard(self._me)])
-            return total.add_(item.own).add_(others)
-        before = self._me if on_host(total.device) else len(arriving)
-        if before:
-            codec.unpack_add_rows(arriving[:before], total, loss_scale)
-        total.add_(item.own)
-        if before < len(arriving):
-            codec.unpack_add_rows(arriving[before:], total, loss_scale)
-        return total
 
     def _sum_uncompressed(self, item: Item, at: int, entries: int) -> Tensor:
         """Added up in the exchange's order.

@@ -1,7 +1,8 @@
 """A world of virtual processes inside one: threads that exchange bytes through memory.
 
 For experiments on accuracy with more workers than the machine has processes for, and for tests.
-It says nothing about speed.
+It says nothing about speed. One of them computes at a time: operators on small tensors take longer
+where threads fight for the interpreter between each two (2.3 times with eight on two cores).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TypeVar
 from torch import Tensor
 
 T = TypeVar("T")
+_turn = threading.Lock()
 
 
 class VirtualWorld:
@@ -20,10 +22,11 @@ class VirtualWorld:
 
     Args:
         world: number of virtual processes.
-        timeout_s: how long one waits for the others before all of them raise.
+        timeout_s: how long one waits for the others, who compute one after the other, before all
+            of them raise.
     """
 
-    def __init__(self, world: int, *, timeout_s: float = 60.0) -> None:
+    def __init__(self, world: int, *, timeout_s: float = 300.0) -> None:
         self.world = world
         self.barrier = threading.Barrier(world, timeout=timeout_s)
         self.mail: list[tuple[Tensor, Sequence[int]] | None] = [None] * world
@@ -42,7 +45,8 @@ class VirtualWorld:
 
         def body(process: int) -> None:
             try:
-                results[process] = work(process)
+                with _turn:
+                    results[process] = work(process)
             except threading.BrokenBarrierError as error:
                 errors.append(error)  # after the error that broke it, if there was one
             except BaseException as error:
@@ -58,6 +62,14 @@ class VirtualWorld:
             self.barrier.reset()
             raise errors[0]
         return [results[p] for p in range(self.world)]
+
+    def meet(self) -> None:
+        """Wait for the others, who take their turns meanwhile."""
+        _turn.release()
+        try:
+            self.barrier.wait()
+        finally:
+            _turn.acquire()
 
 
 class VirtualTransport:
@@ -89,7 +101,7 @@ class VirtualTransport:
         self.sent_bytes += sum(input_splits) - input_splits[self.dp_rank]
         mail = self._group.mail
         mail[self.dp_rank] = (input, input_splits)
-        self._group.barrier.wait()
+        self._group.meet()
         start = 0
         for source, size in enumerate(output_splits):
             posted = mail[source]
@@ -103,7 +115,7 @@ class VirtualTransport:
             output[start : start + size].copy_(buffer[at : at + size])
             start += size
         # Nobody may reuse its input before all have read it.
-        self._group.barrier.wait()
+        self._group.meet()
 
     def all_reduce(self, tensor: Tensor) -> None:
         """As `Transport.all_reduce`, added up in the order of processes; bytes as a ring's."""
@@ -113,10 +125,10 @@ class VirtualTransport:
             2 * (self.world - 1) * tensor.numel() * tensor.element_size() // self.world
         )
         world.summands[self.dp_rank] = tensor.clone()
-        world.barrier.wait()
+        world.meet()
         parts = [part for part in world.summands if part is not None]
         assert len({part.shape for part in parts}) == 1, "processes sum tensors of unlike shapes"
         tensor.copy_(parts[0])
         for part in parts[1:]:
             tensor.add_(part)
-        world.barrier.wait()
+        world.meet()

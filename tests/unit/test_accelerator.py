@@ -230,6 +230,15 @@ def test_a_host_of_many_processes_is_summed_by_as_many_kernels() -> None:
     assert counts[8] <= counts[2] + 4
 
 
+def test_entropy_coded_tensors_of_one_shape_share_their_kernels() -> None:
+    counts = {}
+    for tensors in (2, 8):
+        processes = OnGpus(4, "1 bit")
+        processes.reduce(_gradients(4, 0, ((64, 48),) * tensors))
+        counts[tensors] = max(sum(gpu.launches.values()) for gpu in processes.gpus)
+    assert counts[8] <= 1.3 * counts[2]
+
+
 @pytest.mark.parametrize("method", ["low rank", "alternating"])
 def test_matrices_of_one_shape_are_made_orthonormal_together(method: str) -> None:
     """A QR works column by column: on a device it is a kernel or several for each."""
