@@ -12,11 +12,11 @@ set -euo pipefail
 
 # name     Python torch  transformers DeepSpeed tests
 rows='
-oldest     3.10   2.9.0  4.57.6       0.18.5    alone
-middle     3.12   2.9.0  5.0.0        0.19.3    alone
+oldest     3.10   2.9.0  4.57.6       0.18.5    short
+middle     3.12   2.9.0  5.0.0        0.19.3    short
 newest     3.13   2.15.0 5.24.0       0.19.8    short
-0.19.5     -      -      -            0.19.5    alone
-0.18.9     -      -      -            0.18.9    alone
+0.19.5     -      -      -            0.19.5    laws
+0.18.9     -      -      -            0.18.9    short
 0.18.5     -      -      -            0.18.5    laws
 0.18.4     -      -      -            0.18.4    none
 0.18.0     -      -      -            0.18.0    none

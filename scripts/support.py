@@ -1,17 +1,21 @@
 """What scripts/matrix.sh asks and writes.
 
 versions: what this Python has, in one line. contract: the plugin's answer to the installed
-DeepSpeed, with status 1 where it refuses. write FOLDER: docs/support.md from the results there.
+DeepSpeed, with status 1 where it refuses. write FOLDER: docs/support.md from the results there and,
+for rows that have none there, from those of other machines that docs/support.json keeps.
 """
 
 from __future__ import annotations
 
+import json
 import platform
 import sys
 import xml.etree.ElementTree as ElementTree
 from contextlib import redirect_stdout
+from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from ds_ckpt.errors import ContractError, UnsupportedError
 from ds_ckpt.zero3 import compatibility
@@ -26,9 +30,10 @@ PARTS = {
     "session": ("test_session",),
 }
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "support.md"
+RECORD = PAGE.with_suffix(".json")
 INTRODUCTION = """# Versions
 
-Written by `scripts/matrix.sh` on {date}: the contract (`tests/contract`) and the tests of the laws
+Written by `scripts/matrix.sh`: the contract (`tests/contract`) and the tests of the laws
 ([design.md](design.md)) with each set of versions, on Linux with gloo. A number is that of tests
 passed. The sets are `scripts/matrix.sh`'s: laws is all of them; short those that break first; alone
 of these those of one process; none where the plugin refuses. "not run" is what a set leaves out.
@@ -102,32 +107,37 @@ def cells(result: Path) -> tuple[list[str], str]:
 
 
 def write(folder: Path) -> None:
-    heads = ["DeepSpeed", "torch", "transformers", "Python", "set"]
-    lines, refusals, days = [], [], [""]
-    results = sorted(folder.glob("*.versions"), key=_newest_first, reverse=True)
-    for result in results:
-        if result.stem == "ci":
+    rows = json.loads(RECORD.read_text())
+    for result in folder.glob("*.versions"):
+        refused = result.with_suffix(".refused")
+        ran = result.with_suffix(".xml")
+        if result.stem == "ci" or not (ran.exists() or refused.read_text()):
             continue
-        row = [*result.read_text().split(), result.with_suffix(".set").read_text().strip()]
-        refused = result.with_suffix(".refused").read_text().splitlines()
-        if refused:
-            words = ["refused"] + [""] * (len(PARTS) - 1)
-            refusals += [line + "\n" for line in refused]
-        elif result.with_suffix(".xml").exists():
-            words, day = cells(result.with_suffix(".xml"))
-            days.append(day)
-        else:
-            continue
-        lines.append("| " + " | ".join(row + words) + " |\n")
-    columns = [*heads, *PARTS]
-    table = "| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|\n"
-    text = INTRODUCTION.format(date=max(days)) + table + "".join(lines)
-    PAGE.write_text(text + "".join("\n" + line for line in refusals) + END)
+        words, day = [""] * len(PARTS), datetime.fromtimestamp(result.stat().st_mtime).date()
+        if ran.exists():
+            words, day = cells(ran)
+        rows[result.stem] = {
+            "date": str(day),
+            "versions": result.read_text().split(),
+            "set": result.with_suffix(".set").read_text().strip(),
+            "parts": words,
+            "refused": refused.read_text(),
+        }
+    RECORD.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
+    ordered = sorted(rows.values(), key=_newest_first, reverse=True)
+    columns = ["DeepSpeed", "torch", "transformers", "Python", "set", "date", *PARTS]
+    table = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    for row in ordered:
+        words = ["refused", *row["parts"][1:]] if row["refused"] else row["parts"]
+        table.append("| " + " | ".join([*row["versions"], row["set"], row["date"], *words]) + " |")
+    refusals = dict.fromkeys(row["refused"] for row in ordered if row["refused"])
+    text = "\n".join([*table, *("\n" + refusal.rstrip() for refusal in refusals)])
+    PAGE.write_text(INTRODUCTION + text + "\n" + END)
 
 
-def _newest_first(result: Path) -> tuple[list[int], list[int]]:
-    row = result.read_text().split()
-    return _numbers(row[0]), _numbers(row[3])
+def _newest_first(row: dict[str, Any]) -> tuple[list[int], list[int], list[int]]:
+    deepspeed, torch, _, python = map(_numbers, row["versions"])
+    return deepspeed, python, torch
 
 
 def _numbers(text: str) -> list[int]:
