@@ -70,6 +70,7 @@ base() {
   [ "$4" != none ] || packages=(deepspeed safetensors)
   if [ ! -f "$base/.ready" ]; then
     python=$(find_python "$1") && "$python" -m venv "$base" || return
+    "$base/bin/python" -m pip --quiet install --upgrade pip >&2 || return # an old one seeks for an hour
     "$base/bin/python" -m pip --quiet install "torch==$2" 'setuptools>=77,<82' >&2 &&
       "$base/bin/python" -m pip --quiet install --no-build-isolation "torch==$2" \
         "transformers==$3" "${packages[@]}" >&2 || return
