@@ -7,7 +7,7 @@
 # Environments and results are kept in .matrix/: given again, it goes on where it was, and a row that
 # is named is run anew. What cannot be installed fails its row alone. pip's own settings apply; a
 # torch that is built for CUDA takes about 5 GB. A Python is looked for on the PATH and in pyenv.
-# A row without versions stands on .venv. With 2 cores a row takes about four minutes.
+# A row without versions stands on .venv. With 2 cores a row takes about six minutes.
 set -euo pipefail
 
 # name     Python torch  transformers DeepSpeed tests
@@ -28,12 +28,9 @@ few=(
   tests/contract/test_deepspeed_compatibility.py
   tests/distributed/test_gather.py
 )
-alone=(
+short=(
   tests/contract/test_deepspeed_compatibility.py
   tests/unit/test_{exchange,feedback,recompute}.py
-)
-short=(
-  "${alone[@]}"
   tests/distributed/test_{gather,compression}.py
 )
 laws=(

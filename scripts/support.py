@@ -35,8 +35,8 @@ INTRODUCTION = """# Versions
 
 Written by `scripts/matrix.sh`: the contract (`tests/contract`) and the tests of the laws
 ([design.md](design.md)) with each set of versions, on Linux with gloo. A number is that of tests
-passed. The sets are `scripts/matrix.sh`'s: laws is all of them; short those that break first; alone
-of these those of one process; none where the plugin refuses. "not run" is what a set leaves out.
+passed. The sets are `scripts/matrix.sh`'s: laws is all of them; short those that break first; none
+where the plugin refuses. "not run" is what a set leaves out.
 
 """
 TRIED = ", ".join(
@@ -51,8 +51,8 @@ DeepSpeed's own reduction; where a symbol is missing, the plugin refuses.
 
 Tried are
 {TRIED}:
-the ends of each range, and between them what the table shows. What has only the set alone was not
-run with several processes. `ds-ckpt doctor` warns of a version outside.
+the ends of each range, and between them what the table shows. `ds-ckpt doctor` warns of a version
+outside.
 
 `weights.resident` needs DeepSpeed {RESIDENT}: before, hpZ leaves padding uninitialised. It is
 refused there.
