@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
@@ -411,7 +411,7 @@ class AllToAllExchange:
         shards = [[item.layout.size(p) for item in items] for p in everybody]
         packets = Packets(self.transport, sizes, shards, items[0].local.device)
         together: defaultdict[Kernels, list[ToPack]] = defaultdict(list)
-        alike: defaultdict[Codec, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        alike: dict[int, tuple[Codec, list[tuple[Tensor, Tensor]]]] = {}
         for place, item in enumerate(items, start=1):
             item.arriving = packets.incoming[place]
             outgoing = [(dests, pieces[place]) for dests, pieces in packets.outgoing]
@@ -427,12 +427,12 @@ class AllToAllExchange:
                 item.weights = self.metric.weights(item.name, item.shape, item.layout, device)
             if item.weights is not None:
                 item.pending.div_(item.weights)
-            for dests, payloads in outgoing:
-                alike[item.codec].append((item.layout.rows(item.pending, dests), payloads))
-        for kernels, batch in together.items():
-            finite = finite & kernels.pack(batch, self.world * loss_scale, loss_scale)
-        for codec, shards_ in alike.items():
-            codec.pack_all(shards_)
+            _, batch = alike.setdefault(id(item.codec), (item.codec, []))
+            batch += [(item.layout.rows(item.pending, dests), out) for dests, out in outgoing]
+        for kernels, to_pack in together.items():
+            finite = finite & kernels.pack(to_pack, self.world * loss_scale, loss_scale)
+        for codec, batch in alike.values():
+            codec.pack_all(batch)
         for item in items:
             if item.weights is not None and item.pending is not None:
                 item.pending.mul_(item.weights)
@@ -515,13 +515,13 @@ class AllToAllExchange:
     ) -> dict[str, Tensor]:
         """Those of compressed tensors, by name, in the gradients' dtypes: added up from `start` in
         the processes' order; by operators on an accelerator the others' together, then the own."""
-        batches: defaultdict[tuple[Kernels | Codec | None, torch.dtype], list[Item]]
-        batches = defaultdict(list)
+        batches: dict[Hashable, tuple[Kernels | Codec | None, list[Item]]] = {}
         for item in items:
             if item.pending is not None and not item.rides:
-                batches[item.kernels or item.codec, item.dtype].append(item)
+                key = item.kernels or id(item.codec), item.dtype
+                batches.setdefault(key, (item.kernels or item.codec, []))[1].append(item)
         sums: dict[str, Tensor] = {}
-        for (adder, dtype), batch in batches.items():
+        for adder, batch in batches.values():
             sizes = [item.layout.size(self._me) for item in batch]
             total = start.expand(sum(sizes)).contiguous()
             shards, weighted = [], []
@@ -544,7 +544,7 @@ class AllToAllExchange:
             for part, others, weights in weighted:
                 part.add_(others.mul_(weights))
             names = [item.name for item in batch]
-            sums |= dict(zip(names, total.to(dtype).split(sizes), strict=True))
+            sums |= dict(zip(names, total.to(batch[0].dtype).split(sizes), strict=True))
         return sums
 
     def _sum_uncompressed(self, item: Item, at: int, entries: int) -> Tensor:

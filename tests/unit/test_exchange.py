@@ -661,3 +661,16 @@ def test_a_bucket_that_goes_whole_takes_what_is_owed_and_then_costs_no_residual(
         assert_same_shards(
             [[average(uncompressed=True)]], [[assemble(deepspeed_mean(gradients), 0)]]
         )
+
+
+class _ListOfSettings(Dense):
+    """As a method of another package whose settings hold a list."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_a_codec_need_not_be_hashable() -> None:
+    gradients = [[torch.full((4, 3), float(process)), torch.ones(5)] for process in range(2)]
+    world = World(2, lambda name, shape: _ListOfSettings(torch.float32))
+    for shards in zip(*world.reduce(["a", "b"], gradients), strict=True):
+        assert torch.cat(shards).unique().tolist() in ([0.5], [1.0])
