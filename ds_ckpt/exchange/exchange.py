@@ -523,7 +523,7 @@ class AllToAllExchange:
         sums: dict[str, Tensor] = {}
         for adder, batch in batches.values():
             sizes = [item.layout.size(self._me) for item in batch]
-            total = start.expand(sum(sizes)).contiguous()
+            total = start.repeat(sum(sizes))  # a copy, also of one entry
             shards, weighted = [], []
             for item, part in zip(batch, total.split(sizes), strict=True):
                 if low is not None and item.low_rank is not None:

@@ -46,7 +46,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 
     for owner, name in (
         (fused.QuantizeKernels, "pack"),
-        (fused.QuantizeKernels, "unpack_add"),
+        (fused.QuantizeKernels, "unpack_add_all"),
         (fused, "select_in_blocks"),
     ):
         monkeypatch.setattr(owner, name, locked(getattr(owner, name)))
