@@ -2,7 +2,7 @@
 
 For experiments on accuracy with more workers than the machine has processes for, and for tests.
 It says nothing about speed. One of them computes at a time: operators on small tensors take longer
-where threads fight for the interpreter between each two (2.3 times with eight on two cores).
+where threads fight for the interpreter between each two.
 """
 
 from __future__ import annotations
