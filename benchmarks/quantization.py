@@ -2,6 +2,7 @@
 
     python benchmarks/quantization.py [--elements 8388608] [--repeats 9]
     python benchmarks/quantization.py --codes [--steps 60]
+    python benchmarks/quantization.py --short [--repeats 9]
 
 Without `--codes` three tables. Nanoseconds of the thread per element (median of the repeats, rows
 timed in turn; `cast to bf16` is torch's own, one call on the same data).
@@ -20,6 +21,9 @@ the code that is used; the same with a k for every 32 numbers; zlib's Huffman co
 a byte, each none, plus, minus or above level 0; the rest in bytes of their own); `constriction`'s
 range coder, where it is installed; and a byte for each place with four bits for sign and level,
 without entropy coding.
+
+With `--short` what a bucket of short shards takes in 1 bit, a tensor at a time and together, as the
+exchange does it: nanoseconds an entry, and their ratio.
 """
 
 from __future__ import annotations
@@ -31,7 +35,9 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,6 +47,7 @@ from torch import Tensor
 from ds_ckpt.compression import Codec, EntropyCoded, Feedback, Quantize, TopK, all_finite
 from ds_ckpt.compression.base import aligned
 from ds_ckpt.compression.entropy_coded import HEADER_BYTES, SEGMENT, _lengths, _read, _Sent
+from ds_ckpt.compression.fused import ToAdd
 from ds_ckpt.compression.quantize import BITS, BLOCKS
 from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.layout import ShardLayout
@@ -308,15 +315,54 @@ def codes(steps: int, repeats: int) -> None:
             )
 
 
+def short_shards(repeats: int, tensors: int = 24) -> None:
+    """A table: a bucket of `tensors` alike, each with a shard for each of 3 or 7 others."""
+    codec, names = EntropyCoded(bits=1.0), ("pack", "pack together", "add up", "add up together")
+    print(f"{tensors} tensors, 1 bit, ns an entry; torch {torch.__version__}, 1 thread")
+    print("".join(f"{h:>17s}" for h in ("entries, others", *names, "faster", "faster")))
+    for numel, others in itertools.product((512, 4096, 11008, 32768), (3, 7)):
+        given = torch.randn(tensors, others, numel)
+        left = given.clone()
+        packed = torch.empty(tensors, others, codec.packed_bytes(numel), dtype=torch.uint8)
+        sums, own = torch.zeros(tensors, numel), torch.zeros(tensors, numel)
+        shards = list(zip(left, packed, strict=True))
+        adds = [ToAdd(*each) for each in zip(packed, sums, own, strict=True)]
+
+        def pack(at_once: int, left: Tensor, given: Tensor, shards: list[Any]) -> None:
+            left.copy_(given)
+            for first in range(0, tensors, at_once):
+                codec.pack_all(shards[first : first + at_once])
+
+        def add_up(at_once: int, adds: list[ToAdd]) -> None:
+            for first in range(0, tensors, at_once):
+                codec.unpack_add_all(adds[first : first + at_once], 1.0, 1)
+
+        works: dict[str, Work] = {
+            "pack": partial(pack, 1, left, given, shards),
+            "pack together": partial(pack, tensors, left, given, shards),
+            "add up": partial(add_up, 1, adds),
+            "add up together": partial(add_up, tensors, adds),
+        }
+        found = interleaved_medians_s(works, repeats, time.thread_time)
+        each = [1e9 * found[name] / given.numel() for name in names]
+        cells = "".join(f"{ns:17.1f}" for ns in each)
+        print(f"{numel:>13,d}, {others}" + cells, end="")
+        print(f"{each[0] / each[1]:16.1f}x{each[2] / each[3]:16.1f}x", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--elements", type=int, default=1 << 23)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--codes", action="store_true")
+    parser.add_argument("--short", action="store_true")
     parser.add_argument("--steps", type=int, default=60)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    if arguments.short:
+        short_shards(arguments.repeats)
+        return
     if arguments.codes:
         codes(arguments.steps, arguments.repeats)
         return
