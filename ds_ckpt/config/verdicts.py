@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -74,6 +75,12 @@ class VerdictRecord(_Record):
     def _with_new_names(cls, settings: dict[str, Any]) -> dict[str, Any]:
         section = "compression."
         return {RENAMED.get(section + k, k).removeprefix(section): v for k, v in settings.items()}
+
+    @property
+    def betas(self) -> tuple[float, float] | None:
+        """AdamW's in these runs, where they were not the task's own."""
+        found = re.search(r"betas ([\d.]+), ([\d.]+)", self.task)
+        return (float(found[1]), float(found[2])) if found else None
 
     def words(self) -> str:
         """The verdict and what it holds for."""

@@ -140,6 +140,10 @@ def show(search: Search, best: Candidate, console: Console) -> None:
         f"{best.needed_bytes / GIB:.1f} of {best.capacity_bytes / GIB:.1f} GiB"
         f" (90% of the accelerator's), {best.offloaded_bytes / GIB:.1f} GiB offloaded a process"
     )
+    if betas := best.setting.method.betas:
+        console.print(
+            f"  with AdamW's betas {betas[0]:g} and {betas[1]:g}, as its verdicts have them"
+        )
     if best.setting.policy == BUDGET:
         console.print("  " + ", ".join(_counted(best)))
     parts = ("s on the longest path", step.parts_s, 1.0)

@@ -475,6 +475,7 @@ def deepspeed_file(
         activation = {"policy": policy, **({"save_ops": kept} if kept else {})}
     if activation and setting.offload:
         activation["offload"] = True
+    betas = list(setting.method.betas or (0.9, 0.95))
     ours: dict[str, Any] = {"activation": activation} if activation else {}
     if setting.method.section:
         ours["compression"] = dict(setting.method.section)
@@ -486,7 +487,7 @@ def deepspeed_file(
         "gradient_clipping": 1.0,
         "optimizer": {
             "type": "AdamW",
-            "params": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
+            "params": {"lr": 3e-4, "betas": betas, "eps": 1e-8, "weight_decay": 0.1},
         },
         question.dtype: {"enabled": True},
         "zero_optimization": {

@@ -64,6 +64,11 @@ class Method:
         file = {"zero_optimization": {"stage": 3}, "ds_ckpt": {"compression": dict(self.section)}}
         return exchange_settings(parse(file, source=self.name).compression)
 
+    @property
+    def betas(self) -> tuple[float, float] | None:
+        """AdamW's that its verdicts hold with; None: the usual."""
+        return next((record.betas for record in self.records if record.betas), None)
+
     def residual_bytes(self, model: Model, machine: Machine, accumulation: int) -> tuple[int, bool]:
         """What a process keeps for it, and whether in host memory."""
         if self.settings is None:

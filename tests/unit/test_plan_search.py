@@ -32,6 +32,8 @@ from ds_ckpt.subject import Sizes
 SIZES = Sizes(tokens=64, dtype=torch.bfloat16)
 RATES = Rates(1e9, 1e9, 1e9)
 TEXT = "2 nodes x 2 A100, 1 Gbit/s"
+TUNED = ("1bit", "50x")
+"""Methods whose verdicts are against dense training with a tuned b1."""
 
 
 @pytest.fixture(scope="module")
@@ -229,6 +231,8 @@ def test_every_candidates_file_can_be_used(ask: Callable[..., Search]) -> None:
         plugin = parse(json.loads(json.dumps(file)))
         assert file["train_micro_batch_size_per_gpu"] * file["gradient_accumulation_steps"] == 4
         assert plugin.weights.resident == (one.setting.weights in RESIDENT)
+        betas = file["optimizer"]["params"]["betas"]
+        assert betas == ([0.7, 0.95] if one.setting.method.name.startswith(TUNED) else [0.9, 0.95])
         hpz = file["zero_optimization"].get("zero_hpz_partition_size")
         assert hpz == (2 if one.setting.weights == HPZ else None)
     assert {one.setting.weights for one in search.all} == {ZERO3, HPZ, *RESIDENT}
@@ -299,6 +303,17 @@ def test_without_feedback_no_more_may_round_than_verdicts_are_of(
     assert rounds not in names("8 nodes x 8 A100, 1 Gbit/s", loss=0.006)
     assert rounds in names("8 nodes x 1 A100, 1 Gbit/s", loss="any")
     assert "3bit" in names("8 nodes x 8 A100, 1 Gbit/s")
+
+
+def test_a_plan_says_which_betas_its_verdicts_are_of(tmp_path: Path) -> None:
+    """1 bit was held against dense training with AdamW's b1 at 0.7, and nothing else."""
+    path = tmp_path / "plan.json"
+    slow = "2 nodes x 1 A100 80 GB, 0.05 Gbit/s"
+    code, said = plan("demo", "--cluster", slow, "--batch=16", "--tokens=64", f"--output={path}")
+    assert code == 0, said
+    assert "gradients 1bit" in said
+    assert "with AdamW's betas 0.7 and 0.95, as its verdicts have them" in said
+    assert json.loads(path.read_text())["optimizer"]["params"]["betas"] == [0.7, 0.95]
 
 
 def plan(*arguments: str) -> tuple[int, str]:
