@@ -35,9 +35,7 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -315,39 +313,42 @@ def codes(steps: int, repeats: int) -> None:
             )
 
 
+def short_works(codec: Codec, tensors: int, others: int, numel: int) -> dict[str, Work]:
+    given = torch.randn(tensors, others, numel)
+    left = given.clone()
+    packed = torch.empty(tensors, others, codec.packed_bytes(numel), dtype=torch.uint8)
+    sums, own = torch.zeros(tensors, numel), torch.zeros(tensors, numel)
+    shards = list(zip(left, packed, strict=True))
+    adds = [ToAdd(*each) for each in zip(packed, sums, own, strict=True)]
+
+    def pack(at_once: int) -> None:
+        left.copy_(given)
+        for first in range(0, tensors, at_once):
+            codec.pack_all(shards[first : first + at_once])
+
+    def add_up(at_once: int) -> None:
+        for first in range(0, tensors, at_once):
+            codec.unpack_add_all(adds[first : first + at_once], 1.0, 1)
+
+    return {
+        "pack": lambda: pack(1),
+        "pack together": lambda: pack(tensors),
+        "add up": lambda: add_up(1),
+        "add up together": lambda: add_up(tensors),
+    }
+
+
 def short_shards(repeats: int, tensors: int = 24) -> None:
     """A table: a bucket of `tensors` alike, each with a shard for each of 3 or 7 others."""
-    codec, names = EntropyCoded(bits=1.0), ("pack", "pack together", "add up", "add up together")
+    head = ("entries, others", "pack", "together", "faster", "add up", "together", "faster")
     print(f"{tensors} tensors, 1 bit, ns an entry; torch {torch.__version__}, 1 thread")
-    print("".join(f"{h:>17s}" for h in ("entries, others", *names, "faster", "faster")))
+    print("".join(f"{h:>16s}" for h in head))
     for numel, others in itertools.product((512, 4096, 11008, 32768), (3, 7)):
-        given = torch.randn(tensors, others, numel)
-        left = given.clone()
-        packed = torch.empty(tensors, others, codec.packed_bytes(numel), dtype=torch.uint8)
-        sums, own = torch.zeros(tensors, numel), torch.zeros(tensors, numel)
-        shards = list(zip(left, packed, strict=True))
-        adds = [ToAdd(*each) for each in zip(packed, sums, own, strict=True)]
-
-        def pack(at_once: int, left: Tensor, given: Tensor, shards: list[Any]) -> None:
-            left.copy_(given)
-            for first in range(0, tensors, at_once):
-                codec.pack_all(shards[first : first + at_once])
-
-        def add_up(at_once: int, adds: list[ToAdd]) -> None:
-            for first in range(0, tensors, at_once):
-                codec.unpack_add_all(adds[first : first + at_once], 1.0, 1)
-
-        works: dict[str, Work] = {
-            "pack": partial(pack, 1, left, given, shards),
-            "pack together": partial(pack, tensors, left, given, shards),
-            "add up": partial(add_up, 1, adds),
-            "add up together": partial(add_up, tensors, adds),
-        }
-        found = interleaved_medians_s(works, repeats, time.thread_time)
-        each = [1e9 * found[name] / given.numel() for name in names]
-        cells = "".join(f"{ns:17.1f}" for ns in each)
-        print(f"{numel:>13,d}, {others}" + cells, end="")
-        print(f"{each[0] / each[1]:16.1f}x{each[2] / each[3]:16.1f}x", flush=True)
+        works = short_works(EntropyCoded(bits=1.0), tensors, others, numel)
+        medians_s = interleaved_medians_s(works, repeats, time.thread_time)
+        pack, packs, add, adds = (1e9 * s / (tensors * others * numel) for s in medians_s.values())
+        cells = f"{pack:16.1f}{packs:16.1f}{pack / packs:15.1f}x{add:16.1f}{adds:16.1f}"
+        print(f"{numel:>13,d}, {others}{cells}{add / adds:15.1f}x", flush=True)
 
 
 def main() -> None:

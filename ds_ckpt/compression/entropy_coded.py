@@ -203,11 +203,11 @@ def _places(mask: Tensor, capacity: int) -> tuple[Tensor, _Filled]:
         if rows == 1:
             found = found[:capacity]
             return found.unsqueeze(0), _Filled(torch.tensor([[len(found)]], device="cpu"), None)
-        begin = torch.arange(rows, device="cpu").mul_(numel).unsqueeze(1)
-        start, stop = (torch.searchsorted(found, border) for border in (begin, begin + numel))
-        count = (stop - start).clamp_(max=capacity)
-        at = start + torch.arange(int(count.max()), device="cpu")
-        places = found[at.clamp_(max=len(found) - 1)].sub_(begin)
+        borders = torch.arange(rows + 1, device="cpu").mul_(numel).unsqueeze(1)
+        starts = torch.searchsorted(found, borders)
+        count = starts.diff(dim=0).clamp_(max=capacity)
+        at = starts[:-1] + torch.arange(int(count.max()), device="cpu")
+        places = found[at.clamp_(max=len(found) - 1)].sub_(borders[:-1])
     else:
         rank = mask.cumsum(1)
         count = rank[:, -1:].clamp(max=capacity)

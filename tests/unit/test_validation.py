@@ -17,6 +17,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from ds_ckpt.config.verdicts import SHIPPED, read_verdicts
 from ds_ckpt.errors import ConfigError, StateError, UnsupportedError
 from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.rules import Method, MethodSettings, Rule
@@ -40,7 +41,7 @@ from ds_ckpt.validation.experiment import (
 from ds_ckpt.validation.processes import run_processes
 from ds_ckpt.validation.report import document, write_report
 from ds_ckpt.validation.store import Key, Result, Store
-from ds_ckpt.validation.task import Task, TaskSpec
+from ds_ckpt.validation.task import BETAS, Task, TaskSpec, make_spec
 from ds_ckpt.validation.trainer import Outcome
 
 ROOT = Path(__file__).parents[2]
@@ -313,6 +314,14 @@ def test_runs_are_found_by_what_they_depend_on(tmp_path: Path, four_bits: Path) 
     assert digests[0] == digests[2]
     assert len(set(digests)) == 3
     assert candidate.digest(STEPS) != candidate.digest(4 * STEPS)
+
+
+def test_a_verdict_knows_the_betas_of_its_runs() -> None:
+    """Read from the task in words, which the record keeps."""
+    record = next(r for r in read_verdicts(SHIPPED) if r.preset == "zero3_3bit")
+    for betas, told in ((BETAS, None), ((0.7, 0.95), (0.7, 0.95)), ((0.85, 0.999), (0.85, 0.999))):
+        spec = make_spec("language", betas=betas, dense_betas=(0.8, 0.9), dense_lead=0.3)
+        assert record.model_copy(update={"task": spec.words()}).betas == told
 
 
 def test_every_run_on_record_is_found_again() -> None:
