@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -43,6 +42,7 @@ class VerdictRecord(_Record):
     Attributes:
         preset: name of the file that was validated.
         settings: what decides the numbers, by key of the compression section.
+        betas: AdamW's in these runs, where they were not the task's own.
         metric, margin: relative held-out loss, or accuracy as a share.
         interval: of the difference to dense training, 90%, more than 0 is worse; None where a run
             diverged.
@@ -56,6 +56,7 @@ class VerdictRecord(_Record):
     task: str
     data: str
     model: str
+    betas: tuple[float, float] | None = None
     metric: Literal["loss", "accuracy"]
     margin: float
     seeds: int
@@ -75,12 +76,6 @@ class VerdictRecord(_Record):
     def _with_new_names(cls, settings: dict[str, Any]) -> dict[str, Any]:
         section = "compression."
         return {RENAMED.get(section + k, k).removeprefix(section): v for k, v in settings.items()}
-
-    @property
-    def betas(self) -> tuple[float, float] | None:
-        """AdamW's in these runs, where they were not the task's own."""
-        found = re.search(r"betas ([\d.]+), ([\d.]+)", self.task)
-        return (float(found[1]), float(found[2])) if found else None
 
     def words(self) -> str:
         """The verdict and what it holds for."""

@@ -19,6 +19,7 @@ from ds_ckpt.telemetry.timings import ResidualStats
 from ds_ckpt.validation.experiment import DENSE, Candidate, Plan
 from ds_ckpt.validation.statistics import Judgement, judge
 from ds_ckpt.validation.store import Result, Store
+from ds_ckpt.validation.task import BETAS
 from ds_ckpt.validation.trainer import Curve
 
 MARGINS = {"loss": 0.005, "accuracy": 0.01}
@@ -188,6 +189,7 @@ def records(comparisons: Iterable[Comparison]) -> list[VerdictRecord]:
             task=one.plan.task.spec.words(),
             data=one.plan.task.source,
             model=one.plan.task.model,
+            betas=None if one.plan.task.spec.betas == BETAS else one.plan.task.spec.betas,
             metric=one.metric,
             margin=one.margin,
             seeds=len(one.differences),

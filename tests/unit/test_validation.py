@@ -17,7 +17,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from ds_ckpt.config.verdicts import SHIPPED, read_verdicts
 from ds_ckpt.errors import ConfigError, StateError, UnsupportedError
 from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.rules import Method, MethodSettings, Rule
@@ -41,7 +40,7 @@ from ds_ckpt.validation.experiment import (
 from ds_ckpt.validation.processes import run_processes
 from ds_ckpt.validation.report import document, write_report
 from ds_ckpt.validation.store import Key, Result, Store
-from ds_ckpt.validation.task import BETAS, Task, TaskSpec, make_spec
+from ds_ckpt.validation.task import Task, TaskSpec, make_spec
 from ds_ckpt.validation.trainer import Outcome
 
 ROOT = Path(__file__).parents[2]
@@ -316,14 +315,6 @@ def test_runs_are_found_by_what_they_depend_on(tmp_path: Path, four_bits: Path) 
     assert candidate.digest(STEPS) != candidate.digest(4 * STEPS)
 
 
-def test_a_verdict_knows_the_betas_of_its_runs() -> None:
-    """Read from the task in words, which the record keeps."""
-    record = next(r for r in read_verdicts(SHIPPED) if r.preset == "zero3_3bit")
-    for betas, told in ((BETAS, None), ((0.7, 0.95), (0.7, 0.95)), ((0.85, 0.999), (0.85, 0.999))):
-        spec = make_spec("language", betas=betas, dense_betas=(0.8, 0.9), dense_lead=0.3)
-        assert record.model_copy(update={"task": spec.words()}).betas == told
-
-
 def test_every_run_on_record_is_found_again() -> None:
     results = ROOT / "benchmarks" / "results" / "accuracy" / "results.jsonl"
     files = [*(ROOT / "ds_configs").glob("*.json"), *(ROOT / "benchmarks/accuracy").glob("*.json")]
@@ -485,6 +476,11 @@ def test_records_hold_what_the_verdict_holds_for(tmp_path: Path, four_bits: Path
     assert record.date == "2026-01-01"
     assert record.mean is not None
     assert math.isclose(record.mean, 0.0)
+    assert record.betas is None  # the task's own
+    plan = both[0].plan
+    task = dataclasses.replace(plan.task, spec=make_spec("language", betas=(0.85, 0.999)))
+    (tuned,) = records([dataclasses.replace(both[0], plan=dataclasses.replace(plan, task=task))])
+    assert tuned.betas == (0.85, 0.999)
 
 
 def test_a_policy_that_plans_is_refused_and_not_left_out(tmp_path: Path) -> None:
