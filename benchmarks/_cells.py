@@ -74,6 +74,7 @@ WHOLE = {"weights": {"resident": True, "deltas": "none"}}
 LOSSLESS = {"weights": {"resident": True, "deltas": "lossless"}}
 DENSE_ONCE = {"compression": METHODS["dense, once a step"]}
 THREE_BITS = {"compression": METHODS["3 bits"]}
+ONE_BIT = {"compression": METHODS["1 bit"]}
 WEIGHTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ZeRO-1": ({"stage": 1}, {}),
     "ZeRO-2": ({"stage": 2}, {}),
@@ -82,10 +83,12 @@ WEIGHTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "resident, lossless": ({}, LOSSLESS),
     "resident, lossless + dense once a step": ({}, {**LOSSLESS, **DENSE_ONCE}),
     "resident, lossless + 3 bits": ({}, {**LOSSLESS, **THREE_BITS}),
+    "resident, lossless + 1 bit": ({}, {**LOSSLESS, **ONE_BIT}),
     "resident": ({}, RESIDENT),
     "resident where shorter": ({}, {"weights": {"resident": "auto"}}),
     "resident + dense once a step": ({}, {**RESIDENT, **DENSE_ONCE}),
     "resident + 3 bits": ({}, {**RESIDENT, **THREE_BITS}),
+    "resident + 1 bit": ({}, {**RESIDENT, **ONE_BIT}),
     NOTHING: ({}, WHOLE),
 }
 """`zero_optimization` and sections of cells in which weights stay on every host, and of rivals."""

@@ -11,26 +11,41 @@ ACCUMULATION = 8
 
 
 def table(lines: list[dict[str, Any]], steps: int) -> str:
-    """Markdown, one row a method, in the order of bytes in a step.
+    """Markdown: for each number of workers one row a method, in the order of bytes in a step.
 
     Bytes of the whole run count warm-up steps as dense ones. At accumulation 8 an exchange with
-    residuals runs once where ZeRO-3's runs 8 times.
+    residuals runs once where ZeRO-3's runs 8 times. Where dense training has run in several ways,
+    all are held against the best of them, too.
     """
-    done: dict[str, dict[int, dict[str, Any]]] = {}
+    by_workers: dict[int, dict[str, dict[int, dict[str, Any]]]] = {}
     for line in lines:
         if line["steps"] == steps:
-            done.setdefault(line["cell"], {})[line["seed"]] = line
-    dense = done.get("dense", {})
-    if not dense:
-        return "no dense run of this length yet"
-    rows = [_row(name, runs, dense, steps) for name, runs in done.items()]
-    rows.sort(key=lambda row: -row[0])
-    head = [
-        "| method | bits an element | fewer bytes a step | at accumulation 8 | whole run"
-        " | held-out loss | against dense | 95% interval | seeds |",
-        "|---|---|---|---|---|---|---|---|---|",
+            cells = by_workers.setdefault(line["task"]["world"], {})
+            cells.setdefault(line["cell"], {})[line["seed"]] = line
+    found = [
+        (f"{workers} workers\n\n" if len(by_workers) > 1 else "") + _table(done, steps)
+        for workers, done in sorted(by_workers.items())
+        if "dense" in done
     ]
-    return "\n".join([*head, *(text for _, text in rows)])
+    return "\n\n".join(found) or "no dense run of this length yet"
+
+
+def _table(done: dict[str, dict[int, dict[str, Any]]], steps: int) -> str:
+    dense = {name: runs for name, runs in done.items() if name.startswith("dense")}
+    best = min(dense, key=lambda name: statistics.fmean(_losses(dense[name]).values()))
+    against = ["dense"] if len(dense) == 1 else ["dense", best]
+    rows = [_row(name, runs, done, against, steps) for name, runs in done.items()]
+    rows.sort(key=lambda row: -row[0])
+    head = ["method", "bits an element", "fewer bytes a step", "at accumulation 8", "whole run"]
+    head += ["held-out loss"]
+    for name in against:
+        head += [f"against {name}", "95% interval"]
+    head += ["seeds"]
+    return "\n".join([_line(head), "|" + "---|" * len(head), *(text for _, text in rows)])
+
+
+def _losses(runs: dict[int, dict[str, Any]]) -> dict[int, float]:
+    return {s: run["heldout"][-1][1] for s, run in sorted(runs.items()) if not run["diverged"]}
 
 
 def _warm_up_of(settings: dict[str, Any]) -> int:
@@ -39,29 +54,35 @@ def _warm_up_of(settings: dict[str, Any]) -> int:
 
 
 def _row(
-    name: str, runs: dict[int, dict[str, Any]], dense: dict[int, dict[str, Any]], steps: int
+    name: str,
+    runs: dict[int, dict[str, Any]],
+    done: dict[str, dict[int, dict[str, Any]]],
+    against: list[str],
+    steps: int,
 ) -> tuple[float, str]:
-    some, reference = next(iter(runs.values())), next(iter(dense.values()))
+    some, reference = next(iter(runs.values())), next(iter(done["dense"].values()))
     sent, whole = some["sixteen_bit_bytes"], reference["sixteen_bit_bytes"]
     world = some["task"]["world"]
     bits = 8 * sent / (some["parameters"] * (world - 1) / world)
-    warm_up = 0 if name == "dense" else min(_warm_up_of(some["settings"]), steps)
+    dense = name.startswith("dense")
+    warm_up = 0 if dense else min(_warm_up_of(some["settings"]), steps)
     in_run = steps * whole / (warm_up * whole + (steps - warm_up) * sent)
-    losses = {seed: run["heldout"][-1][1] for seed, run in runs.items() if not run["diverged"]}
-    pairs = [(losses[s], dense[s]["heldout"][-1][1]) for s in sorted(losses) if s in dense]
-    held = 1 if name == "dense" or not some["settings"]["error_feedback"] else ACCUMULATION
+    held = 1 if dense or not some["settings"]["error_feedback"] else ACCUMULATION
     cells = [name, f"{bits:.2f}", _times(whole / sent), _times(held * whole / sent)]
     cells += [_times(in_run)]
-    if len(losses) < len(runs) or not pairs:
-        return sent, _line([*cells, "diverged" if len(losses) < len(runs) else "", "", "", "0"])
-    cells += [_each([loss for loss, _ in pairs], ".4f")]
-    gaps = [ours / theirs - 1 for ours, theirs in pairs]
-    interval = ""
-    if len(gaps) > 1 and name != "dense":
-        found = paired(gaps)
-        interval = f"{found.low:+.2%} to {found.high:+.2%}"
-    cells += [_each(gaps, "+.2%") if name != "dense" else "", interval]
-    return sent, _line([*cells, str(len(gaps))])
+    losses = _losses(runs)
+    if len(losses) < len(runs):
+        return sent, _line([*cells, "diverged", *("" for _ in 2 * against), str(len(runs))])
+    cells += [_each(list(losses.values()), ".4f")]
+    for theirs in against:
+        other = _losses(done[theirs])
+        gaps = [losses[seed] / other[seed] - 1 for seed in losses if seed in other]
+        interval = ""
+        if len(gaps) > 1 and name != theirs:
+            found = paired(gaps)
+            interval = f"{found.low:+.2%} to {found.high:+.2%}"
+        cells += [_each(gaps, "+.2%") if name != theirs and gaps else "", interval]
+    return sent, _line([*cells, str(len(losses))])
 
 
 def _each(values: list[float], form: str) -> str:
