@@ -37,9 +37,8 @@ _ACCUMULATE_BYTES = 20.0
 """Residual plus gradient: two fp32 read, one written, checked for finiteness, kept."""
 LOSSLESS_BITS = 2.7
 """Of a lossless change at a learning rate of 3e-4 (measured, `benchmarks/lossless_bits.py`)."""
-LOSSLESS_S = 25e-9
-"""Of encoding, and of decoding, an element on one CPU core, as it was in the steps that plans are
-held against (`benchmarks/plan_accuracy.py`); the coder takes half of it since (docs/weights.md)."""
+LOSSLESS_S = 10e-9
+"""Of encoding, and of decoding, an element on one CPU core (measured, `lossless_bits.py`)."""
 RESIDENT = {"whole": "none", "lossless": "lossless"}
 """Ways in which resident weights travel, with their `deltas`."""
 
