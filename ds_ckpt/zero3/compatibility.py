@@ -89,6 +89,7 @@ _OWNERS = {
     "offload": f"{_ZERO}.parameter_offload:",
     "gather": f"{_ZERO}.parameter_offload:DeepSpeedZeRoOffload",
     "init": f"{_ZERO}.partition_parameters:Init",
+    "parameters": f"{_ZERO}.partition_parameters:",
 }
 _TABLE = """
 stage3.reduce_scatter_coalesced(tensors, group=) 9d5640ce6bbf7735
@@ -164,6 +165,8 @@ init._partition_param_sec(self, param, buffer=, has_been_updated=) 0d002b8277d89
 init._convert_to_deepspeed_param(self, param) 08e0dcc2cd2c8c43
         eb65eee3f5a43656 2f2816a66e2e7457 2f5e787271b94871 db18411c55ca7e47
     know that gathers prefer what the host keeps
+parameters.get_allgather_dtype(param, param_ds_tensor) 52a77402ccc7b984
+    copy what a host of one process keeps in the dtype that a gather gives
 """
 """Owner, name, signature and digests of each, newest first, and below what it is used to."""
 

@@ -136,6 +136,32 @@ class Flight:
     lengths: Sequence[int]
 
 
+class Copied:
+    """In place of a gather, where a process keeps a host's whole copy: of DeepSpeed's handles.
+
+    A copy, as a model may write to gathered weights, which plain ZeRO-3 forgets.
+    """
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype
+
+        self._params = list(params)
+        for param in self._params:
+            if param.ds_status.name != "NOT_AVAILABLE":
+                raise RuntimeError(param.ds_summary())
+            kept = param.ds_secondary_tensor.data[: param.ds_numel]
+            dtype = get_allgather_dtype(param, param.ds_tensor)
+            param.data = kept.to(param.device, dtype, copy=True).view(param.ds_shape)
+            param.ds_status = type(param.ds_status).INFLIGHT
+
+    def wait(self, **_: Any) -> None:
+        """They are there, on the stream that this was called on. Called once for each of them, the
+        later times when others may have been released already."""
+        for param in self._params:
+            param.ds_status = type(param.ds_status).AVAILABLE
+        self._params = []
+
+
 class WeightsHook:
     """Keeps the secondary partition of one ZeRO-3 optimizer's parameters. `detach()` drops it, and
     between steps `attach()` makes it again.
@@ -307,7 +333,7 @@ class WeightsHook:
                 while self._flying and self._landed <= last:
                     self._land()
             self._behind_writes()  # DeepSpeed gathers on a stream of its own, which waits for none
-            return gather(params, *args, **kwargs)
+            return Copied(params) if self._hosts.local == 1 else gather(params, *args, **kwargs)
 
         return gather_what_is_there
 

@@ -51,7 +51,8 @@ def mismatched(engine: Any) -> int:
 
 @contextmanager
 def crossing_hosts(slots: list[int]) -> Iterator[list[str]]:
-    """Names of the collectives of weights that processes of several hosts take part in."""
+    """Names of the collectives of weights that processes of several hosts take part in, or one
+    alone, which has nothing to gather."""
     import deepspeed.comm.comm as ds_comm
 
     host = [h for h, count in enumerate(slots) for _ in range(count)]
@@ -66,7 +67,8 @@ def crossing_hosts(slots: list[int]) -> Iterator[list[str]]:
                 group = next(
                     (a for a in args if isinstance(a, dist.ProcessGroup)), dist.group.WORLD
                 )
-            if len({host[rank] for rank in dist.get_process_group_ranks(group)}) > 1:
+            ranks = dist.get_process_group_ranks(group)
+            if len(ranks) == 1 or len({host[rank] for rank in ranks}) > 1:
                 seen.append(name)
             return originals[name](*args, **kwargs)
 

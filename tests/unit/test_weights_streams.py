@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor
 
 from ds_ckpt.compression.tracked import Tracked
@@ -51,8 +52,9 @@ class _Param:
     def __init__(self, host: _Host, number: int, shard: Tensor) -> None:
         self.partition = host.maker.partition_of(self)
         self.ds_id, self.ds_numel = number, shard.numel() * WORLD
+        self.ds_shape = torch.Size([self.ds_numel])
         self.ds_tensor, self.data, self._host = shard, shard, host
-        self.ds_status = SimpleNamespace(name="NOT_AVAILABLE")
+        self.ds_status, self.device = ZeroParamStatus.NOT_AVAILABLE, shard.device
 
     def partition_numel(self) -> int:
         return self.ds_numel // WORLD
@@ -67,8 +69,7 @@ class _Param:
         self.data.copy_(torch.cat(parts))
 
     def all_gather_coalesced(self, params: list[_Param]) -> Any:
-        gathered = [param.ds_secondary_tensor * 1 for param in params]
-        return SimpleNamespace(wait=lambda: gathered)
+        """Of a host with several processes: not called here."""
 
 
 class _Host:
@@ -143,7 +144,9 @@ class _Host:
         self.gathered = []
         for param in self.params:
             with self.gpu.stream(self.gathers):
-                (gathered,) = param.all_gather_coalesced([param]).wait()
+                param.all_gather_coalesced([param]).wait()
+            gathered = param.data
+            param.ds_status = ZeroParamStatus.NOT_AVAILABLE  # released
             default = self.gpu.current_stream()
             default.wait_stream(self.gathers)
             gathered.record_stream(default)
