@@ -25,15 +25,15 @@ def table(lines: list[dict[str, Any]], steps: int) -> str:
     found = [
         (f"{workers} workers\n\n" if len(by_workers) > 1 else "") + _table(done, steps)
         for workers, done in sorted(by_workers.items())
-        if "dense" in done
+        if any(map(_is_dense, done))
     ]
     return "\n\n".join(found) or "no dense run of this length yet"
 
 
 def _table(done: dict[str, dict[int, dict[str, Any]]], steps: int) -> str:
-    dense = {name: runs for name, runs in done.items() if name.startswith("dense")}
+    dense = {name: runs for name, runs in done.items() if _is_dense(name)}
     best = min(dense, key=lambda name: statistics.fmean(_losses(dense[name]).values()))
-    against = ["dense"] if len(dense) == 1 else ["dense", best]
+    against = list(dict.fromkeys(name for name in ("dense", best) if name in dense))
     rows = [_row(name, runs, done, against, steps) for name, runs in done.items()]
     rows.sort(key=lambda row: -row[0])
     head = ["method", "bits an element", "fewer bytes a step", "at accumulation 8", "whole run"]
@@ -42,6 +42,10 @@ def _table(done: dict[str, dict[int, dict[str, Any]]], steps: int) -> str:
         head += [f"against {name}", "95% interval"]
     head += ["seeds"]
     return "\n".join([_line(head), "|" + "---|" * len(head), *(text for _, text in rows)])
+
+
+def _is_dense(name: str) -> bool:
+    return name.split(",")[0] == "dense"
 
 
 def _losses(runs: dict[int, dict[str, Any]]) -> dict[int, float]:
@@ -60,11 +64,11 @@ def _row(
     against: list[str],
     steps: int,
 ) -> tuple[float, str]:
-    some, reference = next(iter(runs.values())), next(iter(done["dense"].values()))
+    some, reference = next(iter(runs.values())), next(iter(done[against[0]].values()))
     sent, whole = some["sixteen_bit_bytes"], reference["sixteen_bit_bytes"]
     world = some["task"]["world"]
     bits = 8 * sent / (some["parameters"] * (world - 1) / world)
-    dense = name.startswith("dense")
+    dense = _is_dense(name)
     warm_up = 0 if dense else min(_warm_up_of(some["settings"]), steps)
     in_run = steps * whole / (warm_up * whole + (steps - warm_up) * sent)
     held = 1 if dense or not some["settings"]["error_feedback"] else ACCUMULATION
