@@ -32,7 +32,9 @@ def table(lines: list[dict[str, Any]], steps: int) -> str:
 
 def _table(done: dict[str, dict[int, dict[str, Any]]], steps: int) -> str:
     dense = {name: runs for name, runs in done.items() if _is_dense(name)}
-    best = min(dense, key=lambda name: statistics.fmean(_losses(dense[name]).values()))
+    most = max(map(len, dense.values()))
+    whole = [name for name, runs in dense.items() if len(runs) == most]
+    best = min(whole, key=lambda name: statistics.fmean(_losses(dense[name]).values()))
     against = list(dict.fromkeys(name for name in ("dense", best) if name in dense))
     rows = [_row(name, runs, done, against, steps) for name, runs in done.items()]
     rows.sort(key=lambda row: -row[0])

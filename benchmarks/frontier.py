@@ -69,18 +69,18 @@ class Cell:
     """A row of the frontier. The order of CELLS is the order of work.
 
     Attributes:
-        b1, lead: of AdamW's first moment, the lead from the end of the warm-up on.
+        b1: AdamW's.
     """
 
     name: str
     settings: ExchangeSettings
     b1: float = 0.9
-    lead: float = 0.0
 
     def recipe(self, steps: int) -> Recipe:
-        """AdamW, which the exchange gives the lead where it compresses."""
-        lead = self.lead if self.settings.lossless else 0.0
-        return Recipe(steps, betas=(self.b1, 0.95), lead=lead, lead_after=START if lead else 0)
+        """AdamW; in dense training with the lead that the exchange gives where it compresses."""
+        momentum = self.settings.momentum
+        lead = momentum if self.settings.lossless and isinstance(momentum, float) else 0.0
+        return Recipe(steps, betas=(self.b1, 0.95), lead=lead, lead_after=START)
 
 
 def cell(
@@ -132,10 +132,8 @@ CELLS = (
 
 def tuned(one: Cell) -> Cell:
     """With a lower b1 and a lead."""
-    settings = one.settings
-    if not settings.lossless:
-        settings = dataclasses.replace(settings, momentum=0.3)
-    return Cell(f"{one.name}, b1 0.7, lead 0.3", settings, b1=0.7, lead=0.3)
+    settings = dataclasses.replace(one.settings, momentum=0.3)
+    return Cell(f"{one.name}, b1 0.7, lead 0.3", settings, b1=0.7)
 
 
 BOTH_WAYS = (
@@ -147,12 +145,7 @@ BOTH_WAYS = (
     cell("rank 4", "powersgd", rank=4),
     cell("2 bits", "quantize", bits=2),
 )
-TUNED = (
-    *(tuned(one) for one in BOTH_WAYS[:3]),
-    BOTH_WAYS[0],
-    *(tuned(one) for one in BOTH_WAYS[3:]),
-    *BOTH_WAYS[1:],
-)
+TUNED = tuple(way for one in BOTH_WAYS for way in (tuned(one), one))
 
 
 def main() -> None:
