@@ -1,7 +1,7 @@
 """Held-out loss against bytes: every compression method at several ratios, with AdamW.
 
     nice -n 19 python benchmarks/frontier.py [--steps 1500] [--seeds 0 1 2] [--only PATTERN]
-    python benchmarks/frontier.py --tuned [--workers 4]
+    python benchmarks/frontier.py --tuned [--workers 4] [--hidden-size 512 --steps 3000]
     python benchmarks/frontier.py --table [--tuned]
 
 Trains the 4.9-million Llama on the corpus that every Python ships, with 2 virtual workers
@@ -14,7 +14,8 @@ optimizer are fp32.
 `--tuned` trains each method with AdamW of b1 0.9 as it is, and with b1 0.7 and a lead of 0.3 after
 the warm-up (`error_feedback.momentum: 0.3`), dense training too: the better of its two is what a
 tuned optimizer comes to. A process's own share is compressed like the others', as it is with many
-workers. These go to `results/frontier_tuned.jsonl`.
+workers. Products are bf16 (autocast), weights and gradients fp32. A step's eight sequences are the
+same however many workers share them. `--hidden-size 512` is a Llama of 19 million. These go to `results/frontier_tuned.jsonl`.
 
 Bytes are counted where the exchange sends them, with bf16 gradients, headers and scales and what
 travels whole included, against the dense exchange of the same gradients.
@@ -41,7 +42,7 @@ from momentum import OwnShareToo
 from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.rules import MethodSettings
 from ds_ckpt.validation import world as validation_world
-from ds_ckpt.validation.data import Text
+from ds_ckpt.validation.data import Inputs, Text
 from ds_ckpt.validation.task import Learner, small_llama
 from ds_ckpt.validation.trainer import Outcome, train
 from ds_ckpt.validation.world import InProcessWorld, Recipe, sixteen_bit_step_bytes
@@ -62,6 +63,7 @@ SIZES: dict[str, int] = {
     "heads": 8,
 }
 """Of the task: virtual workers, a worker's micro-batch, evaluation, the Llama."""
+LLAMA = ("hidden_size", "layers", "intermediate_size", "heads")
 
 
 @dataclass(frozen=True)
@@ -70,17 +72,19 @@ class Cell:
 
     Attributes:
         b1: AdamW's.
+        rate: the largest learning rate.
     """
 
     name: str
     settings: ExchangeSettings
     b1: float = 0.9
+    rate: float = 2e-3
 
     def recipe(self, steps: int) -> Recipe:
         """AdamW; in dense training with the lead that the exchange gives where it compresses."""
         momentum = self.settings.momentum
         lead = momentum if self.settings.lossless and isinstance(momentum, float) else 0.0
-        return Recipe(steps, betas=(self.b1, 0.95), lead=lead, lead_after=START)
+        return Recipe(steps, self.rate, betas=(self.b1, 0.95), lead=lead, lead_after=START)
 
 
 def cell(
@@ -145,7 +149,30 @@ BOTH_WAYS = (
     cell("rank 4", "powersgd", rank=4),
     cell("2 bits", "quantize", bits=2),
 )
-TUNED = tuple(way for one in BOTH_WAYS for way in (tuned(one), one))
+RATES = tuple(
+    dataclasses.replace(way, name=f"{way.name}, rate {rate:g}", rate=rate)
+    for one in BOTH_WAYS[:3]
+    for way in (tuned(one), one)
+    for rate in (1e-3, 4e-3)
+)
+TUNED = tuple(way for one in BOTH_WAYS for way in (tuned(one), one)) + RATES
+
+
+@dataclass(frozen=True)
+class Dealt(Text):
+    """A text whose batches are dealt out: a step has the same sequences for any number of workers."""
+
+    def batch(self, seed: int, number: int, worker: int, workers: int, rows: int) -> Inputs:
+        whole = super().batch(seed, number, 0, 1, workers * rows)
+        return {name: ids[worker * rows : (worker + 1) * rows] for name, ids in whole.items()}
+
+
+class Mixed(Learner):
+    """Whose products are bf16."""
+
+    def loss(self, step: int, micro: int, worker: int) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().loss(step, micro, worker)
 
 
 def main() -> None:
@@ -155,16 +182,19 @@ def main() -> None:
         print(table(list(_read(results)), arguments.steps))
         return
     one_thread()
-    text, workers = embedded_corpus(), arguments.workers
-    learner = begin(text, compiled=not arguments.eager, workers=workers)
+    text, workers, compiled = embedded_corpus(), arguments.workers, not arguments.eager
+    task: dict[str, Any] = SIZES | {"world": workers}
     if arguments.tuned:
+        task |= sizes_of(arguments.hidden_size, workers) | {"products": "bf16"}
+        learner = mixed(text, task, compiled=compiled)
         validation_world.AllToAllExchange = OwnShareToo  # type: ignore[misc]
+    else:
+        learner = begin(text, compiled=compiled, workers=workers)
     for seed in arguments.seeds:
         for one in TUNED if arguments.tuned else CELLS:
             if not fnmatch.fnmatchcase(one.name, arguments.only):
                 continue
-            recipe = one.recipe(arguments.steps)
-            task = SIZES | {"world": workers}
+            recipe, dense = one.recipe(arguments.steps), one.settings.lossless
             key = {"cell": one.name, "seed": seed, "steps": arguments.steps, "task": task}
             if is_done(results, key):
                 continue
@@ -173,7 +203,6 @@ def main() -> None:
             world = InProcessWorld(
                 learner.model, learner.loss, recipe, one.settings, workers=workers
             )
-            dense = one.settings.lossless
             outcome = train(
                 learner,
                 world,
@@ -194,12 +223,33 @@ def main() -> None:
 
 def begin(text: Corpus, *, compiled: bool, workers: int = SIZES["world"]) -> Learner:
     """What the frontier trains."""
-    llama = ("hidden_size", "layers", "intermediate_size", "heads")
     return Learner(
         Text.of_bytes(text, SIZES["sequence_length"], SIZES["evaluation_batches"]),
-        small_llama(length=SIZES["sequence_length"], **{name: SIZES[name] for name in llama}),
+        small_llama(length=SIZES["sequence_length"], **{name: SIZES[name] for name in LLAMA}),
         workers=workers,
         batch=SIZES["sequences"],
+        compiled=compiled,
+    )
+
+
+def sizes_of(hidden_size: int, workers: int) -> dict[str, int]:
+    """Where the tuned frontier's task differs from `SIZES`."""
+    wider = hidden_size / SIZES["hidden_size"]
+    return {
+        "sequences": SIZES["sequences"] * SIZES["world"] // workers,
+        "hidden_size": hidden_size,
+        "intermediate_size": round(wider * SIZES["intermediate_size"]),
+    }
+
+
+def mixed(text: Corpus, task: dict[str, Any], *, compiled: bool) -> Learner:
+    """What the tuned frontier trains."""
+    length = task["sequence_length"]
+    return Mixed(
+        Dealt.of_bytes(text, length, task["evaluation_batches"]),
+        small_llama(length=length, **{name: task[name] for name in LLAMA}),
+        workers=task["world"],
+        batch=task["sequences"],
         compiled=compiled,
     )
 
@@ -220,6 +270,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--tuned", action="store_true", help="with AdamW's b1 and a lead, too")
     parser.add_argument("--workers", type=int, default=SIZES["world"])
+    parser.add_argument("--hidden-size", type=int, default=SIZES["hidden_size"])
     parser.add_argument("--results", type=Path)
     return parser.parse_args()
 
