@@ -15,7 +15,8 @@ optimizer are fp32.
 the warm-up (`error_feedback.momentum: 0.3`), dense training too: the better of its two is what a
 tuned optimizer comes to. A process's own share is compressed like the others', as it is with many
 workers. Products are bf16 (autocast), weights and gradients fp32. A step's eight sequences are the
-same however many workers share them. `--hidden-size 512` is a Llama of 19 million. These go to `results/frontier_tuned.jsonl`.
+same however many workers share them. `--hidden-size 512` is a Llama of 19 million. These go to
+`results/frontier_tuned.jsonl`.
 
 Bytes are counted where the exchange sends them, with bf16 gradients, headers and scales and what
 travels whole included, against the dense exchange of the same gradients.
@@ -160,7 +161,7 @@ TUNED = tuple(way for one in BOTH_WAYS for way in (tuned(one), one)) + RATES
 
 @dataclass(frozen=True)
 class Dealt(Text):
-    """A text whose batches are dealt out: a step has the same sequences for any number of workers."""
+    """A text of which a step takes the same sequences for any number of workers."""
 
     def batch(self, seed: int, number: int, worker: int, workers: int, rows: int) -> Inputs:
         whole = super().batch(seed, number, 0, 1, workers * rows)
