@@ -60,8 +60,7 @@ METHODS = {
     "1/3 bit": MethodSettings("entropy_coded", bits=0.33),
     "1 bit in steps": MethodSettings("entropy_coded", bits=1.0, metric="steps"),
     "1/3 bit in steps": MethodSettings("entropy_coded", bits=0.33, metric="steps"),
-    "1 bit, warm-up in 4 bits": MethodSettings("entropy_coded", bits=1.0),
-    "1/3 bit, warm-up in 4 bits": MethodSettings("entropy_coded", bits=0.33),
+    "1 bit in steps, warm-up in 4 bits": MethodSettings("entropy_coded", bits=1.0, metric="steps"),
 }
 ARMS = [
     *((DENSE, b1, how) for b1 in (0.9, 0.7) for how in ("none", "lead 0.3")),
