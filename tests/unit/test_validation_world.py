@@ -15,6 +15,7 @@ from ds_ckpt.compression import LowRank
 from ds_ckpt.compression.topk import TopK
 from ds_ckpt.errors import UnsupportedError
 from ds_ckpt.exchange.build import ExchangeSettings
+from ds_ckpt.exchange.metric import EVERY
 from ds_ckpt.exchange.rules import MethodSettings
 from ds_ckpt.validation.task import Score
 from ds_ckpt.validation.trainer import train
@@ -314,6 +315,22 @@ def test_sixteen_bit_bytes(world: int) -> None:
     four = ExchangeSettings(MethodSettings("quantize", bits=4), warmup_steps=9, min_numel=0)
     expected = 64 * 64 * 4.25 / 8 * share + 128 * share + 8 * (world - 1)
     assert sixteen_bit_step_bytes(four, shapes, world) == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_what_travels_in_every_twentieth_step_counts_a_twentieth(accumulation: int) -> None:
+    shapes = [("a", torch.Size([96, 64])), ("b", torch.Size([64, 64]))]
+    energy, steps = (
+        sixteen_bit_step_bytes(
+            ExchangeSettings(MethodSettings("entropy_coded", metric=metric), min_numel=0),
+            shapes,
+            2,
+            accumulation=accumulation,
+        )
+        for metric in ("energy", "steps")
+    )
+    rows_and_columns = 96 + 64 + 64 + 64
+    assert steps - energy == pytest.approx(4 * rows_and_columns / EVERY)  # a ring of two: all, once
 
 
 def test_accumulated_steps_send_less_often_only_where_they_wait() -> None:
