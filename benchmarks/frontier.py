@@ -31,7 +31,7 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -183,14 +183,12 @@ def main() -> None:
         print(table(list(_read(results)), arguments.steps))
         return
     one_thread()
-    text, workers, compiled = embedded_corpus(), arguments.workers, not arguments.eager
+    text, workers = embedded_corpus(), arguments.workers
     task: dict[str, Any] = SIZES | {"world": workers}
     if arguments.tuned:
         task |= sizes_of(arguments.hidden_size, workers) | {"products": "bf16"}
-        learner = mixed(text, task, compiled=compiled)
         validation_world.AllToAllExchange = OwnShareToo  # type: ignore[misc]
-    else:
-        learner = begin(text, compiled=compiled, workers=workers)
+    learner = begin(text, task, compiled=not arguments.eager)
     for seed in arguments.seeds:
         for one in TUNED if arguments.tuned else CELLS:
             if not fnmatch.fnmatchcase(one.name, arguments.only):
@@ -222,13 +220,15 @@ def main() -> None:
             print(f"{time.strftime('%H:%M:%S')} {last} {outcome.step_cpu_s:.3f} CPU s a step")
 
 
-def begin(text: Corpus, *, compiled: bool, workers: int = SIZES["world"]) -> Learner:
-    """What the frontier trains."""
-    return Learner(
-        Text.of_bytes(text, SIZES["sequence_length"], SIZES["evaluation_batches"]),
-        small_llama(length=SIZES["sequence_length"], **{name: SIZES[name] for name in LLAMA}),
-        workers=workers,
-        batch=SIZES["sequences"],
+def begin(text: Corpus, task: Mapping[str, Any] = SIZES, *, compiled: bool) -> Learner:
+    """What the frontier trains; the tuned one's task names its products."""
+    data, learner = (Dealt, Mixed) if "products" in task else (Text, Learner)
+    length = task["sequence_length"]
+    return learner(
+        data.of_bytes(text, length, task["evaluation_batches"]),
+        small_llama(length=length, **{name: task[name] for name in LLAMA}),
+        workers=task["world"],
+        batch=task["sequences"],
         compiled=compiled,
     )
 
@@ -241,18 +241,6 @@ def sizes_of(hidden_size: int, workers: int) -> dict[str, int]:
         "hidden_size": hidden_size,
         "intermediate_size": round(wider * SIZES["intermediate_size"]),
     }
-
-
-def mixed(text: Corpus, task: dict[str, Any], *, compiled: bool) -> Learner:
-    """What the tuned frontier trains."""
-    length = task["sequence_length"]
-    return Mixed(
-        Dealt.of_bytes(text, length, task["evaluation_batches"]),
-        small_llama(length=length, **{name: task[name] for name in LLAMA}),
-        workers=task["world"],
-        batch=task["sequences"],
-        compiled=compiled,
-    )
 
 
 def one_thread() -> None:

@@ -2,7 +2,7 @@
 
     nice -n 19 python benchmarks/momentum.py --data FILE [--seeds 0 1 2] [--only 'Top-K*'] \
         [--own-share] [--workers 8]
-    python benchmarks/momentum.py --table
+    python benchmarks/momentum.py --table [--against '1 bit' 0.7 'lead 0.3']
     python benchmarks/momentum.py --kept --own-share --data FILE
 
 Trains what `validate-accuracy` trains (4 virtual workers, 300 steps of which 75 dense) with AdamW
@@ -43,6 +43,7 @@ from ds_ckpt.exchange.metric import StepMetric
 from ds_ckpt.exchange.momentum import FirstMoments
 from ds_ckpt.exchange.rules import MethodSettings
 from ds_ckpt.validation import world as validation_world
+from ds_ckpt.validation.statistics import paired
 from ds_ckpt.validation.task import Task, make_spec, open_task
 from ds_ckpt.validation.trainer import train
 from ds_ckpt.validation.world import InProcessWorld, Recipe
@@ -270,9 +271,9 @@ def kept_back(task: Task, method: str, told: str | None) -> tuple[float, float]:
     return energy, in_steps
 
 
-def table(lines: list[dict[str, Any]]) -> str:
-    """Markdown: losses, and paired differences from dense training."""
-    text = []
+def table(lines: list[dict[str, Any]], against: tuple[str, float, str]) -> str:
+    """Markdown: losses, and paired differences from dense training, and from another arm."""
+    text, another = [], " ".join(map(str, against))
     for source in dict.fromkeys(line["data"] for line in lines):
         found: dict[tuple[str, float, str], dict[int, float]] = {}
         for line in lines:
@@ -287,15 +288,15 @@ def table(lines: list[dict[str, Any]]) -> str:
             f"{source}; best dense: b1 {best[1]:g}, {best[2]}",
             "",
             "| method | b1 | after the warm-up | held-out loss | against dense of this b1 "
-            "| against dense likewise | against the best dense | seeds |",
-            "|---|---|---|---|---|---|---|---|",
+            f"| against dense likewise | against the best dense | against {another} | seeds |",
+            "|---|---|---|---|---|---|---|---|---|",
         ]
         for place in sorted(found, key=lambda p: (-p[1], list(METHODS).index(p[0]), p[2])):
             method, b1, how = place
             like = "lead 0.3" if how == "matched" else how
             gaps = [
                 _gap(found[place], found.get(reference, {}))
-                for reference in ((DENSE, b1, "none"), (DENSE, b1, like), best)
+                for reference in ((DENSE, b1, "none"), (DENSE, b1, like), best, against)
             ]
             cells = [method, f"{b1:g}", how, f"{mean[place]:.4f}", *gaps, str(len(found[place]))]
             text.append(f"| {' | '.join(cells)} |")
@@ -304,11 +305,16 @@ def table(lines: list[dict[str, Any]]) -> str:
 
 
 def _gap(ours: dict[int, float], dense: dict[int, float]) -> str:
-    """Mean of the pairs' differences, and each."""
+    """Mean of the pairs' differences, its 90% interval, and each."""
     gaps = [100 * (ours[seed] / dense[seed] - 1) for seed in sorted(ours) if seed in dense]
     if not gaps:
         return ""
-    return f"{statistics.fmean(gaps):+.2f}% ({', '.join(f'{gap:+.2f}' for gap in gaps)})"
+    mean = f"{statistics.fmean(gaps):+.2f}%"
+    if len(gaps) == 1 or not any(gaps):
+        return mean
+    interval = paired(gaps, 0.9)
+    each = ", ".join(f"{gap:+.2f}" for gap in gaps)
+    return f"{mean}, {interval.low:+.2f} to {interval.high:+.2f} ({each})"
 
 
 def finished(path: Path) -> list[dict[str, Any]]:
@@ -337,10 +343,14 @@ def main() -> None:
     parser.add_argument("--kept", action="store_true", help="what methods keep back")
     parser.add_argument("--told", help='with --kept: "KIND POWER EVERY", see `Told`')
     parser.add_argument("--table", action="store_true")
+    parser.add_argument(
+        "--against", nargs=3, metavar=("METHOD", "B1", "HOW"), default=("dense", "0.9", "none")
+    )
     parser.add_argument("--results", type=Path, default=RESULTS)
     given = parser.parse_args()
     if given.table:
-        print(table(finished(given.results)))
+        method, b1, how = given.against
+        print(table(finished(given.results), (method, float(b1), how)))
         return
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
