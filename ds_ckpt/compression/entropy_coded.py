@@ -68,6 +68,7 @@ _BIN_BITS = 18
 _BINS = 512  # 16 octaves: `LEVELS` levels reach as far
 _TINY_BIN = 1 << (23 - _BIN_BITS)
 _LEVELS_GUESSED = 8
+_BINS_A_LEVEL = 32 * math.log2(_GROWTH)
 _BANDS = [1.05, 1.2, 1.6, _STRONG, math.inf]
 _TO_BYTE = sum(1 << (56 - 7 * i) for i in range(8))
 _TO_BITS = sum(1 << 7 * i for i in range(8))
@@ -95,15 +96,15 @@ class EntropyCoded(Method, RowCodec):
         description="Bits an entry, beside 24 bytes for each 2^20 entries of a shard or fewer. Of "
         "normal entries 1.0 leaves 36% of the energy for later steps, 0.33 leaves 74%; a heavier "
         "tail, as gradients have it, leaves less. Below 2^17 entries each takes longer, as some "
-        "200 operators run whatever their number; short shards of one size share them.",
+        "hundreds of operators run whatever their number; short shards of one size share them.",
     )
 
-    metric: Annotated[Literal["energy", "steps"], Expects('"energy" or "steps"', '"energy"')] = (
+    metric: Annotated[Literal["energy", "steps"], Expects('"energy" or "steps"', '"steps"')] = (
         Field(
-            default="energy",
+            default="steps",
             description='What decides which entries are sent. "energy": their size. "steps": their '
-            "size in the steps of an optimizer of Adam's kind, as far as rows and columns of what "
-            "arrived tell; an all-reduce of a number for each row and column in every 20th step.",
+            "size in the steps of an optimizer of Adam's kind, as far as rows and columns of the "
+            "gradients tell; an all-reduce of a number for each row and column in every 20th step.",
         )
     )
 
@@ -303,12 +304,20 @@ def _pack(values: Tensor, payload: Tensor) -> None:
     """fp32 [rows, n] to uint8 [rows, bytes], one segment a row; `values` become what is left."""
     numel, budget = values.shape[1], 8 * (payload.shape[1] - HEADER_BYTES)
     magnitude = values.abs()
-    threshold = _threshold(magnitude, budget)
-    # an entry takes two bits or more
-    places, sent = _places(_at_least(magnitude, threshold), budget // 2)
-    code, picked = _choose(values, threshold, places, sent)
-    ks = _parameters(numel, code)
-    bits = torch.stack(_lengths(code, ks)).sum(0)
+    goal = magnitude.new_full((len(values), 1), budget)
+    for _ in range(2):
+        threshold = _threshold(magnitude, goal)
+        # an entry takes two bits or more
+        places, sent = _places(_at_least(magnitude, threshold), budget // 2)
+        code, picked = _choose(values, threshold, places, sent)
+        ks = _parameters(numel, code)
+        bits = torch.stack(_lengths(code, ks)).sum(0)
+        # those above level 0 would have to go, whatever their size: guess again, by as much less
+        weak = code.counts[0] - code.counts[1]
+        far_over = 2 * (bits - budget) > weak * ks[0]
+        if on_host(values.device) and not bool(far_over.any()):
+            break
+        goal = torch.where(far_over, 0.99 * budget / bits.float().clamp(min=1), 1) * budget
     if not on_host(values.device) or bool((bits > budget).any()):
         ks = _parameters(numel, code, (budget / bits.clamp(min=1).double()).clamp_(max=1))
         count = _too_many(numel, budget, code, ks)
@@ -340,7 +349,7 @@ def _batches(shards: Sequence[Tensor]) -> Iterator[list[int]]:
     yield from alike.values()
 
 
-def _threshold(magnitude: Tensor, budget: int) -> Tensor:
+def _threshold(magnitude: Tensor, budget: Tensor) -> Tensor:
     """The smallest magnitude to send: fp32 [rows, 1], above 0.
 
     Of a histogram with 32 bins an octave, by bits of the floats: their values are no matter.
@@ -355,6 +364,7 @@ def _threshold(magnitude: Tensor, budget: int) -> Tensor:
     counts.scatter_add_(1, bins, torch.ones_like(bins[:1, :1]).expand_as(bins))
     shares = counts.flip(1).cumsum(1).flip(1).float() / sample.shape[1]
     shares = torch.nn.functional.pad(shares[:, 1:], (0, 1))
+    above = shares.flip(1).cumsum(1).flip(1)
     # where levels begin, of thresholds at the lower ends of bins
     edges = torch.arange(0, _BINS, 4, dtype=torch.int32, device=magnitude.device)
     edges = (edges + lowest) << _BIN_BITS
@@ -364,8 +374,11 @@ def _threshold(magnitude: Tensor, budget: int) -> Tensor:
     at = (at - lowest.unsqueeze(2)).clamp_(0, _BINS).long()
     shares = shares.gather(1, at.flatten(1)).view(at.shape)
     first, second = shares[..., 0], shares[..., 1]
+    # levels further up by an integral: the last of these counts half, and bins from there on
+    further = above.gather(1, at[..., -1]).div_(_BINS_A_LEVEL).sub_(shares[..., -1] / 2)
     entropy = torch.special.entr(torch.stack([1 - first, first - second, second])).sum(0)
     bits = entropy.mul_(_OVER_ENTROPY / math.log(2)).add_(first).add_(shares[..., 1:].sum(-1))
+    bits += further.clamp_(min=0)
     wanted = budget / numel
     # the lowest that fits, and less far down as it has bits to spare
     fit = (bits > wanted).sum(1, keepdim=True).clamp_(max=bits.shape[1] - 1)
@@ -413,12 +426,15 @@ def _lengths(code: _Sent, ks: Sequence[Tensor]) -> list[Tensor]:
 def _too_many(numel: int, budget: int, code: _Sent, ks: Sequence[Tensor]) -> Tensor:
     """How many entries less are sure to fit: int64 [rows, 1].
 
-    One less saves its low bits, sign among them, whatever becomes of the gaps around it. And all
-    gaps together are no longer than the segment: m entries take m * (1 + k) bits and that / 2^k'.
+    One less saves its low bits, sign among them, whatever becomes of the gaps around it; one with a
+    level above 0 those of its second gap and a bit of its level, too. And all gaps together are no
+    longer than the segment: m entries take m * (1 + k) bits and that / 2^k'.
     """
     first, *others = _lengths(code, ks)
-    others_bits, sent = torch.stack(others).sum(0), code.counts[0]
-    by_excess = -((budget - first - others_bits) // ks[0])
+    others_bits, (sent, above, _) = torch.stack(others).sum(0), code.counts
+    excess, weak = first + others_bits - budget, sent - above
+    of_strong = (excess - weak * ks[0]).clamp_(min=0)
+    by_excess = torch.minimum(-(-excess // ks[0]), weak - (-of_strong // (ks[0] + ks[1] + 1)))
     fits = (budget - others_bits - (numel >> (ks[0] - 1))) // (1 + ks[0])
     return torch.minimum(by_excess, sent - fits).clamp_(min=0).minimum(sent)
 

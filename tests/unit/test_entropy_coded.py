@@ -30,6 +30,7 @@ KINDS = (
     "one outlier",
     "all octaves",
     "in clusters",
+    "rows",
     "rising",
 )
 
@@ -60,6 +61,10 @@ def gradient(kind: str, numel: int, seed: int = 0, scale: float = 1.0) -> Tensor
         values = torch.logspace(-37, 0, max(1, numel))[:numel]
     elif kind == "in clusters":
         values[torch.arange(numel) // 64 % 5 > 0] *= 1e-3
+    elif kind == "rows":  # as embeddings have them
+        values[
+            torch.rand(numel // 64 + 1, generator=generator)[torch.arange(numel) // 64] > 0.05
+        ] = 0
     elif kind == "rising":
         values *= torch.linspace(0.01, 1, max(1, numel))[:numel]
     return values.mul_(scale).clamp_(FP32.min, FP32.max)
@@ -181,6 +186,10 @@ def test_tensors_of_a_bucket_travel_as_if_alone(
         ("normal", 0.33, 0.75),
         ("normal", 2.0, 0.11),
         ("heavy tail", 0.33, 0.02),
+        ("rows", 0.33, 0.05),
+        ("rows", 0.5, 0.02),
+        ("rows", 1.0, 0.02),
+        ("rows", 2.0, 0.02),
     ],
 )
 @pytest.mark.parametrize("numel", [1 << 16, 1 << 19])
@@ -237,7 +246,8 @@ def test_values_that_are_not_finite_end_without_an_error(value: float, share: fl
 
 
 @pytest.mark.parametrize(
-    ("kind", "bits"), [("normal", 1.0), ("constant", 0.33), ("in clusters", 0.33)]
+    ("kind", "bits"),
+    [("normal", 1.0), ("constant", 0.33), ("constant", 2.0), ("in clusters", 0.33), ("rows", 1.0)],
 )
 def test_feedback_delivers_what_was_held_back(kind: str, bits: float) -> None:
     codec = EntropyCoded(bits=bits)
