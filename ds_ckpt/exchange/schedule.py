@@ -99,10 +99,12 @@ class ScheduledExchange:
 
     def _way(self, names: Sequence[str] = ()) -> Way:
         """How a bucket of this step travels."""
-        if self._warming_up:
-            return "deepspeed" if self._warm_up is None else "compressed"
+        if self._warming_up and self._warm_up is None:
+            return "deepspeed"
         if self.fallback.uncompressed:
             return "uncompressed"
+        if self._warming_up:
+            return "compressed"
         return self._autotuner.way_of(names) if self._autotuner is not None else "compressed"
 
     @property
@@ -131,9 +133,9 @@ class ScheduledExchange:
             return deepspeed_reduce(tensors)
         if self._at_boundary is not None and not self._at_boundary():
             return self._exchange.hold(names, tensors, loss_scale)
-        if self._warming_up:
-            return self._exchange.average(names, tensors, loss_scale, choose=self._warm_up)
         way = self._way(names)
+        if self._warming_up and way == "compressed":
+            return self._exchange.average(names, tensors, loss_scale, choose=self._warm_up)
         after_warm_up = self._current_step() - self._warmup_steps
         if self._exchange.metric is not None:
             self._exchange.metric.exchanging(after_warm_up)

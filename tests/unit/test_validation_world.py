@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -267,6 +268,42 @@ def test_large_embeddings_go_as_in_a_session() -> None:
     shape = model.embed.weight.shape
     assert isinstance(choose("embed.weight", shape), TopK)
     assert isinstance(choose("other.weight", shape), LowRank)
+
+
+def test_a_fallback_ends_a_warm_up_in_few_bits() -> None:
+    settings = dataclasses.replace(lossy("entropy_coded", 5), warmup_bits=4)
+    sent = [0]
+    virtual = VirtualWorkers(settings, 2, ["w"])
+    for step in range(4):
+        if step == 2:
+            for worker in virtual._workers:
+                worker.scheduled.fallback.uncompressed = True
+        virtual.average([[torch.randn(64, 64)] for _ in range(2)])
+        virtual.step_ended(skipped=False)
+        sent.append(virtual.sent_bytes)
+    steps = [after - before for before, after in itertools.pairwise(sent)]
+    assert steps[0] == steps[1] < 0.2 * steps[2] == 0.2 * steps[3]
+    assert virtual.residual_norm() == 0
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_what_travels_whole_is_no_part_of_the_share_that_is_kept(accumulation: int) -> None:
+    """With accumulation it waits with the others, and must not make the share look smaller."""
+    settings = dataclasses.replace(lossy("entropy_coded"), momentum="matched", min_numel=1000)
+    torch.manual_seed(0)
+    whole = [[torch.randn(64, 64), 9 * torch.randn(900)] for _ in range(4)]
+    kept = []
+    for names in (["w"], ["w", "whole"]):
+        virtual = VirtualWorkers(settings, 4, names, accumulation=accumulation)
+        virtual.sample(True)
+        for micro in range(accumulation):
+            parts = [[g / accumulation for g in of[: len(names)]] for of in whole]
+            virtual.average(parts, at_boundary=micro + 1 == accumulation)
+        energies = virtual.take_energies()
+        virtual.step_ended(skipped=False)
+        kept.append((energies, virtual.moments.lead(0)))
+    assert kept[0] == kept[1]
+    assert kept[0][1] > 0
 
 
 def test_a_parameter_that_no_loss_reaches_is_named() -> None:
