@@ -203,6 +203,9 @@ def _unused_compression(section: Any, method: str | None) -> Iterator[Problem]:
         keys = tuple(f"error_feedback.{key}" for key in ("dtype", "device", "momentum"))
         why = "it does nothing while error feedback is off: there are no residuals"
         yield from _dead(section, path, keys, why, f"set {path}.error_feedback.enabled to true")
+    if lookup(section, ("warmup_steps",)) == 0:
+        why = "it does nothing without a warm-up"
+        yield from _dead(section, path, ("warmup_bits",), why, f"set {path}.warmup_steps to 100")
     if method is None:
         return
     known = methods()
