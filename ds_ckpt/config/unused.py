@@ -203,9 +203,6 @@ def _unused_compression(section: Any, method: str | None) -> Iterator[Problem]:
         keys = tuple(f"error_feedback.{key}" for key in ("dtype", "device", "momentum"))
         why = "it does nothing while error feedback is off: there are no residuals"
         yield from _dead(section, path, keys, why, f"set {path}.error_feedback.enabled to true")
-    if lookup(section, ("warmup_steps",)) == 0:
-        why = "it does nothing without a warm-up"
-        yield from _dead(section, path, ("warmup_bits",), why, f"set {path}.warmup_steps to 100")
     if method is None:
         return
     known = methods()
@@ -230,6 +227,9 @@ def _unused_compression(section: Any, method: str | None) -> Iterator[Problem]:
             why += ", which sends everything" if lossless else ""
             choices = " or ".join(f'"{m}"' for m in names)
             yield from _dead(section, path, (key,), why, f"set {path}.method to {choices}")
+        elif key == "warmup_bits" and lookup(section, ("warmup_steps",)) == 0:
+            why = "it does nothing without a warm-up"
+            yield from _dead(section, path, (key,), why, f"set {path}.warmup_steps to 100")
         elif key in known and method != "none":
             places = [(path, section, method), *rules]
             reasons = [_passed_over(key, *place, section) for place in places]

@@ -65,7 +65,7 @@ def test_defaults_are_those_that_are_documented() -> None:
             "method": "topk",
             "topk": {"density": 0.01, "values": "int8", "selection": "blocks"},
             "quantize": {"bits": 3, "block": 64},
-            "entropy_coded": {"bits": 1.0, "metric": "energy"},
+            "entropy_coded": {"bits": 1.0, "metric": "steps"},
             "powersgd": {"rank": 16, "alternate": False},
             "hybrid": {"remainder": "quantize"},
             "rules": (),
@@ -347,3 +347,13 @@ def test_import_is_light() -> None:
 def test_a_section_that_is_no_object_stays_wrong_beside_deepspeeds(value: Any) -> None:
     found = problems({**ours(activation=value), "activation_checkpointing": {}})
     assert "braces" in found["$.ds_ckpt.activation"].why
+
+
+@pytest.mark.parametrize("method", ["topk", "entropy_coded", "none", "dense"])
+def test_bits_of_no_warm_up_are_told(method: str) -> None:
+    section = {"method": method, "warmup_steps": 0, "warmup_bits": 4}
+    problem = problems(ours(compression=section))["$.ds_ckpt.compression.warmup_bits"]
+    assert problem.found == "4"
+    lossy = method in ("topk", "entropy_coded")
+    assert problem.remedy.endswith("warmup_steps to 100" if lossy else '"hybrid"')
+    parse(ours(compression={"method": "topk", "warmup_steps": 1, "warmup_bits": 4}))
