@@ -166,6 +166,6 @@ def test_all_workers_know_the_same_and_a_poisoned_step_changes_nothing() -> None
 
 
 def test_codecs_that_do_not_want_it_have_none() -> None:
-    assert ExchangeSettings(MethodSettings("entropy_coded")).metric(alone) is None
+    assert ExchangeSettings(MethodSettings("entropy_coded", metric="energy")).metric(alone) is None
     assert ExchangeSettings(MethodSettings("dense")).metric(alone) is None
     assert IN_STEPS.metric(alone) is not None
