@@ -210,11 +210,11 @@ def sections_on_record() -> dict[str, tuple[dict[str, Any], list[VerdictRecord]]
     of the files that have it."""
     found: dict[str, tuple[str, dict[str, Any], list[VerdictRecord]]] = {}
     for record in read_verdicts(SHIPPED):
-        key = json.dumps(record.settings, sort_keys=True)
         name = record.preset.removeprefix("zero3_").removeprefix("block_")
         section = _section(record.settings)
         if section.get("error_feedback", {}).get("enabled") is False:
             section["error_feedback"] = {"enabled": False}  # no residuals that have a dtype
+        key = json.dumps(section, sort_keys=True)  # settings that are gone made no difference
         former, section, records = found.get(key, (name, section, []))
         shorter = min(former, name, key=len)
         found[key] = (shorter, section, [*records, record])

@@ -8,7 +8,7 @@ operators read and write, counted on a small tensor, over the device's memory ba
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,7 +82,7 @@ def methods(loss: Loss, exchanging: int = 1) -> tuple[list[Method], list[Method]
     Args:
         exchanging: processes, or hosts, among which gradients are rounded. Without error feedback
             each of them rounds off its share for good, so what is lost grows with their number
-            (docs/accuracy.md): no more are allowed than verdicts are of.
+            (docs/accuracy.md): verdicts count that are of as many, or of the next more.
     """
     dense = {"method": "dense"}
     allowed = [Method(STOCK), Method(DENSE, dense), Method(DENSE_ONCE, {**dense, **ONCE})]
@@ -90,8 +90,8 @@ def methods(loss: Loss, exchanging: int = 1) -> tuple[list[Method], list[Method]
     for name, (section, records) in sections_on_record().items():
         method = Method(name, section, tuple(records))
         fed_back = section.get("error_feedback", {}).get("enabled", True)
-        enough = fed_back or loss == "any" or exchanging <= max(r.workers for r in records)
-        (allowed if enough and allows(records, loss) else refused).append(method)
+        judged = records if fed_back else _of_as_many(records, exchanging)
+        (allowed if allows(judged, loss) else refused).append(method)
         if fed_back:
             on_host = {**section.get("error_feedback", {}), "device": "cpu"}
             other = Method(
@@ -102,6 +102,11 @@ def methods(loss: Loss, exchanging: int = 1) -> tuple[list[Method], list[Method]
             if method in allowed:
                 allowed.append(other)
     return allowed, refused
+
+
+def _of_as_many(records: Sequence[VerdictRecord], exchanging: int) -> list[VerdictRecord]:
+    fewest = min((r.workers for r in records if r.workers >= exchanging), default=0)
+    return [r for r in records if r.workers == fewest]
 
 
 def gradients(
