@@ -88,14 +88,9 @@ class Cell:
         return Recipe(steps, self.rate, betas=(self.b1, 0.95), lead=lead, lead_after=START)
 
 
-def cell(
-    name: str, method: str, warmup_steps: int = START, *, feedback: bool = True, **options: Any
-) -> Cell:
-    """A cell; one that begins to compress later than the others says so in its name."""
-    if warmup_steps != START:
-        name = f"{name}, from step {warmup_steps}"
+def cell(name: str, method: str, *, feedback: bool = True, **options: Any) -> Cell:
     default = MethodSettings(method, **options)
-    return Cell(name, ExchangeSettings(default, error_feedback=feedback, warmup_steps=warmup_steps))
+    return Cell(name, ExchangeSettings(default, error_feedback=feedback, warmup_steps=START))
 
 
 CELLS = (
@@ -113,25 +108,8 @@ CELLS = (
     cell("rank 4 + Top-K 1.2%", "hybrid", rank=4, remainder="topk", density=0.012),
     cell("rank 32", "powersgd", rank=32),
     cell("2 bits, no feedback", "quantize", bits=2, feedback=False),
-    cell("2 bits, blocks of 256", "quantize", bits=2, block=256),
-    cell("rank 16 alternating", "powersgd", rank=16, alternate=True),
-    cell("Top-K 1.2%", "topk", 300, density=0.012),
-    cell("rank 4", "powersgd", 300, rank=4),
-    cell("4 bits, no feedback", "quantize", bits=4, feedback=False),
-    cell("rank 16", "powersgd", 300, rank=16),
-    cell("rank 4 alternating", "powersgd", rank=4, alternate=True),
     cell("rank 16 + Top-K 1.2%", "hybrid", rank=16, remainder="topk", density=0.012),
-    cell("Top-K 1.2% exact", "topk", density=0.012, selection="exact"),
-    cell("2 bits", "quantize", 300, bits=2),
-    cell("rank 4 + 2 bits", "hybrid", rank=4, bits=2),
-    cell("Top-K 10%", "topk", 300, density=0.1),
-    cell("rank 4 alternating + 2 bits", "hybrid", 300, rank=4, alternate=True, bits=2),
-    cell("4 bits, blocks of 128", "quantize", bits=4, block=128),
-    cell("2 bits, blocks of 128", "quantize", bits=2, block=128),
-    cell("rank 8", "powersgd", rank=8),
     cell("rank 16 + 2 bits", "hybrid", rank=16, bits=2),
-    cell("rank 32 alternating", "powersgd", rank=32, alternate=True),
-    cell("8 bits, blocks of 128", "quantize", bits=8, block=128),
 )
 
 

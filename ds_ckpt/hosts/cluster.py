@@ -57,10 +57,6 @@ class Entry:
             if isinstance(value, (int, float)):
                 yield Figure(f"{self.name}: {key}", value, str(self.values.get(key + _SUFFIX, "")))
 
-    @property
-    def sources(self) -> list[str]:
-        return [str(v) for k, v in self.values.items() if k.endswith(_SUFFIX)]
-
 
 @dataclass(frozen=True)
 class Cluster:

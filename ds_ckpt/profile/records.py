@@ -265,17 +265,10 @@ class Profile:
     compiled: Compiled | None = None
     schema: Literal[2] = 2
 
-    def footprint(self, policy: str, batch: int | None = None) -> Footprint:
-        """KeyError where it was not measured; without a batch the first one."""
-        for found in self.footprints:
-            if found.policy == policy and batch in (None, found.batch):
-                return found
-        raise KeyError(policy)
-
     @property
     def first(self) -> Footprint:
         """No policy, at the first batch."""
-        return self.footprint(NONE)
+        return next(found for found in self.footprints if found.policy == NONE)
 
     @property
     def at_first(self) -> dict[str, Footprint]:
