@@ -9,7 +9,8 @@ exponential and Laplacian random variables", IEEE Trans. Inf. Theory 42, 1996).
 
 t is the smallest for which the code fits its bytes, found in a sample's histogram: so the size
 depends on the number of entries alone, and nothing is remembered from step to step. Where the
-code turns out longer than the histogram said, entries just above t are left out until it fits.
+code turns out longer than the histogram said, entries just above t are left out until it fits; where
+that would take larger ones, t is first guessed again for so much less.
 
 The code is Rice's (Golomb 1966): a number v becomes v >> k zeros, a one, and its k low bits. Three
 sequences of numbers are written so:
@@ -312,7 +313,7 @@ def _pack(values: Tensor, payload: Tensor) -> None:
         code, picked = _choose(values, threshold, places, sent)
         ks = _parameters(numel, code)
         bits = torch.stack(_lengths(code, ks)).sum(0)
-        # those above level 0 would have to go, whatever their size: guess again, by as much less
+        # more than half of level 0 would have to go, and then the rest whatever its size
         weak = code.counts[0] - code.counts[1]
         far_over = 2 * (bits - budget) > weak * ks[0]
         if on_host(values.device) and not bool(far_over.any()):

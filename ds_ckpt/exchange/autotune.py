@@ -159,6 +159,10 @@ class Autotuner:
         self._device = device
         self._sent.update(dict.fromkeys(names, self.way_of(names)))
 
+    def warmed_up(self, names: Sequence[str]) -> None:
+        """A bucket travels in few bits in a warm-up, whose steps are not timed."""
+        self._owed.update(names)
+
     def step_ended(self, *, skipped: bool) -> None:
         """Count the step if anything travelled in it.
 

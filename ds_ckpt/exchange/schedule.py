@@ -135,6 +135,8 @@ class ScheduledExchange:
             return self._exchange.hold(names, tensors, loss_scale)
         way = self._way(names)
         if self._warming_up and way == "compressed":
+            if self._autotuner is not None:
+                self._autotuner.warmed_up(names)
             return self._exchange.average(names, tensors, loss_scale, choose=self._warm_up)
         after_warm_up = self._current_step() - self._warmup_steps
         if self._exchange.metric is not None:

@@ -391,6 +391,20 @@ def test_the_warm_up_is_deepspeeds_and_counts_for_nothing() -> None:
     assert saved(tuner)["steps"] == ROUND
 
 
+def test_what_a_warm_up_in_few_bits_owes_is_known() -> None:
+    """A parameter that is absent until the choice has fallen would wait with its residual."""
+    machine, step = Machine(deepspeed_s=0.1), 0
+    exchange, tuner = scheduled(machine, lambda: step)
+    exchange._warm_up = lambda name, shape: None
+    train(machine, exchange, 3, [*BUCKETS, "seldom"])
+    assert saved(tuner)["steps"] == 0
+    step = 1
+    assert train(machine, exchange, 2 * ROUND)[-1] == "deepspeed"
+    assert tuner.way_of(["seldom"]) == "uncompressed"
+    train(machine, exchange, 1, ["seldom"])
+    assert tuner.way_of(["seldom"]) == "deepspeed"
+
+
 def test_what_is_faster_stays_through_every_recheck() -> None:
     machine = Machine()
     exchange, _ = scheduled(machine)
