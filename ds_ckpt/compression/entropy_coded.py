@@ -9,8 +9,8 @@ exponential and Laplacian random variables", IEEE Trans. Inf. Theory 42, 1996).
 
 t is the smallest for which the code fits its bytes, found in a sample's histogram: so the size
 depends on the number of entries alone, and nothing is remembered from step to step. Where the
-code turns out longer than the histogram said, entries just above t are left out until it fits; where
-that would take larger ones, t is first guessed again for so much less.
+code turns out longer than the histogram said, entries just above t are left out until it fits;
+where that would take larger ones, t is first guessed again for so much less.
 
 The code is Rice's (Golomb 1966): a number v becomes v >> k zeros, a one, and its k low bits. Three
 sequences of numbers are written so:
