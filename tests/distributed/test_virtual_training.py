@@ -23,7 +23,7 @@ SECTIONS = {
     "topk with a lead": topk_section(
         topk={"density": 0.05}, warmup_steps=3, error_feedback={"momentum": "matched"}
     ),
-    "1 bit": topk_section(method="entropy_coded"),
+    "1 bit by energy": topk_section(method="entropy_coded", entropy_coded={"metric": "energy"}),
     "1 bit in steps": topk_section(
         method="entropy_coded", entropy_coded={"metric": "steps"}, warmup_steps=3
     ),
@@ -69,7 +69,7 @@ PLAIN, CLIPPED_AND_ACCUMULATED = (0.0, 1), (0.5, 2)
         ("dense", *CLIPPED_AND_ACCUMULATED),
         ("topk after a warm-up", *CLIPPED_AND_ACCUMULATED),
         ("topk with a lead", *PLAIN),
-        ("1 bit", *PLAIN),
+        ("1 bit by energy", *PLAIN),
         ("1 bit in steps", *PLAIN),
         ("1 bit after 4 bits", *CLIPPED_AND_ACCUMULATED),
         ("quantize", *PLAIN),
