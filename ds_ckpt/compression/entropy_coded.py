@@ -69,7 +69,7 @@ _BIN_BITS = 18
 _BINS = 512  # 16 octaves: `LEVELS` levels reach as far
 _TINY_BIN = 1 << (23 - _BIN_BITS)
 _LEVELS_GUESSED = 8
-_BINS_A_LEVEL = 32 * math.log2(_GROWTH)
+_BINS_A_LEVEL = (1 << (23 - _BIN_BITS)) * math.log2(_GROWTH)
 _BANDS = [1.05, 1.2, 1.6, _STRONG, math.inf]
 _TO_BYTE = sum(1 << (56 - 7 * i) for i in range(8))
 _TO_BITS = sum(1 << 7 * i for i in range(8))
@@ -305,9 +305,10 @@ def _pack(values: Tensor, payload: Tensor) -> None:
     """fp32 [rows, n] to uint8 [rows, bytes], one segment a row; `values` become what is left."""
     numel, budget = values.shape[1], 8 * (payload.shape[1] - HEADER_BYTES)
     magnitude = values.abs()
+    edges, guessed = _guess(magnitude)
     goal = magnitude.new_full((len(values), 1), budget)
     for _ in range(2):
-        threshold = _threshold(magnitude, goal)
+        threshold = _threshold(edges, guessed, goal / numel)
         # an entry takes two bits or more
         places, sent = _places(_at_least(magnitude, threshold), budget // 2)
         code, picked = _choose(values, threshold, places, sent)
@@ -350,8 +351,9 @@ def _batches(shards: Sequence[Tensor]) -> Iterator[list[int]]:
     yield from alike.values()
 
 
-def _threshold(magnitude: Tensor, budget: Tensor) -> Tensor:
-    """The smallest magnitude to send: fp32 [rows, 1], above 0.
+def _guess(magnitude: Tensor) -> tuple[Tensor, Tensor]:
+    """Thresholds, ascending, as bits of floats (int32), and bits an entry that each would take
+    (fp32): [rows, thresholds] both.
 
     Of a histogram with 32 bins an octave, by bits of the floats: their values are no matter.
     """
@@ -379,8 +381,16 @@ def _threshold(magnitude: Tensor, budget: Tensor) -> Tensor:
     further = above.gather(1, at[..., -1]).div_(_BINS_A_LEVEL).sub_(shares[..., -1] / 2)
     entropy = torch.special.entr(torch.stack([1 - first, first - second, second])).sum(0)
     bits = entropy.mul_(_OVER_ENTROPY / math.log(2)).add_(first).add_(shares[..., 1:].sum(-1))
-    bits += further.clamp_(min=0)
-    wanted = budget / numel
+    return edges, bits.add_(further.clamp_(min=0))
+
+
+def _threshold(edges: Tensor, bits: Tensor, wanted: Tensor) -> Tensor:
+    """The smallest magnitude to send: fp32 [rows, 1], above 0.
+
+    Args:
+        edges, bits: of `_guess`.
+        wanted: bits an entry, fp32 [rows, 1].
+    """
     # the lowest that fits, and less far down as it has bits to spare
     fit = (bits > wanted).sum(1, keepdim=True).clamp_(max=bits.shape[1] - 1)
     before = (fit - 1).clamp_(min=0)
