@@ -54,18 +54,6 @@ METHODS: dict[str, dict[str, Any] | None] = {
         "method": "powersgd",
         "powersgd": {"rank": 4, "alternate": True},
     },
-    "rank 4 + 2 bits": {
-        "method": "hybrid",
-        "powersgd": {"rank": 4},
-        "quantize": {"bits": 2},
-        "hybrid": {"remainder": "quantize"},
-    },
-    "rank 4 + Top-K 1.2%": {
-        "method": "hybrid",
-        "powersgd": {"rank": 4},
-        "topk": {"density": 0.012, "values": "int8"},
-        "hybrid": {"remainder": "topk"},
-    },
     CEILING: None,
 }
 NOTHING = "nothing sent, weights neither"

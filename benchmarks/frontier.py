@@ -104,12 +104,8 @@ CELLS = (
     cell("Top-K 1.2%", "topk", density=0.012),
     cell("Top-K 4%", "topk", density=0.04),
     cell("Top-K 10%", "topk", density=0.1),
-    cell("rank 4 alternating + 2 bits", "hybrid", rank=4, alternate=True, bits=2),
-    cell("rank 4 + Top-K 1.2%", "hybrid", rank=4, remainder="topk", density=0.012),
     cell("rank 32", "powersgd", rank=32),
     cell("2 bits, no feedback", "quantize", bits=2, feedback=False),
-    cell("rank 16 + Top-K 1.2%", "hybrid", rank=16, remainder="topk", density=0.012),
-    cell("rank 16 + 2 bits", "hybrid", rank=16, bits=2),
 )
 
 

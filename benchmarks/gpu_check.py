@@ -64,7 +64,6 @@ METHODS: dict[str, Compressor | None] = {
     "Top-K blocks 1%": TopK(density=0.01),
     "Top-K exact 1%": TopK(density=0.01, selection="exact"),
     "PowerSGD rank 4": LowRank(4),
-    "hybrid rank 4, 2 bits": LowRank(4, remainder=Quantize(bits=2)),
 }
 SHAPES = ((96, 192), (192,), (64, 130), (33, 20))
 RESIDUALS: tuple[tuple[ResidualDtype, Any], ...] = (

@@ -22,13 +22,12 @@ from ds_ckpt.compression.base import (
 from ds_ckpt.compression.dense import Dense, DenseMethod
 from ds_ckpt.compression.entropy_coded import EntropyCoded
 from ds_ckpt.compression.error_feedback import Feedback, all_finite
-from ds_ckpt.compression.hybrid import Hybrid
 from ds_ckpt.compression.powersgd import LowRank, PowerSGD
 from ds_ckpt.compression.quantize import Quantize
 from ds_ckpt.compression.topk import TopK
 from ds_ckpt.settings import Expects, Gone
 
-for _method in (DenseMethod, TopK, PowerSGD, Quantize, EntropyCoded, Hybrid):
+for _method in (DenseMethod, TopK, PowerSGD, Quantize, EntropyCoded):
     register(_method)
 
 __all__ = [

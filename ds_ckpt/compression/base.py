@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any, ClassVar, TypeVar, cast, get_args
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -53,7 +53,7 @@ class Compressor(ABC):
         """
 
     def suited(self, shape: torch.Size, local: int = 1) -> Compressor | None:
-        """What is worth its bytes for such a tensor: this, a part of it, or None, uncompressed."""
+        """This where it is worth its bytes for such a tensor, else None: uncompressed."""
         return self
 
 
@@ -150,8 +150,6 @@ class Method(Section):
         example: of a section, as JSON.
         lossless: everything is sent: no residuals, no warm-up, no guard.
         least_dims: tensors of fewer dimensions cannot travel by it.
-        uses: sections of other methods that it looks at.
-        chooses: the setting whose value names one more such section.
         sparse: the method by which it sends embeddings with many rows, of which a batch touches
             few, where no rule says otherwise.
         presets: settings that `ds-ckpt measure` knows by a name: sections by name.
@@ -162,17 +160,11 @@ class Method(Section):
     example: ClassVar[str] = "{}"
     lossless: ClassVar[bool] = False
     least_dims: ClassVar[int] = 1
-    uses: ClassVar[tuple[str, ...]] = ()
-    chooses: ClassVar[str | None] = None
     sparse: ClassVar[str | None] = None
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
-    def build(self, sections: Mapping[str, Method]) -> Compressor | None:
-        """What these settings do to a tensor; None: it travels uncompressed.
-
-        Args:
-            sections: settings of every method, by name.
-        """
+    def build(self) -> Compressor | None:
+        """What these settings do to a tensor; None: it travels uncompressed."""
         assert isinstance(self, Codec), "a method that is no codec builds its compressor"
         return self
 
@@ -180,9 +172,7 @@ class Method(Section):
     def looks_at(cls) -> tuple[str, ...]:
         """Every section that it may look at, whatever its settings are."""
         own = (cls.name,) if cls.model_fields else ()
-        chosen = get_args(cls.model_fields[cls.chooses].annotation) if cls.chooses else ()
-        sparse = (cls.sparse,) if cls.sparse else ()
-        return tuple(dict.fromkeys((*own, *cls.uses, *chosen, *sparse)))
+        return (*own, cls.sparse) if cls.sparse else own
 
 
 AnyMethod = TypeVar("AnyMethod", bound=type[Method])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +30,7 @@ class DenseMethod(Method):
     )
     lossless = True
 
-    def build(self, sections: Mapping[str, Method]) -> Compressor | None:
+    def build(self) -> Compressor | None:
         return None
 
 

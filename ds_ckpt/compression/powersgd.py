@@ -38,7 +38,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ds_ckpt.compression.base import Codec, Compressor, Method, on_host
+from ds_ckpt.compression.base import Compressor, Method, on_host
 from ds_ckpt.settings import SWITCH, Expects
 
 # A smaller part of a column, new against the columns before it, counts as rounding. 8 epsilons of
@@ -74,7 +74,7 @@ class PowerSGD(Method):
         "one collective less, two thirds of the compute; it follows the gradient more slowly.",
     )
 
-    def build(self, sections: Mapping[str, Method]) -> LowRank:
+    def build(self) -> LowRank:
         return LowRank(self.rank, self.alternate)
 
 
@@ -86,35 +86,26 @@ class LowRank(Compressor):
         rank: columns of each factor, lowered to the matrix's smaller side.
         alternate: only one factor travels a step, the two in turns (ACP-SGD): half the bytes and
             one collective less, for an approximation that follows the gradient more slowly.
-        remainder: what the factors missed goes through this codec in the same step (hybrid). None:
-            all of it stays as residual.
     """
 
     rank: int
     alternate: bool = False
-    remainder: Codec | None = None
-
-    @property
-    def codec(self) -> Codec | None:
-        return self.remainder
 
     def words(self) -> str:
         turns = ", P and Q in turns" if self.alternate else ""
-        rest = f" + {self.remainder.words()}" if self.remainder is not None else ""
-        return f"PowerSGD rank {self.rank}{turns}{rest}"
+        return f"PowerSGD rank {self.rank}{turns}"
 
     def suited(self, shape: torch.Size, local: int = 1) -> Compressor | None:
         """Factors that are no smaller than the matrix are left out."""
         fits = worthwhile(*matrix_shape(shape), self.rank, local)
-        return self if fits else self.remainder
+        return self if fits else None
 
     def sent_bytes(self, shape: torch.Size, world: int, local: int = 1) -> int:
-        """As of any compressor, remainder included; each of the `local` processes that divide the
-        rows among them has a right factor of its own."""
+        """As of any compressor; each of the `local` processes that divide the rows among them has a
+        right factor of its own."""
         left, right = factor_numels(*matrix_shape(shape), self.rank)
         factors = sent_entry_bytes(world) * (left + local * right)
-        rest = 0 if self.remainder is None else self.remainder.packed_bytes(shape.numel())
-        return (factors // 2 if self.alternate else factors) + rest
+        return factors // 2 if self.alternate else factors
 
 
 def gathers(world: int) -> bool:

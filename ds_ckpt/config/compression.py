@@ -314,8 +314,7 @@ def follow_registry() -> bool:
         if not kind.model_fields:
             continue
         expects = Expects("an object", kind.example)
-        others = " and ".join(f'"{n}"' for n, other in known.items() if name in other.uses)
-        about = f'Settings of method "{name}"' + (f", and of {others}." if others else ".")
+        about = f'Settings of method "{name}".'
         section[name] = _field(kind, expects, default_factory=kind, description=about)
         about = "Instead of the common section of this name."
         rule[name] = _field(kind | None, expects, default=None, description=about)

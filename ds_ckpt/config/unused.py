@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, get_args
+from typing import Any
 
 from ds_ckpt.activation.policies import PLANNED, policy_names, users_of
 from ds_ckpt.compression import methods
@@ -220,8 +220,10 @@ def _unused_compression(section: Any, method: str | None) -> Iterator[Problem]:
         if isinstance(of_rule := lookup(rule, ("method",)), str)
     ]
     here = {method} if method == "none" else {method, *(m for _, _, m in rules)}
+    # a rule says itself what is sparse
+    acting = here | {kind.sparse for kind in [known.get(method)] if kind is not None}
     for key, names in users.items():
-        if not here & set(names):
+        if not (key in acting if key in known else here & set(names)):
             lossless = method in known and known[method].lossless
             why = f'it does nothing with method "{method}"'
             why += ", which sends everything" if lossless else ""
@@ -230,39 +232,9 @@ def _unused_compression(section: Any, method: str | None) -> Iterator[Problem]:
         elif key == "warmup_bits" and lookup(section, ("warmup_steps",)) == 0:
             why = "it does nothing without a warm-up"
             yield from _dead(section, path, (key,), why, f"set {path}.warmup_steps to 100")
-        elif key in known and method != "none":
-            places = [(path, section, method), *rules]
-            reasons = [_passed_over(key, *place, section) for place in places]
-            if all(reasons):
-                yield from _dead(section, path, (key,), *next(r for r in reasons if r))
     for where, rule, of_rule in rules:
-        for key in known:
-            if reason := _passed_over(key, where, rule, of_rule, section):
-                yield from _dead(rule, where, (key,), *reason)
-
-
-def _passed_over(
-    key: str, where: str, place: Any, method: str, common: Any
-) -> tuple[str, str] | None:
-    """Why the method of a rule, or of the section itself, does not look at the section `key`, and
-    what to do; None if it does, or if nobody can tell."""
-    kind = methods().get(method)
-    if kind is None:
-        return None
-    sparse = (kind.sparse,) if place is common else ()  # rules say themselves what is sparse
-    if key in (kind.name, *kind.uses, *sparse):
-        return None
-    if kind.chooses is not None and key in kind.looks_at():
-        at = where if lookup(place, (kind.name,)) is not None else _COMPRESSION
-        own = lookup(place if at == where else common, (kind.name,))
-        field = kind.model_fields[kind.chooses]
-        chosen = lookup(own, (kind.chooses,)) or field.default
-        choices = get_args(field.annotation)
-        if key == chosen or chosen not in choices:
-            return None
-        if key in choices:
-            setting = f"{at}.{kind.name}.{kind.chooses}"
-            why = f"it does nothing while {setting} is {show(chosen)}"
-            return why, f'set {setting} to "{key}"'
-    why = f'it does nothing with method "{method}"'
-    return why, f"set {where}.method to one that uses it"
+        if of_rule in known:
+            keys = tuple(key for key in known if key != of_rule)
+            why = f'it does nothing with method "{of_rule}"'
+            to_use = f"set {where}.method to one that uses it"
+            yield from _dead(rule, where, keys, why, to_use)

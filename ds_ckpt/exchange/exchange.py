@@ -9,9 +9,8 @@ It stands in for DeepSpeed's `reduce_scatter_coalesced`: the mean over the group
 chunk of each tensor, unpadded, still multiplied by the loss scale. A tensor without a compressor
 travels in its own dtype; in fp32 it is divided by the world before the sum as DeepSpeed does,
 and so are sums of a host, which might not fit into 16 bits; 16-bit types are summed and divided in
-fp32 and rounded once. Low-rank tensors take all-reduces of their factors instead (`low_rank`), and
-an all-to-all of what these missed where they have a remainder. With two levels all of this happens
-between hosts, to sums that each host has made before (`hierarchy`).
+fp32 and rounded once. Low-rank tensors take all-reduces of their factors instead (`low_rank`). With
+two levels all of this happens between hosts, to sums that each host has made before (`hierarchy`).
 
 A non-finite value cannot be left to the codec, which might drop it and hide the overflow. Its
 process flags the bucket instead, in its packets' headers; every process then answers NaN for its

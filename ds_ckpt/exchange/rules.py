@@ -82,7 +82,7 @@ class MethodSettings:
 
     def compressor(self, method: str | None = None) -> Compressor | None:
         """What `method` (default: this one) does to a tensor."""
-        return self.sections[method or self.method].build(self.sections)
+        return self.sections[method or self.method].build()
 
 
 @dataclass(frozen=True)

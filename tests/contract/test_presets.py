@@ -92,13 +92,11 @@ def test_we_read_it(preset: Path) -> None:
     assert (method == "topk") == ("topk" in preset.stem)
     entropy_coded = preset.stem in ("zero3_1bit", "zero3_50x")
     assert (method == "entropy_coded") == entropy_coded
-    few_bits = "bit" in preset.stem and "hybrid" not in preset.stem
-    assert (method == "quantize") == (few_bits and not entropy_coded)
+    assert (method == "quantize") == ("bit" in preset.stem and not entropy_coded)
     feedback = config.compression.error_feedback.enabled
     assert feedback == ("no_feedback" not in preset.stem)
     assert (method == "dense") == ("dense" in preset.stem)
     assert (method == "powersgd") == ("powersgd" in preset.stem)
-    assert (method == "hybrid") == ("hybrid" in preset.stem)
 
 
 def test_deepspeed_reads_it(preset: Path) -> None:

@@ -16,11 +16,13 @@ TWO = [2, 2]
 SECTIONS = {
     "topk": topk_section(topk={"density": 0.05}),
     "powersgd": topk_section(method="powersgd", powersgd={"rank": 2}),
-    "hybrid": topk_section(method="hybrid", powersgd={"rank": 2}),
+    "both": topk_section(
+        method="powersgd", powersgd={"rank": 2}, rules=[{"match": "*.mlp.*", "method": "quantize"}]
+    ),
 }
 
 
-@pytest.mark.parametrize(("section", "accumulation"), [("topk", 2), ("powersgd", 1), ("hybrid", 2)])
+@pytest.mark.parametrize(("section", "accumulation"), [("topk", 2), ("powersgd", 1), ("both", 2)])
 def test_nothing_is_lost(world4: Any, section: str, accumulation: int) -> None:
     for process in world4.run(cases.conservation, TWO, SECTIONS[section], 3, accumulation):
         assert process["levels"] == 2
@@ -73,8 +75,8 @@ def test_hosts_that_allow_no_two_levels(world4: Any) -> None:
 def test_a_checkpoint_moves_between_one_level_and_two(world4: Any, tmp_path: Path) -> None:
     for start, end in ((TWO, [4]), ([4], TWO), (TWO, TWO)):
         folder = str(tmp_path / f"{len(start)}to{len(end)}")
-        saved = world4.run(cases.save, start, folder, SECTIONS["hybrid"], 3)[0]
-        loaded, losses = world4.run(cases.load, end, folder, SECTIONS["hybrid"])[0]
+        saved = world4.run(cases.save, start, folder, SECTIONS["both"], 3)[0]
+        loaded, losses = world4.run(cases.load, end, folder, SECTIONS["both"])[0]
         assert saved.keys() == loaded.keys()
         assert any(total.abs().sum() > 0 for total in saved.values())
         for name, total in saved.items():

@@ -1,4 +1,4 @@
-"""PowerSGD and hybrid on real ZeRO-3 engines, by rules too: laws 3 to 5, bytes, collectives."""
+"""PowerSGD on real ZeRO-3 engines, by rules too: laws 3 to 5, bytes, collectives."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from tests.distributed import cases_resume
 from tests.distributed.models import topk_section
 
 
-def low_rank(method: str = "powersgd", rank: int = 2, **compression: Any) -> dict[str, Any]:
-    return topk_section(method=method, powersgd={"rank": rank}, **compression)
+def low_rank(rank: int = 2, **compression: Any) -> dict[str, Any]:
+    return topk_section(method="powersgd", powersgd={"rank": rank}, **compression)
 
 
 SECTIONS = {
     "powersgd": low_rank(),
     "in turns": topk_section(method="powersgd", powersgd={"rank": 2, "alternate": True}),
-    "hybrid": low_rank("hybrid", quantize={"bits": 2}),
     "by rules": low_rank(
         rules=[
             {"match": "*embed*", "method": "topk", "topk": {"density": 0.05}},
-            {"match": "*.mlp.*", "method": "hybrid", "hybrid": {"remainder": "topk"}},
+            {"match": "*.mlp.up*", "method": "entropy_coded"},
             {"match": "lm_head*", "method": "quantize"},
         ]
     ),
@@ -80,7 +79,7 @@ def test_a_high_rank_trains_like_stock(world2: Any) -> None:
 
 def test_clipping_and_an_offloaded_optimizer(world2: Any) -> None:
     """The norm that clips is that of what was delivered, on the host as on the accelerator."""
-    section = SECTIONS["hybrid"]
+    section = SECTIONS["by rules"]
     here = world2.run(cases.run, "llama", section, 4, clip=0.05)
     there = world2.run(cases.run, "llama", section, 4, clip=0.05, offload_optimizer=True)
     free = world2.run(cases.run, "llama", section, 4)

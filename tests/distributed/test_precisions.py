@@ -21,12 +21,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "parameters offloaded": {"offload_param": True, "offload_optimizer": True, "clip": 0.5},
 }
 EVERYTHING = topk_section(
-    method="hybrid",
+    method="powersgd",
     powersgd={"rank": 2},
     rules=[
         {"match": "*embed*", "method": "topk", "topk": {"density": 0.1}},
         {"match": "*down_proj*", "method": "quantize", "quantize": {"bits": 2}},
-        {"match": "*o_proj*", "method": "powersgd"},
+        {"match": "*o_proj*", "method": "entropy_coded"},
     ],
     error_feedback={"dtype": "int8", "device": "cpu"},
 )

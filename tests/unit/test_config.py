@@ -67,7 +67,6 @@ def test_defaults_are_those_that_are_documented() -> None:
             "quantize": {"bits": 3, "block": 64},
             "entropy_coded": {"bits": 1.0, "metric": "steps"},
             "powersgd": {"rank": 16, "alternate": False},
-            "hybrid": {"remainder": "quantize"},
             "rules": (),
             "error_feedback": {
                 "enabled": True,
@@ -355,5 +354,5 @@ def test_bits_of_no_warm_up_are_told(method: str) -> None:
     problem = problems(ours(compression=section))["$.ds_ckpt.compression.warmup_bits"]
     assert problem.found == "4"
     lossy = method in ("topk", "entropy_coded")
-    assert problem.remedy.endswith("warmup_steps to 100" if lossy else '"hybrid"')
+    assert problem.remedy.endswith("warmup_steps to 100" if lossy else '"entropy_coded"')
     parse(ours(compression={"method": "topk", "warmup_steps": 1, "warmup_bits": 4}))

@@ -34,9 +34,8 @@ WRONG = {
     "powersgd": [{"rank": 0}, 4],
     "quantize": [{"bits": 5}, "4"],
     "entropy_coded": [{"bits": 3}, "1"],
-    "hybrid": [{"remainder": "powersgd"}, True],
 }
-OF_METHOD = {name: name for name in ("topk", "powersgd", "quantize", "entropy_coded", "hybrid")}
+OF_METHOD = {name: name for name in ("topk", "powersgd", "quantize", "entropy_coded")}
 
 
 def test_every_key_of_a_rule_has_wrong_values() -> None:
@@ -95,14 +94,12 @@ def test_settings_become_the_compressor() -> None:
         {"match": "b", "method": "dense"},
         {"match": "c", "method": "quantize", "quantize": {"bits": 2, "block": 128}},
         {"match": "d", "method": "powersgd", "powersgd": {"rank": 3, "alternate": True}},
-        {"match": "e", "method": "hybrid", "hybrid": {"remainder": "topk"}},
     )
-    a, b, c, d, e = (r.settings.compressor() for r in exchange_settings(compression).rules)
+    a, b, c, d = (r.settings.compressor() for r in exchange_settings(compression).rules)
     assert a == TopK(**topk)
     assert b is None
     assert c == Quantize(bits=2, block=128)
     assert d == LowRank(3, alternate=True)
-    assert e == LowRank(16, remainder=TopK())
 
 
 def test_a_rules_own_section_comes_before_the_common_one() -> None:
@@ -110,7 +107,7 @@ def test_a_rules_own_section_comes_before_the_common_one() -> None:
         {"match": "*.up", "method": "quantize", "quantize": {"bits": 8}},
         {"match": "*.down", "method": "quantize"},
         {"match": "norm*", "method": "dense", "min_numel": 10, "dims": 1},
-        method="hybrid",
+        method="powersgd",
     )
     rules = exchange_settings(compression).rules
     assert [r.settings.sections["quantize"].bits for r in rules] == [8, 3, 3]
@@ -132,35 +129,31 @@ def test_a_rules_own_section_comes_before_the_common_one() -> None:
             ["error_feedback.device"],
         ),
         (
-            {"method": "hybrid", "hybrid": {"remainder": "topk"}, "quantize": {"bits": 2}},
-            ["quantize"],
+            {
+                "method": "quantize",
+                "topk": {"density": 0.1},
+                "rules": [{"match": "a", "method": "powersgd"}],
+            },
+            ["topk"],
         ),
         (
             {
                 "method": "quantize",
                 "rules": [
                     {"match": "a", "method": "powersgd", "topk": {"density": 0.1}},
-                    {"match": "b", "method": "hybrid", "topk": {"density": 0.1}},
-                    {
-                        "match": "c",
-                        "method": "hybrid",
-                        "hybrid": {"remainder": "topk"},
-                        "quantize": {"bits": 2},
-                    },
+                    {"match": "b", "method": "topk", "quantize": {"bits": 2}},
                 ],
             },
-            ["rules[0].topk", "rules[1].topk", "rules[2].quantize"],
+            ["rules[0].topk", "rules[1].quantize"],
         ),
         # these act
-        ({"method": "hybrid", "topk": {"density": 0.1}}, []),
         ({"method": "powersgd", "topk": {"density": 0.1}}, []),
         ({"method": "topk", "error_feedback": {"enabled": False}}, []),
         (
             {
-                "method": "hybrid",
-                "hybrid": {"remainder": "topk"},
+                "method": "powersgd",
                 "quantize": {"bits": 2},
-                "rules": [{"match": "a", "method": "hybrid", "hybrid": {"remainder": "quantize"}}],
+                "rules": [{"match": "a", "method": "quantize"}],
             },
             [],
         ),

@@ -161,7 +161,6 @@ _UNUSED: list[tuple[Keys, Any]] = [
     (("ds_ckpt", "activation", "check_determinism"), True),
     (("ds_ckpt", "compression", "topk"), {"density": 0.1}),
     (("ds_ckpt", "compression", "powersgd"), {"rank": 4}),
-    (("ds_ckpt", "compression", "hybrid"), {"remainder": "topk"}),
     (("ds_ckpt", "compression", "rules"), [{"match": "*", "method": "topk"}]),
     (("ds_ckpt", "compression", "exchange", "levels"), 2),
     (("ds_ckpt", "compression", "exchange", "autotune"), False),
@@ -299,7 +298,7 @@ def test_every_known_key_is_mutated() -> None:
         key for section in _STORED["$defs"].values() for key in section["properties"]
     }
     assert len(LEAVES) >= 45
-    assert len(SECTIONS) == 14
+    assert len(SECTIONS) == 13
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -271,20 +271,32 @@ def test_kernels_compile_for_a_gpu_and_round_products_and_sums_apart(tmp_path: P
 METHODS: dict[str, Compressor] = {
     "8 bits": Quantize(bits=8),
     "3 bits": Quantize(bits=3),
-    "hybrid": LowRank(2, remainder=Quantize(bits=3)),
     "blocks": TopK(density=0.05),
 }
 SHAPES = ((6, 20), (16,), (11, 5), (1, 2))
 
 
 def _steps(
-    method: str, *, holds: bool, local: int, dtype: ResidualDtype, bad_step: int | None = None
+    method: str,
+    *,
+    holds: bool,
+    local: int,
+    dtype: ResidualDtype,
+    bad_step: int | None = None,
+    low_rank: bool = False,
 ) -> list[Tensor]:
-    """All that steps deliver and leave, and the flags."""
-    compressor, size = METHODS[method], 3 + (local > 1)
+    """All that steps deliver and leave, and the flags; with a matrix of low rank among them or
+    without."""
+    size = 3 + (local > 1)
+
+    def choose(name: str, shape: torch.Size) -> Compressor | None:
+        if low_rank and name == "p0":
+            return LowRank(2)
+        return METHODS[method] if len(shape) > 1 else None
+
     world = World(
         size,
-        lambda name, shape: compressor if len(shape) > 1 else None,
+        choose,
         holds=holds,
         local=local,
         residual_dtype=dtype,
@@ -314,7 +326,7 @@ def _steps(
         ("8 bits", {"local": 2}),
         ("3 bits", {"holds": True, "bad_step": 0}),
         ("3 bits", {"dtype": "int8", "bad_step": 1}),
-        ("hybrid", {}),
+        ("3 bits", {"low_rank": True}),
         ("blocks", {"dtype": "bf16"}),
     ],
     ids=str,

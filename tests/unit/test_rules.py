@@ -38,11 +38,8 @@ def test_what_is_built_in() -> None:
     assert choose("tied.weight", torch.Size([32000, 64])) == LowRank(4)
 
 
-def test_a_rank_as_large_as_the_matrix_leaves_it_to_the_remainder() -> None:
-    shape = torch.Size([64, 64])
-    assert rules("powersgd", rank=64)("w", shape) is None
-    assert rules("hybrid", rank=64, bits=8)("w", shape) == Quantize(bits=8)
-    assert rules("hybrid", rank=2, remainder="topk")("w", shape) == LowRank(2, remainder=TopK())
+def test_a_rank_as_large_as_the_matrix_leaves_it_uncompressed() -> None:
+    assert rules("powersgd", rank=64)("w", torch.Size([64, 64])) is None
 
 
 def test_the_first_rule_that_fits_decides() -> None:
@@ -74,14 +71,14 @@ def test_rules_that_cannot_work_are_refused_together() -> None:
 
 
 def test_the_plan_adds_up() -> None:
-    plan = Plan.of(rules("hybrid", rank=4, bits=4), SHAPES, world=8)
+    plan = Plan.of(rules("powersgd", rank=4), SHAPES, world=8)
     assert plan.dense_bytes == sum(2 * s.numel() for _, s, _ in SHAPES)
     by_compressor = plan.by_compressor()
     assert sum(n for n, _, _ in by_compressor.values()) == len(SHAPES)
     assert sum(sent for _, _, sent in by_compressor.values()) == plan.sent_bytes
     q = next(t for t in plan.tensors if t.name == "layers.0.q.weight")
-    assert q.how == "PowerSGD rank 4 + 4-bit values in blocks of 64"
-    assert q.sent_bytes == 2 * 4 * 4 * (64 + 64) + Quantize(bits=4).packed_bytes(4096)
+    assert q.how == "PowerSGD rank 4"
+    assert q.sent_bytes == 2 * 4 * 4 * (64 + 64)
     assert plan.compressed == 3
     text = str(plan)
     assert all(t.name in text for t in plan.tensors)

@@ -91,7 +91,7 @@ def test_a_record_speaks_for_settings_not_for_files(shipped: Path) -> None:
         {"error_feedback": {"enabled": False}},
         {"exchange": {"when": "micro_step"}},
         {"rules": [{"match": "*", "method": "dense"}]},
-        {"method": "hybrid"},
+        {"method": "topk", "quantize": None},
     ):
         assert not verdicts_on(compression(**{**FOUR, **other})), other
     assert verdicts_on(CompressionConfig()) == []
