@@ -40,9 +40,9 @@ import torch
 from _frontier_table import table
 from momentum import OwnShareToo
 
+from ds_ckpt.exchange import build as exchange_build
 from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.rules import MethodSettings
-from ds_ckpt.validation import world as validation_world
 from ds_ckpt.validation.data import Inputs, Text
 from ds_ckpt.validation.task import Learner, small_llama
 from ds_ckpt.validation.trainer import Outcome, train
@@ -161,7 +161,7 @@ def main() -> None:
     task: dict[str, Any] = SIZES | {"world": workers}
     if arguments.tuned:
         task |= sizes_of(arguments.hidden_size, workers) | {"products": "bf16"}
-        validation_world.AllToAllExchange = OwnShareToo  # type: ignore[misc]
+        exchange_build.AllToAllExchange = OwnShareToo  # type: ignore[misc]
     learner = begin(text, task, compiled=not arguments.eager)
     for seed in arguments.seeds:
         for one in TUNED if arguments.tuned else CELLS:

@@ -36,13 +36,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ds_ckpt.exchange import build as exchange_build
 from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.exchange import AllToAllExchange, Item
 from ds_ckpt.exchange.layout import LocalShard
 from ds_ckpt.exchange.metric import StepMetric
 from ds_ckpt.exchange.momentum import FirstMoments
 from ds_ckpt.exchange.rules import MethodSettings
-from ds_ckpt.validation import world as validation_world
 from ds_ckpt.validation.statistics import paired
 from ds_ckpt.validation.task import Task, make_spec, open_task
 from ds_ckpt.validation.trainer import train
@@ -143,7 +143,7 @@ def tell(world: InProcessWorld, how: str) -> None:
     """Give every process `Told`; `how`: "told KIND POWER EVERY"."""
     _, kind, power, every = how.split()
     for worker in world.workers._workers:
-        worker.exchange.metric = Told(world, kind, power, every)
+        worker.scheduled.all_to_all.metric = Told(world, kind, power, every)
 
 
 @dataclass
@@ -358,7 +358,7 @@ def main() -> None:
     task = open_task(spec, given.results.parent)
     world: dict[str, Any] = {} if given.workers == 4 else {"workers": given.workers}
     if given.own_share:
-        validation_world.AllToAllExchange = OwnShareToo  # type: ignore[misc]
+        exchange_build.AllToAllExchange = OwnShareToo  # type: ignore[misc]
         world["own_share"] = "compressed"
     if given.kept:
         for method in METHODS:

@@ -158,7 +158,7 @@ def from_training(codec: str, steps: int) -> list[Tensor]:
         workers=task.spec.world,
     )
     seen: dict[str, Tensor] = {}
-    first = world.workers._workers[0].exchange
+    first = world.workers._workers[0].scheduled.all_to_all
     store = first._pack
 
     def pack(items, finite):  # type: ignore[no-untyped-def]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,21 +12,18 @@ from torch import Tensor
 
 from ds_ckpt.compression.base import Compressor
 from ds_ckpt.compression.error_feedback import Feedback, HostMemory, ResidualDevice
-from ds_ckpt.compression.powersgd import Factors
 from ds_ckpt.compression.quantize import Quantize
 from ds_ckpt.compression.storage import ResidualDtype
 from ds_ckpt.exchange.autotune import Autotuner
 from ds_ckpt.exchange.exchange import AllToAllExchange
 from ds_ckpt.exchange.hierarchy import Groups, InHostSum, Levels, make_groups
-from ds_ckpt.exchange.layout import ascending, ring_pieces
+from ds_ckpt.exchange.layout import Order, ascending, ring_pieces
 from ds_ckpt.exchange.metric import StepMetric
 from ds_ckpt.exchange.momentum import Choice, FirstMoments
 from ds_ckpt.exchange.plan import Plan
 from ds_ckpt.exchange.rules import Choose, MethodSettings, Rule, Rules
 from ds_ckpt.exchange.schedule import ScheduledExchange
-from ds_ckpt.exchange.state import Stateful
-from ds_ckpt.exchange.transport import TorchTransport
-from ds_ckpt.telemetry.timings import Errors, Timings
+from ds_ckpt.exchange.transport import TorchTransport, Transport
 
 WarmupBits = Literal[8, 4, 3]
 When = Literal["auto", "micro_step", "accumulation_boundary"]
@@ -127,40 +124,59 @@ class Built:
 
     Attributes:
         feedback: its residuals; None where nothing is left behind or held back.
-        factors: PowerSGD's.
         groups: who exchanges with whom.
-        autotuner: None where gradients always travel as the rules say.
-        moments: None where the optimizer's first moments stay as they are.
-        metric: None where no codec wants it.
-        timings: host seconds by section.
-        errors: what compression leaves behind, while it is sampled.
-        reserve: see `AllToAllExchange.reserve`.
     """
 
     exchange: ScheduledExchange
     feedback: Feedback | None
-    factors: Factors
     groups: Groups
-    autotuner: Autotuner | None
-    moments: FirstMoments | None
-    metric: StepMetric | None
-    timings: Timings
-    errors: Errors
-    reserve: Callable[[Iterable[tuple[str, torch.Size]], torch.device], None]
 
-    def parts(self) -> dict[str, Stateful]:
-        """What a checkpoint keeps beside the residuals."""
-        parts: dict[str, Stateful] = {
-            "factors": self.factors,
-            "fallback": self.exchange.fallback,
-        }
-        if self.autotuner is not None:
-            parts["autotune"] = self.autotuner
-        if self.moments is not None:
-            parts["momentum"] = self.moments
-        if self.metric is not None:
-            parts["metric"] = self.metric
-        return parts
+
+def schedule(
+    settings: ExchangeSettings,
+    between: Transport,
+    everyone: Transport,
+    feedback: Feedback | None,
+    *,
+    order: Order,
+    current_step: Callable[[], int],
+    at_boundary: Callable[[], bool] | None = None,
+    in_host: InHostSum | None = None,
+    embeddings: frozenset[str] = frozenset(),
+    parameter_groups: Mapping[str, int] | None = None,
+    autotuner: Autotuner | None = None,
+) -> ScheduledExchange:
+    """One process's end of what the settings ask for, real or virtual.
+
+    Args:
+        between, feedback, order, in_host: see `AllToAllExchange`.
+        everyone: sums over all processes.
+        current_step, at_boundary, autotuner: see `ScheduledExchange`.
+        embeddings: see `Rules`.
+        parameter_groups: see `FirstMoments`; None: the optimizer is left alone.
+    """
+    choose = settings.choose(embeddings, 1 if in_host is None else in_host.processes)
+    exchange = AllToAllExchange(
+        between,
+        choose,
+        feedback,
+        order=order,
+        holds=at_boundary is not None,
+        in_host=in_host,
+        metric=settings.metric(everyone.all_reduce),
+    )
+    moments = None
+    if parameter_groups is not None:
+        moments = settings.moments(parameter_groups, everyone.all_reduce)
+    return ScheduledExchange(
+        exchange,
+        warmup_steps=0 if settings.lossless else settings.warmup_steps,
+        warm_up=settings.warm_up(choose),
+        current_step=current_step,
+        at_boundary=at_boundary,
+        autotuner=autotuner,
+        moments=moments,
+    )
 
 
 def build_exchange(
@@ -181,73 +197,47 @@ def build_exchange(
         group: the process group whose mean is taken.
         all_to_all_single: `torch.distributed`'s function or one that counts around it.
         all_reduce: likewise.
-        current_step: optimizer steps so far.
-        at_boundary: see `ScheduledExchange`.
-        embeddings: see `Rules`.
         host: host memory for the residuals.
-        parameter_groups: see `FirstMoments`; None: the optimizer is left alone.
+        current_step, at_boundary, embeddings, parameter_groups: see `schedule`.
 
     Raises:
         UnsupportedError: the hosts do not allow the levels that are asked for.
     """
     groups = make_groups(group, settings.levels)
-    holds = at_boundary is not None
-    feedback = settings.residuals(torch_dist.get_rank(group), host, holds=holds)
-    factors = Factors()
+    between, everyone = (
+        TorchTransport(of, all_to_all_single, all_reduce) for of in (groups.between, group)
+    )
     in_host = None
     if groups.inside is not None:
         inside = TorchTransport(groups.inside, all_to_all_single, all_reduce)
         in_host = InHostSum(inside, groups.peers)
-    # DeepSpeed's reduction on gloo adds in its ring's order; so `dense` is bit-equal to it
-    on_gloo = torch_dist.get_backend(group) == "gloo"
-    between = TorchTransport(groups.between, all_to_all_single, all_reduce)
     autotuner = None
-    speaks = torch_dist.get_rank(group) == 0
-    everyone = TorchTransport(group, all_to_all_single, all_reduce)
+    speaks = everyone.dp_rank == 0
     if settings.autotune and not settings.lossless:
         autotuner = Autotuner(
             everyone.all_reduce,
             world=everyone.world,
             layout=(between.world, everyone.world),
-            other="uncompressed" if holds else "deepspeed",
+            other="uncompressed" if at_boundary is not None else "deepspeed",
             speaks=speaks,
         )
-    choose = settings.choose(embeddings, groups.local)
-    exchange = AllToAllExchange(
+    feedback = settings.residuals(everyone.dp_rank, host, holds=at_boundary is not None)
+    exchange = schedule(
+        settings,
         between,
-        choose,
+        everyone,
         feedback,
-        factors,
-        order=ring_pieces if on_gloo else ascending,
-        holds=holds,
-        in_host=in_host,
-        metric=settings.metric(everyone.all_reduce),
-    )
-    moments = None
-    if parameter_groups is not None:
-        moments = settings.moments(parameter_groups, everyone.all_reduce)
-    scheduled = ScheduledExchange(
-        exchange,
-        warmup_steps=settings.warmup_steps,
-        warm_up=settings.warm_up(choose),
+        # DeepSpeed's reduction on gloo adds in its ring's order; so `dense` is bit-equal to it
+        order=ring_pieces if torch_dist.get_backend(group) == "gloo" else ascending,
         current_step=current_step,
         at_boundary=at_boundary,
+        in_host=in_host,
+        embeddings=embeddings,
+        parameter_groups=parameter_groups,
         autotuner=autotuner,
-        moments=moments,
     )
-    scheduled.fallback.speaks = speaks
-    return Built(
-        scheduled,
-        feedback,
-        factors,
-        groups,
-        autotuner,
-        moments,
-        exchange.metric,
-        exchange.timings,
-        exchange.errors,
-        exchange.reserve,
-    )
+    exchange.fallback.speaks = speaks
+    return Built(exchange, feedback, groups)
 
 
 def describe(settings: ExchangeSettings, plan: Plan, groups: Groups) -> str:

@@ -19,6 +19,7 @@ from ds_ckpt.exchange.exchange import AllToAllExchange
 from ds_ckpt.exchange.layout import ShardLayout
 from ds_ckpt.exchange.momentum import FirstMoments
 from ds_ckpt.exchange.rules import Choose
+from ds_ckpt.exchange.state import Stateful
 
 log = logging.getLogger("ds_ckpt")
 Reduce = Callable[[list[Tensor]], list[Tensor]]
@@ -60,7 +61,7 @@ class ScheduledExchange:
     """The `ds_ckpt.zero3.gradient.BucketExchange` of a method.
 
     Args:
-        exchange: what runs after the warm-up; its residuals and factors are committed or rolled
+        all_to_all: what runs after the warm-up; its residuals and factors are committed or rolled
             back with the step.
         warmup_steps: optimizer steps that are plain DeepSpeed, or travel as `warm_up` says.
         warm_up: how tensors travel in these; None: by DeepSpeed's own reduction.
@@ -71,12 +72,13 @@ class ScheduledExchange:
         moments: measured from the end of the warm-up; None: the optimizer's stay as they are.
 
     Attributes:
+        all_to_all, autotuner, moments: as given.
         fallback: see `Fallback`.
     """
 
     def __init__(
         self,
-        exchange: AllToAllExchange,
+        all_to_all: AllToAllExchange,
         *,
         warmup_steps: int,
         warm_up: Choose | None = None,
@@ -85,15 +87,15 @@ class ScheduledExchange:
         autotuner: Autotuner | None = None,
         moments: FirstMoments | None = None,
     ) -> None:
-        self._exchange = exchange
-        self._moments = moments
+        self.all_to_all = all_to_all
+        self.moments = moments
         if moments is not None:
-            exchange.errors.listeners.append(moments.errors)
+            all_to_all.errors.listeners.append(moments.errors)
         self._warmup_steps = warmup_steps
         self._warm_up = warm_up
         self._current_step = current_step
         self._at_boundary = at_boundary
-        self._autotuner = autotuner
+        self.autotuner = autotuner
         self._nonfinite_before = 0
         self.fallback = Fallback()
 
@@ -105,7 +107,7 @@ class ScheduledExchange:
             return "uncompressed"
         if self._warming_up:
             return "compressed"
-        return self._autotuner.way_of(names) if self._autotuner is not None else "compressed"
+        return self.autotuner.way_of(names) if self.autotuner is not None else "compressed"
 
     @property
     def _warming_up(self) -> bool:
@@ -132,23 +134,23 @@ class ScheduledExchange:
         if self._warming_up and self._warm_up is None:
             return deepspeed_reduce(tensors)
         if self._at_boundary is not None and not self._at_boundary():
-            return self._exchange.hold(names, tensors, loss_scale)
+            return self.all_to_all.hold(names, tensors, loss_scale)
         way = self._way(names)
         if self._warming_up and way == "compressed":
-            if self._autotuner is not None:
-                self._autotuner.warmed_up(names)
-            return self._exchange.average(names, tensors, loss_scale, choose=self._warm_up)
+            if self.autotuner is not None:
+                self.autotuner.warmed_up(names)
+            return self.all_to_all.average(names, tensors, loss_scale, choose=self._warm_up)
         after_warm_up = self._current_step() - self._warmup_steps
-        if self._exchange.metric is not None:
-            self._exchange.metric.exchanging(after_warm_up)
-        if self._moments is not None and tensors:
-            self._moments.exchanging(after_warm_up, tensors[0].device)
-        if self._autotuner is not None and tensors and not self.fallback.uncompressed:
-            self._autotuner.exchanged(names, tensors[0].device)
+        if self.all_to_all.metric is not None:
+            self.all_to_all.metric.exchanging(after_warm_up)
+        if self.moments is not None and tensors:
+            self.moments.exchanging(after_warm_up, tensors[0].device)
+        if self.autotuner is not None and tensors and not self.fallback.uncompressed:
+            self.autotuner.exchanged(names, tensors[0].device)
         if way == "deepspeed":
             return deepspeed_reduce(tensors)
         choose = _uncompressed if way == "uncompressed" else None
-        return self._exchange.average(names, tensors, loss_scale, choose=choose)
+        return self.all_to_all.average(names, tensors, loss_scale, choose=choose)
 
     def step_ended(self, *, skipped: bool) -> None:
         """A skipped step leaves every residual and factor bit-equal to before (law 4).
@@ -156,21 +158,32 @@ class ScheduledExchange:
         So does a step with a non-finite bucket that DeepSpeed did not skip: every process that this
         one exchanges with was told of it, and a NaN must not live on in a residual.
         """
-        nonfinite = self._exchange.nonfinite_buckets > self._nonfinite_before
-        self._nonfinite_before = self._exchange.nonfinite_buckets
-        self._exchange.step_ended()
-        for state in (self._exchange.feedback, self._exchange.factors):
+        nonfinite = self.all_to_all.nonfinite_buckets > self._nonfinite_before
+        self._nonfinite_before = self.all_to_all.nonfinite_buckets
+        self.all_to_all.step_ended()
+        for state in (self.all_to_all.feedback, self.all_to_all.factors):
             if skipped or nonfinite:
                 state.rollback()
             else:
                 state.commit()
         # what all processes know alike
-        if self._exchange.metric is not None:
-            self._exchange.metric.step_ended(skipped=skipped)
-        if self._moments is not None:
-            self._moments.step_ended(skipped=skipped)
-        if self._autotuner is not None:
-            self._autotuner.step_ended(skipped=skipped)
+        if self.all_to_all.metric is not None:
+            self.all_to_all.metric.step_ended(skipped=skipped)
+        if self.moments is not None:
+            self.moments.step_ended(skipped=skipped)
+        if self.autotuner is not None:
+            self.autotuner.step_ended(skipped=skipped)
+
+    def parts(self) -> dict[str, Stateful]:
+        """What a checkpoint keeps beside the residuals."""
+        parts: dict[str, Stateful | None] = {
+            "factors": self.all_to_all.factors,
+            "fallback": self.fallback,
+            "autotune": self.autotuner,
+            "momentum": self.moments,
+            "metric": self.all_to_all.metric,
+        }
+        return {name: part for name, part in parts.items() if part is not None}
 
 
 class NoCommunication:

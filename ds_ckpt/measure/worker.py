@@ -206,7 +206,7 @@ class Running:
     def _record(self, spans: Spans | None) -> None:
         self.session.counters.spans = spans
         if self.session.exchange is not None:
-            self.session.exchange.timings.spans = spans
+            self.session.exchange.exchange.all_to_all.timings.spans = spans
 
 
 @dataclass

@@ -88,7 +88,8 @@ class Gradients:
 
     def _reserve(self) -> None:
         device = torch.empty(0, device=self._engine.device).device  # with its index
-        self.built.reserve([(name, shape) for name, shape, _ in self._shapes], device)
+        shapes = [(name, shape) for name, shape, _ in self._shapes]
+        self.built.exchange.all_to_all.reserve(shapes, device)
 
     def resident_bytes(self) -> dict[str, int]:
         """What the exchange takes of the accelerator beside the engine, by what it is.
@@ -162,15 +163,15 @@ class Gradients:
 
     def lead(self, patches: Patches) -> None:
         """Have the optimizer step with the lead that fits; `patches` takes it back."""
-        if self.built.moments is not None:
-            lead(self._engine.optimizer, self.built.moments, patches)
+        if (moments := self.built.exchange.moments) is not None:
+            lead(self._engine.optimizer, moments, patches)
 
     def probe(self) -> ExchangeProbe:
         """For the step log."""
         exchange = self.built.exchange
         return ExchangeProbe(
-            self.built.timings,
-            self.built.errors,
+            exchange.all_to_all.timings,
+            exchange.all_to_all.errors,
             lambda: exchange.compresses,
             lambda: gradient_norm(self._engine),
             self.plan.records(),
@@ -192,8 +193,8 @@ class Gradients:
             )
         if self.built.feedback and self.built.feedback.accumulates:
             clauses.append(self._residual_words(self.built.feedback))
-        if self.built.moments is not None:
-            clauses.append(self.built.moments.describe())
+        if (moments := self.built.exchange.moments) is not None:
+            clauses.append(moments.describe())
         elif self._config.error_feedback.momentum != "none":
             why = why_no_lead(self._engine.optimizer)
             clauses.append(f"first moments stay as they are: {why}")
@@ -258,5 +259,5 @@ def residual_files(engine: Any, method: str, built: Built | None) -> ResidualFil
         dp_rank=dp_rank,
         world=torch.distributed.get_world_size(group),
         members=next((at for at in peers if dp_rank in at), None),
-        parts=built.parts() if built else None,
+        parts=built.exchange.parts() if built else None,
     )

@@ -38,7 +38,7 @@ class LeftMeter:
         tell: Callable[[int, ResidualStats], None],
     ) -> None:
         self._engine, self._every, self._tell = engine, every_n_steps, tell
-        self._errors, self._own = built.errors, Errors()
+        self._errors, self._own = built.exchange.all_to_all.errors, Errors()
         self._errors.listeners.append(self._own)
         self._skipped = int(engine.skipped_steps)
         self._sample(int(engine.global_steps))

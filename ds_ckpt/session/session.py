@@ -157,9 +157,10 @@ class Session:
 
     def _compares_gradients(self) -> bool:
         """Whether steps are timed with gradients one way and the other."""
-        if (built := self.exchange) is None or built.autotuner is None:
+        exchange = self.exchange.exchange if self.exchange else None
+        if exchange is None or exchange.autotuner is None:
             return False
-        return built.autotuner.comparing and not built.exchange.fallback.uncompressed
+        return exchange.autotuner.comparing and not exchange.fallback.uncompressed
 
     def _checkpoint(self) -> None:
         activation = self.config.activation
@@ -309,7 +310,7 @@ class Session:
 
     @property
     def exchange(self) -> Built | None:
-        """The exchange with its residuals, factors, autotuner, times; None without compression."""
+        """The exchange with its residuals and groups; None without compression."""
         return self._gradients.built if self._gradients else None
 
     def _guarded(self, built: Built) -> Guard:

@@ -20,16 +20,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ds_ckpt.compression.powersgd import Factors
 from ds_ckpt.compression.tracked import Tracked
 from ds_ckpt.errors import Problem, UnsupportedError
-from ds_ckpt.exchange.build import ExchangeSettings
+from ds_ckpt.exchange.build import ExchangeSettings, schedule
 from ds_ckpt.exchange.exchange import AllToAllExchange
 from ds_ckpt.exchange.layout import ring_pieces
 from ds_ckpt.exchange.metric import EVERY
 from ds_ckpt.exchange.momentum import FirstMoments, leading
 from ds_ckpt.exchange.rules import MethodSettings, embeddings_of
-from ds_ckpt.exchange.schedule import ScheduledExchange
 from ds_ckpt.exchange.virtual import VirtualTransport, VirtualWorld
 from ds_ckpt.telemetry.timings import ResidualStats
 
@@ -203,7 +201,7 @@ class VirtualWorkers:
     @property
     def moments(self) -> FirstMoments | None:
         """The optimizer's, of one parameter group; the same of every worker."""
-        return self._workers[0].moments
+        return self._workers[0].scheduled.moments
 
     @property
     def sent_bytes(self) -> int:
@@ -213,12 +211,12 @@ class VirtualWorkers:
     def sample(self, wanted: bool) -> None:
         """Whether the next step measures what compression leaves behind."""
         for worker in self._workers:
-            worker.exchange.errors.sampling = wanted
+            worker.scheduled.all_to_all.errors.sampling = wanted
 
     def take_energies(self) -> tuple[float, float]:
         """Squared norms of what there was to send and of what was left, all workers together, in
         the steps that were sampled; starts anew."""
-        each = [worker.exchange.errors.take_energies() for worker in self._workers]
+        each = [worker.scheduled.all_to_all.errors.take_energies() for worker in self._workers]
         return sum(before for before, _ in each), sum(after for _, after in each)
 
     def residuals(self) -> list[dict[str, Tensor]]:
@@ -249,25 +247,17 @@ class _Worker:
         embeddings: frozenset[str],
         holds: bool,
     ) -> None:
-        self.moments = settings.moments(dict.fromkeys(names, 0), transport.all_reduce)
         self.feedback = settings.residuals(transport.dp_rank, holds=holds)
-        factors, choose = Factors(), settings.choose(embeddings)
-        self.exchange = AllToAllExchange(
+        self.scheduled = schedule(
+            settings,
             transport,
-            choose,
+            transport,
             self.feedback,
-            factors,
             order=ring_pieces,
-            holds=holds,
-            metric=settings.metric(transport.all_reduce),
-        )
-        self.scheduled = ScheduledExchange(
-            self.exchange,
-            warmup_steps=0 if settings.lossless else settings.warmup_steps,
-            warm_up=settings.warm_up(choose),
             current_step=lambda: workers.step,
             at_boundary=(lambda: workers.at_boundary) if holds else None,
-            moments=self.moments,
+            embeddings=embeddings,
+            parameter_groups=dict.fromkeys(names, 0),
         )
         # in place of DeepSpeed's reduction during the warm-up, to which it is bit-equal on gloo
         self._warm_up = AllToAllExchange(transport, DENSE_SETTINGS.choose(), order=ring_pieces)

@@ -50,10 +50,10 @@ def tuned(slow: str, folder: str, *, process: int, **options: Any) -> dict[str, 
         options: of the configuration.
     """
     engine, session, built = _started(**options)
-    tuner = built.autotuner
+    tuner = built.exchange.autotuner
     assert tuner is not None
     assert built.feedback is not None
-    ours, by_deepspeed = built.exchange._exchange.average, []
+    ours, by_deepspeed = built.exchange.all_to_all.average, []
 
     def slowed_exchange(*args: Any, choose: Any = None, **kwargs: Any) -> Any:
         if dist.get_rank() == process and (choose is not None) == (slow == "other"):
@@ -71,7 +71,7 @@ def tuned(slow: str, folder: str, *, process: int, **options: Any) -> dict[str, 
 
         return scheduled(*args, deepspeed_reduce=counted, **kwargs)
 
-    built.exchange._exchange.average = slowed_exchange  # type: ignore[method-assign]
+    built.exchange.all_to_all.average = slowed_exchange  # type: ignore[method-assign]
     built.exchange.reduce = slowed_deepspeed  # type: ignore[method-assign]
     steps = 0
     while tuner.choice is None:  # a busy machine may need more rounds than one

@@ -70,7 +70,7 @@ def stepped(section: dict[str, Any], steps: int, **options: Any) -> dict[str, An
     result = {
         "seen": seen,
         "outside": outside,
-        "kept": dict(session.exchange.moments.kept),
+        "kept": dict(session.exchange.exchange.moments.kept),
         "summary": session.summary,
     }
     engine.destroy()
@@ -81,7 +81,7 @@ def skipped(section: dict[str, Any], bad_step: int) -> dict[str, Any]:
     """What is known before and after a step of which one gradient is not finite."""
     engine = _start(section)
     session = ds_ckpt.session_of(engine)
-    moments = session.exchange.moments
+    moments = session.exchange.exchange.moments
     models.train(engine, "llama", bad_step)
     before = moments.state_dict()
 
@@ -135,6 +135,6 @@ def left_alone(section: dict[str, Any], kind: str) -> dict[str, Any]:
     engine = _start(section, optimizer=kinds[kind])
     models.train(engine, "llama", 2)
     session = ds_ckpt.session_of(engine)
-    result = {"moments": session.exchange.moments, "summary": session.summary}
+    result = {"moments": session.exchange.exchange.moments, "summary": session.summary}
     engine.destroy()
     return result

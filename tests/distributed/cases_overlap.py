@@ -209,7 +209,7 @@ def stock_runs_in_the_main_thread(section: dict[str, Any]) -> dict[str, set[str]
     stage3.reduce_scatter_coalesced = noted
     try:
         engine = _engine("llama", section, True)
-        exchange = ds_ckpt.session_of(engine).exchange.exchange._exchange  # type: ignore[union-attr]
+        exchange = ds_ckpt.session_of(engine).exchange.exchange.all_to_all  # type: ignore[union-attr]
         average = exchange.average
 
         def noted_exchange(*args: Any, **kwargs: Any) -> Any:

@@ -25,7 +25,7 @@ def state_digest(session: Any) -> str:
         digest.update(name.encode())
         for tensor in stored.tensors:
             digest.update(tensor.view(torch.uint8).numpy())
-    for key, factor in sorted(built.factors.state_dict().items()):
+    for key, factor in sorted(built.exchange.all_to_all.factors.state_dict().items()):
         digest.update(key.encode())
         digest.update(factor.contiguous().view(torch.uint8).numpy())
     return digest.hexdigest()
@@ -43,7 +43,7 @@ def _end(engine: Any, losses: list[float]) -> dict[str, Any]:
         "weights": models.weights_digest(engine),
         "state": state_digest(session),
         "dtypes": {str(s.values.dtype) for s in session.exchange.feedback.stored().values()},
-        "factors": len(session.exchange.factors.state_dict()),
+        "factors": len(session.exchange.exchange.all_to_all.factors.state_dict()),
     }
     engine.destroy()
     return result

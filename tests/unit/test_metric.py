@@ -140,7 +140,7 @@ def test_all_workers_know_the_same_and_a_poisoned_step_changes_nothing() -> None
     def known() -> list[dict[str, Tensor]]:
         return [
             {k: v.clone() for k, v in metric.state_dict().items()}
-            for metric in (worker.exchange.metric for worker in workers._workers)
+            for metric in (worker.scheduled.all_to_all.metric for worker in workers._workers)
             if metric is not None
         ]
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from benchmarks.momentum import OwnShareToo
 from benchmarks.stability import in_theory
+from ds_ckpt.exchange import build as exchange_build
 from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.momentum import EVERY, LARGEST, FirstMoments, matched
 from ds_ckpt.exchange.rules import MethodSettings
-from ds_ckpt.validation import world as validation_world
 from ds_ckpt.validation.world import VirtualWorkers
 
 shares = st.floats(0, 1)
@@ -129,7 +129,7 @@ def test_all_workers_measure_the_same() -> None:
     torch.manual_seed(0)
     workers.average([[torch.randn(40, 30) * worker] for worker in range(1, 4)])
     workers.step_ended(skipped=False)
-    states = [worker.moments.state_dict() for worker in workers._workers]
+    states = [worker.scheduled.moments.state_dict() for worker in workers._workers]
     assert states[0]["kept"]
     assert states[0] == states[1] == states[2]
 
@@ -138,7 +138,7 @@ def test_all_workers_measure_the_same() -> None:
 def test_the_benchmark_compresses_own_shares_too_and_loses_nothing(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(validation_world, "AllToAllExchange", OwnShareToo)
+    monkeypatch.setattr(exchange_build, "AllToAllExchange", OwnShareToo)
     workers = VirtualWorkers(ExchangeSettings(MethodSettings(method), min_numel=0), 3, ["w"])
     torch.manual_seed(0)
     given_ = [torch.randn(90, 40) for _ in range(3)]

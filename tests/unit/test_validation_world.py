@@ -264,7 +264,7 @@ def test_large_embeddings_go_as_in_a_session() -> None:
     model = Embedded()
     recipe = Recipe(steps=1)
     training = InProcessWorld(model, lambda *_: torch.zeros(()), recipe, LOSSY["rank 2"], workers=2)
-    choose = training.workers._workers[0].exchange._choose
+    choose = training.workers._workers[0].scheduled.all_to_all._choose
     shape = model.embed.weight.shape
     assert isinstance(choose("embed.weight", shape), TopK)
     assert isinstance(choose("other.weight", shape), LowRank)
