@@ -78,16 +78,17 @@ class Repetitions:
         every = [set(numbered) for numbered in self.trials.values()]
         self.numbers = sorted(set.intersection(*every)) if every else []
         """Those that every configuration has taken part in."""
+        self._lookups: dict[tuple[int, ...], Lookup] = {}
 
     def lookup(self, numbers: Sequence[int] | None = None) -> Lookup:
         """Points from these repetitions, which may stand there more than once; all without."""
-        chosen = self.numbers if numbers is None else numbers
+        chosen = tuple(sorted(self.numbers if numbers is None else numbers))
 
         @functools.cache
         def at(key: Key) -> Point:
             return _point([step for n in chosen for step in self.trials[key][n].steps])
 
-        return at
+        return self._lookups.setdefault(chosen, at)
 
     def estimate(
         self, figures: Callable[[Lookup], Mapping[str, float]], *, seed: int = 0
@@ -98,10 +99,13 @@ class Repetitions:
         """
         values = figures(self.lookup())
         count, draw = len(self.numbers), random.Random(seed)
-        drawn = [
-            figures(self.lookup(draw.choices(self.numbers, k=count)))
+        draws = [
+            tuple(sorted(draw.choices(self.numbers, k=count)))
             for _ in range(DRAWS if count > 1 else 0)
         ]
+        # of few repetitions most draws are alike
+        found = {numbers: figures(self.lookup(numbers)) for numbers in set(draws)}
+        drawn = [found[numbers] for numbers in draws]
         wider = widening(count)
         return {
             name: _interval(value, [one[name] for one in drawn], wider)

@@ -118,7 +118,7 @@ def load(folder: str, section: dict[str, Any]) -> dict[str, Any]:
         numels={name: shape.numel() for name, shape, _ in shapes},
         dp_rank=dist.get_rank(),
         world=dist.get_world_size(),
-        parts={"factors": files.factors},
+        parts={"factors": files.exchange.all_to_all.factors},
     )
     reader.restore(reader.read(Path(folder)))
     owed = _owed(engine)
