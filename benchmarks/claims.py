@@ -260,12 +260,6 @@ class Results:
         found = json.loads(path.read_text(encoding="utf-8"))["verdicts"]
         return _Names(next(v for v in found if v["preset"] == preset and task in v["task"]))
 
-    def ns_per_element(self, row: str) -> float:
-        """`selection.txt`, on one CPU thread."""
-        text = (HERE / "results" / "selection.txt").read_text(encoding="utf-8")
-        line = next(x for x in text.splitlines() if x.startswith(row))
-        return float(line.removeprefix(row).split()[0])
-
     def equal_memory_speed(self, rate: str) -> float:
         """`measure/2x1-1.md`: sequences a second with blocks checkpointed and the batch that takes
         the same memory, over those without checkpointing."""

@@ -27,6 +27,7 @@ from ds_ckpt.config import load_file
 from ds_ckpt.errors import DsCkptError, Problem, UnsupportedError
 from ds_ckpt.hosts.cluster import HARDWARE
 from ds_ckpt.telemetry.memory import tensors_in
+from ds_ckpt.workload import VOCAB_SIZE, hugging_face, llama
 
 DEFAULT = "demo"
 _MODEL = "MODEL"
@@ -179,8 +180,6 @@ def _shapes() -> dict[str, dict[str, Any]]:
 
 
 def _demo(sizes: Sizes) -> Subject:
-    from ds_ckpt.workload import VOCAB_SIZE, llama
-
     tokens = sizes.tokens or 256
     layers = inspect.signature(llama).parameters["layers"].default
 
@@ -248,16 +247,7 @@ def _callable(name: str, sizes: Sizes) -> Subject:
 
 def _hugging_face(name: str, sizes: Sizes, shape: dict[str, Any] | None = None) -> Subject:
     """From a shape, a config.json, a directory with one, or a name on the hub."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise _refused(
-            "transformers",
-            "not installed",
-            "the model is a Hugging Face configuration",
-            "install the extra: pip install 'ds_ckpt[hf]'",
-            _NONE,
-        ) from error
+    transformers = hugging_face(_NONE)
     path = Path(name)
     if path.is_dir() and not (path / "config.json").exists():
         raise _unknown(name, "the directory holds no config.json", "name a checkpoint's directory")

@@ -302,7 +302,7 @@ def seeded(seed: int, make: Callable[[], Any]) -> torch.nn.Module:
         return model
 
 
-def hugging_face() -> Any:
+def hugging_face(headline: str = "") -> Any:
     """The package transformers. Raises UnsupportedError where it is missing."""
     try:
         import transformers
@@ -313,7 +313,8 @@ def hugging_face() -> Any:
                 found="not installed",
                 why="the models of experiments are Hugging Face's, and so are checkpoints",
                 remedy="install the extra: pip install 'ds_ckpt[hf]'",
-            )
+            ),
+            headline=headline,
         ) from error
     return transformers
 

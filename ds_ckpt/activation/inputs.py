@@ -10,10 +10,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -26,6 +26,7 @@ from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.memory import HostPool
 from ds_ckpt.memory.copies import copies_for
 from ds_ckpt.memory.pool import device_arena
+from ds_ckpt.settings import SWITCH, Expects, Section
 from ds_ckpt.telemetry.timings import BlockProfile
 
 
@@ -165,24 +166,86 @@ class CheckpointedInputs:
 # from settings
 
 
-@dataclass(frozen=True)
-class Keeping:
-    """Where checkpointed inputs are kept. The keys of `ds_ckpt.activation`."""
+class Keeping(Section):
+    """How what checkpointing keeps is kept: keys of `ds_ckpt.activation`."""
 
-    offload: bool = False
-    offload_prefetch: int = 1
-    offload_min_bytes: int = 65536
-    partition: bool = False
-    partition_min_bytes: int = 65536
-    contiguous: bool = False
-    contiguous_count: int | None = None
-    synchronize: bool = False
-    profile: bool = False
+    offload: Annotated[bool, SWITCH] = Field(
+        default=False,
+        description="Keep the inputs of all recomputes but the last in host memory: they go "
+        "out on a side stream while the next block runs, and come back before their recompute. "
+        "Costs the bus twice their bytes a step, and pinned host memory of their size. Pays where "
+        "a block computes longer than its input travels (long sequences). On the CPU "
+        "accelerator a stand-in runs, which saves nothing. The same as cpu_checkpointing in "
+        "activation_checkpointing.",
+    )
+    offload_prefetch: Annotated[int, Expects("a whole number, 1 or more", "1")] = Field(
+        default=1,
+        ge=1,
+        description="How many recomputes ahead inputs start to come back from host memory, or "
+        "to be gathered where they are split. Each costs the device one more input in "
+        "backward.",
+    )
+    offload_min_bytes: Annotated[int, Expects("a whole number, 0 or more", "65536")] = Field(
+        default=65536,
+        ge=0,
+        description="Smaller tensors stay on the device: their copies would cost more time than "
+        "they save memory.",
+    )
+    partition: Annotated[bool, SWITCH] = Field(
+        default=False,
+        description="Split what blocks are given over the tensor-parallel group, whose processes "
+        "hold the same: each keeps 1 in n of the bytes, and they are gathered before their "
+        "recompute. Costs one all-gather of each input a step, one recompute ahead of its use. "
+        "A rank-consistency check compares the values, and stops training where they differ. "
+        "Needs AutoTP or an mpu given to initialize or attach. The same as partition_activations.",
+    )
+    partition_min_bytes: Annotated[int, Expects("a whole number, 0 or more", "65536")] = Field(
+        default=65536,
+        ge=0,
+        description="Smaller tensors are kept whole: their gathers would cost more time than they "
+        "save memory.",
+    )
+    contiguous: Annotated[bool, SWITCH] = Field(
+        default=False,
+        description="Keep inputs on the device in one buffer that is allocated once, so that they "
+        "leave no gaps between other tensors, at the cost of a copy of each; with offload they "
+        "leave the device anyway. The same as contiguous_memory_optimization.",
+    )
+    contiguous_count: Annotated[
+        int | None, Field(ge=1), Expects("a whole number, 1 or more", "32")
+    ] = Field(
+        default=None,
+        description="Inputs like the first one that the buffer has room for. Default: one for "
+        "each recompute of the model; fewer are refused, more serve several forwards before a "
+        "backward. The same as number_checkpoints.",
+    )
+    synchronize: Annotated[bool, SWITCH] = Field(
+        default=False,
+        description="Wait for the device at the begin and the end of every forward and recompute "
+        "of a block: for debugging and for clean traces; it stops all overlap. The same as "
+        "synchronize_checkpoint_boundary.",
+    )
+    profile: Annotated[bool, SWITCH] = Field(
+        default=False,
+        description="Log a table of each block's kept bytes, forward time and recompute time "
+        "every telemetry.every_n_steps steps. On an accelerator it waits for the device around "
+        "every block, so steps are slower while it is on. The same as in activation_checkpointing.",
+    )
 
-    @property
-    def active(self) -> bool:
-        """Whether anything differs from leaving inputs to autograd."""
-        return self.stores or self.synchronize or self.profile
+    def keeping(self) -> str:
+        """A few words on what is switched on here; empty where nothing is."""
+        words = []
+        if self.offload:
+            words.append(f"inputs in host memory, {self.offload_prefetch} ahead")
+        if self.partition:
+            words.append("inputs split over the tensor-parallel group")
+        if self.contiguous:
+            words.append("inputs in one buffer")
+        if self.synchronize:
+            words.append("synchronized around blocks")
+        if self.profile:
+            words.append("profiled")
+        return "".join(f", {word}" for word in words)
 
     @property
     def stores(self) -> bool:
@@ -205,7 +268,7 @@ def build_inputs(
     Raises:
         ConfigError: the buffer is to have room for fewer inputs than the model has.
     """
-    if not keeping.active:
+    if not (keeping.stores or keeping.synchronize or keeping.profile):
         return None
     device = torch.empty(0, device=device).device  # with its index, as tensors have it
     copies = copies_for(device)

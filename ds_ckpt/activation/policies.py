@@ -2,7 +2,7 @@
 
 A policy is one `RecomputePolicy`, registered in one line; the configuration, the plan of a model,
 the planner and `ds-ckpt profile` ask it for what they need. Pure: looks at modules and changes
-nothing; importing it loads no torch.
+nothing.
 """
 
 from __future__ import annotations
@@ -11,14 +11,19 @@ import fnmatch
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from torch import nn
+
+from ds_ckpt.activation.blocks import (
+    Block,
+    attention_parts,
+    block_of,
+    by_pattern,
+    find_blocks,
+    mlp_parts,
+)
 from ds_ckpt.errors import ConfigError, Problem
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from ds_ckpt.activation.blocks import Block
 
 _SECTION = "$.ds_ckpt.activation"
 PLANNED = ("budget", "auto")
@@ -36,17 +41,6 @@ class PartNames(Protocol):
     def attention(self) -> Sequence[str]: ...
     @property
     def mlps(self) -> Groups: ...
-
-
-class Settings(Protocol):
-    """The settings that policies may use, in the configuration's section or in a rule of it."""
-
-    @property
-    def every_n(self) -> int: ...
-    @property
-    def segment_size(self) -> int: ...
-    @property
-    def save_ops(self) -> tuple[str, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -128,7 +122,7 @@ class RecomputePolicy:
     name: str
     units: Callable[[Sequence[Block], PolicySettings, str], list[Unit]]
     uses: tuple[str, ...] = ()
-    words: Callable[[Settings], str] = lambda settings: ""
+    words: Callable[[PolicySettings], str] = lambda settings: ""
     of_parts: bool = False
     candidates: Callable[[str, PartNames], list[tuple[Groups, tuple[str, ...]]]] = (
         lambda block, parts: []
@@ -179,8 +173,6 @@ def make_plan(model: nn.Module, policy: Policy) -> list[Unit]:
         ConfigError: nothing is found for a pattern, a rule or a policy.
         UnsupportedError: from `find_blocks`.
     """
-    from ds_ckpt.activation.blocks import by_pattern, find_blocks
-
     if policy.modules is not None and _of(policy.settings).of_parts and not policy.rules:
         return [Unit((block,)) for block in by_pattern(model, policy.modules)]
     blocks = find_blocks(model, policy.modules)
@@ -239,32 +231,12 @@ def _matches(match: str, index: int, name: str) -> bool:
 # the policies themselves
 
 
-def _none(blocks: Sequence[Block], settings: PolicySettings, where: str) -> list[Unit]:
-    return []
-
-
-def _every_block(blocks: Sequence[Block], settings: PolicySettings, where: str) -> list[Unit]:
-    return [Unit((block,)) for block in blocks]
-
-
-def _every_nth(blocks: Sequence[Block], settings: PolicySettings, where: str) -> list[Unit]:
-    return [Unit((block,)) for block in blocks[:: settings.every_n]]
-
-
-def _selective(blocks: Sequence[Block], settings: PolicySettings, where: str) -> list[Unit]:
-    return [Unit((block,), settings.save_ops, f"{where}.save_ops") for block in blocks]
-
-
 def _attention(blocks: Sequence[Block], settings: PolicySettings, where: str) -> list[Unit]:
-    from ds_ckpt.activation.blocks import attention_parts
-
     chains = [[part] for b in blocks for part in attention_parts(b.name, b.module)]
     return _parts(blocks, settings, where, chains, "attention")
 
 
 def _mlp(blocks: Sequence[Block], settings: PolicySettings, where: str) -> list[Unit]:
-    from ds_ckpt.activation.blocks import mlp_parts
-
     chains = [chain for b in blocks for chain in mlp_parts(b.name, b.module)]
     return _parts(blocks, settings, where, chains, "an MLP")
 
@@ -276,8 +248,6 @@ def _parts(
     chains: Sequence[Sequence[tuple[str, nn.Module]]],
     what: str,
 ) -> list[Unit]:
-    from ds_ckpt.activation.blocks import block_of
-
     if not chains:
         block = blocks[0]
         children = ", ".join(f"{n} ({type(m).__name__})" for n, m in block.module.named_children())
@@ -291,10 +261,6 @@ def _parts(
             )
         )
     return [Unit(tuple(block_of(name, module) for name, module in chain)) for chain in chains]
-
-
-def _segmented(blocks: Sequence[Block], settings: PolicySettings, where: str) -> list[Unit]:
-    return [Unit(tuple(segment)) for segment in _segments(blocks, settings.segment_size)]
 
 
 def _segments(blocks: Sequence[Block], size: int) -> list[list[Block]]:
@@ -332,11 +298,13 @@ _SELECTIONS = (
     "attention+qkvo+gate",
     "matmuls",
 )
-register_policy(RecomputePolicy("none", _none, candidates=lambda block, parts: [([], ())]))
+register_policy(
+    RecomputePolicy("none", lambda blocks, *_: [], candidates=lambda block, parts: [([], ())])
+)
 register_policy(
     RecomputePolicy(
         "block",
-        _every_block,
+        lambda blocks, *_: [Unit((block,)) for block in blocks],
         candidates=lambda block, parts: [([[block]], ())],
         compared=({},),
     )
@@ -364,7 +332,7 @@ register_policy(
 register_policy(
     RecomputePolicy(
         "every_n",
-        _every_nth,
+        lambda blocks, settings, _: [Unit((block,)) for block in blocks[:: settings.every_n]],
         uses=("every_n",),
         words=lambda settings: f" {settings.every_n}",
         compared=({"every_n": 2},),
@@ -373,7 +341,9 @@ register_policy(
 register_policy(
     RecomputePolicy(
         "segments",
-        _segmented,
+        lambda blocks, settings, _: [
+            Unit(tuple(segment)) for segment in _segments(blocks, settings.segment_size)
+        ],
         uses=("segment_size",),
         words=lambda settings: f" of {settings.segment_size}",
     )
@@ -381,7 +351,9 @@ register_policy(
 register_policy(
     RecomputePolicy(
         "selective",
-        _selective,
+        lambda blocks, settings, where: [
+            Unit((block,), settings.save_ops, f"{where}.save_ops") for block in blocks
+        ],
         uses=("save_ops",),
         words=lambda settings: f" ({'+'.join(settings.save_ops)})",
         candidates=lambda block, parts: [

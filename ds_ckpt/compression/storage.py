@@ -170,9 +170,6 @@ class Storage:
 
         Finite values stay finite up to 3.4e38 in magnitude.
         """
-        if not self.rounds:
-            into.values.copy_(working)
-            return
         scratch = working.new_empty(_largest_piece(working))
         for piece in pieces(working.numel(), working.device):
             x = working[piece.start : piece.stop].view(piece.shape)

@@ -6,7 +6,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
-from ds_ckpt.activation.policies import PLANNED, policy_named, policy_names
+from ds_ckpt.activation.inputs import Keeping
+from ds_ckpt.activation.policies import (
+    PLANNED,
+    Policy,
+    PolicySettings,
+    Rule,
+    policy_named,
+    policy_names,
+)
 from ds_ckpt.settings import SWITCH, Expects, ModuleName, Section, list_as_tuple
 
 
@@ -105,89 +113,7 @@ class ActivationRuleConfig(Section):
     save_ops: _Ops = Field(default=("matmuls",), description=_SAVE_OPS)
 
 
-class KeepingConfig(Section):
-    """How what checkpointing keeps is kept."""
-
-    offload: Annotated[bool, SWITCH] = Field(
-        default=False,
-        description="Keep the inputs of all recomputes but the last in host memory: they go "
-        "out on a side stream while the next block runs, and come back before their recompute. "
-        "Costs the bus twice their bytes a step, and pinned host memory of their size. Pays where "
-        "a block computes longer than its input travels (long sequences). On the CPU "
-        "accelerator a stand-in runs, which saves nothing. The same as cpu_checkpointing in "
-        "activation_checkpointing.",
-    )
-    offload_prefetch: Annotated[int, Expects("a whole number, 1 or more", "1")] = Field(
-        default=1,
-        ge=1,
-        description="How many recomputes ahead inputs start to come back from host memory, or "
-        "to be gathered where they are split. Each costs the device one more input in "
-        "backward.",
-    )
-    offload_min_bytes: Annotated[int, Expects("a whole number, 0 or more", "65536")] = Field(
-        default=65536,
-        ge=0,
-        description="Smaller tensors stay on the device: their copies would cost more time than "
-        "they save memory.",
-    )
-    partition: Annotated[bool, SWITCH] = Field(
-        default=False,
-        description="Split what blocks are given over the tensor-parallel group, whose processes "
-        "hold the same: each keeps 1 in n of the bytes, and they are gathered before their "
-        "recompute. Costs one all-gather of each input a step, one recompute ahead of its use. "
-        "A rank-consistency check compares the values, and stops training where they differ. "
-        "Needs AutoTP or an mpu given to initialize or attach. The same as partition_activations.",
-    )
-    partition_min_bytes: Annotated[int, Expects("a whole number, 0 or more", "65536")] = Field(
-        default=65536,
-        ge=0,
-        description="Smaller tensors are kept whole: their gathers would cost more time than they "
-        "save memory.",
-    )
-    contiguous: Annotated[bool, SWITCH] = Field(
-        default=False,
-        description="Keep inputs on the device in one buffer that is allocated once, so that they "
-        "leave no gaps between other tensors, at the cost of a copy of each; with offload they "
-        "leave the device anyway. The same as contiguous_memory_optimization.",
-    )
-    contiguous_count: Annotated[
-        int | None, Field(ge=1), Expects("a whole number, 1 or more", "32")
-    ] = Field(
-        default=None,
-        description="Inputs like the first one that the buffer has room for. Default: one for "
-        "each recompute of the model; fewer are refused, more serve several forwards before a "
-        "backward. The same as number_checkpoints.",
-    )
-    synchronize: Annotated[bool, SWITCH] = Field(
-        default=False,
-        description="Wait for the device at the begin and the end of every forward and recompute "
-        "of a block: for debugging and for clean traces; it stops all overlap. The same as "
-        "synchronize_checkpoint_boundary.",
-    )
-    profile: Annotated[bool, SWITCH] = Field(
-        default=False,
-        description="Log a table of each block's kept bytes, forward time and recompute time "
-        "every telemetry.every_n_steps steps. On an accelerator it waits for the device around "
-        "every block, so steps are slower while it is on. The same as in activation_checkpointing.",
-    )
-
-    def keeping(self) -> str:
-        """A few words on what is switched on here; empty where nothing is."""
-        words = []
-        if self.offload:
-            words.append(f"inputs in host memory, {self.offload_prefetch} ahead")
-        if self.partition:
-            words.append("inputs split over the tensor-parallel group")
-        if self.contiguous:
-            words.append("inputs in one buffer")
-        if self.synchronize:
-            words.append("synchronized around blocks")
-        if self.profile:
-            words.append("profiled")
-        return "".join(f", {word}" for word in words)
-
-
-class ActivationConfig(KeepingConfig):
+class ActivationConfig(Keeping):
     """Activation checkpointing: keep little, compute the rest again in backward."""
 
     policy: PolicyName = Field(
@@ -305,7 +231,7 @@ class ActivationConfig(KeepingConfig):
             "budget": f" of {self.budget_gib} GiB for {self.budget_is_of}",
             "auto": f" within {self.budget_gib or 'all'} GiB for {self.budget_is_of}",
         }
-        detail = known.words(self) if known is not None else details[self.policy]
+        detail = known.words(_settings(self)) if known is not None else details[self.policy]
         where = f" of {', '.join(self.modules)}" if self.modules else ""
         words = f"checkpointing {self.policy}{detail}{where}"
         if self.rules:
@@ -314,3 +240,17 @@ class ActivationConfig(KeepingConfig):
             words += ", determinism checked"
         words += self.keeping()
         return words + ("" if self.share_gather else ", gathers not shared")
+
+
+def activation_policy(config: ActivationConfig) -> Policy:
+    """What `CheckpointedBlocks` takes; of a plan all but its units, which come later."""
+    return Policy(
+        settings=PolicySettings("none") if config.planned else _settings(config),
+        rules=tuple(Rule(rule.match, _settings(rule)) for rule in config.rules),
+        modules=config.modules,
+        check_determinism=config.check_every,
+    )
+
+
+def _settings(config: ActivationConfig | ActivationRuleConfig) -> PolicySettings:
+    return PolicySettings(config.policy, config.every_n, config.segment_size, config.save_ops)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from ds_ckpt.activation.inputs import Keeping
 from ds_ckpt.activation.policies import PLANNED, policy_names, users_of
 from ds_ckpt.compression import methods
-from ds_ckpt.config.activation import KeepingConfig
 from ds_ckpt.config.conflicts import ZERO, Wanted, stage_problem
 from ds_ckpt.config.paths import lookup, show
 from ds_ckpt.config.sections import DEEPSPEEDS, OURS
@@ -144,7 +144,7 @@ def _keeping(config: Mapping[str, Any], activation: Any, policy: str | None) -> 
             why = f"{DEEPSPEEDS}.{key} says {show(said)}, and both keys mean the same"
             remedy = "write the same in both, or remove one"
             yield Problem(f"{_ACTIVATION}.{ours}", show(own), why, remedy)
-    for key in KeepingConfig.model_fields:
+    for key in Keeping.model_fields:
         value, here = lookup(activation, (key,)), lookup(raw, (key,)) is not None
         if value is None:
             continue

@@ -6,11 +6,11 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 INTERFACE = "eth0"
 """The name of every emulated host's network interface."""
-_TABLE = Path("/proc/self/net/dev")
 _ROUTES = Path("/proc/self/net/route")
-_SENT = 8
 
 
 @dataclass(frozen=True)
@@ -28,17 +28,13 @@ def sent(interface: str | None) -> Sent:
     """By `interface` and by it and loopback together, where processes of a host meet; 0 without."""
     if interface is None:
         return Sent(0, 0)
-    link = interface_counter(_TABLE, interface, _SENT)
-    return Sent(link, link if interface == "lo" else link + interface_counter(_TABLE, "lo", _SENT))
+    link = sent_bytes(interface)
+    return Sent(link, link if interface == "lo" else link + sent_bytes("lo"))
 
 
-def interface_counter(table: Path, interface: str, column: int) -> int:
-    """One number of a `/proc/.../net/dev`. Raises KeyError if there is no such interface."""
-    for line in table.read_text().splitlines():
-        name, _, values = line.strip().partition(":")
-        if name == interface:
-            return int(values.split()[column])
-    raise KeyError(interface)
+def sent_bytes(interface: str) -> int:
+    """By one of this process's network. Raises KeyError if there is no such interface."""
+    return int(psutil.net_io_counters(pernic=True, nowrap=False)[interface].bytes_sent)
 
 
 def link_interface(where: str) -> str | None:
@@ -46,7 +42,7 @@ def link_interface(where: str) -> str | None:
 
     None where there are no counters to read (not Linux).
     """
-    if not _TABLE.exists():
+    if not _ROUTES.exists():
         return None
     if where == "loopback":
         return "lo"

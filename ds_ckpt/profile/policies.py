@@ -13,8 +13,7 @@ from ds_ckpt.activation import Policy, find_blocks
 from ds_ckpt.activation.blocks import Block, repeated_classes
 from ds_ckpt.activation.policies import policies, policy_named
 from ds_ckpt.config import parse
-from ds_ckpt.config.activation import ActivationConfig
-from ds_ckpt.config.policy import activation_policy
+from ds_ckpt.config.activation import ActivationConfig, activation_policy
 from ds_ckpt.errors import ConfigError, DsCkptError, Problem
 from ds_ckpt.planner.budget import ActivationPlan, Allowance, MemoryWatch, Planner
 from ds_ckpt.planner.costs import measured_rates

@@ -20,7 +20,7 @@ from ds_ckpt.activation.inputs import CheckpointedInputs, Keeping, build_inputs
 from ds_ckpt.activation.inputs import describe as describe_keeping
 from ds_ckpt.activation.policies import Unit, make_plan
 from ds_ckpt.config import PluginConfig
-from ds_ckpt.config.policy import activation_policy, input_keeping
+from ds_ckpt.config.activation import activation_policy
 from ds_ckpt.config.verdicts import limits
 from ds_ckpt.exchange.build import Built
 from ds_ckpt.exchange.plan import Plan
@@ -224,7 +224,7 @@ class Session:
 
     def _keeping(self) -> tuple[Keeping, torch.device]:
         """How checkpointed inputs are kept, and the device that computes."""
-        return input_keeping(self.config.activation), torch.device(self.engine.device)
+        return self.config.activation, torch.device(self.engine.device)
 
     def _log_profile(self, step: int) -> None:
         profile = self.block_profile

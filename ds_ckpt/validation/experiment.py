@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from ds_ckpt.config import PluginConfig, load_file, parse
+from ds_ckpt.config.activation import activation_policy
 from ds_ckpt.config.paths import lookup
-from ds_ckpt.config.policy import activation_policy, input_keeping
 from ds_ckpt.config.settings import exchange_settings
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.exchange.build import ExchangeSettings
@@ -183,8 +183,8 @@ def checkpointed(model: torch.nn.Module, plugin: PluginConfig, device: str) -> I
                 remedy="validate with --processes 2; the plan changes no number",
             )
         )
-    keeping, policy = input_keeping(config), activation_policy(config)
-    if keeping.partition:
+    policy = activation_policy(config)
+    if config.partition:
         raise ConfigError(
             Problem(
                 where="$.ds_ckpt.activation.partition",
@@ -194,7 +194,7 @@ def checkpointed(model: torch.nn.Module, plugin: PluginConfig, device: str) -> I
             )
         )
     units = make_plan(model, policy)
-    inputs = build_inputs(keeping, model, units, torch.device(device))
+    inputs = build_inputs(config, model, units, torch.device(device))
     blocks = CheckpointedBlocks(
         model, policy=policy, units=units, around=inputs.around if inputs else None
     )

@@ -9,6 +9,8 @@ import socket
 import struct
 from pathlib import Path
 
+from ds_ckpt.hosts.interfaces import sent_bytes
+
 _CLONE_NEWNET = 0x40000000
 _SIOCSIFFLAGS = 0x8914
 _IFF_UP = 1
@@ -36,11 +38,7 @@ def is_isolated() -> bool:
 
 def loopback_sent_bytes() -> int:
     """What the loopback of this process's network has sent so far."""
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
-        name, _, numbers = line.partition(":")
-        if name.strip() == "lo":
-            return int(numbers.split()[8])
-    raise RuntimeError("no loopback in /proc/self/net/dev")
+    return sent_bytes("lo")
 
 
 def tcp_retransmissions() -> int:

@@ -15,7 +15,7 @@ import pytest
 
 from ds_ckpt.hosts import emulated, records
 from ds_ckpt.hosts.emulated import EmulatedHosts, Host
-from ds_ckpt.hosts.interfaces import INTERFACE, interface_counter
+from ds_ckpt.hosts.interfaces import INTERFACE
 from ds_ckpt.hosts.launcher import LaunchError, run
 from ds_ckpt.hosts.records import HostsError, HostSet, ProcessId, all_sets, take_down
 from tests.hosts.conftest import processes
@@ -55,7 +55,9 @@ def system_state() -> dict[str, object]:
 
 def _counted(host: Host, column: int) -> int:
     """Bytes that its interface has received (0) or sent (8), headers included."""
-    return interface_counter(Path(f"/proc/{host.pid}/net/dev"), INTERFACE, column)
+    table = Path(f"/proc/{host.pid}/net/dev").read_text()
+    (line,) = (line for line in table.splitlines() if line.strip().startswith(f"{INTERFACE}:"))
+    return int(line.partition(":")[2].split()[column])
 
 
 def test_hosts_are_apart_and_reach_each_other_over_pdsh(

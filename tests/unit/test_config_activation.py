@@ -8,8 +8,7 @@ import pytest
 
 from ds_ckpt.activation import Policy, PolicySettings, Rule
 from ds_ckpt.config import ActivationConfig, parse
-from ds_ckpt.config.activation import ActivationRuleConfig
-from ds_ckpt.config.policy import activation_policy
+from ds_ckpt.config.activation import ActivationRuleConfig, activation_policy
 from ds_ckpt.errors import ConfigError, Problem
 
 

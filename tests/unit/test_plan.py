@@ -187,7 +187,7 @@ def test_a_policy_from_outside_is_used_from_json() -> None:
     """Registered in one line; the configuration, rules, plan, planner and profile know it then."""
     from ds_ckpt.activation import RecomputePolicy, Unit, policies, register_policy
     from ds_ckpt.config import parse
-    from ds_ckpt.config.policy import activation_policy
+    from ds_ckpt.config.activation import activation_policy
 
     def units(blocks: Any, settings: PolicySettings, where: str) -> list[Unit]:
         return [Unit((block,)) for block in blocks[: len(blocks) // settings.every_n]]
