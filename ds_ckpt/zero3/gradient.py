@@ -213,7 +213,7 @@ class GradientHook:
         @functools.wraps(zero_grad)
         def give_up(*args: Any, **kwargs: Any) -> Any:
             """Between backward and step the gradients are dropped, and what was held of them."""
-            if self._unfinished:
+            if self._backward_broke_off():
                 self.drop_step()
             elif self._exchange is not None:
                 self._exchange.step_ended(skipped=True)
@@ -276,11 +276,21 @@ class GradientHook:
             raise
 
     def _drop_gradients(self) -> None:
+        from deepspeed.accelerator import get_accelerator
+
         optimizer = self._optimizer
         optimizer.micro_step_id = 0
         optimizer._epilogue_ran_this_backward = False
         for bucket in optimizer.ipg_buckets.values():
             bucket.clear_params()
+        # a step takes these of all parameters, also of those that the next backward leaves out
+        get_accelerator().synchronize()
+        optimizer.grad_partitions_flat_buffer.zero_()
+        if optimizer.offload_optimizer:
+            optimizer.reset_cpu_buffers()
+            for master in optimizer.fp32_partitioned_groups_flat:
+                if master.grad is not None:
+                    master.grad.zero_()
         for group in optimizer.fp16_groups:
             for param in group:
                 param.grad = None
@@ -303,8 +313,14 @@ class GradientHook:
         self._drop_gradients()
         self._unfinished = False
 
+    def _backward_broke_off(self) -> bool:
+        """Whether it has reduced buckets or left gradients in one, and has not ended."""
+        if self._exchange is None:
+            return False
+        return self._unfinished or any(b.params for b in self._optimizer.ipg_buckets.values())
+
     def _drop_unfinished(self) -> None:
-        if self._unfinished:
+        if self._backward_broke_off():
             self.drop_step()
             log.warning("ds_ckpt: a backward did not end; its step's gradients so far are dropped")
 

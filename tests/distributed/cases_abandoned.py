@@ -51,18 +51,62 @@ def _interrupt(engine: Any, number: int) -> bool:
     return False
 
 
-def tried_again(section: dict[str, Any], overlaps: bool, accumulation: int) -> dict[str, Any]:
+def tried_again(
+    section: dict[str, Any], overlaps: bool, accumulation: int, **options: Any
+) -> dict[str, Any]:
     """The first micro-step of a step fails in backward and is done again; beside a run in which
     nothing fails."""
+    options = {"gradient_accumulation_steps": accumulation, **options}
     told: dict[str, Any] = {}
     for name in ("smooth", "interrupted"):
         fresh()
-        engine = _engine("llama", section, overlaps, gradient_accumulation_steps=accumulation)
+        engine = _engine("llama", section, overlaps, **options)
         losses = [_micro_step(engine, i) for i in range(2 * accumulation)]
         if name == "interrupted":
             told["raised"] = _interrupt(engine, 2 * accumulation)
         losses += [_micro_step(engine, i) for i in range(2 * accumulation, 4 * accumulation)]
         told[name] = _outcome(engine, losses)
+        engine.destroy()
+    return told
+
+
+class _TwoHeads(torch.nn.Module):
+    """Of which a step trains one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.a, self.b = (torch.nn.Linear(17, size) for size in (17, 5, 5))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, head: str) -> torch.Tensor:
+        found: torch.Tensor = getattr(self, head)(self.trunk(x).tanh())
+        return torch.nn.functional.cross_entropy(found, labels)
+
+
+def another_head(section: dict[str, Any], **options: Any) -> dict[str, str]:
+    """A backward of one head fails, then the other head is trained: the weights, beside those of a
+    run in which nothing fails."""
+    told = {}
+    for name in ("smooth", "interrupted"):
+        fresh()
+        torch.manual_seed(0)
+        config = models.zero3_config(ds_ckpt=section, **options)
+        model: Any = _TwoHeads()
+        parameters = list(model.parameters())
+        engine, *_ = ds_ckpt.initialize(model=model, model_parameters=parameters, config=config)
+
+        def step(number: int, head: str, engine: Any = engine) -> None:
+            torch.manual_seed(10 * number + dist.get_rank())
+            engine.backward(engine(torch.randn(2, 17), torch.tensor([1, 2]), head))
+            engine.step()
+
+        step(0, "b")
+        if name == "interrupted":
+            handle = engine.module.trunk.weight.register_hook(lambda gradient: 1 / 0)
+            with contextlib.suppress(ZeroDivisionError):
+                step(1, "a")
+            handle.remove()
+        step(2, "b")
+        told[name] = models.weights_digest(engine)
         engine.destroy()
     return told
 

@@ -34,6 +34,26 @@ def test_a_backward_that_raised_and_is_tried_again_leaves_no_trace(
         assert told["interrupted"] == told["smooth"]
 
 
+@pytest.mark.parametrize(("overlaps", "accumulation"), [(False, 1), (True, 2)])
+def test_it_leaves_none_either_where_no_bucket_was_full(
+    world2: Any, overlaps: bool, accumulation: int
+) -> None:
+    given = SECTIONS["topk"], overlaps, accumulation
+    for told in world2.run(cases.tried_again, *given, bucket=10**6):
+        assert told["raised"]
+        assert told["interrupted"] == told["smooth"]
+
+
+@pytest.mark.parametrize("bucket", [60, 10**6])
+@pytest.mark.parametrize("offload_optimizer", [False, True])
+def test_nor_in_parameters_that_are_not_trained_next(
+    world2: Any, bucket: int, offload_optimizer: bool
+) -> None:
+    options = {"bucket": bucket, "offload_optimizer": offload_optimizer}
+    for told in world2.run(cases.another_head, SECTIONS["topk"], **options):
+        assert told["interrupted"] == told["smooth"]
+
+
 @pytest.mark.parametrize(("method", "what"), [("topk", "nan"), ("powersgd", "interrupted")])
 def test_a_checkpoint_loaded_amid_a_step_is_all_there_is(
     world2: Any, tmp_path: Path, method: str, what: str
