@@ -84,7 +84,7 @@ class StepMetric:
             gradient: [layout.numel], of any floating dtype, multiplied by `scale`.
         """
         rows, columns = matrix_shape(shape)
-        sums = torch.zeros(2, max(rows, columns), device=gradient.device)
+        sums = gradient.new_zeros(2, max(rows, columns), dtype=torch.float32)
         pieces = [(layout.shard(m), layout.source(m)) for m in range(len(layout.members))]
         if layout.numel == shape.numel():
             pieces = [(slice(0, layout.numel), slice(0, layout.numel))]

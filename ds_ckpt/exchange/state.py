@@ -306,7 +306,8 @@ class ResidualFiles:
         # members all files have them; with, they may differ in what they have left.
         files = paths if first.members is not None else paths[:1]
         for name in sorted({name for path in files for name in self._fitting(path).names}):
-            total[name] = torch.zeros(self._local(name, self._world, self._members).numel)
+            numel = self._local(name, self._world, self._members).numel
+            total[name] = torch.zeros(numel, dtype=torch.float32, device="cpu")
         if first.members is None:  # process and place are the same, and only the own are opened
             paths = paths[place :: len(members)]
         for path in paths:
@@ -414,10 +415,10 @@ def _taken(local: Tensor, old: LocalShard, new: LocalShard) -> Tensor:
     """The entries of an old one that lie in a new one, at their place there; 0 elsewhere."""
     if old.numel == new.numel == old.tensor.numel:
         return local
-    whole = torch.zeros(old.tensor.numel)
+    whole = local.new_zeros(old.tensor.numel)
     for member in range(len(old.members)):
         whole[old.source(member)] = local[old.shard(member)]
-    taken = torch.empty(new.numel)
+    taken = local.new_empty(new.numel)
     for member in range(len(new.members)):
         taken[new.shard(member)] = whole[new.source(member)]
     return taken

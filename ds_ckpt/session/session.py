@@ -10,6 +10,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
@@ -124,8 +125,10 @@ class Session:
 
         @functools.wraps(destroy)
         def detach_and_destroy() -> None:
-            self.detach()
-            destroy()
+            try:
+                self.detach()
+            finally:
+                destroy()
 
         self._patches.set(engine, "destroy", detach_and_destroy)
 
@@ -417,28 +420,31 @@ class Session:
         self._gradient.replace_exchange(exchange)
 
     def detach(self) -> None:
-        """Leave DeepSpeed, the engine and the model as they were found. Residuals are dropped."""
-        self._patches.undo()
-        if self._planning is not None:
-            self._planning.stop()
-        if self._blocks is not None:
-            self._blocks.remove()
-        if self._resident is not None:
-            self._resident.detach()
-        if self._gradient is not None:
-            self._gradient.detach()
-        if self._gather is not None:
-            self._gather.detach()
-        if self._gradients is not None:
-            self._gradients.discard()
-        if self._patience is not None:
-            self._patience.undo()
+        """Leave DeepSpeed, the engine and the model as they were found. Residuals are dropped.
+
+        Raises:
+            Exception: what one part raised, such as waiting for a process that has gone. The others
+                are left all the same.
+        """
+        with ExitStack() as last_first:
+            for finalizer in self._on_drop:
+                last_first.callback(finalizer.detach)
+            last_first.callback(collectives.unlisten, self.counters)
+            if self._patience is not None:
+                last_first.callback(self._patience.undo)
+            if self._gradients is not None:
+                last_first.callback(self._gradients.discard)
+            for part in (self._gather, self._gradient, self._resident):
+                if part is not None:
+                    last_first.callback(part.detach)
+            if self._blocks is not None:
+                last_first.callback(self._blocks.remove)
+            if self._planning is not None:
+                last_first.callback(self._planning.stop)
+            last_first.callback(self._patches.undo)
         self._blocks = self._inputs = self._gradient = self._gather = self._gradients = None
         self._resident = self._residence = None
         self._host = HostPool()  # the blocks of the one before go with it
-        collectives.unlisten(self.counters)
-        for finalizer in self._on_drop:
-            finalizer.detach()
 
 
 def _random_trackers() -> list[Any]:

@@ -31,6 +31,7 @@ OFF = f"or set {WHERE}.resident to false"
 _FILE = "ds_ckpt_weights_{process:05d}_of_{world:05d}.safetensors"
 _AUTOTUNE = "autotune"
 _ANY = "ds_ckpt_weights_*_of_*.safetensors"
+_MARK = "ds_ckpt_weights_saving"
 
 
 class Whole:
@@ -84,10 +85,12 @@ class Resident:
     def detach(self) -> None:
         """DeepSpeed gathers between hosts again."""
         if self.hook is not None:
-            if self.hook.attached:
-                self.hook.detach()
-            for group in self.groups:
-                discard(group)
+            try:
+                if self.hook.attached:
+                    self.hook.detach()
+            finally:
+                for group in self.groups:
+                    discard(group)
 
 
 class HeldFiles:
@@ -113,6 +116,9 @@ class HeldFiles:
         return self._hook.tracks or self._tuner is not None
 
     def begin(self, folder: Path) -> None:
+        """As `ResidualFiles.begin`."""
+        if self.keeps and folder.is_dir():
+            (folder / _MARK).touch()
         for path in folder.glob(_ANY):
             path.unlink(missing_ok=True)
 
@@ -125,7 +131,7 @@ class HeldFiles:
             write(folder / self._name, self._held(), metadata)
 
     def end(self, folder: Path) -> None:
-        """Nothing is left to do."""
+        (folder / _MARK).unlink(missing_ok=True)
 
     def _held(self) -> dict[str, Tensor]:
         return self._hook.held() if self._hook.tracks else {}
@@ -134,9 +140,12 @@ class HeldFiles:
         """By parameter, and the autotuner's state.
 
         Raises:
-            StateError: the file is missing where others are, damaged, or of another model.
+            StateError: the file is missing where others are, damaged, of another model, or of a
+                save that was broken off.
         """
         path = folder / self._name
+        if self.keeps and (folder / _MARK).exists():
+            raise _not_held(folder / _MARK, "a save that was broken off, after an earlier one")
         if not self.keeps or not list(folder.glob(f"ds_ckpt_weights_*_of_{self._world:05d}.*")):
             return None
         try:
@@ -237,22 +246,28 @@ def keep_resident(engine: Any, config: WeightsConfig, counters: Counters) -> Res
     between = comm.new_group([process for members in hosts for process in members])
     warm(between)
     rank = torch.distributed.get_rank(optimizer.dp_process_group)
-    hook = WeightsHook(
-        optimizer,
-        dict(engine.module.named_parameters()),
-        HostLayout(len(hosts), local, rank, inside[rank // local]),
-        between,
-        comm.all_to_all_single,
-        codecs,
-        counters,
-    )
+    groups = between, inside[rank // local]
+    try:
+        hook = WeightsHook(
+            optimizer,
+            dict(engine.module.named_parameters()),
+            HostLayout(len(hosts), local, rank, inside[rank // local]),
+            between,
+            comm.all_to_all_single,
+            codecs,
+            counters,
+        )
+    except BaseException:
+        for group in groups:
+            discard(group)
+        raise
     return Resident(
         hook,
         f"weights resident on each of {len(hosts)} hosts ({hook.nbytes / 1e6:.4g} MB a process), "
         f"sent between hosts once a step, {' or '.join(codec.words for codec in codecs)}"
         f"{', whichever takes less time' * (len(codecs) > 1)}"
         f"{', where that makes steps shorter' * (config.resident == 'auto')}",
-        (between, inside[rank // local]),
+        groups,
         make_room,
     )
 

@@ -389,9 +389,11 @@ class GradientHook:
     def detach(self) -> None:
         """Give the optimizer its own methods back. Buckets on their way are dropped."""
         self._patches.undo()
-        if self._overlap is not None:
-            self._overlap.drop()
-        self.lease.close()
+        try:
+            if self._overlap is not None:
+                self._overlap.drop()
+        finally:
+            self.lease.close()
 
 
 def _after(first: Callable[[], None], then: Callable[..., Any]) -> Callable[..., Any]:

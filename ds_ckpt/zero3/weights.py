@@ -226,9 +226,13 @@ class WeightsHook:
 
     def attach(self) -> None:
         """Make the secondary partition. Collective."""
-        self._divide_inside()
-        self._install()
-        self.gather_anew()
+        try:
+            self._divide_inside()
+            self._install()
+            self.gather_anew()
+        except BaseException:
+            self._leave()
+            raise
 
     @property
     def attached(self) -> bool:
@@ -592,8 +596,17 @@ class WeightsHook:
         return sum(p.ds_secondary_tensor.nbytes for p in self._params)
 
     def detach(self) -> None:
-        """Drop the secondary partition; DeepSpeed gathers between hosts again."""
-        self.land()
+        """Drop the secondary partition; DeepSpeed gathers between hosts again.
+
+        Raises:
+            Exception: what waiting for changes on their way raised. It is dropped all the same.
+        """
+        try:
+            self.land()
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
         self._patches.undo()
         for param in self._params:
             param.ds_secondary_tensor = None

@@ -142,3 +142,38 @@ def inference(way: str) -> dict[str, Any]:
         result["loss"] = float(engine(**data).loss)
     engine.destroy()
     return result
+
+
+def part_that_raises(part: str) -> dict[str, Any]:
+    """An engine is destroyed while one part of its session cannot be left; what is left of ours."""
+    from deepspeed.runtime.zero import stage3
+
+    from ds_ckpt.zero3 import collectives
+
+    fresh()
+    before = stage3.reduce_scatter_coalesced
+    section = models.topk_section() | BLOCK["ds_ckpt"]
+    engine = models.start("llama", models.zero3_config(ds_ckpt=section))
+    optimizer, blocks = engine.optimizer, engine.module.model.layers
+    session = ds_ckpt.session_of(engine)
+    leave = getattr(session, part).detach if part != "_blocks" else session._blocks.remove
+
+    def raises() -> None:
+        leave()
+        raise RuntimeError("the other process has gone")
+
+    setattr(getattr(session, part), leave.__name__, raises)
+    message = ""
+    try:
+        engine.destroy()
+    except RuntimeError as error:
+        message = str(error)
+    left = [name for name in ("zero_grad", "_loss_scale_update_and_overflow_cleanup")
+            if name in vars(optimizer)]  # fmt: skip
+    return {
+        "message": message,
+        "left": left + [name for block in blocks for name in vars(block) if name == "forward"],
+        "restored": stage3.reduce_scatter_coalesced is before,
+        "listening": session.counters in collectives._listeners,
+        "session": ds_ckpt.session_of(engine) is not None,
+    }

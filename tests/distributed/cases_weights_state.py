@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import hashlib
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 import ds_ckpt
 from ds_ckpt.telemetry import Purpose
+from ds_ckpt.zero3.weights import WeightsHook
 from tests.distributed import models
 from tests.distributed.cases_levels import hosts
 from tests.distributed.cases_precision import fp16_on_cpu
@@ -386,6 +388,59 @@ def left(slots: list[int], section: dict[str, Any]) -> dict[str, Any]:
         gc.collect()
         dropped = inside in _GROUPS
     return {"losses": losses, "weights": digest, "stale": wrong, "ends": ends, "dropped": dropped}
+
+
+def set_up_that_fails(slots: list[int], section: dict[str, Any]) -> dict[str, Any]:
+    """Memory runs out while the copy is made: what is left of it, and a step that follows."""
+    fresh()
+    with hosts(slots):
+        engine = _start("llama", section)
+        ds_ckpt.session_of(engine).detach()  # type: ignore[union-attr]
+        before = len(_GROUPS)
+
+        def fails(self: WeightsHook) -> None:
+            raise MemoryError("out of memory")
+
+        gather, WeightsHook.gather_anew = WeightsHook.gather_anew, fails  # type: ignore[method-assign]
+        message = ""
+        try:
+            ds_ckpt.attach(engine)
+        except MemoryError as error:
+            message = str(error)
+        finally:
+            WeightsHook.gather_anew = gather  # type: ignore[method-assign]
+        told = sum(p.ds_zero_param_process_group is not None for p in engine.module.parameters())
+        groups = len(_GROUPS) - before
+        losses = _train(engine, "llama", 1, 0)
+        engine.destroy()
+    return {"message": message, "told": told, "groups": groups, "losses": losses}
+
+
+def save_that_fails(slots: list[int], section: dict[str, Any], folder: str) -> str:
+    """A second save under one tag, of which DeepSpeed's part fails; what a load says then."""
+    fresh()
+    with hosts(slots):
+        engine = _start("llama", section)
+        _train(engine, "llama", 1, 0)
+        engine.save_checkpoint(folder, tag="t")
+        _train(engine, "llama", 1, 1)
+
+        def fails(*args: Any, **kwargs: Any) -> None:
+            raise OSError("no space left")
+
+        engine._save_checkpoint = fails
+        with contextlib.suppress(OSError):
+            engine.save_checkpoint(folder, tag="t")
+        engine.destroy()
+        fresh()
+        engine = _start("llama", section)
+        try:
+            engine.load_checkpoint(folder, tag="t")
+        except ds_ckpt.StateError as error:
+            return str(error)
+        finally:
+            engine.destroy()
+    return ""
 
 
 def after_another(section: dict[str, Any]) -> list[str]:

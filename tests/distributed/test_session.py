@@ -62,6 +62,16 @@ def test_a_wrong_configuration_is_refused_before_anything_is_built(world2: Any) 
         assert result["untouched"]
 
 
+@pytest.mark.parametrize("part", ["_gather", "_gradient", "_blocks"])
+def test_what_one_part_raises_keeps_no_other_from_being_left(world2: Any, part: str) -> None:
+    for result in world2.run(cases.part_that_raises, part):
+        assert result["message"] == "the other process has gone"
+        assert result["restored"]
+        assert not result["left"]
+        assert not result["listening"]
+        assert not result["session"]
+
+
 def test_generate_and_training_go_on(world2: Any) -> None:
     for result in world2.run(cases.generate_after_training):
         assert result["shape"] == [1, 8]

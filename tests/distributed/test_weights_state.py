@@ -178,6 +178,23 @@ def test_nothing_is_left_behind(world2: Any) -> None:
         assert not process["dropped"]
 
 
+def test_a_second_save_that_deepspeed_broke_off_is_refused(world2: Any, tmp_path: Path) -> None:
+    section = {"weights": {"resident": True, "deltas": "4bit"}}
+    for message in world2.run(cases.save_that_fails, ONE, section, str(tmp_path)):
+        assert "ds_ckpt_weights_saving" in message
+        assert "broken off" in message
+
+
+def test_a_set_up_that_fails_leaves_nothing(world2: Any) -> None:
+    plain = world2.run(cases.laws, ONE, "llama", {}, 5)
+    results = world2.run(cases.set_up_that_fails, ONE, LOSSLESS)
+    for process, stock in zip(results, plain, strict=True):
+        assert process["message"] == "out of memory"
+        assert process["told"] == 0
+        assert process["groups"] == 0
+        assert process["losses"] == stock["losses"][:1]
+
+
 def test_what_another_engine_divided_otherwise_is_divided_anew(world4: Any) -> None:
     """DeepSpeed gives the group of one engine's `zero_hpz_partition_size` to all later ones."""
     assert world4.run(cases.after_another, LOSSLESS) == [[]] * 4

@@ -182,6 +182,23 @@ def test_other_worlds_and_hosts_keep_the_sum_of_every_entry(
     ) == (dtype != "fp32")
 
 
+@pytest.mark.parametrize(("hosts", "local"), [(2, 1), (1, 2), (3, 1)])
+def test_another_world_loads_them_in_fp32_on_the_host_whatever_the_defaults(
+    tmp_path: Path, hosts: int, local: int
+) -> None:
+    old, new = Processes(2, 2), Processes(hosts, local)
+    old.train(2)
+    old.save(tmp_path)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            new.load(tmp_path)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for (_, expected), got in zip(old.sums().items(), new.sums().values(), strict=True):
+        assert float((got - expected).norm()) <= 1e-6 * float(expected.norm())
+
+
 def test_the_file_holds_what_is_kept(tmp_path: Path) -> None:
     processes = Processes(1, dtype="int8")
     processes.train(1)
