@@ -13,10 +13,10 @@ optimizer are fp32.
 
 `--tuned` trains each method with AdamW of b1 0.9 as it is, and with b1 0.7 and a lead of 0.3 after
 the warm-up (`error_feedback.momentum: 0.3`), dense training too: the better of its two is what a
-tuned optimizer comes to. A process's own share is compressed like the others', as it is with many
-workers. Products are bf16 (autocast), weights and gradients fp32. A step's eight sequences are the
-same however many workers share them. `--hidden-size 512` is a Llama of 19 million. These go to
-`results/frontier_tuned.jsonl`.
+tuned optimizer comes to. A process's own share is compressed like the others', which is as hard as
+with many workers; low rank's stays exact. Products are bf16 (autocast), weights and gradients fp32.
+A step's eight sequences are the same however many workers share them. `--hidden-size 512` is a
+Llama of 19 million. These go to `results/frontier_tuned.jsonl`.
 
 Bytes are counted where the exchange sends them, with bf16 gradients, headers and scales and what
 travels whole included, against the dense exchange of the same gradients.

@@ -76,7 +76,7 @@ ARMS = [
 
 
 class OwnShareToo(AllToAllExchange):
-    """What a process owns itself goes through the codec like what it sends."""
+    """What a process owns itself goes through the codec like what it sends; low rank has none."""
 
     def _accumulate(self, items: Sequence[Item], loss_scale: float, *, defer: bool) -> Tensor:
         finite = super()._accumulate(items, loss_scale, defer=False)
