@@ -221,7 +221,7 @@ def _unused_compression(section: Any, method: str | None) -> Iterator[Problem]:
     ]
     here = {method} if method == "none" else {method, *(m for _, _, m in rules)}
     # a rule says itself what is sparse
-    acting = here | {kind.sparse for kind in [known.get(method)] if kind is not None}
+    acting = {*here, known[method].sparse} if method in known else here
     for key, names in users.items():
         if not (key in acting if key in known else here & set(names)):
             lossless = method in known and known[method].lossless

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -113,11 +114,18 @@ def another_head(section: dict[str, Any], **options: Any) -> dict[str, str]:
 
 def save_that_fails(folder: str, section: dict[str, Any]) -> str:
     """A second save under one tag, of which DeepSpeed's part fails; what a load says then."""
+    return broken_off_save(folder, lambda: _engine("llama", section, True), _micro_step)
+
+
+def broken_off_save(
+    folder: str, start: Callable[[], Any], step: Callable[[Any, int], object]
+) -> str:
+    """As `save_that_fails`, of engines that `start` makes; `step` trains one."""
     fresh()
-    engine = _engine("llama", section, True)
-    _micro_step(engine, 0)
+    engine = start()
+    step(engine, 0)
     engine.save_checkpoint(folder, tag="t")
-    _micro_step(engine, 1)
+    step(engine, 1)
 
     def fails(*args: Any, **kwargs: Any) -> None:
         raise OSError("no space left")
@@ -127,7 +135,7 @@ def save_that_fails(folder: str, section: dict[str, Any]) -> str:
         engine.save_checkpoint(folder, tag="t")
     engine.destroy()
     fresh()
-    engine = _engine("llama", section, True)
+    engine = start()
     try:
         engine.load_checkpoint(folder, tag="t")
     except ds_ckpt.StateError as error:

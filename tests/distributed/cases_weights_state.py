@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import hashlib
@@ -26,6 +25,7 @@ import ds_ckpt
 from ds_ckpt.telemetry import Purpose
 from ds_ckpt.zero3.weights import WeightsHook
 from tests.distributed import models
+from tests.distributed.cases_abandoned import broken_off_save
 from tests.distributed.cases_levels import hosts
 from tests.distributed.cases_precision import fp16_on_cpu
 from tests.distributed.cases_weights import GATHERS, config_of, crossing_hosts
@@ -418,29 +418,12 @@ def set_up_that_fails(slots: list[int], section: dict[str, Any]) -> dict[str, An
 
 def save_that_fails(slots: list[int], section: dict[str, Any], folder: str) -> str:
     """A second save under one tag, of which DeepSpeed's part fails; what a load says then."""
-    fresh()
     with hosts(slots):
-        engine = _start("llama", section)
-        _train(engine, "llama", 1, 0)
-        engine.save_checkpoint(folder, tag="t")
-        _train(engine, "llama", 1, 1)
-
-        def fails(*args: Any, **kwargs: Any) -> None:
-            raise OSError("no space left")
-
-        engine._save_checkpoint = fails
-        with contextlib.suppress(OSError):
-            engine.save_checkpoint(folder, tag="t")
-        engine.destroy()
-        fresh()
-        engine = _start("llama", section)
-        try:
-            engine.load_checkpoint(folder, tag="t")
-        except ds_ckpt.StateError as error:
-            return str(error)
-        finally:
-            engine.destroy()
-    return ""
+        return broken_off_save(
+            folder,
+            lambda: _start("llama", section),
+            lambda engine, number: _train(engine, "llama", 1, number),
+        )
 
 
 def after_another(section: dict[str, Any]) -> list[str]:
