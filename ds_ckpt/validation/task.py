@@ -193,7 +193,9 @@ class TaskSpec:
     def words(self) -> str:
         """The task in a few words."""
         data = self.data and Path(self.data).name
+        usual = make_spec(self.kind, model=self.model).learning_rate
         micro = f", {self.accumulation} micro-batches a step" if self.accumulation > 1 else ""
+        micro += f", learning rate {self.learning_rate:g}" if self.learning_rate != usual else ""
         micro += f", betas {_pair(self.betas)}" if tuple(self.betas) != BETAS else ""
         micro += f", dense with {_pair(self.dense_betas)}" if self.dense_betas else ""
         micro += f", dense with a lead of {self.dense_lead:g}" if self.dense_lead else ""

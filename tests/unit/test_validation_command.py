@@ -169,23 +169,23 @@ def test_a_user_s_text_and_a_record_beside_the_file(tmp_path: Path) -> None:
     assert "margin 0.5%" in words
 
 
-def test_dense_runs_may_have_betas_and_a_lead_of_their_own(tmp_path: Path) -> None:
+def test_a_record_says_betas_leads_and_rates_that_are_not_the_tasks_own(tmp_path: Path) -> None:
     file = small(tmp_path, ROOT / "ds_configs" / "zero3_4bit.json")
     sizes, out = ("--tasks", "language", "--seeds", "2", "--steps", "8"), tmp_path / "out"
     tuned = (), ("--dense-betas", "0.5,0.95"), ("--betas", "0.5,0.95"), ("--dense-lead", "0.3")
-    for options in tuned:
+    for options in (*tuned, ("--learning-rate", "0.002")):
         found = validate(out, [file], *sizes, *options)
         assert found.exit_code in (0, 1, 2), found.output
     tasks = {record.task for record in read_verdicts(out / "verdicts.json")}
     words = "language modelling on the embedded corpus"
     said = ("", ", dense with 0.5, 0.95", ", betas 0.5, 0.95", ", dense with a lead of 0.3")
-    assert tasks == {words + more for more in said}
+    assert tasks == {words + more for more in (*said, ", learning rate 0.002")}
     lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
     names = [line["names"][1] for line in lines]
-    assert names.count("dense") == 6  # no run twice
-    assert names.count("zero3_4bit") == 4
+    assert names.count("dense") == 8  # no run twice
+    assert names.count("zero3_4bit") == 6
     dense = [line["outcome"] for line in lines if line["names"][1] == "dense"]
-    assert len({of["digest"] for of in dense}) == 6
+    assert len({of["digest"] for of in dense}) == 8
     plain, lead = (dict(of["heldout"]) for of in (dense[0], dense[4]))
     # pairs begin alike: a lead begins where the warm-up of compressed runs ends
     assert [step for step in plain if plain[step] != lead[step]] == [3, 4, 5, 6, 7, 8]
