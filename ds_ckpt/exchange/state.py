@@ -19,7 +19,7 @@ bf16 or int8), `scales/NAME` with int8, and `PART/KEY` of the other parts. Metad
 
 Names end as those of DeepSpeed's own files with model states, but for a dot: its conversion to a
 universal checkpoint copies `*model_states.pt` and reads `*_model_states.pt`. So residuals travel
-with it, and so does the mark of a save that was broken off.
+with it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ _RESIDUAL, _SCALES = "residual/", "scales/"
 _TRAVELS = ".model_states.pt"
 _ANY = "ds_ckpt_residuals_*_of_*.safetensors*"
 _UNFINISHED = "ds_ckpt_residuals_*.unfinished"
-_MARK = f"ds_ckpt_residuals_saving{_TRAVELS}"
 _PATTERN = f"ds_ckpt_residuals_{{process:05d}}_of_{{world:05d}}.safetensors{_TRAVELS}"
 _NAME = re.compile(r"ds_ckpt_residuals_(\d+)_of_(\d+)\.safetensors.*")
 _OWED = "the sum of residuals over all processes is what training is still owed"
@@ -181,6 +180,7 @@ class ResidualFiles:
     """
 
     what = "residuals"
+    anew = "residuals then start at 0"
     not_converted: str | None = (
         "ds_ckpt: the universal checkpoint %s holds no residuals; they start at 0. If it was made "
         "from one that an earlier version of ds_ckpt saved, copy the ds_ckpt_residuals_* files of "
@@ -212,20 +212,10 @@ class ResidualFiles:
         """Whether this run has residuals."""
         return self._feedback is not None
 
-    def begin(self, folder: Path) -> None:
-        """Remove every residual file of an earlier save under the same tag, broken-off ones too.
-
-        Where there was a save, a mark stands there until `end`: DeepSpeed's files may still be of
-        that one, and must not be loaded unawares without its residuals or with others.
-        """
-        if self._feedback is not None and folder.is_dir():
-            (folder / _MARK).touch()
+    def clear(self, folder: Path) -> None:
+        """Remove every residual file of an earlier save under the same tag, broken-off ones too."""
         for path in (*_found(folder), *folder.glob(_UNFINISHED)):
             path.unlink(missing_ok=True)
-
-    def end(self, folder: Path) -> None:
-        """All files of the checkpoint are written, DeepSpeed's too."""
-        (folder / _MARK).unlink(missing_ok=True)
 
     def save(self, folder: Path) -> None:
         """Write this process's file; `folder` is the checkpoint's tag folder."""
@@ -262,9 +252,6 @@ class ResidualFiles:
         if self._feedback is None:
             self._without(folder, found)
             return None
-        if any(folder.glob(f"{_MARK.removesuffix(_TRAVELS)}*")):
-            why = "there was an earlier save under this tag; DeepSpeed's files may still be of it"
-            raise _refused(folder, f"{_MARK}: a save that was broken off", why)
         if not found:
             log.info("ds_ckpt: %s holds no residuals (plain DeepSpeed?); they start at 0", folder)
             return None

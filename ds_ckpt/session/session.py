@@ -25,6 +25,7 @@ from ds_ckpt.config.activation import activation_policy
 from ds_ckpt.config.verdicts import limits
 from ds_ckpt.exchange.build import Built
 from ds_ckpt.exchange.plan import Plan
+from ds_ckpt.exchange.state import ResidualFiles
 from ds_ckpt.memory import HostPool
 from ds_ckpt.patch import Patches
 from ds_ckpt.planner.budget import ActivationPlan
@@ -45,7 +46,7 @@ from ds_ckpt.telemetry.counters import OffloadCounters, PartitionCounters
 from ds_ckpt.telemetry.steps import Event, StepLog
 from ds_ckpt.telemetry.timings import BlockProfile, ResidualStats
 from ds_ckpt.zero3 import collectives, compatibility
-from ds_ckpt.zero3.checkpoints import wrap_checkpoints
+from ds_ckpt.zero3.checkpoints import StateFiles, wrap_checkpoints
 from ds_ckpt.zero3.gather import GatherHook
 from ds_ckpt.zero3.gradient import BucketExchange, GradientHook
 
@@ -107,10 +108,11 @@ class Session:
         changed = compatibility.require() if stage3 else []
         collectives.listen(self.counters)
         self._on_drop.append(weakref.finalize(engine, collectives.unlisten, self.counters))
-        if stage3:
-            self._attach_hooks(changed)
+        states: list[StateFiles] = [self._attach_hooks(changed)] if stage3 else []
         if config.weights.resident:
-            self._keep_weights()
+            states += self._keep_weights()
+        if states:
+            self._travel_with_checkpoints(states)
         ours = [*self._gradients.groups] if self._gradients else []
         ours += self._resident.groups if self._resident else ()
         if ours:
@@ -132,11 +134,11 @@ class Session:
 
         self._patches.set(engine, "destroy", detach_and_destroy)
 
-    def _keep_weights(self) -> None:
+    def _keep_weights(self) -> list[HeldFiles]:
         engine = self.engine
         self._resident = keep_resident(engine, self.config.weights, self.counters)
         if (hook := self._resident.hook) is None:
-            return
+            return []
         group = engine.optimizer.dp_process_group
         rank = torch.distributed.get_rank(group)
         residence = None
@@ -144,9 +146,19 @@ class Session:
             residence = Residence(engine, hook, self._resident.make_room, self._compares_gradients)
             self._after_steps(residence.step_ended)
         self._residence, tuner = residence, residence.tuner if residence else None
-        files = HeldFiles(hook, rank, torch.distributed.get_world_size(group), tuner)
-        wrap_checkpoints(engine, files, self._patches, drop_step=lambda: None, begins=rank == 0)
-        load_checkpoint = engine.load_checkpoint
+        return [HeldFiles(hook, rank, torch.distributed.get_world_size(group), tuner)]
+
+    def _travel_with_checkpoints(self, states: Sequence[StateFiles]) -> None:
+        engine, gradient = self.engine, self._gradient
+        assert gradient is not None
+        dp_rank = torch.distributed.get_rank(engine.optimizer.dp_process_group)
+        wrap_checkpoints(
+            engine, states, self._patches, drop_step=gradient.drop_step, begins=dp_rank == 0
+        )
+        hook = self._resident.hook if self._resident else None
+        if hook is None:
+            return
+        residence, load_checkpoint = self._residence, engine.load_checkpoint
 
         @functools.wraps(load_checkpoint)
         def load_and_gather(*args: Any, **kwargs: Any) -> Any:
@@ -279,7 +291,7 @@ class Session:
         """Kept bytes and recompute time by block since the last table; None unless asked for."""
         return self._inputs.profile if self._inputs else None
 
-    def _attach_hooks(self, changed: list[compatibility.Finding]) -> None:
+    def _attach_hooks(self, changed: list[compatibility.Finding]) -> ResidualFiles:
         engine, config = self.engine, self.config
         refuse_no_zero3_optimizer(engine)
         optimizer = engine.optimizer
@@ -301,10 +313,7 @@ class Session:
             optimizer, names, exchange, self.counters, overlap=overlap, verify=verify
         )
         self._on_drop.append(weakref.finalize(engine, self._gradient.lease.close))
-        files = residual_files(engine, config.compression.method, built)
-        dp_rank = torch.distributed.get_rank(optimizer.dp_process_group)
-        drop_step = self._gradient.drop_step
-        wrap_checkpoints(engine, files, self._patches, drop_step=drop_step, begins=dp_rank == 0)
+        return residual_files(engine, config.compression.method, built)
 
     @property
     def plan(self) -> Plan | None:

@@ -31,7 +31,6 @@ OFF = f"or set {WHERE}.resident to false"
 _FILE = "ds_ckpt_weights_{process:05d}_of_{world:05d}.safetensors"
 _AUTOTUNE = "autotune"
 _ANY = "ds_ckpt_weights_*_of_*.safetensors"
-_MARK = "ds_ckpt_weights_saving"
 
 
 class Whole:
@@ -102,6 +101,7 @@ class HeldFiles:
     """
 
     what = "part of what hosts hold of the weights"
+    anew = "hosts then start from the master weights"
     not_converted: str | None = None
 
     def __init__(
@@ -115,10 +115,7 @@ class HeldFiles:
     def keeps(self) -> bool:
         return self._hook.tracks or self._tuner is not None
 
-    def begin(self, folder: Path) -> None:
-        """As `ResidualFiles.begin`."""
-        if self.keeps and folder.is_dir():
-            (folder / _MARK).touch()
+    def clear(self, folder: Path) -> None:
         for path in folder.glob(_ANY):
             path.unlink(missing_ok=True)
 
@@ -130,9 +127,6 @@ class HeldFiles:
                 metadata[_AUTOTUNE] = json.dumps(self._tuner.state_dict())
             write(folder / self._name, self._held(), metadata)
 
-    def end(self, folder: Path) -> None:
-        (folder / _MARK).unlink(missing_ok=True)
-
     def _held(self) -> dict[str, Tensor]:
         return self._hook.held() if self._hook.tracks else {}
 
@@ -140,12 +134,9 @@ class HeldFiles:
         """By parameter, and the autotuner's state.
 
         Raises:
-            StateError: the file is missing where others are, damaged, of another model, or of a
-                save that was broken off.
+            StateError: the file is missing where others are, damaged, or of another model.
         """
         path = folder / self._name
-        if self.keeps and (folder / _MARK).exists():
-            raise _not_held(folder / _MARK, "a save that was broken off, after an earlier one")
         if not self.keeps or not list(folder.glob(f"ds_ckpt_weights_*_of_{self._world:05d}.*")):
             return None
         try:

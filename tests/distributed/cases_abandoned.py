@@ -134,15 +134,36 @@ def broken_off_save(
     with contextlib.suppress(OSError):
         engine.save_checkpoint(folder, tag="t")
     engine.destroy()
+    return _what_a_load_says(folder, "t", start)
+
+
+def _what_a_load_says(folder: str, tag: str, start: Callable[[], Any]) -> str:
+    """The refusal; empty where it loads."""
     fresh()
     engine = start()
     try:
-        engine.load_checkpoint(folder, tag="t")
+        engine.load_checkpoint(folder, tag=tag)
     except ds_ckpt.StateError as error:
         return str(error)
     finally:
         engine.destroy()
     return ""
+
+
+def load_universal(folder: str, tag: str, section: dict[str, Any]) -> str:
+    """What loading a universal checkpoint says."""
+    options = {"checkpoint": {"load_universal": True}}
+    return _what_a_load_says(folder, tag, lambda: _engine("llama", section, True, **options))
+
+
+def saved_again(folder: str, section: dict[str, Any]) -> str:
+    """Another save under the tag of one that was broken off; what a load says then."""
+    fresh()
+    engine = _engine("llama", section, True)
+    _micro_step(engine, 0)
+    engine.save_checkpoint(folder, tag="t")
+    engine.destroy()
+    return _what_a_load_says(folder, "t", lambda: _engine("llama", section, True))
 
 
 def _attach(engine: Any, section: dict[str, Any]) -> None:

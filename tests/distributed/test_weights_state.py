@@ -181,8 +181,9 @@ def test_nothing_is_left_behind(world2: Any) -> None:
 def test_a_second_save_that_deepspeed_broke_off_is_refused(world2: Any, tmp_path: Path) -> None:
     section = {"weights": {"resident": True, "deltas": "4bit"}}
     for message in world2.run(cases.save_that_fails, ONE, section, str(tmp_path)):
-        assert "ds_ckpt_weights_saving" in message
+        assert "ds_ckpt_saving" in message
         assert "broken off" in message
+        assert "hosts then start from the master weights" in message
 
 
 def test_a_set_up_that_fails_leaves_nothing(world2: Any) -> None:

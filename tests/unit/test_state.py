@@ -97,11 +97,10 @@ class Processes:
                 feedback.commit()
 
     def save(self, folder: Path) -> None:
-        self.files[0].begin(folder)
+        self.files[0].clear(folder)
         for p, files in enumerate(self.files):
             self.parts[p].state = {"factor": torch.full((2, 3), float(p)), "gate": [p, "dense"]}
             files.save(folder)
-        self.files[0].end(folder)
 
     def load(self, folder: Path) -> None:
         states = [files.read(folder) for files in self.files]
@@ -235,22 +234,6 @@ def test_an_earlier_save_of_another_world_is_cleared(tmp_path: Path) -> None:
     Processes(2).load(tmp_path)
 
 
-@pytest.mark.parametrize("written", [0, 1, 2])
-def test_a_second_save_that_was_broken_off_is_refused(tmp_path: Path, written: int) -> None:
-    """DeepSpeed's files of the first save are still there; residuals of 0 would not be theirs."""
-    processes = Processes(2)
-    processes.train(1)
-    processes.save(tmp_path)
-    processes.files[0].begin(tmp_path)
-    for files in processes.files[:written]:
-        files.save(tmp_path)
-    with pytest.raises(StateError, match=r"broken off[\s\S]*ds_ckpt_residuals_\*"):
-        Processes(2).load(tmp_path)
-    processes.save(tmp_path)
-    Processes(2).load(tmp_path)
-    assert len(list(tmp_path.iterdir())) == 2
-
-
 @pytest.mark.parametrize("method", ["dense", "none"])
 def test_a_run_without_residuals_does_not_drop_those_of_another_method_unawares(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, method: str
@@ -280,14 +263,6 @@ def test_dense_goes_on_from_dense(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     held.save(tmp_path)
     assert files.read(tmp_path) is None
     assert "method dense drops them" in caplog.text
-
-
-def test_a_first_save_leaves_no_mark(tmp_path: Path) -> None:
-    processes = Processes(2)
-    processes.files[0].begin(tmp_path / "tag")
-    assert not (tmp_path / "tag").exists()
-    processes.files[0].end(tmp_path / "tag")
-    Processes(2).load(tmp_path / "tag")
 
 
 def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(tmp_path: Path) -> None:
