@@ -109,10 +109,10 @@ CELLS = (
 )
 
 
-def tuned(one: Cell) -> Cell:
+def tuned(one: Cell, lead: float = 0.3) -> Cell:
     """With a lower b1 and a lead."""
-    settings = dataclasses.replace(one.settings, momentum=0.3)
-    return Cell(f"{one.name}, b1 0.7, lead 0.3", settings, b1=0.7)
+    settings = dataclasses.replace(one.settings, momentum=lead)
+    return Cell(f"{one.name}, b1 0.7, lead {lead:g}", settings, b1=0.7)
 
 
 BOTH_WAYS = (
@@ -130,7 +130,12 @@ RATES = tuple(
     for way in (tuned(one), one)
     for rate in (1e-3, 4e-3)
 )
-TUNED = tuple(way for one in BOTH_WAYS for way in (tuned(one), one)) + RATES
+TUNED = (
+    *(way for one in BOTH_WAYS for way in (tuned(one), one)),
+    tuned(BOTH_WAYS[2], lead=0.6),
+    *RATES,
+)
+"""The lead of 0.6 is `zero3_50x.json`'s."""
 
 
 @dataclass(frozen=True)

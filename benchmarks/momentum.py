@@ -8,9 +8,9 @@
 Trains what `validate-accuracy` trains (4 virtual workers, 300 steps of which 75 dense) with AdamW
 of b1 0.9 and 0.7. An arm is a method and what becomes of the first moment after the warm-up:
 `none`, `matched` (the plugin's own), `lead A`, or `b1 B`. Behind a lead `, b2 B` is AdamW's from
-the start; `, smoothed` takes the second moment from squares of the first after the warm-up. Dense
-training has arms of its own; the best of them is what an optimizer that was tuned comes to without
-compression. Resumable.
+the start and `, rate R` another learning rate than 3e-3; `, smoothed` takes the second moment from
+squares of the first after the warm-up. Dense training has arms of its own; the best of them is what
+an optimizer that was tuned comes to without compression. Resumable.
 
 In every method a process's own share is exact, which is a quarter of each gradient here.
 `--own-share` compresses it like the others', as it is with many workers.
@@ -61,6 +61,7 @@ METHODS = {
     "1/3 bit": MethodSettings("entropy_coded", bits=0.33, metric="energy"),
     "1 bit in steps": MethodSettings("entropy_coded", bits=1.0, metric="steps"),
     "1/3 bit in steps": MethodSettings("entropy_coded", bits=0.33, metric="steps"),
+    "0.31 bits in steps": MethodSettings("entropy_coded", bits=0.31, metric="steps"),
     "1 bit in steps, warm-up in 4 bits": MethodSettings("entropy_coded", bits=1.0, metric="steps"),
 }
 ARMS = [
@@ -69,7 +70,7 @@ ARMS = [
         (m, b1, how)
         for b1 in (0.9, 0.7)
         for m in METHODS
-        if m != DENSE and "warm-up" not in m
+        if m != DENSE and "," not in m
         for how in ("matched", "none")
     ),
 ]
@@ -206,7 +207,8 @@ def run(task: Task, method: str, b1: float, how: str, seed: int) -> dict[str, An
         momentum="matched" if how == "matched" else "none",
     )
     task.learner.begin(seed)
-    recipe: Recipe = replace(spec.recipe(), betas=(b1, float(b2)))
+    rate = float(more.removeprefix("rate")) if more.startswith("rate") else spec.learning_rate
+    recipe: Recipe = replace(spec.recipe(), betas=(b1, float(b2)), learning_rate=rate)
     world = InProcessWorld(
         task.learner.model, task.learner.loss, recipe, settings, workers=spec.world
     )
