@@ -321,7 +321,7 @@ def test_every_run_on_record_is_found_again() -> None:
     candidates = {one.name: one for one in (DENSE, *read_candidates(files))}
     steps = {"language": 300, "topics": 240, "digits": 300}
     store, lines = Store(results), results.read_text().splitlines()
-    assert len(lines) == 758
+    assert len(lines) == 779
     for line in map(json.loads, lines):
         task, name = line["names"]
         settings, _, betas = line["key"]["settings"].partition(", betas ")
