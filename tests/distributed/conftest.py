@@ -6,9 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.distributed.pool import Pool
+from tests.distributed.pool import Pool, compile_operator
 
 _PRELOAD = ("transformers.models.llama.modeling_llama", "transformers.trainer")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _operator() -> None:
+    compile_operator()
 
 
 @pytest.fixture(scope="session")
