@@ -6,14 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.distributed.pool import Pool, compile_operator
+from tests.distributed.pool import Pool
 
 _PRELOAD = ("transformers.models.llama.modeling_llama", "transformers.trainer")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _operator() -> None:
-    compile_operator()
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import fcntl
 import os
 import pickle
 import shutil
@@ -118,11 +117,16 @@ class Pool:
         self._pipes = [Connection(ours.detach()) for ours, _ in pairs]
         theirs = [their.detach() for _, their in pairs]
         environment = {
-            **_environment(),
+            # as in scripts/: kept with this environment, whose ninja has compiled it
+            "TORCH_EXTENSIONS_DIR": f"{sys.prefix}/torch_extensions",
+            **os.environ,
+            "DS_ACCELERATOR": "cpu",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self.port),
             "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": "1",
+            # ninja, which builds the CPU operator, sits beside this Python
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
         }
         command = [sys.executable, "-u", "-m", "tests.distributed.worker"]
         command += [f"--pipes={','.join(map(str, theirs))}", f"--logs={self._logs}"]
@@ -221,30 +225,3 @@ def _runs_in(group: int, process: psutil.Process) -> bool:
         return os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE
     except (psutil.Error, ProcessLookupError, PermissionError):
         return False
-
-
-def _environment() -> dict[str, str]:
-    return {
-        # as in scripts/: kept with this environment, whose ninja has compiled it
-        "TORCH_EXTENSIONS_DIR": f"{sys.prefix}/torch_extensions",
-        **os.environ,
-        "DS_ACCELERATOR": "cpu",
-        # ninja, which builds the CPU operator, sits beside this Python
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
-    }
-
-
-def compile_operator() -> None:
-    """Have DeepSpeed compile its CPU operator, if it has not. Each process does so at its start,
-    and of those that start together one may load what another is linking anew."""
-    environment = _environment()
-    folder = Path(environment["TORCH_EXTENSIONS_DIR"])
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "compiling").open("w") as one_at_a_time:
-        fcntl.flock(one_at_a_time, fcntl.LOCK_EX)
-        if not list(folder.glob("**/deepspeed_shm_comm.so")):
-            program = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
-            with lock_cleared_on_failure(environment):
-                subprocess.run(
-                    [sys.executable, "-c", program], env=environment, check=True, timeout=600
-                )
