@@ -204,14 +204,29 @@ def locks(environment: Mapping[str, str]) -> set[Path]:
 
 @contextlib.contextmanager
 def lock_cleared_on_failure(environment: Mapping[str, str]) -> Iterator[None]:
-    """Remove the lock if what runs inside fails while building. Its processes must have ended."""
+    """Remove the lock if what runs inside fails while building. Its processes must have ended.
+
+    One that another program took meanwhile stays: torch keeps the file open while it builds.
+    """
     before = locks(environment)
     try:
         yield
     except BaseException:
-        for lock in locks(environment) - before:
-            lock.unlink(missing_ok=True)
+        if left := locks(environment) - before:
+            held = _open_files()
+            for lock in left:
+                if str(lock.resolve()) not in held:
+                    lock.unlink(missing_ok=True)
         raise
+
+
+def _open_files() -> set[str]:
+    """Of every process of this machine whose files may be seen."""
+    found: set[str] = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            found |= {file.path for file in process.open_files()}
+    return found
 
 
 def remove_shared_buffers(port: int) -> None:

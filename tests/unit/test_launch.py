@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,31 @@ def test_a_lock_left_by_a_failed_build_is_cleared(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         failing()
     assert launcher.locks(environment)
+
+
+def test_a_lock_that_another_program_took_meanwhile_stays(tmp_path: Path) -> None:
+    """Without it a third one builds at once, and the first finds its lock gone."""
+    environment = {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    lock = tmp_path / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir()
+    held = f"import os, time; os.open({str(lock)!r}, os.O_CREAT | os.O_EXCL); time.sleep(600)"
+    builders: list[subprocess.Popen[bytes]] = []
+
+    def failing() -> None:
+        with launcher.lock_cleared_on_failure(environment):
+            builders.append(subprocess.Popen([sys.executable, "-c", held]))
+            while not lock.exists():
+                time.sleep(0.01)
+            raise KeyboardInterrupt
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            failing()
+        assert launcher.locks(environment) == {lock}
+    finally:
+        for builder in builders:
+            builder.kill()
+            builder.wait()
 
 
 def test_the_module_gets_its_job_tells_and_asks(tmp_path: Path) -> None:
