@@ -118,13 +118,21 @@ def save_that_fails(folder: str, section: dict[str, Any]) -> str:
 
 
 def broken_off_save(
-    folder: str, start: Callable[[], Any], step: Callable[[Any, int], object]
+    folder: str,
+    start: Callable[[], Any],
+    step: Callable[[Any, int], object],
+    second: Callable[[], Any] | None = None,
 ) -> str:
-    """As `save_that_fails`, of engines that `start` makes; `step` trains one."""
+    """As `save_that_fails`, of engines that `start` makes; `step` trains one. The second save is
+    of an engine of `second`, if there is one."""
     fresh()
     engine = start()
     step(engine, 0)
     engine.save_checkpoint(folder, tag="t")
+    if second is not None:
+        engine.destroy()
+        fresh()
+        engine = second()
     step(engine, 1)
 
     def fails(*args: Any, **kwargs: Any) -> None:
@@ -148,6 +156,17 @@ def _what_a_load_says(folder: str, tag: str, start: Callable[[], Any]) -> str:
     finally:
         engine.destroy()
     return ""
+
+
+def save_without_residuals_that_fails(folder: str, section: dict[str, Any]) -> str:
+    """As `save_that_fails`, where the run that saves again compresses nothing."""
+    config = models.zero3_config(ds_ckpt={"activation": {"policy": "block"}})
+    return broken_off_save(
+        folder,
+        lambda: _engine("llama", section, True),
+        _micro_step,
+        lambda: models.start("llama", config),
+    )
 
 
 def load_universal(folder: str, tag: str, section: dict[str, Any]) -> str:

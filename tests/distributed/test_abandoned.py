@@ -80,6 +80,13 @@ def test_a_second_save_that_deepspeed_broke_off_is_refused(world2: Any, tmp_path
     assert not list((tmp_path / "t").glob("*saving*"))
 
 
+def test_so_is_one_of_a_run_that_compresses_nothing(world2: Any, tmp_path: Path) -> None:
+    """It has removed the residuals of DeepSpeed's files that are still there."""
+    given = str(tmp_path), SECTIONS["topk"]
+    for message in world2.run(cases.save_without_residuals_that_fails, *given):
+        assert "broken off" in message
+
+
 def test_a_parameter_that_is_unfrozen_after_attach_is_trained(world2: Any) -> None:
     section = SECTIONS["topk"]
     for told in world2.run(cases.unfrozen_later, section):
