@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_ckpt.telemetry import Counters, Purpose
+from ds_ckpt.zero3 import overlap as overlap_module
 from ds_ckpt.zero3.overlap import LIMIT, Overlap, Worker, describe_overlap
 
 PATIENCE_S = 5.0
@@ -129,6 +132,41 @@ def test_after_an_error_nothing_later_is_taken_and_the_next_step_works(
     assert len(optimizer.taken) == buckets
     assert counters.exposed_reduce_s > 0
     assert worker.close(PATIENCE_S)
+
+
+def test_only_seconds_in_which_backward_stands_still_are_exposed(
+    overlap: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s, gone_on, stands_still = [0.0], threading.Event(), threading.Event()
+    monkeypatch.setattr(overlap_module.time, "perf_counter", lambda: now_s[0])
+
+    @contextlib.contextmanager
+    def span(kind: str) -> Iterator[None]:
+        assert kind == "exchange_wait"
+        stands_still.set()
+        yield
+
+    def takes(seconds: float, begins: threading.Event, ended: threading.Event) -> Any:
+        def reduce(handed: Any) -> list[torch.Tensor]:
+            assert begins.wait(PATIENCE_S)
+            now_s[0] += seconds
+            ended.set()
+            return [handed[0].grad]
+
+        return reduce
+
+    counters = overlap.it._counters
+    counters.spans = SimpleNamespace(span=span)
+    hidden, exposed = threading.Event(), threading.Event()
+    _hand_over(overlap, overlap.optimizer.gradient(1.0), takes(2.0, gone_on, hidden))
+    gone_on.set()
+    assert hidden.wait(PATIENCE_S)
+    overlap.it.take_all()
+    assert (counters.reduce_s, counters.exposed_reduce_s) == (2.0, 0.0)
+    stands_still.clear()
+    _hand_over(overlap, overlap.optimizer.gradient(2.0), takes(3.0, stands_still, exposed))
+    overlap.it.take_all()
+    assert (counters.reduce_s, counters.exposed_reduce_s) == (5.0, 3.0)
 
 
 def test_each_thread_counts_under_its_own_purpose() -> None:
