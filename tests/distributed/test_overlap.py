@@ -88,6 +88,7 @@ def test_gathers_pass_an_exchange_and_the_norm_waits_for_it(world2: Any, policy:
     section = {**TOPK, "activation": {"policy": policy}}
     for process in world2.run(cases.goes_on, section):
         assert process["gather"], "backward stood still until the exchange had ended"
+        assert process["seconds"] == (1.0, 0.0), "reduced in, of them exposed"
         assert process["buckets"] > 6
         assert process["peak"] == process["limit"] == 2
         assert process["spares"] <= 2

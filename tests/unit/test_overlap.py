@@ -137,8 +137,10 @@ def test_after_an_error_nothing_later_is_taken_and_the_next_step_works(
 def test_only_seconds_in_which_backward_stands_still_are_exposed(
     overlap: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now_s, gone_on, stands_still = [0.0], threading.Event(), threading.Event()
-    monkeypatch.setattr(overlap_module.time, "perf_counter", lambda: now_s[0])
+    now_s = [0.0]
+    gone_on, stands_still, ended = threading.Event(), threading.Event(), threading.Event()
+    clock = SimpleNamespace(perf_counter=lambda: now_s[0])
+    monkeypatch.setattr(overlap_module, "time", clock)
 
     @contextlib.contextmanager
     def span(kind: str) -> Iterator[None]:
@@ -146,7 +148,7 @@ def test_only_seconds_in_which_backward_stands_still_are_exposed(
         stands_still.set()
         yield
 
-    def takes(seconds: float, begins: threading.Event, ended: threading.Event) -> Any:
+    def takes(seconds: float, begins: threading.Event) -> Any:
         def reduce(handed: Any) -> list[torch.Tensor]:
             assert begins.wait(PATIENCE_S)
             now_s[0] += seconds
@@ -157,14 +159,13 @@ def test_only_seconds_in_which_backward_stands_still_are_exposed(
 
     counters = overlap.it._counters
     counters.spans = SimpleNamespace(span=span)
-    hidden, exposed = threading.Event(), threading.Event()
-    _hand_over(overlap, overlap.optimizer.gradient(1.0), takes(2.0, gone_on, hidden))
+    _hand_over(overlap, overlap.optimizer.gradient(1.0), takes(2.0, gone_on))
     gone_on.set()
-    assert hidden.wait(PATIENCE_S)
+    assert ended.wait(PATIENCE_S)
     overlap.it.take_all()
     assert (counters.reduce_s, counters.exposed_reduce_s) == (2.0, 0.0)
     stands_still.clear()
-    _hand_over(overlap, overlap.optimizer.gradient(2.0), takes(3.0, stands_still, exposed))
+    _hand_over(overlap, overlap.optimizer.gradient(2.0), takes(3.0, stands_still))
     overlap.it.take_all()
     assert (counters.reduce_s, counters.exposed_reduce_s) == (5.0, 3.0)
 
