@@ -11,23 +11,25 @@ ACCUMULATION = 8
 
 
 def table(lines: list[dict[str, Any]], steps: int) -> str:
-    """Markdown: for each number of workers and width one row a method, in the order of bytes in a
-    step.
+    """Markdown: for each number of workers, width and batch one row a method, in the order of bytes
+    in a step.
 
     Bytes of the whole run count warm-up steps as dense ones. At accumulation 8 an exchange with
     residuals runs once where ZeRO-3's runs 8 times. Where dense training has run in several ways,
     all are held against the best of them, too.
     """
-    by_task: dict[tuple[int, int], dict[str, dict[int, dict[str, Any]]]] = {}
+    by_task: dict[tuple[int, int, int], dict[str, dict[int, dict[str, Any]]]] = {}
     for line in lines:
         if line["steps"] == steps:
             task = line["task"]
-            cells = by_task.setdefault((task["hidden_size"], task["world"]), {})
+            sizes = task["hidden_size"], task["world"], task["world"] * task["sequences"]
+            cells = by_task.setdefault(sizes, {})
             cells.setdefault(line["cell"], {})[line["seed"]] = line
+    several = len(by_task) > 1
     found = [
-        (f"{workers} workers, hidden size {hidden}\n\n" if len(by_task) > 1 else "")
+        (f"{workers} workers, hidden size {hidden}, {batch} sequences\n\n" if several else "")
         + _table(done, steps)
-        for (hidden, workers), done in sorted(by_task.items())
+        for (hidden, workers, batch), done in sorted(by_task.items())
         if any(map(_is_dense, done))
     ]
     return "\n\n".join(found) or "no dense run of this length yet"

@@ -1,7 +1,8 @@
 """Held-out loss against bytes: every compression method at several ratios, with AdamW.
 
     nice -n 19 python benchmarks/frontier.py [--steps 1500] [--seeds 0 1 2] [--only PATTERN]
-    python benchmarks/frontier.py --tuned [--workers 4] [--hidden-size 512 --steps 3000]
+    python benchmarks/frontier.py --tuned [--workers 4] [--batch 32]
+    python benchmarks/frontier.py --tuned --hidden-size 512 --steps 3000
     python benchmarks/frontier.py --table [--tuned]
 
 Trains the 4.9-million Llama on the corpus that every Python ships, with 2 virtual workers
@@ -15,8 +16,8 @@ optimizer are fp32.
 the warm-up (`error_feedback.momentum: 0.3`), dense training too: the better of its two is what a
 tuned optimizer comes to. A process's own share is compressed like the others', which is as hard as
 with many workers; low rank's stays exact. Products are bf16 (autocast), weights and gradients fp32.
-A step's eight sequences are the same however many workers share them. `--hidden-size 512` is a
-Llama of 19 million. These go to `results/frontier_tuned.jsonl`.
+A step's sequences (`--batch`, eight) are the same however many workers share them. `--hidden-size
+512` is a Llama of 19 million. These go to `results/frontier_tuned.jsonl`.
 
 Bytes are counted where the exchange sends them, with bf16 gradients, headers and scales and what
 travels whole included, against the dense exchange of the same gradients.
@@ -165,7 +166,7 @@ def main() -> None:
     text, workers = embedded_corpus(), arguments.workers
     task: dict[str, Any] = SIZES | {"world": workers}
     if arguments.tuned:
-        task |= sizes_of(arguments.hidden_size, workers) | {"products": "bf16"}
+        task |= sizes_of(arguments.hidden_size, workers, arguments.batch) | {"products": "bf16"}
         exchange_build.AllToAllExchange = OwnShareToo  # type: ignore[misc]
     learner = begin(text, task, compiled=not arguments.eager)
     for seed in arguments.seeds:
@@ -212,11 +213,11 @@ def begin(text: Corpus, task: Mapping[str, Any] = SIZES, *, compiled: bool) -> L
     )
 
 
-def sizes_of(hidden_size: int, workers: int) -> dict[str, int]:
-    """Where the tuned frontier's task differs from `SIZES`."""
+def sizes_of(hidden_size: int, workers: int, batch: int) -> dict[str, int]:
+    """Where the tuned frontier's task differs from `SIZES`; of a batch, all workers' sequences."""
     wider = hidden_size / SIZES["hidden_size"]
     return {
-        "sequences": SIZES["sequences"] * SIZES["world"] // workers,
+        "sequences": batch // workers,
         "hidden_size": hidden_size,
         "intermediate_size": round(wider * SIZES["intermediate_size"]),
     }
@@ -238,9 +239,16 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--tuned", action="store_true", help="with AdamW's b1 and a lead, too")
     parser.add_argument("--workers", type=int, default=SIZES["world"])
+    batch = SIZES["sequences"] * SIZES["world"]
+    parser.add_argument("--batch", type=int, default=batch, help="with --tuned: sequences a step")
     parser.add_argument("--hidden-size", type=int, default=SIZES["hidden_size"])
     parser.add_argument("--results", type=Path)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.batch % arguments.workers:
+        parser.error(
+            f"--batch: {arguments.workers} workers cannot share {arguments.batch} sequences"
+        )
+    return arguments
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
