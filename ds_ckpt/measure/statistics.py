@@ -119,8 +119,8 @@ def _point(steps: Sequence[StepTime]) -> Point:
     middle = ordered[cut : len(ordered) - cut]
     return Point(
         statistics.median(step.step_s for step in steps),
-        {name: statistics.fmean(s.parts_s[name] for s in middle) for name in PARTS},
-        statistics.fmean(step.in_collectives_s for step in middle),
+        {name: statistics.fmean([s.parts_s[name] for s in middle]) for name in PARTS},
+        statistics.fmean([step.in_collectives_s for step in middle]),
     )
 
 

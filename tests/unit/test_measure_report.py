@@ -202,6 +202,7 @@ def test_what_is_uncertain_is_no_headline(tmp_path: Path) -> None:
     assert any("More repetitions" in line for line in lines)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_losses_or_weights_that_differ_are_said_aloud(tmp_path: Path) -> None:
     """The digest of the weights is what older runs lack."""
     folder = write_run(tmp_path / "run")
@@ -254,6 +255,7 @@ def _steps(trial: Trial, step_s: float | None = None, **parts: float) -> dict[st
     return {"steps": (one.model_copy(update=update),) * 2}
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_two_runs_are_held_against_each_other(tmp_path: Path) -> None:
     first, second = write_run(tmp_path / "first"), write_run(tmp_path / "second")
     command = ["report", str(first), "--against", str(second)]
@@ -267,6 +269,7 @@ def test_two_runs_are_held_against_each_other(tmp_path: Path) -> None:
     assert "beyond 5%" in apart.output
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_two_experiments_are_not_held_against_each_other(tmp_path: Path) -> None:
     first = write_run(tmp_path / "first")
     few = write_run(tmp_path / "few", replace(known.SPEC, repetitions=2))
@@ -277,6 +280,7 @@ def test_two_experiments_are_not_held_against_each_other(tmp_path: Path) -> None
         assert said in result.output
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_what_is_missing_is_said_first(tmp_path: Path) -> None:
     """Stopped in the second round at one rate, in the first at another, before any loss."""
     folder = write_run(tmp_path / "run")
@@ -303,6 +307,7 @@ def test_what_is_missing_is_said_first(tmp_path: Path) -> None:
     assert "NOT WHOLE" not in whole.document().html()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_file_of_a_run_without_a_share_is_json(tmp_path: Path) -> None:
     """Recomputing that costs nothing has no share that is paid; JSON has no NaN."""
     folder = write_run(tmp_path / "run")
@@ -409,6 +414,7 @@ def with_weights(tmp_path: Path) -> Path:
     return write_run(tmp_path / "weights", spec)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_axis_of_weights_is_a_column_everywhere(with_weights: Path) -> None:
     report = Report.of(with_weights)
     text = report.document().markdown()

@@ -14,6 +14,7 @@ from ds_ckpt.cli import app
 from ds_ckpt.config import load_file, parse
 from ds_ckpt.config.verdicts import read_verdicts, verdicts_on
 from ds_ckpt.validation import experiment
+from ds_ckpt.validation.data import Text
 from ds_ckpt.validation.store import Store
 from ds_ckpt.validation.task import DEFAULT_TASKS
 from ds_ckpt.validation.validate import Arguments
@@ -35,6 +36,12 @@ SIZES = [
     "0.003",
 ]
 run = CliRunner().invoke
+
+
+@pytest.fixture
+def little_heldout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two batches of held-out text in the place of 24, for what is not about losses."""
+    monkeypatch.setattr(Text.of_bytes.__func__, "__defaults__", (2,))  # type: ignore[attr-defined]
 
 
 def small(folder: Path, file: Path) -> Path:
@@ -92,9 +99,10 @@ def test_what_must_fail_fails_and_what_must_pass_passes(tmp_path: Path) -> None:
     assert (output / "results.jsonl").read_text() == before
 
 
+@pytest.mark.usefixtures("little_heldout", "undrawn")
 def test_a_killed_command_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = small(tmp_path, ROOT / "benchmarks" / "accuracy" / "2bit.json")
-    options = ["--seeds", "2", "--steps", "16"]
+    options = ["--seeds", "2", "--steps", "8"]
     straight = validate(tmp_path / "a", [file], *options)
     assert straight.exit_code in (0, 1, 2)
     train, trained = experiment.train, list[int]()
@@ -123,6 +131,7 @@ def test_a_killed_command_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert curves[0] == curves[1]
 
 
+@pytest.mark.usefixtures("little_heldout", "undrawn")
 def test_a_run_that_falls_behind_is_stopped_and_the_config_is_worse(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,12 +159,13 @@ def test_dense_against_itself_with_real_runs(tmp_path: Path) -> None:
     assert worse <= 10
 
 
+@pytest.mark.usefixtures("little_heldout", "undrawn")
 def test_a_user_s_text_and_a_record_beside_the_file(tmp_path: Path) -> None:
     text = tmp_path / "mine.txt"
     text.write_text("\n\n".join(f"some words of mine {i} " * 80 for i in range(60)))
     file = small(tmp_path, ROOT / "ds_configs" / "zero3_4bit.json")
     record = tmp_path / "verdicts.json"
-    options = ["--data", str(text), "--record", str(record), "--seeds", "2", "--steps", "16"]
+    options = ["--data", str(text), "--record", str(record), "--seeds", "2", "--steps", "8"]
     found = validate(tmp_path / "out", [file], *options)
     assert found.exit_code in (0, 1, 2), found.output
     (written,) = read_verdicts(record)
@@ -169,6 +179,7 @@ def test_a_user_s_text_and_a_record_beside_the_file(tmp_path: Path) -> None:
     assert "margin 0.5%" in words
 
 
+@pytest.mark.usefixtures("little_heldout", "undrawn")
 def test_a_record_says_betas_leads_and_rates_that_are_not_the_tasks_own(tmp_path: Path) -> None:
     file = small(tmp_path, ROOT / "ds_configs" / "zero3_4bit.json")
     sizes, out = ("--tasks", "language", "--seeds", "2", "--steps", "8"), tmp_path / "out"
@@ -293,6 +304,7 @@ def test_a_record_that_cannot_be_added_to_is_told_before_training(
     assert "the verdicts cannot be read" in found.output
 
 
+@pytest.mark.usefixtures("little_heldout", "undrawn")
 def test_runs_of_other_packages_are_not_paired_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,11 @@
+"""What tests of reports share."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports without their plots, which take half a second each."""
+    monkeypatch.setattr("ds_ckpt.report.document.svg", lambda panels: "")
