@@ -10,6 +10,7 @@ and below what an older DeepSpeed is given of a newer one.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import inspect
@@ -225,10 +226,15 @@ def describe(target: Any) -> tuple[str, str]:
     if not callable(target):
         return type(target).__name__, ""
     target = _undecorated(target)
-    source = textwrap.dedent(inspect.getsource(target))
+    return _parameters(target), _source_digest(target)
+
+
+@functools.cache  # all of them take as long to read as half of a small engine takes to start
+def _source_digest(function: Any) -> str:
+    source = textwrap.dedent(inspect.getsource(function))
     lines = [line.strip() for line in source.splitlines()]
     code = "\n".join(line for line in lines if line and not line.startswith("#"))
-    return _parameters(target), hashlib.sha256(code.encode()).hexdigest()[:16]
+    return hashlib.sha256(code.encode()).hexdigest()[:16]
 
 
 def _check_one(symbol: Symbol, installed: str) -> Finding:
