@@ -41,13 +41,15 @@ with socket.create_connection((sys.argv[1], 5000)) as peer:
 
 
 def system_state() -> dict[str, object]:
-    """What hosts could leave behind on the machine."""
+    """What hosts could leave behind on the machine; of namespaces those of this process's
+    descendants, since browsers and other tests make some, too. Orphans are descendants: see
+    `tests/conftest.py`."""
     links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True)
     queues = subprocess.run(["tc", "qdisc", "show"], capture_output=True, text=True, check=True)
     spaces = set()
-    for pid in psutil.pids():
+    for one in psutil.Process().children(recursive=True):
         with contextlib.suppress(OSError):  # ended, or waits to be collected
-            spaces |= {os.readlink(f"/proc/{pid}/ns/{kind}") for kind in ("net", "uts", "pid")}
+            spaces |= {os.readlink(f"/proc/{one.pid}/ns/{kind}") for kind in ("net", "uts", "pid")}
     devices = sorted(line.split(":")[1] for line in links.stdout.splitlines())
     queues_by_device = sorted(line.split("refcnt")[0] for line in queues.stdout.splitlines())
     return {"devices": devices, "queues": queues_by_device, "spaces": spaces}
