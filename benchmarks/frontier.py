@@ -125,17 +125,14 @@ BOTH_WAYS = (
     cell("rank 4", "powersgd", rank=4),
     cell("2 bits", "quantize", bits=2),
 )
+WAYS = tuple(way for one in BOTH_WAYS for way in (tuned(one), one))
 LONGER_LEAD = tuned(BOTH_WAYS[2], lead=0.6)
 RATES = tuple(
     dataclasses.replace(way, name=f"{way.name}, rate {rate:g}", rate=rate)
-    for way in (*(way for one in BOTH_WAYS[:3] for way in (tuned(one), one)), LONGER_LEAD)
+    for way in (*WAYS[:6], LONGER_LEAD)
     for rate in (1e-3, 4e-3)
 )
-TUNED = (
-    *(way for one in BOTH_WAYS for way in (tuned(one), one)),
-    LONGER_LEAD,
-    *RATES,
-)
+TUNED = (*WAYS, LONGER_LEAD, *RATES)
 """The lead of 0.6 is `zero3_50x.json`'s."""
 
 
@@ -244,7 +241,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--hidden-size", type=int, default=SIZES["hidden_size"])
     parser.add_argument("--results", type=Path)
     arguments = parser.parse_args()
-    if arguments.batch % arguments.workers:
+    if arguments.tuned and arguments.batch % arguments.workers:
         parser.error(
             f"--batch: {arguments.workers} workers cannot share {arguments.batch} sequences"
         )

@@ -280,7 +280,6 @@ def test_two_experiments_are_not_held_against_each_other(tmp_path: Path) -> None
         assert said in result.output
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_what_is_missing_is_said_first(tmp_path: Path) -> None:
     """Stopped in the second round at one rate, in the first at another, before any loss."""
     folder = write_run(tmp_path / "run")
@@ -307,7 +306,6 @@ def test_what_is_missing_is_said_first(tmp_path: Path) -> None:
     assert "NOT WHOLE" not in whole.document().html()
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_the_file_of_a_run_without_a_share_is_json(tmp_path: Path) -> None:
     """Recomputing that costs nothing has no share that is paid; JSON has no NaN."""
     folder = write_run(tmp_path / "run")
@@ -414,7 +412,6 @@ def with_weights(tmp_path: Path) -> Path:
     return write_run(tmp_path / "weights", spec)
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_the_axis_of_weights_is_a_column_everywhere(with_weights: Path) -> None:
     report = Report.of(with_weights)
     text = report.document().markdown()

@@ -131,7 +131,7 @@ def test_a_killed_command_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert curves[0] == curves[1]
 
 
-@pytest.mark.usefixtures("little_heldout", "undrawn")
+@pytest.mark.usefixtures("little_heldout")
 def test_a_run_that_falls_behind_is_stopped_and_the_config_is_worse(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
