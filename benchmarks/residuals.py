@@ -19,7 +19,7 @@ import torch
 from _timing import Work, interleaved_medians_s
 
 from ds_ckpt.compression import Feedback
-from ds_ckpt.compression.storage import TORCH_DTYPES, ResidualDtype
+from ds_ckpt.compression.storage import TORCH_DTYPES, ResidualDtype, Stored
 from ds_ckpt.memory import HostPool
 
 
@@ -49,7 +49,7 @@ def share_kept(dtype: ResidualDtype, steps: int = 1024, elements: int = 1 << 20)
     feedback = Feedback(dtype=dtype)
     start = torch.full((elements,), 0.75)
     start[::64] = 1.0
-    feedback.load_state_dict({"w": start})
+    feedback.load_stored({"w": Stored(start)}, 0)
     gradient = torch.full((elements,), 2.0**-8 / steps)
     gradient[::64] = 0.0
     for _ in range(steps):

@@ -23,21 +23,6 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "ConfigError": "errors",
-    "ContractError": "errors",
-    "DsCkptError": "errors",
-    "Problem": "errors",
-    "StateError": "errors",
-    "UnsupportedError": "errors",
-    "Session": "session",
-    "attach": "entry",
-    "initialize": "entry",
-    "install": "entry",
-    "session_of": "entry",
-    "uninstall": "entry",
-}
-
 __all__ = [
     "ConfigError",
     "ContractError",
@@ -55,9 +40,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module 'ds_ckpt' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"ds_ckpt.{_HOME[name]}"), name)
+    home = "entry" if name[0].islower() else "session" if name == "Session" else "errors"
+    return getattr(importlib.import_module(f"ds_ckpt.{home}"), name)
 
 
 def __dir__() -> list[str]:

@@ -212,10 +212,6 @@ def _innermost_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]
     return hooks
 
 
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 class Call:
     """One forward of one block, and its recompute.
 
@@ -473,7 +469,7 @@ class Call:
         self._difference = None
         self._doubts: list[tuple[int, Tensor]] = []
         self._reprinter = Printer()
-        stack.enter_context(saved_tensors_hooks(self._pack_again, _as_it_is))
+        stack.enter_context(saved_tensors_hooks(self._pack_again, lambda tensor: tensor))
         if self._recording is not None:
             assert self._target.choice is not None
             entries, results = self._recording.entries, self._results.get()

@@ -270,19 +270,6 @@ class Feedback:
             for name, stored in self.stored().items()
         }
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Replace every residual by a copy of `state`; a step under way is forgotten.
-
-        Nothing is rounded: they are kept as they come until a step has used them.
-        """
-        self.load_stored(
-            {
-                name: Stored(residual.detach().to(torch.float32).reshape(-1))
-                for name, residual in state.items()
-            },
-            self._step,
-        )
-
     def stored(self) -> dict[str, Stored]:
         """Committed residuals as they are kept: the live buffers, which later steps overwrite."""
         self._wait_for_copies()

@@ -111,6 +111,28 @@ _MICS = Conflict(
     "MiCS shards over subgroups of processes, and DeepSpeed has removed it",
     "remove the key",
 )
+_DIVIDED = (
+    Conflict(
+        "expert_parallel.enabled",
+        _on,
+        "experts are divided over other groups of processes than the rest",
+        "write false or remove the section",
+    ),
+    Conflict(
+        "tensor_parallel.autotp_size",
+        _above_one,
+        "one parameter name then stands for different slices in different processes",
+        "write 1 or remove the key",
+    ),
+    Conflict(
+        "sequence_parallel_size",
+        _above_one,
+        "gradients and weights are then divided over sequence-parallel and data-parallel "
+        "processes together",
+        "write 1 or remove the key",
+    ),
+)
+"""What compression and resident weights find in one group of processes alone."""
 COMPRESSION = (
     Conflict(
         "zero_optimization.reduce_scatter",
@@ -151,27 +173,7 @@ COMPRESSION = (
         "Muon needs whole gradients and refuses reduce-scatter, which compression replaces",
         'write for example "AdamW"',
     ),
-    Conflict(
-        "expert_parallel.enabled",
-        _on,
-        "expert gradients are averaged over other groups of processes than the rest, "
-        "and residuals belong to one group",
-        "write false or remove the section",
-    ),
-    Conflict(
-        "tensor_parallel.autotp_size",
-        _above_one,
-        "one parameter name then stands for different slices in different processes, "
-        "and residuals are kept by parameter name",
-        "write 1 or remove the key",
-    ),
-    Conflict(
-        "sequence_parallel_size",
-        _above_one,
-        "gradients are then averaged over sequence-parallel and data-parallel processes together, "
-        "a group that compression has not been tested with",
-        "write 1 or remove the key",
-    ),
+    *_DIVIDED,
     Conflict(
         "gradient_predivide_factor",
         _not_one,
@@ -227,24 +229,7 @@ RESIDENT = (
         'write "cpu" or "none"',
     ),
     _MICS,
-    Conflict(
-        "expert_parallel.enabled",
-        _on,
-        "experts are divided over other groups of processes than the rest",
-        "write false or remove the section",
-    ),
-    Conflict(
-        "tensor_parallel.autotp_size",
-        _above_one,
-        "processes of one host then hold different slices of a weight",
-        "write 1 or remove the key",
-    ),
-    Conflict(
-        "sequence_parallel_size",
-        _above_one,
-        "weights are then divided over sequence-parallel and data-parallel processes together",
-        "write 1 or remove the key",
-    ),
+    *_DIVIDED,
 )
 EITHER = (
     Conflict(

@@ -1,4 +1,4 @@
-"""JSON Schema (draft 2020-12) of the whole file, for editors: `ds_ckpt/config.schema.json`.
+"""JSON Schema (draft 2020-12) of the whole file, for editors (`ds-ckpt schema`).
 
 Describes our section and `activation_checkpointing`; all other keys are DeepSpeed's and pass.
 Every key also takes null. Rules across sections are not in it: `ds-ckpt validate` checks those.

@@ -91,18 +91,11 @@ class Plan:
         """One JSON-able record a tensor."""
         return [dict(vars(t)) for t in self.tensors]
 
-    def __str__(self) -> str:
-        return self.table(together=False)
-
-    def table(self, *, together: bool = True) -> str:
-        """One line a tensor, and their sum.
-
-        Args:
-            together: tensors alike of numbered layers share a line.
-        """
+    def table(self) -> str:
+        """Lines of tensors, and their sum; those alike of numbered layers share a line."""
         alike: dict[tuple[str, tuple[int, ...], str], list[PlannedTensor]] = {}
         for t in self.tensors:
-            name = re.sub(r"(?<=\.)\d+(?=\.)", "*", t.name) if together else t.name
+            name = re.sub(r"(?<=\.)\d+(?=\.)", "*", t.name)
             alike.setdefault((name, t.shape, t.how), []).append(t)
         rows = []
         for (name, shape, how), group in alike.items():

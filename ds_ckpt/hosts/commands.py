@@ -156,6 +156,16 @@ def _described(rate_mbit: float | None) -> str:
     return "links not shaped" if rate_mbit is None else f"links of {rate_mbit:g} Mbit/s"
 
 
+def names_of(listed: str) -> tuple[str, ...]:
+    """`a, b` as names."""
+    return tuple(filter(None, (word.strip() for word in listed.split(","))))
+
+
+def a_file(words: str) -> Any:
+    """An option for a file that is there."""
+    return typer.Option(help=words, exists=True, dir_okay=False, readable=True)
+
+
 @contextlib.contextmanager
 def errors_in_words() -> Iterator[None]:
     from ds_ckpt.errors import DsCkptError

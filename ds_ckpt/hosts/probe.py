@@ -107,7 +107,7 @@ def measure(comm: Any, seconds: float) -> Links | None:
                 print(f"{_BEGUN}{hosts[first]} - {hosts[second]}", flush=True)
             seen = None
             if comm.rank in (first, second):
-                end = _End(comm, MPI, second if comm.rank == first else first)
+                end = _End(comm, second if comm.rank == first else first)
                 seen = end.measure(comm.rank == first, seconds)
             reports = comm.gather(seen, root=0)
             if comm.rank == 0:
@@ -122,8 +122,8 @@ def measure(comm: Any, seconds: float) -> Links | None:
 class _End:
     """One end of a pair under measurement."""
 
-    def __init__(self, comm: Any, mpi: Any, peer: int) -> None:
-        self.comm, self.mpi, self.peer = comm, mpi, peer
+    def __init__(self, comm: Any, peer: int) -> None:
+        self.comm, self.peer = comm, peer
 
     def measure(self, leads: bool, seconds: float) -> tuple[float, float, float]:
         """Latency in s; bytes a second that arrive here, alone and with both sending."""

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from ds_ckpt.config import load_file, parse
 from ds_ckpt.errors import ConfigError, Problem
-from ds_ckpt.hosts.commands import parse_rate
+from ds_ckpt.hosts.commands import names_of, parse_rate
 from ds_ckpt.measure.cluster import account, like, rate_mbit
 from ds_ckpt.measure.report import Report
 from ds_ckpt.measure.spec import AXES, RIVALS, SHAPE, Spec
@@ -35,10 +35,6 @@ def batches_of(text: str) -> tuple[int, ...]:
         return tuple(sorted({int(word) for word in text.split(",")}))
     except ValueError:
         raise typer.BadParameter(f"{text!r}: write numbers with commas, such as 2,4") from None
-
-
-def names_of(listed: str) -> tuple[str, ...]:
-    return tuple(filter(None, (word.strip() for word in listed.split(","))))
 
 
 def sections_of(**listed: str) -> tuple[dict[str, tuple[str, ...]], dict[str, dict[str, Any]]]:

@@ -10,14 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ds_ckpt.hosts import Launcher
-from ds_ckpt.hosts.commands import errors_in_words
+from ds_ckpt.hosts.commands import a_file, errors_in_words, names_of
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-
-def _file(words: str) -> Any:
-    return typer.Option(help=words, exists=True, dir_okay=False, readable=True)
 
 
 def measure(
@@ -25,7 +21,7 @@ def measure(
     output: Annotated[
         Path, typer.Option("--output", "-o", help="The run's folder. One that was stopped goes on.")
     ],
-    hostfile: Annotated[Path | None, _file("Real machines, one `name slots=N` a line.")] = None,
+    hostfile: Annotated[Path | None, a_file("Real machines, one `name slots=N` a line.")] = None,
     on_loopback: Annotated[
         bool, typer.Option("--loopback", help="This machine alone; the link is not shaped.")
     ] = False,
@@ -39,10 +35,10 @@ def measure(
         str | None, typer.Option(help='"4 nodes x 8 A100, 100 Gbit/s, llama-7b" sets the rate.')
     ] = None,
     hardware: Annotated[
-        Path | None, _file("Figures for --like; a copy of hardware.json to edit.")
+        Path | None, a_file("Figures for --like; a copy of hardware.json to edit.")
     ] = None,
     links: Annotated[
-        Path | None, _file("For --like: the rate from a file of `ds-ckpt probe`.")
+        Path | None, a_file("For --like: the rate from a file of `ds-ckpt probe`.")
     ] = None,
     policies: Annotated[
         str, typer.Option(help="Of checkpointing: names, `none` among them, or DeepSpeed files.")
@@ -77,7 +73,7 @@ def measure(
     ] = None,
     deepspeed: Annotated[
         Path | None,
-        _file("DeepSpeed JSON of all configurations: optimizer, precision, ZeRO, batch."),
+        a_file("DeepSpeed JSON of all configurations: optimizer, precision, ZeRO, batch."),
     ] = None,
     shape: Annotated[
         str, typer.Option(help="Of the Llama: hidden_size=256,layers=6,intermediate_size=688.")
@@ -93,7 +89,7 @@ def measure(
     equal_memory: Annotated[
         bool, typer.Option(help="Also the batch that checkpointing leaves memory for.")
     ] = True,
-    text: Annotated[Path | None, _file("Train on it, not on Python's texts.")] = None,
+    text: Annotated[Path | None, a_file("Train on it, not on Python's texts.")] = None,
     seed: Annotated[int, typer.Option(help="Of weights and data.")] = 1,
     launcher: Annotated[Launcher, typer.Option(help="For deepspeed.")] = "pdsh",
     interface: Annotated[
@@ -174,7 +170,7 @@ def measure(
             policies=chosen["activation"],
             methods=chosen["compression"],
             weights=chosen["weights"],
-            rivals=arguments.names_of(rivals),
+            rivals=names_of(rivals),
             sections=sections,
             rates=chosen_rates or ((200.0,) if where == "emulated" else (None,)),
             batches=arguments.batches_of(batches),

@@ -11,14 +11,10 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ds_ckpt.hosts.commands import errors_in_words, progress, write
+from ds_ckpt.hosts.commands import a_file, errors_in_words, names_of, progress, write
 
 DEFAULT_TOKENS = 1 << 20
 """Of a step: what is tried where nobody says how large a batch may be."""
-
-
-def _file(words: str) -> Any:
-    return typer.Option(help=words, exists=True, dir_okay=False, readable=True)
 
 
 def plan(
@@ -34,13 +30,13 @@ def plan(
         typer.Option(help='"4 nodes x 8 A100 80 GB, 100 Gbit/s"; a latency may follow: ", 50 us".'),
     ] = None,
     hostfile: Annotated[
-        Path | None, _file("In the place of --cluster; with --device and --links.")
+        Path | None, a_file("In the place of --cluster; with --device and --links.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="The hostfile's accelerators: A100.")] = None,
     links: Annotated[
-        Path | None, _file("Rate and latency from a file of `ds-ckpt probe`, measured.")
+        Path | None, a_file("Rate and latency from a file of `ds-ckpt probe`, measured.")
     ] = None,
-    hardware: Annotated[Path | None, _file("Figures; a copy of hardware.json to edit.")] = None,
+    hardware: Annotated[Path | None, a_file("Figures; a copy of hardware.json to edit.")] = None,
     loss: Annotated[
         str,
         typer.Option(help="What verdicts must say of compressed gradients: equal, 0.5%, or any."),
@@ -109,9 +105,8 @@ def plan(
         known.done()
         assert named is not None
         types = {"bf16": torch.bfloat16, "fp16": torch.float16}
-        names = tuple(word.strip() for word in modules.split(",") if word.strip())
         with Console(stderr=True).status("surveying the model", spinner="line"):
-            made = Model(model, Sizes(tokens, types[dtype]), names or None)
+            made = Model(model, Sizes(tokens, types[dtype]), names_of(modules) or None)
         each = made.rows
         if made.tokens > 1:
             each *= max(1, round(DEFAULT_TOKENS / made.tokens / made.rows / named.devices))

@@ -312,41 +312,33 @@ class Search:
         plan = self._mixtures[key]
         if plan is None:
             return None
-        return self._candidate(sequences, kind, method, offload, plan, memory)
+        setting = Setting(sequences, self.each // sequences, BUDGET, offload, kind, method)
+        return self._candidate(setting, plan, memory)
 
     def alike(self, of: Setting, policy: str) -> Candidate:
         """With one policy for all blocks, whether or not it fits."""
         planner = self.question.model.at(of.sequences, self.question.rates).planner
         plan = planner.all_alike(policy, replace(ACTIVATIONS, offload=of.offload))
         memory = self._memory(of.sequences, of.weights, of.method)
-        return self._candidate(of.sequences, of.weights, of.method, of.offload, plan, memory)
+        return self._candidate(of, plan, memory)
 
-    def _candidate(
-        self,
-        sequences: int,
-        kind: str,
-        method: Method,
-        offload: bool,
-        plan: ActivationPlan,
-        memory: dict[str, int],
-    ) -> Candidate:
+    def _candidate(self, of: Setting, plan: ActivationPlan, memory: dict[str, int]) -> Candidate:
+        """Under the policy that the plan comes to, whatever `of` says of it."""
         question, machine = self.question, self.question.machine
         model, device = question.model, question.cluster.device
         words = set(plan.choices)
         policy = words.pop() if len(words) == 1 else BUDGET
         if policy == BOTH:  # no policy of that name
             policy = BUDGET
-        micro_steps = self.each // sequences
-        setting = Setting(sequences, micro_steps, policy, offload, kind, method)
-        at = model.at(sequences, question.rates)
+        at = model.at(of.sequences, question.rates)
         way = Way(
-            micro_steps,
+            of.micro_steps,
             model.parameters.itemsize,
-            self._gradients(method, micro_steps),
+            self._gradients(of.method, of.micro_steps),
             bucket=bucket_of(model),
             prefetch=DEFAULTS["stage3_prefetch_bucket_size"],
-            weights=weights(kind, machine, model.parameters.itemsize),
-            hpz=kind == HPZ,
+            weights=weights(of.weights, machine, model.parameters.itemsize),
+            hpz=of.weights == HPZ,
             update_s=UPDATE_BYTES
             * model.trained
             / machine.processes
@@ -359,10 +351,10 @@ class Search:
             reuse=DEFAULTS["stage3_max_reuse_distance"],
         )
         needed = {**memory, "activations": plan.needed_bytes}
-        nbytes, on_host = self._residuals(method, micro_steps)
+        nbytes, on_host = self._residuals(of.method, of.micro_steps)
         host = question.host_bytes / machine.local
         return Candidate(
-            setting,
+            replace(of, policy=policy),
             plan,
             needed,
             on_host * nbytes,

@@ -51,11 +51,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ds_ckpt.zero3.overlap import LIMIT
+from ds_ckpt.zero3.weights import CHUNK
+
 RESOURCES = ("compute", "thread", "network", "inside", "bus")
-LIMIT = 2
-"""Buckets under way at a time (`zero3/overlap.py`; DeepSpeed's own limit is the same)."""
-CHUNK = 1 << 22
-"""Elements of a process's shard in one chunk of changed weights (`zero3/weights.py`)."""
 MOST_PIECES = 4
 """A block's gathers are divided into at most so many pieces: more change nothing that is seen."""
 SIMULATED = 3

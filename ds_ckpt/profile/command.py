@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from ds_ckpt.hosts.commands import errors_in_words, progress, write
+from ds_ckpt.hosts.commands import errors_in_words, names_of, progress, write
 
 
 def profile(
@@ -103,8 +103,8 @@ def profile(
             sizes=Sizes(tokens, dtypes[dtype] if dtype else None, attention or None),
             world=world,
             hosts=hosts,
-            policies=tuple(_split(policies)),
-            modules=tuple(_split(modules)) or None,
+            policies=names_of(policies),
+            modules=names_of(modules) or None,
             real=real,
             compile=compile_,
             limit_bytes=None if limit_gib is None else round(limit_gib * GIB),
@@ -118,14 +118,10 @@ def profile(
         write(plot_file, lambda path: charts.save(picture(found), path))
 
 
-def _split(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
-
-
 def _counts(batch: int, batches: str) -> tuple[int, ...]:
     """The batch first, then the others. Raises typer.BadParameter."""
     try:
-        others = [int(word) for word in _split(batches)]
+        others = [int(word) for word in names_of(batches)]
     except ValueError:
         raise typer.BadParameter(f"{batches!r}: write whole numbers: 1,2,4,8") from None
     if any(n < 1 for n in others):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ds_ckpt.activation import CheckpointedBlocks
-from ds_ckpt.activation.inputs import CheckpointedInputs, Keeping, build_inputs
+from ds_ckpt.activation.inputs import CheckpointedInputs, build_inputs
 from ds_ckpt.activation.inputs import describe as describe_keeping
 from ds_ckpt.activation.policies import Unit, make_plan
 from ds_ckpt.config import PluginConfig
@@ -201,9 +201,9 @@ class Session:
     def _install_units(self, units: Sequence[Unit]) -> None:
         """Put checkpointing on the model."""
         model = self.engine.module
-        policy = activation_policy(self.config.activation)
-        keeping, device = self._keeping()
-        self._inputs = build_inputs(keeping, model, units, device, self._group)
+        activation, device = self.config.activation, torch.device(self.engine.device)
+        policy = activation_policy(activation)
+        self._inputs = build_inputs(activation, model, units, device, self._group)
         self._blocks = CheckpointedBlocks(
             model,
             scopes=[self._gather.recompute] if self._gather else [],
@@ -236,10 +236,6 @@ class Session:
     def plan_changes(self) -> list[Change]:
         """Every plan of this session, with the step and the reason that it began with."""
         return list(self._planning.history) if self._planning else []
-
-    def _keeping(self) -> tuple[Keeping, torch.device]:
-        """How checkpointed inputs are kept, and the device that computes."""
-        return self.config.activation, torch.device(self.engine.device)
 
     def _log_profile(self, step: int) -> None:
         profile = self.block_profile
@@ -414,8 +410,8 @@ class Session:
             words += ", every recompute's values checked"
             if activation.check_every > 1:
                 words += f" in one forward of {activation.check_every}"
-        keeping, device = self._keeping()
-        return words + describe_keeping(keeping, len(blocks.units), device, self._group)
+        device = torch.device(self.engine.device)
+        return words + describe_keeping(activation, len(blocks.units), device, self._group)
 
     def measure_with(self, exchange: BucketExchange) -> None:
         """Have `exchange` reduce gradients in the place of what the configuration names.

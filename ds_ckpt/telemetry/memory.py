@@ -123,7 +123,7 @@ class SavedActivations:
         self._own = storages is None
         self.storages = storages or Storages()
         self._noted = noted
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept)
         self._sizes: dict[Storage, int] = {}
         self.packing = False
         """Whether an operator that runs now is none of the model's."""
@@ -165,10 +165,6 @@ class SavedActivations:
             return isinstance(tensor, nn.Parameter)
         own = tensor.untyped_storage()._cdata
         return any(p.untyped_storage()._cdata == own for p in self._parameters)
-
-
-def _unpack(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 @dataclass(frozen=True)

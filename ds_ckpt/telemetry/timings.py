@@ -27,7 +27,6 @@ class Span:
     """One stretch of time in one thread; `time.perf_counter`'s seconds.
 
     Attributes:
-        detail: of a `collective` its purpose, else empty.
         depth: spans of this thread that it lies in.
     """
 
@@ -36,7 +35,6 @@ class Span:
     end_s: float
     thread: int
     depth: int
-    detail: str = ""
 
 
 class Spans:
@@ -53,7 +51,7 @@ class Spans:
         self._spans: list[Span] = []
 
     @contextmanager
-    def span(self, kind: str, detail: str = "") -> Iterator[None]:
+    def span(self, kind: str) -> Iterator[None]:
         """What happens inside is recorded as one span when it ends, also by an exception."""
         stack = self._stack()
         self._synchronize()
@@ -66,7 +64,7 @@ class Spans:
             self._synchronize()
             end_s = time.perf_counter()
             thread = threading.get_ident()
-            self._spans.append(Span(kind, start_s, end_s, thread, len(stack), detail))
+            self._spans.append(Span(kind, start_s, end_s, thread, len(stack)))
 
     @property
     def open(self) -> tuple[str, ...]:
@@ -86,13 +84,12 @@ class Spans:
 class TimedHandle:
     """A collective's handle whose `wait` is recorded; all else is the handle's own."""
 
-    def __init__(self, handle: Any, spans: Spans, purpose: str) -> None:
+    def __init__(self, handle: Any, spans: Spans) -> None:
         self._handle = handle
         self._spans = spans
-        self._purpose = purpose
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
-        with self._spans.span("collective", self._purpose):
+        with self._spans.span("collective"):
             return self._handle.wait(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

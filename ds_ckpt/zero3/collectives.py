@@ -90,10 +90,9 @@ def _timed(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     measuring = next((c for c in _listeners if c.spans is not None), None)
     if measuring is None or measuring.spans is None:
         return method(*args, **kwargs)
-    spans, purpose = measuring.spans, measuring.current_purpose.value
-    with spans.span("collective", purpose):
+    with measuring.spans.span("collective"):
         result = method(*args, **kwargs)
-    return TimedHandle(result, spans, purpose) if hasattr(result, "wait") else result
+    return TimedHandle(result, measuring.spans) if hasattr(result, "wait") else result
 
 
 def listen(counters: Counters) -> None:

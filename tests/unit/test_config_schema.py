@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import ds_ckpt.config
 from ds_ckpt.config import json_schema
 from ds_ckpt.config.models import DeepSpeedActivationSection, PluginConfig
-
-STORED = Path(ds_ckpt.config.__file__).parents[1] / "config.schema.json"
-
-
-def test_the_stored_schema_is_fresh() -> None:
-    assert json.loads(STORED.read_text()) == json_schema(), (
-        "stale: run `ds-ckpt schema --output ds_ckpt/config.schema.json`"
-    )
 
 
 def test_the_dialect_and_the_root() -> None:

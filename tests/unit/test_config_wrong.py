@@ -18,8 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import ds_ckpt.config
-from ds_ckpt.config import parse
+from ds_ckpt.config import json_schema, parse
 from ds_ckpt.config.paths import join, plain
 from ds_ckpt.errors import ConfigError
 
@@ -59,10 +58,7 @@ _BY_HAND: dict[Keys, list[Any]] = {
     ("ds_ckpt", "telemetry", "path"): ["", 3, True, [], ["t.jsonl"], {}],
 }
 """Wrong values of keys that take no number, switch or name alone."""
-_STORED = json.loads(
-    Path(ds_ckpt.config.__file__).parents[1].joinpath("config.schema.json").read_text()
-)
-"""The schema as editors have it: `test_config_schema.py` holds the models to it."""
+_SCHEMA = json_schema()
 
 
 def _wrong_for(keys: Keys, taken: dict[str, Any]) -> st.SearchStrategy[Any]:
@@ -92,12 +88,12 @@ def _places(taken: dict[str, Any], keys: Keys = ()) -> Iterator[tuple[Keys, dict
     for key, one in taken["properties"].items():
         for option in [o for o in one.get("anyOf", [one]) if o != {"type": "null"}][:1]:
             at, name = (*keys, key), option.get("$ref", "").rpartition("/")[2]
-            yield at, _STORED["$defs"].get(name, option)
+            yield at, _SCHEMA["$defs"].get(name, option)
             if name:
-                yield from _places(_STORED["$defs"][name], at)
+                yield from _places(_SCHEMA["$defs"][name], at)
 
 
-_ALL = dict(_places(_STORED))
+_ALL = dict(_places(_SCHEMA))
 SECTIONS: list[Keys] = [keys for keys, taken in _ALL.items() if "properties" in taken]
 LEAVES = {keys: _wrong_for(keys, taken) for keys, taken in _ALL.items() if keys not in SECTIONS}
 AUTO: list[Keys] = [
@@ -295,7 +291,7 @@ def test_every_known_key_is_mutated() -> None:
     """But those of sections in lists: test_config_compression.py, test_config_activation.py."""
     reached = {k[-1] for k in _ALL} | {"match", "dims", "max_numel"}
     assert reached == {"ds_ckpt", "activation_checkpointing"} | {
-        key for section in _STORED["$defs"].values() for key in section["properties"]
+        key for section in _SCHEMA["$defs"].values() for key in section["properties"]
     }
     assert len(LEAVES) >= 45
     assert len(SECTIONS) == 13

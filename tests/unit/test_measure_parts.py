@@ -25,29 +25,27 @@ from ds_ckpt.zero3 import collectives
 MAIN, BESIDE = 1, 2
 
 
-def at(
-    kind: str, start: float, end: float, depth: int, thread: int = MAIN, detail: str = ""
-) -> Span:
-    return Span(kind, start, end, thread, depth, detail)
+def at(kind: str, start: float, end: float, depth: int, thread: int = MAIN) -> Span:
+    return Span(kind, start, end, thread, depth)
 
 
 STEP = [
     at("forward", 0, 10, 0),
     at("gather_forward", 1, 2, 1),
-    at("collective", 1, 1.5, 2, detail="gather_forward"),
-    at("collective", 3, 6, 1, detail="gather_forward"),
+    at("collective", 1, 1.5, 2),
+    at("collective", 3, 6, 1),
     at("backward", 10, 30, 0),
     at("recompute", 11, 16, 1),
-    at("collective", 12, 13, 2, detail="gather_recompute"),
-    at("collective", 17, 18, 1, detail="gather_backward"),
+    at("collective", 12, 13, 2),
+    at("collective", 17, 18, 1),
     at("reduce", 20, 24, 1),
     at("residual", 20, 21, 2),
     at("pack", 21, 21.5, 2),
     at("wire", 21.5, 23, 2),
-    at("collective", 21.6, 22.9, 3, detail="reduce"),
+    at("collective", 21.6, 22.9, 3),
     at("unpack", 23, 24, 2),
     at("update", 30, 33, 0),
-    at("collective", 30.5, 31, 1, detail="other"),
+    at("collective", 30.5, 31, 1),
 ]
 
 
@@ -74,7 +72,7 @@ def test_what_lies_between_the_phases_is_in_no_part() -> None:
     """So that the sum can be held against the step's own clock."""
     gap = [
         at("forward", 0, 1, 0),
-        at("collective", 1, 5, 0, detail="other"),
+        at("collective", 1, 5, 0),
         at("backward", 5, 6, 0),
     ]
     assert sum(parts(gap, MAIN).values()) == pytest.approx(2)
@@ -110,7 +108,7 @@ def test_spans_nest_by_thread_and_end_with_exceptions() -> None:
     spans = Spans()
 
     def fail() -> None:
-        with spans.span("outer"), spans.span("inner", "why"):
+        with spans.span("outer"), spans.span("inner"):
             assert spans.open == ("outer", "inner")
             raise KeyError
 
@@ -124,7 +122,7 @@ def test_spans_nest_by_thread_and_end_with_exceptions() -> None:
         thread.join()
         assert spans.open == ("main",)
     inner, outer, main = spans.take()
-    assert (inner.kind, inner.detail, inner.depth) == ("inner", "why", 1)
+    assert (inner.kind, inner.depth) == ("inner", 1)
     assert (outer.kind, outer.depth, outer.thread) == ("outer", 0, inner.thread)
     assert main.start_s <= outer.start_s <= inner.start_s <= inner.end_s <= main.end_s
     assert main.thread != outer.thread
@@ -153,11 +151,11 @@ class _Handle:
 
 def test_a_wait_is_recorded_and_all_else_is_the_handles_own() -> None:
     spans, handle = Spans(), _Handle()
-    timed = TimedHandle(handle, spans, "gather_forward")
+    timed = TimedHandle(handle, spans)
     assert timed.wait(3.0) == "in 3.0"
     assert timed.waited == 1
     (span,) = spans.take()
-    assert (span.kind, span.detail) == ("collective", "gather_forward")
+    assert span.kind == "collective"
 
 
 class _Gathered(nn.Module):
@@ -232,6 +230,5 @@ def test_unless_somebody_measures_a_handle_is_deepspeeds_own(
     with counters.purpose(Purpose.GATHER_BACKWARD):
         timed = collectives._timed(lambda: handle, (), {})
     assert timed.wait(1.0) == "in 1.0"
-    kinds = [(span.kind, span.detail) for span in counters.spans.take()]
-    wait = ("collective", "gather_backward")
-    assert kinds == [wait, ("gather_backward", ""), wait]
+    kinds = [span.kind for span in counters.spans.take()]
+    assert kinds == ["collective", "gather_backward", "collective"]

@@ -80,9 +80,7 @@ def test_the_plan_adds_up() -> None:
     assert q.how == "PowerSGD rank 4"
     assert q.sent_bytes == 2 * 4 * 4 * (64 + 64)
     assert plan.compressed == 3
-    text = str(plan)
-    assert all(t.name in text for t in plan.tensors)
-    assert f"{plan.share:.2%}" in text.splitlines()[-1]
+    assert f"{plan.share:.2%}" in plan.table().splitlines()[-1]
 
 
 def test_layers_alike_share_a_line_of_the_table() -> None:
@@ -100,8 +98,7 @@ def test_layers_alike_share_a_line_of_the_table() -> None:
     ]
     sent = 12 * Quantize(bits=4).packed_bytes(4096)
     assert f"{sent:,} of {12 * 2 * 4096:,} B" in " ".join(lines[0].split())
-    assert lines[-1] == str(plan).splitlines()[-1]
-    assert len(str(plan).splitlines()) == len(shapes) + 1
+    assert lines[-1].startswith(f"{plan.sent_bytes:,} of {plan.dense_bytes:,} B: ")
 
 
 def test_rows_that_a_host_divides_have_a_right_factor_each() -> None:
