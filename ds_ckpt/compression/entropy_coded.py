@@ -60,6 +60,7 @@ _STRONG = 2.5  # where level 1 begins, in thresholds
 _GROWTH = 1.5
 _LARGEST_K = 7
 _SAMPLE = 32768
+_SCATTER = 0x9E3779B1  # multiples of it, shifted, are spread evenly and repeat nothing
 _OVER_ENTROPY = 1.02
 _TILE = 1 << 18
 _SHORT = 1 << 15
@@ -358,8 +359,15 @@ def _guess(magnitude: Tensor) -> tuple[Tensor, Tensor]:
     Of a histogram with 32 bins an octave, by bits of the floats: their values are no matter.
     """
     rows, numel = magnitude.shape
-    # odd, so that it meets every column of a matrix
-    sample = magnitude[:, :: (numel // _SAMPLE) | 1].contiguous().view(torch.int32) >> _BIN_BITS
+    # one of every so many, and each time another of them: a fixed one would miss most of a matrix's
+    # columns wherever the two have a divisor in common
+    every, sample = numel // _SAMPLE, magnitude
+    if every > 1:
+        at = torch.arange(numel // every, device=magnitude.device)
+        scattered = (at * _SCATTER >> 16).bitwise_and_(0xFFFF)
+        at = at.mul_(every).add_(scattered.mul_(every) >> 16)
+        sample = _take(magnitude, at.expand(rows, -1))
+    sample = sample.contiguous().view(torch.int32) >> _BIN_BITS
     top = magnitude.amax(1, keepdim=True).view(torch.int32) >> _BIN_BITS
     lowest = (top - (_BINS - 1)).clamp_(min=_TINY_BIN)
     bins = (sample - lowest).add_(1).clamp_(0, _BINS).long()

@@ -184,12 +184,23 @@ class AllToAllExchange:
         self.timings = Timings()
         self.errors = Errors()
 
-    def reserve(self, shapes: Iterable[tuple[str, torch.Size]], device: torch.device) -> None:
-        """Allocate the residuals of the parameters that have one, by name and shape."""
+    def reserve(
+        self,
+        shapes: Iterable[tuple[str, torch.Size]],
+        device: torch.device,
+        *others: Choose,
+    ) -> None:
+        """Allocate the residuals of the parameters that have one, by name and shape.
+
+        Args:
+            others: how else tensors are going to travel.
+        """
         for name, shape in shapes:
             compressor = self._choose(name, shape) if self.world > 1 else None
-            if compressor is not None and compressor.codec is not None:
-                compressor.codec.kernels(device)  # tried now, and not in mid-exchange
+            if compressor is not None:
+                for each in (compressor, *(choose(name, shape) for choose in others)):
+                    if each is not None and each.codec is not None:
+                        each.codec.kernels(device)  # tried now, and not in mid-exchange
             if compressor is not None or self._holds:
                 layout = LocalShard(ShardLayout(shape.numel(), self.world), self._members)
                 self.feedback.reserve(layout.numel, device)

@@ -62,7 +62,13 @@ class StepMetric:
             return None
         sums = self._known[name] = sums[0].to(device), sums[1].to(device)
         rows, columns = (
-            (of / of.mean()).log2_().mul_(_STEPS).nan_to_num_(0, neginf=-1e6).round_().int()
+            # in fp64: of fp32 numbers the mean depends on how many threads add them up
+            (of / of.double().mean().float())
+            .log2_()
+            .mul_(_STEPS)
+            .nan_to_num_(0, neginf=-1e6)
+            .round_()
+            .int()
             for of in sums
         )
         exponents = (rows.unsqueeze(1) + columns).view(-1)
@@ -112,6 +118,8 @@ class StepMetric:
         sums = every.split([len(part) for part in parts])
         for name, *new in zip(names, sums[::2], sums[1::2], strict=True):
             old = self._known.get(name, new)
+            if [*map(len, old)] != [*map(len, new)]:  # of a checkpoint, and of another shape
+                old = new
             rows, columns = (
                 torch.lerp(was.to(now.device), now, 1 - _OLD)
                 for was, now in zip(old, new, strict=True)

@@ -16,6 +16,9 @@ it has to end was measured (`benchmarks/momentum.py`). It costs no byte and no m
     c = squared norm of what is left / squared norm of what was given
     over a parameter group's compressed tensors and all processes
 
+With n exchanges a step (micro-steps that go out one by one) the lag is L / n steps, as that of a
+share c / (c + n (1 - c)) kept once a step.
+
 Large entries decide it, which are sent first; weighed as Adam's steps weigh them more is kept back
 (of 1 bit a half, not a fifth), but the second moment is the owner's alone.
 
@@ -27,7 +30,8 @@ what it would be anyway: only while the optimizer steps do they say something el
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -89,8 +93,8 @@ class FirstMoments:
 
     Attributes:
         errors: is given what an exchange was given and what it left.
-        kept: by group, the share that compression keeps for later, as last measured; a group of
-            which it keeps none is absent.
+        kept: by group, the share that compression keeps for later steps, as last measured; a group
+            of which it keeps none is absent.
     """
 
     def __init__(
@@ -103,16 +107,21 @@ class FirstMoments:
         self._groups = 1 + max(groups.values(), default=-1)
         self.errors = Errors(by=lambda method, name: str(groups[name]))
         self.kept: dict[int, float] = {}
+        self._exchanges: Counter[str] = Counter()
         self._device = torch.device("cpu")
 
-    def exchanging(self, step: int, device: torch.device) -> None:
-        """A bucket is about to travel in the `step`-th step after the warm-up."""
+    def exchanging(self, step: int, names: Sequence[str], device: torch.device) -> None:
+        """A bucket of these is about to travel in the `step`-th step after the warm-up."""
         self.errors.sampling, self._device = step % EVERY == 0, device
+        if self.errors.sampling:
+            self._exchanges.update(names)
 
     def step_ended(self, *, skipped: bool) -> None:
         """The step's verdict. Collective in a step that was measured; one that is skipped is
         measured by nobody, and changes nothing."""
         sums, measured = self.errors.take_sums(), self.errors.sampling
+        exchanges = max(self._exchanges.values(), default=1)
+        self._exchanges.clear()
         self.errors.sampling = False
         if skipped or not measured:
             return
@@ -120,7 +129,7 @@ class FirstMoments:
         every = torch.tensor(own, dtype=torch.float32, device=self._device)
         self._add_up(every)
         self.kept = {
-            group: min(1.0, left / given)
+            group: left / (left + exchanges * max(0.0, given - left))
             for group, (given, left) in enumerate(every.tolist())
             if math.isfinite(given + left) and given > 0 < left
         }

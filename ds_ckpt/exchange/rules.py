@@ -132,6 +132,8 @@ class Rules:
     local: int = 1
 
     def __call__(self, name: str, shape: torch.Size) -> Compressor | None:
+        if not shape.numel():
+            return None
         for rule in self.rules:
             if rule.applies(name, shape):
                 return self._suited(rule.settings.compressor(), shape)

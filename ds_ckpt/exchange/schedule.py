@@ -7,7 +7,7 @@ the residuals.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,6 +118,11 @@ class ScheduledExchange:
         """Whether the step's gradients go compressed."""
         return self._way() == "compressed"
 
+    def reserve(self, shapes: Iterable[tuple[str, torch.Size]], device: torch.device) -> None:
+        """See `AllToAllExchange.reserve`."""
+        others = () if self._warm_up is None else (self._warm_up,)
+        self.all_to_all.reserve(shapes, device, *others)
+
     def inline(self, names: Sequence[str]) -> bool:
         """Where DeepSpeed reduces; see `ds_ckpt.zero3.gradient.BucketExchange`."""
         return self._way(names) == "deepspeed"
@@ -144,7 +149,7 @@ class ScheduledExchange:
         if self.all_to_all.metric is not None:
             self.all_to_all.metric.exchanging(after_warm_up)
         if self.moments is not None and tensors:
-            self.moments.exchanging(after_warm_up, tensors[0].device)
+            self.moments.exchanging(after_warm_up, names, tensors[0].device)
         if self.autotuner is not None and tensors and not self.fallback.uncompressed:
             self.autotuner.exchanged(names, tensors[0].device)
         if way == "deepspeed":

@@ -89,7 +89,7 @@ class Gradients:
     def _reserve(self) -> None:
         device = torch.empty(0, device=self._engine.device).device  # with its index
         shapes = [(name, shape) for name, shape, _ in self._shapes]
-        self.built.exchange.all_to_all.reserve(shapes, device)
+        self.built.exchange.reserve(shapes, device)
 
     def resident_bytes(self) -> dict[str, int]:
         """What the exchange takes of the accelerator beside the engine, by what it is.

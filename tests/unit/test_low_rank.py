@@ -238,9 +238,28 @@ def test_a_bad_tensor_beside_finite_factors_is_told_to_everybody(alternate: bool
     world = World(3, choose)
     gradients = [[torch.randn(20, 30), torch.randn(16, 16)] for _ in range(3)]
     gradients[1][1][0, 0] = torch.inf
+    for exchange in world.exchanges:
+        exchange.errors.sampling = True
     for shards in world.reduce(["w", "v"], gradients):
         assert all(shard.isnan().all() for shard in shards)
-    assert all(exchange.nonfinite_buckets == 1 for exchange in world.exchanges)
+    for exchange in world.exchanges:
+        assert exchange.nonfinite_buckets == 1
+        assert set(exchange.errors.take_sums().values()) == {(0.0, 0.0)}
+
+
+@pytest.mark.parametrize("saved", ["right:w", "left:w"])
+def test_a_saved_factor_that_does_not_fit_is_drawn_anew(saved: str) -> None:
+    """Of another rank, or of a run that alternated."""
+    gradients = [[torch.randn(20, 30)] for _ in range(3)]
+    arrived = []
+    for rank in (None, 2, 3):
+        world = World(3, matrices(LowRank(3)))
+        for factors in world.factors if rank else []:
+            factors.load_state_dict({saved: torch.randn(30 if saved == "right:w" else 20, rank)})
+        copies = [[g.clone() for g in of] for of in gradients]
+        arrived.append(assemble(world.reduce(["w"], copies), 0))
+    assert torch.equal(arrived[0], arrived[1])
+    assert torch.equal(arrived[0], arrived[2]) == (saved == "left:w")
 
 
 def test_every_process_has_the_same_factors() -> None:
@@ -250,9 +269,11 @@ def test_every_process_has_the_same_factors() -> None:
         world.commit()
     for column in world.columns:
         first = world.factors[column[0]].state_dict()
+        assert len(first) == 1
         for process in column[1:]:
-            for key, factor in world.factors[process].state_dict().items():
-                assert torch.equal(factor, first[key])
+            other = world.factors[process].state_dict()
+            assert other.keys() == first.keys()
+            assert all(torch.equal(other[key], factor) for key, factor in first.items())
 
 
 @quick

@@ -94,7 +94,9 @@ def test_what_was_skipped_or_is_not_finite_is_not_known() -> None:
         metric.exchanging(EVERY)
         metric.given("w", SHAPE, layout(1), torch.full([SHAPE.numel()], value), 1.0)
         metric.step_ended(skipped=skipped)
-        assert all(torch.equal(before[k], v) for k, v in metric.state_dict().items())
+        after = metric.state_dict()
+        assert after.keys() == before.keys()
+        assert all(torch.equal(before[key], value) for key, value in after.items())
 
 
 def test_state_is_whole_and_of_another_shape_it_is_left_out() -> None:
@@ -107,6 +109,58 @@ def test_state_is_whole_and_of_another_shape_it_is_left_out() -> None:
     assert other.weights("w", torch.Size([50, 37]), layout(2), CPU) is None
     other.load_state_dict({})
     assert other.weights("w", SHAPE, layout(2), CPU) is None
+
+
+@pytest.mark.parametrize("shape", [(50, 37), (1, 50), (37, 1)])
+def test_what_was_known_of_another_shape_is_forgotten_at_the_next_measurement(
+    shape: tuple[int, int],
+) -> None:
+    metric, total = StepMetric(alone), torch.rand(shape)
+    metric.load_state_dict(told(uneven()).state_dict())
+    metric.exchanging(EVERY)
+    of = LocalShard(ShardLayout(total.numel(), 1), (0,))
+    metric.given("w", total.shape, of, total.view(-1), 1.0)
+    metric.step_ended(skipped=False)
+    rows, columns = metric._known["w"]
+    torch.testing.assert_close(rows, total.square().sum(1))
+    torch.testing.assert_close(columns, total.square().sum(0))
+
+
+def test_half_of_what_was_known_counts_on() -> None:
+    metric, total = told(uneven()), uneven()
+    before = [of.clone() for of in metric._known["w"]]
+    metric.exchanging(EVERY)
+    metric.given("w", SHAPE, layout(1), 2 * total.view(-1), 1.0)
+    metric.step_ended(skipped=False)
+    for old, new, now in zip(
+        before,
+        ((4 * total.square()).sum(1), (4 * total.square()).sum(0)),
+        metric._known["w"],
+        strict=True,
+    ):
+        torch.testing.assert_close(now, (old + new) / 2)
+
+
+def test_weights_are_the_same_whatever_the_number_of_threads() -> None:
+    metric, rows, near = StepMetric(alone), 100_000, 1000
+    torch.manual_seed(0)
+    sums = torch.rand(rows).exp()
+    # some are where an exponent is rounded up or down by the mean's last bit
+    border = 2 ** (7.5 / 4)
+    mean = float(sums[near:].double().sum()) / (rows - near * border)
+    sums[:near] = mean * border * (1 + 1e-6 * torch.randn(near))
+    metric._known["w"] = sums, torch.ones(3)
+    shape, before = torch.Size([rows, 3]), torch.get_num_threads()
+    of = LocalShard(ShardLayout(shape.numel(), 1), (0,))
+    found = []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            found.append(metric.weights("w", shape, of, CPU))
+    finally:
+        torch.set_num_threads(before)
+    for weights in found[1:]:
+        assert torch.equal(found[0], weights)
 
 
 @pytest.mark.parametrize("own_too", [False, True])
@@ -159,8 +213,10 @@ def test_all_workers_know_the_same_and_a_poisoned_step_changes_nothing() -> None
     for other in before[1:]:
         assert all(torch.equal(other[key], value) for key, value in before[0].items())
     owed = [state["w"].clone() for state in workers.residuals()]
+    workers.step = EVERY  # a step that is measured
     assert torch.isnan(step(poison=True)[0]).any()
     for was, now in zip(before, known(), strict=True):
+        assert was.keys() == now.keys()
         assert all(torch.equal(was[key], value) for key, value in now.items())
     assert all(torch.equal(a, s["w"]) for a, s in zip(owed, workers.residuals(), strict=True))
 

@@ -56,12 +56,19 @@ def measured(choice: Any, step: int, kept: dict[str, float], *, skipped: bool = 
 
 
 def measure(
-    moments: FirstMoments, step: int, kept: dict[str, float], *, skipped: bool = False
+    moments: FirstMoments,
+    step: int,
+    kept: dict[str, float],
+    *,
+    skipped: bool = False,
+    exchanges: int = 1,
 ) -> None:
-    moments.exchanging(step, torch.device("cpu"))
-    if moments.errors.sampling:
-        for name, share in kept.items():
-            moments.errors.add("method", before=8.0, after=8.0 * share, name=name)
+    for _ in range(exchanges):
+        for bucket in (list(kept), ["in the step's other bucket"]):
+            moments.exchanging(step, bucket, torch.device("cpu"))
+        if moments.errors.sampling:
+            for name, share in kept.items():
+                moments.errors.add("method", before=8.0, after=8.0 * share, name=name)
     moments.step_ended(skipped=skipped)
 
 
@@ -89,6 +96,17 @@ def test_it_is_measured_every_so_many_steps_and_not_in_skipped_ones() -> None:
     assert found.kept == {0: 0.25}
     measure(found, 2 * EVERY, {})  # nothing travelled compressed
     assert found.kept == {}
+
+
+@given(st.floats(0.05, 0.95), st.integers(1, 8))
+def test_of_several_exchanges_a_step_the_lag_is_counted_in_steps(
+    kept: float, exchanges: int
+) -> None:
+    found = FirstMoments("matched", {"w": 0}, alone)
+    for step in (0, EVERY):  # each measurement counts anew
+        measure(found, step, {"w": kept}, exchanges=exchanges)
+    of_steps = found.kept[0]
+    assert of_steps / (1 - of_steps) == pytest.approx(kept / (1 - kept) / exchanges)
 
 
 @given(st.dictionaries(st.integers(0, 3), st.floats(0.001, 1)))

@@ -42,6 +42,13 @@ def test_a_rank_as_large_as_the_matrix_leaves_it_uncompressed() -> None:
     assert rules("powersgd", rank=64)("w", torch.Size([64, 64])) is None
 
 
+def test_of_nothing_nothing_is_compressed() -> None:
+    rule = Rule("$", "w", MethodSettings("topk"))
+    for choose in (rules("powersgd", rule), Rules(MethodSettings("entropy_coded"), min_numel=0)):
+        assert choose("w", torch.Size([5, 0])) is None
+        assert choose("w", torch.Size([0])) is None
+
+
 def test_the_first_rule_that_fits_decides() -> None:
     choose = rules(
         "quantize",

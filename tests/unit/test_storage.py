@@ -128,7 +128,7 @@ def test_tiny_gradients_beside_a_large_residual_are_not_lost(
     # the largest of a block sets the scale alone; it gets no gradient
     start = torch.full((numel,), 0.75)
     start[::BLOCK] = 1.0
-    feedback.load_state_dict({"w": start})
+    feedback.load_stored({"w": Stored(start)}, 0)
     gradient = torch.full((numel,), share * unit_)
     gradient[::BLOCK] = 0.0
     assert torch.equal((start + gradient).bfloat16().float(), start)
@@ -299,10 +299,10 @@ def test_bytes_held_are_two_of_what_is_stored(
     assert in_work == feedback.nbytes + (0 if dtype == "fp32" else 4 * numel)
     if host is not None:
         assert 2 * one <= host.nbytes_in_use <= 2 * one * 1.125 + 4 * 4096
-        feedback.load_state_dict({})
+        feedback.load_stored({}, 0)
         assert host.nbytes_in_use == 0
     else:
-        feedback.load_state_dict({})
+        feedback.load_stored({}, 0)
     assert feedback.nbytes == tables
 
 
@@ -312,11 +312,11 @@ def test_loads_give_their_memory_back() -> None:
     for _ in range(3):
         step(feedback, 0)
         feedback.commit()
-        feedback.load_state_dict({"a": torch.randn(300), "b": torch.randn(300)})
+        feedback.load_stored({name: Stored(torch.randn(300)) for name in ("a", "b")}, 0)
         step(feedback, 1)
     feedback.commit()
     feedback.accumulate("c", torch.zeros(10), 1)
-    feedback.load_state_dict({})
+    feedback.load_stored({}, 0)
     assert host.nbytes_in_use == 0
 
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_ckpt.compression import LowRank
+from ds_ckpt.compression import EntropyCoded, LowRank, Quantize
 from ds_ckpt.compression.topk import TopK
 from ds_ckpt.errors import UnsupportedError
 from ds_ckpt.exchange.build import ExchangeSettings
@@ -284,6 +284,17 @@ def test_a_fallback_ends_a_warm_up_in_few_bits() -> None:
     steps = [after - before for before, after in itertools.pairwise(sent)]
     assert steps[0] == steps[1] < 0.2 * steps[2] == 0.2 * steps[3]
     assert virtual.residual_norm() == 0
+
+
+def test_kernels_of_the_warm_up_are_tried_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+    for codec in (EntropyCoded, Quantize):
+        monkeypatch.setattr(codec, "kernels", lambda self, device: tried.append(self.words()))
+    settings = dataclasses.replace(lossy("entropy_coded", 5), warmup_bits=4)
+    (worker, _) = VirtualWorkers(settings, 2, ["w", "norm"])._workers
+    shapes = [("w", torch.Size([64, 64])), ("norm", torch.Size([64]))]
+    worker.scheduled.reserve(shapes, torch.device("cpu"))
+    assert tried == [EntropyCoded().words(), Quantize(bits=4).words()]
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
