@@ -161,8 +161,9 @@ with gloo alone.
 
 What is assumed:
 - All columns train the same batch of about a million tokens a step, in bf16 with AdamW in fp32,
-  90% of an accelerator's memory, 512 GiB of host memory a node, methods of gradients whose verdicts
-  are all equivalent (`--loss equal`), each with the micro-batch and recompute that suit it.
+  90% of an accelerator's memory, 512 GiB of host memory a node, methods of gradients of whose
+  verdicts each on a held-out loss is equivalent or better and none on an accuracy is worse
+  (`--loss equal`), each with the micro-batch and recompute that suit it.
   Verdicts on `1bit` are of AdamW with b1 0.7 and a lead of 0.3.
 - *hpZ* gathers between hosts in a step's first forward alone. *ZeRO++* is hpZ with weights in 8
   and gradients in 4 bits, by the volumes that its authors publish (arXiv 2306.10209; DeepSpeed's

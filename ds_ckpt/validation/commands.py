@@ -97,7 +97,7 @@ def validate_accuracy(
     """Is compression safe? Train dense and compressed in pairs, and judge the difference.
 
     Exit 0: every file is equivalent to dense training within the margin (or identical, or better).
-    1: one is worse. 2: one is undecided; the table says how many more --seeds it needs. 3: the
+    1: one is worse. 2: one is inconclusive; the table says how many more --seeds it needs. 3: the
     command could not run. Finished runs are kept in the output folder and not repeated.
     """
     given = {**locals(), "files": tuple(files or ())}

@@ -156,7 +156,7 @@ def _no_verdict(candidate: Candidate, pairs: Sequence[Pair], metric: str, margin
 
 
 def exit_code(comparisons: Sequence[Comparison]) -> int:
-    """0 where all is well, 1 where one is worse, else 2 where one is undecided."""
+    """0 where all is well, 1 where one is worse, else 2 where one is inconclusive."""
     codes = {EXIT_CODES[one.verdict] for one in comparisons}
     return 1 if 1 in codes else max(codes, default=2)
 
