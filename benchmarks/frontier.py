@@ -129,7 +129,7 @@ WAYS = tuple(way for one in BOTH_WAYS for way in (tuned(one), one))
 LONGER_LEAD = tuned(BOTH_WAYS[2], lead=0.6)
 RATES = tuple(
     dataclasses.replace(way, name=f"{way.name}, rate {rate:g}", rate=rate)
-    for way in (*WAYS[:6], LONGER_LEAD)
+    for way in (*WAYS, LONGER_LEAD)
     for rate in (2.5e-4, 5e-4, 1e-3, 4e-3)
 )
 TUNED = (*WAYS, LONGER_LEAD, *RATES)
