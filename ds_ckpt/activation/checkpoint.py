@@ -157,7 +157,8 @@ def _place(value: Any) -> tuple[Any, ...] | None:
     if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_inference():
         return None
     geometry = (value.storage_offset(), value.shape, value.stride(), value.dtype)
-    return (value.untyped_storage()._cdata, value._version, *geometry)
+    reads = (value.is_conj(), value.is_neg())  # the same bytes as other values
+    return (value.untyped_storage()._cdata, value._version, *geometry, *reads)
 
 
 @dataclass(frozen=True)

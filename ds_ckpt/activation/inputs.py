@@ -22,6 +22,7 @@ from ds_ckpt.activation.partition import Partition
 from ds_ckpt.activation.pieces import BlockCall, Kept, Left, Split
 from ds_ckpt.activation.policies import Unit
 from ds_ckpt.activation.rank_consistency import Group
+from ds_ckpt.activation.snapshot import input_changed
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.memory import HostPool
 from ds_ckpt.memory.copies import copies_for
@@ -113,7 +114,7 @@ class CheckpointedInputs:
         store, partition, profile = self.store, self.partition, self.profile
         seen: set[int] = set()
 
-        def pack(tensor: Tensor) -> Kept | Left | Split | Tensor:
+        def pack(tensor: Tensor) -> Kept | Left | Split:
             if partition is not None and call is not None and given:
                 split = partition.pack(tensor, label, call)
                 if profile is not None:
@@ -123,16 +124,20 @@ class CheckpointedInputs:
                 storage = tensor.untyped_storage()
                 profile.kept(label, 0 if storage._cdata in seen else storage.nbytes())
                 seen.add(storage._cdata)
-            return store.pack(tensor, call) if store is not None and call is not None else tensor
+            if store is not None and call is not None:
+                return store.pack(tensor, call)
+            return Left(tensor, label)  # autograd compares no version of what hooks have seen
 
-        def unpack(kept: Kept | Left | Split | Tensor) -> Tensor:
-            if isinstance(kept, Tensor):
-                return kept
+        def unpack(kept: Kept | Left | Split) -> Tensor:
             if isinstance(kept, Split):
                 assert partition is not None
                 return partition.unpack(kept)
-            assert store is not None
-            return store.unpack(kept)
+            if store is not None:
+                return store.unpack(kept)
+            assert isinstance(kept, Left)
+            if kept.changed:
+                raise input_changed(label, "input")
+            return kept.tensor
 
         if store is None and profile is None:
             return nullcontext()

@@ -150,7 +150,7 @@ class InputStore:
                 reason = "small" if small else self._owned_by_model(tensor)
             if reason is not None:
                 self.counters.left[reason] += 1
-                return Left(tensor)
+                return Left(tensor, call.label)
             piece = Piece(tensor, call.label, self._dead)
             self._pieces[piece.key] = piece
             self.counters.on_device(piece.nbytes)
@@ -271,7 +271,7 @@ class InputStore:
         self.collect()
         if isinstance(kept, Left):
             if kept.changed:
-                raise input_changed("a block", "input")
+                raise input_changed(kept.label, "input")
             return kept.tensor
         call, piece = kept.call, kept.piece
         assert isinstance(call, BlockCall)

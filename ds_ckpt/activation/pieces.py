@@ -189,12 +189,12 @@ class Kept(_View):
 
 
 class Left:
-    """A tensor that is kept as it is, and its version."""
+    """A tensor that is kept as it is, its version, and the block that was given it."""
 
-    __slots__ = ("tensor", "version")
+    __slots__ = ("label", "tensor", "version")
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+    def __init__(self, tensor: Tensor, label: str) -> None:
+        self.tensor, self.label = tensor, label
         self.version = None if tensor.is_inference() else int(tensor._version)
 
     @property

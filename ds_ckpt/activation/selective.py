@@ -69,7 +69,7 @@ def _named(name: str, where: str) -> frozenset[Any]:
     space, _, rest = name.partition(".")
     packet_name, _, overload = rest.partition(".")
     packet = getattr(getattr(torch.ops, space), packet_name, None) if packet_name else None
-    known = packet.overloads() if packet is not None else []
+    known = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else []
     if not known or (overload and overload not in known):
         likely = difflib.get_close_matches(name, [*SETS, *(f"aten.{n}" for n in _PRODUCTS)], 1)
         close = f', for example "{likely[0]}"' if likely else ""

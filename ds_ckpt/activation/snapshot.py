@@ -23,6 +23,7 @@ import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy as shallow_copy
 from itertools import chain, compress, repeat
 from typing import Any
 
@@ -410,9 +411,31 @@ class Snapshot:
             written = {i: c for i, c in self._copies.items() if self._place(i) in memory.written}
             self._copies = written
             memory.first = False
+        self._part_with_results()
         for noted in self._items:
             noted.loosen()
         before.loosen()
+
+    def _part_with_results(self) -> None:
+        """Have another one in the place of each list, dict, set or deque of the module that the
+        forward has changed.
+
+        The list itself may hold a result now, and that its graph, which holds this: a circle that
+        no collector opens. What else the block can reach it by keeps it as it is.
+        """
+        others = [value for n in (*self._given, *self._items) for value in n.look.values()]
+        kept = {id(noted.holder) for noted in self._given} | set(map(id, others))
+        copies = {}
+        for noted in self._items:
+            holder = noted.holder
+            plain = type(holder).__module__ in ("builtins", "collections")
+            if not plain or not isinstance(holder, _ITEMS) or id(holder) in kept:
+                continue
+            if not same(noted.look, look(holder)):
+                noted.holder = copies[id(holder)] = shallow_copy(holder)
+                noted.holder.clear()  # filled for a recompute, and without graphs
+        if copies:
+            self._before.values = [copies.get(id(v), v) for v in self._before.values]
 
     @contextmanager
     def again(self) -> Iterator[None]:

@@ -76,7 +76,7 @@ def with_new_names(section: Any, path: str = "") -> Any:
     for key, value in section.items():
         former = f"{path}{key}"
         new = RENAMED.get(former, former).removeprefix(path)
-        if new != key and section.get(new) is None:
+        if former in RENAMED and new != key and section.get(new) is None:
             _tell_of(former)
             found[new] = value
         elif value is not None or key not in found:

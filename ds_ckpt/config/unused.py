@@ -183,7 +183,8 @@ def _budget(config: Mapping[str, Any], activation: Any, policy: str | None) -> I
         yield from _dead(activation, _ACTIVATION, ("budget_of",), why, to_use)
     elif of == "accelerator" or gib is None:
         why = "what else is on the accelerator is known for ZeRO stage 3 and no other"
-        remedy = f'write 3, or set {_ACTIVATION}.budget_of to "activations"'
+        more = "" if gib is not None else f" and {_ACTIVATION}.budget_gib to what they may take"
+        remedy = f'write 3, or set {_ACTIVATION}.budget_of to "activations"{more}'
         if stage := stage_problem(config, why, remedy):
             yield stage
     if lookup(activation, ("rules",)) not in (None, [], ()):

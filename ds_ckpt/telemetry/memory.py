@@ -90,6 +90,18 @@ class Storages:
         self._known.clear()
 
 
+def _unpack(kept: tuple[Tensor, int | None]) -> Tensor:
+    """Autograd compares no versions where hooks are set, so it is done here."""
+    tensor, version = kept
+    if version is not None and tensor._version != version:
+        raise RuntimeError(
+            f"a tensor that backward needs ({'x'.join(map(str, tensor.shape)) or 'a scalar'}, "
+            f"{tensor.dtype}) has been modified by an inplace operation: it is at version "
+            f"{tensor._version}, and was saved at {version}. Write x = x + y for x += y."
+        )
+    return tensor
+
+
 class SavedActivations:
     """Context manager around a forward: afterwards `bytes` is what autograd holds for backward.
 
@@ -123,7 +135,7 @@ class SavedActivations:
         self._own = storages is None
         self.storages = storages or Storages()
         self._noted = noted
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
         self._sizes: dict[Storage, int] = {}
         self.packing = False
         """Whether an operator that runs now is none of the model's."""
@@ -143,7 +155,7 @@ class SavedActivations:
         if self._own:
             self.storages.forget()
 
-    def _pack(self, tensor: Tensor) -> Tensor:
+    def _pack(self, tensor: Tensor) -> tuple[Tensor, int | None]:
         number = None if self._is_weight(tensor) else self.storages.number(tensor)
         if number is not None:
             self._sizes.setdefault(number, self.storages.bytes[number])
@@ -151,11 +163,12 @@ class SavedActivations:
             self._noted(tensor, number)
         # A result that its own graph node saves would keep itself alive. A leaf cannot, and
         # ZeRO-3 must find its parameters, not what they pointed to now.
+        version = None if tensor.is_inference() else int(tensor._version)
         if tensor.is_leaf:
-            return tensor
+            return tensor, version
         self.packing = True
         try:
-            return tensor.detach()
+            return tensor.detach(), version  # which shares the counter
         finally:
             self.packing = False
 

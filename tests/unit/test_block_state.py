@@ -87,6 +87,30 @@ class Owns(nn.Module):
         return x.exp() * self.statistics.count + self.statistics.total
 
 
+class Decays(nn.Module):
+    """A buffer that the forward writes to before it reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.mul_(0.5)
+        return torch.tanh(x) * self.mean.clone()
+
+
+@KINDS
+def test_each_of_two_backwards_begins_where_the_forward_did(kind: str) -> None:
+    def twice(model: nn.Module) -> list[Tensor]:
+        loss = model(data())
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return []
+
+    same(lambda: Stack(lambda: Block(Decays())), kind, twice)
+
+
 @KINDS
 @pytest.mark.parametrize("inner", [Replaced, Written, Begins, Owns])
 def test_attributes_are_changed_once(inner: type[nn.Module], kind: str) -> None:
@@ -175,6 +199,70 @@ def test_former_steps_are_not_held_by_what_attributes_were() -> None:
     assert [v() is not None for v in values] == [False] * 3 + [True]
     calls = [c for c in gc.get_objects() if isinstance(c, Call)]
     assert len(calls) <= 3
+
+
+@KINDS
+@pytest.mark.parametrize(
+    ("fresh", "fill"),
+    [
+        (list, list.append),
+        (dict, lambda held, value: held.update(value=value)),
+        (set, set.add),
+        (lambda: deque(maxlen=3), deque.append),
+    ],
+)
+@pytest.mark.parametrize("backward", [True, False])
+def test_former_steps_are_not_held_by_what_a_list_on_a_block_held(
+    fresh: Callable[[], Any], fill: Callable[[Any, Tensor], Any], backward: bool, kind: str
+) -> None:
+    """Routers of experts leave their losses there, and not every step uses them."""
+    left: list[weakref.ref[Tensor]] = []
+
+    class Fills(Block):
+        def forward(self, x: Tensor, *_: Any) -> Tensor:
+            y = super().forward(x)
+            fill(self.losses, torch.sin(y).mean())
+            return y
+
+    model = Stack(lambda: Fills(torch.tanh))
+    put(model, kind)
+    for _ in range(4):
+        for block in model.blocks:
+            block.losses = fresh()
+        loss = model(data())
+        if backward:
+            loss.backward()
+        del loss
+        (held,) = {*_values(model.blocks[0].losses)}
+        left.append(weakref.ref(held))
+        del held
+    gc.collect()
+    assert [ref() is not None for ref in left] == [False] * 3 + [True]
+    for block in model.blocks:
+        block.losses.clear()
+
+
+def _values(holder: Any) -> list[Any]:
+    return list(holder.values() if isinstance(holder, dict) else holder)
+
+
+@KINDS
+def test_a_list_that_blocks_fill_and_read_is_right(kind: str) -> None:
+    """Each reads what was there before it; one list is in two places of a block."""
+
+    class Reads(Block):
+        def __init__(self) -> None:
+            super().__init__(torch.tanh)
+            self.seen: list[Tensor] = []
+            self.again, self.nested = self.seen, {"list": [0.5]}
+
+        def forward(self, x: Tensor, *_: Any) -> Tensor:
+            x = x * (1 + sum(self.again, torch.zeros(())) * self.nested["list"][-1])
+            self.seen.append(x.detach().square().mean())
+            self.nested["list"].append(0.9 * len(self.seen))
+            return super().forward(x)
+
+    same(lambda: Stack(Reads), kind)
 
 
 # what is changed between a forward and its backward

@@ -114,6 +114,13 @@ def test_deepspeeds_section_as_null_is_absent() -> None:
     assert not parse({**ZERO3, "activation_checkpointing": None}).active
 
 
+@pytest.mark.parametrize("key", [1, 2.5])
+def test_a_key_that_is_no_text_is_a_wrong_key(key: Any) -> None:
+    """From Python a section may have one."""
+    (problem,) = problems(ours(activation={key: 2})).values()
+    assert problem.why == f"{key} is not a key of $.ds_ckpt.activation"
+
+
 def test_null_leaves_every_key_at_its_default() -> None:
     section = {
         "activation": {"policy": "block", "modules": None, "share_gather": None},

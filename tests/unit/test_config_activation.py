@@ -113,6 +113,14 @@ def test_wrong_rules_are_named_with_their_place(rule: Any, where: str, word: str
     assert word in found[where].why + found[where].remedy
 
 
+@pytest.mark.parametrize("gib", [None, 4.0])
+def test_what_a_budget_of_another_stage_is_told_to_do_is_accepted(gib: float | None) -> None:
+    (problem,) = problems(2, policy="auto", budget_gib=gib, budget_of="accelerator").values()
+    assert 'budget_of to "activations"' in problem.remedy
+    assert ("budget_gib" in problem.remedy) == (gib is None)
+    read(2, policy="auto", budget_gib=gib or 4.0, budget_of="activations")
+
+
 def test_every_key_of_a_rule_is_described() -> None:
     for name, field in ActivationRuleConfig.model_fields.items():
         assert field.description, name

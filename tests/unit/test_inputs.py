@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ds_ckpt.activation.inputs import CheckpointedInputs, Keeping, build_inputs, describe
 from ds_ckpt.activation.install import CheckpointedBlocks
 from ds_ckpt.activation.policies import Policy, PolicySettings, make_plan
-from ds_ckpt.errors import ConfigError
+from ds_ckpt.errors import ConfigError, UnsupportedError
 from ds_ckpt.telemetry.timings import BlockProfile
 
 CPU = torch.device("cpu")
@@ -78,6 +78,26 @@ def test_the_profile_tells_which_block_is_slow() -> None:
     assert rows[-1].split()[2] == "3.0"
     profile.reset()
     assert profile.costs == {}
+
+
+@pytest.mark.parametrize("keeping", [Keeping(), Keeping(profile=True), Keeping(offload=True)])
+@pytest.mark.parametrize("kind", ["block", "selective"])
+def test_an_input_that_is_changed_in_place_is_refused_however_it_is_kept(
+    keeping: Keeping, kind: str
+) -> None:
+    class Changing(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            given = x.clone()
+            y = self.blocks[0](given)
+            given.add_(1)
+            return self.blocks[1](y).square().mean()
+
+    model, policy = Changing(), Policy(PolicySettings(kind), modules=("Block",))
+    inputs = _keeping(model, keeping, policy)
+    CheckpointedBlocks(model, policy=policy, around=inputs.around if inputs is not None else None)
+    loss = model(torch.randn(ROWS, WIDTH))
+    with pytest.raises(UnsupportedError, match=r"blocks\.0: found an .* changed in place"):
+        loss.backward()
 
 
 def test_the_clock_is_read_after_the_device_has_ended() -> None:

@@ -101,6 +101,18 @@ def test_gradients_are_the_same_with_and_without(checkpointing: bool) -> None:
         assert torch.equal(plain, seen)
 
 
+@pytest.mark.parametrize("leaf", [True, False])
+def test_what_is_changed_in_place_after_it_was_saved_is_refused_as_without(leaf: bool) -> None:
+    model = nn.Linear(WIDTH, WIDTH)
+    with SavedActivations(model):
+        x = torch.randn(ROWS, WIDTH)
+        h = x if leaf else _input() * 2
+        loss = model(h).sum()
+        h.add_(5)
+    with pytest.raises(RuntimeError, match=f"{ROWS}x{WIDTH}.* modified by an inplace operation"):
+        loss.backward()
+
+
 def test_an_error_inside_goes_through_and_leaves_no_hook() -> None:
     held = SavedActivations(nn.Identity())
     with pytest.raises(ZeroDivisionError), held:

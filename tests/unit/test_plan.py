@@ -144,6 +144,7 @@ def _selective(*save_ops: str) -> Policy:
         ("aten.nosuch", "sets"),
         ("aten.mm.nosuch", "overloads: default"),
         ("mm", "neither a set"),
+        ("aten.name", "neither a set"),
         ("aten.add_", "changes its argument"),
         ("qkvo", "no part that looks like it"),
         ("gate", "no part that looks like it"),
