@@ -14,6 +14,7 @@ intermediate, output; OPT: fc1, activation_fn, fc2).
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -247,15 +248,18 @@ def mlp_parts(name: str, block: nn.Module) -> list[list[Part]]:
 
 
 def gates(parts: Sequence[Sequence[Part]]) -> list[nn.Module]:
-    """The first products inside MLPs."""
+    """The first products inside MLPs; none of a router and of experts without modules of their
+    own."""
     found = []
     for chain in parts:
-        for name, part in chain:
-            if name.rpartition(".")[2] in _GATES and not any(part.children()):
-                found.append(part)
-            found += [
-                m
-                for n, m in part.named_modules()
-                if n and n.rpartition(".")[2] in _GATES and not any(m.children())
-            ]
+        inside = [pair for name, part in chain for pair in part.named_modules(prefix=name)]
+        routing = {name for name, module in inside if "experts" in dict(module.named_children())}
+        leaves = [
+            (name.rpartition(".")[2], module)
+            for name, module in inside
+            if not any(module.children()) and name.rpartition(".")[0] not in routing
+        ]
+        known = [module for name, module in leaves if name in _GATES]
+        widening = (module for _, module in leaves if isinstance(module, nn.Linear))
+        found += known or [*itertools.islice(widening, 1)]
     return found

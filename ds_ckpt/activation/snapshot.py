@@ -257,6 +257,10 @@ class Attributes:
         """Values of some classes."""
         return list(compress(self.values, map(isinstance, self.values, repeat(kinds))))
 
+    def trained(self) -> list[bool]:
+        """Whether gradients are wanted of each of the tensors."""
+        return list(map(operator.attrgetter("requires_grad"), self._tensors()))
+
     def changed(self) -> list[int]:
         """Where tensors are that were changed in place since."""
         now = _versions(self._tensors())
@@ -345,6 +349,7 @@ class Snapshot:
             )
         self._given = [_Noted(holder) for holder in found.holders]
         self._before = before = Attributes(memory.parts)
+        self._trained = before.trained()
         if memory.first:
             inside = Found(before.values)
             holders, generators = inside.holders, inside.generators
@@ -455,8 +460,15 @@ class Snapshot:
         for index, copy in self._copies.items():  # a copy of it: there may be another recompute
             values[index] = copy.clone().requires_grad_(values[index].requires_grad)
         states = [generator.get_state() for generator in self._generators]
+        others = [
+            (tensor, trained)
+            for tensor, trained in zip(before._tensors(), self._trained, strict=True)
+            if isinstance(tensor, nn.Parameter) and tensor.requires_grad != trained
+        ]
         now, looks = Attributes(parts), [look(noted.holder) for noted in holders]
         try:
+            for parameter, trained in others:
+                parameter.requires_grad_(trained)
             before.put_back(values, now)
             for noted in holders:
                 put_back(noted.holder, noted.look)
@@ -464,6 +476,8 @@ class Snapshot:
                 generator.set_state(state)
             yield
         finally:
+            for parameter, trained in others:
+                parameter.requires_grad_(not trained)
             now.put_back(now.values, Attributes(parts))
             for noted, looked in zip(holders, looks, strict=True):
                 put_back(noted.holder, looked)

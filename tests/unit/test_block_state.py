@@ -268,6 +268,33 @@ def test_a_list_that_blocks_fill_and_read_is_right(kind: str) -> None:
 # what is changed between a forward and its backward
 
 
+@KINDS
+@pytest.mark.parametrize("frozen", [True, False])
+def test_weights_that_are_frozen_or_unfrozen_before_backward(frozen: bool, kind: str) -> None:
+    """As many rows as columns: what autograd has saved has the same shape either way."""
+
+    class Square(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = (nn.Linear(16, 16, bias=False) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.down(torch.tanh(self.up(x)))
+
+    def step(model: nn.Module) -> list[Tensor | None]:
+        for parameter in model.parameters():
+            parameter.grad = None
+        model.requires_grad_(not frozen)
+        x = torch.randn(16, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        loss = model(x)
+        model.requires_grad_(frozen)
+        loss.backward()
+        assert all(p.requires_grad is frozen for p in model.parameters())
+        return [x.grad]
+
+    same(lambda: Stack(Square), kind, step)
+
+
 class Reads(nn.Module):
     """Reads of its own all that can be new in its backward."""
 

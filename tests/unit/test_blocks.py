@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from ds_ckpt.activation import find_blocks
+from ds_ckpt.activation.blocks import gates
 from ds_ckpt.errors import ConfigError, UnsupportedError
 
 
@@ -44,6 +45,55 @@ def test_every_pattern_without_a_match_is_reported() -> None:
         find_blocks(Model(), ["Blok", "layers.*", "nothing.*"])
     assert [p.found for p in error.value.problems] == ['"Blok"', '"nothing.*"']
     assert all("Block" in p.remedy for p in error.value.problems)
+
+
+def _modules(*names: str, **others: nn.Module) -> nn.Module:
+    made = nn.Module()
+    for name in names:
+        made.add_module(name, nn.Linear(2, 2))
+    for name, module in others.items():
+        made.add_module(name, module)
+    return made
+
+
+class Experts(nn.Module):
+    """As Hugging Face has them: parameters of three dimensions, and no modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.zeros(2, 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("mlp", "first"),
+    [
+        (_modules("gate_proj", "up_proj", "down_proj"), ["mlp.gate_proj"]),
+        (_modules("up_proj", "down_proj"), ["mlp.up_proj"]),  # Nemotron
+        (_modules("gate", experts=Experts()), []),  # Mixtral: "gate" is the router
+        (
+            _modules(
+                "gate",
+                experts=Experts(),
+                shared_experts=_modules("gate_proj", "up_proj", "down_proj"),
+            ),
+            ["mlp.shared_experts.gate_proj"],
+        ),
+        (
+            _modules("gate", experts=nn.ModuleList([_modules("w1", "w2", "w3") for _ in range(2)])),
+            ["mlp.experts.0.w1", "mlp.experts.1.w1"],
+        ),
+    ],
+)
+def test_the_first_product_of_an_mlp_is_no_router(mlp: nn.Module, first: list[str]) -> None:
+    names = {module: f"mlp.{name}" for name, module in mlp.named_modules()}
+    assert [names[module] for module in gates([[("mlp", mlp)]])] == first
+
+
+def test_of_a_chain_the_widening_is_the_first_product() -> None:
+    """BERT's."""
+    dense, output = nn.Linear(2, 4), nn.Linear(4, 2)
+    chain = [("b.intermediate", _modules(dense=dense)), ("b.output", _modules(dense=output))]
+    assert gates([chain]) == [dense]
 
 
 def test_a_plain_model_must_name_its_blocks() -> None:
