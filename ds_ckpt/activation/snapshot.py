@@ -12,6 +12,7 @@ put back into the same object.
 
 from __future__ import annotations
 
+import argparse
 import copyreg
 import enum
 import functools
@@ -20,7 +21,7 @@ import logging
 import operator
 import sys
 import types
-from collections import deque
+from collections import ChainMap, UserDict, UserList, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy as shallow_copy
@@ -29,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 from torch.nn.modules.batchnorm import _NormBase
 
 from ds_ckpt.errors import Problem, UnsupportedError
@@ -37,6 +39,8 @@ log = logging.getLogger("ds_ckpt")
 MOST = 1000
 """Objects looked into in one call; whoever hands a whole data set to a block gets a warning."""
 _ITEMS = (list, dict, set, deque)
+_OPEN = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList, ChainMap, Distribution)
+"""Of Python's and torch's own classes, which are else not looked into, those that hold others."""
 _PLAIN = frozenset({type(None), bool, int, float, str, Tensor, nn.Parameter})
 _LEAVES = (Tensor, nn.Module, types.FunctionType, types.MethodType, type, enum.Enum)
 _MODULES_OWN = (frozenset(vars(nn.Module())) - {"training"}) | {
@@ -91,7 +95,7 @@ def version_of(tensor: Tensor) -> int:
 @functools.cache
 def _can_change(cls: Any) -> bool:
     """Whether objects of a class are looked into."""
-    if issubclass(cls, (*_ITEMS, types.SimpleNamespace)):
+    if issubclass(cls, (*_ITEMS, *_OPEN)):
         return True
     root = cls.__module__.partition(".")[0]
     foreign = root in ("torch", "numpy") or root in sys.stdlib_module_names
@@ -322,6 +326,8 @@ class BlockMemory:
         self.objects: list[Any] = []
         self.written: set[tuple[int, str]] = set()
         """What a forward changes in place: the id of the dict that it is in, and its name."""
+        self.alone: set[tuple[int, str]] = set()
+        """Likewise, lists and their like that the first forward could reach by no other way."""
         for part in self.parts:
             if isinstance(part, _NormBase):  # its operators count no version
                 self.written |= {(id(part._buffers), name) for name in part._buffers}
@@ -415,8 +421,8 @@ class Snapshot:
             }
             written = {i: c for i, c in self._copies.items() if self._place(i) in memory.written}
             self._copies = written
-            memory.first = False
         self._part_with_results()
+        memory.first = False
         for noted in self._items:
             noted.loosen()
         before.loosen()
@@ -426,21 +432,32 @@ class Snapshot:
         forward has changed.
 
         The list itself may hold a result now, and that its graph, which holds this: a circle that
-        no collector opens. What else the block can reach it by keeps it as it is.
+        no collector opens. What the block can reach by another way, too, stays as it is.
         """
-        others = [value for n in (*self._given, *self._items) for value in n.look.values()]
-        kept = {id(noted.holder) for noted in self._given} | set(map(id, others))
-        copies = {}
+        memory, before = self._memory, self._before
+        held = map(isinstance, before.values, repeat(_ITEMS))
+        places: defaultdict[int, list[int]] = defaultdict(list)
+        for index in compress(itertools.count(), held):
+            places[id(before.values[index])].append(index)
+        given = set(map(id, (n.holder for n in self._given)))
+        given.update(id(value) for n in self._given for value in n.look.values())
+        if memory.first:
+            inside = {id(value) for n in self._items for value in n.look.values()}
+            memory.alone = {
+                self._place(index)
+                for holder, at in places.items()
+                if holder not in inside
+                for index in at
+            }
         for noted in self._items:
-            holder = noted.holder
+            holder, at = noted.holder, places.get(id(noted.holder), [])
             plain = type(holder).__module__ in ("builtins", "collections")
-            if not plain or not isinstance(holder, _ITEMS) or id(holder) in kept:
-                continue
-            if not same(noted.look, look(holder)):
-                noted.holder = copies[id(holder)] = shallow_copy(holder)
+            alone = memory.alone.issuperset(map(self._place, at)) and id(holder) not in given
+            if plain and at and alone and not same(noted.look, look(holder)):
+                noted.holder = shallow_copy(holder)
                 noted.holder.clear()  # filled for a recompute, and without graphs
-        if copies:
-            self._before.values = [copies.get(id(v), v) for v in self._before.values]
+                for index in at:
+                    before.values[index] = noted.holder
 
     @contextmanager
     def again(self) -> Iterator[None]:

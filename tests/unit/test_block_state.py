@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import gc
 import itertools
 import types
 import weakref
-from collections import deque
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -255,8 +256,12 @@ def test_a_list_that_blocks_fill_and_read_is_right(kind: str) -> None:
             super().__init__(torch.tanh)
             self.seen: list[Tensor] = []
             self.again, self.nested = self.seen, {"list": [0.5]}
+            self.shared: list[float] = []
+            self.holder = types.SimpleNamespace(shared=self.shared)
 
         def forward(self, x: Tensor, *_: Any) -> Tensor:
+            self.shared.append(1.0)
+            x = x * len(self.holder.shared)
             x = x * (1 + sum(self.again, torch.zeros(())) * self.nested["list"][-1])
             self.seen.append(x.detach().square().mean())
             self.nested["list"].append(0.9 * len(self.seen))
@@ -497,6 +502,49 @@ def test_a_tensor_in_an_object_that_is_changed_in_place_is_refused(where: str) -
     put(model, "block")
     with pytest.raises(UnsupportedError, match=r"blocks\.\d: found a tensor in a State, changed"):
         model(data()).backward()
+
+
+@pytest.mark.parametrize(
+    ("hold", "get"),
+    [
+        (lambda t: argparse.Namespace(value=t), lambda held: held.value),
+        (lambda t: UserDict(value=t), lambda held: held["value"]),
+        (lambda t: UserList([t]), lambda held: held[0]),
+        (lambda t: ChainMap({}, {"value": t}), lambda held: held["value"]),
+        (lambda t: torch.distributions.Normal(t, 1.0), lambda held: held.loc),
+    ],
+    ids=["Namespace", "UserDict", "UserList", "ChainMap", "Normal"],
+)
+@KINDS
+def test_a_tensor_in_a_container_of_pythons_or_torchs_that_is_changed_in_place_is_refused(
+    hold: Callable[[Tensor], Any], get: Callable[[Any], Tensor], kind: str
+) -> None:
+    def join(blocks: Any, x: Tensor) -> Tensor:
+        value = torch.full((16,), 0.5)
+        for block in blocks:
+            x = block(x, hold(value))
+        value.mul_(3)
+        return x.square().sum()
+
+    model = Stack(lambda: Block(lambda y, held: y + get(held)), join)
+    put(model, kind)
+    loss = model(data())
+    with pytest.raises(UnsupportedError, match=r"blocks\.\d: found a tensor in a \w+, changed"):
+        loss.backward()
+
+
+@KINDS
+def test_a_dictionary_of_pythons_on_a_block_is_counted_up_once(kind: str) -> None:
+    class Counts(Block):
+        def __init__(self) -> None:
+            super().__init__(torch.tanh)
+            self.counts = UserDict(calls=0)
+
+        def forward(self, x: Tensor, *_: Any) -> Tensor:
+            self.counts["calls"] += 1
+            return super().forward(x * self.counts["calls"])
+
+    same(lambda: Stack(Counts), kind)
 
 
 def test_an_iterator_is_refused() -> None:
