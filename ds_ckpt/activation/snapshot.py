@@ -435,6 +435,9 @@ class Snapshot:
         no collector opens. What the block can reach by another way, too, stays as it is.
         """
         memory, before = self._memory, self._before
+        changed = [n for n in self._items if not same(n.look, look(n.holder))]
+        if not changed and not memory.first:
+            return
         held = map(isinstance, before.values, repeat(_ITEMS))
         places: defaultdict[int, list[int]] = defaultdict(list)
         for index in compress(itertools.count(), held):
@@ -449,11 +452,11 @@ class Snapshot:
                 if holder not in inside
                 for index in at
             }
-        for noted in self._items:
+        for noted in changed:
             holder, at = noted.holder, places.get(id(noted.holder), [])
             plain = type(holder).__module__ in ("builtins", "collections")
             alone = memory.alone.issuperset(map(self._place, at)) and id(holder) not in given
-            if plain and at and alone and not same(noted.look, look(holder)):
+            if plain and at and alone:
                 noted.holder = shallow_copy(holder)
                 noted.holder.clear()  # filled for a recompute, and without graphs
                 for index in at:
