@@ -102,6 +102,12 @@ def _can_change(cls: Any) -> bool:
     return not (issubclass(cls, _LEAVES) or foreign)
 
 
+@functools.cache
+def _is_object(cls: Any) -> bool:
+    """Whether objects of a class are looked into at first, and are none of `_ITEMS`."""
+    return _can_change(cls) and not issubclass(cls, _ITEMS)
+
+
 def look(holder: Any) -> Look:
     """What a list, dict, set, deque or object holds now, by key, place or name."""
     if isinstance(holder, dict):
@@ -313,7 +319,8 @@ class BlockMemory:
 
     The first forward is compared with copies of all buffers and plain tensors of the module; from
     then on those that it changed in place are copied before each forward. Objects on the module
-    are looked into at the first forward, and from then on if that changed them.
+    are looked into at the first forward, and from then on if that changed them. A forward in
+    another mode (`training`), or with other objects on the module, is a first one, too.
 
     Args:
         name: the block's, for messages.
@@ -323,7 +330,10 @@ class BlockMemory:
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name, self.parts = name, list(module.modules())
         self.first = True
+        self._modes: set[bool] = set()
+        self._objects: list[int] = []
         self.objects: list[Any] = []
+        """Those that are looked into at every forward."""
         self.written: set[tuple[int, str]] = set()
         """What a forward changes in place: the id of the dict that it is in, and its name."""
         self.alone: set[tuple[int, str]] = set()
@@ -331,6 +341,15 @@ class BlockMemory:
         for part in self.parts:
             if isinstance(part, _NormBase):  # its operators count no version
                 self.written |= {(id(part._buffers), name) for name in part._buffers}
+
+    def begins(self, before: Attributes) -> None:
+        """A forward begins with these."""
+        objects = compress(before.values, map(_is_object, map(type, before.values)))
+        now, mode = list(map(id, objects)), self.parts[0].training
+        if now != self._objects or mode not in self._modes:
+            self.first = True
+            self._objects = now
+            self._modes.add(mode)
 
 
 class Snapshot:
@@ -356,6 +375,7 @@ class Snapshot:
         self._given = [_Noted(holder) for holder in found.holders]
         self._before = before = Attributes(memory.parts)
         self._trained = before.trained()
+        memory.begins(before)
         if memory.first:
             inside = Found(before.values)
             holders, generators = inside.holders, inside.generators
@@ -408,10 +428,12 @@ class Snapshot:
                 )
         if memory.first:
             direct = set(map(id, before.of(_ITEMS)))
+            former = set(map(id, memory.objects))  # changed in another mode
             memory.objects = [
                 n.holder
                 for n in self._items
-                if id(n.holder) not in direct and not same(n.look, look(n.holder))
+                if id(n.holder) not in direct
+                and (id(n.holder) in former or not same(n.look, look(n.holder)))
             ]
             # also what an operator has changed that counts no version
             memory.written |= {

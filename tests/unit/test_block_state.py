@@ -534,6 +534,52 @@ def test_a_tensor_in_a_container_of_pythons_or_torchs_that_is_changed_in_place_i
 
 
 @KINDS
+def test_an_object_that_is_replaced_before_each_step_is_changed_once(kind: str) -> None:
+    def step(model: nn.Module) -> list[Tensor]:
+        owners = [part for part in model.modules() if isinstance(part, Owns)]
+        for owner in owners:
+            owner.statistics = Statistics()
+        loss = model(data())
+        loss.backward()
+        return [loss.detach(), *(owner.statistics.total for owner in owners)]
+
+    same(lambda: Stack(lambda: Block(Owns())), kind, step)
+
+
+@KINDS
+def test_an_object_that_is_changed_in_training_alone_is_changed_once(kind: str) -> None:
+    class InTraining(Owns):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if self.training else x.exp() * self.statistics.count
+
+    def step(model: nn.Module) -> list[Tensor]:
+        for training in (False, True, False, True):
+            model.train(training)
+            model(data()).backward()
+        counts = [part.statistics.count for part in model.modules() if isinstance(part, Owns)]
+        return [torch.tensor(counts)]
+
+    same(lambda: Stack(lambda: Block(InTraining())), kind, step)
+
+
+@KINDS
+def test_spectral_norm_after_an_evaluation_with_gradients(kind: str) -> None:
+    """Its power iteration writes to buffers in training alone."""
+
+    def step(model: nn.Module) -> list[Tensor]:
+        for training in (False, True):
+            model.train(training)
+            model(data()).backward()
+        return []
+
+    def make() -> Stack:
+        normed = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16))
+        return Stack(lambda: Block(normed))
+
+    same(make, kind, step)
+
+
+@KINDS
 def test_a_dictionary_of_pythons_on_a_block_is_counted_up_once(kind: str) -> None:
     class Counts(Block):
         def __init__(self) -> None:
