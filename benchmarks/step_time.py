@@ -96,11 +96,11 @@ def worker(spec: dict[str, Any], folder: Path) -> None:
 
 def warmed_up(cell: _cells.Running, tokens: int) -> bool:
     """Run a cell's first steps; whether it has been left to DeepSpeed's own way since."""
-    exchange = cell.session.exchange if cell.session is not None else None
+    built = cell.session.exchange if cell.session is not None else None
     residence = cell.session._residence if cell.session is not None else None
     tuners = [residence.tuner] if residence is not None else []
-    if exchange is not None and exchange.autotuner is not None:
-        tuners.append(exchange.autotuner)
+    if built is not None and built.exchange.autotuner is not None:
+        tuners.append(built.exchange.autotuner)
     resident = cell.session._resident if cell.session is not None else None
     codecs = resident.hook.codecs if resident is not None else ()
     step, least = 0, max(WARM_UP_STEPS, 1 + COMPARED * len(codecs) if len(codecs) > 1 else 0)
