@@ -117,7 +117,7 @@ class Running:
 
     name: str
     engine: Any
-    session: Any
+    session: ds_ckpt.Session | None
 
     def step(self, sequences: int, tokens: int, seed: int) -> None:
         """One optimizer step on random tokens, all its micro-steps."""

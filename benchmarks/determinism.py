@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    checkpoint.Printer = Timed  # type: ignore[misc]
+    checkpoint.Printer = Timed  # type: ignore[attr-defined, misc]
     print(f"four Llama layers, {options.tokens} tokens, fp32, one thread")
     print("\n| hidden | step, ms | checked | every 4th forward |\n|---|---|---|---|")
     for hidden in options.hidden:

@@ -164,7 +164,7 @@ def main() -> None:
     task: dict[str, Any] = SIZES | {"world": workers}
     if arguments.tuned:
         task |= sizes_of(arguments.hidden_size, workers, arguments.batch) | {"products": "bf16"}
-        exchange_build.AllToAllExchange = OwnShareToo  # type: ignore[misc]
+        exchange_build.AllToAllExchange = OwnShareToo  # type: ignore[attr-defined, misc]
     learner = begin(text, task, compiled=not arguments.eager)
     for seed in arguments.seeds:
         for one in TUNED if arguments.tuned else CELLS:

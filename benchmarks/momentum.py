@@ -360,7 +360,7 @@ def main() -> None:
     task = open_task(spec, given.results.parent)
     world: dict[str, Any] = {} if given.workers == 4 else {"workers": given.workers}
     if given.own_share:
-        exchange_build.AllToAllExchange = OwnShareToo  # type: ignore[misc]
+        exchange_build.AllToAllExchange = OwnShareToo  # type: ignore[attr-defined, misc]
         world["own_share"] = "compressed"
     if given.kept:
         for method in METHODS:

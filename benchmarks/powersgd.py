@@ -235,7 +235,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         meeting = (Path(folder) / "meeting").as_uri()
         chosen = (meeting, arguments.hidden, arguments.rank, arguments.repeats)
-        mp.spawn(compare, args=chosen, nprocs=WORLD)
+        mp.spawn(compare, args=chosen, nprocs=WORLD)  # type: ignore[attr-defined]
     torch.set_num_threads(1)
     torch.manual_seed(0)
     print("\nmicroseconds   " + "".join(f"{name:>14s}" for name in WAYS))

@@ -161,11 +161,11 @@ def from_training(codec: str, steps: int) -> list[Tensor]:
     first = world.workers._workers[0].scheduled.all_to_all
     store = first._pack
 
-    def pack(items, finite):  # type: ignore[no-untyped-def]
+    def pack(items, finite, loss_scale):  # type: ignore[no-untyped-def]
         for item in items:
             if item.pending is not None:
                 seen[item.name] = item.pending[item.layout.shard(1)].clone()
-        return store(items, finite)
+        return store(items, finite, loss_scale)
 
     first._pack = pack  # type: ignore[method-assign]
     for _ in range(steps):
