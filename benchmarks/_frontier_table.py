@@ -16,7 +16,7 @@ def table(lines: list[dict[str, Any]], steps: int) -> str:
 
     Bytes of the whole run count warm-up steps as dense ones. At accumulation 8 an exchange with
     residuals runs once where ZeRO-3's runs 8 times. Where dense training has run in several ways,
-    all are held against the best of them, too.
+    each is held against the one of its own b1 and rate and against the best of them.
     """
     by_task: dict[tuple[int, int, int], dict[str, dict[int, dict[str, Any]]]] = {}
     for line in lines:
@@ -40,15 +40,24 @@ def _table(done: dict[str, dict[int, dict[str, Any]]], steps: int) -> str:
     most = max(map(len, dense.values()))
     whole = [name for name, runs in dense.items() if len(runs) == most]
     best = min(whole, key=lambda name: statistics.fmean(_losses(dense[name]).values()))
-    against = list(dict.fromkeys(name for name in ("dense", best) if name in dense))
-    rows = [_row(name, runs, done, against, steps) for name, runs in done.items()]
+    alike = {_recipe(runs): name for name, runs in dense.items()}
+    rows = []
+    for name, runs in done.items():
+        theirs = [best] if len(dense) == 1 else [alike.get(_recipe(runs), ""), best]
+        rows.append(_row(name, runs, done, theirs, steps))
     rows.sort(key=lambda row: -row[0])
     head = ["method", "bits an element", "fewer bytes a step", "at accumulation 8", "whole run"]
     head += ["held-out loss"]
-    for name in against:
+    for name in [best] if len(dense) == 1 else ["dense, b1 and rate alike", best]:
         head += [f"against {name}", "95% interval"]
     head += ["seeds"]
     return "\n".join([_line(head), "|" + "---|" * len(head), *(text for _, text in rows)])
+
+
+def _recipe(runs: dict[int, dict[str, Any]]) -> tuple[float, float]:
+    """b1 and learning rate."""
+    recipe = next(iter(runs.values()))["recipe"]
+    return recipe["betas"][0], recipe["learning_rate"]
 
 
 def _is_dense(name: str) -> bool:
@@ -71,7 +80,7 @@ def _row(
     against: list[str],
     steps: int,
 ) -> tuple[float, str]:
-    some, reference = next(iter(runs.values())), next(iter(done[against[0]].values()))
+    some, reference = next(iter(runs.values())), next(iter(done[against[-1]].values()))
     sent, whole = some["sixteen_bit_bytes"], reference["sixteen_bit_bytes"]
     world = some["task"]["world"]
     bits = 8 * sent / (some["parameters"] * (world - 1) / world)
@@ -86,7 +95,7 @@ def _row(
         return sent, _line([*cells, "diverged", *("" for _ in 2 * against), str(len(runs))])
     cells += [_each(list(losses.values()), ".4f")]
     for theirs in against:
-        other = _losses(done[theirs])
+        other = _losses(done.get(theirs, {}))
         gaps = [losses[seed] / other[seed] - 1 for seed in losses if seed in other]
         interval = ""
         if len(gaps) > 1 and name != theirs:

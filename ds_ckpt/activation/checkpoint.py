@@ -50,12 +50,11 @@ from ds_ckpt.activation.snapshot import (
     BlockMemory,
     Snapshot,
     changed_between,
-    in_words,
     input_changed,
     refusal,
-    version_of,
 )
 from ds_ckpt.errors import Problem, RecomputeError
+from ds_ckpt.telemetry.memory import in_words, version_of
 
 Scope = Callable[[], AbstractContextManager[Any]]
 

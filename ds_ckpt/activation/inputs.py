@@ -22,7 +22,6 @@ from ds_ckpt.activation.partition import Partition
 from ds_ckpt.activation.pieces import BlockCall, Kept, Left, Split
 from ds_ckpt.activation.policies import Unit
 from ds_ckpt.activation.rank_consistency import Group
-from ds_ckpt.activation.snapshot import input_changed
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.memory import HostPool
 from ds_ckpt.memory.copies import copies_for
@@ -135,9 +134,7 @@ class CheckpointedInputs:
             if store is not None:
                 return store.unpack(kept)
             assert isinstance(kept, Left)
-            if kept.changed:
-                raise input_changed(label, "input")
-            return kept.tensor
+            return kept.again()
 
         if store is None and profile is None:
             return nullcontext()

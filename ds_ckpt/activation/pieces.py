@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ds_ckpt.activation.snapshot import input_changed
 from ds_ckpt.memory.copies import Ticket
+from ds_ckpt.telemetry.memory import version_of
 
 ALIGNMENT_BYTES = 64
 """A stretch begins at a multiple: the copy is aligned as the original was, so that kernels which
@@ -194,12 +196,17 @@ class Left:
     __slots__ = ("label", "tensor", "version")
 
     def __init__(self, tensor: Tensor, label: str) -> None:
-        self.tensor, self.label = tensor, label
-        self.version = None if tensor.is_inference() else int(tensor._version)
+        self.tensor, self.label, self.version = tensor, label, version_of(tensor)
 
-    @property
-    def changed(self) -> bool:
-        return self.version is not None and self.tensor._version != self.version
+    def again(self) -> Tensor:
+        """The tensor.
+
+        Raises:
+            UnsupportedError: it was changed in place after it had been kept.
+        """
+        if version_of(self.tensor) != self.version:
+            raise input_changed(self.label, "input")
+        return self.tensor
 
 
 class BlockCall:

@@ -16,9 +16,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ds_ckpt.activation.snapshot import in_words
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.memory.copies import Ticket
+from ds_ckpt.telemetry.memory import in_words
 
 HEADLINE = "checkpointed inputs cannot be split over this group"
 _MOST_NOTES = 8192

@@ -34,6 +34,7 @@ from torch.distributions import Distribution
 from torch.nn.modules.batchnorm import _NormBase
 
 from ds_ckpt.errors import Problem, UnsupportedError
+from ds_ckpt.telemetry.memory import version_of
 
 log = logging.getLogger("ds_ckpt")
 MOST = 1000
@@ -70,10 +71,6 @@ def changed_between(name: str, what: str) -> UnsupportedError:
     )
 
 
-def in_words(shape: torch.Size, dtype: torch.dtype) -> str:
-    return f"{'x'.join(map(str, shape)) or 'a scalar'} {str(dtype).removeprefix('torch.')}"
-
-
 def input_changed(name: str, what: str = "argument") -> UnsupportedError:
     """An input of block `name` that has other values now than when it was kept."""
     return refusal(
@@ -82,11 +79,6 @@ def input_changed(name: str, what: str = "argument") -> UnsupportedError:
         CHANGED,
         f"write x = x + y for x += y where this block's input is used again, {LEAVE_OUT}",
     )
-
-
-def version_of(tensor: Tensor) -> int:
-    """0 where none is counted: what comes from inference mode cannot be changed in training."""
-    return 0 if tensor.is_inference() else int(tensor._version)
 
 
 # how objects are looked into
@@ -426,15 +418,12 @@ class Snapshot:
                     "assign a new tensor instead, change it in every training forward or "
                     "outside of the block, or leave the block out of checkpointing",
                 )
+        refilled = [noted for noted in self._items if not same(noted.look, look(noted.holder))]
         if memory.first:
             direct = set(map(id, before.of(_ITEMS)))
-            former = set(map(id, memory.objects))  # changed in another mode
-            memory.objects = [
-                n.holder
-                for n in self._items
-                if id(n.holder) not in direct
-                and (id(n.holder) in former or not same(n.look, look(n.holder)))
-            ]
+            watched = {*map(id, memory.objects), *(id(noted.holder) for noted in refilled)}
+            objects = (n.holder for n in self._items if id(n.holder) in watched - direct)
+            memory.objects = list(objects)
             # also what an operator has changed that counts no version
             memory.written |= {
                 self._place(i)
@@ -443,29 +432,26 @@ class Snapshot:
             }
             written = {i: c for i, c in self._copies.items() if self._place(i) in memory.written}
             self._copies = written
-        self._part_with_results()
+        if refilled or memory.first:
+            self._part_with_results(refilled)
         memory.first = False
         for noted in self._items:
             noted.loosen()
         before.loosen()
 
-    def _part_with_results(self) -> None:
-        """Have another one in the place of each list, dict, set or deque of the module that the
-        forward has changed.
+    def _part_with_results(self, refilled: Sequence[_Noted]) -> None:
+        """Have another one in the place of each list, dict, set or deque of the module among
+        these, which the forward has changed.
 
         The list itself may hold a result now, and that its graph, which holds this: a circle that
         no collector opens. What the block can reach by another way, too, stays as it is.
         """
         memory, before = self._memory, self._before
-        changed = [n for n in self._items if not same(n.look, look(n.holder))]
-        if not changed and not memory.first:
-            return
         held = map(isinstance, before.values, repeat(_ITEMS))
         places: defaultdict[int, list[int]] = defaultdict(list)
         for index in compress(itertools.count(), held):
             places[id(before.values[index])].append(index)
-        given = set(map(id, (n.holder for n in self._given)))
-        given.update(id(value) for n in self._given for value in n.look.values())
+        given = {id(value) for n in self._given for value in (n.holder, *n.look.values())}
         if memory.first:
             inside = {id(value) for n in self._items for value in n.look.values()}
             memory.alone = {
@@ -474,7 +460,7 @@ class Snapshot:
                 if holder not in inside
                 for index in at
             }
-        for noted in changed:
+        for noted in refilled:
             holder, at = noted.holder, places.get(id(noted.holder), [])
             plain = type(holder).__module__ in ("builtins", "collections")
             alone = memory.alone.issuperset(map(self._place, at)) and id(holder) not in given

@@ -75,8 +75,8 @@ def with_new_names(section: Any, path: str = "") -> Any:
     found: dict[Any, Any] = {}
     for key, value in section.items():
         former = f"{path}{key}"
-        new = RENAMED.get(former, former).removeprefix(path)
-        if former in RENAMED and new != key and section.get(new) is None:
+        new = RENAMED.get(former, "").removeprefix(path)
+        if new and section.get(new) is None:
             _tell_of(former)
             found[new] = value
         elif value is not None or key not in found:

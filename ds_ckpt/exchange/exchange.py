@@ -195,13 +195,13 @@ class AllToAllExchange:
         Args:
             others: how else tensors are going to travel.
         """
+        ways = (self._choose, *others) if self.world > 1 else ()
         for name, shape in shapes:
-            compressor = self._choose(name, shape) if self.world > 1 else None
-            if compressor is not None:
-                for each in (compressor, *(choose(name, shape) for choose in others)):
-                    if each is not None and each.codec is not None:
-                        each.codec.kernels(device)  # tried now, and not in mid-exchange
-            if compressor is not None or self._holds:
+            compressors = [c for choose in ways if (c := choose(name, shape)) is not None]
+            for codec in (compressor.codec for compressor in compressors):
+                if codec is not None:
+                    codec.kernels(device)  # tried now, and not in mid-exchange
+            if compressors or self._holds:
                 layout = LocalShard(ShardLayout(shape.numel(), self.world), self._members)
                 self.feedback.reserve(layout.numel, device)
 

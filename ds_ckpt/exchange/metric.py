@@ -61,15 +61,10 @@ class StepMetric:
         if sums is None or tuple(map(len, sums)) != matrix_shape(shape):
             return None
         sums = self._known[name] = sums[0].to(device), sums[1].to(device)
+        # the mean in fp64: that of fp32 numbers depends on how many threads add them up
+        shares = (of / of.double().mean().float() for of in sums)
         rows, columns = (
-            # in fp64: of fp32 numbers the mean depends on how many threads add them up
-            (of / of.double().mean().float())
-            .log2_()
-            .mul_(_STEPS)
-            .nan_to_num_(0, neginf=-1e6)
-            .round_()
-            .int()
-            for of in sums
+            of.log2_().mul_(_STEPS).nan_to_num_(0, neginf=-1e6).round_().int() for of in shares
         )
         exponents = (rows.unsqueeze(1) + columns).view(-1)
         exponents += 2 * _STEPS  # half of what it is divided by

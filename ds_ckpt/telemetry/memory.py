@@ -35,6 +35,15 @@ NO_WORK = frozenset({torch.ops.prim.device.default})
 """What dispatch modes are asked and no operator is."""
 
 
+def version_of(tensor: Tensor) -> int:
+    """0 where none is counted: what comes from inference mode cannot be changed in training."""
+    return 0 if tensor.is_inference() else int(tensor._version)
+
+
+def in_words(shape: torch.Size, dtype: torch.dtype) -> str:
+    return f"{'x'.join(map(str, shape)) or 'a scalar'} {str(dtype).removeprefix('torch.')}"
+
+
 def tensors_in(value: Any) -> list[Tensor]:
     """All tensors of a structure, in order."""
     if isinstance(value, Tensor):
@@ -90,14 +99,14 @@ class Storages:
         self._known.clear()
 
 
-def _unpack(kept: tuple[Tensor, int | None]) -> Tensor:
+def _unpack(kept: tuple[Tensor, int]) -> Tensor:
     """Autograd compares no versions where hooks are set, so it is done here."""
     tensor, version = kept
-    if version is not None and tensor._version != version:
+    if version_of(tensor) != version:
         raise RuntimeError(
-            f"a tensor that backward needs ({'x'.join(map(str, tensor.shape)) or 'a scalar'}, "
-            f"{tensor.dtype}) has been modified by an inplace operation: it is at version "
-            f"{tensor._version}, and was saved at {version}. Write x = x + y for x += y."
+            f"a tensor that backward needs ({in_words(tensor.shape, tensor.dtype)}) has been "
+            f"modified by an inplace operation: it is at version {tensor._version}, and was saved "
+            f"at {version}. Write x = x + y for x += y."
         )
     return tensor
 
@@ -155,7 +164,7 @@ class SavedActivations:
         if self._own:
             self.storages.forget()
 
-    def _pack(self, tensor: Tensor) -> tuple[Tensor, int | None]:
+    def _pack(self, tensor: Tensor) -> tuple[Tensor, int]:
         number = None if self._is_weight(tensor) else self.storages.number(tensor)
         if number is not None:
             self._sizes.setdefault(number, self.storages.bytes[number])
@@ -163,12 +172,11 @@ class SavedActivations:
             self._noted(tensor, number)
         # A result that its own graph node saves would keep itself alive. A leaf cannot, and
         # ZeRO-3 must find its parameters, not what they pointed to now.
-        version = None if tensor.is_inference() else int(tensor._version)
         if tensor.is_leaf:
-            return tensor, version
+            return tensor, version_of(tensor)
         self.packing = True
         try:
-            return tensor.detach(), version  # which shares the counter
+            return tensor.detach(), version_of(tensor)  # they share it
         finally:
             self.packing = False
 

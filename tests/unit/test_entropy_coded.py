@@ -185,7 +185,7 @@ def test_tensors_of_a_bucket_travel_as_if_alone(
         ("normal", 1.0, 0.37),
         ("normal", 0.33, 0.75),
         ("normal", 2.0, 0.11),
-        ("heavy tail", 0.33, 0.03),
+        ("heavy tail", 0.33, 0.02),
         ("rows", 0.33, 0.05),
         ("rows", 0.5, 0.02),
         ("rows", 1.0, 0.02),
@@ -194,9 +194,12 @@ def test_tensors_of_a_bucket_travel_as_if_alone(
 )
 @pytest.mark.parametrize("numel", [1 << 16, 1 << 19])
 def test_what_is_left(kind: str, bits: float, bound: float, numel: int) -> None:
-    values = gradient(kind, numel)
-    _, left, _ = round_trip(EntropyCoded(bits=bits), values)
-    assert float(left.square().sum() / values.square().sum()) < bound
+    shares = []
+    for seed in range(3):  # of a heavy tail a few entries decide
+        values = gradient(kind, numel, seed)
+        _, left, _ = round_trip(EntropyCoded(bits=bits), values)
+        shares.append(float(left.square().sum() / values.square().sum()))
+    assert sum(shares) / len(shares) < bound
 
 
 @settings(max_examples=40, deadline=None)
