@@ -11,7 +11,9 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,7 +32,7 @@ from ds_ckpt.activation.checkpoint import (
 from ds_ckpt.activation.policies import Policy, Unit, make_plan
 from ds_ckpt.activation.selective import Choice, Tracker
 from ds_ckpt.activation.snapshot import BlockMemory
-from ds_ckpt.errors import Problem, UnsupportedError
+from ds_ckpt.errors import ConfigError, Problem, UnsupportedError
 from ds_ckpt.patch import Patches
 
 log = logging.getLogger("ds_ckpt")
@@ -90,15 +92,12 @@ class CheckpointedBlocks:
 
     def _install(self, model: nn.Module) -> None:
         runs: dict[nn.Module, Callable[..., Any]] = {}
+        choices = self._choices()
         for unit in self.units:
             unit_run = _Run(self._context, unit, self._check_every, self._surrounding)
             for index, block in enumerate(unit.blocks):
-                choice = None
-                if unit.save_ops:
-                    choice = Choice(
-                        unit.save_ops, unit.where, block.name, block.module, self._patches
-                    )
                 memory = BlockMemory(block.name, block.module)
+                choice = choices.get(block.name)
                 target = CheckpointedModule(block.name, block.module, memory, choice)
                 run: Callable[..., Any] = functools.partial(unit_run, index, target)
                 if not self._is_plain(unit):
@@ -109,6 +108,32 @@ class CheckpointedBlocks:
                 self._patches.set_method(block.module, "forward", wrap(block.module, run))
         if any(is_hf_layer(m) for m in model.modules()):
             self._use_hf_hook(model, runs)
+
+    def _choices(self) -> dict[str, Choice]:
+        """What is saved in each block that saves operators' results. All mistakes in one error."""
+        choices: dict[str, Choice] = {}
+        problems: dict[tuple[str, str], Problem] = {}
+        others: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+        for unit in self.units:
+            for block in unit.blocks if unit.save_ops else ():
+                try:
+                    choices[block.name] = Choice(
+                        unit.save_ops, unit.where, block.name, block.module, self._patches
+                    )
+                except ConfigError as error:
+                    for problem in error.problems:
+                        mistake = problem.where, problem.found
+                        first = problems.setdefault(mistake, problem)
+                        if problem != first:
+                            others[mistake].append(block.name)
+        if problems:
+            raise ConfigError(
+                [
+                    replace(p, why=f"{p.why}; nor have {', '.join(others[m])}") if others[m] else p
+                    for m, p in problems.items()
+                ]
+            )
+        return choices
 
     def _is_plain(self, unit: Unit) -> bool:
         """Whether torch's own checkpoint, which torch.compile can trace, does the same."""

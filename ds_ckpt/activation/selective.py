@@ -64,7 +64,7 @@ def cores() -> frozenset[Any]:
     return _overloads(_CORES)
 
 
-def _named(name: str, where: str) -> frozenset[Any]:
+def _named(name: str, where: str) -> frozenset[Any] | Problem:
     """`aten.mm`, `aten.mm.default` or an operator of another library."""
     space, _, rest = name.partition(".")
     packet_name, _, overload = rest.partition(".")
@@ -73,29 +73,23 @@ def _named(name: str, where: str) -> frozenset[Any]:
     if not known or (overload and overload not in known):
         likely = difflib.get_close_matches(name, [*SETS, *(f"aten.{n}" for n in _PRODUCTS)], 1)
         close = f', for example "{likely[0]}"' if likely else ""
-        raise ConfigError(
-            Problem(
-                where=where,
-                found=f'"{name}"',
-                why="it is neither a set nor an operator that torch knows"
-                + (f" (overloads: {', '.join(known)})" if known else ""),
-                remedy=f'write sets ({", ".join(SETS)}), joined by "+", or operators such as '
-                f'"aten.mm"{close}',
-            )
+        return Problem(
+            where=where,
+            found=f'"{name}"',
+            why="it is neither a set nor an operator that torch knows"
+            + (f" (overloads: {', '.join(known)})" if known else ""),
+            remedy=f'write sets ({", ".join(SETS)}), joined by "+", or operators such as '
+            f'"aten.mm"{close}',
         )
     operators = frozenset(getattr(packet, o) for o in ([overload] if overload else known))
     changing = sorted(str(o) for o in operators if o._schema.is_mutable)
     operators = frozenset(o for o in operators if not o._schema.is_mutable)
-    if not operators:
-        raise ConfigError(
-            Problem(
-                where=where,
-                found=f'"{name}"',
-                why=f"{changing[0]} changes its argument, so its result cannot stand in for it",
-                remedy="name operators that return new tensors",
-            )
-        )
-    return operators
+    return operators or Problem(
+        where=where,
+        found=f'"{name}"',
+        why=f"{changing[0]} changes its argument, so its result cannot stand in for it",
+        remedy="name operators that return new tensors",
+    )
 
 
 class Choice:
@@ -108,7 +102,7 @@ class Choice:
         patches: where the marks on attention and gates are noted.
 
     Raises:
-        ConfigError: an unknown name, or a set for which the block has no such part.
+        ConfigError: unknown names, and sets for which the block has no such part.
     """
 
     def __init__(
@@ -121,37 +115,44 @@ class Choice:
         self._inside: Counter[str] = Counter()
         """How many marked modules of each kind are running."""
         self._marks: list[str] = []
+        problems = []
         for word in dict.fromkeys(part for entry in save_ops for part in entry.split("+")):
             if word == "matmuls":
-                self._always[word] = products() | cores()
+                served: Any = products() | cores()
             elif word == "attention":
-                self._always[word] = cores()
+                served = cores()
             elif word in ("qkvo", "gate"):
-                self._mark(word, name, block, patches)
+                served = self._mark(word, name, block, patches)
             else:
-                self._always[word] = _named(word, where)
+                served = _named(word, where)
+            if isinstance(served, Problem):
+                problems.append(served)
+            elif served is not None:
+                self._always[word] = served
+        if problems:
+            raise ConfigError(problems)
         self._quick = frozenset().union(*self._always.values())
         self._products = products()  # looked up here and not in the middle of a forward
         self.missing = [*self._always, *self._marks]
         """Names that no operator has served yet."""
 
-    def _mark(self, word: str, name: str, block: nn.Module, patches: Patches) -> None:
+    def _mark(self, word: str, name: str, block: nn.Module, patches: Patches) -> Problem | None:
         parts = [m for _, m in attention_parts(name, block)]
         if word == "gate":
             parts = gates(mlp_parts(name, block))
         if not parts:
             children = ", ".join(type(m).__name__ for m in block.children())
-            raise ConfigError(
-                Problem(
-                    where=self._where,
-                    found=f'"{word}"',
-                    why=f"{name} has no part that looks like it (it has {children})",
-                    remedy='use "matmuls", or name operators such as "aten.mm"',
-                )
+            return Problem(
+                where=self._where,
+                found=f'"{word}"',
+                why=f"{name} has no part that looks like it (it has {children})",
+                remedy='use "matmuls", name operators such as "aten.mm", or write for blocks '
+                f'without it "rules": [{{"match": "{name}", "policy": "block"}}]',
             )
         self._marks.append(word)
         for part in parts:
             patches.set_method(part, "forward", self._marked(word, part.forward))
+        return None
 
     def _marked(self, word: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)

@@ -124,13 +124,16 @@ def with_deepspeeds_keys(ours: Any, deepspeeds: Any) -> Any:
     said = {
         our_key: deepspeeds[key]
         for key, our_key in SERVED.items()
-        if _on(deepspeeds.get(key)) and lookup(activation, (our_key,)) is None
+        if _on(key, deepspeeds.get(key)) and lookup(activation, (our_key,)) is None
     }
     return {**ours, "activation": {**(activation or {}), **said}} if said else ours
 
 
-def _on(value: object) -> bool:
-    return value is True or (isinstance(value, int) and value >= 1)
+def _on(key: str, value: object) -> bool:
+    """Whether DeepSpeed's key asks for something; of a wrong type it does not."""
+    if key == "number_checkpoints":
+        return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return value is True
 
 
 def _keeping(config: Mapping[str, Any], activation: Any, policy: str | None) -> Iterator[Problem]:
@@ -140,7 +143,7 @@ def _keeping(config: Mapping[str, Any], activation: Any, policy: str | None) -> 
     theirs = {ours: key for key, ours in SERVED.items()}
     for ours, key in theirs.items():
         said, own = lookup(deepspeeds, (key,)), lookup(raw, (ours,))
-        if _on(said) and own is not None and own != said:
+        if _on(key, said) and own is not None and own != said:
             why = f"{DEEPSPEEDS}.{key} says {show(said)}, and both keys mean the same"
             remedy = "write the same in both, or remove one"
             yield Problem(f"{_ACTIVATION}.{ours}", show(own), why, remedy)

@@ -322,10 +322,20 @@ def test_keys_that_need_a_switch() -> None:
     ).activation.profile
 
 
-@pytest.mark.parametrize(("key", "value"), [("profile", "auto"), ("profile", 0), ("profile", "no")])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("profile", "auto"), ("profile", 0), ("profile", "no"), ("profile", 3), ("profile", 1)],
+)
 def test_deepspeeds_keys_are_strict_too(key: str, value: Any) -> None:
+    """And a mistake is told once, where it stands."""
     found = problems({"activation_checkpointing": {key: value}})
+    assert list(found) == [f"$.activation_checkpointing.{key}"]
     assert "write for example true" in found[f"$.activation_checkpointing.{key}"].remedy
+
+
+def test_a_number_of_checkpoints_is_no_switch() -> None:
+    found = problems({"activation_checkpointing": {"number_checkpoints": True}})
+    assert list(found) == ["$.activation_checkpointing.number_checkpoints"]
 
 
 def test_the_key_that_deepspeeds_documentation_invents() -> None:
