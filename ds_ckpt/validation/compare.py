@@ -241,7 +241,9 @@ def _reached(
     if ours.outcome.diverged or not theirs or not mine:
         return None
     whole = min(mine, warm_up)
-    sent = whole * dense.sixteen_bit_bytes + (mine - whole) * ours.sixteen_bit_bytes
+    # a dense step took twice these bytes here, one in few bits as many as with 16-bit gradients
+    in_warm_up = min(dense.sixteen_bit_bytes, ours.outcome.warm_up_bytes or dense.sixteen_bit_bytes)
+    sent = whole * in_warm_up + (mine - whole) * ours.sixteen_bit_bytes
     return mine / theirs, sent / (theirs * dense.sixteen_bit_bytes or math.inf)
 
 

@@ -68,7 +68,7 @@ def outcome(final: float, *, diverged: bool = False, digest: str = "d", **over: 
         "digest": digest,
         "train": [],
         "step_bytes": 1.0,
-        "warm_up_bytes": 4.0,
+        "warm_up_bytes": 2000.0,
         "residual_norm": 0.0,
         "step_cpu_s": 0.2,
         "exchange_cpu_s": 0.0,
@@ -154,15 +154,21 @@ def test_what_a_diverged_run_left_behind_is_no_limit(tmp_path: Path, four_bits: 
     assert "guard" not in document([found], []).markdown()
 
 
-def test_what_it_took_to_come_as_far(tmp_path: Path, four_bits: Path) -> None:
+@pytest.mark.parametrize(("warm_up_bytes", "in_16_bits"), [(2000.0, 1000), (200.0, 200)])
+def test_what_it_took_to_come_as_far(
+    tmp_path: Path, four_bits: Path, warm_up_bytes: float, in_16_bits: int
+) -> None:
+    """After a warm-up in fp32 or in few bits."""
     dense = [outcome(2.0), outcome(2.0)]
     # a straight line from 3.5 to 1.9 over 50 steps passes 2.01 after 46.56 of them
-    ours = [outcome(1.9, heldout=[(0, 5.0), (50, 3.5), (100, 1.9)])] * 2
+    curve = [(0, 5.0), (50, 3.5), (100, 1.9)]
+    ours = [outcome(1.9, heldout=curve, warm_up_bytes=warm_up_bytes)] * 2
     (found,) = judged(tmp_path, [four_bits], dense, [ours])
     theirs, mine = 50 + 50 * 1.49 / 1.5, 50 + 50 * 1.49 / 1.6
-    sent = 25 * 1000 + (mine - 25) * 250
+    sent = 25 * in_16_bits + (mine - 25) * 250
     assert found.reached == [pytest.approx((mine / theirs, sent / (theirs * 1000)))] * 2
-    assert "0.97, 0.43" in document([found], []).markdown()
+    if in_16_bits == 1000:
+        assert "0.97, 0.43" in document([found], []).markdown()
     never = [outcome(2.2)] * 2
     (found,) = judged(tmp_path / "never", [four_bits], dense, [never])
     assert found.reached == []
