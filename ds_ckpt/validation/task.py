@@ -278,6 +278,8 @@ def open_task(spec: TaskSpec, folder: Path, *, device: str = "cpu") -> Task:
         del sizes[name]  # of single runs: see `experiment.Plan.key`
     if spec.attention == "eager":
         del sizes["attention"]
+    if spec.data:  # wherever it lies
+        sizes["data"] = "as its digest says"
     if device != "cpu":  # which computes other bits
         sizes["device"] = device
     if spec.model:  # a folder's content may change

@@ -312,6 +312,8 @@ def test_the_same_sizes_and_data_are_the_same_task(tmp_path: Path) -> None:
     one = open_task(TaskSpec("labelled", data=source, length=8), tmp_path).digest
     assert open_task(TaskSpec("labelled", data=source, length=8), tmp_path).digest == one
     assert open_task(TaskSpec("labelled", data=source, length=9), tmp_path).digest != one
+    elsewhere = labelled(tmp_path / "moved.jsonl")
+    assert open_task(TaskSpec("labelled", data=elsewhere, length=8), tmp_path).digest == one
     labelled(tmp_path / "d.jsonl", 70)
     assert open_task(TaskSpec("labelled", data=source, length=8), tmp_path).digest != one
 
