@@ -14,9 +14,10 @@ def table(lines: list[dict[str, Any]], steps: int) -> str:
     """Markdown: for each number of workers, width and batch one row a method, in the order of bytes
     in a step.
 
-    Bytes of the whole run count warm-up steps as dense ones. At accumulation 8 an exchange with
-    residuals runs once where ZeRO-3's runs 8 times. Where dense training has run in several ways,
-    each is held against the one of its own b1 and rate and against the best of them.
+    Warm-up steps count as dense ones in the bytes of the whole run, where they do not travel in few
+    bits. At accumulation 8 an exchange with residuals runs once where ZeRO-3's runs 8 times. Where
+    dense training has run in several ways, each is held against the one of its own b1 and rate and
+    against the best of them.
     """
     by_task: dict[tuple[int, int, int], dict[str, dict[int, dict[str, Any]]]] = {}
     for line in lines:
@@ -86,7 +87,8 @@ def _row(
     bits = 8 * sent / (some["parameters"] * (world - 1) / world)
     dense = _is_dense(name)
     warm_up = 0 if dense else min(_warm_up_of(some["settings"]), steps)
-    in_run = steps * whole / (warm_up * whole + (steps - warm_up) * sent)
+    in_warm_up = some.get("sixteen_bit_warm_up_bytes", whole)
+    in_run = steps * whole / (warm_up * in_warm_up + (steps - warm_up) * sent)
     held = 1 if dense or not some["settings"]["error_feedback"] else ACCUMULATION
     cells = [name, f"{bits:.2f}", _times(whole / sent), _times(held * whole / sent)]
     cells += [_times(in_run)]

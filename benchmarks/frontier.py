@@ -42,7 +42,7 @@ from _frontier_table import table
 from momentum import OwnShareToo
 
 from ds_ckpt.exchange import build as exchange_build
-from ds_ckpt.exchange.build import ExchangeSettings
+from ds_ckpt.exchange.build import ExchangeSettings, WarmupBits
 from ds_ckpt.exchange.rules import MethodSettings
 from ds_ckpt.validation.data import Inputs, Text
 from ds_ckpt.validation.task import Learner, small_llama
@@ -127,12 +127,29 @@ BOTH_WAYS = (
 )
 WAYS = tuple(way for one in BOTH_WAYS for way in (tuned(one), one))
 LONGER_LEAD = tuned(BOTH_WAYS[2], lead=0.6)
+
+
+def after(one: Cell, steps: int, bits: WarmupBits | None) -> Cell:
+    """With another warm-up, dense or in few bits."""
+    settings = dataclasses.replace(one.settings, warmup_steps=steps, warmup_bits=bits)
+    how = f"{steps} dense steps" if bits is None else f"{steps} steps in {bits} bits"
+    return Cell(f"{one.name}, {how}", settings, b1=one.b1)
+
+
+LONGER_WARM_UP = (
+    *(
+        after(way, steps, bits)
+        for way in (tuned(BOTH_WAYS[1]), LONGER_LEAD)
+        for steps, bits in ((100, 3), (300, 3), (300, None))
+    ),
+    *(after(tuned(way), 300, 3) for way in BOTH_WAYS[4:]),
+)
 RATES = tuple(
     dataclasses.replace(way, name=f"{way.name}, rate {rate:g}", rate=rate)
-    for way in (*WAYS, LONGER_LEAD)
+    for way in (*WAYS, LONGER_LEAD, *LONGER_WARM_UP)
     for rate in (2.5e-4, 5e-4, 1e-3, 4e-3)
 )
-TUNED = (*WAYS, LONGER_LEAD, *RATES)
+TUNED = (*WAYS, LONGER_LEAD, *LONGER_WARM_UP, *RATES)
 """The lead of 0.6 is `zero3_50x.json`'s."""
 
 
@@ -192,6 +209,10 @@ def main() -> None:
             settings = dataclasses.asdict(one.settings) | {"default": default}
             line = result_line(learner, text, settings, recipe, outcome) | key
             line["sixteen_bit_bytes"] = sixteen_bit_step_bytes(one.settings, shapes, workers)
+            if one.settings.warmup_bits is not None:
+                values = MethodSettings("quantize", bits=one.settings.warmup_bits)
+                warm_up = dataclasses.replace(one.settings, default=values)
+                line["sixteen_bit_warm_up_bytes"] = sixteen_bit_step_bytes(warm_up, shapes, workers)
             append(results, line)
             last = outcome.heldout[-1:]
             print(f"{time.strftime('%H:%M:%S')} {last} {outcome.step_cpu_s:.3f} CPU s a step")
