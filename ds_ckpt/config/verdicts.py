@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 from ds_ckpt.compression import methods
 from ds_ckpt.config.compression import CompressionConfig
 from ds_ckpt.config.load import RENAMED
+from ds_ckpt.config.weights import WeightsConfig
 from ds_ckpt.errors import Problem, StateError
 from ds_ckpt.files import replacing
 from ds_ckpt.telemetry.timings import ResidualStats
@@ -29,6 +30,8 @@ LEEWAY = 1.25
 """Limits from a record are what validation saw and a quarter more: another batch is no alarm."""
 
 
+_DELTAS = "weights.deltas"
+"""Of a record's settings, where changes of weights lose something."""
 Word = Literal["identical", "equivalent", "better", "worse", "different", "inconclusive"]
 
 
@@ -101,8 +104,11 @@ class _File(_Record):
     verdicts: tuple[VerdictRecord, ...] = ()
 
 
-def decisive(compression: CompressionConfig) -> dict[str, Any]:
-    """What of the section decides the numbers, flat, by dotted key."""
+def decisive(
+    compression: CompressionConfig, weights: WeightsConfig | None = None
+) -> dict[str, Any]:
+    """What of the sections decides the numbers, flat, by dotted key of the compression section or
+    as `weights.deltas`."""
     wanted = {"method", "rules", "warmup_steps", "min_numel"}
     known = methods()
     for method in compression.methods_used() & known.keys():
@@ -125,6 +131,8 @@ def decisive(compression: CompressionConfig) -> dict[str, Any]:
     held = compression.lossy and compression.error_feedback.enabled
     if when != "auto" and held != (when == "accumulation_boundary"):
         flat["exchange.when"] = when
+    if weights is not None and weights.resident and weights.few_bits:
+        flat[_DELTAS] = weights.deltas
     return flat
 
 
@@ -168,17 +176,22 @@ def _place(record: VerdictRecord) -> tuple[str | int, ...]:
     return record.preset, *found_on, said
 
 
-def verdicts_on(compression: CompressionConfig, beside: Path | None = None) -> list[VerdictRecord]:
+def verdicts_on(
+    compression: CompressionConfig,
+    beside: Path | None = None,
+    weights: WeightsConfig | None = None,
+) -> list[VerdictRecord]:
     """Records of these settings: those beside the configuration's file, then the package's own.
 
     One for each task, data, model and number of workers, the first that is found.
     """
-    if compression.method == "none":
+    wanted = decisive(compression, weights)
+    if compression.method == "none" and _DELTAS not in wanted:
         return []
     records = read_verdicts(beside.parent / FILE_NAME) if beside is not None else []
     found: dict[tuple[str, str, str, int], VerdictRecord] = {}
     for record in [*records, *read_verdicts(SHIPPED)]:
-        if _same(record.settings, compression):
+        if _decisive_of(record.settings) == wanted:
             found.setdefault((record.task, record.data, record.model, record.workers), record)
     return list(found.values())
 
@@ -210,6 +223,8 @@ def sections_on_record() -> dict[str, tuple[dict[str, Any], list[VerdictRecord]]
     of the files that have it."""
     found: dict[str, tuple[str, dict[str, Any], list[VerdictRecord]]] = {}
     for record in read_verdicts(SHIPPED):
+        if _DELTAS in record.settings:
+            continue
         name = record.preset.removeprefix("zero3_").removeprefix("block_")
         section = _section(record.settings)
         if section.get("error_feedback", {}).get("enabled") is False:
@@ -224,9 +239,11 @@ def sections_on_record() -> dict[str, tuple[dict[str, Any], list[VerdictRecord]]
 _CONCERN = {"worse": -3, "different": -2, "inconclusive": -1}
 
 
-def accuracy_words(compression: CompressionConfig, verdicts: list[VerdictRecord]) -> list[str]:
+def accuracy_words(
+    compression: CompressionConfig, weights: WeightsConfig, verdicts: list[VerdictRecord]
+) -> list[str]:
     """A line on each thing that was validated, the worst first; none where nothing can be lost."""
-    if not compression.lossy:
+    if not compression.lossy and not (weights.resident and weights.few_bits):
         return []
     if not verdicts:
         return ["accuracy never validated: ds-ckpt validate-accuracy FILE does it"]
@@ -249,13 +266,14 @@ def with_leeway(seen: ResidualStats) -> ResidualStats:
     )
 
 
-def _same(settings: Mapping[str, Any], compression: CompressionConfig) -> bool:
-    """Whether a section with a record's settings has the same numbers."""
+def _decisive_of(settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Of a record's settings; None where they have a key that nobody knows any more."""
+    weights = {key: value for key, value in settings.items() if key == _DELTAS}
+    gradients = {key: value for key, value in settings.items() if key != _DELTAS}
     try:
-        then = CompressionConfig.model_validate(_section(settings))
-    except ValidationError:  # a key that nobody knows any more fits nothing
-        return False
-    return decisive(then) == decisive(compression)
+        return decisive(CompressionConfig.model_validate(_section(gradients))) | weights
+    except ValidationError:
+        return None
 
 
 def _section(settings: Mapping[str, Any]) -> dict[str, Any]:

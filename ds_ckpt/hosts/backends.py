@@ -7,6 +7,7 @@ The machines of a hostfile, and the hosts of `emulated`, are reached over pdsh o
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -165,13 +166,13 @@ def read_hostfile(path: Path) -> dict[str, int]:
         words = line.split("#")[0].split()
         if not words:
             continue
-        slots = words[1].removeprefix("slots=") if len(words) == 2 else ""
-        if not slots.isdigit() or int(slots) < 1 or words[0] in found:
+        slots = re.fullmatch(r"slots=([1-9][0-9]*)", words[1]) if len(words) == 2 else None
+        if slots is None or words[0] in found:
             why = "each host stands once, with its processes"
             remedy = "write `name slots=8`"
             problems.append(Problem(f"{path}, line {number}", line.strip(), why, remedy))
         else:
-            found[words[0]] = int(slots)
+            found[words[0]] = int(slots[1])
     if not problems and not found:
         why = "the experiment runs on the hosts that it names"
         problems.append(Problem(str(path), "no hosts", why, "write `name slots=8`, one a line"))

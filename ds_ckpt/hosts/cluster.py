@@ -21,9 +21,10 @@ from ds_ckpt.hosts.probe import Links
 
 HARDWARE = Path(__file__).with_name("hardware.json")
 EXAMPLE = "4 nodes x 8 A100, 100 Gbit/s"
-_SHAPE = re.compile(r"^(\d+) nodes? x (\d+) (.+)$", re.IGNORECASE)
-_RATE = re.compile(r"^([\d.]+) ?([GM])bit/s$", re.IGNORECASE)
-_LATENCY = re.compile(r"^([\d.]+) ?(us|ms)$", re.IGNORECASE)
+_SHAPE = re.compile(r"^([1-9][0-9]*) nodes? x ([1-9][0-9]*) (.+)$", re.IGNORECASE)
+_NUMBER = r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
+_RATE = re.compile(rf"^{_NUMBER} ?([GM])bit/s$", re.IGNORECASE)
+_LATENCY = re.compile(rf"^{_NUMBER} ?(us|ms)$", re.IGNORECASE)
 _SUFFIX = "_source"
 
 

@@ -25,6 +25,17 @@ _Rate = Annotated[
 ]
 
 
+def a_file(words: str) -> Any:
+    """An option for a file that is there."""
+    return typer.Option(help=words, exists=True, dir_okay=False, readable=True)
+
+
+def given_to(context: typer.Context) -> set[str]:
+    """Parameters that the user wrote."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
+
+
 def run(
     command: Annotated[list[str], typer.Argument(help="What to run in the first host, after --.")],
     count: _Count = 2,
@@ -49,7 +60,7 @@ def run(
             typer.echo(f"{emulated.folder.name}: {names}; {_described(rate_mbit)}", err=True)
             prepared = emulated.prepare(command, Path.cwd())
             code = run_in_foreground(prepared, limit_s=limit_s)
-    raise typer.Exit(code)
+    raise typer.Exit(code if code >= 0 else 128 - code)  # as a shell says of a signal
 
 
 def list_sets(
@@ -94,8 +105,9 @@ def down(
 
 
 def probe(
+    context: typer.Context,
     hostfile: Annotated[
-        Path | None, typer.Option(help="Real machines; without it hosts are emulated.")
+        Path | None, a_file("Real machines; without it hosts are emulated.")
     ] = None,
     count: _Count = 2,
     rate: _Rate = "200mbit",
@@ -111,6 +123,12 @@ def probe(
     from ds_ckpt.hosts.launcher import signals_as_exit
 
     rate_mbit = parse_rate(rate)
+    shaping = {"--hosts": "count", "--rate": "rate"} if hostfile is not None else {}
+    if found := [option for option, name in shaping.items() if name in given_to(context)]:
+        raise typer.BadParameter(
+            f"{', '.join(found)} would change nothing, for machines of a hostfile are as they are: "
+            "leave out"
+        )
     with errors_in_words(), signals_as_exit():
         with contextlib.ExitStack() as stack:
             where: Hostfile | EmulatedHosts
@@ -131,9 +149,7 @@ def probe(
             f"{8e-6 * pair.both_forward_bytes_per_s:.1f} and "
             f"{8e-6 * pair.both_backward_bytes_per_s:.1f} at once"
         )
-    if output is not None:
-        links.save(output)
-        typer.echo(f"wrote {output}")
+    write(output, links.save)
 
 
 def parse_rate(text: str) -> float | None:
@@ -159,11 +175,6 @@ def _described(rate_mbit: float | None) -> str:
 def names_of(listed: str) -> tuple[str, ...]:
     """`a, b` as names."""
     return tuple(filter(None, (word.strip() for word in listed.split(","))))
-
-
-def a_file(words: str) -> Any:
-    """An option for a file that is there."""
-    return typer.Option(help=words, exists=True, dir_okay=False, readable=True)
 
 
 @contextlib.contextmanager

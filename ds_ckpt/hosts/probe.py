@@ -88,7 +88,10 @@ class Links:
         content = json.loads(path.read_text())
         if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
             raise ValueError(f"{path} does not say that it is '{FORMAT}'")
-        return TypeAdapter(cls).validate_python(content)
+        links = TypeAdapter(cls).validate_python(content)
+        if not links.pairs:
+            raise ValueError(f"{path} has no pairs of hosts")
+        return links
 
 
 def measure(comm: Any, seconds: float) -> Links | None:

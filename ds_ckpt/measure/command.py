@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ds_ckpt.hosts import Launcher
-from ds_ckpt.hosts.commands import a_file, errors_in_words, names_of
+from ds_ckpt.hosts.commands import a_file, errors_in_words, given_to, names_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -117,11 +117,7 @@ def measure(
     from ds_ckpt.measure.spec import Spec, Where, check
 
     console = Console()
-    given = {
-        name
-        for name in context.params
-        if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
-    }
+    given = given_to(context)
 
     def unused(*names: str, why: str) -> None:
         spelt = {"on_loopback": "loopback"}

@@ -89,7 +89,8 @@ def show(report: Report, folder: Path, console: Console) -> None:
         for title, claims in report.claims()
         for head, text in claims
     ]
-    meaning = [*not_whole(report.findings), *said, lossless(report.losses)]
+    exact = lossless(report.losses, report.findings.spec.rounded_weights)
+    meaning = [*not_whole(report.findings), *said, exact]
     title = f"ZeRO-3 on {PROCESSES} processes; bytes are of one step"
     blocks = [report.table(COLUMNS), Paragraph(note + "\n"), Items(meaning)]
     console.print()

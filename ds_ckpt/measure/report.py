@@ -183,7 +183,8 @@ class Report:
                 "the ceiling."
             )
         )
-        found.append(Items([*words.headlines(self.findings), words.lossless(self.losses)]))
+        exact = words.lossless(self.losses, self.findings.spec.rounded_weights)
+        found.append(Items([*words.headlines(self.findings), exact]))
         return found
 
     def _claimed(self) -> list[Block]:

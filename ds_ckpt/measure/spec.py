@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ds_ckpt.compression import methods
+from ds_ckpt.config.weights import WeightsConfig
 from ds_ckpt.errors import ConfigError, Problem, StateError
 from ds_ckpt.measure.records import Key, Memory, Sample
 from ds_ckpt.workload import llama
@@ -159,6 +160,12 @@ class Spec:
             Configuration(policy, *one) for policy in self.policies for one in exchanges
         ]
         return [one for one in all_with_all if one.name not in self.left_out]
+
+    @property
+    def rounded_weights(self) -> list[str]:
+        """Those whose changes travel in few bits."""
+        sections = {name: _section(self, "weights", name) for name in self.weights}
+        return [name for name, one in sections.items() if WeightsConfig(**one).few_bits]
 
     @property
     def processes(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from ds_ckpt.measure.figures import DERIVED, Row, measured
 from ds_ckpt.measure.findings import BreakEven, Comparison, Findings
@@ -59,9 +59,14 @@ def break_even(even: BreakEven, findings: Findings) -> str:
     return f"Break-even, {title(even, findings)}: compression {pays}, and {frees}."
 
 
-def lossless(losses: Mapping[str, Loss]) -> str:
-    """Whether checkpointing or resident weights changed any training loss or weight, by method."""
-    exact = {name: one for name in losses if (one := Configuration.of(name)).weights not in RIVALS}
+def lossless(losses: Mapping[str, Loss], rounded: Collection[str] = ()) -> str:
+    """Whether checkpointing or resident weights changed any training loss or weight, by method.
+
+    Args:
+        rounded: weights whose changes travel in few bits, of which nobody promises it.
+    """
+    other = {*RIVALS, *rounded}
+    exact = {name: one for name in losses if (one := Configuration.of(name)).weights not in other}
     pairs = {
         name: (losses[plain], losses[name])
         for name, one in exact.items()
@@ -82,7 +87,7 @@ def lossless(losses: Mapping[str, Loss]) -> str:
             f"{' and with weights as ZeRO-3 has them' if resident else ''} in "
             f"{', '.join(different)}. On CPU they must be equal: please report it."
         )
-    weights = all(one.weights_sha256 for one in losses.values())
+    weights = all(losses[name].weights_sha256 for name in exact)
     who = "neither checkpointing nor keeping weights" if resident else "checkpointing"
     no = "a" if resident else "no"
     return f"Exactness: {who} changed {no} training loss by a single bit, in any method" + (

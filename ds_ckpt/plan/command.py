@@ -99,6 +99,9 @@ def plan(
             known.done()
         if hostfile is not None:
             cluster = _of_hostfile(known, hostfile, device, links)
+        elif device is not None:
+            remedy = "leave it out, or write --hostfile in the place of --cluster"
+            known.wrong("--device", device, "--cluster says which accelerators there are", remedy)
         assert cluster is not None
         named = known.cluster(cluster, NEEDED, links)
         inside = known.entry("links", "inside a node", ("latency_s",))
@@ -152,16 +155,12 @@ def _of_hostfile(known: Any, hostfile: Path, device: str | None, links: Path | N
     """The cluster's text. Problems are collected in `known`, and raised."""
     from ds_ckpt.hosts.backends import read_hostfile
 
-    slots = sorted(read_hostfile(hostfile).values())
+    slots = [*read_hostfile(hostfile).values()]  # all the same
     if device is None:
         why = "a hostfile does not say which accelerators its hosts have"
         known.wrong("--device", "nothing", why, "write --device A100")
     if links is None and len(slots) > 1:
         why = "a hostfile does not say how fast its hosts' links are"
         known.wrong("--links", "nothing", why, "make it: ds-ckpt probe --output links.json")
-    if slots[0] != slots[-1]:
-        why = "resident weights and two levels need equally many processes on every host"
-        found = f"{slots[0]} to {slots[-1]} slots"
-        known.wrong(str(hostfile), found, why, "give every host the same slots")
     known.done("this cannot be planned")
-    return f"{len(slots)} nodes x {slots[0]} {device}" + (", 1 Gbit/s" if links is None else "")
+    return f"{len(slots)} nodes x {slots[0]} {device}"

@@ -5,6 +5,7 @@ And how far the figures can be trusted.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -214,11 +215,16 @@ def content(search: Search, best: Candidate) -> dict[str, Any]:
         "not_tried": [method.name for method in search.refused],
         "would_change": list(would_change(search, best)),
         "figures": [
-            {"trust": kind, "what": f.what, "value": f.value, "source": f.source}
+            {"trust": kind, "what": f.what, "value": _or_null(f.value), "source": f.source}
             for kind, some in figures(question).items()
             for f in some
         ],
     }
+
+
+def _or_null(value: float) -> float | None:
+    """JSON knows no infinity: the rate between nodes of a single one."""
+    return value if math.isfinite(value) else None
 
 
 def _plain(question: Question, one: Candidate) -> dict[str, Any]:

@@ -138,7 +138,9 @@ def gradients(
     plan = model.gradients(choose, exchanging, divided, itemsize)
     # of one level, each of a host's processes sends to those of other hosts
     far = (hosts - 1) / hosts if two or local == 1 else local * (world - local) / world
-    inside = itemsize * (local - 1) / local if local > 1 else 0.0
+    each = plan.sent_bytes / max(model.trained, 1)
+    # with two levels a host's sum is exact
+    inside = itemsize * (local - 1) / local if two else each * (local - 1) / world
     share = 1 / divided
     moved = _moved(settings.default.compressor()) if not settings.lossless else (4.0, 4.0)
     owed, on_host = method.residual_bytes(model, machine, accumulation)
@@ -146,7 +148,7 @@ def gradients(
     accumulate_s = share * _ACCUMULATE_BYTES / bytes_per_s if residual else 0.0
     to_host_s = 2 * residual / machine.bus_bytes_per_s if on_host else 0.0
     return Gradients(
-        link_bytes=plan.sent_bytes * far / max(model.trained, 1),
+        link_bytes=each * far,
         inside_bytes=inside,
         encode_s=share * moved[0] / bytes_per_s + accumulate_s + to_host_s,
         decode_s=share * moved[1] / bytes_per_s,

@@ -27,6 +27,7 @@ class Settings:
         sdpa: the first step with attention "sdpa", where the model stores attention weights.
         trainable_count: elements of parameters that get gradients.
         modules: of a plain model's blocks.
+        accumulation: micro-steps of a step, in the configuration.
         resident: whether the configuration has resident weights.
         resident_bytes: what they take of a process, beside what hpZ takes already; None: it is not
             known, or they are refused beside the other settings.
@@ -36,6 +37,7 @@ class Settings:
     sdpa: Footprint | None = None
     trainable_count: int = 0
     modules: Any = None
+    accumulation: int = 1
     resident: bool = False
     resident_bytes: int | None = None
 
@@ -183,14 +185,14 @@ def _peak(profile: Profile, settings: Settings) -> Iterator[Finding]:
     )
     config = settings.config(small.policy)
     if small.policy != NONE and outside > 0.5 * small.held_bytes and first.batch > 1:
-        half = first.batch // 2
+        smaller = next(n for n in range(first.batch // 2, 0, -1) if first.batch % n == 0)
         text += (
             f" {size(outside)} of what is then saved lie outside the blocks (head, loss),"
             " where no policy reaches; a smaller micro-batch does."
         )
         config = {
-            "train_micro_batch_size_per_gpu": half,
-            "gradient_accumulation_steps": -(-first.batch // half),
+            "train_micro_batch_size_per_gpu": smaller,
+            "gradient_accumulation_steps": settings.accumulation * first.batch // smaller,
         }
     yield Finding(text, config)
 

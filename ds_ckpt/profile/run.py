@@ -26,7 +26,7 @@ from ds_ckpt.profile.measure import (
 )
 from ds_ckpt.profile.policies import ComparedPolicy, blocks_of, compared, not_counted, with_plan
 from ds_ckpt.profile.records import Compiled, Footprint, Profile, States
-from ds_ckpt.profile.states import Parameters, estimate, keeps_resident
+from ds_ckpt.profile.states import Parameters, accumulation_of, estimate, keeps_resident
 from ds_ckpt.subject import Sizes, find_subject
 from ds_ckpt.telemetry.device import free_on
 from ds_ckpt.telemetry.units import GIB
@@ -97,6 +97,7 @@ def make_profile(options: Options, told: Told = lambda text: None) -> Profile:
         sdpa=run.with_sdpa(found[0]),
         trainable_count=sum(run.parameters.trainable),
         modules=run.modules,
+        accumulation=accumulation_of(options.config),
         resident=keeps_resident(options.config),
         resident_bytes=_resident_bytes(run.parameters, states, options.config),
     )

@@ -135,7 +135,7 @@ def estimate(
     bucket_bytes = communication = 0
     if world > 1 or stage == 3:
         bucket = setting("reduce_bucket_size")
-        buffers = 1 if stage == 3 or zero.get("overlap_comm") is False else 2
+        buffers = 2 if stage < 3 and zero.get("overlap_comm") is True else 1
         contiguous = zero.get("contiguous_gradients") is not False
         bucket_bytes = item * bucket * buffers * contiguous
         communication = bucket_bytes + item * min(bucket, trainable)
@@ -224,8 +224,12 @@ def _residuals(
         return 0, False
     file = {"zero_optimization": {"stage": 3}, "ds_ckpt": {"compression": section}}
     settings = exchange_settings(parse(file).compression)
-    accumulation = _whole(lookup(config, ("gradient_accumulation_steps",)), 1)
-    return residuals_of(parameters, settings, accumulation, world, hosts)
+    return residuals_of(parameters, settings, accumulation_of(config), world, hosts)
+
+
+def accumulation_of(config: Mapping[str, Any] | None) -> int:
+    """Micro-steps of a step."""
+    return _whole(lookup(config, ("gradient_accumulation_steps",)), 1)
 
 
 def residuals_of(

@@ -96,7 +96,7 @@ def compare(plan: Plan, candidate: Candidate, store: Store, margin: float) -> Co
     """Judge a candidate by the runs that are in the store."""
     by_seed: dict[int, Pair] = {}
     for seed in plan.seeds_of(candidate):
-        dense, ours = store.find(plan.key(DENSE, seed)), store.find(plan.key(candidate, seed))
+        dense, ours = (plan.find(one, seed, store) for one in (DENSE, candidate))
         if dense is not None and ours is not None:
             by_seed[seed] = (dense, ours)
     pairs = list(by_seed.values())
@@ -180,11 +180,12 @@ def false_alarms(
 
 
 def records(comparisons: Iterable[Comparison]) -> list[VerdictRecord]:
-    """What `ds-ckpt validate` and guards read: one for each comparison of a file with a method."""
+    """What `ds-ckpt validate` and guards read: one for each file with a method, or with weights
+    whose changes travel in few bits."""
     return [
         VerdictRecord(
             preset=one.candidate.name,
-            settings=decisive(one.candidate.plugin.compression),
+            settings=decisive(one.candidate.plugin.compression, one.candidate.plugin.weights),
             verdict=one.verdict,
             task=one.plan.task.spec.words(),
             data=one.plan.task.source,
@@ -207,7 +208,7 @@ def records(comparisons: Iterable[Comparison]) -> list[VerdictRecord]:
             date=one.about.get("date", ""),
         )
         for one in comparisons
-        if one.candidate.plugin.compression.method != "none"
+        if one.candidate.plugin.compression.method != "none" or one.candidate.weight_bits
     ]
 
 

@@ -151,6 +151,17 @@ def read_candidates(files: Sequence[Path]) -> list[Candidate]:
                 )
             )
         method = plugin.compression.method
+        weights_alone = method == "none" and not plugin.activation.active
+        if weights_alone and plugin.weights.resident and not plugin.weights.few_bits:
+            raise ConfigError(
+                Problem(
+                    where=f"{path}: $.ds_ckpt.weights",
+                    found="resident weights alone, whose changes lose nothing",
+                    why="they travel between hosts, and all workers of a validation share one: "
+                    "dense training would be held against itself",
+                    remedy="hold it against stock on hosts: ds-ckpt measure --weights",
+                )
+            )
         settings = DENSE_SETTINGS if method == "none" else exchange_settings(plugin.compression)
         name, taken = path.stem, {c.name for c in found} | {DENSE.name}
         if name in taken:
@@ -208,6 +219,8 @@ SAMPLE_EVERY = 10
 LOSSLESS_SEEDS = 2
 """Bits either agree or do not: two seeds show it."""
 LEAST_PROGRESS = 0.5
+_AGAINST = "against"
+"""About a run that did not come to its end: the dense one beside which it had no hope."""
 
 Tell = Callable[[str, int, float], object]
 """(which run, steps done, last loss)."""
@@ -243,6 +256,14 @@ class Plan:
             settings += f", lead {recipe.lead:g} after {recipe.lead_after}"
         return Key(self.task.digest, settings, seed, self.mode)
 
+    def find(self, candidate: Candidate, seed: int, store: Store) -> Result | None:
+        """The run's result. One that was stopped for being far behind another dense run is none."""
+        result = store.find(self.key(candidate, seed))
+        if result is None or not result.outcome.diverged:
+            return result
+        against = self.key(DENSE, seed).settings
+        return result if result.about.get(_AGAINST, against) == against else None
+
     def recipe(self, candidate: Candidate) -> Recipe:
         """What the candidate's runs are trained by."""
         return self.task.spec.recipe(dense=candidate.name == DENSE.name)
@@ -255,14 +276,13 @@ class Plan:
             if self.gave_up(candidate, store):
                 continue
             for seed in self.seeds_of(candidate):
-                key = self.key(candidate, seed)
-                if store.find(key) is None:
-                    wanted.setdefault(key, (seed, candidate))
+                if self.find(candidate, seed, store) is None:
+                    wanted.setdefault(self.key(candidate, seed), (seed, candidate))
         return sorted(wanted.values(), key=lambda run: self.seeds.index(run[0]))
 
     def gave_up(self, candidate: Candidate, store: Store) -> bool:
         """Whether one of a lossy candidate's runs has diverged."""
-        results = (store.find(self.key(candidate, seed)) for seed in self.seeds)
+        results = (self.find(candidate, seed, store) for seed in self.seeds)
         return candidate.lossy and any(r is not None and r.outcome.diverged for r in results)
 
 
@@ -302,7 +322,7 @@ def train_missing(
     for seed, candidate in plan.missing(store):
         if plan.gave_up(candidate, store):
             continue
-        dense = store.find(plan.key(DENSE, seed))
+        dense = plan.find(DENSE, seed, store)
         name = f"{spec.kind}, seed {seed}, {candidate.name}"
 
         def progress(done: int, loss: float, name: str = name) -> None:
@@ -325,7 +345,9 @@ def train_missing(
         )
         key, names = plan.key(candidate, seed), (spec.kind, candidate.name)
         day = datetime.now(timezone.utc).date().isoformat()
-        about = {"date": day, "versions": versions()}
+        about: dict[str, Any] = {"date": day, "versions": versions()}
+        if outcome.diverged and dense is not None:
+            about[_AGAINST] = dense.key.settings
         store.add(Result(key, names, outcome, sixteen_bit_bytes, step_s, about))
 
 

@@ -250,7 +250,7 @@ def _check_versions(plan: Plan, store: Store, results: Path) -> None:
         del now["deepspeed"]
     for candidate in (DENSE, *plan.candidates):
         for seed in plan.seeds_of(candidate):
-            result = store.find(plan.key(candidate, seed))
+            result = plan.find(candidate, seed, store)
             then = result.about.get("versions", now) if result else now
             other = [name for name in now if then.get(name) != now[name]]
             if other:

@@ -52,6 +52,16 @@ def test_without_root_it_is_said_in_words(
     assert "Traceback" not in result.output
 
 
+def test_a_probe_of_machines_shapes_nothing(tmp_path: Path) -> None:
+    result = run(app, ["probe", "--hostfile", str(tmp_path / "none")])
+    assert result.exit_code == 2
+    assert "does not exist" in " ".join(result.output.replace("│", " ").split())
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
+    result = run(app, ["probe", "--hostfile", str(tmp_path / "hosts"), "--rate=1gbit", "--hosts=3"])
+    assert result.exit_code == 2
+    assert "--hosts, --rate would change nothing" in result.output
+
+
 def test_a_launcher_that_is_none_is_refused() -> None:
     result = run(app, ["hosts", "run", "--launcher", "slurm", "--", "true"])
     assert result.exit_code == 2

@@ -118,3 +118,6 @@ def test_a_file_of_figures_that_lacks_some_is_refused(
         like("4 nodes x 8 A100, 100 Gbit/s, llama-7b", hardware=path)
     with pytest.raises(ConfigError, match="ds-ckpt probe"):
         like("4 nodes x 8 A100, 100 Gbit/s, llama-7b", links=path)
+    Links(("a", "b"), ()).save(path)
+    with pytest.raises(ConfigError, match="no pairs"):
+        like("4 nodes x 8 A100, 100 Gbit/s, llama-7b", links=path)

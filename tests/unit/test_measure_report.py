@@ -452,6 +452,9 @@ def test_resident_weights_that_change_the_training_are_said_aloud(with_weights: 
     assert "neither checkpointing nor keeping weights changed" in exactness("none/stock/zero2")
     assert "NOT met" in exactness("none/4bit/lossless")
     assert "as ZeRO-3 has them in none/4bit/lossless" in exactness("none/4bit/lossless")
+    assert "NOT met" not in words.lossless(
+        {**losses, "none/4bit/few": losses["none/4bit"].model_copy(update=other)}, ["few"]
+    )
 
 
 OLD = Path(__file__).parent / "measured_before"

@@ -299,6 +299,8 @@ def test_hostfiles(tmp_path: Path) -> None:
         ("", "no hosts"),
         ("node1\n", "line 1"),
         ("node1 slots=0\n", "line 1"),
+        ("node1 8\n", "line 1"),
+        ("node1 slots=\N{SUPERSCRIPT TWO}\n", "line 1"),
         ("a slots=2\na slots=2\n", "line 2"),
         ("a slots=2\nb slots=4\n", "different slots"),
     ],

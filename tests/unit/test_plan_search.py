@@ -105,6 +105,28 @@ def test_gradient_bytes_are_the_exchanges(demo: Model, ask: Callable[..., Search
     assert sent(few) < sent(by_name[DENSE]) / 4
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_what_stays_in_a_host_is_compressed_where_there_is_one_level(
+    demo: Model, ask: Callable[..., Search], nodes: int
+) -> None:
+    """Hosts of two processes each: of a host alone what it sends, of two the exact sum."""
+    machine = ask(f"{nodes} nodes x 2 A100, 1 Gbit/s").question.machine
+    few = {method.name: method for method in methods("equal")[0]}["3bit"]
+    assert few.settings is not None
+    how = gradients(few, demo, machine, itemsize=2, accumulation=1, bytes_per_s=1e12)
+    plan = demo.gradients(few.settings.choose(demo.embeddings, 1), 2, 1, 2)
+    inside = plan.sent_bytes / 2 / demo.trained if nodes == 1 else 2 / 2
+    assert how.inside_bytes == pytest.approx(inside)
+    assert (how.link_bytes == 0) == (nodes == 1)
+
+
+def test_a_single_node_is_plain_json() -> None:
+    code, output = plan("demo", "--tokens=64", "--cluster=1 node x 2 A100", "--json")
+    assert code == 0, output
+    figures = json.loads(output, parse_constant=pytest.fail)["figures"]
+    assert any(f["value"] is None for f in figures)
+
+
 def test_changed_weights_are_what_the_weights_page_says(ask: Callable[..., Search]) -> None:
     machine = ask().question.machine
     whole, lossless = weights("whole", machine, 2), weights("lossless", machine, 2)
@@ -413,6 +435,11 @@ def test_a_hostfile_with_probed_links(tmp_path: Path) -> None:
         (["--cluster=many GPUs"], "4 nodes x 8 A100"),
         (["--cluster=2 nodes x 2 Z80, 1 Gbit/s"], "Z80"),
         (["--cluster=2 nodes x 2 A100, 0 Gbit/s"], "no rate"),
+        (["--cluster=0 nodes x 2 A100, 1 Gbit/s"], "it must say nodes"),
+        (["--cluster=2 nodes x 0 A100, 1 Gbit/s"], "it must say nodes"),
+        (["--cluster=2 nodes x 2 A100, 1.2.3 Gbit/s"], "it must say nodes"),
+        (["--cluster=2 nodes x 2 A100, 1 Gbit/s, . ms"], "it must say nodes"),
+        ([f"--cluster={TEXT}", "--device=H100"], "leave it out"),
         ([f"--cluster={TEXT}", "--batch=3"], "write 4"),
         ([f"--cluster={TEXT}", "--loss=some"], "0.5%"),
     ],

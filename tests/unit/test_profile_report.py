@@ -174,6 +174,27 @@ def test_blocks_that_the_compiler_leaves_get_rules(measured: Profile) -> None:
     assert _spans([3]) == ["3"]
 
 
+def test_a_smaller_micro_batch_leaves_the_step_as_it_is(measured: Profile) -> None:
+    """Where most is saved outside the blocks: with 8 micro-steps of 5 and of 6 sequences."""
+    small = measured.at_first["block"]
+    outside = replace(small.blocks[-1], name="head") if small.blocks else None
+    assert outside is not None
+    for batch, smaller in ((5, 1), (6, 3)):
+        first = [
+            replace(f, batch=batch, held_bytes=max(1, f.part_bytes("outside")))
+            for f in measured.footprints
+            if f in measured.at_first.values()
+        ]
+        profile = replace(measured, footprints=tuple(first))
+        sections = {f.policy: {"policy": f.policy} for f in first}
+        found = findings_of(profile, Settings(sections, accumulation=8))
+        config = next(f.config for f in found if f.text.startswith("The peak"))
+        assert config == {
+            "train_micro_batch_size_per_gpu": smaller,
+            "gradient_accumulation_steps": 8 * batch // smaller,
+        }
+
+
 def _weights(profile: Profile, **settings: Any) -> Finding | None:
     sections = {f.policy: {"policy": f.policy} for f in profile.footprints}
     profile = replace(profile, states=replace(profile.states, hosts=2))

@@ -151,6 +151,16 @@ def test_processes_that_cannot_be_divided_so(
     assert words in problem.why
 
 
+def test_a_second_bucket_is_there_where_it_is_asked_for() -> None:
+    """DeepSpeed's `overlap_comm` is off below stage 3 where nothing is said."""
+
+    def bucket(**said: Any) -> int:
+        found = _estimate({"stage": 2, "reduce_bucket_size": 4000, **said})[0].reduce_bucket_bytes
+        return int(found) // (2 * 4000)
+
+    assert (bucket(), bucket(overlap_comm=False), bucket(overlap_comm=True)) == (1, 1, 2)
+
+
 def test_below_stage_3_weights_are_whole() -> None:
     states, _ = _estimate({"stage": 2})
     assert states.parameters_bytes == 2 * sum(SIZES.counts)

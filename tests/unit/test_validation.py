@@ -293,6 +293,37 @@ def test_after_a_divergence_the_other_seeds_are_left_out(tmp_path: Path, four_bi
     assert plan.missing(store) == [(seed, DENSE) for seed in range(3)]
 
 
+def test_a_run_without_hope_beside_another_dense_run_is_trained_again(
+    tmp_path: Path, four_bits: Path
+) -> None:
+    (candidate,) = read_candidates([four_bits])
+    tuned = dataclasses.replace(opened().spec, dense_betas=(0.7, 0.95))
+    plain = Plan(opened(), [candidate], range(2))
+    other = Plan(dataclasses.replace(opened(), spec=tuned), [candidate], range(2))
+    store = Store(tmp_path / "r.jsonl")
+    for plan in (plain, other):
+        for seed in plan.seeds:
+            store.add(Result(plan.key(DENSE, seed), ("language", "dense"), outcome(2.0), 1, 0, {}))
+    about = {"against": plain.key(DENSE, 0).settings}
+    lost, names = outcome(9.0, diverged=True), ("language", "four")
+    store.add(Result(plain.key(candidate, 0), names, lost, 1, 0, about))
+    assert plain.gave_up(candidate, store)
+    assert plain.missing(store) == []
+    assert other.missing(store) == [(0, candidate), (1, candidate)]
+    assert compare(plain, candidate, store, 0.005).differences == {0: math.inf}
+    assert compare(other, candidate, store, 0.005).differences == {}
+
+
+def test_lossless_weights_alone_are_not_held_against_themselves(tmp_path: Path) -> None:
+    resident = {"resident": True, "deltas": "lossless"}
+    alone = config_file(tmp_path, "alone", weights=resident)
+    with pytest.raises(ConfigError, match="against itself"):
+        read_candidates([alone])
+    few = config_file(tmp_path, "few", weights={"resident": True, "deltas": "3bit"})
+    beside = config_file(tmp_path, "b", weights=resident, compression={"method": "quantize"})
+    assert [one.lossy for one in read_candidates([few, beside])] == [True, True]
+
+
 def test_runs_that_would_be_equal_are_trained_once(tmp_path: Path, four_bits: Path) -> None:
     (tmp_path / "copy").mkdir()
     copy = tmp_path / "copy" / "other.json"
@@ -324,10 +355,11 @@ def test_runs_are_found_by_what_they_depend_on(tmp_path: Path, four_bits: Path) 
 def test_every_run_on_record_is_found_again() -> None:
     results = ROOT / "benchmarks" / "results" / "accuracy" / "results.jsonl"
     files = [*(ROOT / "ds_configs").glob("*.json"), *(ROOT / "benchmarks/accuracy").glob("*.json")]
+    files.remove(ROOT / "ds_configs" / "zero3_resident_lossless.json")  # nothing to train
     candidates = {one.name: one for one in (DENSE, *read_candidates(files))}
     steps = {"language": 300, "topics": 240, "digits": 300}
     store, lines = Store(results), results.read_text().splitlines()
-    assert len(lines) == 779
+    assert len(lines) == 890
     for line in map(json.loads, lines):
         task, name = line["names"]
         settings, _, betas = line["key"]["settings"].partition(", betas ")
@@ -514,12 +546,11 @@ def test_weights_in_few_bits_are_judged_by_loss_and_by_virtual_workers_alone(
 ) -> None:
     files = [
         config_file(tmp_path, deltas, weights={"resident": True, "deltas": deltas})
-        for deltas in ("4bit", "3bit", "none")
+        for deltas in ("4bit", "3bit")
     ]
-    four, three, whole = read_candidates(files)
+    four, three = read_candidates(files)
     assert four.lossy
     assert three.lossy
-    assert not whole.lossy, "its bits are compared"
     assert four.warm_up(STEPS) == 0
     assert len({c.digest(STEPS) for c in (DENSE, four, three)}) == 3
     plan = Plan(opened("language"), [four], [0])

@@ -18,12 +18,15 @@ from ds_ckpt.config import verdicts as module
 from ds_ckpt.config.compression import CompressionConfig
 from ds_ckpt.config.verdicts import (
     VerdictRecord,
+    accuracy_words,
     decisive,
     limits,
     read_verdicts,
+    sections_on_record,
     verdicts_on,
     write_verdicts,
 )
+from ds_ckpt.config.weights import WeightsConfig
 from ds_ckpt.errors import ConfigError, StateError
 from ds_ckpt.telemetry.timings import ResidualStats
 
@@ -95,6 +98,23 @@ def test_a_record_speaks_for_settings_not_for_files(shipped: Path) -> None:
     ):
         assert not verdicts_on(compression(**{**FOUR, **other})), other
     assert verdicts_on(CompressionConfig()) == []
+
+
+def test_weights_in_few_bits_have_verdicts_of_their_own(shipped: Path) -> None:
+    four, few = compression(**FOUR), WeightsConfig(resident=True, deltas="3bit")
+    write_verdicts(shipped, [record(four)])
+    assert verdicts_on(four, weights=WeightsConfig(resident=True, deltas="lossless"))
+    assert not verdicts_on(four, weights=few)
+    none = CompressionConfig()
+    assert accuracy_words(none, WeightsConfig(), []) == []
+    assert "never validated" in accuracy_words(none, few, verdicts_on(none, weights=few))[0]
+    both = record(four, settings=decisive(four, few), preset="both")
+    alone = record(none, settings=decisive(none, few), preset="weights")
+    write_verdicts(shipped, [both, alone])
+    assert [one.preset for one in verdicts_on(four, weights=few)] == ["both"]
+    assert [one.preset for one in verdicts_on(none, weights=few)] == ["weights"]
+    assert [one.preset for one in verdicts_on(four)] == ["p"]
+    assert [records[0].preset for _, records in sections_on_record().values()] == ["p"]
 
 
 def test_a_record_with_a_former_name_is_found(shipped: Path) -> None:
