@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from ds_ckpt.config import load_file, parse
+from ds_ckpt.config.paths import lookup
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.hosts.commands import names_of, parse_rate
 from ds_ckpt.measure.cluster import account, like, rate_mbit
@@ -83,13 +84,28 @@ def deepspeed_of(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     """
     content = load_file(path)
     parse(content, source=str(path))
+    problems = []
+
+    def wrong(key: str, *words: str) -> None:
+        problems.append(Problem(f"{path}: $.{key}", *words))
+
+    names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     if "ds_ckpt" in content:
         why = "policies, methods and weights are what is compared"
         remedy = f"take it out, and measure it: --policies, --methods or --weights {path}"
-        problem = Problem(f"{path}: $.ds_ckpt", "a section", why, remedy)
-        raise ConfigError(problem, headline="this file cannot be the base of all configurations")
-    content.pop("train_batch_size", None)  # follows from the others
-    names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        wrong("ds_ckpt", "a section", why, remedy)
+    if lookup(content, ("zero_optimization", "stage")) != 3:
+        why = "what is compared is ways to train with ZeRO-3"
+        wrong("zero_optimization.stage", "no 3", why, 'write "zero_optimization": {"stage": 3}')
+    if lookup(content, ("fp16", "enabled")) is True:
+        why = "steps that a loss scale skips are no steps to time; runs are bf16 or fp32"
+        wrong("fp16.enabled", "true", why, "write bf16 in its place: as many bytes are sent")
+    total = content.pop("train_batch_size", None)  # follows from the others
+    if total is not None and names[0] not in content:
+        why = "how many sequences a process takes would depend on the number of hosts"
+        wrong("train_batch_size", str(total), why, f"write {names[0]}")
+    if problems:
+        raise ConfigError(problems, headline="this file cannot be the base of all configurations")
     batch = {name: content.pop(name) for name in names if name in content}
     return content, {name: n for name, n in batch.items() if isinstance(n, int)}
 

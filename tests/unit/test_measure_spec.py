@@ -146,6 +146,14 @@ def test_a_users_deepspeed_file_is_the_base_of_every_configuration(tmp_path: Pat
     path.write_text(json.dumps({**content, "ds_ckpt": {"activation": {"policy": "block"}}}))
     with pytest.raises(ConfigError, match=r"ds_ckpt(.|\n)*--policies"):
         deepspeed_of(path)
+    path.write_text(json.dumps({"train_batch_size": 64, "fp16": {"enabled": True}}))
+    with pytest.raises(ConfigError) as caught:
+        deepspeed_of(path)
+    assert [problem.where.partition(": ")[2] for problem in caught.value.problems] == [
+        "$.zero_optimization.stage",
+        "$.fp16.enabled",
+        "$.train_batch_size",
+    ]
 
 
 def test_a_model_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
