@@ -112,8 +112,9 @@ class Hostfile(Backend):
 
     def describe(self) -> str:
         hosts = ", ".join(f"{name} with {count}" for name, count in self.counts.items())
+        by = f", {self.interface} of each" if self.interface else ""
         return (
-            f"the machines of {self.hostfile.name} (processes: {hosts}), launched by deepspeed "
+            f"the machines of {self.hostfile.name} (processes: {hosts}{by}), launched by deepspeed "
             f"over {self.launcher}; the link is what it is"
         )
 

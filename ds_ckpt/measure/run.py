@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import platform
@@ -40,6 +41,7 @@ from ds_ckpt.workload import versions
 RUNS = "runs.jsonl"
 LIKE = "like.json"
 """How the rate came about, where a cluster was named."""
+_LARGE = 1 << 24
 
 
 def measure(
@@ -69,7 +71,7 @@ def measure(
     if account:  # before anything is measured: a run that is stopped has a report, too
         (folder / LIKE).write_text(json.dumps(list(account)), encoding="utf-8")
     console.print(f"{backend.describe()}.", highlight=False)
-    with signals_as_exit(), _noted(folder, backend) as note:
+    with signals_as_exit(), _noted(spec, folder, backend) as note:
         check_hosts(backend)
         with shown(console) as show:
             launch(
@@ -126,8 +128,8 @@ def _prepare(spec: Spec, folder: Path, backend: Backend, console: Console) -> No
         store.mend()
         count = len(store.read())
         runs = (folder / RUNS).read_text().splitlines() if (folder / RUNS).exists() else []
-        then, now = json.loads(runs[-1]) if count and runs else {}, _place(backend)
-        why = "samples of different machines, launches or versions cannot be put together"
+        then, now = json.loads(runs[-1]) if count and runs else {}, _place(spec, backend)
+        why = "samples of different models, machines, launches or versions cannot be put together"
         problems = [
             Problem(
                 "--output",
@@ -153,7 +155,27 @@ def _prepare(spec: Spec, folder: Path, backend: Backend, console: Console) -> No
         spec.save(folder)
 
 
-def _place(backend: Backend) -> dict[str, Any]:
+def _model_files(spec: Spec) -> dict[str, str]:
+    """SHA-256 of the files that `--model` names, by name; of a large one of its beginning and size.
+
+    A module is its own file: what it imports is not looked at.
+    """
+    if spec.model is None:
+        return {}
+    path = Path(spec.model)
+    if spec.own_batch:
+        module = spec.model.partition(":")[0].replace(".", "/")
+        path = Path(spec.folder, f"{module}.py")
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    found = {}
+    for file in filter(Path.is_file, files):
+        with file.open("rb") as opened:
+            digest = hashlib.sha256(opened.read(_LARGE))
+        found[file.name] = f"{digest.hexdigest()[:16]}, {file.stat().st_size} bytes"
+    return found
+
+
+def _place(spec: Spec, backend: Backend) -> dict[str, Any]:
     """What a measurement was made with and on."""
     model = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
@@ -161,6 +183,7 @@ def _place(backend: Backend) -> dict[str, Any]:
         model = named[1].strip() if named else model
     return {
         "ground": backend.describe(),
+        "model": _model_files(spec),
         "versions": versions(),
         "machine": {
             "cpu_model": model,
@@ -173,7 +196,7 @@ def _place(backend: Backend) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _noted(folder: Path, backend: Backend) -> Iterator[dict[str, Any]]:
+def _noted(spec: Spec, folder: Path, backend: Backend) -> Iterator[dict[str, Any]]:
     """Keep what was run on what, also of a run that fails or is killed."""
     began = time.monotonic()
     path = folder / RUNS
@@ -181,7 +204,7 @@ def _noted(folder: Path, backend: Backend) -> Iterator[dict[str, Any]]:
     note: dict[str, Any] = {
         "started_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        **_place(backend),
+        **_place(spec, backend),
         "ended_well": False,
         "wall_time_s": None,
         "load_at_end": None,

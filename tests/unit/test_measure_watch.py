@@ -57,6 +57,32 @@ def test_a_run_does_not_go_on_in_another_place(
         run.measure(Spec(), folder, backend=ground, console=console)
 
 
+@pytest.mark.parametrize("kind", ["config.json", "a folder", "mine:make"])
+def test_a_run_does_not_go_on_with_another_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Under the same name."""
+    monkeypatch.setattr(run, "check_hosts", lambda ground: None)
+    monkeypatch.setattr(run, "check", lambda spec: None)
+    monkeypatch.setattr(run, "launch", _vanished)
+    (tmp_path / "m").mkdir()
+    (file := tmp_path / "m" / "config.json").write_text("{}")
+    (module := tmp_path / "mine.py").write_text("")
+    model = {"config.json": str(file), "a folder": str(file.parent)}.get(kind, kind)
+    spec = Spec(model=model, folder=str(tmp_path))
+    folder, console, ground = tmp_path / "run", Console(), MagicMock()
+    ground.describe.return_value = "hosts"
+    with pytest.raises(HostError):
+        run.measure(spec, folder, backend=ground, console=console)
+    Store(folder).append([Model(parameters=1, text="", heldout_bytes=1, corpus_sha256="a")])
+    with pytest.raises(HostError):
+        run.measure(spec, folder, backend=ground, console=console)
+    for changed in (file, module):
+        changed.write_text("{ }")
+    with pytest.raises(ConfigError, match="whose model were"):
+        run.measure(spec, folder, backend=ground, console=console)
+
+
 def test_progress_is_shown_a_line_a_tenth_without_a_terminal() -> None:
     said = io.StringIO()
     with run.shown(Console(file=said, width=100)) as show:
@@ -113,7 +139,7 @@ def test_notes_outlive_a_kill_while_they_are_written(
 ) -> None:
     ground, write = MagicMock(), Path.write_text
     ground.describe.return_value = "here"
-    with run._noted(tmp_path, ground) as note:
+    with run._noted(Spec(), tmp_path, ground) as note:
         note["ended_well"] = True
 
     def torn(path: Path, text: str, **options: Any) -> int:
@@ -121,12 +147,12 @@ def test_notes_outlive_a_kill_while_they_are_written(
         raise _KillError
 
     monkeypatch.setattr(Path, "write_text", torn)
-    with pytest.raises(_KillError), run._noted(tmp_path, ground):
+    with pytest.raises(_KillError), run._noted(Spec(), tmp_path, ground):
         pass
     monkeypatch.undo()
     (kept,) = (tmp_path / run.RUNS).read_text().splitlines()
     assert json.loads(kept)["ended_well"]
-    with run._noted(tmp_path, ground):
+    with run._noted(Spec(), tmp_path, ground):
         pass
     assert len((tmp_path / run.RUNS).read_text().splitlines()) == 2
 
