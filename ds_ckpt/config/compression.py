@@ -239,8 +239,8 @@ class CompressionConfig(_WithMethods):
     warmup_steps: Annotated[int, Expects("a whole number, 0 or more", "100")] = Field(
         default=100,
         ge=0,
-        description="Optimizer steps that are sent dense before compression begins. A longer dense "
-        "warm-up costs bytes and lowers the price in loss.",
+        description="Optimizer steps before compression begins, sent dense or in warmup_bits. A "
+        "longer warm-up lowers the price in loss: let it be twice as long as the learning rate's.",
     )
     warmup_bits: Annotated[WarmupBits | None, WHOLE_NUMBER, Expects("8, 4, 3 or null", "4")] = (
         Field(
