@@ -11,29 +11,34 @@ ACCUMULATION = 8
 
 
 def table(lines: list[dict[str, Any]], steps: int) -> str:
-    """Markdown: for each number of workers, width and batch one row a method, in the order of bytes
-    in a step.
+    """Markdown: for each text, number of workers, width and batch one row a method, in the order of
+    bytes in a step.
 
     Warm-up steps count as dense ones in the bytes of the whole run, where they do not travel in few
     bits. At accumulation 8 an exchange with residuals runs once where ZeRO-3's runs 8 times. Where
     dense training has run in several ways, each is held against the one of its own b1 and rate and
     against the best of them.
     """
-    by_task: dict[tuple[int, int, int], dict[str, dict[int, dict[str, Any]]]] = {}
+    by_task: dict[tuple[str, int, int, int], dict[str, dict[int, dict[str, Any]]]] = {}
     for line in lines:
         if line["steps"] == steps:
             task = line["task"]
-            sizes = task["hidden_size"], task["world"], task["world"] * task["sequences"]
-            cells = by_task.setdefault(sizes, {})
+            width, world = task["hidden_size"], task["world"]
+            kind = task.get("text", ""), width, world, world * task["sequences"]
+            cells = by_task.setdefault(kind, {})
             cells.setdefault(line["cell"], {})[line["seed"]] = line
     several = len(by_task) > 1
     found = [
-        (f"{workers} workers, hidden size {hidden}, {batch} sequences\n\n" if several else "")
-        + _table(done, steps)
-        for (hidden, workers, batch), done in sorted(by_task.items())
+        (f"{_title(*kind)}\n\n" if several else "") + _table(done, steps)
+        for kind, done in sorted(by_task.items())
         if any(map(_is_dense, done))
     ]
     return "\n\n".join(found) or "no dense run of this length yet"
+
+
+def _title(text: str, width: int, workers: int, batch: int) -> str:
+    sizes = f"{workers} workers, hidden size {width}, {batch} sequences"
+    return f"{sizes}, {text}" if text else sizes
 
 
 def _table(done: dict[str, dict[int, dict[str, Any]]], steps: int) -> str:

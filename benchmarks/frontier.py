@@ -3,6 +3,7 @@
     nice -n 19 python benchmarks/frontier.py [--steps 1500] [--seeds 0 1 2] [--only PATTERN]
     python benchmarks/frontier.py --tuned [--workers 4] [--batch 32]
     python benchmarks/frontier.py --tuned --hidden-size 512 --steps 3000
+    python benchmarks/frontier.py --tuned --data FILE
     python benchmarks/frontier.py --table [--tuned]
 
 Trains the 4.9-million Llama on the corpus that every Python ships, with 2 virtual workers
@@ -17,7 +18,7 @@ the warm-up (`error_feedback.momentum: 0.3`), dense training too: the better of 
 tuned optimizer comes to. A process's own share is compressed like the others', which is as hard as
 with many workers; low rank's stays exact. Products are bf16 (autocast), weights and gradients fp32.
 A step's sequences (`--batch`, eight) are the same however many workers share them. `--hidden-size
-512` is a Llama of 19 million. These go to `results/frontier_tuned.jsonl`.
+512` is a Llama of 19 million, `--data` another text. These go to `results/frontier_tuned.jsonl`.
 
 Bytes are counted where the exchange sends them, with bf16 gradients, headers and scales and what
 travels whole included, against the dense exchange of the same gradients.
@@ -48,7 +49,7 @@ from ds_ckpt.validation.data import Inputs, Text
 from ds_ckpt.validation.task import Learner, small_llama
 from ds_ckpt.validation.trainer import Outcome, train
 from ds_ckpt.validation.world import InProcessWorld, Recipe, sixteen_bit_step_bytes
-from ds_ckpt.workload import Corpus, embedded_corpus
+from ds_ckpt.workload import Corpus, embedded_corpus, file_corpus
 
 RESULTS = Path(__file__).parent / "results" / "frontier.jsonl"
 TUNED_RESULTS = RESULTS.with_name("frontier_tuned.jsonl")
@@ -177,8 +178,11 @@ def main() -> None:
         print(table(list(_read(results)), arguments.steps))
         return
     one_thread()
-    text, workers = embedded_corpus(), arguments.workers
+    workers, file = arguments.workers, arguments.data
+    text = file_corpus(file, "--data") if file else embedded_corpus()
     task: dict[str, Any] = SIZES | {"world": workers}
+    if file:
+        task["text"] = f"{text.source} ({text.sha256[:8]})"
     if arguments.tuned:
         task |= sizes_of(arguments.hidden_size, workers, arguments.batch) | {"products": "bf16"}
         exchange_build.AllToAllExchange = OwnShareToo  # type: ignore[attr-defined, misc]
@@ -260,6 +264,7 @@ def _arguments() -> argparse.Namespace:
     batch = SIZES["sequences"] * SIZES["world"]
     parser.add_argument("--batch", type=int, default=batch, help="with --tuned: sequences a step")
     parser.add_argument("--hidden-size", type=int, default=SIZES["hidden_size"])
+    parser.add_argument("--data", type=Path, help="a text file, in place of Python's documentation")
     parser.add_argument("--results", type=Path)
     arguments = parser.parse_args()
     if arguments.tuned and arguments.batch % arguments.workers:
