@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 _ABSENT = object()
@@ -42,19 +43,35 @@ def _itself(value: Any) -> Any:
     return value
 
 
+@dataclass(eq=False)
+class _Layer:
+    """One attribute set on one object, over what was there before."""
+
+    target: Any
+    name: str
+    value: Any
+    before: Any
+
+
+_layers: dict[tuple[int, str], list[_Layer]] = {}
+"""By object and attribute, those that are set, the latest last."""
+
+
 class Patches:
-    """Sets attributes and restores them in reverse order.
+    """Sets attributes and restores them.
 
     An attribute that the object had only through its class is deleted again on `undo`, so the
-    object's `__dict__` is what it was.
+    object's `__dict__` is what it was. Several may set one attribute of an object and be undone in
+    any order: the latest that is left stands, and the last one gives back what was there at first.
     """
 
     def __init__(self) -> None:
-        self._undo: list[tuple[Any, str, Any]] = []
+        self._undo: list[_Layer] = []
 
     def set(self, target: Any, name: str, value: Any) -> None:
-        before = vars(target).get(name, _ABSENT)
-        self._undo.append((target, name, before))
+        layer = _Layer(target, name, value, vars(target).get(name, _ABSENT))
+        self._undo.append(layer)
+        _layers.setdefault((id(target), name), []).append(layer)
         setattr(target, name, value)
 
     def set_method(
@@ -74,7 +91,16 @@ class Patches:
 
     def undo(self) -> None:
         while self._undo:
-            target, name, before = self._undo.pop()
+            layer = self._undo.pop()
+            target, name, before = layer.target, layer.name, layer.before
+            there = _layers[id(target), name]
+            index = there.index(layer)
+            del there[index]
+            if index < len(there):  # another was set on it, and stays
+                there[index].before = before
+                continue
+            if not there:
+                del _layers[id(target), name]
             if before is _ABSENT:
                 if name in vars(target):
                     delattr(target, name)

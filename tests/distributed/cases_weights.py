@@ -376,6 +376,34 @@ def built_by_zero_init(slots: list[int], section: dict[str, Any]) -> Any:
     return {"losses": losses, "wrong": wrong, "weights": digest}
 
 
+def of_one_zero_init(slots: list[int], section: dict[str, Any]) -> Any:
+    """Two models that DeepSpeed divides together, of which one ends while the other trains on; its
+    weights are written meanwhile."""
+    fresh()
+    with hosts(slots):
+        config = config_of(section)
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            teacher, student = models.build("llama"), models.build("llama")
+        engines = [
+            ds_ckpt.initialize(model=m, model_parameters=list(m.parameters()), config=config)[0]
+            for m in (teacher, student)
+        ]
+        for engine in engines:
+            engine.train()
+        losses = [models.train(engine, "llama", 2) for engine in engines]
+        engines.pop(0).destroy()
+        (engine,) = engines
+        param = max(student.parameters(), key=lambda p: p.ds_numel)
+        with deepspeed.zero.GatheredParameters([param], modifier_rank=0):
+            if dist.get_rank() == 0:
+                param.data.mul_(1.5)
+        wrong = mismatched(engine) if section else 0
+        losses.append(models.train(engine, "llama", 2, first=2))
+        digest = models.weights_digest(engine)
+        engine.destroy()
+    return {"losses": losses, "wrong": wrong, "weights": digest}
+
+
 def tracked(slots: list[int], section: dict[str, Any], folder: str, **options: Any) -> Any:
     """Changes in few bits: what is held each step, and four steps more with and without a resume.
 

@@ -211,6 +211,12 @@ def test_a_model_that_deepspeed_divides_while_it_is_built(world2: Any) -> None:
     assert ours == world2.run(cases.built_by_zero_init, ONE, {})
 
 
+@pytest.mark.parametrize("section", [WHOLE, LOSSLESS], ids=["whole", "lossless"])
+def test_of_two_models_divided_together_one_may_end(world2: Any, section: dict[str, Any]) -> None:
+    ours = world2.run(cases.of_one_zero_init, ONE, section)
+    assert ours == world2.run(cases.of_one_zero_init, ONE, {})
+
+
 def test_detach_leaves_deepspeed_as_it_was(world2: Any) -> None:
     plain = world2.run(cases.run, ONE, "llama", {}, 4)
     for process, expected in zip(world2.run(cases.detached, ONE, LOSSLESS), plain, strict=True):
