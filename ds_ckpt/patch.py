@@ -8,8 +8,9 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 _ABSENT = object()
 
@@ -45,16 +46,22 @@ def _itself(value: Any) -> Any:
 
 @dataclass(eq=False)
 class _Layer:
-    """One attribute set on one object, over what was there before."""
+    """A value set on an attribute, over what was there before."""
 
-    target: Any
-    name: str
-    value: Any
     before: Any
 
 
-_layers: dict[tuple[int, str], list[_Layer]] = {}
-"""By object and attribute, those that are set, the latest last."""
+@dataclass(eq=False)
+class _Stack:
+    """All that is set on one attribute of one object, the latest last."""
+
+    target: Any
+    name: str
+    layers: list[_Layer] = field(default_factory=list)
+
+
+_stacks: WeakValueDictionary[tuple[int, str], _Stack] = WeakValueDictionary()
+"""By object and attribute. Weak: what is dropped without an `undo` must not live on here."""
 
 
 class Patches:
@@ -66,12 +73,13 @@ class Patches:
     """
 
     def __init__(self) -> None:
-        self._undo: list[_Layer] = []
+        self._undo: list[tuple[_Stack, _Layer]] = []
 
     def set(self, target: Any, name: str, value: Any) -> None:
-        layer = _Layer(target, name, value, vars(target).get(name, _ABSENT))
-        self._undo.append(layer)
-        _layers.setdefault((id(target), name), []).append(layer)
+        stack = _stacks.setdefault((id(target), name), _Stack(target, name))
+        layer = _Layer(vars(target).get(name, _ABSENT))
+        stack.layers.append(layer)
+        self._undo.append((stack, layer))
         setattr(target, name, value)
 
     def set_method(
@@ -91,16 +99,13 @@ class Patches:
 
     def undo(self) -> None:
         while self._undo:
-            layer = self._undo.pop()
-            target, name, before = layer.target, layer.name, layer.before
-            there = _layers[id(target), name]
-            index = there.index(layer)
-            del there[index]
-            if index < len(there):  # another was set on it, and stays
-                there[index].before = before
+            stack, layer = self._undo.pop()
+            target, name, before = stack.target, stack.name, layer.before
+            index = stack.layers.index(layer)
+            del stack.layers[index]
+            if index < len(stack.layers):  # another was set on it, and stays
+                stack.layers[index].before = before
                 continue
-            if not there:
-                del _layers[id(target), name]
             if before is _ABSENT:
                 if name in vars(target):
                     delattr(target, name)

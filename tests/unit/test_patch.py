@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 from hypothesis import given
@@ -30,3 +32,19 @@ def test_those_that_share_an_attribute_may_end_in_any_order(
         if left:
             assert target.word == max(left)
     assert vars(target) == before
+
+
+def test_what_is_dropped_without_an_undo_is_freed() -> None:
+    class Owner:
+        pass
+
+    def patched() -> weakref.ref[Owner]:
+        target = Owner()
+        patches = Patches()
+        patches.set(target, "word", lambda: patches)
+        patches.set(target, "word", lambda: target)
+        return weakref.ref(target)
+
+    target = patched()
+    gc.collect()
+    assert target() is None
