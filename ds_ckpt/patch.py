@@ -8,9 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakValueDictionary
 
 _ABSENT = object()
 
@@ -44,42 +42,19 @@ def _itself(value: Any) -> Any:
     return value
 
 
-@dataclass(eq=False)
-class _Layer:
-    """A value set on an attribute, over what was there before."""
-
-    before: Any
-
-
-@dataclass(eq=False)
-class _Stack:
-    """All that is set on one attribute of one object, the latest last."""
-
-    target: Any
-    name: str
-    layers: list[_Layer] = field(default_factory=list)
-
-
-_stacks: WeakValueDictionary[tuple[int, str], _Stack] = WeakValueDictionary()
-"""By object and attribute. Weak: what is dropped without an `undo` must not live on here."""
-
-
 class Patches:
-    """Sets attributes and restores them.
+    """Sets attributes and restores them in reverse order.
 
     An attribute that the object had only through its class is deleted again on `undo`, so the
-    object's `__dict__` is what it was. Several may set one attribute of an object and be undone in
-    any order: the latest that is left stands, and the last one gives back what was there at first.
+    object's `__dict__` is what it was.
     """
 
     def __init__(self) -> None:
-        self._undo: list[tuple[_Stack, _Layer]] = []
+        self._undo: list[tuple[Any, str, Any]] = []
 
     def set(self, target: Any, name: str, value: Any) -> None:
-        stack = _stacks.setdefault((id(target), name), _Stack(target, name))
-        layer = _Layer(vars(target).get(name, _ABSENT))
-        stack.layers.append(layer)
-        self._undo.append((stack, layer))
+        before = vars(target).get(name, _ABSENT)
+        self._undo.append((target, name, before))
         setattr(target, name, value)
 
     def set_method(
@@ -99,13 +74,7 @@ class Patches:
 
     def undo(self) -> None:
         while self._undo:
-            stack, layer = self._undo.pop()
-            target, name, before = stack.target, stack.name, layer.before
-            index = stack.layers.index(layer)
-            del stack.layers[index]
-            if index < len(stack.layers):  # another was set on it, and stays
-                stack.layers[index].before = before
-                continue
+            target, name, before = self._undo.pop()
             if before is _ABSENT:
                 if name in vars(target):
                     delattr(target, name)

@@ -229,6 +229,12 @@ RESIDENT = (
         'write "cpu" or "none"',
     ),
     _MICS,
+    Conflict(
+        "zero_optimization.zenflow",
+        _present,
+        "ZenFlow writes weights past the optimizer's step, after which changes are sent",
+        "remove the section",
+    ),
     *_DIVIDED,
 )
 EITHER = (

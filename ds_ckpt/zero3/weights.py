@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from statistics import median
 from typing import Any, Protocol
+from weakref import WeakValueDictionary, finalize
 
 import torch
 import torch.distributed as torch_dist
@@ -150,8 +151,8 @@ class Copied:
             if param.ds_status.name != "NOT_AVAILABLE":
                 raise RuntimeError(param.ds_summary())
             kept = param.ds_secondary_tensor.data[: param.ds_numel]
-            dtype = get_allgather_dtype(param, param.ds_tensor)
-            param.data = kept.to(param.device, dtype, copy=True).view(param.ds_shape)
+            sent = kept.to(param.device, get_allgather_dtype(param, param.ds_tensor), copy=True)
+            param.data = sent.to(param.ds_tensor.dtype).view(param.ds_shape)
             param.ds_status = type(param.ds_status).INFLIGHT
 
     def wait(self, **_: Any) -> None:
@@ -226,6 +227,7 @@ class WeightsHook:
 
     def attach(self) -> None:
         """Make the secondary partition. Collective."""
+        _replace_partition(self)
         try:
             self._divide_inside()
             self._install()
@@ -276,19 +278,29 @@ class WeightsHook:
     def _divide_inside(self) -> None:
         """Tell DeepSpeed which processes divide a secondary partition."""
         hosts = self._hosts
-        makers = {id(m): m for m in map(_maker, self._params)}
-        for maker in makers.values():
-            self._patches.set(maker, "zero_param_process_group", hosts.inside)
-            self._patches.set(maker, "num_ranks_in_param_group", hosts.local)
-            self._patches.set(maker, "num_param_groups", hosts.hosts)
-            self._patches.set(maker, "rank_in_group", hosts.rank % hosts.local)
-            self._patches.set(maker, "_partition", self._after_landing(maker._partition))
         for param in self._params:
             self._patches.set(param, "ds_zero_param_process_group", hosts.inside)
             self._patches.set(param, "ds_secondary_tensor_group_size", hosts.local)
             self._patches.set(param, "ds_secondary_tensor_num_of_groups", hosts.hosts)
             # DeepSpeed may have made one among other processes: by another engine's hpZ key
             param.ds_secondary_tensor = None
+
+    @contextmanager
+    def _inside(self, maker: Any) -> Iterator[None]:
+        """A `zero.Init`, which others may share, takes a secondary partition for one of ours."""
+        hosts = self._hosts
+        ours = {
+            "zero_param_process_group": hosts.inside,
+            "num_ranks_in_param_group": hosts.local,
+            "num_param_groups": hosts.hosts,
+            "rank_in_group": hosts.rank % hosts.local,
+        }
+        before = {name: getattr(maker, name) for name in ours}
+        vars(maker).update(ours)
+        try:
+            yield
+        finally:
+            vars(maker).update(before)
 
     def _install(self) -> None:
         optimizer = self._optimizer
@@ -308,7 +320,7 @@ class WeightsHook:
             finally:
                 optimizer.persistent_parameters = small
             if small:
-                with self._counters.purpose(Purpose.GATHER_FORWARD):
+                with self._counters.purpose(Purpose.GATHER_FORWARD), _unrounded(small):
                     small[0].all_gather_coalesced(small).wait()
 
         self._patches.set(optimizer, "_reassign_or_swap_out_partitioned_parameters", stepped)
@@ -337,17 +349,12 @@ class WeightsHook:
                 while self._flying and self._landed <= last:
                     self._land()
             self._behind_writes()  # DeepSpeed gathers on a stream of its own, which waits for none
-            return Copied(params) if self._hosts.local == 1 else gather(params, *args, **kwargs)
+            if self._hosts.local == 1:
+                return Copied(params)
+            with self._inside(_maker(params[0])):
+                return gather(params, *args, **kwargs)
 
         return gather_what_is_there
-
-    def _after_landing(self, partition: Callable[..., Any]) -> Callable[..., Any]:
-        def partition_what_is_there(*args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("has_been_updated"):  # writes to the secondary partition
-                self.land()
-            return partition(*args, **kwargs)
-
-        return partition_what_is_there
 
     def _behind_writes(self) -> None:
         """What the current stream does next finds the secondary partition written."""
@@ -422,7 +429,8 @@ class WeightsHook:
         self.land()
         if self._steps and self._steps % CHECK_EVERY == 0:
             self.check()
-        self._times[self._chosen].append(self._held_up_s)
+        if not self.settled:
+            self._times[self._chosen].append(self._held_up_s)
         self._chosen = self._choose()
         started_s = time.perf_counter()
         self._behind_writes()
@@ -610,6 +618,63 @@ class WeightsHook:
         self._patches.undo()
         for param in self._params:
             param.ds_secondary_tensor = None
+            _hooks.pop(id(param), None)
+        _restore_partition()
+
+
+_hooks: WeakValueDictionary[int, WeightsHook] = WeakValueDictionary()
+"""Those attached, by the `id` of each of their parameters."""
+_global = Patches()
+
+
+def _replace_partition(hook: WeightsHook) -> None:
+    """Have each parameter divided as it is its own: of a list, which may be of several engines
+    (`GatheredParameters` of two models), DeepSpeed has the first one's `zero.Init` divide all."""
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    _hooks.update({id(param): hook for param in hook._params})
+    finalize(hook, _restore_partition)
+    if _global.active:
+        return
+    deepspeeds = Init._partition
+
+    def partition(
+        maker: Any,
+        param_list: Iterable[Any],
+        force: bool = False,
+        has_been_updated: bool = False,
+        free_data: bool = True,
+    ) -> None:
+        for param in param_list:
+            owner = _hooks.get(id(param))
+            if owner is None:
+                deepspeeds(maker, [param], force, has_been_updated, free_data)
+                continue
+            if has_been_updated:  # writes to the secondary partition
+                owner.land()
+            with owner._inside(maker):
+                deepspeeds(maker, [param], force, has_been_updated, free_data)
+
+    _global.set(Init, "_partition", partition)
+
+
+def _restore_partition() -> None:
+    if not any(True for _ in _hooks.values()):
+        _global.undo()
+
+
+@contextmanager
+def _unrounded(params: Iterable[Any]) -> Iterator[None]:
+    """Gathers are in the weights' type, also where `torch_autocast` has them sent in another: as
+    DeepSpeed's own of small parameters after a step."""
+    types = {
+        param: vars(param).pop("comm_dtype") for param in params if hasattr(param, "comm_dtype")
+    }
+    try:
+        yield
+    finally:
+        for param, dtype in types.items():
+            param.comm_dtype = dtype
 
 
 def forget_hpz() -> None:
@@ -626,9 +691,8 @@ def forget_hpz() -> None:
 def _checksum(weights: Tensor) -> int:
     """Of bits and their places."""
     total = 0
-    for chunk in weights.view(torch.int16 if weights.element_size() == 2 else torch.int32).split(
-        1 << 20
-    ):
+    whole = {1: torch.uint8, 2: torch.int16}.get(weights.element_size(), torch.int32)
+    for chunk in weights.view(whole).split(1 << 20):
         places = torch.arange(1, chunk.numel() + 1, dtype=torch.int64, device=chunk.device)
         total = (31 * total + int((chunk * places).sum())) % (1 << 62)
     return total

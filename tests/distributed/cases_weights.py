@@ -24,10 +24,11 @@ from tests.distributed.pool import fresh, once
 GATHERS = (Purpose.GATHER_FORWARD, Purpose.GATHER_RECOMPUTE, Purpose.GATHER_BACKWARD)
 
 
-def config_of(section: dict[str, Any], **options: Any) -> dict[str, Any]:
+def config_of(section: dict[str, Any], *, persistence: int = 40, **options: Any) -> dict[str, Any]:
+    """Where biases and norms stay gathered."""
     config = models.zero3_config(**{"bf16": {"enabled": True}, "clip": 1.0, **options})
     zero = config["zero_optimization"]
-    zero["stage3_param_persistence_threshold"] = 40  # biases and norms stay gathered
+    zero["stage3_param_persistence_threshold"] = persistence
     zero["stage3_gather_16bit_weights_on_model_save"] = True
     if section:
         config["ds_ckpt"] = section
@@ -376,32 +377,62 @@ def built_by_zero_init(slots: list[int], section: dict[str, Any]) -> Any:
     return {"losses": losses, "wrong": wrong, "weights": digest}
 
 
-def of_one_zero_init(slots: list[int], section: dict[str, Any]) -> Any:
-    """Two models that DeepSpeed divides together, of which one ends while the other trains on; its
-    weights are written meanwhile."""
+def of_one_zero_init(
+    slots: list[int], kind: str, sections: list[dict[str, Any]], end: str, **options: Any
+) -> Any:
+    """Two models that DeepSpeed divides together, each with its section. The first one ends in a
+    way while both train on, or neither; weights of the second are written."""
     fresh()
     with hosts(slots):
-        config = config_of(section)
-        with deepspeed.zero.Init(config_dict_or_path=config):
-            teacher, student = models.build("llama"), models.build("llama")
+        configs = [config_of(section, **options) for section in sections]
+        with deepspeed.zero.Init(config_dict_or_path=config_of({}, **options)):
+            two = [models.build(kind) for _ in sections]
         engines = [
             ds_ckpt.initialize(model=m, model_parameters=list(m.parameters()), config=config)[0]
-            for m in (teacher, student)
+            for m, config in zip(two, configs, strict=True)
         ]
         for engine in engines:
             engine.train()
-        losses = [models.train(engine, "llama", 2) for engine in engines]
-        engines.pop(0).destroy()
-        (engine,) = engines
-        param = max(student.parameters(), key=lambda p: p.ds_numel)
+        losses = [models.train(engine, kind, 2) for engine in engines]
+        if end == "destroy":
+            engines.pop(0).destroy()
+        elif end == "detach" and sections[0]:
+            ds_ckpt.session_of(engines[0]).detach()  # type: ignore[union-attr]
+        param = max(engines[-1].module.parameters(), key=lambda p: p.ds_numel)
         with deepspeed.zero.GatheredParameters([param], modifier_rank=0):
             if dist.get_rank() == 0:
                 param.data.mul_(1.5)
-        wrong = mismatched(engine) if section else 0
-        losses.append(models.train(engine, "llama", 2, first=2))
-        digest = models.weights_digest(engine)
-        engine.destroy()
-    return {"losses": losses, "wrong": wrong, "weights": digest}
+        wrong = mismatched(engines[-1]) if sections[-1] else 0
+        losses += [models.train(engine, kind, 2, first=2) for engine in engines]
+        digests = [models.weights_digest(engine) for engine in engines]
+        for engine in engines:
+            engine.destroy()
+    return {"losses": losses, "wrong": wrong, "weights": digests}
+
+
+def gathered_together(
+    slots: list[int], sections: dict[str, dict[str, Any]], order: str, written: str
+) -> Any:
+    """Engines `a` and `b`, made in that order; all weights of both are gathered in one context, a
+    before b, and those of one are moved half the way to the other's."""
+    fresh()
+    with hosts(slots), _chunks(200):
+        engines = {name: models.start("llama", config_of(sections[name])) for name in order}
+        a, b = engines["a"], engines["b"]
+        losses = [models.train(a, "llama", 2), models.train(b, "llama", 1)]
+        both = [list(engine.module.parameters()) for engine in (a, b)]
+        to, source = both if written == "a" else reversed(both)
+        with deepspeed.zero.GatheredParameters([*both[0], *both[1]], modifier_rank=0):
+            if dist.get_rank() == 0:
+                for param, other in zip(to, source, strict=True):
+                    param.data.lerp_(other.data, 0.5)
+        wrong = [mismatched(engines[name]) for name in "ab" if sections[name]]
+        for engine in (a, b):
+            losses.append(models.train(engine, "llama", 2, first=2))
+        digests = [models.weights_digest(engine) for engine in (a, b)]
+        for engine in (a, b):
+            engine.destroy()
+    return {"losses": losses, "wrong": sum(wrong), "weights": digests}
 
 
 def tracked(slots: list[int], section: dict[str, Any], folder: str, **options: Any) -> Any:

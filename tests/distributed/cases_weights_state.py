@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.utils import safe_get_local_fp32_param, safe_set_local_fp32_param
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import Tensor, nn
@@ -386,8 +387,14 @@ def left(slots: list[int], section: dict[str, Any]) -> dict[str, Any]:
         parameter_offload.FWD_MODULE_STACK.clear()
         del engine
         gc.collect()
-        dropped = inside in _GROUPS
-    return {"losses": losses, "weights": digest, "stale": wrong, "ends": ends, "dropped": dropped}
+        return {
+            "losses": losses,
+            "weights": digest,
+            "stale": wrong,
+            "ends": ends,
+            "dropped": inside in _GROUPS,
+            "replaced": Init._partition.__module__.startswith("ds_ckpt"),
+        }
 
 
 def set_up_that_fails(slots: list[int], section: dict[str, Any]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from tests.distributed.worker import fresh, once
 __all__ = ["Pool", "PoolError", "fresh", "once"]
 
 ROOT = Path(__file__).resolve().parents[2]
-START_S = 240.0
+START_S = 480.0
 """The first start on a machine compiles DeepSpeed's CPU operator."""
 _AFTER_AN_ERROR_S = 5.0
 """How long the others may go on once one process has raised: they may wait for it for ever."""

@@ -211,10 +211,57 @@ def test_a_model_that_deepspeed_divides_while_it_is_built(world2: Any) -> None:
     assert ours == world2.run(cases.built_by_zero_init, ONE, {})
 
 
-@pytest.mark.parametrize("section", [WHOLE, LOSSLESS], ids=["whole", "lossless"])
-def test_of_two_models_divided_together_one_may_end(world2: Any, section: dict[str, Any]) -> None:
-    ours = world2.run(cases.of_one_zero_init, ONE, section)
-    assert ours == world2.run(cases.of_one_zero_init, ONE, {})
+@pytest.mark.parametrize(
+    ("kind", "first", "second", "end", "options"),
+    [
+        ("llama", LOSSLESS, LOSSLESS, "destroy", {}),
+        ("plain", WHOLE, {}, "", FP32),
+        ("plain", {}, WHOLE, "", FP32),
+        ("plain", WHOLE, WHOLE, "detach", {**FP32, "reuse": 0}),
+    ],
+)
+def test_two_models_divided_together_are_each_their_own(
+    world2: Any, kind: str, first: Any, second: Any, end: str, options: dict[str, Any]
+) -> None:
+    ours = world2.run(cases.of_one_zero_init, ONE, kind, [first, second], end, **options)
+    assert ours == world2.run(cases.of_one_zero_init, ONE, kind, [{}, {}], end, **options)
+
+
+def test_two_models_divided_together_on_hosts_of_two(world4: Any) -> None:
+    ours = world4.run(cases.of_one_zero_init, TWO, "plain", [{}, WHOLE], "", **FP32)
+    assert ours == world4.run(cases.of_one_zero_init, TWO, "plain", [{}, {}], "", **FP32)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "order", "written"),
+    [
+        (LOSSLESS, {}, "ba", "a"),
+        (WHOLE, {}, "ab", "b"),
+        (LOSSLESS, LOSSLESS, "ba", "a"),
+        (WHOLE, WHOLE, "ab", "b"),
+    ],
+)
+def test_weights_of_two_models_are_written_together(
+    world2: Any, a: Any, b: Any, order: str, written: str
+) -> None:
+    """As who moves a teacher does."""
+    ours = world2.run(cases.gathered_together, ONE, {"a": a, "b": b}, order, written, timeout=90)
+    plain = world2.run(cases.gathered_together, ONE, {"a": {}, "b": {}}, order, written)
+    assert ours == plain
+
+
+@pytest.mark.parametrize(
+    ("slots", "kind", "persistence"),
+    [(ONE, "shared", 0), (ONE, "llama-tied", 5000), (TWO, "llama-tied", 5000)],
+)
+def test_weights_that_torch_autocast_rounds(
+    world2: Any, world4: Any, slots: list[int], kind: str, persistence: int
+) -> None:
+    world = world4 if slots == TWO else world2
+    autocast = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    options = {**FP32, **autocast, "persistence": persistence}
+    ours = world.run(cases.run, slots, kind, WHOLE, 4, **options)
+    same(ours, world.run(cases.run, slots, kind, {}, 4, **options))
 
 
 def test_detach_leaves_deepspeed_as_it_was(world2: Any) -> None:

@@ -176,6 +176,7 @@ def test_nothing_is_left_behind(world2: Any) -> None:
         assert process["stale"] == []
         assert process["ends"] == [{"tensors": 0, "group": False, "told": 0}] * 2
         assert not process["dropped"]
+        assert not process["replaced"]
 
 
 def test_a_second_save_that_deepspeed_broke_off_is_refused(world2: Any, tmp_path: Path) -> None:

@@ -108,6 +108,7 @@ RESIDENT_CONFLICTS: list[tuple[str, Any, Any]] = [
     ("zero_optimization.offload_param", {"device": "nvme"}, None),
     ("zero_optimization.offload_optimizer", {"device": "nvme"}, {"device": "cpu"}),
     ("zero_optimization.zero_quantized_weights", True, False),
+    ("zero_optimization.zenflow", {}, None),
     ("zero_optimization.zero_quantized_nontrainable_weights", True, False),
     ("zero_optimization.mics_shard_size", 2, None),
     ("expert_parallel", {"enabled": True, "autoep_size": 2}, {"enabled": False}),

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.runtime.zero import partition_parameters
+from deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus
 from torch import Tensor
 
 from ds_ckpt.compression.tracked import Tracked
@@ -27,15 +28,26 @@ from tests.pretended_gpu import Gpu, in_threads
 WORLD = 2
 
 
-class _Maker:
-    """DeepSpeed's `zero.Init`, which makes the methods of its parameters."""
+@pytest.fixture(autouse=True)
+def _no_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed asks for this process's number before it says nothing."""
+    monkeypatch.setattr(partition_parameters, "print_rank_0", lambda *_, **__: None)
+
+
+class _Maker(Init):
+    """DeepSpeed's, which makes the methods of its parameters."""
 
     zero_param_process_group = num_ranks_in_param_group = num_param_groups = rank_in_group = None
 
-    def _partition(self, params: list[_Param], has_been_updated: bool = False) -> None:
-        for param in params:
-            if has_been_updated:
-                param.ds_secondary_tensor = param.data
+    def __init__(self) -> None:
+        pass
+
+    def _partition_param(self, param: _Param, **_: Any) -> None:
+        pass
+
+    def _partition_param_sec(self, param: _Param, has_been_updated: bool) -> None:
+        if has_been_updated:
+            param.ds_secondary_tensor = param.data
 
     def partition_of(self, param: _Param) -> Callable[..., None]:
         def partition(has_been_updated: bool = False) -> None:
@@ -273,3 +285,11 @@ def test_a_gather_is_ordered_behind_the_step() -> None:
     assert not gpu.findings
     assert not gpu.waits
     assert torch.equal(gathered[-1].inner, torch.full((4,), 4.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.float32])
+def test_a_checksum_takes_weights_of_any_size_and_sees_any_bit(dtype: torch.dtype) -> None:
+    some = torch.zeros(5, dtype=torch.float32).to(dtype)
+    other = some.clone()
+    other.view(torch.uint8)[-1] = 1
+    assert weights._checksum(some) != weights._checksum(other)
