@@ -234,7 +234,11 @@ class AllToAllExchange:
             self._time_on(tensors[0].device)
         locals_, layouts = self._local_shards(tensors)
         with self.timings.section("residual"):
-            for name, local in zip(names, locals_, strict=True):
+            for name, tensor, local, layout in zip(names, tensors, locals_, layouts, strict=True):
+                if self.metric is not None and self.metric.sampling:
+                    compressor = self._choose(name, tensor.shape)
+                    if compressor and compressor.codec and compressor.codec.in_steps:
+                        self.metric.given(name, tensor.shape, layout, local, loss_scale)
                 pending = self.feedback.accumulate(name, local, self.world, loss_scale)
                 # residuals that are rounded cannot hold an inf, and the parameter may be absent
                 # from the micro-step that sends

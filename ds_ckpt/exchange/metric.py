@@ -79,7 +79,8 @@ class StepMetric:
     def given(
         self, name: str, shape: torch.Size, layout: LocalShard, gradient: Tensor, scale: float
     ) -> None:
-        """Take this process's gradient of a tensor, in a step that is sampled.
+        """Take this process's gradient of a tensor, in a step that is sampled: of all its
+        micro-steps.
 
         Args:
             gradient: [layout.numel], of any floating dtype, multiplied by `scale`.
@@ -97,7 +98,10 @@ class StepMetric:
             matrix = squares.square_().view(last - first, columns)
             sums[0, first:last] += matrix.sum(1)
             sums[1, :columns] += matrix.sum(0)
-        self._taken[name] = sums[0, :rows], sums[1, :columns]
+        now = sums[0, :rows], sums[1, :columns]
+        if before := self._taken.get(name):
+            now = now[0] + before[0], now[1] + before[1]
+        self._taken[name] = now
 
     def step_ended(self, *, skipped: bool) -> None:
         """The step's verdict. Collective in a step that was sampled, unless it is skipped."""

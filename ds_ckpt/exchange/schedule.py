@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.exchange.autotune import Autotuner, Way
 from ds_ckpt.exchange.exchange import AllToAllExchange
 from ds_ckpt.exchange.layout import ShardLayout
@@ -97,6 +98,8 @@ class ScheduledExchange:
         self._at_boundary = at_boundary
         self.autotuner = autotuner
         self._nonfinite_before = 0
+        self._held_alone = False
+        """Gradients of this step were held back, and none have been sent."""
         self.fallback = Fallback()
 
     def _way(self, names: Sequence[str] = ()) -> Way:
@@ -136,18 +139,22 @@ class ScheduledExchange:
         deepspeed_reduce: Reduce,
     ) -> list[Tensor]:
         """One bucket; see `ds_ckpt.zero3.gradient.BucketExchange`."""
+        if self._warming_up and self.moments is not None:
+            self.moments.kept = {}  # from a checkpoint of a run with a shorter warm-up
         if self._warming_up and self._warm_up is None:
             return deepspeed_reduce(tensors)
-        if self._at_boundary is not None and not self._at_boundary():
+        after_warm_up = self._current_step() - self._warmup_steps
+        if self.all_to_all.metric is not None and after_warm_up >= 0:
+            self.all_to_all.metric.exchanging(after_warm_up)
+        held = self._at_boundary is not None and not self._at_boundary()
+        self._held_alone = held
+        if held:
             return self.all_to_all.hold(names, tensors, loss_scale)
         way = self._way(names)
         if self._warming_up and way == "compressed":
             if self.autotuner is not None:
                 self.autotuner.warmed_up(names)
             return self.all_to_all.average(names, tensors, loss_scale, choose=self._warm_up)
-        after_warm_up = self._current_step() - self._warmup_steps
-        if self.all_to_all.metric is not None:
-            self.all_to_all.metric.exchanging(after_warm_up)
         if self.moments is not None and tensors:
             self.moments.exchanging(after_warm_up, names, tensors[0].device)
         if self.autotuner is not None and tensors and not self.fallback.uncompressed:
@@ -162,7 +169,13 @@ class ScheduledExchange:
 
         So does a step with a non-finite bucket that DeepSpeed did not skip: every process that this
         one exchanges with was told of it, and a NaN must not live on in a residual.
+
+        Raises:
+            UnsupportedError: on every process, all of the step's gradients have been held back: the
+                program told of the boundary after the last backward. It is as a skipped step.
         """
+        never_sent, self._held_alone = self._held_alone and not skipped, False
+        skipped = skipped or never_sent
         nonfinite = self.all_to_all.nonfinite_buckets > self._nonfinite_before
         self._nonfinite_before = self.all_to_all.nonfinite_buckets
         self.all_to_all.step_ended()
@@ -178,6 +191,16 @@ class ScheduledExchange:
             self.moments.step_ended(skipped=skipped)
         if self.autotuner is not None:
             self.autotuner.step_ended(skipped=skipped)
+        if never_sent:
+            raise UnsupportedError(
+                Problem(
+                    where="engine.set_gradient_accumulation_boundary",
+                    found="a step that ends before any of its backwards was told to be the last",
+                    why="gradients are held back until the step's last backward, which sends them",
+                    remedy="call set_gradient_accumulation_boundary(True) before the last "
+                    'backward, or set $.ds_ckpt.compression.exchange.when to "micro_step"',
+                )
+            )
 
     def parts(self) -> dict[str, Stateful]:
         """What a checkpoint keeps beside the residuals."""

@@ -202,10 +202,16 @@ class GradientHook:
 
         def loss_scale_update_and_overflow_cleanup() -> Any:
             scale = self._scale()
-            skipped = overflow_decision()
+            try:
+                skipped = overflow_decision()
+            except BaseException:  # an overflow at the least loss scale
+                if self._exchange is not None:
+                    self._exchange.step_ended(skipped=True)
+                raise
             skips.step_ended(skipped=bool(skipped), before=scale, after=self._scale())
             if self._exchange is not None:
-                self._exchange.step_ended(skipped=bool(skipped))
+                with self._void_on_error():
+                    self._exchange.step_ended(skipped=bool(skipped))
             return skipped
 
         zero_grad = optimizer.zero_grad

@@ -38,7 +38,7 @@ def why_no_lead(optimizer: Any) -> str:
     if any(group.get("maximize") for group in groups):
         return "the optimizer maximizes"
     decoupled = getattr(steps, "adam_w_mode", isinstance(steps, torch.optim.AdamW))
-    if not decoupled and any(group["weight_decay"] for group in groups):
+    if any(g["weight_decay"] and not g.get("decoupled_weight_decay", decoupled) for g in groups):
         return "its weight decay is in them, which AdamW's is not"
     return ""
 

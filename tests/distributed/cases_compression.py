@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 
 import ds_ckpt
+from ds_ckpt.errors import UnsupportedError
 from ds_ckpt.telemetry import Purpose
 from tests.distributed import models
+from tests.distributed.cases_precision import fp16_on_cpu
 from tests.distributed.pool import fresh, once
 
 
@@ -456,6 +458,54 @@ def start_error(section: dict[str, Any]) -> str:
     except ds_ckpt.DsCkptError as error:
         return str(error)
     return ""
+
+
+def told_late(section: dict[str, Any]) -> dict[str, Any]:
+    """Steps whose boundary is told after the last backward: what is said; then steps in time."""
+    fresh()
+    engine = models.start("llama", models.zero3_config(accumulation=2, ds_ckpt=section))
+    session: Any = ds_ckpt.session_of(engine)
+    models.train(engine, "llama", 2)
+    before = models.weights_digest(engine)
+    held = {n: r.clone() for n, r in session.residuals.items()}
+    said = []
+    for late in (True, True, False):
+        for micro in range(2):
+            engine.set_gradient_accumulation_boundary(micro == 1 and not late)
+            data = models.batch("llama", 77 + micro, dist.get_rank())
+            engine.backward(models.loss_of(engine(**data)))
+        engine.set_gradient_accumulation_boundary(True)
+        try:
+            engine.step()
+        except UnsupportedError as error:
+            same = all(torch.equal(r, held[n]) for n, r in session.residuals.items())
+            said.append((str(error), same and models.weights_digest(engine) == before))
+    moved = models.weights_digest(engine) != before
+    engine.destroy()
+    return {"said": said, "moved": moved}
+
+
+def at_the_least_scale(section: dict[str, Any]) -> list[str]:
+    """fp16 that overflows where the loss scale cannot fall: DeepSpeed raises, and the program goes
+    on. What came of each step."""
+    fresh()
+    fp16 = {"enabled": True, "initial_scale_power": 0, "hysteresis": 1, "min_loss_scale": 1}
+    sections = {"ds_ckpt": section} if section else {}
+    with fp16_on_cpu():
+        engine = models.start("llama", models.zero3_config(fp16=fp16, **sections))
+        ends = []
+        for step in range(5):
+            data = models.batch("llama", step, dist.get_rank())
+            loss = models.loss_of(engine(**data))
+            spoilt = step == 1 and dist.get_rank() == 1
+            engine.backward(loss * float("inf") if spoilt else loss)
+            try:
+                engine.step()
+                ends.append("skipped" if engine.optimizer.overflow else "taken")
+            except Exception as error:
+                ends.append(str(error))
+        engine.destroy()
+    return ends
 
 
 def given_up(section: dict[str, Any], accumulation: int) -> dict[str, Any]:

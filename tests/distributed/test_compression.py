@@ -324,3 +324,18 @@ def test_a_changed_exchange_still_delivers_what_is_owed(world2: Any, tmp_path: P
 def test_gradients_that_the_program_drops_leave_nothing(world2: Any, accumulation: int) -> None:
     for process in world2.run(cases.given_up, LOSSY["quantize 4"], accumulation):
         assert process["with"] == process["without"]
+
+
+def test_a_boundary_that_is_told_too_late_is_an_error_and_changes_nothing(world2: Any) -> None:
+    for process in world2.run(cases.told_late, LOSSY["quantize 4"]):
+        assert len(process["said"]) == 2
+        for said, same in process["said"]:
+            assert "set_gradient_accumulation_boundary(True) before the last backward" in said
+            assert same
+        assert process["moved"]
+
+
+def test_an_overflow_at_the_least_loss_scale_is_over_with_its_step(world2: Any) -> None:
+    plain = world2.run(cases.at_the_least_scale, {})
+    assert "minimum" in plain[0][1]
+    assert world2.run(cases.at_the_least_scale, LOSSY["quantize 4"]) == plain

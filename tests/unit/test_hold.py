@@ -13,6 +13,7 @@ from virtual import World, assemble
 
 from ds_ckpt.compression import Codec, TopK
 from ds_ckpt.compression.storage import ResidualDtype
+from ds_ckpt.errors import UnsupportedError
 from ds_ckpt.exchange.schedule import ScheduledExchange
 
 SHAPES = ((7, 5), (13,), (3, 4))
@@ -130,6 +131,32 @@ def test_the_schedule_asks_for_the_boundary_at_every_bucket() -> None:
     at_boundary = True
     for part, gradient in zip(run(), gradients, strict=True):
         assert torch.allclose(part, 2 * gradient.flatten(), rtol=1e-6)
+
+
+def test_a_step_that_ends_with_all_of_it_held_back_is_an_error_and_leaves_nothing() -> None:
+    processes = World(1, _topk, holds=True)
+    schedule = ScheduledExchange(
+        processes.exchanges[0],
+        warmup_steps=0,
+        current_step=lambda: 0,
+        at_boundary=lambda: at_boundary,
+    )
+
+    def micro_step() -> None:
+        gradients = [g.clone() for g in _gradients(1, 0)[0]]
+        schedule.reduce(NAMES, gradients, loss_scale=1.0, deepspeed_reduce=lambda tensors: tensors)
+
+    at_boundary = False
+    micro_step()
+    with pytest.raises(UnsupportedError, match="micro_step"):
+        schedule.step_ended(skipped=False)
+    assert not any(bool(r.any()) for r in processes.feedbacks[0].state_dict().values())
+    micro_step()
+    schedule.step_ended(skipped=True)  # an overflow that DeepSpeed has found, or dropped gradients
+    micro_step()
+    at_boundary = True
+    micro_step()
+    schedule.step_ended(skipped=False)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8"])

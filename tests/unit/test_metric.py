@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given
@@ -30,13 +32,11 @@ def layout(world: int, members: tuple[int, ...] | None = None) -> LocalShard:
 
 def told(total: Tensor, *layouts: LocalShard) -> StepMetric:
     """What a process knows that was told of `total` by processes with these parts of it."""
-    metric, parts = StepMetric(alone), []
+    metric = StepMetric(alone)
     metric.exchanging(0)
     for of in layouts or (layout(1),):
         here = torch.cat([total.view(-1)[of.source(m)] for m in range(len(of.members))])
         metric.given("w", total.shape, of, here * 8, 8.0)
-        parts.append(metric._taken["w"])
-    metric._taken["w"] = sum(r for r, _ in parts), sum(c for _, c in parts)  # type: ignore[assignment]
     metric.step_ended(skipped=False)
     return metric
 
@@ -225,3 +225,20 @@ def test_codecs_that_do_not_want_it_have_none() -> None:
     assert ExchangeSettings(MethodSettings("entropy_coded", metric="energy")).metric(alone) is None
     assert ExchangeSettings(MethodSettings("dense")).metric(alone) is None
     assert IN_STEPS.metric(alone) is not None
+
+
+@pytest.mark.parametrize("when", ["accumulation_boundary", "micro_step"])
+def test_all_micro_steps_of_a_step_are_seen(when: str) -> None:
+    """An embedding's rows have gradients in some of them only."""
+    settings = dataclasses.replace(IN_STEPS, when=when)
+    workers = VirtualWorkers(settings, 2, ["w"], accumulation=2)
+    early, late = torch.zeros(SHAPE), torch.zeros(SHAPE)
+    early[:30], late[30:] = 1, 1
+    for workers.at_boundary, gradient in ((False, early), (True, late)):
+        workers.average([[gradient.clone()] for _ in range(2)])
+    workers.step_ended(skipped=False)
+    for worker in workers._workers:
+        metric = worker.scheduled.all_to_all.metric
+        rows, columns = metric._known["w"]
+        assert torch.equal(rows, torch.full([SHAPE[0]], 2.0 * SHAPE[1]))
+        assert torch.equal(columns, torch.full([SHAPE[1]], 2.0 * SHAPE[0]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.momentum import EVERY, LARGEST, FirstMoments, matched
 from ds_ckpt.exchange.rules import MethodSettings
 from ds_ckpt.validation.world import VirtualWorkers
+from ds_ckpt.zero3.momentum import why_no_lead
 
 shares = st.floats(0, 1)
 
@@ -150,6 +152,42 @@ def test_all_workers_measure_the_same() -> None:
     states = [worker.scheduled.moments.state_dict() for worker in workers._workers]
     assert states[0]["kept"]
     assert states[0] == states[1] == states[2]
+
+
+def test_a_warm_up_that_a_resume_makes_longer_has_no_lead() -> None:
+    settings = ExchangeSettings(
+        MethodSettings("topk", density=0.1), min_numel=0, momentum="matched", warmup_steps=1
+    )
+    workers = VirtualWorkers(settings, 2, ["w"])
+    moments = [worker.scheduled.moments for worker in workers._workers]
+    for of in moments:
+        of.load_state_dict({"kept": [[0, 0.6]]})
+    workers.average([[torch.randn(40, 30)] for _ in range(2)])
+    workers.step_ended(skipped=False)
+    assert [of.lead(0) for of in moments] == [0, 0]
+    workers.average([[torch.randn(40, 30)] for _ in range(2)])
+    workers.step_ended(skipped=False)
+    assert all(of.lead(0) > 0 for of in moments)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "groups", "why"),
+    [
+        (torch.optim.AdamW, [{}], ""),
+        (torch.optim.Adam, [{"weight_decay": 0.0}], ""),
+        (torch.optim.Adam, [{"weight_decay": 0.1}], "weight decay"),
+        (torch.optim.Adam, [{"weight_decay": 0.1, "decoupled_weight_decay": True}], ""),
+        (torch.optim.AdamW, [{}, {"decoupled_weight_decay": False}], "weight decay"),
+        (torch.optim.AdamW, [{}, {"decoupled_weight_decay": False, "weight_decay": 0.0}], ""),
+        (torch.optim.AdamW, [{"maximize": True}], "maximizes"),
+        (torch.optim.SGD, [{}], "SGD"),
+    ],
+)
+def test_who_has_no_lead_is_told_why(optimizer: Any, groups: list[Any], why: str) -> None:
+    steps = optimizer([{"params": [torch.nn.Parameter(torch.zeros(2))], **of} for of in groups])
+    found = why_no_lead(SimpleNamespace(optimizer=steps))
+    assert why in found
+    assert bool(why) == bool(found)
 
 
 @pytest.mark.parametrize("method", ["entropy_coded", "topk", "quantize"])
