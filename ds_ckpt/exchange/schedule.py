@@ -99,7 +99,7 @@ class ScheduledExchange:
         self.autotuner = autotuner
         self._nonfinite_before = 0
         self._held_alone = False
-        """Gradients of this step were held back, and none have been sent."""
+        """No micro-step of this step was said to end it."""
         self.fallback = Fallback()
 
     def _way(self, names: Sequence[str] = ()) -> Way:
@@ -141,13 +141,13 @@ class ScheduledExchange:
         """One bucket; see `ds_ckpt.zero3.gradient.BucketExchange`."""
         if self._warming_up and self.moments is not None:
             self.moments.kept = {}  # from a checkpoint of a run with a shorter warm-up
+        held = self._at_boundary is not None and not self._at_boundary()
+        self._held_alone = held
         if self._warming_up and self._warm_up is None:
             return deepspeed_reduce(tensors)
         after_warm_up = self._current_step() - self._warmup_steps
         if self.all_to_all.metric is not None and after_warm_up >= 0:
             self.all_to_all.metric.exchanging(after_warm_up)
-        held = self._at_boundary is not None and not self._at_boundary()
-        self._held_alone = held
         if held:
             return self.all_to_all.hold(names, tensors, loss_scale)
         way = self._way(names)
@@ -172,7 +172,8 @@ class ScheduledExchange:
 
         Raises:
             UnsupportedError: on every process, all of the step's gradients have been held back: the
-                program told of the boundary after the last backward. It is as a skipped step.
+                program told of the boundary after the last backward. It is as a skipped step. Also
+                in the warm-up, where nothing is: the first step says what later ones cannot do.
         """
         never_sent, self._held_alone = self._held_alone and not skipped, False
         skipped = skipped or never_sent
@@ -199,7 +200,8 @@ class ScheduledExchange:
                     why="gradients are held back until the step's last backward, which sends them",
                     remedy="call set_gradient_accumulation_boundary(True) before the last "
                     'backward, or set $.ds_ckpt.compression.exchange.when to "micro_step"',
-                )
+                ),
+                headline="ds_ckpt cannot take this step",
             )
 
     def parts(self) -> dict[str, Stateful]:

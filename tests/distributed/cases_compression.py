@@ -13,7 +13,6 @@ import ds_ckpt
 from ds_ckpt.errors import UnsupportedError
 from ds_ckpt.telemetry import Purpose
 from tests.distributed import models
-from tests.distributed.cases_precision import fp16_on_cpu
 from tests.distributed.pool import fresh, once
 
 
@@ -491,20 +490,19 @@ def at_the_least_scale(section: dict[str, Any]) -> list[str]:
     fresh()
     fp16 = {"enabled": True, "initial_scale_power": 0, "hysteresis": 1, "min_loss_scale": 1}
     sections = {"ds_ckpt": section} if section else {}
-    with fp16_on_cpu():
-        engine = models.start("llama", models.zero3_config(fp16=fp16, **sections))
-        ends = []
-        for step in range(5):
-            data = models.batch("llama", step, dist.get_rank())
-            loss = models.loss_of(engine(**data))
-            spoilt = step == 1 and dist.get_rank() == 1
-            engine.backward(loss * float("inf") if spoilt else loss)
-            try:
-                engine.step()
-                ends.append("skipped" if engine.optimizer.overflow else "taken")
-            except Exception as error:
-                ends.append(str(error))
-        engine.destroy()
+    engine = models.start("llama", models.zero3_config(fp16=fp16, **sections))
+    ends = []
+    for step in range(5):
+        data = models.batch("llama", step, dist.get_rank())
+        loss = models.loss_of(engine(**data))
+        spoilt = step == 1 and dist.get_rank() == 1
+        engine.backward(loss * float("inf") if spoilt else loss)
+        try:
+            engine.step()
+            ends.append("skipped" if engine.optimizer.overflow else "taken")
+        except Exception as error:
+            ends.append(str(error))
+    engine.destroy()
     return ends
 
 

@@ -333,9 +333,3 @@ def test_a_boundary_that_is_told_too_late_is_an_error_and_changes_nothing(world2
             assert "set_gradient_accumulation_boundary(True) before the last backward" in said
             assert same
         assert process["moved"]
-
-
-def test_an_overflow_at_the_least_loss_scale_is_over_with_its_step(world2: Any) -> None:
-    plain = world2.run(cases.at_the_least_scale, {})
-    assert "minimum" in plain[0][1]
-    assert world2.run(cases.at_the_least_scale, LOSSY["quantize 4"]) == plain

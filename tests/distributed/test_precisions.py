@@ -105,3 +105,9 @@ def test_it_trains_as_plain_deepspeed_does(world2: Any, options: str) -> None:
         assert got["skipped"] == expected["skipped"] == 0
         gaps = [abs(a - b) for a, b in zip(expected["losses"], got["losses"], strict=True)]
         assert max(gaps) < 5e-3
+
+
+def test_an_overflow_at_the_least_loss_scale_is_over_with_its_step(world2: Any) -> None:
+    plain = world2.run(on, [2], cases_compression.at_the_least_scale, {})
+    assert "minimum" in plain[0][1]
+    assert plain == world2.run(on, [2], cases_compression.at_the_least_scale, SECTIONS["3 bits"])

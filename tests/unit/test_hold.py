@@ -133,11 +133,14 @@ def test_the_schedule_asks_for_the_boundary_at_every_bucket() -> None:
         assert torch.allclose(part, 2 * gradient.flatten(), rtol=1e-6)
 
 
-def test_a_step_that_ends_with_all_of_it_held_back_is_an_error_and_leaves_nothing() -> None:
+@pytest.mark.parametrize("warmup_steps", [0, 1])
+def test_a_step_that_none_of_its_micro_steps_ends_is_an_error_and_leaves_nothing(
+    warmup_steps: int,
+) -> None:
     processes = World(1, _topk, holds=True)
     schedule = ScheduledExchange(
         processes.exchanges[0],
-        warmup_steps=0,
+        warmup_steps=warmup_steps,
         current_step=lambda: 0,
         at_boundary=lambda: at_boundary,
     )
