@@ -147,7 +147,7 @@ optimizer.backward_prologue(self) 5d89067f71f31309
     take what an interrupted backward has left before another begins
 optimizer._pre_step(self) cff910fadf3d7004
         37cd6af83a8237d6
-    take what an interrupted backward has left before a step
+    take what an interrupted backward has left before a step, and see that one began
 optimizer.offload_states(self, include=, device=, pin_memory=, non_blocking=) ed2b9add35f91455
         67d9a066d5a9f437
     free the spare buffers with DeepSpeed's, and move the weights that every host keeps

@@ -8,7 +8,8 @@ later, by a thread of its own (`overlap.py`), and answered with nothing for now.
 
 `_loss_scale_update_and_overflow_cleanup` tells whether a step is skipped, by every process, or the
 weights will change. After a backward that does not end nothing does: the next forward finds that
-buckets were reduced and no epilogue came, and drops the step.
+buckets were reduced and no epilogue came, or that a step began and no verdict came, and drops the
+step.
 """
 
 from __future__ import annotations
@@ -120,7 +121,8 @@ class BucketExchange(Protocol):
 
     def step_ended(self, *, skipped: bool) -> None:
         """Skipped or not is the same on every process; skipped, too, where `reduce` raised or the
-        program drops its gradients. Nothing is pending after it."""
+        program drops its gradients. Nothing is pending after it, also where it raises, which keeps
+        the weights as they are."""
 
 
 class GradientHook:
@@ -155,7 +157,7 @@ class GradientHook:
         self._overlap: Overlap | None = None
         self._backward_ends = False
         self._unfinished = False
-        """Buckets were reduced and backward has not ended."""
+        """Buckets were reduced and backward has not ended, or a step began and has no verdict."""
         if overlap and exchange is not None:
             self._overlap = Overlap(optimizer, counters, self.lease.worker)
         self._install()
@@ -201,25 +203,27 @@ class GradientHook:
         skips = Skips(speaks=torch_dist.get_rank() == 0)
 
         def loss_scale_update_and_overflow_cleanup() -> Any:
+            self._unfinished = False
             scale = self._scale()
             try:
                 skipped = overflow_decision()
-            except BaseException:  # an overflow at the least loss scale
+                skips.step_ended(skipped=bool(skipped), before=scale, after=self._scale())
                 if self._exchange is not None:
-                    self._exchange.step_ended(skipped=True)
-                raise
-            skips.step_ended(skipped=bool(skipped), before=scale, after=self._scale())
-            if self._exchange is not None:
-                with self._void_on_error():
                     self._exchange.step_ended(skipped=bool(skipped))
+            except BaseException:  # as DeepSpeed does where the loss scale can fall no further
+                self.drop_step()
+                raise
             return skipped
+
+        def step_begins() -> None:
+            self._unfinished = self._exchange is not None
 
         zero_grad = optimizer.zero_grad
 
         @functools.wraps(zero_grad)
         def give_up(*args: Any, **kwargs: Any) -> Any:
             """Between backward and step the gradients are dropped, and what was held of them."""
-            if self._backward_broke_off():
+            if self._broke_off():
                 self.drop_step()
             elif self._exchange is not None:
                 self._exchange.step_ended(skipped=True)
@@ -242,6 +246,7 @@ class GradientHook:
         name = "clear_backward_seen_flag"  # a forward begins
         forward_begins = _after(self._drop_unfinished, getattr(optimizer, name))
         self._patches.set(optimizer, name, forward_begins)
+        self._patches.set(optimizer, "_pre_step", _after(step_begins, optimizer._pre_step))
         self._patches.set(optimizer, f"{_PREFIX}avg_scatter_grads", avg_scatter_grads)
         name = "_loss_scale_update_and_overflow_cleanup"
         self._patches.set(optimizer, name, loss_scale_update_and_overflow_cleanup)
@@ -319,16 +324,19 @@ class GradientHook:
         self._drop_gradients()
         self._unfinished = False
 
-    def _backward_broke_off(self) -> bool:
-        """Whether it has reduced buckets or left gradients in one, and has not ended."""
+    def _broke_off(self) -> bool:
+        """Whether a backward has reduced buckets or left gradients in one, and has not ended, or a
+        step has not come to its verdict."""
         if self._exchange is None:
             return False
         return self._unfinished or any(b.params for b in self._optimizer.ipg_buckets.values())
 
     def _drop_unfinished(self) -> None:
-        if self._backward_broke_off():
+        if self._broke_off():
             self.drop_step()
-            log.warning("ds_ckpt: a backward did not end; its step's gradients so far are dropped")
+            log.warning(
+                "ds_ckpt: a backward or a step did not end; its gradients so far are dropped"
+            )
 
     def _inline(self, params: Sequence[Any]) -> bool:
         """Whether the thread that runs DeepSpeed reduces this bucket itself."""

@@ -484,26 +484,48 @@ def told_late(section: dict[str, Any]) -> dict[str, Any]:
     return {"said": said, "moved": moved}
 
 
-def at_the_least_scale(section: dict[str, Any]) -> list[str]:
-    """fp16 that overflows where the loss scale cannot fall: DeepSpeed raises, and the program goes
-    on. What came of each step."""
-    fresh()
+def step_broken_off(how: str) -> dict[str, Any]:
+    """A step with a gradient that is not finite, which ends in an exception; training after it
+    beside a run without it.
+
+    Args:
+        how: "least scale", by DeepSpeed, which cannot halve the loss scale any more; "early",
+            before the verdict.
+    """
     fp16 = {"enabled": True, "initial_scale_power": 0, "hysteresis": 1, "min_loss_scale": 1}
-    sections = {"ds_ckpt": section} if section else {}
-    engine = models.start("llama", models.zero3_config(fp16=fp16, **sections))
-    ends = []
-    for step in range(5):
-        data = models.batch("llama", step, dist.get_rank())
-        loss = models.loss_of(engine(**data))
-        spoilt = step == 1 and dist.get_rank() == 1
-        engine.backward(loss * float("inf") if spoilt else loss)
-        try:
-            engine.step()
-            ends.append("skipped" if engine.optimizer.overflow else "taken")
-        except Exception as error:
-            ends.append(str(error))
-    engine.destroy()
-    return ends
+    losses, held, message = {}, {}, ""
+    for fails in (True, False):
+        fresh()
+        config = models.zero3_config(fp16=fp16, ds_ckpt=models.quantize_section())
+        engine = models.start("llama", config)
+        session = ds_ckpt.session_of(engine)
+        assert session is not None
+        models.train(engine, "llama", 1)
+        if fails:
+            data = models.batch("llama", 77, dist.get_rank())
+            loss = models.loss_of(engine(**data))
+            engine.backward(loss * (math.inf if dist.get_rank() == 1 else 1))
+            if how == "early":
+                engine.optimizer._partition_all_parameters = _no_memory
+            try:
+                engine.step()
+            except Exception as error:
+                message = str(error)
+            vars(engine.optimizer).pop("_partition_all_parameters", None)
+        losses[fails] = models.train(engine, "llama", 3, first=1)
+        held[fails] = {n: float(r.norm()) for n, r in session.residuals.items()}
+        skipped = engine.skipped_steps
+        engine.destroy()
+    return {
+        "message": message,
+        "skipped": skipped,
+        "with": (losses[True], held[True]),
+        "without": (losses[False], held[False]),
+    }
+
+
+def _no_memory() -> None:
+    raise MemoryError("no memory")
 
 
 def given_up(section: dict[str, Any], accumulation: int) -> dict[str, Any]:

@@ -107,7 +107,12 @@ def test_it_trains_as_plain_deepspeed_does(world2: Any, options: str) -> None:
         assert max(gaps) < 5e-3
 
 
-def test_an_overflow_at_the_least_loss_scale_is_over_with_its_step(world2: Any) -> None:
-    plain = world2.run(on, [2], cases_compression.at_the_least_scale, {})
-    assert "minimum" in plain[0][1]
-    assert plain == world2.run(on, [2], cases_compression.at_the_least_scale, SECTIONS["3 bits"])
+@pytest.mark.parametrize(
+    ("how", "words"), [("least scale", "already at minimum"), ("early", "no memory")]
+)
+def test_a_step_that_ends_in_an_exception_leaves_nothing(world2: Any, how: str, words: str) -> None:
+    for process in world2.run(on, [2], cases_compression.step_broken_off, how):
+        assert words in process["message"]
+        assert process["skipped"] == 0
+        assert process["with"][1]
+        assert process["with"] == process["without"]
