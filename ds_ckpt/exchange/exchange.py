@@ -220,7 +220,12 @@ class AllToAllExchange:
 
     @_as_written
     def hold(
-        self, names: Sequence[str], tensors: list[Tensor], loss_scale: float = 1.0
+        self,
+        names: Sequence[str],
+        tensors: list[Tensor],
+        loss_scale: float = 1.0,
+        *,
+        choose: Choose | None = None,
     ) -> list[Tensor]:
         """Add a micro-step's gradients to what goes out later; nothing leaves the host.
 
@@ -232,14 +237,13 @@ class AllToAllExchange:
         """
         if tensors:
             self._time_on(tensors[0].device)
-        locals_, layouts = self._local_shards(tensors)
+        items = self._items(names, tensors, self._choose if choose is None else choose)
         with self.timings.section("residual"):
-            for name, tensor, local, layout in zip(names, tensors, locals_, layouts, strict=True):
-                if self.metric is not None and self.metric.sampling:
-                    compressor = self._choose(name, tensor.shape)
-                    if compressor and compressor.codec and compressor.codec.in_steps:
-                        self.metric.given(name, tensor.shape, layout, local, loss_scale)
-                pending = self.feedback.accumulate(name, local, self.world, loss_scale)
+            for item in items:
+                if self.world > 1:
+                    self._tell_metric(item, loss_scale)
+                name = item.name
+                pending = self.feedback.accumulate(name, item.local, self.world, loss_scale)
                 # residuals that are rounded cannot hold an inf, and the parameter may be absent
                 # from the micro-step that sends
                 finite = finite_flag([pending])
@@ -247,7 +251,7 @@ class AllToAllExchange:
                     finite = finite & self._held_finite
                 self._held_finite = finite
                 self.feedback.store(name, pending)
-        sizes = [layout.size(self._me) for layout in layouts]
+        sizes = [item.layout.size(self._me) for item in items]
         return [t.new_zeros(size) for t, size in zip(tensors, sizes, strict=True)]
 
     @_as_written
@@ -274,7 +278,6 @@ class AllToAllExchange:
             this process owns nothing. In a world of one, views of the gradients themselves.
         """
         choose = self._choose if choose is None else choose
-        chosen = [self._compressor(n, t, choose) for n, t in zip(names, tensors, strict=True)]
         if not tensors:
             return []
         self._time_on(tensors[0].device)
@@ -282,18 +285,11 @@ class AllToAllExchange:
             if self._held_finite is not None:
                 self._finite.append(self._held_finite)
             shards = [
-                self._alone(name, tensor.reshape(-1), compressor, loss_scale)
-                for name, tensor, compressor in zip(names, tensors, chosen, strict=True)
+                self._alone(name, tensor, choose, loss_scale)
+                for name, tensor in zip(names, tensors, strict=True)
             ]
         else:
-            locals_, layouts = self._local_shards(tensors)
-            items = [
-                Item(name, tensor.shape, tensor.dtype, local, layout, compressor)
-                for name, tensor, local, layout, compressor in zip(
-                    names, tensors, locals_, layouts, chosen, strict=True
-                )
-            ]
-            shards = self._exchange(items, loss_scale)
+            shards = self._exchange(self._items(names, tensors, choose), loss_scale)
         if not self.feedback.enabled:  # what has been sent is then all that goes out of a step
             for name in names:
                 self.feedback.clear(name)
@@ -322,11 +318,25 @@ class AllToAllExchange:
                 flats = self._in_host.sum(flats, shards)
         return flats, [LocalShard(s, self._members) for s in shards]
 
-    def _alone(
-        self, name: str, flat: Tensor, compressor: Compressor | None, loss_scale: float
-    ) -> Tensor:
+    def _items(self, names: Sequence[str], tensors: list[Tensor], choose: Choose) -> list[Item]:
+        """A bucket's tensors, with what this process brings of each."""
+        chosen = [self._compressor(n, t, choose) for n, t in zip(names, tensors, strict=True)]
+        locals_, layouts = self._local_shards(tensors)
+        return [
+            Item(name, tensor.shape, tensor.dtype, local, layout, compressor)
+            for name, tensor, local, layout, compressor in zip(
+                names, tensors, locals_, layouts, chosen, strict=True
+            )
+        ]
+
+    def _tell_metric(self, item: Item, loss_scale: float) -> None:
+        if item.in_steps and self.metric is not None and self.metric.sampling:
+            self.metric.given(item.name, item.shape, item.layout, item.local, loss_scale)
+
+    def _alone(self, name: str, tensor: Tensor, choose: Choose, loss_scale: float) -> Tensor:
         """World of one: the gradient, and what is held or a larger world has left."""
-        if compressor is None:
+        flat = tensor.reshape(-1)
+        if self._compressor(name, tensor, choose) is None:
             return flat
         if self.feedback.holds(name):
             pending = self.feedback.accumulate(name, flat, 1, loss_scale)
@@ -372,9 +382,7 @@ class AllToAllExchange:
                 continue
             if item.codec is not None and not item.rides:
                 item.kernels = item.codec.kernels(item.local.device)
-            if item.in_steps and self.metric is not None and self.metric.sampling:
-                shape, layout = item.shape, item.layout
-                self.metric.given(item.name, shape, layout, item.local, loss_scale)
+            self._tell_metric(item, loss_scale)
             readable = item.local.dtype in GRADIENTS
             if defer and readable and item.kernels is not None and not self.errors.wanted:
                 item.deferred = True

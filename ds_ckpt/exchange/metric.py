@@ -79,29 +79,28 @@ class StepMetric:
     def given(
         self, name: str, shape: torch.Size, layout: LocalShard, gradient: Tensor, scale: float
     ) -> None:
-        """Take this process's gradient of a tensor, in a step that is sampled: of all its
-        micro-steps.
+        """Take this process's gradient of a tensor, in a step that is sampled. Those of several
+        micro-steps add up.
 
         Args:
             gradient: [layout.numel], of any floating dtype, multiplied by `scale`.
         """
         rows, columns = matrix_shape(shape)
-        sums = gradient.new_zeros(2, max(rows, columns), dtype=torch.float32)
+        sums = self._taken.get(name)
+        if sums is None:
+            both = gradient.new_zeros(rows + columns, dtype=torch.float32).split([rows, columns])
+            sums = self._taken[name] = both[0], both[1]
         pieces = [(layout.shard(m), layout.source(m)) for m in range(len(layout.members))]
         if layout.numel == shape.numel():
             pieces = [(slice(0, layout.numel), slice(0, layout.numel))]
         for here, there in pieces:
             first, last = there.start // columns, -(-there.stop // columns)
-            squares = sums.new_zeros((last - first) * columns)
+            squares = sums[0].new_zeros((last - first) * columns)
             start = there.start - first * columns
             squares[start : start + there.stop - there.start] = gradient[here].float() / scale
             matrix = squares.square_().view(last - first, columns)
-            sums[0, first:last] += matrix.sum(1)
-            sums[1, :columns] += matrix.sum(0)
-        now = sums[0, :rows], sums[1, :columns]
-        if before := self._taken.get(name):
-            now = now[0] + before[0], now[1] + before[1]
-        self._taken[name] = now
+            sums[0][first:last] += matrix.sum(1)
+            sums[1].add_(matrix.sum(0))
 
     def step_ended(self, *, skipped: bool) -> None:
         """The step's verdict. Collective in a step that was sampled, unless it is skipped."""

@@ -145,12 +145,13 @@ class ScheduledExchange:
         self._held_alone = held
         if self._warming_up and self._warm_up is None:
             return deepspeed_reduce(tensors)
+        way = self._way(names)
+        choose = _uncompressed if way == "uncompressed" else None
         after_warm_up = self._current_step() - self._warmup_steps
-        if self.all_to_all.metric is not None and after_warm_up >= 0:
+        if self.all_to_all.metric is not None and not self._warming_up:
             self.all_to_all.metric.exchanging(after_warm_up)
         if held:
-            return self.all_to_all.hold(names, tensors, loss_scale)
-        way = self._way(names)
+            return self.all_to_all.hold(names, tensors, loss_scale, choose=choose)
         if self._warming_up and way == "compressed":
             if self.autotuner is not None:
                 self.autotuner.warmed_up(names)
@@ -161,7 +162,6 @@ class ScheduledExchange:
             self.autotuner.exchanged(names, tensors[0].device)
         if way == "deepspeed":
             return deepspeed_reduce(tensors)
-        choose = _uncompressed if way == "uncompressed" else None
         return self.all_to_all.average(names, tensors, loss_scale, choose=choose)
 
     def step_ended(self, *, skipped: bool) -> None:

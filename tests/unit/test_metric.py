@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -221,24 +222,46 @@ def test_all_workers_know_the_same_and_a_poisoned_step_changes_nothing() -> None
     assert all(torch.equal(a, s["w"]) for a, s in zip(owed, workers.residuals(), strict=True))
 
 
+@pytest.mark.parametrize("when", ["micro_step", "accumulation_boundary"])
+def test_every_micro_step_of_a_step_counts_and_none_of_a_skipped_one(when: Any) -> None:
+    workers = VirtualWorkers(replace(IN_STEPS, when=when), 3, ["w"], accumulation=2)
+
+    def micro_step(rows: slice, *, last: bool) -> Tensor:
+        gradients = [torch.zeros(SHAPE) for _ in range(3)]
+        for worker, gradient in enumerate(gradients, start=1):
+            gradient[rows] = worker * uneven()[rows]
+        squares = torch.stack(gradients).square().sum(0)
+        workers.average([[g] for g in gradients], at_boundary=last)
+        return squares
+
+    micro_step(slice(0, 30), last=False)
+    workers.step_ended(skipped=True)
+    workers.step = 0
+    squares = micro_step(slice(0, 20), last=False) + micro_step(slice(20, 37), last=True)
+    workers.step_ended(skipped=False)
+    for worker in workers._workers:
+        metric = worker.scheduled.all_to_all.metric
+        assert metric is not None
+        rows, columns = metric._known["w"]
+        torch.testing.assert_close(rows, squares.sum(1))
+        torch.testing.assert_close(columns, squares.sum(0))
+
+
+@pytest.mark.parametrize("why", ["a warm-up in few bits", "a fallback"])
+def test_held_micro_steps_of_what_goes_another_way_do_not_count(why: str) -> None:
+    warm_up = replace(IN_STEPS, warmup_steps=EVERY, warmup_bits=4)
+    settings = warm_up if why == "a warm-up in few bits" else IN_STEPS
+    workers = VirtualWorkers(settings, 2, ["w"], accumulation=2)
+    for worker in workers._workers:
+        worker.scheduled.fallback.uncompressed = why == "a fallback"
+    for last in (False, True):
+        workers.average([[uneven()], [uneven()]], at_boundary=last)
+    workers.step_ended(skipped=False)
+    for worker in workers._workers:
+        assert worker.scheduled.all_to_all.metric.state_dict() == {}  # type: ignore[union-attr]
+
+
 def test_codecs_that_do_not_want_it_have_none() -> None:
     assert ExchangeSettings(MethodSettings("entropy_coded", metric="energy")).metric(alone) is None
     assert ExchangeSettings(MethodSettings("dense")).metric(alone) is None
     assert IN_STEPS.metric(alone) is not None
-
-
-@pytest.mark.parametrize("when", ["accumulation_boundary", "micro_step"])
-def test_all_micro_steps_of_a_step_are_seen(when: str) -> None:
-    """An embedding's rows have gradients in some of them only."""
-    settings = dataclasses.replace(IN_STEPS, when=when)
-    workers = VirtualWorkers(settings, 2, ["w"], accumulation=2)
-    early, late = torch.zeros(SHAPE), torch.zeros(SHAPE)
-    early[:30], late[30:] = 1, 1
-    for workers.at_boundary, gradient in ((False, early), (True, late)):
-        workers.average([[gradient.clone()] for _ in range(2)])
-    workers.step_ended(skipped=False)
-    for worker in workers._workers:
-        metric = worker.scheduled.all_to_all.metric
-        rows, columns = metric._known["w"]
-        assert torch.equal(rows, torch.full([SHAPE[0]], 2.0 * SHAPE[1]))
-        assert torch.equal(columns, torch.full([SHAPE[1]], 2.0 * SHAPE[0]))
