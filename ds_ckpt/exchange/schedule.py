@@ -98,8 +98,8 @@ class ScheduledExchange:
         self._at_boundary = at_boundary
         self.autotuner = autotuner
         self._nonfinite_before = 0
-        self._held_alone = False
-        """No micro-step of this step was said to end it."""
+        self._goes_on = False
+        """The latest micro-step was not said to end its step."""
         self.fallback = Fallback()
 
     def _way(self, names: Sequence[str] = ()) -> Way:
@@ -141,8 +141,7 @@ class ScheduledExchange:
         """One bucket; see `ds_ckpt.zero3.gradient.BucketExchange`."""
         if self._warming_up and self.moments is not None:
             self.moments.kept = {}  # from a checkpoint of a run with a shorter warm-up
-        held = self._at_boundary is not None and not self._at_boundary()
-        self._held_alone = held
+        self._goes_on = self._at_boundary is not None and not self._at_boundary()
         if self._warming_up and self._warm_up is None:
             return deepspeed_reduce(tensors)
         way = self._way(names)
@@ -150,7 +149,7 @@ class ScheduledExchange:
         after_warm_up = self._current_step() - self._warmup_steps
         if self.all_to_all.metric is not None and not self._warming_up:
             self.all_to_all.metric.exchanging(after_warm_up)
-        if held:
+        if self._goes_on:
             return self.all_to_all.hold(names, tensors, loss_scale, choose=choose)
         if self._warming_up and way == "compressed":
             if self.autotuner is not None:
@@ -175,8 +174,8 @@ class ScheduledExchange:
                 program told of the boundary after the last backward. It is as a skipped step. Also
                 in the warm-up, where nothing is: the first step says what later ones cannot do.
         """
-        never_sent, self._held_alone = self._held_alone and not skipped, False
-        skipped = skipped or never_sent
+        never_ended, self._goes_on = self._goes_on and not skipped, False
+        skipped = skipped or never_ended
         nonfinite = self.all_to_all.nonfinite_buckets > self._nonfinite_before
         self._nonfinite_before = self.all_to_all.nonfinite_buckets
         self.all_to_all.step_ended()
@@ -192,7 +191,7 @@ class ScheduledExchange:
             self.moments.step_ended(skipped=skipped)
         if self.autotuner is not None:
             self.autotuner.step_ended(skipped=skipped)
-        if never_sent:
+        if never_ended:
             raise UnsupportedError(
                 Problem(
                     where="engine.set_gradient_accumulation_boundary",

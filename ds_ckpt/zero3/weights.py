@@ -223,6 +223,7 @@ class WeightsHook:
         self._chosen = 0
         self._loads = 0
         self._patches = Patches()
+        finalize(self, _restore_partition)  # where it is dropped without a word
         self.attach()
 
     def attach(self) -> None:
@@ -329,7 +330,7 @@ class WeightsHook:
         for param in self._params:
             gather = param.all_gather_coalesced
             self._patches.set_method(
-                param, "all_gather_coalesced", self._after_arrival(gather), gather
+                param, "all_gather_coalesced", self._after_arrival(gather, _maker(param)), gather
             )
         load_state_dict = optimizer.load_state_dict
 
@@ -341,7 +342,7 @@ class WeightsHook:
         for name in ("offload_states", "reload_states"):
             self._patches.set(optimizer, name, self._following(getattr(optimizer, name)))
 
-    def _after_arrival(self, gather: Callable[..., Any]) -> Callable[..., Any]:
+    def _after_arrival(self, gather: Callable[..., Any], maker: Any) -> Callable[..., Any]:
         def gather_what_is_there(params: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
             params = list(params)
             if self._flying:
@@ -351,7 +352,7 @@ class WeightsHook:
             self._behind_writes()  # DeepSpeed gathers on a stream of its own, which waits for none
             if self._hosts.local == 1:
                 return Copied(params)
-            with self._inside(_maker(params[0])):
+            with self._inside(maker):
                 return gather(params, *args, **kwargs)
 
         return gather_what_is_there
@@ -633,7 +634,6 @@ def _replace_partition(hook: WeightsHook) -> None:
     from deepspeed.runtime.zero.partition_parameters import Init
 
     _hooks.update({id(param): hook for param in hook._params})
-    finalize(hook, _restore_partition)
     if _global.active:
         return
     deepspeeds = Init._partition

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -484,44 +485,50 @@ def told_late(section: dict[str, Any]) -> dict[str, Any]:
     return {"said": said, "moved": moved}
 
 
+def _disturbed(disturb: Callable[[Any], None], steps: int, **options: Any) -> dict[str, Any]:
+    """Training, something between two of its steps, and three steps more, beside a run without it:
+    their losses, residuals and skipped steps."""
+    results = {}
+    for disturbed in (True, False):
+        fresh()
+        engine = models.start("llama", models.zero3_config(**options))
+        session = ds_ckpt.session_of(engine)
+        assert session is not None
+        models.train(engine, "llama", steps)
+        if disturbed:
+            disturb(engine)
+        losses = models.train(engine, "llama", 3, first=steps)
+        held = {n: float(r.norm()) for n, r in session.residuals.items()}
+        results[disturbed] = losses, held, engine.skipped_steps
+        engine.destroy()
+    return {"with": results[True], "without": results[False]}
+
+
 def step_broken_off(how: str) -> dict[str, Any]:
-    """A step with a gradient that is not finite, which ends in an exception; training after it
-    beside a run without it.
+    """A step with a gradient that is not finite, which ends in an exception.
 
     Args:
         how: "least scale", by DeepSpeed, which cannot halve the loss scale any more; "early",
             before the verdict.
     """
+    message = ""
+
+    def break_off(engine: Any) -> None:
+        nonlocal message
+        data = models.batch("llama", 77, dist.get_rank())
+        loss = models.loss_of(engine(**data))
+        engine.backward(loss * (math.inf if dist.get_rank() == 1 else 1))
+        if how == "early":
+            engine.optimizer._partition_all_parameters = _no_memory
+        try:
+            engine.step()
+        except Exception as error:
+            message = str(error)
+        vars(engine.optimizer).pop("_partition_all_parameters", None)
+
     fp16 = {"enabled": True, "initial_scale_power": 0, "hysteresis": 1, "min_loss_scale": 1}
-    losses, held, message = {}, {}, ""
-    for fails in (True, False):
-        fresh()
-        config = models.zero3_config(fp16=fp16, ds_ckpt=models.quantize_section())
-        engine = models.start("llama", config)
-        session = ds_ckpt.session_of(engine)
-        assert session is not None
-        models.train(engine, "llama", 1)
-        if fails:
-            data = models.batch("llama", 77, dist.get_rank())
-            loss = models.loss_of(engine(**data))
-            engine.backward(loss * (math.inf if dist.get_rank() == 1 else 1))
-            if how == "early":
-                engine.optimizer._partition_all_parameters = _no_memory
-            try:
-                engine.step()
-            except Exception as error:
-                message = str(error)
-            vars(engine.optimizer).pop("_partition_all_parameters", None)
-        losses[fails] = models.train(engine, "llama", 3, first=1)
-        held[fails] = {n: float(r.norm()) for n, r in session.residuals.items()}
-        skipped = engine.skipped_steps
-        engine.destroy()
-    return {
-        "message": message,
-        "skipped": skipped,
-        "with": (losses[True], held[True]),
-        "without": (losses[False], held[False]),
-    }
+    found = _disturbed(break_off, 1, fp16=fp16, ds_ckpt=models.quantize_section())
+    return {"message": message, **found}
 
 
 def _no_memory() -> None:
@@ -529,21 +536,12 @@ def _no_memory() -> None:
 
 
 def given_up(section: dict[str, Any], accumulation: int) -> dict[str, Any]:
-    """Backward, then `zero_grad` instead of a step; training after it beside a run without it."""
-    results = {}
-    for gives_up in (True, False):
-        fresh()
-        config = models.zero3_config(accumulation=accumulation, ds_ckpt=section)
-        engine = models.start("llama", config)
-        session = ds_ckpt.session_of(engine)
-        assert session is not None
-        models.train(engine, "llama", 2)
-        if gives_up:
-            data = models.batch("llama", 77, dist.get_rank())
-            loss = models.loss_of(engine(**data))
-            engine.backward(loss * float("nan"))
-            engine.optimizer.zero_grad()
-        losses = models.train(engine, "llama", 3, first=2)
-        results[gives_up] = losses, {n: float(r.norm()) for n, r in session.residuals.items()}
-        engine.destroy()
-    return {"with": results[True], "without": results[False]}
+    """Backward, then `zero_grad` instead of a step."""
+
+    def give_up(engine: Any) -> None:
+        data = models.batch("llama", 77, dist.get_rank())
+        loss = models.loss_of(engine(**data))
+        engine.backward(loss * float("nan"))
+        engine.optimizer.zero_grad()
+
+    return _disturbed(give_up, 2, accumulation=accumulation, ds_ckpt=section)

@@ -214,6 +214,7 @@ def test_a_model_that_deepspeed_divides_while_it_is_built(world2: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "first", "second", "end", "options"),
     [
+        ("llama", WHOLE, WHOLE, "destroy", {}),
         ("llama", LOSSLESS, LOSSLESS, "destroy", {}),
         ("plain", WHOLE, {}, "", FP32),
         ("plain", {}, WHOLE, "", FP32),
