@@ -148,12 +148,14 @@ def run(
         try:
             while process.poll() is None:
                 if time.monotonic() > limit:
-                    raise _failed(f"it took longer than {limit_s:g} s", prepared, log)
+                    found, why = f"it took longer than {limit_s:g} s", "that is its limit"
+                    raise _failed(found, why, "raise the limit, or mend what hangs", prepared, log)
                 attend()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(_POLL_S)
             if process.returncode:
-                raise _failed(f"exit code {process.returncode}", prepared, log)
+                found, why = f"exit code {process.returncode}", "one of the processes failed"
+                raise _failed(found, why, "mend what the last error names", prepared, log)
         except (LaunchError, HostsError) as error:
             if backend is not None and (problems := unreachable(backend)):
                 raise HostError(problems, headline="a host has dropped out") from error
@@ -257,13 +259,13 @@ def signals_as_exit() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _failed(what: str, prepared: Prepared, log: Path) -> LaunchError:
+def _failed(found: str, why: str, remedy: str, prepared: Prepared, log: Path) -> LaunchError:
     return LaunchError(
         Problem(
             where=" ".join(prepared.command),
-            found=f"{what}; its log ends with\n{log_tail(log)}",
-            why="one of the processes failed or did not come to an end",
-            remedy=f"mend what the last error names; the whole log is {log}",
+            found=f"{found}; its log ends with\n{log_tail(log)}",
+            why=why,
+            remedy=f"{remedy}; the whole log is {log}",
         )
     )
 

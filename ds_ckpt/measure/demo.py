@@ -115,7 +115,7 @@ def main(
     text: Annotated[
         Path | None, typer.Option(help="Train on this text file instead of Python's own texts.")
     ] = None,
-    time_limit_s: Annotated[float, typer.Option(help="Stop everything after so long.")] = 1200.0,
+    time_limit_s: Annotated[float, typer.Option(help="Stop everything after so long.")] = 3600.0,
     on_loopback: Annotated[
         bool, typer.Option("--loopback", help="On this machine alone, also as root.")
     ] = False,

@@ -407,8 +407,8 @@ class WeightsHook:
 
     def _shard(self, piece: Piece) -> Tensor:
         """This process's part, as all hosts hold it."""
-        shard: Tensor = self._optimizer.fp16_partitioned_groups_flat[piece.group].data
-        return shard[piece.start : piece.start + piece.size]
+        shard: Tensor = piece.param.ds_tensor.data
+        return shard
 
     def _master(self, piece: Piece) -> Tensor:
         master: Tensor = self._optimizer.fp32_partitioned_groups_flat[piece.group].data

@@ -333,8 +333,9 @@ def loaded(slots: list[int], section: dict[str, Any], folder: str) -> dict[str, 
 # what is left behind
 
 
-def moved(slots: list[int], section: dict[str, Any]) -> dict[str, Any]:
-    """Weights and gradients leave the device between two steps and come back."""
+def moved(slots: list[int], section: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Weights and gradients leave the device between two steps and come back; saved where they
+    are, and loaded after a step that goes elsewhere."""
     fresh()
     states = OffloadStateTypeEnum
     with hosts(slots):
@@ -343,8 +344,11 @@ def moved(slots: list[int], section: dict[str, Any]) -> dict[str, Any]:
         engine.offload_states(
             include=[states.lp_params, states.lp_grads, states.contiguous_grad_buffer]
         )
+        engine.save_checkpoint(folder)
         engine.reload_states()
         wrong = stale(engine, slots) if section else []
+        _train(engine, "llama", 1, 3)
+        engine.load_checkpoint(folder)
         losses += _train(engine, "llama", 2, 2)
         wrong += stale(engine, slots) if section else []
         result = {"losses": losses, "weights": models.weights_digest(engine), "stale": wrong}

@@ -160,12 +160,22 @@ def test_killed_processes_go_on_as_if_nothing_had_been(world2: Any, tmp_path: Pa
         assert process["stale"] == []
 
 
-def test_what_is_kept_goes_where_deepspeed_moves_weights(world2: Any) -> None:
-    plain = world2.run(cases.moved, ONE, {})
-    for process, stock in zip(world2.run(cases.moved, ONE, LOSSLESS), plain, strict=True):
+def test_what_is_kept_goes_where_deepspeed_moves_weights(world2: Any, tmp_path: Path) -> None:
+    plain = world2.run(cases.moved, ONE, {}, str(tmp_path / "plain"))
+    lossless = world2.run(cases.moved, ONE, LOSSLESS, str(tmp_path / "lossless"))
+    for process, stock in zip(lossless, plain, strict=True):
         _same(process, stock, "losses", "weights")
         assert process["stale"] == []
         assert process["followed"] == "elsewhere"
+
+
+def test_what_is_kept_is_saved_where_deepspeed_moved_weights(world2: Any, tmp_path: Path) -> None:
+    section = {"weights": {"resident": True, "deltas": "4bit"}}
+    whole = world2.run(cases.laws, ONE, "llama", section, 4)
+    moved = world2.run(cases.moved, ONE, section, str(tmp_path))
+    for process, expected in zip(moved, whole, strict=True):
+        assert process["losses"] == expected["losses"]
+        assert process["weights"] == expected["weights"][-1]
 
 
 def test_nothing_is_left_behind(world2: Any) -> None:
