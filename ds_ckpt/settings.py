@@ -60,5 +60,15 @@ def _whole_number(value: Any) -> Any:
 
 WHOLE_NUMBER = BeforeValidator(_whole_number)
 """`4.0` and `true` equal members of a Literal of integers; they are not whole numbers here."""
+
+
+def _no_number(value: Any) -> Any:
+    if not isinstance(value, bool | str):
+        raise ValueError("a number is no switch")
+    return value
+
+
+NO_NUMBER = BeforeValidator(_no_number)
+"""`1` equals a Literal's `True`; it is no switch here."""
 SWITCH = Expects("true or false", "true")
 ModuleName = Annotated[str, Field(min_length=1)]

@@ -96,7 +96,7 @@ def commands() -> str:
                 continue
             argument = option.param_type_name == "argument"
             named = option.metavar or option.name.upper()
-            shown = named if argument else ", ".join(option.opts)
+            shown = named if argument else ", ".join([*option.opts, *option.secondary_opts])
             value = _type(hints[option.name])
             default = option.default
             plain = isinstance(default, (str, int, float, Path)) and not argument

@@ -6,14 +6,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ds_ckpt.settings import Expects, Section
+from ds_ckpt.settings import NO_NUMBER, Expects, Section
 
 
 class WeightsConfig(Section):
     """Weights that stay on every host, so that gathers no longer cross between hosts."""
 
     resident: Annotated[
-        Literal[True, False, "auto"], Expects('true, false or "auto"', '"auto"')
+        Literal[True, False, "auto"], NO_NUMBER, Expects('true, false or "auto"', '"auto"')
     ] = Field(
         default=False,
         description="Keep a copy of the weights on every host, divided among its processes: all "

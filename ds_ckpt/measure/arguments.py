@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from ds_ckpt.config import load_file, parse
-from ds_ckpt.config.paths import lookup
+from ds_ckpt.config.paths import is_auto, join, lookup, show
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.hosts.commands import names_of, parse_rate
 from ds_ckpt.measure.cluster import account, like, rate_mbit
@@ -20,6 +20,8 @@ from ds_ckpt.measure.spec import AXES, RIVALS, SHAPE, Spec
 from ds_ckpt.subject import Sizes, find_subject
 
 CALIBRATION = "calibration"
+BF16 = ("bf16", "bfloat16")
+"""DeepSpeed reads either."""
 
 
 def rates_of(text: str) -> tuple[float | None, ...]:
@@ -54,7 +56,7 @@ def sections_of(**listed: str) -> tuple[dict[str, tuple[str, ...]], dict[str, di
             return word
         content = load_file(Path(word))
         parse(content, source=word)
-        name, own = Path(word).stem, content.get("ds_ckpt", {}).get(section)
+        name, own = Path(word).stem, lookup(content, ("ds_ckpt", section))
         if name in {*AXES[section], *RIVALS} or f"{section}/{name}" in sections:
             why = "the report tells configurations apart by it"
             problems.append(Problem(word, f"{name} is a name already", why, "rename it"))
@@ -100,6 +102,14 @@ def deepspeed_of(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     if lookup(content, ("fp16", "enabled")) is True:
         why = "steps that a loss scale skips are no steps to time; runs are bf16 or fp32"
         wrong("fp16.enabled", "true", why, "write bf16 in its place: as many bytes are sent")
+    for key in BF16:
+        enabled = lookup(content, (key, "enabled"))
+        if not (enabled is None or isinstance(enabled, bool) or is_auto(enabled)):
+            wrong(f"{key}.enabled", show(enabled), "it is true or false", "write one of them")
+    rest = {key: value for key, value in content.items() if key not in (*names, "train_batch_size")}
+    for where in _autos(rest, "$"):
+        why = "the HF Trainer and accelerate fill it in; nothing does here"
+        problems.append(Problem(f"{path}: {where}", '"auto"', why, "write a value"))
     total = content.pop("train_batch_size", None)  # follows from the others
     if total is not None and names[0] not in content:
         why = "how many sequences a process takes would depend on the number of hosts"
@@ -108,6 +118,19 @@ def deepspeed_of(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         raise ConfigError(problems, headline="this file cannot be the base of all configurations")
     batch = {name: content.pop(name) for name in names if name in content}
     return content, {name: n for name, n in batch.items() if isinstance(n, int)}
+
+
+def is_bf16(content: dict[str, Any]) -> bool:
+    """Whether a DeepSpeed file has 16-bit weights."""
+    return any(lookup(content, (key, "enabled")) is True for key in BF16)
+
+
+def _autos(value: Any, path: str) -> Iterator[str]:
+    if is_auto(value):
+        yield path
+    elif isinstance(value, Mapping | list):
+        for key, below in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _autos(below, join(path, key))
 
 
 def model_of(name: str | None) -> str | None:

@@ -61,7 +61,7 @@ def measure(
         str, typer.Option(help="Other ways of plain DeepSpeed: hpz, zero2, zero1.")
     ] = "",
     batches: Annotated[str, typer.Option(help="Sequences a process and micro-step.")] = "4",
-    tokens: Annotated[int, typer.Option(min=2, help="Of a sequence.")] = 128,
+    tokens: Annotated[int, typer.Option(min=1, help="Of a sequence.")] = 128,
     accumulation: Annotated[int, typer.Option(min=1, help="Micro-steps of a step.")] = 1,
     bf16: Annotated[bool, typer.Option("--bf16", help="16-bit weights; else fp32.")] = False,
     model: Annotated[
@@ -105,7 +105,8 @@ def measure(
     """Measure how much bandwidth compression frees and how much of recomputation it pays for.
 
     As root on emulated hosts, with --hostfile on real machines, else on loopback. Leaves
-    report.html, report.md and report.json in the folder. Given again, it goes on where it was.
+    report.html, report.md and report.json in the folder. Given again, it goes on where it was, also
+    with more --repetitions.
     """
     from rich.console import Console
 
@@ -134,7 +135,7 @@ def measure(
         if deepspeed is not None:
             unused("bf16", why="the DeepSpeed file says so")
             base, batch = arguments.deepspeed_of(deepspeed)
-            bf16 = bool(base.get("bf16", {}).get("enabled", False))
+            bf16 = arguments.is_bf16(base)
             if "batches" not in given:
                 batches = str(batch.get("train_micro_batch_size_per_gpu", batches))
             if "accumulation" not in given:

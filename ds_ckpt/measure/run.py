@@ -12,6 +12,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -114,13 +115,16 @@ def shown(console: Console) -> Iterator[Callable[[dict[str, Any]], None]]:
 def _prepare(spec: Spec, folder: Path, backend: Backend, console: Console) -> None:
     """Make the folder, or see that what is there can be gone on with."""
     if (folder / SPEC).exists():
-        if Spec.load(folder) != spec:
+        there = Spec.load(folder)
+        more = spec.repetitions >= there.repetitions
+        if not more or replace(there, repetitions=spec.repetitions) != spec:
             raise ConfigError(
                 Problem(
                     where="--output",
                     found=f"{folder}, which holds a run with other settings",
                     why="samples of different experiments cannot be put together",
-                    remedy="name another folder, or give the command that runs.jsonl there names",
+                    remedy="name another folder, or give the command that runs.jsonl there names; "
+                    "--repetitions may be more",
                 ),
                 headline="this run cannot go on here",
             )
@@ -142,6 +146,7 @@ def _prepare(spec: Spec, folder: Path, backend: Backend, console: Console) -> No
         ]
         if problems:
             raise ConfigError(problems, headline="this run cannot go on here")
+        spec.save(folder)
         console.print(f"Going on: {count} records are there.", highlight=False)
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(

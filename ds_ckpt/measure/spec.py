@@ -264,6 +264,8 @@ def check(spec: Spec) -> None:
         found = f"{spec.loss_steps} steps" + (f" on {spec.text}" if spec.text else "")
         why = f"{spec.model} has its own batch, the same in every step, and no text held out"
         wrong("--loss-steps, --text", found, why, "write --loss-steps 0, and leave --text out")
+    if spec.tokens < 2 and not spec.own_batch:
+        wrong("--tokens", spec.tokens, "a token is told from those before it", "2 or more")
     if (batch := min(spec.batches)) < 1:
         wrong("--batches", batch, "nothing would be measured", "1 or more")
     # what the Llama cannot be built with, the launched processes would be the first to say

@@ -39,7 +39,7 @@ def headlines(findings: Findings) -> list[str]:
     if open_:
         found.append(
             f"{open_} figures have an interval wider than 5% either way: they stand in the tables, "
-            "not here. More repetitions make them certain."
+            "not here. The same command with more --repetitions goes on and makes them certain."
         )
     return found
 

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_map_only
 
 import ds_ckpt
 from ds_ckpt import workload
+from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.exchange.schedule import NoCommunication
 from ds_ckpt.hosts.heartbeat import Heartbeat, begin
 from ds_ckpt.hosts.interfaces import Sent, link_interface, sent
@@ -55,7 +56,7 @@ from ds_ckpt.measure.spec import (
     deepspeed_config,
     equal_memory,
 )
-from ds_ckpt.subject import Sizes, find_subject, run_forward
+from ds_ckpt.subject import Sizes, find_subject, rows_of, run_forward, tokens_of
 from ds_ckpt.telemetry import Purpose
 from ds_ckpt.telemetry.memory import SavedActivations, activations_tracker
 from ds_ckpt.telemetry.timings import Spans
@@ -229,6 +230,7 @@ class Worker:
         if self.spec.own_batch:
             if sequences not in self._own:
                 _, batch = built(self.spec, sequences)
+                check_batch(self.spec, batch, sequences)
                 self._own[sequences] = tree_map_only(torch.Tensor, lambda t: t.to(device), batch)
             return [self._own[sequences]] * accumulation
         texts = (
@@ -245,6 +247,9 @@ class Worker:
         return [of_ids(ids.to(device)) for ids in texts]
 
     def run(self) -> None:
+        if self.spec.own_batch:
+            for sequences in self.spec.batches:
+                self.batches(sequences, 0)
         model, _ = built(self.spec, 1)
         record = Model(
             parameters=workload.count_parameters(model),
@@ -415,6 +420,23 @@ def built(spec: Spec, sequences: int) -> tuple[torch.nn.Module, Any]:
         return model
 
     return workload.seeded(spec.seed, make), made[0]
+
+
+def check_batch(spec: Spec, batch: Any, sequences: int) -> None:
+    """Raises ConfigError where a model's own batch is not of the size that figures are told of."""
+    rows, tokens = rows_of(batch), tokens_of(batch)
+    if rows * tokens == sequences * spec.tokens:
+        return
+    raise ConfigError(
+        Problem(
+            f"--model {spec.model}",
+            f"a batch of {rows} x {tokens} tokens (x 1, where it has no token ids)",
+            f"--batches and --tokens say {sequences} x {spec.tokens}, and figures are told of that",
+            "have it make as many as its arguments batch and tokens say, or write "
+            f"--batches {rows} --tokens {tokens} --no-equal-memory",
+        ),
+        headline="this cannot be measured",
+    )
 
 
 def of_ids(ids: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -143,11 +143,11 @@ def _loss(text: str) -> str | float:
     if text in ("equal", "any"):
         return text
     try:
-        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        share = float(text.removesuffix("%")) / 100 if text.endswith("%") else -1.0
     except ValueError:
         share = -1.0
     if not 0 < share < 1:
-        raise typer.BadParameter(f"{text!r}: write equal, any, or a share such as 0.5%")
+        raise typer.BadParameter(f"{text!r}: write equal, any, or a share with its sign: 0.5%")
     return share
 
 

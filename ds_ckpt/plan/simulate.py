@@ -363,9 +363,8 @@ class _Run:
         """The latest task that the program has waited for."""
         self._pieces = self._micro_step()
         self._until = list(itertools.accumulate(b.elements for b in blocks))
-        moved = [n for n, b in enumerate(blocks) if b.offloaded_bytes and b.recompute_s]
-        self._moved = moved[:-1]
-        """Blocks whose inputs go to host memory; the last one's are used at once."""
+        self._moved = [n for n, b in enumerate(blocks) if b.offloaded_bytes and b.recompute_s]
+        """Blocks whose inputs go to host memory."""
         self._changes: list[tuple[float, int]] = []
         """Chunks of changed weights under way: the model's elements up to its end, and what it is
         sent after."""

@@ -219,6 +219,8 @@ SAMPLE_EVERY = 10
 LOSSLESS_SEEDS = 2
 """Bits either agree or do not: two seeds show it."""
 LEAST_PROGRESS = 0.5
+FAR = 0.1
+"""Of the loss: what no margin comes near."""
 _AGAINST = "against"
 """About a run that did not come to its end: the dense one beside which it had no hope."""
 
@@ -287,8 +289,9 @@ class Plan:
 
 
 def far_behind(dense: Curve) -> Hopeless:
-    """Stops runs that have made less than half of the dense run's progress at the same step. Where
-    that run is on its way back (too small data are learnt by heart) it says nothing of others.
+    """Stops runs that have made less than half of the dense run's progress at the same step and are
+    a tenth of its loss behind. Where that run is on its way back (too small data are learnt by
+    heart) it says nothing of others.
 
     Args:
         dense: its held-out losses.
@@ -301,7 +304,8 @@ def far_behind(dense: Curve) -> Hopeless:
         best = min((value for done, value in losses.items() if done <= step), default=first)
         if reference is None or reference >= first or reference > best:
             return False
-        return first - loss < LEAST_PROGRESS * (first - reference)
+        half = first - loss < LEAST_PROGRESS * (first - reference)
+        return half and loss > (1 + FAR) * reference
 
     return hopeless
 

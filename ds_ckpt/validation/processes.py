@@ -234,7 +234,7 @@ def engine_config(spec: TaskSpec, recipe: Recipe, file: str, warmup_steps: int) 
         "optimizer": {"type": "AdamW", "params": optimizer},
     }
     theirs = load_file(file) if file else {}
-    ours = {**theirs.get("ds_ckpt", {})}
+    ours = {**(theirs.get("ds_ckpt") or {})}
     compression = {**(ours.get("compression") or {})}
     if compression.get("method", "none") not in ("none", "dense") or compression.get("rules"):
         compression |= {

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import psutil
@@ -32,14 +33,23 @@ def test_the_experiment_runs_without_root_and_says_that_the_link_is_not_shaped(
         )
     )
     options = ["--shape=hidden_size=256,layers=2,intermediate_size=688,heads=4", "--tokens=32"]
-    options += ["--repetitions=1", "--steps=1", "--loss-steps=2", f"--methods={mine}"]
+    options += ["--steps=1", "--loss-steps=2", f"--methods={mine}"]
     command = [sys.executable, "-m", "ds_ckpt.cli", "measure", "--loopback", f"--output={folder}"]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [*command, *options], env=environment, capture_output=True, text=True, timeout=580
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    for repetitions in (1, 2):  # the second goes on
+        result = subprocess.run(
+            [*command, *options, f"--repetitions={repetitions}"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
+        assert result.returncode == 0, result.stdout + result.stderr
+    assert "Going on" in result.stdout
     assert "NOT SHAPED" in result.stdout
+    done = Counter(s.key for s in Store(folder).read() if isinstance(s, Trial))
+    assert set(done.values()) == {1}
+    assert {key[-1] for key in done} == {0, 1}
     trials = [s for s in Store(folder).read() if isinstance(s, Trial)]
     assert {t.configuration for t in trials if not t.equal_memory} == {
         f"{policy}/{method}"
@@ -89,7 +99,7 @@ def test_a_users_model_and_deepspeed_file_are_measured(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     command = [sys.executable, "-m", "ds_ckpt.cli", "measure", "--loopback", f"--output={folder}"]
     options = ["--model=mine:make", f"--deepspeed={file}", "--policies=none", "--methods=4bit"]
-    options += ["--loss-steps=0", "--no-equal-memory", "--repetitions=1", "--steps=1"]
+    options += ["--loss-steps=0", "--no-equal-memory", "--repetitions=1", "--steps=1", "--tokens=1"]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
         [*command, *options],

@@ -139,6 +139,12 @@ def test_resident_weights_refuse_what_they_cannot_serve(
     assert problems(with_value(base, path, good)) == {}
 
 
+@pytest.mark.parametrize("number", [0, 1, 1.0])
+def test_residence_is_no_number(number: float) -> None:
+    base = {"zero_optimization": {"stage": 3}, "ds_ckpt": {"weights": {"resident": number}}}
+    assert list(problems(base)) == ["$.ds_ckpt.weights.resident"]
+
+
 @pytest.mark.parametrize("deltas", ["3bit", "4bit"])
 def test_few_bits_are_no_choice_of_time(deltas: str) -> None:
     base = {"zero_optimization": {"stage": 3}, "ds_ckpt": {"weights": {"resident": "auto"}}}

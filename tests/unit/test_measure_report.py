@@ -199,7 +199,7 @@ def test_what_is_uncertain_is_no_headline(tmp_path: Path) -> None:
     few = replace(known.SPEC, repetitions=2)
     lines = words.headlines(Report.of(write_run(tmp_path / "few", few)).findings)
     assert not any("time freed" in line for line in lines)
-    assert any("More repetitions" in line for line in lines)
+    assert any("more --repetitions" in line for line in lines)
 
 
 @pytest.mark.usefixtures("undrawn")

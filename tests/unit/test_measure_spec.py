@@ -14,7 +14,7 @@ from ds_ckpt.config import parse
 from ds_ckpt.errors import ConfigError, StateError, UnsupportedError
 from ds_ckpt.hosts import Launcher
 from ds_ckpt.hosts.backends import Hostfile, read_hostfile
-from ds_ckpt.measure.arguments import deepspeed_of, model_of, sections_of
+from ds_ckpt.measure.arguments import deepspeed_of, is_bf16, model_of, sections_of
 from ds_ckpt.measure.records import Memory, Store, Trial
 from ds_ckpt.measure.spec import (
     METHODS,
@@ -26,7 +26,7 @@ from ds_ckpt.measure.spec import (
     deepspeed_config,
     equal_memory,
 )
-from ds_ckpt.measure.worker import built, slowest
+from ds_ckpt.measure.worker import built, check_batch, slowest
 from ds_ckpt.subject import run_forward
 from tests.unit import measure_samples as known
 
@@ -154,6 +154,45 @@ def test_a_users_deepspeed_file_is_the_base_of_every_configuration(tmp_path: Pat
         "$.fp16.enabled",
         "$.train_batch_size",
     ]
+    trainers = {**content, "bf16": {"enabled": "auto"}, "gradient_clipping": "auto"}
+    trainers |= {"optimizer": {"type": "Adam", "params": {"lr": 1e-5, "betas": ["auto", 0.9]}}}
+    path.write_text(json.dumps({**trainers, "train_batch_size": "auto"}))
+    with pytest.raises(ConfigError, match="HF Trainer") as caught:
+        deepspeed_of(path)
+    assert [problem.where.partition(": ")[2] for problem in caught.value.problems] == [
+        "$.bf16.enabled",
+        "$.optimizer.params.betas[0]",
+        "$.gradient_clipping",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("precision", "sixteen"),
+    [
+        ({"bf16": {"enabled": True}}, True),
+        ({"bfloat16": {"enabled": True}}, True),
+        ({"bf16": None}, False),
+        ({"bf16": {"enabled": False}}, False),
+        ({"bf16": {"enabled": "true"}}, None),
+    ],
+)
+def test_a_users_file_says_the_precision(
+    precision: dict[str, Any], sixteen: bool | None, tmp_path: Path
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3}, **precision}))
+    if sixteen is None:
+        with pytest.raises(ConfigError, match="true or false"):
+            deepspeed_of(path)
+    else:
+        assert is_bf16(deepspeed_of(path)[0]) == sixteen
+
+
+def test_a_file_without_sections_makes_no_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3}, "ds_ckpt": None}))
+    with pytest.raises(ConfigError, match=r"no ds_ckpt\.activation section"):
+        sections_of(activation=str(path))
 
 
 def test_a_model_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,9 +217,18 @@ def test_a_model_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     check(own)
     model, batch = built(own, 5)
     assert batch.shape == (5, 4)
+    check_batch(replace(own, tokens=1), batch, 5)
+    with pytest.raises(ConfigError, match="--batches 5 --tokens 1 "):
+        check_batch(replace(own, tokens=1), batch, 4)
+    ids = {"input_ids": torch.zeros(2, 64, dtype=torch.int64)}
+    check_batch(replace(own, tokens=64), ids, 2)
+    with pytest.raises(ConfigError, match="--batches 2 --tokens 64 "):
+        check_batch(own, ids, 2)
     assert run_forward(model, batch).requires_grad
     with pytest.raises(ConfigError, match="--loss-steps 0"):
         check(replace(own, loss_steps=3))
+    with pytest.raises(ConfigError, match="--tokens"):
+        check(Spec(tokens=1))
     with pytest.raises(ConfigError, match="built-in Llama"):
         check(Spec(model=named, shape={"layers": 3}))
     with pytest.raises(UnsupportedError, match="no_such"):

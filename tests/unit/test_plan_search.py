@@ -442,6 +442,7 @@ def test_a_hostfile_with_probed_links(tmp_path: Path) -> None:
         ([f"--cluster={TEXT}", "--device=H100"], "leave it out"),
         ([f"--cluster={TEXT}", "--batch=3"], "write 4"),
         ([f"--cluster={TEXT}", "--loss=some"], "0.5%"),
+        ([f"--cluster={TEXT}", "--loss=0.5"], "0.5%"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_in_words(arguments: list[str], said: str) -> None:

@@ -37,11 +37,12 @@ from ds_ckpt.validation.experiment import (
     far_behind,
     read_candidates,
 )
-from ds_ckpt.validation.processes import run_processes
+from ds_ckpt.validation.processes import engine_config, run_processes
 from ds_ckpt.validation.report import document, write_report
 from ds_ckpt.validation.store import Key, Result, Store
 from ds_ckpt.validation.task import Task, TaskSpec, make_spec
 from ds_ckpt.validation.trainer import Outcome
+from ds_ckpt.validation.world import Recipe
 
 ROOT = Path(__file__).parents[2]
 STEPS = 100
@@ -277,6 +278,9 @@ def test_far_behind_is_less_than_half_of_what_dense_has_learnt() -> None:
     assert hopeless(100, 3.6)
     assert not hopeless(75, 9.0)  # nothing to compare with there
     assert not far_behind([(0, 2.0), (50, 2.5)])(50, 9.0)  # dense training does not learn itself
+    fine_tuning = far_behind([(0, 3.0), (50, 2.982)])
+    assert not fine_tuning(50, 2.995)  # within half a percent
+    assert fine_tuning(50, 3.3)
     # small data learnt by heart: at the end dense training has hardly any progress to show
     by_heart = far_behind([(0, 2.3), (50, 0.6), (100, 2.2)])
     assert by_heart(50, 1.5)
@@ -557,6 +561,15 @@ def test_weights_in_few_bits_are_judged_by_loss_and_by_virtual_workers_alone(
     store = Store(tmp_path / "results.jsonl")
     with pytest.raises(UnsupportedError, match=r"weights\.deltas"):
         run_processes(plan, store, tmp_path / "r.jsonl", tmp_path / "folder")
+
+
+def test_a_file_with_an_empty_section_is_a_candidate_of_processes(tmp_path: Path) -> None:
+    file = tmp_path / "empty.json"
+    file.write_text(json.dumps({"activation_checkpointing": {}, "ds_ckpt": None}))
+    spec = make_spec("language")
+    config = engine_config(spec, Recipe(spec.steps, spec.learning_rate), str(file), 0)
+    assert config["ds_ckpt"] == {"telemetry": {"enabled": True}}
+    assert config["activation_checkpointing"] == {}
 
 
 def test_weights_in_few_bits_have_a_verdict_though_gradients_are_dense(tmp_path: Path) -> None:
