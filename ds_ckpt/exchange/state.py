@@ -304,6 +304,9 @@ class ResidualFiles:
                 continue
             file.check()
             for name in file.names:
+                if name not in total:
+                    found = f"a residual of {name}, which {first.path.name} has none of"
+                    raise _refused(path, found, _OWED, "restore the files of one save")
                 old = self._local(name, world, file.members)
                 new = self._local(name, self._world, self._members)
                 total[name].add_(_taken(file.residual(name).decoded(), old, new))

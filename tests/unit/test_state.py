@@ -490,6 +490,17 @@ def test_a_corrupted_state_is_refused_or_loaded_to_the_bit(
     assert ended != "refused" or damage != "none"
 
 
+def test_a_name_that_the_first_file_has_lost_is_refused_by_who_reads_one(tmp_path: Path) -> None:
+    saved, resumed = Processes(2), Processes(3)
+    saved.train(2)
+    saved.save(tmp_path)
+    first = min(tmp_path.iterdir())
+    first.write_bytes(first.read_bytes().replace(b"residual/tiny", b"residuel/tiny"))
+    for files in resumed.files[:2]:  # there are two files
+        with pytest.raises(StateError, match="restore|another tag"):
+            files.read(tmp_path)
+
+
 def test_what_an_earlier_version_saved_loads_to_the_bit(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

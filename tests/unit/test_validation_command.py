@@ -136,6 +136,7 @@ def test_a_run_that_falls_behind_is_stopped_and_the_config_is_worse(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(experiment, "LEAST_PROGRESS", 1.5)  # as much as no run makes
+    monkeypatch.setattr(experiment, "FAR", -1.0)
     file = small(tmp_path, ROOT / "benchmarks" / "accuracy" / "2bit.json")
     found = validate(tmp_path / "out", [file], "--seeds", "3")
     assert found.exit_code == 1, found.output
