@@ -21,9 +21,10 @@ Added here, by what torch enters around the forward and around the recompute:
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -48,10 +49,12 @@ from ds_ckpt.activation.snapshot import (
     CHANGED,
     LEAVE_OUT,
     BlockMemory,
+    Found,
     Snapshot,
     changed_between,
     input_changed,
     refusal,
+    without_graph,
 )
 from ds_ckpt.errors import Problem, RecomputeError
 from ds_ckpt.telemetry.memory import in_words, version_of
@@ -174,6 +177,12 @@ class _Link:
         return output
 
 
+def _marks(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """An empty tensor on each accelerator on which one of these lies."""
+    devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
+    return [torch.empty(0, device=device) for device in devices]
+
+
 _group_of_backwards: Callable[[], Any] = getattr(torch._C, "_get_graph_exec_group", lambda: None)
 
 
@@ -232,6 +241,8 @@ class Call:
         self._own: tuple[Any, Any] | None = None
         self._kinds: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self._prints: list[Tensor | None] = []
+        self._tags: dict[int, dict[str, Any]] = {}
+        """What callers have put on arguments (`x.scale = 2`), by their number."""
         self._links: dict[int, _Link] = {}
         self._recording: Recording | None = None
         self._results = SavedTensors(())
@@ -287,9 +298,18 @@ class Call:
             plain = (t for t in tensors if t.layout == torch.strided)
             self._printer.given = frozenset(t.untyped_storage()._cdata for t in plain)
         self._needs_gradient = [t.requires_grad for t in tensors]
+        self._tags = {
+            i: {key: without_graph(value) for key, value in vars(t).items()}
+            for i, t in enumerate(tensors)
+            if type(t) is Tensor and vars(t)
+        }
         # without their graphs, which may lead back here where something works in place; empty
         # ones where the recompute makes its own: torch looks at their devices
         kept = [t.new_empty(0) if i in self._links else t.detach() for i, t in enumerate(tensors)]
+        # and saves the random states of those; of what a parameter or an object lies on, for these
+        if all(t.is_cpu for t in kept):
+            own = itertools.chain(target.module.parameters(), target.module.buffers())
+            kept += _marks([*own, *Found(arguments.others).tensors])
         contexts = (self._forward(), _Again(self))
         result = checkpoint(
             self._function,
@@ -322,8 +342,10 @@ class Call:
             return function(*args, **kwargs)
         given = [
             (self._inputs.pop(i) if i in self._links else t).detach().requires_grad_(needs)
-            for i, (t, needs) in enumerate(zip(tensors, self._needs_gradient, strict=True))
+            for i, (t, needs) in enumerate(zip(tensors, self._needs_gradient, strict=False))
         ]
+        for i, tags in self._tags.items():
+            vars(given[i]).update(tags)
         args, kwargs = self._arguments.with_tensors(given)
         target = self._target
         if (self._links or not self._last) and _partitioned(target.module):
@@ -550,8 +572,9 @@ class Call:
             why="backward needs the forward's values, and this block does not repeat them: "
             "its gradients would be wrong",
             remedy="remove what differs from run to run (state kept between calls, random "
-            "numbers from outside torch, operators that are not deterministic), or leave the "
-            f'block out: "rules": [{{"match": "{name}", "policy": "none"}}]',
+            "numbers from outside torch, operators that are not deterministic), have a context "
+            "around the forward (sdpa_kernel) around the backward, too, or leave the block out: "
+            f'"rules": [{{"match": "{name}", "policy": "none"}}]',
         )
         self._difference = self._difference or problem
         raise RecomputeError(self._difference)

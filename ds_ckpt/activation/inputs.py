@@ -34,7 +34,6 @@ class CheckpointedInputs:
     """What happens around the checkpointed calls of one model.
 
     Args:
-        model: names its modules.
         store: keeps the tensors; None leaves them to autograd.
         partition: splits what blocks are given, and has the store keep a part; needs a store.
         profile: told of every forward and recompute of a block.
@@ -43,7 +42,6 @@ class CheckpointedInputs:
 
     def __init__(
         self,
-        model: nn.Module,
         store: InputStore | None = None,
         *,
         partition: Partition | None = None,
@@ -53,8 +51,6 @@ class CheckpointedInputs:
         self.store, self.profile, self._synchronize = store, profile, synchronize
         assert partition is None or store is not None, "somebody must keep the parts"
         self.partition = partition
-        self._model = model  # holds the modules, so that no other gets one's id
-        self._names = {id(module): name for name, module in model.named_modules()}
         self._places: dict[str, tuple[int, int]] = {}
         self._local = threading.local()
 
@@ -64,18 +60,18 @@ class CheckpointedInputs:
 
     def around(
         self,
+        label: str,
         checkpointed: Callable[..., Any],
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """`checkpointed(function, *args, **kwargs)`, with what it saves kept here.
+        """`checkpointed(function, *args, **kwargs)` of a block, with what it saves kept here.
 
         A block inside a block is left alone: the outer recompute makes its input again.
         """
-        if getattr(self._local, "inside", False) or not torch.is_grad_enabled():
+        if getattr(self._local, "inside", False):
             return checkpointed(function, *args, **kwargs)
-        label = self._label(function, args)
         call = self._begin(label)
         forward = [True]
 
@@ -157,12 +153,6 @@ class CheckpointedInputs:
             self._local.inside = False
             if self._synchronize is not None:
                 self._synchronize()
-
-    def _label(self, function: Callable[..., Any], args: tuple[Any, ...]) -> str:
-        """The block's name; `function` is its forward, bound or with the module to come first."""
-        owner = getattr(function, "__self__", None)
-        module = owner if isinstance(owner, nn.Module) else next(iter(args), function)
-        return self._names.get(id(module), "") or type(module).__name__
 
 
 # from settings
@@ -300,7 +290,6 @@ def build_inputs(
             ahead=keeping.offload_prefetch,
         )
     inputs = CheckpointedInputs(
-        model,
         store,
         partition=partition,
         profile=BlockProfile(copies.synchronize) if keeping.profile else None,

@@ -38,8 +38,9 @@ from ds_ckpt.patch import Patches
 log = logging.getLogger("ds_ckpt")
 _TRAINER_FLAG = "TrainingArguments(activation_checkpointing_kwargs=...)"
 Surrounding = Callable[
-    [Callable[..., Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any
+    [str, Callable[..., Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any
 ]
+"""Calls, for a block of this name, the first with the others."""
 
 
 class CheckpointedBlocks:
@@ -225,7 +226,7 @@ class _Run:
             args, kwargs = without_empty_caches(target.name, args, kwargs)
         run = functools.partial(self._checkpointed, index, target)
         if self._around is not None:
-            return self._around(run, function, args, kwargs)
+            return self._around(target.name, run, function, args, kwargs)
         return run(function, *args, **kwargs)
 
     def _checkpointed(

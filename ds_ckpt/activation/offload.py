@@ -195,7 +195,7 @@ class InputStore:
         # ZeRO-3 gives a parameter another storage at each gather: none falls between the arguments
         # of a call, before it runs.
         if self._owned_at is None or not self._taking_arguments:
-            self._owned_at = sorted(p.data_ptr() for p in self._owned)
+            self._owned_at = sorted(p.data_ptr() for p in self._owned if p.layout == torch.strided)
         storage = tensor.untyped_storage()
         start = storage.data_ptr()
         behind = bisect.bisect_left(self._owned_at, start)

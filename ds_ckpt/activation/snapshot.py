@@ -184,11 +184,19 @@ class Found:
 _version = operator.attrgetter("_version")
 
 
-def _without_graph(value: Any) -> Any:
+def without_graph(value: Any) -> Any:
     """The value without its graph, which would keep that of a former step alive."""
     if isinstance(value, Tensor) and value.grad_fn is not None:
         return value.detach().requires_grad_()
     return value
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Of equal values, as far as torch compares tensors of this kind: it does no sparse ones."""
+    try:
+        return torch.equal(one, other)
+    except NotImplementedError:
+        return True
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
@@ -214,8 +222,8 @@ class _Noted:
 
     def loosen(self) -> None:
         """Hold no graph."""
-        self.look = {key: _without_graph(value) for key, value in self.look.items()}
-        self._tensors = [_without_graph(tensor) for tensor in self._tensors]
+        self.look = {key: without_graph(value) for key, value in self.look.items()}
+        self._tensors = [without_graph(tensor) for tensor in self._tensors]
 
 
 @functools.cache
@@ -273,7 +281,7 @@ class Attributes:
     def loosen(self) -> None:
         """Hold no graph."""
         if any(map(operator.attrgetter("grad_fn"), self._tensors())):
-            self.values = [_without_graph(value) for value in self.values]
+            self.values = [without_graph(value) for value in self.values]
 
     def what(self, index: int, parts: Sequence[nn.Module]) -> str:
         """One of them in words."""
@@ -428,7 +436,7 @@ class Snapshot:
             memory.written |= {
                 self._place(i)
                 for i, copy in self._copies.items()
-                if i in changed or not torch.equal(copy, before.values[i])
+                if i in changed or not _equal(copy, before.values[i])
             }
             written = {i: c for i, c in self._copies.items() if self._place(i) in memory.written}
             self._copies = written

@@ -349,6 +349,7 @@ class ModuleTracker:
 
     def around(
         self,
+        label: str,
         checkpointed: Callable[..., Any],
         function: Callable[..., Any],
         args: tuple[Any, ...],

@@ -116,7 +116,7 @@ def put_on(
         owned=[*model.parameters(), *model.buffers()],
         **options,
     )
-    boundaries = CheckpointedInputs(model, store)
+    boundaries = CheckpointedInputs(store)
     blocks = CheckpointedBlocks(model, patterns, policy=policy, around=boundaries.around)
     boundaries.recomputed_together([[b.name for b in unit.blocks] for unit in blocks.units])
     return blocks, store, pool

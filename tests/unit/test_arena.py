@@ -94,7 +94,7 @@ def test_giving_back_what_is_not_out_is_an_error() -> None:
 
 def _on(model: torch.nn.Module, **options: Any) -> InputStore:
     store = InputStore(CPU, HostCopies(), owned=[*model.parameters(), *model.buffers()], **options)
-    boundaries = CheckpointedInputs(model, store)
+    boundaries = CheckpointedInputs(store)
     CheckpointedBlocks(model, policy=Policy(), around=boundaries.around)
     return store
 

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from ds_ckpt.activation import checkpoint
 from ds_ckpt.activation.checkpoint import Call
 from ds_ckpt.activation.snapshot import MOST, Attributes, Found, look, put_back
 from ds_ckpt.errors import RecomputeError, UnsupportedError
@@ -70,6 +72,38 @@ class Begins(nn.Module):
         return x.exp() * self.scale
 
 
+class Tagged(nn.Module):
+    """Reads what stands on its argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(self.up(x) * getattr(x, "scale", 1.0) + getattr(x, "shift", 0.0))
+
+
+def _tags(blocks: Any, x: Tensor) -> Tensor:
+    for number, block in enumerate(blocks, 2):
+        x = x * 1.0
+        x.scale, x.shift = float(number), x.mean().exp()  # type: ignore[attr-defined]
+        x = block(x)
+    return x.square().sum()
+
+
+class Adjacent(nn.Module):
+    """A sparse attribute and a sparse buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+        self.links = torch.eye(5).to_sparse()
+        self.register_buffer("csr", (2 * torch.eye(5)).to_sparse_csr(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(self.csr @ (self.links @ self.up(x)))
+
+
 class Statistics:
     """An object of the module's own."""
 
@@ -99,6 +133,47 @@ class Decays(nn.Module):
         with torch.no_grad():
             self.mean.mul_(0.5)
         return torch.tanh(x) * self.mean.clone()
+
+
+@KINDS
+def test_attributes_of_arguments_are_there_again(kind: str) -> None:
+    same(lambda: Stack(Tagged, _tags), kind)
+
+
+class Holds(nn.Module):
+    """Takes its input from an object or a parameter; a buffer is on another device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+        self.register_buffer("elsewhere", torch.empty(2, device="meta"), persistent=False)
+
+    def forward(self, given: Any) -> Tensor:
+        return torch.sin(self.up(getattr(given, "x", given)))
+
+
+@pytest.mark.parametrize("wrap", [nn.Parameter, lambda x: types.SimpleNamespace(x=x)])
+def test_random_states_are_kept_of_where_parameters_and_objects_lie(
+    wrap: Callable[[Tensor], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch keeps those of where the tensors lie that it is given."""
+    seen = []
+
+    def spied(function: Any, *given: Tensor, **options: Any) -> Any:
+        seen.append({tensor.device.type for tensor in given})
+        return torch_checkpoint(function, *(t for t in given if not t.is_meta), **options)
+
+    monkeypatch.setattr(checkpoint, "checkpoint", spied)
+    model = Stack(Holds, lambda blocks, x: sum(b(wrap(x)).sum() for b in blocks))
+    assert put(model, "block")()
+    model(data()).backward()
+    assert seen == [{"meta"}] * 3
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@KINDS
+def test_sparse_state_is_no_obstacle(kind: str) -> None:
+    same(lambda: Stack(Adjacent), kind)
 
 
 @KINDS

@@ -56,7 +56,7 @@ def _keeping(model: nn.Module, keeping: Keeping, policy: Policy) -> Checkpointed
 def test_the_profile_tells_which_block_is_slow() -> None:
     model = Model((0.0, 0.03, 0.0))
     profile = BlockProfile()
-    _on(model, CheckpointedInputs(model, profile=profile))
+    _on(model, CheckpointedInputs(profile=profile))
     for _ in range(2):
         model(torch.randn(ROWS, WIDTH)).backward()
         profile.step_ended()
@@ -103,14 +103,23 @@ def test_an_input_that_is_changed_in_place_is_refused_however_it_is_kept(
 def test_the_clock_is_read_after_the_device_has_ended() -> None:
     waited = []
     model = Model()
-    _on(model, CheckpointedInputs(model, profile=BlockProfile(lambda: waited.append(1))))
+    _on(model, CheckpointedInputs(profile=BlockProfile(lambda: waited.append(1))))
     model(torch.randn(ROWS, WIDTH)).backward()
     assert len(waited) == 2 * 2 * 3
 
 
+def test_a_block_whose_forward_is_a_function_has_its_name() -> None:
+    model, profile = Model(), BlockProfile()
+    for block in model.blocks:
+        block.forward = (lambda forward: lambda x: forward(x))(block.forward)
+    _on(model, CheckpointedInputs(profile=profile))
+    model(torch.randn(ROWS, WIDTH)).backward()
+    assert profile.costs.keys() == {"blocks.0", "blocks.1", "blocks.2"}
+
+
 def test_synchronize_surrounds_every_forward_and_recompute() -> None:
     model = Model()
-    _on(model, CheckpointedInputs(model, synchronize=lambda: model.log.append("waits")))
+    _on(model, CheckpointedInputs(synchronize=lambda: model.log.append("waits")))
     model(torch.randn(ROWS, WIDTH)).backward()
     # a recompute stops early, and is waited for all the same
     assert model.log == ["waits", "runs", "waits"] * 6

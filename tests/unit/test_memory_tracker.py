@@ -203,7 +203,7 @@ def test_what_a_checkpointed_call_keeps_belongs_to_the_block_in_it() -> None:
         return result
 
     with where:
-        where.around(lambda f, *args: f(*args), kept, (model.layers[1], _input()), {})
+        where.around("layers.1", lambda f, *args: f(*args), kept, (model.layers[1], _input()), {})
         savers.append(where.saver())
     inside, outside = (saver() for saver in savers)
     assert inside == Place("forward", "layers.1", "checkpointed")

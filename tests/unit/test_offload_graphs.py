@@ -144,7 +144,7 @@ def test_a_block_of_ours_inside_a_block_of_ours() -> None:
     plain = grads(model, x)
     pool = HostPool()
     store = InputStore(CPU, LateCopies(), pool=pool)
-    boundaries = CheckpointedInputs(model, store)
+    boundaries = CheckpointedInputs(store)
     CheckpointedBlocks(model, ["Inner"], around=boundaries.around)
     CheckpointedBlocks(model, ["Sequential"], around=boundaries.around)
     assert equal(plain, grads(model, x))

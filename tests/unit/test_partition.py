@@ -93,7 +93,7 @@ class On:
         self.partition = Partition(
             group, self.store, CPU, min_bytes=min_bytes, ahead=ahead, every=every
         )
-        inputs = CheckpointedInputs(model, self.store, partition=self.partition, profile=profile)
+        inputs = CheckpointedInputs(self.store, partition=self.partition, profile=profile)
         policy = policy or Policy(modules=("Block",))
         self.blocks = CheckpointedBlocks(model, policy=policy, around=inputs.around)
         inputs.recomputed_together([[b.name for b in unit.blocks] for unit in self.blocks.units])

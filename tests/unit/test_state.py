@@ -497,7 +497,7 @@ def test_a_name_that_the_first_file_has_lost_is_refused_by_who_reads_one(tmp_pat
     first = min(tmp_path.iterdir())
     first.write_bytes(first.read_bytes().replace(b"residual/tiny", b"residuel/tiny"))
     for files in resumed.files[:2]:  # there are two files
-        with pytest.raises(StateError, match="restore|another tag"):
+        with pytest.raises(StateError, match=r"restore|another tag"):
             files.read(tmp_path)
 
 

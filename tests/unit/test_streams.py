@@ -165,7 +165,7 @@ def _put_on(model: Model, keeping: dict[str, Any]) -> tuple[Any, Any]:
 
     owned = [*model.parameters()]
     store = InputStore(torch.device("cpu"), owned=owned, **keeping)
-    boundaries = CheckpointedInputs(model, store)
+    boundaries = CheckpointedInputs(store)
     return CheckpointedBlocks(model, ["Block"], around=boundaries.around), store
 
 
