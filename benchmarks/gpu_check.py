@@ -24,6 +24,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -451,7 +452,7 @@ def offload(device: torch.device) -> Found:
         owned=[*model.parameters()],
     )
     names = [str(i) for i in range(8)]
-    inputs = CheckpointedInputs(model, store)
+    inputs = CheckpointedInputs(store)
     blocks = CheckpointedBlocks(model, names, around=inputs.around)
     for _ in range(3):
         for ours, theirs in zip(gradients_of(), plain, strict=True):
@@ -460,6 +461,45 @@ def offload(device: torch.device) -> Found:
     blocks.remove()
     assert moved, "nothing was moved"
     return {"moved": moved, "bytes_each": x.nbytes}
+
+
+class _Drops(nn.Module):
+    """Is given an object, a parameter or a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.drop = nn.Linear(64, 64), nn.Dropout(0.5)
+
+    def forward(self, given: Any) -> Tensor:
+        out: Tensor = self.drop(torch.sin(self.up(getattr(given, "x", given))))
+        return out
+
+
+def dropout(device: torch.device) -> Found:
+    """A recompute draws what the forward drew, whatever holds the tensors that a block is given."""
+    from ds_ckpt.activation import CheckpointedBlocks
+
+    wraps: dict[str, Callable[[Tensor], Any]] = {
+        "tensor": lambda x: x * 1.0,
+        "parameter": nn.Parameter,
+        "object": lambda x: SimpleNamespace(x=x),
+    }
+    blocks = nn.ModuleList(_Drops() for _ in range(3)).to(device)
+    x = torch.randn(32, 64, device=device)
+
+    def gradients_of(wrap: Callable[[Tensor], Any]) -> list[Tensor]:
+        torch.manual_seed(0)
+        blocks.zero_grad()
+        torch.stack([block(wrap(x)).square().mean() for block in blocks]).sum().backward()
+        return [p.grad.clone() for p in blocks.parameters() if p.grad is not None]
+
+    plain = {name: gradients_of(wrap) for name, wrap in wraps.items()}
+    put = CheckpointedBlocks(blocks, ["_Drops"])
+    for name, wrap in wraps.items():
+        for ours, theirs in zip(gradients_of(wrap), plain[name], strict=True):
+            assert torch.equal(ours, theirs), name
+    put.remove()
+    return {"gradients": len(plain["object"])}
 
 
 def engine(device: torch.device) -> Found:
@@ -596,6 +636,7 @@ CHECKS: dict[str, tuple[Callable[[torch.device], Found], float]] = {
     "times": (times, 120),
     "processes": (processes, 120),
     "offload": (offload, 60),
+    "dropout": (dropout, 60),
     "engine": (engine, 90),
     "tokens": (tokens, 150),
     "profile": (profile, 90),

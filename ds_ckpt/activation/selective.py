@@ -180,9 +180,11 @@ class Choice:
         self.missing = [word for word in self.missing if word not in served]
 
     def require_hits(self, seen: Counter[str]) -> None:
-        """Refuse names that nothing in the block's first forward answered to."""
+        """Refuse names that nothing in the block's forward answered to. One without products and
+        attention (stochastic depth leaves a block out) says nothing of the next.
+        """
         missing = self.missing
-        if not missing:
+        if not missing or seen.keys().isdisjoint(map(str, self._products | cores())):
             return
         ran = ", ".join(name for name, _ in seen.most_common(20))
         hint = ""

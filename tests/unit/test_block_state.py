@@ -140,6 +140,23 @@ def test_attributes_of_arguments_are_there_again(kind: str) -> None:
     same(lambda: Stack(Tagged, _tags), kind)
 
 
+class Skips(nn.Module):
+    """Stochastic depth, begun with a forward that leaves it out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.scale, self.forwards = nn.Linear(8, 8), nn.Parameter(torch.ones(8)), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        return torch.sin(self.up(x) if self.forwards % 2 == 0 else x * self.scale)
+
+
+@KINDS
+def test_a_block_may_leave_its_work_out(kind: str) -> None:
+    same(lambda: Stack(Skips), kind)
+
+
 class Holds(nn.Module):
     """Takes its input from an object or a parameter; a buffer is on another device."""
 
