@@ -148,7 +148,7 @@ LONGER_WARM_UP = (
 RATES = tuple(
     dataclasses.replace(way, name=f"{way.name}, rate {rate:g}", rate=rate)
     for way in (*WAYS, LONGER_LEAD, *LONGER_WARM_UP)
-    for rate in (2.5e-4, 5e-4, 1e-3, 4e-3)
+    for rate in (1.25e-4, 2.5e-4, 5e-4, 1e-3, 4e-3)
 )
 TUNED = (*WAYS, LONGER_LEAD, *LONGER_WARM_UP, *RATES)
 """The lead of 0.6 is `zero3_50x.json`'s."""
