@@ -14,8 +14,9 @@ fail() {
 }
 
 digest() {
-  # POSIX, and the same on every system.
-  cat "$root/pyproject.toml" "$root/constraints.txt" | cksum
+  # POSIX, and the same on every system. An environment that was copied, or whose Python was
+  # replaced, is installed into anew.
+  { cat "$root/pyproject.toml" "$root/constraints.txt" && echo "$root" && "$venv/bin/python" -V; } | cksum
 }
 
 make_venv() {
@@ -29,7 +30,7 @@ make_venv() {
     fail "$python cannot make virtual environments (no venv or ensurepip)." \
       "Install that part of Python (on Debian and Ubuntu: the package python3-venv)."
   printf 'setup: making %s\n' "$venv"
-  "$python" -m venv "$venv" || fail "python -m venv failed, see above."
+  "$python" -m venv --clear "$venv" || fail "python -m venv failed, see above."
 }
 
 check_compiler() {
@@ -60,6 +61,8 @@ install_project() {
 }
 
 [ -x "$venv/bin/python" ] || make_venv
+"$venv/bin/python" -c 'import pip' 2>/dev/null ||
+  fail "$venv is not whole: making it was stopped, or its Python is gone." "Remove it: rm -r $venv"
 check_compiler
 stamp="$venv/.ds_ckpt-installed"
 if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$(digest)" ]; then

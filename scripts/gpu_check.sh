@@ -10,7 +10,13 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}
 if "$python" -c 'import torch, sys; sys.exit(not torch.version.cuda)' 2>/dev/null; then
   venv="$root/.venv-gpu"
-  [ -x "$venv/bin/python" ] || "$python" -m venv --system-site-packages "$venv"
+  if [ ! -x "$venv/bin/python" ]; then
+    "$python" -m venv "$venv"
+    # not --system-site-packages, which leads past a virtual environment to what it was made from
+    packages=$("$python" -c 'import os, torch; print(os.path.dirname(os.path.dirname(torch.__file__)))')
+    echo "import site; site.addsitedir('$packages')" \
+      >"$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth"
+  fi
   # torch stays the one that is there; the others need no newer one
   install=("$venv/bin/python" -m pip --quiet --disable-pip-version-check install)
   if ! "$venv/bin/python" -c 'import ds_ckpt.cli, deepspeed, transformers' 2>/dev/null; then

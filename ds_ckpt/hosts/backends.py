@@ -24,6 +24,7 @@ MASTER_PORT = 29500
 SSH_S = 12.0
 """What a host may take to answer ssh."""
 _LOOPBACK = Path("/sys/class/net/lo")
+_ETH0 = Path("/sys/class/net/eth0")
 _OUTER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -86,6 +87,11 @@ class Hostfile(Backend):
     def __post_init__(self) -> None:
         self.counts = read_hostfile(self.hostfile)
         self.names = tuple(self.counts)
+        if self.launcher == "openmpi" and self.interface is None and not _ETH0.exists():
+            why = "deepspeed has mpirun use eth0, which this machine does not have"
+            remedy = "name the network interface of all hosts: --interface ens5"
+            problem = Problem("--launcher openmpi", "no --interface", why, remedy)
+            raise ConfigError(problem, headline="this hostfile cannot be used")
 
     def on(self, host: str, argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
         more = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
@@ -101,6 +107,8 @@ class Hostfile(Backend):
         options.append(f"--master_port={self.port}")
         if self.launcher != "pdsh":
             options.append(f"--launcher={self.launcher}")
+            if self.interface is not None:  # deepspeed has mpirun use eth0
+                options.append(f"--launcher_args=--mca btl_tcp_if_include {self.interface}")
         elif self.ssh_port:
             options.append(f"--ssh_port={self.ssh_port}")
         here = {**without_outer_launch(), **everywhere}
@@ -215,9 +223,15 @@ def free_port() -> int:
 
 
 def exported(everywhere: Mapping[str, str], folder: Path) -> str:
-    """The file that DeepSpeed exports on every host; pdsh would strip quotes, so there are none."""
-    path = folder / "deepspeed_env"
-    path.write_text("".join(f"{name}={value}\n" for name, value in everywhere.items()))
+    """The file that DeepSpeed exports on every host: what the user's own one says, then this.
+
+    pdsh would strip quotes, so there are none.
+    """
+    path, name = folder / "deepspeed_env", os.environ.get("DS_ENV_FILE", ".deepspeed_env")
+    theirs = (Path(place, name) for place in (Path.home(), "."))  # where DeepSpeed looks
+    lines = [line for file in theirs if file.is_file() for line in file.read_text().splitlines()]
+    lines += [f"{name}={value}" for name, value in everywhere.items()]
+    path.write_text("".join(f"{line}\n" for line in lines if "=" in line))
     return str(path)
 
 

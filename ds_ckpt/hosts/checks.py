@@ -81,6 +81,8 @@ def _ask(
         result = hosts.on(name, argv)
     except subprocess.TimeoutExpired:
         result = subprocess.CompletedProcess(argv, 255, "", f"nothing for {SSH_S:.0f} s")
+    except FileNotFoundError as error:
+        result = subprocess.CompletedProcess(argv, 255, "", f"no {error.filename} on this machine")
     silent = result.returncode == 255
     return (result.stderr.strip() or "ssh failed") if silent else None, result
 

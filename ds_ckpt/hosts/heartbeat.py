@@ -9,8 +9,8 @@ Every process says that it goes on with `Heartbeat.beat`. Three silences end a l
     a process that has not come on for `stall_s` ends itself, on whatever host, whatever it hangs
         in: a collective whose peer has gone waits for half an hour, and the ssh that could end it
         may be gone with the network
-    process 0 ends when `alive` is not renewed for `ORPHANED_S` or names another launch; the others
-        then do not come on
+    process 0 ends when `alive` is not renewed for `ORPHANED_S` or does not name its launch; the
+        others then do not come on
     whoever launched hears nothing of process 0 for `stall_s`, and ends all that it has started
 """
 
@@ -50,6 +50,8 @@ class Heartbeat:
         self._begun = False
         self._leads = False
         self._asked = 0
+        self._renewed = (0, time.monotonic())
+        """When `alive` was last renewed: by the clock of its file system, and of here."""
         threading.Thread(target=self._watch, daemon=True).start()
 
     def lead(self) -> None:
@@ -87,15 +89,15 @@ class Heartbeat:
         if time.monotonic() - self._last_s > limit_s:
             return f"nothing has come on for {limit_s:.0f} s"
         if self._leads:
-            try:
-                age_s = time.time() - (self.folder / ALIVE).stat().st_mtime
-            except OSError:
-                age_s = float("inf")
-            if age_s > ORPHANED_S:
+            with contextlib.suppress(OSError):
+                renewed = (self.folder / ALIVE).stat().st_mtime_ns
+                if renewed != self._renewed[0]:
+                    self._renewed = (renewed, time.monotonic())
+            if time.monotonic() - self._renewed[1] > ORPHANED_S:
                 return "who launched it is gone"
             # who launched may be killed and started again at once: two would write into one folder
             if _state(self.folder, self._launch)[0] != self._launch:
-                return "another launch has begun in its folder"
+                return "its launch has ended, or another has begun in its folder"
         return ""
 
 
@@ -108,6 +110,7 @@ def begin(description: str) -> tuple[Heartbeat, dict[str, Any]]:
     parser.add_argument("--folder", type=Path, required=True, help="process 0 reads and writes it")
     parser.add_argument("--token", required=True, help="the name of this launch")
     parser.add_argument("--stall-s", type=float, required=True, help="end after so long a silence")
+    parser.add_argument("--port", type=int, required=True, help="where processes of mpirun meet")
     parser.add_argument("--local_rank", type=int, default=0, help="given by the launcher, unused")
     arguments = parser.parse_args()
     heartbeat = Heartbeat(arguments.folder, launch=arguments.token, stall_s=arguments.stall_s)
@@ -115,7 +118,7 @@ def begin(description: str) -> tuple[Heartbeat, dict[str, Any]]:
     import torch.distributed as dist
     from deepspeed.accelerator import get_accelerator
 
-    deepspeed.init_distributed(verbose=False)
+    deepspeed.init_distributed(verbose=False, distributed_port=arguments.port)
     get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
     content: list[Any] = [None]
     if dist.get_rank() == 0:
@@ -171,6 +174,11 @@ class Listener:
         """The bound of a silence that has lasted for longer than it, or None."""
         limit_s = self._stall_s if self._begun else max(START_S, self._stall_s)
         return limit_s if time.monotonic() - self._last_s > limit_s else None
+
+    def end(self) -> None:
+        """Nothing of this launch is to go on: what no signal reaches ends by itself."""
+        self.launch = "ended"
+        self._say()
 
     def _new_lines(self) -> Iterator[dict[str, Any]]:
         with contextlib.suppress(FileNotFoundError), (self._folder / EVENTS).open("rb") as file:

@@ -92,12 +92,14 @@ def launch(
             )
 
     arguments = [f"--folder={folder}", f"--token={listener.launch}", f"--stall-s={stall_s}"]
+    arguments.append(f"--port={backend.port}")  # mpirun hands deepspeed's --master_port to nobody
     with signals_as_exit():
         try:
             argv = ["--module", module, *arguments]
             deepspeed(backend, argv, folder, limit_s=limit_s, attend=attend)
         finally:
             listener.listen(answer=False)  # what came last; nobody waits for an answer any more
+            listener.end()
 
 
 def deepspeed(
@@ -250,6 +252,8 @@ def signals_as_exit() -> Iterator[None]:
 
     before = {}
     for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            continue  # nohup
         with contextlib.suppress(ValueError):  # Not in the main thread: leave signals alone.
             before[number] = signal.signal(number, leave)
     try:

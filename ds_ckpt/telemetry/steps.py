@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -12,6 +13,7 @@ from typing import Any
 from ds_ckpt.telemetry.counters import Counters
 from ds_ckpt.telemetry.timings import Errors, Timings
 
+log = logging.getLogger("ds_ckpt")
 Event = tuple[str, float, int]
 """Name, value, optimizer step: what DeepSpeed's monitors take."""
 
@@ -166,8 +168,14 @@ class StepLog:
         }
 
     def note(self, record: dict[str, Any]) -> None:
-        """Append a record, which may be of another kind, at once."""
-        if self._file is not None:
+        """Append a record, which may be of another kind, at once. A file that cannot be written is
+        left with a warning: training goes on."""
+        if self._file is None:
+            return
+        try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             with self._file.open("a") as sink:
                 sink.write(json.dumps(record) + "\n")
+        except OSError as error:
+            log.warning("ds_ckpt: no telemetry is written any more: %s", error)
+            self._file = None

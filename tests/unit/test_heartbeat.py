@@ -102,7 +102,23 @@ def test_what_is_left_of_a_killed_launch_ends_when_another_begins(tmp_path: Path
     aged(tmp_path, -600.0)
     code, said = launched(60.0, tmp_path, launch)
     assert code == STALLED
-    assert "another launch has begun" in said
+    assert "or another has begun" in said
+
+
+def test_what_no_signal_reaches_ends_with_its_launch(tmp_path: Path) -> None:
+    """On the first host of a hostfile process 0 is a child of sshd."""
+    heard = Heard(tmp_path)
+    process = heard.leader(tmp_path)
+    assert process._why_to_end() == ""
+    heard.listener.end()
+    assert "its launch has ended" in process._why_to_end()
+
+
+@pytest.mark.parametrize("apart_s", [-1e6, 1e6])
+def test_clocks_of_hosts_may_differ(tmp_path: Path, apart_s: float) -> None:
+    process = Heard(tmp_path).leader(tmp_path)
+    aged(tmp_path, apart_s)
+    assert process._why_to_end() == ""
 
 
 def test_what_is_told_arrives_once_and_what_is_asked_for_is_done(tmp_path: Path) -> None:

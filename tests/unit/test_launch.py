@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -36,7 +37,7 @@ import argparse, json, os, sys, time
 from pathlib import Path
 from ds_ckpt.hosts.heartbeat import JOB, Heartbeat
 parser = argparse.ArgumentParser()
-for name in ("--module", "--token", "--folder"):
+for name in ("--module", "--token", "--folder", "--port"):
     parser.add_argument(name)
 parser.add_argument("--stall-s", type=float)
 given = parser.parse_args()
@@ -111,6 +112,16 @@ def test_an_interrupt_ends_the_whole_family(tmp_path: Path) -> None:
         run(_command(FAMILY), tmp_path, limit_s=60, attend=interrupted)
     assert all(_gone(pid) for pid in pids)
     assert len(pids) == 1
+
+
+def test_nohup_is_heard() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with launcher.signals_as_exit():
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_the_time_limit_is_told(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from ds_ckpt.config import parse
 from ds_ckpt.errors import ConfigError, StateError, UnsupportedError
-from ds_ckpt.hosts import Launcher
+from ds_ckpt.hosts import Launcher, backends
 from ds_ckpt.hosts.backends import Hostfile, read_hostfile
 from ds_ckpt.measure.arguments import deepspeed_of, is_bf16, model_of, sections_of
 from ds_ckpt.measure.records import Memory, Store, Trial
@@ -418,8 +418,33 @@ def test_sshs_port_reaches_both_launchers(
     monkeypatch.setenv("OMPI_MCA_plm_rsh_args", "-F mine")
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("a slots=1\nb slots=1\n")
-    backend = Hostfile(hostfile, launcher=launcher, ssh_port=2222)
+    backend = Hostfile(hostfile, "ens5", launcher, ssh_port=2222)
     one = backend.prepare(["deepspeed", "--module", "x"], tmp_path)
     by_option = "--ssh_port=2222" in one.command
     assert by_option == (launcher == "pdsh")
     assert (one.environment["OMPI_MCA_plm_rsh_args"] == "-F mine -p 2222") == (not by_option)
+    interface = "--launcher_args=--mca btl_tcp_if_include ens5" in one.command
+    assert interface == (launcher == "openmpi")  # and not deepspeed's eth0
+
+
+def test_mpirun_must_be_told_the_interface_where_there_is_no_eth0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "_ETH0", tmp_path / "none")
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("a slots=1\nb slots=1\n")
+    with pytest.raises(ConfigError, match="--interface ens5"):
+        Hostfile(hostfile, launcher="openmpi")
+
+
+def test_what_the_user_exports_reaches_the_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DS_ENV_FILE takes the place of the user's own file."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("DS_ENV_FILE", raising=False)
+    (tmp_path / ".deepspeed_env").write_text("NCCL_IB_DISABLE=1\nGLOO_SOCKET_IFNAME=eth7\n\n")
+    (tmp_path / "run").mkdir()
+    path = backends.exported({"GLOO_SOCKET_IFNAME": "eth1"}, tmp_path / "run")
+    found = dict(line.split("=", 1) for line in Path(path).read_text().splitlines())
+    assert found == {"NCCL_IB_DISABLE": "1", "GLOO_SOCKET_IFNAME": "eth1"}

@@ -34,6 +34,19 @@ def test_a_record_is_the_mean_over_its_steps(tmp_path: Path, name: str) -> None:
     assert log.last.step == 4
 
 
+def test_a_file_that_cannot_be_written_ends_no_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    log = StepLog(Counters(), every_n_steps=1, path=str(tmp_path / "file" / "log"), process=0)
+    log.step_ended(1)
+    log.step_ended(2)
+    assert log.last is not None
+    assert log.last.step == 2
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert "no telemetry is written any more" in caplog.text
+
+
 def test_without_a_path_only_the_last_record_is_kept() -> None:
     log = StepLog(Counters(), every_n_steps=1, path=None, process=0)
     log.step_ended(1)
