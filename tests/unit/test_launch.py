@@ -205,6 +205,7 @@ def test_the_module_gets_its_job_tells_and_asks(tmp_path: Path) -> None:
     _, _, module, *arguments = hosts.argv
     parsed = parse_args(["--num_gpus=2", *hosts.argv[1:]])  # none is taken for one of DeepSpeed's
     assert (parsed.user_script, parsed.user_args) == (module, arguments)
+    assert f"--port={hosts.port}" in arguments  # where processes of mpirun meet
 
 
 def test_what_came_before_a_failure_is_heard(tmp_path: Path) -> None:
