@@ -21,10 +21,9 @@ Added here, by what torch enters around the forward and around the recompute:
 from __future__ import annotations
 
 import functools
-import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +48,6 @@ from ds_ckpt.activation.snapshot import (
     CHANGED,
     LEAVE_OUT,
     BlockMemory,
-    Found,
     Snapshot,
     changed_between,
     input_changed,
@@ -177,12 +175,6 @@ class _Link:
         return output
 
 
-def _marks(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """An empty tensor on each accelerator on which one of these lies."""
-    devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
-    return [torch.empty(0, device=device) for device in devices]
-
-
 _group_of_backwards: Callable[[], Any] = getattr(torch._C, "_get_graph_exec_group", lambda: None)
 
 
@@ -308,8 +300,7 @@ class Call:
         kept = [t.new_empty(0) if i in self._links else t.detach() for i, t in enumerate(tensors)]
         # and saves the random states of those; of what a parameter or an object lies on, for these
         if all(t.is_cpu for t in kept):
-            own = itertools.chain(target.module.parameters(), target.module.buffers())
-            kept += _marks([*own, *Found(arguments.others).tensors])
+            kept += [torch.empty(0, device=d) for d in self._snapshot.accelerators()]
         contexts = (self._forward(), _Again(self))
         result = checkpoint(
             self._function,

@@ -373,6 +373,7 @@ class Snapshot:
                 "give the block a list, or leave it out of checkpointing",
             )
         self._given = [_Noted(holder) for holder in found.holders]
+        self._given_on = {tensor.device for tensor in found.tensors}
         self._before = before = Attributes(memory.parts)
         self._trained = before.trained()
         memory.begins(before)
@@ -395,6 +396,11 @@ class Snapshot:
 
     def _place(self, index: int) -> tuple[int, str]:
         return id(self._before.owners[index]), self._before.names[index]
+
+    def accelerators(self) -> list[torch.device]:
+        """On which tensors of the module lie, or such as can be reached from its arguments."""
+        own = {self._before.values[i].device for i in self._before.tensors}
+        return [device for device in self._given_on | own if device.type != "cpu"]
 
     def reachable(self, results: Iterable[Any]) -> list[Tensor]:
         """Tensors in the results, in the objects among the arguments, and on the module now."""
