@@ -103,7 +103,7 @@ class Pool:
                 member.kill()
         parent.stdin.close()
         parent.wait()
-        _wait_for_group(parent.pid)
+        _wait_for_the_end(parent.pid, family)
         remove_shared_buffers(self.port)
         for pipe in self._pipes:
             pipe.close()
@@ -207,21 +207,30 @@ def _indented(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
-def _wait_for_group(group: int, limit_s: float = 10.0) -> None:
-    """Until nothing of the group runs any more; reaps those that this process has adopted."""
+def _wait_for_the_end(group: int, family: Sequence[psutil.Process], limit_s: float = 10.0) -> None:
+    """Until nothing of the group or the family runs; reaps what this process has adopted."""
     limit = time.monotonic() + limit_s
     while time.monotonic() < limit:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-group, os.WNOHANG) != (0, 0):
                 pass
-        if not any(_runs_in(group, process) for process in psutil.process_iter()):
+        if not any(map(_runs, family)) and not any(
+            _runs(process) for process in psutil.process_iter() if _in_group(group, process)
+        ):
             return
         time.sleep(0.02)
-    raise PoolError(f"process group {group} still runs {limit_s:g} s after SIGKILL")
+    raise PoolError(f"processes of group {group} still run {limit_s:g} s after SIGKILL")
 
 
-def _runs_in(group: int, process: psutil.Process) -> bool:
+def _runs(process: psutil.Process) -> bool:
     try:
-        return os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE
-    except (psutil.Error, ProcessLookupError, PermissionError):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def _in_group(group: int, process: psutil.Process) -> bool:
+    try:
+        return os.getpgid(process.pid) == group
+    except (ProcessLookupError, PermissionError):
         return False
