@@ -30,7 +30,7 @@ def validate_accuracy(
     margin: Annotated[
         float | None,
         typer.Option(
-            min=0.01, max=50, help="Percent of the dense loss that do not count. [default: 0.5]"
+            min=0.01, max=5, help="Percent of the dense loss that do not count. [default: 0.5]"
         ),
     ] = None,
     accuracy_margin: Annotated[
@@ -101,13 +101,18 @@ def validate_accuracy(
     command could not run. Finished runs are kept in the output folder and not repeated.
     """
     given = {**locals(), "files": tuple(files or ())}
-    from rich.console import Console
-
     from ds_ckpt.errors import DsCkptError
-    from ds_ckpt.validation.validate import Arguments, run
 
     try:
+        from rich.console import Console
+
+        from ds_ckpt.validation.validate import Arguments, run
+
         code = run(Arguments(**given), Console(stderr=True))
+    except ModuleNotFoundError as error:
+        remedy = "pip install 'ds_ckpt[validation]'"
+        typer.echo(f"validate-accuracy needs {error.name}, which is missing: {remedy}", err=True)
+        raise typer.Exit(FAILED) from None
     except DsCkptError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(FAILED) from None

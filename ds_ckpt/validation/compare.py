@@ -16,10 +16,11 @@ from typing import Any, Literal
 
 from ds_ckpt.config.verdicts import VerdictRecord, Word, decisive, largest
 from ds_ckpt.telemetry.timings import ResidualStats
+from ds_ckpt.validation.data import Examples
 from ds_ckpt.validation.experiment import DENSE, Candidate, Plan
 from ds_ckpt.validation.statistics import Judgement, judge
 from ds_ckpt.validation.store import Result, Store
-from ds_ckpt.validation.task import BETAS
+from ds_ckpt.validation.task import BETAS, Task
 from ds_ckpt.validation.trainer import Curve
 
 MARGINS = {"loss": 0.005, "accuracy": 0.01}
@@ -108,7 +109,7 @@ def compare(plan: Plan, candidate: Candidate, store: Store, margin: float) -> Co
         for seed, (dense, ours) in by_seed.items()
     }
     why = _no_verdict(candidate, pairs, metric, margin) if candidate.lossy else ""
-    judged = judge(list(gaps.values()), margin)
+    judged = judge(list(gaps.values()), margin, step=grid_step(plan.task))
     if why:
         judged = Judgement("inconclusive", judged.interval, 0)
     elif not candidate.lossy:
@@ -141,6 +142,12 @@ def compare(plan: Plan, candidate: Candidate, store: Store, margin: float) -> Co
     )
 
 
+def grid_step(task: Task) -> float:
+    """Of the grid on which differences stand: one held-out example; 0 for losses."""
+    data = task.learner.data
+    return 1 / data.held_out if isinstance(data, Examples) else 0.0
+
+
 def _no_verdict(candidate: Candidate, pairs: Sequence[Pair], metric: str, margin: float) -> str:
     """What makes the runs useless for a verdict; empty where nothing does."""
     if any(dense.outcome.diverged for dense, _ in pairs):
@@ -162,20 +169,27 @@ def exit_code(comparisons: Sequence[Comparison]) -> int:
 
 
 def false_alarms(
-    values: Sequence[float], seeds: int, margin: float, *, metric: str, rounds: int = 2000
+    values: Sequence[float],
+    seeds: int,
+    margin: float,
+    *,
+    metric: str,
+    step: float = 0.0,
+    rounds: int = 2000,
 ) -> dict[str, float]:
     """Dense training against itself: the share of each verdict where there is no difference.
 
     Args:
         values: results of dense runs with different seeds, at least twice `seeds`.
         seeds: pairs of a trial; runs are paired at random, none with itself.
+        step: see `judge`.
     """
     draw = random.Random(0)
     counts: dict[str, float] = dict.fromkeys(("equivalent", "better", "worse", "inconclusive"), 0)
     for _ in range(rounds):
         chosen = draw.sample(list(values), 2 * seeds)
         gaps = [_difference(a, b, metric) for a, b in zip(chosen[::2], chosen[1::2], strict=True)]
-        counts[judge(gaps, margin).verdict] += 1 / rounds
+        counts[judge(gaps, margin, step=step).verdict] += 1 / rounds
     return counts
 
 

@@ -8,6 +8,9 @@ Equivalence is shown by two one-sided t-tests (TOST: Schuirmann, J. Pharmacokine
 1987): both "worse by the margin or more" and "better by the margin or more" are rejected at level
 alpha, which is the same as an interval of confidence 1 - 2 alpha inside the margin. No difference
 found in a test for difference would show nothing: with few seeds everything passes that.
+
+Accuracies are counts, so their differences stand on a grid. Two that fall on the same point would
+have no spread, and a verdict that two seeds cannot carry: their spread is at least half a step.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ class Interval:
     """Student's t interval around the mean of `count` differences.
 
     Attributes:
-        spread: standard deviation of one difference.
+        spread: standard deviation of one difference, at least half a step of their grid.
     """
 
     mean: float
@@ -61,8 +64,13 @@ class Judgement:
     more_seeds: int | None
 
 
-def paired(differences: Sequence[float], confidence: float = 0.95) -> Interval:
+def paired(
+    differences: Sequence[float], confidence: float = 0.95, *, step: float = 0.0
+) -> Interval:
     """The interval that holds the true mean difference with the given confidence.
+
+    Args:
+        step: of the grid on which differences stand; 0 where there is none.
 
     Raises:
         ValueError: fewer than two differences, one that is not finite, or a confidence outside
@@ -72,13 +80,17 @@ def paired(differences: Sequence[float], confidence: float = 0.95) -> Interval:
         raise ValueError(f"an interval takes two or more finite differences, not {differences}")
     if not 0 < confidence < 1:
         raise ValueError(f"confidence must be in (0, 1), not {confidence}")
-    mean, spread = statistics.fmean(differences), statistics.stdev(differences)
+    mean, spread = statistics.fmean(differences), max(statistics.stdev(differences), step / 2)
     half = _quantile((1 + confidence) / 2, len(differences)) * spread / len(differences) ** 0.5
     return Interval(mean, mean - half, mean + half, spread, len(differences))
 
 
 def judge(
-    differences: Sequence[float], margin: float = MARGIN, *, alpha: float = ALPHA
+    differences: Sequence[float],
+    margin: float = MARGIN,
+    *,
+    alpha: float = ALPHA,
+    step: float = 0.0,
 ) -> Judgement:
     """Is the compressed run as good as the dense one?
 
@@ -86,6 +98,9 @@ def judge(
     margin or more in at most a share alpha of all trials. worse: by more than the margin; wrong in
     at most a share alpha. better: likewise on the other side. inconclusive: none of these. A
     difference that is not finite (a run that diverged) is worse, whatever the others are.
+
+    Args:
+        step: see `paired`.
 
     Raises:
         ValueError: margin not above 0, alpha outside (0, 0.5).
@@ -98,7 +113,7 @@ def judge(
         return Judgement("worse", None, 0)
     if len(differences) < 2:
         return Judgement("inconclusive", None, _FIRST_SEEDS - len(differences))
-    interval = paired(differences, 1 - 2 * alpha)
+    interval = paired(differences, 1 - 2 * alpha, step=step)
     if -margin < interval.low and interval.high < margin:
         return Judgement("equivalent", interval, 0)
     if interval.low > margin:

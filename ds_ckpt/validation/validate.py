@@ -14,15 +14,17 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from ds_ckpt.config.verdicts import FILE_NAME, read_verdicts, write_verdicts
 from ds_ckpt.errors import ConfigError, Problem, StateError
+from ds_ckpt.hosts.commands import names_of
 from ds_ckpt.validation.compare import (
     MARGINS,
     Comparison,
     compare,
     exit_code,
     false_alarms,
+    grid_step,
     records,
 )
-from ds_ckpt.validation.data import Examples, has_labels
+from ds_ckpt.validation.data import has_labels
 from ds_ckpt.validation.experiment import DENSE, Plan, read_candidates, train_missing, train_virtual
 from ds_ckpt.validation.report import document, write_report
 from ds_ckpt.validation.store import Mode, Store
@@ -89,7 +91,7 @@ class Arguments:
     def kinds(self) -> tuple[Kind, ...]:
         """The tasks, in order."""
         if self.tasks:
-            return cast(tuple[Kind, ...], tuple(self.tasks.split(",")))
+            return cast(tuple[Kind, ...], names_of(self.tasks))
         if self.data is None:
             only_check = self.self_check and not self.files
             return ("language",) if only_check or self.model else DEFAULT_TASKS
@@ -229,15 +231,18 @@ def run(given: Arguments, console: Console) -> int:
 def _check_resolution(task: Task, margin: float) -> None:
     """Refuse held-out data of which one example is more than the margin: most differences as large
     would then be seen as none."""
-    data = task.learner.data
-    if isinstance(data, Examples) and data.held_out * margin < 1:
+    step = grid_step(task)
+    if step > margin:
+        own = task.spec.kind in _OWN_DATA
         raise ConfigError(
             Problem(
-                where="--data",
-                found=f"{data.held_out} held-out examples",
-                why=f"one of them is {100 / data.held_out:.3g} points of accuracy, more than the "
+                where="--accuracy-margin" if own else "--data",
+                found=f"{100 * margin:g}" if own else f"{1 / step:.0f} held-out examples",
+                why=f"one held-out example is {100 * step:.3g} points of accuracy, more than the "
                 f"margin of {100 * margin:g}",
-                remedy="give more examples, or a larger --accuracy-margin",
+                remedy="give a larger margin"
+                if own
+                else "give more examples, or a larger --accuracy-margin",
             ),
             headline="the data are too few to judge by",
         )
@@ -308,7 +313,8 @@ def _self_check(plan: Plan, store: Store, seeds: int, margin: float) -> str:
     if seeds < 2:
         few = f"{len(values)} dense runs that did not diverge"
         raise ConfigError(Problem("--self-check", few, "a trial is two pairs", "take more"))
-    found = false_alarms(values, seeds, margin, metric=spec.metric)
+    step = grid_step(plan.task)
+    found = false_alarms(values, seeds, margin, metric=spec.metric, step=step)
     shares = ", ".join(f"{word} {share:.1%}" for word, share in found.items())
     return (
         f"{spec.words()}: dense against dense, {len(values)} runs paired at random, "

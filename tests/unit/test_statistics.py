@@ -38,6 +38,19 @@ def test_a_difference_as_large_as_the_margin_passes_in_one_of_twenty(seeds: int,
     assert found == pytest.approx(0.05, abs=three_sigma(0.05))
 
 
+@pytest.mark.parametrize(("held_out", "seeds"), [(450, 2), (450, 3), (800, 2), (800, 5)])
+@pytest.mark.parametrize("spread", [0.1, 0.3, 0.5, 1.0, 2.0])
+def test_nor_where_accuracies_are_counts(held_out: int, seeds: int, spread: float) -> None:
+    """Rounded to examples, differences often agree: 2 seeds of 450 passed one of four before."""
+    rng, margin, step = random.Random(f"{held_out} {seeds} {spread}"), 0.01, 1 / held_out
+    judgements = []
+    for _ in range(TRIALS):
+        drawn = [rng.gauss(margin, spread * step) for _ in range(seeds)]
+        on_grid = [round(one * held_out) / held_out for one in drawn]
+        judgements.append(judge(on_grid, margin, step=step))
+    assert share(judgements, "equivalent") < 0.055 + three_sigma(0.055)
+
+
 @pytest.mark.parametrize("spread", [MARGIN / 4, MARGIN, 4 * MARGIN])
 @pytest.mark.parametrize("mean", [MARGIN, 1.5 * MARGIN, -MARGIN])
 def test_and_never_more_often(mean: float, spread: float) -> None:

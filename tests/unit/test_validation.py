@@ -11,6 +11,7 @@ import random
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from ds_ckpt.validation.compare import (
     false_alarms,
     records,
 )
+from ds_ckpt.validation.data import Examples
 from ds_ckpt.validation.experiment import (
     DENSE,
     Plan,
@@ -80,7 +82,10 @@ def outcome(final: float, *, diverged: bool = False, digest: str = "d", **over: 
 
 def opened(kind: Any = "language") -> Task:
     spec = TaskSpec(kind, steps=STEPS)
-    return Task(spec, None, "task", "a model", "a text", SHAPES)  # type: ignore[arg-type]
+    rows = {"labels": torch.zeros(500, dtype=torch.int64)}
+    data = Examples(rows, rows, 1, "toys") if kind == "digits" else None
+    learner: Any = SimpleNamespace(data=data)
+    return Task(spec, learner, "task", "a model", "a text", SHAPES)
 
 
 def judged(
@@ -174,6 +179,17 @@ def test_what_it_took_to_come_as_far(
     (found,) = judged(tmp_path / "never", [four_bits], dense, [never])
     assert found.reached == []
     assert "not reached in 2 of 2 runs" in document([found], []).markdown()
+
+
+def test_accuracies_that_differ_alike_are_no_certainty(tmp_path: Path, four_bits: Path) -> None:
+    """Of 500 examples, 4 fewer are right: once, twice, and often enough to be sure."""
+    found = []
+    for seeds in (1, 2, 5):
+        dense = [outcome(2.0, accuracy=[(0, 0.1), (100, 0.9)]) for _ in range(seeds)]
+        ours = [outcome(2.0, accuracy=[(0, 0.1), (100, 0.892)]) for _ in range(seeds)]
+        (one,) = judged(tmp_path / str(seeds), [four_bits], dense, [ours], "digits")
+        found.append(one.verdict)
+    assert found == ["inconclusive", "inconclusive", "equivalent"]
 
 
 def test_lossless_is_judged_by_bits(tmp_path: Path) -> None:

@@ -235,6 +235,7 @@ def test_what_needs_an_engine_is_told(tmp_path: Path, activation: dict[str, Any]
         (["FILE", "--tasks", "digits", "--layers", "3"], "--layers"),
         (["FILE", "--tasks", "topics", "--length", "64"], "--length"),
         (["FILE", "--tasks", "digits", "--margin", "2"], "--margin"),
+        (["FILE", "--tasks", "digits", "--accuracy-margin", ".1"], "found  0.1"),
         (["FILE", "--tasks", "language", "--accuracy-margin", "2"], "--accuracy-margin"),
         (["FILE", "--processes", "2", "--device", "cpu"], "--device"),
         (["FILE", "--device", "abacus"], "--device"),
@@ -278,6 +279,28 @@ def test_what_nobody_foresaw_is_no_verdict(tmp_path: Path, monkeypatch: pytest.M
     found = validate(tmp_path / "out", [ROOT / "ds_configs" / "zero3_4bit.json"], "--seeds", "2")
     assert found.exit_code == 3
     assert "out of memory" in found.output
+
+
+def test_what_is_missing_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    monkeypatch.delitem(sys.modules, "ds_ckpt.validation.statistics")
+    monkeypatch.delitem(sys.modules, "ds_ckpt.validation.compare")
+    monkeypatch.delitem(sys.modules, "ds_ckpt.validation.validate")
+    found = run(app, ["validate-accuracy", str(ROOT / "ds_configs" / "zero3_4bit.json")])
+    assert found.exit_code == 3
+    assert "scipy" in found.output
+    assert "pip install 'ds_ckpt[validation]'" in found.output
+
+
+def test_tasks_may_stand_apart() -> None:
+    assert Arguments(files=(), tasks="language, digits").kinds == ("language", "digits")
+
+
+def test_no_margin_reaches_what_stops_a_run() -> None:
+    # a run is stopped as hopeless, and so as worse, a tenth behind: no verdict may allow as much
+    found = run(app, ["validate-accuracy", "x.json", "--margin", "10"])
+    assert found.exit_code == 2
+    assert "--margin" in found.output
 
 
 def test_one_example_must_not_be_more_than_the_margin(tmp_path: Path) -> None:
