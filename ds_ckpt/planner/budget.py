@@ -366,7 +366,7 @@ class Planner:
                 )
         if room > 0 and per > 0:
             remedies.append(
-                f"sequences of at most {room / per:.0%} of this batch's {self._tokens} tokens"
+                f"sequences of at most {100 * room // per}% of this batch's {self._tokens} tokens"
             )
         words = ", ".join(f"{what} {n / GIB:.3f}" for what, n in allowance.resident.items())
         beside = f"; beside activations there are {fixed / GIB:.3f} GiB ({words})" if fixed else ""

@@ -40,7 +40,7 @@ class TracedOperator:
         results: storages of the tensors that it returned, in order.
         written: storages that it wrote into.
         flops: of products, convolutions and attention cores.
-        moved_bytes: read and written; 0 for views.
+        moved_bytes: read and written; 0 for views, and where there are flops, which take longer.
     """
 
     func: Any
@@ -133,6 +133,7 @@ class Trace:
             value = args[position] if position < len(args) else kwargs.get(name)
             written += map(self._storage, tensors_in(value))
         view = not written and is_view(operator.func)
+        flops = 0 if view else flops_of(operator)
         self.operators.append(
             TracedOperator(
                 operator.func,
@@ -140,8 +141,8 @@ class Trace:
                 len(self.saves),
                 tuple(map(self._storage, operator.made)),
                 tuple(s for s in written if s != NO_STORAGE),
-                0 if view else flops_of(operator),
-                0 if view else moved_bytes(operator),
+                flops,
+                0 if view or flops else moved_bytes(operator),
             )
         )
 
@@ -217,8 +218,8 @@ class Survey:
     Attributes:
         blocks: in the order in which they first run.
         saved_bytes: what `SavedActivations` measures without checkpointing.
-        head_bytes, tail_bytes: of them outside of blocks: saved before the last block has ended,
-            and afterwards (final norm, head, loss).
+        head_bytes, tail_bytes: of them what is saved outside of blocks: before the last block has
+            ended, or in a block before that, and afterwards (final norm, head, loss).
         flops: of the forward.
         outside: storages that are saved outside of blocks.
         block_of: by operator, the index of its block; -1 outside of blocks.
@@ -240,7 +241,7 @@ class Survey:
                     labels[first:end] = [index] * (end - first)
         last_save = max((c.saves[1] for block in self.blocks for c in block.calls), default=0)
         self.saved_bytes = self.head_bytes = self.tail_bytes = 0
-        seen, outside = set[Storage](), set[Storage]()
+        seen, outside, of_block = set[Storage](), set[Storage](), set[Storage]()
         for number, (storage, index) in enumerate(zip(trace.saves, of_save, strict=True)):
             if storage not in trace.held:
                 continue
@@ -253,10 +254,12 @@ class Survey:
             self.saved_bytes += size
             if index >= 0:
                 self.blocks[index].saved_bytes += size
+                of_block.add(storage)
             elif number < last_save:
                 self.head_bytes += size
             else:
                 self.tail_bytes += size
+        self.head_bytes += self.bytes_of(outside & of_block)
         self.outside = frozenset(outside)
 
     def bytes_of(self, storages: Iterable[Storage]) -> int:
@@ -270,8 +273,7 @@ class Survey:
         """Seconds by block; the last entry is what runs outside of blocks."""
         found = [0.0] * (len(self.blocks) + 1)
         for operator, block in zip(self.trace.operators, self.block_of, strict=True):
-            moved = 0 if operator.flops else operator.moved_bytes
-            found[block] += rates.seconds(operator.flops, moved)
+            found[block] += rates.seconds(operator.flops, operator.moved_bytes)
         return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -83,6 +83,42 @@ def test_every_byte_belongs_to_a_block_or_to_the_outside() -> None:
     assert (names[core], found.block_of[core]) == ("model.layers.0.self_attn", 0)
     assert found.trace.operators[core].flops > 0
     assert found.block_of[names.index("lm_head")] == -1
+
+
+class EndsInReLU(nn.Module):
+    """What its blocks return is saved by them, and by whatever comes next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        pieces = [nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(2)]
+        self.layers = nn.ModuleList(pieces)
+        self.head = nn.Linear(64, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return cast(torch.Tensor, self.head(x))
+
+
+def test_what_a_block_and_the_outside_save_is_there_whatever_the_block_does() -> None:
+    model, x = EndsInReLU(), torch.randn(512, 64)
+    found = survey(model, (x,), {}, modules=("layers.*",))
+    planner = Planner(found, RATES, x.numel())
+    for word in planner.words:
+        plan = planner.all_alike(word, Allowance(GIB, "activations"))
+        measured = simulate(model, (x,), {}, plan.units(model))
+        assert plan.held_bytes == measured.held_bytes, word
+        assert plan.needed_bytes >= plan.held_bytes, word
+
+
+@pytest.mark.parametrize("rates", [RATES, Rates(4e14, 3e12, 5e10)])
+def test_a_recompute_takes_no_longer_than_the_forward_that_it_repeats(rates: Rates) -> None:
+    found = survey(build("llama", 2), (), batch("llama"))
+    planner = Planner(found, rates, 1)
+    for word in planner.words:
+        plan = planner.all_alike(word, Allowance(GIB, "activations"))
+        for block, forward_s in zip(plan.blocks, planner.forward_s, strict=False):
+            assert block.recompute_s <= forward_s * (1 + 1e-9), word
 
 
 def test_a_padding_mask_decides_as_in_training() -> None:
