@@ -16,7 +16,7 @@ from ds_ckpt.activation.policies import policy_names
 from ds_ckpt.compression import methods
 from ds_ckpt.config.activation import ActivationConfig
 from ds_ckpt.config.compression import CompressionConfig
-from ds_ckpt.config.paths import is_auto, join, lookup, nearest, plain, show
+from ds_ckpt.config.paths import BF16, is_auto, join, lookup, nearest, plain, show
 from ds_ckpt.config.sections import OURS
 from ds_ckpt.config.weights import WeightsConfig
 from ds_ckpt.errors import Problem
@@ -354,7 +354,7 @@ _DEEPSPEED_SECTIONS = (
     "checkpoint",
     "compile",
     "fp16",
-    "bf16",
+    *BF16,
     "data_types",
 )
 

@@ -6,10 +6,12 @@ import difflib
 import json
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _LONGEST_FOUND = 120
+BF16 = ("bf16", "bfloat16")
+"""DeepSpeed reads the second where the first is absent."""
 
 
 def join(path: str, key: object) -> str:
@@ -52,3 +54,17 @@ def lookup(config: Any, keys: Iterable[str]) -> Any:
             return None
         config = config.get(key)
     return config
+
+
+def precision(config: Any) -> Literal["bf16", "fp16", "auto"] | None:
+    """What a DeepSpeed file enables; "auto": what the HF Trainer fills in. None: 32 bits."""
+    bf16 = next((key for key in BF16 if lookup(config, (key,)) is not None), BF16[0])
+    enabled = {
+        "bf16": lookup(config, (bf16, "enabled")),
+        "fp16": lookup(config, ("fp16", "enabled")),
+    }
+    if enabled["bf16"] is True:
+        return "bf16"
+    if enabled["fp16"] is True:
+        return "fp16"
+    return "auto" if any(map(is_auto, enabled.values())) else None

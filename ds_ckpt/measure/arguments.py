@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from ds_ckpt.config import load_file, parse
-from ds_ckpt.config.paths import is_auto, join, lookup, show
+from ds_ckpt.config.paths import BF16, is_auto, join, lookup, show
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.hosts.commands import names_of, parse_rate
 from ds_ckpt.measure.cluster import account, like, rate_mbit
@@ -20,8 +20,6 @@ from ds_ckpt.measure.spec import AXES, RIVALS, SHAPE, Spec
 from ds_ckpt.subject import Sizes, find_subject
 
 CALIBRATION = "calibration"
-BF16 = ("bf16", "bfloat16")
-"""DeepSpeed reads either."""
 
 
 def rates_of(text: str) -> tuple[float | None, ...]:
@@ -118,11 +116,6 @@ def deepspeed_of(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         raise ConfigError(problems, headline="this file cannot be the base of all configurations")
     batch = {name: content.pop(name) for name in names if name in content}
     return content, {name: n for name, n in batch.items() if isinstance(n, int)}
-
-
-def is_bf16(content: dict[str, Any]) -> bool:
-    """Whether a DeepSpeed file has 16-bit weights."""
-    return any(lookup(content, (key, "enabled")) is True for key in BF16)
 
 
 def _autos(value: Any, path: str) -> Iterator[str]:

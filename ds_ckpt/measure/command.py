@@ -110,6 +110,7 @@ def measure(
     """
     from rich.console import Console
 
+    from ds_ckpt.config.paths import precision
     from ds_ckpt.hosts.backends import Backend, Hostfile, Loopback
     from ds_ckpt.hosts.emulated import EmulatedHosts, missing
     from ds_ckpt.hosts.launcher import signals_as_exit
@@ -135,7 +136,7 @@ def measure(
         if deepspeed is not None:
             unused("bf16", why="the DeepSpeed file says so")
             base, batch = arguments.deepspeed_of(deepspeed)
-            bf16 = arguments.is_bf16(base)
+            bf16 = precision(base) == "bf16"
             if "batches" not in given:
                 batches = str(batch.get("train_micro_batch_size_per_gpu", batches))
             if "accumulation" not in given:

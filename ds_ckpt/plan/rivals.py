@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from ds_ckpt.plan.search import Candidate, Question, Search, best_of
 from ds_ckpt.plan.ways import STOCK, Method
+from ds_ckpt.profile.records import States
 from ds_ckpt.profile.states import estimate
 
 ZERO1 = "ZeRO-1"
@@ -31,7 +32,7 @@ class Zero1(Search):
         return [Method(STOCK)]
 
     @functools.cached_property
-    def _states(self) -> dict[str, dict[str, int]]:
+    def _states(self) -> dict[str, States]:
         question = self.question
         file = {
             "optimizer": {"type": "AdamW"},
@@ -39,7 +40,7 @@ class Zero1(Search):
             "zero_optimization": {"stage": 1},
         }
         states, _ = estimate(question.model.parameters, file, question.machine.processes)
-        return {ZERO1: {"weights, gradients, optimizer": states.resident_bytes}}
+        return {ZERO1: states}
 
 
 def zero1(one: Candidate) -> Candidate:

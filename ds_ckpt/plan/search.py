@@ -39,6 +39,7 @@ from ds_ckpt.plan.ways import (
 )
 from ds_ckpt.planner.budget import ActivationPlan, MemoryWatch
 from ds_ckpt.planner.costs import Rates
+from ds_ckpt.profile.records import States
 from ds_ckpt.profile.states import DEFAULTS, estimate
 from ds_ckpt.telemetry.units import GIB
 
@@ -350,7 +351,7 @@ class Search:
             persistent=DEFAULTS["stage3_param_persistence_threshold"],
             reuse=DEFAULTS["stage3_max_reuse_distance"],
         )
-        needed = {**memory, "activations": plan.needed_bytes}
+        needed = self._with_step({**memory, "activations": plan.needed_bytes}, of.weights)
         nbytes, on_host = self._residuals(of.method, of.micro_steps)
         host = question.host_bytes / machine.local
         return Candidate(
@@ -379,33 +380,36 @@ class Search:
         return known[method.name, micro_steps]
 
     @functools.cached_property
-    def _states(self) -> dict[str, dict[str, int]]:
+    def _states(self) -> dict[str, States]:
         """What ZeRO keeps, by the way of weights."""
         found = {}
         for kind in self.kinds:
             setting = Setting(1, self.each, "none", False, kind, Method(STOCK))
             machine, file = self.question.machine, deepspeed_file(self.question, setting)
             parameters = self.question.model.parameters
-            states, _ = estimate(parameters, file, machine.processes, machine.hosts)
-            found[kind] = {
-                "weights, gradients, optimizer": states.parameters_bytes
-                + states.gradients_bytes
-                + states.optimizer_bytes,
-                "gathered weights": states.gathered_bytes,
-                "buckets": states.communication_bytes,
-                "the host's copy of the weights": states.host_copy_bytes,
-            }
+            found[kind], _ = estimate(parameters, file, machine.processes, machine.hosts)
         return found
 
     def _memory(self, sequences: int, kind: str, method: Method) -> dict[str, int]:
         """Bytes beside activations."""
         at = self.question.model.at(sequences, self.question.rates)
         nbytes, on_host = self._residuals(method, self.each // sequences)
+        states = self._states[kind]
         return {
-            **self._states[kind],
+            "weights, gradients, optimizer": states.parameters_bytes
+            + states.gradients_bytes
+            + states.optimizer_bytes,
+            "gathered weights": states.gathered_bytes,
+            "buckets": states.communication_bytes,
+            "the host's copy of the weights": states.host_copy_bytes,
             "residuals": 0 if on_host else nbytes,
             "gradients of activations, temporaries": at.beside_bytes,
         }
+
+    def _with_step(self, needed: dict[str, int], kind: str) -> dict[str, int]:
+        """What the passes need, and what the optimizer's step takes beyond that."""
+        step = self._states[kind].step_bytes + needed["residuals"]
+        return {**needed, "more, in the optimizer's step": max(0, step - sum(needed.values()))}
 
     def _residuals(self, method: Method, micro_steps: int) -> tuple[int, bool]:
         """Bytes of one process, and whether in host memory."""
@@ -422,13 +426,13 @@ class Search:
         at = question.model.at(rows, question.rates)
         memory = self._memory(rows, ZERO3, Method(STOCK))
         least = at.planner.least(replace(ACTIVATIONS, offload=True)).needed_bytes
-        need = sum(memory.values()) + least
-        parts = ", ".join(f"{what} {n / GIB:.1f}" for what, n in memory.items() if n)
+        needed = self._with_step({**memory, "activations": least}, ZERO3)
+        parts = ", ".join(f"{what} {n / GIB:.1f}" for what, n in needed.items() if n)
         why = (
             f"{'one sequence' if rows == 1 else f'{rows} sequences'} of {question.model.tokens} "
             "tokens, with all recomputed and offloaded, "
-            f"needs {need / GIB:.1f} GiB of an accelerator ({parts}, activations "
-            f"{least / GIB:.1f}), and {question.capacity_bytes / GIB:.1f} are to be used"
+            f"needs {sum(needed.values()) / GIB:.1f} GiB of an accelerator ({parts}), and "
+            f"{question.capacity_bytes / GIB:.1f} are to be used"
         )
         remedy = "name more nodes or accelerators with more memory, or shorter sequences (--tokens)"
         where = f"{question.model.name} on {question.cluster.text}"

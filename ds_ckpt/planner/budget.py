@@ -364,10 +364,8 @@ class Planner:
                     f"a micro-batch of {fits} instead of {allowance.micro_batch} (activations "
                     "grow with it)"
                 )
-        if room > 0 and per > 0:
-            remedies.append(
-                f"sequences of at most {100 * room // per}% of this batch's {self._tokens} tokens"
-            )
+        if room > 0 and per > 0 and (share := 100 * room // per):
+            remedies.append(f"sequences of at most {share}% of this batch's {self._tokens} tokens")
         words = ", ".join(f"{what} {n / GIB:.3f}" for what, n in allowance.resident.items())
         beside = f"; beside activations there are {fixed / GIB:.3f} GiB ({words})" if fixed else ""
         return UnsupportedError(

@@ -10,10 +10,11 @@ from typing import Annotated, Literal
 
 import typer
 
-from ds_ckpt.hosts.commands import errors_in_words, names_of, progress, write
+from ds_ckpt.hosts.commands import errors_in_words, given_to, names_of, progress, write
 
 
 def profile(
+    context: typer.Context,
     model: Annotated[
         str,
         typer.Argument(
@@ -79,7 +80,7 @@ def profile(
     Memory comes from a step on fake tensors, which allocates nothing; times from real steps. Each
     finding ends with the line of the DeepSpeed file that acts on it.
     """
-    counts = _counts(batch, batches)
+    counts = _counts(batch if "batch" in given_to(context) else None, batches)
     import torch
     from rich.console import Console
 
@@ -118,14 +119,13 @@ def profile(
         write(plot_file, lambda path: charts.save(picture(found), path))
 
 
-def _counts(batch: int, batches: str) -> tuple[int, ...]:
-    """The batch first, then the others. Raises typer.BadParameter."""
+def _counts(batch: int | None, batches: str) -> tuple[int, ...]:
+    """The batch that was asked for first, then the others. Raises typer.BadParameter."""
     try:
         others = [int(word) for word in names_of(batches)]
     except ValueError:
         raise typer.BadParameter(f"{batches!r}: write whole numbers: 1,2,4,8") from None
     if any(n < 1 for n in others):
         raise typer.BadParameter(f"{batches!r}: a batch has at least one sequence")
-    if others and batch == 1:
-        return tuple(dict.fromkeys(others))
-    return tuple(dict.fromkeys([batch, *others]))
+    first = [] if batch is None else [batch]
+    return tuple(dict.fromkeys([*first, *others] or [1]))

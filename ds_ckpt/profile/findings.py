@@ -333,8 +333,10 @@ def _limit(profile: Profile, settings: Settings) -> Iterator[Finding]:
             yield Finding(text, _NO_HOST_COPY)
         elif stage3 and _bucket_too_large(profile):
             yield Finding(f"{text} A smaller reduce bucket:", _smaller_bucket(settings))
-        else:
+        elif states.optimizer_bytes:
             yield Finding(f"{text} More processes, or offload:", _OFFLOADED)
+        else:
+            yield Finding(f"{text} More processes, or shorter sequences, would help.")
         return
     rate = f"{best.tokens_per_s:.0f} tokens/s" if best.tokens_per_s else "not timed"
     yield Finding(

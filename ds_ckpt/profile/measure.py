@@ -72,11 +72,9 @@ class Observation(MemoryTracker):
         self.work: defaultdict[Place, Work] = defaultdict(Work)
         self.by_operator: Counter[str] = Counter()
         self.avoided_bytes = 0
-        self._score_sizes: set[int] = set()
-        """Numbers of elements of attention weights that were stored."""
+        self._scores: dict[Storage | None, int] = {None: 0}
+        """Attention weights that were stored, casts and dropout of them: their elements."""
         self._savers: dict[Storage, Callable[[], Place]] = {}
-        self._sizes: defaultdict[Storage, set[int]] = defaultdict(set)
-        """Numbers of elements of the tensors that share a saved storage."""
 
     def __enter__(self) -> Observation:
         self.where.__enter__()
@@ -96,13 +94,18 @@ class Observation(MemoryTracker):
         if place.phase == "forward" and place.block != OUTSIDE:
             stored, avoided = stored_attention(operator)
             self.avoided_bytes += avoided
-            if stored:
-                self._score_sizes.add(stored)
+            elements = stored or (0 if flops else self._scores_in(operator.given))
+            if elements:
+                made = (t for t in operator.made if t.numel() == elements)
+                self._scores.update({self.storages.number(t): elements for t in made})
+
+    def _scores_in(self, tensors: Sequence[Tensor]) -> int:
+        """Elements of the attention weights among these tensors; 0 without any."""
+        return max((self._scores.get(self.storages.number(t), 0) for t in tensors), default=0)
 
     def _noted(self, tensor: Tensor, storage: Storage | None) -> None:
         if storage is not None:
             self._savers.setdefault(storage, self.where.saver())
-            self._sizes[storage].add(tensor.numel())
 
     def total(self, phase: Phase) -> Work:
         """All operators of a phase."""
@@ -125,9 +128,8 @@ class Observation(MemoryTracker):
         )
 
     def score_bytes(self) -> int:
-        """Of the saved activations: storages as large as attention weights."""
-        held = self.saved.held.items()
-        return sum(nbytes for s, nbytes in held if self._sizes[s] & self._score_sizes)
+        """Of the saved activations: attention weights."""
+        return sum(nbytes for s, nbytes in self.saved.held.items() if s in self._scores)
 
 
 def _parts_of(block: Block) -> Iterator[tuple[str, nn.Module]]:

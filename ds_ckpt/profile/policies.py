@@ -14,7 +14,7 @@ from ds_ckpt.activation.blocks import Block, repeated_classes
 from ds_ckpt.activation.policies import policies, policy_named
 from ds_ckpt.config import parse
 from ds_ckpt.config.activation import ActivationConfig, activation_policy
-from ds_ckpt.errors import ConfigError, DsCkptError, Problem
+from ds_ckpt.errors import ConfigError, DsCkptError, Problem, UnsupportedError
 from ds_ckpt.planner.budget import ActivationPlan, Allowance, MemoryWatch, Planner
 from ds_ckpt.planner.costs import measured_rates
 from ds_ckpt.planner.survey import survey
@@ -134,8 +134,8 @@ def with_plan(
     config = policy.activation()
     if config is None or not config.planned:
         return policy
-    budget = policy.limit_bytes if config.budget_gib is None else int(config.budget_gib * GIB)
-    if budget is None:
+    limit = policy.limit_bytes if config.budget_gib is None else int(config.budget_gib * GIB)
+    if limit is None:
         raise ConfigError(
             Problem(
                 where="--limit-gib",
@@ -145,8 +145,7 @@ def with_plan(
                 remedy="write --limit-gib, for example 80",
             )
         )
-    if config.policy == "auto":
-        budget = MemoryWatch(budget).budget_bytes
+    budget = MemoryWatch(limit).budget_bytes if config.policy == "auto" else limit
     args, kwargs = arguments_of(batch)
     found = survey(model, args, kwargs, modules=config.modules)
     dtype = next((p.dtype for p in model.parameters() if p.numel()), torch.float32)
@@ -161,7 +160,14 @@ def with_plan(
         config.offload_min_bytes,
         optional=OPTIONAL,
     )
-    return replace(policy, plan=planner.plan(allowance))
+    try:
+        return replace(policy, plan=planner.plan(allowance))
+    except UnsupportedError:
+        full = replace(allowance, budget_bytes=limit)  # "auto" plans for less, and goes on with it
+        least = planner.least(full)
+        if least.needed_bytes > limit:
+            raise planner.too_small(full) from None
+        return replace(policy, plan=least)
 
 
 def not_counted(activation: ActivationConfig) -> list[str]:

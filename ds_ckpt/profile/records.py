@@ -163,8 +163,8 @@ class States:
     trainable_bytes: int
     """Gradients of one process before they are sharded."""
     temporary_bytes: int
-    """The optimizer step's 32-bit gradients, and copies inside a reduction: not at the same time
-    as activations."""
+    """32-bit gradients in the optimizer's step, and the piece they are made from: not at the same
+    time as activations."""
     host_bytes: int
     """Of the above, moved to host memory by the configuration; not part of the other fields."""
     hosts: int | None = None
@@ -180,6 +180,12 @@ class States:
         kept = self.parameters_bytes + self.host_copy_bytes + self.gathered_bytes
         kept += self.gradients_bytes + self.optimizer_bytes + self.residual_bytes
         return kept + self.communication_bytes
+
+    @property
+    def step_bytes(self) -> int:
+        """On the accelerator in the optimizer's step, when gathered weights are gone."""
+        copied = self.communication_bytes - self.reduce_bucket_bytes
+        return self.resident_bytes - self.gathered_bytes - copied + self.temporary_bytes
 
 
 @dataclass(frozen=True)
@@ -276,8 +282,10 @@ class Profile:
         return {f.policy: f for f in self.footprints if f.batch == self.first.batch}
 
     def total_bytes(self, footprint: Footprint) -> int:
-        """What a process has at the peak: resident states and what the step makes."""
-        return self.states.resident_bytes + footprint.peak.live_bytes
+        """What a process has at the peak: resident states and what the passes make, or the
+        optimizer's step."""
+        in_passes = self.states.resident_bytes + footprint.peak.live_bytes
+        return max(in_passes, self.states.step_bytes)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2, allow_nan=False) + "\n"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ds_ckpt.config import parse
-from ds_ckpt.config.paths import lookup
+from ds_ckpt.config.paths import lookup, precision
 from ds_ckpt.errors import ConfigError, UnsupportedError
 from ds_ckpt.profile.compiled import compile_report
 from ds_ckpt.profile.findings import Settings, attention_of, best_of, findings_of
@@ -66,9 +66,12 @@ def make_profile(options: Options, told: Told = lambda text: None) -> Profile:
             configured = dict(section) if section else {"policy": activation.policy}
         missing = not_counted(activation)
         options = replace(options, modules=options.modules or activation.modules)
-    for key, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        if options.sizes.dtype is None and lookup(options.config, (key, "enabled")) is True:
-            options = replace(options, sizes=replace(options.sizes, dtype=dtype))
+    enabled = precision(options.config)
+    if options.sizes.dtype is None and enabled == "auto":
+        missing.append('weights in 16 bits, where "auto" comes to that: name them with --dtype')
+    elif options.sizes.dtype is None and enabled is not None:
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[enabled]
+        options = replace(options, sizes=replace(options.sizes, dtype=dtype))
     told("building the model")
     run = _Run(options, told)
     states, assumptions = estimate(run.parameters, options.config, options.world, options.hosts)

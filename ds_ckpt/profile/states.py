@@ -3,7 +3,7 @@
 From the sizes of parameters and DeepSpeed's settings, as DeepSpeed 0.19 allocates them (its
 `runtime/zero/stage3.py` and `partitioned_param_coordinator.py`): shards of `ceil(numel / world)`,
 32-bit master weights beside the optimizer's own state whatever the dtype, one reduce bucket that is
-allocated whole, and gathered weights up to half of the reuse distance. No engine is run, so this is
+allocated whole, and gathered weights as in `zero3.resident`. No engine is run, so this is
 an estimate; fragmentation and what NCCL takes are not in it.
 """
 
@@ -20,13 +20,13 @@ from torch import nn
 
 from ds_ckpt.activation import Block
 from ds_ckpt.config import parse
-from ds_ckpt.config.paths import is_auto, lookup
+from ds_ckpt.config.paths import BF16, is_auto, lookup
 from ds_ckpt.config.settings import exchange_settings
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.rules import embeddings_of
 from ds_ckpt.profile.records import States
-from ds_ckpt.zero3.resident import host_copy_bytes
+from ds_ckpt.zero3.resident import gathered_elements, host_copy_bytes
 
 _STATE_BYTES = {
     "adam": 8,
@@ -39,7 +39,6 @@ _STATE_BYTES = {
     "sgd": 0,
 }
 """Bytes an element of the optimizer's own state, in 32 bits; SGD's momentum is added."""
-_MASTER_BYTES = 4
 DEFAULTS = {
     "reduce_bucket_size": 500_000_000,
     "stage3_prefetch_bucket_size": 50_000_000,
@@ -117,21 +116,23 @@ def estimate(
     def setting(key: str) -> int:
         return _elements(key, zero, parameters.hidden)
 
-    persistent = sum(
-        n for n in parameters.counts if n <= setting("stage3_param_persistence_threshold")
-    )
     kept_bytes = item * (whole_shard if stage == 3 else total)
     gathered = 0
     if stage == 3:
-        reused = setting("stage3_max_reuse_distance") // 2
-        prefetched = setting("stage3_prefetch_bucket_size")
-        gathered = max(reused, parameters.largest_block) + prefetched + persistent
-        gathered = min(gathered, total)
+        threshold = setting("stage3_param_persistence_threshold")
+        let_go = [n for n in parameters.counts if n > threshold]
+        reuse = setting("stage3_max_reuse_distance")
+        prefetch = setting("stage3_prefetch_bucket_size")
+        gathered = gathered_elements(let_go, parameters.largest_block, reuse, prefetch)
+        gathered += total - sum(let_go)
 
     sharded = shard if stage >= 1 else trainable
     name, state_bytes = _optimizer(config, notes)
-    optimizer_bytes = sharded * (_MASTER_BYTES + state_bytes)
-    gradients_bytes = item * (shard if stage >= 2 else trainable)
+    master_bytes = 2 if _halved(config, "master_weights_and_grads") else 4
+    if _halved(config, "optimizer_states"):
+        state_bytes //= 2
+    optimizer_bytes = sharded * (master_bytes + state_bytes)
+    gradients_bytes = _gradient_bytes(config, item) * (shard if stage >= 2 else trainable)
     bucket_bytes = communication = 0
     if world > 1 or stage == 3:
         bucket = setting("reduce_bucket_size")
@@ -139,7 +140,9 @@ def estimate(
         contiguous = zero.get("contiguous_gradients") is not False
         bucket_bytes = item * bucket * buffers * contiguous
         communication = bucket_bytes + item * min(bucket, trainable)
-    step_bytes = 4 * min(sharded, setting("sub_group_size"))
+    group = setting("sub_group_size") if stage == 3 else sharded
+    joined = item if item < master_bytes else 0  # gradients in one piece, then in 32 bits
+    step_bytes = (master_bytes + joined) * min(sharded, group)
 
     hosts, per_host = _hosts(config if stage == 3 else None, world, hosts, notes)
     copy_bytes = host_copy_bytes(parameters.counts, world, per_host, item) if per_host else 0
@@ -147,8 +150,12 @@ def estimate(
 
     host = residual_bytes if on_host else 0
     if _to_host(zero, "offload_optimizer"):
-        host += optimizer_bytes + gradients_bytes
-        optimizer_bytes = gradients_bytes = step_bytes = 0
+        groups = max(1, math.ceil(sharded / max(1, group)))
+        stays = int((1 - _ratio(zero)) * groups) / groups
+        host += gradients_bytes + round((1 - stays) * (optimizer_bytes + master_bytes * sharded))
+        optimizer_bytes = round(stays * optimizer_bytes)
+        gradients_bytes = round(stays * master_bytes * sharded)  # in 32 bits, for good
+        step_bytes = 0
     if stage == 3 and _to_host(zero, "offload_param"):
         host += kept_bytes + copy_bytes
         kept_bytes = copy_bytes = 0
@@ -300,4 +307,25 @@ def _optimizer(config: Mapping[str, Any] | None, notes: list[str]) -> tuple[str,
 
 
 def _to_host(zero: Mapping[str, Any], key: str) -> bool:
-    return lookup(zero, (key, "device")) in ("cpu", "nvme")
+    former = {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_param"}
+    return lookup(zero, (key, "device")) in ("cpu", "nvme") or zero.get(former[key]) is True
+
+
+def _ratio(zero: Mapping[str, Any]) -> float:
+    """Of the optimizer's sub-groups, those that go to host memory."""
+    value = lookup(zero, ("offload_optimizer", "ratio"))
+    return float(value) if isinstance(value, int | float) else 1.0
+
+
+def _halved(config: Mapping[str, Any] | None, what: str) -> bool:
+    """Whether 16 bits are kept of what is in 32 otherwise."""
+    places = [("fp16", f"fp16_{what}"), *((key, f"bf16_{what}") for key in BF16)]
+    return any(lookup(config, place) is True for place in places)
+
+
+def _gradient_bytes(config: Mapping[str, Any] | None, item: int) -> int:
+    """Of an element of the sharded gradients."""
+    named = lookup(config, ("data_types", "grad_accum_dtype"))
+    if named is None or is_auto(named):
+        return item
+    return 4 if named in ("fp32", "float32", "float", "torch.float32") else 2

@@ -1,10 +1,8 @@
 """What ZeRO-3 keeps on the accelerator beside activations: the engine's own tensors and limits.
 
 Sizes are read from tensors that exist (each storage once, on the accelerator only, so what is
-offloaded does not count). The one number that is a bound and no reading is that of gathered
-weights: DeepSpeed keeps at most what `stage3_max_live_parameters` allows, and lets a weight go that
-is not used again within `stage3_max_reuse_distance` elements. A host's copy of the weights is
-computed: hpZ drops it between steps.
+offloaded does not count). A bound and no reading is the number of gathered weights, and a host's
+copy of the weights is computed: hpZ drops it between steps.
 """
 
 from __future__ import annotations
@@ -38,6 +36,22 @@ def host_copy_bytes(counts: Iterable[int], processes: int, per_host: int, itemsi
     return itemsize * (processes // per_host) * sum(-(-n // processes) for n in counts)
 
 
+def gathered_elements(counts: Sequence[int], largest: int, reuse: int, prefetch: int) -> int:
+    """The most elements that ZeRO-3 has gathered at a time, of weights that it lets go.
+
+    It keeps a weight whose next use is within `stage3_max_reuse_distance` elements of its last
+    (`PartitionedParameterCoordinator.__params_to_release`). At the end of the forward that is the
+    way there and back, so half of the distance. `stage3_max_live_parameters` bounds what is
+    prefetched, no more.
+
+    Args:
+        counts: of each parameter that is let go.
+        largest: block, which is there whole.
+        reuse, prefetch: `stage3_max_reuse_distance`, `stage3_prefetch_bucket_size`.
+    """
+    return min(sum(counts), max(reuse // 2, largest) + prefetch)
+
+
 def resident_bytes(engine: Any, blocks: Sequence[nn.Module]) -> dict[str, int]:
     """Bytes by what they are.
 
@@ -63,14 +77,14 @@ def resident_bytes(engine: Any, blocks: Sequence[nn.Module]) -> dict[str, int]:
     item = max((p.element_size() for p in parameters), default=2)
     whole = {id(p): int(p.ds_numel) for p in parameters}
     block = max((sum(whole[id(p)] for p in b.parameters()) for b in blocks), default=0)
-    live = min(
-        sum(p.ds_numel for p in parameters if not p.ds_persist),
-        offload._max_available_parameters_in_numel,
-        offload._max_reuse_distance_in_numel + offload._prefetch_bucket_sz + block,
-    )
+    let_go = [p.ds_numel for p in parameters if not p.ds_persist]
+    reuse, prefetch = offload._max_reuse_distance_in_numel, offload._prefetch_bucket_sz
+    live = gathered_elements(let_go, block, reuse, prefetch)
     found["weights that are gathered for a while, at most"] = live * item
-    buffers = len(optimizer.ipg_buckets)
-    found["reduce bucket"] = buffers * optimizer.reduce_bucket_size * item
+    bucket = optimizer.reduce_bucket_size
+    trainable = sum(p.ds_numel for p in parameters if p.requires_grad)
+    found["reduce bucket"] = len(optimizer.ipg_buckets) * bucket * item
+    found["what a reduction sends"] = min(bucket, trainable) * item
     if copy := sum(_host_copy(p) for p in parameters if p.ds_tensor.device.type == device.type):
         found[HOST_COPY] = copy
     return found

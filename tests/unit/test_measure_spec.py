@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from ds_ckpt.config import parse
+from ds_ckpt.config.paths import precision
 from ds_ckpt.errors import ConfigError, StateError, UnsupportedError
 from ds_ckpt.hosts import Launcher, backends
 from ds_ckpt.hosts.backends import Hostfile, read_hostfile
-from ds_ckpt.measure.arguments import deepspeed_of, is_bf16, model_of, sections_of
+from ds_ckpt.measure.arguments import deepspeed_of, model_of, sections_of
 from ds_ckpt.measure.records import Memory, Store, Trial
 from ds_ckpt.measure.spec import (
     METHODS,
@@ -167,25 +168,27 @@ def test_a_users_deepspeed_file_is_the_base_of_every_configuration(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("precision", "sixteen"),
+    ("section", "sixteen"),
     [
         ({"bf16": {"enabled": True}}, True),
         ({"bfloat16": {"enabled": True}}, True),
+        ({"bf16": None, "bfloat16": {"enabled": True}}, True),
+        ({"bf16": {"enabled": False}, "bfloat16": {"enabled": True}}, False),
         ({"bf16": None}, False),
         ({"bf16": {"enabled": False}}, False),
         ({"bf16": {"enabled": "true"}}, None),
     ],
 )
 def test_a_users_file_says_the_precision(
-    precision: dict[str, Any], sixteen: bool | None, tmp_path: Path
+    section: dict[str, Any], sixteen: bool | None, tmp_path: Path
 ) -> None:
     path = tmp_path / "ds.json"
-    path.write_text(json.dumps({"zero_optimization": {"stage": 3}, **precision}))
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3}, **section}))
     if sixteen is None:
         with pytest.raises(ConfigError, match="true or false"):
             deepspeed_of(path)
     else:
-        assert is_bf16(deepspeed_of(path)[0]) == sixteen
+        assert (precision(deepspeed_of(path)[0]) == "bf16") == sixteen
 
 
 def test_a_file_without_sections_makes_no_configuration(tmp_path: Path) -> None:

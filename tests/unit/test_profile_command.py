@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,13 @@ def test_a_function_real_steps_and_the_compiler(tmp_path: Path) -> None:
     lines = [f.config for f in profile.findings if f.config and "ds_ckpt" in f.config]
     assert lines
     assert all(line["ds_ckpt"]["activation"]["modules"] == ["Mixer"] for line in lines)
+
+
+def test_a_batch_that_was_asked_for_is_among_the_others() -> None:
+    options = ["--fake", "--batches", "2,4", "--tokens", "8", "--policies", "block"]
+    without, with_it = (_run("demo", *options, *more) for more in ([], ["--batch", "1"]))
+    rows = [re.findall(r"^ none +(\d+) +\d", r.output, re.M) for r in (without, with_it)]
+    assert rows == [["2", "4"], ["1", "2", "4"]]
 
 
 def test_other_batches_of_a_function_that_takes_none() -> None:

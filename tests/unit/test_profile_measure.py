@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import collections
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ds_ckpt.errors import ConfigError
+from ds_ckpt.errors import ConfigError, UnsupportedError
 from ds_ckpt.planner.survey import survey
 from ds_ckpt.profile.measure import built_real, checkpointed, footprints, real_bytes
 from ds_ckpt.profile.policies import ComparedPolicy, compared
@@ -180,6 +181,30 @@ def test_eager_attention_is_seen_and_a_core_too() -> None:
     assert eager.core_avoided_bytes == 0
     assert (core.score_bytes, core.core_avoided_bytes) == (0, 2 * weights)
     assert eager.held_bytes > core.held_bytes
+
+
+def test_attention_weights_are_no_hidden_states_of_their_size() -> None:
+    # as many tokens as entries of a head: both have batch x heads x tokens x 32 entries
+    subject = find_subject("demo", Sizes(tokens=32, attention="eager"))
+    (found,) = footprints(subject, 1, compared((), None, None), None)
+    (wide,) = footprints(
+        find_subject("demo", Sizes(tokens=64, attention="eager")), 1, compared((), None, None), None
+    )
+    assert 0 < found.score_bytes < found.part_bytes("attention")
+    assert wide.score_bytes == 4 * found.score_bytes
+
+
+def test_auto_goes_on_with_the_plan_that_needs_least_below_its_limit() -> None:
+    subject = find_subject("demo", Sizes(tokens=64))
+    section = {"policy": "auto", "budget_gib": 2**-16}
+    with pytest.raises(UnsupportedError) as caught:
+        footprints(subject, 1, compared((), None, section), None)
+    needed = re.search(r"write at least ([\d.]+) GiB", str(caught.value))
+    assert needed is not None
+    assert "found 1.52588e-05 GiB" in str(caught.value)  # what was written
+    section["budget_gib"] = float(needed[1])  # planned for is less
+    _, found = footprints(subject, 1, compared((), None, section), None)
+    assert found.recompute.launches > 0
 
 
 @pytest.mark.parametrize("policy", ["budget", "auto"])

@@ -10,6 +10,7 @@ from torch import nn
 
 from ds_ckpt.errors import ConfigError
 from ds_ckpt.profile.policies import blocks_of
+from ds_ckpt.profile.records import States
 from ds_ckpt.profile.states import Parameters, estimate
 from tests.unit.profile_models import Mixer, Stack
 
@@ -35,7 +36,7 @@ def test_zero3_shards_round_up_and_keep_32_bits_of_weights() -> None:
     assert states.optimizer_bytes == (4 + 8) * shard
     assert states.reduce_bucket_bytes == 2 * 4000
     assert states.communication_bytes == 2 * (4000 + 4000)
-    assert states.temporary_bytes == 4 * shard
+    assert states.temporary_bytes == (4 + 2) * shard  # 16 bits in one piece, then in 32
     assert notes == ()
     assert not states.assumed
 
@@ -83,8 +84,44 @@ def test_offload_moves_states_to_the_host() -> None:
     )
     assert (moved.optimizer_bytes, moved.gradients_bytes, moved.parameters_bytes) == (0, 0, 0)
     kept = plain.optimizer_bytes + plain.gradients_bytes + plain.parameters_bytes
-    assert moved.host_bytes == kept
+    gradients_32_bits = plain.optimizer_bytes // 3  # beside AdamW's 12 bytes, for good
+    assert moved.host_bytes == kept + gradients_32_bits
     assert moved.resident_bytes == plain.resident_bytes - kept
+
+
+def test_the_former_key_offloads_too() -> None:
+    assert _estimate({"cpu_offload": True}) == _estimate({"offload_optimizer": {"device": "cpu"}})
+
+
+def test_a_part_of_the_optimizer_stays() -> None:
+    def estimated(ratio: float) -> States:
+        offload = {"offload_optimizer": {"device": "cpu", "ratio": ratio}}
+        return _estimate({"sub_group_size": 100_000, **offload})[0]
+
+    plain, moved, half = _estimate({})[0], estimated(1.0), estimated(0.5)
+    assert moved.optimizer_bytes == 0
+    assert half.optimizer_bytes == plain.optimizer_bytes / 2  # three sub-groups of six
+    assert half.host_bytes + half.optimizer_bytes + half.gradients_bytes == moved.host_bytes
+
+
+def test_what_types_change() -> None:
+    plain, _ = _estimate({})
+    shard = plain.optimizer_bytes // 12
+    wide, _ = _estimate({}, data_types={"grad_accum_dtype": "fp32"})
+    assert wide.gradients_bytes == 2 * plain.gradients_bytes
+    for key in ("bf16", "bfloat16"):
+        section = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+        narrow, _ = _estimate({}, **{key: {"enabled": True, **section}})
+        assert narrow.optimizer_bytes == 6 * shard
+        assert narrow.temporary_bytes == 2 * shard
+
+
+def test_the_optimizers_step_may_be_the_peak() -> None:
+    states, _ = _estimate({})
+    shard = states.optimizer_bytes // 12
+    assert states.temporary_bytes == (4 + 2) * shard
+    kept = states.parameters_bytes + states.gradients_bytes + states.optimizer_bytes
+    assert states.step_bytes == kept + states.reduce_bucket_bytes + states.temporary_bytes
 
 
 RESIDENT = {"ds_ckpt": {"weights": {"resident": True}}}
