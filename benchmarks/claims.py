@@ -194,8 +194,12 @@ class Measured:
         return States(**self.record["states"][str(world)])
 
     def total(self, policy: str, world: int = 8) -> int:
-        """Bytes at the peak of a step, with what is kept beside it."""
+        """Bytes at the peak of the passes, with what is kept beside it: grows with the batch."""
         return int(self.states(world).resident_bytes + self[policy].peak_bytes)
+
+    def whole(self, policy: str, world: int = 8) -> int:
+        """At the peak of the step, its update included."""
+        return int(max(self.total(policy, world), self.states(world).step_bytes))
 
     @property
     def sbd(self) -> int:

@@ -28,9 +28,9 @@ underflow there, so no scaling is needed. `benchmarks/powersgd.py` has torch's D
 from __future__ import annotations
 
 import math
-import threading
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
@@ -45,6 +45,8 @@ from ds_ckpt.settings import SWITCH, Expects
 # fp32: a column that was summed and rounded carries several by itself.
 _DEPENDENT = 2.0**-20
 _GATHERED_BELOW = 4
+_BLOCK = 1 << 20
+"""Entries that are multiplied in fp64 at a time."""
 
 Side = Literal["left", "right"]
 
@@ -242,56 +244,69 @@ def _directions(like: Tensor) -> Tensor:
     return torch.nn.functional.normalize(drawn, dim=0, eps=0.0)
 
 
-class _Exact:
+@contextmanager
+def _exact(on: Tensor) -> Iterator[None]:
     """Products inside are of fp32 numbers as they are, whatever the program allows its own: what
-    TF32 and bf16 round would be lost to the residual. The settings are the whole program's, and
-    threads may be inside at once."""
+    TF32 rounds would be lost to the residual.
 
-    def __init__(self) -> None:
-        self._lock, self._inside = threading.Lock(), 0
-        backends: list[Any] = [torch.backends.cuda, torch.backends.mkldnn]
-        # where there is none, torch is too old, which is said when the plugin is attached
-        self._backends = [backend.matmul for backend in backends if hasattr(backend, "matmul")]
-        self._before: list[Any] = []
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._inside:
-                self._before = [backend.fp32_precision for backend in self._backends]
-                self._set(["ieee"] * len(self._backends))
-            self._inside += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if not self._inside:
-                self._set(self._before)
-
-    def _set(self, values: Sequence[Any]) -> None:
-        for backend, value in zip(self._backends, values, strict=True):
-            if backend.fp32_precision != value:
-                backend.fp32_precision = value
+    The setting is the whole program's. On an accelerator nothing else multiplies meanwhile: an
+    exchange runs in the thread of backward there. On the host backward goes on beside an exchange,
+    and so its setting stays as it is.
+    """
+    matmul: Any = getattr(torch.backends.cuda, "matmul", None)
+    before = getattr(matmul, "fp32_precision", None)  # without it torch is too old, as is said
+    if on_host(on.device) or before in (None, "none", "ieee"):
+        yield
+        return
+    try:
+        matmul.fp32_precision = "ieee"
+        yield
+    finally:
+        matmul.fp32_precision = before
 
 
-_exact = _Exact()
+def _row_blocks(matrix: Tensor) -> list[slice]:
+    """Blocks to multiply in fp64 where the host would round factors to bf16; else none."""
+    matmul = getattr(torch.backends.mkldnn, "matmul", None)
+    exact = getattr(matmul, "fp32_precision", "ieee") in ("none", "ieee")
+    if exact or not on_host(matrix.device):
+        return []
+    rows, columns = matrix.shape
+    each = max(1, _BLOCK // max(1, columns))
+    return [slice(first, first + each) for first in range(0, rows, each)]
 
 
 def project(matrix: Tensor, q: Tensor, out: Tensor) -> Tensor:
     """`matrix @ q`: fp32 [m, n] and [n, r] into `out`, fp32 [m, r], which is returned."""
-    with _exact:
+    if blocks := _row_blocks(matrix):
+        wide = q.double()
+        for rows in blocks:
+            out[rows] = matrix[rows].double() @ wide
+        return out
+    with _exact(matrix):
         return torch.mm(matrix, q, out=out)
 
 
 def back_project(matrix: Tensor, p: Tensor, out: Tensor) -> Tensor:
     """`matrix.T @ p`: fp32 [m, n] and [m, r] into `out`, fp32 [n, r], which is returned."""
+    if blocks := _row_blocks(matrix):
+        wide = torch.zeros_like(out, dtype=torch.float64)
+        for rows in blocks:
+            wide.addmm_(matrix[rows].double().t(), p[rows].double())
+        return out.copy_(wide)
     # reads the matrix along its rows: 2 to 3 times as fast on a CPU as writing `out` at once
-    with _exact:
+    with _exact(matrix):
         return out.copy_(torch.mm(p.t(), matrix).t())
 
 
 def subtract_product_(matrix: Tensor, p: Tensor, q: Tensor) -> Tensor:
     """`matrix -= p @ q.T` in place: fp32 [m, n], [m, r], [n, r]."""
-    with _exact:
+    if blocks := _row_blocks(matrix):
+        wide = q.double().t()
+        for rows in blocks:
+            matrix[rows] -= (p[rows].double() @ wide).float()
+        return matrix
+    with _exact(matrix):
         return matrix.addmm_(p, q.t(), alpha=-1.0)
 
 
@@ -313,9 +328,16 @@ def product_entries(p: Tensor, q: Tensor, start: int, stop: int, columns: int) -
     first_row, last_row = start // columns, -(-stop // columns)
     if stop <= start:
         return p.new_empty(0)
-    with _exact:
-        rows = torch.mm(p[first_row:last_row], q.t()).view(-1)
-    return rows[start - first_row * columns : stop - first_row * columns]
+    left = p[first_row:last_row]
+    rows = left.new_empty(len(left), columns)
+    if blocks := _row_blocks(rows):
+        wide = q.double().t()
+        for part in blocks:
+            rows[part] = left[part].double() @ wide
+    else:
+        with _exact(left):
+            torch.mm(left, q.t(), out=rows)
+    return rows.view(-1)[start - first_row * columns : stop - first_row * columns]
 
 
 class Factors:

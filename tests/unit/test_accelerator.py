@@ -7,6 +7,7 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -385,24 +386,25 @@ def test_host_memory_is_host_memory_whatever_the_default_device() -> None:
 
 @pytest.mark.parametrize("precision", ["high", "medium"])
 def test_factors_are_multiplied_in_fp32(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TF32, or bf16 on a CPU that has it, in the products would be lost to the residual."""
-    seen: set[str] = set()
+    """TF32 in the products would be lost to the residual."""
+    seen: list[tuple[str, str]] = []
     for name in ("mm", "addmm_"):
         owner = torch if name == "mm" else Tensor
         product = getattr(owner, name)
 
         def noted(*args: object, product: Callable[..., Tensor] = product, **kw: object) -> Tensor:
-            seen.add(torch.backends.cuda.matmul.fp32_precision)
-            seen.add(torch.backends.mkldnn.matmul.fp32_precision)
+            backends: list[Any] = [torch.backends.cuda, torch.backends.mkldnn]
+            seen.append(tuple(one.matmul.fp32_precision for one in backends))
             return product(*args, **kw)
 
         monkeypatch.setattr(owner, name, noted)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     chosen = torch.backends.cuda.matmul.fp32_precision
+    on_host = torch.backends.mkldnn.matmul.fp32_precision
     try:
         OnGpus(3, "low rank").reduce(_gradients(3, 0))
-        assert seen == {"ieee"}
+        assert set(seen) == {("ieee", on_host)}
         assert torch.backends.cuda.matmul.fp32_precision == chosen
         assert torch.get_float32_matmul_precision() == precision
     finally:

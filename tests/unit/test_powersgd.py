@@ -329,3 +329,40 @@ def test_worthwhile_compares_the_bytes_of_a_ring() -> None:
 def test_a_rank_that_pays_on_one_level_may_not_pay_where_rows_are_divided() -> None:
     assert worthwhile(1024, 1024, 64)
     assert not worthwhile(1024, 1024, 64, local=8)
+
+
+@pytest.mark.parametrize("precision", ["high", "medium"])
+def test_products_are_exact_and_nobody_elses_change(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the host an exchange runs in a thread beside backward, under the program's settings."""
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(300, 200, generator=generator)
+    q, p = torch.randn(200, 5, generator=generator), torch.randn(300, 5, generator=generator)
+    wide = matrix.double()
+
+    def products() -> list[tuple[Tensor, Tensor]]:
+        return [
+            (project(matrix, q, torch.empty(300, 5)), wide @ q.double()),
+            (back_project(matrix, p, torch.empty(200, 5)), wide.T @ p.double()),
+            (subtract_product_(matrix.clone(), p, q), wide - p.double() @ q.double().T),
+            (
+                product_entries(p, q, 250, 3333, 200),
+                (p.double() @ q.double().T).view(-1)[250:3333],
+            ),
+        ]
+
+    monkeypatch.setattr(powersgd, "_BLOCK", 200 * 7)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    kind = type(torch.backends.mkldnn.matmul)
+    setter = kind.__setattr__
+    try:
+        monkeypatch.setattr(
+            kind, "__setattr__", lambda *_: pytest.fail("the program's own products would change")
+        )
+        for found, expected in products():
+            torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=3e-5)
+    finally:
+        monkeypatch.setattr(kind, "__setattr__", setter)
+        torch.set_float32_matmul_precision(before)
