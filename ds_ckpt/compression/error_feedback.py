@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ds_ckpt.compression.base import on_host
-from ds_ckpt.compression.storage import ResidualDtype, Storage, Stored, pieces
+from ds_ckpt.compression.storage import TORCH_DTYPES, ResidualDtype, Storage, Stored, pieces
 
 ResidualDevice = Literal["accelerator", "cpu"]
 
@@ -97,18 +97,20 @@ class Feedback:
         self._step = 0
         self._residuals: defaultdict[str, _Residual] = defaultdict(_Residual)
         self._reserved: list[Tensor] = []
+        self._place: torch.device | None = None
 
     def reserve(self, numel: int, device: torch.device) -> None:
         """Allocate now what steps will keep of one parameter: where memory is short, that is told
-        before training and not in the middle of an exchange, in which other processes wait.
+        before training and not in the middle of an exchange, in which other processes wait. It
+        stays here through steps that leave nothing behind.
 
         Args:
             device: of its gradients.
         """
         self._storage.prepare(device)
-        place = torch.device("cpu") if self._on_host else device
+        self._place = torch.device("cpu") if self._on_host else device
         for _ in range(self.enabled + self.accumulates):
-            self._reserved += self._new(numel, place, anew=True).tensors
+            self._reserved += self._new(numel, self._place, anew=True).tensors
 
     @property
     def dtype(self) -> ResidualDtype:
@@ -226,7 +228,8 @@ class Feedback:
         self._forget_working(residual)
 
     def clear(self, name: str) -> None:
-        """Nothing of `name` is owed: once the step is taken, nothing is held for it."""
+        """Nothing of `name` is owed: once the step is taken, nothing is held for it but what was
+        reserved."""
         self._residuals[name].cleared = True
 
     def commit(self) -> None:
@@ -288,7 +291,7 @@ class Feedback:
         self._residuals.clear()
         self._step = steps
         for name, source in state.items():
-            device = torch.device("cpu") if self._on_host else source.device
+            device = torch.device("cpu") if self._on_host else self._place or source.device
             copy = Stored(*(self._room(t.numel(), t.dtype, device) for t in source.tensors))
             copy.copy_(source)
             self._residuals[name].committed = copy
@@ -340,10 +343,15 @@ class Feedback:
         return torch.empty(numel, dtype=dtype, device=device)
 
     def _give_back(self, *held: Stored | None) -> None:
-        tensors = [tensor for stored in held if stored is not None for tensor in stored.tensors]
-        if tensors:
+        held_here = [stored for stored in held if stored is not None]
+        if held_here:
             self._wait_for_copies()
-        self._release(tensors)
+        kept = TORCH_DTYPES[self.dtype]
+        for stored in held_here:
+            if stored.device == self._place and stored.values.dtype == kept:
+                self._reserved += stored.tensors
+            else:
+                self._release(stored.tensors)
 
     def _release(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:

@@ -343,6 +343,7 @@ class AllToAllExchange:
             flat = pending.mul(loss_scale).to(flat.dtype)
             pending.zero_()
             self.feedback.store(name, pending)
+            self.feedback.clear(name)
         return flat if self._held_finite is None else _where(self._held_finite, flat)
 
     def _exchange(self, items: Sequence[Item], loss_scale: float) -> list[Tensor]:

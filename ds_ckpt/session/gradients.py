@@ -95,7 +95,8 @@ class Gradients:
         """What the exchange takes of the accelerator beside the engine, by what it is.
 
         Residuals as they are; of a bucket's buffers the most that its packets and what is worked on
-        in fp32 come to.
+        in fp32 come to. With two levels the sum inside the host comes first: all of the bucket but
+        what stays here goes out and comes in, in the gradients' own type, and its sum is fp32.
         """
         feedback, entries = self.built.feedback, int(self._engine.optimizer.reduce_bucket_size)
         largest = max((math.prod(t.shape) for t in self.plan.tensors), default=0)
@@ -105,9 +106,15 @@ class Gradients:
             taken = min(left, math.prod(t.shape))
             packets += taken * _density(t)
             left -= taken
-        worked_on = 4 * (entries - left) // self.built.groups.local
+        local = self.built.groups.local
+        worked_on = 4 * (entries - left) // local
         copied = feedback is None or feedback.dtype != "fp32" or feedback.on_host
-        found = {"exchange buffers, at most": 2 * int(packets) + (1 + copied) * worked_on}
+        buffers = 2 * int(packets) // local + (1 + copied) * worked_on
+        if local > 1:
+            itemsize = max((size for *_, size in self._shapes), default=0)
+            crossing = itemsize * (entries - left) * (local - 1) // local
+            buffers = max(buffers, 2 * crossing + worked_on)
+        found = {"exchange buffers, at most": buffers}
         if feedback is not None and not feedback.on_host:
             found["residuals"] = feedback.nbytes
         return found

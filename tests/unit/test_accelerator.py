@@ -7,7 +7,8 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from ds_ckpt.compression import (
     Quantize,
     TopK,
 )
-from ds_ckpt.compression.storage import ResidualDtype
+from ds_ckpt.compression.storage import ResidualDtype, Stored
 from ds_ckpt.exchange import hierarchy
 from ds_ckpt.exchange.layout import LocalShard, ShardLayout
 from ds_ckpt.exchange.plan import Plan
@@ -32,6 +33,7 @@ from ds_ckpt.exchange.schedule import ScheduledExchange
 from ds_ckpt.exchange.transport import PACKET_ALIGNMENT_BYTES, Packets
 from ds_ckpt.exchange.virtual import VirtualWorld
 from ds_ckpt.memory import HostPool
+from ds_ckpt.session.gradients import Gradients
 from tests.pretended_gpu import DEVICE, Gpu, in_threads
 
 BESIDE = "blocks beside a low rank"
@@ -464,15 +466,54 @@ def test_residuals_are_there_before_the_first_step(
         world.reduce(_names(4), _gradients(2 * local, step))
         world.commit()
         assert [feedback.nbytes for feedback in world.feedbacks] == before
+    # a step that sends all of it owes nothing, and gives up no room
+    world.reduce(_names(4), _gradients(2 * local, 3), choose=lambda name, shape: None)
+    world.commit()
+    assert not any(feedback.holds("p0") for feedback in world.feedbacks)
+    assert [feedback.nbytes for feedback in world.feedbacks] == before
+    # nor does what a checkpoint brings take room beside it, wherever it was read to
+    world.reduce(_names(4), _gradients(2 * local, 4))
+    world.commit()
+    kept = [(f.stored(), f.steps) for f in world.feedbacks]
+    for feedback, (stored, steps) in zip(world.feedbacks, kept, strict=True):
+        copies = {n: Stored(*(t.clone() for t in each.tensors)) for n, each in stored.items()}
+        feedback.load_stored(copies, steps)
+    assert [feedback.nbytes for feedback in world.feedbacks] == before
+
+
+def test_what_is_loaded_is_put_where_room_was_reserved() -> None:
+    feedback, there = Feedback(), torch.device("meta")
+    feedback.reserve(100, there)
+    before = feedback.nbytes
+    feedback.load_stored({"w": Stored(torch.ones(100))}, 3)
+    assert feedback.nbytes == before == 2 * 400
+    assert feedback.stored()["w"].device == there
+
+
+def test_a_world_of_one_keeps_nothing_that_was_delivered() -> None:
+    world = World(1, _choose("3 bits"))
+    world.feedbacks[0].load_stored({"p0": Stored(torch.ones(SHAPES[0]).view(-1))}, 1)
+    world.reduce(_names(4), _gradients(1, 0))
+    world.commit()
+    assert not world.feedbacks[0].holds("p0")
+
+
+@pytest.mark.parametrize(("local", "bytes_an_entry"), [(2, 4.0), (4, 4.0), (8, 4.0)])
+def test_a_budget_counts_the_sum_inside_a_host(local: int, bytes_an_entry: float) -> None:
+    """bf16: what crosses inside the host twice, out and in, and its sum in fp32."""
+    gradients = cast(Any, object.__new__(Gradients))
+    entries = 6400
+    shapes = [("w", torch.Size([80, 80]), 2)]
+    gradients.built = SimpleNamespace(feedback=Feedback(), groups=SimpleNamespace(local=local))
+    gradients.plan = Plan.of(_choose("3 bits"), shapes, 2, local)
+    gradients._shapes = shapes
+    gradients._engine = SimpleNamespace(optimizer=SimpleNamespace(reduce_bucket_size=entries))
+    found = gradients.resident_bytes()["exchange buffers, at most"]
+    assert found == pytest.approx(bytes_an_entry * entries, rel=0.01)
 
 
 def test_a_budget_counts_residuals_and_buffers() -> None:
     """What `Agreement` adds to the engine's own, in the words of the plan."""
-    from types import SimpleNamespace
-    from typing import Any, cast
-
-    from ds_ckpt.session.gradients import Gradients
-
     gradients = cast(Any, object.__new__(Gradients))
     feedback = Feedback(dtype="int8")
     feedback.reserve(6400, torch.device("cpu"))

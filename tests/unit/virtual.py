@@ -71,11 +71,13 @@ class World:
         names: Sequence[str],
         gradients: Sequence[Sequence[Tensor]],
         loss_scale: float = 1.0,
+        choose: Choose | None = None,
     ) -> list[list[Tensor]]:
         """`gradients[process][tensor]` -> shards `[process][tensor]`; inputs are not changed."""
 
         def work(p: int) -> list[Tensor]:
-            return self.exchanges[p].average(names, [g.clone() for g in gradients[p]], loss_scale)
+            copies = [g.clone() for g in gradients[p]]
+            return self.exchanges[p].average(names, copies, loss_scale, choose=choose)
 
         return self.virtual.run(work)
 
