@@ -50,6 +50,8 @@ from ds_ckpt.exchange.rules import Choose
 from ds_ckpt.exchange.transport import Packets, Transport
 from ds_ckpt.telemetry.timings import Errors, Timings
 
+_LONGEST_DOT = 1 << 30
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -239,18 +241,20 @@ class AllToAllExchange:
             self._time_on(tensors[0].device)
         items = self._items(names, tensors, self._choose if choose is None else choose)
         with self.timings.section("residual"):
+            owed = []
             for item in items:
                 if self.world > 1:
                     self._tell_metric(item, loss_scale)
-                name = item.name
-                pending = self.feedback.accumulate(name, item.local, self.world, loss_scale)
+                share = item.local, self.world, loss_scale
+                owed.append(self.feedback.accumulate(item.name, *share))
+            if owed:
                 # residuals that are rounded cannot hold an inf, and the parameter may be absent
                 # from the micro-step that sends
-                finite = finite_flag([pending])
-                if self._held_finite is not None:
-                    finite = finite & self._held_finite
-                self._held_finite = finite
-                self.feedback.store(name, pending)
+                finite = finite_flag(owed)
+                held = self._held_finite
+                self._held_finite = finite if held is None else finite & held
+            for item, pending in zip(items, owed, strict=True):
+                self.feedback.store(item.name, pending)
         sizes = [item.layout.size(self._me) for item in items]
         return [t.new_zeros(size) for t, size in zip(tensors, sizes, strict=True)]
 
@@ -618,4 +622,5 @@ def _where(finite: Tensor, values: Tensor) -> Tensor:
 
 
 def _energy(values: Tensor) -> Tensor:
-    return values.dot(values).double()
+    """Squared norm in fp64, in pieces that CUDA's dot product takes: it counts in 32 bits."""
+    return torch.stack([part.dot(part).double() for part in values.split(_LONGEST_DOT)]).sum()

@@ -66,15 +66,17 @@ class StepMetric:
         rows, columns = (
             of.log2_().mul_(_STEPS).nan_to_num_(0, neginf=-1e6).round_().int() for of in shares
         )
-        exponents = (rows.unsqueeze(1) + columns).view(-1)
+        width, parts = len(columns), list[Tensor]()
+        for _, there in _pieces(layout, shape):
+            first, last = there.start // width, -(-there.stop // width)
+            whole_rows = (rows[first:last].unsqueeze(1) + columns).view(-1)
+            parts.append(whole_rows[there.start - first * width : there.stop - first * width])
+        exponents = parts[0] if len(parts) == 1 else torch.cat(parts)
         exponents += 2 * _STEPS  # half of what it is divided by
         exponents >>= int(math.log2(4 * _STEPS))
         exponents = exponents.clamp_(_LEAST, _MOST).add_(127 - _LEAST)
         exponents <<= 23
-        weights = exponents.view(torch.float32)
-        if layout.numel == len(weights):
-            return weights
-        return torch.cat([weights[layout.source(m)] for m in range(len(layout.members))])
+        return exponents.view(torch.float32)
 
     def given(
         self, name: str, shape: torch.Size, layout: LocalShard, gradient: Tensor, scale: float
@@ -86,14 +88,13 @@ class StepMetric:
             gradient: [layout.numel], of any floating dtype, multiplied by `scale`.
         """
         rows, columns = matrix_shape(shape)
+        if min(rows, columns) == 1:  # of a vector the sums would be as long as it is
+            return
         sums = self._taken.get(name)
         if sums is None:
             both = gradient.new_zeros(rows + columns, dtype=torch.float32).split([rows, columns])
             sums = self._taken[name] = both[0], both[1]
-        pieces = [(layout.shard(m), layout.source(m)) for m in range(len(layout.members))]
-        if layout.numel == shape.numel():
-            pieces = [(slice(0, layout.numel), slice(0, layout.numel))]
-        for here, there in pieces:
+        for here, there in _pieces(layout, shape):
             first, last = there.start // columns, -(-there.stop // columns)
             squares = sums[0].new_zeros((last - first) * columns)
             start = there.start - first * columns
@@ -141,3 +142,10 @@ class StepMetric:
             for name in names
             if f"columns:{name}" in state
         }
+
+
+def _pieces(layout: LocalShard, shape: torch.Size) -> list[tuple[slice, slice]]:
+    """Where entries of a tensor are in a local shard, and where in the tensor."""
+    if layout.numel == shape.numel():
+        return [(slice(0, layout.numel), slice(0, layout.numel))]
+    return [(layout.shard(m), layout.source(m)) for m in range(len(layout.members))]

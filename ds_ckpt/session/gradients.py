@@ -236,7 +236,8 @@ def trained(engine: Any) -> list[tuple[str, Any]]:
 
 def shapes_of(engine: Any) -> list[tuple[str, torch.Size, int]]:
     """Name, full shape and bytes an element of every trained parameter."""
-    return [(n, p.ds_shape, p.element_size()) for n, p in trained(engine)]
+    travels = engine.optimizer.get_param_comm_dtype  # communication_data_type, or autocast's
+    return [(n, p.ds_shape, travels(p).itemsize) for n, p in trained(engine)]
 
 
 def _parameter_groups(engine: Any) -> dict[str, int] | None:

@@ -161,8 +161,6 @@ class VirtualWorkers:
         embeddings: frozenset[str] = frozenset(),
     ) -> None:
         self.step, self.at_boundary = 0, True
-        dense_first = settings.warmup_bits is None and not settings.lossless
-        self._warmup_steps = settings.warmup_steps if dense_first else 0
         self._bucket = list(reversed(names))
         self._virtual = VirtualWorld(world, timeout_s=_TIMEOUT_S)
         holds = settings.holds_back(accumulation)
@@ -194,8 +192,7 @@ class VirtualWorkers:
 
     def step_ended(self, *, skipped: bool) -> None:
         """The step's overflow decision: residuals are committed or rolled back. Counts the step."""
-        if self.step >= self._warmup_steps:  # the rounding of residuals is counted from there
-            self._virtual.run(lambda p: self._workers[p].scheduled.step_ended(skipped=skipped))
+        self._virtual.run(lambda p: self._workers[p].scheduled.step_ended(skipped=skipped))
         self.step += 1
 
     @property

@@ -209,7 +209,8 @@ class GradientHook:
                 skipped = overflow_decision()
                 skips.step_ended(skipped=bool(skipped), before=scale, after=self._scale())
                 if self._exchange is not None:
-                    self._exchange.step_ended(skipped=bool(skipped))
+                    with self._counters.purpose(Purpose.REDUCE):  # sums that all processes know
+                        self._exchange.step_ended(skipped=bool(skipped))
             except BaseException:  # as DeepSpeed does where the loss scale can fall no further
                 self.drop_step()
                 raise

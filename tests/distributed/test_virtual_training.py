@@ -27,6 +27,12 @@ SECTIONS = {
     "1 bit in steps": topk_section(
         method="entropy_coded", entropy_coded={"metric": "steps"}, warmup_steps=3
     ),
+    "1 bit in steps from the start": topk_section(
+        method="entropy_coded", entropy_coded={"metric": "steps"}
+    ),
+    "topk with residuals in bf16": topk_section(
+        topk={"density": 0.05}, warmup_steps=3, error_feedback={"dtype": "bf16"}
+    ),
     "1 bit after 4 bits": topk_section(method="entropy_coded", warmup_steps=3, warmup_bits=4),
     "quantize": quantize_section(),
     "2 bits without feedback": quantize_section(
@@ -67,6 +73,8 @@ PLAIN, CLIPPED_AND_ACCUMULATED = (0.0, 1), (0.5, 2)
         ("topk with a lead", *PLAIN),
         ("1 bit by energy", *PLAIN),
         ("1 bit in steps", *PLAIN),
+        ("1 bit in steps from the start", *PLAIN),
+        ("topk with residuals in bf16", *PLAIN),
         ("1 bit after 4 bits", *CLIPPED_AND_ACCUMULATED),
         ("quantize", *PLAIN),
         ("2 bits without feedback", *CLIPPED_AND_ACCUMULATED),
