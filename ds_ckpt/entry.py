@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -95,7 +96,7 @@ def _raw_config(args: Any, config: Any, config_params: Any) -> Mapping[str, Any]
         source = getattr(args, "deepspeed_config", None)
     if source is None or isinstance(source, Mapping):
         return source
-    if not isinstance(source, str | Path) or not Path(source).is_file():
+    if not isinstance(source, str | Path) or not os.path.isfile(source):
         return None  # base64 of DeepSpeed's launcher: parsed by DeepSpeed, checked by attach
     try:
         return load_file(source)

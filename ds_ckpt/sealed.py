@@ -44,10 +44,10 @@ class SealedFile:
     Attributes:
         metadata: without the digest.
         keys: of its tensors.
-        sealed: it has a digest.
 
     Raises:
-        DamagedError: it cannot be opened, or its metadata are not those that were written.
+        DamagedError: it cannot be opened, has no digest, or its metadata are not those that were
+            written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -57,13 +57,11 @@ class SealedFile:
             self.keys = sorted(self._file.keys())
         except Exception as error:  # safetensors raises a type of its own
             raise DamagedError(f"a file that cannot be read ({error})") from error
-        self._digest = self.metadata.pop(_DIGEST, None)
-        if self._digest is not None and not self._digest.startswith(_of(self.metadata)):
+        self._digest = self.metadata.pop(_DIGEST, "")
+        if not self._digest:
+            raise DamagedError("a file without its checksum")
+        if not self._digest.startswith(_of(self.metadata)):
             raise DamagedError(_CHANGED)
-
-    @property
-    def sealed(self) -> bool:
-        return self._digest is not None
 
     def shape(self, key: str) -> list[int]:
         return list(self._file.get_slice(key).get_shape())
@@ -90,7 +88,7 @@ class SealedFile:
             _add(digest, key, tensor)
             if tensor.is_floating_point() and not tensor.isfinite().all():
                 spoiled = spoiled or key
-        if self._digest not in (None, _of(self.metadata) + str(digest.hexdigest())):
+        if self._digest != _of(self.metadata) + str(digest.hexdigest()):
             raise DamagedError(_CHANGED)
         if spoiled:
             raise DamagedError(f"NaN or infinity in {spoiled}")

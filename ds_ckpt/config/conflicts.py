@@ -204,6 +204,19 @@ CHECKPOINTING = (
 )
 RESIDENT = (
     Conflict(
+        "zero_optimization.cpu_offload_param",
+        _on,
+        "DeepSpeed takes it for offload_param to the host, and gathers take weights from there",
+        "write false or remove the key",
+    ),
+    Conflict(
+        "checkpoint.use_node_local_storage",
+        _on,
+        "what hosts hold of the weights is saved in one folder, whose files of an earlier save one "
+        "process removes",
+        "write false or remove the key",
+    ),
+    Conflict(
         "zero_optimization.offload_param.device",
         _one_of("cpu", "nvme"),
         "weights are then kept in host memory or on NVMe, and gathers take them from there",

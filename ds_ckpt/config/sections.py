@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -74,7 +75,8 @@ def _places(model: type[BaseModel], path: str) -> Iterator[tuple[str, str]]:
 def _remedy(field: FieldInfo) -> str:
     default = "" if field.is_required() else f" (default {show(_default(field))})"
     example = _expects(field).example
-    return f"write for example {example}, or leave the key out or null{default}"
+    without = "" if field.is_required() else f", or leave the key out or null{default}"
+    return f"write for example {example}{without}"
 
 
 def _default(field: FieldInfo) -> Any:
@@ -127,7 +129,8 @@ def _wrong_value(value: object, field: FieldInfo, where: str, key: str) -> Probl
         choices = [word.strip('"') for word in expects.words.replace(" or ", ", ").split(", ")]
         if close := nearest(value, choices):
             why += f'; did you mean "{close}"?'
-            return Problem(where, show(value), why, f'write "{close}", or leave the key out')
+            without = "" if field.is_required() else ", or leave the key out"
+            return Problem(where, show(value), why, f'write "{close}"{without}')
     elif isinstance(value, str) and not expects.example.startswith(('"', "[")):
         why += "; in quotes it is text"
     elif isinstance(value, float) and "whole number" in expects.words:
@@ -209,7 +212,10 @@ def read(
         return model.model_validate(cleaned)
     except ValidationError as error:
         for entry in error.errors(include_url=False, include_context=False):
-            problems.append(_from_pydantic(entry["loc"], entry["input"], model, path))
+            problem = _from_pydantic(entry["loc"], entry["input"], model, path)
+            if entry["type"] == "missing":  # what pydantic shows is all that is around it
+                problem = replace(problem, found="nothing")
+            problems.append(problem)
         return None
 
 

@@ -106,11 +106,6 @@ class Groups:
         """The groups that were made for two levels."""
         return () if self.inside is None else (self.between, self.inside)
 
-    def discard(self) -> None:
-        """End them."""
-        for group in self.made:
-            discard(group)
-
     @property
     def world(self) -> int:
         """Number of processes that exchange compressed gradients with each other."""
@@ -189,13 +184,13 @@ _abandoned: list[Any] = []
 
 
 def abandon(*groups: Any) -> None:
-    """Have groups given up when the next engine is set up. For finalizers, which run in any thread
-    and at any time: NCCL's communicators must not be ended there."""
+    """Have groups given up when the next engine is set up. For an engine that the collector takes,
+    in any thread and at any time: NCCL's communicators must not be ended there."""
     _abandoned.extend(groups)
 
 
 def discard_abandoned() -> None:
-    """Give up what finalizers have left."""
+    """Give up what engines have left."""
     while _abandoned:
         discard(_abandoned.pop())
 

@@ -45,8 +45,6 @@ from ds_ckpt.sealed import DamagedError, SealedFile, write
 
 log = logging.getLogger("ds_ckpt")
 FORMAT = "3"
-_UNSEALED = "2"
-"""The format before, which is read too: without a digest."""
 _RESIDUAL, _SCALES = "residual/", "scales/"
 _TRAVELS = ".model_states.pt"
 _ANY = "ds_ckpt_residuals_*_of_*.safetensors*"
@@ -115,8 +113,6 @@ class SavedFile:
             StateError: it is damaged.
         """
         try:
-            if self.format == FORMAT and not self._file.sealed:
-                raise DamagedError("a file without its checksum")
             self._file.check()
         except DamagedError as error:
             raise self.damaged(error) from error
@@ -265,8 +261,6 @@ class ResidualFiles:
         else:
             own = first
             residuals = {n: Stored(total) for n, total in self._summed(paths, first).items()}
-        if first.format == _UNSEALED and self._dp_rank == 0:
-            log.info("ds_ckpt: %s has no checksums: an earlier version saved it", folder)
         if residuals and not self._feedback.accumulates:
             residuals = {}
             if self._dp_rank == 0:
@@ -319,7 +313,7 @@ class ResidualFiles:
     def _fitting(self, path: Path) -> SavedFile:
         """The file, if it is of this run's method and shapes."""
         file = SavedFile(path)
-        readable = file.format in (FORMAT, _UNSEALED)
+        readable = file.format == FORMAT
         if file.method != self._method or not readable:
             remedy = f"set ds_ckpt.compression.method to {file.method}" if readable else ""
             found = f"method {file.method}, format {file.format}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,7 +13,7 @@ from ds_ckpt.compression.error_feedback import Feedback
 from ds_ckpt.config.compression import CompressionConfig
 from ds_ckpt.config.settings import exchange_settings
 from ds_ckpt.exchange.build import Built, ExchangeSettings, build_exchange, describe
-from ds_ckpt.exchange.hierarchy import abandon, discard, discard_abandoned, twin_of
+from ds_ckpt.exchange.hierarchy import abandon, discard, twin_of
 from ds_ckpt.exchange.plan import UNCOMPRESSED, Plan, PlannedTensor
 from ds_ckpt.exchange.rules import MethodSettings, embeddings_of
 from ds_ckpt.exchange.state import ResidualFiles
@@ -60,7 +59,6 @@ class Gradients:
         self._settings.choose(self._embeddings).check(
             (name, shape) for name, shape, _ in self._shapes
         )
-        discard_abandoned()
         group = engine.optimizer.dp_process_group
         self._one_thread = (
             torch.distributed.get_backend(group) != "gloo"
@@ -119,22 +117,17 @@ class Gradients:
             found["residuals"] = feedback.nbytes
         return found
 
-    def finalizers(self) -> list[Any]:
-        """Abandon the process groups when the engine is dropped without a word."""
-        own = () if self._own_group is None else (self._own_group,)
-        return [weakref.finalize(self._engine, abandon, *self.built.groups.made, *own)]
-
     @property
     def groups(self) -> list[Any]:
         """Of the exchange: made for it, or DeepSpeed's."""
         made = (self.built.groups.between, self.built.groups.inside, self._own_group)
         return [group for group in made if group is not None]
 
-    def discard(self) -> None:
-        """Give the process groups up."""
-        self.built.groups.discard()
-        if self._own_group is not None:
-            discard(self._own_group)
+    def discard(self, *, dropped: bool = False) -> None:
+        """Give the process groups up; `dropped`: when the next engine is set up."""
+        own = () if self._own_group is None else (self._own_group,)
+        for group in (*self.built.groups.made, *own):
+            (abandon if dropped else discard)(group)
 
     def dense(self) -> BucketExchange:
         """An exchange that sends everything, to hold DeepSpeed's own reduction against."""

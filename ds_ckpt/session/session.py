@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -24,6 +23,7 @@ from ds_ckpt.config import PluginConfig
 from ds_ckpt.config.activation import activation_policy
 from ds_ckpt.config.verdicts import limits
 from ds_ckpt.exchange.build import Built
+from ds_ckpt.exchange.hierarchy import discard_abandoned
 from ds_ckpt.exchange.plan import Plan
 from ds_ckpt.exchange.state import ResidualFiles
 from ds_ckpt.memory import HostPool
@@ -85,8 +85,6 @@ class Session:
         self.guard: Guard | None = None
         self._host = HostPool()
         self._patches = Patches()
-        self._on_drop: list[Any] = []
-        """What to do for the rest of the program when the engine is dropped without `detach`."""
         try:
             self._put_together()
         except BaseException:
@@ -103,11 +101,11 @@ class Session:
     def _put_together(self) -> None:
         engine, config = self.engine, self.config
         refuse_pipeline(engine)
+        discard_abandoned()
         compatibility.require_torch()
         stage3 = engine.zero_optimization_stage() == 3
         changed = compatibility.require() if stage3 else []
         collectives.listen(self.counters)
-        self._on_drop.append(weakref.finalize(engine, collectives.unlisten, self.counters))
         states: list[StateFiles] = [self._attach_hooks(changed)] if stage3 else []
         if config.weights.resident:
             states += self._keep_weights()
@@ -127,8 +125,10 @@ class Session:
 
         @functools.wraps(destroy)
         def detach_and_destroy() -> None:
+            # an engine that is dropped without a word destroys itself
+            dropped = sys._getframe(1).f_code.co_name == "__del__"
             try:
-                self.detach()
+                self._detach(dropped=dropped)
             finally:
                 destroy()
 
@@ -300,7 +300,6 @@ class Session:
         overlap = False
         if config.compression.method != "none":
             self._gradients = Gradients(engine, config.compression, self._host)
-            self._on_drop += self._gradients.finalizers()
             built, overlap = self._gradients.built, self._gradients.overlaps
             exchange = built.exchange
             verify = self._gradients.dense() if changed else None
@@ -308,7 +307,6 @@ class Session:
         self._gradient = GradientHook(
             optimizer, names, exchange, self.counters, overlap=overlap, verify=verify
         )
-        self._on_drop.append(weakref.finalize(engine, self._gradient.lease.close))
         return residual_files(engine, config.compression.method, built)
 
     @property
@@ -431,17 +429,22 @@ class Session:
             Exception: what one part raised, such as waiting for a process that has gone. The others
                 are left all the same.
         """
+        self._detach()
+
+    def _detach(self, *, dropped: bool = False) -> None:
+        """`dropped`: from the collector, in any thread, at any time, maybe on one process alone:
+        nothing is waited for, and process groups end later."""
         with ExitStack() as last_first:
-            for finalizer in self._on_drop:
-                last_first.callback(finalizer.detach)
             last_first.callback(collectives.unlisten, self.counters)
             if self._patience is not None:
                 last_first.callback(self._patience.undo)
             if self._gradients is not None:
-                last_first.callback(self._gradients.discard)
-            for part in (self._gather, self._gradient, self._resident):
+                last_first.callback(self._gradients.discard, dropped=dropped)
+            for part in (self._gather, self._gradient):
                 if part is not None:
                     last_first.callback(part.detach)
+            if self._resident is not None:
+                last_first.callback(self._resident.detach, dropped=dropped)
             if self._blocks is not None:
                 last_first.callback(self._blocks.remove)
             if self._planning is not None:

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from ds_ckpt.compression import lossless
 from ds_ckpt.compression.tracked import Tracked
+from ds_ckpt.config.paths import show
 from ds_ckpt.config.weights import WeightsConfig
 from ds_ckpt.errors import Problem, StateError, UnsupportedError
 from ds_ckpt.exchange.autotune import Autotuner
-from ds_ckpt.exchange.hierarchy import discard, hosts_of, warm
+from ds_ckpt.exchange.hierarchy import abandon, discard, hosts_of, warm
 from ds_ckpt.sealed import DamagedError, SealedFile, write
 from ds_ckpt.session.refusals import refuse_model_parallel
 from ds_ckpt.telemetry import Counters
@@ -30,7 +31,8 @@ WHERE = "$.ds_ckpt.weights"
 OFF = f"or set {WHERE}.resident to false"
 _FILE = "ds_ckpt_weights_{process:05d}_of_{world:05d}.safetensors"
 _AUTOTUNE = "autotune"
-_ANY = "ds_ckpt_weights_*_of_*.safetensors"
+_ANY = "ds_ckpt_weights_*_of_*.*"
+"""Also what a save that was killed has left."""
 
 
 class Whole:
@@ -81,15 +83,16 @@ class Resident:
         codecs = self.hook.codecs if self.hook else ()
         return next((asdict(c.last) for c in codecs if isinstance(c, Tracked)), {})
 
-    def detach(self) -> None:
-        """DeepSpeed gathers between hosts again."""
+    def detach(self, *, dropped: bool = False) -> None:
+        """DeepSpeed gathers between hosts again; `dropped`: nothing is waited for, and groups are
+        given up when the next engine is set up."""
         if self.hook is not None:
             try:
                 if self.hook.attached:
-                    self.hook.detach()
+                    (self.hook.drop if dropped else self.hook.detach)()
             finally:
                 for group in self.groups:
-                    discard(group)
+                    (abandon if dropped else discard)(group)
 
 
 class HeldFiles:
@@ -137,14 +140,15 @@ class HeldFiles:
             StateError: the file is missing where others are, damaged, or of another model.
         """
         path = folder / self._name
-        if not self.keeps or not list(folder.glob(f"ds_ckpt_weights_*_of_{self._world:05d}.*")):
+        those = f"ds_ckpt_weights_*_of_{self._world:05d}.safetensors"
+        if not self.keeps or not list(folder.glob(those)):
             return None
         try:
             file = SealedFile(path)
             file.check()
         except DamagedError as error:
             raise _not_held(path, str(error)) from error
-        if (name := file.metadata.get("name", self._name)) != self._name:
+        if (name := file.metadata.get("name")) != self._name:
             raise _not_held(path, f"{name} under this name")
         autotune = json.loads(file.metadata.get(_AUTOTUNE, "{}"))
         saved = {key: file.tensor(key) for key in file.keys} if self._hook.tracks else {}
@@ -182,18 +186,18 @@ def keep_resident(engine: Any, config: WeightsConfig, counters: Counters) -> Res
     """
     from deepspeed import comm
 
-    optimizer = engine.optimizer
+    optimizer, asked = engine.optimizer, show(config.resident)
     refuse_model_parallel(engine, f"{WHERE}.resident to false")
     hosts = hosts_of(optimizer.dp_process_group, least=1)
     if hosts == "all processes share one host":
         return Resident(None, "weights: nothing to keep, as all processes share one host")
     if isinstance(hosts, str):
         why = "a copy is divided among the processes of a host, equally many on each"
-        raise _refusal("resident", "true", f"{hosts}; {why}", "give every host the same slots")
+        raise _refusal("resident", asked, f"{hosts}; {why}", "give every host the same slots")
     local = len(hosts[0])
     if hosts != tuple(tuple(range(h * local, (h + 1) * local)) for h in range(len(hosts))):
         why = f"processes of one host do not follow each other: {hosts}"
-        raise _refusal("resident", "true", why, "order the hostfile's lines host by host")
+        raise _refusal("resident", asked, why, "order the hostfile's lines host by host")
     partition = int(engine.zero_hpz_partition_size())
     if partition not in (0, 1, local):
         raise UnsupportedError(
@@ -226,7 +230,7 @@ def keep_resident(engine: Any, config: WeightsConfig, counters: Counters) -> Res
 
     def make_room() -> None:
         run_on_all_or_raise(
-            lambda: _refuse_too_large(engine, len(hosts), local),
+            lambda: _refuse_too_large(engine, asked, len(hosts), local),
             optimizer.dp_process_group,
             what="keep its part of a copy of the weights",
         )
@@ -263,7 +267,7 @@ def keep_resident(engine: Any, config: WeightsConfig, counters: Counters) -> Res
     )
 
 
-def _refuse_too_large(engine: Any, hosts: int, local: int) -> None:
+def _refuse_too_large(engine: Any, asked: str, hosts: int, local: int) -> None:
     """A gather that runs out of memory on one process would leave the others waiting in it."""
     device = torch.device(engine.device)
     alone = device.type != "cpu"  # else the processes of a host share its memory
@@ -286,7 +290,7 @@ def _refuse_too_large(engine: Any, hosts: int, local: int) -> None:
         )
     whose = "this process's device" if alone else f"the memory of a host of {local} processes"
     why = f"the copy takes {size(needed)} of {whose}, where {size(free)} are free"
-    raise _refusal("resident", "true", why, "; or ".join(remedies))
+    raise _refusal("resident", asked, why, "; or ".join(remedies))
 
 
 def _refusal(key: str, found: str, why: str, remedy: str) -> UnsupportedError:

@@ -222,6 +222,8 @@ class WeightsHook:
         self._times: list[list[float]] = [[] for _ in codecs]
         self._chosen = 0
         self._loads = 0
+        self._doubted = False
+        """A load has raised, with owners' shards written or not."""
         self._patches = Patches()
         finalize(self, _restore_partition)  # where it is dropped without a word
         self.attach()
@@ -234,7 +236,7 @@ class WeightsHook:
             self._install()
             self.gather_anew()
         except BaseException:
-            self._leave()
+            self.drop()
             raise
 
     @property
@@ -316,6 +318,7 @@ class WeightsHook:
                 self._stepped = False
                 self._send()
             small, optimizer.persistent_parameters = optimizer.persistent_parameters, []
+            self._counters.gathers.update(param.ds_id for param in small)
             try:
                 post_step(*args, **kwargs)  # would gather them between hosts
             finally:
@@ -341,6 +344,15 @@ class WeightsHook:
         self._patches.set(optimizer, "load_state_dict", load_and_gather)
         for name in ("offload_states", "reload_states"):
             self._patches.set(optimizer, name, self._following(getattr(optimizer, name)))
+        forward_begins = optimizer.clear_backward_seen_flag
+
+        def look_and_begin() -> None:
+            if self._doubted:
+                self._doubted = False
+                self.check()
+            forward_begins()
+
+        self._patches.set(optimizer, "clear_backward_seen_flag", look_and_begin)
 
     def _after_arrival(self, gather: Callable[..., Any], maker: Any) -> Callable[..., Any]:
         def gather_what_is_there(params: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
@@ -385,10 +397,17 @@ class WeightsHook:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Owners get other weights inside; the outermost one ends by gathering them. Collective."""
+        """Owners get other weights inside; the outermost one ends by gathering them. Collective.
+
+        Where it raises, maybe on one process alone, nothing collective follows: the next forward,
+        which all processes begin, looks at what hosts keep.
+        """
         self._loads += 1
         try:
             yield
+        except BaseException:
+            self._doubted = True
+            raise
         finally:
             self._loads -= 1
         if not self._loads and self.attached:
@@ -403,6 +422,7 @@ class WeightsHook:
                 param.partition()
             param.all_gather()  # between all processes
             param.partition(has_been_updated=True)
+        self._doubted = False
         self._has_written()
 
     def _shard(self, piece: Piece) -> Tensor:
@@ -485,7 +505,8 @@ class WeightsHook:
             self._zero_padding(piece.param, self._master(piece))
         parts = [self._shard(piece) for piece in chunk]
         held = torch.cat(parts)
-        master = torch.cat([self._master(piece) for piece in chunk]).to(held.device)
+        # `offload_optimizer.ratio`: some groups are on the host, others on the accelerator
+        master = torch.cat([self._master(piece).to(held.device) for piece in chunk])
         sizes = [piece.size for piece in chunk]
         with self._counters.span("pack"):
             payload = self._codec.encode(held, master, sizes)
@@ -561,8 +582,8 @@ class WeightsHook:
             if hosts.rank == 0:
                 log.warning(
                     "ds_ckpt: a host's copy of the weights is not what their owners have; "
-                    "something has written to it, or to them, since the last step. All weights "
-                    "are sent anew"
+                    "something has written to it, or to them, since the last step, maybe a load "
+                    "that failed. All weights are sent anew"
                 )
             self.gather_anew()
         return not flag.item()
@@ -613,9 +634,10 @@ class WeightsHook:
         try:
             self.land()
         finally:
-            self._leave()
+            self.drop()
 
-    def _leave(self) -> None:
+    def drop(self) -> None:
+        """As `detach`, of an engine that is gone: changes on their way are not waited for."""
         self._patches.undo()
         for param in self._params:
             param.ds_secondary_tensor = None

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
+import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero import parameter_offload
@@ -23,7 +24,10 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from torch import Tensor, nn
 
 import ds_ckpt
+from ds_ckpt.exchange.hierarchy import discard_abandoned
+from ds_ckpt.patch import Patches
 from ds_ckpt.telemetry import Purpose
+from ds_ckpt.zero3 import weights
 from ds_ckpt.zero3.weights import WeightsHook
 from tests.distributed import models
 from tests.distributed.cases_abandoned import broken_off_save
@@ -330,6 +334,61 @@ def loaded(slots: list[int], section: dict[str, Any], folder: str) -> dict[str, 
     return result
 
 
+def loaded_in_vain(slots: list[int], section: dict[str, Any], folder: str) -> dict[str, Any]:
+    """A load that raises when DeepSpeed has written frozen weights, and is caught: a step before
+    it, three behind it, and an evaluation."""
+    fresh()
+    with hosts(slots):
+        engine = _start("lora", section)
+        losses = _train(engine, "lora", 1, 0)
+        engine.save_checkpoint(folder)
+        frozen = next(p for p in engine.module.parameters() if not p.requires_grad)
+        with deepspeed.zero.GatheredParameters([frozen], modifier_rank=0):
+            frozen.data.mul_(1.5)
+        losses += _train(engine, "lora", 1, 1)
+        before = frozen.ds_tensor.detach().clone()
+
+        def refuses(*args: Any, **kwargs: Any) -> None:
+            raise ValueError("no such optimizer")
+
+        patches = Patches()
+        patches.set(engine.optimizer, "load_state_dict", refuses)
+        with pytest.raises(ValueError, match="no such optimizer"):
+            engine.load_checkpoint(folder)
+        patches.undo()
+        result = {"written": not torch.equal(before, frozen.ds_tensor)}
+        result["evaluated"] = _evaluate(engine, "lora")
+        result["losses"] = losses + _train(engine, "lora", 3, 2)
+        result["weights"] = models.weights_digest(engine)
+        result["stale"] = stale(engine, slots) if section else []
+        engine.destroy()
+    return result
+
+
+def dropped_on_the_way(slots: list[int], section: dict[str, Any]) -> bool:
+    """An engine whose changes are still under way is dropped, and the collector takes it on one
+    process before the other begins anything: whether there were any."""
+    fresh()
+    patches = Patches()
+    patches.set(weights, "CHUNK", 500)
+    patches.set(weights, "IN_FLIGHT", 2)
+    with hosts(slots):
+        engine = _start("llama", section)
+        _train(engine, "llama", 1, 0)
+        hook = ds_ckpt.session_of(engine)._resident.hook  # type: ignore[union-attr]
+        under_way = bool(hook._flying) and bool(hook._to_send)
+        type(engine).destroy(engine)
+        parameter_offload.FWD_MODULE_STACK.clear()
+        del engine, hook
+        if dist.get_rank() == 0:
+            gc.collect()
+        dist.barrier()
+        gc.collect()
+        discard_abandoned()
+    patches.undo()
+    return under_way
+
+
 # what is left behind
 
 
@@ -391,7 +450,10 @@ def left(slots: list[int], section: dict[str, Any]) -> dict[str, Any]:
         parameter_offload.FWD_MODULE_STACK.clear()
         del engine
         gc.collect()
+        kept = inside in _GROUPS
+        discard_abandoned()  # as the next engine does
         return {
+            "kept": kept,
             "losses": losses,
             "weights": digest,
             "stale": wrong,

@@ -134,6 +134,19 @@ def test_what_is_loaded_into_a_running_engine_is_everywhere(world2: Any, tmp_pat
     assert all(process["stale"] == [] for process in ours)
 
 
+def test_a_load_that_was_refused_half_way_leaves_hosts_with_what_owners_have(
+    world2: Any, tmp_path: Path
+) -> None:
+    plain = world2.run(cases.loaded_in_vain, ONE, {}, str(tmp_path / "plain"))
+    ours = world2.run(cases.loaded_in_vain, ONE, LOSSLESS, str(tmp_path / "ours"))
+    assert all(process["written"] for process in plain)
+    assert ours == plain
+
+
+def test_a_dropped_engine_waits_for_nothing(world2: Any) -> None:
+    assert all(world2.run(cases.dropped_on_the_way, ONE, LOSSLESS, timeout=60))
+
+
 @pytest.mark.slow
 def test_universal_checkpoints(world2: Any, world4: Any, tmp_path: Path) -> None:
     saved = world2.run(cases.straight, ONE, LOSSLESS, str(tmp_path), 2, 2)
@@ -185,6 +198,7 @@ def test_nothing_is_left_behind(world2: Any) -> None:
         assert process["weights"] == stock["weights"][3]
         assert process["stale"] == []
         assert process["ends"] == [{"tensors": 0, "group": False, "told": 0}] * 2
+        assert process["kept"]  # by the collector, which ends no group
         assert not process["dropped"]
         assert not process["replaced"]
 

@@ -107,6 +107,8 @@ RESIDENT_CONFLICTS: list[tuple[str, Any, Any]] = [
     ("zero_optimization.offload_param", {"device": "cpu"}, {"device": "none"}),
     ("zero_optimization.offload_param", {"device": "nvme"}, None),
     ("zero_optimization.offload_optimizer", {"device": "nvme"}, {"device": "cpu"}),
+    ("zero_optimization.cpu_offload_param", True, False),
+    ("checkpoint", {"use_node_local_storage": True}, {"use_node_local_storage": False}),
     ("zero_optimization.zero_quantized_weights", True, False),
     ("zero_optimization.zenflow", {}, None),
     ("zero_optimization.zero_quantized_nontrainable_weights", True, False),
@@ -120,6 +122,7 @@ _BELOW = {
     "zero_optimization.offload_param": "zero_optimization.offload_param.device",
     "zero_optimization.offload_optimizer": "zero_optimization.offload_optimizer.device",
     "expert_parallel": "expert_parallel.enabled",
+    "checkpoint": "checkpoint.use_node_local_storage",
 }
 
 

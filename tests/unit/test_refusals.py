@@ -65,10 +65,10 @@ def test_a_copy_of_the_weights_that_does_not_fit_is_refused_with_what_would(
     kept = dict.fromkeys(weights.OFFLOADED, 100 * 1024)
     monkeypatch.setattr(weights, "resident_bytes", lambda engine, blocks: {**kept, "other": 10**9})
     monkeypatch.setattr(weights, "free_on", lambda device: needed)
-    weights._refuse_too_large(engine, 4, 2)
+    weights._refuse_too_large(engine, '"auto"', 4, 2)
     monkeypatch.setattr(weights, "free_on", lambda device: needed - 300 * 1024)
     with pytest.raises(UnsupportedError) as caught:
-        weights._refuse_too_large(engine, 4, 2)
+        weights._refuse_too_large(engine, '"auto"', 4, 2)
     (problem,) = caught.value.problems
     assert problem.where == "$.ds_ckpt.weights.resident"
     assert f"takes {size(needed)}" in problem.why
@@ -81,7 +81,7 @@ def test_a_copy_of_the_weights_that_does_not_fit_is_refused_with_what_would(
     monkeypatch.setattr(weights, "free_on", lambda device: needed - 300 * 1024 - 1)
     if device == "cuda":
         with pytest.raises(UnsupportedError, match="too little alone"):
-            weights._refuse_too_large(engine, 4, 2)
+            weights._refuse_too_large(engine, '"auto"', 4, 2)
 
 
 @pytest.mark.parametrize("kind", [UnsupportedError, StateError])
