@@ -76,7 +76,7 @@ class SavedFile:
     Attributes:
         process, world: by its name.
         method: what the residuals are of.
-        format: one that is neither `FORMAT` nor the one before holds nothing that can be read.
+        format: another than `FORMAT` holds nothing that can be read.
         steps, members: see the module.
 
     Raises:

@@ -314,3 +314,24 @@ def test_auto_is_refused_everywhere(keys: Keys) -> None:
         parse(config)
     (problem,) = [p for p in caught.value.problems if p.where == _path(keys)]
     assert len(keys) == 1 or "nothing fills it in" in problem.why
+
+
+@pytest.mark.parametrize(
+    ("section", "rule", "key"),
+    [
+        ("compression", {"match": "*"}, "method"),
+        ("compression", {"method": "topk"}, "match"),
+        ("activation", {"match": "0"}, "policy"),
+    ],
+)
+def test_of_what_a_rule_lacks_it_is_said_that_it_is_not_there(
+    section: str, rule: dict[str, str], key: str
+) -> None:
+    ours = {"compression": {"method": "topk"}, "activation": {"policy": "block"}}
+    ours[section]["rules"] = [rule]  # type: ignore[assignment]
+    with pytest.raises(ConfigError) as caught:
+        parse({"zero_optimization": {"stage": 3}, "ds_ckpt": ours})
+    (problem,) = caught.value.problems
+    assert problem.where == f"$.ds_ckpt.{section}.rules[0].{key}"
+    assert problem.found == "nothing"
+    assert "leave the key out" not in problem.remedy

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from ds_ckpt.errors import DsCkptError, Problem, StateError, UnsupportedError
 from ds_ckpt.session import weights
@@ -82,6 +85,30 @@ def test_a_copy_of_the_weights_that_does_not_fit_is_refused_with_what_would(
     if device == "cuda":
         with pytest.raises(UnsupportedError, match="too little alone"):
             weights._refuse_too_large(engine, '"auto"', 4, 2)
+
+
+def test_a_configuration_in_base64_is_deepspeeds_business() -> None:
+    from ds_ckpt.entry import _raw_config
+
+    assert _raw_config(None, "eyJ6ZXJv" * 100, None) is None  # longer than a file's name may be
+
+
+def test_what_a_killed_save_has_left_is_no_file_of_the_next(tmp_path: Path) -> None:
+    hook: Any = SimpleNamespace(tracks=True, held=dict)
+    files = weights.HeldFiles(hook, 0, 2)
+    left = tmp_path / "ds_ckpt_weights_00001_of_00002.unfinished"
+    left.write_bytes(b"half")
+    assert files.read(tmp_path) is None
+    files.clear(tmp_path)
+    assert not left.exists()
+
+
+def test_a_file_without_its_checksum_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "ds_ckpt_weights_00000_of_00002.safetensors"
+    save_file({"w": torch.ones(3)}, path, metadata={"name": path.name})
+    hook: Any = SimpleNamespace(tracks=True, held=lambda: {"w": torch.ones(3)})
+    with pytest.raises(StateError, match="without its checksum"):
+        weights.HeldFiles(hook, 0, 2).read(tmp_path)
 
 
 @pytest.mark.parametrize("kind", [UnsupportedError, StateError])

@@ -34,6 +34,7 @@ class Run:
     def __init__(self, resident_s: float, room: bool = True) -> None:
         self.hook, self.busy, self.room, self.now_s = Hook(), False, room, 0.0
         self.resident_s = resident_s
+        self.error: Exception | None = None
         self.engine = SimpleNamespace(
             optimizer=SimpleNamespace(dp_process_group=None),
             skipped_steps=0,
@@ -45,7 +46,8 @@ class Run:
 
     def _make_room(self) -> None:
         if not self.room:
-            raise UnsupportedError(Problem("$", "true", "the copy does not fit", "free some"))
+            assert self.error is not None
+            raise self.error
 
     def steps(self, count: int, pause_s: float = 0.0) -> list[bool]:
         """Where the weights were in each."""
@@ -108,8 +110,18 @@ def test_skipped_steps_do_not_count() -> None:
     assert run.residence.tuner.choice == "compressed"
 
 
-def test_a_copy_without_room_is_not_made_again(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        UnsupportedError(Problem("$", "true", "the copy does not fit", "free some")),
+        OSError("the copy does not fit: no such device"),
+    ],
+)
+def test_a_copy_without_room_is_not_made_again(
+    caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
     run = Run(0.5)
+    run.error = error
     run.steps(SWITCH + 1)
     run.room = False
     assert run.steps(RECHECK)[-1] is False

@@ -298,7 +298,7 @@ def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(tmp_path: Path
 @pytest.mark.parametrize("other", ["1", "4"])
 def test_another_format_is_refused(tmp_path: Path, other: str) -> None:
     path = tmp_path / "ds_ckpt_residuals_00000_of_00001.safetensors"
-    save_file({"residual/tiny": torch.zeros(3)}, path, {"format": other, "method": "topk"})
+    write(path, {"residual/tiny": torch.zeros(3)}, {"format": other, "method": "topk"})
     with pytest.raises(
         StateError, match=rf"format {other}[\s\S]*format 3[\s\S]*remove the ds_ckpt"
     ):
@@ -499,28 +499,6 @@ def test_a_name_that_the_first_file_has_lost_is_refused_by_who_reads_one(tmp_pat
     for files in resumed.files[:2]:  # there are two files
         with pytest.raises(StateError, match=r"restore|another tag"):
             files.read(tmp_path)
-
-
-def test_what_an_earlier_version_saved_loads_to_the_bit(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Without digest and place, under the names of then."""
-    saved, resumed = Processes(2, dtype="int8"), Processes(2, dtype="int8")
-    saved.train(2)
-    saved.save(tmp_path)
-    for path in list(tmp_path.iterdir()):
-        file = SealedFile(path)
-        about = file.metadata["about"].replace('"process"', '"_"').replace('"world"', '"__"')
-        tensors = {key: file.tensor(key) for key in file.keys}
-        earlier = path.name.removesuffix(".model_states.pt")
-        save_file(tensors, tmp_path / earlier, {**file.metadata, "format": "2", "about": about})
-        path.unlink()
-    with caplog.at_level(logging.INFO, logger="ds_ckpt"):
-        resumed.load(tmp_path)
-    assert resumed.bits() == saved.bits()
-    assert sum("has no checksums" in record.getMessage() for record in caplog.records) == 1
-    resumed.save(tmp_path)
-    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_refusal_names_the_file_and_what_can_be_done(tmp_path: Path) -> None:

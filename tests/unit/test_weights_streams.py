@@ -111,6 +111,7 @@ class _Host:
             _reassign_or_swap_out_partitioned_parameters=nothing,
             **dict.fromkeys(("_post_step", "load_state_dict", "offload_states"), nothing),
             **dict.fromkeys(("reload_states", "invalidate_secondary_tensor"), nothing),
+            clear_backward_seen_flag=nothing,
         )
         self.hook = WeightsHook(
             self.optimizer,
@@ -253,6 +254,26 @@ def test_a_seeded_fault_is_found(
     seed(monkeypatch)
     hosts = _train(lambda: Tracked(4), [200, 120])
     assert hosts[0].gpu.findings
+
+
+def test_masters_of_a_group_that_stays_on_the_accelerator_meet_those_on_the_host() -> None:
+    """`offload_optimizer.ratio` below 1: a chunk has parameters of either."""
+    pieces = [SimpleNamespace(param=None, group=g, start=0, size=8) for g in range(2)]
+    hook: Any = object.__new__(WeightsHook)
+    there = torch.device("meta")
+    masters = [torch.ones(8), torch.ones(8, device=there)]
+    hook._optimizer = SimpleNamespace(fp32_partitioned_groups_flat=masters)
+    hook._counters, hook.codecs, hook._chosen = Counters(), [SimpleNamespace(encode=_taken)], 0
+    hook._hosts = HostLayout(WORLD, 1, 5, "inside")
+    hook._zero_padding = lambda *_: None
+    hook._shard = lambda piece: torch.ones(8, device=there, dtype=torch.bfloat16)
+    assert hook._encode(pieces).device == there
+
+
+def _taken(held: Tensor, master: Tensor, sizes: Any) -> Tensor:
+    """What a codec is given."""
+    assert held.device == master.device
+    return master
 
 
 def test_a_gather_is_ordered_behind_the_step() -> None:
