@@ -116,6 +116,12 @@ class TopK(Method, RowCodec):
         count, place_bytes = self._selected(numel)
         return value_bytes(count, self.values) + aligned(place_bytes)
 
+    def kernels(self, device: torch.device) -> fused.Kernels | None:
+        """None; the one that takes blocks' maxima is tried by asking, ahead of an exchange."""
+        if self.selection == "blocks":
+            _has_kernel(device)
+        return None
+
     def pack_rows(self, values: Tensor, out: Tensor) -> None:
         count, place_bytes = self._selected(values.shape[1])
         if count == 0:
@@ -248,12 +254,15 @@ def select_in_blocks(values: Tensor, blocks: Blocks, offsets: Tensor) -> None:
     Args:
         values: fp32 [shards, blocks.numel].
     """
-    if fused.serves(values.device) and fused.trusted(
-        "Top-K's blocks", values.device, lambda: _kernel_agrees(values.device)
-    ):
+    if _has_kernel(values.device):
         fused.select_in_blocks(values, offsets, blocks.count, blocks.k)
     else:
         _select_in_blocks(values, blocks, offsets)
+
+
+def _has_kernel(device: torch.device) -> bool:
+    what = "Top-K's blocks"
+    return fused.serves(device) and fused.trusted(what, device, lambda: _kernel_agrees(device))
 
 
 def _kernel_agrees(device: torch.device) -> bool:

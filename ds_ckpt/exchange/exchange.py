@@ -20,9 +20,10 @@ those of all buckets at once, when the step has ended. So a flagged bucket goes 
 values that mean nothing, and the step is rolled back.
 
 What an accelerator is asked to do does not grow with the number of processes: shards of one size go
-through a codec as the rows of one matrix (`Packets`). Where a codec has kernels for all tensors of
-a bucket at once (`compression.fused`), it does not grow with their number either: one kernel adds
-up, flags, packs and leaves the residual, another adds what has arrived.
+through a codec as the rows of one matrix (`Packets`), and where all shards lie is worked out
+once. Where a codec has kernels for all tensors of a bucket at once (`compression.fused`), it does
+not grow with their number either: one kernel adds up, flags, packs and leaves the residual, another
+adds what has arrived.
 """
 
 from __future__ import annotations
@@ -119,12 +120,15 @@ class Item:
         """Whether the all-to-all has something of it."""
         return not self.rides and (self.compressor is None or self.codec is not None)
 
-    def packed_bytes(self, owner: int) -> int:
-        """Size of what the all-to-all takes for a process's shard."""
-        numel, codec = self.layout.size(owner), self.codec
+    @property
+    def packed_bytes(self) -> list[int]:
+        """By process, the size of what the all-to-all takes for its shard."""
+        sizes, codec = self.layout.sizes, self.codec
         if codec is None:
-            return aligned(numel * self.dtype.itemsize)
-        return codec.packed_bytes(numel)
+            packed = {numel: aligned(numel * self.dtype.itemsize) for numel in set(sizes)}
+        else:
+            packed = {numel: codec.packed_bytes(numel) for numel in set(sizes)}
+        return [packed[numel] for numel in sizes]
 
     @property
     def divided_last(self) -> bool:
@@ -183,6 +187,7 @@ class AllToAllExchange:
         self.world = transport.world * (in_host.processes if in_host else 1)
         self._members = in_host.members if in_host else tuple(range(transport.world))
         self._me = transport.dp_rank
+        self._layouts: dict[ShardLayout, LocalShard] = {}
         self.timings = Timings()
         self.errors = Errors()
 
@@ -204,7 +209,7 @@ class AllToAllExchange:
                 if codec is not None:
                     codec.kernels(device)  # tried now, and not in mid-exchange
             if compressors or self._holds:
-                layout = LocalShard(ShardLayout(shape.numel(), self.world), self._members)
+                layout = self._layout(ShardLayout(shape.numel(), self.world))
                 self.feedback.reserve(layout.numel, device)
 
     def step_ended(self) -> None:
@@ -320,7 +325,13 @@ class AllToAllExchange:
         if self._in_host is not None and flats:
             with self.timings.section("in_host"):
                 flats = self._in_host.sum(flats, shards)
-        return flats, [LocalShard(s, self._members) for s in shards]
+        return flats, [self._layout(shard) for shard in shards]
+
+    def _layout(self, shard: ShardLayout) -> LocalShard:
+        """Worked out once: with many processes that takes longer than all that is done with it."""
+        if shard not in self._layouts:
+            self._layouts[shard] = LocalShard(shard, self._members)
+        return self._layouts[shard]
 
     def _items(self, names: Sequence[str], tensors: list[Tensor], choose: Choose) -> list[Item]:
         """A bucket's tensors, with what this process brings of each."""
@@ -433,9 +444,8 @@ class AllToAllExchange:
         what kernels have found."""
         if not items:
             return None, finite
-        everybody = range(self.transport.world)
-        sizes = [[item.packed_bytes(p) for item in items] for p in everybody]
-        shards = [[item.layout.size(p) for item in items] for p in everybody]
+        sizes = [*zip(*(item.packed_bytes for item in items), strict=True)]
+        shards = [*zip(*(item.layout.sizes for item in items), strict=True)]
         packets = Packets(self.transport, sizes, shards, items[0].local.device)
         together: defaultdict[Kernels, list[ToPack]] = defaultdict(list)
         alike: dict[int, tuple[Codec, list[tuple[Tensor, Tensor]]]] = {}

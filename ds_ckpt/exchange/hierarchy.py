@@ -217,6 +217,7 @@ class InHostSum:
         assert len(peers) == transport.world
         self._transport = transport
         self._peers = peers
+        self._known: dict[ShardLayout, list[LocalShard]] = {}
 
     @property
     def processes(self) -> int:
@@ -227,6 +228,12 @@ class InHostSum:
     def members(self) -> tuple[int, ...]:
         """The processes that this one exchanges with between hosts, itself included."""
         return self._peers[self._transport.dp_rank]
+
+    def _divided(self, shard: ShardLayout) -> list[LocalShard]:
+        """What each process of the host brings to the exchange between hosts; worked out once."""
+        if shard not in self._known:
+            self._known[shard] = [LocalShard(shard, members) for members in self._peers]
+        return self._known[shard]
 
     def sum(self, flats: Sequence[Tensor], shards: Sequence[ShardLayout]) -> list[Tensor]:
         """This process's local shard of each tensor, summed over the host.
@@ -239,7 +246,8 @@ class InHostSum:
             [its entries] each, in fp32 or the gradient's dtype if that is wider.
         """
         me = self._transport.dp_rank
-        layouts = [[LocalShard(s, members) for s in shards] for members in self._peers]
+        divided = [self._divided(shard) for shard in shards]
+        layouts = list(zip(*divided, strict=True))  # by local process, of each tensor
         sizes = [
             [aligned(c.numel * f.element_size()) for c, f in zip(cs, flats, strict=True)]
             for cs in layouts
@@ -271,7 +279,7 @@ class InHostSum:
 def _gather(flat: Tensor, layouts: Sequence[LocalShard], out: Tensor) -> Tensor:
     """The local shard of each layout, all as long, as a row of `out`: as few copies as there are
     runs of shards where the layouts are alike and equally far apart."""
-    runs = [list(layout.runs()) for layout in layouts]
+    runs = [layout.runs for layout in layouts]
     apart = runs[1][0].source - runs[0][0].source if len(runs) > 1 and runs[0] else 0
     for row, each in enumerate(runs):
         moved = [replace(run, source=run.source + apart * row) for run in runs[0]]

@@ -85,9 +85,14 @@ class LocalShard:
         return self._starts[-1]
 
     @cached_property
+    def sizes(self) -> list[int]:
+        """Entries that each member owns."""
+        return [self.tensor.size(member) for member in self.members]
+
+    @cached_property
     def _starts(self) -> list[int]:
         """Of the members' shards in the local shard, and its end."""
-        return [0, *accumulate(self.tensor.size(member) for member in self.members)]
+        return [0, *accumulate(self.sizes)]
 
     def source(self, member: int) -> slice:
         """Where a member's shard lies in the flattened tensor."""
@@ -99,16 +104,17 @@ class LocalShard:
 
     def size(self, member: int) -> int:
         """Entries that a member owns."""
-        return self._starts[member + 1] - self._starts[member]
+        return self.sizes[member]
 
     def rows(self, local: Tensor, members: range) -> Tensor:
         """The shards of members that follow each other, all of one size, as views: [members, n]."""
         start, stop = self._starts[members[0]], self._starts[members[-1] + 1]
         return local[start:stop].view(len(members), (stop - start) // len(members))
 
-    def runs(self) -> Iterator[Run]:
+    @cached_property
+    def runs(self) -> list[Run]:
         """The shards that are not empty, in order, as few runs as there are."""
-        first, start = 0, 0
+        found, first, start = list[Run](), 0, 0
         while first < len(self.members) and (size := self.size(first)):
             at = self.source(first).start
             step = self.source(first + 1).start - at if first + 1 < len(self.members) else size
@@ -119,9 +125,10 @@ class LocalShard:
                 and self.source(last).start == at + step * (last - first)
             ):
                 last += 1
-            yield Run(last - first, size, step, at, start)
+            found.append(Run(last - first, size, step, at, start))
             start += size * (last - first)
             first = last
+        return found
 
 
 def ascending(

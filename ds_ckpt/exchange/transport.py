@@ -122,10 +122,15 @@ class Packets:
         header_bytes: int = HEADER_BYTES,
     ) -> None:
         self._transport = transport
-        me, pieces = transport.dp_rank, [_pieces([header_bytes, *each]) for each in sizes]
+        me, known = transport.dp_rank, dict[tuple[int, ...], tuple[list[int], int]]()
+        for each in map(tuple, sizes):  # few are different
+            if each not in known:
+                all_of_it = _pieces([header_bytes, *each])
+                known[each] = all_of_it, sum(all_of_it)
+        pieces, nbytes = zip(*(known[tuple(each)] for each in sizes), strict=True)
         peers = [process != me for process in range(transport.world)]
-        self._send = [sum(pieces[p]) * peer for p, peer in enumerate(peers)]
-        self._receive = [sum(pieces[me]) * peer for peer in peers]
+        self._send = [n * peer for n, peer in zip(nbytes, peers, strict=True)]
+        self._receive = [nbytes[me] * peer for peer in peers]
         self._out = torch.empty(sum(self._send), dtype=torch.uint8, device=device)
         self._in = torch.empty(sum(self._receive), dtype=torch.uint8, device=device)
         self.outgoing: list[tuple[range, list[Tensor]]] = []
@@ -134,7 +139,7 @@ class Packets:
             if last < transport.world and last != me != first and shards[last] == shards[first]:
                 continue
             if first != me:
-                end = start + (last - first) * sum(pieces[first])
+                end = start + (last - first) * nbytes[first]
                 run = _rows(self._out[start:end], last - first, pieces[first])
                 self.outgoing.append((range(first, last), run))
                 start = end

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +29,7 @@ def alone(tmp_path: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        gc.collect()  # DDP's threads end while there is a group
         dist.destroy_process_group()
 
 

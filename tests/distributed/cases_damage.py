@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import ds_ckpt
-from ds_ckpt.sealed import SealedFile
+from ds_ckpt.sealed import SealedFile, write
 from tests.distributed import models
 from tests.distributed.cases_levels import hosts
 from tests.distributed.cases_resume import state_digest
@@ -34,11 +34,11 @@ def _flip(folder: Path, what: str) -> None:
 
 
 def _nan(folder: Path, what: str) -> None:
-    """As an earlier version would have left it: no digest tells of it."""
+    """As a run that went wrong would have saved it: its digest is right."""
     path = _files(folder, what)[1]
     tensors, metadata = load_file(path), SealedFile(path).metadata
     next(t for t in tensors.values() if t.is_floating_point()).view(-1)[0] = torch.nan
-    save_file(tensors, path, {**metadata, "format": "2"})
+    write(path, tensors, metadata)
 
 
 def _truncate(folder: Path, what: str) -> None:

@@ -438,13 +438,13 @@ def test_runs_are_the_shards(world: int, numel: int, local: int) -> None:
         layout = LocalShard(ShardLayout(numel, world), tuple(range(place, world, local)))
         wanted = [whole[layout.source(m)] for m in range(len(layout.members))]
         found = []
-        for run in layout.runs():
+        for run in layout.runs:
             assert run.start == sum(map(len, found))
             starts = [run.source + run.step * i for i in range(run.count)]
             found += [whole[start : start + run.size] for start in starts]
         wanted = [shard for shard in wanted if len(shard)]
         assert [t.tolist() for t in found] == [t.tolist() for t in wanted]
-        assert len(list(layout.runs())) <= 2
+        assert len(layout.runs) <= 2
 
 
 # ---- memory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,6 +19,7 @@ from ds_ckpt.compression import (
     Compressor,
     Dense,
     EntropyCoded,
+    Feedback,
     LowRank,
     Quantize,
     TopK,
@@ -25,6 +27,7 @@ from ds_ckpt.compression import (
 from ds_ckpt.compression.quantize import BITS, BLOCKS
 from ds_ckpt.compression.storage import Stored
 from ds_ckpt.compression.topk import SELECTIONS, VALUE_FORMATS
+from ds_ckpt.exchange.exchange import AllToAllExchange
 from ds_ckpt.exchange.layout import ShardLayout
 from ds_ckpt.exchange.rules import Choose
 from ds_ckpt.exchange.transport import HEADER_BYTES, PACKET_ALIGNMENT_BYTES
@@ -669,3 +672,45 @@ def test_a_codec_need_not_be_hashable() -> None:
     world = World(2, lambda name, shape: _ListOfSettings(torch.float32))
     for shards in zip(*world.reduce(["a", "b"], gradients), strict=True):
         assert torch.cat(shards).unique().tolist() in ([0.5], [1.0])
+
+
+def test_the_hosts_work_hardly_grows_with_the_number_of_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Shards are of three sizes at most, and where they lie is worked out once."""
+
+    class Nowhere:
+        world, dp_rank = 512, 1
+
+        def all_to_all(
+            self,
+            output: Tensor,
+            input: Tensor,
+            output_splits: Sequence[int],
+            input_splits: Sequence[int],
+        ) -> None:
+            output.zero_()
+
+        def all_reduce(self, tensor: Tensor) -> None: ...
+
+    asked, divided = Counter[int](), Counter[int]()
+    packed_bytes, size = Quantize.packed_bytes, ShardLayout.size
+
+    def noted(codec: Quantize, numel: int) -> int:
+        asked[numel] += 1
+        return packed_bytes(codec, numel)
+
+    def noted_size(layout: ShardLayout, process: int) -> int:
+        divided[process] += 1
+        return size(layout, process)
+
+    codec = Quantize(bits=3)
+    exchange = AllToAllExchange(Nowhere(), lambda name, shape: codec, Feedback())
+    for step in range(2):
+        if step:
+            monkeypatch.setattr(Quantize, "packed_bytes", noted)
+            monkeypatch.setattr(ShardLayout, "size", noted_size)
+        exchange.average(["a", "b"], [torch.randn(10_000), torch.randn(30_000)])
+        exchange.feedback.commit()
+    assert asked.total() <= 3 * 2  # three sizes of each tensor
+    assert not divided

@@ -20,12 +20,16 @@ from test_quantize import SCALES, gradient
 from torch import Tensor
 from virtual import World, assemble
 
-from ds_ckpt.compression import Compressor, LowRank, Quantize, TopK, fused
+from ds_ckpt.compression import Compressor, Feedback, LowRank, Quantize, TopK, fused
 from ds_ckpt.compression.error_feedback import add_divided, divide
 from ds_ckpt.compression.fused import ToPack
 from ds_ckpt.compression.quantize import BLOCKS
 from ds_ckpt.compression.storage import ResidualDtype
 from ds_ckpt.compression.topk import blocks_for, select_in_blocks
+from ds_ckpt.exchange.build import ExchangeSettings
+from ds_ckpt.exchange.exchange import AllToAllExchange
+from ds_ckpt.exchange.rules import MethodSettings
+from ds_ckpt.exchange.virtual import VirtualWorld
 from tests.pretended_gpu import Gpu, in_threads
 
 if os.environ.get("CI") != "true":  # there it is installed
@@ -245,6 +249,20 @@ def test_kernels_that_cannot_be_trusted_are_not_used(
         assert all(map(torch.equal, packed, _packed(Quantize(bits=4), values, on=False)))
     (said,) = caplog.messages
     assert "fused kernels of 4 bits in blocks of 64 are not used on cpu" in said
+
+
+@pytest.mark.parametrize("method", ["topk", "quantize"])
+def test_kernels_are_tried_where_residuals_are_reserved(
+    method: Any, kernels: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that cannot be compiled on one process must not end an exchange there."""
+    kernels(True)
+    tried: list[object] = []
+    monkeypatch.setattr(fused, "trusted", lambda what, device, agrees: tried.append(what))
+    choose = ExchangeSettings(MethodSettings(method), min_numel=0).choose(frozenset())
+    exchange = AllToAllExchange(VirtualWorld(2).transports[0], choose, Feedback())
+    exchange.reserve([("w", torch.Size([64, 64]))], torch.device("cpu"))
+    assert tried
 
 
 def test_kernels_compile_for_a_gpu_and_round_products_and_sums_apart(tmp_path: Path) -> None:

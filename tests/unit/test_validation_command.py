@@ -235,7 +235,7 @@ def test_what_needs_an_engine_is_told(tmp_path: Path, activation: dict[str, Any]
         (["FILE", "--tasks", "digits", "--layers", "3"], "--layers"),
         (["FILE", "--tasks", "topics", "--length", "64"], "--length"),
         (["FILE", "--tasks", "digits", "--margin", "2"], "--margin"),
-        (["FILE", "--tasks", "digits", "--accuracy-margin", ".1"], "found  0.1"),
+        (["FILE", "--tasks", "digits", "--accuracy-margin", ".1"], "0.125 points"),
         (["FILE", "--tasks", "language", "--accuracy-margin", "2"], "--accuracy-margin"),
         (["FILE", "--processes", "2", "--device", "cpu"], "--device"),
         (["FILE", "--device", "abacus"], "--device"),
