@@ -349,10 +349,19 @@ def train_missing(
         )
         key, names = plan.key(candidate, seed), (spec.kind, candidate.name)
         day = datetime.now(timezone.utc).date().isoformat()
-        about: dict[str, Any] = {"date": day, "versions": versions()}
+        about: dict[str, Any] = {"date": day, "versions": surroundings(plan.mode)}
         if outcome.diverged and dense is not None:
             about[_AGAINST] = dense.key.settings
         store.add(Result(key, names, outcome, sixteen_bit_bytes, step_s, about))
+
+
+def surroundings(mode: Mode) -> dict[str, str]:
+    """What a result depends on beside its key. The device of virtual workers is part of that."""
+    found = versions()
+    if mode == "processes":
+        available = torch.cuda.is_available()
+        found["accelerator"] = torch.cuda.get_device_name() if available else "cpu"
+    return found
 
 
 def train_virtual(

@@ -25,11 +25,17 @@ from ds_ckpt.validation.compare import (
     records,
 )
 from ds_ckpt.validation.data import has_labels
-from ds_ckpt.validation.experiment import DENSE, Plan, read_candidates, train_missing, train_virtual
+from ds_ckpt.validation.experiment import (
+    DENSE,
+    Plan,
+    read_candidates,
+    surroundings,
+    train_missing,
+    train_virtual,
+)
 from ds_ckpt.validation.report import document, write_report
 from ds_ckpt.validation.store import Mode, Store
 from ds_ckpt.validation.task import DEFAULT_TASKS, KINDS, Kind, Task, make_spec, open_task
-from ds_ckpt.workload import versions
 
 RESULTS = "results.jsonl"
 _OWN_DATA = ("digits", "topics")
@@ -249,14 +255,15 @@ def _check_resolution(task: Task, margin: float) -> None:
 
 
 def _check_versions(plan: Plan, store: Store, results: Path) -> None:
-    """Refuse to go on beside runs of other packages: a pair would differ in more than its file."""
-    now = versions()
+    """Refuse to go on beside runs of other packages or of another accelerator: a pair would differ
+    in more than its file."""
+    now = surroundings(plan.mode)
     if plan.mode == "virtual":  # DeepSpeed has no part in them
         del now["deepspeed"]
     for candidate in (DENSE, *plan.candidates):
         for seed in plan.seeds_of(candidate):
             result = plan.find(candidate, seed, store)
-            then = result.about.get("versions", now) if result else now
+            then = {"accelerator": "cpu", **result.about.get("versions", now)} if result else now
             other = [name for name in now if then.get(name) != now[name]]
             if other:
                 raise StateError(
@@ -265,9 +272,9 @@ def _check_versions(plan: Plan, store: Store, results: Path) -> None:
                         found="runs of " + ", ".join(f"{n} {then.get(n)}" for n in other),
                         why="runs with " + ", ".join(f"{n} {now[n]}" for n in other) + " are still "
                         "to come, and a pair must differ in nothing but its file",
-                        remedy="name another --output, or install what those were made with",
+                        remedy="name another --output, or go on with what those were made with",
                     ),
-                    headline="the comparison cannot go on with these packages",
+                    headline="the comparison cannot go on here",
                 )
 
 

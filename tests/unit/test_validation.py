@@ -21,7 +21,7 @@ from rich.console import Console
 from ds_ckpt.errors import ConfigError, StateError, UnsupportedError
 from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.rules import Method, MethodSettings, Rule
-from ds_ckpt.validation import report
+from ds_ckpt.validation import report, validate
 from ds_ckpt.validation.compare import (
     MARGINS,
     Comparison,
@@ -38,6 +38,7 @@ from ds_ckpt.validation.experiment import (
     checkpointed,
     far_behind,
     read_candidates,
+    surroundings,
 )
 from ds_ckpt.validation.processes import engine_config, run_processes
 from ds_ckpt.validation.report import document, write_report
@@ -342,6 +343,21 @@ def test_lossless_weights_alone_are_not_held_against_themselves(tmp_path: Path) 
     few = config_file(tmp_path, "few", weights={"resident": True, "deltas": "3bit"})
     beside = config_file(tmp_path, "b", weights=resident, compression={"method": "quantize"})
     assert [one.lossy for one in read_candidates([few, beside])] == [True, True]
+
+
+def test_processes_on_another_accelerator_do_not_go_on(
+    tmp_path: Path, four_bits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The task's digest says the device of virtual workers, not that of processes."""
+    plan = Plan(opened(), read_candidates([four_bits]), range(2), "processes")
+    store = Store(tmp_path / "r.jsonl")
+    about = {"versions": surroundings("processes")}
+    store.add(Result(plan.key(DENSE, 0), ("language", "dense"), outcome(2.0), 1.0, 0.0, about))
+    validate._check_versions(plan, store, tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H200")
+    with pytest.raises(StateError, match=r"runs of accelerator cpu[\s\S]*accelerator H200"):
+        validate._check_versions(plan, store, tmp_path)
 
 
 def test_runs_that_would_be_equal_are_trained_once(tmp_path: Path, four_bits: Path) -> None:
