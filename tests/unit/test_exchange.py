@@ -27,6 +27,7 @@ from ds_ckpt.compression import (
 from ds_ckpt.compression.quantize import BITS, BLOCKS
 from ds_ckpt.compression.storage import Stored
 from ds_ckpt.compression.topk import SELECTIONS, VALUE_FORMATS
+from ds_ckpt.exchange import exchange
 from ds_ckpt.exchange.exchange import AllToAllExchange
 from ds_ckpt.exchange.layout import ShardLayout
 from ds_ckpt.exchange.rules import Choose
@@ -705,12 +706,23 @@ def test_the_hosts_work_hardly_grows_with_the_number_of_processes(
         return size(layout, process)
 
     codec = Quantize(bits=3)
-    exchange = AllToAllExchange(Nowhere(), lambda name, shape: codec, Feedback())
+    one = AllToAllExchange(Nowhere(), lambda name, shape: codec, Feedback())
     for step in range(2):
         if step:
             monkeypatch.setattr(Quantize, "packed_bytes", noted)
             monkeypatch.setattr(ShardLayout, "size", noted_size)
-        exchange.average(["a", "b"], [torch.randn(10_000), torch.randn(30_000)])
-        exchange.feedback.commit()
+        one.average(["a", "b"], [torch.randn(10_000), torch.randn(30_000)])
+        one.feedback.commit()
     assert asked.total() <= 3 * 2  # three sizes of each tensor
     assert not divided
+
+
+@pytest.mark.parametrize("numel", [0, 1, 7, 100])
+def test_a_norm_of_more_entries_than_one_product_takes(
+    numel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "_LONGEST_DOT", 7)
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+    found = exchange._energy(values)
+    assert found.dtype == torch.float64
+    assert float(found) == pytest.approx(float(values.double().square().sum()))
