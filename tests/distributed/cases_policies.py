@@ -57,7 +57,7 @@ def _train(engine: Any, kind: str, activation: dict[str, Any], steps: int) -> di
     summary = session.summary
     out_and_back = None
     if session.offload is not None:
-        out_and_back = (sum(session.offload.out.values()), sum(session.offload.back.values()))
+        out_and_back = (dict(session.offload.out), dict(session.offload.back))
     session.detach()
     return {
         "out_and_back": out_and_back,
