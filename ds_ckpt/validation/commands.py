@@ -101,18 +101,18 @@ def validate_accuracy(
     command could not run. Finished runs are kept in the output folder and not repeated.
     """
     given = {**locals(), "files": tuple(files or ())}
+    from rich.console import Console
+
     from ds_ckpt.errors import DsCkptError
 
     try:
-        from rich.console import Console
-
         from ds_ckpt.validation.validate import Arguments, run
-
-        code = run(Arguments(**given), Console(stderr=True))
     except ModuleNotFoundError as error:
         remedy = "pip install 'ds_ckpt[validation]'"
         typer.echo(f"validate-accuracy needs {error.name}, which is missing: {remedy}", err=True)
         raise typer.Exit(FAILED) from None
+    try:
+        code = run(Arguments(**given), Console(stderr=True))
     except DsCkptError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(FAILED) from None
