@@ -43,7 +43,7 @@ from ds_ckpt.compression.error_feedback import Feedback, all_finite, finite_flag
 from ds_ckpt.compression.fused import GRADIENTS, Kernels, ToAdd, ToPack
 from ds_ckpt.compression.powersgd import Factors, LowRank, factor_numels, matrix_shape
 from ds_ckpt.exchange.hierarchy import InHostSum
-from ds_ckpt.exchange.layout import LocalShard, Order, ShardLayout, ascending
+from ds_ckpt.exchange.layout import LocalShard, Order, ShardLayout, ascending, local_shard
 from ds_ckpt.exchange.low_rank import LowRankPart, RowBlocks
 from ds_ckpt.exchange.metric import StepMetric
 from ds_ckpt.exchange.plan import words
@@ -187,7 +187,6 @@ class AllToAllExchange:
         self.world = transport.world * (in_host.processes if in_host else 1)
         self._members = in_host.members if in_host else tuple(range(transport.world))
         self._me = transport.dp_rank
-        self._layouts: dict[ShardLayout, LocalShard] = {}
         self.timings = Timings()
         self.errors = Errors()
 
@@ -209,7 +208,7 @@ class AllToAllExchange:
                 if codec is not None:
                     codec.kernels(device)  # tried now, and not in mid-exchange
             if compressors or self._holds:
-                layout = self._layout(ShardLayout(shape.numel(), self.world))
+                layout = local_shard(ShardLayout(shape.numel(), self.world), self._members)
                 self.feedback.reserve(layout.numel, device)
 
     def step_ended(self) -> None:
@@ -325,13 +324,7 @@ class AllToAllExchange:
         if self._in_host is not None and flats:
             with self.timings.section("in_host"):
                 flats = self._in_host.sum(flats, shards)
-        return flats, [self._layout(shard) for shard in shards]
-
-    def _layout(self, shard: ShardLayout) -> LocalShard:
-        """Worked out once: with many processes that takes longer than all that is done with it."""
-        if shard not in self._layouts:
-            self._layouts[shard] = LocalShard(shard, self._members)
-        return self._layouts[shard]
+        return flats, [local_shard(s, self._members) for s in shards]
 
     def _items(self, names: Sequence[str], tensors: list[Tensor], choose: Choose) -> list[Item]:
         """A bucket's tensors, with what this process brings of each."""

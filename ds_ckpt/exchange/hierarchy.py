@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ds_ckpt.compression.base import aligned, on_host, section
 from ds_ckpt.errors import Problem, UnsupportedError
-from ds_ckpt.exchange.layout import LocalShard, ShardLayout
+from ds_ckpt.exchange.layout import LocalShard, ShardLayout, local_shard
 from ds_ckpt.exchange.transport import Packets, Transport
 
 Levels = Literal["auto", 1, 2]
@@ -217,7 +217,6 @@ class InHostSum:
         assert len(peers) == transport.world
         self._transport = transport
         self._peers = peers
-        self._known: dict[ShardLayout, list[LocalShard]] = {}
 
     @property
     def processes(self) -> int:
@@ -228,12 +227,6 @@ class InHostSum:
     def members(self) -> tuple[int, ...]:
         """The processes that this one exchanges with between hosts, itself included."""
         return self._peers[self._transport.dp_rank]
-
-    def _divided(self, shard: ShardLayout) -> list[LocalShard]:
-        """What each process of the host brings to the exchange between hosts; worked out once."""
-        if shard not in self._known:
-            self._known[shard] = [LocalShard(shard, members) for members in self._peers]
-        return self._known[shard]
 
     def sum(self, flats: Sequence[Tensor], shards: Sequence[ShardLayout]) -> list[Tensor]:
         """This process's local shard of each tensor, summed over the host.
@@ -246,8 +239,7 @@ class InHostSum:
             [its entries] each, in fp32 or the gradient's dtype if that is wider.
         """
         me = self._transport.dp_rank
-        divided = [self._divided(shard) for shard in shards]
-        layouts = list(zip(*divided, strict=True))  # by local process, of each tensor
+        layouts = [[local_shard(s, members) for s in shards] for members in self._peers]
         sizes = [
             [aligned(c.numel * f.element_size()) for c, f in zip(cs, flats, strict=True)]
             for cs in layouts

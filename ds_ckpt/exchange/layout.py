@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 
 from torch import Tensor
@@ -129,6 +129,13 @@ class LocalShard:
             start += size * (last - first)
             first = last
         return found
+
+
+@lru_cache(maxsize=4096)
+def local_shard(tensor: ShardLayout, members: tuple[int, ...]) -> LocalShard:
+    """The same object for the same division: what it has worked out is worked out once, which with
+    many processes takes longer than all that is done with it."""
+    return LocalShard(tensor, members)
 
 
 def ascending(

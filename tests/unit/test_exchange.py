@@ -6,6 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -680,20 +682,9 @@ def test_the_hosts_work_hardly_grows_with_the_number_of_processes(
 ) -> None:
     """Shards are of three sizes at most, and where they lie is worked out once."""
 
-    class Nowhere:
-        world, dp_rank = 512, 1
-
-        def all_to_all(
-            self,
-            output: Tensor,
-            input: Tensor,
-            output_splits: Sequence[int],
-            input_splits: Sequence[int],
-        ) -> None:
-            output.zero_()
-
-        def all_reduce(self, tensor: Tensor) -> None: ...
-
+    nowhere: Any = SimpleNamespace(
+        world=512, dp_rank=1, all_to_all=lambda output, *_: output.zero_()
+    )
     asked, divided = Counter[int](), Counter[int]()
     packed_bytes, size = Quantize.packed_bytes, ShardLayout.size
 
@@ -706,7 +697,7 @@ def test_the_hosts_work_hardly_grows_with_the_number_of_processes(
         return size(layout, process)
 
     codec = Quantize(bits=3)
-    one = AllToAllExchange(Nowhere(), lambda name, shape: codec, Feedback())
+    one = AllToAllExchange(nowhere, lambda name, shape: codec, Feedback())
     for step in range(2):
         if step:
             monkeypatch.setattr(Quantize, "packed_bytes", noted)
