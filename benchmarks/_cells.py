@@ -22,13 +22,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ds_ckpt
-from ds_ckpt import workload
 from ds_ckpt.exchange.schedule import NoCommunication
-from ds_ckpt.hosts.interfaces import sent_bytes as sent_by
+from ds_ckpt.lab import workload
+from ds_ckpt.lab.hosts.interfaces import sent_bytes as sent_by
 from ds_ckpt.zero3.weights import forget_hpz
 
 if TYPE_CHECKING:
-    from ds_ckpt.hosts.emulated import EmulatedHosts
+    from ds_ckpt.lab.hosts.emulated import EmulatedHosts
 
 STOCK, CEILING = "stock", "nothing sent"
 ONCE = {"when": "accumulation_boundary"}
@@ -86,7 +86,7 @@ SHAPES: dict[str, dict[str, int]] = {
     "wider": {"hidden_size": 512, "layers": 4, "intermediate_size": 1376},
     "hidden 1024": {"hidden_size": 1024, "layers": 3, "intermediate_size": 2816, "heads": 16},
 }
-"""Arguments of `ds_ckpt.workload.llama`; its vocabulary is 256, the bytes."""
+"""Arguments of `ds_ckpt.lab.workload.llama`; its vocabulary is 256, the bytes."""
 GATHERED_TWICE = {
     "stage3_param_persistence_threshold": 0,
     "stage3_max_reuse_distance": 0,
@@ -252,8 +252,8 @@ def launch(
         prepare: called with the hosts before.
         attend: called with them and the folder a few times a second meanwhile.
     """
-    from ds_ckpt.hosts.emulated import EmulatedHosts
-    from ds_ckpt.hosts.launcher import deepspeed
+    from ds_ckpt.lab.hosts.emulated import EmulatedHosts
+    from ds_ckpt.lab.hosts.launcher import deepspeed
 
     with (
         tempfile.TemporaryDirectory() as temporary,

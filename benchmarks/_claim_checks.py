@@ -212,7 +212,7 @@ def inference() -> dict[str, Any]:
     import transformers
 
     from ds_ckpt.activation import CheckpointedBlocks
-    from ds_ckpt.planner.costs import flops_of, launches
+    from ds_ckpt.activation.planning.costs import flops_of, launches
     from ds_ckpt.telemetry.memory import MemoryTracker, Operator
 
     config = transformers.LlamaConfig(

@@ -106,12 +106,12 @@ class Case:
         """Steps by policy, what a process keeps by world size, what torch.compile saves."""
         import torch
 
-        from ds_ckpt.profile.compiled import compile_report
-        from ds_ckpt.profile.measure import built_fake, footprints
-        from ds_ckpt.profile.policies import ComparedPolicy, blocks_of
-        from ds_ckpt.profile.records import NONE
-        from ds_ckpt.profile.states import Parameters, estimate
-        from ds_ckpt.subject import Sizes, find_subject
+        from ds_ckpt.lab.estimate.compiled import compile_report
+        from ds_ckpt.lab.estimate.observe import built_fake, footprints
+        from ds_ckpt.lab.estimate.policies import ComparedPolicy, blocks_of
+        from ds_ckpt.lab.estimate.profiles import NONE
+        from ds_ckpt.lab.estimate.states import Parameters, estimate
+        from ds_ckpt.lab.subject import Sizes, find_subject
 
         dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[self.dtype]
         sizes = Sizes(self.tokens, dtype, self.attention, self.layers)
@@ -188,8 +188,8 @@ class Measured:
         return Step(**self.record["steps"][policy])
 
     def states(self, world: int) -> Any:
-        """What a process of so many keeps (`ds_ckpt.profile.records.States`)."""
-        from ds_ckpt.profile.records import States
+        """What a process of so many keeps (`ds_ckpt.lab.estimate.profiles.States`)."""
+        from ds_ckpt.lab.estimate.profiles import States
 
         return States(**self.record["states"][str(world)])
 
@@ -289,8 +289,8 @@ class Results:
         return max(rows) / min(rows)
 
     def accelerator(self, name: str) -> Any:
-        """`ds_ckpt/hosts/hardware.json`: figures of data sheets."""
-        path = HERE.parent / "ds_ckpt" / "hosts" / "hardware.json"
+        """`ds_ckpt/lab/hosts/hardware.json`: figures of data sheets."""
+        path = HERE.parent / "ds_ckpt" / "lab" / "hosts" / "hardware.json"
         return _Names(json.loads(path.read_text(encoding="utf-8"))["accelerators"][name])
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import tomllib
 
-from ds_ckpt.report.charts import Band, Line, Lines, Panel, Rows, save
+from ds_ckpt.lab.report.charts import Band, Line, Lines, Panel, Rows, save
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -137,10 +137,10 @@ def measure_memory() -> dict[str, Any]:
     """
     import torch
 
-    from ds_ckpt.planner.costs import flops_of
-    from ds_ckpt.profile.measure import Observation, built_fake, checkpointed, nothing_left
-    from ds_ckpt.profile.policies import ComparedPolicy, blocks_of
-    from ds_ckpt.subject import Sizes, find_subject, run_forward
+    from ds_ckpt.activation.planning.costs import flops_of
+    from ds_ckpt.lab.estimate.observe import Observation, built_fake, checkpointed, nothing_left
+    from ds_ckpt.lab.estimate.policies import ComparedPolicy, blocks_of
+    from ds_ckpt.lab.subject import Sizes, find_subject, run_forward
     from ds_ckpt.telemetry.units import GIB
 
     sections = {"none": None, "selective": {"policy": "selective"}, "block": {"policy": "block"}}

@@ -7,7 +7,7 @@
     python benchmarks/frontier.py --table [--tuned]
 
 Trains the 4.9-million Llama on the corpus that every Python ships, with 2 virtual workers
-(`ds_ckpt.validation`): the exchange code of a real run, one process, one thread. Runs of one seed
+(`ds_ckpt.lab.validate`): the exchange code of a real run, one process, one thread. Runs of one seed
 share weights, data and their order, and are compared in pairs. Every finished run is a line of
 `results/frontier.jsonl`; a run that is there is not repeated. Matrix products round their factors
 to bf16 where the CPU multiplies bf16 (torch's precision "medium"); weights, gradients, sums and the
@@ -45,11 +45,11 @@ from momentum import OwnShareToo
 from ds_ckpt.exchange import build as exchange_build
 from ds_ckpt.exchange.build import ExchangeSettings, WarmupBits
 from ds_ckpt.exchange.rules import MethodSettings
-from ds_ckpt.validation.data import Inputs, Text
-from ds_ckpt.validation.task import Learner, small_llama
-from ds_ckpt.validation.trainer import Outcome, train
-from ds_ckpt.validation.world import InProcessWorld, Recipe, sixteen_bit_step_bytes
-from ds_ckpt.workload import Corpus, embedded_corpus, file_corpus
+from ds_ckpt.lab.validate.data import Inputs, Text
+from ds_ckpt.lab.validate.task import Learner, small_llama
+from ds_ckpt.lab.validate.trainer import Outcome, train
+from ds_ckpt.lab.validate.world import InProcessWorld, Recipe, sixteen_bit_step_bytes
+from ds_ckpt.lab.workload import Corpus, embedded_corpus, file_corpus
 
 RESULTS = Path(__file__).parent / "results" / "frontier.jsonl"
 TUNED_RESULTS = RESULTS.with_name("frontier_tuned.jsonl")

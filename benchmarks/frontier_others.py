@@ -36,11 +36,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
-from ds_ckpt.hosts.backends import free_port
-from ds_ckpt.validation.task import Learner
-from ds_ckpt.validation.trainer import Outcome, chained
-from ds_ckpt.validation.world import Recipe, WholeOptimizer, digest_of, norm_of
-from ds_ckpt.workload import embedded_corpus
+from ds_ckpt.lab.hosts.backends import free_port
+from ds_ckpt.lab.validate.task import Learner
+from ds_ckpt.lab.validate.trainer import Outcome, chained
+from ds_ckpt.lab.validate.world import Recipe, WholeOptimizer, digest_of, norm_of
+from ds_ckpt.lab.workload import embedded_corpus
 
 EVALUATE_EVERY = 250
 MIN_NUMEL = 4096

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_ckpt import workload
-from ds_ckpt.compression import lossless
-from ds_ckpt.compression.lossless import zstd  # type: ignore[attr-defined]
+from ds_ckpt.lab import workload
+from ds_ckpt.weights import lossless
+from ds_ckpt.weights.lossless import zstd  # type: ignore[attr-defined]
 
 RATES = (1e-3, 3e-4, 1e-4, 3e-5, 1e-5)
 

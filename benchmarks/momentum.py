@@ -43,10 +43,10 @@ from ds_ckpt.exchange.layout import LocalShard
 from ds_ckpt.exchange.metric import StepMetric
 from ds_ckpt.exchange.momentum import FirstMoments
 from ds_ckpt.exchange.rules import MethodSettings
-from ds_ckpt.validation.statistics import paired
-from ds_ckpt.validation.task import Task, make_spec, open_task
-from ds_ckpt.validation.trainer import train
-from ds_ckpt.validation.world import InProcessWorld, Recipe
+from ds_ckpt.lab.validate.statistics import paired
+from ds_ckpt.lab.validate.task import Task, make_spec, open_task
+from ds_ckpt.lab.validate.trainer import train
+from ds_ckpt.lab.validate.world import InProcessWorld, Recipe
 
 RESULTS = Path(__file__).parent / "results" / "momentum.jsonl"
 WARM_UP = 75

@@ -37,9 +37,9 @@ import torch
 from momentum import WARM_UP, finished, keep
 from torch import Tensor
 
-from ds_ckpt.validation.task import Task, make_spec, open_task
-from ds_ckpt.validation.trainer import train
-from ds_ckpt.validation.world import DENSE_SETTINGS, InProcessWorld, Step, WholeOptimizer, norm_of
+from ds_ckpt.lab.validate.task import Task, make_spec, open_task
+from ds_ckpt.lab.validate.trainer import train
+from ds_ckpt.lab.validate.world import DENSE_SETTINGS, InProcessWorld, Step, WholeOptimizer, norm_of
 
 HERE = Path(__file__).parent / "results"
 RESULTS = HERE / "one_buffer.jsonl"

@@ -27,8 +27,8 @@ import _cells
 import torch.distributed as dist
 
 import ds_ckpt
-from ds_ckpt import workload
 from ds_ckpt.exchange.schedule import NoCommunication
+from ds_ckpt.lab import workload
 
 BUCKETS = 8
 SEQUENCES, TOKENS = 4, 64

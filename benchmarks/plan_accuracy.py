@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 from step_time import _ask_for, set_rate
 
-from ds_ckpt.hosts.interfaces import INTERFACE
+from ds_ckpt.lab.hosts.interfaces import INTERFACE
 
 RESULTS = Path(__file__).parent / "results" / "plan_accuracy.json"
 HOSTS, TOKENS = 2, 128
@@ -202,8 +202,8 @@ class Predictor:
         self.bits = 0.0
 
     def model(self, shape: str) -> Any:
-        from ds_ckpt.plan.model import Model
-        from ds_ckpt.subject import Sizes
+        from ds_ckpt.lab.estimate.model import Model
+        from ds_ckpt.lab.subject import Sizes
 
         if shape not in self.models:
             self.models[shape] = Model(MODELS[shape], Sizes(TOKENS, torch.bfloat16))
@@ -218,10 +218,10 @@ class Predictor:
         return 8 * 2 * (row["sent_bytes"] / HEADERS - beside) / elements
 
     def step(self, row: dict[str, Any], rates: dict[str, float]) -> Any:
-        from ds_ckpt.plan.model import ACTIVATIONS
-        from ds_ckpt.plan.simulate import Link, Machine, Way, Weights, in_a_row
-        from ds_ckpt.plan.ways import Method, gradients
-        from ds_ckpt.planner.costs import Rates
+        from ds_ckpt.activation.planning.costs import Rates
+        from ds_ckpt.lab.estimate.model import ACTIVATIONS
+        from ds_ckpt.lab.estimate.simulate import Link, Machine, Way, Weights, in_a_row
+        from ds_ckpt.lab.estimate.ways import Method, gradients
 
         model, method = self.model(row["shape"]), row["method"]
         costs = Rates(rates["flop_per_s"], rates["bytes_per_s"], math.inf)

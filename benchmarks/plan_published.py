@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from plan_tables import zeropp
 
-from ds_ckpt.hosts.cluster import Hardware
-from ds_ckpt.plan.model import Model
-from ds_ckpt.plan.search import NEEDED, ZERO3, Candidate, Question, Search, Setting
-from ds_ckpt.plan.simulate import Weights
-from ds_ckpt.plan.ways import STOCK, Method
-from ds_ckpt.subject import Sizes
+from ds_ckpt.lab.estimate.model import Model
+from ds_ckpt.lab.estimate.search import NEEDED, ZERO3, Candidate, Question, Search, Setting
+from ds_ckpt.lab.estimate.simulate import Weights
+from ds_ckpt.lab.estimate.ways import STOCK, Method
+from ds_ckpt.lab.hosts.hardware import Hardware
+from ds_ckpt.lab.subject import Sizes
 
 FMS = "foundation-model-stack/fms-fsdp, README"
 TITAN = "pytorch/torchtitan, docs/performance.md"

@@ -23,14 +23,14 @@ from pathlib import Path
 import torch
 
 from ds_ckpt.errors import UnsupportedError
-from ds_ckpt.hosts.cluster import Hardware
-from ds_ckpt.plan.model import Model
-from ds_ckpt.plan.report import figures, words
-from ds_ckpt.plan.rivals import Zero1, zero1
-from ds_ckpt.plan.search import HPZ, NEEDED, ZERO3, Candidate, Question, Search, best_of
-from ds_ckpt.plan.simulate import Link
-from ds_ckpt.plan.ways import RESIDENT
-from ds_ckpt.subject import Sizes
+from ds_ckpt.lab.estimate.baselines import Zero1, zero1
+from ds_ckpt.lab.estimate.model import Model
+from ds_ckpt.lab.estimate.plan_report import figures, words
+from ds_ckpt.lab.estimate.search import HPZ, NEEDED, ZERO3, Candidate, Question, Search, best_of
+from ds_ckpt.lab.estimate.simulate import Link
+from ds_ckpt.lab.estimate.ways import RESIDENT
+from ds_ckpt.lab.hosts.hardware import Hardware
+from ds_ckpt.lab.subject import Sizes
 
 STEP_TOKENS = 1 << 20
 CLUSTERS: dict[str, tuple[list[str], list[str], list[float], list[float]]] = {

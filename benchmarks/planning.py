@@ -20,10 +20,10 @@ from collections import Counter
 
 import torch
 
+from ds_ckpt.activation.planning.budget import Allowance, BudgetOf, Planner
+from ds_ckpt.activation.planning.costs import Rates
+from ds_ckpt.activation.planning.survey import simulate, survey
 from ds_ckpt.errors import UnsupportedError
-from ds_ckpt.planner.budget import Allowance, BudgetOf, Planner
-from ds_ckpt.planner.costs import Rates
-from ds_ckpt.planner.survey import simulate, survey
 
 GIB = 2**30
 SIZES = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32}

@@ -18,7 +18,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_flop
 
 from ds_ckpt.activation import CheckpointedBlocks, Policy, PolicySettings, Rule
-from ds_ckpt.planner.fake import KnownValues, taken_for_real
+from ds_ckpt.activation.planning.fake import KnownValues, taken_for_real
 from ds_ckpt.telemetry.memory import SavedActivations
 
 GIB = 2**30

@@ -51,8 +51,8 @@ from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.layout import ShardLayout
 from ds_ckpt.exchange.rules import MethodSettings, Rules
 from ds_ckpt.exchange.transport import HEADER_BYTES as PACKET_HEADER_BYTES
-from ds_ckpt.validation.task import make_spec, open_task
-from ds_ckpt.validation.world import InProcessWorld
+from ds_ckpt.lab.validate.task import make_spec, open_task
+from ds_ckpt.lab.validate.world import InProcessWorld
 
 
 def timed_works(elements: int) -> dict[str, Work]:

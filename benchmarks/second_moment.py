@@ -27,9 +27,9 @@ from torch import Tensor
 
 from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.rules import MethodSettings
-from ds_ckpt.validation.task import Learner
-from ds_ckpt.validation.world import Recipe, VirtualWorkers
-from ds_ckpt.workload import embedded_corpus
+from ds_ckpt.lab.validate.task import Learner
+from ds_ckpt.lab.validate.world import Recipe, VirtualWorkers
+from ds_ckpt.lab.workload import embedded_corpus
 
 RESULTS = Path(__file__).parent / "results" / "second_moment.jsonl"
 START = 40

@@ -40,7 +40,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 import ds_ckpt
-from ds_ckpt.report.charts import Line, Lines, Panel, save
+from ds_ckpt.lab.report.charts import Line, Lines, Panel, save
 from ds_ckpt.telemetry.units import MIB
 
 WIDTH, BLOCKS, ENTRIES = 64, 4, 16

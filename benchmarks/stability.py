@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 
 from ds_ckpt.exchange.momentum import matched
-from ds_ckpt.validation.task import make_spec, open_task
-from ds_ckpt.validation.world import WholeOptimizer, norm_of
+from ds_ckpt.lab.validate.task import make_spec, open_task
+from ds_ckpt.lab.validate.world import WholeOptimizer, norm_of
 
 RESULTS = Path(__file__).parent / "results" / "stability.json"
 POLES = (0.0, 0.2, 0.5, 0.7, 0.9)

@@ -38,8 +38,8 @@ def worker(spec: dict[str, Any], folder: Path) -> None:
     import torch.distributed as dist
     from torch.profiler import ProfilerActivity, profile, record_function
 
-    from ds_ckpt.measure.spec import Configuration, Spec
-    from ds_ckpt.measure.worker import Running, of_ids
+    from ds_ckpt.lab.measure.spec import Configuration, Spec
+    from ds_ckpt.lab.measure.worker import Running, of_ids
 
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
@@ -74,7 +74,7 @@ def of_trace(trace: dict[str, Any]) -> dict[str, float]:
 
 def draw(trace: dict[str, Any], path: Path) -> None:
     """The measured step, as `ds-ckpt plan --plot` draws a simulated one."""
-    from ds_ckpt.report import charts
+    from ds_ckpt.lab.report import charts
 
     start, _, *found = intervals_of(trace)
     rows = ["DeepSpeed's thread", "network"]
@@ -138,9 +138,9 @@ def run(
     cell: str, rate_mbit: float | None, trace_to: Path | None, plot: Path | None
 ) -> dict[str, Any]:
     """One launch; both views of one step."""
-    from ds_ckpt.hosts.backends import Loopback
-    from ds_ckpt.hosts.emulated import EmulatedHosts, missing
-    from ds_ckpt.hosts.launcher import deepspeed
+    from ds_ckpt.lab.hosts.backends import Loopback
+    from ds_ckpt.lab.hosts.emulated import EmulatedHosts, missing
+    from ds_ckpt.lab.hosts.launcher import deepspeed
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

@@ -10,7 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ds_ckpt.entry import attach, initialize, install, session_of, uninstall
+    from ds_ckpt.engine import Session
+    from ds_ckpt.engine.entry import attach, initialize, install, session_of, uninstall
     from ds_ckpt.errors import (
         ConfigError,
         ContractError,
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
         StateError,
         UnsupportedError,
     )
-    from ds_ckpt.session import Session
 
 __version__ = "0.1.0"
 
@@ -42,7 +42,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'ds_ckpt' has no attribute {name!r}")
-    home = "entry" if name[0].islower() else "session" if name == "Session" else "errors"
+    home = "engine.entry" if name[0].islower() else "engine" if name == "Session" else "errors"
     return getattr(importlib.import_module(f"ds_ckpt.{home}"), name)
 
 

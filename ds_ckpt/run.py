@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> None:
     script = args[position]
     if not os.path.isfile(script):
         raise SystemExit(f"ds_ckpt.run: {script}: no such file in {os.getcwd()}\n{USAGE}")
-    from ds_ckpt.entry import HEAD_START_S, install, tells
+    from ds_ckpt.engine.entry import HEAD_START_S, install, tells
     from ds_ckpt.errors import ConfigError
 
     install()

@@ -3,4 +3,4 @@
 # Options go to the demo: ./scripts/demo.sh --help
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
-exec "$venv/bin/python" -m ds_ckpt.measure.demo "$@"
+exec "$venv/bin/python" -m ds_ckpt.cli.demo "$@"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import typer
 
-from ds_ckpt.validation.commands import validate_accuracy
+from ds_ckpt.cli.validate_accuracy import validate_accuracy
 
 if __name__ == "__main__":
     typer.run(validate_accuracy)

@@ -12,8 +12,8 @@ from typing import Any
 import torch.distributed as dist
 
 import ds_ckpt
+from ds_ckpt.engine.session import Session
 from ds_ckpt.exchange.build import Built
-from ds_ckpt.session.session import Session
 from ds_ckpt.telemetry import Purpose
 from tests.distributed import models
 from tests.distributed.heard import hearing

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import ds_ckpt
-from ds_ckpt.session.patience import patience
+from ds_ckpt.engine.patience import patience
 from tests.distributed import models
 from tests.distributed.cases_resume import state_digest
 from tests.distributed.pool import fresh

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ds_ckpt.measure.spec import Configuration, Spec
-from ds_ckpt.measure.worker import Running, of_ids
+from ds_ckpt.lab.measure.spec import Configuration, Spec
+from ds_ckpt.lab.measure.worker import Running, of_ids
 
 SHAPE = {"hidden_size": 32, "layers": 1, "intermediate_size": 64, "heads": 2}
 

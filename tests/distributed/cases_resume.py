@@ -108,8 +108,8 @@ def load(folder: str, section: dict[str, Any]) -> dict[str, Any]:
     """Load into this world; what is owed then."""
     engine = _engine(section)
     files = ds_ckpt.session_of(engine).exchange
+    from ds_ckpt.engine.gradients import shapes_of
     from ds_ckpt.exchange.state import ResidualFiles
-    from ds_ckpt.session.gradients import shapes_of
 
     shapes = shapes_of(engine)
     reader = ResidualFiles(

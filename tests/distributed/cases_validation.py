@@ -70,10 +70,10 @@ def validated(spec: dict[str, Any], files: list[str], folder: str) -> Any:
     """What the launched processes of `validate-accuracy --processes` do: outcomes of the runs."""
     from unittest.mock import patch
 
-    from ds_ckpt.validation import experiment
-    from ds_ckpt.validation.processes import train_zero3
-    from ds_ckpt.validation.store import Store
-    from ds_ckpt.validation.task import TaskSpec, open_task
+    from ds_ckpt.lab.validate import experiment
+    from ds_ckpt.lab.validate.processes import train_zero3
+    from ds_ckpt.lab.validate.store import Store
+    from ds_ckpt.lab.validate.task import TaskSpec, open_task
 
     torch.set_num_threads(1)
     candidates = experiment.read_candidates([Path(file) for file in files])

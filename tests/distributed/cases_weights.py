@@ -326,7 +326,7 @@ def budgeted(slots: list[int], kind: str, section: dict[str, Any], gib: float, *
 def without_room(slots: list[int], section: dict[str, Any]) -> str:
     """The last process has no memory for a copy: what each says."""
     fresh()
-    from ds_ckpt.session import weights
+    from ds_ckpt.engine import weights
 
     free_on = weights.free_on
     if dist.get_rank() == sum(slots) - 1:

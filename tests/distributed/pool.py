@@ -27,8 +27,8 @@ from typing import Any
 
 import psutil
 
-from ds_ckpt.hosts.backends import free_port
-from ds_ckpt.hosts.launcher import lock_cleared_on_failure, remove_shared_buffers
+from ds_ckpt.lab.hosts.backends import free_port
+from ds_ckpt.lab.hosts.launcher import lock_cleared_on_failure, remove_shared_buffers
 from tests.distributed.worker import fresh, once
 
 __all__ = ["Pool", "PoolError", "fresh", "once"]

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ds_ckpt.measure.findings import Row
-from ds_ckpt.measure.report import Report
+from ds_ckpt.lab.measure.findings import Row
+from ds_ckpt.lab.measure.report import Report
 
 STEPS = 8
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("demo") / "run"
     command = [
-        *(sys.executable, "-m", "ds_ckpt.measure.demo", "--loopback"),
+        *(sys.executable, "-m", "ds_ckpt.cli.demo", "--loopback"),
         *("--steps", str(STEPS), "--output", str(folder), "--time-limit-s", "380"),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
@@ -125,7 +125,7 @@ def test_no_process_is_left(run_folder: Path) -> None:
 def test_a_used_folder_is_refused_with_other_settings(run_folder: Path) -> None:
     run = subprocess.run(
         [
-            *(sys.executable, "-m", "ds_ckpt.measure.demo", "--loopback"),
+            *(sys.executable, "-m", "ds_ckpt.cli.demo", "--loopback"),
             *("--output", str(run_folder), "--steps", "9"),
         ],
         capture_output=True,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_ckpt.hosts.backends import Loopback
-from ds_ckpt.hosts.launcher import deepspeed
+from ds_ckpt.lab.hosts.backends import Loopback
+from ds_ckpt.lab.hosts.launcher import deepspeed
 
 pytestmark = pytest.mark.timeout(540)
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ds_ckpt.measure.records import Store, Trial
+from ds_ckpt.lab.measure.records import Store, Trial
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

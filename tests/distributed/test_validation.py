@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from ds_ckpt.validation import experiment
-from ds_ckpt.validation.experiment import (
+from ds_ckpt.lab.validate import experiment
+from ds_ckpt.lab.validate.experiment import (
     DENSE,
     Plan,
     read_candidates,
     train_missing,
     train_virtual,
 )
-from ds_ckpt.validation.processes import run_processes
-from ds_ckpt.validation.store import Store
-from ds_ckpt.validation.task import TaskSpec, open_task
+from ds_ckpt.lab.validate.processes import run_processes
+from ds_ckpt.lab.validate.store import Store
+from ds_ckpt.lab.validate.task import TaskSpec, open_task
 from tests.distributed import cases_compression, cases_validation
 from tests.distributed.models import topk_section
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from ds_ckpt.hosts.emulated import EmulatedHosts, Host, missing, namespace
+from ds_ckpt.lab.hosts.emulated import EmulatedHosts, Host, missing, namespace
 
 
 @pytest.fixture(scope="package", autouse=True)

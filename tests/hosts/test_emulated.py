@@ -13,11 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ds_ckpt.hosts import emulated, records
-from ds_ckpt.hosts.emulated import EmulatedHosts, Host
-from ds_ckpt.hosts.interfaces import INTERFACE
-from ds_ckpt.hosts.launcher import LaunchError, run
-from ds_ckpt.hosts.records import HostsError, HostSet, ProcessId, all_sets, take_down
+from ds_ckpt.lab.hosts import emulated, records
+from ds_ckpt.lab.hosts.emulated import EmulatedHosts, Host
+from ds_ckpt.lab.hosts.interfaces import INTERFACE
+from ds_ckpt.lab.hosts.launcher import LaunchError, run
+from ds_ckpt.lab.hosts.records import HostsError, HostSet, ProcessId, all_sets, take_down
 from tests.hosts.conftest import processes
 
 _RECEIVE = """

@@ -15,12 +15,12 @@ import psutil
 import pytest
 from rich.console import Console
 
-from ds_ckpt.hosts.checks import LIMIT_S, HostError, check_hosts
-from ds_ckpt.hosts.emulated import EmulatedHosts, held, namespace
-from ds_ckpt.hosts.interfaces import INTERFACE
-from ds_ckpt.measure.records import Store
-from ds_ckpt.measure.run import measure
-from ds_ckpt.measure.spec import Spec
+from ds_ckpt.lab.hosts.checks import LIMIT_S, HostError, check_hosts
+from ds_ckpt.lab.hosts.emulated import EmulatedHosts, held, namespace
+from ds_ckpt.lab.hosts.interfaces import INTERFACE
+from ds_ckpt.lab.measure.records import Store
+from ds_ckpt.lab.measure.run import measure
+from ds_ckpt.lab.measure.spec import Spec
 from tests.hosts.conftest import processes
 
 STALL_S = 20.0

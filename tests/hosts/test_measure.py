@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from ds_ckpt.hosts.backends import MASTER_PORT
-from ds_ckpt.hosts.emulated import EmulatedHosts, namespace
-from ds_ckpt.hosts.launcher import run_in_foreground
-from ds_ckpt.hosts.records import all_sets
-from ds_ckpt.measure.cluster import like
-from ds_ckpt.measure.parts import PARTS
-from ds_ckpt.measure.records import Loss, Memory, Model, Sample, Store, Trial
-from ds_ckpt.measure.report import Report
+from ds_ckpt.lab.hosts.backends import MASTER_PORT
+from ds_ckpt.lab.hosts.emulated import EmulatedHosts, namespace
+from ds_ckpt.lab.hosts.launcher import run_in_foreground
+from ds_ckpt.lab.hosts.records import all_sets
+from ds_ckpt.lab.measure.cluster import like
+from ds_ckpt.lab.measure.parts import PARTS
+from ds_ckpt.lab.measure.records import Loss, Memory, Model, Sample, Store, Trial
+from ds_ckpt.lab.measure.report import Report
 from tests.hosts.conftest import processes
 
 COMMAND = [sys.executable, "-m", "ds_ckpt.cli"]

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from ds_ckpt.errors import UnsupportedError
-from ds_ckpt.hosts import probe
-from ds_ckpt.hosts.backends import Hostfile, Prepared
-from ds_ckpt.hosts.emulated import EmulatedHosts
-from ds_ckpt.hosts.launcher import LaunchError
-from ds_ckpt.hosts.probe import Links, Pair
+from ds_ckpt.lab.hosts import probe
+from ds_ckpt.lab.hosts.backends import Hostfile, Prepared
+from ds_ckpt.lab.hosts.emulated import EmulatedHosts
+from ds_ckpt.lab.hosts.launcher import LaunchError
+from ds_ckpt.lab.hosts.probe import Links, Pair
 
 SET_BYTES_PER_S = 200e6 / 8
 PAYLOAD = 1448 / 1514

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from ds_ckpt.hosts import Launcher
-from ds_ckpt.hosts.backends import Backend, Loopback
-from ds_ckpt.hosts.emulated import EmulatedHosts
-from ds_ckpt.hosts.launcher import deepspeed
+from ds_ckpt.lab.hosts import Launcher
+from ds_ckpt.lab.hosts.backends import Backend, Loopback
+from ds_ckpt.lab.hosts.emulated import EmulatedHosts
+from ds_ckpt.lab.hosts.launcher import deepspeed
 from tests.hosts.conftest import processes
 
 SCRIPT = Path(__file__).with_name("train.py")

@@ -8,4 +8,4 @@ import pytest
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reports without their plots, which take half a second each: where others draw the same."""
-    monkeypatch.setattr("ds_ckpt.report.document.svg", lambda panels: "")
+    monkeypatch.setattr("ds_ckpt.lab.report.document.svg", lambda panels: "")

@@ -7,8 +7,8 @@ Where weights are not ZeRO-3's nothing is gathered, and CHANGED is sent in the u
 
 from __future__ import annotations
 
-from ds_ckpt.measure.parts import PARTS
-from ds_ckpt.measure.records import (
+from ds_ckpt.lab.measure.parts import PARTS
+from ds_ckpt.lab.measure.records import (
     Loss,
     Memory,
     Model,
@@ -16,7 +16,7 @@ from ds_ckpt.measure.records import (
     StepTime,
     Trial,
 )
-from ds_ckpt.measure.spec import Configuration, Spec
+from ds_ckpt.lab.measure.spec import Configuration, Spec
 
 COMPUTE_S, RECOMPUTE_S, PACKING_S = 0.4, 0.1, 0.02
 WEIGHTS_MB = 20.0

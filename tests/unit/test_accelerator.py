@@ -26,6 +26,7 @@ from ds_ckpt.compression import (
     TopK,
 )
 from ds_ckpt.compression.storage import ResidualDtype, Stored
+from ds_ckpt.engine.gradients import Gradients
 from ds_ckpt.exchange import hierarchy
 from ds_ckpt.exchange.layout import LocalShard, ShardLayout
 from ds_ckpt.exchange.plan import Plan
@@ -33,7 +34,6 @@ from ds_ckpt.exchange.schedule import ScheduledExchange
 from ds_ckpt.exchange.transport import PACKET_ALIGNMENT_BYTES, Packets
 from ds_ckpt.exchange.virtual import VirtualWorld
 from ds_ckpt.memory import HostPool
-from ds_ckpt.session.gradients import Gradients
 from tests.pretended_gpu import DEVICE, Gpu, in_threads
 
 BESIDE = "blocks beside a low rank"

@@ -14,9 +14,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from ds_ckpt import doctor
 from ds_ckpt.cli import EXAMPLES, app
 from ds_ckpt.config import json_schema, load_file, parse
+from ds_ckpt.lab import doctor
 
 PRESETS = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
 run = CliRunner().invoke

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ds_ckpt.errors import ConfigError
-from ds_ckpt.workload import (
+from ds_ckpt.lab.workload import (
     HELDOUT_SHARE,
     Corpus,
     embedded_corpus,
@@ -34,7 +34,7 @@ def test_about_a_tenth_is_held_out(corpus: Corpus) -> None:
 
 
 def test_another_process_with_another_hash_seed_gets_the_same(corpus: Corpus) -> None:
-    code = "from ds_ckpt.workload import embedded_corpus as c; print(c().sha256)"
+    code = "from ds_ckpt.lab.workload import embedded_corpus as c; print(c().sha256)"
     run = subprocess.run(
         [sys.executable, "-c", code],
         env={"PYTHONHASHSEED": "7", "LC_ALL": "C"},
@@ -48,7 +48,7 @@ def test_another_process_with_another_hash_seed_gets_the_same(corpus: Corpus) ->
 
 def test_no_module_is_imported_for_its_docstrings() -> None:
     code = (
-        "import sys; from ds_ckpt.workload import embedded_corpus; before = set(sys.modules);"
+        "import sys; from ds_ckpt.lab.workload import embedded_corpus; before = set(sys.modules);"
         "embedded_corpus(); print(sorted(set(sys.modules) - before))"
     )
     run = subprocess.run(

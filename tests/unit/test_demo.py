@@ -12,12 +12,12 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from ds_ckpt.cli import demo
 from ds_ckpt.config import load_file, parse
 from ds_ckpt.errors import ConfigError
-from ds_ckpt.measure import demo
-from ds_ckpt.measure.records import Store
-from ds_ckpt.measure.run import RUNS
-from ds_ckpt.measure.spec import Spec, check
+from ds_ckpt.lab.measure.records import Store
+from ds_ckpt.lab.measure.run import RUNS
+from ds_ckpt.lab.measure.spec import Spec, check
 from tests.unit import measure_samples as known
 from tests.unit.test_measure_report import RUN
 

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 from ds_ckpt.cli import app
 from ds_ckpt.config import json_schema, parse
-from ds_ckpt.hosts.backends import free_port
+from ds_ckpt.lab.hosts.backends import free_port
 from tests import guide
 from tests.command_lines import ROOT, UsageError, check_command, parser_of
 
@@ -302,8 +302,8 @@ def test_an_experiment_is_one_that_begins(code: Code, monkeypatch: pytest.Monkey
     """`ds-ckpt measure` as far as its first trial."""
     from contextlib import nullcontext
 
-    from ds_ckpt.hosts import backends, emulated
-    from ds_ckpt.measure import run
+    from ds_ckpt.lab.hosts import backends, emulated
+    from ds_ckpt.lab.measure import run
 
     monkeypatch.setattr(run, "measure", _begun)
     monkeypatch.setattr(emulated, "missing", list)
@@ -316,7 +316,7 @@ def test_an_experiment_is_one_that_begins(code: Code, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("code", _once([c for c in TYPED if "validate-accuracy" in c.text]))
 def test_a_comparison_is_one_that_begins(code: Code, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ds_ckpt.validation import validate
+    from ds_ckpt.lab.validate import validate
 
     checked: list[object] = []
 

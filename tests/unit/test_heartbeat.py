@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from ds_ckpt.hosts import heartbeat
-from ds_ckpt.hosts.heartbeat import STALLED, Heartbeat, Listener
+from ds_ckpt.lab.hosts import heartbeat
+from ds_ckpt.lab.hosts.heartbeat import STALLED, Heartbeat, Listener
 
 LAUNCHED = """
 import sys, time
 from pathlib import Path
-from ds_ckpt.hosts import heartbeat
+from ds_ckpt.lab.hosts import heartbeat
 heartbeat.START_S, heartbeat.ORPHANED_S = 0.1, 1.0
 beating = heartbeat.Heartbeat(Path(sys.argv[2]), launch=sys.argv[3], stall_s=float(sys.argv[1]))
 beating.beat()

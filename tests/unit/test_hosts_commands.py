@@ -12,9 +12,9 @@ import typer
 from typer.testing import CliRunner
 
 from ds_ckpt.cli import app
-from ds_ckpt.hosts import records
-from ds_ckpt.hosts.backends import environment
-from ds_ckpt.hosts.commands import parse_rate
+from ds_ckpt.cli.hosts import parse_rate
+from ds_ckpt.lab.hosts import records
+from ds_ckpt.lab.hosts.backends import environment
 
 run = CliRunner().invoke
 

@@ -17,11 +17,11 @@ import pytest
 from deepspeed.launcher.runner import parse_args
 
 from ds_ckpt.errors import Problem
-from ds_ckpt.hosts import backends, launcher
-from ds_ckpt.hosts.backends import Backend, Loopback, Prepared
-from ds_ckpt.hosts.checks import HostError, check_hosts, unreachable
-from ds_ckpt.hosts.launcher import LaunchError, launch, log_tail, run
-from ds_ckpt.hosts.records import HostsError
+from ds_ckpt.lab.hosts import backends, launcher
+from ds_ckpt.lab.hosts.backends import Backend, Loopback, Prepared
+from ds_ckpt.lab.hosts.checks import HostError, check_hosts, unreachable
+from ds_ckpt.lab.hosts.launcher import LaunchError, launch, log_tail, run
+from ds_ckpt.lab.hosts.records import HostsError
 
 # A parent that starts a child which hears no SIGTERM, in a session of its own.
 FAMILY = """
@@ -35,7 +35,7 @@ time.sleep(600)
 MODULE = """
 import argparse, json, os, sys, time
 from pathlib import Path
-from ds_ckpt.hosts.heartbeat import JOB, Heartbeat
+from ds_ckpt.lab.hosts.heartbeat import JOB, Heartbeat
 parser = argparse.ArgumentParser()
 for name in ("--module", "--token", "--folder", "--port"):
     parser.add_argument(name)
@@ -219,7 +219,7 @@ def test_what_came_before_a_failure_is_heard(tmp_path: Path) -> None:
 def test_a_silence_ends_what_is_launched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begins: bool
 ) -> None:
-    monkeypatch.setattr("ds_ckpt.hosts.heartbeat.START_S", 60.0 if begins else 4.0)
+    monkeypatch.setattr("ds_ckpt.lab.hosts.heartbeat.START_S", 60.0 if begins else 4.0)
     hosts = Hosts("process.beat()\n" * begins + "time.sleep(600)")
     with pytest.raises(LaunchError, match="and all hosts answer") as caught:
         launch(hosts, "m", {}, tmp_path, stall_s=1.0, if_silent="; raise --stall-s")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ds_ckpt.compression import lossless
+from ds_ckpt.weights import lossless
 
 DTYPES = (torch.bfloat16, torch.float16)
 

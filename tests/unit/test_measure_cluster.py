@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from ds_ckpt.errors import ConfigError
-from ds_ckpt.hosts.cluster import HARDWARE
-from ds_ckpt.hosts.probe import Links, Pair
-from ds_ckpt.measure.cluster import account, like, rate_mbit
+from ds_ckpt.lab.hosts.hardware import HARDWARE
+from ds_ckpt.lab.hosts.probe import Links, Pair
+from ds_ckpt.lab.measure.cluster import account, like, rate_mbit
 
 TEXT = "4 nodes x 8 A100, 100 Gbit/s, llama-7b"
 

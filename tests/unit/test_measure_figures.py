@@ -10,11 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from ds_ckpt.hosts.interfaces import Sent
-from ds_ckpt.measure.figures import DERIVED, MEASURED, Measured, Take, number, put_together, taken
-from ds_ckpt.measure.findings import SETTLED_REPETITIONS, Comparison, crossing, find
-from ds_ckpt.measure.records import Key, StepTime, Store, Trial
-from ds_ckpt.measure.statistics import Estimate, Repetitions
+from ds_ckpt.lab.hosts.interfaces import Sent
+from ds_ckpt.lab.measure.figures import (
+    DERIVED,
+    MEASURED,
+    Measured,
+    Take,
+    number,
+    put_together,
+    taken,
+)
+from ds_ckpt.lab.measure.findings import SETTLED_REPETITIONS, Comparison, crossing, find
+from ds_ckpt.lab.measure.records import Key, StepTime, Store, Trial
+from ds_ckpt.lab.measure.statistics import Estimate, Repetitions
 from tests.unit import measure_samples as known
 
 WITH_WEIGHTS = replace(known.SPEC, weights=("whole", "lossless"), rivals=("zero2",), bf16=True)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_ckpt.measure.parts import (
+from ds_ckpt.lab.measure.parts import (
     PARTS,
     in_collectives_s,
     parts,

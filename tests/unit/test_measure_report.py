@@ -20,12 +20,12 @@ from typer.testing import CliRunner
 
 from ds_ckpt.cli import app
 from ds_ckpt.errors import StateError
-from ds_ckpt.measure import words
-from ds_ckpt.measure.figures import MEASURED
-from ds_ckpt.measure.records import Loss, Store, Trial
-from ds_ckpt.measure.report import FORMAT, Report, bytes_table
-from ds_ckpt.measure.run import LIKE, RUNS
-from ds_ckpt.measure.spec import Spec
+from ds_ckpt.lab.measure import words
+from ds_ckpt.lab.measure.figures import MEASURED
+from ds_ckpt.lab.measure.records import Loss, Store, Trial
+from ds_ckpt.lab.measure.report import FORMAT, Report, bytes_table
+from ds_ckpt.lab.measure.run import LIKE, RUNS
+from ds_ckpt.lab.measure.spec import Spec
 from tests.unit import measure_samples as known
 
 PLOTS = (

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from ds_ckpt.cli.measure_arguments import deepspeed_of, model_of, sections_of
 from ds_ckpt.config import parse
 from ds_ckpt.config.paths import precision
 from ds_ckpt.errors import ConfigError, StateError, UnsupportedError
-from ds_ckpt.hosts import Launcher, backends
-from ds_ckpt.hosts.backends import Hostfile, read_hostfile
-from ds_ckpt.measure.arguments import deepspeed_of, model_of, sections_of
-from ds_ckpt.measure.records import Memory, Store, Trial
-from ds_ckpt.measure.spec import (
+from ds_ckpt.lab.hosts import Launcher, backends
+from ds_ckpt.lab.hosts.backends import Hostfile, read_hostfile
+from ds_ckpt.lab.measure.records import Memory, Store, Trial
+from ds_ckpt.lab.measure.spec import (
     METHODS,
     POLICIES,
     RIVALS,
@@ -27,8 +27,8 @@ from ds_ckpt.measure.spec import (
     deepspeed_config,
     equal_memory,
 )
-from ds_ckpt.measure.worker import built, check_batch, slowest
-from ds_ckpt.subject import run_forward
+from ds_ckpt.lab.measure.worker import built, check_batch, slowest
+from ds_ckpt.lab.subject import run_forward
 from tests.unit import measure_samples as known
 
 

@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 
 from ds_ckpt.cli import app
 from ds_ckpt.errors import ConfigError, Problem
-from ds_ckpt.hosts.checks import HostError
-from ds_ckpt.measure import run, worker
-from ds_ckpt.measure.records import Key, Model, Store, Trial
-from ds_ckpt.measure.spec import Configuration, Spec
+from ds_ckpt.lab.hosts.checks import HostError
+from ds_ckpt.lab.measure import run, worker
+from ds_ckpt.lab.measure.records import Key, Model, Store, Trial
+from ds_ckpt.lab.measure.spec import Configuration, Spec
 from tests.unit import measure_samples as known
 
 

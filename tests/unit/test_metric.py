@@ -16,8 +16,8 @@ from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.layout import LocalShard, ShardLayout
 from ds_ckpt.exchange.metric import EVERY, StepMetric
 from ds_ckpt.exchange.rules import MethodSettings
-from ds_ckpt.validation import world as validation_world
-from ds_ckpt.validation.world import VirtualWorkers
+from ds_ckpt.lab.validate import world as validation_world
+from ds_ckpt.lab.validate.world import VirtualWorkers
 
 IN_STEPS = ExchangeSettings(MethodSettings("entropy_coded", metric="steps"), min_numel=0)
 SHAPE, CPU = torch.Size([37, 50]), torch.device("cpu")

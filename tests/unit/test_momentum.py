@@ -17,7 +17,7 @@ from ds_ckpt.exchange import build as exchange_build
 from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.momentum import EVERY, LARGEST, FirstMoments, matched
 from ds_ckpt.exchange.rules import MethodSettings
-from ds_ckpt.validation.world import VirtualWorkers
+from ds_ckpt.lab.validate.world import VirtualWorkers
 from ds_ckpt.zero3.momentum import why_no_lead
 
 shares = st.floats(0, 1)

@@ -16,9 +16,9 @@ import pytest
 from typer.testing import CliRunner
 
 from ds_ckpt.cli import app
-from ds_ckpt.hosts.cluster import Hardware
-from ds_ckpt.plan.rivals import Zero1, zero1
-from ds_ckpt.plan.search import NEEDED, Question
+from ds_ckpt.lab.estimate.baselines import Zero1, zero1
+from ds_ckpt.lab.estimate.search import NEEDED, Question
+from ds_ckpt.lab.hosts.hardware import Hardware
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,23 +11,23 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from ds_ckpt.activation.planning.budget import Planner
+from ds_ckpt.activation.planning.costs import Rates
 from ds_ckpt.cli import app
 from ds_ckpt.config import parse
 from ds_ckpt.config.verdicts import VerdictRecord, allows, sections_on_record
 from ds_ckpt.errors import ConfigError, UnsupportedError
-from ds_ckpt.hosts.cluster import HARDWARE, Hardware
-from ds_ckpt.hosts.probe import Links, Pair
-from ds_ckpt.plan import model as costs
-from ds_ckpt.plan import search as choices
-from ds_ckpt.plan.model import ACTIVATIONS, Model
-from ds_ckpt.plan.report import would_change
-from ds_ckpt.plan.rivals import Zero1, best_zero1, zero1
-from ds_ckpt.plan.search import HPZ, NEEDED, ZERO3, Question, Search, deepspeed_file
-from ds_ckpt.plan.ways import DENSE, RESIDENT, STOCK, Method, gradients, methods, weights
-from ds_ckpt.planner.budget import Planner
-from ds_ckpt.planner.costs import Rates
-from ds_ckpt.profile.states import estimate
-from ds_ckpt.subject import Sizes
+from ds_ckpt.lab.estimate import model as costs
+from ds_ckpt.lab.estimate import search as choices
+from ds_ckpt.lab.estimate.baselines import Zero1, best_zero1, zero1
+from ds_ckpt.lab.estimate.model import ACTIVATIONS, Model
+from ds_ckpt.lab.estimate.plan_report import would_change
+from ds_ckpt.lab.estimate.search import HPZ, NEEDED, ZERO3, Question, Search, deepspeed_file
+from ds_ckpt.lab.estimate.states import estimate
+from ds_ckpt.lab.estimate.ways import DENSE, RESIDENT, STOCK, Method, gradients, methods, weights
+from ds_ckpt.lab.hosts.hardware import HARDWARE, Hardware
+from ds_ckpt.lab.hosts.probe import Links, Pair
+from ds_ckpt.lab.subject import Sizes
 
 SIZES = Sizes(tokens=64, dtype=torch.bfloat16)
 RATES = Rates(1e9, 1e9, 1e9)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_ckpt.plan.simulate import (
+from ds_ckpt.lab.estimate.simulate import (
     RESOURCES,
     Block,
     Gradients,

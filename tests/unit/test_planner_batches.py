@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ds_ckpt.planner.fake import MOST_ELEMENTS
-from ds_ckpt.session.agreement import Sample, not_smaller, size_of
+from ds_ckpt.activation.planning.fake import MOST_ELEMENTS
+from ds_ckpt.engine.agreement import Sample, not_smaller, size_of
 
 CPU = torch.device("cpu")
 

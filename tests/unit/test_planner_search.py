@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_ckpt.planner.solve import Option, Room, least, need, search
+from ds_ckpt.activation.planning.solve import Option, Room, least, need, search
 
 
 @st.composite

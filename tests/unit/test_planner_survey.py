@@ -12,11 +12,11 @@ from torch import nn
 
 from ds_ckpt.activation import CheckpointedBlocks, Unit
 from ds_ckpt.activation.blocks import block_of
+from ds_ckpt.activation.planning.budget import Allowance, Planner
+from ds_ckpt.activation.planning.candidates import Candidate, candidates_of
+from ds_ckpt.activation.planning.costs import Rates, measured_rates
+from ds_ckpt.activation.planning.survey import Survey, simulate, survey
 from ds_ckpt.errors import UnsupportedError
-from ds_ckpt.planner.budget import Allowance, Planner
-from ds_ckpt.planner.candidates import Candidate, candidates_of
-from ds_ckpt.planner.costs import Rates, measured_rates
-from ds_ckpt.planner.survey import Survey, simulate, survey
 from ds_ckpt.telemetry.memory import SavedActivations
 from ds_ckpt.telemetry.units import GIB
 from tests.architectures import ARCHITECTURES, OFTEN, batch, build

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_ckpt.planner.budget import MemoryWatch
+from ds_ckpt.activation.planning.budget import MemoryWatch
 
 
 def test_more_at_once_and_less_after_some_steps() -> None:

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from ds_ckpt.cli import app
-from ds_ckpt.profile.records import Profile
+from ds_ckpt.lab.estimate.profiles import Profile
 from ds_ckpt.telemetry.units import size
 from ds_ckpt.zero3.resident import HOST_COPY
 
@@ -213,7 +213,7 @@ def test_a_name_that_no_hub_knows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_batch_that_is_too_big(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ds_ckpt.profile.run.free_on", lambda device: 1000)
+    monkeypatch.setattr("ds_ckpt.lab.estimate.profile.free_on", lambda device: 1000)
     result = _run(f"{MODELS}:stack", "--real", "--batch", "3", "--policies", "block")
     assert result.exit_code == 1
     assert "--batch" in result.stderr

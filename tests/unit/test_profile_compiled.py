@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from ds_ckpt.profile.compiled import compile_report
-from ds_ckpt.profile.measure import built_fake, footprints
-from ds_ckpt.profile.policies import blocks_of, compared
-from ds_ckpt.profile.records import Compiled
-from ds_ckpt.subject import Sizes, find_subject
+from ds_ckpt.lab.estimate.compiled import compile_report
+from ds_ckpt.lab.estimate.observe import built_fake, footprints
+from ds_ckpt.lab.estimate.policies import blocks_of, compared
+from ds_ckpt.lab.estimate.profiles import Compiled
+from ds_ckpt.lab.subject import Sizes, find_subject
 from tests.unit.profile_models import WIDTH
 
 MODULES = ["layers.*"]

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from ds_ckpt.activation.planning.survey import survey
 from ds_ckpt.errors import ConfigError, UnsupportedError
-from ds_ckpt.planner.survey import survey
-from ds_ckpt.profile.measure import built_real, checkpointed, footprints, real_bytes
-from ds_ckpt.profile.policies import ComparedPolicy, compared
-from ds_ckpt.profile.records import Footprint
-from ds_ckpt.subject import Sizes, Subject, find_subject, run_forward
+from ds_ckpt.lab.estimate.observe import built_real, checkpointed, footprints, real_bytes
+from ds_ckpt.lab.estimate.policies import ComparedPolicy, compared
+from ds_ckpt.lab.estimate.profiles import Footprint
+from ds_ckpt.lab.subject import Sizes, Subject, find_subject, run_forward
 from ds_ckpt.telemetry.memory import OUTSIDE
 from tests import architectures
 from tests.unit.profile_models import WIDTH

@@ -14,9 +14,11 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from ds_ckpt.config import parse
-from ds_ckpt.profile import records
-from ds_ckpt.profile.findings import Settings, _spans, best_of, findings_of
-from ds_ckpt.profile.records import (
+from ds_ckpt.lab.estimate import profiles as records
+from ds_ckpt.lab.estimate.findings import Settings, _spans, best_of, findings_of
+from ds_ckpt.lab.estimate.profile import Options, make_profile
+from ds_ckpt.lab.estimate.profile_report import document, picture
+from ds_ckpt.lab.estimate.profiles import (
     BlockCompiled,
     Break,
     Compiled,
@@ -27,11 +29,9 @@ from ds_ckpt.profile.records import (
     Times,
     Work,
 )
-from ds_ckpt.profile.report import document, picture
-from ds_ckpt.profile.run import Options, make_profile
-from ds_ckpt.report import charts
-from ds_ckpt.report.document import Table
-from ds_ckpt.subject import Sizes
+from ds_ckpt.lab.report import charts
+from ds_ckpt.lab.report.document import Table
+from ds_ckpt.lab.subject import Sizes
 from ds_ckpt.telemetry.units import size
 
 COMPILED = Compiled(

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from ds_ckpt.errors import ConfigError
-from ds_ckpt.profile.policies import blocks_of
-from ds_ckpt.profile.records import States
-from ds_ckpt.profile.states import Parameters, estimate
+from ds_ckpt.lab.estimate.policies import blocks_of
+from ds_ckpt.lab.estimate.profiles import States
+from ds_ckpt.lab.estimate.states import Parameters, estimate
 from tests.unit.profile_models import Mixer, Stack
 
 SIZES = Parameters(

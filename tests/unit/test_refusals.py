@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from ds_ckpt.engine import weights
+from ds_ckpt.engine.refusals import refuse_model_parallel, refuse_pipeline
 from ds_ckpt.errors import DsCkptError, Problem, StateError, UnsupportedError
-from ds_ckpt.session import weights
-from ds_ckpt.session.refusals import refuse_model_parallel, refuse_pipeline
 from ds_ckpt.telemetry.units import size
 
 
@@ -88,7 +88,7 @@ def test_a_copy_of_the_weights_that_does_not_fit_is_refused_with_what_would(
 
 
 def test_a_configuration_in_base64_is_deepspeeds_business() -> None:
-    from ds_ckpt.entry import _raw_config
+    from ds_ckpt.engine.entry import _raw_config
 
     assert _raw_config(None, "eyJ6ZXJv" * 100, None) is None  # longer than a file's name may be
 

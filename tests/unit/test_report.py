@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 
 from ds_ckpt.errors import UnsupportedError
-from ds_ckpt.report import charts
-from ds_ckpt.report.charts import Band, Line, Lines, Rows
-from ds_ckpt.report.document import (
+from ds_ckpt.lab.report import charts
+from ds_ckpt.lab.report.charts import Band, Line, Lines, Rows
+from ds_ckpt.lab.report.document import (
     Code,
     Document,
     Heading,

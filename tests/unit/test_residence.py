@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from ds_ckpt.engine.residence import Residence
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.exchange.autotune import RECHECK, ROUND, SWITCH
-from ds_ckpt.session.residence import Residence
 
 
 class Hook:

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 import ds_ckpt
-from ds_ckpt import entry, run
+from ds_ckpt import run
+from ds_ckpt.engine import entry
 from ds_ckpt.errors import ConfigError
-from ds_ckpt.hosts.backends import Loopback
-from ds_ckpt.hosts.launcher import LaunchError, deepspeed
+from ds_ckpt.lab.hosts.backends import Loopback
+from ds_ckpt.lab.hosts.launcher import LaunchError, deepspeed
 
 
 def test_the_launcher_argument_goes_on_to_the_script(

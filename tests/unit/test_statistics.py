@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_ckpt.validation.statistics import Judgement, judge, more_seeds, paired
+from ds_ckpt.lab.validate.statistics import Judgement, judge, more_seeds, paired
 
 TRIALS = 2000
 MARGIN = 0.005

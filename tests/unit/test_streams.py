@@ -12,10 +12,11 @@ from offload_models import Model, put_on
 from torch import Tensor
 from virtual import World
 
-from ds_ckpt.compression import Feedback, Quantize, lossless
+from ds_ckpt.compression import Feedback, Quantize
 from ds_ckpt.memory import HostPool
 from ds_ckpt.memory.copies import SideStream, _OnStream
 from ds_ckpt.memory.pool import device_arena
+from ds_ckpt.weights import lossless
 from tests.pretended_gpu import DEVICE, Gpu, Stream, in_threads
 
 # ---- the check itself: a copy to the host on a side stream

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ds_ckpt.compression.tracked import LIMIT, Tracked
+from ds_ckpt.weights.tracked import LIMIT, Tracked
 
 BITS = (4, 3)
 

@@ -21,8 +21,8 @@ from rich.console import Console
 from ds_ckpt.errors import ConfigError, StateError, UnsupportedError
 from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.rules import Method, MethodSettings, Rule
-from ds_ckpt.validation import report, validate
-from ds_ckpt.validation.compare import (
+from ds_ckpt.lab.validate import report, validate
+from ds_ckpt.lab.validate.compare import (
     MARGINS,
     Comparison,
     compare,
@@ -30,8 +30,8 @@ from ds_ckpt.validation.compare import (
     false_alarms,
     records,
 )
-from ds_ckpt.validation.data import Examples
-from ds_ckpt.validation.experiment import (
+from ds_ckpt.lab.validate.data import Examples
+from ds_ckpt.lab.validate.experiment import (
     DENSE,
     Plan,
     _denormals_flushed,
@@ -40,12 +40,12 @@ from ds_ckpt.validation.experiment import (
     read_candidates,
     surroundings,
 )
-from ds_ckpt.validation.processes import engine_config, run_processes
-from ds_ckpt.validation.report import document, write_report
-from ds_ckpt.validation.store import Key, Result, Store
-from ds_ckpt.validation.task import Task, TaskSpec, make_spec
-from ds_ckpt.validation.trainer import Outcome
-from ds_ckpt.validation.world import Recipe
+from ds_ckpt.lab.validate.processes import engine_config, run_processes
+from ds_ckpt.lab.validate.report import document, write_report
+from ds_ckpt.lab.validate.store import Key, Result, Store
+from ds_ckpt.lab.validate.task import Task, TaskSpec, make_spec
+from ds_ckpt.lab.validate.trainer import Outcome
+from ds_ckpt.lab.validate.world import Recipe
 
 ROOT = Path(__file__).parents[2]
 STEPS = 100

@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 from ds_ckpt.cli import app
 from ds_ckpt.config import load_file, parse
 from ds_ckpt.config.verdicts import read_verdicts, verdicts_on
-from ds_ckpt.validation import experiment
-from ds_ckpt.validation.data import Text
-from ds_ckpt.validation.store import Store
-from ds_ckpt.validation.task import DEFAULT_TASKS
-from ds_ckpt.validation.validate import Arguments
+from ds_ckpt.lab.validate import experiment
+from ds_ckpt.lab.validate.data import Text
+from ds_ckpt.lab.validate.store import Store
+from ds_ckpt.lab.validate.task import DEFAULT_TASKS
+from ds_ckpt.lab.validate.validate import Arguments
 
 pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[2]
@@ -266,7 +266,7 @@ def test_the_script_is_the_command() -> None:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    from ds_ckpt.validation.commands import validate_accuracy
+    from ds_ckpt.cli.validate_accuracy import validate_accuracy
 
     assert module.validate_accuracy is validate_accuracy
 
@@ -283,9 +283,9 @@ def test_what_nobody_foresaw_is_no_verdict(tmp_path: Path, monkeypatch: pytest.M
 
 def test_what_is_missing_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "scipy", None)
-    monkeypatch.delitem(sys.modules, "ds_ckpt.validation.statistics")
-    monkeypatch.delitem(sys.modules, "ds_ckpt.validation.compare")
-    monkeypatch.delitem(sys.modules, "ds_ckpt.validation.validate")
+    monkeypatch.delitem(sys.modules, "ds_ckpt.lab.validate.statistics")
+    monkeypatch.delitem(sys.modules, "ds_ckpt.lab.validate.compare")
+    monkeypatch.delitem(sys.modules, "ds_ckpt.lab.validate.validate")
     found = run(app, ["validate-accuracy", str(ROOT / "ds_configs" / "zero3_4bit.json")])
     assert found.exit_code == 3
     assert "scipy" in found.output

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import pytest
 
+from ds_ckpt.engine.guard import Guard
 from ds_ckpt.exchange.schedule import Fallback
-from ds_ckpt.session.guard import Guard
 from ds_ckpt.telemetry.timings import ResidualStats
 
 LIMITS, WITHIN, BEYOND = ResidualStats(0.5, 2.0), ResidualStats(0.2, 1.0), ResidualStats(0.2, 3.0)

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from ds_ckpt.hosts.backends import Loopback
-from ds_ckpt.validation import processes
-from ds_ckpt.validation.experiment import DENSE, Plan
-from ds_ckpt.validation.processes import run_processes
-from ds_ckpt.validation.store import Result, Store
-from ds_ckpt.validation.task import Task, TaskSpec
-from ds_ckpt.validation.trainer import Outcome
+from ds_ckpt.lab.hosts.backends import Loopback
+from ds_ckpt.lab.validate import processes
+from ds_ckpt.lab.validate.experiment import DENSE, Plan
+from ds_ckpt.lab.validate.processes import run_processes
+from ds_ckpt.lab.validate.store import Result, Store
+from ds_ckpt.lab.validate.task import Task, TaskSpec
+from ds_ckpt.lab.validate.trainer import Outcome
 
 
 def test_what_is_launched_and_told_and_nothing_where_nothing_is_missing(

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from ds_ckpt.errors import ConfigError, UnsupportedError
-from ds_ckpt.validation import data, task
-from ds_ckpt.validation.data import Examples, has_labels, read_labelled, read_text
-from ds_ckpt.validation.task import (
+from ds_ckpt.lab.validate import data, task
+from ds_ckpt.lab.validate.data import Examples, has_labels, read_labelled, read_text
+from ds_ckpt.lab.validate.task import (
     Learner,
     TaskSpec,
     classifier,

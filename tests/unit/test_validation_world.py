@@ -18,10 +18,10 @@ from ds_ckpt.errors import UnsupportedError
 from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.metric import EVERY
 from ds_ckpt.exchange.rules import MethodSettings
-from ds_ckpt.validation.task import Score
-from ds_ckpt.validation.trainer import train
-from ds_ckpt.validation.world import DENSE_SETTINGS as DENSE
-from ds_ckpt.validation.world import (
+from ds_ckpt.lab.validate.task import Score
+from ds_ckpt.lab.validate.trainer import train
+from ds_ckpt.lab.validate.world import DENSE_SETTINGS as DENSE
+from ds_ckpt.lab.validate.world import (
     InProcessWorld,
     Recipe,
     VirtualWorkers,

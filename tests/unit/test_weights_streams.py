@@ -16,10 +16,10 @@ from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus
 from torch import Tensor
 
-from ds_ckpt.compression.tracked import Tracked
+from ds_ckpt.engine.weights import Lossless
 from ds_ckpt.exchange.virtual import VirtualWorld
-from ds_ckpt.session.weights import Lossless
 from ds_ckpt.telemetry import Counters
+from ds_ckpt.weights.tracked import Tracked
 from ds_ckpt.zero3 import weights
 from ds_ckpt.zero3.gather import GatherHook
 from ds_ckpt.zero3.weights import Flight, HostLayout, WeightsHook

@@ -1,0 +1,459 @@
+"""From a survey and a budget to a plan, or to words on what would fit; and when to plan anew.
+
+A plan is plain values, the same on every process: what each block does, holds and costs, as line,
+table and JSON.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Literal
+
+from torch import nn
+
+from ds_ckpt.activation.blocks import block_of
+from ds_ckpt.activation.planning.candidates import (
+    Candidate,
+    UnitNames,
+    candidates_of,
+    shared_by_blocks,
+)
+from ds_ckpt.activation.planning.costs import Rates
+from ds_ckpt.activation.planning.solve import Option, Room, least, need, search
+from ds_ckpt.activation.planning.survey import Survey
+from ds_ckpt.activation.policies import Unit
+from ds_ckpt.errors import Problem, UnsupportedError
+from ds_ckpt.telemetry.memory import Storage
+from ds_ckpt.telemetry.units import GIB, MIB, columns, size
+
+_WHERE = "$.ds_ckpt.activation.budget_gib"
+BudgetOf = Literal["saved", "activations", "accelerator"]
+_OF = {
+    "saved": "saved between forward and backward",
+    "activations": "activations with the recompute's own peak",
+    "accelerator": "the whole accelerator",
+}
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """What one block does.
+
+    Attributes:
+        held_bytes: on the device between its forward and its backward.
+        offloaded_bytes: of what it keeps, in host memory meanwhile.
+        full_bytes: on the device while its backward runs.
+        recompute_s: by the device's rates, waiting for copies included.
+    """
+
+    name: str
+    word: str
+    units: tuple[UnitNames, ...]
+    held_bytes: int
+    offloaded_bytes: int
+    full_bytes: int
+    recompute_flops: int
+    recompute_s: float
+
+
+@dataclass(frozen=True)
+class ActivationPlan:
+    """What a budget has led to. The same on every process.
+
+    Attributes:
+        of: what the budget is for.
+        budget_bytes: as asked for.
+        resident: bytes that are there beside activations, by what they are (budgets for the
+            accelerator).
+        none_bytes: what would be held if nothing were recomputed.
+        held_bytes: what the device holds between forward and backward.
+        needed_bytes: the most that is there at once, of what the budget counts.
+        forward_flops, forward_s: of one forward.
+        tokens: elements of the largest tensor of whole numbers that the plan was made for, else of
+            the largest tensor.
+        planning_s: wall time of measuring and searching; whoever makes the plan sets it.
+    """
+
+    of: BudgetOf
+    budget_bytes: int
+    resident: dict[str, int]
+    blocks: tuple[BlockPlan, ...]
+    none_bytes: int
+    held_bytes: int
+    needed_bytes: int
+    forward_flops: int
+    forward_s: float
+    rates: Rates
+    tokens: int
+    planning_s: float = 0.0
+
+    @property
+    def recompute_flops(self) -> int:
+        return sum(b.recompute_flops for b in self.blocks)
+
+    @property
+    def recompute_s(self) -> float:
+        return sum(b.recompute_s for b in self.blocks)
+
+    @property
+    def recompute_share(self) -> float:
+        """Of a forward's time: comparable between batches."""
+        return self.recompute_s / self.forward_s if self.forward_s else 0.0
+
+    @property
+    def choices(self) -> list[str]:
+        """What is done with each block, in words."""
+        return [b.word for b in self.blocks]
+
+    def units(self, model: nn.Module) -> list[Unit]:
+        """For `CheckpointedBlocks`."""
+        modules = dict(model.named_modules())
+        return [
+            Unit(
+                tuple(block_of(name, modules[name]) for name in unit.modules),
+                unit.save_ops,
+                _WHERE,
+            )
+            for block in self.blocks
+            for unit in block.units
+        ]
+
+    def line(self) -> str:
+        """What is done, what it holds and costs."""
+        counts = Counter(self.choices)
+        treated = ", ".join(f"{n} x {word}" for word, n in counts.most_common())
+        offloaded = sum(b.offloaded_bytes for b in self.blocks)
+        away = f", {size(offloaded)} in host memory" if offloaded else ""
+        share = self.recompute_flops / self.forward_flops if self.forward_flops else 0.0
+        return (
+            f"plan for {size(self.budget_bytes)} ({_OF[self.of]}): {treated}; "
+            f"{size(self.held_bytes)} saved of {size(self.none_bytes)} without recompute{away}, "
+            f"{size(self.needed_bytes)} needed at most; recomputes {share:.1%} of a forward's "
+            f"products, {self.recompute_share:.1%} of its time; "
+            f"made for {self.tokens} tokens in {self.planning_s:.1f} s"
+        )
+
+    def table(self) -> str:
+        """One line for neighbours that are treated alike, with their bytes and costs."""
+        head = ("blocks", "policy", "saved MiB", "in backward MiB", "recompute GFLOP", "ms")
+        rows = [head]
+        for word, neighbours in groupby(self.blocks, key=lambda block: block.word):
+            group = list(neighbours)
+            first, last = group[0].name, group[-1].name
+            rows.append(
+                (
+                    first if first == last else f"{first} to {last}",
+                    word,
+                    f"{sum(b.held_bytes for b in group) / MIB:.1f}",
+                    f"{max(b.full_bytes for b in group) / MIB:.1f}",
+                    f"{sum(b.recompute_flops for b in group) / 1e9:.2f}",
+                    f"{1e3 * sum(b.recompute_s for b in group):.3f}",
+                )
+            )
+        outside = self.held_bytes - sum(b.held_bytes for b in self.blocks)
+        for what, nbytes in {"outside of blocks": outside, **self.resident}.items():
+            rows.append((what, "", f"{nbytes / MIB:.1f}", "", "", ""))
+        return columns(rows, left=2)
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """What may be used.
+
+    Attributes:
+        resident: bytes beside activations by what they are, for budgets of the accelerator.
+        optional: of `resident`, what the model trains without, and the settings that drop it.
+        offload: what checkpointing keeps goes to host memory (tensors of `min_bytes` and more),
+            and comes back `prefetch` recomputes ahead.
+        micro_batch: sequences in a micro-batch, for messages; 0: not known.
+        capacity_bytes: of the device, for messages; 0: not known.
+    """
+
+    budget_bytes: int
+    of: BudgetOf
+    resident: Mapping[str, int] = field(default_factory=dict)
+    offload: bool = False
+    prefetch: int = 1
+    min_bytes: int = 65536
+    micro_batch: int = 0
+    capacity_bytes: int = 0
+    optional: Mapping[str, str] = field(default_factory=dict)
+
+
+class Planner:
+    """The numbers of one survey, for as many budgets as are asked for.
+
+    Args:
+        tokens: what the batch is called in messages.
+        repeated: times that the last block stands in the model that is planned for; the survey has
+            it once.
+    """
+
+    def __init__(self, found: Survey, rates: Rates, tokens: int, *, repeated: int = 1) -> None:
+        self._found, self._rates, self._tokens = found, rates, tokens
+        last = len(found.blocks) - 1
+        self._blocks = [*range(last), *[last] * repeated] if found.blocks else []
+        surveyed = [candidates_of(found, i) for i in range(len(found.blocks))]
+        self._surveyed = surveyed
+        self._candidates = [surveyed[i] for i in self._blocks]
+        self._shared = shared_by_blocks(surveyed)
+        seconds = found.forward_s(rates)
+        self._forward_s = [*(seconds[i] for i in self._blocks), seconds[-1]]
+        more = sum(b.saved_bytes for b in found.blocks[-1:]) * (repeated - 1)
+        self.saved_bytes = found.saved_bytes + more
+        """Held if nothing were recomputed."""
+        work = sum(
+            o.flops for b in found.blocks[-1:] for c in b.calls for o in found.trace.within(c)
+        )
+        self._flops = found.flops + work * (repeated - 1)
+
+    @property
+    def forward_s(self) -> list[float]:
+        """By block; the last is what runs outside of them."""
+        return self._forward_s
+
+    @property
+    def words(self) -> list[str]:
+        """Ways that every block can be treated in."""
+        each = [[way.word for way in ways] for ways in self._candidates]
+        return [word for word in each[0] if all(word in words for words in each)] if each else []
+
+    def all_alike(self, word: str, allowance: Allowance) -> ActivationPlan:
+        """Every block treated in one way, whether or not it fits."""
+        options = self._options(allowance)
+        choice = [[way.word for way in ways].index(word) for ways in self._candidates]
+        return self._written(allowance, options, choice, self._room(allowance))
+
+    def plan(self, allowance: Allowance) -> ActivationPlan:
+        """The cheapest plan that fits.
+
+        Raises:
+            UnsupportedError: none does; the words say what would.
+        """
+        options, room = self._options(allowance), self._room(allowance)
+        choice: list[int] | None = [0] * len(options)
+        if self._untreated_bytes(allowance) > allowance.budget_bytes:
+            choice = search(options, room)
+        if choice is None:
+            raise self.too_small(allowance)
+        return self._written(allowance, options, choice, room)
+
+    def least(self, allowance: Allowance) -> ActivationPlan:
+        """The plan that needs the fewest bytes, whether or not it fits."""
+        options, room = self._options(allowance), self._room(allowance)
+        return self._written(allowance, options, least(options, room)[1], room)
+
+    def _untreated_bytes(self, allowance: Allowance) -> int:
+        """Needed where nothing is recomputed: the search counts what blocks may share as held."""
+        return self.saved_bytes + sum(allowance.resident.values())
+
+    def _room(self, allowance: Allowance) -> Room:
+        found = self._found
+        shared = found.bytes_of(self._shared - found.outside)
+        return Room(
+            allowance.budget_bytes,
+            found.head_bytes + shared + sum(allowance.resident.values()),
+            found.tail_bytes,
+            peak=allowance.of != "saved",
+        )
+
+    def _options(self, allowance: Allowance) -> list[list[Option]]:
+        """The candidates of every block in numbers."""
+        forward_s = dict(zip(self._blocks, self._forward_s, strict=False))
+        surveyed = [
+            [self._option(candidate, forward_s[number], allowance) for candidate in candidates]
+            for number, candidates in enumerate(self._surveyed)
+        ]
+        return [surveyed[number] for number in self._blocks]
+
+    def _option(self, candidate: Candidate, forward_s: float, allowance: Allowance) -> Option:
+        held, full = self._own_bytes(candidate.held), self._own_bytes(candidate.full)
+        cost_s = self._rates.seconds(candidate.flops, candidate.moved_bytes)
+        moved = 0
+        if allowance.offload:
+            sizes = self._found.trace.sizes
+            large = (s for s in candidate.kept if sizes[s] >= allowance.min_bytes)
+            moved = self._own_bytes(frozenset(large))
+            # what copies take longer than the computing that they run beside
+            copy_s = moved / self._rates.bus_bytes_per_s
+            out_s = max(0.0, copy_s - forward_s)
+            back_s = max(0.0, copy_s - 2 * forward_s - cost_s)  # backward: two products for one
+            cost_s += out_s + back_s
+            # those of the recomputes before it are on their way back meanwhile
+            full += allowance.prefetch * moved
+        return Option(held - moved, full, cost_s, moved)
+
+    def _own_bytes(self, storages: frozenset[Storage]) -> int:
+        return self._found.bytes_of(storages - self._shared - self._found.outside)
+
+    def _written(
+        self,
+        allowance: Allowance,
+        options: Sequence[Sequence[Option]],
+        choice: Sequence[int],
+        room: Room,
+    ) -> ActivationPlan:
+        found = self._found
+        blocks = [found.blocks[i] for i in self._blocks]
+        ways = [block[i] for block, i in zip(self._candidates, choice, strict=True)]
+        chosen = [block[i] for block, i in zip(options, choice, strict=True)]
+        # in host memory; what the last recompute keeps stays where it is
+        away = [option.moved for option in chosen]
+        last = max((i for i, n in enumerate(away) if n), default=None)
+        if last is not None:
+            away[last] = 0
+        needed = need(options, choice, room) if any(choice) else self._untreated_bytes(allowance)
+        common = self._shared.intersection(frozenset().union(*(way.held for way in ways)))
+        held = found.bytes_of(found.outside | common) + sum(o.held + o.moved for o in chosen)
+        return ActivationPlan(
+            allowance.of,
+            allowance.budget_bytes,
+            dict(allowance.resident),
+            tuple(
+                BlockPlan(
+                    block.name,
+                    way.word,
+                    way.units,
+                    option.held + option.moved - moved,
+                    moved,
+                    option.full,
+                    way.flops,
+                    option.cost,
+                )
+                for block, way, option, moved in zip(blocks, ways, chosen, away, strict=True)
+            ),
+            self.saved_bytes,
+            held - sum(away),
+            needed,
+            self._flops,
+            sum(self._forward_s),
+            self._rates,
+            self._tokens,
+        )
+
+    def too_small(self, allowance: Allowance) -> UnsupportedError:
+        """Words on a budget that nothing fits, with what would."""
+
+        def fewest(changed: Allowance) -> int:
+            return least(self._options(changed), self._room(changed))[0]
+
+        def enough(nbytes: int) -> str:
+            fits = nbytes <= allowance.budget_bytes
+            return f"{_up(nbytes)} GiB, {'fits' if fits else 'is still too much'}"
+
+        now = fewest(allowance)
+        remedies = [f"write at least {_up(now)} GiB"]
+        if allowance.capacity_bytes and now > allowance.capacity_bytes:
+            remedies = []  # more than there is
+        if not allowance.offload:
+            moved = fewest(replace(allowance, offload=True))
+            if moved < now:
+                remedies.append(
+                    f'"offload": true keeps checkpointed inputs in host memory: {enough(moved)}'
+                )
+        for what, setting in allowance.optional.items():
+            if spared := allowance.resident.get(what):
+                remedies.append(
+                    f"without {what}, {_up(spared)} GiB ({setting}): {enough(now - spared)}"
+                )
+        fixed = sum(allowance.resident.values())
+        room, per = allowance.budget_bytes - fixed, now - fixed
+        if room > 0 and allowance.micro_batch > 1 and per > 0:
+            fits = allowance.micro_batch * room // per
+            if fits:
+                remedies.append(
+                    f"a micro-batch of {fits} instead of {allowance.micro_batch} (activations "
+                    "grow with it)"
+                )
+        if room > 0 and per > 0 and (share := 100 * room // per):
+            remedies.append(f"sequences of at most {share}% of this batch's {self._tokens} tokens")
+        words = ", ".join(f"{what} {n / GIB:.3f}" for what, n in allowance.resident.items())
+        beside = f"; beside activations there are {fixed / GIB:.3f} GiB ({words})" if fixed else ""
+        return UnsupportedError(
+            Problem(
+                where=_WHERE,
+                found=f"{allowance.budget_bytes / GIB:.6g} GiB for {allowance.of}",
+                why=f"with everything recomputed that can be, this model and batch of "
+                f"{self._tokens} tokens need {_up(now)} GiB, where nothing recomputed saves "
+                f"{self.saved_bytes / GIB:.6g} GiB{beside}",
+                remedy="; or ".join(remedies or ["use more processes, or offload what is beside"]),
+            ),
+            headline="no plan fits the memory budget",
+        )
+
+
+def _up(nbytes: int) -> str:
+    """GiB with five digits, rounded up so that what is written is enough."""
+    value = nbytes / GIB
+    digits = max(2, 4 - math.floor(math.log10(value))) if value > 0 else 2
+    return f"{math.ceil(value * 10**digits) / 10**digits:.{digits}f}"
+
+
+Word = Literal["more", "less"]
+
+
+@dataclass
+class MemoryWatch:
+    """When to plan anew: pure decisions on what every process has seen. Same input, same word.
+
+    Above `high` of the capacity more is recomputed at once. Below `low` for `patience` steps in a
+    row less is, but not within `rest` steps of the last change. Between the two nothing happens: a
+    plan aims at `target`, in the middle. Where room turns out to have been none (more is recomputed
+    within `rest` steps of recomputing less), `rest` doubles: changes become rare and do not go to
+    and fro.
+
+    Attributes:
+        capacity_bytes: what there is.
+        correction: what is planned for is this share of `target`: below 1 where more was in use
+            than had been planned (fragmentation, a loss outside of the model).
+    """
+
+    capacity_bytes: int
+    high: float = 0.95
+    low: float = 0.75
+    target: float = 0.9
+    patience: int = 3
+    rest: int = 5
+    correction: float = 1.0
+    _quiet: int = field(default=0, repr=False)
+    _changed: int | None = field(default=None, repr=False)
+    _last: Word | None = field(default=None, repr=False)
+
+    @property
+    def budget_bytes(self) -> int:
+        """What to plan for."""
+        return int(self.capacity_bytes * self.target * self.correction)
+
+    def look(self, step: int, used_bytes: float) -> Word | None:
+        """What this step's memory asks for.
+
+        Args:
+            used_bytes: the most of all processes.
+        """
+        share = used_bytes / self.capacity_bytes
+        self._quiet = self._quiet + 1 if share < self.low else 0
+        if share > self.high:
+            return "more"
+        rested = self._changed is None or step - self._changed >= self.rest
+        return "less" if rested and self._quiet >= self.patience else None
+
+    def changed(self, step: int, word: Word) -> None:
+        """The plan has become another one."""
+        soon = self._changed is not None and step - self._changed <= self.rest
+        if word == "more" and self._last == "less" and soon:
+            self.rest *= 2
+        self._changed, self._last, self._quiet = step, word, 0
+
+    def unchanged(self, step: int, word: Word) -> bool:
+        """Planning has led to the same plan; whether to plan once more, with less to plan for."""
+        self._quiet = 0
+        if word == "more":
+            self.correction *= self.target
+            return True
+        self._changed = step  # asked again after a rest only
+        self.correction = 1.0
+        return False

@@ -1,0 +1,403 @@
+"""Measures a model without its memory: what blocks save and operators do, and a whole step.
+
+One forward of a fake copy (`fake.py`) with the shapes of a real batch, followed by the memory
+tracker. The numbers are not estimates from a formula: the same modules run, autograd saves what it
+would save, and storages are counted as `SavedActivations` counts them. What is not seen: a loss
+that is computed outside of the model's forward, and memory that kernels use inside.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_ckpt.activation.blocks import Block, Part, attention_parts, find_blocks, gates, mlp_parts
+from ds_ckpt.activation.checkpoint import Arguments
+from ds_ckpt.activation.install import CheckpointedBlocks, without_empty_caches
+from ds_ckpt.activation.planning.costs import Rates, flops_of, moved_bytes
+from ds_ckpt.activation.planning.fake import fake_run, unknown_values_refused
+from ds_ckpt.activation.policies import Unit
+from ds_ckpt.activation.selective import is_view, writes_to
+from ds_ckpt.telemetry.memory import MemoryTracker, Operator, Storage, tensors_in
+
+NO_STORAGE = -1
+"""Of a tensor that has none of its own (sparse), and of a weight that is saved."""
+
+
+@dataclass(frozen=True)
+class TracedOperator:
+    """One operator of the forward.
+
+    Attributes:
+        module: number of the innermost module that runs.
+        packs: tensors that autograd had saved when it had run, parameters not counted.
+        results: storages of the tensors that it returned, in order.
+        written: storages that it wrote into.
+        flops: of products, convolutions and attention cores.
+        moved_bytes: read and written; 0 for views, and where there are flops, which take longer.
+    """
+
+    func: Any
+    module: int
+    packs: int
+    results: tuple[Storage, ...]
+    written: tuple[Storage, ...]
+    flops: int
+    moved_bytes: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of one module: what was inside, from where to where.
+
+    Attributes:
+        arguments: storages of the tensors that checkpointing the call would keep, in order.
+        results: storages of its tensors.
+        operators, saves: first, and one behind the last.
+    """
+
+    module: str
+    arguments: list[Storage]
+    operators: tuple[int, int]
+    saves: tuple[int, int]
+    results: list[Storage]
+
+
+class Trace:
+    """What one forward of a copy did: operators, tensors that autograd saved, calls of modules.
+
+    Args:
+        module: the copy; its modules' forwards are wrapped.
+        watched: names of modules whose calls are noted with their arguments.
+
+    Attributes:
+        tracker: to be entered around the forward, with its `saved`.
+        names: of modules, by number.
+        saves: storages of the tensors that autograd saved, in order.
+        sizes: bytes by storage.
+        weights: storages of parameters.
+    """
+
+    def __init__(self, module: nn.Module, watched: frozenset[str]) -> None:
+        self.tracker = MemoryTracker(module, operator=self._ran, noted=self._saved)
+        self.names: list[str] = []
+        self.operators: list[TracedOperator] = []
+        self.saves: list[Storage] = []
+        self.calls: list[Call] = []
+        self.sizes = self.tracker.storages.bytes
+        self._open: list[int] = [0]
+        self._stopped = 0
+        self.weights = frozenset(map(self._storage, module.parameters())) - {NO_STORAGE}
+        for number, (name, part) in enumerate(module.named_modules()):
+            self.names.append(name)
+            if type(part).forward is not nn.Module.forward:
+                part.forward = self._wrapped(number, part.forward, name in watched)
+
+    @property
+    def running(self) -> str:
+        """The innermost module in which the forward is, or where it stopped."""
+        return self.names[self._stopped or self._open[-1]]
+
+    @property
+    def held(self) -> Collection[Storage]:
+        """What of `saves` was there when the forward had ended; weights do not count."""
+        return self.tracker.saved.held
+
+    def within(self, call: Call) -> list[TracedOperator]:
+        """The operators of a call."""
+        return self.operators[slice(*call.operators)]
+
+    def _storage(self, tensor: Tensor) -> Storage:
+        number = self.tracker.storages.number(tensor)
+        return NO_STORAGE if number is None else number
+
+    def _storages(self, value: Any) -> list[Storage]:
+        """Of all tensors in a structure, in order, weights left out."""
+        found = (self._storage(t) for t in tensors_in(value))
+        return [s for s in found if s not in self.weights and s != NO_STORAGE]
+
+    def _saved(self, tensor: Tensor, storage: Storage | None) -> None:
+        if not isinstance(tensor, nn.Parameter):
+            self.saves.append(NO_STORAGE if storage is None else storage)
+
+    def _ran(self, operator: Operator) -> None:
+        written: list[Storage] = []
+        for position, name in writes_to(operator.func):
+            args, kwargs = operator.args, operator.kwargs
+            value = args[position] if position < len(args) else kwargs.get(name)
+            written += map(self._storage, tensors_in(value))
+        view = not written and is_view(operator.func)
+        flops = 0 if view else flops_of(operator)
+        self.operators.append(
+            TracedOperator(
+                operator.func,
+                self._open[-1],
+                len(self.saves),
+                tuple(map(self._storage, operator.made)),
+                tuple(s for s in written if s != NO_STORAGE),
+                flops,
+                0 if view or flops else moved_bytes(operator),
+            )
+        )
+
+    def _wrapped(
+        self, number: int, forward: Callable[..., Any], watched: bool
+    ) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            self._open.append(number)
+            if watched:
+                given, named = without_empty_caches(self.names[number], args, kwargs)
+                arguments = self._storages(Arguments(forward, given, named).tensors)
+            first, saves = len(self.operators), len(self.saves)
+            try:
+                result = forward(*args, **kwargs)
+            except BaseException:
+                self._stopped = self._stopped or number
+                raise
+            finally:
+                self._open.pop()
+            if watched:
+                operators = (first, len(self.operators))
+                ends = (saves, len(self.saves))
+                results = self._storages(result)
+                self.calls.append(Call(self.names[number], arguments, operators, ends, results))
+            return result
+
+        return traced
+
+
+@dataclass
+class SurveyedBlock:
+    """One block without checkpointing.
+
+    Attributes:
+        attention, mlps, gates: its parts, by names of modules; an MLP is a chain of them.
+        calls: in order.
+        saved_bytes: of storages that autograd saves first inside of it.
+    """
+
+    name: str
+    attention: tuple[str, ...]
+    mlps: tuple[tuple[str, ...], ...]
+    gates: tuple[str, ...]
+    calls: list[Call] = field(default_factory=list)
+    saved_bytes: int = 0
+
+    @classmethod
+    def of(cls, block: Block) -> SurveyedBlock:
+        def names(parts: Sequence[Part]) -> tuple[str, ...]:
+            return tuple(name for name, _ in parts)
+
+        chains = mlp_parts(block.name, block.module)
+        found = {id(m) for m in gates(chains)}
+        inside = block.module.named_modules(prefix=block.name)
+        return cls(
+            block.name,
+            names(attention_parts(block.name, block.module)),
+            tuple(map(names, chains)),
+            tuple(n for n, m in inside if id(m) in found),
+        )
+
+    @property
+    def watched(self) -> set[str]:
+        """Modules whose calls a candidate may recompute."""
+        return {self.name, *self.attention, *(name for chain in self.mlps for name in chain)}
+
+
+class Survey:
+    """What one forward saves and costs. Every storage belongs to the block, or to the outside, that
+    saved it first.
+
+    Attributes:
+        blocks: in the order in which they first run.
+        saved_bytes: what `SavedActivations` measures without checkpointing.
+        head_bytes, tail_bytes: of them what is saved outside of blocks: before the last block has
+            ended, or in a block before that, and afterwards (final norm, head, loss).
+        flops: of the forward.
+        outside: storages that are saved outside of blocks.
+        block_of: by operator, the index of its block; -1 outside of blocks.
+    """
+
+    def __init__(self, blocks: Sequence[SurveyedBlock], trace: Trace) -> None:
+        self.trace = trace
+        for block in blocks:
+            block.calls = self.calls_of(block.name)
+        self.blocks = sorted((b for b in blocks if b.calls), key=lambda b: b.calls[0].operators)
+        self.flops = sum(operator.flops for operator in trace.operators)
+        self.block_of, of_save = [-1] * len(trace.operators), [-1] * len(trace.saves)
+        for index, block in enumerate(self.blocks):
+            for call in block.calls:
+                for labels, (first, end) in (
+                    (self.block_of, call.operators),
+                    (of_save, call.saves),
+                ):
+                    labels[first:end] = [index] * (end - first)
+        last_save = max((c.saves[1] for block in self.blocks for c in block.calls), default=0)
+        self.saved_bytes = self.head_bytes = self.tail_bytes = 0
+        seen, outside, of_block = set[Storage](), set[Storage](), set[Storage]()
+        for number, (storage, index) in enumerate(zip(trace.saves, of_save, strict=True)):
+            if storage not in trace.held:
+                continue
+            if index == -1:
+                outside.add(storage)
+            if storage in seen:
+                continue
+            seen.add(storage)
+            size = trace.sizes[storage]
+            self.saved_bytes += size
+            if index >= 0:
+                self.blocks[index].saved_bytes += size
+                of_block.add(storage)
+            elif number < last_save:
+                self.head_bytes += size
+            else:
+                self.tail_bytes += size
+        self.head_bytes += self.bytes_of(outside & of_block)
+        self.outside = frozenset(outside)
+
+    def bytes_of(self, storages: Iterable[Storage]) -> int:
+        return sum(self.trace.sizes[s] for s in storages)
+
+    def calls_of(self, name: str) -> list[Call]:
+        """The calls of a module, in order."""
+        return [call for call in self.trace.calls if call.module == name]
+
+    def forward_s(self, rates: Rates) -> list[float]:
+        """Seconds by block; the last entry is what runs outside of blocks."""
+        found = [0.0] * (len(self.blocks) + 1)
+        for operator, block in zip(self.trace.operators, self.block_of, strict=True):
+            found[block] += rates.seconds(operator.flops, operator.moved_bytes)
+        return found
+
+
+def survey(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    modules: Sequence[str] | None = None,
+    device: torch.device | None = None,
+) -> Survey:
+    """Run a fake copy of the model once, under the caller's autocast, and tell what it saved.
+
+    Args:
+        model: in training mode, also partitioned by ZeRO-3, without ds_ckpt's checkpointing on it.
+        args, kwargs: of its forward. Shapes and types count, and the values of small integers.
+        modules: class names or patterns of the blocks, as in the configuration.
+        device: where the parameters are when the model runs; None: where they say they are.
+
+    Raises:
+        ConfigError: no blocks are found.
+        UnsupportedError: the forward depends on values of tensors, or torch cannot tell the shape
+            of an operator's result.
+    """
+    found = find_blocks(model, modules)
+    names = {b.name for b in found}
+    # those that are not inside another one
+    outermost = [b for b in found if not any(b.name.startswith(f"{n}.") for n in names)]
+    blocks = [SurveyedBlock.of(block) for block in outermost]
+    watched = frozenset[str]().union(*(block.watched for block in blocks))
+    with fake_run(model, args, kwargs, device) as (twin, fake_args, fake_kwargs):
+        # with its hook in place, as in training: transformers then leaves out its cache
+        plainly = CheckpointedBlocks(twin, units=[])
+        trace = Trace(twin, watched)
+        with not_plannable(lambda: trace.running), trace.tracker.saved, trace.tracker:
+            result = twin(*fake_args, **fake_kwargs)
+        del plainly, result
+    return Survey(blocks, trace)
+
+
+def not_plannable(running: Callable[[], str] = lambda: "") -> AbstractContextManager[None]:
+    """Refuses a forward that asks for values, with the module that did."""
+    return unknown_values_refused(
+        lambda: f"the forward of {running() or 'the model'}",
+        'set "policy" to "block", "selective" or another that measures nothing, or '
+        "replace what asks for the value (.item(), nonzero, an if on a tensor)",
+    )
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """One step.
+
+    Attributes:
+        held_bytes: saved activations, as `SavedActivations` counts.
+        forward_flops, flops: of products and attention cores: of the forward; of forward, recompute
+            and backward together.
+        peak_bytes: most bytes alive at once, beside weights and their gradients.
+    """
+
+    held_bytes: int
+    forward_flops: int
+    flops: int
+    peak_bytes: int
+
+
+def simulate(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    units: Sequence[Unit],
+    *,
+    device: torch.device | None = None,
+) -> SimulatedStep:
+    """Forward and backward of a fake copy with `units` recomputed: what is alive at once.
+
+    The real checkpointing is on the copy, so recompute, early stop and kept operators are those of
+    training. Counted are storages that live: what autograd saves, gradients that flow, temporaries,
+    and the gradient of the weight that is being computed (each is dropped when it is there, as ZeRO
+    reduces it away). Not counted: weights, what kernels use inside, and fragmentation.
+
+    Backward begins at the result's `loss`, else at every tensor of it that needs a gradient.
+
+    Args:
+        units: over the modules of `model`; an empty list recomputes nothing.
+
+    Raises:
+        UnsupportedError: see `survey`.
+    """
+    flops = 0
+
+    def ran(operator: Operator) -> None:
+        nonlocal flops
+        flops += flops_of(operator)
+
+    with fake_run(model, args, kwargs, device) as (twin, fake_args, fake_kwargs):
+        parts = dict(twin.named_modules())
+
+        def on_twin(block: Block) -> Block:
+            return Block(block.name, parts[block.name], block.kind)
+
+        put = [replace(unit, blocks=tuple(map(on_twin, unit.blocks))) for unit in units]
+        CheckpointedBlocks(twin, units=put)
+        tracker = MemoryTracker(twin, weights=list(twin.parameters()), operator=ran)
+        with not_plannable(), gradients_dropped(twin), tracker:
+            with tracker.saved:
+                result = twin(*fake_args, **fake_kwargs)
+            forward_flops = flops
+            loss = getattr(result, "loss", None)
+            leaves = tensors_in(loss if isinstance(loss, Tensor) else result)
+            roots = [t for t in leaves if t.requires_grad]
+            torch.autograd.backward(roots, [torch.empty_like(t) for t in roots])
+    return SimulatedStep(tracker.saved.bytes, forward_flops, flops, tracker.peak_bytes)
+
+
+@contextmanager
+def gradients_dropped(model: nn.Module) -> Iterator[None]:
+    """Weights' gradients are let go as they come, as ZeRO-3 takes them away."""
+
+    def drop(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    with ExitStack() as stack:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                stack.callback(parameter.register_post_accumulate_grad_hook(drop).remove)
+        yield

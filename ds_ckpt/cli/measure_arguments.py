@@ -1,0 +1,187 @@
+"""From the words of `ds-ckpt measure`'s options to what a spec is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from ds_ckpt.cli.hosts import names_of, parse_rate
+from ds_ckpt.config import load_file, parse
+from ds_ckpt.config.paths import BF16, is_auto, join, lookup, show
+from ds_ckpt.errors import ConfigError, Problem
+from ds_ckpt.lab.measure.cluster import account, like, rate_mbit
+from ds_ckpt.lab.measure.report import Report
+from ds_ckpt.lab.measure.spec import AXES, RIVALS, SHAPE, Spec
+from ds_ckpt.lab.subject import Sizes, find_subject
+
+CALIBRATION = "calibration"
+
+
+def rates_of(text: str) -> tuple[float | None, ...]:
+    """`50mbit,unlimited` in Mbit/s."""
+    found = tuple(parse_rate(rate) for rate in text.split(","))
+    if len(set(found)) < len(found):
+        raise typer.BadParameter(f"{text!r} names a rate twice")
+    return found
+
+
+def batches_of(text: str) -> tuple[int, ...]:
+    """`2,4` as numbers, each once, the smallest first."""
+    try:
+        return tuple(sorted({int(word) for word in text.split(",")}))
+    except ValueError:
+        raise typer.BadParameter(f"{text!r}: write numbers with commas, such as 2,4") from None
+
+
+def sections_of(**listed: str) -> tuple[dict[str, tuple[str, ...]], dict[str, dict[str, Any]]]:
+    """Names of each list; a name that ends in .json is a file, whose section is taken.
+
+    Args:
+        listed: words with commas by section of `ds_ckpt`, one of `AXES`.
+
+    Raises ConfigError where a file cannot be used, lacks the section, or has a name that is taken.
+    """
+    sections: dict[str, dict[str, Any]] = {}
+    problems = []
+
+    def name_of(word: str, section: str) -> str:
+        if not word.endswith(".json"):
+            return word
+        content = load_file(Path(word))
+        parse(content, source=word)
+        name, own = Path(word).stem, lookup(content, ("ds_ckpt", section))
+        if name in {*AXES[section], *RIVALS} or f"{section}/{name}" in sections:
+            why = "the report tells configurations apart by it"
+            problems.append(Problem(word, f"{name} is a name already", why, "rename it"))
+        elif not own:
+            found, why = (
+                f"no ds_ckpt.{section} section",
+                "nothing would differ from stock DeepSpeed",
+            )
+            problems.append(Problem(word, found, why, "write one, or name another file"))
+        else:
+            sections[f"{section}/{name}"] = own
+        return name
+
+    chosen = {
+        section: tuple(name_of(word, section) for word in names_of(words))
+        for section, words in listed.items()
+    }
+    if problems:
+        raise ConfigError(problems, headline="these files make no configurations")
+    return chosen, sections
+
+
+def deepspeed_of(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """A user's DeepSpeed file, and what it says of the batch: its sequences and micro-steps.
+
+    Raises ConfigError where it cannot be used, or has a section of what is compared.
+    """
+    content = load_file(path)
+    parse(content, source=str(path))
+    problems = []
+
+    def wrong(key: str, *words: str) -> None:
+        problems.append(Problem(f"{path}: $.{key}", *words))
+
+    names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    if "ds_ckpt" in content:
+        why = "policies, methods and weights are what is compared"
+        remedy = f"take it out, and measure it: --policies, --methods or --weights {path}"
+        wrong("ds_ckpt", "a section", why, remedy)
+    if lookup(content, ("zero_optimization", "stage")) != 3:
+        why = "what is compared is ways to train with ZeRO-3"
+        wrong("zero_optimization.stage", "no 3", why, 'write "zero_optimization": {"stage": 3}')
+    if lookup(content, ("fp16", "enabled")) is True:
+        why = "steps that a loss scale skips are no steps to time; runs are bf16 or fp32"
+        wrong("fp16.enabled", "true", why, "write bf16 in its place: as many bytes are sent")
+    for key in BF16:
+        enabled = lookup(content, (key, "enabled"))
+        if not (enabled is None or isinstance(enabled, bool) or is_auto(enabled)):
+            wrong(f"{key}.enabled", show(enabled), "it is true or false", "write one of them")
+    rest = {key: value for key, value in content.items() if key not in (*names, "train_batch_size")}
+    for where in _autos(rest, "$"):
+        why = "the HF Trainer and accelerate fill it in; nothing does here"
+        problems.append(Problem(f"{path}: {where}", '"auto"', why, "write a value"))
+    total = content.pop("train_batch_size", None)  # follows from the others
+    if total is not None and names[0] not in content:
+        why = "how many sequences a process takes would depend on the number of hosts"
+        wrong("train_batch_size", str(total), why, f"write {names[0]}")
+    if problems:
+        raise ConfigError(problems, headline="this file cannot be the base of all configurations")
+    batch = {name: content.pop(name) for name in names if name in content}
+    return content, {name: n for name, n in batch.items() if isinstance(n, int)}
+
+
+def _autos(value: Any, path: str) -> Iterator[str]:
+    if is_auto(value):
+        yield path
+    elif isinstance(value, Mapping | list):
+        for key, below in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _autos(below, join(path, key))
+
+
+def model_of(name: str | None) -> str | None:
+    """A model by name, of which a path stays valid in any folder.
+
+    Raises UnsupportedError where there is none of that name.
+    """
+    if name is None:
+        return None
+    find_subject(name, Sizes())
+    return str(Path(name).absolute()) if Path(name).exists() else name
+
+
+def shape_of(text: str) -> dict[str, int]:
+    found = {}
+    for word in filter(None, text.split(",")):
+        name, _, value = word.partition("=")
+        if name not in SHAPE or not value.isdigit():
+            raise typer.BadParameter(f"{word!r}: write NAME=NUMBER with one of {', '.join(SHAPE)}")
+        found[name] = int(value)
+    return found
+
+
+def alike(
+    spec: Spec,
+    output: Path,
+    measured: Callable[[Spec, Path], None],
+    console: Console,
+    text: str,
+    hardware: Path | None,
+    links: Path | None,
+) -> tuple[Spec, list[str]]:
+    """The spec at the rate that makes this machine like the named cluster, and why."""
+    other = like(text, hardware=hardware, links=links)
+    short = replace(
+        spec,
+        rates=(None,),
+        policies=("none", "block"),
+        methods=(),
+        weights=(),
+        rivals=(),
+        accumulation=1,  # the formulas are of one micro-step
+        sections={},
+        batches=spec.batches[:1],
+        loss_steps=0,
+        equal_memory=False,
+        repetitions=min(spec.repetitions, 4),
+    )
+    folder = output.with_name(f"{output.name}-{CALIBRATION}")
+    console.print("Measuring this machine on a link that is not shaped ...", highlight=False)
+    measured(short, folder)
+    (row,) = [r for r in Report.of(folder).findings.rows if r.configuration == "block/dense"]
+    here = {
+        "compute_s": row.number("compute_s") + row.number("recompute_s"),
+        "link_bytes": row.link_bytes,
+    }
+    lines = account(other, **here)
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
+    rate = max(0.1, round(rate_mbit(other, **here), 1))
+    return replace(spec, rates=(rate,)), lines

@@ -1,0 +1,1 @@
+"""Everything that measures, estimates or judges. Only `cli` imports it."""

@@ -1,0 +1,229 @@
+"""What a model costs: two of its blocks surveyed on fake tensors, and the last one multiplied.
+
+Nothing is estimated by a formula of its own. Memory and operations of a micro-batch are the
+planner's (`planner/survey.py`, `planner/budget.py`), what ZeRO keeps is the profile's
+(`profile/states.py`), bytes of gradients are the exchange's (`exchange/plan.py`). Where a model's
+blocks are not known to be alike, all of it is surveyed.
+
+Backward takes twice the forward's time: two products for each of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from ds_ckpt.activation.planning.budget import ActivationPlan, Allowance, Planner
+from ds_ckpt.activation.planning.costs import Rates
+from ds_ckpt.activation.planning.fake import FakeModel
+from ds_ckpt.activation.planning.survey import Survey, simulate, survey
+from ds_ckpt.exchange.plan import Plan
+from ds_ckpt.exchange.rules import Choose, embeddings_of
+from ds_ckpt.lab.estimate.observe import built_fake
+from ds_ckpt.lab.estimate.policies import blocks_of
+from ds_ckpt.lab.estimate.simulate import Block
+from ds_ckpt.lab.estimate.states import Parameters
+from ds_ckpt.lab.subject import Sizes, arguments_of, find_subject, rows_of, tokens_of
+
+SURVEYED = 2
+"""Blocks: the first may hold what all share, such as rotary tables."""
+ACTIVATIONS = Allowance(0, "activations")
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Parameters that are gathered one after the other: a block, or what is before or after them.
+
+    Attributes:
+        shapes: by name, of its own parameters.
+        modules: elements of each module that has parameters of its own.
+        tied: elements that it gathers and that belong to another stretch.
+    """
+
+    shapes: tuple[tuple[str, torch.Size], ...]
+    trained: int
+    modules: tuple[int, ...]
+    tied: int = 0
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, nn.Parameter], tied: int = 0) -> Stretch:
+        modules: dict[str, int] = {}
+        for name, parameter in parameters.items():
+            owner = name.rpartition(".")[0]
+            modules[owner] = modules.get(owner, 0) + parameter.numel()
+        return cls(
+            tuple((name, p.shape) for name, p in parameters.items()),
+            sum(p.numel() for p in parameters.values() if p.requires_grad),
+            (*modules.values(), *([tied] if tied else [])),
+            tied,
+        )
+
+    def block(self, forward_s: float, recompute_s: float, offloaded: int, persistent: int) -> Block:
+        """As the simulated step has it.
+
+        Args:
+            persistent: parameters of at most so many elements stay gathered.
+        """
+        gathered = sum(shape.numel() for _, shape in self.shapes if shape.numel() > persistent)
+        return Block(
+            gathered + self.tied,
+            self.trained,
+            forward_s,
+            2 * forward_s,
+            recompute_s,
+            calls=max(1, sum(n > persistent for n in self.modules)),
+            offloaded_bytes=offloaded,
+        )
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Costs of one micro-batch on one device.
+
+    Attributes:
+        beside_bytes: gradients of activations and temporaries at the worst moment, beside what a
+            plan counts.
+    """
+
+    sequences: int
+    planner: Planner
+    beside_bytes: int
+
+
+class Model:
+    """One model, for any number of sequences in a micro-batch.
+
+    Args:
+        name: as `ds-ckpt profile` takes it.
+        modules: class names or patterns of a plain model's blocks.
+
+    Attributes:
+        rows: a micro-batch is a multiple of so many sequences: 1, or all that a function returns
+            which cannot be told how many.
+        tokens: of a sequence; 1 where a batch has no token ids.
+
+    Raises:
+        UnsupportedError: there is no such model, or it does not run on fake tensors.
+    """
+
+    def __init__(self, name: str, sizes: Sizes, modules: Sequence[str] | None = None) -> None:
+        self._subject = find_subject(name, sizes)
+        self.name, self.sized, repeated = name, self._subject.sized, 1
+        if (self._subject.layers or 0) > SURVEYED:
+            repeated = self._subject.layers - SURVEYED + 1  # type: ignore[operator]
+            self._subject = find_subject(name, replace(sizes, layers=SURVEYED))
+        made = built_fake(self._subject, 1)
+        model, self.tokens = made.model, tokens_of(made.batch)
+        self.rows = 1 if self.sized else rows_of(made.batch)
+        self._repeated = repeated
+        blocks, self._modules = blocks_of(model, modules)
+        blocks = [b for b in blocks if not any(b.name.startswith(f"{o.name}.") for o in blocks)]
+        self.embeddings = embeddings_of(model)
+        names = {id(p): n for n, p in model.named_parameters()}
+        inside = {id(p) for b in blocks for p in b.module.parameters()}
+        order = {i: place for place, i in enumerate(names)}
+        first = min((order[i] for i in inside), default=len(order))
+        outside = {i: p for i, p in ((id(p), p) for p in model.parameters()) if i not in inside}
+        head = {names[i]: p for i, p in outside.items() if order[i] < first}
+        tail = {names[i]: p for i, p in outside.items() if order[i] >= first}
+        self.head = Stretch.of(head)
+        users = [id(p) for m in model.modules() for p in m.parameters(recurse=False)]
+        tied = sum(p.numel() for p in head.values() if users.count(id(p)) > 1)
+        self.tail = Stretch.of(tail, tied)
+        found = [Stretch.of({names[id(p)]: p for p in b.module.parameters()}) for b in blocks]
+        self.blocks = [*found, *found[-1:] * (repeated - 1)]
+        alone = Parameters.of(model, blocks)
+        again = tuple(s for b in found[-1:] for s in b.shapes) * (repeated - 1)
+        trained = tuple(one for one in again if one in alone.shapes)
+        self.parameters = replace(
+            alone,
+            counts=(*alone.counts, *(shape.numel() for _, shape in again)),
+            trainable=(*alone.trainable, *(shape.numel() for _, shape in trained)),
+            shapes=alone.shapes + trained,
+        )
+        self._known: dict[tuple[int, Rates], MicroBatch] = {}
+        self._surveys: dict[int, tuple[FakeModel, Survey]] = {}
+
+    @property
+    def elements(self) -> int:
+        return sum(self.parameters.counts)
+
+    @property
+    def trained(self) -> int:
+        return sum(self.parameters.trainable)
+
+    def gradients(self, choose: Choose, world: int, local: int, itemsize: int) -> Plan:
+        """What is exchanged of one gradient; arguments as of `Plan.of`."""
+        stretches = [s for s in (self.head, *self.blocks, self.tail) if s.trained]
+        shapes = ((name, shape, itemsize) for s in stretches for name, shape in s.shapes)
+        return Plan.of(choose, shapes, world, local)
+
+    def at(self, sequences: int, rates: Rates) -> MicroBatch:
+        """Its costs with so many sequences; what is beside a plan grows with them."""
+        if (sequences, rates) not in self._known:
+            planner = Planner(
+                self._surveyed(sequences)[1],
+                rates,
+                self.tokens * sequences,
+                repeated=self._repeated,
+            )
+            self._known[sequences, rates] = MicroBatch(
+                sequences, planner, sequences * self._beside_bytes // self.rows
+            )
+        return self._known[sequences, rates]
+
+    def _surveyed(self, sequences: int) -> tuple[FakeModel, Survey]:
+        if sequences not in self._surveys:
+            made = built_fake(self._subject, sequences)
+            args, kwargs = arguments_of(made.known_batch())
+            with made.entered():
+                found = survey(made.model, args, kwargs, modules=self._modules)
+            self._surveys[sequences] = made, found
+        return self._surveys[sequences]
+
+    @functools.cached_property
+    def _beside_bytes(self) -> int:
+        """Of the smallest micro-batch."""
+        made, found = self._surveyed(self.rows)
+        planner = Planner(found, Rates(1.0, 1.0, 1.0), 0)
+        recomputed = planner.words[min(1, len(planner.words) - 1)]
+        alone = planner.all_alike(recomputed, ACTIVATIONS)
+        args, kwargs = arguments_of(made.known_batch())
+        with made.entered():
+            step = simulate(made.model, args, kwargs, alone.units(made.model))
+        return max(0, step.peak_bytes - alone.needed_bytes)
+
+    @functools.cached_property
+    def work(self) -> tuple[float, float]:
+        """FLOPs of the smallest micro-batch's forward, and bytes that other operators move."""
+        found = self._surveyed(self.rows)[1]
+        products = Planner(found, Rates(1.0, math.inf, math.inf), 0, repeated=self._repeated)
+        others = Planner(found, Rates(math.inf, 1.0, math.inf), 0, repeated=self._repeated)
+        return sum(products.forward_s), sum(others.forward_s)
+
+    def simulated(
+        self, at: MicroBatch, plan: ActivationPlan, *, persistent: int, reuse: int
+    ) -> list[Block]:
+        """The blocks of a simulated step: what is before them, they, what is after them.
+
+        Args:
+            persistent, reuse: `stage3_param_persistence_threshold` and
+                `stage3_max_reuse_distance`, in elements. A block is used again after all that
+                comes behind it has been gathered twice.
+        """
+        *forward_s, outside_s = at.planner.forward_s
+        found = [self.head.block(0.0, 0.0, 0, persistent)]
+        for stretch, block, seconds in zip(self.blocks, plan.blocks, forward_s, strict=True):
+            recompute_s, moved = block.recompute_s, block.offloaded_bytes
+            found.append(stretch.block(seconds, recompute_s, moved, persistent))
+        found.append(self.tail.block(outside_s, 0.0, 0, persistent))
+        behind = 0
+        for number in reversed(range(len(found))):
+            found[number] = replace(found[number], kept=2 * behind + found[number].elements < reuse)
+            behind += found[number].elements
+        return found

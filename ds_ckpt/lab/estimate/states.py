@@ -1,0 +1,331 @@
+"""What a process keeps beside activations: weights, gradients, optimizer, buffers. Arithmetic only.
+
+From the sizes of parameters and DeepSpeed's settings, as DeepSpeed 0.19 allocates them (its
+`runtime/zero/stage3.py` and `partitioned_param_coordinator.py`): shards of `ceil(numel / world)`,
+32-bit master weights beside the optimizer's own state whatever the dtype, one reduce bucket that is
+allocated whole, and gathered weights as in `zero3.resident`. No engine is run, so this is
+an estimate; fragmentation and what NCCL takes are not in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_ckpt.activation import Block
+from ds_ckpt.config import parse
+from ds_ckpt.config.paths import BF16, is_auto, lookup
+from ds_ckpt.config.settings import exchange_settings
+from ds_ckpt.errors import ConfigError, Problem
+from ds_ckpt.exchange.build import ExchangeSettings
+from ds_ckpt.exchange.rules import embeddings_of
+from ds_ckpt.lab.estimate.profiles import States
+from ds_ckpt.zero3.resident import gathered_elements, host_copy_bytes
+
+_STATE_BYTES = {
+    "adam": 8,
+    "adamw": 8,
+    "fusedadam": 8,
+    "lamb": 8,
+    "adagrad": 4,
+    "lion": 4,
+    "muon": 4,
+    "sgd": 0,
+}
+"""Bytes an element of the optimizer's own state, in 32 bits; SGD's momentum is added."""
+DEFAULTS = {
+    "reduce_bucket_size": 500_000_000,
+    "stage3_prefetch_bucket_size": 50_000_000,
+    "stage3_param_persistence_threshold": 100_000,
+    "stage3_max_reuse_distance": 1_000_000_000,
+    "sub_group_size": 1_000_000_000,
+}
+"""DeepSpeed's own, in elements."""
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Sizes that the arithmetic needs; elements.
+
+    Attributes:
+        shapes: of what is trainable, by name.
+        embeddings: names of embedding weights that no other layer shares.
+    """
+
+    counts: tuple[int, ...]
+    trainable: tuple[int, ...]
+    largest_block: int
+    itemsize: int
+    hidden: int | None = None
+    shapes: tuple[tuple[str, torch.Size], ...] = ()
+    embeddings: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, model: nn.Module, blocks: Sequence[Block]) -> Parameters:
+        """Of a model that is not partitioned."""
+        parameters = list(model.parameters())
+        of_blocks = [sum(p.numel() for p in b.module.parameters()) for b in blocks]
+        in_blocks = {id(p) for b in blocks for p in b.module.parameters()}
+        outside = [p.numel() for p in parameters if id(p) not in in_blocks]
+        sizes: Counter[int] = Counter()
+        for parameter in parameters:
+            sizes[parameter.element_size()] += parameter.numel()
+        config = getattr(model, "config", None)
+        return cls(
+            counts=tuple(p.numel() for p in parameters),
+            trainable=tuple(p.numel() for p in parameters if p.requires_grad),
+            largest_block=max([*of_blocks, *outside], default=0),
+            itemsize=max(sizes, key=lambda s: sizes[s], default=4),
+            hidden=getattr(config, "hidden_size", None),
+            shapes=tuple((n, p.shape) for n, p in model.named_parameters() if p.requires_grad),
+            embeddings=embeddings_of(model),
+        )
+
+
+def estimate(
+    parameters: Parameters,
+    config: Mapping[str, Any] | None,
+    world: int,
+    hosts: int | None = None,
+) -> tuple[States, tuple[str, ...]]:
+    """The states, and what was assumed where the configuration does not say.
+
+    Args:
+        parameters: of the model.
+        config: the DeepSpeed JSON; None: ZeRO stage 3, AdamW.
+        world: processes that share the model.
+        hosts: that they are on, equally many on each; None: not known.
+
+    Raises:
+        ConfigError: the processes cannot be divided so.
+    """
+    notes: list[str] = []
+    zero = lookup(config, ("zero_optimization",)) or {}
+    stage = 3 if config is None else _whole(zero.get("stage"), 0)
+    item = parameters.itemsize
+    total, trainable = sum(parameters.counts), sum(parameters.trainable)
+    shard = sum(math.ceil(n / world) for n in parameters.trainable)
+    whole_shard = sum(math.ceil(n / world) for n in parameters.counts)
+
+    def setting(key: str) -> int:
+        return _elements(key, zero, parameters.hidden)
+
+    kept_bytes = item * (whole_shard if stage == 3 else total)
+    gathered = 0
+    if stage == 3:
+        threshold = setting("stage3_param_persistence_threshold")
+        let_go = [n for n in parameters.counts if n > threshold]
+        reuse = setting("stage3_max_reuse_distance")
+        prefetch = setting("stage3_prefetch_bucket_size")
+        gathered = gathered_elements(let_go, parameters.largest_block, reuse, prefetch)
+        gathered += total - sum(let_go)
+
+    sharded = shard if stage >= 1 else trainable
+    name, state_bytes = _optimizer(config, notes)
+    master_bytes = 2 if _halved(config, "master_weights_and_grads") else 4
+    if _halved(config, "optimizer_states"):
+        state_bytes //= 2
+    optimizer_bytes = sharded * (master_bytes + state_bytes)
+    gradients_bytes = _gradient_bytes(config, item) * (shard if stage >= 2 else trainable)
+    bucket_bytes = communication = 0
+    if world > 1 or stage == 3:
+        bucket = setting("reduce_bucket_size")
+        buffers = 2 if stage < 3 and zero.get("overlap_comm") is True else 1
+        contiguous = zero.get("contiguous_gradients") is not False
+        bucket_bytes = item * bucket * buffers * contiguous
+        communication = bucket_bytes + item * min(bucket, trainable)
+    group = setting("sub_group_size") if stage == 3 else sharded
+    joined = item if item < master_bytes else 0  # gradients in one piece, then in 32 bits
+    step_bytes = (master_bytes + joined) * min(sharded, group)
+
+    hosts, per_host = _hosts(config if stage == 3 else None, world, hosts, notes)
+    copy_bytes = host_copy_bytes(parameters.counts, world, per_host, item) if per_host else 0
+    residual_bytes, on_host = _residuals(parameters, config, world, hosts)
+
+    host = residual_bytes if on_host else 0
+    if _to_host(zero, "offload_optimizer"):
+        groups = max(1, math.ceil(sharded / max(1, group)))
+        stays = int((1 - _ratio(zero)) * groups) / groups
+        host += gradients_bytes + round((1 - stays) * (optimizer_bytes + master_bytes * sharded))
+        optimizer_bytes = round(stays * optimizer_bytes)
+        gradients_bytes = round(stays * master_bytes * sharded)  # in 32 bits, for good
+        step_bytes = 0
+    if stage == 3 and _to_host(zero, "offload_param"):
+        host += kept_bytes + copy_bytes
+        kept_bytes = copy_bytes = 0
+    states = States(
+        world=world,
+        zero_stage=stage,
+        assumed=config is None,
+        parameters_count=total,
+        parameters_bytes=kept_bytes,
+        gathered_bytes=gathered * item,
+        gradients_bytes=gradients_bytes,
+        optimizer=name,
+        optimizer_bytes=optimizer_bytes,
+        communication_bytes=communication,
+        reduce_bucket_bytes=bucket_bytes,
+        trainable_bytes=item * trainable,
+        temporary_bytes=step_bytes,
+        host_bytes=host,
+        hosts=hosts,
+        host_copy_bytes=copy_bytes,
+        residual_bytes=0 if on_host else residual_bytes,
+    )
+    return states, tuple(notes)
+
+
+def keeps_resident(config: Mapping[str, Any] | None) -> bool:
+    """Whether the DeepSpeed JSON asks for resident weights."""
+    return lookup(config, ("ds_ckpt", "weights", "resident")) in (True, "auto")
+
+
+def _hosts(
+    config: Mapping[str, Any] | None, world: int, hosts: int | None, notes: list[str]
+) -> tuple[int | None, int]:
+    """Hosts, as far as they are known, and how many processes divide a host's copy; 0: none is."""
+    if hosts is not None and world % hosts:
+        why = f"--world has {world} processes, and every host has equally many"
+        raise _not_divided("--hosts", hosts, why, f"write a divisor of {world}")
+    where = "$.zero_optimization.zero_hpz_partition_size"
+    resident = keeps_resident(config)
+    hpz = max(1, min(_whole(lookup(config, where.split(".")[1:]), 1), world))
+    if world % hpz:
+        why = f"--world has {world} processes, which DeepSpeed cannot divide so"
+        raise _not_divided(where, hpz, why, f"write a divisor of {world}")
+    if hosts is None and hpz > 1:
+        hosts = world // hpz
+        notes.append(f"hosts: {hosts}, as zero_hpz_partition_size is {hpz} of {world} processes")
+    hosts = 1 if world == 1 else hosts
+    if resident and hosts is None:
+        notes.append(
+            f"hosts: how many the {world} processes are on (--hosts); a copy of the weights for "
+            "each process is counted, the most that resident weights can take"
+        )
+        return None, 1
+    if resident and hosts is not None and hosts > 1:
+        per_host = world // hosts
+        if hpz not in (1, per_host):
+            why = f"resident weights are divided among the {per_host} processes of a host"
+            raise _not_divided(where, hpz, why, f"write {per_host} or remove the key")
+        return hosts, per_host
+    if resident:
+        notes.append(
+            "resident weights: nothing, as all processes share one host (--world, --hosts)"
+        )
+    return hosts, hpz if hpz > 1 else 0
+
+
+def _residuals(
+    parameters: Parameters, config: Mapping[str, Any] | None, world: int, hosts: int | None
+) -> tuple[int, bool]:
+    """Bytes of the gradients' residuals, and whether they are in host memory."""
+    section = lookup(config, ("ds_ckpt", "compression"))
+    if not section or section.get("method") in (None, "none") or world == 1:
+        return 0, False
+    file = {"zero_optimization": {"stage": 3}, "ds_ckpt": {"compression": section}}
+    settings = exchange_settings(parse(file).compression)
+    return residuals_of(parameters, settings, accumulation_of(config), world, hosts)
+
+
+def accumulation_of(config: Mapping[str, Any] | None) -> int:
+    """Micro-steps of a step."""
+    return _whole(lookup(config, ("gradient_accumulation_steps",)), 1)
+
+
+def residuals_of(
+    parameters: Parameters,
+    settings: ExchangeSettings,
+    accumulation: int,
+    world: int,
+    hosts: int | None,
+) -> tuple[int, bool]:
+    """What one process keeps of gradients that did not travel yet, with the copy that a skipped
+    step falls back on: bytes, and whether they are in host memory.
+
+    Args:
+        accumulation: micro-steps of a step.
+    """
+    holds = settings.holds_back(accumulation)
+    feedback = settings.residuals(0, holds=holds)
+    if feedback is None:
+        return 0, False
+    # of two levels, the processes of a host divide them
+    local = world // hosts if settings.levels != 1 and hosts and 1 < hosts < world else 1
+    choose = settings.choose(parameters.embeddings, local)
+    kept = [s.numel() for n, s in parameters.shapes if holds or choose(n, s) is not None]
+    elements = sum(kept)
+    if local > 1:
+        elements = sum(math.ceil(n / world) * (world // local) for n in kept)
+    return round(feedback.entry_bytes * elements), feedback.on_host
+
+
+def _not_divided(where: str, found: int, why: str, remedy: str) -> ConfigError:
+    return ConfigError(
+        Problem(where, str(found), why, remedy), headline="the processes cannot be divided so"
+    )
+
+
+def _elements(key: str, zero: Mapping[str, Any], hidden: int | None) -> int:
+    """A setting that counts elements, by DeepSpeed's key; "auto" as transformers fills it in."""
+    value = zero.get(key, zero.get(key.removeprefix("stage3_")))
+    if is_auto(value) and hidden is not None:
+        filled_in = {
+            "reduce_bucket_size": hidden * hidden,
+            "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
+            "stage3_param_persistence_threshold": 10 * hidden,
+        }
+        return filled_in.get(key, DEFAULTS[key])
+    return _whole(value, DEFAULTS[key])
+
+
+def _whole(value: Any, default: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return default
+    return int(value)
+
+
+def _optimizer(config: Mapping[str, Any] | None, notes: list[str]) -> tuple[str, int]:
+    kind = lookup(config, ("optimizer", "type"))
+    if not isinstance(kind, str) or is_auto(kind):
+        if config is not None:
+            notes.append("optimizer: the file names none; AdamW is assumed")
+        return "AdamW", _STATE_BYTES["adamw"]
+    size = _STATE_BYTES.get(kind.lower())
+    if size is None:
+        notes.append(f"optimizer: the state of {kind} is not known; counted as AdamW's")
+        return kind, _STATE_BYTES["adamw"]
+    if kind.lower() == "sgd" and lookup(config, ("optimizer", "params", "momentum")):
+        size += 4
+    return kind, size
+
+
+def _to_host(zero: Mapping[str, Any], key: str) -> bool:
+    former = {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_param"}
+    return lookup(zero, (key, "device")) in ("cpu", "nvme") or zero.get(former[key]) is True
+
+
+def _ratio(zero: Mapping[str, Any]) -> float:
+    """Of the optimizer's sub-groups, those that go to host memory."""
+    value = lookup(zero, ("offload_optimizer", "ratio"))
+    return float(value) if isinstance(value, int | float) else 1.0
+
+
+def _halved(config: Mapping[str, Any] | None, what: str) -> bool:
+    """Whether 16 bits are kept of what is in 32 otherwise."""
+    places = [("fp16", f"fp16_{what}"), *((key, f"bf16_{what}") for key in BF16)]
+    return any(lookup(config, place) is True for place in places)
+
+
+def _gradient_bytes(config: Mapping[str, Any] | None, item: int) -> int:
+    """Of an element of the sharded gradients."""
+    named = lookup(config, ("data_types", "grad_accum_dtype"))
+    if named is None or is_auto(named):
+        return item
+    return 4 if named in ("fp32", "float32", "float", "torch.float32") else 2

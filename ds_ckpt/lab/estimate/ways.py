@@ -1,0 +1,198 @@
+"""The ways in which gradients and weights can travel: their sections, bytes and seconds.
+
+A method of gradients is `stock` (DeepSpeed's own reduction), `dense`, or settings that validation
+has verdicts on. Bytes are those of `exchange/plan.py`. The seconds of coding are the bytes that its
+operators read and write, counted on a small tensor, over the device's memory bandwidth.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_ckpt.activation.planning.costs import moved_bytes
+from ds_ckpt.compression.base import Codec, Compressor
+from ds_ckpt.config import parse
+from ds_ckpt.config.settings import exchange_settings
+from ds_ckpt.config.verdicts import Loss, VerdictRecord, allows, sections_on_record
+from ds_ckpt.exchange.build import ExchangeSettings
+from ds_ckpt.lab.estimate.model import Model
+from ds_ckpt.lab.estimate.simulate import Gradients, Machine, Weights
+from ds_ckpt.lab.estimate.states import residuals_of
+from ds_ckpt.telemetry.counters import sent_bytes
+from ds_ckpt.telemetry.memory import MemoryTracker, Operator
+
+STOCK, DENSE, DENSE_ONCE = "stock", "dense", "dense, once a step"
+ONCE = {"exchange": {"when": "accumulation_boundary"}}
+_SAMPLE = 1 << 16
+"""Elements that the traffic of coding is counted on."""
+_UNKNOWN_BYTES = 40.0
+"""Guess: memory traffic an element of methods that are no codecs (low rank): ten fp32 passes."""
+_ACCUMULATE_BYTES = 20.0
+"""Residual plus gradient: two fp32 read, one written, checked for finiteness, kept."""
+LOSSLESS_BITS = 2.7
+"""Of a lossless change at a learning rate of 3e-4 (measured, `benchmarks/lossless_bits.py`)."""
+LOSSLESS_S = 10e-9
+"""Of encoding, and of decoding, an element on one CPU core (measured, `lossless_bits.py`)."""
+RESIDENT = {"whole": "none", "lossless": "lossless"}
+"""Ways in which resident weights travel, with their `deltas`."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way of gradients.
+
+    Attributes:
+        section: `ds_ckpt.compression`; empty: DeepSpeed's own.
+    """
+
+    name: str
+    section: Mapping[str, Any] = field(default_factory=dict)
+    records: tuple[VerdictRecord, ...] = ()
+
+    @functools.cached_property
+    def settings(self) -> ExchangeSettings | None:
+        """None: DeepSpeed's own reduction."""
+        if not self.section:
+            return None
+        file = {"zero_optimization": {"stage": 3}, "ds_ckpt": {"compression": dict(self.section)}}
+        return exchange_settings(parse(file, source=self.name).compression)
+
+    @property
+    def betas(self) -> tuple[float, float] | None:
+        """AdamW's that its verdicts hold with; None: the usual."""
+        return next((record.betas for record in self.records if record.betas), None)
+
+    def residual_bytes(self, model: Model, machine: Machine, accumulation: int) -> tuple[int, bool]:
+        """What a process keeps for it, and whether in host memory."""
+        if self.settings is None:
+            return 0, False
+        world, hosts = machine.processes, machine.hosts
+        return residuals_of(model.parameters, self.settings, accumulation, world, hosts)
+
+
+def methods(loss: Loss, exchanging: int = 1) -> tuple[list[Method], list[Method]]:
+    """What may be tried, and what validation does not allow.
+
+    Args:
+        exchanging: processes, or hosts, among which gradients are rounded. Without error feedback
+            each of them rounds off its share for good, so what is lost grows with their number
+            (docs/accuracy.md): verdicts count that are of as many, or of the next more.
+    """
+    dense = {"method": "dense"}
+    allowed = [Method(STOCK), Method(DENSE, dense), Method(DENSE_ONCE, {**dense, **ONCE})]
+    refused = list[Method]()
+    for name, (section, records) in sections_on_record().items():
+        method = Method(name, section, tuple(records))
+        fed_back = section.get("error_feedback", {}).get("enabled", True)
+        judged = records if fed_back else _of_as_many(records, exchanging)
+        (allowed if allows(judged, loss) else refused).append(method)
+        if fed_back:
+            on_host = {**section.get("error_feedback", {}), "device": "cpu"}
+            other = Method(
+                f"{name}, residuals in host memory",
+                {**section, "error_feedback": on_host},
+                tuple(records),
+            )
+            if method in allowed:
+                allowed.append(other)
+    return allowed, refused
+
+
+def _of_as_many(records: Sequence[VerdictRecord], exchanging: int) -> list[VerdictRecord]:
+    fewest = min((r.workers for r in records if r.workers >= exchanging), default=0)
+    return [r for r in records if r.workers == fewest]
+
+
+def gradients(
+    method: Method,
+    model: Model,
+    machine: Machine,
+    *,
+    itemsize: int,
+    accumulation: int,
+    bytes_per_s: float,
+) -> Gradients:
+    """Of one process.
+
+    Args:
+        itemsize: bytes an element of a gradient.
+        bytes_per_s: of the device's memory.
+    """
+    world, hosts, local = machine.processes, machine.hosts, machine.local
+    backend = "nccl" if machine.streams else "gloo"
+    settings = method.settings
+    if settings is None:
+        sent = sent_bytes("reduce_scatter", itemsize * model.trained, world, backend)
+        rounds = 1 if machine.streams else 2
+        each = sent / max(model.trained, 1)
+        return Gradients(each, inside_bytes=each, hops=rounds * (world - 1), blocks=True)
+    two = settings.levels != 1 and hosts > 1 and local > 1
+    exchanging, divided = (hosts, local) if two else (world, 1)
+    choose = settings.choose(model.embeddings, divided)
+    plan = model.gradients(choose, exchanging, divided, itemsize)
+    # of one level, each of a host's processes sends to those of other hosts
+    far = (hosts - 1) / hosts if two or local == 1 else local * (world - local) / world
+    each = plan.sent_bytes / max(model.trained, 1)
+    # with two levels a host's sum is exact
+    inside = itemsize * (local - 1) / local if two else each * (local - 1) / world
+    share = 1 / divided
+    moved = _moved(settings.default.compressor()) if not settings.lossless else (4.0, 4.0)
+    owed, on_host = method.residual_bytes(model, machine, accumulation)
+    residual = owed / max(model.trained, 1)
+    accumulate_s = share * _ACCUMULATE_BYTES / bytes_per_s if residual else 0.0
+    to_host_s = 2 * residual / machine.bus_bytes_per_s if on_host else 0.0
+    return Gradients(
+        link_bytes=each * far,
+        inside_bytes=inside,
+        encode_s=share * moved[0] / bytes_per_s + accumulate_s + to_host_s,
+        decode_s=share * moved[1] / bytes_per_s,
+        hold_s=accumulate_s + to_host_s,
+        once=settings.holds_back(accumulation),
+    )
+
+
+@functools.cache
+def _moved(compressor: Compressor | None) -> tuple[float, float]:
+    """Bytes an element that encoding and decoding read and write."""
+    if not isinstance(compressor, Codec):
+        return _UNKNOWN_BYTES, _UNKNOWN_BYTES / 2
+    values = torch.linspace(-1, 1, _SAMPLE)
+    packet = torch.zeros(compressor.packed_bytes(_SAMPLE), dtype=torch.uint8)
+    counted = [0.0]
+
+    def count(operator: Operator) -> None:
+        counted[0] += moved_bytes(operator)
+
+    with torch.no_grad():
+        with MemoryTracker(nn.Module(), operator=count):
+            compressor.pack(values, packet)
+        encoded, counted[0] = counted[0], 0.0
+        with MemoryTracker(nn.Module(), operator=count):
+            compressor.unpack_add(packet, torch.zeros(_SAMPLE))
+    return encoded / _SAMPLE, counted[0] / _SAMPLE
+
+
+def weights(name: str, machine: Machine, itemsize: int) -> Weights | None:
+    """Of one process, by element of the model; `name` of `RESIDENT`, else ZeRO-3's own.
+
+    Whole weights cross the bus on their way: the packets are on the CPU, the wire's on the device.
+    Lossless changes are coded on one core.
+    """
+    if name not in RESIDENT:
+        return None
+    hosts, shard = machine.hosts, 1 / machine.processes
+    others = hosts - 1
+    bits = LOSSLESS_BITS if name == "lossless" else 8 * itemsize
+    over_bus = itemsize / machine.bus_bytes_per_s
+    coding_s = LOSSLESS_S if name == "lossless" else 0.0
+    return Weights(
+        link_bytes=bits / 8 * others / hosts,
+        encode_s=shard * (coding_s + (1 + others) * over_bus),
+        decode_s=shard * others * (coding_s + 2 * over_bus),
+    )

@@ -1,0 +1,455 @@
+"""Hosts emulated on this machine: a network, process and name space each, links with a set rate.
+
+Every host has its own sshd, so that `deepspeed --hostfile` reaches it over pdsh as it would reach
+a real one. The namespaces have no names in the system: they live as long as a host's first process
+does, the kernel kills what runs in a host with that process, and takes links and queues with it.
+The first processes die with the Python thread that made them, however that ends. So nothing can
+go on running, and several sets of hosts at once cannot clash. A maker that is killed leaves its
+folder; `records` finds and removes it.
+
+Delay is what it is: this shapes bandwidth alone. A launch that had to be killed leaves them down.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from ds_ckpt.errors import Problem
+from ds_ckpt.lab.hosts import Launcher
+from ds_ckpt.lab.hosts.backends import (
+    MASTER_PORT,
+    Backend,
+    Prepared,
+    environment,
+    exported,
+    led,
+    short,
+    without_outer_launch,
+)
+from ds_ckpt.lab.hosts.interfaces import INTERFACE
+from ds_ckpt.lab.hosts.records import HostsError, HostSet, ProcessId, new_folder
+
+SSH_PORT = 2222
+_TOOLS = {
+    "ip": "iproute2",
+    "tc": "iproute2",
+    "pdsh": "pdsh",
+    "ssh": "openssh-client",
+    "ssh-keygen": "openssh-client",
+    "sshd": "openssh-server",
+    "nsenter": "util-linux",
+    "unshare": "util-linux",
+}
+_SYSTEM_FOLDERS = f"{os.defpath}:/usr/sbin:/sbin:/usr/local/sbin"
+# for `unshare`: what each host has of its own, and that it dies with its maker
+_SPACES = ["--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "--"]
+_PR_SET_PDEATHSIG = 1
+_CALL_S, _UP_S = 30.0, 15.0
+_SEGMENT_BYTES = 72_000
+"""The kernel's largest segment with the headers of its packets."""
+# $1 folder, $2 name, $3 sshd. /run is the host's own because sshd insists on /run/sshd, /dev/shm
+# because hosts share no memory and DeepSpeed leaves segments there. Some machines lock
+# root's password, which makes an sshd without PAM refuse root's key too.
+_FIRST_PROCESS = """
+set -e
+mount -t tmpfs tmpfs /run
+mount -t tmpfs tmpfs /dev/shm
+mkdir -m 755 /run/sshd
+mount --bind "$1/hosts" /etc/hosts
+mount --bind "$1/shadow" /etc/shadow
+[ ! -e /etc/ssh/ssh_config ] || mount --bind "$1/ssh_config" /etc/ssh/ssh_config
+mount -t sysfs sysfs /sys
+hostname "$2"
+ip link set lo up
+until ip -4 address show dev eth0 2>/dev/null | grep -q inet; do sleep 0.05; done
+exec "$3" -D -e -f "$1/$2.sshd"
+"""
+
+
+def missing() -> list[str]:
+    """Why hosts cannot be emulated here, in words; empty if they can."""
+    if sys.platform != "linux":
+        return ["network namespaces need Linux"]
+    reasons = [] if os.geteuid() == 0 else ["network namespaces need root"]
+    absent = [name for name in _TOOLS if tool(name) is None]
+    if absent:
+        packages = " ".join(sorted({_TOOLS[name] for name in absent}))
+        reasons.append(f"not found: {', '.join(absent)} (Debian packages: {packages})")
+    if not reasons:  # root in a container may still lack the right
+        tried = _run(["unshare", *_SPACES, "true"])
+        if tried.returncode:
+            reasons.append(f"the kernel refuses new namespaces: {tried.stderr.strip()}")
+    return reasons
+
+
+def tool(name: str) -> str | None:
+    """Where a system tool is, or None."""
+    return shutil.which(name, path=_environment()["PATH"])
+
+
+@dataclass(frozen=True)
+class Host:
+    """One emulated host. `pid` is its first process, as seen from outside."""
+
+    name: str
+    address: str
+    pid: int
+
+    def command(self, argv: Sequence[str], *, folder: Path | None = None) -> list[str]:
+        """The command that, run outside, runs `argv` in this host, in `folder` or the current."""
+        spaces = ["--net", "--mount", "--pid", "--uts", f"--wdns={folder or Path.cwd()}"]
+        return ["nsenter", f"--target={self.pid}", *spaces, "--", *argv]
+
+
+def namespace(pid: int) -> str | None:
+    """Identity of the process namespace that `pid` lives in; None if it has ended."""
+    try:
+        os.readlink(f"/proc/{pid}/ns/net")  # a process that waits to be collected has none
+        return os.readlink(f"/proc/{pid}/ns/pid")
+    except OSError:
+        return None
+
+
+@contextlib.contextmanager
+def held(pids: Sequence[int]) -> Iterator[set[str]]:
+    """The process namespaces that `pids` live in, kept: no other one gets their identity."""
+    with contextlib.ExitStack() as files:
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                files.enter_context(Path(f"/proc/{pid}/ns/pid").open("rb"))
+        yield {space for pid in pids if (space := namespace(pid))}
+
+
+class EmulatedHosts(Backend):
+    """A context: `count` hosts on one switch, each with a link of `rate_mbit` in each direction.
+
+    Args:
+        count: 1 to 200.
+        rate_mbit: 10^6 bits a second, all headers counted; None leaves the links as fast as the
+            machine is. The kernel's `tbf` keeps it.
+        slots: processes a host, for the hostfile.
+
+    Attributes:
+        hosts: while the context is open.
+        folder: the set's own; goes when the context ends.
+
+    Raises:
+        HostsError: on entering, where `missing()` has reasons or a host does not come up.
+    """
+
+    def __init__(
+        self,
+        count: int = 2,
+        *,
+        rate_mbit: float | None = 200.0,
+        slots: int = 1,
+        launcher: Launcher = "pdsh",
+        port: int = MASTER_PORT,
+    ) -> None:
+        self.names = tuple(f"host{i}" for i in range(count))
+        self.rate_mbit, self.slots, self.launcher, self.port = rate_mbit, slots, launcher, port
+        self.hosts: tuple[Host, ...] = ()
+        self.folder = Path()
+        self._first: list[subprocess.Popen[bytes]] = []
+        self._pids: list[int] = []
+
+    def __enter__(self) -> EmulatedHosts:
+        if reasons := missing():
+            raise HostsError(
+                Problem(
+                    where="this machine",
+                    found="; ".join(reasons),
+                    why="each host is a network, process and mount namespace with an sshd",
+                    remedy="run as root where these are there, name real machines in a hostfile, "
+                    "or stay on loopback, whose link is not shaped",
+                ),
+                headline="hosts cannot be emulated here",
+            )
+        try:
+            self._up()
+        except BaseException:
+            self.down()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.down()
+
+    def down(self) -> None:
+        """Kill the hosts with all that runs in them; idempotent. Returns when they are gone."""
+        with held(self._pids) as spaces:
+            self._down(spaces - {namespace(os.getpid())})
+
+    def _down(self, spaces: set[str]) -> None:
+        for pid in self._pids:  # the first processes: `unshare` collects its own and ends
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        limit = time.monotonic() + _UP_S
+        while self._pids and any(process.poll() is None for process in self._first):
+            _collect_adopted(spaces)
+            if time.monotonic() > limit:
+                break
+            time.sleep(0.02)
+        for process in self._first:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        self._first.clear()
+        self._pids.clear()
+        self.hosts = ()
+        if any(namespace(pid) in spaces for pid in psutil.pids()):
+            raise HostsError(
+                Problem(
+                    where=str(self.folder),
+                    found="processes that outlive their hosts",
+                    why="their first processes were killed",
+                    remedy="end what holds them, then run `ds-ckpt hosts down`",
+                )
+            )
+        if self.folder != Path():
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder = Path()
+
+    @property
+    def hostfile(self) -> Path:
+        """DeepSpeed's."""
+        return self.folder / "hostfile"
+
+    def on(self, host: str, argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        ssh = ["ssh", "-F", f"{self.folder}/ssh_config", host, shlex.join(argv)]
+        return short(self.hosts[0].command(ssh, folder=Path("/")))
+
+    def gone(self) -> list[str]:
+        return [host.name for host in self.hosts if namespace(host.pid) is None]
+
+    def end(self) -> None:
+        self.down()
+
+    def prepare(self, argv: Sequence[str], folder: Path) -> Prepared:
+        """`argv` in the first host, in `folder`.
+
+        A leading `deepspeed` gets the options that lead it to all the hosts, unless it names a
+        hostfile itself. For others the environment names DeepSpeed's hostfile (`DS_CKPT_HOSTFILE`)
+        and has what pdsh and Open MPI's `mpirun` need to reach the hosts.
+        """
+        self.hostfile.write_text("".join(f"{name} slots={self.slots}\n" for name in self.names))
+        everywhere = environment(INTERFACE)
+        named = any(word.split("=")[0] in ("-H", "--hostfile") for word in argv)
+        where = [f"--hostfile={self.hostfile}", f"--master_addr={self.hosts[0].address}"]
+        where += [f"--master_port={self.port}", "--no_ssh_check"]
+        pdsh = self.launcher == "pdsh"
+        where.append(f"--ssh_port={SSH_PORT}" if pdsh else "--launcher=openmpi")
+        command = led(argv, [] if named else where)
+        ssh = f"-F {self.folder}/ssh_config"
+        reach = {
+            "PDSH_SSH_ARGS_APPEND": ssh,  # DeepSpeed adds `-p PORT` itself
+            "PDSH_RCMD_TYPE": "ssh",
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "OMPI_MCA_plm_rsh_args": ssh,
+            "OMPI_MCA_oob_tcp_if_include": INTERFACE,
+            "OMPI_MCA_btl_tcp_if_include": INTERFACE,
+            # The hosts share /tmp, and small pids and names come back in every set.
+            "OMPI_MCA_orte_tmpdir_base": "/run",
+            "OMPI_MCA_rmaps_base_oversubscribe": "1",
+            "OMPI_MCA_hwloc_base_binding_policy": "none",
+            "DS_ENV_FILE": exported(everywhere, self.folder),
+            "DS_CKPT_HOSTFILE": str(self.hostfile),
+        }
+        inside = self.hosts[0].command(command, folder=folder)
+        return Prepared(inside, {**without_outer_launch(), **everywhere, **reach})
+
+    def describe(self) -> str:
+        return (
+            f"{len(self.names)} hosts emulated on one machine (network namespaces, a virtual link "
+            f"each, its bandwidth shaped by the kernel, its delay not), {self.slots} processes "
+            f"each, launched by deepspeed over {self.launcher}"
+        )
+
+    def set_rate(self, rate_mbit: float | None) -> None:
+        """Give every link another rate at once; what is under way goes on at that rate."""
+        self.rate_mbit = rate_mbit
+        for i, pid in enumerate(self._pids[1:]):
+            self._shape(_in_network(self._pids[0]), f"port{i}")
+            self._shape(_in_network(pid), INTERFACE)
+
+    def _up(self) -> None:
+        self.folder = new_folder()
+        self._record()
+        addresses = [f"10.77.0.{i + 1}" for i in range(len(self.names))]
+        _write_ssh_files(self.folder, dict(zip(self.names, addresses, strict=True)))
+        self._start(["sleep", "infinity"])  # the switch
+        for name in self.names:
+            first = ["sh", "-c", _FIRST_PROCESS, "sh", str(self.folder), name, str(tool("sshd"))]
+            self._start(first, log=self.folder / f"{name}.log")
+        self._pids += map(_child_of, self._first)
+        self._record()
+        pids = self._pids
+        inside = _in_network(pids[0])
+        _call([*inside, "ip", "link", "add", "switch", "type", "bridge"])
+        _call([*inside, "ip", "link", "set", "switch", "up"])
+        for i, pid in enumerate(pids[1:]):
+            self._link(inside, f"port{i}", pid, addresses[i])
+        self.hosts = tuple(map(Host, self.names, addresses, pids[1:]))
+        for host in self.hosts:
+            self._wait_for_ssh(host)
+
+    def _record(self) -> None:
+        running = [*(process.pid for process in self._first), *self._pids]
+        HostSet(
+            self.folder,
+            owner=ProcessId.of(os.getpid()),
+            processes=tuple(ProcessId.of(pid) for pid in running),
+            count=len(self.names),
+            rate_mbit=self.rate_mbit,
+        ).write()
+
+    def _link(self, switch: list[str], port: str, pid: int, address: str) -> None:
+        host = _in_network(pid)
+        peer = ["peer", "name", INTERFACE, "netns", str(pid)]
+        _call([*switch, "ip", "link", "add", port, "type", "veth", *peer])
+        _call([*switch, "ip", "link", "set", port, "master", "switch", "up"])
+        _call([*host, "ip", "address", "add", f"{address}/24", "dev", INTERFACE])
+        _call([*host, "ip", "link", "set", INTERFACE, "up"])
+        # what the host sends, and what the switch sends to it
+        self._shape(host, INTERFACE)
+        self._shape(switch, port)
+
+    def _shape(self, where: list[str], device: str) -> None:
+        queue = ["noqueue"]
+        if self.rate_mbit is not None:
+            # what a link that was idle may send at once: a segment of 64 KiB, or 1 ms of its rate
+            burst_bytes = round(max(_SEGMENT_BYTES, self.rate_mbit * 1e6 / 8 * 1e-3))
+            queue = ["tbf", "rate", f"{self.rate_mbit}mbit", "burst", f"{burst_bytes}b"]
+            queue += ["latency", "100ms"]
+        _call([*where, "tc", "qdisc", "replace", "dev", device, "root", *queue])
+
+    def _start(self, argv: list[str], log: Path | None = None) -> None:
+        with (log or Path(os.devnull)).open("wb") as sink:
+            process = subprocess.Popen(
+                ["unshare", *_SPACES, *argv],
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                env=_environment(),
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+        self._first.append(process)
+
+    def _wait_for_ssh(self, host: Host) -> None:
+        ssh = ["ssh", "-F", f"{self.folder}/ssh_config", host.name, "true"]
+        limit = time.monotonic() + _UP_S
+        while (result := _run(self.hosts[0].command(ssh))).returncode:
+            if time.monotonic() > limit:
+                log = (self.folder / f"{host.name}.log").read_text()
+                raise HostsError(
+                    Problem(
+                        where=host.name,
+                        found=f"no answer to ssh: {result.stderr.strip()}",
+                        why=f"{_UP_S:.0f} s have passed; its sshd said: {log.strip()}",
+                        remedy="mend what sshd names",
+                    )
+                )
+            time.sleep(0.1)
+
+
+def _write_ssh_files(folder: Path, addresses: dict[str, str]) -> None:
+    """`ssh_config` for the client, `NAME.sshd` for each host, keys, and what is laid over /etc."""
+    for key in ("host_key", "user_key"):
+        keygen = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "ds_ckpt"]
+        _call([*keygen, "-f", str(folder / key)])
+    host_key = (folder / "host_key.pub").read_text()
+    reached = [f"[{name}]:{SSH_PORT}" for name in (*addresses, *addresses.values())]
+    (folder / "known_hosts").write_text("".join(f"{r} {host_key}" for r in reached))
+    names = "".join(f"{address} {name}\n" for name, address in addresses.items())
+    (folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
+    (folder / "shadow").write_text("root:*:19000:0:99999:7:::\n")
+    (folder / "shadow").chmod(0o600)
+    (folder / "ssh_config").write_text(
+        f"Port {SSH_PORT}\nUser root\nIdentityFile {folder}/user_key\nIdentitiesOnly yes\n"
+        f"UserKnownHostsFile {folder}/known_hosts\nStrictHostKeyChecking yes\nBatchMode yes\n"
+        "ConnectTimeout 10\nServerAliveInterval 5\nServerAliveCountMax 3\n"
+    )
+    for name, address in addresses.items():
+        (folder / f"{name}.sshd").write_text(
+            f"Port {SSH_PORT}\nListenAddress {address}\nHostKey {folder}/host_key\n"
+            f"AuthorizedKeysFile {folder}/user_key.pub\nPidFile none\nUsePAM no\n"
+            "StrictModes no\nPermitRootLogin prohibit-password\nPasswordAuthentication no\n"
+            "UseDNS no\nMaxStartups 100\nPrintMotd no\n"
+        )
+
+
+def _run(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(argv, env=_environment(), capture_output=True, text=True, timeout=_CALL_S)
+
+
+def _call(argv: Sequence[str]) -> None:
+    """Run a tool; HostsError with its words if it fails."""
+    result = _run(argv)
+    if result.returncode:
+        raise HostsError(
+            Problem(
+                where=" ".join(argv),
+                found=f"exit code {result.returncode}: {result.stderr.strip()}",
+                why="the hosts and their links are made with it",
+                remedy="look whether this kernel and its tools offer what was asked for",
+            )
+        )
+
+
+def _environment() -> dict[str, str]:
+    """A plain user's PATH may lack the system's folders."""
+    return {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:{_SYSTEM_FOLDERS}"}
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _in_network(pid: int) -> list[str]:
+    return ["nsenter", f"--target={pid}", "--net", "--"]
+
+
+def _child_of(process: subprocess.Popen[bytes]) -> int:
+    """The first process inside of what `unshare` has made, by its pid outside."""
+    limit = time.monotonic() + _UP_S
+    while time.monotonic() < limit and process.poll() is None:
+        with contextlib.suppress(psutil.Error):
+            children = psutil.Process(process.pid).children()
+            if children and namespace(children[0].pid) not in (None, namespace(os.getpid())):
+                return int(children[0].pid)
+        time.sleep(0.01)
+    raise HostsError(
+        Problem(
+            where=f"{process.args!r}",
+            found=f"no process inside, exit code {process.returncode}",
+            why="namespaces could not be made",
+            remedy="look whether this machine lets root make network and process namespaces",
+        )
+    )
+
+
+def _collect_adopted(spaces: set[str]) -> None:
+    """Collect what ended in these namespaces and was handed to this process.
+
+    That happens where this process is a subreaper and an `nsenter` was killed before its child.
+    The kernel keeps a host's first process until all others of the host have been collected.
+    """
+    for child in psutil.Process().children():
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/{child.pid}/ns/pid") in spaces:
+                os.waitpid(child.pid, os.WNOHANG)

@@ -1,1 +1,0 @@
-"""`ds-ckpt plan`: which settings train a model fastest on a cluster, within memory and loss."""

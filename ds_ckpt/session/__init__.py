@@ -1,8 +1,0 @@
-"""Where everything is put together: configuration, parts, engine."""
-
-from __future__ import annotations
-
-from ds_ckpt.session.refusals import trains
-from ds_ckpt.session.session import ATTRIBUTE, Session, make_heard
-
-__all__ = ["ATTRIBUTE", "Session", "make_heard", "trains"]
