@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ast
-import itertools
 import json
-import math
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,45 +83,6 @@ def loss_against_bytes() -> Panel:
         "held-out loss above dense, %",
         levels=[(0, "dense")],
     )
-
-
-def stable_rates() -> Panel:
-    """Rates that a delayed gradient bears with b1 0.9, over what it bears without delay: in theory,
-    and in training, where it is the lr at which 80 steps end 3% above the best undelayed loss."""
-    every = json.loads((RESULTS / "stability.json").read_text())
-    points = [point for point in every if point["b1"] == 0.9]
-    alone = points[0]
-    most = 1.03 * min(alone["loss"].values())
-    leads = {"no lead": 0, "zero at the pole": 1, 'lead "matched"': 2}
-    lines = []
-    for name, place in leads.items():
-        of_lag: dict[float, list[Any]] = {}
-        for point in points:
-            of_lag.setdefault(point["c"] / (1 - point["c"]), []).append(point)
-        mine = {lag: some[min(place, len(some) - 1)] for lag, some in of_lag.items()}
-        theory = [(lag, p["theory"] / alone["theory"]) for lag, p in mine.items()]
-        rates = {lag: _rate_at(p["loss"], most) for lag, p in mine.items()}
-        reached = _rate_at(alone["loss"], most)
-        assert reached is not None
-        measured = [(lag, rate / reached) for lag, rate in rates.items() if rate is not None]
-        lines.append(Line(f"{name}, theory", theory, shown="line"))
-        lines.append(Line(f"{name}, in training", measured, shown="marks"))
-    return Lines(
-        lines,
-        "lag of the gradient, steps",
-        "largest learning rate, over that without lag",
-        logarithmic="y",
-        inches=4.2,
-    )
-
-
-def _rate_at(losses: dict[str, float], most: float) -> float | None:
-    """The largest lr whose loss is `most`, between two that were tried; None where none is."""
-    tried = [(math.log(float(rate)), loss) for rate, loss in losses.items()]
-    for (low, under), (high, over) in reversed(list(itertools.pairwise(tried))):
-        if under <= most < over:
-            return math.exp(low + (most - under) / (over - under) * (high - low))
-    return None
 
 
 POINTS = 300
@@ -334,7 +293,6 @@ def main() -> None:
     for draw in (
         bytes_of_a_step,
         loss_against_bytes,
-        stable_rates,
         memory_of_a_step,
         architecture,
         gradients_way,

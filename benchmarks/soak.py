@@ -114,7 +114,7 @@ def start() -> Any:
                 "method": "quantize",
                 "quantize": {"bits": 3},
                 "warmup_steps": 2,
-                "exchange": {"overlap": True, "autotune": False},
+                "exchange": {"autotune": False},
             },
         },
     }

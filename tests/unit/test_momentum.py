@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from benchmarks.momentum import OwnShareToo
-from benchmarks.stability import in_theory
 from ds_ckpt.exchange import build as exchange_build
 from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.momentum import EVERY, LARGEST, FirstMoments, matched
@@ -36,15 +35,6 @@ def test_the_zero_of_the_lead_is_at_the_pole_of_the_feedback(kept: float) -> Non
     b1, a = 0.5, matched(kept)
     newest, before = (1 - a) * (1 - b1) + a, a * b1  # u = (newest - before / z) / (1 - b1 / z) g
     assert before / newest == pytest.approx(kept)
-
-
-@given(st.floats(0.7, 0.9), st.floats(0, 0.7))
-def test_in_theory_a_zero_at_the_pole_allows_the_rates_of_no_delay(b1: float, c: float) -> None:
-    undelayed = (2 + 2 * b1) / (1 - b1)  # Cohen et al., arXiv 2207.14484
-    assert in_theory(b1, 0, 0) == pytest.approx(undelayed, rel=2e-3)
-    assert in_theory(b1, c, c / (1 - c) * (1 - b1) / b1) == pytest.approx(undelayed, rel=2e-3)
-    if c > 0.2:
-        assert in_theory(b1, c, 0) < undelayed
 
 
 def alone(tensor: Tensor) -> None:
