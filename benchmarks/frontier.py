@@ -40,7 +40,7 @@ from typing import Any
 
 import torch
 from _frontier_table import table
-from momentum import OwnShareToo
+from _own_share import OwnShareToo
 
 from ds_ckpt.exchange import build as exchange_build
 from ds_ckpt.exchange.build import ExchangeSettings, WarmupBits

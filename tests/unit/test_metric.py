@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from benchmarks.momentum import OwnShareToo
+from benchmarks._own_share import OwnShareToo
 from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.layout import LocalShard, ShardLayout
 from ds_ckpt.exchange.metric import EVERY, StepMetric

@@ -1,0 +1,37 @@
+"""An exchange that compresses a rank's own share too, as most shares are with many ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ds_ckpt.exchange.exchange import AllToAllExchange, Item
+
+
+class OwnShareToo(AllToAllExchange):
+    """What a process owns itself goes through the codec like what it sends; low rank has none."""
+
+    def _accumulate(self, items: Sequence[Item], loss_scale: float, *, defer: bool) -> Tensor:
+        finite = super()._accumulate(items, loss_scale, defer=False)
+        for item in items:
+            if item.pending is None or item.codec is None:
+                continue
+            left = item.own.div(loss_scale)
+            if item.energy is not None:
+                item.energy = item.energy + left.square().sum()
+            weights = None
+            if item.in_steps and self.metric is not None:
+                device = left.device
+                weights = self.metric.weights(item.name, item.shape, item.layout, device)
+            weights = torch.ones_like(item.pending) if weights is None else weights
+            weights = weights[item.layout.shard(self._me)]
+            left.div_(weights)
+            payload = torch.empty(item.codec.packed_bytes(left.numel()), dtype=torch.uint8)
+            item.codec.pack(left, payload)
+            item.own.zero_()
+            item.codec.unpack_add(payload, item.own, loss_scale)
+            item.own.mul_(weights)
+            item.pending[item.layout.shard(self._me)] = left.mul_(weights)
+        return finite
