@@ -10,8 +10,8 @@ in a row are an underdamped loop, whose largest stable step collapses (Cohen et 
 
 in the place of m (Nesterov's form is a = 1 - b1; Dozat, 2016). L is the lag in steps. For b1 = 0.5
 this a puts the zero of u where the pole is (L (1 - b1) / b1 does for any, which gives back all
-that a pure delay costs: `benchmarks/results/stability.json`); that it serves
-for 0.7 and 0.9, too, and where it has to end was measured (`benchmarks/results/momentum.jsonl`). It costs no byte and no memory.
+that a pure delay costs: `benchmarks/results/stability.json`); that it
+serves for 0.7 and 0.9, too, was measured (`benchmarks/results/momentum.jsonl`). It costs no bytes.
 
     c = squared norm of what is left / squared norm of what was given
     over a parameter group's compressed tensors and all processes
