@@ -126,7 +126,7 @@ class ActivationConfig(Keeping):
         "of chosen operators are kept: no more products and 50% kept by default. (A Llama of 7B, "
         '4,096 tokens: benchmarks/results/policies.txt.) "budget": the model is measured at its '
         "first batch, and of the plans that fit budget_gib the one that recomputes least is taken. "
-        '"auto": the same, and planned anew between steps where memory runs short or room is left. '
+        '"auto": the same, for 90% of budget_gib or of the memory that is free at the first batch. '
         "The default is "
         '"block" where the section activation_checkpointing stands, else "none".',
     )

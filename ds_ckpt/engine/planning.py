@@ -1,54 +1,51 @@
-"""The policies "budget" and "auto" on an engine: when a plan is made, and how it is agreed on.
+"""The policies "budget" and "auto" on an engine: one plan, made at the first training batch.
 
-The first training forward brings the shapes. Every process measures its own batch; the one that
-would hold the most plans for all, and its plan is what all use. Between optimizer steps one small
-reduction tells every process the largest batch and memory that any of them has seen. All decisions
-are made from what that reduction gives, so they are the same everywhere.
+Every rank measures its own batch and plans for it. The plan of the rank whose batch would hold the
+most is installed on all ranks, and stays until checkpointing is taken off.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ds_ckpt.activation.blocks import find_blocks
-from ds_ckpt.activation.planning.budget import ActivationPlan, MemoryWatch, Word
+from ds_ckpt.activation.planning.budget import AUTO_SHARE, ActivationPlan, Allowance, plan_within
+from ds_ckpt.activation.planning.costs import measured_rates
 from ds_ckpt.activation.policies import Unit
 from ds_ckpt.config.activation import ActivationConfig
-from ds_ckpt.engine.agreement import Agreement, Sample, not_smaller, size_of
-from ds_ckpt.engine.memory import MemoryGauge, gauge_for
 from ds_ckpt.errors import ConfigError, Problem
-from ds_ckpt.patch import Patches
-from ds_ckpt.telemetry.device import capacity_of
+from ds_ckpt.telemetry.device import capacity_of, free_on
 from ds_ckpt.telemetry.units import GIB
+from ds_ckpt.zero3.resident import OPTIONAL, resident_bytes
+from ds_ckpt.zero3.run_on_all import run_on_all_or_raise
 
-
-@dataclass(frozen=True)
-class Change:
-    """A plan that began to hold: at its first step, because of what."""
-
-    step: int
-    why: str
-    plan: ActivationPlan
+log = logging.getLogger("ds_ckpt")
 
 
 class Planning:
-    """Makes plans for one engine until `stop()`.
+    """Plans for one engine at its first training batch.
 
     Args:
         engine: DeepSpeed's.
         config: with policy "budget" or "auto".
-        install: puts the units of a plan on the model, in the place of what is there.
-        remove: takes checkpointing off the model.
-        tell: takes each change.
-        beside: see `Agreement`.
+        install: puts the units of a plan on the model.
+        report: called with the plan once it is installed.
+        beside: bytes that the plugin itself keeps on the accelerator, by what they are.
+
+    Attributes:
+        plan: None before the first training batch.
 
     Raises:
-        ConfigError: the budget is larger than the device's memory, or "auto" cannot watch it.
+        ConfigError: the budget is larger than the device's memory, or "auto" has no limit.
     """
 
     def __init__(
@@ -57,165 +54,128 @@ class Planning:
         config: ActivationConfig,
         *,
         install: Callable[[Sequence[Unit]], None],
-        remove: Callable[[], None],
-        tell: Callable[[Change], None],
+        report: Callable[[ActivationPlan], None],
         beside: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         self._engine, self._config = engine, config
-        self._install, self._remove, self._tell = install, remove, tell
+        self._install, self._report, self._beside = install, report, beside
         self._device = torch.device(engine.device)
-        blocks = [b.module for b in find_blocks(engine.module, config.modules)]
-        capacity = capacity_of(self._device)
-        asked = config.budget_gib
-        self._check(asked, capacity)
-        self._limit = capacity if asked is None else int(asked * GIB)
-        self._agreement = Agreement(engine, config, blocks, self._limit, capacity, beside)
-        self._watch = MemoryWatch(self._limit) if config.policy == "auto" else None
-        self._patches = Patches()
-        self._gauge: MemoryGauge | None = None
-        if self._watch is not None:
-            self._gauge = gauge_for(engine, config.budget_is_of, self._patches)
+        self._blocks = [b.module for b in find_blocks(engine.module, config.modules)]
+        self._capacity = capacity_of(self._device)
+        self._check(config.budget_gib)
         self.plan: ActivationPlan | None = None
-        self.history: list[Change] = []
-        self._planned: Sample | None = None
-        self._since: list[Sample] = []
-        """The largest of the forwards since the last look."""
-        self._recent: list[list[Sample]] = []
-        """By step, of the last ones."""
-        self._covered = (0, 0)
-        """Tokens and work of the largest batch of all processes that the plan was made for."""
-        self._stuck = False
+        self._largest = 0
+        """Tokens of the largest batch that a warning or the plan was about."""
         hook = torch.compiler.disable(self._before_forward)
         self._handle = engine.module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
 
-    def _check(self, asked: float | None, capacity: int) -> None:
+    def _check(self, asked: float | None) -> None:
         cpu = self._device.type == "cpu"
         if cpu and self._config.policy == "auto":
             if asked is None:
-                why = "the CPU accelerator has no memory of its own to watch: a limit must be given"
+                why = "the CPU accelerator has no memory of its own: a limit must be given"
                 raise _wrong("gib", "nothing", why, "write the GiB that may be held")
             if self._config.budget_is_of == "accelerator":
                 why = "on the CPU accelerator nobody counts what is allocated"
                 raise _wrong("of", '"accelerator"', why, 'write "activations" or "saved"')
-        if asked is not None and asked * GIB > capacity:
+        if asked is not None and asked * GIB > self._capacity:
             what = "this host" if cpu else "the device"
-            why = f"{what} has {capacity / GIB:.1f} GiB"
-            raise _wrong("gib", f"{asked:g}", why, f"write at most {capacity / GIB:.1f}")
-
-    # -- the batches -----------------------------------------------------------------------------
+            why = f"{what} has {self._capacity / GIB:.1f} GiB"
+            raise _wrong("gib", f"{asked:g}", why, f"write at most {self._capacity / GIB:.1f}")
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if not module.training or not torch.is_grad_enabled():
             return
+        tokens = tokens_of(args, kwargs)
         if self.plan is None:
-            self._since = [Sample.of(args, kwargs, self._device)]
-            step = int(self._engine.global_steps)
-            self._make(step, "the first batch", self._since, first=True)
-            return
-        tokens, work = size_of(args, kwargs)
-        if not any(s.tokens >= tokens and s.work >= work for s in self._since):
-            self._since = not_smaller([*self._since, Sample.of(args, kwargs, self._device)])
-
-    # -- between steps ---------------------------------------------------------------------------
-
-    def step_ended(self, step: int) -> None:
-        """Collective: every process has ended optimizer step `step`."""
-        if self.plan is None or self._planned is None:
-            return
-        seen, self._since = self._since, []
-        tokens = max((s.tokens for s in seen), default=0)
-        work = max((s.work for s in seen), default=0)
-        used = float(self._gauge.take()) if self._gauge is not None else 0.0
-        told = torch.tensor([tokens, work, used], dtype=torch.float64, device=self._device)
-        torch.distributed.all_reduce(told, op=torch.distributed.ReduceOp.MAX)
-        most_tokens, most_work, most_used = told.tolist()
-        if seen:
-            self._recent = [*self._recent, seen][-(self._watch.patience if self._watch else 1) :]
-        if self._watch is None:
-            if most_tokens > self._covered[0] or most_work > self._covered[1]:
-                why = f"batches have grown to {int(most_tokens)} tokens"
-                self._make(step, why, [*seen, self._planned])
-            return
-        used = most_used + self._unseen_bytes(self.plan, most_tokens)
-        word = self._watch.look(step, used)
-        if word is not None:
-            self._follow(step, word, used)
-
-    def _unseen_bytes(self, plan: ActivationPlan, tokens: float) -> float:
-        """What a recompute makes again, which a gauge of what is saved does not see."""
-        if plan.of != "activations":
-            return 0.0
-        share = tokens / self._covered[0] if self._covered[0] else 1.0
-        return share * max(0, plan.needed_bytes - plan.held_bytes)
-
-    def _follow(self, step: int, word: Word, used_bytes: float) -> None:
-        assert self._watch is not None
-        assert self._planned is not None
-        if word == "more" and self._stuck:
-            return
-        share = used_bytes / self._watch.capacity_bytes
-        why = f"{share:.0%} of {self._watch.capacity_bytes / GIB:.6g} GiB in use"
-        before = self.plan
-        while True:
-            recent = [sample for samples in self._recent for sample in samples]
-            self._make(step, why, recent or [self._planned], word=word)
-            if self.plan is not before:
-                self._watch.changed(step, word)
-                return
-            if not self._watch.unchanged(step, word) or self._stuck:
-                return
-
-    # -- a plan ----------------------------------------------------------------------------------
-
-    def _make(
-        self,
-        step: int,
-        why: str,
-        samples: Sequence[Sample],
-        *,
-        first: bool = False,
-        word: Word | None = None,
-    ) -> None:
-        """Measure, agree, install. Every process calls it at the same moment."""
-        before = self.plan
-        if not first:
-            self._remove()
-        budget_bytes = self._watch.budget_bytes if self._watch is not None else self._limit
-        try:
-            agreed = self._agreement.make(samples, budget_bytes, first=first)
-            plan = agreed.plan
-            wrong_way = (
-                before is not None
-                and word is not None
-                and (plan.recompute_share > before.recompute_share) != (word == "more")
+            plan = self._agree(args, kwargs)
+            self._install(plan.units(module))
+            self.plan, self._largest = plan, max(tokens, plan.tokens)
+            self._report(plan)
+        elif tokens > self._largest:
+            log.warning(
+                "ds_ckpt: a batch of %d tokens is larger than the %d that the plan was made for, so "
+                "it may need more than the budget. Begin training with the largest batch",
+                tokens,
+                self.plan.tokens,
             )
-            same = before is not None and (plan.choices == before.choices or wrong_way)
-            kept = before if before is not None and same else plan
-            self._install(kept.units(self._engine.module))
-        except BaseException:
-            self._remove()
-            if before is not None:
-                self._install(before.units(self._engine.module))
-            raise
-        self._stuck, covered = agreed.least, agreed.covered
-        if word is None:  # what was planned for before is planned for still
-            covered = (max(covered[0], self._covered[0]), max(covered[1], self._covered[1]))
-        self._covered = covered
-        if not same or word is None:
-            self._planned = agreed.sample
-        if same:
-            if word is None:
-                self.plan = plan  # does the same, with the numbers of the larger batch
-            return
-        self.plan = plan
-        change = Change(step, why, plan)
-        self.history.append(change)
-        self._tell(change)
+            self._largest = tokens
+
+    def _agree(self, args: Any, kwargs: dict[str, Any]) -> ActivationPlan:
+        """Plan on every rank, and take the plan of the rank that would hold the most.
+
+        Collective.
+
+        Raises:
+            UnsupportedError: the model cannot be measured, or nothing fits.
+            StateError: planning failed on another rank.
+        """
+        limit = torch.tensor(self._limit_bytes(), device=self._device)
+        torch.distributed.all_reduce(limit, op=torch.distributed.ReduceOp.MIN)
+        make = functools.partial(self._make, args, kwargs, int(limit))
+        own = run_on_all_or_raise(make, None, what="plan within the memory budget")
+        plans: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(plans, own)
+        return max(plans, key=lambda one: one.none_bytes)
+
+    def _make(self, args: Any, kwargs: dict[str, Any], limit_bytes: int) -> ActivationPlan:
+        start_s = time.perf_counter()
+        model, device = self._engine.module, self._device
+        dtype = max(model.parameters(), key=_numel).dtype
+        plan = plan_within(
+            self._allowance(limit_bytes),
+            model,
+            args,
+            kwargs,
+            rates=measured_rates(device, dtype),
+            tokens=tokens_of(args, kwargs),
+            modules=self._config.modules,
+            device=device,
+        )
+        return replace(plan, planning_s=time.perf_counter() - start_s)
+
+    def _limit_bytes(self) -> int:
+        """The budget, or where that is less, the memory that this process can have."""
+        asked = self._config.budget_gib
+        available = self._capacity
+        if self._device.type == "cuda" and self._config.budget_is_of == "accelerator":
+            available = free_on(self._device) + torch.cuda.memory_allocated(self._device)
+        return available if asked is None else min(available, int(asked * GIB))
+
+    def _allowance(self, limit_bytes: int) -> Allowance:
+        config = self._config
+        resident: dict[str, int] = {}
+        if config.budget_is_of == "accelerator":
+            resident = {**resident_bytes(self._engine, self._blocks), **self._beside()}
+        return Allowance(
+            limit_bytes,
+            config.budget_is_of,
+            resident,
+            config.offload,
+            config.offload_prefetch,
+            config.offload_min_bytes,
+            int(self._engine.train_micro_batch_size_per_gpu()),
+            self._capacity,
+            OPTIONAL,
+            aim=AUTO_SHARE if config.policy == "auto" else 1.0,
+        )
 
     def stop(self) -> None:
-        """Watch and plan no longer."""
+        """Take the hook off the model."""
         self._handle.remove()
-        self._patches.undo()
+
+
+def tokens_of(args: Any, kwargs: Any) -> int:
+    """Elements of the largest integer tensor (masks left out), else of the largest tensor."""
+    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    whole = [t for t in tensors if not t.is_floating_point() and t.dim()]
+    named = [t for t in whole if t.dtype != torch.bool] or whole or tensors
+    return max((t.numel() for t in named), default=0)
+
+
+def _numel(parameter: nn.Parameter) -> int:
+    """Elements of the full parameter: one that ZeRO-3 has partitioned is empty by itself."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _wrong(key: str, found: str, why: str, remedy: str) -> ConfigError:

@@ -26,7 +26,7 @@ from ds_ckpt.config.verdicts import limits
 from ds_ckpt.engine.gradients import Gradients, residual_files, trained
 from ds_ckpt.engine.guard import Guard, LeftMeter
 from ds_ckpt.engine.patience import AsPatientAsTheWorld
-from ds_ckpt.engine.planning import Change, Planning
+from ds_ckpt.engine.planning import Planning
 from ds_ckpt.engine.refusals import (
     nothing_to_replace,
     refuse_no_zero3_optimizer,
@@ -187,11 +187,9 @@ class Session:
                 self.engine,
                 activation,
                 install=self._install_units,
-                remove=self._remove_units,
-                tell=self._tell_plan,
+                report=self._report_plan,
                 beside=self._gradients.resident_bytes if self._gradients else dict,
             )
-            self._after_steps(self._planning.step_ended)
         else:
             units = make_plan(self.engine.module, activation_policy(activation))
             self._install_units(units)
@@ -213,29 +211,18 @@ class Session:
             trackers=_random_trackers(),
         )
 
-    def _remove_units(self) -> None:
-        if self._blocks is not None:
-            self._blocks.remove()
-        self._blocks = self._inputs = None
-
-    def _tell_plan(self, change: Change) -> None:
-        record = {"step": change.step, "why": change.why, **asdict(change.plan)}
+    def _report_plan(self, plan: ActivationPlan) -> None:
         if self._steps is not None:
-            self._steps.note({"activation_plan": record})
+            self._steps.note({"activation_plan": asdict(plan)})
         if torch.distributed.get_rank() == 0:
             make_heard()
-            log.info("ds_ckpt: step %d, %s: %s", change.step, change.why, change.plan.line())
-            log.info("ds_ckpt: what each block does\n%s", change.plan.table())
+            log.info("ds_ckpt: %s", plan.line())
+            log.info("ds_ckpt: activation plan by block\n%s", plan.table())
 
     @property
     def activation_plan(self) -> ActivationPlan | None:
         """What each block does under policy "budget" or "auto"; None before the first batch."""
         return self._planning.plan if self._planning else None
-
-    @property
-    def plan_changes(self) -> list[Change]:
-        """Every plan of this session, with the step and the reason that it began with."""
-        return list(self._planning.history) if self._planning else []
 
     def _log_profile(self, step: int) -> None:
         profile = self.block_profile

@@ -1,4 +1,4 @@
-"""Run in the worker processes: plans from a budget, and plans that follow memory, under ZeRO-3."""
+"""Run in the worker processes: plans from a budget, and one plan at the first batch, under ZeRO-3."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import deepspeed
 import torch
 
 import ds_ckpt
-from ds_ckpt.errors import RecomputeError
 from ds_ckpt.telemetry.memory import SavedActivations
 from tests import architectures
 from tests.distributed import models
@@ -51,7 +50,6 @@ def _train(
     section = {"activation": activation, "telemetry": telemetry or {}}
     engine._config._param_dict["ds_ckpt"] = section
     with hearing() as heard:
-        before = engine.global_steps
         session = ds_ckpt.attach(engine)
         dp_rank = torch.distributed.get_rank()
         gradients, held, offloaded = [], [], []
@@ -68,7 +66,6 @@ def _train(
                 gradients += models.gradients(engine)
                 engine.step()
             plan = session.activation_plan
-            changes = session.plan_changes
             summary = session.summary
             hooks = len(engine.module._forward_pre_hooks)
         finally:
@@ -78,18 +75,16 @@ def _train(
         "held": held,
         "on_device": offloaded,
         "plan": repr(plan) if plan else "",
-        "choices": [c.plan.choices for c in changes],
-        "steps": [c.step - before for c in changes],
-        "before": before,
-        "recompute": [c.plan.recompute_share for c in changes],
-        "planned_held": [c.plan.held_bytes for c in changes],
+        "choices": plan.choices if plan else [],
+        "recompute": plan.recompute_share if plan else 0.0,
+        "planned_held": plan.held_bytes if plan else 0,
         "none_bytes": plan.none_bytes if plan else 0,
-        "needed": [c.plan.needed_bytes for c in changes],
+        "needed": plan.needed_bytes if plan else 0,
         "resident": dict(plan.resident) if plan else {},
         "lines": heard,
         "summary": summary,
         "left_hooks": len(engine.module._forward_pre_hooks) - hooks,
-        "tokens": [c.plan.tokens for c in changes],
+        "tokens": plan.tokens if plan else 0,
     }
 
 
@@ -170,31 +165,15 @@ def _sized(rows: int, length: int) -> dict[str, Any]:
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
 
 
-def many_short_and_few_long() -> dict[str, Any]:
-    """Batches of which one has more tokens and the other longer sequences, in turns."""
-    engine, session = _planned_engine({}, 0.6, 40)
-    held = [_step(engine, _sized(*size)) for size in [(1, 40), (6, 16)] * 4]
-    counted = session._planning._agreement
-    made = []
-    agreed = counted.make
-    counted.make = lambda *a, **k: made.append(1) or agreed(*a, **k)
-    held += [_step(engine, _sized(*size)) for size in [(1, 40), (6, 16)] * 2]
-    budget = session.config.activation.budget_gib * GIB
-    tokens = session.activation_plan.tokens
-    engine.destroy()
-    return {"held": held, "budget": budget, "made_again": len(made), "tokens": tokens}
-
-
 def one_cannot_plan(place: str) -> str:
     """The words of every process where the one whose plan holds fails at `place`."""
     engine, session = _planned_engine({}, 0.6, 12)
-    agreement = session._planning._agreement
     if torch.distributed.get_rank() == 0:
 
         def fails(*args: Any, **kwargs: Any) -> Any:
             raise RuntimeError("the search broke")
 
-        setattr(agreement, place, fails)
+        setattr(session._planning, place, fails)
     words = ""
     try:
         _step(engine, _sized(2, 12))
@@ -225,39 +204,3 @@ def contiguous_and_nothing_to_recompute() -> dict[str, Any]:
     choices = session.activation_plan.choices
     engine.destroy()
     return {"held": held, "choices": choices}
-
-
-def backward_after_another_plan(**extra: Any) -> dict[str, Any]:
-    """A graph of an older plan, whose backward comes when a newer one is installed."""
-    engine, session = _planned_engine(extra, 0.6, 16)
-    weight = torch.nn.Parameter(torch.zeros(()))
-    data = _sized(2, 16)
-    _step(engine, data)
-    loss = engine(**data).loss + weight
-    planning = session._planning
-    before = planning.plan
-    planning._limit = int(planning._limit * 0.85)
-    planning._make(1, "a test", [planning._planned])
-    message = ""
-    try:
-        engine.backward(loss)
-    except RecomputeError as error:
-        message = str(error)
-    return {"changed": planning.plan is not before, "message": message}
-
-
-def frozen_later() -> list[int]:
-    """What nothing recomputed would hold, before and after all but the last block is frozen."""
-    engine, session = _planned_engine({}, 3.0, 12)
-    _step(engine, _sized(2, 12))
-    planning = session._planning
-    found = [session.activation_plan.none_bytes]
-    frozen = [p for n, p in engine.module.named_parameters() if f"layers.{LAYERS - 1}" not in n]
-    for parameter in frozen:
-        parameter.requires_grad_(False)
-    planning._make(1, "a test", [planning._planned])
-    found.append(session.activation_plan.none_bytes)
-    for parameter in frozen:
-        parameter.requires_grad_(True)
-    engine.destroy()
-    return found

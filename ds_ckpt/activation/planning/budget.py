@@ -1,4 +1,4 @@
-"""From a survey and a budget to a plan, or to words on what would fit; and when to plan anew.
+"""From a survey and a budget to a plan, or to words on what would fit.
 
 A plan is plain values, the same on every process: what each block does, holds and costs, as line,
 table and JSON.
@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from ds_ckpt.activation.blocks import block_of
@@ -24,13 +25,15 @@ from ds_ckpt.activation.planning.candidates import (
 )
 from ds_ckpt.activation.planning.costs import Rates
 from ds_ckpt.activation.planning.solve import Option, Room, least, need, search
-from ds_ckpt.activation.planning.survey import Survey
+from ds_ckpt.activation.planning.survey import Survey, simulate, survey
 from ds_ckpt.activation.policies import Unit
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.telemetry.memory import Storage
 from ds_ckpt.telemetry.units import GIB, MIB, columns, size
 
 _WHERE = "$.ds_ckpt.activation.budget_gib"
+AUTO_SHARE = 0.9
+"""Share of the memory that policy "auto" plans for: the rest is for fragmentation."""
 BudgetOf = Literal["saved", "activations", "accelerator"]
 _OF = {
     "saved": "saved between forward and backward",
@@ -171,6 +174,7 @@ class Allowance:
             and comes back `prefetch` recomputes ahead.
         micro_batch: sequences in a micro-batch, for messages; 0: not known.
         capacity_bytes: of the device, for messages; 0: not known.
+        aim: share of the budget to plan for, if that can be reached.
     """
 
     budget_bytes: int
@@ -182,6 +186,12 @@ class Allowance:
     micro_batch: int = 0
     capacity_bytes: int = 0
     optional: Mapping[str, str] = field(default_factory=dict)
+    aim: float = 1.0
+
+    @property
+    def aim_bytes(self) -> int:
+        """Bytes to plan for."""
+        return int(self.budget_bytes * self.aim)
 
 
 class Planner:
@@ -229,17 +239,19 @@ class Planner:
         return self._written(allowance, options, choice, self._room(allowance))
 
     def plan(self, allowance: Allowance) -> ActivationPlan:
-        """The cheapest plan that fits.
+        """Return the cheapest plan that fits.
 
         Raises:
             UnsupportedError: none does; the words say what would.
         """
         options, room = self._options(allowance), self._room(allowance)
         choice: list[int] | None = [0] * len(options)
-        if self._untreated_bytes(allowance) > allowance.budget_bytes:
+        if self._untreated_bytes(allowance) > allowance.aim_bytes:
             choice = search(options, room)
         if choice is None:
-            raise self.too_small(allowance)
+            needed, choice = least(options, room)
+            if needed > allowance.budget_bytes:
+                raise self.too_small(allowance)
         return self._written(allowance, options, choice, room)
 
     def least(self, allowance: Allowance) -> ActivationPlan:
@@ -255,7 +267,7 @@ class Planner:
         found = self._found
         shared = found.bytes_of(self._shared - found.outside)
         return Room(
-            allowance.budget_bytes,
+            allowance.aim_bytes,
             found.head_bytes + shared + sum(allowance.resident.values()),
             found.tail_bytes,
             peak=allowance.of != "saved",
@@ -393,67 +405,57 @@ def _up(nbytes: int) -> str:
     return f"{math.ceil(value * 10**digits) / 10**digits:.{digits}f}"
 
 
-Word = Literal["more", "less"]
+def plan_within(
+    allowance: Allowance,
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    rates: Rates,
+    tokens: int,
+    modules: Sequence[str] | None = None,
+    device: torch.device | None = None,
+) -> ActivationPlan:
+    """Measure the model with this batch, and return the cheapest plan that fits.
 
+    A budget for the whole accelerator counts temporaries, too. They are simulated with the plan
+    that fits without them.
 
-@dataclass
-class MemoryWatch:
-    """When to plan anew: pure decisions on what every process has seen. Same input, same word.
+    Args:
+        allowance: the budget.
+        model: see `survey`, like `args`, `kwargs`, `modules` and `device`.
+        args: of its forward.
+        kwargs: of its forward.
+        rates: of the device.
+        tokens: of the batch, for messages.
+        modules: class names or patterns of the blocks.
+        device: where the parameters are when the model runs.
 
-    Above `high` of the capacity more is recomputed at once. Below `low` for `patience` steps in a
-    row less is, but not within `rest` steps of the last change. Between the two nothing happens: a
-    plan aims at `target`, in the middle. Where room turns out to have been none (more is recomputed
-    within `rest` steps of recomputing less), `rest` doubles: changes become rare and do not go to
-    and fro.
-
-    Attributes:
-        capacity_bytes: what there is.
-        correction: what is planned for is this share of `target`: below 1 where more was in use
-            than had been planned (fragmentation, a loss outside of the model).
+    Raises:
+        UnsupportedError: the model cannot be measured, or nothing fits.
     """
+    planner = Planner(survey(model, args, kwargs, modules=modules, device=device), rates, tokens)
+    if allowance.of == "accelerator":
+        try:
+            plan = planner.plan(allowance)
+        except UnsupportedError:
+            plan = planner.least(allowance)
+        nbytes = temporary_bytes(model, args, kwargs, plan, device=device)
+        resident = {**allowance.resident, "gradients of activations and temporaries": nbytes}
+        allowance = replace(allowance, resident=resident)
+    return planner.plan(allowance)
 
-    capacity_bytes: int
-    high: float = 0.95
-    low: float = 0.75
-    target: float = 0.9
-    patience: int = 3
-    rest: int = 5
-    correction: float = 1.0
-    _quiet: int = field(default=0, repr=False)
-    _changed: int | None = field(default=None, repr=False)
-    _last: Word | None = field(default=None, repr=False)
 
-    @property
-    def budget_bytes(self) -> int:
-        """What to plan for."""
-        return int(self.capacity_bytes * self.target * self.correction)
-
-    def look(self, step: int, used_bytes: float) -> Word | None:
-        """What this step's memory asks for.
-
-        Args:
-            used_bytes: the most of all processes.
-        """
-        share = used_bytes / self.capacity_bytes
-        self._quiet = self._quiet + 1 if share < self.low else 0
-        if share > self.high:
-            return "more"
-        rested = self._changed is None or step - self._changed >= self.rest
-        return "less" if rested and self._quiet >= self.patience else None
-
-    def changed(self, step: int, word: Word) -> None:
-        """The plan has become another one."""
-        soon = self._changed is not None and step - self._changed <= self.rest
-        if word == "more" and self._last == "less" and soon:
-            self.rest *= 2
-        self._changed, self._last, self._quiet = step, word, 0
-
-    def unchanged(self, step: int, word: Word) -> bool:
-        """Planning has led to the same plan; whether to plan once more, with less to plan for."""
-        self._quiet = 0
-        if word == "more":
-            self.correction *= self.target
-            return True
-        self._changed = step  # asked again after a rest only
-        self.correction = 1.0
-        return False
+def temporary_bytes(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    plan: ActivationPlan,
+    *,
+    device: torch.device | None = None,
+) -> int:
+    """Bytes of a step's peak that the plan does not count, from a simulated step."""
+    step = simulate(model, args, kwargs, plan.units(model), device=device)
+    counted = plan.needed_bytes - sum(plan.resident.values())
+    offloaded = sum(b.offloaded_bytes for b in plan.blocks)  # simulated as if it stayed
+    return max(0, step.peak_bytes - counted - offloaded)

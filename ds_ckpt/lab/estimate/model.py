@@ -18,10 +18,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from ds_ckpt.activation.planning.budget import ActivationPlan, Allowance, Planner
+from ds_ckpt.activation.planning.budget import (
+    ActivationPlan,
+    Allowance,
+    Planner,
+    temporary_bytes,
+)
 from ds_ckpt.activation.planning.costs import Rates
 from ds_ckpt.activation.planning.fake import FakeModel
-from ds_ckpt.activation.planning.survey import Survey, simulate, survey
+from ds_ckpt.activation.planning.survey import Survey, survey
 from ds_ckpt.exchange.plan import Plan
 from ds_ckpt.exchange.rules import Choose, embeddings_of
 from ds_ckpt.lab.estimate.observe import built_fake
@@ -195,8 +200,7 @@ class Model:
         alone = planner.all_alike(recomputed, ACTIVATIONS)
         args, kwargs = arguments_of(made.known_batch())
         with made.entered():
-            step = simulate(made.model, args, kwargs, alone.units(made.model))
-        return max(0, step.peak_bytes - alone.needed_bytes)
+            return temporary_bytes(made.model, args, kwargs, alone)
 
     @functools.cached_property
     def work(self) -> tuple[float, float]:

@@ -11,13 +11,12 @@ from torch import nn
 
 from ds_ckpt.activation import Policy, find_blocks
 from ds_ckpt.activation.blocks import Block, repeated_classes
-from ds_ckpt.activation.planning.budget import ActivationPlan, Allowance, MemoryWatch, Planner
+from ds_ckpt.activation.planning.budget import AUTO_SHARE, ActivationPlan, Allowance, plan_within
 from ds_ckpt.activation.planning.costs import measured_rates
-from ds_ckpt.activation.planning.survey import survey
 from ds_ckpt.activation.policies import policies, policy_named
 from ds_ckpt.config import parse
 from ds_ckpt.config.activation import ActivationConfig, activation_policy
-from ds_ckpt.errors import ConfigError, DsCkptError, Problem, UnsupportedError
+from ds_ckpt.errors import ConfigError, DsCkptError, Problem
 from ds_ckpt.lab.estimate.profiles import NONE
 from ds_ckpt.lab.subject import arguments_of
 from ds_ckpt.telemetry.memory import tensors_in
@@ -121,7 +120,6 @@ def with_plan(
     """The policy with the plan that training would begin with; others as they are.
 
     Of a budget for the accelerator what ZeRO keeps (`ComparedPolicy.resident`) is taken off.
-    Temporaries are not known here, so training may recompute a little more.
 
     Args:
         model, batch: real, or fake with the values that are known.
@@ -145,29 +143,28 @@ def with_plan(
                 remedy="write --limit-gib, for example 80",
             )
         )
-    budget = MemoryWatch(limit).budget_bytes if config.policy == "auto" else limit
     args, kwargs = arguments_of(batch)
-    found = survey(model, args, kwargs, modules=config.modules)
     dtype = next((p.dtype for p in model.parameters() if p.numel()), torch.float32)
-    tokens = max((t.numel() for t in tensors_in(batch)), default=0)
-    planner = Planner(found, measured_rates(device, dtype), tokens)
     allowance = Allowance(
-        budget,
+        limit,
         config.budget_is_of,
         policy.resident if config.budget_is_of == "accelerator" else {},
         config.offload,
         config.offload_prefetch,
         config.offload_min_bytes,
         optional=OPTIONAL,
+        aim=AUTO_SHARE if config.policy == "auto" else 1.0,
     )
-    try:
-        return replace(policy, plan=planner.plan(allowance))
-    except UnsupportedError:
-        full = replace(allowance, budget_bytes=limit)  # "auto" plans for less, and goes on with it
-        least = planner.least(full)
-        if least.needed_bytes > limit:
-            raise planner.too_small(full) from None
-        return replace(policy, plan=least)
+    plan = plan_within(
+        allowance,
+        model,
+        args,
+        kwargs,
+        rates=measured_rates(device, dtype),
+        tokens=max((t.numel() for t in tensors_in(batch)), default=0),
+        modules=config.modules,
+    )
+    return replace(policy, plan=plan)
 
 
 def not_counted(activation: ActivationConfig) -> list[str]:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ds_ckpt.activation.planning.budget import ActivationPlan, MemoryWatch
+from ds_ckpt.activation.planning.budget import AUTO_SHARE, ActivationPlan
 from ds_ckpt.activation.planning.costs import Rates
 from ds_ckpt.config.verdicts import Loss
 from ds_ckpt.errors import ConfigError, Problem, UnsupportedError
@@ -118,7 +118,7 @@ class Question:
 
     @property
     def capacity_bytes(self) -> int:
-        return MemoryWatch(round(self.memory * self.cluster.device["memory_bytes"])).budget_bytes
+        return int(round(self.memory * self.cluster.device["memory_bytes"]) * AUTO_SHARE)
 
     @property
     def tokens(self) -> int:
