@@ -94,8 +94,8 @@ class Planning:
             self._report(plan)
         elif tokens > self._largest:
             log.warning(
-                "ds_ckpt: a batch of %d tokens is larger than the %d that the plan was made for, so "
-                "it may need more than the budget. Begin training with the largest batch",
+                "ds_ckpt: a batch of %d tokens is larger than the %d of the plan, and "
+                "may need more than the budget. Begin training with the largest batch",
                 tokens,
                 self.plan.tokens,
             )
@@ -116,7 +116,8 @@ class Planning:
         own = run_on_all_or_raise(make, None, what="plan within the memory budget")
         plans: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(plans, own)
-        return max(plans, key=lambda one: one.none_bytes)
+        largest: ActivationPlan = max(plans, key=lambda plan: plan.none_bytes)
+        return largest
 
     def _make(self, args: Any, kwargs: dict[str, Any], limit_bytes: int) -> ActivationPlan:
         start_s = time.perf_counter()

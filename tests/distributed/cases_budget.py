@@ -1,4 +1,4 @@
-"""Run in the worker processes: plans from a budget, and one plan at the first batch, under ZeRO-3."""
+"""Run in the worker processes: budgets, planned for at the first batch, under ZeRO-3."""
 
 from __future__ import annotations
 

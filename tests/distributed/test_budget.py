@@ -141,7 +141,7 @@ def test_what_cannot_fit_is_refused_on_every_process_with_what_would(world2: Any
         ({"policy": "budget", "budget_gib": 1e6}, "this host has"),
     ],
 )
-def test_a_budget_without_a_limit_or_beyond_the_memory_is_refused(
+def test_a_budget_without_a_possible_limit_is_refused(
     world2: Any, section: dict[str, Any], word: str
 ) -> None:
     for words in world2.run(cases_budget.refused, section, timeout=120):
