@@ -43,14 +43,14 @@ from _timing import Work, interleaved_medians_s
 from torch import Tensor
 
 from ds_ckpt.compression import Codec, EntropyCoded, Feedback, Quantize, TopK, all_finite
-from ds_ckpt.compression.base import aligned
 from ds_ckpt.compression.entropy_coded import HEADER_BYTES, SEGMENT, _lengths, _read, _Sent
 from ds_ckpt.compression.fused import ToAdd
 from ds_ckpt.compression.quantize import BITS, BLOCKS
+from ds_ckpt.compression.wire import HEADER_BYTES as PACKET_HEADER_BYTES
+from ds_ckpt.compression.wire import aligned
 from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.layout import ShardLayout
 from ds_ckpt.exchange.rules import MethodSettings, Rules
-from ds_ckpt.exchange.transport import HEADER_BYTES as PACKET_HEADER_BYTES
 from ds_ckpt.lab.validate.task import make_spec, open_task
 from ds_ckpt.lab.validate.world import InProcessWorld
 

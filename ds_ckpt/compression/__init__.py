@@ -13,10 +13,8 @@ from ds_ckpt.compression.base import (
     RowCodec,
     add_rows,
     add_scaled,
-    aligned,
     methods,
     register,
-    section,
     unregister,
 )
 from ds_ckpt.compression.dense import Dense, DenseMethod
@@ -25,6 +23,7 @@ from ds_ckpt.compression.error_feedback import Feedback, all_finite
 from ds_ckpt.compression.powersgd import LowRank, PowerSGD
 from ds_ckpt.compression.quantize import Quantize
 from ds_ckpt.compression.topk import TopK
+from ds_ckpt.compression.wire import aligned, section
 from ds_ckpt.settings import Expects, Gone
 
 for _method in (DenseMethod, TopK, PowerSGD, Quantize, EntropyCoded):

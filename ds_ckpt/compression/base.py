@@ -27,9 +27,6 @@ from torch import Tensor
 from ds_ckpt.compression.fused import Kernels, ToAdd
 from ds_ckpt.settings import Expects, Section
 
-ALIGNMENT_BYTES = 8
-"""Payloads and the sections inside them start at multiples of this, so any dtype can be viewed."""
-
 
 class Compressor(ABC):
     """How one tensor travels. Stateless; equal on every process."""
@@ -247,11 +244,6 @@ def _load_entry_points() -> None:
             ) from error
 
 
-def aligned(size_bytes: int) -> int:
-    """`size_bytes` rounded up to the alignment of payloads."""
-    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
 def on_host(device: torch.device) -> bool:
     """Whether an operator has run there when its call returns: then the host waits for nothing, and
     the number of calls matters less than what a cache holds."""
@@ -263,33 +255,6 @@ def row_groups(numel: int, limit: int, *of: Tensor) -> Iterator[Sequence[Tensor]
     each, at least one row."""
     step = max(1, limit // max(numel, 1))
     return zip(*(t.split(step) for t in of), strict=True) if step < of[0].shape[0] else iter([of])
-
-
-def section(payload: Tensor, start_byte: int, count: int, dtype: torch.dtype) -> Tensor:
-    """View `count` elements of `dtype` that start at `start_byte` of a uint8 payload, or of each
-    row of payloads."""
-    if count == 0:  # whose rows may lie where no `dtype` can
-        return payload.new_empty(*payload.shape[:-1], 0, dtype=dtype)
-    return payload.narrow(-1, start_byte, count * dtype.itemsize).view(dtype)
-
-
-def write_section(payload: Tensor, start_byte: int, source: Tensor) -> int:
-    """Copy flat `source`, or rows to rows, to `start_byte`, zero up to the alignment, return the
-    next start."""
-    size_bytes = source.shape[-1] * source.dtype.itemsize
-    end_byte = start_byte + aligned(size_bytes)
-    section(payload, start_byte, source.shape[-1], source.dtype).copy_(source)
-    if end_byte > start_byte + size_bytes:
-        payload[..., start_byte + size_bytes : end_byte].zero_()
-    return end_byte
-
-
-def saturating_cast(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Finite fp32 to `dtype`, clamped to its range: rounding never makes an inf."""
-    if dtype == torch.float32:
-        return values
-    limit = torch.finfo(dtype).max
-    return values.clamp(-limit, limit).to(dtype)
 
 
 def add_scaled(into: Tensor, decoded: Tensor, scale: float) -> None:

@@ -7,16 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds_ckpt.compression.base import (
-    Compressor,
-    Method,
-    RowCodec,
-    add_rows,
-    aligned,
-    saturating_cast,
-    section,
-    write_section,
-)
+from ds_ckpt.compression.base import Compressor, Method, RowCodec, add_rows
+from ds_ckpt.compression.wire import aligned, saturating_cast, section, write_section
 
 
 class DenseMethod(Method):

@@ -41,16 +41,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ds_ckpt.compression.base import (
-    Method,
-    RowCodec,
-    add_rows,
-    aligned,
-    on_host,
-    row_groups,
-    section,
-)
+from ds_ckpt.compression.base import Method, RowCodec, add_rows, on_host, row_groups
 from ds_ckpt.compression.fused import ToAdd
+from ds_ckpt.compression.wire import aligned, section
 from ds_ckpt.settings import Expects
 
 SEGMENT = 1 << 20

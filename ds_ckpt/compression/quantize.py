@@ -28,15 +28,8 @@ from pydantic import Field
 from torch import Tensor
 
 from ds_ckpt.compression import fused
-from ds_ckpt.compression.base import (
-    Method,
-    RowCodec,
-    add_rows,
-    aligned,
-    on_host,
-    row_groups,
-    section,
-)
+from ds_ckpt.compression.base import Method, RowCodec, add_rows, on_host, row_groups
+from ds_ckpt.compression.wire import aligned, section
 from ds_ckpt.settings import WHOLE_NUMBER, Expects, Gone
 
 Bits = Literal[8, 4, 3, 2]

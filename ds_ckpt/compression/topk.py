@@ -26,17 +26,8 @@ from pydantic import Field
 from torch import Tensor
 
 from ds_ckpt.compression import fused
-from ds_ckpt.compression.base import (
-    Method,
-    RowCodec,
-    add_rows,
-    aligned,
-    on_host,
-    row_groups,
-    saturating_cast,
-    section,
-    write_section,
-)
+from ds_ckpt.compression.base import Method, RowCodec, add_rows, on_host, row_groups
+from ds_ckpt.compression.wire import aligned, saturating_cast, section, write_section
 from ds_ckpt.settings import Expects, Gone
 
 ValueFormat = Literal["fp32", "bf16", "int8"]

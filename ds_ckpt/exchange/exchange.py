@@ -37,11 +37,13 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from ds_ckpt.compression.base import Codec, Compressor, aligned, on_host, section
+from ds_ckpt.compression import wire
+from ds_ckpt.compression.base import Codec, Compressor, on_host
 from ds_ckpt.compression.dense import Dense
 from ds_ckpt.compression.error_feedback import Feedback, all_finite, finite_flag
 from ds_ckpt.compression.fused import GRADIENTS, Kernels, ToAdd, ToPack
 from ds_ckpt.compression.powersgd import Factors, LowRank, factor_numels, matrix_shape
+from ds_ckpt.compression.wire import aligned, section
 from ds_ckpt.exchange.hierarchy import InHostSum
 from ds_ckpt.exchange.layout import LocalShard, Order, ShardLayout, ascending, local_shard
 from ds_ckpt.exchange.low_rank import LowRankPart, RowBlocks
@@ -180,6 +182,7 @@ class AllToAllExchange:
         self._in_host = in_host
         assert not holds or self.feedback.accumulates, "gradients are held in the residuals"
         self._nonfinite_buckets = 0
+        self._same_version: Tensor | None = None
         self._finite: list[Tensor] = []
         """Of the buckets that nobody has asked for yet."""
         self._held_finite: Tensor | None = None
@@ -220,8 +223,16 @@ class AllToAllExchange:
         """Buckets so far in which this process saw or was told of a non-finite value in a
         compressed tensor. Waits for the device if there were buckets since it was asked last."""
         if self._finite:
-            finite, self._finite = torch.stack(self._finite), []
-            self._nonfinite_buckets += len(finite) - int(finite.sum())
+            read = self._finite + ([] if self._same_version is None else [self._same_version])
+            flags = torch.stack(read).tolist()  # the host waits here, once a step
+            finite, same_version = flags[: len(self._finite)], flags[len(self._finite) :]
+            self._finite, self._same_version = [], None
+            if not all(same_version):
+                raise RuntimeError(
+                    f"another rank's packets are not of version {wire.VERSION} of the wire format: "
+                    "install the same version of ds_ckpt on every node"
+                )
+            self._nonfinite_buckets += len(finite) - sum(finite)
         return self._nonfinite_buckets
 
     @_as_written
@@ -375,7 +386,8 @@ class AllToAllExchange:
         if packets is not None:
             with section("wire"):
                 packets.exchange()
-                finite = finite & packets.incoming[0].any().logical_not()
+                others_finite, self._same_version = wire.read_headers(packets.incoming[0])
+                finite = finite & others_finite
         with section("unpack"):
             if low is not None:
                 finite = low.second(finite)
@@ -467,7 +479,7 @@ class AllToAllExchange:
             if item.weights is not None and item.pending is not None:
                 item.pending.mul_(item.weights)
         for _, (header, *_) in packets.outgoing:
-            header.copy_(~finite)
+            wire.write_header(header, finite)
         return packets, finite
 
     def _to_pack(

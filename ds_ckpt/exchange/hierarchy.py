@@ -19,7 +19,8 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
-from ds_ckpt.compression.base import aligned, on_host, section
+from ds_ckpt.compression.base import on_host
+from ds_ckpt.compression.wire import aligned, section
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.exchange.layout import LocalShard, ShardLayout, local_shard
 from ds_ckpt.exchange.transport import Packets, Transport

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
+from ds_ckpt.compression.wire import HEADER_BYTES
+
 
 class Transport(Protocol):
     """One process's end of a group that exchanges bytes and sums."""
@@ -91,7 +93,6 @@ class TorchTransport:
 
 PACKET_ALIGNMENT_BYTES = 16
 """Packets begin at multiples: NCCL moves 16 bytes at a time from there."""
-HEADER_BYTES = 16
 
 
 class Packets:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds_ckpt.compression.base import aligned
 from ds_ckpt.compression.quantize import Quantize
+from ds_ckpt.compression.wire import aligned
 
 LIMIT = 1.5
 """Error of a tensor, in errors of its rounding to bf16, above which it travels whole."""
