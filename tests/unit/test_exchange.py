@@ -29,11 +29,12 @@ from ds_ckpt.compression import (
 from ds_ckpt.compression.quantize import BITS, BLOCKS
 from ds_ckpt.compression.storage import Stored
 from ds_ckpt.compression.topk import SELECTIONS, VALUE_FORMATS
-from ds_ckpt.compression.wire import HEADER_BYTES, PACKET_ALIGNMENT_BYTES
+from ds_ckpt.compression.wire import HEADER_BYTES
 from ds_ckpt.exchange import exchange
 from ds_ckpt.exchange.exchange import AllToAllExchange
 from ds_ckpt.exchange.layout import ShardLayout
 from ds_ckpt.exchange.rules import Choose
+from ds_ckpt.exchange.transport import PACKET_ALIGNMENT_BYTES
 from ds_ckpt.exchange.virtual import VirtualWorld
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
