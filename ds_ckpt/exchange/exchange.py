@@ -223,16 +223,17 @@ class AllToAllExchange:
         """Buckets so far in which this process saw or was told of a non-finite value in a
         compressed tensor. Waits for the device if there were buckets since it was asked last."""
         if self._finite:
-            read = self._finite + ([] if self._same_version is None else [self._same_version])
-            flags = torch.stack(read).tolist()  # the host waits here, once a step
-            finite, same_version = flags[: len(self._finite)], flags[len(self._finite) :]
+            nonfinite = (~torch.stack(self._finite)).sum()
+            if self._same_version is not None:
+                nonfinite = nonfinite.masked_fill(~self._same_version, -1)
             self._finite, self._same_version = [], None
-            if not all(same_version):
+            found = int(nonfinite)
+            if found < 0:
                 raise RuntimeError(
                     f"another rank's packets are not of version {wire.VERSION} of the wire format: "
                     "install the same version of ds_ckpt on every node"
                 )
-            self._nonfinite_buckets += len(finite) - sum(finite)
+            self._nonfinite_buckets += found
         return self._nonfinite_buckets
 
     @_as_written
