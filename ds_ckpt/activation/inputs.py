@@ -23,10 +23,10 @@ from ds_ckpt.activation.pieces import BlockCall, Kept, Left, Split
 from ds_ckpt.activation.policies import Unit
 from ds_ckpt.activation.rank_consistency import Group
 from ds_ckpt.errors import ConfigError, Problem
+from ds_ckpt.fields import SWITCH, Expects, Section
 from ds_ckpt.memory import HostPool
 from ds_ckpt.memory.copies import copies_for
 from ds_ckpt.memory.pool import device_arena
-from ds_ckpt.settings import SWITCH, Expects, Section
 from ds_ckpt.telemetry.timings import BlockProfile
 
 

@@ -24,7 +24,7 @@ from ds_ckpt.compression.powersgd import LowRank, PowerSGD
 from ds_ckpt.compression.quantize import Quantize
 from ds_ckpt.compression.topk import TopK
 from ds_ckpt.compression.wire import aligned, section
-from ds_ckpt.settings import Expects, Gone
+from ds_ckpt.fields import Expects, Removed
 
 for _method in (DenseMethod, TopK, PowerSGD, Quantize, EntropyCoded):
     register(_method)
@@ -36,10 +36,10 @@ __all__ = [
     "EntropyCoded",
     "Expects",
     "Feedback",
-    "Gone",
     "LowRank",
     "Method",
     "Quantize",
+    "Removed",
     "RowCodec",
     "TopK",
     "add_rows",

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ds_ckpt.compression.fused import Kernels, ToAdd
-from ds_ckpt.settings import Expects, Section
+from ds_ckpt.fields import Expects, Section
 
 
 class Compressor(ABC):

@@ -44,7 +44,7 @@ from torch import Tensor
 from ds_ckpt.compression.base import Method, RowCodec, add_rows, on_host, row_groups
 from ds_ckpt.compression.fused import ToAdd
 from ds_ckpt.compression.wire import aligned, section
-from ds_ckpt.settings import Expects
+from ds_ckpt.fields import Expects
 
 SEGMENT = 1 << 20
 HEADER_BYTES = 24
@@ -81,7 +81,7 @@ class EntropyCoded(Method, RowCodec):
         "1bit": {"entropy_coded": {"bits": 1.0}},
         "third_bit": {"entropy_coded": {"bits": 0.33}},
     }
-    meant = {"nbits": "bits", "num_bits": "bits", "bits_per_element": "bits"}
+    aliases = {"nbits": "bits", "num_bits": "bits", "bits_per_element": "bits"}
 
     bits: Annotated[float, Expects("a number from 0.05 to 2", "1.0")] = Field(
         default=1.0,

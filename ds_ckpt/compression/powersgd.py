@@ -39,7 +39,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ds_ckpt.compression.base import Compressor, Method, on_host
-from ds_ckpt.settings import SWITCH, Expects
+from ds_ckpt.fields import SWITCH, Expects
 
 # A smaller part of a column, new against the columns before it, counts as rounding. 8 epsilons of
 # fp32: a column that was summed and rounded carries several by itself.
@@ -60,7 +60,7 @@ class PowerSGD(Method):
     least_dims = 2
     sparse = "topk"
     presets = {"powersgd": {"powersgd": {"rank": 4}}}
-    meant = {"r": "rank", "matrix_approximation_rank": "rank"}
+    aliases = {"r": "rank", "matrix_approximation_rank": "rank"}
 
     rank: Annotated[int, Expects("a whole number from 1 to 1024", "16")] = Field(
         default=16,

@@ -30,7 +30,7 @@ from torch import Tensor
 from ds_ckpt.compression import fused
 from ds_ckpt.compression.base import Method, RowCodec, add_rows, on_host, row_groups
 from ds_ckpt.compression.wire import aligned, section
-from ds_ckpt.settings import WHOLE_NUMBER, Expects, Gone
+from ds_ckpt.fields import WHOLE_NUMBER, Expects, Removed
 
 Bits = Literal[8, 4, 3, 2]
 BITS: tuple[Bits, ...] = (8, 4, 3, 2)
@@ -63,15 +63,15 @@ class Quantize(Method, RowCodec):
     about = "every entry in 8, 4, 3 or 2 bits; more bytes and a smaller error"
     example = '{"bits": 3}'
     presets = {f"{bits}bit": {"quantize": {"bits": bits}} for bits in (4, 3, 2)}
-    meant = {
+    aliases = {
         "nbits": "bits",
         "num_bits": "bits",
         "block_size": "block",
         "group_size": "block",
         "blocksize": "block",
     }
-    gone = {
-        "rotated": Gone(
+    removed = {
+        "rotated": Removed(
             "values are never rotated now: over three seeds rotated values trained no better",
             "remove it; for a smaller error write more bits",
             stays=False,

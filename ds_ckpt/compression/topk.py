@@ -28,7 +28,7 @@ from torch import Tensor
 from ds_ckpt.compression import fused
 from ds_ckpt.compression.base import Method, RowCodec, add_rows, on_host, row_groups
 from ds_ckpt.compression.wire import aligned, saturating_cast, section, write_section
-from ds_ckpt.settings import Expects, Gone
+from ds_ckpt.fields import Expects, Removed
 
 ValueFormat = Literal["fp32", "bf16", "int8"]
 VALUE_FORMATS: tuple[ValueFormat, ...] = ("fp32", "bf16", "int8")
@@ -59,15 +59,15 @@ class TopK(Method, RowCodec):
     about = "the largest entries only; fewer bytes, and it costs loss"
     example = '{"density": 0.01}'
     presets = {"topk": {"topk": {"density": 0.01, "values": "int8"}}}
-    meant = {"k": "density", "ratio": "density", "sparsity": "density", "dtype": "values"}
-    gone = {
-        "offsets": Gone(
+    aliases = {"k": "density", "ratio": "density", "sparsity": "density", "dtype": "values"}
+    removed = {
+        "offsets": Removed(
             "the places of entries are bytes now; packing them saved 5% of the bytes and took "
             "longer than sending them on any link above some 20 Mbit/s",
             "remove it",
             stays="bytes",
         ),
-        "selection": Gone(
+        "selection": Removed(
             'it took the entries that "exact" takes; "blocks" is faster and finds nearly the same '
             "share of the energy",
             'write "blocks", or "exact" for the same entries',

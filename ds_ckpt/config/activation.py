@@ -15,7 +15,7 @@ from ds_ckpt.activation.policies import (
     policy_named,
     policy_names,
 )
-from ds_ckpt.settings import SWITCH, Expects, ModuleName, Section, list_as_tuple
+from ds_ckpt.fields import SWITCH, Expects, ModuleName, Section, list_as_tuple
 
 
 class _PolicyName(Expects):

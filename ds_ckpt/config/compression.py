@@ -11,9 +11,9 @@ from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 from pydantic.fields import FieldInfo
 
 from ds_ckpt.compression import Method, methods
-from ds_ckpt.exchange.build import WarmupBits
-from ds_ckpt.exchange.rules import MethodSettings
-from ds_ckpt.settings import (
+from ds_ckpt.exchange.build import ExchangeSettings, WarmupBits
+from ds_ckpt.exchange.rules import MethodSettings, Rule
+from ds_ckpt.fields import (
     SWITCH,
     WHOLE_NUMBER,
     Expects,
@@ -179,7 +179,7 @@ class _WithMethods(Section):
 class RuleConfig(_WithMethods):
     """One rule: tensors that match travel by a method of their own. The first that fits decides."""
 
-    meant = {"pattern": "match", "name": "match", "ndim": "dims"}
+    aliases = {"pattern": "match", "name": "match", "ndim": "dims"}
 
     match: Annotated[ModuleName, Expects("a pattern over parameter names", '"*embed*"')] = Field(
         description="Shell pattern (fnmatch) over parameter names."
@@ -199,7 +199,7 @@ class RuleConfig(_WithMethods):
 class CompressionConfig(_WithMethods):
     """How gradients travel in ZeRO-3's reduction."""
 
-    meant = {
+    aliases = {
         "type": "method",
         "algorithm": "method",
         "name": "method",
@@ -329,3 +329,41 @@ def _field(kind: Any, expects: Expects, **about: Any) -> FieldInfo:
 
 
 follow_registry()
+
+
+def exchange_settings(compression: CompressionConfig) -> ExchangeSettings:
+    """Settings of any method but "none"."""
+    assert compression.method != "none"
+    return ExchangeSettings(
+        default=_method(compression.method, compression),
+        rules=tuple(
+            Rule(
+                where=f"$.ds_ckpt.compression.rules[{i}]",
+                match=rule.match,
+                settings=_method(rule.method, compression, rule),
+                dims=rule.dims,
+                min_numel=rule.min_numel or 0,
+                max_numel=rule.max_numel,
+            )
+            for i, rule in enumerate(compression.rules)
+        ),
+        error_feedback=compression.error_feedback.enabled,
+        residual_dtype=compression.error_feedback.dtype,
+        residual_device=compression.error_feedback.device,
+        # sending everything has nothing to warm up for
+        warmup_steps=compression.warmup_steps if compression.lossy else 0,
+        warmup_bits=compression.warmup_bits if compression.lossy else None,
+        min_numel=compression.min_numel,
+        levels=compression.exchange.levels,
+        autotune=compression.exchange.autotune,
+        when=compression.exchange.when,
+        momentum=compression.error_feedback.momentum,
+    )
+
+
+def _method(
+    method: str, compression: CompressionConfig, rule: RuleConfig | None = None
+) -> MethodSettings:
+    """A rule's own sections come before the common ones."""
+    sections = compression.sections() | (rule.sections() if rule is not None else {})
+    return MethodSettings(method, sections)

@@ -14,7 +14,7 @@ import ds_ckpt.config.compression as _compression
 from ds_ckpt.config.activation import ActivationConfig
 from ds_ckpt.config.compression import CompressionConfig
 from ds_ckpt.config.weights import WeightsConfig
-from ds_ckpt.settings import SWITCH, Expects, Section
+from ds_ckpt.fields import SWITCH, Expects, Section
 
 
 class TelemetryConfig(Section):

@@ -18,7 +18,7 @@ from ds_ckpt.config.load import RENAMED
 from ds_ckpt.config.models import PluginConfig
 from ds_ckpt.config.paths import is_auto, join, nearest, plain, show
 from ds_ckpt.errors import Problem
-from ds_ckpt.settings import Expects, Section
+from ds_ckpt.fields import Expects, Section
 
 log = logging.getLogger("ds_ckpt")
 OURS = "$.ds_ckpt"
@@ -26,7 +26,7 @@ DEEPSPEEDS = "$.activation_checkpointing"
 
 # Names that people write from other libraries or from wrong documentation: the key that was meant.
 # Methods of compression have theirs themselves.
-_MEANT = {
+_ALIASES = {
     f"{OURS}.activation": {
         "type": "policy",
         "mode": "policy",
@@ -99,8 +99,8 @@ def _unknown_key(key: object, value: object, model: type[BaseModel], path: str) 
         return Problem(join(path, key), show(value), why, "remove it")
     if plain(key) in ("enable", "enabled") and path in _SWITCHES:
         return Problem(join(path, key), show(value), why, f"remove it; {_SWITCHES[path]}")
-    of_model = model.meant if issubclass(model, Section) else {}
-    meant = {**_MEANT.get(path.rstrip("0123456789[]"), {}), **of_model}.get(str(key).lower())
+    of_model = model.aliases if issubclass(model, Section) else {}
+    meant = {**_ALIASES.get(path.rstrip("0123456789[]"), {}), **of_model}.get(str(key).lower())
     meant = meant or nearest(key, keys)
     if meant:
         why += f'; did you mean "{meant}"?'
@@ -178,7 +178,7 @@ def _is_gone(
     key: object, value: object, model: type[BaseModel], where: str, problems: list[Problem]
 ) -> bool:
     """Whether an earlier release had that setting or value; told here."""
-    gone = model.gone.get(str(key)) if issubclass(model, Section) else None
+    gone = model.removed.get(str(key)) if issubclass(model, Section) else None
     if gone is None or (value not in gone.values if gone.values else value is None):
         return False
     if not gone.values and value == gone.stays and type(value) is type(gone.stays):

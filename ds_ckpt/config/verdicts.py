@@ -287,11 +287,11 @@ def _section(settings: Mapping[str, Any]) -> dict[str, Any]:
         elif value is not None:
             found[key] = dict(value) if isinstance(value, dict) else value
     for name in found.keys() & methods().keys():
-        gone = methods()[name].gone
+        removed = methods()[name].removed
         found[name] = {
             k: v
             for k, v in found[name].items()
-            if k not in gone or gone[k].values or gone[k].stays != v
+            if k not in removed or removed[k].values or removed[k].stays != v
         }
     if "rules" in found:
         found["rules"] = tuple(_section(rule) for rule in found["rules"])

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ds_ckpt.settings import NO_NUMBER, Expects, Section
+from ds_ckpt.fields import NO_NUMBER, Expects, Section
 
 
 class WeightsConfig(Section):

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from ds_ckpt.compression.error_feedback import Feedback
-from ds_ckpt.config.compression import CompressionConfig
-from ds_ckpt.config.settings import exchange_settings
+from ds_ckpt.config.compression import CompressionConfig, exchange_settings
 from ds_ckpt.engine.refusals import refuse_model_parallel
 from ds_ckpt.exchange.build import Built, ExchangeSettings, build_exchange, describe
 from ds_ckpt.exchange.hierarchy import abandon, discard, twin_of

@@ -76,7 +76,8 @@ class MethodSettings:
         found: dict[str, Any] = {"method": self.method}
         for name in self.kind.looks_at():
             section = self.sections[name]
-            found |= {key: gone.stays for key, gone in section.gone.items() if not gone.values}
+            constants = section.removed.items()
+            found |= {key: one.stays for key, one in constants if not one.values}
             found |= section.model_dump(mode="json")
         return found
 

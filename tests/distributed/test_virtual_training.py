@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ds_ckpt.config import parse
-from ds_ckpt.config.settings import exchange_settings
+from ds_ckpt.config.compression import exchange_settings
 from ds_ckpt.lab.validate.world import InProcessWorld, Recipe
 from tests.distributed import cases_validation, models
 from tests.distributed.models import quantize_section, topk_section

@@ -9,8 +9,7 @@ import torch
 
 from ds_ckpt.compression import LowRank, Quantize, TopK
 from ds_ckpt.config import parse
-from ds_ckpt.config.compression import CompressionConfig, RuleConfig
-from ds_ckpt.config.settings import exchange_settings
+from ds_ckpt.config.compression import CompressionConfig, RuleConfig, exchange_settings
 from ds_ckpt.errors import ConfigError
 
 PLACE = "$.ds_ckpt.compression.rules"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ds_ckpt.config import parse
-from ds_ckpt.config.settings import exchange_settings
+from ds_ckpt.config.compression import exchange_settings
 from ds_ckpt.errors import ConfigError
 
 COMPRESSING = ({"method": "dense"}, {"method": "topk"})

@@ -13,8 +13,7 @@ from virtual import World
 
 from ds_ckpt.compression import Codec, Expects, Method, base, methods, register
 from ds_ckpt.config import json_schema, parse
-from ds_ckpt.config.compression import CompressionConfig, RuleConfig
-from ds_ckpt.config.settings import exchange_settings
+from ds_ckpt.config.compression import CompressionConfig, RuleConfig, exchange_settings
 from ds_ckpt.config.verdicts import decisive
 from ds_ckpt.errors import ConfigError
 from ds_ckpt.exchange.plan import Plan

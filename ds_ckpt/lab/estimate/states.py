@@ -20,8 +20,8 @@ from torch import nn
 
 from ds_ckpt.activation import Block
 from ds_ckpt.config import parse
+from ds_ckpt.config.compression import exchange_settings
 from ds_ckpt.config.paths import BF16, is_auto, lookup
-from ds_ckpt.config.settings import exchange_settings
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.rules import embeddings_of

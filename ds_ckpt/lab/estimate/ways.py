@@ -18,7 +18,7 @@ from torch import nn
 from ds_ckpt.activation.planning.costs import moved_bytes
 from ds_ckpt.compression.base import Codec, Compressor
 from ds_ckpt.config import parse
-from ds_ckpt.config.settings import exchange_settings
+from ds_ckpt.config.compression import exchange_settings
 from ds_ckpt.config.verdicts import Loss, VerdictRecord, allows, sections_on_record
 from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.lab.estimate.model import Model

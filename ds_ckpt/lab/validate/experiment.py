@@ -26,8 +26,8 @@ import torch
 
 from ds_ckpt.config import PluginConfig, load_file, parse
 from ds_ckpt.config.activation import activation_policy
+from ds_ckpt.config.compression import exchange_settings
 from ds_ckpt.config.paths import lookup
-from ds_ckpt.config.settings import exchange_settings
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.rules import embeddings_of

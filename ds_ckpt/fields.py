@@ -18,7 +18,7 @@ class Expects:
 
 
 @dataclass(frozen=True)
-class Gone:
+class Removed:
     """A setting that earlier releases had, or some values of one that is still there.
 
     Attributes:
@@ -39,13 +39,13 @@ class Section(BaseModel):
     """One object of the configuration.
 
     Attributes:
-        meant: keys that people write from other libraries, and the key that was meant.
-        gone: settings of earlier releases, by key.
+        aliases: keys that people write from other libraries, and the key that was meant.
+        removed: settings of earlier releases, by key.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-    meant: ClassVar[Mapping[str, str]] = {}
-    gone: ClassVar[Mapping[str, Gone]] = {}
+    aliases: ClassVar[Mapping[str, str]] = {}
+    removed: ClassVar[Mapping[str, Removed]] = {}
 
 
 def list_as_tuple(value: Any) -> Any:
