@@ -36,7 +36,7 @@ short=(
 laws=(
   tests/contract
   tests/unit/test_{exchange,feedback,recompute,policies}.py
-  tests/distributed/test_{session,gather,compression,overlap,weights}.py
+  tests/distributed/test_{session,gather,compression,weights}.py
 )
 
 source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"

@@ -25,7 +25,6 @@ PARTS = {
     "contract": ("contract",),
     "checkpointing": ("test_gather", "test_recompute", "test_policies"),
     "compression": ("test_compression", "test_exchange", "test_feedback"),
-    "overlap": ("test_overlap",),
     "resident weights": ("test_weights",),
     "session": ("test_session",),
 }

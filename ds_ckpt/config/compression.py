@@ -17,6 +17,7 @@ from ds_ckpt.fields import (
     SWITCH,
     WHOLE_NUMBER,
     Expects,
+    Gone,
     ModuleName,
     Section,
     list_as_tuple,
@@ -89,7 +90,15 @@ class ErrorFeedbackConfig(Section):
 
 
 class ExchangeConfig(Section):
-    """When gradients are exchanged, and beside what."""
+    """When gradients are exchanged."""
+
+    gone = {
+        "overlap": Gone(
+            why="the exchange thread for CPUs was removed",
+            remedy="remove it; on a GPU, exchanges run asynchronously without it",
+            stays=False,
+        )
+    }
 
     when: Annotated[
         Literal["auto", "micro_step", "accumulation_boundary"],
@@ -118,14 +127,6 @@ class ExchangeConfig(Section):
         "compressed between hosts: fewer bytes on the link, and residuals of 1 / processes a host "
         'of the size. 1: compressed between all processes. "auto": 2 where there are several hosts '
         "with equally many processes, several each; else 1.",
-    )
-    overlap: Annotated[bool, SWITCH] = Field(
-        default=True,
-        description="With gloo: exchange a bucket in a thread of its own, over a process group of "
-        "its own, while backward goes on; gradients are the same to the bit. Up to two more "
-        "buffers of zero_optimization.reduce_bucket_size entries are held, and nothing is hidden "
-        "where all gradients fit into one bucket: choose that size so that a backward has five or "
-        "more.",
     )
 
 

@@ -215,7 +215,7 @@ def _unused_compression(section: Any, method: str | None) -> Iterator[Problem]:
     users |= dict.fromkeys(
         ("error_feedback", "guard", "warmup_steps", "warmup_bits", "min_numel"), lossy
     )
-    users |= {f"exchange.{key}": [*known] for key in ("when", "levels", "overlap")}
+    users |= {f"exchange.{key}": [*known] for key in ("when", "levels")}
     users |= {"exchange.autotune": lossy, "rules": [*known]}
     # of each rule whose method is known
     rules = [

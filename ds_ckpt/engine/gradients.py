@@ -13,7 +13,7 @@ from ds_ckpt.compression.error_feedback import Feedback
 from ds_ckpt.config.compression import CompressionConfig, exchange_settings
 from ds_ckpt.engine.refusals import refuse_model_parallel
 from ds_ckpt.exchange.build import Built, ExchangeSettings, build_exchange, describe
-from ds_ckpt.exchange.hierarchy import abandon, discard, twin_of
+from ds_ckpt.exchange.hierarchy import discard
 from ds_ckpt.exchange.plan import UNCOMPRESSED, Plan, PlannedTensor
 from ds_ckpt.exchange.rules import MethodSettings, embeddings_of
 from ds_ckpt.exchange.state import ResidualFiles
@@ -23,7 +23,6 @@ from ds_ckpt.telemetry.steps import ExchangeProbe
 from ds_ckpt.zero3.compatibility import ends_step
 from ds_ckpt.zero3.gradient import BucketExchange
 from ds_ckpt.zero3.momentum import lead, parameter_groups, why_no_lead
-from ds_ckpt.zero3.overlap import describe_overlap
 from ds_ckpt.zero3.run_on_all import run_on_all_or_raise
 
 
@@ -36,9 +35,6 @@ class Gradients:
     Attributes:
         built: the exchange with its parts.
         plan: which parameter travels how and in how many bytes.
-        overlaps: whether exchanges run beside backward, in a thread of their own. Not alone, where
-            there is nothing to wait for; on gloo and without streams only: NCCL's communicators may
-            deadlock where two threads of a process start collectives in an order of their own.
 
     Raises:
         UnsupportedError: the engine, the hosts or the model's parameters do not allow what the
@@ -46,8 +42,6 @@ class Gradients:
     """
 
     def __init__(self, engine: Any, config: CompressionConfig, host: HostPool) -> None:
-        from deepspeed.accelerator import get_accelerator
-
         refuse_model_parallel(engine)
         self._engine = engine
         self._config = config
@@ -59,21 +53,7 @@ class Gradients:
             (name, shape) for name, shape, _ in self._shapes
         )
         group = engine.optimizer.dp_process_group
-        self._one_thread = (
-            torch.distributed.get_backend(group) != "gloo"
-            or not get_accelerator().is_synchronized_device()
-        )
-        alone = torch.distributed.get_world_size(group) == 1
-        self.overlaps = config.exchange.overlap and not alone and not self._one_thread
-        self._own_group = twin_of(group) if self.overlaps else None
-        try:
-            self.built: Built = self._build(
-                self._settings, self._boundary(), _parameter_groups(engine)
-            )
-        except BaseException:
-            if self._own_group is not None:
-                discard(self._own_group)
-            raise
+        self.built: Built = self._build(self._settings, self._boundary(), _parameter_groups(engine))
         groups = self.built.groups
         choose = self._settings.choose(self._embeddings, groups.local)
         self.plan = Plan.of(choose, self._shapes, groups.world, groups.local)
@@ -119,14 +99,13 @@ class Gradients:
     @property
     def groups(self) -> list[Any]:
         """Of the exchange: made for it, or DeepSpeed's."""
-        made = (self.built.groups.between, self.built.groups.inside, self._own_group)
+        made = (self.built.groups.between, self.built.groups.inside)
         return [group for group in made if group is not None]
 
-    def discard(self, *, dropped: bool = False) -> None:
-        """Give the process groups up; `dropped`: when the next engine is set up."""
-        own = () if self._own_group is None else (self._own_group,)
-        for group in (*self.built.groups.made, *own):
-            (abandon if dropped else discard)(group)
+    def discard(self) -> None:
+        """Destroy the process groups that were made for the exchange."""
+        for group in self.built.groups.made:
+            discard(group)
 
     def dense(self) -> BucketExchange:
         """An exchange that sends everything, to hold DeepSpeed's own reduction against."""
@@ -150,7 +129,7 @@ class Gradients:
         engine = self._engine
         return build_exchange(
             settings,
-            group=self._own_group or engine.optimizer.dp_process_group,
+            group=engine.optimizer.dp_process_group,
             all_to_all_single=comm.all_to_all_single,
             all_reduce=comm.all_reduce,
             current_step=lambda: int(engine.global_steps),
@@ -182,14 +161,6 @@ class Gradients:
         clauses = [describe(self._settings, self.plan, groups)]
         if self._boundary() is not None:
             clauses.append("one exchange an accumulated step")
-        if self.overlaps:
-            elements = sum(shape.numel() for _, shape, _ in self._shapes)
-            clauses.append(describe_overlap(self._engine.optimizer, elements))
-        elif self._config.exchange.overlap and self._one_thread:
-            clauses.append(
-                "exchanged in DeepSpeed's own stream (NCCL needs one order of collectives, so none "
-                "beside backward)"
-            )
         if self.built.feedback and self.built.feedback.accumulates:
             clauses.append(self._residual_words(self.built.feedback))
         if (moments := self.built.exchange.moments) is not None:

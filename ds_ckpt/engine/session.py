@@ -36,7 +36,6 @@ from ds_ckpt.engine.residence import Residence
 from ds_ckpt.engine.tensor_parallel import TensorParallelGroup, find_group
 from ds_ckpt.engine.weights import HeldFiles, Resident, keep_resident
 from ds_ckpt.exchange.build import Built
-from ds_ckpt.exchange.hierarchy import discard_abandoned
 from ds_ckpt.exchange.plan import Plan
 from ds_ckpt.exchange.state import ResidualFiles
 from ds_ckpt.memory import HostPool
@@ -101,7 +100,6 @@ class Session:
     def _put_together(self) -> None:
         engine, config = self.engine, self.config
         refuse_pipeline(engine)
-        discard_abandoned()
         compatibility.require_torch()
         stage3 = engine.zero_optimization_stage() == 3
         changed = compatibility.require() if stage3 else []
@@ -125,10 +123,8 @@ class Session:
 
         @functools.wraps(destroy)
         def detach_and_destroy() -> None:
-            # an engine that is dropped without a word destroys itself
-            dropped = sys._getframe(1).f_code.co_name == "__del__"
             try:
-                self._detach(dropped=dropped)
+                self.detach()
             finally:
                 destroy()
 
@@ -284,16 +280,13 @@ class Session:
         for finding in changed:
             log.warning("ds_ckpt: %s: %s", finding.symbol, finding.detail)
         exchange = verify = built = None
-        overlap = False
         if config.compression.method != "none":
             self._gradients = Gradients(engine, config.compression, self._host)
-            built, overlap = self._gradients.built, self._gradients.overlaps
+            built = self._gradients.built
             exchange = built.exchange
             verify = self._gradients.dense() if changed else None
             self._gradients.lead(self._patches)
-        self._gradient = GradientHook(
-            optimizer, names, exchange, self.counters, overlap=overlap, verify=verify
-        )
+        self._gradient = GradientHook(optimizer, names, exchange, self.counters, verify=verify)
         return residual_files(engine, config.compression.method, built)
 
     @property
@@ -416,22 +409,17 @@ class Session:
             Exception: what one part raised, such as waiting for a process that has gone. The others
                 are left all the same.
         """
-        self._detach()
-
-    def _detach(self, *, dropped: bool = False) -> None:
-        """`dropped`: from the collector, in any thread, at any time, maybe on one process alone:
-        nothing is waited for, and process groups end later."""
         with ExitStack() as last_first:
             last_first.callback(collectives.unlisten, self.counters)
             if self._patience is not None:
                 last_first.callback(self._patience.undo)
             if self._gradients is not None:
-                last_first.callback(self._gradients.discard, dropped=dropped)
+                last_first.callback(self._gradients.discard)
             for part in (self._gather, self._gradient):
                 if part is not None:
                     last_first.callback(part.detach)
             if self._resident is not None:
-                last_first.callback(self._resident.detach, dropped=dropped)
+                last_first.callback(self._resident.detach)
             if self._blocks is not None:
                 last_first.callback(self._blocks.remove)
             if self._planning is not None:

@@ -16,7 +16,7 @@ from ds_ckpt.config.weights import WeightsConfig
 from ds_ckpt.engine.refusals import refuse_model_parallel
 from ds_ckpt.errors import Problem, StateError, UnsupportedError
 from ds_ckpt.exchange.autotune import Autotuner
-from ds_ckpt.exchange.hierarchy import abandon, discard, hosts_of, warm
+from ds_ckpt.exchange.hierarchy import discard, hosts_of, warm
 from ds_ckpt.sealed import DamagedError, SealedFile, write
 from ds_ckpt.telemetry import Counters
 from ds_ckpt.telemetry.device import free_on
@@ -83,16 +83,15 @@ class Resident:
         codecs = self.hook.codecs if self.hook else ()
         return next((asdict(c.last) for c in codecs if isinstance(c, Tracked)), {})
 
-    def detach(self, *, dropped: bool = False) -> None:
-        """DeepSpeed gathers between hosts again; `dropped`: nothing is waited for, and groups are
-        given up when the next engine is set up."""
+    def detach(self) -> None:
+        """Let DeepSpeed gather between nodes again."""
         if self.hook is not None:
             try:
                 if self.hook.attached:
-                    (self.hook.drop if dropped else self.hook.detach)()
+                    self.hook.detach()
             finally:
                 for group in self.groups:
-                    (abandon if dropped else discard)(group)
+                    discard(group)
 
 
 class HeldFiles:

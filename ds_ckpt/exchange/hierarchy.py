@@ -165,35 +165,10 @@ def make_groups(group: Any, levels: Levels) -> Groups:
     return Groups(between, inside, peers)
 
 
-def twin_of(group: Any) -> Any:
-    """A new group of the same processes and backend.
-
-    Every process of the program must call it, and all in the same order.
-    """
-    ranks = torch_dist.get_process_group_ranks(group)
-    return torch_dist.new_group(ranks, backend=torch_dist.get_backend(group))
-
-
 def warm(group: Any) -> None:
     """Have the group's communicator made now: NCCL makes one with the first collective, which would
     be in the middle of backward. Collective."""
     torch_dist.barrier(group=group)
-
-
-_abandoned: list[Any] = []
-"""Groups of engines that were dropped without a word."""
-
-
-def abandon(*groups: Any) -> None:
-    """Have groups given up when the next engine is set up. For an engine that the collector takes,
-    in any thread and at any time: NCCL's communicators must not be ended there."""
-    _abandoned.extend(groups)
-
-
-def discard_abandoned() -> None:
-    """Give up what engines have left."""
-    while _abandoned:
-        discard(_abandoned.pop())
 
 
 def discard(group: Any) -> None:

@@ -72,7 +72,6 @@ class Snapshot:
     collectives: Mapping[Purpose, int]
     gathers: Mapping[int, int]
     reduce_s: float = 0.0
-    exposed_reduce_s: float = 0.0
     far_bytes: Mapping[Purpose, int] = field(default_factory=dict)
 
     def __sub__(self, earlier: Snapshot) -> Snapshot:
@@ -84,7 +83,6 @@ class Snapshot:
             since(self.collectives, earlier.collectives),
             since(self.gathers, earlier.gathers),
             self.reduce_s - earlier.reduce_s,
-            self.exposed_reduce_s - earlier.exposed_reduce_s,
             since(self.far_bytes, earlier.far_bytes),
         )
 
@@ -110,10 +108,8 @@ class Counters(_Counts):
 
     Attributes:
         gathers: all-gathers of a parameter, by DeepSpeed's `ds_id`.
-        reduce_s: seconds that reductions of buckets took, wherever they ran: packing, waiting for
-            other processes, summing.
-        exposed_reduce_s: those of them in which DeepSpeed's thread stood still for a reduction. On
-            an accelerator that runs behind, only the host's share.
+        reduce_s: seconds that reductions of buckets took: packing, waiting for other ranks,
+            summing. On an asynchronous accelerator, only the host's share.
         spans: where stretches of time are recorded; None: nowhere.
         default: what collectives are counted under that nobody has said a purpose of.
         is_far: whether a process is on another host; None: nobody asks, and nothing is far.
@@ -124,7 +120,6 @@ class Counters(_Counts):
     collectives: Counter[Purpose] = field(default_factory=Counter)
     gathers: Counter[int] = field(default_factory=Counter)
     reduce_s: float = 0.0
-    exposed_reduce_s: float = 0.0
     spans: Spans | None = field(default=None, repr=False, compare=False)
     default: Purpose = Purpose.OTHER
     is_far: Callable[[int], bool] | None = field(default=None, repr=False, compare=False)
@@ -168,7 +163,6 @@ class Counters(_Counts):
                 {p: self.collectives[p] for p in Purpose},
                 dict(self.gathers),
                 self.reduce_s,
-                self.exposed_reduce_s,
                 {p: self.far_bytes[p] for p in Purpose},
             )
 

@@ -22,7 +22,7 @@ Event = tuple[str, float, int]
 class StepRecord:
     """What one process did between two logged steps (means over `steps`).
 
-    `reduce_s` and `exposed_reduce_s` are those of `Counters`.
+    `reduce_s` is that of `Counters`.
 
     Attributes:
         exchange_s: host seconds a step by section of the exchange (`timings.SECTIONS`).
@@ -44,7 +44,6 @@ class StepRecord:
     collectives: dict[str, float]
     gathers_a_parameter: float
     reduce_s: float
-    exposed_reduce_s: float
     exchange_s: dict[str, float] = field(default_factory=dict)
     compression_error: dict[str, float] = field(default_factory=dict)
     residual_norm: dict[str, float] = field(default_factory=dict)
@@ -142,7 +141,6 @@ class StepLog:
             collectives={p.value: c / n for p, c in delta.collectives.items()},
             gathers_a_parameter=sum(delta.gathers.values()) / n / parameters,
             reduce_s=delta.reduce_s / n,
-            exposed_reduce_s=delta.exposed_reduce_s / n,
             held_weights=self._held_weights(),
             **self._of_exchange(n),
         )

@@ -4,8 +4,7 @@ Spans are stretches of time with a kind, nested, per thread; nothing is recorded
 gives a `Spans` to the counters and timings of a session. What they mean for a step is worked out in
 the harness. Kinds are the phases that the measuring loop names (`forward`, `backward`, `update`),
 `recompute`, the purposes of collectives, `collective` (a call of a collective, or the wait for
-one), `exchange_wait` (DeepSpeed's thread stands still for an exchange in another one), and the
-sections of `SECTIONS`.
+one), and the sections of `SECTIONS`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +11,12 @@ import torch.distributed as dist
 
 import ds_ckpt
 from tests.distributed import models
-from tests.distributed.cases_overlap import _engine, _wrap_reduce
 from tests.distributed.cases_resume import state_digest
 from tests.distributed.pool import fresh
 
-NAP_S = 0.1
+
+def _engine(section: dict[str, Any], **options: Any) -> Any:
+    return models.start("llama", models.zero3_config(ds_ckpt=section, **options))
 
 
 def _micro_step(engine: Any, number: int) -> float:
@@ -52,20 +52,48 @@ def _interrupt(engine: Any, number: int) -> bool:
     return False
 
 
-def tried_again(
-    section: dict[str, Any], overlaps: bool, accumulation: int, **options: Any
-) -> dict[str, Any]:
+def tried_again(section: dict[str, Any], accumulation: int, **options: Any) -> dict[str, Any]:
     """The first micro-step of a step fails in backward and is done again; beside a run in which
     nothing fails."""
     options = {"gradient_accumulation_steps": accumulation, **options}
     told: dict[str, Any] = {}
     for name in ("smooth", "interrupted"):
         fresh()
-        engine = _engine("llama", section, overlaps, **options)
+        engine = _engine(section, **options)
         losses = [_micro_step(engine, i) for i in range(2 * accumulation)]
         if name == "interrupted":
             told["raised"] = _interrupt(engine, 2 * accumulation)
         losses += [_micro_step(engine, i) for i in range(2 * accumulation, 4 * accumulation)]
+        told[name] = _outcome(engine, losses)
+        engine.destroy()
+    return told
+
+
+def failing_exchange(section: dict[str, Any], bucket: int) -> dict[str, Any]:
+    """One bucket's exchange raises on every rank; then training goes on."""
+    told: dict[str, Any] = {}
+    for name in ("smooth", "failing"):
+        fresh()
+        engine = _engine(section)
+        losses = [_micro_step(engine, i) for i in range(2)]
+        if name == "failing":
+            session = ds_ckpt.session_of(engine)
+            exchange = session.exchange.exchange  # type: ignore[union-attr]
+            reduce, count = exchange.reduce, iter(range(10**9))
+
+            def fail_once(*args: Any, reduce: Any = reduce, count: Any = count, **kw: Any) -> Any:
+                if next(count) == bucket:
+                    raise ConnectionError("no link to host1")
+                return reduce(*args, **kw)
+
+            exchange.reduce = fail_once
+            before = _outcome(engine, [])
+            try:
+                _micro_step(engine, 2)
+            except ConnectionError as error:
+                told["message"] = str(error)
+            told["kept"] = before == _outcome(engine, [])
+        losses += [_micro_step(engine, i) for i in range(3, 6)]
         told[name] = _outcome(engine, losses)
         engine.destroy()
     return told
@@ -114,7 +142,7 @@ def another_head(section: dict[str, Any], **options: Any) -> dict[str, str]:
 
 def save_that_fails(folder: str, section: dict[str, Any]) -> str:
     """A second save under one tag, of which DeepSpeed's part fails; what a load says then."""
-    return broken_off_save(folder, lambda: _engine("llama", section, True), _micro_step)
+    return broken_off_save(folder, lambda: _engine(section), _micro_step)
 
 
 def broken_off_save(
@@ -163,7 +191,7 @@ def save_without_residuals_that_fails(folder: str, section: dict[str, Any]) -> s
     config = models.zero3_config(ds_ckpt={"activation": {"policy": "block"}})
     return broken_off_save(
         folder,
-        lambda: _engine("llama", section, True),
+        lambda: _engine(section),
         _micro_step,
         lambda: models.start("llama", config),
     )
@@ -172,17 +200,17 @@ def save_without_residuals_that_fails(folder: str, section: dict[str, Any]) -> s
 def load_universal(folder: str, tag: str, section: dict[str, Any]) -> str:
     """What loading a universal checkpoint says."""
     options = {"checkpoint": {"load_universal": True}}
-    return _what_a_load_says(folder, tag, lambda: _engine("llama", section, True, **options))
+    return _what_a_load_says(folder, tag, lambda: _engine(section, **options))
 
 
 def saved_again(folder: str, section: dict[str, Any]) -> str:
     """Another save under the tag of one that was broken off; what a load says then."""
     fresh()
-    engine = _engine("llama", section, True)
+    engine = _engine(section)
     _micro_step(engine, 0)
     engine.save_checkpoint(folder, tag="t")
     engine.destroy()
-    return _what_a_load_says(folder, "t", lambda: _engine("llama", section, True))
+    return _what_a_load_says(folder, "t", lambda: _engine(section))
 
 
 def _attach(engine: Any, section: dict[str, Any]) -> None:
@@ -231,7 +259,7 @@ def loaded_after(folder: str, section: dict[str, Any], what: str) -> dict[str, A
     told: dict[str, Any] = {}
     for name in ("new", "amid"):
         fresh()
-        engine = _engine("llama", section, True, gradient_accumulation_steps=2)
+        engine = _engine(section, gradient_accumulation_steps=2)
         if name == "new":
             for i in range(4):
                 _micro_step(engine, i)
@@ -240,7 +268,6 @@ def loaded_after(folder: str, section: dict[str, Any], what: str) -> dict[str, A
             for i in range(6):
                 _micro_step(engine, i)
             if what == "interrupted":
-                _wrap_reduce(engine, lambda i: time.sleep(NAP_S))
                 told["raised"] = _interrupt(engine, 6)
             else:
                 parameter = engine.module.model.norm.weight

@@ -19,7 +19,7 @@ from tests.distributed.models import topk_section
 from tests.distributed.pool import Pool, PoolError
 
 LIMIT_S = 240.0
-SECTION = topk_section(topk={"density": 0.05}, exchange={"overlap": True})
+SECTION = topk_section(topk={"density": 0.05})
 STEPS = 6
 WAIT_S = 20.0
 """What `init_distributed` was told, in these runs."""

@@ -23,26 +23,34 @@ SECTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("method", "overlaps", "accumulation"),
-    [("topk", False, 1), ("topk", True, 2), ("powersgd", True, 1), ("powersgd", False, 2)],
+    ("method", "accumulation"),
+    [("topk", 1), ("topk", 2), ("powersgd", 1), ("powersgd", 2)],
 )
 def test_a_backward_that_raised_and_is_tried_again_leaves_no_trace(
-    world2: Any, method: str, overlaps: bool, accumulation: int
+    world2: Any, method: str, accumulation: int
 ) -> None:
     section = SECTIONS[method]
-    for told in world2.run(cases.tried_again, section, overlaps, accumulation):
+    for told in world2.run(cases.tried_again, section, accumulation):
         assert told["raised"]
         assert told["interrupted"] == told["smooth"]
 
 
-@pytest.mark.parametrize(("overlaps", "accumulation"), [(False, 1), (True, 2)])
-def test_it_leaves_none_either_where_no_bucket_was_full(
-    world2: Any, overlaps: bool, accumulation: int
-) -> None:
-    given = SECTIONS["topk"], overlaps, accumulation
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_it_leaves_none_either_where_no_bucket_was_full(world2: Any, accumulation: int) -> None:
+    given = SECTIONS["topk"], accumulation
     for told in world2.run(cases.tried_again, *given, bucket=10**6):
         assert told["raised"]
         assert told["interrupted"] == told["smooth"]
+
+
+@pytest.mark.parametrize(("method", "bucket"), [("topk", 0), ("powersgd", 2)])
+def test_a_failed_exchange_raises_and_leaves_no_trace(
+    world2: Any, method: str, bucket: int
+) -> None:
+    for told in world2.run(cases.failing_exchange, SECTIONS[method], bucket):
+        assert told["message"] == "no link to host1"
+        assert told["kept"]
+        assert told["failing"] == told["smooth"]
 
 
 @pytest.mark.parametrize("bucket", [60, 10**6])

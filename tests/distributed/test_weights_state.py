@@ -143,10 +143,6 @@ def test_a_load_that_was_refused_half_way_leaves_hosts_with_what_owners_have(
     assert ours == plain
 
 
-def test_a_dropped_engine_waits_for_nothing(world2: Any) -> None:
-    assert all(world2.run(cases.dropped_on_the_way, ONE, LOSSLESS, timeout=60))
-
-
 @pytest.mark.slow
 def test_universal_checkpoints(world2: Any, world4: Any, tmp_path: Path) -> None:
     saved = world2.run(cases.straight, ONE, LOSSLESS, str(tmp_path), 2, 2)
@@ -198,8 +194,6 @@ def test_nothing_is_left_behind(world2: Any) -> None:
         assert process["weights"] == stock["weights"][3]
         assert process["stale"] == []
         assert process["ends"] == [{"tensors": 0, "group": False, "told": 0}] * 2
-        assert process["kept"]  # by the collector, which ends no group
-        assert not process["dropped"]
         assert not process["replaced"]
 
 

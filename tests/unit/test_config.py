@@ -78,7 +78,6 @@ def test_defaults_are_those_that_are_documented() -> None:
                 "when": "auto",
                 "autotune": True,
                 "levels": "auto",
-                "overlap": True,
             },
             "guard": {
                 "action": "off",

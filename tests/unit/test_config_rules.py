@@ -454,12 +454,3 @@ def test_micro_steps_wait_by_themselves_where_there_are_residuals(
         given = exchange_settings(parsed.compression)
         assert given.holds_back(8) == expected
         assert not given.holds_back(1)
-
-
-def test_dense_may_be_exchanged_beside_backward_or_not() -> None:
-    compression: dict[str, Any] = {"method": "dense", "exchange": {"overlap": False}}
-    config = {"zero_optimization": {"stage": 3}, "ds_ckpt": {"compression": compression}}
-    assert not parse(config).compression.exchange.overlap
-    compression["method"] = "none"
-    with pytest.raises(ConfigError, match=r"exchange\.overlap"):
-        parse(config)

@@ -163,7 +163,6 @@ _UNUSED: list[tuple[Keys, Any]] = [
     (("ds_ckpt", "compression", "guard"), {"action": "warn"}),
     (("ds_ckpt", "compression", "error_feedback"), {"enabled": True}),
     (("ds_ckpt", "compression", "exchange", "when"), "micro_step"),
-    (("ds_ckpt", "compression", "exchange", "overlap"), False),
     (("ds_ckpt", "compression", "warmup_steps"), 0),
     (("ds_ckpt", "compression", "min_numel"), 1),
     (("ds_ckpt", "telemetry", "path"), "t.jsonl"),

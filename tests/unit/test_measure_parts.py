@@ -78,21 +78,6 @@ def test_what_lies_between_the_phases_is_in_no_part() -> None:
     assert sum(parts(gap, MAIN).values()) == pytest.approx(2)
 
 
-def test_a_wait_for_the_other_thread_is_what_that_thread_does() -> None:
-    spans = [
-        at("backward", 0, 10, 0),
-        at("exchange_wait", 4, 9, 1),
-        at("reduce", 2, 8, 0, BESIDE),
-        at("pack", 2, 5, 1, BESIDE),
-        at("wire", 5, 7, 1, BESIDE),
-        at("unpack", 7, 8, 1, BESIDE),
-    ]
-    found = parts(spans, MAIN)
-    assert found["compression"] == pytest.approx(1 + 1)  # 4 to 5, 7 to 8
-    assert found["network_backward"] == pytest.approx(2 + 1)  # 5 to 7; nobody works from 8 to 9
-    assert found["compute_backward"] == pytest.approx(5)
-
-
 def test_time_in_collectives_counts_what_overlaps_once() -> None:
     spans = [
         at("collective", 1, 4, 0),

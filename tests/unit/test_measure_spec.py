@@ -249,14 +249,14 @@ def test_a_users_section_stands_for_its_name() -> None:
 
 def test_dense_with_rules_compresses_from_the_first_step() -> None:
     rules = [{"match": "*", "method": "quantize"}]
-    section = {"method": "dense", "rules": rules, "exchange": {"overlap": True}}
+    section = {"method": "dense", "rules": rules, "exchange": {"levels": 1}}
     spec = Spec(methods=("mine",), sections={"compression/mine": section})
     (one,) = [c for c in spec.configurations if c.name == "none/mine"]
     config = json.loads(json.dumps(deepspeed_config(spec, one, parameters=10)))
     compression = parse(config).compression
     assert compression.warmup_steps == 0
     assert not compression.exchange.autotune
-    assert compression.exchange.overlap
+    assert compression.exchange.levels == 1
 
 
 def test_a_spec_is_what_was_saved(tmp_path: Path) -> None:

@@ -374,7 +374,7 @@ def test_runs_that_would_be_equal_are_trained_once(tmp_path: Path, four_bits: Pa
 def test_runs_are_found_by_what_they_depend_on(tmp_path: Path, four_bits: Path) -> None:
     (candidate,) = read_candidates([four_bits])
     other = config_file(tmp_path, "o", compression={"method": "quantize", "quantize": {"bits": 2}})
-    clock = {"autotune": False, "overlap": False}
+    clock = {"autotune": False}
     same = config_file(
         tmp_path, "s", compression={"method": "quantize", "warmup_steps": 40, "exchange": clock}
     )

@@ -79,7 +79,7 @@ def test_a_record_speaks_for_settings_not_for_files(shipped: Path) -> None:
     write_verdicts(shipped, [record(four)])
     for same in (
         {},
-        {"exchange": {"autotune": False, "overlap": False}},
+        {"exchange": {"autotune": False}},
         {"error_feedback": {"device": "cpu"}},
         {"guard": {"action": "warn", "error": 0.5}},
         {"topk": None},

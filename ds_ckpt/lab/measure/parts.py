@@ -9,9 +9,6 @@ DeepSpeed's thread decides how long a step takes, so its time is divided, every 
     recompute   inside a recompute, none of the above
     compute     forward, backward, update: the rest of each
 
-Where DeepSpeed's thread stands still for an exchange in another thread (`exchange_wait`), the wait
-is divided by what that thread does meanwhile; what it does while nobody waits costs nothing here.
-
 The phases are recorded by the loop that also reads the step's own clock, once before and once
 after. What lies between the phases is in none of the parts, so their sum can be held against the
 step.
@@ -33,10 +30,6 @@ _WIRE = {"collective", "wire"}
 _EXCHANGE = {"reduce", "weights", "in_host", "residual", "pack", "unpack"}
 
 
-Stretch = tuple[float, float, str]
-"""Begin and end of a time in which one thread does one thing, and what."""
-
-
 def parts(spans: Sequence[Span], main: int) -> dict[str, float]:
     """Seconds by part, all of `PARTS`.
 
@@ -44,7 +37,6 @@ def parts(spans: Sequence[Span], main: int) -> dict[str, float]:
         spans: of one step, of all threads.
         main: the thread that runs DeepSpeed.
     """
-    beside = _beside([s for s in spans if s.thread != main])
     seconds = dict.fromkeys(PARTS, 0.0)
     for start_s, end_s, stack in _innermost([s for s in spans if s.thread == main]):
         kinds = [span.kind for span in stack]
@@ -52,10 +44,7 @@ def parts(spans: Sequence[Span], main: int) -> dict[str, float]:
         where = "recompute" if "recompute" in kinds else phase
         if where is None:
             continue
-        if kinds[-1] == "exchange_wait":
-            for first, last, part in _waited(start_s, end_s, f"network_{where}", beside):
-                seconds[part] += last - first
-        elif _WIRE & set(kinds):
+        if _WIRE & set(kinds):
             seconds[f"network_{where}"] += end_s - start_s
         elif _EXCHANGE & set(kinds):
             seconds["compression"] += end_s - start_s
@@ -71,28 +60,6 @@ def in_collectives_s(spans: Sequence[Span]) -> float:
         total += max(0.0, span.end_s - max(span.start_s, until))
         until = max(until, span.end_s)
     return total
-
-
-def _beside(spans: Sequence[Span]) -> list[Stretch]:
-    """What the exchange's thread did, in order; nothing where it had nothing to do."""
-    return [
-        (start_s, end_s, "network" if _WIRE & {s.kind for s in stack} else "compression")
-        for start_s, end_s, stack in _innermost(spans)
-    ]
-
-
-def _waited(
-    start_s: float, end_s: float, network: str, beside: Sequence[Stretch]
-) -> Iterator[Stretch]:
-    """A wait for the exchange's thread, divided by what that does; the rest is the network's."""
-    at_s = start_s
-    for begun_s, done_s, part in beside:
-        first, last = max(begun_s, at_s), min(done_s, end_s)
-        if first < last:
-            yield at_s, first, network
-            yield first, last, network if part == "network" else part
-            at_s = last
-    yield at_s, end_s, network
 
 
 def _innermost(spans: Sequence[Span]) -> Iterator[tuple[float, float, tuple[Span, ...]]]:
