@@ -17,8 +17,8 @@ from ds_ckpt.fields import (
     SWITCH,
     WHOLE_NUMBER,
     Expects,
-    Gone,
     ModuleName,
+    Removed,
     Section,
     list_as_tuple,
 )
@@ -92,8 +92,8 @@ class ErrorFeedbackConfig(Section):
 class ExchangeConfig(Section):
     """When gradients are exchanged."""
 
-    gone = {
-        "overlap": Gone(
+    removed = {
+        "overlap": Removed(
             why="the exchange thread for CPUs was removed",
             remedy="remove it; on a GPU, exchanges run asynchronously without it",
             stays=False,
