@@ -11,8 +11,7 @@ bytes or less latency never make a step longer. It is never shorter than what on
 with, nor longer than all tasks one after the other.
 
     resource  what occupies it
-    compute   forward, recompute, backward, optimizer, coding of weights; with streams of gradients
-    thread    without streams: coding of gradients, in the exchange's thread
+    compute   forward, recompute, backward, optimizer, coding of gradients and weights
     network   a host's link to other hosts, each direction the same
     inside    the links inside a host
     bus       copies between device and host memory
@@ -35,9 +34,9 @@ by block; then from the last block on it gathers again (unless weights are kept)
 runs backward.
     gathers     with streams the next module's run ahead, up to `prefetch` elements; else a gather
                 begins when what needs it does, and holds it up
-    gradients   a bucket is exchanged when backward has filled it. DeepSpeed's own reduction holds
-                backward up where there are no streams. The plugin's exchange, and everything with
-                streams, runs beside it, two buckets at a time; the end of backward waits for all
+    gradients   a bucket is exchanged when backward has filled it. With streams exchanges run beside
+                backward, two buckets at a time, and the end of backward waits for all; without
+                streams backward waits for each
     weights     changes of resident weights are encoded after the optimizer and travel in chunks
                 beside the next forward, where a block waits for those that it lies in
     offload     checkpointed inputs leave after their block's forward, and come back one block ahead
@@ -51,10 +50,11 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ds_ckpt.zero3.overlap import LIMIT
 from ds_ckpt.zero3.weights import CHUNK
 
-RESOURCES = ("compute", "thread", "network", "inside", "bus")
+RESOURCES = ("compute", "network", "inside", "bus")
+LIMIT = 2
+"""Buckets that are exchanged at a time, with streams."""
 MOST_PIECES = 4
 """A block's gathers are divided into at most so many pieces: more change nothing that is seen."""
 SIMULATED = 3
@@ -137,8 +137,8 @@ class Gradients:
         hold_s: of adding to the residuals in micro-steps that send nothing.
         hops: latencies of an exchange.
         once: at the last micro-step alone.
-        blocks: DeepSpeed's own ring: it holds backward up where there are no streams, and goes over
-            the links inside and between hosts at once, not over one after the other.
+        blocks: DeepSpeed's own ring: it goes over the links inside and between hosts at once, not
+            over one after the other.
     """
 
     link_bytes: float
@@ -421,7 +421,7 @@ class _Run:
         return {("seconds", ""): end_s, **found}
 
     def _run_micro_step(self, *, first: bool, last: bool) -> None:
-        streams, pieces = self.machine.streams, self._pieces
+        pieces = self._pieces
         gathered, exchanges, returned = list[int](), list[int](), dict[int, int]()
         ahead, filled, owed = 0.0, 0, list[tuple[int, int]]()
         computed = self.main
@@ -450,10 +450,9 @@ class _Run:
                 while filled >= self.way.bucket or (at_end and filled):
                     owed.append((min(filled, self.way.bucket), computed))
                     filled -= owed[-1][0]
-                if streams or at_end or self.way.gradients.blocks:
-                    for elements, after in owed:
-                        self._exchange(elements, after, exchanges, last=last)
-                    owed.clear()
+                for elements, after in owed:
+                    self._exchange(elements, after, exchanges, last=last)
+                owed.clear()
         for exchange in exchanges[-LIMIT:]:
             self._wait_for(exchange)
 
@@ -532,15 +531,12 @@ class _Run:
     def _exchange(self, elements: int, after: int, exchanges: list[int], *, last: bool) -> None:
         """One bucket, from where backward has filled it to where its sums are."""
         machine, how, tasks = self.machine, self.way.gradients, self.tasks
-        coder = "compute" if machine.streams else "thread"
         if how.once and not last:
             hold_s = elements * how.hold_s * machine.slowest
-            exchanges.append(tasks.add(coder, "compression", hold_s, after))
+            exchanges.append(tasks.add("compute", "compression", hold_s, after))
             return
         if len(exchanges) >= LIMIT:
             self._wait_for(exchanges[-LIMIT])
-        if exchanges and not machine.streams:  # one thread does one after the other
-            after = self._later(after, exchanges[-1])
         begun = after
         if machine.local > 1 and how.inside_bytes:
             inside = elements * how.inside_bytes
@@ -550,15 +546,15 @@ class _Run:
         if machine.streams:  # what shares the device with backward takes its time from it
             encode_s, decode_s = encode_s + decode_s, 0.0
         if encode_s:
-            after = tasks.add(coder, "compression", encode_s, after)
+            after = tasks.add("compute", "compression", encode_s, after)
         if machine.hosts > 1:
             nbytes, ring = elements * how.link_bytes, begun if how.blocks else after
             arrived = self._send("gradients", nbytes, how.hops, ring, both_ways=not how.blocks)
             after = self._later(arrived, after)
         if decode_s:
-            after = tasks.add(coder, "compression", decode_s, after)
+            after = tasks.add("compute", "compression", decode_s, after)
         exchanges.append(after)
-        if how.blocks and not machine.streams:
+        if not machine.streams:
             self._wait_for(after)
 
     def update(self) -> None:
