@@ -19,8 +19,7 @@ import torch
 from _timing import Work, interleaved_medians_s
 
 from ds_ckpt.compression import Feedback
-from ds_ckpt.compression.storage import TORCH_DTYPES, ResidualDtype, Stored
-from ds_ckpt.memory import HostPool
+from ds_ckpt.compression.storage import TORCH_DTYPES, QuantizedTensor, ResidualDtype
 
 
 def timed_works(elements: int) -> tuple[dict[str, Work], dict[str, Feedback]]:
@@ -28,7 +27,7 @@ def timed_works(elements: int) -> tuple[dict[str, Work], dict[str, Feedback]]:
     works: dict[str, Work] = {}
     feedbacks: dict[str, Feedback] = {}
     for dtype in TORCH_DTYPES:
-        feedback = feedbacks[dtype] = Feedback(dtype=dtype, host=HostPool())
+        feedback = feedbacks[dtype] = Feedback(dtype=dtype)
 
         def add(f: Feedback = feedback) -> None:
             f.accumulate("w", gradient, 2)
@@ -49,7 +48,7 @@ def share_kept(dtype: ResidualDtype, steps: int = 1024, elements: int = 1 << 20)
     feedback = Feedback(dtype=dtype)
     start = torch.full((elements,), 0.75)
     start[::64] = 1.0
-    feedback.load_stored({"w": Stored(start)}, 0)
+    feedback.load_stored({"w": QuantizedTensor(start)}, 0)
     gradient = torch.full((elements,), 2.0**-8 / steps)
     gradient[::64] = 0.0
     for _ in range(steps):
@@ -79,10 +78,9 @@ def main() -> None:
     print(f"{elements} elements; torch {torch.__version__}, 1 thread; CPU ns/element")
     for dtype, feedback in feedbacks.items():
         add, step = (medians_s[f"{dtype} {what}"] / elements * 1e9 for what in ("add", "step"))
-        tables = feedback.nbytes - int(feedback.entry_bytes * elements)
         print(
             f"{dtype}  add {add:5.2f}  whole step {step:5.2f}  "
-            f"{feedback.entry_bytes:5.3f} bytes an element and {tables} of tables"
+            f"{feedback.entry_bytes:5.3f} bytes an element"
         )
     cast = medians_s["copy fp32 to bf16"] / elements * 1e9
     print(f"torch's cast of fp32 to bf16 {cast:5.2f}")

@@ -1,77 +1,69 @@
-"""Error feedback: what compression left behind is added to the next gradient.
+"""Error feedback: the part of a gradient that compression leaves behind joins the next gradient.
 
-    pending = residual + gradient / (world * loss_scale)
-    sent    = compressor(pending)
+    pending  = residual + gradient / (world * loss_scale)
+    sent     = compressor(pending)
     residual = pending - sent
 
-One residual per parameter name, flat, in units of this process's share of the averaged gradient
-with the loss scale removed, so that neither a change of the loss scale nor another process's
-gradient touches it. Worked on in fp32 on the gradient's device; kept in fp32, bf16 or int8 with
-scales, there or in host memory (`storage` has the rounding).
+One residual per parameter name, flat, in units of this rank's share of the averaged gradient with
+the loss scale removed: neither a change of the loss scale nor another rank's gradient affects it.
+Arithmetic is fp32 on the gradient's device; between steps a residual is fp32, bf16 or int8
+(`storage`), there or in host memory.
 
-Transactional: a step works on `pending`; `commit` makes it the residual, `rollback` forgets it,
-and the residual and the state of its rounding are then bit-equal to what they were. Two buffers per
-parameter change places, so neither costs a copy. Kept in fp32 on the gradient's device, the
-working tensor is the pending buffer itself.
+Transactional: a step works on `pending`; `commit` makes it the residual, `rollback` drops it, and
+the residual and the state of its rounding are then bit-equal to those before the step. Two buffers
+per parameter change places, so neither costs a copy. An fp32 residual on the gradient's device has
+no separate working tensor: the pending buffer is the working tensor.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ds_ckpt.compression.base import on_host
-from ds_ckpt.compression.storage import TORCH_DTYPES, ResidualDtype, Storage, Stored, pieces
+from ds_ckpt.compression.storage import TORCH_DTYPES, QuantizedTensor, ResidualDtype, entry_bytes
 
 ResidualDevice = Literal["accelerator", "cpu"]
 
 
-class HostMemory(Protocol):
-    """Where host tensors come from; `ds_ckpt.memory.HostPool` is one."""
-
-    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor: ...
-
-    def give_back(self, tensor: Tensor) -> None: ...
-
-
 @dataclass
 class _Residual:
-    """One parameter's.
+    """Residual of one parameter.
 
     Attributes:
-        committed: what the last step that was taken has left.
-        pending: what this step has left so far.
-        spare: memory that the next step writes to.
-        working: handed out by `accumulate` and not yet stored, where it is not `pending` itself.
-        turns: how often this step has rounded it.
-        cleared: this step has left nothing.
+        committed: result of the last step that was taken.
+        pending: result of this step so far.
+        spare: buffers for the next steps.
+        working: tensor returned by `accumulate` and not stored yet, if it is not `pending` itself.
+        roundings: number of times this step has rounded it.
+        is_cleared: this step leaves nothing.
     """
 
-    committed: Stored | None = None
-    pending: Stored | None = None
-    spare: Stored | None = None
+    committed: QuantizedTensor | None = None
+    pending: QuantizedTensor | None = None
+    spare: list[QuantizedTensor] = field(default_factory=list)
     working: Tensor | None = None
-    turns: int = 0
-    cleared: bool = False
+    roundings: int = 0
+    is_cleared: bool = False
 
 
 class Feedback:
-    """Residuals of one process. With `enabled=False` nothing is carried from call to call.
+    """Residuals of one rank. With `enabled=False` nothing is carried from step to step.
 
     Args:
-        accumulates: without `enabled`: calls of a step add up all the same, and what no `clear`
-            was said for waits for the next step.
-        dtype: of what is kept between steps.
-        device: where it is kept: beside the gradients, or in host memory.
-        seed: of the rounding to bf16 or int8; a different one in each process.
-        host: host memory for residuals with `device="cpu"`, and for working tensors of gradients
-            that are on the host. None: allocated as needed.
+        enabled: carry what is not sent to the next step.
+        accumulates: without `enabled`, calls of a step still add up, and what no `clear` was called
+            for waits for the next step.
+        dtype: storage between steps.
+        device: storage beside the gradients, or in host memory (pinned where CUDA is available).
+        seed: seed of the rounding to bf16 or int8. Ranks need different ones, or their rounding
+            errors add up instead of averaging out.
 
     Raises:
         ValueError: `dtype` or `device` is none of the choices.
@@ -85,55 +77,43 @@ class Feedback:
         dtype: ResidualDtype = "fp32",
         device: ResidualDevice = "accelerator",
         seed: int = 0,
-        host: HostMemory | None = None,
     ) -> None:
         if device not in ("accelerator", "cpu"):
             raise ValueError(f"residuals live on 'accelerator' or 'cpu', not {device!r}")
+        if dtype not in TORCH_DTYPES:
+            raise ValueError(f"a residual's dtype is one of {list(TORCH_DTYPES)}, not {dtype!r}")
         self.enabled = enabled
         self.accumulates = enabled or accumulates
-        self._storage = Storage(dtype, seed)
-        self._on_host = device == "cpu"
-        self._host = host
-        self._step = 0
+        self.dtype = dtype
+        self.on_host = device == "cpu"
+        self.steps = 0
+        """Committed steps so far. State: the rounding of the next step depends on it."""
+        self._seed = seed
         self._residuals: defaultdict[str, _Residual] = defaultdict(_Residual)
-        self._reserved: list[Tensor] = []
         self._place: torch.device | None = None
 
-    def reserve(self, numel: int, device: torch.device) -> None:
-        """Allocate now what steps will keep of one parameter: where memory is short, that is told
-        before training and not in the middle of an exchange, in which other processes wait. It
-        stays here through steps that leave nothing behind.
+    def reserve(self, name: str, numel: int, device: torch.device) -> None:
+        """Allocate the buffers of one parameter now.
+
+        A lack of memory then shows before training, and not in an exchange in which other ranks
+        wait.
 
         Args:
-            device: of its gradients.
+            name: the parameter.
+            numel: entries of its residual.
+            device: device of its gradients.
         """
-        self._storage.prepare(device)
-        self._place = torch.device("cpu") if self._on_host else device
+        self._place = self._storage_device(device)
         for _ in range(self.enabled + self.accumulates):
-            self._reserved += self._new(numel, self._place, anew=True).tensors
-
-    @property
-    def dtype(self) -> ResidualDtype:
-        """What residuals are rounded to between steps."""
-        return self._storage.dtype
-
-    @property
-    def on_host(self) -> bool:
-        """Whether residuals are kept in host memory whatever the accelerator."""
-        return self._on_host
+            self._residuals[name].spare.append(self._empty(numel, self._place))
 
     @property
     def entry_bytes(self) -> float:
-        """Bytes an entry, once a step is taken: the residual, and what the next step writes."""
-        return (self.enabled + self.accumulates) * self._storage.entry_bytes
-
-    @property
-    def steps(self) -> int:
-        """Committed steps so far. State: the rounding of the next step depends on it."""
-        return self._step
+        """Bytes an entry, once a step is taken: the residual and the next step's buffer."""
+        return (self.enabled + self.accumulates) * entry_bytes(self.dtype)
 
     def holds(self, name: str) -> bool:
-        """Whether a residual exists for `name`, from earlier steps or from this one."""
+        """Return whether a residual exists for `name`, from earlier steps or from this one."""
         residual = self._residuals.get(name)
         if residual is None or not self.accumulates:
             return False
@@ -142,57 +122,43 @@ class Feedback:
     def accumulate(
         self, name: str, grad_flat: Tensor, world: int, loss_scale: float = 1.0
     ) -> Tensor:
-        """Residual plus this process's share of the mean: fp32 [n], for the codec to take from.
+        """Return residual plus this rank's share of the mean: fp32 [n], for the codec to change.
 
-        The tensor belongs to this object; what is delivered must be subtracted from it in place,
-        then `store` makes it the step's residual so far. It is valid until then. Several names may
-        be in work at once. In a step's first call for `name` it starts from the committed residual,
-        later (further micro-steps) from what the step left so far. Where nothing accumulates it is
-        the share alone.
+        The tensor belongs to this object; the caller subtracts what is delivered in place and then
+        calls `store`, which makes it the step's residual so far. It is valid until then. Several
+        names may be in work at once. A step's first call for `name` starts from the committed
+        residual, later calls (further micro-steps) from the step's result so far. If nothing
+        accumulates, the result is the share alone.
 
         Args:
+            name: the parameter.
             grad_flat: [n], any floating dtype, multiplied by `loss_scale`; not changed.
-            world: number of processes that are averaged over.
+            world: number of ranks that are averaged over.
+            loss_scale: the gradient's.
 
         Raises:
             ValueError: the residual of `name` has another length.
         """
-        divisor, device = world * loss_scale, grad_flat.device
-        source, working = self._begun(name, grad_flat)
+        source, working = self.begin(name, grad_flat)
+        divisor = world * loss_scale
         if source is None:
             return divide(grad_flat, divisor, working)
-        source = source.to(device)
-        if source.values.dtype == torch.float32:
-            return add_divided(source.values, grad_flat, divisor, working)
-        for piece in pieces(grad_flat.numel(), device):
-            part = working[piece.start : piece.stop]
-            source.decode(piece, part)
-            add_divided(part, grad_flat[piece.start : piece.stop], divisor, part)
-        return working
+        return add_divided(source, grad_flat, divisor, working)
 
     def begin(self, name: str, grad_flat: Tensor) -> tuple[Tensor | None, Tensor]:
-        """`accumulate` for a kernel that adds the gradient itself: what it adds to, fp32 [n] or
-        None for zeros, and where the sum goes, maybe the same."""
-        source, working = self._begun(name, grad_flat)
-        if source is None:
-            return None, working
-        source = source.to(grad_flat.device)
-        if source.values.dtype == torch.float32:
-            return source.values, working
-        for piece in pieces(grad_flat.numel(), grad_flat.device):
-            source.decode(piece, working[piece.start : piece.stop])
-        return working, working
+        """Prepare `accumulate` for a kernel that adds the gradient itself.
 
-    def _begun(self, name: str, grad_flat: Tensor) -> tuple[Stored | None, Tensor]:
-        """What a call starts from, and the tensor that it works in."""
+        Returns:
+            The summand, fp32 [n] or None for zeros, and the tensor for the sum, maybe the same.
+        """
         numel, device = grad_flat.numel(), grad_flat.device
         residual = self._residuals[name]
-        residual.cleared = False
-        source = None
+        residual.is_cleared = False
+        source: QuantizedTensor | None = None
         if self.accumulates:
             source = residual.pending or residual.committed
             if residual.working is not None:
-                source = Stored(residual.working)
+                source = QuantizedTensor(residual.working)
         if source is not None and source.numel != numel:
             raise ValueError(
                 f"the residual of {name!r} has {source.numel} entries, its gradient {numel}"
@@ -202,69 +168,61 @@ class Feedback:
         elif self.accumulates and residual.working is not None:
             working = residual.working
         else:
-            self._forget_working(residual)
-            working = residual.working = self._empty(numel, torch.float32, device)
-        return source, working
+            working = torch.empty(numel, dtype=torch.float32, device=device)
+            residual.working = working
+        if source is None:
+            return None, working
+        if source.values.dtype == torch.float32:
+            return source.values.to(device, non_blocking=True), working
+        return source.decoded(working), working
 
     def store(self, name: str, working: Tensor) -> None:
-        """What is left of `accumulate`'s tensor, after delivery, is the step's residual so far.
+        """Make the rest of `accumulate`'s tensor, after delivery, the step's residual so far.
 
-        Rounds to what is stored. The tensor may be overwritten from here on. A tensor that was not
-        kept is kept by `commit`.
+        The tensor may be overwritten afterwards. `commit` stores a tensor that was not stored.
         """
         residual = self._residuals[name]
-        if self.accumulates and not self._is_pending_itself(working.device):
-            device = torch.device("cpu") if self._on_host else working.device
-            target = self._target(residual, working.numel(), device)
-            if self._storage.rounds:
-                there = target.device == working.device
-                rounded = target if there else self._new(working.numel(), working.device)
-                self._storage.encode(working, rounded, name, self._step, residual.turns)
-                residual.turns += 1
-                if not there:
-                    target.copy_(rounded)
-            else:
-                target.copy_(Stored(working))
-        self._forget_working(residual)
+        residual.working = None
+        if not self.accumulates or self._is_pending_itself(working.device):
+            return
+        numel, device = working.numel(), self._storage_device(working.device)
+        target = self._target(residual, numel, device)
+        encoded = target
+        if device != working.device:
+            encoded = QuantizedTensor.empty(numel, self.dtype, working.device)
+        encoded.encode(working, f"{self._seed} {self.steps} {residual.roundings} {name}")
+        residual.roundings += 1
+        if encoded is not target:
+            target.copy_(encoded)
 
     def clear(self, name: str) -> None:
-        """Nothing of `name` is owed: once the step is taken, nothing is held for it but what was
-        reserved."""
-        self._residuals[name].cleared = True
+        """Record that all of `name` is sent: once the step is taken, there is no residual."""
+        self._residuals[name].is_cleared = True
 
     def commit(self) -> None:
-        """The step was taken: what it left becomes the residual."""
+        """Make the step's results the residuals: the step was taken."""
         for name, residual in self._residuals.items():
             if residual.working is not None:
                 self.store(name, residual.working)
-            before, left = residual.committed, residual.pending
-            if left is not None:
-                residual.committed = left
-                if before is not None and not before.is_like(left):  # a load has brought it
-                    self._give_back(before)
-                elif before is not None:
-                    residual.spare = before
-            if residual.cleared and self.enabled:
-                self._give_back(residual.committed, residual.spare)
-                residual.committed = residual.spare = None
-            elif residual.cleared and left is not None:  # the next step's calls add up there
-                self._give_back(residual.spare)
-                residual.committed, residual.spare = None, left
-            residual.pending, residual.turns, residual.cleared = None, 0, False
-        self._step += 1
+            if residual.pending is not None:
+                self._recycle(residual, residual.committed)
+                residual.committed = residual.pending
+            if residual.is_cleared:
+                self._recycle(residual, residual.committed)
+                residual.committed = None
+            self._begin_step(residual)
+        self.steps += 1
 
     def rollback(self) -> None:
-        """The step was skipped: the residuals are bit-equal to those before it."""
+        """Drop the step's results: the step was skipped."""
         for residual in self._residuals.values():
-            self._forget_working(residual)
-            residual.spare = residual.pending or residual.spare
-            residual.pending, residual.turns, residual.cleared = None, 0, False
+            self._recycle(residual, residual.pending)
+            self._begin_step(residual)
 
     def state_dict(self, *, copy: bool = True) -> dict[str, Tensor]:
-        """Committed residuals by parameter name, decoded: fp32 [n] each.
+        """Return committed residuals by parameter name, decoded: fp32 [n] each.
 
-        Without `copy` those that are kept in fp32 are the live buffers, which later steps
-        overwrite: good for looking at them at once.
+        Without `copy`, fp32 residuals are the live buffers, which later steps overwrite.
         """
         return {
             name: stored.values
@@ -273,110 +231,94 @@ class Feedback:
             for name, stored in self.stored().items()
         }
 
-    def stored(self) -> dict[str, Stored]:
-        """Committed residuals as they are kept: the live buffers, which later steps overwrite."""
+    def stored(self) -> dict[str, QuantizedTensor]:
+        """Return committed residuals in storage: the live buffers, which later steps overwrite."""
         self._wait_for_copies()
         every = self._residuals.items()
         return {name: each.committed for name, each in every if each.committed is not None}
 
-    def load_stored(self, state: Mapping[str, Stored], steps: int) -> None:
+    def load_stored(self, state: Mapping[str, QuantizedTensor], steps: int) -> None:
         """Replace every residual by a copy of `state`, of any dtype, and the count of steps.
 
         After `load_stored(other.stored(), other.steps)` the next steps are those of `other` to the
         bit.
         """
+        self._wait_for_copies()
         for residual in self._residuals.values():
-            self._give_back(residual.committed, residual.pending, residual.spare)
-            self._forget_working(residual)
-        self._residuals.clear()
-        self._step = steps
+            self._recycle(residual, residual.committed)
+            self._recycle(residual, residual.pending)
+            residual.committed = None
+            self._begin_step(residual)
+        self.steps = steps
         for name, source in state.items():
-            device = torch.device("cpu") if self._on_host else self._place or source.device
-            copy = Stored(*(self._room(t.numel(), t.dtype, device) for t in source.tensors))
-            copy.copy_(source)
-            self._residuals[name].committed = copy
+            residual, device = self._residuals[name], self._storage_device(source.device)
+            device = self._place or device
+            if source.values.dtype == TORCH_DTYPES[self.dtype]:
+                residual.committed = self._spare(residual, source.numel, device)
+            else:
+                copies = (torch.empty_like(t, device=device) for t in source.tensors)
+                residual.committed = QuantizedTensor(*copies)
+            residual.committed.copy_(source)
         self._wait_for_copies()
 
     @property
     def nbytes(self) -> int:
-        """Memory that is held: residuals, what the step under way or the next one writes to,
-        tensors in work, and the rounding's tables."""
-        held = [*self._storage.tables, *self._reserved]
+        """Bytes held: residuals, buffers of this step or the next, and working tensors."""
+        total = 0
         for residual in self._residuals.values():
-            for stored in (residual.committed, residual.pending, residual.spare):
-                held += () if stored is None else stored.tensors
-            held += () if residual.working is None else (residual.working,)
-        return sum(t.nbytes for t in held)
+            for stored in (residual.committed, residual.pending, *residual.spare):
+                total += 0 if stored is None else sum(t.nbytes for t in stored.tensors)
+            total += 0 if residual.working is None else residual.working.nbytes
+        return total
+
+    def _storage_device(self, device: torch.device) -> torch.device:
+        return torch.device("cpu") if self.on_host else device
 
     def _is_pending_itself(self, device: torch.device) -> bool:
-        """Whether a gradient there is worked on in what is kept."""
-        return (
-            self.accumulates
-            and not self._storage.rounds
-            and (not self._on_host or device.type == "cpu")
-        )
+        """Return whether a gradient there is added into the stored tensor itself."""
+        same_device = self._storage_device(device).type == device.type
+        return self.accumulates and self.dtype == "fp32" and same_device
 
-    def _target(self, residual: _Residual, numel: int, device: torch.device) -> Stored:
-        """Where the step's residual is written."""
-        target = residual.pending
-        if target is None:
-            target, residual.spare = residual.spare, None
-        if target is None or target.device != device or target.numel != numel:
-            target = self._new(numel, device)
-        residual.pending = target
-        return target
+    def _target(self, residual: _Residual, numel: int, device: torch.device) -> QuantizedTensor:
+        """Return the buffer of the step's result."""
+        if residual.pending is None or residual.pending.device != device:
+            residual.pending = self._spare(residual, numel, device)
+        return residual.pending
 
-    def _new(self, numel: int, device: torch.device, *, anew: bool = False) -> Stored:
-        """Room for one residual, as it is kept; `anew`: not what was reserved."""
-        room = self._empty if anew else self._room
-        return Stored(*(room(n, t, device) for n, t in self._storage.shapes(numel)))
+    def _spare(self, residual: _Residual, numel: int, device: torch.device) -> QuantizedTensor:
+        while residual.spare:
+            stored = residual.spare.pop()
+            if stored.is_like(self.dtype, numel, device):
+                return stored
+        return self._empty(numel, device)
 
-    def _room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        for i, tensor in enumerate(self._reserved):
-            if (tensor.shape[0], tensor.dtype, tensor.device) == (numel, dtype, device):
-                return self._reserved.pop(i)
-        return self._empty(numel, dtype, device)
+    def _empty(self, numel: int, device: torch.device) -> QuantizedTensor:
+        pinned = self.on_host and torch.cuda.is_available()
+        return QuantizedTensor.empty(numel, self.dtype, device, pin_memory=pinned)
 
-    def _empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if device.type == "cpu" and self._host is not None:
-            return self._host.take((numel,), dtype)
-        return torch.empty(numel, dtype=dtype, device=device)
+    def _recycle(self, residual: _Residual, stored: QuantizedTensor | None) -> None:
+        """Let the next step overwrite `stored`; one in another dtype, from a load, is freed."""
+        if stored is not None and stored.values.dtype == TORCH_DTYPES[self.dtype]:
+            residual.spare.append(stored)
 
-    def _give_back(self, *held: Stored | None) -> None:
-        held_here = [stored for stored in held if stored is not None]
-        if held_here:
-            self._wait_for_copies()
-        kept = TORCH_DTYPES[self.dtype]
-        for stored in held_here:
-            if stored.device == self._place and stored.values.dtype == kept:
-                self._reserved += stored.tensors
-            else:
-                self._release(stored.tensors)
-
-    def _release(self, tensors: Iterable[Tensor]) -> None:
-        for tensor in tensors:
-            if self._host is not None and tensor.device.type == "cpu":
-                self._host.give_back(tensor)
-
-    def _forget_working(self, residual: _Residual) -> None:
-        if residual.working is not None:
-            self._release([residual.working])
-            residual.working = None
+    @staticmethod
+    def _begin_step(residual: _Residual) -> None:
+        residual.pending = residual.working = None
+        residual.roundings, residual.is_cleared = 0, False
 
     def _wait_for_copies(self) -> None:
-        """Host buffers hold what was last copied to them."""
-        if self._on_host and torch.cuda.is_initialized():
+        if self.on_host and torch.cuda.is_initialized():
             torch.cuda.synchronize()
 
 
 def divide(grad: Tensor, divisor: float, out: Tensor) -> Tensor:
-    """`out = grad / divisor`, fp32."""
+    """Write `grad / divisor` in fp32 to `out`."""
     # Widen first: fp16 / divisor would round, and underflow under a large loss scale.
     return torch.div(grad.float(), divisor, out=out)
 
 
 def add_divided(source: Tensor, grad: Tensor, divisor: float, out: Tensor) -> Tensor:
-    """`out = source + grad / divisor`, fp32; `out` may be `source`."""
+    """Write `source + grad / divisor` in fp32 to `out`, which may be `source`."""
     if on_host(grad.device):
         grad = grad.float()  # an accelerator widens in the kernel
     if is_power_of_two(divisor):
@@ -386,11 +328,12 @@ def add_divided(source: Tensor, grad: Tensor, divisor: float, out: Tensor) -> Te
 
 
 def is_power_of_two(x: float) -> bool:
+    """Return whether `x` is a power of two."""
     return math.frexp(x)[0] == 0.5
 
 
 def finite_flag(tensors: Sequence[Tensor]) -> Tensor:
-    """Whether no entry of any is inf or NaN: bool [] on their device, where nobody waits for it.
+    """Return whether no entry is inf or NaN: bool [] on the device; the host does not wait.
 
     Args:
         tensors: floating, one device, at least one.
@@ -402,8 +345,10 @@ def finite_flag(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def all_finite(values: Tensor) -> bool:
-    """Whether no entry is inf or NaN. One pass unless the sum of finite entries overflows; on an
-    accelerator the host waits, as it does not for `finite_flag`."""
+    """Return whether no entry is inf or NaN; on an accelerator the host waits.
+
+    One pass, unless the sum of finite entries overflows.
+    """
     # A non-finite entry always makes the sum non-finite; the reverse does not hold.
     if math.isfinite(values.sum().item()):
         return True

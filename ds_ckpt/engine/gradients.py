@@ -17,7 +17,6 @@ from ds_ckpt.exchange.hierarchy import discard
 from ds_ckpt.exchange.plan import UNCOMPRESSED, Plan, PlannedTensor
 from ds_ckpt.exchange.rules import MethodSettings, embeddings_of
 from ds_ckpt.exchange.state import ResidualFiles
-from ds_ckpt.memory import HostPool
 from ds_ckpt.patch import Patches
 from ds_ckpt.telemetry.steps import ExchangeProbe
 from ds_ckpt.zero3.compatibility import ends_step
@@ -30,7 +29,6 @@ class Gradients:
     """What `compression` with a method sets up. Collective: every process makes one.
 
     Args:
-        host: host memory for the residuals.
 
     Attributes:
         built: the exchange with its parts.
@@ -41,11 +39,10 @@ class Gradients:
             section asks for.
     """
 
-    def __init__(self, engine: Any, config: CompressionConfig, host: HostPool) -> None:
+    def __init__(self, engine: Any, config: CompressionConfig) -> None:
         refuse_model_parallel(engine)
         self._engine = engine
         self._config = config
-        self._host = host
         self._settings = exchange_settings(config)
         self._shapes = shapes_of(engine)
         self._embeddings = embeddings_of(engine.module)
@@ -135,7 +132,6 @@ class Gradients:
             current_step=lambda: int(engine.global_steps),
             at_boundary=at_boundary,
             embeddings=self._embeddings,
-            host=self._host,
             parameter_groups=parameter_groups,
         )
 

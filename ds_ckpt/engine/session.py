@@ -38,7 +38,6 @@ from ds_ckpt.engine.weights import HeldFiles, Resident, keep_resident
 from ds_ckpt.exchange.build import Built
 from ds_ckpt.exchange.plan import Plan
 from ds_ckpt.exchange.state import ResidualFiles
-from ds_ckpt.memory import HostPool
 from ds_ckpt.patch import Patches
 from ds_ckpt.telemetry import Counters
 from ds_ckpt.telemetry.counters import OffloadCounters, PartitionCounters
@@ -82,7 +81,6 @@ class Session:
         self._residence: Residence | None = None
         self._patience: AsPatientAsTheWorld | None = None
         self.guard: Guard | None = None
-        self._host = HostPool()
         self._patches = Patches()
         try:
             self._put_together()
@@ -281,7 +279,7 @@ class Session:
             log.warning("ds_ckpt: %s: %s", finding.symbol, finding.detail)
         exchange = verify = built = None
         if config.compression.method != "none":
-            self._gradients = Gradients(engine, config.compression, self._host)
+            self._gradients = Gradients(engine, config.compression)
             built = self._gradients.built
             exchange = built.exchange
             verify = self._gradients.dense() if changed else None
@@ -427,7 +425,6 @@ class Session:
             last_first.callback(self._patches.undo)
         self._blocks = self._inputs = self._gradient = self._gather = self._gradients = None
         self._resident = self._residence = None
-        self._host = HostPool()  # the blocks of the one before go with it
 
 
 def _random_trackers() -> list[Any]:

@@ -11,7 +11,7 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 from ds_ckpt.compression.base import Compressor
-from ds_ckpt.compression.error_feedback import Feedback, HostMemory, ResidualDevice
+from ds_ckpt.compression.error_feedback import Feedback, ResidualDevice
 from ds_ckpt.compression.quantize import Quantize
 from ds_ckpt.compression.storage import ResidualDtype
 from ds_ckpt.exchange.autotune import Autotuner
@@ -83,9 +83,7 @@ class ExchangeSettings:
 
         return in_few_bits
 
-    def residuals(
-        self, dp_rank: int, host: HostMemory | None = None, *, holds: bool = False
-    ) -> Feedback | None:
+    def residuals(self, dp_rank: int, *, holds: bool = False) -> Feedback | None:
         """Empty residuals of one process; None where nothing is left behind or held back.
 
         Args:
@@ -99,7 +97,6 @@ class ExchangeSettings:
             dtype=self.residual_dtype,
             device=self.residual_device,
             seed=dp_rank,
-            host=host,
         )
 
     def moments(
@@ -188,7 +185,6 @@ def build_exchange(
     current_step: Callable[[], int],
     at_boundary: Callable[[], bool] | None = None,
     embeddings: frozenset[str] = frozenset(),
-    host: HostMemory | None = None,
     parameter_groups: Mapping[str, int] | None = None,
 ) -> Built:
     """The exchange for one data-parallel group. Collective: all its processes call it.
@@ -197,7 +193,6 @@ def build_exchange(
         group: the process group whose mean is taken.
         all_to_all_single: `torch.distributed`'s function or one that counts around it.
         all_reduce: likewise.
-        host: host memory for the residuals.
         current_step, at_boundary, embeddings, parameter_groups: see `schedule`.
 
     Raises:
@@ -221,7 +216,7 @@ def build_exchange(
             other="uncompressed" if at_boundary is not None else "deepspeed",
             speaks=speaks,
         )
-    feedback = settings.residuals(everyone.dp_rank, host, holds=at_boundary is not None)
+    feedback = settings.residuals(everyone.dp_rank, holds=at_boundary is not None)
     exchange = schedule(
         settings,
         between,

@@ -212,7 +212,7 @@ class AllToAllExchange:
                     codec.kernels(device)  # tried now, and not in mid-exchange
             if compressors or self._holds:
                 layout = local_shard(ShardLayout(shape.numel(), self.world), self._members)
-                self.feedback.reserve(layout.numel, device)
+                self.feedback.reserve(name, layout.numel, device)
 
     def step_ended(self) -> None:
         """Forget what was held back; the caller commits or rolls back."""

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from ds_ckpt.compression.base import methods
 from ds_ckpt.compression.error_feedback import Feedback
-from ds_ckpt.compression.storage import BLOCK, Stored
+from ds_ckpt.compression.storage import BLOCK, QuantizedTensor
 from ds_ckpt.errors import Problem, StateError
 from ds_ckpt.exchange.layout import LocalShard, ShardLayout
 from ds_ckpt.sealed import DamagedError, SealedFile, write
@@ -65,7 +65,7 @@ class Contents:
         parts: by part, its tensors and JSON values by key.
     """
 
-    residuals: Mapping[str, Stored]
+    residuals: Mapping[str, QuantizedTensor]
     steps: int = 0
     parts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -131,10 +131,10 @@ class SavedFile:
         found = self._file.shape(scales) if scales in self._file.keys else [0]
         return values if found == blocks else found
 
-    def residual(self, name: str) -> Stored:
+    def residual(self, name: str) -> QuantizedTensor:
         """As it was kept, on the host."""
         scales = _SCALES + name
-        return Stored(
+        return QuantizedTensor(
             self._file.tensor(_RESIDUAL + name),
             self._file.tensor(scales) if scales in self._file.keys else None,
         )
@@ -260,7 +260,9 @@ class ResidualFiles:
             residuals = {name: own.residual(name) for name in own.names}
         else:
             own = first
-            residuals = {n: Stored(total) for n, total in self._summed(paths, first).items()}
+            residuals = {
+                n: QuantizedTensor(total) for n, total in self._summed(paths, first).items()
+            }
         if residuals and not self._feedback.accumulates:
             residuals = {}
             if self._dp_rank == 0:

@@ -137,7 +137,6 @@ def entries_held(slots: list[int], section: dict[str, Any]) -> Any:
     session = ds_ckpt.session_of(engine)
     models.train(engine, "llama", 2)
     assert session is not None
-    feedback = session.exchange.feedback
     parameters = Parameters.of(models.build("llama"), [])
     config = models.zero3_config(ds_ckpt=section)
     states, _ = estimate(parameters, config, sum(slots), len(slots))
@@ -148,8 +147,7 @@ def entries_held(slots: list[int], section: dict[str, Any]) -> Any:
         "sent": dict(session.counters.bytes_sent),
         "tensors": len(session.residuals),
         "summary": session.summary,
-        "bytes": session.residual_bytes - sum(t.nbytes for t in feedback._storage.tables),
-        "in pool": session._host.nbytes_in_use,
+        "bytes": session.residual_bytes,
         "reduce": session.counters.bytes_sent[Purpose.REDUCE],
     }
     engine.destroy()

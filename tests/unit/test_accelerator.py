@@ -25,7 +25,7 @@ from ds_ckpt.compression import (
     Quantize,
     TopK,
 )
-from ds_ckpt.compression.storage import ResidualDtype, Stored
+from ds_ckpt.compression.storage import QuantizedTensor, ResidualDtype
 from ds_ckpt.engine.gradients import Gradients
 from ds_ckpt.exchange import hierarchy
 from ds_ckpt.exchange.layout import LocalShard, ShardLayout
@@ -476,23 +476,25 @@ def test_residuals_are_there_before_the_first_step(
     world.commit()
     kept = [(f.stored(), f.steps) for f in world.feedbacks]
     for feedback, (stored, steps) in zip(world.feedbacks, kept, strict=True):
-        copies = {n: Stored(*(t.clone() for t in each.tensors)) for n, each in stored.items()}
+        copies = {
+            n: QuantizedTensor(*(t.clone() for t in each.tensors)) for n, each in stored.items()
+        }
         feedback.load_stored(copies, steps)
     assert [feedback.nbytes for feedback in world.feedbacks] == before
 
 
 def test_what_is_loaded_is_put_where_room_was_reserved() -> None:
     feedback, there = Feedback(), torch.device("meta")
-    feedback.reserve(100, there)
+    feedback.reserve("w", 100, there)
     before = feedback.nbytes
-    feedback.load_stored({"w": Stored(torch.ones(100))}, 3)
+    feedback.load_stored({"w": QuantizedTensor(torch.ones(100))}, 3)
     assert feedback.nbytes == before == 2 * 400
     assert feedback.stored()["w"].device == there
 
 
 def test_a_world_of_one_keeps_nothing_that_was_delivered() -> None:
     world = World(1, _choose("3 bits"))
-    world.feedbacks[0].load_stored({"p0": Stored(torch.ones(SHAPES[0]).view(-1))}, 1)
+    world.feedbacks[0].load_stored({"p0": QuantizedTensor(torch.ones(SHAPES[0]).view(-1))}, 1)
     world.reduce(_names(4), _gradients(1, 0))
     world.commit()
     assert not world.feedbacks[0].holds("p0")
@@ -516,7 +518,7 @@ def test_a_budget_counts_residuals_and_buffers() -> None:
     """What `Agreement` adds to the engine's own, in the words of the plan."""
     gradients = cast(Any, object.__new__(Gradients))
     feedback = Feedback(dtype="int8")
-    feedback.reserve(6400, torch.device("cpu"))
+    feedback.reserve("w", 6400, torch.device("cpu"))
     tensors = Plan.of(_choose("3 bits"), [("w", torch.Size([80, 80]), 2)], 2)
     gradients.built = SimpleNamespace(feedback=feedback, groups=SimpleNamespace(local=1))
     gradients.plan = tensors

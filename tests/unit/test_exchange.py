@@ -27,7 +27,7 @@ from ds_ckpt.compression import (
     TopK,
 )
 from ds_ckpt.compression.quantize import BITS, BLOCKS
-from ds_ckpt.compression.storage import Stored
+from ds_ckpt.compression.storage import QuantizedTensor
 from ds_ckpt.compression.topk import SELECTIONS, VALUE_FORMATS
 from ds_ckpt.compression.wire import HEADER_BYTES
 from ds_ckpt.exchange import exchange
@@ -263,7 +263,7 @@ def test_a_world_of_one_returns_the_gradient_itself() -> None:
 
 def test_a_world_of_one_delivers_what_a_larger_one_left() -> None:
     world = World(1, lambda n, s: TopK(density=0.01))
-    world.feedbacks[0].load_stored({"w": Stored(torch.full((4,), 0.5))}, 0)
+    world.feedbacks[0].load_stored({"w": QuantizedTensor(torch.full((4,), 0.5))}, 0)
     for expected in (2.0 + 0.5 * 8, 2.0):
         ((shard,),) = world.reduce(["w"], [[torch.full((2, 2), 2.0)]], loss_scale=8.0)
         assert shard.tolist() == [expected] * 4
@@ -397,7 +397,7 @@ def test_the_owners_part_is_exact_and_leaves_no_residual(
 
 def test_a_residual_in_the_owners_part_is_delivered() -> None:
     world = World(2, lambda n, s: TopK(density=0.5, values="fp32", selection="exact"))
-    world.feedbacks[0].load_stored({"w": Stored(torch.tensor([1.0, 2.0, 0.0, 0.0]))}, 0)
+    world.feedbacks[0].load_stored({"w": QuantizedTensor(torch.tensor([1.0, 2.0, 0.0, 0.0]))}, 0)
     shards = world.reduce(["w"], [[torch.zeros(2, 2)], [torch.zeros(2, 2)]], loss_scale=4.0)
     assert shards[0][0].tolist() == [4.0, 8.0]
     world.commit()
