@@ -96,21 +96,23 @@ class Case:
     dtype: str = "bf16"
     worlds: tuple[int, ...] = (8,)
     layers: int | None = None
-    compile: bool = False
 
     @property
     def command(self) -> str:
         return f"python benchmarks/claims.py --measure {self.name}"
 
     def measure(self) -> dict[str, Any]:
-        """Steps by policy, what a process keeps by world size, what torch.compile saves."""
+        """Measure steps by policy, and what a rank keeps by world size."""
         import torch
 
-        from ds_ckpt.lab.estimate.compiled import compile_report
-        from ds_ckpt.lab.estimate.observe import built_fake, footprints
-        from ds_ckpt.lab.estimate.policies import ComparedPolicy, blocks_of
-        from ds_ckpt.lab.estimate.profiles import NONE
-        from ds_ckpt.lab.estimate.states import Parameters, estimate
+        from ds_ckpt.lab.estimate.memory import Parameters, estimate
+        from ds_ckpt.lab.estimate.profile import (
+            NONE,
+            ComparedPolicy,
+            blocks_of,
+            built_fake,
+            footprints,
+        )
         from ds_ckpt.lab.subject import Sizes, find_subject
 
         dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[self.dtype]
@@ -122,24 +124,11 @@ class Case:
         made = built_fake(subject, self.batch)
         blocks, _ = blocks_of(made.model, None)
         parameters = Parameters.of(made.model, blocks)
-        compiled = None
-        if self.compile:
-            report = compile_report(made, blocks, next(f for f in found if f.policy == "block"))
-            compiled = {
-                "graphs": report.graphs,
-                "captured_flops": report.captured_flops,
-                "flops": report.flops,
-                "eager_bytes": report.eager_held_bytes,
-                "compiled_bytes": report.min_cut_bytes,
-                "blocks": len(report.blocks),
-                "blocks_in_need": sum(block.needs_policy for block in report.blocks),
-            }
         return {
             "steps": {f.policy: asdict(_step(f)) for f in found},
             "states": {str(n): asdict(estimate(parameters, None, n)[0]) for n in self.worlds},
             "parameters": sum(parameters.counts),
             "width": parameters.hidden,
-            "compiled": compiled,
         }
 
 
@@ -164,12 +153,12 @@ def _step(found: Any) -> Step:
     phases = {name: getattr(found, name) for name in ("forward", "recompute", "backward")}
     return Step(
         saved_bytes=found.held_bytes,
-        peak_bytes=found.peak.live_bytes,
-        peak_in=found.peak.words(),
+        peak_bytes=found.peak_bytes,
+        peak_in=found.peak_in,
         flops={name: work.flops for name, work in phases.items()},
         launches={name: work.launches for name, work in phases.items()},
         moved_bytes={name: work.moved_bytes for name, work in phases.items()},
-        layer_bytes={part: blocks[1].part_bytes(part) for part in parts},
+        layer_bytes={part: blocks[1].parts[part] for part in parts},
         outside_bytes=sum(b.total_bytes for b in found.blocks if b.name == OUTSIDE),
         score_bytes=found.score_bytes,
         unstored_bytes=found.core_avoided_bytes,
@@ -182,14 +171,14 @@ class Measured:
     def __init__(self, case: Case, record: dict[str, Any]) -> None:
         self.case, self.record = case, record
         self.parameters: int = record["parameters"]
-        self.compiled: Any = _Names(record["compiled"] or {})
+        self.compiled: Any = _Names(record.get("compiled") or {})
 
     def __getitem__(self, policy: str) -> Step:
         return Step(**self.record["steps"][policy])
 
     def states(self, world: int) -> Any:
-        """What a process of so many keeps (`ds_ckpt.lab.estimate.profiles.States`)."""
-        from ds_ckpt.lab.estimate.profiles import States
+        """What a process of so many keeps (`ds_ckpt.lab.estimate.memory.States`)."""
+        from ds_ckpt.lab.estimate.memory import States
 
         return States(**self.record["states"][str(world)])
 

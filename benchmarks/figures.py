@@ -97,8 +97,8 @@ def measure_memory() -> dict[str, Any]:
     import torch
 
     from ds_ckpt.activation.planning.costs import flops_of
-    from ds_ckpt.lab.estimate.observe import Observation, built_fake, checkpointed, nothing_left
-    from ds_ckpt.lab.estimate.policies import ComparedPolicy, blocks_of
+    from ds_ckpt.activation.planning.trace import StepTrace
+    from ds_ckpt.lab.estimate.profile import ComparedPolicy, built_fake
     from ds_ckpt.lab.subject import Sizes, find_subject, run_forward
     from ds_ckpt.telemetry.units import GIB
 
@@ -108,7 +108,7 @@ def measure_memory() -> dict[str, Any]:
     for name, section in sections.items():
         course: list[tuple[float, float]] = []
 
-        class Course(Observation):
+        class Course(StepTrace):
             """With what is alive at each operator."""
 
             done = 0.0
@@ -126,14 +126,8 @@ def measure_memory() -> dict[str, Any]:
                 course.append((self.done, self.live_bytes))  # noqa: B023
 
         with made.entered():
-            seen = Course(made.model, blocks_of(made.model, None)[0])
-            policy = ComparedPolicy(name, section)
-            around = checkpointed(made.model, policy, seen.where.recomputing, seen.where.around)
-            with nothing_left(made.model, made.batch), around, seen:
-                with seen.saved:
-                    loss = run_forward(made.model, made.batch)
-                seen.where.backward()
-                loss.backward()
+            units = ComparedPolicy(name, section).units(made.model, made.batch, torch.device("cpu"))
+            Course(made.model).run(lambda: run_forward(made.model, made.batch), units)
         stretches: dict[int, tuple[float, float]] = {}
         for done, nbytes in course:
             place = int(POINTS * done / course[-1][0])

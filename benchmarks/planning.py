@@ -22,7 +22,7 @@ import torch
 
 from ds_ckpt.activation.planning.budget import Allowance, BudgetOf, Planner
 from ds_ckpt.activation.planning.costs import Rates
-from ds_ckpt.activation.planning.survey import simulate, survey
+from ds_ckpt.activation.planning.trace import simulate, survey
 from ds_ckpt.errors import UnsupportedError
 
 GIB = 2**30
@@ -75,7 +75,7 @@ def main() -> None:
             words = ", ".join(f"{n} x {w}" for w, n in Counter(plan.choices).most_common())
             print(
                 f"| {budget:g} | {of} | {plan.held_bytes / GIB:.3f} | {real.held_bytes / GIB:.3f} "
-                f"| {plan.needed_bytes / GIB:.3f} | {real.flops / none.flops:.3f} "
+                f"| {plan.needed_bytes / GIB:.3f} | {real.total().flops / none.total().flops:.3f} "
                 f"| {planned_s:.2f} | {words} |"
             )
 

@@ -64,15 +64,9 @@ def profile(
             help="Run steps on real tensors, or none. Default: where that is cheap.",
         ),
     ] = None,
-    compile_: Annotated[
-        bool, typer.Option("--compile", help="What torch.compile captures, and saves by itself.")
-    ] = False,
     repeats: Annotated[int, typer.Option(min=1, max=1000, help="Timed steps a policy.")] = 5,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write everything to this file.")
-    ] = None,
-    plot_file: Annotated[
-        Path | None, typer.Option("--plot", help="Draw it: a .png or .svg file.")
     ] = None,
 ) -> None:
     """What a model and batch cost: memory, recompute, launches, and what changes it.
@@ -86,16 +80,13 @@ def profile(
 
     from ds_ckpt.config import load_file
     from ds_ckpt.lab.estimate.profile import Options, make_profile
-    from ds_ckpt.lab.estimate.profile_report import document, picture
-    from ds_ckpt.lab.report import charts
+    from ds_ckpt.lab.estimate.profile_report import document
     from ds_ckpt.lab.subject import Sizes
     from ds_ckpt.telemetry.units import GIB
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     with errors_in_words():
         settings = load_file(config) if config is not None else None
-        if plot_file is not None:
-            charts.check_file(plot_file)
         options = Options(
             model,
             config=settings,
@@ -107,16 +98,14 @@ def profile(
             policies=names_of(policies),
             modules=names_of(modules) or None,
             real=real,
-            compile=compile_,
             limit_bytes=None if limit_gib is None else round(limit_gib * GIB),
             repeats=repeats,
         )
         each = 1 + (options.config is not None) + len(options.policies)
-        with progress(len(options.batches) * each + options.compile) as told:
-            found = make_profile(options, told)
+        with progress(len(options.batches) * each) as report:
+            found = make_profile(options, report)
         document(found).print(Console(soft_wrap=False))
         write(json_file, lambda path: path.write_text(found.to_json(), encoding="utf-8"))
-        write(plot_file, lambda path: charts.save(picture(found), path))
 
 
 def _counts(batch: int | None, batches: str) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import ds_ckpt
 from ds_ckpt.engine.gradients import shapes_of
 from ds_ckpt.exchange.layout import LocalShard, ShardLayout
-from ds_ckpt.lab.estimate.states import Parameters, estimate
+from ds_ckpt.lab.estimate.memory import Parameters, estimate
 from ds_ckpt.telemetry import Purpose
 from tests.distributed import cases_compression, models
 from tests.distributed.pool import fresh

@@ -20,10 +20,10 @@ from ds_ckpt.errors import ConfigError, UnsupportedError
 from ds_ckpt.lab.estimate import model as costs
 from ds_ckpt.lab.estimate import search as choices
 from ds_ckpt.lab.estimate.baselines import Zero1, best_zero1, zero1
+from ds_ckpt.lab.estimate.memory import estimate
 from ds_ckpt.lab.estimate.model import ACTIVATIONS, Model
 from ds_ckpt.lab.estimate.plan_report import would_change
 from ds_ckpt.lab.estimate.search import HPZ, NEEDED, ZERO3, Question, Search, deepspeed_file
-from ds_ckpt.lab.estimate.states import estimate
 from ds_ckpt.lab.estimate.ways import DENSE, RESIDENT, STOCK, Method, gradients, methods, weights
 from ds_ckpt.lab.hosts.hardware import HARDWARE, Hardware
 from ds_ckpt.lab.hosts.probe import Links, Pair
@@ -388,7 +388,7 @@ def test_json_has_the_whole_answer(tmp_path: Path) -> None:
 def test_a_function_that_cannot_be_told_how_many(tmp_path: Path) -> None:
     """Its batch is one micro-batch, and has no token ids: one of it a process without --batch."""
     path = tmp_path / "plan.json"
-    fixed = ["tests.unit.profile_models:fixed", "--modules=Mixer", f"--cluster={TEXT}"]
+    fixed = ["tests.unit.estimate_models:fixed", "--modules=Mixer", f"--cluster={TEXT}"]
     code, said = plan(*fixed, f"--output={path}")
     assert code == 0, said
     assert "12 sequences" in said
@@ -404,7 +404,7 @@ def test_a_function_that_cannot_be_told_how_many(tmp_path: Path) -> None:
 
 
 def test_a_function_that_can_be_told_must_be_told_where_nothing_counts_tokens() -> None:
-    stack = ["tests.unit.profile_models:stack", "--modules=Mixer", f"--cluster={TEXT}"]
+    stack = ["tests.unit.estimate_models:stack", "--modules=Mixer", f"--cluster={TEXT}"]
     code, said = plan(*stack)
     assert code == 1
     assert "--batch 32" in said

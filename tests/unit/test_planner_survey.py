@@ -15,7 +15,7 @@ from ds_ckpt.activation.blocks import block_of
 from ds_ckpt.activation.planning.budget import Allowance, Planner
 from ds_ckpt.activation.planning.candidates import Candidate, candidates_of
 from ds_ckpt.activation.planning.costs import Rates, measured_rates
-from ds_ckpt.activation.planning.survey import Survey, simulate, survey
+from ds_ckpt.activation.planning.trace import Survey, simulate, survey
 from ds_ckpt.errors import UnsupportedError
 from ds_ckpt.telemetry.memory import SavedActivations
 from ds_ckpt.telemetry.units import GIB
@@ -59,7 +59,7 @@ def test_every_candidate_holds_and_computes_what_is_measured(kind: str) -> None:
     ways = [candidates_of(found, i) for i in range(len(found.blocks))]
     none = simulate(model, (), data, [])
     assert none.held_bytes == found.saved_bytes
-    assert none.forward_flops == found.flops > 0
+    assert none.total("forward").flops == found.flops > 0
     assert len(ways[0]) >= 5
     for word in (c.word for c in ways[0]):
         chosen = [next((c for c in w if c.word == word), w[0]) for w in ways]
@@ -68,7 +68,7 @@ def test_every_candidate_holds_and_computes_what_is_measured(kind: str) -> None:
         assert sum(found.trace.sizes[s] for s in held) == _measured(model, data, units), word
         if word in ("block", "attention and mlp", "selective attention+qkvo"):
             step = simulate(model, (), data, units)
-            assert step.flops - none.flops == sum(c.flops for c in chosen), word
+            assert step.total().flops - none.total().flops == sum(c.flops for c in chosen), word
 
 
 def test_every_byte_belongs_to_a_block_or_to_the_outside() -> None:
@@ -207,7 +207,7 @@ def test_plans_keep_what_they_promise(offload: bool) -> None:
             assert all(b.offloaded_bytes > 0 for b in recomputed[:-1])
         whole = {b.held_bytes + b.offloaded_bytes for b in plan.blocks if b.word == "block"}
         assert len(whole) <= 1
-        assert step.flops == none.flops + plan.recompute_flops
+        assert step.total().flops == none.total().flops + plan.recompute_flops
     assert before == 0.0
 
 

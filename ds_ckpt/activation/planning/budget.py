@@ -25,7 +25,7 @@ from ds_ckpt.activation.planning.candidates import (
 )
 from ds_ckpt.activation.planning.costs import Rates
 from ds_ckpt.activation.planning.solve import Option, Room, least, need, search
-from ds_ckpt.activation.planning.survey import Survey, simulate, survey
+from ds_ckpt.activation.planning.trace import Survey, simulate, survey
 from ds_ckpt.activation.policies import Unit
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.telemetry.memory import Storage

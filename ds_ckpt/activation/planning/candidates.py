@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ds_ckpt.activation.planning.survey import (
+from ds_ckpt.activation.planning.trace import (
     NO_STORAGE,
     Call,
     Survey,

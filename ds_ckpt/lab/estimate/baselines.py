@@ -11,9 +11,8 @@ import functools
 import math
 from dataclasses import replace
 
-from ds_ckpt.lab.estimate.profiles import States
+from ds_ckpt.lab.estimate.memory import States, estimate
 from ds_ckpt.lab.estimate.search import Candidate, Question, Search, best_of
-from ds_ckpt.lab.estimate.states import estimate
 from ds_ckpt.lab.estimate.ways import STOCK, Method
 
 ZERO1 = "ZeRO-1"

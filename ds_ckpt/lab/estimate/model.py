@@ -26,13 +26,12 @@ from ds_ckpt.activation.planning.budget import (
 )
 from ds_ckpt.activation.planning.costs import Rates
 from ds_ckpt.activation.planning.fake import FakeModel
-from ds_ckpt.activation.planning.survey import Survey, survey
+from ds_ckpt.activation.planning.trace import Survey, survey
 from ds_ckpt.exchange.plan import Plan
 from ds_ckpt.exchange.rules import Choose, embeddings_of
-from ds_ckpt.lab.estimate.observe import built_fake
-from ds_ckpt.lab.estimate.policies import blocks_of
+from ds_ckpt.lab.estimate.memory import Parameters
+from ds_ckpt.lab.estimate.profile import blocks_of, built_fake
 from ds_ckpt.lab.estimate.simulate import Block
-from ds_ckpt.lab.estimate.states import Parameters
 from ds_ckpt.lab.subject import Sizes, arguments_of, find_subject, rows_of, tokens_of
 
 SURVEYED = 2

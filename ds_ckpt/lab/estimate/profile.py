@@ -1,51 +1,58 @@
-"""A whole profile: which steps are run, on what tensors, and what is put together of them."""
+"""Costs of a model and a batch under several policies.
+
+Memory, operators and FLOPs come from one traced step on fake tensors (`activation/planning`), times
+and the allocator's peak from steps on real ones. In timed steps nothing is traced, and policies
+take turns, so that a busy machine slows all of them alike.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import gc
+import itertools
+import json
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity
+from torch.utils._pytree import tree_map
 
+from ds_ckpt.activation import CheckpointedBlocks, find_blocks
+from ds_ckpt.activation.blocks import Block, repeated_classes
+from ds_ckpt.activation.planning.budget import AUTO_SHARE, Allowance, plan_within
+from ds_ckpt.activation.planning.costs import measured_rates
+from ds_ckpt.activation.planning.fake import FakeModel
+from ds_ckpt.activation.planning.trace import StepTrace, Work, gradients_dropped
+from ds_ckpt.activation.policies import Unit, make_plan, policies, policy_named
 from ds_ckpt.config import parse
+from ds_ckpt.config.activation import ActivationConfig, activation_policy
 from ds_ckpt.config.paths import lookup, precision
-from ds_ckpt.errors import ConfigError, UnsupportedError
-from ds_ckpt.lab.estimate.compiled import compile_report
-from ds_ckpt.lab.estimate.findings import Settings, attention_of, best_of, findings_of
-from ds_ckpt.lab.estimate.observe import (
-    Told,
-    built_fake,
-    built_real,
-    footprints,
-    out_of_memory,
-    real_bytes,
-    times_of,
-    too_big,
-)
-from ds_ckpt.lab.estimate.policies import (
-    ComparedPolicy,
-    blocks_of,
-    compared,
-    not_counted,
-    with_plan,
-)
-from ds_ckpt.lab.estimate.profiles import Compiled, Footprint, Profile, States
-from ds_ckpt.lab.estimate.states import Parameters, accumulation_of, estimate, keeps_resident
-from ds_ckpt.lab.subject import Sizes, find_subject
+from ds_ckpt.errors import ConfigError, DsCkptError, Problem, UnsupportedError
+from ds_ckpt.lab.estimate.memory import Parameters, States, estimate, keeps_resident
+from ds_ckpt.lab.subject import Sizes, Subject, arguments_of, find_subject, run_forward, tokens_of
 from ds_ckpt.telemetry.device import free_on
+from ds_ckpt.telemetry.memory import OUTSIDE, Phase, tensors_in
 from ds_ckpt.telemetry.units import GIB
-from ds_ckpt.zero3.resident import HOST_COPY, host_copy_bytes
+from ds_ckpt.zero3.resident import HOST_COPY, OPTIONAL, host_copy_bytes
 
+NONE = "none"
+"""Name of the step without a policy."""
+PARTS = ("attention", "mlp", "norm", "other")
+Report = Callable[[str], object]
 _MOST_FLOPS = {"cpu": 2e12, "cuda": 2e16}
-"""Of all timed steps together, where nobody asked for them: under a minute."""
+"""Limit of all timed steps together, unless --real asks for them: under a minute."""
 _SHARE_OF_MEMORY = 0.5
 
 
 @dataclass(frozen=True)
 class Options:
-    """Of the command line. `real` None: real steps too where they are cheap."""
+    """Options of the command. `real` None: real steps too if they are cheap."""
 
     model: str
     config: Mapping[str, Any] | None = None
@@ -57,12 +64,506 @@ class Options:
     policies: tuple[str, ...] = ("block", "attention", "mlp", "selective")
     modules: tuple[str, ...] | None = None
     real: bool | None = None
-    compile: bool = False
     limit_bytes: int | None = None
     repeats: int = 5
 
 
-def make_profile(options: Options, told: Told = lambda text: None) -> Profile:
+@dataclass(frozen=True)
+class BlockBytes:
+    """Saved activations of one block, by part.
+
+    A storage belongs to the module that saved it first. "checkpointed" is kept for a recompute.
+    """
+
+    name: str
+    class_name: str
+    parts: Mapping[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        """Add up the parts."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Times:
+    """Medians of interleaved real steps: no optimizer, no communication."""
+
+    device: str
+    repeats: int
+    forward_s: float
+    backward_s: float
+    """Recompute included."""
+    recompute_s: float
+
+    @property
+    def step_s(self) -> float:
+        """Add forward and backward."""
+        return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """One policy at one batch size: one forward and backward.
+
+    Attributes:
+        section: the activation section; None: no policy.
+        tokens: of one sequence; 1 if inputs are no sequences of tokens.
+        fake: the bytes come from fake tensors.
+        score_bytes: stored attention weights, of `held_bytes`.
+        core_avoided_bytes: attention weights that attention cores did not store.
+        real_peak_bytes: the allocator's, of a real step.
+    """
+
+    policy: str
+    section: Mapping[str, Any] | None
+    batch: int
+    tokens: int
+    fake: bool
+    held_bytes: int
+    blocks: tuple[BlockBytes, ...]
+    peak_bytes: int
+    peak_phase: Phase
+    peak_block: str
+    forward: Work
+    recompute: Work
+    backward: Work
+    score_bytes: int
+    core_avoided_bytes: int
+    times: Times | None = None
+    real_peak_bytes: int | None = None
+
+    @property
+    def step(self) -> Work:
+        """Add up the phases."""
+        return self.forward + self.recompute + self.backward
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens a second; None if no step was timed."""
+        return None if self.times is None else self.batch * self.tokens / self.times.step_s
+
+    @property
+    def peak_in(self) -> str:
+        """Describe the moment of the peak."""
+        if self.peak_block == OUTSIDE:
+            return f"{self.peak_phase} outside the blocks"
+        return f"{self.peak_phase} of {self.peak_block}"
+
+    def part_bytes(self, part: str) -> int:
+        """Add up one part over all blocks; "outside" is what lies beside them."""
+        if part == "outside":
+            return sum(b.total_bytes for b in self.blocks if b.name == OUTSIDE)
+        return sum(b.parts.get(part, 0) for b in self.blocks if b.name != OUTSIDE)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """All results of the command.
+
+    Attributes:
+        states: what ZeRO keeps.
+        footprints: every policy at every batch size.
+        not_measured: assumptions, and what could not be measured.
+        modules: class names or patterns of the blocks, if the configuration must name them.
+        resident_weights_bytes: what resident weights take of a rank beside hpZ's copy; None: not
+            known, or refused beside the other settings.
+        has_resident_weights: the configuration has them.
+        schema: changes when a field is renamed or removed.
+    """
+
+    model: str
+    class_name: str
+    dtype: str
+    states: States
+    footprints: tuple[Footprint, ...]
+    not_measured: tuple[str, ...]
+    modules: tuple[str, ...] | None = None
+    limit_bytes: int | None = None
+    resident_weights_bytes: int | None = None
+    has_resident_weights: bool = False
+    schema: int = 3
+
+    @property
+    def first(self) -> Footprint:
+        """The step without a policy, at the first batch."""
+        return next(found for found in self.footprints if found.policy == NONE)
+
+    @property
+    def at_first(self) -> list[Footprint]:
+        """Every policy at the first batch."""
+        return [f for f in self.footprints if f.batch == self.first.batch]
+
+    def total_bytes(self, footprint: Footprint) -> int:
+        """Peak of a rank: states and activations in the passes, or the optimizer's step."""
+        in_passes = self.states.resident_bytes + footprint.peak_bytes
+        return max(in_passes, self.states.step_bytes)
+
+    @property
+    def best(self) -> Footprint | None:
+        """The most tokens a second under the limit; if nothing was timed, the largest batch."""
+        limit = self.limit_bytes
+        fits = [f for f in self.footprints if limit is None or self.total_bytes(f) <= limit]
+        if timed := [f for f in fits if f.times is not None]:
+            return max(timed, key=lambda f: f.tokens_per_s or 0.0)
+        if limit is None or not fits:
+            return None
+        return max(fits, key=lambda f: (f.batch, -f.step.flops))
+
+    def to_json(self) -> str:
+        """Write all fields as JSON."""
+        return json.dumps(asdict(self), indent=2, allow_nan=False) + "\n"
+
+
+# The policies that are compared.
+
+_COMPARED: dict[str, dict[str, Any]] = {
+    " ".join([policy.name, *map(str, options.values())]): {"policy": policy.name, **options}
+    for policy in policies()
+    for options in policy.compared
+}
+
+
+@dataclass(frozen=True)
+class ComparedPolicy:
+    """A policy under a name.
+
+    Attributes:
+        section: the activation section that asks for it; None: no policy.
+        resident: bytes beside activations by what they are, for budgets of the accelerator.
+        limit_bytes: memory of the accelerator, if known.
+    """
+
+    name: str
+    section: dict[str, Any] | None
+    resident: Mapping[str, int] = field(default_factory=dict)
+    limit_bytes: int | None = None
+
+    def units(self, model: nn.Module, batch: Any, device: torch.device) -> list[Unit] | None:
+        """Return the recomputes on this model; None: no checkpointing.
+
+        Args:
+            model: real, or fake.
+            batch: likewise, with the values that are known.
+            device: for the rates that a budget weighs products against memory with.
+
+        Raises:
+            ConfigError: as in training, or "auto" has no limit here.
+            UnsupportedError: no plan fits, or the model cannot be measured.
+        """
+        if self.section is None:
+            return None
+        file = {"zero_optimization": {"stage": 3}, "ds_ckpt": {"activation": self.section}}
+        config = parse(file, source=self.name).activation
+        if not config.planned:
+            return make_plan(model, activation_policy(config))
+        args, kwargs = arguments_of(batch)
+        dtype = next((p.dtype for p in model.parameters() if p.numel()), torch.float32)
+        tokens = max((t.numel() for t in tensors_in(batch)), default=0)
+        plan = plan_within(
+            self._allowance(config),
+            model,
+            args,
+            kwargs,
+            rates=measured_rates(device, dtype),
+            tokens=tokens,
+            modules=config.modules,
+        )
+        return plan.units(model)
+
+    def _allowance(self, config: ActivationConfig) -> Allowance:
+        limit = self.limit_bytes if config.budget_gib is None else int(config.budget_gib * GIB)
+        if limit is None:
+            raise ConfigError(
+                Problem(
+                    where="--limit-gib",
+                    found="nothing",
+                    why='policy "auto" without budget_gib takes the memory of the accelerator, '
+                    "which a profile does not know",
+                    remedy="write --limit-gib, for example 80",
+                )
+            )
+        return Allowance(
+            limit,
+            config.budget_is_of,
+            self.resident if config.budget_is_of == "accelerator" else {},
+            config.offload,
+            config.offload_prefetch,
+            config.offload_min_bytes,
+            optional=OPTIONAL,
+            aim=AUTO_SHARE if config.policy == "auto" else 1.0,
+        )
+
+
+def compared(
+    names: Sequence[str], modules: Sequence[str] | None, configured: dict[str, Any] | None
+) -> list[ComparedPolicy]:
+    """List no policy first, then the configured one, then the named ones.
+
+    Args:
+        names: "none", which is always in it, and names of registered policies.
+        modules: of a plain model's blocks; they go into every section but those of parts.
+        configured: the activation section of the user's file.
+    """
+    known = (NONE, *_COMPARED)
+    if unknown := [n for n in names if n not in known]:
+        raise ConfigError(
+            Problem(
+                where="--policies",
+                found=", ".join(f'"{n}"' for n in unknown),
+                why="no policy has this name here",
+                remedy="write names of: " + ", ".join(known) + "; others go into --config",
+            ),
+            headline="the policies cannot be compared",
+        )
+    found = [ComparedPolicy(NONE, None)]
+    if configured is not None:
+        found.append(ComparedPolicy("configured", configured))
+    for name in names:
+        if name == NONE or _COMPARED[name] == configured:
+            continue
+        section = dict(_COMPARED[name])
+        if modules is not None:
+            policy = policy_named(section["policy"])
+            if policy is not None and policy.of_parts:  # its modules are the parts themselves
+                continue
+            section["modules"] = list(modules)
+        found.append(ComparedPolicy(name, section))
+    return found
+
+
+def blocks_of(
+    model: nn.Module, modules: Sequence[str] | None
+) -> tuple[list[Block], Sequence[str] | None]:
+    """Find the blocks, and the patterns that a configuration must name.
+
+    Blocks of a plain model are of the class that is repeated; a model may have none.
+    """
+    if modules is not None:
+        return find_blocks(model, modules), modules
+    try:
+        return find_blocks(model, None), None
+    except DsCkptError:
+        likely = repeated_classes(model)[:1]
+        return (find_blocks(model, likely), likely) if likely else ([], None)
+
+
+# Traced steps and real steps.
+
+
+def built_fake(subject: Subject, count: int) -> FakeModel:
+    """Build without memory; UnsupportedError if that is impossible."""
+    return FakeModel.build(subject.name, lambda: subject.build(count))
+
+
+def built_real(subject: Subject, count: int, device: torch.device) -> tuple[nn.Module, Any]:
+    """Build on the device; the same weights and inputs every time."""
+    cuda = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=cuda):
+        torch.manual_seed(0)
+        model, batch = subject.build(count)
+    return model.to(device), tree_map(lambda t: t.to(device) if hasattr(t, "to") else t, batch)
+
+
+def footprints(
+    subject: Subject,
+    count: int,
+    wanted: Sequence[ComparedPolicy],
+    modules: Sequence[str] | None,
+    device: torch.device | None = None,
+    report: Report = lambda text: None,
+) -> list[Footprint]:
+    """Trace one step of each policy at a batch of `count`.
+
+    Args:
+        subject: the model.
+        count: sequences.
+        wanted: the policies.
+        modules: of the model's blocks.
+        device: of real tensors; None: fake ones.
+        report: called before each.
+
+    Raises:
+        UnsupportedError: real tensors do not fit, or fake ones lack a value.
+    """
+    found = []
+    with out_of_memory(count):
+        entered: Callable[[], Any] = nullcontext
+        if device is None:
+            made = built_fake(subject, count)
+            model, batch, known, entered = made.model, made.batch, made.known_batch(), made.entered
+        else:
+            model, batch = built_real(subject, count, device)
+            known = batch
+        blocks = blocks_of(model, modules)[0]
+        for policy in wanted:
+            report(f"{policy.name}, batch {count}")
+            units = policy.units(model, known, device or torch.device("cpu"))
+            with entered():
+                trace = StepTrace(model, blocks).run(lambda: run_forward(model, batch), units)
+            _drop_gradients(batch)
+            found.append(_footprint(trace, policy, batch, count, blocks, fake=device is None))
+    return found
+
+
+def _footprint(
+    trace: StepTrace,
+    policy: ComparedPolicy,
+    batch: Any,
+    count: int,
+    blocks: Sequence[Block],
+    *,
+    fake: bool,
+) -> Footprint:
+    held = trace.held_by()
+    place = trace.peak_place
+    names = {b.name: type(b.module).__name__ for b in blocks}
+    return Footprint(
+        policy=policy.name,
+        section=policy.section,
+        batch=count,
+        tokens=tokens_of(batch),
+        fake=fake,
+        held_bytes=trace.held_bytes,
+        blocks=tuple(
+            BlockBytes(name, kind, {p: held[name, p] for p in (*PARTS, "checkpointed")})
+            for name, kind in {**names, OUTSIDE: ""}.items()
+        ),
+        peak_bytes=trace.peak_bytes,
+        peak_phase=place.phase if place else "forward",
+        peak_block=place.block if place else OUTSIDE,
+        forward=trace.total("forward"),
+        recompute=trace.total("recompute"),
+        backward=trace.total("backward"),
+        score_bytes=trace.score_bytes(),
+        core_avoided_bytes=trace.avoided_bytes,
+    )
+
+
+def _drop_gradients(batch: Any) -> None:
+    for leaf in tensors_in(batch):
+        leaf.grad = None
+
+
+def real_steps(
+    model: nn.Module,
+    batch: Any,
+    wanted: Mapping[str, Sequence[Unit] | None],
+    device: torch.device,
+    repeats: int,
+    report: Report = lambda text: None,
+) -> dict[str, tuple[int, Times]]:
+    """Return the allocator's peak of a step, and median times, by policy."""
+    taken: defaultdict[str, list[tuple[float, float, float]]] = defaultdict(list)
+    peaks = {}
+    for policy, units in wanted.items():
+        report(f"real bytes, {policy}")
+        peaks[policy] = _allocated(model, batch, units, device)
+    for repeat in range(repeats):
+        report(f"timed steps, {repeat + 1} of {repeats}")
+        for policy, units in wanted.items():
+            taken[policy].append(_timed_step(model, batch, units, device))
+    name = f"CPU, {torch.get_num_threads()} threads"
+    if device.type == "cuda":
+        name = str(torch.cuda.get_device_name(device))
+    medians = {p: map(statistics.median, zip(*steps, strict=True)) for p, steps in taken.items()}
+    return {policy: (peaks[policy], Times(name, repeats, *medians[policy])) for policy in wanted}
+
+
+@contextmanager
+def _checkpointed(
+    model: nn.Module, batch: Any, units: Sequence[Unit] | None, scope: Callable[[], Any]
+) -> Iterator[None]:
+    put = None if units is None else CheckpointedBlocks(model, scopes=(scope,), units=units)
+    try:
+        with gradients_dropped(model):
+            yield
+    finally:
+        if put is not None:
+            put.remove()
+        _drop_gradients(batch)
+
+
+def _allocated(
+    model: nn.Module, batch: Any, units: Sequence[Unit] | None, device: torch.device
+) -> int:
+    """Peak of the allocator above the memory that was allocated before the step."""
+    with _checkpointed(model, batch, units, nullcontext):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            before = torch.cuda.memory_allocated(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            run_forward(model, batch).backward()
+            torch.cuda.synchronize(device)
+            return int(torch.cuda.max_memory_allocated(device)) - before
+        cpu = [ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=cpu, profile_memory=True) as seen:
+            run_forward(model, batch).backward()
+    events = seen.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    return int(max(itertools.accumulate((nbytes for _, nbytes in changes), initial=0)))
+
+
+def _timed_step(
+    model: nn.Module, batch: Any, units: Sequence[Unit] | None, device: torch.device
+) -> tuple[float, float, float]:
+    """Seconds of the forward, of the backward, and of the recomputes in it."""
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    recompute_s = 0.0
+
+    @contextmanager
+    def recomputing() -> Iterator[None]:
+        nonlocal recompute_s
+        start_s = now()
+        try:
+            yield
+        finally:
+            recompute_s += now() - start_s
+
+    with _checkpointed(model, batch, units, recomputing):
+        start_s = now()
+        loss = run_forward(model, batch)
+        middle_s = now()
+        loss.backward()
+        end_s = now()
+    return middle_s - start_s, end_s - middle_s, recompute_s
+
+
+@contextmanager
+def out_of_memory(count: int) -> Iterator[None]:
+    """Turn the allocator's error into one with a remedy."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        exhausted = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if not exhausted and "not enough memory" not in text:
+            raise
+        gc.collect()
+        raise _too_big(count, text) from error
+
+
+def _too_big(count: int, found: str) -> UnsupportedError:
+    return UnsupportedError(
+        Problem(
+            where="--batch" if count == 1 else f"--batch or --batches, at {count}",
+            found=found,
+            why="a step on real tensors needs more memory than there is",
+            remedy="write a smaller batch or fewer --tokens, or use --fake, which allocates none",
+        ),
+        headline="the batch is too big for this machine",
+    )
+
+
+# The whole profile.
+
+
+def make_profile(options: Options, report: Report = lambda text: None) -> Profile:
     """Raises ConfigError and UnsupportedError, with remedies."""
     configured, missing = None, list[str]()
     if options.config is not None:
@@ -70,61 +571,47 @@ def make_profile(options: Options, told: Told = lambda text: None) -> Profile:
         section = lookup(options.config, ("ds_ckpt", "activation"))
         if activation.active:
             configured = dict(section) if section else {"policy": activation.policy}
-        missing = not_counted(activation)
+        missing = [
+            f"{key}: its tensors count as saved whole, in one rank"
+            for key in ("offload", "partition", "contiguous")
+            if getattr(activation, key)
+        ]
         options = replace(options, modules=options.modules or activation.modules)
     enabled = precision(options.config)
     if options.sizes.dtype is None and enabled == "auto":
-        missing.append('weights in 16 bits, where "auto" comes to that: name them with --dtype')
+        missing.append('weights in 16 bits, if "auto" comes to that: name them with --dtype')
     elif options.sizes.dtype is None and enabled is not None:
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[enabled]
         options = replace(options, sizes=replace(options.sizes, dtype=dtype))
-    told("building the model")
-    run = _Run(options, told)
+    report("building the model")
+    run = _Run(options, report)
     states, assumptions = estimate(run.parameters, options.config, options.world, options.hosts)
     beside = {"what ZeRO keeps": states.resident_bytes - states.host_copy_bytes}
     if states.host_copy_bytes:
         beside[HOST_COPY] = states.host_copy_bytes
-    policies = [
+    wanted = [
         replace(p, resident=beside, limit_bytes=options.limit_bytes)
         for p in compared(options.policies, run.modules, configured)
     ]
-    found = tuple(run.footprints(policies))
-    profile = Profile(
+    found = tuple(run.footprints(wanted))
+    return Profile(
         model=options.model,
         class_name=run.class_name,
         dtype=str(run.dtype).removeprefix("torch."),
-        attention=attention_of(found[0]),
         states=states,
         footprints=found,
-        findings=(),
-        not_measured=(),
-        limit_bytes=options.limit_bytes,
-        compiled=run.compile_report(found) if options.compile else None,
-    )
-    settings = Settings(
-        sections={p.name: p.section for p in policies},
-        sdpa=run.with_sdpa(found[0]),
-        trainable_count=sum(run.parameters.trainable),
-        modules=run.modules,
-        accumulation=accumulation_of(options.config),
-        resident=keeps_resident(options.config),
-        resident_bytes=_resident_bytes(run.parameters, states, options.config),
-    )
-    return replace(
-        profile,
-        findings=tuple(findings_of(profile, settings)),
         not_measured=(*assumptions, *missing, *run.not_measured),
-        best=best_of(profile),
+        modules=tuple(run.modules) if run.modules else None,
+        limit_bytes=options.limit_bytes,
+        resident_weights_bytes=_resident_weights(run.parameters, states, options.config),
+        has_resident_weights=keeps_resident(options.config),
     )
 
 
-def _resident_bytes(
+def _resident_weights(
     parameters: Parameters, states: States, config: Mapping[str, Any] | None
 ) -> int | None:
-    """What resident weights take of a process, beside what hpZ takes already.
-
-    None where there is one host, or nobody knows how many, or `config` is refused with them.
-    """
+    """Bytes that resident weights take of a rank beside hpZ's copy; see `Profile`."""
     world, hosts = states.world, states.hosts
     if keeps_resident(config) and hosts != 1:
         return states.host_copy_bytes
@@ -140,10 +627,10 @@ def _resident_bytes(
 
 
 class _Run:
-    """One model's steps, on fake tensors where it runs on them, and what could not be measured."""
+    """Steps of one model, and a list of what could not be measured."""
 
-    def __init__(self, options: Options, told: Told) -> None:
-        self._options, self._told = options, told
+    def __init__(self, options: Options, report: Report) -> None:
+        self._options, self._report = options, report
         self._subject = find_subject(options.model, options.sizes)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.not_measured: list[str] = []
@@ -166,9 +653,8 @@ class _Run:
         self.class_name = type(model).__name__
         self.dtype = next((p.dtype for p in model.parameters()), torch.float32)
 
-    def footprints(self, policies: Sequence[ComparedPolicy]) -> Iterator[Footprint]:
-        """Of every policy at every batch, with the bytes and times of real steps where they were
-        asked for or are cheap."""
+    def footprints(self, wanted: Sequence[ComparedPolicy]) -> Iterator[Footprint]:
+        """Trace every policy at every batch, and run real steps if asked for or cheap."""
         batches = tuple(dict.fromkeys(self._options.batches))
         if len(batches) > 1 and not self._subject.sized:
             name = self._subject.name
@@ -177,80 +663,49 @@ class _Run:
         if self._options.real is False:
             self.not_measured.append("times: --fake runs no step on real tensors")
         for count in batches:
-            found = self._observed(count, policies)
+            found = self._traced(count, wanted)
             real = self._options.real is not False and self._can_run(found)
-            yield from self._real_steps(count, found, policies) if real else found
+            yield from self._with_real(count, found, wanted) if real else found
 
-    def _observed(self, count: int, policies: Sequence[ComparedPolicy]) -> list[Footprint]:
-        """By fake tensors, or by real ones where those fail."""
-        where = (self._subject, count, policies, self.modules)
+    def _traced(self, count: int, wanted: Sequence[ComparedPolicy]) -> list[Footprint]:
+        """Trace fake tensors; if a value is missing and --real is given, real ones."""
+        where = (self._subject, count, wanted, self.modules)
         if self._fake:
             try:
-                return footprints(*where, told=self._told)
+                return footprints(*where, report=self._report)
             except UnsupportedError as error:
                 values = any("fake tensors" in p.why for p in error.problems)
                 if self._options.real is not True or not values:
                     raise
                 self._fake = False
                 self.not_measured.append(f"by fake tensors: {error.problems[0].found}")
-        return footprints(*where, self._device, self._told)
+        return footprints(*where, self._device, self._report)
 
     def _can_run(self, found: Sequence[Footprint]) -> bool:
-        """Whether real steps are run at this batch; UnsupportedError where they cannot be."""
         forced, weights, count = self._options.real is True, self.parameters, found[0].batch
         needed = 2 * sum(weights.counts) * weights.itemsize
-        needed += max(f.peak.live_bytes for f in found)
+        needed += max(f.peak_bytes for f in found)
         free = free_on(self._device)
-        flops = sum(f.flops for f in found) * (self._options.repeats + 3)
+        flops = sum(f.step.flops for f in found) * (self._options.repeats + 3)
         why = ""
         if needed > (1.0 if forced else _SHARE_OF_MEMORY) * free:
-            why = f"{needed / GIB:.2f} GiB where {free / GIB:.2f} GiB are free"
+            why = f"{needed / GIB:.2f} GiB, and {free / GIB:.2f} GiB are free"
             if forced:
-                raise too_big(count, why)
+                raise _too_big(count, why)
         elif not forced and flops > _MOST_FLOPS[self._device.type]:
-            why = f"{flops:.1e} FLOPs are too many to run unasked; ask with --real"
+            why = f"{flops:.1e} FLOPs are many; ask for them with --real"
         if why:
             self.not_measured.append(f"times at batch {count}: {why}")
         return not why
 
-    def _real_steps(
-        self, count: int, found: Sequence[Footprint], policies: Sequence[ComparedPolicy]
+    def _with_real(
+        self, count: int, found: Sequence[Footprint], wanted: Sequence[ComparedPolicy]
     ) -> Iterator[Footprint]:
         device = self._device
         with out_of_memory(count):
             model, batch = built_real(self._subject, count, device)
-            policies = [with_plan(policy, model, batch, device) for policy in policies]
-            self._told(f"batch {count}, real bytes")
-            real = [real_bytes(model, batch, policy, device) for policy in policies]
-            times = times_of(model, batch, policies, device, self._options.repeats, self._told)
-        for footprint, (held, peak) in zip(found, real, strict=True):
-            times_s = times[footprint.policy]
-            yield replace(footprint, real_held_bytes=held, real_peak_bytes=peak, times=times_s)
-
-    def compile_report(self, found: Sequence[Footprint]) -> Compiled | None:
-        """By fake tensors; None, with a word why, where the model has none."""
-        if not self._fake:
-            self.not_measured.append("torch.compile: the model does not run on fake tensors")
-            return None
-        self._told("torch.compile: capturing, cutting")
-        count = found[0].batch
-        made = built_fake(self._subject, count)
-        blocks, _ = blocks_of(made.model, self.modules)
-        kept = next((f for f in found if f.policy == "block"), found[0])
-        if blocks and kept.policy != "block":
-            policies = compared(("block",), self.modules, None)[1:]
-            (kept,) = footprints(self._subject, count, policies, self.modules)
-        return compile_report(made, blocks, kept)
-
-    def with_sdpa(self, first: Footprint) -> Footprint | None:
-        """The model's step with "sdpa", where its attention stores weights and could do without."""
-        if not first.score_bytes or not self._subject.can_sdpa or not self._fake:
-            return None
-        sizes = replace(self._options.sizes, dtype=self.dtype, attention="sdpa")
-        try:
-            other = find_subject(self._options.model, sizes)
-            policies = compared((), self.modules, None)
-            (footprint,) = footprints(other, first.batch, policies, self.modules)
-        except UnsupportedError:
-            return None
-        return footprint if footprint.score_bytes < first.score_bytes else None
+            units = {policy.name: policy.units(model, batch, device) for policy in wanted}
+            steps = real_steps(model, batch, units, device, self._options.repeats, self._report)
+        for footprint in found:
+            peak, times = steps[footprint.policy]
+            yield replace(footprint, real_peak_bytes=peak, times=times)

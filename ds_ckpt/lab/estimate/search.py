@@ -26,10 +26,9 @@ from ds_ckpt.activation.planning.budget import AUTO_SHARE, ActivationPlan
 from ds_ckpt.activation.planning.costs import Rates
 from ds_ckpt.config.verdicts import Loss
 from ds_ckpt.errors import ConfigError, Problem, UnsupportedError
+from ds_ckpt.lab.estimate.memory import DEFAULTS, States, estimate
 from ds_ckpt.lab.estimate.model import ACTIVATIONS, Model
-from ds_ckpt.lab.estimate.profiles import States
 from ds_ckpt.lab.estimate.simulate import Block, Gradients, Link, Machine, Step, Way, simulate
-from ds_ckpt.lab.estimate.states import DEFAULTS, estimate
 from ds_ckpt.lab.estimate.ways import (
     LOSSLESS_BITS,
     LOSSLESS_S,

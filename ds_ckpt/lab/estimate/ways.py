@@ -21,9 +21,9 @@ from ds_ckpt.config import parse
 from ds_ckpt.config.compression import exchange_settings
 from ds_ckpt.config.verdicts import Loss, VerdictRecord, allows, sections_on_record
 from ds_ckpt.exchange.build import ExchangeSettings
+from ds_ckpt.lab.estimate.memory import residuals_of
 from ds_ckpt.lab.estimate.model import Model
 from ds_ckpt.lab.estimate.simulate import Gradients, Machine, Weights
-from ds_ckpt.lab.estimate.states import residuals_of
 from ds_ckpt.telemetry.counters import sent_bytes
 from ds_ckpt.telemetry.memory import MemoryTracker, Operator
 

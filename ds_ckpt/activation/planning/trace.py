@@ -9,6 +9,7 @@ that is computed outside of the model's forward, and memory that kernels use ins
 from __future__ import annotations
 
 import functools
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,14 +18,37 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_ckpt.activation.blocks import Block, Part, attention_parts, find_blocks, gates, mlp_parts
+from ds_ckpt.activation.blocks import (
+    Block,
+    Part,
+    attention_parts,
+    find_blocks,
+    gates,
+    is_norm,
+    mlp_parts,
+)
 from ds_ckpt.activation.checkpoint import Arguments
 from ds_ckpt.activation.install import CheckpointedBlocks, without_empty_caches
-from ds_ckpt.activation.planning.costs import Rates, flops_of, moved_bytes
+from ds_ckpt.activation.planning.costs import (
+    Rates,
+    flops_of,
+    launches,
+    moved_bytes,
+    stored_attention,
+)
 from ds_ckpt.activation.planning.fake import fake_run, unknown_values_refused
 from ds_ckpt.activation.policies import Unit
 from ds_ckpt.activation.selective import is_view, writes_to
-from ds_ckpt.telemetry.memory import MemoryTracker, Operator, Storage, tensors_in
+from ds_ckpt.telemetry.memory import (
+    OUTSIDE,
+    MemoryTracker,
+    ModuleTracker,
+    Operator,
+    Phase,
+    Place,
+    Storage,
+    tensors_in,
+)
 
 NO_STORAGE = -1
 """Of a tensor that has none of its own (sparse), and of a weight that is saved."""
@@ -324,20 +348,152 @@ def not_plannable(running: Callable[[], str] = lambda: "") -> AbstractContextMan
 
 
 @dataclass(frozen=True)
-class SimulatedStep:
-    """One step.
+class Work:
+    """Operators of one phase of a step.
 
     Attributes:
-        held_bytes: saved activations, as `SavedActivations` counts.
-        forward_flops, flops: of products and attention cores: of the forward; of forward, recompute
-            and backward together.
-        peak_bytes: most bytes alive at once, beside weights and their gradients.
+        launches: operators that compute (views and allocations are left out): on an accelerator
+            each starts at least one kernel.
+        flops: of products, convolutions and attention cores.
+        moved_bytes: of all arguments and results.
     """
 
-    held_bytes: int
-    forward_flops: int
-    flops: int
-    peak_bytes: int
+    launches: int = 0
+    flops: int = 0
+    moved_bytes: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.launches + other.launches,
+            self.flops + other.flops,
+            self.moved_bytes + other.moved_bytes,
+        )
+
+
+class StepTrace(MemoryTracker):
+    """Bytes, operators and FLOPs of one forward and backward, by phase, block and part.
+
+    Args:
+        model: hooks are put on it, and taken off again.
+        blocks: by which bytes and operators are told apart; none: all is outside of blocks.
+
+    Attributes:
+        where: the phase, block and part that run.
+        work: by place.
+        avoided_bytes: of attention weights that attention cores did not store.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[Block] = ()) -> None:
+        self.where = ModuleTracker(
+            {b.name: b.module for b in blocks}, {b.name: list(_parts_of(b)) for b in blocks}
+        )
+        super().__init__(
+            model, place=lambda: self.where.place, operator=self._ran, noted=self._noted
+        )
+        self._model = model
+        self.work: defaultdict[Place, Work] = defaultdict(Work)
+        self.avoided_bytes = 0
+        self._scores: dict[Storage | None, int] = {None: 0}
+        """Elements of stored attention weights, their casts and dropout, by storage."""
+        self._savers: dict[Storage, Callable[[], Place]] = {}
+
+    def __enter__(self) -> StepTrace:
+        self.where.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.where.__exit__(*error)
+
+    def run(self, forward: Callable[[], Any], units: Sequence[Unit] | None) -> StepTrace:
+        """Run forward and backward, on tensors of any kind, and count what is alive at once.
+
+        The real checkpointing is on the model, so recompute, early stop and kept operators are
+        those of training. Counted are storages that live: what autograd saves, gradients that flow,
+        temporaries, and the gradient of the weight that is being computed (each is dropped when it
+        is there, as ZeRO reduces it away). Not counted: weights, what kernels use inside, and
+        fragmentation.
+
+        Args:
+            forward: runs the model's forward. Backward begins at the result's `loss`, else at every
+                tensor of it that needs a gradient.
+            units: recomputed; None: no checkpointing is put on the model.
+        """
+        put = None
+        if units is not None:
+            scopes, around = [self.where.recomputing], self.where.around
+            put = CheckpointedBlocks(self._model, scopes=scopes, units=units, around=around)
+        try:
+            with gradients_dropped(self._model), self:
+                with self.saved:
+                    result = forward()
+                self.where.backward()
+                loss = getattr(result, "loss", None)
+                leaves = tensors_in(loss if isinstance(loss, Tensor) else result)
+                roots = [t for t in leaves if t.requires_grad]
+                torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
+        finally:
+            if put is not None:
+                put.remove()
+        return self
+
+    def _ran(self, operator: Operator) -> None:
+        if not launches(operator):
+            return
+        place, flops = self.where.place, flops_of(operator)
+        self.work[place] += Work(1, flops, moved_bytes(operator))
+        if place.phase == "forward" and place.block != OUTSIDE:
+            stored, avoided = stored_attention(operator)
+            self.avoided_bytes += avoided
+            number = self.storages.number
+            given = (
+                0
+                if flops
+                else max((self._scores.get(number(t), 0) for t in operator.given), default=0)
+            )
+            elements = stored or given
+            if elements:
+                made = (t for t in operator.made if t.numel() == elements)
+                self._scores.update({number(t): elements for t in made})
+
+    def _noted(self, tensor: Tensor, storage: Storage | None) -> None:
+        if storage is not None:
+            self._savers.setdefault(storage, self.where.saver())
+
+    def total(self, *phases: Phase) -> Work:
+        """Add up the operators of some phases; without any, of the whole step."""
+        found = (w for place, w in self.work.items() if not phases or place.phase in phases)
+        return sum(found, Work())
+
+    @property
+    def held_bytes(self) -> int:
+        """Saved activations, as `SavedActivations` counts them."""
+        return self.saved.bytes
+
+    def held_by(self) -> Counter[tuple[str, str]]:
+        """Saved activations by block and part; a storage counts where it was saved first."""
+        found: Counter[tuple[str, str]] = Counter()
+        for storage, nbytes in self.saved.held.items():
+            place = self._savers[storage]()
+            found[place.block, place.part] += nbytes
+        return found
+
+    def score_bytes(self) -> int:
+        """Saved attention weights."""
+        return sum(nbytes for s, nbytes in self.saved.held.items() if s in self._scores)
+
+
+def _parts_of(block: Block) -> Iterator[tuple[str, nn.Module]]:
+    """Attention, MLP and norms of a block; a norm inside attention is a norm."""
+    for name, module in block.module.named_modules():
+        if name and is_norm(type(module).__name__):
+            yield "norm", module
+    for _, module in attention_parts(block.name, block.module):
+        yield "attention", module
+    for chain in mlp_parts(block.name, block.module):
+        for _, module in chain:
+            yield "mlp", module
 
 
 def simulate(
@@ -347,28 +503,12 @@ def simulate(
     units: Sequence[Unit],
     *,
     device: torch.device | None = None,
-) -> SimulatedStep:
-    """Forward and backward of a fake copy with `units` recomputed: what is alive at once.
-
-    The real checkpointing is on the copy, so recompute, early stop and kept operators are those of
-    training. Counted are storages that live: what autograd saves, gradients that flow, temporaries,
-    and the gradient of the weight that is being computed (each is dropped when it is there, as ZeRO
-    reduces it away). Not counted: weights, what kernels use inside, and fragmentation.
-
-    Backward begins at the result's `loss`, else at every tensor of it that needs a gradient.
-
-    Args:
-        units: over the modules of `model`; an empty list recomputes nothing.
+) -> StepTrace:
+    """Trace one step of a fake copy of the model; see `StepTrace.run`.
 
     Raises:
         UnsupportedError: see `survey`.
     """
-    flops = 0
-
-    def ran(operator: Operator) -> None:
-        nonlocal flops
-        flops += flops_of(operator)
-
     with fake_run(model, args, kwargs, device) as (twin, fake_args, fake_kwargs):
         parts = dict(twin.named_modules())
 
@@ -376,17 +516,8 @@ def simulate(
             return Block(block.name, parts[block.name], block.kind)
 
         put = [replace(unit, blocks=tuple(map(on_twin, unit.blocks))) for unit in units]
-        CheckpointedBlocks(twin, units=put)
-        tracker = MemoryTracker(twin, weights=list(twin.parameters()), operator=ran)
-        with not_plannable(), gradients_dropped(twin), tracker:
-            with tracker.saved:
-                result = twin(*fake_args, **fake_kwargs)
-            forward_flops = flops
-            loss = getattr(result, "loss", None)
-            leaves = tensors_in(loss if isinstance(loss, Tensor) else result)
-            roots = [t for t in leaves if t.requires_grad]
-            torch.autograd.backward(roots, [torch.empty_like(t) for t in roots])
-    return SimulatedStep(tracker.saved.bytes, forward_flops, flops, tracker.peak_bytes)
+        with not_plannable():
+            return StepTrace(twin).run(lambda: twin(*fake_args, **fake_kwargs), put)
 
 
 @contextmanager

@@ -1,10 +1,10 @@
-"""What a process keeps beside activations: weights, gradients, optimizer, buffers. Arithmetic only.
+"""Memory that a rank keeps beside activations: weights, gradients, optimizer, buffers.
 
-From the sizes of parameters and DeepSpeed's settings, as DeepSpeed 0.19 allocates them (its
+Arithmetic on sizes of parameters and DeepSpeed's settings, as DeepSpeed 0.19 allocates them (its
 `runtime/zero/stage3.py` and `partitioned_param_coordinator.py`): shards of `ceil(numel / world)`,
-32-bit master weights beside the optimizer's own state whatever the dtype, one reduce bucket that is
-allocated whole, and gathered weights as in `zero3.resident`. No engine is run, so this is
-an estimate; fragmentation and what NCCL takes are not in it.
+32-bit master weights beside the optimizer's own state, one reduce bucket that is allocated in full,
+and gathered weights as in `zero3.resident`. An engine that runs reads its tensors instead
+(`zero3.resident.resident_bytes`). Not counted: fragmentation, and NCCL's buffers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from ds_ckpt.config.paths import BF16, is_auto, lookup
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.rules import embeddings_of
-from ds_ckpt.lab.estimate.profiles import States
 from ds_ckpt.zero3.resident import gathered_elements, host_copy_bytes
 
 _STATE_BYTES = {
@@ -38,7 +37,7 @@ _STATE_BYTES = {
     "muon": 4,
     "sgd": 0,
 }
-"""Bytes an element of the optimizer's own state, in 32 bits; SGD's momentum is added."""
+"""32-bit bytes an element of the optimizer's own state; SGD's momentum is added."""
 DEFAULTS = {
     "reduce_bucket_size": 500_000_000,
     "stage3_prefetch_bucket_size": 50_000_000,
@@ -51,10 +50,10 @@ DEFAULTS = {
 
 @dataclass(frozen=True)
 class Parameters:
-    """Sizes that the arithmetic needs; elements.
+    """Sizes of a model's parameters, in elements.
 
     Attributes:
-        shapes: of what is trainable, by name.
+        shapes: of trainable parameters, by name.
         embeddings: names of embedding weights that no other layer shares.
     """
 
@@ -68,7 +67,7 @@ class Parameters:
 
     @classmethod
     def of(cls, model: nn.Module, blocks: Sequence[Block]) -> Parameters:
-        """Of a model that is not partitioned."""
+        """Read a model that is not partitioned."""
         parameters = list(model.parameters())
         of_blocks = [sum(p.numel() for p in b.module.parameters()) for b in blocks]
         in_blocks = {id(p) for b in blocks for p in b.module.parameters()}
@@ -88,22 +87,72 @@ class Parameters:
         )
 
 
+@dataclass(frozen=True)
+class States:
+    """Bytes that one rank keeps beside activations.
+
+    Attributes:
+        assumed: no configuration was given: ZeRO stage 3 with AdamW.
+        gathered_bytes: weights gathered at a time, at most.
+        communication_bytes: the reduce bucket, and the copy that its reduction sends.
+        reduce_bucket_bytes: of them the bucket.
+        trainable_bytes: gradients of one rank before they are sharded.
+        temporary_bytes: 32-bit gradients in the optimizer's step, and the piece they are cast from.
+        host_bytes: in host memory; not part of the other fields.
+        hosts: with equally many ranks each; None: not known.
+        host_copy_bytes: this rank's part of the copy of the weights that resident weights or hpZ
+            keep on its node.
+        residual_bytes: of gradient compression.
+    """
+
+    world: int
+    zero_stage: int
+    assumed: bool
+    parameters_count: int
+    parameters_bytes: int
+    gathered_bytes: int
+    gradients_bytes: int
+    optimizer: str
+    optimizer_bytes: int
+    communication_bytes: int
+    reduce_bucket_bytes: int
+    trainable_bytes: int
+    temporary_bytes: int
+    host_bytes: int
+    hosts: int | None = None
+    host_copy_bytes: int = 0
+    residual_bytes: int = 0
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes on the accelerator during forward and backward."""
+        kept = self.parameters_bytes + self.host_copy_bytes + self.gathered_bytes
+        kept += self.gradients_bytes + self.optimizer_bytes + self.residual_bytes
+        return kept + self.communication_bytes
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes on the accelerator in the optimizer's step, without gathered weights."""
+        copied = self.communication_bytes - self.reduce_bucket_bytes
+        return self.resident_bytes - self.gathered_bytes - copied + self.temporary_bytes
+
+
 def estimate(
     parameters: Parameters,
     config: Mapping[str, Any] | None,
     world: int,
     hosts: int | None = None,
 ) -> tuple[States, tuple[str, ...]]:
-    """The states, and what was assumed where the configuration does not say.
+    """Return the states, and the assumptions where the configuration is silent.
 
     Args:
         parameters: of the model.
         config: the DeepSpeed JSON; None: ZeRO stage 3, AdamW.
-        world: processes that share the model.
-        hosts: that they are on, equally many on each; None: not known.
+        world: ranks that share the model.
+        hosts: nodes with equally many ranks; None: not known.
 
     Raises:
-        ConfigError: the processes cannot be divided so.
+        ConfigError: the ranks cannot be divided so.
     """
     notes: list[str] = []
     zero = lookup(config, ("zero_optimization",)) or {}
@@ -151,7 +200,9 @@ def estimate(
     host = residual_bytes if on_host else 0
     if _to_host(zero, "offload_optimizer"):
         groups = max(1, math.ceil(sharded / max(1, group)))
-        stays = int((1 - _ratio(zero)) * groups) / groups
+        ratio = lookup(zero, ("offload_optimizer", "ratio"))
+        moved = float(ratio) if isinstance(ratio, int | float) else 1.0
+        stays = int((1 - moved) * groups) / groups
         host += gradients_bytes + round((1 - stays) * (optimizer_bytes + master_bytes * sharded))
         optimizer_bytes = round(stays * optimizer_bytes)
         gradients_bytes = round(stays * master_bytes * sharded)  # in 32 bits, for good
@@ -182,43 +233,41 @@ def estimate(
 
 
 def keeps_resident(config: Mapping[str, Any] | None) -> bool:
-    """Whether the DeepSpeed JSON asks for resident weights."""
+    """Return whether the DeepSpeed JSON asks for resident weights."""
     return lookup(config, ("ds_ckpt", "weights", "resident")) in (True, "auto")
 
 
 def _hosts(
     config: Mapping[str, Any] | None, world: int, hosts: int | None, notes: list[str]
 ) -> tuple[int | None, int]:
-    """Hosts, as far as they are known, and how many processes divide a host's copy; 0: none is."""
+    """Nodes, if known, and the ranks that divide a node's copy of the weights; 0: there is none."""
     if hosts is not None and world % hosts:
-        why = f"--world has {world} processes, and every host has equally many"
+        why = f"--world has {world} ranks, and every host has equally many"
         raise _not_divided("--hosts", hosts, why, f"write a divisor of {world}")
     where = "$.zero_optimization.zero_hpz_partition_size"
     resident = keeps_resident(config)
     hpz = max(1, min(_whole(lookup(config, where.split(".")[1:]), 1), world))
     if world % hpz:
-        why = f"--world has {world} processes, which DeepSpeed cannot divide so"
+        why = f"--world has {world} ranks, which DeepSpeed cannot divide so"
         raise _not_divided(where, hpz, why, f"write a divisor of {world}")
     if hosts is None and hpz > 1:
         hosts = world // hpz
-        notes.append(f"hosts: {hosts}, as zero_hpz_partition_size is {hpz} of {world} processes")
+        notes.append(f"hosts: {hosts}, as zero_hpz_partition_size is {hpz} of {world} ranks")
     hosts = 1 if world == 1 else hosts
     if resident and hosts is None:
         notes.append(
-            f"hosts: how many the {world} processes are on (--hosts); a copy of the weights for "
-            "each process is counted, the most that resident weights can take"
+            f"hosts: the number is not known (--hosts); a copy of the weights for each of {world} "
+            "ranks is counted, the most that resident weights can take"
         )
         return None, 1
     if resident and hosts is not None and hosts > 1:
         per_host = world // hosts
         if hpz not in (1, per_host):
-            why = f"resident weights are divided among the {per_host} processes of a host"
+            why = f"resident weights are divided among the {per_host} ranks of a host"
             raise _not_divided(where, hpz, why, f"write {per_host} or remove the key")
         return hosts, per_host
     if resident:
-        notes.append(
-            "resident weights: nothing, as all processes share one host (--world, --hosts)"
-        )
+        notes.append("resident weights: nothing, as all ranks share one host (--world, --hosts)")
     return hosts, hpz if hpz > 1 else 0
 
 
@@ -231,12 +280,8 @@ def _residuals(
         return 0, False
     file = {"zero_optimization": {"stage": 3}, "ds_ckpt": {"compression": section}}
     settings = exchange_settings(parse(file).compression)
-    return residuals_of(parameters, settings, accumulation_of(config), world, hosts)
-
-
-def accumulation_of(config: Mapping[str, Any] | None) -> int:
-    """Micro-steps of a step."""
-    return _whole(lookup(config, ("gradient_accumulation_steps",)), 1)
+    accumulation = _whole(lookup(config, ("gradient_accumulation_steps",)), 1)
+    return residuals_of(parameters, settings, accumulation, world, hosts)
 
 
 def residuals_of(
@@ -246,17 +291,12 @@ def residuals_of(
     world: int,
     hosts: int | None,
 ) -> tuple[int, bool]:
-    """What one process keeps of gradients that did not travel yet, with the copy that a skipped
-    step falls back on: bytes, and whether they are in host memory.
-
-    Args:
-        accumulation: micro-steps of a step.
-    """
+    """Bytes of one rank's residuals with their rollback copy, and whether in host memory."""
     holds = settings.holds_back(accumulation)
     feedback = settings.residuals(0, holds=holds)
     if feedback is None:
         return 0, False
-    # of two levels, the processes of a host divide them
+    # with two levels, the ranks of a node divide them
     local = world // hosts if settings.levels != 1 and hosts and 1 < hosts < world else 1
     choose = settings.choose(parameters.embeddings, local)
     kept = [s.numel() for n, s in parameters.shapes if holds or choose(n, s) is not None]
@@ -268,7 +308,7 @@ def residuals_of(
 
 def _not_divided(where: str, found: int, why: str, remedy: str) -> ConfigError:
     return ConfigError(
-        Problem(where, str(found), why, remedy), headline="the processes cannot be divided so"
+        Problem(where, str(found), why, remedy), headline="the ranks cannot be divided so"
     )
 
 
@@ -311,20 +351,14 @@ def _to_host(zero: Mapping[str, Any], key: str) -> bool:
     return lookup(zero, (key, "device")) in ("cpu", "nvme") or zero.get(former[key]) is True
 
 
-def _ratio(zero: Mapping[str, Any]) -> float:
-    """Of the optimizer's sub-groups, those that go to host memory."""
-    value = lookup(zero, ("offload_optimizer", "ratio"))
-    return float(value) if isinstance(value, int | float) else 1.0
-
-
 def _halved(config: Mapping[str, Any] | None, what: str) -> bool:
-    """Whether 16 bits are kept of what is in 32 otherwise."""
+    """Whether this is kept in 16 bits instead of 32."""
     places = [("fp16", f"fp16_{what}"), *((key, f"bf16_{what}") for key in BF16)]
     return any(lookup(config, place) is True for place in places)
 
 
 def _gradient_bytes(config: Mapping[str, Any] | None, item: int) -> int:
-    """Of an element of the sharded gradients."""
+    """Bytes an element of the sharded gradients."""
     named = lookup(config, ("data_types", "grad_accum_dtype"))
     if named is None or is_auto(named):
         return item

@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 from ds_ckpt.errors import ConfigError
-from ds_ckpt.lab.estimate.policies import blocks_of
-from ds_ckpt.lab.estimate.profiles import States
-from ds_ckpt.lab.estimate.states import Parameters, estimate
-from tests.unit.profile_models import Mixer, Stack
+from ds_ckpt.lab.estimate.memory import Parameters, States, estimate
+from ds_ckpt.lab.estimate.profile import blocks_of
+from tests.unit.estimate_models import Mixer, Stack
 
 SIZES = Parameters(
     counts=(1_000_001, 500, 2_000_000),
@@ -138,9 +137,9 @@ def _divided(zero: dict[str, Any], world: int, hosts: int | None, **rest: Any) -
     [
         ({}, RESIDENT, 8, 2, 2, 2, ""),
         ({}, RESIDENT, 8, 8, 8, 8, ""),
-        ({}, RESIDENT, 8, None, 8, None, "how many the 8 processes are on (--hosts)"),
-        ({}, RESIDENT, 8, 1, 0, 1, "all processes share one host"),
-        ({}, RESIDENT, 1, None, 0, 1, "all processes share one host"),
+        ({}, RESIDENT, 8, None, 8, None, "the number is not known (--hosts)"),
+        ({}, RESIDENT, 8, 1, 0, 1, "all ranks share one host"),
+        ({}, RESIDENT, 1, None, 0, 1, "all ranks share one host"),
         (HPZ, RESIDENT, 8, None, 4, 4, "hosts: 4, as zero_hpz_partition_size is 2"),
         (HPZ, {}, 8, None, 4, 4, "hosts: 4, as zero_hpz_partition_size is 2"),
         (HPZ, {}, 8, 2, 4, 2, ""),
@@ -173,15 +172,15 @@ def test_hpz_beside_offloaded_weights_is_in_host_memory() -> None:
 @pytest.mark.parametrize(
     ("zero", "rest", "hosts", "where", "words"),
     [
-        ({}, {}, 3, "--hosts", "8 processes, and every host has equally many"),
+        ({}, {}, 3, "--hosts", "8 ranks, and every host has equally many"),
         ({"zero_hpz_partition_size": 3}, {}, None, "zero_hpz", "which DeepSpeed cannot divide so"),
-        (HPZ, RESIDENT, 2, "zero_hpz", "among the 4 processes of a host"),
+        (HPZ, RESIDENT, 2, "zero_hpz", "among the 4 ranks of a host"),
     ],
 )
 def test_processes_that_cannot_be_divided_so(
     zero: Any, rest: Any, hosts: int | None, where: str, words: str
 ) -> None:
-    with pytest.raises(ConfigError, match="the processes cannot be divided so") as caught:
+    with pytest.raises(ConfigError, match="the ranks cannot be divided so") as caught:
         _divided(zero, 8, hosts, **rest)
     (problem,) = caught.value.problems
     assert where in problem.where
