@@ -1,4 +1,4 @@
-"""The command `ds-ckpt`: one thin file a command, put together in `main`."""
+"""The command `ds-ckpt`: one thin file a command, assembled in `main`."""
 
 from ds_ckpt.cli.main import EXAMPLES, app
 

@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from ds_ckpt.cli.hosts import errors_in_words
+from ds_ckpt.cli.common import exit_on_error
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.lab.hosts.backends import Backend, Loopback
 from ds_ckpt.lab.hosts.emulated import EmulatedHosts, missing
@@ -130,7 +130,7 @@ def main(
     console = Console()
     folder = output or Path("runs") / datetime.now(timezone.utc).strftime("demo-%Y%m%d-%H%M%S")
     try:
-        with errors_in_words():
+        with exit_on_error():
             reasons = ["--loopback was given"] if on_loopback else missing()
             if Loopback(PROCESSES, gpus=True).on_gpus():
                 reasons = ["GPUs are used where they are"]

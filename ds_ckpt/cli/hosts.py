@@ -6,34 +6,29 @@ Heavy imports stay inside the commands.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from ds_ckpt.cli.common import (
+    exit_on_error,
+    file_option,
+    given_options,
+    parse_rate,
+    progress,
+    write_output,
+)
 from ds_ckpt.lab.hosts import Launcher
 
 hosts = typer.Typer(
     help="Hosts emulated on this machine (Linux, root): run a command on them, clear up.",
     no_args_is_help=True,
 )
-_UNITS = {"kbit": 1e-3, "mbit": 1.0, "gbit": 1e3}
 _Count = Annotated[int, typer.Option("--hosts", min=1, max=200, help="How many.")]
 _Rate = Annotated[
     str, typer.Option(help="Of each link in each direction: 200mbit, 1gbit, or unlimited.")
 ]
-
-
-def a_file(words: str) -> Any:
-    """An option for a file that is there."""
-    return typer.Option(help=words, exists=True, dir_okay=False, readable=True)
-
-
-def given_to(context: typer.Context) -> set[str]:
-    """Parameters that the user wrote."""
-    sources = {name: context.get_parameter_source(name) for name in context.params}
-    return {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
 
 
 def run(
@@ -54,7 +49,7 @@ def run(
     from ds_ckpt.lab.hosts.emulated import EmulatedHosts
     from ds_ckpt.lab.hosts.launcher import run_in_foreground, signals_as_exit
 
-    with errors_in_words(), signals_as_exit():
+    with exit_on_error(), signals_as_exit():
         with EmulatedHosts(count, rate_mbit=rate_mbit, slots=slots, launcher=launcher) as emulated:
             names = ", ".join(f"{host.name} ({host.address})" for host in emulated.hosts)
             typer.echo(f"{emulated.folder.name}: {names}; {_described(rate_mbit)}", err=True)
@@ -73,7 +68,7 @@ def list_sets(
 
     rows: list[dict[str, Any]] = []
     lines = []
-    with errors_in_words():
+    with exit_on_error():
         for one in all_sets():
             living = [process.pid for process in one.processes if process.alive]
             row = {"name": one.name, "hosts": one.count, "rate_mbit": one.rate_mbit}
@@ -97,7 +92,7 @@ def down(
     """Clear away what a killed run has left: processes, namespaces, links and folders."""
     from ds_ckpt.lab.hosts.records import take_down
 
-    with errors_in_words():
+    with exit_on_error():
         downed, left = take_down(names or (), living=everything)
     typer.echo(f"taken down: {', '.join(downed) or 'nothing'}")
     if left:
@@ -107,7 +102,7 @@ def down(
 def probe(
     context: typer.Context,
     hostfile: Annotated[
-        Path | None, a_file("Real machines; without it hosts are emulated.")
+        Path | None, file_option("Real machines; without it hosts are emulated.")
     ] = None,
     count: _Count = 2,
     rate: _Rate = "200mbit",
@@ -124,12 +119,12 @@ def probe(
 
     rate_mbit = parse_rate(rate)
     shaping = {"--hosts": "count", "--rate": "rate"} if hostfile is not None else {}
-    if found := [option for option, name in shaping.items() if name in given_to(context)]:
+    if found := [option for option, name in shaping.items() if name in given_options(context)]:
         raise typer.BadParameter(
             f"{', '.join(found)} would change nothing, for machines of a hostfile are as they are: "
             "leave out"
         )
-    with errors_in_words(), signals_as_exit():
+    with exit_on_error(), signals_as_exit():
         with contextlib.ExitStack() as stack:
             where: Hostfile | EmulatedHosts
             if hostfile is not None:
@@ -149,76 +144,8 @@ def probe(
             f"{8e-6 * pair.both_forward_bytes_per_s:.1f} and "
             f"{8e-6 * pair.both_backward_bytes_per_s:.1f} at once"
         )
-    write(output, links.save)
-
-
-def parse_rate(text: str) -> float | None:
-    """`200mbit`, `1gbit` in Mbit/s; `unlimited` is None. Raises typer.BadParameter."""
-    word = text.strip().lower()
-    if word in ("unlimited", "none"):
-        return None
-    for unit, factor in _UNITS.items():
-        if word.endswith(unit):
-            with contextlib.suppress(ValueError):
-                rate = float(word.removesuffix(unit)) * factor
-                if 0.1 <= rate <= 1e6:
-                    return rate
-    raise typer.BadParameter(
-        f"{text!r} is no rate from 100kbit to 1000gbit: write 200mbit, 1.5gbit or unlimited"
-    )
+    write_output(output, links.save)
 
 
 def _described(rate_mbit: float | None) -> str:
     return "links not shaped" if rate_mbit is None else f"links of {rate_mbit:g} Mbit/s"
-
-
-def names_of(listed: str) -> tuple[str, ...]:
-    """`a, b` as names."""
-    return tuple(filter(None, (word.strip() for word in listed.split(","))))
-
-
-@contextlib.contextmanager
-def errors_in_words() -> Iterator[None]:
-    from ds_ckpt.errors import DsCkptError
-
-    try:
-        yield
-    except DsCkptError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from None
-
-
-@contextlib.contextmanager
-def progress(steps: int) -> Iterator[Callable[[str], None]]:
-    """What to call with each step that begins: a bar on a terminal, else nothing is shown.
-
-    Steps are of about equal length, which the time left is reckoned from.
-    """
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = BarColumn(20), TimeRemainingColumn(compact=True), TextColumn("{task.description}")
-    console = Console(stderr=True)
-    hidden = not console.is_terminal
-    with Progress(*columns, console=console, disable=hidden, transient=True) as bar:
-        task = bar.add_task("", total=1 + steps)
-        done = -1
-
-        def told(text: str) -> None:
-            nonlocal done
-            done += 1
-            bar.update(task, description=text, completed=min(done, steps))
-
-        yield told
-
-
-def write(path: Path | None, to: Callable[[Path], object]) -> None:
-    """What a command leaves where the user has named a file. Exits with words where it cannot."""
-    if path is None:
-        return
-    try:
-        to(path)
-    except OSError as error:
-        typer.echo(f"{path} cannot be written: {error.strerror or error}", err=True)
-        raise typer.Exit(1) from None
-    typer.echo(f"wrote {path}", err=True)  # stdout may be read by a program

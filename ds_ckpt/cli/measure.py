@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ds_ckpt.cli.hosts import a_file, errors_in_words, given_to, names_of
+from ds_ckpt.cli.common import exit_on_error, file_option, given_options, split_names
 from ds_ckpt.lab.hosts import Launcher
 
 if TYPE_CHECKING:
@@ -21,7 +21,9 @@ def measure(
     output: Annotated[
         Path, typer.Option("--output", "-o", help="The run's folder. One that was stopped goes on.")
     ],
-    hostfile: Annotated[Path | None, a_file("Real machines, one `name slots=N` a line.")] = None,
+    hostfile: Annotated[
+        Path | None, file_option("Real machines, one `name slots=N` a line.")
+    ] = None,
     on_loopback: Annotated[
         bool, typer.Option("--loopback", help="This machine alone; the link is not shaped.")
     ] = False,
@@ -35,10 +37,10 @@ def measure(
         str | None, typer.Option(help='"4 nodes x 8 A100, 100 Gbit/s, llama-7b" sets the rate.')
     ] = None,
     hardware: Annotated[
-        Path | None, a_file("Figures for --like; a copy of hardware.json to edit.")
+        Path | None, file_option("Figures for --like; a copy of hardware.json to edit.")
     ] = None,
     links: Annotated[
-        Path | None, a_file("For --like: the rate from a file of `ds-ckpt probe`.")
+        Path | None, file_option("For --like: the rate from a file of `ds-ckpt probe`.")
     ] = None,
     policies: Annotated[
         str, typer.Option(help="Of checkpointing: names, `none` among them, or DeepSpeed files.")
@@ -73,7 +75,7 @@ def measure(
     ] = None,
     deepspeed: Annotated[
         Path | None,
-        a_file("DeepSpeed JSON of all configurations: optimizer, precision, ZeRO, batch."),
+        file_option("DeepSpeed JSON of all configurations: optimizer, precision, ZeRO, batch."),
     ] = None,
     shape: Annotated[
         str, typer.Option(help="Of the Llama: hidden_size=256,layers=6,intermediate_size=688.")
@@ -89,7 +91,7 @@ def measure(
     equal_memory: Annotated[
         bool, typer.Option(help="Also the batch that checkpointing leaves memory for.")
     ] = True,
-    text: Annotated[Path | None, a_file("Train on it, not on Python's texts.")] = None,
+    text: Annotated[Path | None, file_option("Train on it, not on Python's texts.")] = None,
     seed: Annotated[int, typer.Option(help="Of weights and data.")] = 1,
     launcher: Annotated[Launcher, typer.Option(help="For deepspeed.")] = "pdsh",
     interface: Annotated[
@@ -119,7 +121,7 @@ def measure(
     from ds_ckpt.lab.measure.spec import Spec, Where, check
 
     console = Console()
-    given = given_to(context)
+    given = given_options(context)
 
     def unused(*names: str, why: str) -> None:
         spelt = {"on_loopback": "loopback"}
@@ -128,7 +130,7 @@ def measure(
             said = f"{', '.join(found)} would change nothing, for {why}: leave out"
             raise typer.BadParameter(said)
 
-    with errors_in_words():
+    with exit_on_error():
         chosen, sections = arguments.sections_of(
             activation=policies, compression=methods, weights=weights
         )
@@ -168,7 +170,7 @@ def measure(
             policies=chosen["activation"],
             methods=chosen["compression"],
             weights=chosen["weights"],
-            rivals=names_of(rivals),
+            rivals=split_names(rivals),
             sections=sections,
             rates=chosen_rates or ((200.0,) if where == "emulated" else (None,)),
             batches=arguments.batches_of(batches),
@@ -215,7 +217,7 @@ def report(
     from rich.console import Console
 
     console = Console()
-    with errors_in_words():
+    with exit_on_error():
         _write_report(folder, console)
         if against is None:
             return

@@ -10,7 +10,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from ds_ckpt.cli.hosts import names_of, parse_rate
+from ds_ckpt.cli.common import parse_rate, split_names
 from ds_ckpt.config import load_file, parse
 from ds_ckpt.config.paths import BF16, is_auto, join, lookup, show
 from ds_ckpt.errors import ConfigError, Problem
@@ -69,7 +69,7 @@ def sections_of(**listed: str) -> tuple[dict[str, tuple[str, ...]], dict[str, di
         return name
 
     chosen = {
-        section: tuple(name_of(word, section) for word in names_of(words))
+        section: tuple(name_of(word, section) for word in split_names(words))
         for section, words in listed.items()
     }
     if problems:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ds_ckpt.cli.hosts import a_file, errors_in_words, names_of, progress, write
+from ds_ckpt.cli.common import exit_on_error, file_option, progress, split_names, write_output
 
 DEFAULT_TOKENS = 1 << 20
 """Of a step: what is tried where nobody says how large a batch may be."""
@@ -30,13 +30,15 @@ def plan(
         typer.Option(help='"4 nodes x 8 A100 80 GB, 100 Gbit/s"; a latency may follow: ", 50 us".'),
     ] = None,
     hostfile: Annotated[
-        Path | None, a_file("In the place of --cluster; with --device and --links.")
+        Path | None, file_option("In the place of --cluster; with --device and --links.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="The hostfile's accelerators: A100.")] = None,
     links: Annotated[
-        Path | None, a_file("Rate and latency from a file of `ds-ckpt probe`, measured.")
+        Path | None, file_option("Rate and latency from a file of `ds-ckpt probe`, measured.")
     ] = None,
-    hardware: Annotated[Path | None, a_file("Figures; a copy of hardware.json to edit.")] = None,
+    hardware: Annotated[
+        Path | None, file_option("Figures; a copy of hardware.json to edit.")
+    ] = None,
     loss: Annotated[
         str,
         typer.Option(help="What verdicts must say of compressed gradients: equal, 0.5%, or any."),
@@ -87,7 +89,7 @@ def plan(
     from ds_ckpt.telemetry.units import GIB
 
     allowed: Loss = _loss(loss)  # type: ignore[assignment]
-    with errors_in_words():
+    with exit_on_error():
         if plot_file is not None:
             charts.check_file(plot_file)
         known = Hardware.load(hardware, "--cluster")
@@ -109,7 +111,7 @@ def plan(
         assert named is not None
         types = {"bf16": torch.bfloat16, "fp16": torch.float16}
         with Console(stderr=True).status("surveying the model", spinner="line"):
-            made = Model(model, Sizes(tokens, types[dtype]), names_of(modules) or None)
+            made = Model(model, Sizes(tokens, types[dtype]), split_names(modules) or None)
         each = made.rows
         if made.tokens > 1:
             each *= max(1, round(DEFAULT_TOKENS / made.tokens / made.rows / named.devices))
@@ -135,8 +137,8 @@ def plan(
         else:
             show(search, best, Console(soft_wrap=True, highlight=False))
         text = json.dumps(deepspeed_file(question, best.setting, best.plan), indent=2) + "\n"
-        write(output, lambda path: path.write_text(text, encoding="utf-8"))
-        write(plot_file, lambda path: charts.save(picture(best), path))
+        write_output(output, lambda path: path.write_text(text, encoding="utf-8"))
+        write_output(plot_file, lambda path: charts.save(picture(best), path))
 
 
 def _loss(text: str) -> str | float:

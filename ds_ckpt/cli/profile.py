@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from ds_ckpt.cli.hosts import errors_in_words, given_to, names_of, progress, write
+from ds_ckpt.cli.common import exit_on_error, given_options, progress, split_names, write_output
 
 
 def profile(
@@ -74,7 +74,7 @@ def profile(
     Memory comes from a step on fake tensors, which allocates nothing; times from real steps. Each
     finding ends with the line of the DeepSpeed file that acts on it.
     """
-    counts = _counts(batch if "batch" in given_to(context) else None, batches)
+    counts = _counts(batch if "batch" in given_options(context) else None, batches)
     import torch
     from rich.console import Console
 
@@ -85,7 +85,7 @@ def profile(
     from ds_ckpt.telemetry.units import GIB
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    with errors_in_words():
+    with exit_on_error():
         settings = load_file(config) if config is not None else None
         options = Options(
             model,
@@ -95,8 +95,8 @@ def profile(
             sizes=Sizes(tokens, dtypes[dtype] if dtype else None, attention or None),
             world=world,
             hosts=hosts,
-            policies=names_of(policies),
-            modules=names_of(modules) or None,
+            policies=split_names(policies),
+            modules=split_names(modules) or None,
             real=real,
             limit_bytes=None if limit_gib is None else round(limit_gib * GIB),
             repeats=repeats,
@@ -105,13 +105,13 @@ def profile(
         with progress(len(options.batches) * each) as report:
             found = make_profile(options, report)
         document(found).print(Console(soft_wrap=False))
-        write(json_file, lambda path: path.write_text(found.to_json(), encoding="utf-8"))
+        write_output(json_file, lambda path: path.write_text(found.to_json(), encoding="utf-8"))
 
 
 def _counts(batch: int | None, batches: str) -> tuple[int, ...]:
     """The batch that was asked for first, then the others. Raises typer.BadParameter."""
     try:
-        others = [int(word) for word in names_of(batches)]
+        others = [int(word) for word in split_names(batches)]
     except ValueError:
         raise typer.BadParameter(f"{batches!r}: write whole numbers: 1,2,4,8") from None
     if any(n < 1 for n in others):

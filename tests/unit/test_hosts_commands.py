@@ -12,7 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from ds_ckpt.cli import app
-from ds_ckpt.cli.hosts import parse_rate
+from ds_ckpt.cli.common import parse_rate
 from ds_ckpt.lab.hosts import records
 from ds_ckpt.lab.hosts.backends import environment
 

@@ -1,0 +1,82 @@
+"""`ds-ckpt validate` and `ds-ckpt schema`: check configuration files without loading DeepSpeed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ds_ckpt.cli.common import AsJson, write_output
+
+
+def validate(
+    files: Annotated[list[Path], typer.Argument(help="DeepSpeed JSON files.")],
+    as_json: AsJson = False,
+) -> None:
+    """Check configuration files: print the active features, or every problem with its remedy.
+
+    Exit 1 if any file has a problem.
+    """
+    results = [_check(path) for path in files]
+    if as_json:
+        typer.echo(json.dumps(results, indent=2))
+    else:
+        for result in results:
+            _print_result(result)
+    if not all(result["ok"] for result in results):
+        raise typer.Exit(1)
+
+
+def _check(path: Path) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from ds_ckpt.config import load_file, parse
+    from ds_ckpt.config.verdicts import accuracy_words, verdicts_on
+    from ds_ckpt.errors import ConfigError, StateError
+
+    result: dict[str, Any] = {"file": str(path), "ok": False, "summary": None, "problems": []}
+    try:
+        config = parse(load_file(path), source=str(path))
+        verdicts = verdicts_on(config.compression, path, config.weights)
+    except (ConfigError, StateError) as error:
+        return result | {"problems": [asdict(problem) for problem in error.problems]}
+    words = accuracy_words(config.compression, config.weights, verdicts)
+    accuracy = [verdict.model_dump(mode="json") for verdict in verdicts]
+    found = {"summary": config.summary(), "accuracy": accuracy, "accuracy_words": words}
+    return result | {"ok": True, **found}
+
+
+def _print_result(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(soft_wrap=True, highlight=False)
+    problems = result["problems"]
+    if result["ok"]:
+        console.print(Text("OK   ", "bold green"), Text(f"{result['file']}: {result['summary']}"))
+        for words in result["accuracy_words"]:
+            console.print(Text("      " + words))
+        return
+    count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
+    console.print(Text("BAD  ", "bold red"), Text(f"{result['file']}: {count}"))
+    for index, problem in enumerate(problems, 1):
+        console.print(Text(f"  {index}. {problem['where']}", "bold"))
+        for label in ("found", "why", "remedy"):
+            console.print(Text(f"     {label + ':':8}", "dim"), Text(problem[label]), sep="")
+
+
+def schema(
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write to this file.")
+    ] = None,
+) -> None:
+    """Print the JSON Schema of the configuration, for editors."""
+    from ds_ckpt.config import json_schema
+
+    text = json.dumps(json_schema(), indent=2) + "\n"
+    if output is None:
+        typer.echo(text, nl=False)
+        return
+    write_output(output, lambda path: path.write_text(text, encoding="utf-8"))
