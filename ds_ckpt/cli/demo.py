@@ -25,7 +25,6 @@ from ds_ckpt.lab.hosts.launcher import signals_as_exit
 from ds_ckpt.lab.measure.report import Report
 from ds_ckpt.lab.measure.run import measure
 from ds_ckpt.lab.measure.spec import DENSE, STOCK, Spec, deepspeed_config
-from ds_ckpt.lab.measure.words import lossless, not_whole
 from ds_ckpt.lab.report.document import Document, Items, Paragraph, Section
 
 DEFAULT_STEPS, MINIMUM_STEPS = 64, 6
@@ -53,7 +52,6 @@ def spec_of(steps: int, seed: int, text: Path | None, *, on_hosts: bool) -> Spec
         loss_steps=steps,
         seed=seed,
         ceiling=False,
-        equal_memory=False,
         text=str(text.resolve()) if text else None,
     )
 
@@ -84,15 +82,8 @@ def run(spec: Spec, folder: Path, limit_s: float, console: Console) -> Report:
 def show(report: Report, folder: Path, console: Console) -> None:
     """The table, what it means, and what lies where."""
     note = "dense: each gradient sent once, by all-to-all; stock: DeepSpeed's own. Loss: held-out."
-    said = [
-        f"{head}{', weights that stay' if 'weights' in title else ''}: {text}"
-        for title, claims in report.claims()
-        for head, text in claims
-    ]
-    exact = lossless(report.losses, report.findings.spec.rounded_weights)
-    meaning = [*not_whole(report.findings), *said, exact]
     title = f"ZeRO-3 on {PROCESSES} processes; bytes are of one step"
-    blocks = [report.table(COLUMNS), Paragraph(note + "\n"), Items(meaning)]
+    blocks = [report.table(COLUMNS), Paragraph(note + "\n"), Items(report.conclusions())]
     console.print()
     Document(title, [], [Section("", blocks)]).print(console)
     console.print(
@@ -105,19 +96,19 @@ def show(report: Report, folder: Path, console: Console) -> None:
 
 def main(
     steps: Annotated[
-        int, typer.Option(help="Training steps for the loss; Top-K is dense for a quarter.")
+        int, typer.Option(help="Training steps for the loss; Top-K starts after a quarter of them.")
     ] = DEFAULT_STEPS,
     output: Annotated[
         Path | None,
-        typer.Option(help="Folder; one that was stopped goes on. [default: runs/demo-TIME]"),
+        typer.Option(help="Folder of the run; a stopped run continues. [default: runs/demo-TIME]"),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the weights and of the data's order.")] = 1,
+    seed: Annotated[int, typer.Option(help="Random seed for weights and data order.")] = 1,
     text: Annotated[
-        Path | None, typer.Option(help="Train on this text file instead of Python's own texts.")
+        Path | None, typer.Option(help="Training text. [default: Python's documentation]")
     ] = None,
-    time_limit_s: Annotated[float, typer.Option(help="Stop everything after so long.")] = 3600.0,
+    time_limit_s: Annotated[float, typer.Option(help="Stop after this many seconds.")] = 3600.0,
     on_loopback: Annotated[
-        bool, typer.Option("--loopback", help="On this machine alone, also as root.")
+        bool, typer.Option("--loopback", help="Use this machine only, also as root.")
     ] = False,
 ) -> None:
     """Train a small Llama under ZeRO-3 with checkpointing off and on, dense and Top-K.

@@ -64,7 +64,7 @@ def list_sets(
     """Sets of hosts that are up or were left behind."""
     import json
 
-    from ds_ckpt.lab.hosts.records import all_sets
+    from ds_ckpt.lab.hosts.sets import all_sets
 
     rows: list[dict[str, Any]] = []
     lines = []
@@ -90,7 +90,7 @@ def down(
     ] = False,
 ) -> None:
     """Clear away what a killed run has left: processes, namespaces, links and folders."""
-    from ds_ckpt.lab.hosts.records import take_down
+    from ds_ckpt.lab.hosts.sets import take_down
 
     with exit_on_error():
         downed, left = take_down(names or (), living=everything)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,96 +18,90 @@ if TYPE_CHECKING:
 def measure(
     context: typer.Context,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="The run's folder. One that was stopped goes on.")
+        Path, typer.Option("--output", "-o", help="Folder of the run; a stopped run continues.")
     ],
     hostfile: Annotated[
-        Path | None, file_option("Real machines, one `name slots=N` a line.")
+        Path | None, file_option("Hostfile of real nodes: `name slots=N` a line.")
     ] = None,
     on_loopback: Annotated[
-        bool, typer.Option("--loopback", help="This machine alone; the link is not shaped.")
+        bool, typer.Option("--loopback", help="Use this machine only, with an unshaped link.")
     ] = False,
-    hosts: Annotated[int, typer.Option(min=1, max=200, help="Emulated hosts.")] = 2,
-    slots: Annotated[int, typer.Option(min=1, help="Processes a host; on loopback in all.")] = 1,
+    hosts: Annotated[int, typer.Option(min=1, max=200, help="Number of emulated nodes.")] = 2,
+    slots: Annotated[int, typer.Option(min=1, help="Ranks per node; on loopback, all ranks.")] = 1,
     rates: Annotated[
         str | None,
-        typer.Option(help="Of the emulated links: 50mbit,1gbit,unlimited. [default: 200mbit]"),
-    ] = None,
-    like: Annotated[
-        str | None, typer.Option(help='"4 nodes x 8 A100, 100 Gbit/s, llama-7b" sets the rate.')
-    ] = None,
-    hardware: Annotated[
-        Path | None, file_option("Figures for --like; a copy of hardware.json to edit.")
-    ] = None,
-    links: Annotated[
-        Path | None, file_option("For --like: the rate from a file of `ds-ckpt probe`.")
+        typer.Option(help="Link rates to measure: 50mbit,1gbit,unlimited. [default: 200mbit]"),
     ] = None,
     policies: Annotated[
-        str, typer.Option(help="Of checkpointing: names, `none` among them, or DeepSpeed files.")
+        str, typer.Option(help="Checkpointing policies: names, with `none`, or DeepSpeed files.")
     ] = "none,block",
     methods: Annotated[
         str,
         typer.Option(
-            help="Of compression: names (of a wrong one the error lists them), or DeepSpeed "
-            "files. The two dense baselines and the ceiling are always there."
+            help="Compression methods: names or DeepSpeed files. `stock`, `dense` and `silent` "
+            "always run."
         ),
     ] = "4bit",
     weights: Annotated[
         str,
         typer.Option(
-            help="Where they are: whole and lossless are resident on every host, or DeepSpeed "
-            "files. ZeRO-3's way is always there."
+            help="Weight placements to add: `whole`, `lossless` (resident copies) or DeepSpeed "
+            "files. ZeRO-3's own always runs."
         ),
     ] = "",
-    rivals: Annotated[
-        str, typer.Option(help="Other ways of plain DeepSpeed: hpz, zero2, zero1.")
+    baselines: Annotated[
+        str,
+        typer.Option("--baselines", "--rivals", help="DeepSpeed baselines: hpz, zero2, zero1."),
     ] = "",
-    batches: Annotated[str, typer.Option(help="Sequences a process and micro-step.")] = "4",
-    tokens: Annotated[int, typer.Option(min=1, help="Of a sequence.")] = 128,
-    accumulation: Annotated[int, typer.Option(min=1, help="Micro-steps of a step.")] = 1,
-    bf16: Annotated[bool, typer.Option("--bf16", help="16-bit weights; else fp32.")] = False,
+    batches: Annotated[str, typer.Option(help="Micro-batch sizes, in sequences.")] = "4",
+    tokens: Annotated[int, typer.Option(min=1, help="Sequence length, in tokens.")] = 128,
+    accumulation: Annotated[int, typer.Option(min=1, help="Gradient accumulation steps.")] = 1,
+    bf16: Annotated[bool, typer.Option("--bf16", help="Train in bf16 instead of fp32.")] = False,
     model: Annotated[
         str | None,
         typer.Option(
-            help="As of `ds-ckpt profile`: a common model by name, a Hugging Face configuration "
-            "or checkpoint, or module:callable, which returns (model, batch). [default: a Llama]"
+            help="Model as in `ds-ckpt profile`: a name, a Hugging Face configuration or "
+            "checkpoint, or module:callable. [default: a small Llama]"
         ),
     ] = None,
     deepspeed: Annotated[
         Path | None,
-        file_option("DeepSpeed JSON of all configurations: optimizer, precision, ZeRO, batch."),
+        file_option(
+            "DeepSpeed JSON with the optimizer, precision, ZeRO and batch settings to use."
+        ),
     ] = None,
     shape: Annotated[
-        str, typer.Option(help="Of the Llama: hidden_size=256,layers=6,intermediate_size=688.")
+        str,
+        typer.Option(help="Shape of the Llama: hidden_size=256,layers=6,intermediate_size=688."),
     ] = "",
     repetitions: Annotated[
-        int,
-        typer.Option("--repetitions", "--rounds", min=1, help="Trials of each configuration."),
+        int, typer.Option(min=1, help="Trials of each configuration at each rate.")
     ] = 6,
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps of a trial.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps per trial.")] = 2,
     loss_steps: Annotated[
-        int, typer.Option(min=0, help="Of the training for the held-out loss; 0: none.")
+        int, typer.Option(min=0, help="Training steps for the held-out loss; 0 skips it.")
     ] = 60,
-    equal_memory: Annotated[
-        bool, typer.Option(help="Also the batch that checkpointing leaves memory for.")
-    ] = True,
-    text: Annotated[Path | None, file_option("Train on it, not on Python's texts.")] = None,
-    seed: Annotated[int, typer.Option(help="Of weights and data.")] = 1,
-    launcher: Annotated[Launcher, typer.Option(help="For deepspeed.")] = "pdsh",
-    interface: Annotated[
-        str | None, typer.Option(help="With a hostfile: the network interface, such as eth0.")
+    text: Annotated[
+        Path | None, file_option("Training text. [default: Python's documentation]")
     ] = None,
-    port: Annotated[int, typer.Option(help="Where the processes meet, on the first host.")] = 29500,
-    ssh_port: Annotated[int | None, typer.Option(help="With a hostfile: sshd's.")] = None,
+    seed: Annotated[int, typer.Option(help="Random seed for weights and data order.")] = 1,
+    launcher: Annotated[Launcher, typer.Option(help="DeepSpeed launcher.")] = "pdsh",
+    interface: Annotated[
+        str | None, typer.Option(help="Network interface, such as eth0; needs --hostfile.")
+    ] = None,
+    port: Annotated[int, typer.Option(help="Master port on the first node.")] = 29500,
+    ssh_port: Annotated[int | None, typer.Option(help="Port of sshd; needs --hostfile.")] = None,
     stall_s: Annotated[
-        float, typer.Option(min=5, help="End after so long a silence: more than a step takes.")
+        float, typer.Option(min=5, help="Stop if there is no progress for this many seconds.")
     ] = 180.0,
-    limit_s: Annotated[float, typer.Option(min=10, help="End it after so long.")] = 6 * 3600.0,
+    limit_s: Annotated[float, typer.Option(min=10, help="Stop after this many seconds.")] = 6
+    * 3600.0,
 ) -> None:
     """Measure how much bandwidth compression frees and how much of recomputation it pays for.
 
-    As root on emulated hosts, with --hostfile on real machines, else on loopback. Leaves
-    report.html, report.md and report.json in the folder. Given again, it goes on where it was, also
-    with more --repetitions.
+    Runs on emulated nodes as root, on real nodes with --hostfile, else on loopback. Writes
+    report.html, report.md and report.json into the folder. The same command continues a stopped
+    run, also with more --repetitions.
     """
     from rich.console import Console
 
@@ -170,7 +163,7 @@ def measure(
             policies=chosen["activation"],
             methods=chosen["compression"],
             weights=chosen["weights"],
-            rivals=split_names(rivals),
+            baselines=split_names(baselines),
             sections=sections,
             rates=chosen_rates or ((200.0,) if where == "emulated" else (None,)),
             batches=arguments.batches_of(batches),
@@ -184,59 +177,38 @@ def measure(
             repetitions=repetitions,
             steps=steps,
             loss_steps=loss_steps,
-            equal_memory=equal_memory,
             text=str(text) if text else None,
             seed=seed,
         )
         check(spec)
-        if like is None:
-            unused("hardware", "links", why="there is no --like")
-        elif rates is not None or where != "emulated":
-            raise typer.BadParameter("--like sets the rate of emulated links: leave out --rates")
         with signals_as_exit(), place as backend:
-            measured = partial(
-                run, backend=backend, console=console, stall_s=stall_s, limit_s=limit_s
+            run(
+                spec,
+                output,
+                backend=backend,
+                console=console,
+                stall_s=stall_s,
+                limit_s=limit_s,
             )
-            account: list[str] = []
-            if like is not None:
-                spec, account = arguments.alike(
-                    spec, output, measured, console, like, hardware, links
-                )
-            measured(spec, output, account=account)
         _write_report(output, console)
 
 
 def report(
-    folder: Annotated[Path, typer.Argument(help="Of a measured run.")],
-    against: Annotated[
-        Path | None, typer.Option(help="Another run: how far its headlines are from this one's.")
-    ] = None,
-    tolerance: Annotated[float, typer.Option(help="For --against: exit 1 beyond it.")] = 0.05,
+    folder: Annotated[Path, typer.Argument(help="Folder of a measured run.")],
 ) -> None:
-    """Make a run's report again; with --against hold its headlines against another run's."""
+    """Write a run's report again."""
     from rich.console import Console
 
     console = Console()
     with exit_on_error():
         _write_report(folder, console)
-        if against is None:
-            return
-        from ds_ckpt.lab.measure.report import compare
-
-        lines, worst = compare(folder, against)
-    for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)
-    if worst > tolerance:
-        console.print(f"beyond {tolerance:.0%}", highlight=False)
-        raise typer.Exit(1)
 
 
 def _write_report(output: Path, console: Console) -> None:
-    from ds_ckpt.lab.measure import words
     from ds_ckpt.lab.measure.report import Report
 
     made = Report.of(output)
     paths = made.write(output)
-    for line in words.headlines(made.findings):
+    for line in made.conclusions():
         console.print(f"* {line}", highlight=False, soft_wrap=True)
     console.print("wrote " + ", ".join(map(str, paths)), highlight=False, soft_wrap=True)

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
 
 from ds_ckpt.cli.common import parse_rate, split_names
 from ds_ckpt.config import load_file, parse
 from ds_ckpt.config.paths import BF16, is_auto, join, lookup, show
 from ds_ckpt.errors import ConfigError, Problem
-from ds_ckpt.lab.measure.cluster import account, like, rate_mbit
-from ds_ckpt.lab.measure.report import Report
-from ds_ckpt.lab.measure.spec import AXES, RIVALS, SHAPE, Spec
+from ds_ckpt.lab.measure.spec import AXES, BASELINES, SHAPE
 from ds_ckpt.lab.subject import Sizes, find_subject
-
-CALIBRATION = "calibration"
 
 
 def rates_of(text: str) -> tuple[float | None, ...]:
@@ -55,7 +49,7 @@ def sections_of(**listed: str) -> tuple[dict[str, tuple[str, ...]], dict[str, di
         content = load_file(Path(word))
         parse(content, source=word)
         name, own = Path(word).stem, lookup(content, ("ds_ckpt", section))
-        if name in {*AXES[section], *RIVALS} or f"{section}/{name}" in sections:
+        if name in {*AXES[section], *BASELINES} or f"{section}/{name}" in sections:
             why = "the report tells configurations apart by it"
             problems.append(Problem(word, f"{name} is a name already", why, "rename it"))
         elif not own:
@@ -145,43 +139,3 @@ def shape_of(text: str) -> dict[str, int]:
             raise typer.BadParameter(f"{word!r}: write NAME=NUMBER with one of {', '.join(SHAPE)}")
         found[name] = int(value)
     return found
-
-
-def alike(
-    spec: Spec,
-    output: Path,
-    measured: Callable[[Spec, Path], None],
-    console: Console,
-    text: str,
-    hardware: Path | None,
-    links: Path | None,
-) -> tuple[Spec, list[str]]:
-    """The spec at the rate that makes this machine like the named cluster, and why."""
-    other = like(text, hardware=hardware, links=links)
-    short = replace(
-        spec,
-        rates=(None,),
-        policies=("none", "block"),
-        methods=(),
-        weights=(),
-        rivals=(),
-        accumulation=1,  # the formulas are of one micro-step
-        sections={},
-        batches=spec.batches[:1],
-        loss_steps=0,
-        equal_memory=False,
-        repetitions=min(spec.repetitions, 4),
-    )
-    folder = output.with_name(f"{output.name}-{CALIBRATION}")
-    console.print("Measuring this machine on a link that is not shaped ...", highlight=False)
-    measured(short, folder)
-    (row,) = [r for r in Report.of(folder).findings.rows if r.configuration == "block/dense"]
-    here = {
-        "compute_s": row.number("compute_s") + row.number("recompute_s"),
-        "link_bytes": row.link_bytes,
-    }
-    lines = account(other, **here)
-    for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)
-    rate = max(0.1, round(rate_mbit(other, **here), 1))
-    return replace(spec, rates=(rate,)), lines

@@ -13,11 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ds_ckpt.lab.hosts import emulated, records
+from ds_ckpt.lab.hosts import emulated, sets
 from ds_ckpt.lab.hosts.emulated import EmulatedHosts, Host
 from ds_ckpt.lab.hosts.interfaces import INTERFACE
 from ds_ckpt.lab.hosts.launcher import LaunchError, run
-from ds_ckpt.lab.hosts.records import HostsError, HostSet, ProcessId, all_sets, take_down
+from ds_ckpt.lab.hosts.sets import HostsError, HostSet, ProcessId, all_sets, take_down
 from tests.hosts.conftest import processes
 
 _RECEIVE = """
@@ -172,7 +172,7 @@ def test_down_kills_what_outlives_its_owner_and_nothing_else(can_emulate: None) 
         with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as ended:
             owner = ProcessId.of(ended.pid)
         with subprocess.Popen(["sleep", "600"]) as orphan:
-            folder = records.new_folder()
+            folder = sets.new_folder()
             stranger = ProcessId(bystander.hosts[0].pid, start_ticks=1)
             processes = (ProcessId.of(orphan.pid), stranger)
             HostSet(folder, owner, processes, 1, None).write()

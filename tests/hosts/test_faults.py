@@ -18,8 +18,8 @@ from rich.console import Console
 from ds_ckpt.lab.hosts.checks import LIMIT_S, HostError, check_hosts
 from ds_ckpt.lab.hosts.emulated import EmulatedHosts, held, namespace
 from ds_ckpt.lab.hosts.interfaces import INTERFACE
-from ds_ckpt.lab.measure.records import Store
 from ds_ckpt.lab.measure.run import measure
+from ds_ckpt.lab.measure.samples import Store
 from ds_ckpt.lab.measure.spec import Spec
 from tests.hosts.conftest import processes
 
@@ -32,7 +32,6 @@ SPEC = Spec(
     repetitions=500,
     tokens=32,
     loss_steps=0,
-    equal_memory=False,
     policies=("none",),
     methods=(),
     shape=SHAPE,

@@ -8,7 +8,7 @@ Where weights are not ZeRO-3's nothing is gathered, and CHANGED is sent in the u
 from __future__ import annotations
 
 from ds_ckpt.lab.measure.parts import PARTS
-from ds_ckpt.lab.measure.records import (
+from ds_ckpt.lab.measure.samples import (
     Loss,
     Memory,
     Model,
@@ -111,14 +111,6 @@ def samples(spec: Spec = SPEC, drift: float = 0.0) -> list[Sample]:
                     train_losses=losses,
                 )
             )
-    if spec.equal_memory:
-        for rate in spec.rates:
-            for method in ("stock", "dense", *spec.methods):
-                for n in range(spec.repetitions):
-                    base = trial(spec, f"block/{method}", rate, n, drift)
-                    large = (step(f"block/{method}", rate or 1e4, n * drift, 3.0),) * spec.steps
-                    more = {"sequences": 12, "equal_memory": True, "steps": large}
-                    found.append(base.model_copy(update=more))
     return found
 
 

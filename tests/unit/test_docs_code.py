@@ -64,7 +64,7 @@ NOT_RUN = {
     ),
     r"ds-ckpt probe|ds-ckpt hosts (run|down)": "needs root and takes hosts up or down: tests/hosts",
     r"\./scripts/demo\.sh": "makes an environment; tests/distributed/test_demo.py runs the demo",
-    r"\./scripts/(test|gpu_check|site|measure_here|matrix)\.sh|\.ci/run": "runs this, or CI",
+    r"\./scripts/(test|gpu_check|site|matrix)\.sh|\.ci/run": "runs this, or CI",
     r"(ruff|mypy|lint-imports)\b": "CI",
     r"pytest ": "a test",
     r"(deepspeed --num_gpus 2|python( -m)?) (benchmarks|tests)": (
@@ -295,9 +295,7 @@ def _begun(*_: object, **__: object) -> None:
     raise _BegunError
 
 
-@pytest.mark.parametrize(
-    "code", _once([c for c in TYPED if re.search("measure -o|measure_here", c.text)])
-)
+@pytest.mark.parametrize("code", _once([c for c in TYPED if re.search("measure -o", c.text)]))
 def test_an_experiment_is_one_that_begins(code: Code, monkeypatch: pytest.MonkeyPatch) -> None:
     """`ds-ckpt measure` as far as its first trial."""
     from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""`ds-ckpt hosts` and `ds-ckpt probe` where nothing is started: rates, refusals, records."""
+"""`ds-ckpt hosts` and `ds-ckpt probe` where nothing is started: rates, refusals, sets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from ds_ckpt.cli import app
 from ds_ckpt.cli.common import parse_rate
-from ds_ckpt.lab.hosts import records
+from ds_ckpt.lab.hosts import sets
 from ds_ckpt.lab.hosts.backends import environment
 
 run = CliRunner().invoke
@@ -72,11 +72,11 @@ def test_a_launcher_that_is_none_is_refused() -> None:
 
 def test_sets_are_listed_and_those_left_behind_are_cleared() -> None:
     assert run(app, ["hosts", "list"]).output == "no hosts are up\n"
-    alive, dead = records.new_folder(), records.new_folder()
-    me = records.ProcessId.of(os.getpid())
-    gone = records.ProcessId(me.pid, me.start_ticks - 1)  # my pid, of somebody before me
-    records.HostSet(alive, me, (), 2, 200.0).write()
-    records.HostSet(dead, gone, (gone,), 3, None).write()
+    alive, dead = sets.new_folder(), sets.new_folder()
+    me = sets.ProcessId.of(os.getpid())
+    gone = sets.ProcessId(me.pid, me.start_ticks - 1)  # my pid, of somebody before me
+    sets.HostSet(alive, me, (), 2, 200.0).write()
+    sets.HostSet(dead, gone, (gone,), 3, None).write()
     rows = {row["name"]: row for row in json.loads(run(app, ["hosts", "list", "--json"]).output)}
     assert rows[alive.name]["owner_runs"]
     assert not rows[dead.name]["owner_runs"]
@@ -90,23 +90,23 @@ def test_sets_are_listed_and_those_left_behind_are_cleared() -> None:
 
 
 def test_a_folder_without_a_record_is_left_to_its_maker_for_a_minute() -> None:
-    fresh, old = records.new_folder(), records.new_folder()
+    fresh, old = sets.new_folder(), sets.new_folder()
     (old / "record.json").write_text("{")
     os.utime(old, (0, 0))
-    assert records.take_down() == ([old.name], [])
+    assert sets.take_down() == ([old.name], [])
     assert fresh.exists()
 
 
 def test_what_somebody_else_has_put_there_is_not_looked_into(
     own_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mine = records.new_folder()
+    mine = sets.new_folder()
     assert mine.stat().st_mode & 0o077 == 0
-    me = records.ProcessId.of(os.getpid())
-    records.HostSet(mine, me, (), 2, None).write()
-    assert [one.name for one in records.all_sets()] == [mine.name]
+    me = sets.ProcessId.of(os.getpid())
+    sets.HostSet(mine, me, (), 2, None).write()
+    assert [one.name for one in sets.all_sets()] == [mine.name]
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    assert records.all_sets() == []
+    assert sets.all_sets() == []
 
 
 def test_what_every_process_needs_survives_pdsh() -> None:

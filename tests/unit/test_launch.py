@@ -21,7 +21,7 @@ from ds_ckpt.lab.hosts import backends, launcher
 from ds_ckpt.lab.hosts.backends import Backend, Loopback, Prepared
 from ds_ckpt.lab.hosts.checks import HostError, check_hosts, unreachable
 from ds_ckpt.lab.hosts.launcher import LaunchError, launch, log_tail, run
-from ds_ckpt.lab.hosts.records import HostsError
+from ds_ckpt.lab.hosts.sets import HostsError
 
 # A parent that starts a child which hears no SIGTERM, in a session of its own.
 FAMILY = """

@@ -16,16 +16,15 @@ from ds_ckpt.config.paths import precision
 from ds_ckpt.errors import ConfigError, StateError, UnsupportedError
 from ds_ckpt.lab.hosts import Launcher, backends
 from ds_ckpt.lab.hosts.backends import Hostfile, read_hostfile
-from ds_ckpt.lab.measure.records import Memory, Store, Trial
+from ds_ckpt.lab.measure.samples import Memory, Store, Trial
 from ds_ckpt.lab.measure.spec import (
+    BASELINES,
     METHODS,
     POLICIES,
-    RIVALS,
     Configuration,
     Spec,
     check,
     deepspeed_config,
-    equal_memory,
 )
 from ds_ckpt.lab.measure.worker import built, check_batch, slowest
 from ds_ckpt.lab.subject import run_forward
@@ -54,8 +53,8 @@ def test_every_cell_is_a_file_that_the_plugin_accepts() -> None:
             assert not plugin.compression.exchange.autotune
 
 
-def test_weights_are_an_axis_and_rivals_are_stock_deepspeed() -> None:
-    spec = Spec(policies=("none",), weights=("stock", "whole"), rivals=("zero1",), ceiling=False)
+def test_weights_are_an_axis_and_baselines_are_stock_deepspeed() -> None:
+    spec = Spec(policies=("none",), weights=("stock", "whole"), baselines=("zero1",), ceiling=False)
     names = [one.name for one in spec.configurations]
     assert names == [
         *("none/stock", "none/dense", "none/4bit"),
@@ -69,7 +68,7 @@ def test_weights_are_an_axis_and_rivals_are_stock_deepspeed() -> None:
 
 def test_every_place_of_the_weights_is_a_file_that_the_plugin_accepts() -> None:
     weights = ("whole", "lossless")
-    spec = Spec(weights=weights, rivals=tuple(RIVALS), slots=2, bf16=True, accumulation=4)
+    spec = Spec(weights=weights, baselines=tuple(BASELINES), slots=2, bf16=True, accumulation=4)
     check(spec)
     zeros = {}
     for one in spec.configurations:
@@ -95,17 +94,17 @@ def test_a_users_file_says_itself_when_accumulated_gradients_are_sent() -> None:
     assert config["ds_ckpt"]["compression"]["exchange"]["when"] == "micro_step"
 
 
-def test_weights_and_rivals_that_cannot_be_measured_are_told_together() -> None:
-    spec = Spec(weights=("lossless", "half"), rivals=("hpz", "zero4"), accumulation=0)
+def test_weights_and_baselines_that_cannot_be_measured_are_told_together() -> None:
+    spec = Spec(weights=("lossless", "half"), baselines=("hpz", "zero4"), accumulation=0)
     with pytest.raises(ConfigError) as caught:
         check(spec)
     places = [problem.where for problem in caught.value.problems]
-    assert places == ["--weights", "--rivals", "--weights", "--rivals", "--accumulation"]
+    assert places == ["--weights", "--baselines", "--weights", "--baselines", "--accumulation"]
     assert "add --bf16" in str(caught.value)
     alone = replace(Spec(weights=("whole",)), where="loopback", hosts=1, slots=2, rates=(None,))
     with pytest.raises(ConfigError, match="nothing to keep"):
         check(alone)
-    check(replace(alone, weights=("stock",), rivals=("zero2",)))
+    check(replace(alone, weights=("stock",), baselines=("zero2",)))
 
 
 def test_a_file_of_weights_is_a_value_of_the_axis(tmp_path: Path) -> None:
@@ -131,7 +130,7 @@ def test_a_users_deepspeed_file_is_the_base_of_every_configuration(tmp_path: Pat
     path.write_text(json.dumps(content))
     base, batch = deepspeed_of(path)
     assert batch == {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 4}
-    spec = Spec(deepspeed=base, bf16=True, batches=(2,), accumulation=5, rivals=("zero1",))
+    spec = Spec(deepspeed=base, bf16=True, batches=(2,), accumulation=5, baselines=("zero1",))
     for one in spec.configurations:
         config = deepspeed_config(spec, one, parameters=1000)
         assert config["optimizer"] == content["optimizer"]
@@ -221,11 +220,11 @@ def test_a_model_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     model, batch = built(own, 5)
     assert batch.shape == (5, 4)
     check_batch(replace(own, tokens=1), batch, 5)
-    with pytest.raises(ConfigError, match="--batches 5 --tokens 1 "):
+    with pytest.raises(ConfigError, match="--batches 5 --tokens 1"):
         check_batch(replace(own, tokens=1), batch, 4)
     ids = {"input_ids": torch.zeros(2, 64, dtype=torch.int64)}
     check_batch(replace(own, tokens=64), ids, 2)
-    with pytest.raises(ConfigError, match="--batches 2 --tokens 64 "):
+    with pytest.raises(ConfigError, match="--batches 2 --tokens 64"):
         check_batch(own, ids, 2)
     assert run_forward(model, batch).requires_grad
     with pytest.raises(ConfigError, match="--loss-steps 0"):
@@ -260,7 +259,7 @@ def test_dense_with_rules_compresses_from_the_first_step() -> None:
 
 
 def test_a_spec_is_what_was_saved(tmp_path: Path) -> None:
-    spec = Spec(rates=(50.0, None), shape={"layers": 2}, weights=("whole",), rivals=("zero1",))
+    spec = Spec(rates=(50.0, None), shape={"layers": 2}, weights=("whole",), baselines=("zero1",))
     spec.save(tmp_path)
     loaded = Spec.load(tmp_path)
     assert loaded == spec
@@ -309,31 +308,10 @@ def test_of_equal_keys_the_last_record_counts(tmp_path: Path) -> None:
 
 def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    store.path.write_text('{"kind": "turn"}\n')
+    store.path.write_text('{"kind": "trial"}\n')
     with pytest.raises(StateError, match="line 1") as caught:
         store.read()
     assert "measured again" in str(caught.value)
-
-
-def _memories() -> dict[tuple[object, ...], Memory]:
-    return {s.key: s for s in known.samples() if isinstance(s, Memory)}
-
-
-def test_the_batch_at_equal_memory_is_the_largest_that_fits() -> None:
-    found = equal_memory(known.SPEC, _memories())
-    assert [(v.configuration, v.sequences) for v in found] == [
-        ("block/stock", 12),
-        ("block/dense", 12),
-        ("block/4bit", 12),
-    ]
-
-
-def test_no_batch_is_taken_that_does_not_fit() -> None:
-    memories = _memories()
-    for key in memories:
-        if key[1] == "block/stock":
-            memories[key] = memories[key].model_copy(update={"peak_bytes": 5_000_000 + key[2]})
-    assert equal_memory(known.SPEC, memories) == []
 
 
 def test_of_every_step_the_slowest_process_counts() -> None:

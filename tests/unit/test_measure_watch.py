@@ -18,7 +18,7 @@ from ds_ckpt.cli import app
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.lab.hosts.checks import HostError
 from ds_ckpt.lab.measure import run, worker
-from ds_ckpt.lab.measure.records import Key, Model, Store, Trial
+from ds_ckpt.lab.measure.samples import Key, Model, Store, Trial
 from ds_ckpt.lab.measure.spec import Configuration, Spec
 from tests.unit import measure_samples as known
 
@@ -41,10 +41,7 @@ def test_a_run_does_not_go_on_in_another_place(
     ground.describe.return_value = "hosts"
     for _ in range(2):  # nothing is measured yet, so it may begin anew anywhere
         with pytest.raises(HostError):
-            run.measure(
-                Spec(), folder, backend=ground, console=console, account=["Like nothing on earth."]
-            )
-    assert "nothing on earth" in (folder / run.LIKE).read_text()  # also when it stops
+            run.measure(Spec(), folder, backend=ground, console=console)
     Store(folder).append([Model(parameters=1, text="", heldout_bytes=1, corpus_sha256="a")])
     with pytest.raises(HostError):
         run.measure(Spec(), folder, backend=ground, console=console)
@@ -100,7 +97,6 @@ def test_progress_is_shown_a_line_a_tenth_without_a_terminal() -> None:
     ("options", "said"),
     [
         (["--loopback", "--rates=50mbit"], "only the links of emulated hosts"),
-        (["--loopback", "--like=4 nodes x 8 A100, 100 Gbit/s, llama-7b"], "of emulated links"),
         (["--loopback", "--batches=2,many"], "write numbers with commas"),
         (["--loopback", "--policies=block"], "add none"),
         (["--loopback", "--methods=zip"], "zip"),
@@ -114,12 +110,10 @@ def test_progress_is_shown_a_line_a_tenth_without_a_terminal() -> None:
         (["--loopback", "--hosts=3"], "--hosts would change nothing"),
         (["--loopback", "--launcher=openmpi", "--port=3"], "--launcher, --port would change"),
         (["--interface=eth0", "--ssh-port=3"], "--interface, --ssh-port would change nothing"),
-        (["--links={file}", "--hardware={file}", "--loopback"], "--hardware, --links would"),
         (["--hostfile={file}", "--hosts=3"], "--hosts would change nothing"),
         (["--hostfile={file}", "--loopback"], "--loopback would change nothing"),
         (["--hostfile={file}.none"], "does not exist"),
         (["--text={file}.none"], "does not exist"),
-        (["--loopback", "--like=x", "--hardware={file}.none"], "does not exist"),
     ],
 )
 def test_options_that_cannot_be_are_refused_in_words(
@@ -195,8 +189,7 @@ def test_what_is_measured_is_not_measured_again(
 
     def trial(self: worker.Worker, one: Any, key: Key, rate: float, repetition: int) -> None:
         base = known.trial(known.SPEC, one.configuration.name, rate, repetition, 0.0)
-        more = {"sequences": key.sequences, "equal_memory": key.equal_memory}
-        self.append(base.model_copy(update=more))
+        self.append(base.model_copy(update={"sequences": key.sequences}))
 
     monkeypatch.setattr(worker, "Running", running)
     monkeypatch.setattr(worker.Worker, "_trial", trial)
@@ -215,10 +208,7 @@ def test_what_is_measured_is_not_measured_again(
     assert len(go_on()) == 8
     whole = store.path.read_text().splitlines(keepends=True)
     found = [s for s in store.read() if isinstance(s, Trial)]
-    assert len(found) == 2 * (8 + 3)
-    assert {(t.configuration, t.sequences) for t in found if t.equal_memory} == {
-        (f"block/{method}", 32) for method in ("stock", "dense", "4bit")
-    }
+    assert len(found) == 2 * 8
     assert go_on() == []
     store.path.write_text("".join(whole[:-3]))
     assert len(go_on()) == 8

@@ -40,7 +40,7 @@ from ds_ckpt.lab.hosts.backends import (
     without_outer_launch,
 )
 from ds_ckpt.lab.hosts.interfaces import INTERFACE
-from ds_ckpt.lab.hosts.records import HostsError, HostSet, ProcessId, new_folder
+from ds_ckpt.lab.hosts.sets import HostsError, HostSet, ProcessId, new_folder
 
 SSH_PORT = 2222
 _TOOLS = {

@@ -30,7 +30,7 @@ from ds_ckpt.errors import DsCkptError, Problem
 from ds_ckpt.lab.hosts.backends import Backend, Prepared
 from ds_ckpt.lab.hosts.checks import HostError, unreachable
 from ds_ckpt.lab.hosts.heartbeat import JOB, Listener
-from ds_ckpt.lab.hosts.records import HostsError
+from ds_ckpt.lab.hosts.sets import HostsError
 
 LOG = "launch.log"
 _LOG_LINES = 40

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field, replace
 
 from ds_ckpt.lab.hosts.interfaces import Sent
 from ds_ckpt.lab.measure.parts import COMPUTE
-from ds_ckpt.lab.measure.records import Key, Loss, Memory, StepTime
+from ds_ckpt.lab.measure.resampling import Estimate, Lookup, Point
+from ds_ckpt.lab.measure.samples import Key, Loss, Memory, StepTime
 from ds_ckpt.lab.measure.spec import SILENT, STOCK, Configuration, Spec
-from ds_ckpt.lab.measure.statistics import Estimate, Lookup, Point
 from ds_ckpt.telemetry.units import MB, number
 
 Value = Estimate | float | None
@@ -92,9 +92,8 @@ class Row:
     configuration: str
     rate_mbit: float | None
     sequences: int
-    equal_memory: bool
     usual: bool
-    """With the smallest batch, not the one at equal memory."""
+    """Whether its batch is the smallest measured one."""
     processes: int
     tokens: int
     """Of a step, all processes."""
@@ -314,16 +313,6 @@ class Sides:
         taken = mine.taken[name] - stock.taken[name]
         return _over(taken, plain.peak_bytes - kept.peak_bytes)
 
-    def tokens_per_s(self, of: Callable[[float, float], float]) -> float | None:
-        """`of` those without checkpointing, D, and of (P, C) with the batch at equal memory."""
-        name = f"{self.policy}/{self.method}"
-        large = [k for k in self.rows if k.equal_memory and k.configuration == name]
-        if not large or self.batch != min(self.spec.batches):
-            return None
-        plain_s, large_s = self.plain.step_s, self.at(large[0]).step_s
-        tokens_of = self.spec.tokens_of
-        return of(tokens_of(self.batch) / plain_s, tokens_of(large[0].sequences) / large_s)
-
 
 @dataclass(frozen=True)
 class Derived(Figure):
@@ -441,29 +430,6 @@ DERIVED: list[Derived] = [
         of=lambda s: s.taken_memory,
         definition="(weights kept(P, C) - weights kept(P, D)) / (peak activations(none) - peak "
         "activations(P)), a process; where C has the weights elsewhere than ZeRO-3 has them",
-        headline=True,
-    ),
-    Derived(
-        "tokens_per_s_none",
-        "tokens a second, dense, no checkpointing",
-        "/s",
-        of=lambda s: s.tokens_per_s(lambda none, large: none),
-        definition="tokens a second without checkpointing, D, at the usual batch",
-    ),
-    Derived(
-        "tokens_per_s_equal_memory",
-        "tokens a second at equal memory",
-        "/s",
-        of=lambda s: s.tokens_per_s(lambda none, large: large),
-        definition="tokens a second of (P, C) with the batch whose activations peak no higher "
-        "than those of no checkpointing at the usual batch",
-    ),
-    Derived(
-        "equal_memory_gain",
-        "tokens a second at equal memory over those without checkpointing",
-        "x",
-        of=lambda s: s.tokens_per_s(lambda none, large: large / none),
-        definition="the second over the first",
         headline=True,
     ),
 ]

@@ -11,9 +11,9 @@ from typing import Any
 
 from ds_ckpt.lab.measure.figures import DERIVED, MEASURED, Row, Sides
 from ds_ckpt.lab.measure.parts import PARTS
-from ds_ckpt.lab.measure.records import Key, Loss, Memory, Sample, Trial
+from ds_ckpt.lab.measure.resampling import Estimate, Lookup, Repetitions
+from ds_ckpt.lab.measure.samples import Key, Loss, Memory, Sample, Trial
 from ds_ckpt.lab.measure.spec import DENSE, SILENT, STOCK, Configuration, Spec, link
-from ds_ckpt.lab.measure.statistics import Estimate, Lookup, Repetitions
 
 SETTLED, SETTLED_REPETITIONS = 0.05, 4
 """A headline is a figure whose interval is no wider than this either way, from so many trials."""
@@ -76,24 +76,27 @@ class Findings:
         return {r.configuration: r for r in self.rows if r.usual and r.rate_mbit == rate}
 
     def content(self) -> dict[str, Any]:
-        """As it stands in report.json, under the names that records have on disk."""
-        kept = ("rate_mbit", "sequences", "equal_memory", "parts_s", "purpose_bytes")
+        """Rows and comparisons as they are in report.json."""
+        kept = ("rate_mbit", "sequences", "parts_s", "purpose_bytes")
         rows = [
             {
-                "cell": row.configuration,
+                "configuration": row.configuration,
                 **asdict(Configuration.of(row.configuration)),
                 **{name: getattr(row, name) for name in kept},
                 **{one.name: one.value(row) for one in MEASURED},
             }
             for row in self.rows
         ]
-        figures = [
-            {{"repetitions": "rounds"}.get(name, name): v for name, v in vars(one).items()}
-            for one in self.comparisons
-        ]
+        figures = [vars(one) for one in self.comparisons]
         settled = [[n for n in one.values if one.settled(n)] for one in self.comparisons]
         rest = {"break_even": self.break_even, "missing": self.missing, "settled": settled}
         return {"rows": rows, "figures": figures, **rest}
+
+
+def title(one: Comparison | BreakEven, findings: Findings) -> str:
+    """Name of a comparison among those of the same rate."""
+    batch = f", {one.sequences} sequences" if len(findings.spec.batches) > 1 else ""
+    return f"{one.policy}, {one.method} against {one.baseline}{batch}"
 
 
 def find(spec: Spec, samples: Sequence[Sample]) -> Findings:
@@ -117,7 +120,7 @@ def find(spec: Spec, samples: Sequence[Sample]) -> Findings:
         here: dict[Key, Row] = {}
         for key in sorted(
             repetitions.trials,
-            key=lambda k: (k.equal_memory, k.sequences, names.index(k.configuration)),
+            key=lambda k: (k.sequences, names.index(k.configuration)),
         ):
             one = Configuration.of(key.configuration)
             memory = memories.get((f"{one.policy}/{STOCK}", key.sequences))
@@ -145,8 +148,7 @@ def _row(
         configuration=key.configuration,
         rate_mbit=trials[0].rate_mbit,
         sequences=key.sequences,
-        equal_memory=key.equal_memory,
-        usual=key.sequences == min(spec.batches) and not key.equal_memory,
+        usual=key.sequences == min(spec.batches),
         processes=spec.processes,
         tokens=spec.tokens_of(key.sequences),
         step_s=estimates["step_s"],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,14 +12,13 @@ from typing import Any
 from pydantic_core import to_json
 
 from ds_ckpt.errors import Problem, StateError
-from ds_ckpt.lab.measure import words
 from ds_ckpt.lab.measure.figures import DERIVED, MEASURED, Row, measured
-from ds_ckpt.lab.measure.findings import Comparison, Findings, find
+from ds_ckpt.lab.measure.findings import Comparison, Findings, find, title
 from ds_ckpt.lab.measure.parts import COMPUTE, NETWORK
-from ds_ckpt.lab.measure.records import Loss, Model, Store
-from ds_ckpt.lab.measure.run import LIKE, RUNS
-from ds_ckpt.lab.measure.spec import SPEC, STOCK, Configuration, Spec, link
-from ds_ckpt.lab.measure.statistics import Estimate
+from ds_ckpt.lab.measure.resampling import Estimate
+from ds_ckpt.lab.measure.run import RUNS
+from ds_ckpt.lab.measure.samples import Loss, Model, Store
+from ds_ckpt.lab.measure.spec import BASELINES, DENSE, SPEC, STOCK, Configuration, Spec, link
 from ds_ckpt.lab.report.charts import Band, Line, Lines, Rows, Span
 from ds_ckpt.lab.report.document import (
     Block,
@@ -35,7 +33,7 @@ from ds_ckpt.lab.report.document import (
 )
 from ds_ckpt.telemetry.units import MB, number
 
-FORMAT = "ds_ckpt measure 1"
+FORMAT = "ds_ckpt measure 2"
 TITLE = "How much bandwidth compression frees, and how much of recomputation it pays for"
 _COSTS = (
     *("step_s", "tokens_per_s", "link_bytes"),
@@ -63,10 +61,6 @@ _PURPOSES = {
     "other": ("other",),
 }
 _OVER_RATES: Any = {"x": "rate of each link, Mbit/s"}
-_DECIDES = (
-    *("where", "hosts", "slots", "sections", "tokens", "accumulation", "bf16"),
-    *("shape", "text", "model", "deepspeed"),
-)
 
 
 @dataclass
@@ -77,24 +71,26 @@ class Report:
     findings: Findings
     losses: dict[str, Loss]
     model: Model | None
-    like: list[str]
 
     @classmethod
     def of(cls, path: Path) -> Report:
-        """Raises StateError if the folder holds no run, or nothing measured yet."""
+        """Read a run's folder.
+
+        Raises:
+            StateError: The folder holds no run, or nothing is measured yet.
+        """
         if not (path / SPEC).exists():
             raise _nothing(path, "no spec.json")
         samples = Store(path).read()
         findings = find(Spec.load(path), samples)
         if not findings.rows:
             raise _nothing(path, "no repetition in which every configuration had its trial")
-        runs, like = path / RUNS, path / LIKE
+        runs = path / RUNS
         return cls(
             [json.loads(line) for line in runs.read_text().splitlines()] if runs.exists() else [],
             findings,
             {s.configuration: s for s in samples if isinstance(s, Loss)},
             next((s for s in samples if isinstance(s, Model)), None),
-            json.loads(like.read_text()) if like.exists() else [],
         )
 
     def write(self, path: Path) -> list[Path]:
@@ -107,10 +103,9 @@ class Report:
         """Everything; what has no value is NaN, in the file null."""
         return {
             "format": FORMAT,
-            "spec": self.spec.content,
+            "spec": asdict(self.spec),
             "runs": self.runs,
             "model": self.model.model_dump() if self.model else None,
-            "like": self.like,
             **self.findings.content(),
         }
 
@@ -118,37 +113,24 @@ class Report:
     def spec(self) -> Spec:
         return self.findings.spec
 
-    def claims(self) -> list[tuple[str, list[tuple[str, str]]]]:
-        """What the numbers mean, by policy and method, then by where the weights are."""
-        spec, found = self.spec, self.findings
-        policies = [policy for policy in spec.policies if policy != "none"]
-        weights = [name for name in (*spec.weights, *spec.rivals) if name != STOCK]
-        return [
-            *(
-                (f"{policy}, {method}", words.claims(found, policy, method))
-                for policy, method in itertools.product(policies, spec.methods)
-            ),
-            *(
-                (f"{policy}, weights {name}", words.weights(found, policy, name))
-                for policy, name in itertools.product(policies, weights)
-            ),
-        ]
+    def conclusions(self) -> list[str]:
+        """Missing parts, the headline, and whether checkpointing stayed exact."""
+        return [*missing(self.findings), headline(self.findings), exactness(self.losses)]
 
     def document(self) -> Document:
         ground = self.runs[-1]["ground"] if self.runs else self.spec.where
         sections = [
             Section("What a step costs and sends", self._costs()),
-            Section("What it means", self._claimed()),
             Section("What it is made of", self._parts()),
             Section("Bytes by purpose", self._purposes()),
             Section("What compression pays for", self._compared()),
             Section("Over the links' rates", self._sweep()),
             Section("Training loss", self._losses()),
             Section("What the figures are", [Terms([(f.words, f.definition) for f in DERIVED])]),
-            Section("What these numbers cannot say", [Items(words.caveats(self.findings))]),
+            Section("What these numbers cannot say", [Items(caveats(self.findings))]),
             Section("What was run on what", [self._facts()]),
         ]
-        return Document(TITLE, [f"{ground}.", *self.like], sections)
+        return Document(TITLE, [f"{ground}."], sections)
 
     def table(self, names: Sequence[str]) -> Table:
         """Some measured figures of every configuration, first rate, usual batch."""
@@ -183,14 +165,7 @@ class Report:
                 "the ceiling."
             )
         )
-        exact = words.lossless(self.losses, self.findings.spec.rounded_weights)
-        found.append(Items([*words.headlines(self.findings), exact]))
-        return found
-
-    def _claimed(self) -> list[Block]:
-        found: list[Block] = []
-        for title, claimed in self.claims():
-            found += [Heading(title), Terms(claimed)]
+        found.append(Items(self.conclusions()))
         return found
 
     def _parts(self) -> list[Block]:
@@ -222,10 +197,10 @@ class Report:
         found: list[Block] = []
         lines: dict[str, list[Comparison]] = {}
         for one in self.findings.comparisons:
-            lines.setdefault(words.title(one, self.findings), []).append(one)
-        for title, mine in lines.items():
-            found += [Heading(title), comparisons_table(mine)]
-        note = "* the interval is within 5% of the value either way: a headline."
+            lines.setdefault(title(one, self.findings), []).append(one)
+        for heading, mine in lines.items():
+            found += [Heading(heading), comparisons_table(mine)]
+        note = "* the interval is within 5% of the value either way."
         return [*found, Paragraph(note)] if found else []
 
     def _sweep(self) -> list[Block]:
@@ -258,7 +233,7 @@ class Report:
             paid = Lines(lines, y="time freed / recomputing", **look, **_OVER_RATES)
             caption = "Above 1 compression pays for all recomputation, below 0 it costs time."
             blocks.append(Plot("sweep-paid", [paid], caption))
-        return [*blocks, Items([words.break_even(one, found) for one in found.break_even])]
+        return [*blocks, break_even_table(found)]
 
     def _losses(self) -> list[Block]:
         """Those of checkpointing are marks on the lines without."""
@@ -313,49 +288,6 @@ class Report:
         return Table(["", ""], rows, prose=True)
 
 
-def compare(first: Path, second: Path) -> tuple[list[str], float]:
-    """Two runs of one experiment: lines for people, and the largest difference of headlines.
-
-    Only what both reports print as a headline is compared; where one alone does, that is said.
-    The difference is over the larger value, and infinite where they have none in common. Raises
-    StateError where a folder has no run to report, or the two are different experiments.
-    """
-    one_report, other_report = Report.of(first), Report.of(second)
-    mine, theirs = asdict(one_report.spec), asdict(other_report.spec)
-    if names := [name for name in _DECIDES if mine[name] != theirs[name]]:
-        raise StateError(
-            Problem(
-                where=f"{first} and {second}",
-                found=f"other settings: {', '.join(names)}",
-                why="what they measured differs, whatever the runs have done",
-                remedy="name two runs of one experiment; repetitions, rates and methods may differ",
-            ),
-            headline="these runs cannot be held against each other",
-        )
-    others = {(c.rate_mbit, c.line): c for c in other_report.findings.comparisons}
-    lines: list[str] = []
-    compared: list[float] = []
-    for one in one_report.findings.comparisons:
-        other = others.get((one.rate_mbit, one.line))
-        if other is None:
-            continue
-        where = f"{link(one.rate_mbit)}, {words.title(one, one_report.findings)}"
-        for figure in DERIVED:
-            settled = (one.settled(figure.name), other.settled(figure.name))
-            if not figure.headline or not any(settled):
-                continue
-            if all(settled):
-                a, b = one.values[figure.name].value, other.values[figure.name].value
-                compared.append(abs(a - b) / max(abs(a), abs(b)))
-                said = f"{number(a)} and {number(b)}, {compared[-1]:.1%} apart"
-            else:
-                said = f"a headline of the {'first' if settled[0] else 'second'} run alone"
-            lines.append(f"{where}: {figure.words}: {said}")
-    if not compared:
-        lines.append("nothing to hold against each other: no figure is a headline of both")
-    return lines, max(compared, default=math.inf)
-
-
 def bytes_table(rows: Sequence[Row]) -> Table:
     """Bytes by purpose, of all processes, and the interfaces' own count."""
     purposes = list(rows[0].purpose_bytes)
@@ -389,7 +321,7 @@ def _figures_table(rows: Sequence[Row]) -> Table:
         [
             [
                 row.configuration,
-                f"{row.sequences}{' (equal memory)' if row.equal_memory else ''}",
+                str(row.sequences),
                 *(row.text(figure.name, interval=True) for figure in MEASURED),
             ]
             for row in rows
@@ -398,13 +330,122 @@ def _figures_table(rows: Sequence[Row]) -> Table:
 
 
 def _labels(rows: Sequence[Row]) -> list[str]:
-    """A name for each row of one rate, with the batch where there are several."""
-    several = len({row.sequences for row in rows if not row.equal_memory}) > 1
-    found = []
-    for row in rows:
-        batch = f", {row.sequences} sequences" if several or row.equal_memory else ""
-        again = " (equal memory)" if several and row.equal_memory else ""
-        found.append(f"{row.configuration}{batch}{again}")
+    """A name for each row of one rate, with the batch if there are several."""
+    several = len({row.sequences for row in rows}) > 1
+    return [
+        f"{row.configuration}{f', {row.sequences} sequences' if several else ''}" for row in rows
+    ]
+
+
+def break_even_table(findings: Findings) -> Table:
+    """Rates between measured ones at which compression stops paying; they have no interval."""
+
+    def at(rate: float | None) -> str:
+        return f"{rate:.0f}" if rate else "-"
+
+    return Table(
+        ["break-even", "pays for all recomputation up to, Mbit/s", "costs time above, Mbit/s"],
+        [
+            [title(one, findings), at(one.pays_for_recompute_mbit), at(one.frees_nothing_mbit)]
+            for one in findings.break_even
+        ],
+    )
+
+
+def missing(findings: Findings) -> list[str]:
+    """One sentence if the run is incomplete, else nothing."""
+    if not findings.missing:
+        return []
+    return [f"INCOMPLETE: {'; '.join(findings.missing)}. Run the same command to continue."]
+
+
+def headline(findings: Findings) -> str:
+    """The time that the best compression frees, compared with the time that recomputation adds.
+
+    Gradients only, at the first measured rate, against the best uncompressed exchange.
+    """
+    rate, batch = findings.rates[0], min(findings.spec.batches)
+    mine = [
+        one
+        for one in findings.comparisons
+        if (one.rate_mbit, one.baseline, one.sequences) == (rate, DENSE, batch)
+        and "share_paid" in one.values
+    ]
+    if not mine:
+        return "No headline: it needs a policy beside none and a compressed method."
+    best = max(mine, key=lambda one: one.values["time_freed_s"].value)
+    freed, added = best.values["time_freed_s"], best.values["recompute_dense_s"]
+    interval = "" if freed.low == freed.high else f" ({number(freed.low)} to {number(freed.high)})"
+    start = f"{link(rate)}, {title(best, findings)}: compression"
+    if freed.value <= 0:
+        return f"{start} frees no time; it adds {number(-freed.value)} s a step{interval}."
+    share = best.values["share_paid"].value
+    paid = "" if math.isnan(share) else f", of which that is {share:.0%}"
+    return (
+        f"{start} frees {number(freed.value)} s a step{interval}. Recomputation adds "
+        f"{number(added.value)} s{paid}."
+    )
+
+
+def exactness(losses: Mapping[str, Loss]) -> str:
+    """Whether checkpointing or resident weights changed a training loss or a final weight."""
+    exact = {
+        name: one for name in losses if (one := Configuration.of(name)).weights not in BASELINES
+    }
+    pairs = {
+        name: (losses[plain], losses[name])
+        for name, one in exact.items()
+        if (plain := f"none/{one.method}") in losses and plain != name
+    }
+    if not pairs:
+        return "Exactness: no losses were compared."
+    different = [
+        name
+        for name, (plain, other) in pairs.items()
+        if other.train_losses != plain.train_losses
+        or len({other.weights_sha256, plain.weights_sha256} - {""}) > 1
+    ]
+    if different:
+        return (
+            f"Exactness: NOT met. Losses or final weights of {', '.join(different)} differ from "
+            "those without checkpointing and resident weights. On CPU they must be equal; please "
+            "report it."
+        )
+    return "Exactness: met. Checkpointing and resident weights changed no training loss by a bit."
+
+
+def caveats(findings: Findings) -> list[str]:
+    """Limits of these numbers."""
+    spec, rows = findings.spec, findings.rows
+    found = [
+        f"On gloo, {STOCK} sends an all-reduce's bytes for its reduce-scatter, twice what it "
+        f"needs. Compare with {DENSE}.",
+        f"Losses: one seed ({spec.seed}), {spec.loss_steps} steps. `ds-ckpt validate-accuracy` "
+        "gives verdicts.",
+        "The autotuner is off, so compression also runs where it loses.",
+        "A step is as long as its slowest rank; waiting for another rank counts as network.",
+    ]
+    if not spec.bf16:
+        found.append(
+            "fp32: every uncompressed byte counts double. A link of 200 Mbit/s here equals one of "
+            "100 Mbit/s in 16-bit training."
+        )
+    if spec.accumulation > 1:
+        found.append(
+            f"{DENSE} and compressed gradients are sent once in {spec.accumulation} micro-steps; "
+            f"{STOCK} sends every micro-step's."
+        )
+    if spec.where == "emulated":
+        found.append("All nodes share one machine's CPU and memory. Only bandwidth is emulated.")
+    if spec.where == "loopback":
+        found.append("The link is memory and not shaped.")
+    for share, what in (
+        ("parts_over_step", "The parts differ from the median step"),
+        ("interface_over_purposes", "The interfaces differ from the collectives' payload"),
+    ):
+        if wrong := [r.configuration for r in rows if abs(r.number(share) - 1) > 0.03]:
+            which = ", ".join(dict.fromkeys(wrong))
+            found.append(f"{what} by more than 3% in {len(wrong)} of {len(rows)} rows: {which}.")
     return found
 
 

@@ -11,7 +11,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -35,13 +35,11 @@ from ds_ckpt.lab import workload
 from ds_ckpt.lab.hosts.backends import Backend
 from ds_ckpt.lab.hosts.checks import check_hosts
 from ds_ckpt.lab.hosts.launcher import launch, signals_as_exit
-from ds_ckpt.lab.measure.records import Store
+from ds_ckpt.lab.measure.samples import Store
 from ds_ckpt.lab.measure.spec import SPEC, Spec, check
 from ds_ckpt.lab.workload import versions
 
 RUNS = "runs.jsonl"
-LIKE = "like.json"
-"""How the rate came about, where a cluster was named."""
 _LARGE = 1 << 24
 
 
@@ -53,13 +51,11 @@ def measure(
     console: Console,
     stall_s: float = 180.0,
     limit_s: float = 6 * 3600.0,
-    account: Sequence[str] = (),
 ) -> None:
     """Measure what is not measured yet; samples lie in `path` then.
 
     Args:
         stall_s: end when process 0 has been silent for so long: more than the longest step takes.
-        account: sentences for the report on how the rate came about.
 
     Raises:
         ConfigError: `spec` cannot be measured, or `path` holds a run of another one.
@@ -69,8 +65,6 @@ def measure(
     check(spec)
     folder = path.absolute()  # the launched work in it
     _prepare(spec, folder, backend, console)
-    if account:  # before anything is measured: a run that is stopped has a report, too
-        (folder / LIKE).write_text(json.dumps(list(account)), encoding="utf-8")
     console.print(f"{backend.describe()}.", highlight=False)
     with signals_as_exit(), _noted(spec, folder, backend) as note:
         check_hosts(backend)

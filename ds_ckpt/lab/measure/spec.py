@@ -1,35 +1,31 @@
 """What is to be measured: configurations, their DeepSpeed files, and the trials of a run. Pure.
 
 A configuration is a checkpointing policy, a method of gradients, and where the weights are. Of the
-methods `stock` is DeepSpeed's own reduction, `dense` the plugin's exchange that sends everything
-(on gloo half of stock's bytes), `silent` an exchange that sends no gradient: the ceiling. Weights
-are `stock`, ZeRO-3's, or resident on every host; rivals keep them in other ways of plain DeepSpeed.
+methods `stock` is DeepSpeed's own reduction, `dense` the plugin's uncompressed exchange (on gloo half
+of stock's bytes), `silent` an exchange that sends no gradient: the ceiling. Weights are sharded by
+ZeRO-3 (`stock`), resident on every node, or placed by a DeepSpeed baseline (hpZ, ZeRO-1, ZeRO-2).
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from ds_ckpt.activation.policies import policy_names
 from ds_ckpt.compression import methods
-from ds_ckpt.config.weights import WeightsConfig
 from ds_ckpt.errors import ConfigError, Problem, StateError
-from ds_ckpt.lab.measure.records import Key, Memory, Sample
 from ds_ckpt.lab.workload import llama
 
 SPEC = "spec.json"
 """In a run's folder, beside the corpus and `records.Store`'s samples."""
 STOCK, DENSE, SILENT = "stock", "dense", "silent"
-BASELINES = (STOCK, DENSE, SILENT)
+REFERENCES = (STOCK, DENSE, SILENT)
 POLICIES: dict[str, dict[str, Any]] = {
-    "none": {},
-    "block": {"policy": "block"},
-    "attention": {"policy": "attention"},
-    "mlp": {"policy": "mlp"},
+    name: {} if name == "none" else {"policy": name} for name in policy_names(planned=False)
 }
 METHODS: dict[str, dict[str, Any]] = {
     STOCK: {},
@@ -46,7 +42,7 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     "whole": {"resident": True, "deltas": "none"},
     "lossless": {"resident": True, "deltas": "lossless"},
 }
-RIVALS: dict[str, dict[str, Any]] = {"hpz": {}, "zero2": {"stage": 2}, "zero1": {"stage": 1}}
+BASELINES: dict[str, dict[str, Any]] = {"hpz": {}, "zero2": {"stage": 2}, "zero1": {"stage": 1}}
 """What else `zero_optimization` has; hpZ's partition is the number of processes of a host."""
 AXES: dict[str, dict[str, dict[str, Any]]] = {
     "activation": POLICIES,
@@ -62,8 +58,6 @@ SHAPE: dict[str, int] = {
 """What `Spec.shape` may change, and what it is otherwise."""
 BUCKETS = 8
 """Buckets that a backward has, about: DeepSpeed's own size would put every gradient into one."""
-MOST_BATCHES = 8
-"""Checkpointing takes at most so many times the batch, however much memory it leaves."""
 Where = Literal["emulated", "hostfile", "loopback"]
 
 
@@ -74,7 +68,7 @@ class Configuration:
     policy: str
     method: str
     weights: str = STOCK
-    """Of `WEIGHTS`, or a rival."""
+    """Of `WEIGHTS`, or a baseline."""
 
     @property
     def exchange(self) -> str:
@@ -97,21 +91,20 @@ class Spec:
 
     Attributes:
         weights: beside `stock`, which is always there; with every policy and method.
-        rivals: with every policy and DeepSpeed's own reduction.
+        baselines: with every policy and DeepSpeed's own reduction.
         left_out: configurations, by name, that the axes have and nobody asks for.
         sections: taken from users' files, by `activation/NAME`, `compression/NAME`, `weights/NAME`.
         rates: Mbit/s, None is not shaped.
         batches: sequences a process and micro-step.
         accumulation: micro-steps of a step.
         bf16: weights, gradients and activations in bf16; else fp32.
-        repetitions: trials of each configuration at a rate; `rounds` on disk.
+        repetitions: trials of each configuration at a rate.
         steps: timed steps of a trial, after `drop` that are not.
         shape: arguments of `ds_ckpt.lab.workload.llama`.
         model: as `ds-ckpt profile` takes it, in that Llama's place.
         folder: where a `module:callable` is imported from.
         deepspeed: a user's file in the place of the run's own optimizer, precision and ZeRO.
         ceiling: also measure `silent`.
-        equal_memory: also time checkpointed configurations with the batch that their memory allows.
     """
 
     where: Where = "emulated"
@@ -120,7 +113,7 @@ class Spec:
     policies: tuple[str, ...] = ("none", "block")
     methods: tuple[str, ...] = (DEFAULT_METHOD,)
     weights: tuple[str, ...] = ()
-    rivals: tuple[str, ...] = ()
+    baselines: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     sections: dict[str, dict[str, Any]] = field(default_factory=dict)
     rates: tuple[float | None, ...] = (200.0,)
@@ -136,7 +129,6 @@ class Spec:
     seed: int = 1
     shape: dict[str, int] = field(default_factory=dict)
     ceiling: bool = True
-    equal_memory: bool = True
     text: str | None = None
     model: str | None = None
     folder: str = ""
@@ -149,23 +141,17 @@ class Spec:
 
     @property
     def configurations(self) -> list[Configuration]:
-        """Policies x weights x (the two dense baselines, the methods, the ceiling), and rivals."""
-        methods = [STOCK, DENSE, *(m for m in self.methods if m not in BASELINES)]
+        """Policies x weights x (`stock`, `dense`, methods, `silent`), then the DeepSpeed baselines."""
+        methods = [STOCK, DENSE, *(m for m in self.methods if m not in REFERENCES)]
         if self.ceiling:
             methods.append(SILENT)
         weights = dict.fromkeys((STOCK, *self.weights))
         exchanges = [(method, where) for where in weights for method in methods]
-        exchanges += [(STOCK, rival) for rival in self.rivals]
+        exchanges += [(STOCK, baseline) for baseline in self.baselines]
         all_with_all = [
             Configuration(policy, *one) for policy in self.policies for one in exchanges
         ]
         return [one for one in all_with_all if one.name not in self.left_out]
-
-    @property
-    def rounded_weights(self) -> list[str]:
-        """Those whose changes travel in few bits."""
-        sections = {name: _section(self, "weights", name) for name in self.weights}
-        return [name for name, one in sections.items() if WeightsConfig(**one).few_bits]
 
     @property
     def processes(self) -> int:
@@ -180,23 +166,14 @@ class Spec:
         """Of a step, all processes."""
         return sequences * self.tokens * self.accumulation * self.processes
 
-    @property
-    def content(self) -> dict[str, Any]:
-        """As it stands in files."""
-        content = asdict(self)
-        content["rounds"] = content.pop("repetitions")
-        return content
-
     def save(self, folder: Path) -> None:
-        (folder / SPEC).write_text(json.dumps(self.content, indent=2) + "\n", encoding="utf-8")
+        (folder / SPEC).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, folder: Path) -> Spec:
         """Raises StateError where the file has settings that this version does not know."""
         path = folder / SPEC
         content = json.loads(path.read_text(encoding="utf-8"))
-        if "rounds" in content:
-            content["repetitions"] = content.pop("rounds")
         if unknown := sorted(content.keys() - {one.name for one in fields(cls)}):
             why = "another version of ds_ckpt has begun this run"
             remedy = "go on with that version, or name a new folder"
@@ -204,7 +181,7 @@ class Spec:
                 Problem(str(path), f"settings {', '.join(unknown)}", why, remedy),
                 headline="this run cannot be read",
             )
-        for name in ("policies", "methods", "weights", "rivals", "left_out", "rates", "batches"):
+        for name in ("policies", "methods", "weights", "baselines", "left_out", "rates", "batches"):
             content[name] = tuple(content.get(name, ()))
         return cls(**content)
 
@@ -225,7 +202,7 @@ def check(spec: Spec) -> None:
         ("--policies", spec.policies, POLICIES, "activation"),
         ("--methods", spec.methods, METHODS, "compression"),
         ("--weights", spec.weights, WEIGHTS, "weights"),
-        ("--rivals", spec.rivals, RIVALS, ""),
+        ("--baselines", spec.baselines, BASELINES, ""),
     ):
         files = spec.sections
         if unknown := [n for n in names if n not in known and f"{section}/{n}" not in files]:
@@ -245,10 +222,10 @@ def check(spec: Spec) -> None:
     if lossless and not spec.bf16:
         why = "lossless changes are of 16-bit weights, and this run is in fp32"
         wrong("--weights", ", ".join(lossless), why, "add --bf16, or name whole")
-    if "hpz" in spec.rivals and (spec.slots < 2 or spec.hosts < 2):
+    if "hpz" in spec.baselines and (spec.slots < 2 or spec.hosts < 2):
         why = "hpZ divides a copy of the weights among several processes of each of several hosts"
         found = f"hpz on {spec.hosts} hosts x {spec.slots} processes"
-        wrong("--rivals", found, why, "leave it out, or take 2 hosts and --slots 2 or more")
+        wrong("--baselines", found, why, "leave it out, or take 2 hosts and --slots 2 or more")
     if spec.accumulation < 1:
         wrong("--accumulation", spec.accumulation, "a step has micro-steps", "1 or more")
     if spec.where != "emulated" and spec.rates != (None,):
@@ -307,9 +284,9 @@ def deepspeed_config(
         "compression": compression,
         "weights": _section(spec, "weights", configuration.weights),
     }
-    rival = RIVALS.get(configuration.weights, {})
+    baseline = BASELINES.get(configuration.weights, {})
     if configuration.weights == "hpz":
-        rival = {"zero_hpz_partition_size": spec.slots}
+        baseline = {"zero_hpz_partition_size": spec.slots}
     base: dict[str, Any] = spec.deepspeed or {
         **({"bf16": {"enabled": True}} if spec.bf16 else {}),
         "gradient_clipping": 1.0,
@@ -340,7 +317,7 @@ def deepspeed_config(
         "train_micro_batch_size_per_gpu": min(spec.batches),
         "gradient_accumulation_steps": spec.accumulation,
         "steps_per_print": 1_000_000,
-        "zero_optimization": {**base["zero_optimization"], **rival},
+        "zero_optimization": {**base["zero_optimization"], **baseline},
         "ds_ckpt": {
             "telemetry": {"enabled": True, "every_n_steps": 1_000_000},
             **{name: section for name, section in sections.items() if section},
@@ -352,30 +329,3 @@ def _section(spec: Spec, name: str, value: str) -> dict[str, Any]:
     """What a value of an axis writes into its section of `ds_ckpt`."""
     own = spec.sections.get(f"{name}/{value}")
     return AXES[name].get(value, {}) if own is None else own
-
-
-def equal_memory(spec: Spec, records: Mapping[Any, Sample]) -> list[Key]:
-    """Those of the other policies with the batch whose activations take what `none`'s take.
-
-    Of weights as ZeRO-3 has them alone: what resident weights take is not taken off the batch.
-
-    A policy's peaks with one batch and with two lie on a line; its batch is the largest that stays
-    within the peak of no checkpointing at the usual batch.
-    """
-    base = min(spec.batches)
-
-    def peak(policy: str, sequences: int) -> int:
-        record = records["memory", Configuration(policy, STOCK).name, sequences]
-        assert isinstance(record, Memory)
-        return record.peak_bytes
-
-    found = []
-    for policy in spec.policies:
-        one = peak(policy, base)
-        each = (peak(policy, 2 * base) - one) / base
-        fits = base + int((peak("none", base) - one) // each) if each > 0 else base
-        if policy != "none" and fits > base:
-            batch = min(fits, MOST_BATCHES * base)
-            methods = dict.fromkeys((STOCK, DENSE, *spec.methods))
-            found += [Key(f"{policy}/{method}", batch, equal_memory=True) for method in methods]
-    return found

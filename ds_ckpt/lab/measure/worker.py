@@ -37,7 +37,7 @@ from ds_ckpt.lab.hosts.heartbeat import Heartbeat, begin
 from ds_ckpt.lab.hosts.interfaces import Sent, link_interface, sent
 from ds_ckpt.lab.measure import parts
 from ds_ckpt.lab.measure.figures import Take, put_together, taken
-from ds_ckpt.lab.measure.records import (
+from ds_ckpt.lab.measure.samples import (
     Key,
     Loss,
     Memory,
@@ -48,13 +48,12 @@ from ds_ckpt.lab.measure.records import (
     Trial,
 )
 from ds_ckpt.lab.measure.spec import (
-    BASELINES,
+    REFERENCES,
     SILENT,
     STOCK,
     Configuration,
     Spec,
     deepspeed_config,
-    equal_memory,
 )
 from ds_ckpt.lab.subject import Sizes, find_subject, rows_of, run_forward, tokens_of
 from ds_ckpt.telemetry import Purpose
@@ -264,30 +263,24 @@ class Worker:
 
     def _measure_trials(self) -> None:
         spec = self.spec
-        usual = [Key(c.name, batch) for batch in spec.batches for c in spec.configurations]
+        trials = [Key(c.name, batch) for batch in spec.batches for c in spec.configurations]
         memories = [
-            ("memory", Configuration(policy, STOCK).name, factor * min(spec.batches))
+            (Configuration(policy, STOCK).name, batch)
             for policy in spec.policies
-            for factor in (1, 2)
+            for batch in spec.batches
         ]
-        if self.done.keys() >= set(memories):
-            trials = [*usual, *self._at_equal_memory()]
-            everything = itertools.product(trials, spec.rates, range(spec.repetitions))
-            if self.done.keys() >= {one.trial(rate, n) for one, rate, n in everything}:
-                return
+        everything = itertools.product(trials, spec.rates, range(spec.repetitions))
+        wanted = {one.trial(rate, n) for one, rate, n in everything}
+        if self.done.keys() >= wanted | {("memory", *one) for one in memories}:
+            return
         running = {}
         for configuration in spec.configurations:
             self.beat(f"building {configuration.name}")
             running[configuration.name] = one = Running(configuration, spec)
             for step in range(spec.warm_up):
                 one.plain_step(self.batches(min(spec.batches), step))
-        for _, name, sequences in memories:
+        for name, sequences in memories:
             self._memory(running[name], sequences)
-        more = self._at_equal_memory()
-        for key in more:
-            if key.configuration.endswith(f"/{STOCK}"):
-                self._memory(running[key.configuration], key.sequences)
-        trials = [*usual, *more]
         total = spec.repetitions * len(spec.rates) * len(trials)
         count = 0
         for repetition, rate in itertools.product(range(spec.repetitions), spec.rates):
@@ -301,9 +294,6 @@ class Worker:
         self._ask_for(None)
         for one in running.values():
             one.end()
-
-    def _at_equal_memory(self) -> list[Key]:
-        return equal_memory(self.spec, self.done) if self.spec.equal_memory else []
 
     def _memory(self, one: Running, sequences: int) -> None:
         """Have the record of one configuration's activations; the same on all processes."""
@@ -348,7 +338,6 @@ class Worker:
             rate_mbit=rate,
             sequences=key.sequences,
             repetition=repetition,
-            equal_memory=key.equal_memory,
             steps=slowest(all_times),
             purpose_bytes={n: sum(one[n] for one in all_purposes) for n in purposes},
             link_bytes=tuple(itertools.chain(*links)),
@@ -364,7 +353,7 @@ class Worker:
             name, method = configuration.name, configuration.method
             if method == SILENT or ("loss", name) in self.done:
                 continue
-            start_step = 0 if method in BASELINES else spec.loss_steps // 4
+            start_step = 0 if method in REFERENCES else spec.loss_steps // 4
             one = Running(configuration, spec, start_step=start_step, total_steps=spec.loss_steps)
             losses = []
             for step in range(spec.loss_steps):
@@ -433,7 +422,7 @@ def check_batch(spec: Spec, batch: Any, sequences: int) -> None:
             f"a batch of {rows} x {tokens} tokens (x 1, where it has no token ids)",
             f"--batches and --tokens say {sequences} x {spec.tokens}, and figures are told of that",
             "have it make as many as its arguments batch and tokens say, or write "
-            f"--batches {rows} --tokens {tokens} --no-equal-memory",
+            f"--batches {rows} --tokens {tokens}",
         ),
         headline="this cannot be measured",
     )

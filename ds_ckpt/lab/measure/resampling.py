@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ds_ckpt.lab.measure.parts import NETWORK, PARTS
-from ds_ckpt.lab.measure.records import Key, StepTime, Trial
+from ds_ckpt.lab.measure.samples import Key, StepTime, Trial
 
 DRAWS = 400
 _SHARE = 0.95

@@ -1,8 +1,6 @@
-"""What a run leaves on disk, a JSON line a record, each with its units in its names.
+"""Records of a run, one JSON line each in `samples.jsonl`, with units in their names.
 
-On disk a configuration is a `cell`, a trial a `turn` and its repetition a `round`: runs that were
-begun under those names go on. `samples.jsonl` only grows, so that a run that was stopped goes on
-where it was: whoever reads it drops a last line that is not whole.
+The file only grows, so a stopped run continues where it was. Readers drop an incomplete last line.
 """
 
 from __future__ import annotations
@@ -21,16 +19,12 @@ from ds_ckpt.errors import Problem, StateError
 class _Record(BaseModel):
     """A record is known by what `by` names: of equal ones the last counts."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
     by: ClassVar[tuple[str, ...]] = ("kind",)
 
     @property
     def key(self) -> tuple[object, ...]:
         return tuple(getattr(self, name) for name in self.by)
-
-
-Configured = Annotated[str, Field(alias="cell")]
-Repeated = Annotated[int, Field(alias="round")]
 
 
 @dataclass(frozen=True, order=True)
@@ -39,11 +33,10 @@ class Key:
 
     configuration: str
     sequences: int
-    equal_memory: bool = False
 
     def trial(self, rate: float | None, repetition: int) -> tuple[object, ...]:
         """The key of one trial's record."""
-        return ("turn", self, rate, repetition)
+        return ("trial", self, rate, repetition)
 
 
 class StepTime(_Record):
@@ -59,13 +52,12 @@ class Trial(_Record):
     """Some steps of a configuration, one after the other."""
 
     by = ("kind", "whose", "rate_mbit", "repetition")
-    kind: Literal["turn"] = "turn"
-    configuration: Configured
+    kind: Literal["trial"] = "trial"
+    configuration: str
     rate_mbit: float | None
     sequences: int
     """A process and micro-step."""
-    equal_memory: bool = False
-    repetition: Repeated
+    repetition: int
     steps: tuple[StepTime, ...]
     purpose_bytes: dict[str, float]
     """Counted where collectives are called, a step, summed over the processes."""
@@ -78,7 +70,7 @@ class Trial(_Record):
 
     @property
     def whose(self) -> Key:
-        return Key(self.configuration, self.sequences, self.equal_memory)
+        return Key(self.configuration, self.sequences)
 
 
 class Memory(_Record):
@@ -86,7 +78,7 @@ class Memory(_Record):
 
     by = ("kind", "configuration", "sequences")
     kind: Literal["memory"] = "memory"
-    configuration: Configured
+    configuration: str
     sequences: int
     held_bytes: int
     """What autograd holds between forward and backward."""
@@ -99,7 +91,7 @@ class Loss(_Record):
 
     by = ("kind", "configuration")
     kind: Literal["loss"] = "loss"
-    configuration: Configured
+    configuration: str
     steps: int
     start_step: int
     """Steps before it were dense."""
@@ -141,8 +133,6 @@ class Store:
         lines = self.path.read_bytes().split(b"\n")
         found: dict[tuple[object, ...], Sample] = {}
         for number, line in enumerate(lines[:-1], 1):
-            if line.startswith(b'{"kind":"timeline"'):
-                continue  # older runs have drawings of single steps
             try:
                 sample = _LINE.validate_json(line)
             except ValidationError as error:
@@ -166,4 +156,4 @@ class Store:
     def append(self, samples: Sequence[Sample]) -> None:
         """Write records behind the others."""
         with self.path.open("a", encoding="utf-8") as sink:
-            sink.writelines(sample.model_dump_json(by_alias=True) + "\n" for sample in samples)
+            sink.writelines(sample.model_dump_json() + "\n" for sample in samples)
