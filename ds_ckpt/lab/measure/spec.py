@@ -1,8 +1,8 @@
 """What is to be measured: configurations, their DeepSpeed files, and the trials of a run. Pure.
 
 A configuration is a checkpointing policy, a method of gradients, and where the weights are. Of the
-methods `stock` is DeepSpeed's own reduction, `dense` the plugin's uncompressed exchange (on gloo half
-of stock's bytes), `silent` an exchange that sends no gradient: the ceiling. Weights are sharded by
+methods `stock` is DeepSpeed's own reduction, `dense` the plugin's uncompressed exchange (on gloo
+half of stock's bytes), `silent` an exchange that sends no gradient: the ceiling. Weights are sharded by
 ZeRO-3 (`stock`), resident on every node, or placed by a DeepSpeed baseline (hpZ, ZeRO-1, ZeRO-2).
 """
 
@@ -141,7 +141,7 @@ class Spec:
 
     @property
     def configurations(self) -> list[Configuration]:
-        """Policies x weights x (`stock`, `dense`, methods, `silent`), then the DeepSpeed baselines."""
+        """Policies x weights x (`stock`, `dense`, methods, `silent`), then DeepSpeed baselines."""
         methods = [STOCK, DENSE, *(m for m in self.methods if m not in REFERENCES)]
         if self.ceiling:
             methods.append(SILENT)
