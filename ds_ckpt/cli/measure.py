@@ -66,9 +66,7 @@ def measure(
     ] = None,
     deepspeed: Annotated[
         Path | None,
-        file_option(
-            "DeepSpeed JSON with the optimizer, precision, ZeRO and batch settings to use."
-        ),
+        file_option("DeepSpeed JSON with optimizer, precision, ZeRO and batch settings."),
     ] = None,
     shape: Annotated[
         str,

@@ -1,9 +1,9 @@
 """What is to be measured: configurations, their DeepSpeed files, and the trials of a run. Pure.
 
-A configuration is a checkpointing policy, a method of gradients, and where the weights are. Of the
-methods `stock` is DeepSpeed's own reduction, `dense` the plugin's uncompressed exchange (on gloo
-half of stock's bytes), `silent` an exchange that sends no gradient: the ceiling. Weights are sharded by
-ZeRO-3 (`stock`), resident on every node, or placed by a DeepSpeed baseline (hpZ, ZeRO-1, ZeRO-2).
+A configuration is a checkpointing policy, a gradient method and a weight placement. Among the
+methods, `stock` is DeepSpeed's own reduction, `dense` the plugin's uncompressed exchange (on gloo
+half of stock's bytes) and `silent` an exchange that sends no gradient: the ceiling. Weights are
+sharded by ZeRO-3 (`stock`), resident on every node, or placed by a DeepSpeed baseline.
 """
 
 from __future__ import annotations
