@@ -6,9 +6,8 @@
 
 `claims.toml` has the claims. Its figures are expressions over measurements, so no figure is typed
 in, and the band that a claim names is an expression over them, so a figure that changes changes the
-verdict. Three kinds of things are measured: steps on fake tensors, by the functions behind `ds-ckpt
-profile --fake`; small experiments on the CPU (`_claim_checks.py`); and what the other files of
-`results/` have. The first two are kept in `results/claims.json`, each once.
+verdict. Two kinds of things are measured: steps on fake tensors, by the functions behind `ds-ckpt
+profile --fake`, kept in `results/claims.json`; and what the other files of `results/` have.
 
 A verdict is "holds", "holds under a condition", "does not hold", "needs a GPU" or "open".
 """
@@ -21,7 +20,7 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ DATA = HERE / "claims.toml"
 RECORD = HERE / "results" / "claims.json"
 PAGE = HERE.parent / "docs" / "claims.md"
 VERDICTS = ("holds", "holds under a condition", "does not hold", "needs a GPU", "open")
-DECIDED_BY = ("fake", "arithmetic", "source", "check", "result", "test", "gpu")
+DECIDED_BY = ("fake", "arithmetic", "source", "result", "test", "gpu")
 
 
 # what was measured
@@ -359,7 +358,7 @@ def load() -> tuple[dict[str, str], list[Case], list[Claim]]:
 
 def read_record() -> dict[str, Any]:
     if not RECORD.exists():
-        return {"measurements": {}, "checks": {}}
+        return {"measurements": {}}
     found: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
     return found
 
@@ -370,7 +369,6 @@ def judge(cases: Sequence[Case], claims: Sequence[Claim]) -> list[Judged]:
     known: dict[str, Any] = {
         case.name: Measured(case, record["measurements"][case.name]) for case in cases
     }
-    known |= {name: _Names(found["figures"]) for name, found in record["checks"].items()}
     known |= {"results": Results(), "GIB": GIB, "GB": 1e9, "MB": 1e6}
     known |= {"sqrt": math.sqrt, "log2": math.log2}
     return [claim.judged(known) for claim in claims]
@@ -380,25 +378,19 @@ def measure(cases: Sequence[Case], names: Sequence[str]) -> None:
     """What is missing or named; each is kept as soon as it is there."""
     import torch
     import transformers
-    from _claim_checks import CHECKS
 
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    to_do: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
-        case.name: ("measurements", case.measure) for case in cases
-    }
-    to_do |= {name: ("checks", check) for name, check in CHECKS.items()}
-    unknown = set(names) - set(to_do)
-    if unknown:
-        raise SystemExit(f"not known: {', '.join(sorted(unknown))}; known: {', '.join(to_do)}")
-    for name, (kind, run) in to_do.items():
-        if name in names or (not names and name not in read_record()[kind]):
+    by_name = {case.name: case for case in cases}
+    if unknown := set(names) - set(by_name):
+        raise SystemExit(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(by_name)}")
+    for name, case in by_name.items():
+        if name in names or (not names and name not in read_record()["measurements"]):
             start_s = time.monotonic()
-            found = run() if kind == "measurements" else {"figures": run()}
+            found = case.measure()
             record = read_record()
             about = {"seconds": round(time.monotonic() - start_s, 1), "versions": versions}
-            command = f"python benchmarks/claims.py --measure {name}"
-            record[kind][name] = {"command": command, **about, **found}
-            record[kind] = dict(sorted(record[kind].items()))
+            record["measurements"][name] = {"command": case.command, **about, **found}
+            record["measurements"] = dict(sorted(record["measurements"].items()))
             with replacing(RECORD) as path:
                 path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
             print(f"{name}: {about['seconds']} s", flush=True)
@@ -412,7 +404,6 @@ def page(themes: dict[str, str], cases: Sequence[Case], judged: Sequence[Judged]
         "fake": "a step on fake tensors: shapes without memory, bytes and FLOPs counted",
         "arithmetic": "arithmetic over sizes",
         "source": "the installed torch or transformers, asked by code",
-        "check": "a small experiment on the CPU",
         "result": "a file of benchmarks/results",
         "test": "a test of this repository",
         "gpu": "nothing here: it needs a GPU, or more than one host with GPUs",

@@ -11,7 +11,6 @@ from tests.command_lines import UsageError, check_command
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import _claim_checks  # noqa: E402
 import claims as ledger  # noqa: E402
 
 THEMES, CASES, CLAIMS = ledger.load()
@@ -24,7 +23,7 @@ def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ids_are_unique_and_name_their_source() -> None:
-    assert len(BY_ID) == len(CLAIMS) == 122
+    assert len(BY_ID) == len(CLAIMS) == 108
     for claim in CLAIMS:
         assert claim.source.startswith(claim.id.partition("-")[0] + "_")
         assert claim.theme in THEMES
@@ -35,7 +34,7 @@ def test_ids_are_unique_and_name_their_source() -> None:
 def test_a_reader_can_type_the_command(command: str) -> None:
     check_command(command)
     _, _, names = command.partition("claims.py --measure")
-    assert set(names.split()) <= {case.name for case in CASES} | set(_claim_checks.CHECKS)
+    assert set(names.split()) <= {case.name for case in CASES}
     _, _, row = command.partition("claims.py --row")
     assert set(row.split()) <= set(BY_ID)
 
@@ -61,14 +60,13 @@ def test_each_claim_is_decided_one_way() -> None:
         assert bool(claim.holds) != bool(claim.verdict), claim.id
         assert not claim.under or claim.holds, claim.id
         assert claim.verdict in ("", *ledger.VERDICTS), claim.id
-        if claim.by in ("fake", "arithmetic", "result", "source", "check") and claim.holds:
+        if claim.by in ("fake", "arithmetic", "result", "source") and claim.holds:
             assert claim.figures or "." in claim.holds, claim.id
 
 
 def test_what_is_named_is_on_record() -> None:
     record = ledger.read_record()
     assert set(record["measurements"]) == {case.name for case in CASES}
-    assert set(record["checks"]) == set(_claim_checks.CHECKS)
     for case in CASES:
         assert set(record["measurements"][case.name]["steps"]) == {"none", *case.policies}, (
             case.name
