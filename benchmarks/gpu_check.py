@@ -420,9 +420,7 @@ def offload(device: torch.device) -> Found:
     are; with copies beside compute."""
     from ds_ckpt.activation import CheckpointedBlocks
     from ds_ckpt.activation.inputs import CheckpointedInputs
-    from ds_ckpt.activation.offload import InputStore
-    from ds_ckpt.memory import HostPool
-    from ds_ckpt.memory.copies import SideStream, copies_for
+    from ds_ckpt.activation.offload import InputStore, SideStream, copies_for
 
     rows, width = (4096, 2048) if device.type == "cuda" else (64, 32)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(8)))
@@ -448,7 +446,6 @@ def offload(device: torch.device) -> Found:
     store = InputStore(
         torch.empty(0, device=device).device,
         copies,
-        pool=HostPool(pinned=None if device.type == "cuda" else False),
         owned=[*model.parameters()],
     )
     names = [str(i) for i in range(8)]

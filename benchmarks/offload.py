@@ -40,7 +40,6 @@ ROWS: dict[str, Keeping | str] = {
     "ds_ckpt block": Keeping(),
     "ds_ckpt block, offload": Keeping(offload=True),
     "ds_ckpt block, offload, 2 ahead": Keeping(offload=True, offload_prefetch=2),
-    "ds_ckpt block, contiguous": Keeping(contiguous=True),
 }
 REFERENCE = "ds_ckpt block"
 MIB = 2**20

@@ -1,57 +1,315 @@
-"""Keeps what blocks need for their recompute in host memory or in an arena, not on the device.
+"""Keep the inputs of checkpointed blocks in host memory until their recomputation.
 
-A block call keeps its tensors while it runs and until the next call begins. Then they go out on a
-side stream, and the originals are let go before the next call ends. So the last call's stay where
-they are: backward asks for them first. When backward comes to a call, the tensors of the calls
-before it start to come back, and are there when it gets to them.
+A call keeps its tensors on the device while it runs. When the next call starts, they are copied to
+host memory on a side stream, and the device memory is released before that call ends. The last
+call's tensors stay on the device, because backward needs them first. When backward reaches a call,
+the tensors of the calls before it are copied back.
 
-Everything is owned by the graph: when autograd frees it, after backward, with a dropped loss or
-behind an exception, the pool gets its blocks back. A graph that is retained can ask again.
+The autograd graph owns everything here: memory is released when autograd frees the graph, also
+after an exception or a dropped loss. A retained graph can ask for its tensors again.
+
+A side stream reads and writes memory that the allocator may hand out again. Both ends of a copy are
+therefore referenced until `Ticket.wait()`, and released after it. Pinned host memory comes from
+torch's allocator, which waits for copies by itself.
 """
 
 from __future__ import annotations
 
 import bisect
 import copy
-import functools
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from ds_ckpt.activation.pieces import BlockCall, Kept, Key, Left, Piece, bytes_of, key_of
 from ds_ckpt.activation.snapshot import input_changed
-from ds_ckpt.memory.copies import Copies
-from ds_ckpt.memory.pool import Arena, HostPool
 from ds_ckpt.telemetry.counters import OffloadCounters
+from ds_ckpt.telemetry.memory import version_of
+
+ALIGNMENT_BYTES = 64
+"""Alignment of copied ranges: kernels that depend on alignment sum in the original order."""
+
+# copies between device and host
+
+
+class Ticket:
+    """One operation, which has ended."""
+
+    def done(self) -> bool:
+        """Return whether the operation has ended, without waiting."""
+        return True
+
+    def wait(self) -> None:
+        """Order the compute stream's later work after the operation, without blocking the host."""
+
+
+class Copies:
+    """Copies between two flat uint8 tensors of the same size. Here both are in host memory."""
+
+    def copy(self, source: Tensor, target: Tensor) -> Ticket:
+        """Start a copy that is ordered after all work submitted to the compute stream so far."""
+        target.copy_(source)
+        return Ticket()
+
+
+class _StreamTicket(Ticket):
+    def __init__(self, event: Any, side: SideStream) -> None:
+        self._event, self._side = event, side
+
+    def done(self) -> bool:
+        return bool(self._event.query())
+
+    def wait(self) -> None:
+        self._side.compute_stream().wait_event(self._event)
+
+
+class SideStream(Copies):
+    """Copies on one stream beside the compute stream.
+
+    Args:
+        device: accelerator whose torch module has streams and events (CUDA, XPU, NPU).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module = torch.get_device_module(device)
+        self._stream = self._module.Stream(device=device)
+
+    def compute_stream(self) -> Any:
+        """Return the stream that is current for compute."""
+        return self._module.current_stream(self._device)
+
+    def copy(self, source: Tensor, target: Tensor) -> Ticket:
+        """Start a copy on the side stream."""
+        self._stream.wait_stream(self.compute_stream())
+        with self._module.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            event = self._module.Event()
+            event.record(self._stream)
+        return _StreamTicket(event, self)
+
+
+def copies_for(device: torch.device) -> Copies:
+    """Return a side stream, or synchronous copies if the device is the CPU."""
+    return Copies() if device.type == "cpu" else SideStream(device)
+
+
+def host_buffer(nbytes: int, device: torch.device) -> Tensor:
+    """Allocate uint8 [nbytes] of host memory, pinned if `device` is a CUDA device."""
+    pinned = device.type == "cuda"
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+
+
+# tensors that the graph references
+
+
+@dataclass(frozen=True)
+class ByteRange:
+    """Bytes `start` to `start + nbytes` of a storage."""
+
+    start: int
+    nbytes: int
+
+    @classmethod
+    def covering(cls, tensor: Tensor) -> ByteRange:
+        """Return the whole storage, or the tensor's part of it if that is less than half."""
+        whole = tensor.untyped_storage().nbytes()
+        size = tensor.element_size()
+        first = int(tensor.storage_offset()) * size
+        pairs = zip(tensor.shape, tensor.stride(), strict=True)
+        end = first + size * (1 + sum((n - 1) * stride for n, stride in pairs))
+        if 2 * (end - first) >= whole:
+            return cls(0, whole)
+        start = first - first % ALIGNMENT_BYTES
+        return cls(start, end - start)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return this range of the tensor's storage as uint8 [nbytes]."""
+        flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        return flat.set_(tensor.untyped_storage(), self.start, (self.nbytes,), (1,))
+
+
+Key = tuple[int, ByteRange]
+
+
+def key_of(tensor: Tensor) -> Key:
+    """Return a key that is equal for tensors that need the same range of the same storage."""
+    return tensor.untyped_storage()._cdata, ByteRange.covering(tensor)
+
+
+class StorageSlice:
+    """Range of a storage, at the version at which it was saved.
+
+    Attributes:
+        calls: numbers of the block calls that keep it.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.storage = StorageWeakRef(tensor.untyped_storage())
+        """Keeps the storage's address from being reused."""
+        self.range = ByteRange.covering(tensor)
+        self.version = int(tensor._version)
+        self.calls: set[int] = set()
+
+    @property
+    def key(self) -> Key:
+        """Return the key of tensors that need this slice."""
+        return self.storage.cdata, self.range
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size of the range."""
+        return self.range.nbytes
+
+
+class OffloadedSlice(StorageSlice):
+    """Slice that is on the device, in host memory, or both. A graph's `OffloadedRef`s own it.
+
+    Attributes:
+        label: name of the block that kept it first.
+        source: tensor over the original memory; None once that is released.
+        host: copy in host memory (uint8).
+        leaving: copy to the host that still reads `source`.
+        fetched: copy that was brought back to the device (uint8).
+        arriving: copy that still writes `fetched`.
+        changed: the original was changed in place before it was released.
+    """
+
+    def __init__(self, tensor: Tensor, label: str, pending_frees: deque[dict[str, Any]]) -> None:
+        super().__init__(tensor)
+        self.label = label
+        self.source: Tensor | None = tensor.detach()
+        self.host: Tensor | None = None
+        self.leaving: Ticket | None = None
+        self.fetched: Tensor | None = None
+        self.arriving: Ticket | None = None
+        self.changed = False
+        # Not `__del__`: while that runs, weak references still return the slice to other threads.
+        weakref.finalize(self, _finalize, vars(self), pending_frees).atexit = False
+
+    @property
+    def is_here(self) -> bool:
+        """Return whether the device has the bytes, or a copy to it is under way."""
+        return self.source is not None or self.fetched is not None
+
+    def note_changes(self) -> None:
+        """Record whether the original was changed in place."""
+        if self.source is not None and self.source._version != self.version:
+            self.changed = True
+
+    def matches(self, tensor: Tensor) -> bool:
+        """Return whether it holds the present values of `tensor`, over the same storage."""
+        return not self.changed and self.version == tensor._version
+
+
+def _finalize(fields: dict[str, Any], pending_frees: deque[dict[str, Any]]) -> None:
+    """Release memory that no copy uses; the store releases the rest in `collect`.
+
+    Takes no lock, because the garbage collector may call it anywhere.
+    """
+    here = sum(fields[end] is not None for end in ("source", "fetched"))
+    fields["device_bytes"] = here * fields["range"].nbytes
+    for ticket, end in (("leaving", "source"), ("arriving", "fetched")):
+        if fields[ticket] is None:
+            fields[end] = None
+    pending_frees.append(fields)
+
+
+class TensorView:
+    """Geometry of a tensor whose memory is elsewhere."""
+
+    __slots__ = ("__weakref__", "call", "dtype", "offset_bytes", "size", "stride")
+
+    def __init__(self, tensor: Tensor, call: BlockCall) -> None:
+        self.call: BlockCall | None = call
+        self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
+        self.offset_bytes = tensor.storage_offset() * tensor.element_size()
+
+    def over(self, memory: Tensor, copied: ByteRange) -> Tensor:
+        """Return the tensor over a copy (uint8) of a range of its storage."""
+        offset = memory.storage_offset() + self.offset_bytes - copied.start
+        view = torch.empty(0, dtype=self.dtype, device=memory.device)
+        offset //= self.dtype.itemsize
+        return view.set_(memory.untyped_storage(), offset, self.size, self.stride)
+
+
+class OffloadedRef(TensorView):
+    """Reference of a graph to an offloaded tensor."""
+
+    __slots__ = ("slice",)
+
+    def __init__(self, tensor: Tensor, kept: OffloadedSlice, call: BlockCall) -> None:
+        super().__init__(tensor, call)
+        self.slice = kept
+
+    def view(self) -> Tensor:
+        """Return the tensor; its slice must be on the device."""
+        kept = self.slice
+        if kept.source is None:
+            assert kept.fetched is not None, "the slice has not been fetched"
+            return self.over(kept.fetched, kept.range)
+        base = kept.source
+        if base.dtype != self.dtype:  # another tensor over the same storage
+            base = torch.empty(0, dtype=self.dtype, device=base.device)
+            base.set_(kept.source.untyped_storage(), 0, (0,), (1,))
+        return base.as_strided(self.size, self.stride, self.offset_bytes // self.dtype.itemsize)
+
+
+class InPlaceRef:
+    """Reference of a graph to a tensor that stays where it is."""
+
+    __slots__ = ("label", "tensor", "version")
+
+    def __init__(self, tensor: Tensor, label: str) -> None:
+        self.tensor, self.label, self.version = tensor, label, version_of(tensor)
+
+    def get(self) -> Tensor:
+        """Return the tensor.
+
+        Raises:
+            UnsupportedError: it was changed in place since it was saved.
+        """
+        if version_of(self.tensor) != self.version:
+            raise input_changed(self.label, "input")
+        return self.tensor
+
+
+class BlockCall:
+    """Forward call of one block, or of the `blocks` blocks of one recomputation."""
+
+    def __init__(self, number: int, label: str) -> None:
+        self.number = number
+        self.label = label
+        self.blocks = 1
+        self.slices: weakref.WeakSet[OffloadedSlice] = weakref.WeakSet()
+
+
+# the store
 
 
 class BackwardWatch:
-    """Tells one backward from the next.
+    """Detects when another backward begins.
 
     Args:
-        at_end: bound method that is called when a backward has ended, while its object is alive:
-            autograd's engine outlives everything.
-
-    Attributes:
-        number: autograd's, of the backward that asked last; -1 outside of any.
+        at_end: bound method, called when a backward has ended if its object still exists.
     """
 
     def __init__(self, at_end: Callable[[], None]) -> None:
         self._at_end = weakref.WeakMethod(at_end)
-        self.number = -1
+        self._number = -1
 
     def began(self) -> bool:
-        """Whether another backward asks than before."""
+        """Return whether the running backward differs from the one at the last call."""
         number = torch._C._current_graph_task_id()
-        if number == self.number:
+        if number == self._number:
             return False
-        self.number = number
+        self._number = number
         if number != -1:
             Variable._execution_engine.queue_callback(self._ended)
         return True
@@ -62,34 +320,16 @@ class BackwardWatch:
             at_end()
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _alone(
-    method: Callable[Concatenate[InputStore, P], R],
-) -> Callable[Concatenate[InputStore, P], R]:
-    """One thread at a time: forwards and backwards of one model may run in several."""
-
-    def locked(self: InputStore, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self._lock:
-            return method(self, *args, **kwargs)
-
-    functools.update_wrapper(locked, method)
-    return locked
-
-
 class InputStore:
-    """Takes tensors in during forward and gives them out in backward.
+    """Tensors of block calls between forward and backward. Callers serialize access.
 
     Args:
-        device: where the model computes; tensors of other devices are let be.
-        copies: how bytes travel.
-        pool: host memory; None keeps everything on the device.
-        arena: device memory into which tensors are copied when they are kept.
-        min_bytes: smaller tensors are let be.
-        prefetch: how many block calls ahead of the recompute tensors start to come back.
-        owned: parameters and buffers, which are there anyway: what they lie in is let be.
+        device: device of the model; tensors on other devices are not moved.
+        copies: copies between the device and host memory.
+        offload: whether slices are moved to host memory; otherwise all stay on the device.
+        min_bytes: smaller tensors are not moved.
+        prefetch: number of calls whose tensors are brought back ahead of their recomputation.
+        owned: parameters and buffers, which are not moved, nor what shares their memory.
     """
 
     def __init__(
@@ -97,84 +337,75 @@ class InputStore:
         device: torch.device,
         copies: Copies,
         *,
-        pool: HostPool | None = None,
-        arena: Arena | None = None,
+        offload: bool = True,
         min_bytes: int = 0,
         prefetch: int = 1,
         owned: Sequence[Tensor] = (),
     ) -> None:
-        assert pool is None or arena is None, "what is in the arena stays there"
         self.counters = OffloadCounters()
-        self._lock = threading.RLock()
         self._device, self._copies, self._owned = device, copies, owned
+        self._offload, self._min_bytes, self._ahead = offload, min_bytes, prefetch
         self._owned_at: list[int] | None = None
-        """Where these lie, ascending, while the arguments of a call are kept."""
-        self._taking_arguments = False
-        self._pool, self._arena = pool, arena
-        self._min_bytes = min_bytes
-        self._pieces: weakref.WeakValueDictionary[Key, Piece] = weakref.WeakValueDictionary()
+        """Ascending addresses of `owned`, valid while the arguments of one call are saved."""
+        self._saving_arguments = False
+        self._slices: weakref.WeakValueDictionary[Key, OffloadedSlice] = (
+            weakref.WeakValueDictionary()
+        )
         self._calls: weakref.WeakValueDictionary[int, BlockCall] = weakref.WeakValueDictionary()
         self._number = 0
         self._last: weakref.ref[BlockCall] | None = None
-        self._leaving: weakref.WeakSet[Piece] = weakref.WeakSet()
-        self._dead: deque[dict[str, Any]] = deque()
-        """What pieces had that have died."""
-        self._watch, self._ahead = BackwardWatch(self._backward_ended), prefetch
-        self._here: weakref.WeakSet[Piece] = weakref.WeakSet()
-        """Pieces that have a copy which was brought back."""
+        self._leaving: weakref.WeakSet[OffloadedSlice] = weakref.WeakSet()
+        self._here: weakref.WeakSet[OffloadedSlice] = weakref.WeakSet()
+        """Slices with a fetched copy."""
+        self._pending_frees: deque[dict[str, Any]] = deque()
+        self._watch = BackwardWatch(self.end_backward)
         self._reached: set[int] = set()
-        """Numbers of the calls to which this backward has come."""
+        """Numbers of the calls that this backward has reached."""
 
-    # -- forward ---------------------------------------------------------------------------------
+    # forward
 
-    @_alone
     def begin(self, label: str) -> BlockCall:
-        """A block is about to keep its tensors."""
+        """Start a call of block `label`."""
         self.collect()
         if torch._C._current_graph_task_id() == -1 and (self._reached or len(self._here)):
-            self._forget_all()  # of a backward that ended with an error
+            self.end_backward()  # it raised an error
         self._number += 1
-        self._owned_at, self._taking_arguments = None, True
+        self._owned_at, self._saving_arguments = None, True
         call = BlockCall(self._number, label)
         self._calls[call.number] = call
         return call
 
-    @_alone
-    def pack(self, tensor: Tensor, call: BlockCall) -> Kept | Left:
-        """What `call` holds in the place of `tensor`."""
+    def pack(self, tensor: Tensor, call: BlockCall) -> OffloadedRef | InPlaceRef:
+        """Return what the graph holds instead of `tensor`."""
         reason = self._unfit(tensor)
-        piece = None if reason is not None else self._piece_of(tensor)
-        if piece is None:
+        kept = None if reason else self._slice_of(tensor)
+        if kept is None:
             if reason is None:
                 small = tensor.numel() == 0 or tensor.nbytes < self._min_bytes
                 reason = "small" if small else self._owned_by_model(tensor)
             if reason is not None:
                 self.counters.left[reason] += 1
-                return Left(tensor, call.label)
-            piece = Piece(tensor, call.label, self._dead)
-            self._pieces[piece.key] = piece
-            self.counters.on_device(piece.nbytes)
-            if self._arena is not None:
-                self._into_arena(piece, self._arena)
-        piece.calls.add(call.number)
-        call.pieces.add(piece)
-        return Kept(tensor, piece, call)
+                return InPlaceRef(tensor, call.label)
+            kept = OffloadedSlice(tensor, call.label, self._pending_frees)
+            self._slices[kept.key] = kept
+            self.counters.on_device(kept.nbytes)
+        kept.calls.add(call.number)
+        call.slices.add(kept)
+        return OffloadedRef(tensor, kept, call)
 
-    @_alone
-    def again(self, kept: Kept, call: BlockCall) -> Kept:
-        """What `call` holds of the same tensor, which need not be here any more."""
-        other = copy.copy(kept)
+    def share(self, ref: OffloadedRef, call: BlockCall) -> OffloadedRef:
+        """Return a reference of another call to the same tensor."""
+        other = copy.copy(ref)
         other.call = call
-        kept.piece.calls.add(call.number)
-        call.pieces.add(kept.piece)
+        ref.slice.calls.add(call.number)
+        call.slices.add(ref.slice)
         return other
 
-    def _piece_of(self, tensor: Tensor) -> Piece | None:
-        """What is kept of the same storage already, unchanged since."""
-        piece = self._pieces.get(key_of(tensor))
-        if piece is not None:
-            piece.look()
-        return piece if piece and piece.unchanged(tensor) else None
+    def _slice_of(self, tensor: Tensor) -> OffloadedSlice | None:
+        kept = self._slices.get(key_of(tensor))
+        if kept is not None:
+            kept.note_changes()
+        return kept if kept and kept.matches(tensor) else None
 
     def _unfit(self, tensor: Tensor) -> str | None:
         if type(tensor) is not Tensor:
@@ -188,13 +419,13 @@ class InputStore:
         return None
 
     def unfit(self, tensor: Tensor) -> str | None:
-        """Why the tensor must be let be whatever its size; None where it need not."""
+        """Return why the tensor cannot be moved whatever its size, or None."""
         return self._unfit(tensor) or self._owned_by_model(tensor)
 
     def _owned_by_model(self, tensor: Tensor) -> str | None:
-        # ZeRO-3 gives a parameter another storage at each gather: none falls between the arguments
-        # of a call, before it runs.
-        if self._owned_at is None or not self._taking_arguments:
+        # Each gather of ZeRO-3 gives a parameter another storage, but none happens between the
+        # arguments of a call.
+        if self._owned_at is None or not self._saving_arguments:
             self._owned_at = sorted(p.data_ptr() for p in self._owned if p.layout == torch.strided)
         storage = tensor.untyped_storage()
         start = storage.data_ptr()
@@ -203,183 +434,138 @@ class InputStore:
             return "a part of the model"
         return None
 
-    @_alone
     def started(self, call: BlockCall) -> None:
-        """The call has kept its arguments and runs: those of the calls before it may go."""
-        self._taking_arguments = False
+        """Start to move the tensors of the call before `call`, which has saved its arguments."""
+        self._saving_arguments = False
         earlier = self.last
-        if earlier is not None and earlier is not call:
+        if self._offload and earlier is not None and earlier is not call:
             self._send(earlier, current=call.number)
         self._last = weakref.ref(call)
 
     @property
     def last(self) -> BlockCall | None:
-        """The call that ran last, while a graph holds what it kept."""
+        """Return the last call if a graph still references it."""
         return self._last() if self._last is not None else None
 
-    @_alone
-    def ended(self, call: BlockCall) -> None:
-        """The call has run."""
-        self._let_go(only_done=False)
+    def ended(self) -> None:
+        """Release the originals of all tensors that were moved, after a call."""
+        self._release(only_done=False)
 
     def _send(self, call: BlockCall, current: int) -> None:
-        if self._pool is None:
-            return
-        for piece in list(call.pieces):
-            if piece.host is not None or piece.source is None or current in piece.calls:
+        for kept in list(call.slices):
+            if kept.host is not None or kept.source is None or current in kept.calls:
                 continue
-            piece.look()
-            if piece.changed:  # backward will say so, if it ever comes
+            kept.note_changes()
+            if kept.changed:  # refused in backward
                 continue
-            piece.host = self._pool.take((piece.nbytes,), torch.uint8)
-            piece.leaving = self._copies.copy(bytes_of(piece.source, piece.stretch), piece.host)
-            self._leaving.add(piece)
-            self.counters.out[piece.label] += 1
-            self.counters.out_bytes[piece.label] += piece.nbytes
-        self._let_go(only_done=True)
+            kept.host = host_buffer(kept.nbytes, self._device)
+            kept.leaving = self._copies.copy(kept.range.of(kept.source), kept.host)
+            self._leaving.add(kept)
+            self.counters.out[kept.label] += 1
+            self.counters.out_bytes[kept.label] += kept.nbytes
+        self._release(only_done=True)
 
-    def _let_go(self, *, only_done: bool) -> None:
-        """Drop originals whose copies are out; the compute stream waits for those that are not."""
-        for piece in list(self._leaving):
-            assert piece.leaving is not None
-            if only_done and not piece.leaving.done():
+    def _release(self, *, only_done: bool) -> None:
+        for kept in list(self._leaving):
+            assert kept.leaving is not None
+            if only_done and not kept.leaving.done():
                 continue
-            piece.leaving.wait()
-            piece.look()
-            piece.source = piece.leaving = None
-            self._leaving.discard(piece)
-            self.counters.on_device(-piece.nbytes)
+            kept.leaving.wait()
+            kept.note_changes()
+            kept.source = kept.leaving = None
+            self._leaving.discard(kept)
+            self.counters.on_device(-kept.nbytes)
 
-    def _into_arena(self, piece: Piece, arena: Arena) -> None:
-        assert piece.source is not None
-        slot = arena.room(piece.nbytes)
-        if slot is None:
-            self.counters.left["no room in the arena"] += 1
-            return
-        slot.copy_(bytes_of(piece.source, piece.stretch))  # on the compute stream: in order
-        piece.slot, piece.source = slot, None
+    # backward
 
-    # -- backward --------------------------------------------------------------------------------
-
-    @_alone
-    def unpack(self, kept: Kept | Left) -> Tensor:
-        """The tensor again, on the device.
+    def unpack(self, ref: OffloadedRef | InPlaceRef) -> Tensor:
+        """Return the tensor, on the device.
 
         Raises:
-            UnsupportedError: the original was changed in place after it had been kept.
+            UnsupportedError: it was changed in place before it was released.
         """
         self.collect()
-        if isinstance(kept, Left):
-            return kept.again()
-        call, piece = kept.call, kept.piece
-        assert isinstance(call, BlockCall)
-        first = self._reach(call)
-        piece.look()
-        if piece.changed:
-            raise input_changed(piece.label, "input")
-        view = self.take(kept)
-        if first:
-            self._look_ahead(call)
-        return view
+        if isinstance(ref, InPlaceRef):
+            return ref.get()
+        assert ref.call is not None
+        self.reach(ref.call)
+        ref.slice.note_changes()
+        if ref.slice.changed:
+            raise input_changed(ref.slice.label, "input")
+        return self.take(ref)
 
-    @_alone
+    def take(self, ref: OffloadedRef | InPlaceRef) -> Tensor:
+        """Return a tensor that was not changed in place, on the device."""
+        if isinstance(ref, InPlaceRef):
+            return ref.tensor
+        kept = ref.slice
+        self._fetch(kept, late=True)
+        if kept.arriving is not None:
+            kept.arriving.wait()
+            kept.arriving = None
+        return ref.view()
+
     def reach(self, call: BlockCall) -> None:
-        """Backward has come to `call`: its tensors and those of the calls before it come back."""
-        if self._reach(call):
-            self._look_ahead(call)
+        """Bring back the tensors of `call`, which backward has reached, and of calls before it.
 
-    @_alone
-    def take(self, kept: Kept | Left) -> Tensor:
-        """The tensor on the device, for whoever knows that it was not changed in place."""
-        if isinstance(kept, Left):
-            return kept.tensor
-        piece = kept.piece
-        if piece.source is not None or piece.slot is not None:
-            self.counters.kept[piece.label] += piece.asked != self._watch.number
-        self._fetch(piece, late=True)
-        if piece.arriving is not None:
-            piece.arriving.wait()
-            piece.arriving = None
-        piece.asked = self._watch.number
-        return kept.view()
-
-    def _reach(self, call: BlockCall) -> bool:
-        """Backward asks for a tensor of `call`; whether that is the call's first.
-
-        A copy that was brought back is forgotten when backward has left every call that keeps it,
-        at the latest when backward ends. Whoever computes with it holds it himself.
+        Fetched copies that no further call of this backward needs are released.
         """
         if self._watch.began():
-            self._forget_all()
+            self.end_backward()
         if call.number in self._reached:
-            return False
+            return
         self._reached.add(call.number)
-        for piece in list(self._here):
-            users = [n for n in piece.calls if n in self._calls]
+        for kept in list(self._here):
+            users = [n for n in kept.calls if n in self._calls]
             if all(n in self._reached and n != call.number for n in users):
-                self._forget(piece)
-        for piece in call.pieces:  # all of them together, before those of other calls
-            self._fetch(piece, late=True)
-        return True
-
-    def _look_ahead(self, call: BlockCall) -> None:
-        """Start to bring back what the calls before `call` keep."""
+                self._drop_copy(kept)
+        for kept in call.slices:
+            self._fetch(kept, late=True)
         before = sorted((n for n in self._calls if n < call.number), reverse=True)
         for number in before[: self._ahead]:
             ahead = self._calls.get(number)  # its graph may just have been dropped
-            for piece in list(ahead.pieces) if ahead is not None else ():
-                self._fetch(piece, late=False)
+            for kept in list(ahead.slices) if ahead is not None else ():
+                self._fetch(kept, late=False)
 
-    def _fetch(self, piece: Piece, *, late: bool) -> None:
-        """Start to bring a piece back that is not here."""
-        if piece.is_here:
+    def _fetch(self, kept: OffloadedSlice, *, late: bool) -> None:
+        """Start to bring back a slice that is not on the device."""
+        if kept.is_here:
             return
-        assert piece.host is not None
-        piece.fetched = torch.empty(piece.nbytes, dtype=torch.uint8, device=self._device)
-        piece.arriving = self._copies.copy(piece.host, piece.fetched)
-        self._here.add(piece)
-        self.counters.back[piece.label] += 1
-        self.counters.back_bytes[piece.label] += piece.nbytes
+        assert kept.host is not None
+        kept.fetched = torch.empty(kept.nbytes, dtype=torch.uint8, device=self._device)
+        kept.arriving = self._copies.copy(kept.host, kept.fetched)
+        self._here.add(kept)
+        self.counters.back[kept.label] += 1
+        self.counters.back_bytes[kept.label] += kept.nbytes
         self.counters.late += late
-        self.counters.on_device(piece.nbytes)
+        self.counters.on_device(kept.nbytes)
 
-    def _forget(self, piece: Piece) -> None:
-        if piece.arriving is not None:
-            piece.arriving.wait()
+    def _drop_copy(self, kept: OffloadedSlice) -> None:
+        if kept.arriving is not None:
+            kept.arriving.wait()
             self.counters.in_vain += 1
-        piece.fetched = piece.arriving = None
-        self._here.discard(piece)
-        self.counters.on_device(-piece.nbytes)
+        kept.fetched = kept.arriving = None
+        self._here.discard(kept)
+        self.counters.on_device(-kept.nbytes)
 
-    def _forget_all(self) -> None:
-        """Forget every copy, and where backward has been."""
+    def end_backward(self) -> None:
+        """Release every fetched copy."""
         self._reached.clear()
-        for piece in list(self._here):
-            self._forget(piece)
-
-    @_alone
-    def _backward_ended(self) -> None:
-        self._forget_all()
+        for kept in list(self._here):
+            self._drop_copy(kept)
         self.collect()
 
-    # -- the dead --------------------------------------------------------------------------------
-
-    @_alone
     def collect(self) -> None:
-        """Give back what the graphs that have died since held."""
-        while self._dead:
-            piece = self._dead.popleft()
-            for ticket in (piece["leaving"], piece["arriving"]):
+        """Release the memory of slices whose graphs are gone."""
+        while self._pending_frees:
+            fields = self._pending_frees.popleft()
+            for ticket in (fields["leaving"], fields["arriving"]):
                 if ticket is not None:
                     ticket.wait()
-            if piece["host"] is not None and self._pool is not None:
-                self._pool.give_back(piece["host"])
-            if piece["slot"] is not None and self._arena is not None:
-                self._arena.give_back(piece["slot"])
-            self.counters.on_device(-piece["device_bytes"])
+            self.counters.on_device(-fields["device_bytes"])
 
     @property
     def nbytes_on_host(self) -> int:
-        """Bytes of the pieces that have a copy in host memory now."""
+        """Return the bytes in host memory now."""
         self.collect()
-        return sum(p.nbytes for p in self._pieces.values() if p.host is not None)
+        return sum(kept.nbytes for kept in self._slices.values() if kept.host is not None)

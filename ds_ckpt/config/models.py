@@ -6,7 +6,8 @@ and is dropped before (`sections.py`). An option is here only when the code behi
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import replace
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -74,11 +75,20 @@ class PluginConfig(Section):
 
 
 class DeepSpeedActivationSection(Section):
-    """DeepSpeed's own section. Standing there, even empty, it asks for policy "block".
+    """DeepSpeed's own section. Its presence, even empty, selects policy "block".
 
-    DeepSpeed parses these keys and acts on none of them. Here each does what its name says, as the
-    key of `ds_ckpt.activation` that its description names.
+    DeepSpeed parses these keys and acts on none of them. Here those with a description act as the
+    key of `ds_ckpt.activation` that it names.
     """
+
+    removed: ClassVar = {
+        theirs: replace(ActivationConfig.removed[ours], values=(True,))
+        for theirs, ours in (
+            ("contiguous_memory_optimization", "contiguous"),
+            ("synchronize_checkpoint_boundary", "synchronize"),
+            ("profile", "profile"),
+        )
+    }
 
     partition_activations: Annotated[bool, SWITCH] = Field(
         default=False,
@@ -89,24 +99,18 @@ class DeepSpeedActivationSection(Section):
         int | None, Field(ge=1), Expects("a whole number, 1 or more", "32")
     ] = Field(
         default=None,
-        description="Inputs that the contiguous buffer has room for "
-        "(ds_ckpt.activation.contiguous_count).",
+        description="Ignored: recomputations are counted.",
     )
     contiguous_memory_optimization: Annotated[bool, SWITCH] = Field(
-        default=False,
-        description="Keep inputs of blocks in one buffer (ds_ckpt.activation.contiguous).",
+        default=False, description="Removed; false only."
     )
     cpu_checkpointing: Annotated[bool, SWITCH] = Field(
         default=False,
         description="Keep inputs of blocks in host memory (ds_ckpt.activation.offload).",
     )
-    profile: Annotated[bool, SWITCH] = Field(
-        default=False,
-        description="Log what recomputing each block takes (ds_ckpt.activation.profile).",
-    )
+    profile: Annotated[bool, SWITCH] = Field(default=False, description="Removed; false only.")
     synchronize_checkpoint_boundary: Annotated[bool, SWITCH] = Field(
-        default=False,
-        description="Wait for the device around every block (ds_ckpt.activation.synchronize).",
+        default=False, description="Removed; false only."
     )
 
 

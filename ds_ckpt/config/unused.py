@@ -19,10 +19,6 @@ _OF_POLICIES = ("every_n", "segment_size", "save_ops")
 SERVED = {
     "partition_activations": "partition",
     "cpu_checkpointing": "offload",
-    "contiguous_memory_optimization": "contiguous",
-    "number_checkpoints": "contiguous_count",
-    "synchronize_checkpoint_boundary": "synchronize",
-    "profile": "profile",
 }
 """DeepSpeed's key -> ours. DeepSpeed parses its section and acts on none of it; here its keys are
 taken as if they stood in ours."""
@@ -30,7 +26,6 @@ _NEEDS = {
     "offload_prefetch": ("offload", "partition"),
     "offload_min_bytes": ("offload",),
     "partition_min_bytes": ("partition",),
-    "contiguous_count": ("contiguous",),
 }
 """A key -> the switches of which it needs one, or it does nothing."""
 
@@ -55,8 +50,7 @@ def would_do_nothing(config: Mapping[str, Any], wanted: Wanted) -> Iterator[Prob
             lookup(compression, ("guard",)), f"{_COMPRESSION}.guard", keys, why, to_use
         )
     if lookup(telemetry, ("enabled",)) in (None, False):
-        profiled = lookup(activation, ("profile",)) is True and wanted.policy != "none"
-        unused = ("path",) if profiled else ("every_n_steps", "path")
+        unused = ("every_n_steps", "path")
         to_use = f"set {OURS}.telemetry.enabled to true"
         why = "it does nothing while telemetry is not enabled"
         yield from _dead(telemetry, f"{OURS}.telemetry", unused, why, to_use)
@@ -131,8 +125,6 @@ def with_deepspeeds_keys(ours: Any, deepspeeds: Any) -> Any:
 
 def _on(key: str, value: object) -> bool:
     """Whether DeepSpeed's key asks for something; of a wrong type it does not."""
-    if key == "number_checkpoints":
-        return isinstance(value, int) and not isinstance(value, bool) and value >= 1
     return value is True
 
 

@@ -42,7 +42,7 @@ from ds_ckpt.patch import Patches
 from ds_ckpt.telemetry import Counters
 from ds_ckpt.telemetry.counters import OffloadCounters, PartitionCounters
 from ds_ckpt.telemetry.steps import Event, StepLog
-from ds_ckpt.telemetry.timings import BlockProfile, ResidualStats
+from ds_ckpt.telemetry.timings import ResidualStats
 from ds_ckpt.zero3 import collectives, compatibility
 from ds_ckpt.zero3.checkpoints import StateFiles, wrap_checkpoints
 from ds_ckpt.zero3.gather import GatherHook
@@ -187,8 +187,6 @@ class Session:
         else:
             units = make_plan(self.engine.module, activation_policy(activation))
             self._install_units(units)
-        if self.block_profile is not None or (activation.planned and activation.profile):
-            self._after_steps(self._log_profile)
 
     def _install_units(self, units: Sequence[Unit]) -> None:
         """Put checkpointing on the model."""
@@ -217,16 +215,6 @@ class Session:
     def activation_plan(self) -> ActivationPlan | None:
         """What each block does under policy "budget" or "auto"; None before the first batch."""
         return self._planning.plan if self._planning else None
-
-    def _log_profile(self, step: int) -> None:
-        profile = self.block_profile
-        if profile is None:
-            return
-        profile.step_ended()
-        if step % self.config.telemetry.every_n_steps == 0:
-            if torch.distributed.get_rank() == 0:
-                log.info("ds_ckpt: what recomputing takes, %s", profile.table())
-            profile.reset()
 
     def _tell_partition(self, step: int) -> None:
         """Once, after the first step that gathered."""
@@ -262,11 +250,6 @@ class Session:
         """What was split over the tensor-parallel group, and gathered; None where nothing is."""
         partition = self._inputs.partition if self._inputs else None
         return partition.counters if partition else None
-
-    @property
-    def block_profile(self) -> BlockProfile | None:
-        """Kept bytes and recompute time by block since the last table; None unless asked for."""
-        return self._inputs.profile if self._inputs else None
 
     def _attach_hooks(self, changed: list[compatibility.Finding]) -> ResidualFiles:
         engine, config = self.engine, self.config

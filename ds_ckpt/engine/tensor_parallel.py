@@ -11,8 +11,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_ckpt.activation.offload import Ticket
 from ds_ckpt.errors import Problem, UnsupportedError
-from ds_ckpt.memory.copies import Ticket
 from ds_ckpt.telemetry import Counters, Purpose
 
 _WHERE = "$.activation_checkpointing.partition_activations ($.ds_ckpt.activation.partition)"
@@ -25,7 +25,7 @@ _WORKS = (
 )
 
 
-class _Gathering:
+class _Gathering(Ticket):
     """An all-gather under way; holds its input until it has ended."""
 
     def __init__(self, work: Any, part: Tensor) -> None:

@@ -181,8 +181,6 @@ class OffloadCounters(_Counts):
     back: Counter[str] = field(default_factory=Counter)
     """Storages that were brought back, by block; with `retain_graph` more than have left."""
     back_bytes: Counter[str] = field(default_factory=Counter)
-    kept: Counter[str] = field(default_factory=Counter)
-    """Storages that were still on the device when backward asked for them, by block."""
     left: Counter[str] = field(default_factory=Counter)
     """Tensors that were let be, by reason."""
     late: int = 0

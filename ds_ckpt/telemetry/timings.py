@@ -15,10 +15,8 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
-
-from ds_ckpt.telemetry.units import MIB, columns
 
 
 @dataclass(frozen=True)
@@ -230,76 +228,3 @@ class ResidualStats:
         if not all(map(math.isfinite, numbers)) or before <= 0 or gradient_norm <= 0:
             return None
         return cls(math.sqrt(after / before), math.sqrt(after) / gradient_norm)
-
-
-@dataclass
-class BlockCost:
-    """Sums over the calls of one block since counting began."""
-
-    calls: int = 0
-    kept_bytes: int = 0
-    """Of the storages that its calls kept for their recompute, each once a call."""
-    forward_s: float = 0.0
-    recomputes: int = 0
-    recompute_s: float = 0.0
-
-
-class BlockProfile:
-    """Times each block's forward and recompute.
-
-    A recompute ends where torch stops it early: when everything that backward needs is there.
-
-    Args:
-        synchronize: called before each reading of the clock; on an accelerator without it the time
-            to launch the work is measured, not the work.
-    """
-
-    def __init__(self, synchronize: Callable[[], object] = lambda: None) -> None:
-        self.costs: dict[str, BlockCost] = {}
-        self._synchronize = synchronize
-        self._steps = 0
-
-    def kept(self, label: str, nbytes: int) -> None:
-        self.costs.setdefault(label, BlockCost()).kept_bytes += nbytes
-
-    @contextmanager
-    def timed(self, label: str, *, forward: bool) -> Iterator[None]:
-        cost = self.costs.setdefault(label, BlockCost())
-        self._synchronize()
-        start_s = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._synchronize()
-            taken_s = time.perf_counter() - start_s
-            if forward:
-                cost.calls += 1
-                cost.forward_s += taken_s
-            else:
-                cost.recomputes += 1
-                cost.recompute_s += taken_s
-
-    def step_ended(self) -> None:
-        self._steps += 1
-
-    def reset(self) -> None:
-        self.costs.clear()
-        self._steps = 0
-
-    def table(self) -> str:
-        """One line a block, means over the steps that have ended since the last reset."""
-        steps = max(self._steps, 1)
-        whole = BlockCost(*map(sum, zip(*map(astuple, self.costs.values()), strict=True)))
-        rows = [("block", "calls", "kept MiB", "forward ms", "recomputes", "recompute ms")]
-        for name, cost in {**self.costs, "all blocks": whole}.items():
-            rows.append(
-                (
-                    name,
-                    f"{cost.calls / steps:.1f}",
-                    f"{cost.kept_bytes / MIB / steps:.3f}",
-                    f"{1e3 * cost.forward_s / steps:.2f}",
-                    f"{cost.recomputes / steps:.1f}",
-                    f"{1e3 * cost.recompute_s / steps:.2f}",
-                )
-            )
-        return f"means of {steps} step{'s' if steps > 1 else ''}\n{columns(rows)}"

@@ -181,26 +181,3 @@ def one_cannot_plan(place: str) -> str:
         words = f"{type(error).__name__}: {error}"
     engine.destroy()
     return words
-
-
-def not_enough_room() -> list[str]:
-    """What two forwards say where the plan cannot be installed."""
-    section = {"contiguous": True, "contiguous_count": 1}
-    engine, _ = _planned_engine(section, 0.6, 12)
-    words = []
-    for _ in range(2):
-        try:
-            engine(**_sized(2, 12))
-            words.append("ran")
-        except ds_ckpt.DsCkptError as error:
-            words.append(str(error))
-    engine.destroy()
-    return words
-
-
-def contiguous_and_nothing_to_recompute() -> dict[str, Any]:
-    engine, session = _planned_engine({"contiguous": True}, 3.0, 12)
-    held = [_step(engine, _sized(2, 12)) for _ in range(2)]
-    choices = session.activation_plan.choices
-    engine.destroy()
-    return {"held": held, "choices": choices}

@@ -70,9 +70,6 @@ def steps(kind: str, sections: dict[str, Any]) -> dict[str, Any]:
             "left_on_host": store.nbytes_on_host if store else None,
             "left_on_device": counters.device_bytes if counters else None,
             "summary": session.summary if session else "",
-            "profiled": sorted(session.block_profile.costs)
-            if session and session.block_profile
-            else [],
         }
         engine.destroy()
     return {**result, "lines": "\n".join(heard).splitlines()}
@@ -80,19 +77,3 @@ def steps(kind: str, sections: dict[str, Any]) -> dict[str, Any]:
 
 def _layer(module: torch.nn.Module) -> bool:
     return any(c.__name__ == "GradientCheckpointingLayer" for c in type(module).__mro__)
-
-
-def refused(sections: dict[str, Any]) -> str:
-    """The words of the error that `initialize` raises."""
-    fresh()
-    model = offload_models.build("llama")
-    try:
-        engine, *_ = ds_ckpt.initialize(
-            model=model,
-            model_parameters=list(model.parameters()),
-            config=models.zero3_config(**sections),
-        )
-    except ds_ckpt.DsCkptError as error:
-        return str(error)
-    engine.destroy()
-    return ""

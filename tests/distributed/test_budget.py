@@ -154,14 +154,3 @@ def test_a_plan_that_fails_on_one_process_fails_on_all(world2: Any, place: str) 
     assert first == "RuntimeError: the search broke"
     assert "StateError" in second
     assert "the search broke" in second
-
-
-def test_a_plan_that_cannot_be_installed_is_refused_every_time(world2: Any) -> None:
-    for words in world2.run(cases_budget.not_enough_room, timeout=120):
-        assert all("contiguous_count" in w for w in words)
-
-
-def test_one_buffer_where_nothing_is_recomputed(world2: Any) -> None:
-    for ours in world2.run(cases_budget.contiguous_and_nothing_to_recompute, timeout=120):
-        assert set(ours["choices"]) == {"none"}
-        assert ours["held"][0] == ours["held"][1] > 0

@@ -38,32 +38,12 @@ def test_every_boundary_but_the_kept_one_leaves_and_returns(world2: Any, kind: s
         assert "3 of 4 checkpointed inputs" in moved["summary"] or kind == "t5"
 
 
-def test_deepspeeds_own_keys_do_what_they_say(world2: Any) -> None:
-    section = {
-        "cpu_checkpointing": True,
-        "contiguous_memory_optimization": True,
-        "number_checkpoints": 4,
-        "synchronize_checkpoint_boundary": True,
-        "profile": True,
-    }
+def test_deepspeeds_own_key_does_what_it_says(world2: Any) -> None:
     plain = world2.run(cases_offload.steps, "llama", {})
     sections = {
-        "activation_checkpointing": section,
+        "activation_checkpointing": {"cpu_checkpointing": True, "number_checkpoints": 4},
         "ds_ckpt": {"activation": {"offload_min_bytes": 0}},
     }
-    ours = world2.run(cases_offload.steps, "llama", sections)
-    for none, all_on in zip(plain, ours, strict=True):
-        assert equal(none["gradients"], all_on["gradients"])
-        assert sum(all_on["out"].values()) == 6
-        assert all_on["profiled"] == [f"model.layers.{i}" for i in range(4)]
-    sections["ds_ckpt"]["telemetry"] = {"every_n_steps": 2}
-    for dp_rank, told in enumerate(world2.run(cases_offload.steps, "llama", sections)):
-        assert told["profiled"] == []  # counted anew from the table on
-        table = [line.split() for line in told["lines"]]
-        rows = [words for words in table if words and words[0].startswith("model.layers.")]
-        assert [words[0] for words in rows] == (all_on["profiled"] if dp_rank == 0 else [])
-        assert all(words[1] == words[4] == "1.0" for words in rows)
-    section["number_checkpoints"] = 3
-    for words in world2.run(cases_offload.refused, {"activation_checkpointing": section}):
-        assert "contiguous_count: found 3" in words
-        assert "makes 4 recomputes" in words
+    for none, ours in zip(plain, world2.run(cases_offload.steps, "llama", sections), strict=True):
+        assert equal(none["gradients"], ours["gradients"])
+        assert sum(ours["out"].values()) == 6

@@ -12,16 +12,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_ckpt.activation import CheckpointedBlocks
 from ds_ckpt.activation.inputs import CheckpointedInputs
-from ds_ckpt.activation.offload import InputStore
+from ds_ckpt.activation.offload import Copies, InputStore, Ticket
 from ds_ckpt.activation.policies import Policy
-from ds_ckpt.memory import HostPool
-from ds_ckpt.memory.copies import Copies, HostCopies, Ticket
 
 CPU = torch.device("cpu")
 VOCAB = 32
 
 
-class _Late:
+class _Late(Ticket):
     """The ticket of a copy that is made when somebody waits, and not before."""
 
     def __init__(self, source: Tensor, target: Tensor) -> None:
@@ -45,7 +43,7 @@ class _Late:
         return self._values is not None and any(end.expired() for end in self._ends)
 
 
-class LateCopies(HostCopies):
+class LateCopies(Copies):
     """A device on which every copy takes as long as it may: targets hold rubbish until the wait."""
 
     def __init__(self) -> None:
@@ -103,31 +101,27 @@ def put_on(
     patterns: list[str] | None,
     *,
     copies: Copies | None = None,
-    pool: HostPool | None = None,
     policy: Policy | None = None,
     **options: Any,
-) -> tuple[CheckpointedBlocks, InputStore, HostPool]:
+) -> tuple[CheckpointedBlocks, InputStore]:
     """Checkpointing of the model's blocks with their boundaries kept in host memory."""
-    pool = pool or HostPool()
     store = InputStore(
         CPU,
-        copies or HostCopies(),
-        pool=pool,
+        copies or Copies(),
         owned=[*model.parameters(), *model.buffers()],
         **options,
     )
     boundaries = CheckpointedInputs(store)
     blocks = CheckpointedBlocks(model, patterns, policy=policy, around=boundaries.around)
     boundaries.recomputed_together([[b.name for b in unit.blocks] for unit in blocks.units])
-    return blocks, store, pool
+    return blocks, store
 
 
-def nothing_left(store: InputStore, pool: HostPool) -> bool:
+def nothing_left(store: InputStore) -> bool:
     store.collect()
     if isinstance(store._copies, LateCopies):
         assert store._copies.sound
-    on_device, on_host = store.counters.device_bytes, store.nbytes_on_host
-    return (on_device, on_host, pool.nbytes_in_use) == (0, 0, 0)
+    return (store.counters.device_bytes, store.nbytes_on_host) == (0, 0)
 
 
 _SIZES: dict[str, Any] = {"vocab_size": VOCAB}

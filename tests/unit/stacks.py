@@ -63,8 +63,8 @@ def put(model: nn.Module, kind: str, check: int = 0) -> Callable[[], bool]:
     if kind != "offload":
         CheckpointedBlocks(model, policy=policy)
         return lambda: True
-    _, store, pool = put_on(model, None, policy=policy, copies=LateCopies())
-    return lambda: gc.collect() >= 0 and nothing_left(store, pool)
+    _, store = put_on(model, None, policy=policy, copies=LateCopies())
+    return lambda: gc.collect() >= 0 and nothing_left(store)
 
 
 def backward(model: nn.Module) -> Sequence[Tensor]:

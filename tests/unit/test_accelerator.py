@@ -33,7 +33,6 @@ from ds_ckpt.exchange.plan import Plan
 from ds_ckpt.exchange.schedule import ScheduledExchange
 from ds_ckpt.exchange.transport import PACKET_ALIGNMENT_BYTES, Packets
 from ds_ckpt.exchange.virtual import VirtualWorld
-from ds_ckpt.memory import HostPool
 from tests.pretended_gpu import DEVICE, Gpu, in_threads
 
 BESIDE = "blocks beside a low rank"
@@ -377,13 +376,6 @@ def test_surroundings_change_no_bit(
     for a, b in zip(plain, other, strict=True):
         assert a.dtype == b.dtype
         assert torch.equal(a, b)
-
-
-def test_host_memory_is_host_memory_whatever_the_default_device() -> None:
-    with torch.device("meta"):
-        pool = HostPool()
-        assert pool.take((3,), torch.float32).device.type == "cpu"
-        assert pool.take((0,), torch.float32).device.type == "cpu"
 
 
 @pytest.mark.parametrize("precision", ["high", "medium"])

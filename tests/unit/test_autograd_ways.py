@@ -353,7 +353,7 @@ def test_threads_share_a_model_and_its_host_memory() -> None:
     inputs = [torch.randn(4, 8, generator=torch.Generator().manual_seed(i)) for i in range(4)]
     model.eval()
     plain = [_input_gradient(model, x) for x in inputs]
-    _, store, pool = put_on(model, ["Block"], min_bytes=0)
+    _, store = put_on(model, ["Block"], min_bytes=0)
     wrong: list[Any] = []
 
     def work(index: int) -> None:
@@ -376,7 +376,7 @@ def test_threads_share_a_model_and_its_host_memory() -> None:
         sys.setswitchinterval(interval_s)
     assert wrong == []
     assert store.counters.out.total() > 0
-    assert nothing_left(store, pool)
+    assert nothing_left(store)
 
 
 def _input_gradient(model: nn.Module, x: Tensor) -> Tensor:
@@ -411,23 +411,6 @@ def test_an_interruption_in_a_recompute_leaves_the_next_step_right(kind: str) ->
     assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
 
 
-def test_graphs_that_are_dropped_free_host_memory_at_the_next_step() -> None:
-    model = Model()
-    _, store, pool = put_on(model, ["Block"], min_bytes=0)
-    x = torch.randn(64, 8)
-    model(x).backward()
-    at_most = pool.nbytes_held
-    for _ in range(5):
-        model(x)
-    assert pool.nbytes_held == at_most
-    loss = model(x)
-    in_use = pool.nbytes_in_use
-    del loss
-    store.begin("the next step")
-    assert pool.nbytes_in_use == 0 < in_use
-    assert nothing_left(store, pool)
-
-
 def test_a_dropped_graph_frees_device_memory_at_once() -> None:
     from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -454,7 +437,7 @@ def test_a_dropped_graph_frees_device_memory_at_once() -> None:
 
 def test_what_a_broken_off_backward_brought_back_goes_at_the_next_step() -> None:
     model = Model()
-    _, store, _ = put_on(model, ["Block"], min_bytes=0, prefetch=4)
+    _, store = put_on(model, ["Block"], min_bytes=0, prefetch=4)
     handle = model.blocks[3].up.register_full_backward_hook(lambda *_: 1 / 0)  # type: ignore[arg-type]
     kept = model(torch.randn(64, 8))
     with pytest.raises(ZeroDivisionError):

@@ -566,7 +566,7 @@ def test_tensors_in_unknown_objects_are_right_and_stay_on_the_device(hide: Any) 
 
     same(make, "offload")
     model = make()
-    _, store, _ = put_on(model, ["Block"])
+    _, store = put_on(model, ["Block"])
     model(data()).backward()
     boundary = data().nbytes
     for index in (0, 1):

@@ -56,10 +56,6 @@ def test_defaults_are_those_that_are_documented() -> None:
             "offload_min_bytes": 65536,
             "partition": False,
             "partition_min_bytes": 65536,
-            "contiguous": False,
-            "contiguous_count": None,
-            "synchronize": False,
-            "profile": False,
         },
         "compression": {
             "method": "topk",

@@ -268,11 +268,7 @@ def test_objects_without_settings_are_not_settings() -> None:
     ("key", "value"),
     [
         ("partition_activations", True),
-        ("contiguous_memory_optimization", True),
         ("cpu_checkpointing", True),
-        ("profile", True),
-        ("synchronize_checkpoint_boundary", True),
-        ("number_checkpoints", 4),
     ],
 )
 def test_deepspeeds_keys_that_would_do_nothing(key: str, value: Any) -> None:
@@ -282,8 +278,6 @@ def test_deepspeeds_keys_that_would_do_nothing(key: str, value: Any) -> None:
     assert "do" in problem.why
     assert "nothing" in problem.why
     assert "remove" in problem.remedy
-    if key == "number_checkpoints":  # the others do what they say
-        assert list(problems({"activation_checkpointing": {key: value}})) == [problem.where]
 
 
 @pytest.mark.parametrize(
@@ -291,22 +285,17 @@ def test_deepspeeds_keys_that_would_do_nothing(key: str, value: Any) -> None:
     [
         ("partition_activations", "partition", True),
         ("cpu_checkpointing", "offload", True),
-        ("contiguous_memory_optimization", "contiguous", True),
-        ("number_checkpoints", "contiguous_count", 24),
-        ("synchronize_checkpoint_boundary", "synchronize", True),
-        ("profile", "profile", True),
     ],
 )
 def test_deepspeeds_keys_mean_ours(key: str, ours: str, value: Any) -> None:
-    section = {"contiguous_memory_optimization": True, key: value}
+    section = {key: value}
     config = {"zero_optimization": {"stage": 3}, "activation_checkpointing": section}
     activation = parse(config).activation
     assert activation.policy == "block"
     assert getattr(activation, ours) == value
     same = {**config, "ds_ckpt": {"activation": {ours: value}}}
     assert parse(same).activation == activation
-    other = 25 if value == 24 else False
-    against = problems({**config, "ds_ckpt": {"activation": {ours: other}}})
+    against = problems({**config, "ds_ckpt": {"activation": {ours: False}}})
     assert f"$.activation_checkpointing.{key}" in against[f"$.ds_ckpt.activation.{ours}"].why
 
 
@@ -321,31 +310,35 @@ def test_keys_that_need_a_switch() -> None:
     assert parse({**zero3, "ds_ckpt": {"activation": split}}).activation.offload_prefetch == 2
     found = problems({"ds_ckpt": {"activation": {"policy": "block", "partition_min_bytes": 0}}})
     assert "$.ds_ckpt.activation.partition" in found["$.ds_ckpt.activation.partition_min_bytes"].why
-    found = problems({"activation_checkpointing": {"number_checkpoints": 2}})
-    problem = found["$.activation_checkpointing.number_checkpoints"]
-    assert "$.activation_checkpointing.contiguous_memory_optimization" in problem.remedy
-    assert parse(
-        {
-            "activation_checkpointing": {"profile": True},
-            "ds_ckpt": {"telemetry": {"every_n_steps": 3}},
-        }
-    ).activation.profile
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        *(("ds_ckpt.activation", k) for k in ("contiguous", "synchronize", "profile")),
+        ("activation_checkpointing", "contiguous_memory_optimization"),
+        ("activation_checkpointing", "synchronize_checkpoint_boundary"),
+        ("activation_checkpointing", "profile"),
+    ],
+)
+def test_removed_ways_to_keep_inputs_are_refused_in_words(section: str, key: str) -> None:
+    config = with_value({"zero_optimization": {"stage": 3}}, f"{section}.{key}", True)
+    (problem,) = problems(config).values()
+    assert problem.where == f"$.{section}.{key}"
+    assert "removed" in problem.why
+    off = {"activation_checkpointing": {key: False}}
+    assert section == "ds_ckpt.activation" or problems(off) == {}
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("profile", "auto"), ("profile", 0), ("profile", "no"), ("profile", 3), ("profile", 1)],
+    [("cpu_checkpointing", value) for value in ("auto", 0, "no", 3)],
 )
 def test_deepspeeds_keys_are_strict_too(key: str, value: Any) -> None:
     """And a mistake is told once, where it stands."""
     found = problems({"activation_checkpointing": {key: value}})
     assert list(found) == [f"$.activation_checkpointing.{key}"]
     assert "write for example true" in found[f"$.activation_checkpointing.{key}"].remedy
-
-
-def test_a_number_of_checkpoints_is_no_switch() -> None:
-    found = problems({"activation_checkpointing": {"number_checkpoints": True}})
-    assert list(found) == ["$.activation_checkpointing.number_checkpoints"]
 
 
 def test_the_key_that_deepspeeds_documentation_invents() -> None:

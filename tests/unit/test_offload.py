@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,11 +13,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_ckpt.activation import CheckpointedBlocks
-from ds_ckpt.activation.offload import InputStore
-from ds_ckpt.activation.pieces import Piece
+from ds_ckpt.activation.offload import Copies, InputStore
 from ds_ckpt.activation.policies import Policy, PolicySettings
-from ds_ckpt.memory import HostPool
-from ds_ckpt.memory.copies import HostCopies
 from tests.unit.offload_models import (
     CPU,
     Block,
@@ -49,14 +44,13 @@ def test_gradients_are_bitwise_those_of_no_checkpointing(
     model = Model(width, blocks)
     x = torch.randn(rows, width, requires_grad=input_gradient)
     plain = grads(model, x)
-    copies = LateCopies() if late else HostCopies()
-    checkpointed, store, pool = put_on(model, ["Block"], copies=copies, prefetch=prefetch)
+    copies = LateCopies() if late else Copies()
+    checkpointed, store = put_on(model, ["Block"], copies=copies, prefetch=prefetch)
     for _ in range(2):
         assert equal(plain, grads(model, x))
-        assert nothing_left(store, pool)
+        assert nothing_left(store)
     # the last block's boundary stays, all others go and come, in each of the two steps
     assert store.counters.out.total() == store.counters.back.total() == 2 * (blocks - 1)
-    assert store.counters.kept == {f"blocks.{blocks - 1}": 2}
     checkpointed.remove()
 
 
@@ -68,7 +62,7 @@ def test_hugging_face_models(kind: str, late: bool) -> None:
     CheckpointedBlocks(model, None)
     theirs = gradients(model)
     model = build(kind)
-    _, store, pool = put_on(model, None, copies=LateCopies() if late else None)
+    _, store = put_on(model, None, copies=LateCopies() if late else None)
     ours = gradients(model)
     # T5's shared position bias adds its gradients up in another order under any checkpointing
     assert equal(ours, theirs if kind == "t5" else plain)
@@ -79,7 +73,7 @@ def test_hugging_face_models(kind: str, late: bool) -> None:
     assert counters.out == counters.back
     assert counters.out_bytes == counters.back_bytes
     assert counters.late == counters.in_vain == 0
-    assert nothing_left(store, pool)
+    assert nothing_left(store)
 
 
 _SELECTIVE = PolicySettings("selective", save_ops=("matmuls",))
@@ -97,14 +91,14 @@ _TREATMENTS = {
 def test_every_policy_with_offload(policy: str, kind: str) -> None:
     model = build(kind)
     plain = gradients(model)
-    _, store, pool = put_on(model, None, copies=LateCopies(), policy=Policy(_TREATMENTS[policy]))
+    _, store = put_on(model, None, copies=LateCopies(), policy=Policy(_TREATMENTS[policy]))
     assert equal(plain, gradients(model))
     calls = {"every_n": 2, "segments": 2}.get(policy, 4)
     counters = store.counters
     assert len(counters.out) >= calls - 1
     assert counters.out == counters.back
     assert counters.late == counters.in_vain == 0
-    assert nothing_left(store, pool)
+    assert nothing_left(store)
 
 
 def test_saved_results_of_operators_leave_with_their_block() -> None:
@@ -112,7 +106,7 @@ def test_saved_results_of_operators_leave_with_their_block() -> None:
     x = torch.randn(16, 8)
     plain = grads(model, x)
     policy = Policy(_SELECTIVE, modules=("Block",))
-    _, store, pool = put_on(model, None, copies=LateCopies(), policy=policy)
+    _, store = put_on(model, None, copies=LateCopies(), policy=policy)
     assert equal(plain, grads(model, x))
     # the input, and the results of both products: 8, 24 and 8 wide
     boundary_bytes = 16 * 8 * 4
@@ -120,19 +114,19 @@ def test_saved_results_of_operators_leave_with_their_block() -> None:
     assert store.counters.out_bytes == store.counters.back_bytes
     assert store.counters.out == {f"blocks.{i}": 3 for i in range(3)}
     assert store.counters.peak_device_bytes == 2 * 5 * boundary_bytes
-    assert nothing_left(store, pool)
+    assert nothing_left(store)
 
 
 def test_blocks_of_one_recompute_come_back_together() -> None:
     model = Model(blocks=6)
     scale = torch.rand(6, 64, 8).unbind()
     policy = Policy(PolicySettings("segments", segment_size=2), modules=("Block",))
-    checkpointed, store, pool = put_on(model, None, policy=policy)
+    checkpointed, store = put_on(model, None, policy=policy)
     model(torch.randn(64, 8), scale[0].clone()).backward()
     assert checkpointed.units[0].blocks[1].name == "blocks.1"
     assert store.counters.out == {"blocks.0": 1, "blocks.2": 1}
     assert store.counters.late == 0
-    assert nothing_left(store, pool)
+    assert nothing_left(store)
 
 
 def _boundaries(model: nn.Module, classes: tuple[type, ...]) -> tuple[list[Any], list[Any]]:
@@ -153,7 +147,7 @@ def _boundaries(model: nn.Module, classes: tuple[type, ...]) -> tuple[list[Any],
 
 def test_after_the_forward_one_boundary_is_on_the_device() -> None:
     model = Model(blocks=6)
-    _, store, pool = put_on(model, ["Block"])
+    _, store = put_on(model, ["Block"])
     refs, handles = _boundaries(model, (Block,))
     loss = model(torch.randn(64, 8))
     for handle in handles:
@@ -165,34 +159,16 @@ def test_after_the_forward_one_boundary_is_on_the_device() -> None:
     loss.backward()
     # in backward: the one in use and the one that is on its way
     assert store.counters.peak_device_bytes == 2 * boundary_bytes
-    assert nothing_left(store, pool)
-
-
-def test_without_offload_all_of_them_are() -> None:
-    model = Model(blocks=6)
-    CheckpointedBlocks(model, ["Block"])
-    refs, handles = _boundaries(model, (Block,))
-    loss = model(torch.randn(64, 8))
-    assert loss.requires_grad
-    assert not any(ref.expired() for ref in refs)
-    for handle in handles:
-        handle.remove()
+    assert nothing_left(store)
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 3])
 def test_prefetch_is_a_number_of_blocks(prefetch: int) -> None:
     model = Model(blocks=6)
-    _, store, _ = put_on(model, ["Block"], prefetch=prefetch)
+    _, store = put_on(model, ["Block"], prefetch=prefetch)
     model(torch.randn(64, 8)).backward()
     assert store.counters.late == store.counters.in_vain == 0
     assert store.counters.peak_device_bytes == (1 + prefetch) * 64 * 8 * 4
-
-
-def test_without_prefetch_every_recompute_would_wait() -> None:
-    model = Model(blocks=6)
-    _, store, _ = put_on(model, ["Block"], prefetch=0)
-    model(torch.randn(64, 8)).backward()
-    assert store.counters.late == 5
 
 
 def test_a_boundary_by_keyword_goes_out_too() -> None:
@@ -205,28 +181,9 @@ def test_a_boundary_by_keyword_goes_out_too() -> None:
     model = Keywords()
     x = torch.randn(3, 8)
     plain = grads(model, x)
-    _, store, _ = put_on(model, ["Block"])
+    _, store = put_on(model, ["Block"])
     assert equal(plain, grads(model, x))
     assert store.counters.out.total() == store.counters.back.total() == 3
-
-
-def test_a_piece_that_dies_is_given_to_no_other_thread() -> None:
-    """What it leaves is noted when weak references to it are gone: nobody uses what is given back,
-    or accounts for it twice."""
-    known: weakref.WeakSet[Piece] = weakref.WeakSet()
-    seen: list[list[Piece]] = []
-
-    class Dead(deque[dict[str, Any]]):
-        def append(self, remains: dict[str, Any]) -> None:
-            seen.append(list(known))
-            super().append(remains)
-
-    dead = Dead()
-    piece = Piece(torch.ones(4), "block", dead)
-    known.add(piece)
-    del piece
-    assert seen == [[]]
-    assert [remains["device_bytes"] for remains in dead] == [16]
 
 
 class _Asked(list[Tensor]):
@@ -242,17 +199,17 @@ class _Asked(list[Tensor]):
 def test_parameters_are_looked_through_once_for_all_arguments_of_a_call() -> None:
     weights = nn.Parameter(torch.randn(8))
     owned = _Asked([weights, *(nn.Parameter(torch.randn(3)) for _ in range(4))])
-    store = InputStore(CPU, HostCopies(), pool=HostPool(pinned=False), owned=owned)
+    store = InputStore(CPU, Copies(), owned=owned)
     for number in range(2):
         call = store.begin(f"block {number}")
         held = [store.pack(torch.randn(5), call) for _ in range(6)]
         held.append(store.pack(weights.data.view(2, 4), call))
-        assert [type(kept).__name__ for kept in held] == ["Kept"] * 6 + ["Left"]
+        assert [type(kept).__name__ for kept in held] == ["OffloadedRef"] * 6 + ["InPlaceRef"]
         assert owned.times == number + 1
         store.started(call)
         # inside the block weights are gathered into other memory
         weights.data = torch.randn(8)
         assert store.unfit(weights.data[2:]) == "a part of the model"
         owned.times = number + 1
-        store.ended(call)
+        store.ended()
         weights.data = torch.randn(8)

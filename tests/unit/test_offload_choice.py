@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ds_ckpt.activation.offload import InputStore
-from ds_ckpt.memory import HostPool
 from tests.unit.offload_models import CPU, LateCopies, Model, equal, grads, put_on
 
 
@@ -17,7 +16,7 @@ def test_small_tensors_and_parameters_are_let_be() -> None:
     model.scale = nn.Parameter(torch.rand(8))
     x = torch.randn(64, 8)
     plain = grads(model, x, model.scale.view(1, 8))
-    _, store, _ = put_on(model, ["Block"])
+    _, store = put_on(model, ["Block"])
     ours = grads(model, x, model.scale.view(1, 8))
     assert len(plain) == 17
     assert equal(plain, ours)
@@ -25,20 +24,11 @@ def test_small_tensors_and_parameters_are_let_be() -> None:
     assert store.counters.out.total() == 3
 
 
-def test_the_smallest_size_counts_bytes_of_the_tensor() -> None:
-    for min_bytes, leaves in ((64 * 8 * 4, 3), (64 * 8 * 4 + 1, 0)):
-        model = Model()
-        _, store, _ = put_on(model, ["Block"], min_bytes=min_bytes)
-        model(torch.randn(64, 8)).backward()
-        assert store.counters.out.total() == leaves
-        assert store.counters.left["small"] == (0 if leaves else 4)
-
-
 def test_detached_and_frozen_parameters_are_not_copied() -> None:
     model = Model()
     for alias in (model.blocks[0].up.weight.detach()[0], model.blocks[0].up.weight.data[1]):
         model.register_buffer("table", torch.rand(8), persistent=False)
-        _, store, _ = put_on(model, ["Block"])
+        _, store = put_on(model, ["Block"])
         model(torch.randn(64, 8), alias).backward()
         assert store.counters.left == {"a part of the model": 4}
         store.counters.reset()
@@ -72,7 +62,7 @@ def test_two_tensors_that_share_a_storage_leave_once() -> None:
     model = Pairs()
     x = torch.randn(8, 8, requires_grad=True)
     plain = grads(model, x)
-    _, store, _ = put_on(model, ["Pair"])
+    _, store = put_on(model, ["Pair"])
     assert equal(plain, grads(model, x))
     assert store.counters.out == {"blocks.0": 1, "blocks.1": 1}
     assert store.counters.out_bytes.total() == 2 * 16 * 8 * 4
@@ -81,7 +71,7 @@ def test_two_tensors_that_share_a_storage_leave_once() -> None:
 def test_of_a_large_storage_the_used_part_leaves() -> None:
     model = Model(blocks=2)
     large = torch.randn(1000, 8)
-    _, store, _ = put_on(model, ["Block"])
+    _, store = put_on(model, ["Block"])
     model(large[501:511]).backward()
     assert 10 * 8 * 4 <= store.counters.out_bytes["blocks.0"] < 10 * 8 * 4 + 64
 
@@ -99,15 +89,15 @@ def test_any_layout_comes_back_as_it_was(data: st.DataObject) -> None:
         view = view.permute(data.draw(st.permutations(range(len(sizes)))))
     if data.draw(st.booleans()):
         view = view.unsqueeze(0).expand(3, *view.shape)
-    store = InputStore(CPU, LateCopies(), pool=HostPool())
+    store = InputStore(CPU, LateCopies())
     call = store.begin("a")
     expected = view.clone()
     kept = store.pack(view, call)
     store.started(call)
-    store.ended(call)
+    store.ended()
     following = store.begin("b")
     store.started(following)
-    store.ended(following)
+    store.ended()
     strides = view.stride()
     del base, view
     got = store.unpack(kept)

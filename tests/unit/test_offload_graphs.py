@@ -9,11 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_ckpt.activation import CheckpointedBlocks
-from ds_ckpt.activation.inputs import CheckpointedInputs
-from ds_ckpt.activation.offload import InputStore
-from ds_ckpt.memory import HostPool
 from tests.unit.offload_models import (
-    CPU,
     Block,
     LateCopies,
     Model,
@@ -28,7 +24,7 @@ def test_a_retained_graph_can_ask_again() -> None:
     model = Model()
     x = torch.randn(16, 8)
     plain = grads(model, x)
-    _, store, pool = put_on(model, ["Block"], copies=LateCopies())
+    _, store = put_on(model, ["Block"], copies=LateCopies())
     torch.manual_seed(3)
     loss = model(x)
     for round_ in range(3):
@@ -38,7 +34,7 @@ def test_a_retained_graph_can_ask_again() -> None:
         assert store.counters.back.total() == 3 * (round_ + 1)
     assert store.counters.out.total() == 3
     del loss
-    assert nothing_left(store, pool)
+    assert nothing_left(store)
 
 
 def test_several_forwards_before_a_backward_in_any_order() -> None:
@@ -54,7 +50,7 @@ def test_several_forwards_before_a_backward_in_any_order() -> None:
         block.dropout.p = 0.0
     model.train()
     for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0]):
-        _, store, pool = put_on(model, ["Block"], copies=LateCopies())
+        _, store = put_on(model, ["Block"], copies=LateCopies())
         losses = [model(x) for x in xs]
         # all but the very last boundary have left: 2 forwards of 4 and one of 3
         assert store.counters.out.total() == 11
@@ -63,7 +59,7 @@ def test_several_forwards_before_a_backward_in_any_order() -> None:
             losses[index].backward()
             assert equal(plain[index], [p.grad for p in model.parameters()])
         del losses
-        assert nothing_left(store, pool)
+        assert nothing_left(store)
         for block in model.blocks:
             del block.forward
 
@@ -79,10 +75,10 @@ def test_one_backward_over_two_forwards() -> None:
         return [p.grad.clone() for p in model.parameters()]
 
     plain = grads()
-    _, store, pool = put_on(model, ["Block"], copies=LateCopies())
+    _, store = put_on(model, ["Block"], copies=LateCopies())
     assert equal(plain, grads())
     assert store.counters.out.total() == store.counters.back.total() == 7
-    assert nothing_left(store, pool)
+    assert nothing_left(store)
 
 
 def test_checkpointing_inside_a_block_is_left_to_the_outer_recompute() -> None:
@@ -112,45 +108,10 @@ def test_checkpointing_inside_a_block_is_left_to_the_outer_recompute() -> None:
 
     model, x = Outer(), torch.randn(4, 8)
     plain = grads(model, x)
-    _, store, pool = put_on(model, ["Nested"], copies=LateCopies())
+    _, store = put_on(model, ["Nested"], copies=LateCopies())
     assert equal(plain, grads(model, x))
     assert store.counters.out.total() == store.counters.back.total() == 5
-    assert nothing_left(store, pool)
-
-
-def test_a_block_of_ours_inside_a_block_of_ours() -> None:
-    class Inner(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.relu(self.linear(x))
-
-    class Whole(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.blocks = nn.ModuleList(
-                nn.Sequential(Inner(), nn.Tanh(), Inner()) for _ in range(3)
-            )
-
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.blocks:
-                x = block(x)
-            return x.square().mean()
-
-    model, x = Whole(), torch.randn(4, 8)
-    plain = grads(model, x)
-    pool = HostPool()
-    store = InputStore(CPU, LateCopies(), pool=pool)
-    boundaries = CheckpointedInputs(store)
-    CheckpointedBlocks(model, ["Inner"], around=boundaries.around)
-    CheckpointedBlocks(model, ["Sequential"], around=boundaries.around)
-    assert equal(plain, grads(model, x))
-    # the inputs of the outer blocks alone, which are those of the first inner ones
-    assert store.counters.out == {"blocks.0": 1, "blocks.1": 1}
-    assert nothing_left(store, pool)
+    assert nothing_left(store)
 
 
 def test_second_derivatives() -> None:
@@ -173,8 +134,8 @@ def test_second_derivatives() -> None:
 
     plain = second()
     CheckpointedBlocks(model, ["Block"]).remove()
-    _, store, pool = put_on(model, ["Block"], copies=LateCopies())
+    _, store = put_on(model, ["Block"], copies=LateCopies())
     ours = second()
     assert torch.allclose(plain, ours, rtol=1e-6, atol=1e-9)
     gc.collect()
-    assert nothing_left(store, pool)
+    assert nothing_left(store)

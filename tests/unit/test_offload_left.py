@@ -26,42 +26,32 @@ from tests.unit.offload_models import (
 @pytest.mark.parametrize("training", [True, False])
 def test_without_gradients_nothing_is_kept(training: bool) -> None:
     model = Model().train(training)
-    _, store, pool = put_on(model, ["Block"])
+    _, store = put_on(model, ["Block"])
     with torch.no_grad():
         model(torch.randn(4, 8))
     with torch.inference_mode():
         model(torch.randn(4, 8))
     assert store.counters.out.total() == 0
-    assert pool.nbytes_held == 0
-    assert nothing_left(store, pool)
+    assert nothing_left(store)
     hf = build("llama").train(training)
-    _, store, pool = put_on(hf, None)
+    _, store = put_on(hf, None)
     with torch.no_grad():
         hf(**batch())
-    assert (store.counters.out.total(), pool.nbytes_held) == (0, 0)
+    assert store.counters.out.total() == 0
 
 
 @pytest.mark.parametrize("kind", ["plain", "llama", "gpt2", "bert", "t5"])
 def test_evaluation_with_gradients_leaves_nothing_behind(kind: str) -> None:
     model = Model() if kind == "plain" else build(kind)
-    _, store, pool = put_on(model.eval(), ["Block"] if kind == "plain" else None)
+    _, store = put_on(model.eval(), ["Block"] if kind == "plain" else None)
     for dropped in (False, True):
         loss = model(torch.randn(4, 8)) if kind == "plain" else model(**batch()).loss
-        assert pool.nbytes_in_use > 0
+        assert store.nbytes_on_host > 0
         if not dropped:
             loss.backward()
         del loss
-        assert nothing_left(store, pool)
+        assert nothing_left(store)
     assert store.counters.out.total() > 3
-
-
-def test_a_dropped_loss_gives_everything_back() -> None:
-    model = Model()
-    _, store, pool = put_on(model, ["Block"], copies=LateCopies())
-    loss = model(torch.randn(4, 8))
-    assert pool.nbytes_in_use > 0
-    del loss
-    assert nothing_left(store, pool)
 
 
 @pytest.mark.parametrize("where", ["forward", "recompute", "backward"])
@@ -89,15 +79,15 @@ def test_an_exception_gives_everything_back(where: str, block: int) -> None:
 
     x = torch.randn(4, 8)
     plain = grads(model, x)
-    _, store, pool = put_on(model, ["Block"], copies=LateCopies())
+    _, store = put_on(model, ["Block"], copies=LateCopies())
     handle = model.blocks[block].up.register_forward_hook(trip)
     with pytest.raises(OSError, match="boom"):
         grads(model, x)
     handle.remove()
     gc.collect()
-    assert nothing_left(store, pool)
+    assert nothing_left(store)
     assert equal(plain, grads(model, x))
-    assert nothing_left(store, pool)
+    assert nothing_left(store)
 
 
 def test_frozen_blocks_below_the_first_gradient_keep_nothing() -> None:
@@ -106,21 +96,10 @@ def test_frozen_blocks_below_the_first_gradient_keep_nothing() -> None:
         block.requires_grad_(False)
     x = torch.randn(4, 8)
     plain = grads(model, x)
-    _, store, pool = put_on(model, ["Block"])
+    _, store = put_on(model, ["Block"])
     assert equal(plain, grads(model, x))
     assert set(store.counters.out) == {"blocks.2"}
-    assert nothing_left(store, pool)
-
-
-def test_the_pool_is_used_again() -> None:
-    model = Model()
-    _, _, pool = put_on(model, ["Block"])
-    held = []
-    for _ in range(4):
-        model(torch.randn(64, 8)).backward()
-        held.append(pool.nbytes_held)
-    assert held[0] > 0
-    assert len(set(held)) == 1
+    assert nothing_left(store)
 
 
 def test_an_input_that_is_changed_in_place_is_refused() -> None:
@@ -141,11 +120,11 @@ def test_an_input_that_is_changed_in_place_is_refused() -> None:
     inside = Model()
     inside.blocks = nn.ModuleList(Inside(8) for _ in range(3))
     for model, patterns in ((inside, ["Inside"]), (Between(), ["Block"])):
-        _, store, pool = put_on(model, patterns)
+        _, store = put_on(model, patterns)
         with pytest.raises(UnsupportedError, match=r"blocks\.\d: found .* in place"):
             model(torch.randn(4, 8).exp()).backward()
         gc.collect()
-        assert nothing_left(store, pool)
+        assert nothing_left(store)
 
 
 def test_a_change_while_the_copy_is_on_its_way_is_refused() -> None:
@@ -164,13 +143,13 @@ def test_a_change_while_the_copy_is_on_its_way_is_refused() -> None:
             return x.square().mean()
 
     model = Delayed()
-    _, store, pool = put_on(model, ["Block"], copies=LateCopies())
+    _, store = put_on(model, ["Block"], copies=LateCopies())
     loss = model(torch.randn(4, 8))
     with pytest.raises(UnsupportedError, match=r"blocks\.0: found an input that was changed"):
         loss.backward()
     del loss
     gc.collect()
-    assert nothing_left(store, pool)
+    assert nothing_left(store)
 
 
 def test_a_tensor_that_is_written_anew_for_each_block_is_not_shared() -> None:
@@ -209,33 +188,3 @@ def test_a_tensor_that_is_written_anew_after_its_copy_has_left_is_kept_anew() ->
     model.anew = False
     put_on(model, ["Block"])
     assert equal(grads(model, x), expected)
-
-
-def test_a_list_that_a_block_writes_into_is_the_callers() -> None:
-    class Collecting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor, *, seen: list[Tensor]) -> Tensor:
-            y = torch.tanh(self.linear(x))
-            seen.append(y)
-            return y
-
-    class Whole(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.blocks = nn.ModuleList(Collecting() for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            seen: list[Tensor] = []
-            for block in self.blocks:
-                x = block(x, seen=seen)
-            assert len(seen) == 3
-            return sum(s.square().mean() for s in seen)  # type: ignore[return-value]
-
-    model, x = Whole(), torch.randn(4, 8)
-    plain = grads(model, x)
-    put_on(model, ["Collecting"])
-    assert equal(plain, grads(model, x))

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ds_ckpt.activation import fingerprints
 from ds_ckpt.activation.fingerprints import checksum
-from ds_ckpt.activation.pieces import Stretch, bytes_of, part_bytes, part_of
+from ds_ckpt.activation.offload import ByteRange
+from ds_ckpt.activation.partition import shard_bytes, shard_of
 
 DTYPES = [
     torch.float32,
@@ -53,10 +54,10 @@ def tensors(draw: st.DrawFn) -> Tensor:
 @settings(max_examples=300, deadline=None)
 @given(tensor=tensors(), parts=st.integers(1, 9))
 def test_parts_are_equal_and_make_the_whole(tensor: Tensor, parts: int) -> None:
-    flat = bytes_of(tensor, Stretch.of(tensor))
-    split_up = [part_of(flat, parts, index) for index in range(parts)]
+    flat = ByteRange.covering(tensor).of(tensor)
+    split_up = [shard_of(flat, parts, index) for index in range(parts)]
     sizes = {part.numel() for part in split_up}
-    assert sizes == {part_bytes(flat.numel(), parts)}
+    assert sizes == {shard_bytes(flat.numel(), parts)}
     (size,) = sizes
     # exactly 1/t where it divides, the next whole byte where it does not
     assert size * parts - flat.numel() in range(parts)
@@ -68,7 +69,7 @@ def test_parts_are_equal_and_make_the_whole(tensor: Tensor, parts: int) -> None:
 
 def test_what_is_padded_is_zero() -> None:
     flat = torch.full((5,), 255, dtype=torch.uint8)
-    parts = [part_of(flat, 4, index).tolist() for index in range(4)]
+    parts = [shard_of(flat, 4, index).tolist() for index in range(4)]
     assert parts == [[255, 255], [255, 255], [255, 0], [0, 0]]
 
 

@@ -12,10 +12,9 @@ from offload_models import Model, put_on
 from torch import Tensor
 from virtual import World
 
+from ds_ckpt.activation import offload
+from ds_ckpt.activation.offload import InputStore, SideStream, _StreamTicket
 from ds_ckpt.compression import Feedback, Quantize
-from ds_ckpt.memory import HostPool
-from ds_ckpt.memory.copies import SideStream, _OnStream
-from ds_ckpt.memory.pool import device_arena
 from ds_ckpt.weights import lossless
 from tests.pretended_gpu import DEVICE, Gpu, Stream, in_threads
 
@@ -125,26 +124,22 @@ def test_tensors_of_both_devices_do_not_mix() -> None:
 def plain() -> Iterator[Gpu]:
     """Offload asks tensors for their addresses: every plain tensor is the device's."""
     gpu = Gpu(plain=True)
-    allocate = HostPool._allocate
+    allocate = offload.host_buffer
 
-    def in_host_memory(pool: HostPool, nbytes: int) -> Tensor:
+    def in_host_memory(nbytes: int, device: torch.device) -> Tensor:
         with gpu.host_memory():
-            return allocate(pool, nbytes)
+            return allocate(nbytes, device)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(HostPool, "_allocate", in_host_memory)
+        patched.setattr(offload, "host_buffer", in_host_memory)
         yield gpu
 
 
-def _train(gpu: Gpu, *, arena: bool = False, dropped: bool = False) -> int:
-    """Steps of a model whose blocks' inputs leave the device, or go to an arena; how many did."""
-    cpu = torch.device("cpu")
+def _train(gpu: Gpu, *, dropped: bool = False) -> int:
+    """Train a model whose blocks' inputs leave the device; return how many did."""
     with gpu.watched():
         model = Model(width=32)
-        keeping: dict[str, Any] = {"copies": SideStream(cpu)}
-        if arena:
-            keeping |= {"pool": None, "arena": device_arena(8, cpu)}
-        blocks, store = _put_on(model, keeping)
+        blocks, store = put_on(model, ["Block"], copies=SideStream(torch.device("cpu")))
         for step in range(3):
             loss = model(torch.randn(8, 32))
             if not (dropped and step == 1):
@@ -157,50 +152,33 @@ def _train(gpu: Gpu, *, arena: bool = False, dropped: bool = False) -> int:
     return moved
 
 
-def _put_on(model: Model, keeping: dict[str, Any]) -> tuple[Any, Any]:
-    if "arena" not in keeping:
-        return put_on(model, ["Block"], copies=keeping["copies"])[:2]
-    from ds_ckpt.activation import CheckpointedBlocks
-    from ds_ckpt.activation.inputs import CheckpointedInputs
-    from ds_ckpt.activation.offload import InputStore
-
-    owned = [*model.parameters()]
-    store = InputStore(torch.device("cpu"), owned=owned, **keeping)
-    boundaries = CheckpointedInputs(store)
-    return CheckpointedBlocks(model, ["Block"], around=boundaries.around), store
-
-
 @pytest.mark.parametrize("dropped", [False, True])
-@pytest.mark.parametrize("arena", [False, True])
-def test_offload_is_ordered_and_waits_for_nothing(plain: Gpu, arena: bool, dropped: bool) -> None:
-    assert (_train(plain, arena=arena, dropped=dropped) > 0) is not arena
+def test_offload_is_ordered_and_waits_for_nothing(plain: Gpu, dropped: bool) -> None:
+    assert _train(plain, dropped=dropped) > 0
     assert plain.findings == []
     assert not [place for place in plain.waits if "ds_ckpt" in place]
 
 
 def _not_behind_compute(patched: pytest.MonkeyPatch) -> None:
-    def copy(self: SideStream, source: Tensor, target: Tensor) -> _OnStream:
+    def copy(self: SideStream, source: Tensor, target: Tensor) -> _StreamTicket:
         with self._module.stream(self._stream):
             target.copy_(source, non_blocking=True)
-            return _OnStream(self._stream.record_event(), self)
+            return _StreamTicket(self._stream.record_event(), self)
 
     patched.setattr(SideStream, "copy", copy)
 
 
 def _nobody_waits(patched: pytest.MonkeyPatch) -> None:
-    patched.setattr(_OnStream, "wait", lambda ticket: None)
+    patched.setattr(_StreamTicket, "wait", lambda ticket: None)
 
 
 def _let_go_at_once(patched: pytest.MonkeyPatch) -> None:
-    from ds_ckpt.activation.offload import InputStore
+    def release(self: InputStore, *, only_done: bool) -> None:
+        for kept in list(self._leaving):
+            kept.source = kept.leaving = None
+            self._leaving.discard(kept)
 
-    def let_go(self: InputStore, *, only_done: bool) -> None:
-        for piece in list(self._leaving):
-            piece.look()
-            piece.source = piece.leaving = None
-            self._leaving.discard(piece)
-
-    patched.setattr(InputStore, "_let_go", let_go)
+    patched.setattr(InputStore, "_release", release)
 
 
 @pytest.mark.parametrize("seed", [_not_behind_compute, _nobody_waits, _let_go_at_once])

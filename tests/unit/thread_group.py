@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_ckpt.memory.copies import Ticket
+from ds_ckpt.activation.offload import Ticket
 
 LIMIT_S = 20.0
 """Nobody waits longer for the others: a test of a hang fails."""
@@ -29,7 +29,7 @@ class _Exchange:
         return seen
 
 
-class _Gathered:
+class _Gathered(Ticket):
     """What was gathered lands when somebody waits, and not before."""
 
     def __init__(self, parts: list[Tensor], joined: Tensor) -> None:
