@@ -573,7 +573,7 @@ def make_profile(options: Options, report: Report = lambda text: None) -> Profil
             configured = dict(section) if section else {"policy": activation.policy}
         missing = [
             f"{key}: its tensors count as saved whole, in one rank"
-            for key in ("offload", "partition", "contiguous")
+            for key in ("offload", "partition")
             if getattr(activation, key)
         ]
         options = replace(options, modules=options.modules or activation.modules)
