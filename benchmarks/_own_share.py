@@ -29,9 +29,9 @@ class OwnShareToo(AllToAllExchange):
             weights = weights[item.layout.shard(self._me)]
             left.div_(weights)
             payload = torch.empty(item.codec.packed_bytes(left.numel()), dtype=torch.uint8)
-            item.codec.pack(left, payload)
+            item.codec.pack_rows(left[None], payload[None])
             item.own.zero_()
-            item.codec.unpack_add(payload, item.own, loss_scale)
+            item.codec.unpack_add_rows(payload[None], item.own, loss_scale)
             item.own.mul_(weights)
             item.pending[item.layout.shard(self._me)] = left.mul_(weights)
         return finite

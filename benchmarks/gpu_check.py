@@ -63,7 +63,6 @@ METHODS: dict[str, Compressor | None] = {
     "2 bits": Quantize(bits=2),
     "1 bit": EntropyCoded(bits=1.0),
     "Top-K blocks 1%": TopK(density=0.01),
-    "Top-K exact 1%": TopK(density=0.01, selection="exact"),
     "PowerSGD rank 4": LowRank(4),
 }
 SHAPES = ((96, 192), (192,), (64, 130), (33, 20))

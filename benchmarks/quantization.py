@@ -68,15 +68,15 @@ def timed_works(elements: int) -> dict[str, Work]:
         payload = torch.empty(codec.packed_bytes(elements), dtype=torch.uint8)
 
         def pack(c: Quantize = codec, p: Tensor = payload) -> None:
-            c.pack(pending.copy_(gradient), p)
+            c.pack_rows(pending.copy_(gradient)[None], p[None])
 
         def unpack(c: Quantize = codec, p: Tensor = payload) -> None:
-            c.unpack_add(p, pending)
+            c.unpack_add_rows(p[None], pending)
 
         def whole(c: Quantize = codec, p: Tensor = payload) -> None:
             accumulated = feedback.accumulate("w", gradient, 2)
             assert all_finite(accumulated)
-            c.pack(accumulated, p)
+            c.pack_rows(accumulated[None], p[None])
             feedback.commit()
 
         works |= {f"copy + pack {row}": pack, f"unpack {row}": unpack, f"whole {row}": whole}
@@ -85,10 +85,10 @@ def timed_works(elements: int) -> dict[str, Work]:
         coded = torch.empty(coder.packed_bytes(elements), dtype=torch.uint8)
 
         def pack_coded(c: EntropyCoded = coder, p: Tensor = coded) -> None:
-            c.pack(pending.copy_(gradient), p)
+            c.pack_rows(pending.copy_(gradient)[None], p[None])
 
         def unpack_coded(c: EntropyCoded = coder, p: Tensor = coded) -> None:
-            c.unpack_add(p, pending)
+            c.unpack_add_rows(p[None], pending)
 
         works |= {f"copy + pack {bits:g} bits": pack_coded, f"unpack {bits:g} bits": unpack_coded}
     works["copy"] = lambda: pending.copy_(gradient)
@@ -107,7 +107,9 @@ def samples(elements: int) -> dict[str, Tensor]:
 
 def relative_error(codec: Quantize, values: Tensor) -> float:
     left = values.clone()
-    codec.pack(left, torch.empty(codec.packed_bytes(values.numel()), dtype=torch.uint8))
+    codec.pack_rows(
+        left[None], torch.empty(1, codec.packed_bytes(values.numel()), dtype=torch.uint8)
+    )
     return float(left.norm() / values.norm())
 
 
@@ -192,7 +194,7 @@ class Coded:
         """One tensor."""
         numel = values.numel()
         left, payload = values.clone(), torch.empty(codec.packed_bytes(numel), dtype=torch.uint8)
-        codec.pack(left, payload)
+        codec.pack_rows(left[None], payload[None])
         self.entries += numel
         self.sent_bits += 8 * len(payload)
         self.before += float(values.square().sum())
@@ -273,10 +275,10 @@ def codes(steps: int, repeats: int) -> None:
             def pack(
                 c: Codec = codec, v: Tensor = values, s: Tensor = scratch, p: Tensor = payload
             ) -> None:
-                c.pack(s.copy_(v), p)
+                c.pack_rows(s.copy_(v)[None], p[None])
 
             def unpack(c: Codec = codec, s: Tensor = scratch, p: Tensor = payload) -> None:
-                c.unpack_add(p, s)
+                c.unpack_add_rows(p[None], s)
 
             works |= {f"{name} {data} pack": pack, f"{name} {data} unpack": unpack}
     times_s = interleaved_medians_s(works, repeats, time.thread_time)

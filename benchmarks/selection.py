@@ -39,7 +39,7 @@ def codecs(density: float) -> dict[str, TopK]:
     found = {}
     for values in VALUE_FORMATS:
         found[f"blocks/{values}"] = TopK(density=density, values=values)
-    return found | {"exact/int8": TopK(density=density, values="int8", selection="exact")}
+    return found
 
 
 def timed_works(elements: int, density: float) -> dict[str, Work]:
@@ -64,13 +64,13 @@ def timed_works(elements: int, density: float) -> dict[str, Work]:
         if row.endswith("bf16"):
             continue
         payload = torch.empty(codec.packed_bytes(elements), dtype=torch.uint8)
-        works[f"pack {row}"] = lambda c=codec, p=payload: c.pack(pending, p)  # type: ignore[misc]
-        works[f"unpack {row}"] = lambda c=codec, p=payload: c.unpack_add(p, pending)  # type: ignore[misc]
+        works[f"pack {row}"] = lambda c=codec, p=payload: c.pack_rows(pending[None], p[None])  # type: ignore[misc]
+        works[f"unpack {row}"] = lambda c=codec, p=payload: c.unpack_add_rows(p[None], pending)  # type: ignore[misc]
 
         def whole(c: TopK = codec, p: Tensor = payload) -> None:
             accumulated = feedback.accumulate("w", gradient, 2)
             assert all_finite(accumulated)
-            c.pack(accumulated, p)
+            c.pack_rows(accumulated[None], p[None])
             feedback.commit()
 
         works[f"whole {row}"] = whole

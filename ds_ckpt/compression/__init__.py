@@ -1,7 +1,6 @@
-"""Which entries of a gradient travel, in how many bits, and what stays behind.
+"""Compression methods, their error feedback and their wire format.
 
-Maths over tensors, and the settings of each method. Nothing here knows of processes, networks or
-DeepSpeed. `register` adds a method; docs/add_a_compressor.md shows how.
+Arithmetic on tensors, and the settings of each method; no processes, networks or DeepSpeed.
 """
 
 from __future__ import annotations
@@ -10,9 +9,7 @@ from ds_ckpt.compression.base import (
     Codec,
     Compressor,
     Method,
-    RowCodec,
     add_rows,
-    add_scaled,
     methods,
     register,
     unregister,
@@ -40,10 +37,8 @@ __all__ = [
     "Method",
     "Quantize",
     "Removed",
-    "RowCodec",
     "TopK",
     "add_rows",
-    "add_scaled",
     "aligned",
     "all_finite",
     "methods",

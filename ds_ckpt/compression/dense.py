@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds_ckpt.compression.base import Compressor, Method, RowCodec, add_rows
+from ds_ckpt.compression.base import Codec, Compressor, Method, add_rows
 from ds_ckpt.compression.wire import aligned, saturating_cast, section, write_section
 
 
@@ -27,7 +27,7 @@ class DenseMethod(Method):
 
 
 @dataclass(frozen=True)
-class Dense(RowCodec):
+class Dense(Codec):
     """Every entry, in one floating-point type; 16-bit types round, the rest stays as residual.
 
     For what is owed to a tensor that travels uncompressed.
@@ -35,7 +35,7 @@ class Dense(RowCodec):
 
     dtype: torch.dtype = torch.float32
 
-    def words(self) -> str:
+    def describe(self) -> str:
         return "Dense"
 
     def packed_bytes(self, numel: int) -> int:

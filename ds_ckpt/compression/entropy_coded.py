@@ -41,7 +41,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ds_ckpt.compression.base import Method, RowCodec, add_rows, on_host, row_groups
+from ds_ckpt.compression.base import Codec, Method, add_rows, on_host, row_groups
 from ds_ckpt.compression.fused import ToAdd
 from ds_ckpt.compression.wire import aligned, section
 from ds_ckpt.fields import Expects
@@ -70,7 +70,7 @@ _TO_BITS = sum(1 << 7 * i for i in range(8))
 _LOW_BITS = sum(1 << 8 * i for i in range(8))
 
 
-class EntropyCoded(Method, RowCodec):
+class EntropyCoded(Method, Codec):
     """Entropy-coded values: the larger entries of each remote shard in a few levels, at a fixed
     number of bits an entry."""
 
@@ -104,11 +104,11 @@ class EntropyCoded(Method, RowCodec):
     )
 
     @property
-    def in_steps(self) -> bool:
+    def uses_preconditioner(self) -> bool:
         return self.metric == "steps"
 
-    def words(self) -> str:
-        steps = ", in the metric of steps" if self.in_steps else ""
+    def describe(self) -> str:
+        steps = ", in the metric of steps" if self.uses_preconditioner else ""
         return f"entropy-coded values in {self.bits:g} bits{steps}"
 
     def packed_bytes(self, numel: int) -> int:
@@ -194,7 +194,8 @@ def _places(mask: Tensor, capacity: int) -> tuple[Tensor, _Filled]:
     rows, numel = mask.shape
     capacity = min(capacity, numel)
     if on_host(mask.device):
-        # numpy's is two to six times as fast as torch's
+        # torch's nonzero takes 0.7 to 4 ns an entry, this 0.4: the whole codec would take twice as
+        # long at 1 bit (7.7 and 17.9 ns an entry)
         found = torch.from_numpy(np.flatnonzero(mask.numpy()))
         if rows == 1:
             found = found[:capacity]
@@ -213,13 +214,6 @@ def _places(mask: Tensor, capacity: int) -> tuple[Tensor, _Filled]:
         places = places.scatter_(1, rank, every)[:, :capacity]
     filled = _Filled(count, torch.arange(places.shape[1], device=mask.device) < count)
     return filled.only(places), filled
-
-
-def _at_least(values: Tensor, limit: Tensor) -> Tensor:
-    """fp32 [rows, n] and [rows, 1] to bool."""
-    if on_host(values.device):  # in numpy, which takes a seventh of the time
-        return torch.from_numpy(values.numpy() >= limit.numpy())
-    return values >= limit
 
 
 def _take(values: Tensor, index: Tensor) -> Tensor:
@@ -304,7 +298,7 @@ def _pack(values: Tensor, payload: Tensor) -> None:
     for _ in range(2):
         threshold = _threshold(edges, guessed, goal / numel)
         # an entry takes two bits or more
-        places, sent = _places(_at_least(magnitude, threshold), budget // 2)
+        places, sent = _places(magnitude >= threshold, budget // 2)
         code, picked = _choose(values, threshold, places, sent)
         ks = _parameters(numel, code)
         bits = torch.stack(_lengths(code, ks)).sum(0)
@@ -409,7 +403,7 @@ def _choose(
     """What is sent if these are, and their magnitudes: fp32 [rows, columns]."""
     picked = sent.only(_take(values, places))
     magnitude, border = picked.abs(), threshold * _STRONG
-    strong, above = _places(_at_least(magnitude, border), picked.shape[1])
+    strong, above = _places(magnitude >= border, picked.shape[1])
     level = (_take(magnitude, strong) / border).log2_().div_(math.log2(_GROWTH))
     level = above.only(level).floor_().clamp_(0, LEVELS - 1).long()
     return _Sent(places, sent, picked < 0, strong, above, level), magnitude

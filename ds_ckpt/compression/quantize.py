@@ -28,7 +28,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ds_ckpt.compression import fused
-from ds_ckpt.compression.base import Method, RowCodec, add_rows, on_host, row_groups
+from ds_ckpt.compression.base import Codec, Method, add_rows, on_host, row_groups
 from ds_ckpt.compression.wire import aligned, section
 from ds_ckpt.fields import WHOLE_NUMBER, Expects, Removed
 
@@ -56,7 +56,7 @@ _TILE_ELEMENTS = 1 << 18
 _TILE_ELEMENTS_ACCELERATOR = 1 << 24
 
 
-class Quantize(Method, RowCodec):
+class Quantize(Method, Codec):
     """Few-bit values: every entry of each remote shard is sent, in blocks that share a scale."""
 
     name = "quantize"
@@ -93,7 +93,7 @@ class Quantize(Method, RowCodec):
         "blocks round finer and send more: at 3 bits 64 is 3.25 bits, 4.92 times less than bf16.",
     )
 
-    def words(self) -> str:
+    def describe(self) -> str:
         return f"{self.bits}-bit values in blocks of {self.block}"
 
     def packed_bytes(self, numel: int) -> int:

@@ -1,17 +1,14 @@
 """Top-K: send the entries of largest magnitude, keep the rest as residual.
 
-Two selections. `exact` takes the K = ceil(density * n) largest of the whole shard; their positions
-travel as a byte each, the place in a page of 256 entries, and a bitmap that says where pages end.
-
-`blocks` takes the top k of each block of at most 256 entries: several times cheaper, never waits,
-and the number of each is known beforehand. A block is not a run of neighbours. Gradients have rows
-that are large as a whole, and a block inside such a row can send only k of them. Block b holds the
+The top k of each block of at most 256 entries are sent: this costs one pass, never waits, and the
+number of entries is known beforehand. A block is not a run of neighbours. Gradients have rows that
+are large as a whole, and a block inside such a row could send only k of them. Block b holds the
 entries b, b + S, b + 2S, ... of the shard, S the number of blocks: the fixed permutation
-i -> (i mod S, i div S), a transposition that costs no memory traffic because the reduction runs
-down the columns of the [rows, S] view. S has no factor 2, 3 or 5, so that it does not fall in step
-with the row length of the tensor. Magnitudes are compared in blocks by the upper 23 bits of |x|;
-the lower 8 bits of the comparison key hold the row, so a plain integer maximum yields the winner's
-offset, which travels as a byte.
+i -> (i mod S, i div S), a transposition without memory traffic because the reduction runs down the
+columns of the [rows, S] view. S has no factor 2, 3 or 5, so that it does not fall in step with the
+row length of the tensor. Magnitudes are compared by the upper 23 bits of |x|; the lower 8 bits of
+the comparison key hold the row, so a plain integer maximum yields the entry's row in its block,
+which is sent as a byte.
 """
 
 from __future__ import annotations
@@ -26,17 +23,14 @@ from pydantic import Field
 from torch import Tensor
 
 from ds_ckpt.compression import fused
-from ds_ckpt.compression.base import Method, RowCodec, add_rows, on_host, row_groups
+from ds_ckpt.compression.base import Codec, Method, add_rows, on_host, row_groups
 from ds_ckpt.compression.wire import aligned, saturating_cast, section, write_section
 from ds_ckpt.fields import Expects, Removed
 
 ValueFormat = Literal["fp32", "bf16", "int8"]
 VALUE_FORMATS: tuple[ValueFormat, ...] = ("fp32", "bf16", "int8")
-Selection = Literal["exact", "blocks"]
-SELECTIONS: tuple[Selection, ...] = ("exact", "blocks")
-
 MAX_BLOCK = 256
-"""Offsets inside a block, or inside a page of `exact`, are one byte."""
+"""A row of a block is one byte."""
 INT8_GROUP = 64
 """Consecutive int8 values that share one bf16 scale: a quarter of a bit per value."""
 
@@ -52,7 +46,7 @@ _TILE_ELEMENTS = 1 << 20
 _TILE_ELEMENTS_ACCELERATOR = 1 << 24
 
 
-class TopK(Method, RowCodec):
+class TopK(Method, Codec):
     """Top-K: of each remote shard only the largest entries are sent, by all-to-all."""
 
     name = "topk"
@@ -68,10 +62,10 @@ class TopK(Method, RowCodec):
             stays="bytes",
         ),
         "selection": Removed(
-            'it took the entries that "exact" takes; "blocks" is faster and finds nearly the same '
-            "share of the energy",
-            'write "blocks", or "exact" for the same entries',
-            values=("sampled",),
+            'only "blocks" is left: "exact" took eight times as long for somewhat more of the '
+            "gradient's energy",
+            "remove it; for more energy raise density",
+            stays="blocks",
         ),
     }
 
@@ -88,98 +82,73 @@ class TopK(Method, RowCodec):
         description="Type of a sent value on the wire: 4, 2 or 1 bytes each. The rounding error "
         "goes into the residual where error feedback is on.",
     )
-    selection: Annotated[Selection, Expects('"exact" or "blocks"', '"blocks"')] = Field(
-        default="blocks",
-        description='"exact": the largest entries of the whole shard, slow (about 20 ns an element '
-        'on one CPU core). "blocks": the largest of each fixed-size block, an eighth of the time, '
-        "somewhat less of the gradient's energy.",
-    )
 
-    def words(self) -> str:
-        return f"Top-K {self.density:.3g} ({self.values}, {self.selection})"
+    def describe(self) -> str:
+        """Return density and value format."""
+        return f"Top-K {self.density:.3g} ({self.values})"
 
     def sent(self, numel: int) -> int:
-        """How many of `numel` entries travel."""
-        count, place_bytes = self._selected(numel)
-        return numel if place_bytes == 0 else count
+        """Return how many of `numel` entries are sent."""
+        blocks = self._blocks(numel)
+        return numel if blocks is None else blocks.sent
 
     def packed_bytes(self, numel: int) -> int:
-        count, place_bytes = self._selected(numel)
-        return value_bytes(count, self.values) + aligned(place_bytes)
+        """Return the bytes of values and places."""
+        blocks = self._blocks(numel)
+        if blocks is None:
+            return value_bytes(numel, self.values)
+        return value_bytes(blocks.sent, self.values) + aligned(blocks.sent)
 
     def kernels(self, device: torch.device) -> fused.Kernels | None:
-        """None; the one that takes blocks' maxima is tried by asking, ahead of an exchange."""
-        if self.selection == "blocks":
-            _has_kernel(device)
+        """Return None; check the kernel of the selection now instead of in an exchange."""
+        _has_kernel(device)
         return None
 
     def pack_rows(self, values: Tensor, out: Tensor) -> None:
-        count, place_bytes = self._selected(values.shape[1])
-        if count == 0:
+        """Send the largest entries of each row."""
+        if not values.numel():
             return
-        if place_bytes == 0:
+        blocks = self._blocks(values.shape[1])
+        if blocks is None:
             values.sub_(encode_values(values, self.values, out))
             return
-        values_end = value_bytes(count, self.values)
-        if values_end + place_bytes < out.shape[1]:
-            out[:, values_end + place_bytes :].zero_()
-        index = self._select(values, count, out[:, values_end : values_end + place_bytes])
+        start = value_bytes(blocks.sent, self.values)
+        out[:, start + blocks.sent :].zero_()
+        offsets = out[:, start : start + blocks.sent].view(-1, blocks.k, blocks.count)
+        select_in_blocks(values, blocks, offsets)
+        index = blocks.flat_index(offsets)
         picked = values.gather(1, index)
-        decoded = encode_values(picked, self.values, out[:, :values_end])
+        decoded = encode_values(picked, self.values, out[:, :start])
         values.scatter_(1, index, picked - decoded)
 
     def unpack_add_rows(self, payloads: Tensor, into: Tensor, scale: float = 1.0) -> None:
-        count, place_bytes = self._selected(into.numel())
-        if count == 0:
+        """Add each payload's values at their places."""
+        if not into.numel():
             return
-        values_end = value_bytes(count, self.values)
-        decoded = decode_values(payloads[:, :values_end], count, self.values)
-        if place_bytes == 0:
-            add_rows(into, decoded, scale)
+        blocks = self._blocks(into.numel())
+        if blocks is None:
+            add_rows(into, decode_values(payloads, into.numel(), self.values), scale)
             return
-        places = payloads[:, values_end : values_end + place_bytes]
-        if self.selection == "exact":
-            index = read_positions(places, count)
-        else:
-            blocks = blocks_for(into.numel(), self.density)
-            index = blocks.flat_index(places.view(-1, blocks.k, blocks.count))
+        start = value_bytes(blocks.sent, self.values)
+        decoded = decode_values(payloads[:, :start], blocks.sent, self.values)
+        offsets = payloads[:, start : start + blocks.sent].view(-1, blocks.k, blocks.count)
+        index = blocks.flat_index(offsets)
         _add_at(into, index, decoded if scale == 1.0 else decoded * scale)
 
-    def _select(self, values: Tensor, count: int, places: Tensor) -> Tensor:
-        """Choose, write the places, return the positions in the order of the values."""
-        if self.selection == "exact":
-            index = values.abs().topk(count, sorted=False).indices.sort().values
-            write_positions(index, places)
-            return index
-        blocks = blocks_for(values.shape[1], self.density)
-        offsets = places.view(-1, blocks.k, blocks.count)
-        select_in_blocks(values, blocks, offsets)
-        return blocks.flat_index(offsets)
-
-    def _selected(self, numel: int) -> tuple[int, int]:
-        """(entries sent, bytes of their places).
-
-        Where selecting would cost no less than sending everything, it sends everything, without
-        places.
-        """
-        if self.selection == "exact":
-            count = max(min(1, numel), ceil_of(self.density * numel))
-            everything = count >= numel
-            place_bytes = position_bytes(numel, count)
-        else:
-            blocks = blocks_for(numel, self.density)
-            count = place_bytes = blocks.sent
-            # k < rows also guarantees k real entries in the blocks that miss the last row.
-            everything = blocks.k >= blocks.rows
-        selected_bytes = value_bytes(count, self.values) + aligned(place_bytes)
+    def _blocks(self, numel: int) -> Blocks | None:
+        """Return the blocks of a shard; None if sending everything takes no more bytes."""
+        blocks = blocks_for(numel, self.density)
+        selected_bytes = value_bytes(blocks.sent, self.values) + aligned(blocks.sent)
+        # k < rows also guarantees k real entries in the blocks that miss the last row.
+        everything = blocks.k >= blocks.rows
         if everything or selected_bytes >= value_bytes(numel, self.values):
-            return numel, 0
-        return count, place_bytes
+            return None
+        return blocks
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """How `numel` entries fall into blocks. Entry i lies in block i % count, at row i // count."""
+    """Division of `numel` entries into blocks: entry i is in block i % count, at row i // count."""
 
     numel: int
     count: int
@@ -191,17 +160,18 @@ class Blocks:
 
     @property
     def sent(self) -> int:
+        """Entries sent."""
         return self.count * self.k
 
     def flat_index(self, offsets: Tensor) -> Tensor:
-        """uint8 rows [..., k, count] -> int64 positions [..., k * count] in the shard."""
+        """Return positions in the shard, int64 [..., k * count], of uint8 rows [..., k, count]."""
         columns = torch.arange(self.count, dtype=torch.int64, device=offsets.device)
         return torch.add(columns, offsets.long(), alpha=self.count).flatten(-2)
 
 
 @lru_cache(maxsize=4096)
 def blocks_for(numel: int, density: float) -> Blocks:
-    """Blocks of at most 256 entries whose k / rows is the density or slightly more.
+    """Return blocks of at most 256 entries whose k / rows is the density or slightly more.
 
     At least one entry per block is sent: densities below 1/256 become 1/256.
     """
@@ -216,14 +186,14 @@ def blocks_for(numel: int, density: float) -> Blocks:
 
 
 def _without_small_factors(x: int) -> int:
-    """`x` or the next number that neither 2 nor 3 nor 5 divides."""
+    """Return `x` or the next number that neither 2 nor 3 nor 5 divides."""
     while any(x % prime == 0 for prime in (2, 3, 5)):
         x += 1
     return x
 
 
 def ceil_of(x: float) -> int:
-    """ceil that forgives the rounding of `density * n` (0.07 * 100 is not 8)."""
+    """Return the ceiling, allowing for the rounding of `density * n` (0.07 * 100 is not 8)."""
     return math.ceil(x * (1 - 1e-12))
 
 
@@ -233,7 +203,7 @@ def _add_at(into: Tensor, index: Tensor, decoded: Tensor) -> None:
         for at, row in zip(index.unbind(), decoded.unbind(), strict=True):
             into.index_add_(0, at, row)
         return
-    # rows meet at some entries, and atomics would add them in an order of their own
+    # several rows may have the same entry, and atomics would add them in any order
     for at, some in row_groups(into.numel(), _TILE_ELEMENTS_ACCELERATOR, index, decoded):
         spread = into.new_zeros(at.shape[0], into.numel())
         into.add_(spread.scatter_(1, at, some).sum(0))
@@ -299,37 +269,8 @@ def _select_together(
                 keys.scatter_(1, row.long().unsqueeze(1), -1)
 
 
-def position_bytes(numel: int, count: int) -> int:
-    """Bytes of `count` ascending positions below `numel`."""
-    return count + -(-(count + -(-numel // MAX_BLOCK)) // 8) if count else 0
-
-
-def write_positions(index: Tensor, out: Tensor) -> None:
-    """Write ascending positions, int64 [..., count], to uint8 [..., position_bytes]."""
-    count = index.shape[-1]
-    out[..., :count] = index & (MAX_BLOCK - 1)
-    # entry number i of page p sets bit i + p: zeros in between are ends of pages
-    bits = out.new_zeros(*out.shape[:-1], 8 * (out.shape[-1] - count))
-    numbers = torch.arange(count, dtype=torch.int64, device=index.device)
-    bits.scatter_(-1, numbers + (index >> 8), 1)
-    weights = 1 << torch.arange(8, dtype=torch.uint8, device=out.device)
-    together = bits.unflatten(-1, (-1, 8)) * weights
-    out[..., count:] = together.sum(-1, dtype=torch.uint8)
-
-
-def read_positions(packed: Tensor, count: int) -> Tensor:
-    """What `write_positions` was given: int64 [..., count]. Waits for no bit to be read."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    bits = ((packed[..., count:].unsqueeze(-1) >> shifts) & 1).flatten(-2)
-    number = bits.cumsum(-1, dtype=torch.int64) - 1
-    places = torch.arange(bits.shape[-1], dtype=torch.int64, device=packed.device)
-    page = number.new_zeros(*bits.shape[:-1], count + 1)  # the last takes what is no entry
-    page.scatter_(-1, torch.where(bits > 0, number, count), places - number)
-    return packed[..., :count].long() + MAX_BLOCK * page[..., :count]
-
-
 def value_bytes(count: int, fmt: ValueFormat) -> int:
-    """Bytes that `count` values take in format `fmt`, scales and alignment included."""
+    """Return the bytes of `count` values in format `fmt`, scales and alignment included."""
     if fmt == "fp32":
         return aligned(4 * count)
     if fmt == "bf16":
@@ -338,8 +279,7 @@ def value_bytes(count: int, fmt: ValueFormat) -> int:
 
 
 def encode_values(values: Tensor, fmt: ValueFormat, out: Tensor) -> Tensor:
-    """Write fp32 [..., count] to uint8 [..., value_bytes(count, fmt)]; return what will be decoded,
-    fp32."""
+    """Write fp32 [..., count] to uint8 [..., value_bytes(count, fmt)]; return the decoded fp32."""
     if fmt == "int8":
         return _encode_int8(values, out)
     sent = saturating_cast(values, torch.float32 if fmt == "fp32" else torch.bfloat16)
@@ -348,7 +288,7 @@ def encode_values(values: Tensor, fmt: ValueFormat, out: Tensor) -> Tensor:
 
 
 def decode_values(payload: Tensor, count: int, fmt: ValueFormat) -> Tensor:
-    """The fp32 that `encode_values` returned, bitwise. May alias `payload` for fp32."""
+    """Return the fp32 that `encode_values` returned, bitwise; fp32 may alias `payload`."""
     if fmt == "fp32":
         return section(payload, 0, count, torch.float32)
     if fmt == "bf16":
@@ -360,7 +300,7 @@ def decode_values(payload: Tensor, count: int, fmt: ValueFormat) -> Tensor:
 
 
 def _grouped(values: Tensor) -> Tensor:
-    """[..., count] as [..., groups, INT8_GROUP], the last group filled up with zeros."""
+    """Return [..., groups, INT8_GROUP]; the last group is filled up with zeros."""
     missing = -values.shape[-1] % INT8_GROUP
     if missing:
         values = torch.nn.functional.pad(values, (0, missing))

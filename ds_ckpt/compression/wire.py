@@ -43,7 +43,8 @@ _NON_FINITE = 1
 
 def write_header(headers: Tensor, finite: Tensor) -> None:
     """Write the header of each packet: uint8 [packets, 16]; `finite`: bool [] on their device."""
-    section(headers, 0, 2, torch.int64).copy_((~finite).long() * (_NON_FINITE << 8) + VERSION)
+    word = torch.where(finite, VERSION, VERSION | _NON_FINITE << 8)
+    section(headers, 0, 2, torch.int64).copy_(word)
 
 
 def read_headers(headers: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,7 +53,7 @@ def read_headers(headers: Tensor) -> tuple[Tensor, Tensor]:
     Both are bool [] on the headers' device; the host does not wait.
     """
     words = section(headers, 0, 2, torch.int64)
-    return (words >> 8 == 0).all(), (words & 0xFF == VERSION).all()
+    return (words < 1 << 8).all(), (words & 0xFF == VERSION).all()
 
 
 def aligned(size_bytes: int) -> int:

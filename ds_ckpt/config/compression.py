@@ -268,7 +268,7 @@ class CompressionConfig(_WithMethods):
         if not self.lossy:
             return "gradients uncompressed by all-to-all (lossless)"
         compressor = MethodSettings(self.method, self.sections()).compressor()
-        how = "uncompressed" if compressor is None else f"as {compressor.words()}"
+        how = "uncompressed" if compressor is None else f"as {compressor.describe()}"
         rules = f", {len(self.rules)} rules" if self.rules else ""
         guard = f", guard: {self.guard.action}" if self.guard.active else ""
         first = "dense" if self.warmup_bits is None else f"in {self.warmup_bits} bits"

@@ -203,7 +203,7 @@ def _unused_compression(section: Any, method: str | None) -> Iterator[Problem]:
         return
     known = methods()
     lossy = [name for name, kind in known.items() if not kind.lossless]
-    users = {key: [n for n, kind in known.items() if key in kind.looks_at()] for key in known}
+    users = {key: [n for n, kind in known.items() if key in kind.depends_on()] for key in known}
     users |= dict.fromkeys(
         ("error_feedback", "guard", "warmup_steps", "warmup_bits", "min_numel"), lossy
     )

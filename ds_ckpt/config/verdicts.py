@@ -112,7 +112,7 @@ def decisive(
     wanted = {"method", "rules", "warmup_steps", "min_numel"}
     known = methods()
     for method in compression.methods_used() & known.keys():
-        wanted |= set(known[method].looks_at())
+        wanted |= set(known[method].depends_on())
     found = compression.model_dump(mode="json")
     flat: dict[str, Any] = {}
     for key in sorted(wanted):

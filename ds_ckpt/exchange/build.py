@@ -111,7 +111,9 @@ class ExchangeSettings:
     def metric(self, add_up: Callable[[Tensor], None]) -> StepMetric | None:
         """For codecs that want it; None: none does. Argument as of `StepMetric`."""
         every = (s.compressor() for s in (self.default, *(r.settings for r in self.rules)))
-        wanted = any(c is not None and c.codec is not None and c.codec.in_steps for c in every)
+        wanted = any(
+            c is not None and c.codec is not None and c.codec.uses_preconditioner for c in every
+        )
         return StepMetric(add_up) if wanted else None
 
 

@@ -111,7 +111,7 @@ class Item:
 
     @property
     def in_steps(self) -> bool:
-        return self.codec is not None and self.codec.in_steps
+        return self.codec is not None and self.codec.uses_preconditioner
 
     @property
     def low_rank(self) -> LowRank | None:

@@ -113,4 +113,4 @@ class Plan:
 
 def words(compressor: Compressor | None) -> str:
     """A compressor as people call it."""
-    return UNCOMPRESSED if compressor is None else compressor.words()
+    return UNCOMPRESSED if compressor is None else compressor.describe()

@@ -49,7 +49,7 @@ class MethodSettings:
         given = dict(sections or {})
         single: dict[str, dict[str, Any]] = {}
         for key, value in values.items():
-            order = dict.fromkeys([*known[method].looks_at(), *known])
+            order = dict.fromkeys([*known[method].depends_on(), *known])
             of = next((name for name in order if key in known[name].model_fields), None)
             if of is None:
                 raise TypeError(f"no method has a setting {key!r}")
@@ -74,7 +74,7 @@ class MethodSettings:
         Settings that are gone are in it as they always are now, so that older runs are found.
         """
         found: dict[str, Any] = {"method": self.method}
-        for name in self.kind.looks_at():
+        for name in self.kind.depends_on():
             section = self.sections[name]
             constants = section.removed.items()
             found |= {key: one.stays for key, one in constants if not one.values}
@@ -145,7 +145,7 @@ class Rules:
         return self._suited(self.default.compressor(method), shape)
 
     def _suited(self, compressor: Compressor | None, shape: torch.Size) -> Compressor | None:
-        return compressor.suited(shape, self.local) if compressor is not None else None
+        return compressor.applicable(shape, self.local) if compressor is not None else None
 
     def check(self, shapes: Iterable[tuple[str, torch.Size]]) -> None:
         """Refuse rules that take no parameter, and low rank for tensors without two dimensions.

@@ -109,7 +109,7 @@ class Tracked:
         codes = torch.empty(
             self._codec.packed_bytes(blocks.numel()), dtype=torch.uint8, device=blocks.device
         )
-        self._codec.pack(goal - blocks, codes)
+        self._codec.pack_rows((goal - blocks)[None], codes[None])
         moved = self._moved(blocks, codes, before[0].dtype)
         error = _energies(goal - moved.float(), goals)
         rounding = _energies(goal - goal.bfloat16().float(), goals)
@@ -118,7 +118,7 @@ class Tracked:
 
     def _moved(self, blocks: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
         decoded = torch.zeros_like(blocks)
-        self._codec.unpack_add(codes, decoded)
+        self._codec.unpack_add_rows(codes[None], decoded)
         return (blocks + decoded).to(dtype)
 
 

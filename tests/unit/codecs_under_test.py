@@ -12,9 +12,9 @@ def round_trip(codec: Codec, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(payload, what was left, what arrived)."""
     left = values.clone()
     payload = torch.full((codec.packed_bytes(values.numel()),), 0xAA, dtype=torch.uint8)
-    codec.pack(left, payload)
+    codec.pack_rows(left[None], payload[None])
     arrived = torch.zeros_like(values)
-    codec.unpack_add(payload, arrived)
+    codec.unpack_add_rows(payload[None], arrived)
     return payload, left, arrived
 
 
@@ -23,7 +23,7 @@ def every_byte_is_written(codec: Codec, values: Tensor) -> bool:
     packed = []
     for filler in (0x00, 0xFF):
         payload = torch.full((codec.packed_bytes(values.numel()),), filler, dtype=torch.uint8)
-        codec.pack(values.clone(), payload)
+        codec.pack_rows(values.clone()[None], payload[None])
         packed.append(payload)
     return torch.equal(*packed)
 
@@ -34,8 +34,8 @@ def feedback_delivers(codec: Codec, values: Tensor, steps: int) -> None:
     payload = torch.empty(codec.packed_bytes(values.numel()), dtype=torch.uint8)
     for _ in range(steps):
         pending = feedback.accumulate("w", values, 1)
-        codec.pack(pending, payload)
-        codec.unpack_add(payload, total)
+        codec.pack_rows(pending[None], payload[None])
+        codec.unpack_add_rows(payload[None], total)
         feedback.commit()
     residual = feedback.state_dict()["w"]
     assert (total + residual - steps * values).norm() < 1e-4 * steps * values.norm()

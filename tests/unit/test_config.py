@@ -59,7 +59,7 @@ def test_defaults_are_those_that_are_documented() -> None:
         },
         "compression": {
             "method": "topk",
-            "topk": {"density": 0.01, "values": "int8", "selection": "blocks"},
+            "topk": {"density": 0.01, "values": "int8"},
             "quantize": {"bits": 3, "block": 64},
             "entropy_coded": {"bits": 1.0, "metric": "steps"},
             "powersgd": {"rank": 16, "alternate": False},
@@ -121,7 +121,7 @@ def test_null_leaves_every_key_at_its_default() -> None:
         "activation": {"policy": "block", "modules": None, "share_gather": None},
         "compression": {
             "method": "topk",
-            "topk": {"density": None, "values": None, "selection": None},
+            "topk": {"density": None, "values": None},
             "error_feedback": None,
             "warmup_steps": None,
             "min_numel": None,
@@ -155,7 +155,6 @@ _valid = st.fixed_dictionaries(
                     optional={
                         "density": st.floats(0, 1, exclude_min=True) | st.just(1),
                         "values": st.sampled_from(["fp32", "bf16", "int8"]),
-                        "selection": st.sampled_from(["exact", "blocks"]),
                     },
                 ),
                 "error_feedback": st.just({"enabled": False})

@@ -87,7 +87,7 @@ def test_rules_make_a_common_section_useful() -> None:
 
 
 def test_settings_become_the_compressor() -> None:
-    topk = {"density": 0.25, "values": "bf16", "selection": "exact"}
+    topk = {"density": 0.25, "values": "bf16"}
     compression = parse_rules(
         {"match": "a", "method": "topk", "topk": topk},
         {"match": "b", "method": "dense"},
@@ -177,7 +177,7 @@ def test_settings_that_others_leave_without_a_use(
     ("section", "where", "remedy"),
     [
         ({"topk": {"offsets": "packed"}}, "topk.offsets", "remove it"),
-        ({"topk": {"selection": "sampled"}}, "topk.selection", '"exact"'),
+        ({"topk": {"selection": "exact"}}, "topk.selection", "raise density"),
         ({"topk": {"offsets": True}}, "topk.offsets", "remove it"),
         ({"rules": [{"match": "*", "method": "quantize", "quantize": {"rotated": True}}]},)
         + ("rules[0].quantize.rotated", "more bits"),

@@ -171,10 +171,10 @@ def test_tensors_of_a_bucket_travel_as_if_alone(
         assert torch.equal(payload, payloads[i])
         assert torch.equal(rows, left[i])
         for row in payload[:before]:
-            codec.unpack_add(row, expected[i], 2.0)
+            codec.unpack_add_rows(row[None], expected[i], 2.0)
         expected[i] += own[i]
         for row in payload[before:]:
-            codec.unpack_add(row, expected[i], 2.0)
+            codec.unpack_add_rows(row[None], expected[i], 2.0)
         assert torch.equal(expected[i], arrived[i])
 
 

@@ -28,7 +28,7 @@ from ds_ckpt.compression import (
 )
 from ds_ckpt.compression.quantize import BITS, BLOCKS
 from ds_ckpt.compression.storage import QuantizedTensor
-from ds_ckpt.compression.topk import SELECTIONS, VALUE_FORMATS
+from ds_ckpt.compression.topk import VALUE_FORMATS
 from ds_ckpt.compression.wire import HEADER_BYTES
 from ds_ckpt.exchange import exchange
 from ds_ckpt.exchange.exchange import AllToAllExchange
@@ -52,7 +52,6 @@ codecs: st.SearchStrategy[Codec] = st.one_of(
         TopK,
         density=st.sampled_from([0.001, 0.01, 0.1, 0.5, 1.0]),
         values=st.sampled_from(VALUE_FORMATS),
-        selection=st.sampled_from(SELECTIONS),
     ),
     st.builds(Dense, st.sampled_from([torch.float32, torch.bfloat16])),
     st.builds(Quantize, bits=st.sampled_from(BITS), block=st.sampled_from(BLOCKS)),
@@ -131,7 +130,6 @@ def assert_same_shards(got: list[list[Tensor]], expected: list[list[Tensor]]) ->
     st.sampled_from(
         [
             None,
-            TopK(density=1.0, values="fp32", selection="exact"),
             TopK(density=1.0, values="fp32"),
             Dense(),
         ]
@@ -161,7 +159,6 @@ everything_by_topk = st.builds(
     TopK,
     density=st.just(1.0),
     values=st.just("fp32"),
-    selection=st.sampled_from(SELECTIONS),
 )
 several_hosts = st.builds(
     lambda of, shapes, dtype, seed: Case(of[0] * of[1], shapes, dtype, seed, of[1]),
@@ -332,17 +329,16 @@ def test_nothing_is_lost(
 @given(
     cases,
     st.sampled_from([0.001, 0.01, 0.1, 0.5, 1.0]),
-    st.sampled_from(SELECTIONS),
     st.integers(1, 3),
     st.sampled_from([1.0, 1024.0]),
 )
 def test_nothing_at_all_is_lost_of_integers(
-    case: Case, density: float, selection: str, micro_steps: int, loss_scale: float
+    case: Case, density: float, micro_steps: int, loss_scale: float
 ) -> None:
     if case.world not in (1, 2, 4):
         loss_scale = 1.0  # division by 3 * 1024 is not exact
     fp32 = Case(case.world, case.shapes, torch.float32, case.seed)
-    codec = TopK(density=density, values="fp32", selection=selection)  # type: ignore[arg-type]
+    codec = TopK(density=density, values="fp32")
     check_law_3(fp32, codec, micro_steps, 3, loss_scale, exact=True)
 
 
@@ -396,7 +392,7 @@ def test_the_owners_part_is_exact_and_leaves_no_residual(
 
 
 def test_a_residual_in_the_owners_part_is_delivered() -> None:
-    world = World(2, lambda n, s: TopK(density=0.5, values="fp32", selection="exact"))
+    world = World(2, lambda n, s: TopK(density=0.5, values="fp32"))
     world.feedbacks[0].load_stored({"w": QuantizedTensor(torch.tensor([1.0, 2.0, 0.0, 0.0]))}, 0)
     shards = world.reduce(["w"], [[torch.zeros(2, 2)], [torch.zeros(2, 2)]], loss_scale=4.0)
     assert shards[0][0].tolist() == [4.0, 8.0]
@@ -595,7 +591,6 @@ exact_in_hosts: list[tuple[Compressor | None, bool]] = [
     (compressor, held)
     for compressor in (
         TopK(density=0.1),
-        TopK(density=0.1, values="fp32", selection="exact"),
         Quantize(bits=3),
         EntropyCoded(bits=1.0),
         Dense(torch.bfloat16),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -78,30 +77,18 @@ KINDS = (
 )  # fmt: skip
 
 
-def by_cholesky(factor: Tensor) -> Tensor:
-    """What an accelerator does."""
-    return powersgd._cholesky_qr(torch.stack([factor]))[0]
-
-
-both_ways = pytest.mark.parametrize("orthogonalize", [orthogonalize, by_cholesky])
-Way = Callable[[Tensor], Tensor]
-
-
 def gap_from_orthonormal(factor: Tensor) -> float:
     wide = factor.double()
     return float((wide.T @ wide - torch.eye(factor.shape[1], dtype=torch.float64)).abs().max())
 
 
-@both_ways
 @quick
 @given(thin(), seeds, st.sampled_from(KINDS))
 @example((1000, 32), 0, "zero")
 @example((1, 1), 0, "zero")
 @example((32, 32), 3, "equal")
 @example((1000, 4), 3, "denormal")
-def test_any_finite_input_becomes_orthonormal(
-    orthogonalize: Way, shape: tuple[int, int], seed: int, kind: str
-) -> None:
+def test_any_finite_input_becomes_orthonormal(shape: tuple[int, int], seed: int, kind: str) -> None:
     factor = degenerate(shape, seed, kind)
     before = factor.clone()
     unit = orthogonalize(factor)
@@ -128,13 +115,10 @@ def _amplified(columns: Tensor) -> Tensor:
     return 1.0 + coefficients.abs().sum()
 
 
-@both_ways
 @quick
 @given(thin(), seeds, st.sampled_from(KINDS))
 @example((256, 29), 2**31 - 1, "combined")
-def test_the_span_holds_every_column(
-    orthogonalize: Way, shape: tuple[int, int], seed: int, kind: str
-) -> None:
+def test_the_span_holds_every_column(shape: tuple[int, int], seed: int, kind: str) -> None:
     factor = degenerate(shape, seed, kind)
     unit, wide = orthogonalize(factor).double(), factor.double()
     for count in range(1, shape[1] + 1):
@@ -147,12 +131,9 @@ def test_the_span_holds_every_column(
             assert left.norm() <= (2e-6 + rounding) * column.norm()
 
 
-@both_ways
 @quick
 @given(thin(), seeds, st.sampled_from(SCALES[1:]))
-def test_scales_do_not_matter(
-    orthogonalize: Way, shape: tuple[int, int], seed: int, scale: float
-) -> None:
+def test_scales_do_not_matter(shape: tuple[int, int], seed: int, scale: float) -> None:
     factor = normal(*shape, seed=seed).clamp(-2, 2)
     scaled = factor * 2.0 ** round(math.log2(scale))
     if scale < 1e-38:  # denormals: compare with what is left of the factor
@@ -160,11 +141,10 @@ def test_scales_do_not_matter(
     assert (orthogonalize(scaled) - orthogonalize(factor)).abs().max() <= 1e-6
 
 
-@both_ways
 @quick
 @given(st.integers(1, 8), st.integers(0, 8), st.sampled_from([1, 4, 100]), seeds)
 def test_rounding_errors_do_not_choose_a_direction(
-    orthogonalize: Way, independent: int, dependent: int, times: int, seed: int
+    independent: int, dependent: int, times: int, seed: int
 ) -> None:
     """Machines whose arithmetic differs in the last bit must agree on dependent columns too."""
     rows, count = times * (independent + dependent), independent + dependent
@@ -178,15 +158,13 @@ def test_rounding_errors_do_not_choose_a_direction(
         assert gap.abs().max() < 1e-5
 
 
-@both_ways
-def test_the_diagonal_of_r_is_positive(orthogonalize: Way) -> None:
+def test_the_diagonal_of_r_is_positive() -> None:
     factor = normal(50, 8)
     assert (orthogonalize(factor).T @ factor).diagonal().min() > 0
     assert (orthogonalize(-factor) + orthogonalize(factor)).abs().max() < 1e-6
 
 
-@both_ways
-def test_a_small_column_keeps_its_own_direction(orthogonalize: Way) -> None:
+def test_a_small_column_keeps_its_own_direction() -> None:
     factor = torch.zeros(100, 2)
     factor[:, 0] = 1e30
     factor[:50, 1] = 1e-30
@@ -201,8 +179,6 @@ def test_factors_together_are_those_alone(shapes: list[tuple[int, int]], seed: i
     factors = [normal(*shape, seed=seed + i) for i, shape in enumerate([*shapes, *shapes])]
     for factor, unit in zip(factors, powersgd.orthogonalize_all(factors), strict=True):
         assert torch.equal(unit, orthogonalize(factor))
-        # of random columns the last few of a square nearly depend on the others
-        assert (by_cholesky(factor) - unit).abs().max() < 1e-6 * float(_amplified(factor.double()))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -332,17 +308,16 @@ def test_a_rank_that_pays_on_one_level_may_not_pay_where_rows_are_divided() -> N
 
 
 @pytest.mark.parametrize("precision", ["high", "medium"])
-def test_products_are_exact_and_nobody_elses_change(
-    precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On the host an exchange runs in a thread beside backward, under the program's settings."""
+def test_products_are_in_fp32_and_the_programs_setting_is_put_back(precision: str) -> None:
     generator = torch.Generator().manual_seed(0)
     matrix = torch.randn(300, 200, generator=generator)
     q, p = torch.randn(200, 5, generator=generator), torch.randn(300, 5, generator=generator)
     wide = matrix.double()
-
-    def products() -> list[tuple[Tensor, Tensor]]:
-        return [
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    chosen = torch.backends.mkldnn.matmul.fp32_precision
+    try:
+        products = [
             (project(matrix, q, torch.empty(300, 5)), wide @ q.double()),
             (back_project(matrix, p, torch.empty(200, 5)), wide.T @ p.double()),
             (subtract_product_(matrix.clone(), p, q), wide - p.double() @ q.double().T),
@@ -351,18 +326,9 @@ def test_products_are_exact_and_nobody_elses_change(
                 (p.double() @ q.double().T).view(-1)[250:3333],
             ),
         ]
-
-    monkeypatch.setattr(powersgd, "_BLOCK", 200 * 7)
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    kind = type(torch.backends.mkldnn.matmul)
-    setter = kind.__setattr__
-    try:
-        monkeypatch.setattr(
-            kind, "__setattr__", lambda *_: pytest.fail("the program's own products would change")
-        )
-        for found, expected in products():
+        for found, expected in products:
             torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=3e-5)
+        assert torch.backends.mkldnn.matmul.fp32_precision == chosen
+        assert torch.get_float32_matmul_precision() == precision
     finally:
-        monkeypatch.setattr(kind, "__setattr__", setter)
         torch.set_float32_matmul_precision(before)

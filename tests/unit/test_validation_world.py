@@ -289,12 +289,12 @@ def test_a_fallback_ends_a_warm_up_in_few_bits() -> None:
 def test_kernels_of_the_warm_up_are_tried_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
     for codec in (EntropyCoded, Quantize):
-        monkeypatch.setattr(codec, "kernels", lambda self, device: tried.append(self.words()))
+        monkeypatch.setattr(codec, "kernels", lambda self, device: tried.append(self.describe()))
     settings = dataclasses.replace(lossy("entropy_coded", 5), warmup_bits=4)
     (worker, _) = VirtualWorkers(settings, 2, ["w", "norm"])._workers
     shapes = [("w", torch.Size([64, 64])), ("norm", torch.Size([64]))]
     worker.scheduled.reserve(shapes, torch.device("cpu"))
-    assert tried == [EntropyCoded().words(), Quantize(bits=4).words()]
+    assert tried == [EntropyCoded().describe(), Quantize(bits=4).describe()]
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

@@ -171,10 +171,10 @@ def _moved(compressor: Compressor | None) -> tuple[float, float]:
 
     with torch.no_grad():
         with MemoryTracker(nn.Module(), operator=count):
-            compressor.pack(values, packet)
+            compressor.pack_rows(values[None], packet[None])
         encoded, counted[0] = counted[0], 0.0
         with MemoryTracker(nn.Module(), operator=count):
-            compressor.unpack_add(packet, torch.zeros(_SAMPLE))
+            compressor.unpack_add_rows(packet[None], torch.zeros(_SAMPLE))
     return encoded / _SAMPLE, counted[0] / _SAMPLE
 
 
