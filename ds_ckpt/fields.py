@@ -1,32 +1,58 @@
-"""What every section of the configuration is made of: strict models that explain their keys."""
+"""Building blocks of the configuration: strict sections, and the markers on their fields.
+
+A field is an `Annotated` type with one `Expects` and any number of `Requires`. Everything that the
+schema, the checks and the error messages need stands there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 
 @dataclass(frozen=True)
 class Expects:
-    """What a key takes, in words, and a value to copy (as JSON)."""
+    """Accepted values in words, and an example as JSON."""
 
     words: str
     example: str
 
 
 @dataclass(frozen=True)
-class Removed:
-    """A setting that earlier releases had, or some values of one that is still there.
+class Requires:
+    """Setting without which the marked key has no effect.
 
     Attributes:
-        why: what became of it, in words.
-        remedy: what to write instead.
-        values: only these of the setting's values are gone; empty: the setting is.
-        stays: what a setting that is gone always is now; a file that says so is taken, with a
-            warning.
+        key: a key of the same section, `section.key` below `ds_ckpt`, or `$.key` of DeepSpeed. Of
+            several keys one is enough.
+        values: values of `key` that give the marked key an effect, or a function that returns them.
+        unless: if there are no `values`, every value but these does.
+        suggest: value for the error message; default: the first of `values`.
+        why: reason for the error message; default: the value of `key`.
+        only: values of the marked key to which this applies; default: all.
+    """
+
+    key: str | tuple[str, ...]
+    values: tuple[Any, ...] | Callable[[], Sequence[Any]] = ()
+    unless: tuple[Any, ...] = ()
+    suggest: Any = None
+    why: str = ""
+    only: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Removed:
+    """Setting of an earlier release, or removed values of a setting.
+
+    Attributes:
+        why: reason for the removal.
+        remedy: replacement.
+        values: removed values; empty: the setting itself is removed.
+        stays: constant value of a removed setting; a file with this value is accepted.
     """
 
     why: str
@@ -39,7 +65,7 @@ class Section(BaseModel):
     """One object of the configuration.
 
     Attributes:
-        aliases: keys that people write from other libraries, and the key that was meant.
+        aliases: keys of other libraries, and the key that has their meaning here.
         removed: settings of earlier releases, by key.
     """
 
@@ -48,27 +74,62 @@ class Section(BaseModel):
     removed: ClassVar[Mapping[str, Removed]] = {}
 
 
+AnySection = TypeVar("AnySection", bound=Section)
+
+
+def derive(base: type[AnySection], **types: Any) -> type[AnySection]:
+    """Return the model with other types for some of its fields, or with more fields.
+
+    A type of an existing field keeps the field's default, description and markers; a new field is
+    a pair of its type and its `Field`.
+    """
+    fields: dict[str, Any] = {}
+    for name, kind in types.items():
+        fields[name] = kind
+        if not isinstance(kind, tuple):
+            field = copy.copy(base.model_fields[name])
+            if field.default_factory is not None:
+                field.default_factory = kind
+            fields[name] = (kind, field)
+    return create_model(base.__name__, __base__=base, __doc__=base.__doc__, **fields)
+
+
+def one_of(names: tuple[str, ...], example: str) -> Any:
+    """Return the type of a key that takes one of the names."""
+    *most, last = (f'"{name}"' for name in names)
+    return Annotated[Literal[names], Expects(f"{', '.join(most)} or {last}", f'"{example}"')]
+
+
+def is_auto(value: object) -> bool:
+    """Return whether the value is "auto", the placeholder that Hugging Face fills in."""
+    return isinstance(value, str) and value.strip().lower() == "auto"
+
+
 def list_as_tuple(value: Any) -> Any:
+    """Convert a JSON list to the tuple that frozen sections hold."""
     return tuple(value) if isinstance(value, list) else value
 
 
 def _whole_number(value: Any) -> Any:
     if isinstance(value, bool | float):
-        raise ValueError("not a whole number")
+        raise ValueError("expected a whole number")
     return value
-
-
-WHOLE_NUMBER = BeforeValidator(_whole_number)
-"""`4.0` and `true` equal members of a Literal of integers; they are not whole numbers here."""
 
 
 def _no_number(value: Any) -> Any:
     if not isinstance(value, bool | str):
-        raise ValueError("a number is no switch")
+        raise ValueError("expected a boolean")
     return value
 
 
+def _not_auto(value: str) -> str:
+    if is_auto(value):
+        raise ValueError("expected a name")
+    return value
+
+
+# 4.0 and true equal members of a Literal of integers, 1 equals True
+WHOLE_NUMBER = BeforeValidator(_whole_number)
 NO_NUMBER = BeforeValidator(_no_number)
-"""`1` equals a Literal's `True`; it is no switch here."""
 SWITCH = Expects("true or false", "true")
-ModuleName = Annotated[str, Field(min_length=1)]
+Name = Annotated[str, Field(min_length=1), AfterValidator(_not_auto)]

@@ -17,8 +17,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ds_ckpt.activation.offload import BlockCall, InPlaceRef, InputStore, OffloadedRef, copies_for
 from ds_ckpt.activation.partition import Group, Partition, ShardedRef
-from ds_ckpt.activation.policies import Unit
-from ds_ckpt.fields import SWITCH, Expects, Removed, Section
+from ds_ckpt.activation.policies import PLANNED, Unit
+from ds_ckpt.fields import SWITCH, Expects, Removed, Requires, Section
 
 
 class CheckpointedInputs:
@@ -117,6 +117,9 @@ class CheckpointedInputs:
 # from settings
 
 
+_CHECKPOINTING = Requires("activation.policy", unless=("none",), suggest="block")
+
+
 class Keeping(Section):
     """Storage of checkpointed inputs: keys of `ds_ckpt.activation`."""
 
@@ -138,7 +141,7 @@ class Keeping(Section):
         ),
     }
 
-    offload: Annotated[bool, SWITCH] = Field(
+    offload: Annotated[bool, SWITCH, _CHECKPOINTING] = Field(
         default=False,
         description="Keep the inputs of all recomputations but the last in host memory. They are "
         "copied out on a side stream while the next block runs, and back before their "
@@ -147,26 +150,52 @@ class Keeping(Section):
         "No memory is saved on the CPU accelerator. Same as cpu_checkpointing in "
         "activation_checkpointing.",
     )
-    offload_prefetch: Annotated[int, Expects("a whole number, 1 or more", "1")] = Field(
+    offload_prefetch: Annotated[
+        int,
+        Expects("a whole number, 1 or more", "1"),
+        _CHECKPOINTING,
+        Requires(("activation.offload", "activation.partition"), (True,)),
+    ] = Field(
         default=1,
         ge=1,
         description="Number of recomputations ahead of which inputs start to come back from host "
         "memory, or to be gathered if they are split. Each takes one more input of device memory "
         "in backward.",
     )
-    offload_min_bytes: Annotated[int, Expects("a whole number, 0 or more", "65536")] = Field(
+    offload_min_bytes: Annotated[
+        int,
+        Expects("a whole number, 0 or more", "65536"),
+        _CHECKPOINTING,
+        Requires("activation.offload", (True,)),
+    ] = Field(
         default=65536,
         ge=0,
         description="Smallest tensor that is moved to host memory, in bytes.",
     )
-    partition: Annotated[bool, SWITCH] = Field(
+    partition: Annotated[
+        bool,
+        SWITCH,
+        _CHECKPOINTING,
+        Requires(
+            "activation.policy",
+            unless=PLANNED,
+            suggest="block",
+            only=(True,),
+            why="a plan does not count the memory that partitioning saves",
+        ),
+    ] = Field(
         default=False,
         description="Split inputs of blocks over the tensor-parallel group, whose n ranks hold "
         "equal inputs: each keeps 1/n of the bytes. Costs one all-gather of each input a step, "
         "started one recomputation ahead. Training stops if values differ between ranks. Requires "
         "AutoTP or an mpu given to initialize or attach. Same as partition_activations.",
     )
-    partition_min_bytes: Annotated[int, Expects("a whole number, 0 or more", "65536")] = Field(
+    partition_min_bytes: Annotated[
+        int,
+        Expects("a whole number, 0 or more", "65536"),
+        _CHECKPOINTING,
+        Requires("activation.partition", (True,)),
+    ] = Field(
         default=65536,
         ge=0,
         description="Smallest tensor that is split over the tensor-parallel group, in bytes.",

@@ -1,40 +1,47 @@
-"""The sections as frozen pydantic models: names, types, ranges, defaults, and what each key costs.
+"""The `ds_ckpt` section as frozen pydantic models, and its JSON Schema for editors.
 
-Strict: `true` is not 1 and `"1"` is not 1. `null` never reaches a model: it stands for the default
-and is dropped before (`sections.py`). An option is here only when the code behind it is.
+The models are strict: `true` is not 1 and `"1"` is not 1. `null` stands for the default and is
+removed before validation. Constraints between keys are markers on the fields (`fields.py`).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, ClassVar
+from functools import cache
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
+from pydantic.json_schema import models_json_schema
 
-import ds_ckpt.config.compression as _compression
-from ds_ckpt.config.activation import ActivationConfig
-from ds_ckpt.config.compression import CompressionConfig
+from ds_ckpt.activation.policies import policy_names
+from ds_ckpt.compression import Method, methods
+from ds_ckpt.config.activation import ActivationConfig, ActivationRuleConfig
+from ds_ckpt.config.compression import CompressionConfig, with_methods
 from ds_ckpt.config.weights import WeightsConfig
-from ds_ckpt.fields import SWITCH, Expects, Section
+from ds_ckpt.fields import SWITCH, Expects, Name, Removed, Requires, Section, derive, one_of
+
+_ENABLED = Requires("enabled", (True,))
 
 
 class TelemetryConfig(Section):
-    """Counters of bytes and collectives by purpose."""
+    """Records of bytes and collectives, by purpose."""
 
     enabled: Annotated[bool, SWITCH] = Field(
-        default=False, description="Write records of what was sent, gathered and reduced."
+        default=False, description="Records of sent, gathered and reduced bytes."
     )
-    every_n_steps: Annotated[int, Expects("a whole number, 1 or more", "10")] = Field(
-        default=10, ge=1, description="Optimizer steps from one record to the next."
-    )
+    every_n_steps: Annotated[
+        int,
+        Expects("a whole number, 1 or more", "10"),
+        _ENABLED,
+    ] = Field(default=10, ge=1, description="Interval of records, in optimizer steps.")
     path: Annotated[
-        str | None,
-        Field(min_length=1),
+        Name | None,
         Expects("a file path in quotes", '"runs/telemetry.jsonl"'),
+        _ENABLED,
     ] = Field(
         default=None,
-        description="JSON Lines file; each process puts its index behind the stem (t.jsonl becomes "
-        "t.0.jsonl). Default: the last record alone is kept, in memory.",
+        description="JSON Lines file; each rank appends its index to the stem (t.jsonl becomes "
+        "t.0.jsonl). Default: only the last record is kept, in memory.",
     )
 
 
@@ -42,26 +49,26 @@ class PluginConfig(Section):
     """The `ds_ckpt` section: activation checkpointing, gradients, weights, telemetry."""
 
     activation: Annotated[ActivationConfig, Expects("an object", '{"policy": "block"}')] = Field(
-        default_factory=ActivationConfig, description="What is recomputed in backward."
+        default_factory=ActivationConfig, description="Recomputation in backward."
     )
     compression: Annotated[CompressionConfig, Expects("an object", '{"method": "dense"}')] = Field(
-        default_factory=CompressionConfig, description="How gradients travel."
+        default_factory=CompressionConfig, description="How gradients are sent."
     )
     weights: Annotated[WeightsConfig, Expects("an object", '{"resident": true}')] = Field(
-        default_factory=WeightsConfig, description="What hosts keep of the weights."
+        default_factory=WeightsConfig, description="Copies of the weights on every node."
     )
     telemetry: Annotated[TelemetryConfig, Expects("an object", '{"enabled": true}')] = Field(
-        default_factory=TelemetryConfig, description="What is recorded."
+        default_factory=TelemetryConfig, description="Records of bytes and collectives."
     )
 
     @property
     def active(self) -> bool:
-        """Whether training differs from plain DeepSpeed."""
+        """Return whether training differs from plain DeepSpeed."""
         compresses = self.compression.method != "none"
         return self.activation.active or compresses or bool(self.weights.resident)
 
     def summary(self) -> str:
-        """One line on what this configuration switches on."""
+        """Describe the active settings in one line."""
         parts = []
         if self.activation.active:
             parts.append(self.activation.summary())
@@ -74,33 +81,38 @@ class PluginConfig(Section):
         return "; ".join(parts) or "nothing switched on: plain DeepSpeed"
 
 
-class DeepSpeedActivationSection(Section):
+class CompatSection(Section):
     """DeepSpeed's own section. Its presence, even empty, selects policy "block".
 
-    DeepSpeed parses these keys and acts on none of them. Here those with a description act as the
-    key of `ds_ckpt.activation` that it names.
+    DeepSpeed parses these keys and acts on none of them. Here each acts as the key of
+    `ds_ckpt.activation` that its description names.
     """
 
-    removed: ClassVar = {
-        theirs: replace(ActivationConfig.removed[ours], values=(True,))
-        for theirs, ours in (
-            ("contiguous_memory_optimization", "contiguous"),
-            ("synchronize_checkpoint_boundary", "synchronize"),
-            ("profile", "profile"),
-        )
+    ours: ClassVar = {"partition_activations": "partition", "cpu_checkpointing": "offload"}
+    removed = {
+        "partitioned_activations": Removed(
+            "DeepSpeed's documentation names it, but no code reads it; did you mean "
+            '"partition_activations"?',
+            "write it as $.activation_checkpointing.partition_activations, or remove it",
+        ),
+        **{
+            theirs: replace(ActivationConfig.removed[ours], values=(True,))
+            for theirs, ours in (
+                ("contiguous_memory_optimization", "contiguous"),
+                ("synchronize_checkpoint_boundary", "synchronize"),
+                ("profile", "profile"),
+            )
+        },
     }
 
     partition_activations: Annotated[bool, SWITCH] = Field(
         default=False,
-        description="Split inputs of blocks over the tensor-parallel group (ds_ckpt.activation."
+        description="Shard inputs of blocks over the tensor-parallel group (ds_ckpt.activation."
         "partition).",
     )
     number_checkpoints: Annotated[
         int | None, Field(ge=1), Expects("a whole number, 1 or more", "32")
-    ] = Field(
-        default=None,
-        description="Ignored: recomputations are counted.",
-    )
+    ] = Field(default=None, description="Ignored: recomputations are counted.")
     contiguous_memory_optimization: Annotated[bool, SWITCH] = Field(
         default=False, description="Removed; false only."
     )
@@ -114,7 +126,70 @@ class DeepSpeedActivationSection(Section):
     )
 
 
-def follow_registry() -> None:
-    """Let the sections know of methods that were registered since."""
-    if _compression.follow_registry():
-        PluginConfig.model_rebuild(force=True)
+def plugin_model() -> type[PluginConfig]:
+    """Return the section's model with the policies and methods that are registered now."""
+    return _build(policy_names(), policy_names(planned=False), tuple(methods().items()))
+
+
+@cache
+def _build(
+    policies: tuple[str, ...],
+    of_rules: tuple[str, ...],
+    known: tuple[tuple[str, type[Method]], ...],
+) -> type[PluginConfig]:
+    rule = derive(ActivationRuleConfig, policy=one_of(of_rules, "block"))
+    return derive(
+        PluginConfig,
+        activation=derive(
+            ActivationConfig,
+            policy=one_of(policies, "block"),
+            rules=tuple[rule, ...],  # type: ignore
+        ),
+        compression=with_methods(dict(known)),
+    )
+
+
+_DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema (draft 2020-12) of a whole file, for editors.
+
+    It describes `ds_ckpt` and `activation_checkpointing`; all other keys are DeepSpeed's and pass.
+    Every key also accepts null. Rules across sections are checked by `ds-ckpt validate` only.
+    """
+    models = (plugin_model(), CompatSection)
+    _, generated = models_json_schema([(model, "validation") for model in models])
+    definitions = generated["$defs"]
+    for definition in definitions.values():
+        definition.pop("title", None)
+        definition["description"] = " ".join(definition.get("description", "").split())
+        keys = definition["properties"]
+        definition["properties"] = {name: _nullable(key) for name, key in keys.items()}
+    ours, theirs = ({"$ref": f"#/$defs/{model.__name__}"} for model in models)
+    return {
+        "$schema": _DIALECT,
+        "title": "DeepSpeed configuration with ds_ckpt",
+        "type": "object",
+        "properties": {
+            "ds_ckpt": _nullable(ours),
+            "activation_checkpointing": _nullable(theirs),
+        },
+        "additionalProperties": True,
+        "$defs": dict(sorted(definitions.items())),
+    }
+
+
+def _nullable(key: dict[str, Any]) -> dict[str, Any]:
+    """Return the same key, with null allowed."""
+    key = {name: value for name, value in key.items() if name != "title"}
+    null = {"type": "null"}
+    if "$ref" in key:
+        return {"anyOf": [{"$ref": key.pop("$ref")}, null], **key}
+    if "anyOf" in key:
+        options = key.pop("anyOf")
+        return {"anyOf": options if null in options else [*options, null], **key}
+    kind = key.pop("type", None)
+    if "enum" in key:
+        return {**key, "enum": list(dict.fromkeys([*key["enum"], None]))}
+    return {**key, "type": [kind, "null"]}

@@ -1,4 +1,4 @@
-"""Words for error messages: JSON paths, found values as JSON, and the nearest known name."""
+"""JSON paths, values as JSON, the nearest known name, and lookups in a DeepSpeed configuration."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
+from ds_ckpt.fields import is_auto as is_auto
+
+OURS = "$.ds_ckpt"
+DEEPSPEEDS = "$.activation_checkpointing"
+BF16 = ("bf16", "bfloat16")
+"""DeepSpeed reads the second key if the first is absent."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _LONGEST_FOUND = 120
-BF16 = ("bf16", "bfloat16")
-"""DeepSpeed reads the second where the first is absent."""
 
 
 def join(path: str, key: object) -> str:
-    """`$.a` and `b` -> `$.a.b`; list positions and odd keys in brackets (RFC 9535)."""
+    """Append a key: `$.a` and `b` -> `$.a.b`; positions and odd keys in brackets (RFC 9535)."""
     if isinstance(key, int) and not isinstance(key, bool):
         return f"{path}[{key}]"
     text = str(key)
@@ -23,7 +27,7 @@ def join(path: str, key: object) -> str:
 
 
 def show(value: object) -> str:
-    """The value as it would stand in the JSON file, shortened where it is long."""
+    """Return the value as JSON, shortened if it is long."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError):
@@ -31,24 +35,20 @@ def show(value: object) -> str:
     return text if len(text) <= _LONGEST_FOUND else text[: _LONGEST_FOUND - 4] + " ..."
 
 
-def is_auto(value: object) -> bool:
-    return isinstance(value, str) and value.strip().lower() == "auto"
-
-
 def plain(name: object) -> str:
-    """Lower case, letters and digits only: `DS-Ckpt` -> `dsckpt`."""
+    """Return lower case, letters and digits only: `DS-Ckpt` -> `dsckpt`."""
     return re.sub(r"[^a-z0-9]", "", str(name).lower())
 
 
 def nearest(name: object, known: Iterable[str]) -> str | None:
-    """The known name that was probably meant, or None."""
+    """Return the known name that is most similar, or None."""
     by_plain = {plain(k): k for k in known}
     close = difflib.get_close_matches(plain(name), by_plain, n=1, cutoff=0.6)
     return by_plain[close[0]] if close else None
 
 
 def lookup(config: Any, keys: Iterable[str]) -> Any:
-    """The value under nested keys; None where any of them is absent or null."""
+    """Return the value under nested keys; None if any of them is absent or null."""
     for key in keys:
         if not isinstance(config, Mapping):
             return None
@@ -57,7 +57,7 @@ def lookup(config: Any, keys: Iterable[str]) -> Any:
 
 
 def precision(config: Any) -> Literal["bf16", "fp16", "auto"] | None:
-    """What a DeepSpeed file enables; "auto": what the HF Trainer fills in. None: 32 bits."""
+    """Return the precision of a DeepSpeed file; "auto" if Hugging Face sets it; None: fp32."""
     bf16 = next((key for key in BF16 if lookup(config, (key,)) is not None), BF16[0])
     enabled = {
         "bf16": lookup(config, (bf16, "enabled")),

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 from ds_ckpt.compression import methods
 from ds_ckpt.config.compression import CompressionConfig
 from ds_ckpt.config.load import RENAMED
+from ds_ckpt.config.models import plugin_model
 from ds_ckpt.config.weights import WeightsConfig
 from ds_ckpt.errors import Problem, StateError
 from ds_ckpt.files import replacing
@@ -271,7 +272,12 @@ def _decisive_of(settings: Mapping[str, Any]) -> dict[str, Any] | None:
     weights = {key: value for key, value in settings.items() if key == _DELTAS}
     gradients = {key: value for key, value in settings.items() if key != _DELTAS}
     try:
-        return decisive(CompressionConfig.model_validate(_section(gradients))) | weights
+        return (
+            decisive(
+                plugin_model().model_validate({"compression": _section(gradients)}).compression
+            )
+            | weights
+        )
     except ValidationError:
         return None
 

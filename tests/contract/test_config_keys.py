@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from ds_ckpt.config.conflicts import CHECKPOINTING, COMPRESSION, EITHER
-from ds_ckpt.config.models import DeepSpeedActivationSection
+from ds_ckpt.config.models import CompatSection
+from ds_ckpt.config.rules import CONFLICTS
 from ds_ckpt.zero3.compatibility import LAST
 
 pytestmark = pytest.mark.skipif(
     metadata.version("deepspeed") != LAST, reason="the keys are those of the newest DeepSpeed"
 )
 
-ALL = [c.key for c in (*COMPRESSION, *CHECKPOINTING, *EITHER)]
+ALL = sorted({c.key for c in CONFLICTS})
 # Of zero_optimization: what was looked at when the rules were written. A key that is new here may
 # lead gradients or weights past the hooks: look at it, add a rule or add it to this list.
 REVIEWED = """stage contiguous_gradients reduce_scatter reduce_bucket_size
@@ -38,11 +38,15 @@ def _known() -> Mapping[str, Any]:
     from deepspeed.runtime.config import HybridEngineConfig
     from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-    from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
+    from deepspeed.runtime.zero.offload_config import (
+        DeepSpeedZeroOffloadOptimizerConfig,
+        DeepSpeedZeroOffloadParamConfig,
+    )
 
     return {
         "zero_optimization": DeepSpeedZeroConfig.model_fields,
         "zero_optimization.offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig.model_fields,
+        "zero_optimization.offload_param": DeepSpeedZeroOffloadParamConfig.model_fields,
         "compile": CompileConfig.model_fields,
         "hybrid_engine": HybridEngineConfig.model_fields,
         "tensor_parallel": TPTrainingConfig.model_fields,
@@ -78,7 +82,7 @@ def test_deepspeeds_activation_section_has_the_keys_that_we_know() -> None:
     from deepspeed.runtime.activation_checkpointing.config import ACT_CHKPT, ACT_CHKPT_DEFAULT
 
     assert ACT_CHKPT == "activation_checkpointing"
-    assert set(DeepSpeedActivationSection.model_fields) == set(ACT_CHKPT_DEFAULT)
+    assert set(CompatSection.model_fields) == set(ACT_CHKPT_DEFAULT)
 
 
 def test_every_key_of_zero_has_been_looked_at() -> None:

@@ -74,11 +74,11 @@ def test_without_it_nobody_knows_it() -> None:
         ({"sign": {"block": "auto"}}, "sign.block", "auto"),
         ({"sign": {"blok": 64}}, "sign.blok", 'did you mean "block"?'),
         ({"sign": 64}, "sign", "object in braces"),
-        ({"topk": {"density": 0.1}}, "topk", 'does nothing with method "sign"'),
-        ({"method": "topk", "sign": {"block": 64}}, "sign", 'does nothing with method "topk"'),
+        ({"topk": {"density": 0.1}}, "topk", 'method is "sign"'),
+        ({"method": "topk", "sign": {"block": 64}}, "sign", 'method is "topk"'),
         ({"method": "sing"}, "method", '"sign"'),
         ({"rules": [{"match": "*", "method": "topk", "sign": {"block": 8}}]},)
-        + ("rules[0].sign", 'does nothing with method "topk"'),
+        + ("rules[0].sign", 'method is "topk"'),
     ],
 )
 def test_its_wrong_settings_are_refused_as_ours_are(
