@@ -25,7 +25,7 @@ SECTIONS = {
     ),
     "powersgd by turns": topk_section(
         method="powersgd",
-        powersgd={"rank": 2, "alternate": True},
+        powersgd={"rank": 2},
         error_feedback={"dtype": "bf16"},
     ),
 }

@@ -78,26 +78,6 @@ def test_with_two_levels_a_process_weighs_the_entries_that_its_members_own() -> 
     assert torch.equal(some, torch.cat([every[members.source(m)] for m in range(2)]))
 
 
-def test_with_two_levels_no_more_is_worked_out_than_is_weighed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of a tensor that 8 processes of a host divide, an eighth and no more than a row beside it."""
-    of = layout(16, (3, 11))
-    metric, largest = told(uneven()), [0]
-    add = Tensor.__add__
-
-    def noted(self: Tensor, other: Any) -> Tensor:
-        found = add(self, other)
-        largest[0] = max(largest[0], found.numel())
-        return found
-
-    monkeypatch.setattr(Tensor, "__add__", noted)
-    weights = metric.weights("w", SHAPE, of, CPU)
-    assert weights is not None
-    assert len(weights) == of.numel
-    assert largest[0] <= -(-SHAPE.numel() // 16) + 2 * SHAPE[1]
-
-
 @pytest.mark.parametrize("shape", [(1850,), (1, 1850), (1850, 1)])
 def test_of_a_vector_nothing_is_summed(shape: tuple[int, ...]) -> None:
     """Sums by row and column would be as long as it is, and be sent in fp32."""
@@ -153,21 +133,6 @@ def test_what_was_known_of_another_shape_is_forgotten_at_the_next_measurement(
     rows, columns = metric._known["w"]
     torch.testing.assert_close(rows, total.square().sum(1))
     torch.testing.assert_close(columns, total.square().sum(0))
-
-
-def test_half_of_what_was_known_counts_on() -> None:
-    metric, total = told(uneven()), uneven()
-    before = [of.clone() for of in metric._known["w"]]
-    metric.exchanging(EVERY)
-    metric.given("w", SHAPE, layout(1), 2 * total.view(-1), 1.0)
-    metric.step_ended(skipped=False)
-    for old, new, now in zip(
-        before,
-        ((4 * total.square()).sum(1), (4 * total.square()).sum(0)),
-        metric._known["w"],
-        strict=True,
-    ):
-        torch.testing.assert_close(now, (old + new) / 2)
 
 
 def test_weights_are_the_same_whatever_the_number_of_threads() -> None:
