@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ds_ckpt
-from ds_ckpt.exchange.schedule import NoCommunication
+from ds_ckpt.engine.step import NoCommunication
 from ds_ckpt.lab import workload
 from ds_ckpt.lab.hosts.interfaces import sent_bytes as sent_by
 from ds_ckpt.zero3.weights import forget_hpz
@@ -50,6 +50,10 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "0.31 bits": {"method": "entropy_coded", "entropy_coded": {"bits": 0.31, "metric": "steps"}},
     "Top-K 1.2% int8": {"method": "topk", "topk": {"density": 0.012, "values": "int8"}},
     "PowerSGD rank 4": {"method": "powersgd", "powersgd": {"rank": 4}},
+    "PowerSGD rank 4, alternating": {
+        "method": "powersgd",
+        "powersgd": {"rank": 4, "alternate": True},
+    },
     CEILING: None,
 }
 NOTHING = "nothing sent, weights neither"

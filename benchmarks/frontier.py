@@ -42,9 +42,8 @@ import torch
 from _frontier_table import table
 from _own_share import OwnShareToo
 
-from ds_ckpt.exchange import build as exchange_build
-from ds_ckpt.exchange.build import ExchangeSettings, WarmupBits
-from ds_ckpt.exchange.rules import MethodSettings
+from ds_ckpt.engine import step as engine_step
+from ds_ckpt.exchange.rules import ExchangeSettings, MethodSettings, WarmupBits
 from ds_ckpt.lab.validate.data import Inputs, Text
 from ds_ckpt.lab.validate.task import Learner, small_llama
 from ds_ckpt.lab.validate.trainer import Outcome, train
@@ -185,7 +184,7 @@ def main() -> None:
         task["text"] = f"{text.source} ({text.sha256[:8]})"
     if arguments.tuned:
         task |= sizes_of(arguments.hidden_size, workers, arguments.batch) | {"products": "bf16"}
-        exchange_build.AllToAllExchange = OwnShareToo  # type: ignore[attr-defined, misc]
+        engine_step.AllToAllExchange = OwnShareToo  # type: ignore[attr-defined, misc]
     learner = begin(text, task, compiled=not arguments.eager)
     for seed in arguments.seeds:
         for one in TUNED if arguments.tuned else CELLS:

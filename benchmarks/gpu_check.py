@@ -92,7 +92,7 @@ def commit(exchange: AllToAllExchange) -> int:
     bad = exchange.nonfinite_buckets
     exchange.feedback.commit()
     exchange.factors.commit()
-    exchange.step_ended()
+    exchange.reset_step()
     return bad
 
 

@@ -71,7 +71,7 @@ def counts(
         for exchange in exchanges:
             exchange.feedback.commit()
             exchange.factors.commit()
-            exchange.step_ended()
+            exchange.reset_step()
     return bucket, kernels, verdict, moved
 
 

@@ -48,9 +48,8 @@ from ds_ckpt.compression.fused import ToAdd
 from ds_ckpt.compression.quantize import BITS, BLOCKS
 from ds_ckpt.compression.wire import HEADER_BYTES as PACKET_HEADER_BYTES
 from ds_ckpt.compression.wire import aligned
-from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.layout import ShardLayout
-from ds_ckpt.exchange.rules import MethodSettings, Rules
+from ds_ckpt.exchange.rules import ExchangeSettings, MethodSettings, Rules
 from ds_ckpt.lab.validate.task import make_spec, open_task
 from ds_ckpt.lab.validate.world import InProcessWorld
 
@@ -160,7 +159,7 @@ def from_training(codec: str, steps: int) -> list[Tensor]:
         workers=task.spec.world,
     )
     seen: dict[str, Tensor] = {}
-    first = world.workers._workers[0].scheduled.all_to_all
+    first = world.workers._workers[0].scheduled.exchange
     store = first._pack
 
     def pack(items, finite, loss_scale):  # type: ignore[no-untyped-def]

@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 from _cells import CEILING, DENSE, METHODS, NOTHING, STOCK
 
-from ds_ckpt.exchange.autotune import middle
+from ds_ckpt.engine.tuner import robust_median
 from ds_ckpt.zero3.weights import COMPARED
 
 WARM_UP_STEPS = 3
@@ -99,8 +99,8 @@ def warmed_up(cell: _cells.Running, tokens: int) -> bool:
     built = cell.session.exchange if cell.session is not None else None
     residence = cell.session._residence if cell.session is not None else None
     tuners = [residence.tuner] if residence is not None else []
-    if built is not None and built.exchange.autotuner is not None:
-        tuners.append(built.exchange.autotuner)
+    if built is not None and built.step.tuner is not None:
+        tuners.append(built.step.tuner)
     resident = cell.session._resident if cell.session is not None else None
     codecs = resident.hook.codecs if resident is not None else ()
     step, least = 0, max(WARM_UP_STEPS, 1 + COMPARED * len(codecs) if len(codecs) > 1 else 0)
@@ -109,7 +109,7 @@ def warmed_up(cell: _cells.Running, tokens: int) -> bool:
         step += 1
     cell.step(SEQUENCES, tokens, step)  # the first by the way that is kept
     cell.land()
-    return any(tuner.choice == "deepspeed" for tuner in tuners)
+    return any(tuner.choice == tuner.candidates[-1] for tuner in tuners)
 
 
 def timed_step(cell: _cells.Running, seed: int, in_a_row: int, tokens: int) -> float:
@@ -169,7 +169,9 @@ def compare(rows: list[dict[str, Any]]) -> None:
         row["median_s"] = statistics.median(steps_s)
         row["quartiles_s"] = _quartiles(steps_s)
     median_s = {row["method"]: row["median_s"] for row in rows}
-    error = {row["method"]: math.sqrt(middle(row["step_s"])[1]) / row["median_s"] for row in rows}
+    error = {
+        row["method"]: math.sqrt(robust_median(row["step_s"])[1]) / row["median_s"] for row in rows
+    }
     ceiling_s = median_s.get(NOTHING) or median_s[CEILING]
     best_dense_s = min(median_s[name] for name in DENSE if name in median_s)
     for row in rows:

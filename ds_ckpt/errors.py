@@ -1,6 +1,6 @@
-"""Errors that a user can act on: location, observed value, reason, remedy.
+"""Errors that a user can act on: what was found, where, why it is wrong, what to write instead.
 
-`AssertionError` is reserved for broken invariants of our own.
+Only messages live here. `AssertionError` is kept for broken invariants of our own.
 """
 
 from __future__ import annotations
@@ -13,16 +13,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake, with the four parts of an error message.
-
-    Attributes:
-        where: JSON path (`$.ds_ckpt.compression.method`), parameter name or DeepSpeed symbol.
-        found: observed value.
-        why: reason why it is wrong.
-        remedy: what to write or do instead.
-    """
+    """One mistake: the four things that an error must say."""
 
     where: str
+    """JSON path (`$.ds_ckpt.compression.method`), parameter name or DeepSpeed symbol."""
     found: str
     why: str
     remedy: str
@@ -32,43 +26,46 @@ class Problem:
 
 
 class DsCkptError(Exception):
-    """Base of every deliberate error of ds_ckpt. Carries all problems found at once."""
+    """Base of every error that ds_ckpt raises on purpose. Carries all problems found at once."""
 
-    headline = "ds_ckpt cannot continue"
+    headline = "ds_ckpt cannot go on"
 
     def __init__(
         self, problems: Problem | Sequence[Problem], *, headline: str | None = None
     ) -> None:
-        self.problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
+        self.problems: tuple[Problem, ...] = (
+            (problems,) if isinstance(problems, Problem) else tuple(problems)
+        )
         self.headline = headline or self.headline
-        numbered = (f"  {i}. {problem}" for i, problem in enumerate(self.problems, 1))
-        super().__init__("\n".join([self.headline, *numbered]))
+        lines = [self.headline]
+        lines += [f"  {i}. {p}" for i, p in enumerate(self.problems, 1)]
+        super().__init__("\n".join(lines))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Support pickling, so that another process can raise the error."""
+        """So that it can be raised in another process, too."""
         return functools.partial(type(self), headline=self.headline), (self.problems,)
 
 
 class ConfigError(DsCkptError, ValueError):
-    """The JSON configuration is wrong, or requests an unsupported combination."""
+    """The JSON configuration is wrong, or asks for a combination that cannot be served."""
 
     headline = "the configuration cannot be used"
 
 
 class ContractError(DsCkptError, ImportError):
-    """The installed DeepSpeed lacks a symbol that a hook needs."""
+    """The installed DeepSpeed no longer has what a hook leans on."""
 
     headline = "the installed DeepSpeed does not fit this ds_ckpt"
 
 
 class UnsupportedError(DsCkptError, RuntimeError):
-    """The model, engine or optimizer is not supported."""
+    """The model, engine or optimizer is one that the plugin cannot serve."""
 
-    headline = "ds_ckpt does not support this engine"
+    headline = "ds_ckpt cannot serve this engine"
 
 
 class StateError(DsCkptError, RuntimeError):
-    """Saved plugin state does not fit the run that loads it."""
+    """Saved compression state does not fit the run that loads it."""
 
     headline = "the saved compression state does not fit"
 
@@ -76,4 +73,4 @@ class StateError(DsCkptError, RuntimeError):
 class RecomputeError(DsCkptError, RuntimeError):
     """A checkpointed block did not repeat its forward; the gradients would be wrong."""
 
-    headline = "a recomputation differs from its forward"
+    headline = "a recompute differs from its forward"

@@ -1,4 +1,4 @@
-"""Atomic replacement of files."""
+"""Files that are there whole or not at all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a file beside `path` that replaces it if the block ends without an error."""
+    """A file to write, beside `path`, that takes its place when the block ends well.
+
+    What was at `path` stays when the block fails or the process is killed.
+    """
     unfinished = path.with_suffix(".unfinished")
     yield unfinished
     os.replace(unfinished, path)

@@ -1,7 +1,7 @@
-"""Files of tensors with checksums: read as they were written, or refused.
+"""Files of tensors that are taken as they were written, or not at all.
 
-The file's metadata have two digests (BLAKE2b, 16 bytes each): of the other metadata, and of all
-tensors' names, types, shapes and bytes. The format is safetensors; no pickle.
+Two digests stand in the file's own metadata (BLAKE2b, 16 bytes each): of the rest of the metadata,
+and of all tensors' names, types, shapes and bytes. safetensors, no pickle.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from torch import Tensor
 from ds_ckpt.files import replacing
 
 _DIGEST = "digest"
-_CHANGED = "other bytes than were written: the checksum does not match"
+_CHANGED = "other bytes than were written: its checksum is not theirs"
 
 
 class DamagedError(ValueError):
-    """A file is not readable, or not what was written; the message completes "found ..."."""
+    """What was found in place of a whole file, in words."""
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write the file completely, or leave the former file at `path`."""
-    on_host = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-    digest = hashlib.blake2b(digest_size=16)
-    for key, tensor in sorted(on_host.items()):
+    """Write all of it, or leave what was at `path`."""
+    held = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+    digest = _new()
+    for key, tensor in sorted(held.items()):
         _add(digest, key, tensor)
-    sealed = {**metadata, _DIGEST: _metadata_digest(metadata) + digest.hexdigest()}
+    sealed = {**metadata, _DIGEST: _of(metadata) + str(digest.hexdigest())}
     with replacing(path) as unfinished:
-        save_file(on_host, str(unfinished), metadata=sealed)
+        save_file(held, str(unfinished), metadata=sealed)
 
 
 class SealedFile:
-    """Open file whose metadata are verified; `check` verifies the tensors.
+    """A file that is opened for reading; nothing but its metadata is verified before `check`.
 
     Attributes:
         metadata: without the digest.
-        keys: names of the tensors.
+        keys: of its tensors.
 
     Raises:
-        DamagedError: the file cannot be opened, has no digest, or has other metadata than were
+        DamagedError: it cannot be opened, has no digest, or its metadata are not those that were
             written.
     """
 
@@ -60,44 +60,48 @@ class SealedFile:
         self._digest = self.metadata.pop(_DIGEST, "")
         if not self._digest:
             raise DamagedError("a file without its checksum")
-        if not self._digest.startswith(_metadata_digest(self.metadata)):
+        if not self._digest.startswith(_of(self.metadata)):
             raise DamagedError(_CHANGED)
 
     def shape(self, key: str) -> list[int]:
-        """Return a tensor's shape without reading it."""
         return list(self._file.get_slice(key).get_shape())
 
     def dtype(self, key: str) -> str:
-        """Return safetensors' name of a tensor's type without reading it."""
+        """By safetensors' name of it."""
         return str(self._file.get_slice(key).get_dtype())
 
     def tensor(self, key: str) -> Tensor:
-        """Read a tensor into host memory."""
+        """On the host."""
         tensor: Tensor = self._file.get_tensor(key)
         return tensor
 
     def check(self) -> None:
-        """Read all tensors.
+        """Read all of it.
 
         Raises:
-            DamagedError: they are not what was written, or have values that are not finite.
+            DamagedError: it is not what was written, or has a value that is not finite.
         """
-        digest = hashlib.blake2b(digest_size=16)
-        not_finite = ""
+        digest = _new()
+        spoiled = ""
         for key in self.keys:
             tensor = self.tensor(key)
             _add(digest, key, tensor)
             if tensor.is_floating_point() and not tensor.isfinite().all():
-                not_finite = not_finite or key
-        if self._digest != _metadata_digest(self.metadata) + digest.hexdigest():
+                spoiled = spoiled or key
+        if self._digest != _of(self.metadata) + str(digest.hexdigest()):
             raise DamagedError(_CHANGED)
-        if not_finite:
-            raise DamagedError(f"NaN or infinity in {not_finite}")
+        if spoiled:
+            raise DamagedError(f"NaN or infinity in {spoiled}")
 
 
-def _metadata_digest(metadata: Mapping[str, str]) -> str:
-    text = json.dumps(sorted(metadata.items()))
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+def _new() -> Any:
+    return hashlib.blake2b(digest_size=16)
+
+
+def _of(metadata: Mapping[str, str]) -> str:
+    digest = _new()
+    digest.update(json.dumps(sorted(metadata.items())).encode())
+    return str(digest.hexdigest())
 
 
 def _add(digest: Any, key: str, tensor: Tensor) -> None:

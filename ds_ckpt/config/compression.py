@@ -10,8 +10,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
 from ds_ckpt.compression import Method, methods
-from ds_ckpt.exchange.build import ExchangeSettings, WarmupBits
-from ds_ckpt.exchange.rules import MethodSettings, Rule
+from ds_ckpt.exchange.rules import ExchangeSettings, MethodSettings, Rule, WarmupBits
 from ds_ckpt.fields import (
     SWITCH,
     WHOLE_NUMBER,
@@ -39,14 +38,22 @@ _ENTRIES = Expects("a whole number, 0 or more", "4096")
 
 
 def _momentum(value: Any) -> str | float:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value in ("matched", "none") or (number and 0 < value < 1):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value == "none" or (is_number and 0 < value < 1):
         return cast(str | float, value)
-    raise ValueError("expected a choice or a correction")
+    raise ValueError('expected "none" or a number above 0 and below 1')
 
 
 class ErrorFeedbackConfig(Section):
     """Error feedback: add what was not sent to the next gradient."""
+
+    removed = {
+        "momentum": Removed(
+            why="the correction that was matched to the residuals was removed",
+            remedy='write a number, such as 0.3, or "none"',
+            values=("matched",),
+        )
+    }
 
     enabled: Annotated[bool, SWITCH] = Field(
         default=True,
@@ -69,24 +76,24 @@ class ErrorFeedbackConfig(Section):
         "residual there and back, in its dtype.",
     )
     momentum: Annotated[
-        Literal["matched", "none"] | float,
+        Literal["none"] | float,
         PlainValidator(_momentum),
         WithJsonSchema(
             {
                 "anyOf": [
-                    {"enum": ["matched", "none"]},
+                    {"enum": ["none"]},
                     {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
                 ]
             }
         ),
-        Expects('"matched", "none" or a number above 0 and below 1', '"matched"'),
+        Expects('"none" or a number above 0 and below 1', "0.3"),
         _RESIDUALS,
     ] = Field(
         default="none",
-        description="Correction a of the optimizer's first moment m, which residuals delay: after "
-        'the warm-up AdamW steps by (1 - a) m + a g, g being the step\'s gradient. "matched": a '
-        "from the measured residual, 0.4 at most. For AdamW of torch, DeepSpeedCPUAdam and "
-        'FusedAdam; ignored for others. One more pass over m per step. "none": no correction.',
+        description="Momentum correction a. Error feedback delays gradients, and AdamW's first "
+        "moment m delays them again: after the warm-up AdamW steps by (1 - a) m + a g, g being the "
+        "step's gradient. For AdamW of torch, DeepSpeedCPUAdam and FusedAdam; other optimizers are "
+        'left alone. It takes one more pass over m a step. "none": no correction.',
     )
 
     def words(self) -> str:
@@ -100,7 +107,7 @@ class ErrorFeedbackConfig(Section):
 
 
 class ExchangeConfig(Section):
-    """When and between which ranks gradients are exchanged."""
+    """Settings of the gradient exchange."""
 
     removed = {
         "overlap": Removed(

@@ -23,8 +23,8 @@ from ds_ckpt.activation.policies import Unit, make_plan
 from ds_ckpt.config import PluginConfig
 from ds_ckpt.config.activation import activation_policy
 from ds_ckpt.config.verdicts import limits
-from ds_ckpt.engine.gradients import Gradients, residual_files, trained
-from ds_ckpt.engine.guard import Guard, LeftMeter
+from ds_ckpt.engine.gradients import Gradients, gradient_norm, residual_files, trained
+from ds_ckpt.engine.guard import ErrorSampler, Guard
 from ds_ckpt.engine.patience import AsPatientAsTheWorld
 from ds_ckpt.engine.planning import Planning
 from ds_ckpt.engine.refusals import (
@@ -32,16 +32,15 @@ from ds_ckpt.engine.refusals import (
     refuse_no_zero3_optimizer,
     refuse_pipeline,
 )
-from ds_ckpt.engine.residence import Residence
+from ds_ckpt.engine.residence import ResidencyTuner
 from ds_ckpt.engine.tensor_parallel import TensorParallelGroup, find_group
 from ds_ckpt.engine.weights import HeldFiles, Resident, keep_resident
-from ds_ckpt.exchange.build import Built
-from ds_ckpt.exchange.plan import Plan
+from ds_ckpt.exchange.assignment import Assignment
 from ds_ckpt.exchange.state import ResidualFiles
 from ds_ckpt.patch import Patches
 from ds_ckpt.telemetry import Counters
 from ds_ckpt.telemetry.counters import OffloadCounters, PartitionCounters
-from ds_ckpt.telemetry.steps import Event, StepLog
+from ds_ckpt.telemetry.steps import Event, ExchangeProbe, StepLog
 from ds_ckpt.telemetry.timings import ResidualStats
 from ds_ckpt.zero3 import collectives, compatibility
 from ds_ckpt.zero3.checkpoints import StateFiles, wrap_checkpoints
@@ -77,8 +76,9 @@ class Session:
         self._gather: GatherHook | None = None
         self._gradient: GradientHook | None = None
         self._gradients: Gradients | None = None
+        self._sampler: ErrorSampler | None = None
         self._resident: Resident | None = None
-        self._residence: Residence | None = None
+        self._residence: ResidencyTuner | None = None
         self._patience: AsPatientAsTheWorld | None = None
         self.guard: Guard | None = None
         self._patches = Patches()
@@ -107,7 +107,7 @@ class Session:
             states += self._keep_weights()
         if states:
             self._travel_with_checkpoints(states)
-        ours = [*self._gradients.groups] if self._gradients else []
+        ours = [*self._gradients.groups.made] if self._gradients else []
         ours += self._resident.groups if self._resident else ()
         if ours:
             self._patience = AsPatientAsTheWorld([engine.optimizer.dp_process_group, *ours])
@@ -137,10 +137,11 @@ class Session:
         rank = torch.distributed.get_rank(group)
         residence = None
         if self.config.weights.resident == "auto":
-            residence = Residence(engine, hook, self._resident.make_room, self._compares_gradients)
+            make_room, is_busy = self._resident.make_room, self._compares_gradients
+            residence = ResidencyTuner(engine, hook, make_room, is_busy)
             self._after_steps(residence.step_ended)
-        self._residence, tuner = residence, residence.tuner if residence else None
-        return [HeldFiles(hook, rank, torch.distributed.get_world_size(group), tuner)]
+        self._residence = residence
+        return [HeldFiles(hook, rank, torch.distributed.get_world_size(group))]
 
     def _travel_with_checkpoints(self, states: Sequence[StateFiles]) -> None:
         engine, gradient = self.engine, self._gradient
@@ -159,17 +160,17 @@ class Session:
             with hook.loading():
                 result = load_checkpoint(*args, **kwargs)
             if residence is not None:
-                residence.place()
+                residence.loaded()
             return result
 
         self._patches.set(engine, "load_checkpoint", load_and_gather)
 
     def _compares_gradients(self) -> bool:
         """Whether steps are timed with gradients one way and the other."""
-        exchange = self.exchange.exchange if self.exchange else None
-        if exchange is None or exchange.autotuner is None:
+        step = self._gradients.step if self._gradients else None
+        if step is None or step.tuner is None:
             return False
-        return exchange.autotuner.comparing and not exchange.fallback.uncompressed
+        return step.tuner.is_comparing and not step.is_disabled
 
     def _checkpoint(self) -> None:
         activation = self.config.activation
@@ -260,33 +261,35 @@ class Session:
         self._gather = GatherHook(optimizer, self.counters, share=share)
         for finding in changed:
             log.warning("ds_ckpt: %s: %s", finding.symbol, finding.detail)
-        exchange = verify = built = None
+        step = verify = None
         if config.compression.method != "none":
             self._gradients = Gradients(engine, config.compression)
-            built = self._gradients.built
-            exchange = built.exchange
+            step = self._gradients.step
             verify = self._gradients.dense() if changed else None
-            self._gradients.lead(self._patches)
-        self._gradient = GradientHook(optimizer, names, exchange, self.counters, verify=verify)
-        return residual_files(engine, config.compression.method, built)
+            self._gradients.correct_momentum(self._patches)
+            self._sampler = ErrorSampler(engine, step.exchange.errors)
+            self._after_steps(self._sampler.step_ended)
+        self._gradient = GradientHook(optimizer, names, step, self.counters, verify=verify)
+        return residual_files(engine, config.compression.method, self._gradients)
 
     @property
-    def plan(self) -> Plan | None:
+    def plan(self) -> Assignment | None:
         """Which parameter travels how and in how many bytes; None without compression."""
-        return self._gradients.plan if self._gradients else None
+        return self._gradients.assignment if self._gradients else None
 
     @property
-    def exchange(self) -> Built | None:
+    def exchange(self) -> Gradients | None:
         """The exchange with its residuals and groups; None without compression."""
-        return self._gradients.built if self._gradients else None
+        return self._gradients
 
-    def _guarded(self, built: Built) -> Guard:
+    def _guarded(self, gradients: Gradients) -> Guard:
         config = self.config.compression
         known, action = limits(config), config.guard.action
         assert known is not None, "the configuration is refused without"
         assert action != "off"
-        guard = Guard(built, known, action, speaks=torch.distributed.get_rank() == 0)
-        self.observe(config.guard.every_n_steps, guard.look)
+        is_logging_rank = torch.distributed.get_rank() == 0
+        guard = Guard(gradients.step, known, action, is_logging_rank=is_logging_rank)
+        self.observe(config.guard.every_n_steps, guard.check)
         return guard
 
     def observe(self, every_n_steps: int, tell: Callable[[int, ResidualStats], None]) -> None:
@@ -294,9 +297,8 @@ class Session:
 
         Collective: every process asks for the same. Nothing is told without compression.
         """
-        if self.exchange is not None:
-            meter = LeftMeter(self.engine, self.exchange, every_n_steps, tell)
-            self._after_steps(meter.step_ended)
+        if self._sampler is not None:
+            self._sampler.observe(every_n_steps, tell)
 
     def _monitor(self) -> Callable[[list[Event]], None] | None:
         """DeepSpeed's monitors (TensorBoard, W&B, CSV, Comet), where the JSON file has one on."""
@@ -306,6 +308,19 @@ class Session:
         write: Callable[[list[Event]], None] = monitor.write_events
         return write
 
+    def _probe(self, every_n_steps: int) -> ExchangeProbe | None:
+        gradients, sampler = self._gradients, self._sampler
+        if gradients is None or sampler is None:
+            return None
+        sampler.subscribe(every_n_steps)
+        return ExchangeProbe(
+            gradients.step.exchange.timings,
+            lambda: sampler.latest,
+            lambda: gradients.step.is_compressing,
+            lambda: gradient_norm(self.engine),
+            gradients.assignment.records(),
+        )
+
     def _attach_telemetry(self) -> None:
         telemetry = self.config.telemetry
         steps = StepLog(
@@ -313,7 +328,7 @@ class Session:
             every_n_steps=telemetry.every_n_steps,
             path=telemetry.path,
             process=torch.distributed.get_rank(),
-            exchange=self._gradients.probe() if self._gradients else None,
+            exchange=self._probe(telemetry.every_n_steps),
             monitor=self._monitor(),
             held_weights=self._resident.error if self._resident else dict,
         )

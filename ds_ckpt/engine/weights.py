@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +14,6 @@ from ds_ckpt.config.paths import show
 from ds_ckpt.config.weights import WeightsConfig
 from ds_ckpt.engine.refusals import refuse_model_parallel
 from ds_ckpt.errors import Problem, StateError, UnsupportedError
-from ds_ckpt.exchange.autotune import Autotuner
 from ds_ckpt.exchange.hierarchy import discard, hosts_of, warm
 from ds_ckpt.sealed import DamagedError, SealedFile, write
 from ds_ckpt.telemetry import Counters
@@ -30,7 +28,6 @@ from ds_ckpt.zero3.weights import Codec, HostLayout, WeightsHook
 WHERE = "$.ds_ckpt.weights"
 OFF = f"or set {WHERE}.resident to false"
 _FILE = "ds_ckpt_weights_{process:05d}_of_{world:05d}.safetensors"
-_AUTOTUNE = "autotune"
 _ANY = "ds_ckpt_weights_*_of_*.*"
 """Also what a save that was killed has left."""
 
@@ -106,16 +103,14 @@ class HeldFiles:
     anew = "hosts then start from the master weights"
     not_converted: str | None = None
 
-    def __init__(
-        self, hook: WeightsHook, process: int, world: int, tuner: Autotuner | None = None
-    ) -> None:
-        self._hook, self._tuner = hook, tuner
+    def __init__(self, hook: WeightsHook, process: int, world: int) -> None:
+        self._hook = hook
         self._name = _FILE.format(process=process, world=world)
         self._world = world
 
     @property
     def keeps(self) -> bool:
-        return self._hook.tracks or self._tuner is not None
+        return self._hook.tracks
 
     def clear(self, folder: Path) -> None:
         for path in folder.glob(_ANY):
@@ -125,15 +120,13 @@ class HeldFiles:
         if self.keeps:
             folder.mkdir(parents=True, exist_ok=True)
             metadata = {"name": self._name}
-            if self._tuner is not None:
-                metadata[_AUTOTUNE] = json.dumps(self._tuner.state_dict())
             write(folder / self._name, self._held(), metadata)
 
     def _held(self) -> dict[str, Tensor]:
         return self._hook.held() if self._hook.tracks else {}
 
-    def read(self, folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """By parameter, and the autotuner's state.
+    def read(self, folder: Path) -> dict[str, Tensor] | None:
+        """Return saved weights by parameter.
 
         Raises:
             StateError: the file is missing where others are, damaged, or of another model.
@@ -149,25 +142,21 @@ class HeldFiles:
             raise _not_held(path, str(error)) from error
         if (name := file.metadata.get("name")) != self._name:
             raise _not_held(path, f"{name} under this name")
-        autotune = json.loads(file.metadata.get(_AUTOTUNE, "{}"))
         saved = {key: file.tensor(key) for key in file.keys} if self._hook.tracks else {}
         if not saved:  # of a run that holds the rounded master weights, or this one does
-            return {}, autotune
+            return {}
         found = {name: (t.shape, t.dtype) for name, t in saved.items()}
         wanted = {name: (t.shape, t.dtype) for name, t in self._hook.held().items()}
         if found != wanted:
             name = next(n for n in {**found, **wanted} if found.get(n) != wanted.get(n))
             shapes = f"{name}: {found.get(name)}, and the model has {wanted.get(name)}"
             raise _not_held(path, shapes)
-        return saved, autotune
+        return saved
 
-    def restore(self, state: tuple[dict[str, Tensor], dict[str, Any]] | None) -> None:
-        saved, autotune = state or ({}, {})
+    def restore(self, state: dict[str, Tensor] | None) -> None:
         held = self._hook.held()
-        for name, shard in saved.items():
+        for name, shard in (state or {}).items():
             held[name].copy_(shard)
-        if self._tuner is not None:
-            self._tuner.load_state_dict(autotune)
 
 
 def _not_held(path: Path, found: str) -> StateError:

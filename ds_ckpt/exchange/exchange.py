@@ -1,29 +1,27 @@
 """ZeRO-3's reduction of a bucket by one all-to-all of packed shards, summed at the owner.
 
-    for each compressed tensor: pending = residual + gradient / (world * loss_scale)
-    for each other process: pack what it owns, keep what was left out as residual
-    one all-to-all
-    own shard = sum over processes of what arrived; the own part never leaves and is exact
+    1. add residual   pending = residual + gradient / (world * loss_scale)
+    2. pack           for each other rank the shard that it owns; the rest is the new residual
+    3. exchange       one all-to-all
+    4. unpack         own shard = sum of what arrived; the own part is never sent, and is exact
+    5. commit         with the step (`engine.step`)
 
-It stands in for DeepSpeed's `reduce_scatter_coalesced`: the mean over the group, this process's
-chunk of each tensor, unpadded, still multiplied by the loss scale. A tensor without a compressor
-travels in its own dtype; in fp32 it is divided by the world before the sum as DeepSpeed does,
-and so are sums of a host, which might not fit into 16 bits; 16-bit types are summed and divided in
-fp32 and rounded once. Low-rank tensors take all-reduces of their factors instead (`low_rank`). With
-two levels all of this happens between hosts, to sums that each host has made before (`hierarchy`).
+It replaces DeepSpeed's `reduce_scatter_coalesced`: the mean over the group, this rank's chunk of
+each tensor, unpadded, still multiplied by the loss scale. A tensor without a compressor is sent in
+its own dtype. In fp32 it is divided by the world before the sum as DeepSpeed does, and so are sums
+of a node, which might not fit into 16 bits. 16-bit types are summed and divided in fp32 and rounded
+once. Low-rank tensors use all-reduces of their factors instead (`low_rank`). With two levels all of
+this happens between nodes, to sums inside each node (`hierarchy`).
 
-A non-finite value cannot be left to the codec, which might drop it and hide the overflow. Its
-process flags the bucket instead, in its packets' headers; every process then answers NaN for its
-shards of the bucket's compressed tensors, where DeepSpeed's own overflow check finds it. The flag
-stays a tensor on the device, from where it is found to where the answer is written; the host reads
-those of all buckets at once, when the step has ended. So a flagged bucket goes all the way, with
-values that mean nothing, and the step is rolled back.
+A codec might drop a non-finite value and hide the overflow. So its rank flags the bucket in its
+packets' headers, and every rank returns NaN for its shards of the bucket's compressed tensors.
+DeepSpeed's own overflow check finds it there. The flag stays a tensor on the device. The host reads
+those of all buckets at once, when the step ends: a flagged bucket is exchanged to its end, with
+meaningless values, and the step is rolled back.
 
-What an accelerator is asked to do does not grow with the number of processes: shards of one size go
-through a codec as the rows of one matrix (`Packets`), and where all shards lie is worked out
-once. Where a codec has kernels for all tensors of a bucket at once (`compression.fused`), it does
-not grow with their number either: one kernel adds up, flags, packs and leaves the residual, another
-adds what has arrived.
+The number of kernels does not grow with the number of ranks: shards of one size go through a codec
+as the rows of one matrix (`Packets`). If a codec has kernels for all tensors of a bucket at once
+(`compression.fused`), it does not grow with the number of tensors either.
 """
 
 from __future__ import annotations
@@ -44,11 +42,11 @@ from ds_ckpt.compression.error_feedback import Feedback, all_finite, finite_flag
 from ds_ckpt.compression.fused import GRADIENTS, Kernels, ToAdd, ToPack
 from ds_ckpt.compression.powersgd import Factors, LowRank, factor_numels, matrix_shape
 from ds_ckpt.compression.wire import aligned, section
+from ds_ckpt.exchange.assignment import describe
 from ds_ckpt.exchange.hierarchy import InHostSum
-from ds_ckpt.exchange.layout import LocalShard, Order, ShardLayout, ascending, local_shard
+from ds_ckpt.exchange.layout import LocalShard, ShardLayout, local_shard
 from ds_ckpt.exchange.low_rank import LowRankPart, RowBlocks
 from ds_ckpt.exchange.metric import StepMetric
-from ds_ckpt.exchange.plan import words
 from ds_ckpt.exchange.rules import Choose
 from ds_ckpt.exchange.transport import Packets, Transport
 from ds_ckpt.telemetry.timings import Errors, Timings
@@ -59,9 +57,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _as_written(method: Callable[P, R]) -> Callable[P, R]:
-    """In the types that are written here: backward's autocast reaches into hooks, and its rounding
-    would be lost to the residual. Nothing of it is differentiated."""
+def _no_autocast(method: Callable[P, R]) -> Callable[P, R]:
+    """Disable autograd, and backward's autocast, whose rounding the residual would miss."""
 
     @functools.wraps(method)
     def plain(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -73,20 +70,20 @@ def _as_written(method: Callable[P, R]) -> Callable[P, R]:
 
 @dataclass
 class Item:
-    """One tensor of a bucket on its way.
+    """One tensor of a bucket.
 
     Attributes:
-        local: this process's contribution, [layout.numel]: its gradient, or its host's sum.
-        dtype: the gradient's, in which shards are answered and uncompressed tensors travel.
-        rides: it goes uncompressed with the low-rank factors.
-        pending: with a compressor, residual plus gradient; turns into what is left.
-        energy: squared norm of what `pending` has for others, where errors are sampled.
-        own: this process's contribution to its own shard, in the dtype of the sum.
-        arriving: payloads of the other processes, a row each; none where factors say all.
-        kernels: what packs and unpacks it together with the bucket's other tensors.
-        deferred: `pending` is still to be made, by its kernels as they pack it, from `source`
-            (None: zeros) and `local`.
-        weights: what entries are divided by before they are packed; see `exchange.metric`.
+        local: this rank's contribution, [layout.numel]: its gradient, or its node's sum.
+        dtype: the gradient's, which returned shards and uncompressed tensors have.
+        piggybacks: it is sent uncompressed with the low-rank factors.
+        pending: with a compressor, residual plus gradient; turns into the new residual.
+        energy: squared norm of `pending` at others' shards, if errors are sampled.
+        own: this rank's contribution to its own shard, in the dtype of the sum.
+        arriving: payloads of the other ranks, a row each; None with factors alone.
+        kernels: what packs and unpacks it fused with the bucket's other tensors.
+        deferred: its kernels make `pending` as they pack it, from `source` (None: zeros) and
+            `local`.
+        weights: divisors of entries before they are packed; see `exchange.metric`.
     """
 
     name: str
@@ -95,7 +92,7 @@ class Item:
     local: Tensor
     layout: LocalShard
     compressor: Compressor | None
-    rides: bool = False
+    piggybacks: bool = False
     pending: Tensor | None = None
     energy: Tensor | None = None
     own: Tensor = field(init=False)
@@ -107,24 +104,27 @@ class Item:
 
     @property
     def codec(self) -> Codec | None:
+        """Its codec, if it has one."""
         return None if self.compressor is None else self.compressor.codec
 
     @property
     def in_steps(self) -> bool:
+        """Whether its codec uses the preconditioner metric."""
         return self.codec is not None and self.codec.uses_preconditioner
 
     @property
     def low_rank(self) -> LowRank | None:
+        """Its compressor, if it is a low rank."""
         return self.compressor if isinstance(self.compressor, LowRank) else None
 
     @property
     def packed(self) -> bool:
-        """Whether the all-to-all has something of it."""
-        return not self.rides and (self.compressor is None or self.codec is not None)
+        """Whether it is in the all-to-all."""
+        return not self.piggybacks and (self.compressor is None or self.codec is not None)
 
     @property
     def packed_bytes(self) -> list[int]:
-        """By process, the size of what the all-to-all takes for its shard."""
+        """Payload bytes of each rank's shard."""
         sizes, codec = self.layout.sizes, self.codec
         if codec is None:
             packed = {numel: aligned(numel * self.dtype.itemsize) for numel in set(sizes)}
@@ -139,25 +139,23 @@ class Item:
 
 
 class AllToAllExchange:
-    """One process's end. All processes call `average` for the same buckets in the same order.
+    """One rank's end. All ranks call `average` for the same buckets in the same order.
 
     Args:
-        transport: carries the packets; with two levels, between hosts.
+        transport: carries the packets; with two levels, between nodes.
         choose: see `Choose`.
         feedback: residuals; the caller commits or rolls them back with the step. None: what is
             left out is lost.
         factors: PowerSGD's, committed or rolled back likewise.
-        order: see `Order`; not used with two levels.
-        holds: gradients of some calls are held back by `hold` and go with the next `average`.
-            Tensors without a compressor then pass through the feedback too: it is where they are
-            held.
-        in_host: the lower level; None: every process is on its own.
-        metric: for codecs that want it; None: these do without.
+        accumulates: gradients of some calls are kept by `accumulate` and sent with the next
+            `average`. Tensors without a compressor are kept in the feedback too then.
+        in_host: the lower level; None with one level.
+        metric: for codecs that use it; None: they do without.
 
     Attributes:
-        world: processes that are averaged over.
-        timings: host seconds by section.
-        errors: what compression leaves behind, while it is sampled.
+        world: ranks that are averaged over.
+        timings: seconds by section.
+        errors: what compression leaves out, while it is sampled.
     """
 
     def __init__(
@@ -167,8 +165,7 @@ class AllToAllExchange:
         feedback: Feedback | None = None,
         factors: Factors | None = None,
         *,
-        order: Order = ascending,
-        holds: bool = False,
+        accumulates: bool = False,
         in_host: InHostSum | None = None,
         metric: StepMetric | None = None,
     ) -> None:
@@ -176,17 +173,16 @@ class AllToAllExchange:
         self.metric = metric
         self.feedback = feedback if feedback is not None else Feedback(enabled=False)
         self.factors = factors if factors is not None else Factors()
-        self.order = order if in_host is None else ascending
         self._choose = choose
-        self._holds = holds
+        self._accumulates = accumulates
         self._in_host = in_host
-        assert not holds or self.feedback.accumulates, "gradients are held in the residuals"
+        assert not accumulates or self.feedback.accumulates, "gradients are kept in the residuals"
         self._nonfinite_buckets = 0
         self._same_version: Tensor | None = None
         self._finite: list[Tensor] = []
-        """Of the buckets that nobody has asked for yet."""
-        self._held_finite: Tensor | None = None
-        """Whether all is finite that this step has held back."""
+        """Flags of buckets that the host has not read yet."""
+        self._accumulated_finite: Tensor | None = None
+        """Whether everything is finite that this step has accumulated."""
         self.world = transport.world * (in_host.processes if in_host else 1)
         self._members = in_host.members if in_host else tuple(range(transport.world))
         self._me = transport.dp_rank
@@ -202,26 +198,28 @@ class AllToAllExchange:
         """Allocate the residuals of the parameters that have one, by name and shape.
 
         Args:
-            others: how else tensors are going to travel.
+            others: compressors of other steps.
         """
         ways = (self._choose, *others) if self.world > 1 else ()
         for name, shape in shapes:
             compressors = [c for choose in ways if (c := choose(name, shape)) is not None]
             for codec in (compressor.codec for compressor in compressors):
                 if codec is not None:
-                    codec.kernels(device)  # tried now, and not in mid-exchange
-            if compressors or self._holds:
+                    codec.kernels(device)  # compiled now, not in the middle of an exchange
+            if compressors or self._accumulates:
                 layout = local_shard(ShardLayout(shape.numel(), self.world), self._members)
                 self.feedback.reserve(name, layout.numel, device)
 
-    def step_ended(self) -> None:
-        """Forget what was held back; the caller commits or rolls back."""
-        self._held_finite = None
+    def reset_step(self) -> None:
+        """Forget the flag of accumulated gradients; the caller commits or rolls back the rest."""
+        self._accumulated_finite = None
 
     @property
     def nonfinite_buckets(self) -> int:
-        """Buckets so far in which this process saw or was told of a non-finite value in a
-        compressed tensor. Waits for the device if there were buckets since it was asked last."""
+        """Buckets so far with a non-finite value in a compressed tensor, on this rank or flagged.
+
+        Waits for the device if there were buckets since the last call.
+        """
         if self._finite:
             nonfinite = (~torch.stack(self._finite)).sum()
             if self._same_version is not None:
@@ -236,8 +234,8 @@ class AllToAllExchange:
             self._nonfinite_buckets += found
         return self._nonfinite_buckets
 
-    @_as_written
-    def hold(
+    @_no_autocast
+    def accumulate(
         self,
         names: Sequence[str],
         tensors: list[Tensor],
@@ -245,10 +243,9 @@ class AllToAllExchange:
         *,
         choose: Choose | None = None,
     ) -> list[Tensor]:
-        """Add a micro-step's gradients to what goes out later; nothing leaves the host.
+        """Add a micro-step's gradients to the residuals, which a later call sends.
 
-        A non-finite value in them is told to everybody with the step's every bucket. Arguments as
-        for `average`.
+        A non-finite value in them flags every bucket of the step. Arguments as for `average`.
 
         Returns:
             Zeros of the shape of what `average` returns.
@@ -257,24 +254,24 @@ class AllToAllExchange:
             self._time_on(tensors[0].device)
         items = self._items(names, tensors, self._choose if choose is None else choose)
         with self.timings.section("residual"):
-            owed = []
+            sums = []
             for item in items:
                 if self.world > 1:
-                    self._tell_metric(item, loss_scale)
+                    self._sample_metric(item, loss_scale)
                 share = item.local, self.world, loss_scale
-                owed.append(self.feedback.accumulate(item.name, *share))
-            if owed:
+                sums.append(self.feedback.accumulate(item.name, *share))
+            if sums:
                 # residuals that are rounded cannot hold an inf, and the parameter may be absent
                 # from the micro-step that sends
-                finite = finite_flag(owed)
-                held = self._held_finite
-                self._held_finite = finite if held is None else finite & held
-            for item, pending in zip(items, owed, strict=True):
+                finite = finite_flag(sums)
+                before = self._accumulated_finite
+                self._accumulated_finite = finite if before is None else finite & before
+            for item, pending in zip(items, sums, strict=True):
                 self.feedback.store(item.name, pending)
         sizes = [item.layout.size(self._me) for item in items]
         return [t.new_zeros(size) for t, size in zip(tensors, sizes, strict=True)]
 
-    @_as_written
+    @_no_autocast
     def average(
         self,
         names: Sequence[str],
@@ -283,34 +280,33 @@ class AllToAllExchange:
         *,
         choose: Choose | None = None,
     ) -> list[Tensor]:
-        """The mean over the group of a bucket's gradients, this process's shards.
+        """Return the mean over the group of a bucket's gradients: this rank's shards.
 
         Args:
             names: parameter names, in the order of `tensors`.
-            tensors: this process's full gradients, contiguous, one device, any floating dtypes;
+            tensors: this rank's full gradients, contiguous, one device, any floating dtypes;
                 multiplied by `loss_scale`. May be overwritten.
-            loss_scale: the same on every process.
-            choose: how this bucket travels, with what is owed to it; the same everywhere. None: as
-                always.
+            loss_scale: the same on every rank.
+            choose: compressors of this bucket, the same on every rank; None: the default.
 
         Returns:
-            Flat shards in the gradients' dtypes, still multiplied by `loss_scale`; empty where
-            this process owns nothing. In a world of one, views of the gradients themselves.
+            Flat shards in the gradients' dtypes, still multiplied by `loss_scale`; empty if this
+            rank owns nothing. In a world of one, views of the gradients themselves.
         """
         choose = self._choose if choose is None else choose
         if not tensors:
             return []
         self._time_on(tensors[0].device)
         if self.world == 1:
-            if self._held_finite is not None:
-                self._finite.append(self._held_finite)
+            if self._accumulated_finite is not None:
+                self._finite.append(self._accumulated_finite)
             shards = [
-                self._alone(name, tensor, choose, loss_scale)
+                self._single_rank(name, tensor, choose, loss_scale)
                 for name, tensor in zip(names, tensors, strict=True)
             ]
         else:
             shards = self._exchange(self._items(names, tensors, choose), loss_scale)
-        if not self.feedback.enabled:  # what has been sent is then all that goes out of a step
+        if not self.feedback.enabled:  # what was not sent is dropped
             for name in names:
                 self.feedback.clear(name)
         return shards
@@ -321,16 +317,16 @@ class AllToAllExchange:
 
     def _compressor(self, name: str, tensor: Tensor, choose: Choose) -> Compressor | None:
         compressor = choose(name, tensor.shape)
-        if compressor is None and (self._holds or self.feedback.holds(name)):
-            # What is owed to an uncompressed tensor goes with it, in fp32 so that nothing is
-            # owed afterwards. Where gradients are held it passes here in every step, and a rounded
-            # one is held like any other; but fp16 without the loss scale would lose small ones.
-            exact = not self._holds or tensor.dtype == torch.float16
+        if compressor is None and (self._accumulates or self.feedback.holds(name)):
+            # An uncompressed tensor's residual is sent with it, in fp32 so that none is left. When
+            # gradients accumulate this happens in every step, and rounding is kept as a residual;
+            # but fp16 without the loss scale would lose small values.
+            exact = not self._accumulates or tensor.dtype == torch.float16
             return Dense(torch.float32 if exact else tensor.dtype)
         return compressor
 
     def _local_shards(self, tensors: list[Tensor]) -> tuple[list[Tensor], list[LocalShard]]:
-        """What this process brings to the exchange of each tensor."""
+        """Return this rank's contribution to each tensor: gradients, or sums of its node."""
         flats = [t.reshape(-1) for t in tensors]
         shards = [ShardLayout(f.numel(), self.world) for f in flats]
         if self._in_host is not None and flats:
@@ -339,7 +335,7 @@ class AllToAllExchange:
         return flats, [local_shard(s, self._members) for s in shards]
 
     def _items(self, names: Sequence[str], tensors: list[Tensor], choose: Choose) -> list[Item]:
-        """A bucket's tensors, with what this process brings of each."""
+        """Return a bucket's tensors with compressors, contributions and layouts."""
         chosen = [self._compressor(n, t, choose) for n, t in zip(names, tensors, strict=True)]
         locals_, layouts = self._local_shards(tensors)
         return [
@@ -349,12 +345,12 @@ class AllToAllExchange:
             )
         ]
 
-    def _tell_metric(self, item: Item, loss_scale: float) -> None:
+    def _sample_metric(self, item: Item, loss_scale: float) -> None:
         if item.in_steps and self.metric is not None and self.metric.sampling:
             self.metric.given(item.name, item.shape, item.layout, item.local, loss_scale)
 
-    def _alone(self, name: str, tensor: Tensor, choose: Choose, loss_scale: float) -> Tensor:
-        """World of one: the gradient, and what is held or a larger world has left."""
+    def _single_rank(self, name: str, tensor: Tensor, choose: Choose, loss_scale: float) -> Tensor:
+        """Return the gradient and its residual, accumulated or left by a larger world."""
         flat = tensor.reshape(-1)
         if self._compressor(name, tensor, choose) is None:
             return flat
@@ -364,17 +360,18 @@ class AllToAllExchange:
             pending.zero_()
             self.feedback.store(name, pending)
             self.feedback.clear(name)
-        return flat if self._held_finite is None else _where(self._held_finite, flat)
+        finite = self._accumulated_finite
+        return flat if finite is None else _where(finite, flat)
 
     def _exchange(self, items: Sequence[Item], loss_scale: float) -> list[Tensor]:
-        """One bucket, from residuals to sums."""
+        """Exchange one bucket, from residuals to sums."""
         section = self.timings.section
         low = None
         if any(item.low_rank is not None for item in items):
             low = LowRankPart(self.transport, self.factors, self.timings, items[0].local.device)
-            _choose_riders(items)
+            _choose_piggybacks(items)
         with section("residual"):
-            # factors take what has been added up, and carry the flag ahead of the packets
+            # factors need the sums, and carry the flag ahead of the packets
             finite = self._accumulate(items, loss_scale, defer=low is None)
         if low is not None:
             with section("pack"):
@@ -396,17 +393,19 @@ class AllToAllExchange:
             return self._sums(items, low, loss_scale, finite)
 
     def _accumulate(self, items: Sequence[Item], loss_scale: float, *, defer: bool) -> Tensor:
-        """Residual plus gradient, the own part set aside; False (bool []) where a value is not
-        finite. Tensors whose kernels do that, too, are left to them with `defer`."""
+        """Add gradients to residuals, and set the own part aside; return the flag (bool []).
+
+        With `defer`, tensors whose kernels do this are left to them.
+        """
         every, sound = [], True
         for item in items:
             if item.compressor is None:
                 continue
-            if item.codec is not None and not item.rides:
+            if item.codec is not None and not item.piggybacks:
                 item.kernels = item.codec.kernels(item.local.device)
-            self._tell_metric(item, loss_scale)
+            self._sample_metric(item, loss_scale)
             readable = item.local.dtype in GRADIENTS
-            if defer and readable and item.kernels is not None and not self.errors.wanted:
+            if defer and readable and item.kernels is not None and not self.errors.sampling:
                 item.deferred = True
                 item.source, item.pending = self.feedback.begin(item.name, item.local)
                 continue
@@ -417,27 +416,28 @@ class AllToAllExchange:
             else:
                 every.append(pending)
             mine = pending[item.layout.shard(self._me)]
-            if self.errors.wanted and not isinstance(item.compressor, Dense):
+            if self.errors.sampling and not isinstance(item.compressor, Dense):
                 item.energy = _energy(pending) - _energy(mine)
-            if item.rides:
+            if item.piggybacks:
                 continue
             item.own = mine.mul(loss_scale)
         finite = torch.full((), sound, dtype=torch.bool, device=items[0].local.device)
         if every:
             finite = finite_flag(every)
         for item in items:
-            if item.pending is None or item.deferred or item.rides:
+            if item.pending is None or item.deferred or item.piggybacks:
                 continue
             if item.low_rank is None:
                 item.pending[item.layout.shard(self._me)].zero_()  # factors need whole rows
-        return finite if self._held_finite is None else finite & self._held_finite
+        accumulated = self._accumulated_finite
+        return finite if accumulated is None else finite & accumulated
 
     def _add_to_low_rank(self, low: LowRankPart, items: Sequence[Item]) -> None:
         for item in items:
-            if item.rides and item.pending is None:
+            if item.piggybacks and item.pending is None:
                 wide = item.local.to(torch.promote_types(item.dtype, torch.float32))
                 low.add_rider(item.name, wide.div(self.world))
-            elif item.pending is not None and item.rides:
+            elif item.pending is not None and item.piggybacks:
                 low.add_rider(item.name, item.pending)
             elif item.pending is not None and item.low_rank is not None:
                 blocks = RowBlocks.of(item.layout, matrix_shape(item.shape)[1])
@@ -446,15 +446,17 @@ class AllToAllExchange:
     def _pack(
         self, items: Sequence[Item], finite: Tensor, loss_scale: float
     ) -> tuple[Packets | None, Tensor]:
-        """Write the packets; what a codec leaves out stays in the pending tensor. The flag, with
-        what kernels have found."""
+        """Write the packets; what a codec leaves out stays in the pending tensor.
+
+        Returns the packets and the flag, with what kernels have found.
+        """
         if not items:
             return None, finite
         sizes = [*zip(*(item.packed_bytes for item in items), strict=True)]
         shards = [*zip(*(item.layout.sizes for item in items), strict=True)]
         packets = Packets(self.transport, sizes, shards, items[0].local.device)
-        together: defaultdict[Kernels, list[ToPack]] = defaultdict(list)
-        alike: dict[int, tuple[Codec, list[tuple[Tensor, Tensor]]]] = {}
+        fused: defaultdict[Kernels, list[ToPack]] = defaultdict(list)
+        by_codec: dict[int, tuple[Codec, list[tuple[Tensor, Tensor]]]] = {}
         for place, item in enumerate(items, start=1):
             item.arriving = packets.incoming[place]
             outgoing = [(dests, pieces[place]) for dests, pieces in packets.outgoing]
@@ -462,7 +464,7 @@ class AllToAllExchange:
                 self._pack_uncompressed(item, outgoing)
                 continue
             if item.kernels is not None:
-                together[item.kernels] += self._to_pack(item, item.pending, outgoing)
+                fused[item.kernels] += self._to_pack(item, item.pending, outgoing)
                 continue
             assert item.codec is not None
             if item.in_steps and self.metric is not None:
@@ -470,11 +472,11 @@ class AllToAllExchange:
                 item.weights = self.metric.weights(item.name, item.shape, item.layout, device)
             if item.weights is not None:
                 item.pending.div_(item.weights)
-            _, batch = alike.setdefault(id(item.codec), (item.codec, []))
+            _, batch = by_codec.setdefault(id(item.codec), (item.codec, []))
             batch += [(item.layout.rows(item.pending, dests), out) for dests, out in outgoing]
-        for kernels, to_pack in together.items():
+        for kernels, to_pack in fused.items():
             finite = finite & kernels.pack(to_pack, self.world * loss_scale, loss_scale)
-        for codec, batch in alike.values():
+        for codec, batch in by_codec.values():
             codec.pack_all(batch)
         for item in items:
             if item.weights is not None and item.pending is not None:
@@ -486,7 +488,7 @@ class AllToAllExchange:
     def _to_pack(
         self, item: Item, pending: Tensor, outgoing: Sequence[tuple[range, Tensor]]
     ) -> Iterator[ToPack]:
-        """The shards of a tensor, for kernels."""
+        """Yield the shards of a tensor, for kernels."""
         rows = item.layout.rows
         for dests, payloads in outgoing:
             values = rows(pending, dests)
@@ -514,53 +516,50 @@ class AllToAllExchange:
         item.own = own.to(torch.promote_types(item.dtype, torch.float32))
 
     def _store(self, items: Sequence[Item], finite: Tensor) -> None:
-        """What is left is the residual so far."""
+        """Make what is left the step's residual so far."""
         for item in items:
             if item.pending is None:
                 continue
-            if item.rides:
+            if item.piggybacks:
                 item.pending.zero_()  # all of it has arrived, in fp32
             if item.energy is not None:
                 before = item.energy.masked_fill(~finite, 0.0)
                 after = _energy(item.pending).masked_fill(~finite, 0.0)
-                self.errors.add(words(item.compressor), before, after, item.name)
+                self.errors.add(describe(item.compressor), before, after)
             self.feedback.store(item.name, item.pending)
-            if item.rides or item.compressor == Dense(torch.float32):
+            if item.piggybacks or item.compressor == Dense(torch.float32):
                 self.feedback.clear(item.name)
 
     def _sums(
         self, items: Sequence[Item], low: LowRankPart | None, loss_scale: float, finite: Tensor
     ) -> list[Tensor]:
-        """The means at this process's shards, times the loss scale, in the gradients' dtypes."""
+        """Return this rank's shards of the mean, times the loss scale, in the gradients' dtypes."""
         sums = []
         # what is added to it is NaN where the bucket was flagged
         start = torch.zeros((), dtype=torch.float32, device=finite.device)
         start.masked_fill_(~finite, torch.nan)
-        together = self._sums_together(items, low, loss_scale, start)
-        # the buffer that DeepSpeed would reduce has a chunk of each tensor for each owner
-        entries, before = sum(item.layout.tensor.chunk for item in items), 0
+        fused = self._sums_fused(items, low, loss_scale, start)
         for item in items:
-            at, before = self._me * entries + before, before + item.layout.tensor.chunk
-            if item.rides:
+            if item.piggybacks:
                 assert low is not None
                 total = low.rider(item.name)[item.layout.shard(self._me)]
                 if item.pending is not None:
                     total = _where(finite, total.mul(loss_scale))
             elif item.pending is None:
-                total = self._sum_uncompressed(item, at, entries)
+                total = self._sum_uncompressed(item)
             else:
-                total = together[item.name]
+                total = fused[item.name]
             sums.append(total.to(item.dtype))
         return sums
 
-    def _sums_together(
+    def _sums_fused(
         self, items: Sequence[Item], low: LowRankPart | None, loss_scale: float, start: Tensor
     ) -> dict[str, Tensor]:
         """Those of compressed tensors, by name, in the gradients' dtypes: added up from `start` in
         the processes' order; by operators on an accelerator the others' together, then the own."""
         batches: dict[Hashable, tuple[Kernels | Codec | None, list[Item]]] = {}
         for item in items:
-            if item.pending is not None and not item.rides:
+            if item.pending is not None and not item.piggybacks:
                 key = item.kernels or id(item.codec), item.dtype
                 batches.setdefault(key, (item.kernels or item.codec, []))[1].append(item)
         sums: dict[str, Tensor] = {}
@@ -590,35 +589,18 @@ class AllToAllExchange:
             sums |= dict(zip(names, total.to(batch[0].dtype).split(sizes), strict=True))
         return sums
 
-    def _sum_uncompressed(self, item: Item, at: int, entries: int) -> Tensor:
-        """Added up in the exchange's order.
-
-        Args:
-            at: where the shard lies in the buffer that DeepSpeed would reduce.
-            entries: of that buffer, for one owner.
-        """
-        world, size = self.transport.world, item.own.numel()
+    def _sum_uncompressed(self, item: Item) -> Tensor:
         assert item.arriving is not None
-        arrived = section(item.arriving, 0, size, item.dtype)
-        if self.order is ascending and not on_host(arrived.device):
-            total = arrived.sum(0, dtype=item.own.dtype).add_(item.own)
-            return total.div_(self.world) if item.divided_last else total
-        parts = list(arrived.unbind())
-        parts.insert(self._me, item.own)
-        result = torch.empty_like(item.own)
-        pieces = self.order(world * entries, item.dtype.itemsize, world, at, at + size)
-        for start, stop, order in pieces:
-            piece = slice(start - at, stop - at)
-            # Starting from the first part, not from 0: 0 + -0 would turn into +0.
-            sum_ = result[piece].copy_(parts[order[0]][piece])
-            for process in order[1:]:
-                sum_.add_(parts[process][piece])
-        return result.div_(self.world) if item.divided_last else result
+        arrived = section(item.arriving, 0, item.own.numel(), item.dtype)
+        total = arrived.sum(0, dtype=item.own.dtype).add_(item.own)
+        return total.div_(self.world) if item.divided_last else total
 
 
-def _choose_riders(items: Sequence[Item]) -> None:
-    """Uncompressed tensors go with the factors: together no more than those, so that a bucket with
-    a few norms and biases does not need an all-to-all."""
+def _choose_piggybacks(items: Sequence[Item]) -> None:
+    """Send small uncompressed tensors with the factors, which saves the bucket's all-to-all.
+
+    Together they may be no larger than the factors.
+    """
     riders, factor_numel = [], 0
     for item in items:
         if item.compressor is None or isinstance(item.compressor, Dense):
@@ -629,14 +611,14 @@ def _choose_riders(items: Sequence[Item]) -> None:
             factor_numel += sum(factor_numels(*matrix_shape(item.shape), item.low_rank.rank))
     if sum(item.local.numel() for item in riders) <= factor_numel:
         for item in riders:
-            item.rides = True
+            item.piggybacks = True
 
 
 def _where(finite: Tensor, values: Tensor) -> Tensor:
-    """NaN where a bucket was flagged."""
+    """Return NaN in place of `values` if the bucket was flagged."""
     return values.masked_fill(~finite, torch.nan)
 
 
 def _energy(values: Tensor) -> Tensor:
-    """Squared norm in fp64, in pieces that CUDA's dot product takes: it counts in 32 bits."""
+    """Return the squared norm in fp64, in pieces: CUDA's dot product counts in 32 bits."""
     return torch.stack([part.dot(part).double() for part in values.split(_LONGEST_DOT)]).sum()

@@ -13,19 +13,17 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
-from ds_ckpt.compression.base import on_host
 from ds_ckpt.compression.wire import aligned, section
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.exchange.layout import LocalShard, ShardLayout, local_shard
+from ds_ckpt.exchange.rules import Levels
 from ds_ckpt.exchange.transport import Packets, Transport
-
-Levels = Literal["auto", 1, 2]
 
 _HOST_INDEX = ("CROSS_RANK", "GROUP_RANK")
 """DeepSpeed's launcher; torchrun."""
@@ -232,15 +230,7 @@ class InHostSum:
             arrived = section(packets.incoming[1 + i], 0, layout.numel, flat.dtype)
             own = _gather(flat, [layout], flat.new_empty(1, layout.numel))[0]
             wide = torch.promote_types(flat.dtype, torch.float32)
-            if not on_host(flat.device):
-                totals.append(arrived.sum(0, dtype=wide).add_(own))
-                continue
-            parts = list(arrived.unbind())
-            parts.insert(me, own)
-            total = parts[0].to(wide, copy=True)
-            for part in parts[1:]:
-                total.add_(part)
-            totals.append(total)
+            totals.append(arrived.sum(0, dtype=wide).add_(own))
         return totals
 
 

@@ -11,16 +11,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from ds_ckpt.compression.base import Compressor, Method, methods
+from ds_ckpt.compression.error_feedback import Feedback, ResidualDevice
+from ds_ckpt.compression.quantize import Quantize
+from ds_ckpt.compression.storage import ResidualDtype
 from ds_ckpt.errors import Problem, UnsupportedError
+from ds_ckpt.exchange.metric import StepMetric
 
 Choose = Callable[[str, torch.Size], Compressor | None]
 """How a parameter travels, by name and shape, the same on every process; None: uncompressed."""
 
+Levels = Literal["auto", 1, 2]
+WarmupBits = Literal[8, 4, 3]
+When = Literal["auto", "micro_step", "accumulation_boundary"]
 SPARSE_ROWS = 8192
 """Embeddings of at least so many rows go by another method where theirs is a low rank."""
 
@@ -189,6 +197,96 @@ class Rules:
                 )
         if problems:
             raise UnsupportedError(problems)
+
+
+@dataclass(frozen=True)
+class ExchangeSettings:
+    """The configuration's `compression` section in plain values.
+
+    Attributes:
+        warmup_bits: bits of a value during the warm-up, of tensors that are compressed after it;
+            None: the warm-up is DeepSpeed's own reduction.
+        when: see `holds_back`.
+        momentum: weight of the newest gradient beside AdamW's first moment.
+    """
+
+    default: MethodSettings
+    rules: tuple[Rule, ...] = ()
+    error_feedback: bool = True
+    residual_dtype: ResidualDtype = "fp32"
+    residual_device: ResidualDevice = "accelerator"
+    warmup_steps: int = 0
+    min_numel: int = 4096
+    levels: Levels = "auto"
+    autotune: bool = True
+    when: When = "auto"
+    momentum: Literal["none"] | float = "none"
+    warmup_bits: WarmupBits | None = None
+
+    @property
+    def lossless(self) -> bool:
+        """Whether everything is sent, without residuals."""
+        return all(s.kind.lossless for s in (self.default, *(r.settings for r in self.rules)))
+
+    def holds_back(self, accumulation: int) -> bool:
+        """Return whether gradients are exchanged once a step, of so many micro-steps.
+
+        Earlier micro-steps are added to the residuals. Without residuals this takes memory of their
+        size, so it has to be asked for.
+        """
+        if accumulation == 1 or self.when == "micro_step":
+            return False
+        return self.when == "accumulation_boundary" or (self.error_feedback and not self.lossless)
+
+    def choose(self, embeddings: frozenset[str] = frozenset(), local: int = 1) -> Rules:
+        """Return the rules; arguments as for `Rules`."""
+        return Rules(self.default, self.min_numel, self.rules, embeddings, local)
+
+    def warm_up(self, choose: Choose) -> Choose | None:
+        """Return the compressors of the warm-up; None: DeepSpeed's own reduction.
+
+        Args:
+            choose: compressors after it.
+        """
+        if self.warmup_bits is None or not self.warmup_steps or self.lossless:
+            return None
+        values = Quantize(bits=self.warmup_bits)
+
+        def in_few_bits(name: str, shape: torch.Size) -> Compressor | None:
+            return None if choose(name, shape) is None else values
+
+        return in_few_bits
+
+    def residuals(self, dp_rank: int, *, holds: bool = False) -> Feedback | None:
+        """Return empty residuals of one rank; None if nothing is left out or accumulated.
+
+        Args:
+            holds: whether micro-steps are accumulated in them.
+        """
+        if self.lossless and not holds:
+            return None
+        return Feedback(
+            enabled=self.error_feedback and not self.lossless,
+            accumulates=holds,
+            dtype=self.residual_dtype,
+            device=self.residual_device,
+            seed=dp_rank,
+        )
+
+    @property
+    def momentum_correction(self) -> float:
+        """Weight of the newest gradient beside AdamW's first moment; 0 without residuals."""
+        if self.momentum == "none" or self.lossless or not self.error_feedback:
+            return 0.0
+        return self.momentum
+
+    def metric(self, add_up: Callable[[Tensor], None]) -> StepMetric | None:
+        """Return the preconditioner metric if a codec uses it. Argument as for `StepMetric`."""
+        every = (s.compressor() for s in (self.default, *(r.settings for r in self.rules)))
+        wanted = any(
+            c is not None and c.codec is not None and c.codec.uses_preconditioner for c in every
+        )
+        return StepMetric(add_up) if wanted else None
 
 
 def embeddings_of(model: torch.nn.Module) -> frozenset[str]:

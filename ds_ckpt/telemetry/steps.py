@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ds_ckpt.telemetry.counters import Counters
-from ds_ckpt.telemetry.timings import Errors, Timings
+from ds_ckpt.telemetry.timings import Timings
 
 log = logging.getLogger("ds_ckpt")
 Event = tuple[str, float, int]
@@ -68,13 +68,15 @@ class ExchangeProbe:
     """What a gradient exchange can tell.
 
     Attributes:
+        errors: returns squared norms of what the last step's exchange was given and left out, by
+            method; empty if it was not sampled.
         compresses: tells whether gradients go compressed now.
         gradient_norm: tells the norm of the last step's averaged gradient; None: not known.
         plan: one JSON-able record a tensor, written before the first step's record.
     """
 
     timings: Timings
-    errors: Errors
+    errors: Callable[[], Mapping[str, tuple[float, float]]]
     compresses: Callable[[], bool]
     gradient_norm: Callable[[], float | None]
     plan: list[dict[str, Any]]
@@ -118,16 +120,9 @@ class StepLog:
         self.last: StepRecord | None = None
         if exchange is not None:
             self.note({"plan": exchange.plan})
-        self._sample(0)
-
-    def _sample(self, step: int) -> None:
-        """Errors are measured in the step that ends a record, since that costs time."""
-        if self._exchange is not None:
-            self._exchange.errors.sampling = (step + 1) % self._every == 0
 
     def step_ended(self, step: int) -> None:
         self._steps += 1
-        self._sample(step)
         if step % self._every:
             return
         now, now_s = self._counters.snapshot(), time.perf_counter()
@@ -154,12 +149,12 @@ class StepLog:
             return {}
         seconds = dict(self._exchange.timings.seconds)
         before, self._exchange_s = self._exchange_s, seconds
-        errors = self._exchange.errors.take()
+        energies = self._exchange.errors().items()
         gradient_norm = self._exchange.gradient_norm()
         return {
             "exchange_s": {k: (s - before.get(k, 0.0)) / steps for k, s in seconds.items()},
-            "compression_error": {method: error for method, (error, _) in errors.items()},
-            "residual_norm": {m: norm / gradient_norm for m, (_, norm) in errors.items()}
+            "compression_error": {m: (b and a / b) ** 0.5 for m, (b, a) in energies},
+            "residual_norm": {m: after**0.5 / gradient_norm for m, (_, after) in energies}
             if gradient_norm
             else {},
             "compresses": self._exchange.compresses(),

@@ -153,54 +153,31 @@ class Timings:
 
 @dataclass
 class Errors:
-    """What compression left behind of what it was given, by method, over the sampled buckets.
+    """Squared norms of what compression was given and left out, by method.
 
     Attributes:
-        sampling: whether buckets are measured now; it costs two passes over each.
-        listeners: others that sample at times of their own; each takes what it was given.
-        by: what sums are kept by instead, from a tensor's method and name.
+        sampling: whether buckets are measured; it costs two passes over each.
     """
 
     sampling: bool = False
-    listeners: list[Errors] = field(default_factory=list)
-    by: Callable[[str, str], str] = lambda method, name: method
     _energy: dict[str, list[Any]] = field(default_factory=dict)
 
-    @property
-    def wanted(self) -> bool:
-        """Whether anybody samples now."""
-        return self.sampling or any(listener.sampling for listener in self.listeners)
+    def add(self, method: str, before: Any, after: Any) -> None:
+        """Add squared norms of a tensor's entries for other ranks, before and after compression.
 
-    def add(self, method: str, before: Any, after: Any, name: str = "") -> None:
-        """Squared norms of a tensor's entries for other processes, before and after compression:
-        numbers, or tensors of one number, which are read when somebody takes them."""
-        for listener in self.listeners:
-            if listener.sampling:
-                listener.add(method, before, after, name)
-        if self.listeners and not self.sampling:
-            return
-        sums = self._energy.setdefault(self.by(method, name), [0.0, 0.0])
+        Numbers, or tensors of one number, which are read by `take_sums`.
+        """
+        sums = self._energy.setdefault(method, [0.0, 0.0])
         sums[0] += before
         sums[1] += after
 
-    def take(self) -> dict[str, tuple[float, float]]:
-        """Relative error and norm of what was left, by method; starts anew.
-
-        The error is `sqrt(left energy / given energy)`, residual of earlier steps included: 0 is
-        lossless, 1 sends nothing. Both are of this process alone.
-        """
-        return {
-            method: ((after / before) ** 0.5 if before > 0 else 0.0, after**0.5)
-            for method, (before, after) in self.take_sums().items()
-        }
-
     def take_sums(self) -> dict[str, tuple[float, float]]:
-        """Squared norms of what was given and of what was left; starts anew."""
+        """Return and reset both sums by method."""
         taken, self._energy = self._energy, {}
-        return {key: (float(sums[0]), float(sums[1])) for key, sums in taken.items()}
+        return {key: (float(before), float(after)) for key, (before, after) in taken.items()}
 
     def take_energies(self) -> tuple[float, float]:
-        """As `take_sums`, all methods together."""
+        """Return and reset both sums, of all methods together."""
         sums = self.take_sums().values()
         return sum(before for before, _ in sums), sum(after for _, after in sums)
 

@@ -54,12 +54,11 @@ class BucketExchange(Protocol):
             deepspeed_reduce: DeepSpeed's own reduction.
         """
 
-    def step_ended(self, *, skipped: bool) -> None:
-        """Commit or roll back the step, as all ranks do.
+    def commit(self) -> None:
+        """End a step that was taken, on all ranks. Nothing is pending afterwards."""
 
-        `skipped` is also set if `reduce` raised or the program drops its gradients. Nothing is
-        pending afterwards, even if this raises.
-        """
+    def rollback(self) -> None:
+        """End a step that was skipped, or whose gradients are dropped: `reduce` may have raised."""
 
 
 class GradientHook:
@@ -125,7 +124,7 @@ class GradientHook:
                 self._count_skipped(skipped=bool(skipped) and self._scale() >= before)
                 if self._exchange is not None:
                     with self._counters.purpose(Purpose.REDUCE):  # small sums over all ranks
-                        self._exchange.step_ended(skipped=bool(skipped))
+                        (self._exchange.rollback if skipped else self._exchange.commit)()
             except BaseException:  # DeepSpeed raises if the loss scale can fall no further
                 self.drop_step()
                 raise
@@ -140,7 +139,7 @@ class GradientHook:
             if self._broke_off():
                 self.drop_step()
             elif self._exchange is not None:
-                self._exchange.step_ended(skipped=True)
+                self._exchange.rollback()
             return zero_grad(*args, **kwargs)
 
         def gradient_partition_epilogue() -> None:
@@ -218,7 +217,7 @@ class GradientHook:
         """
         if self._exchange is None:
             return
-        self._exchange.step_ended(skipped=True)
+        self._exchange.rollback()
         self._drop_gradients()
         self._is_unfinished = False
 

@@ -78,7 +78,7 @@ def failing_exchange(section: dict[str, Any], bucket: int) -> dict[str, Any]:
         losses = [_micro_step(engine, i) for i in range(2)]
         if name == "failing":
             session = ds_ckpt.session_of(engine)
-            exchange = session.exchange.exchange  # type: ignore[union-attr]
+            exchange = session.exchange.step  # type: ignore[union-attr]
             reduce, count = exchange.reduce, iter(range(10**9))
 
             def fail_once(*args: Any, reduce: Any = reduce, count: Any = count, **kw: Any) -> Any:

@@ -32,9 +32,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 BESIDE = {
     "block, topk": models.topk_section(topk={"density": 0.05}),
-    "block, lead": models.topk_section(
-        topk={"density": 0.05}, error_feedback={"momentum": "matched"}
-    ),
+    "block, lead": models.topk_section(topk={"density": 0.05}, error_feedback={"momentum": 0.3}),
     "block, resident": {"weights": {"resident": True}},
 }
 """Sections beside `activation`."""

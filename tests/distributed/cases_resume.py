@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import ds_ckpt
+from ds_ckpt.engine.gradients import residual_files
 from tests.distributed import models
 from tests.distributed.heard import hearing
 from tests.distributed.pool import fresh
@@ -25,7 +26,7 @@ def state_digest(session: Any) -> str:
         digest.update(name.encode())
         for tensor in stored.tensors:
             digest.update(tensor.view(torch.uint8).numpy())
-    for key, factor in sorted(built.exchange.all_to_all.factors.state_dict().items()):
+    for key, factor in sorted(built.step.exchange.factors.state_dict().items()):
         digest.update(key.encode())
         digest.update(factor.contiguous().view(torch.uint8).numpy())
     return digest.hexdigest()
@@ -43,7 +44,7 @@ def _end(engine: Any, losses: list[float]) -> dict[str, Any]:
         "weights": models.weights_digest(engine),
         "state": state_digest(session),
         "dtypes": {str(s.values.dtype) for s in session.exchange.feedback.stored().values()},
-        "factors": len(session.exchange.exchange.all_to_all.factors.state_dict()),
+        "factors": len(session.exchange.step.exchange.factors.state_dict()),
     }
     engine.destroy()
     return result
@@ -107,19 +108,8 @@ def _owed(engine: Any) -> dict[str, torch.Tensor]:
 def load(folder: str, section: dict[str, Any]) -> dict[str, Any]:
     """Load into this world; what is owed then."""
     engine = _engine(section)
-    files = ds_ckpt.session_of(engine).exchange
-    from ds_ckpt.engine.gradients import shapes_of
-    from ds_ckpt.exchange.state import ResidualFiles
-
-    shapes = shapes_of(engine)
-    reader = ResidualFiles(
-        files.feedback,
-        method=section["compression"]["method"],
-        numels={name: shape.numel() for name, shape, _ in shapes},
-        dp_rank=dist.get_rank(),
-        world=dist.get_world_size(),
-        parts={"factors": files.exchange.all_to_all.factors},
-    )
+    session = ds_ckpt.session_of(engine)
+    reader = residual_files(engine, section["compression"]["method"], session.exchange)
     reader.restore(reader.read(Path(folder)))
     owed = _owed(engine)
     engine.destroy()

@@ -7,8 +7,8 @@ from typing import Any
 import torch.distributed as dist
 
 import ds_ckpt
+from ds_ckpt.engine.step import NoCommunication
 from ds_ckpt.errors import UnsupportedError
-from ds_ckpt.exchange.schedule import NoCommunication
 from ds_ckpt.telemetry import Purpose
 from tests.distributed import models
 from tests.distributed.pool import fresh

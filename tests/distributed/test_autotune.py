@@ -8,47 +8,36 @@ from typing import Any
 
 import pytest
 
-from ds_ckpt.exchange.autotune import COUNTED
+from ds_ckpt.engine.tuner import COUNTED_STEPS
 from tests.distributed import cases_autotune as cases
 from tests.distributed.cases_precision import on
 from tests.distributed.models import quantize_section
 
 
 @pytest.mark.parametrize("slow", ["ours", "other"])
-def test_the_shorter_step_is_taken_by_all_processes_and_kept(
-    world2: Any, tmp_path: Path, slow: str
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_shorter_step_is_chosen_by_all_ranks(
+    world2: Any, tmp_path: Path, slow: str, accumulation: int
 ) -> None:
-    """DeepSpeed's own reduction comes back, in its own thread, where steps are shorter with it."""
-    results = world2.run(cases.tuned, slow, str(tmp_path), process=1)
+    """An accumulated step that is exchanged once is compared with an uncompressed one."""
+    options = {"accumulation": accumulation} if accumulation > 1 else {}
+    other = "uncompressed" if accumulation > 1 else "deepspeed"
+    results = world2.run(cases.tuned, slow, str(tmp_path), process=1, **options)
     for result in results:
-        assert result["compared"] > 0
-        assert result["compared"] % (COUNTED + 1) == 0
-        assert result["in DeepSpeed's thread"]
-        assert result["choice"] == ("deepspeed" if slow == "ours" else "compressed")
-        assert result["kept"] == (2 if slow == "ours" else 0)
+        assert result["candidates"] == ("compressed", other)
+        assert result["choice"] == (other if slow == "ours" else "compressed")
         assert result["compresses"] is (slow == "other")
-        assert result["resumed"] == result["weights"]
-        if slow == "ours":
-            assert result["owed"] == 0
+        assert (result["unsent"] == 0) is (slow == "ours")
+        assert result["after a load"] == (None, "compressed")
+        if other == "deepspeed":
+            assert result["compared"] > 0
+            assert result["compared"] % COUNTED_STEPS == 0
+            assert result["kept"] == (2 if slow == "ours" else 0)
         else:
-            assert result["owed"] > 0
+            assert result["compared"] == result["kept"] == 0
 
 
-@pytest.mark.parametrize("slow", ["ours", "other"])
-def test_accumulated_steps_that_are_exchanged_once_are_held_against_uncompressed_ones(
-    world2: Any, tmp_path: Path, slow: str
-) -> None:
-    results = world2.run(cases.tuned, slow, str(tmp_path), process=0, accumulation=2)
-    for result in results:
-        assert result["compared"] == result["kept"] == 0
-        assert result["layout"] == [2, 2, "uncompressed"]
-        assert result["choice"] == ("uncompressed" if slow == "ours" else "compressed")
-        assert result["compresses"] is (slow == "other")
-        assert result["resumed"] == result["weights"]
-        assert (result["owed"] == 0) is (slow == "ours")
-
-
-def test_nothing_is_owed_in_bf16_over_two_levels_when_deepspeed_takes_over(
+def test_no_residual_is_left_in_bf16_over_two_levels_when_deepspeed_takes_over(
     world4: Any, tmp_path: Path
 ) -> None:
     results = world4.run(
@@ -56,11 +45,9 @@ def test_nothing_is_owed_in_bf16_over_two_levels_when_deepspeed_takes_over(
     )
     for result in results:
         assert result["levels"] == 2
-        assert result["layout"] == [2, 4, "deepspeed"], "two hosts, four processes"
         assert result["choice"] == "deepspeed"
         assert result["kept"] == 2
-        assert result["owed"] == 0
-        assert result["resumed"] == result["weights"]
+        assert result["unsent"] == 0
 
 
 def test_monitors_the_step_log_and_the_log_are_told(world2: Any, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ SECTIONS = {
     "dense": {"compression": {"method": "dense"}},
     "topk after a warm-up": topk_section(topk={"density": 0.05}, warmup_steps=3),
     "topk with a lead": topk_section(
-        topk={"density": 0.05}, warmup_steps=3, error_feedback={"momentum": "matched"}
+        topk={"density": 0.05}, warmup_steps=3, error_feedback={"momentum": 0.3}
     ),
     "1 bit by energy": topk_section(method="entropy_coded", entropy_coded={"metric": "energy"}),
     "1 bit in steps": topk_section(
@@ -39,6 +39,7 @@ SECTIONS = {
         quantize={"bits": 2}, error_feedback={"enabled": False}
     ),
     "powersgd": topk_section(method="powersgd", powersgd={"rank": 2}),
+    "powersgd in turns": topk_section(method="powersgd", powersgd={"rank": 2, "alternate": True}),
 }
 
 LOSS_TOLERANCE = 5e-6
@@ -79,6 +80,7 @@ PLAIN, CLIPPED_AND_ACCUMULATED = (0.0, 1), (0.5, 2)
         ("2 bits without feedback", *CLIPPED_AND_ACCUMULATED),
         ("powersgd", *PLAIN),
         ("powersgd", *CLIPPED_AND_ACCUMULATED),
+        ("powersgd in turns", *PLAIN),
     ],
 )
 def test_virtual_workers_give_the_numbers_of_real_processes(

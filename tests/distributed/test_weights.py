@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ds_ckpt.exchange.autotune import ROUND, SWITCH
+from ds_ckpt.engine.tuner import COUNTED_STEPS
 from ds_ckpt.zero3 import compatibility
 from ds_ckpt.zero3.resident import HOST_COPY
 from ds_ckpt.zero3.weights import COMPARED
@@ -101,13 +101,13 @@ def test_of_two_ways_the_one_that_takes_less_time_is_chosen(world2: Any) -> None
 
 @pytest.mark.parametrize(
     ("slots", "resident_s", "hpz"),
-    [(ONE, 0.5, 1), pytest.param(TWO, 2.0, 2, marks=pytest.mark.slow)],
-    ids=["resident is quicker", "hpZ is quicker"],
+    [(ONE, 0.5, 1), (ONE, 2.0, 1), pytest.param(TWO, 2.0, 2, marks=pytest.mark.slow)],
+    ids=["resident is quicker", "DeepSpeed is quicker", "hpZ is quicker"],
 )
 def test_weights_are_where_they_make_steps_shorter(
     world2: Any, world4: Any, tmp_path: Path, slots: list[int], resident_s: float, hpz: int
 ) -> None:
-    """Turns change no bit, all processes agree, and a resumed run comes to the same."""
+    """The comparison changes no bit, all ranks agree, and a load compares anew."""
     world, section = world4 if slots == TWO else world2, {"weights": {**PLACED}}
     plain = world.run(cases.placed, slots, {}, "", 0.0)
     ours = world.run(cases.placed, slots, section, str(tmp_path), resident_s, hpz)
@@ -115,10 +115,11 @@ def test_weights_are_where_they_make_steps_shorter(
     for process, stock in zip(ours, plain, strict=True):
         assert process["losses"] == stock["losses"]
         assert process["weights"] == stock["weights"]
-        assert process["ways"] == [True] * SWITCH + [False] * (ROUND - SWITCH) + [resident] * 2
-        assert process["choice"] == ("compressed" if resident else "deepspeed")
+        block = 1 + COUNTED_STEPS
+        assert process["places"] == [True] * block + [False] * block + [resident] * 2
+        assert process["choice"] == ("resident" if resident else "gathered")
         assert bool(process["kept"]) == resident
-        assert process["resumes"]
+        assert process["placed after a load"]
         assert process["wrong"] == 0
 
 

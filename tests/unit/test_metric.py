@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from benchmarks._own_share import OwnShareToo
-from ds_ckpt.exchange.build import ExchangeSettings
 from ds_ckpt.exchange.layout import LocalShard, ShardLayout
 from ds_ckpt.exchange.metric import EVERY, StepMetric
-from ds_ckpt.exchange.rules import MethodSettings
+from ds_ckpt.exchange.rules import ExchangeSettings, MethodSettings
 from ds_ckpt.lab.validate import world as validation_world
 from ds_ckpt.lab.validate.world import VirtualWorkers
 
@@ -78,6 +77,26 @@ def test_with_two_levels_a_process_weighs_the_entries_that_its_members_own() -> 
     assert torch.equal(some, torch.cat([every[members.source(m)] for m in range(2)]))
 
 
+def test_with_two_levels_no_more_is_worked_out_than_is_weighed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a tensor that 8 processes of a host divide, an eighth and no more than a row beside it."""
+    of = layout(16, (3, 11))
+    metric, largest = told(uneven()), [0]
+    add = Tensor.__add__
+
+    def noted(self: Tensor, other: Any) -> Tensor:
+        found = add(self, other)
+        largest[0] = max(largest[0], found.numel())
+        return found
+
+    monkeypatch.setattr(Tensor, "__add__", noted)
+    weights = metric.weights("w", SHAPE, of, CPU)
+    assert weights is not None
+    assert len(weights) == of.numel
+    assert largest[0] <= -(-SHAPE.numel() // 16) + 2 * SHAPE[1]
+
+
 @pytest.mark.parametrize("shape", [(1850,), (1, 1850), (1850, 1)])
 def test_of_a_vector_nothing_is_summed(shape: tuple[int, ...]) -> None:
     """Sums by row and column would be as long as it is, and be sent in fp32."""
@@ -135,6 +154,21 @@ def test_what_was_known_of_another_shape_is_forgotten_at_the_next_measurement(
     torch.testing.assert_close(columns, total.square().sum(0))
 
 
+def test_half_of_what_was_known_counts_on() -> None:
+    metric, total = told(uneven()), uneven()
+    before = [of.clone() for of in metric._known["w"]]
+    metric.exchanging(EVERY)
+    metric.given("w", SHAPE, layout(1), 2 * total.view(-1), 1.0)
+    metric.step_ended(skipped=False)
+    for old, new, now in zip(
+        before,
+        ((4 * total.square()).sum(1), (4 * total.square()).sum(0)),
+        metric._known["w"],
+        strict=True,
+    ):
+        torch.testing.assert_close(now, (old + new) / 2)
+
+
 def test_weights_are_the_same_whatever_the_number_of_threads() -> None:
     metric, rows, near = StepMetric(alone), 100_000, 1000
     torch.manual_seed(0)
@@ -188,7 +222,7 @@ def test_all_workers_know_the_same_and_a_poisoned_step_changes_nothing() -> None
     def known() -> list[dict[str, Tensor]]:
         return [
             {k: v.clone() for k, v in metric.state_dict().items()}
-            for metric in (worker.scheduled.all_to_all.metric for worker in workers._workers)
+            for metric in (worker.scheduled.exchange.metric for worker in workers._workers)
             if metric is not None
         ]
 
@@ -233,7 +267,7 @@ def test_every_micro_step_of_a_step_counts_and_none_of_a_skipped_one(when: Any) 
     squares = micro_step(slice(0, 20), last=False) + micro_step(slice(20, 37), last=True)
     workers.step_ended(skipped=False)
     for worker in workers._workers:
-        metric = worker.scheduled.all_to_all.metric
+        metric = worker.scheduled.exchange.metric
         assert metric is not None
         rows, columns = metric._known["w"]
         torch.testing.assert_close(rows, squares.sum(1))
@@ -246,12 +280,12 @@ def test_held_micro_steps_of_what_goes_another_way_do_not_count(why: str) -> Non
     settings = warm_up if why == "a warm-up in few bits" else IN_STEPS
     workers = VirtualWorkers(settings, 2, ["w"], accumulation=2)
     for worker in workers._workers:
-        worker.scheduled.fallback.uncompressed = why == "a fallback"
+        worker.scheduled.is_disabled = why == "a fallback"
     for last in (False, True):
         workers.average([[uneven()], [uneven()]], at_boundary=last)
     workers.step_ended(skipped=False)
     for worker in workers._workers:
-        assert worker.scheduled.all_to_all.metric.state_dict() == {}  # type: ignore[union-attr]
+        assert worker.scheduled.exchange.metric.state_dict() == {}  # type: ignore[union-attr]
 
 
 def test_codecs_that_do_not_want_it_have_none() -> None:

@@ -16,7 +16,7 @@ from ds_ckpt.config import json_schema, parse
 from ds_ckpt.config.compression import CompressionConfig, RuleConfig, exchange_settings
 from ds_ckpt.config.verdicts import decisive
 from ds_ckpt.errors import ConfigError
-from ds_ckpt.exchange.plan import Plan
+from ds_ckpt.exchange.assignment import Assignment
 from tests import guide
 
 
@@ -47,7 +47,7 @@ def test_a_method_from_outside_is_known_from_json_to_the_wire(sign: type[Method]
     settings = exchange_settings(found.compression)
     choose = settings.choose()
     shapes = [("w", torch.Size([64, 64]), 2), ("embed", torch.Size([64, 64]), 2)]
-    plan = Plan.of(choose, shapes, world=2)
+    plan = Assignment.of(choose, shapes, world=2)
     assert [t.how for t in plan.tensors] == ["signs in blocks of 64", "signs in blocks of 32"]
     assert [t.sent_bytes for t in plan.tensors] == [4 * 64 + 512, 4 * 128 + 512]
     assert decisive(found.compression)["sign.block"] == 64

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from ds_ckpt.engine.residence import Residence
+from ds_ckpt.engine.residence import ResidencyTuner
+from ds_ckpt.engine.tuner import COUNTED_STEPS, MAX_CYCLES, RECHECK_STEPS
 from ds_ckpt.errors import Problem, UnsupportedError
-from ds_ckpt.exchange.autotune import RECHECK, ROUND, SWITCH
+
+BLOCK = 1 + COUNTED_STEPS
+CYCLE = 2 * BLOCK
 
 
 class Hook:
@@ -38,10 +41,9 @@ class Run:
         self.engine = SimpleNamespace(
             optimizer=SimpleNamespace(dp_process_group=None),
             skipped_steps=0,
-            zero_hpz_partition_size=lambda: 1,
         )
         hook: Any = self.hook
-        self.residence = Residence(self.engine, hook, self._make_room, lambda: self.busy)
+        self.residence = ResidencyTuner(self.engine, hook, self._make_room, lambda: self.busy)
         self.residence.tuner._clock = lambda: self.now_s
 
     def _make_room(self) -> None:
@@ -70,22 +72,22 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_shorter_step_is_kept(resident_s: float, caplog: pytest.LogCaptureFixture) -> None:
     run = Run(resident_s)
     with caplog.at_level(logging.INFO):
-        places = run.steps(ROUND + 20)
+        places = run.steps(CYCLE + 20)
     resident = resident_s < 1
-    expected = [True] * SWITCH + [False] * (ROUND - SWITCH) + [resident] * 20
+    expected = [True] * BLOCK + [False] * (CYCLE - BLOCK) + [resident] * 20
     assert places == expected
     assert run.hook.made == resident
-    where = "resident on every host" if resident else "gathered by DeepSpeed"
+    where = "resident on every node" if resident else "gathered by DeepSpeed"
     (line,) = caplog.messages
     assert f"weights are {where}: a step takes {1e3 * resident_s:.1f} ms resident" in line
 
 
 def test_a_tie_goes_to_deepspeed_which_needs_no_copy() -> None:
     run = Run(1.0)
-    run.steps(RECHECK - 1)
-    assert run.residence.tuner.choice == "deepspeed"
+    run.steps(MAX_CYCLES * CYCLE)
+    assert run.residence.tuner.choice == "gathered"
     assert not run.hook.attached
-    assert run.steps(5)[-1], "and is compared anew"
+    assert run.steps(RECHECK_STEPS + 1)[-1], "and is compared anew"
 
 
 def test_steps_in_which_something_else_is_compared_do_not_count() -> None:
@@ -97,8 +99,8 @@ def test_steps_in_which_something_else_is_compared_do_not_count() -> None:
     run.busy, run.hook.settled = False, False
     assert run.steps(3, 86400.0) == [True] * 3
     run.hook.settled = True
-    run.steps(ROUND - 4)
-    assert run.residence.tuner.choice == "compressed"
+    run.steps(CYCLE - 4)
+    assert run.residence.tuner.choice == "resident"
 
 
 def test_skipped_steps_do_not_count() -> None:
@@ -106,8 +108,8 @@ def test_skipped_steps_do_not_count() -> None:
     run.steps(4)
     run.engine.skipped_steps += 1
     run.steps(1, 86400.0)
-    assert run.steps(ROUND - 4) == [True] * (SWITCH - 4) + [False] * (ROUND - SWITCH)
-    assert run.residence.tuner.choice == "compressed"
+    assert run.steps(CYCLE - 4) == [True] * (BLOCK - 4) + [False] * (CYCLE - BLOCK)
+    assert run.residence.tuner.choice == "resident"
 
 
 @pytest.mark.parametrize(
@@ -122,8 +124,8 @@ def test_a_copy_without_room_is_not_made_again(
 ) -> None:
     run = Run(0.5)
     run.error = error
-    run.steps(SWITCH + 1)
+    run.steps(BLOCK + 1)
     run.room = False
-    assert run.steps(RECHECK)[-1] is False
+    assert run.steps(RECHECK_STEPS)[-1] is False
     assert run.hook.made == 0
     assert [m for m in caplog.messages if "the copy does not fit" in m]

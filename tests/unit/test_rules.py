@@ -7,7 +7,7 @@ import torch
 
 from ds_ckpt.compression import LowRank, Quantize, TopK
 from ds_ckpt.errors import UnsupportedError
-from ds_ckpt.exchange.plan import Plan
+from ds_ckpt.exchange.assignment import Assignment
 from ds_ckpt.exchange.rules import MethodSettings, Rule, Rules
 
 SHAPES = [
@@ -78,7 +78,7 @@ def test_rules_that_cannot_work_are_refused_together() -> None:
 
 
 def test_the_plan_adds_up() -> None:
-    plan = Plan.of(rules("powersgd", rank=4), SHAPES, world=8)
+    plan = Assignment.of(rules("powersgd", rank=4), SHAPES, world=8)
     assert plan.dense_bytes == sum(2 * s.numel() for _, s, _ in SHAPES)
     by_compressor = plan.by_compressor()
     assert sum(n for n, _, _ in by_compressor.values()) == len(SHAPES)
@@ -96,7 +96,7 @@ def test_layers_alike_share_a_line_of_the_table() -> None:
         ("model.layers.12.mlp.up.weight", torch.Size([64, 128]), 2),
         ("model.norm.weight", torch.Size([64]), 2),
     ]
-    plan = Plan.of(rules("quantize", bits=4), shapes, world=2)
+    plan = Assignment.of(rules("quantize", bits=4), shapes, world=2)
     lines = plan.table().splitlines()
     assert [line.split("  ")[0].strip() for line in lines[:-1]] == [
         "model.layers.*.mlp.up.weight (12)",
@@ -110,8 +110,15 @@ def test_layers_alike_share_a_line_of_the_table() -> None:
 
 def test_rows_that_a_host_divides_have_a_right_factor_each() -> None:
     shapes = [("w", torch.Size([1024, 1024]), 2)]
-    plans = [Plan.of(rules("powersgd", rank=4), shapes, 2, local) for local in (1, 2, 4)]
+    plans = [Assignment.of(rules("powersgd", rank=4), shapes, 2, local) for local in (1, 2, 4)]
     assert [p.sent_bytes for p in plans] == [4 * 4 * 1024 * (1 + local) for local in (1, 2, 4)]
     high = MethodSettings("powersgd", rank=64)
     assert Rules(high)("w", torch.Size([1024, 1024])) == LowRank(64)
     assert Rules(high, local=8)("w", torch.Size([1024, 1024])) is None
+
+
+def test_a_factor_in_turns_counts_half() -> None:
+    shapes = [("w", torch.Size([128, 64]), 4)]
+    both = Assignment.of(rules("powersgd", rank=4), shapes, world=4)
+    turns = Assignment.of(rules("powersgd", rank=4, alternate=True), shapes, world=4)
+    assert both.sent_bytes == 2 * turns.sent_bytes == 2 * 4 * 4 * (128 + 64)

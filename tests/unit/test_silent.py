@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_ckpt.engine.step import NoCommunication
 from ds_ckpt.exchange.layout import ShardLayout
-from ds_ckpt.exchange.schedule import NoCommunication
 
 
 def _never(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -57,28 +57,13 @@ def test_an_accelerators_sections_are_timed_by_its_stream_and_read_later() -> No
         assert timings.seconds == pytest.approx({"wire": 0.001, "pack": 0.001})
 
 
-def test_errors_are_ratios_of_norms() -> None:
+def test_errors_are_summed_by_method() -> None:
     errors = Errors()
     errors.add("a", before=16.0, after=4.0)
     errors.add("a", before=9.0, after=0.0)
     errors.add("b", before=0.0, after=0.0)
-    assert errors.take() == {"a": (pytest.approx((4 / 25) ** 0.5), 2.0), "b": (0.0, 0.0)}
-    assert errors.take() == {}
-
-
-def test_listeners_sample_at_times_of_their_own() -> None:
-    errors, listener = Errors(sampling=True), Errors()
-    errors.listeners.append(listener)
-    errors.add("a", before=16.0, after=4.0)
-    listener.sampling, errors.sampling = True, False
-    assert errors.wanted
-    errors.add("a", before=9.0, after=1.0)
-    errors.add("b", before=7.0, after=3.0)
-    listener.sampling = False
-    assert not errors.wanted
-    assert errors.take() == {"a": (0.5, 2.0)}
-    assert listener.take_energies() == (16.0, 4.0)
-    assert listener.take_energies() == (0.0, 0.0)
+    assert errors.take_sums() == {"a": (25.0, 4.0), "b": (0.0, 0.0)}
+    assert errors.take_energies() == (0.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -97,14 +82,15 @@ def test_the_sampled_error_is_that_of_the_residual(
     gradients = [[torch.randn(40, 30)], [torch.randn(40, 30)]]
     world.reduce(["w"], gradients)
     world.commit()
-    error, norm = world.exchanges[0].errors.take()[word]
+    before, after = world.exchanges[0].errors.take_sums()[word]
+    error, norm = (after / before) ** 0.5, after**0.5
     theirs = ShardLayout(1200, 2).shard(1)
     left = world.feedbacks[0].state_dict()["w"][theirs].norm()
     given = gradients[0][0].flatten()[theirs].norm() / 2
     assert norm == pytest.approx(float(left), rel=1e-5)
     assert error == pytest.approx(float(left / given), rel=1e-5)
     assert 0 < error < 1
-    assert world.exchanges[1].errors.take() == {}
+    assert world.exchanges[1].errors.take_sums() == {}
 
 
 def test_an_exchange_tells_where_its_time_goes() -> None:

@@ -19,8 +19,7 @@ import torch
 from rich.console import Console
 
 from ds_ckpt.errors import ConfigError, StateError, UnsupportedError
-from ds_ckpt.exchange.build import ExchangeSettings
-from ds_ckpt.exchange.rules import Method, MethodSettings, Rule
+from ds_ckpt.exchange.rules import ExchangeSettings, Method, MethodSettings, Rule
 from ds_ckpt.lab.validate import report, validate
 from ds_ckpt.lab.validate.compare import (
     MARGINS,

@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import logging
 import math
-from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 
 from ds_ckpt.engine.guard import Guard
-from ds_ckpt.exchange.schedule import Fallback
+from ds_ckpt.engine.step import StepState
+from ds_ckpt.exchange.exchange import AllToAllExchange
+from ds_ckpt.exchange.virtual import VirtualWorld
 from ds_ckpt.telemetry.timings import ResidualStats
 
 LIMITS, WITHIN, BEYOND = ResidualStats(0.5, 2.0), ResidualStats(0.2, 1.0), ResidualStats(0.2, 3.0)
 
 
+def state(*, is_logging_rank: bool = False) -> StepState:
+    exchange = AllToAllExchange(VirtualWorld(1).transports[0], lambda name, shape: None)
+    return StepState(
+        exchange, warmup_steps=0, current_step=lambda: 0, is_logging_rank=is_logging_rank
+    )
+
+
 def guard(
-    action: Literal["warn", "dense"], *, speaks: bool = True, limits: ResidualStats = LIMITS
-) -> tuple[Guard, Fallback]:
-    built: Any = SimpleNamespace(exchange=SimpleNamespace(fallback=Fallback()))
-    return Guard(built, limits, action, speaks=speaks), built.exchange.fallback
+    action: Literal["warn", "dense"],
+    *,
+    is_logging_rank: bool = True,
+    limits: ResidualStats = LIMITS,
+) -> tuple[Guard, StepState]:
+    step = state()
+    return Guard(step, limits, action, is_logging_rank=is_logging_rank), step
 
 
 def test_the_two_numbers() -> None:
@@ -31,15 +42,15 @@ def test_the_two_numbers() -> None:
 
 
 def test_one_odd_batch_is_no_reason_two_are() -> None:
-    ours, fallback = guard("dense")
+    ours, step_state = guard("dense")
     for step, left in enumerate([BEYOND, WITHIN, BEYOND, WITHIN]):
-        ours.look(step, left)
+        ours.check(step, left)
         assert not ours.fallen_back
-    ours.look(4, BEYOND)
-    ours.look(5, ResidualStats(0.6, 0.0))  # the other limit counts as well
+    ours.check(4, BEYOND)
+    ours.check(5, ResidualStats(0.6, 0.0))  # the other limit counts as well
     assert ours.fallen_back
-    assert fallback.uncompressed
-    ours.look(6, WITHIN)
+    assert step_state.is_disabled
+    ours.check(6, WITHIN)
     assert ours.fallen_back
     assert ours.last == WITHIN
 
@@ -47,47 +58,39 @@ def test_one_odd_batch_is_no_reason_two_are() -> None:
 def test_warnings_come_once_for_each_time_that_it_begins(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    ours, fallback = guard("warn")
+    ours, step_state = guard("warn")
     with caplog.at_level(logging.WARNING, logger="ds_ckpt"):
         for step, left in enumerate([BEYOND] * 4 + [WITHIN] + [BEYOND] * 3):
-            ours.look(step, left)
+            ours.check(step, left)
     assert [r.message.partition(":")[2][:14] for r in caplog.records] == [
         " guard: step 1",
         " guard: step 6",
     ]
-    assert "residual norm 3 where validation saw 2 at most" in caplog.records[0].message
+    assert "residual norm 3, expected at most 2" in caplog.records[0].message
     assert "error" not in caplog.records[0].message.replace("guard", "")
-    assert not fallback.uncompressed
-    quiet, _ = guard("warn", speaks=False)
+    assert not step_state.is_disabled
+    quiet, _ = guard("warn", is_logging_rank=False)
     with caplog.at_level(logging.WARNING, logger="ds_ckpt"):
-        quiet.look(0, BEYOND)
-        quiet.look(1, BEYOND)
+        quiet.check(0, BEYOND)
+        quiet.check(1, BEYOND)
     assert len(caplog.records) == 2
 
 
 def test_a_number_without_a_limit_is_not_held_to_one() -> None:
     ours, _ = guard("dense", limits=ResidualStats(0.5, math.inf))
     for step in range(3):
-        ours.look(step, ResidualStats(0.4, 1e9))
+        ours.check(step, ResidualStats(0.4, 1e9))
     assert not ours.fallen_back
-    assert ours.describe() == "guard: everything whole beyond error 0.5"
+    assert ours.describe() == "guard: everything uncompressed above error 0.5"
 
 
-def test_what_a_checkpoint_keeps() -> None:
-    fallback = Fallback(uncompressed=True)
-    again = Fallback()
-    again.load_state_dict(fallback.state_dict())
-    assert again.uncompressed
-    again.load_state_dict({})  # of a release before guards
-    assert not again.uncompressed
-
-
-def test_a_checkpoint_that_brings_the_fallback_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_that_disables_compression_warns(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="ds_ckpt"):
-        for fallback in (Fallback(speaks=True), Fallback()):
-            fallback.load_state_dict({"whole": False})
-        assert not caplog.records
-        for fallback in (Fallback(speaks=True), Fallback()):
-            fallback.load_state_dict({"whole": True})
+        for is_logging_rank in (True, False):
+            step = state(is_logging_rank=is_logging_rank)
+            step.load_state_dict({"fallback": {"whole": False}})
+            assert not caplog.records[1:]
+            step.load_state_dict({"fallback": {"whole": True}})
+            assert step.is_disabled
     (record,) = caplog.records
-    assert "gradients go uncompressed" in record.message
+    assert "sent uncompressed" in record.message

@@ -13,7 +13,7 @@ from ds_ckpt.compression.powersgd import Factors
 from ds_ckpt.compression.storage import ResidualDtype
 from ds_ckpt.exchange.exchange import AllToAllExchange
 from ds_ckpt.exchange.hierarchy import InHostSum
-from ds_ckpt.exchange.layout import LocalShard, Order, ShardLayout, ascending
+from ds_ckpt.exchange.layout import LocalShard, ShardLayout
 from ds_ckpt.exchange.rules import Choose
 from ds_ckpt.exchange.virtual import VirtualTransport, VirtualWorld
 
@@ -25,7 +25,6 @@ class World:
     world: int
     choose: Choose
     error_feedback: bool = True
-    order: Order = ascending
     holds: bool = False
     local: int = 1
     residual_dtype: ResidualDtype = "fp32"
@@ -57,8 +56,7 @@ class World:
                 self.choose,
                 self.feedbacks[p],
                 self.factors[p],
-                order=self.order,
-                holds=self.holds,
+                accumulates=self.holds,
                 in_host=InHostSum(inside[p // self.local].transports[p % self.local], self.columns)
                 if self.local > 1
                 else None,
@@ -90,7 +88,7 @@ class World:
         """As `reduce`, for a micro-step whose exchange is put off."""
 
         def work(p: int) -> list[Tensor]:
-            return self.exchanges[p].hold(names, list(gradients[p]), loss_scale)
+            return self.exchanges[p].accumulate(names, list(gradients[p]), loss_scale)
 
         return self.virtual.run(work)
 
@@ -100,7 +98,7 @@ class World:
         for factors in self.factors:
             factors.commit()
         for exchange in self.exchanges:
-            exchange.step_ended()
+            exchange.reset_step()
 
     def rollback(self) -> None:
         for feedback in self.feedbacks:
@@ -108,7 +106,7 @@ class World:
         for factors in self.factors:
             factors.rollback()
         for exchange in self.exchanges:
-            exchange.step_ended()
+            exchange.reset_step()
 
     def residual_sum(self, name: str, numel: int) -> Tensor:
         """Committed residuals of `name`, summed over processes in float64."""
@@ -131,9 +129,7 @@ def assemble(shards: Sequence[Sequence[Tensor]], tensor: int) -> Tensor:
     return torch.cat([per_process[tensor] for per_process in shards])
 
 
-def deepspeed_mean(
-    gradients: Sequence[Sequence[Tensor]], order: Order = ascending
-) -> list[list[Tensor]]:
+def deepspeed_mean(gradients: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
     """DeepSpeed's reduction, written as it does it: one padded buffer, divided, summed, cut.
 
     16-bit tensors are summed and divided in fp32, and rounded once.
@@ -150,11 +146,9 @@ def deepspeed_mean(
         whole = torch.cat(padded)
         buffers.append(whole.div(world) if whole.dtype == torch.float32 else whole)
     numel, dtype = buffers[0].numel(), buffers[0].dtype
-    total = torch.empty(numel)
-    for start, stop, processes in order(numel, dtype.itemsize, world, 0, numel):
-        total[start:stop] = buffers[processes[0]][start:stop]
-        for p in processes[1:]:
-            total[start:stop] += buffers[p][start:stop]
+    total = torch.zeros(numel)
+    for buffer in buffers:
+        total += buffer
     if dtype != torch.float32:
         total.div_(world)
     result: list[list[Tensor]] = [[] for _ in range(world)]

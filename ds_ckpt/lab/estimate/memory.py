@@ -23,8 +23,7 @@ from ds_ckpt.config import parse
 from ds_ckpt.config.compression import exchange_settings
 from ds_ckpt.config.paths import BF16, is_auto, lookup
 from ds_ckpt.errors import ConfigError, Problem
-from ds_ckpt.exchange.build import ExchangeSettings
-from ds_ckpt.exchange.rules import embeddings_of
+from ds_ckpt.exchange.rules import ExchangeSettings, embeddings_of
 from ds_ckpt.zero3.resident import gathered_elements, host_copy_bytes
 
 _STATE_BYTES = {

@@ -30,8 +30,8 @@ from deepspeed.accelerator import get_accelerator
 from torch.utils._pytree import tree_map_only
 
 import ds_ckpt
+from ds_ckpt.engine.step import NoCommunication
 from ds_ckpt.errors import ConfigError, Problem
-from ds_ckpt.exchange.schedule import NoCommunication
 from ds_ckpt.lab import workload
 from ds_ckpt.lab.hosts.heartbeat import Heartbeat, begin
 from ds_ckpt.lab.hosts.interfaces import Sent, link_interface, sent
@@ -206,7 +206,7 @@ class Running:
     def _record(self, spans: Spans | None) -> None:
         self.session.counters.spans = spans
         if self.session.exchange is not None:
-            self.session.exchange.exchange.all_to_all.timings.spans = spans
+            self.session.exchange.step.exchange.timings.spans = spans
 
 
 @dataclass

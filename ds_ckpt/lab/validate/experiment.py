@@ -29,8 +29,7 @@ from ds_ckpt.config.activation import activation_policy
 from ds_ckpt.config.compression import exchange_settings
 from ds_ckpt.config.paths import lookup
 from ds_ckpt.errors import ConfigError, Problem
-from ds_ckpt.exchange.build import ExchangeSettings
-from ds_ckpt.exchange.rules import embeddings_of
+from ds_ckpt.exchange.rules import ExchangeSettings, embeddings_of
 from ds_ckpt.lab.validate.store import Key, Mode, Result, Store
 from ds_ckpt.lab.validate.task import BETAS, Task, longest_warm_up
 from ds_ckpt.lab.validate.trainer import Curve, Hopeless, Outcome, Progress, train

@@ -20,16 +20,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ds_ckpt.engine.step import make_step_state
 from ds_ckpt.errors import Problem, UnsupportedError
-from ds_ckpt.exchange.build import ExchangeSettings, schedule
 from ds_ckpt.exchange.exchange import AllToAllExchange
-from ds_ckpt.exchange.layout import ring_pieces
 from ds_ckpt.exchange.metric import EVERY
-from ds_ckpt.exchange.momentum import FirstMoments, leading
-from ds_ckpt.exchange.rules import MethodSettings, embeddings_of
+from ds_ckpt.exchange.rules import ExchangeSettings, MethodSettings, embeddings_of
 from ds_ckpt.exchange.virtual import VirtualTransport, VirtualWorld
 from ds_ckpt.telemetry.timings import ResidualStats
 from ds_ckpt.weights.tracked import Tracked
+from ds_ckpt.zero3.momentum import corrected
 
 DENSE_SETTINGS = ExchangeSettings(MethodSettings("dense"))
 """Everything is sent whole."""
@@ -51,7 +50,7 @@ class Recipe:
         warmup_ratio: share of the steps that the learning rate's warm-up takes.
         min_lr_ratio: the last learning rate, as a share of the top; 1 and no warm-up is a constant.
         clip: largest norm of the averaged gradient; 0 for no clipping.
-        lead: of AdamW's first moment (`exchange/momentum.py`); 0: none.
+        lead: of AdamW's first moment (`zero3/momentum.py`); 0: none.
         lead_after: steps without it at the beginning.
         fused: torch's fused kernel, three times as fast, which rounds otherwise than the loop that
             DeepSpeed's `torch_adam` runs.
@@ -161,6 +160,7 @@ class VirtualWorkers:
         embeddings: frozenset[str] = frozenset(),
     ) -> None:
         self.step, self.at_boundary = 0, True
+        self._settings = settings
         self._bucket = list(reversed(names))
         self._virtual = VirtualWorld(world, timeout_s=_TIMEOUT_S)
         holds = settings.holds_back(accumulation)
@@ -192,13 +192,19 @@ class VirtualWorkers:
 
     def step_ended(self, *, skipped: bool) -> None:
         """The step's overflow decision: residuals are committed or rolled back. Counts the step."""
-        self._virtual.run(lambda p: self._workers[p].scheduled.step_ended(skipped=skipped))
+
+        def end(worker: int) -> None:
+            state = self._workers[worker].scheduled
+            (state.rollback if skipped else state.commit)()
+
+        self._virtual.run(end)
         self.step += 1
 
     @property
-    def moments(self) -> FirstMoments | None:
-        """The optimizer's, of one parameter group; the same of every worker."""
-        return self._workers[0].scheduled.moments
+    def momentum_correction(self) -> float:
+        """The correction of the step that has just been exchanged."""
+        corrects = len(self._workers) > 1 and self._workers[0].scheduled.corrects_momentum
+        return self._settings.momentum_correction if corrects else 0.0
 
     @property
     def sent_bytes(self) -> int:
@@ -208,12 +214,12 @@ class VirtualWorkers:
     def sample(self, wanted: bool) -> None:
         """Whether the next step measures what compression leaves behind."""
         for worker in self._workers:
-            worker.scheduled.all_to_all.errors.sampling = wanted
+            worker.scheduled.exchange.errors.sampling = wanted
 
     def take_energies(self) -> tuple[float, float]:
         """Squared norms of what there was to send and of what was left, all workers together, in
         the steps that were sampled; starts anew."""
-        each = [worker.scheduled.all_to_all.errors.take_energies() for worker in self._workers]
+        each = [worker.scheduled.exchange.errors.take_energies() for worker in self._workers]
         return sum(before for before, _ in each), sum(after for _, after in each)
 
     def residuals(self) -> list[dict[str, Tensor]]:
@@ -245,19 +251,17 @@ class _Worker:
         holds: bool,
     ) -> None:
         self.feedback = settings.residuals(transport.dp_rank, holds=holds)
-        self.scheduled = schedule(
+        self.scheduled = make_step_state(
             settings,
             transport,
             transport,
             self.feedback,
-            order=ring_pieces,
             current_step=lambda: workers.step,
             at_boundary=(lambda: workers.at_boundary) if holds else None,
             embeddings=embeddings,
-            parameter_groups=dict.fromkeys(names, 0),
         )
-        # in place of DeepSpeed's reduction during the warm-up, to which it is bit-equal on gloo
-        self._warm_up = AllToAllExchange(transport, DENSE_SETTINGS.choose(), order=ring_pieces)
+        # in place of DeepSpeed's reduction during the warm-up, which it equals within rounding
+        self._warm_up = AllToAllExchange(transport, DENSE_SETTINGS.choose())
 
     def reduce(self, names: list[str], tensors: list[Tensor]) -> list[Tensor]:
         def warm_up(bucket: list[Tensor]) -> list[Tensor]:
@@ -280,14 +284,14 @@ class WholeOptimizer:
         )
 
     def take(
-        self, step: int, mean: list[Tensor], norm: float, moments: FirstMoments | None = None
+        self, step: int, mean: list[Tensor], norm: float, correction: float | None = None
     ) -> None:
         """AdamW on the averaged gradients.
 
         Args:
             mean: one for each parameter, of as many entries; overwritten.
             norm: of all of them, finite.
-            moments: what the optimizer steps with; None: its own, with the recipe's lead.
+            correction: of the first moment; None: the recipe's.
         """
         for parameter, gradient in zip(self._parameters, mean, strict=True):
             parameter.grad = gradient.view_as(parameter)
@@ -298,9 +302,9 @@ class WholeOptimizer:
                 torch._foreach_mul_(mean, 1.0 / excess)
         for group in self.adamw.param_groups:
             group["lr"] = self._recipe.rate(step)
-        lead = self._recipe.lead if step >= self._recipe.lead_after else 0.0
-        own = leading(self.adamw, 0, self._parameters, lead)
-        with own if moments is None else moments.leading(self.adamw, 0, self._parameters):
+        if correction is None:
+            correction = self._recipe.lead if step >= self._recipe.lead_after else 0.0
+        with corrected(self.adamw, 0, self._parameters, correction):
             self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
 
@@ -326,8 +330,6 @@ class InProcessWorld:
         weight_bits: the model's weights are what hosts of one worker each hold of the optimizer's,
             as `weights.deltas` in so many bits has it; None: they are the optimizer's.
 
-    Attributes:
-        moments: what the optimizer steps with; None: its own.
     """
 
     def __init__(
@@ -360,7 +362,6 @@ class InProcessWorld:
             accumulation=accumulation,
             embeddings=embeddings_of(model),
         )
-        self.moments = self.workers.moments
 
     @property
     def step(self) -> int:
@@ -387,9 +388,10 @@ class InProcessWorld:
         norm = norm_of(total)
         skipped = not math.isfinite(norm)
         step = self.step
+        correction = self.workers.momentum_correction
         self.workers.step_ended(skipped=skipped)  # the verdict comes first, as DeepSpeed has it
         if not skipped:
-            self._optimizer.take(step, total, norm, self.moments)
+            self._optimizer.take(step, total, norm, correction)
         if self._tracked is not None and not skipped:
             self._send_weights(self._tracked)
         sent_bytes = self.workers.sent_bytes - sent_before

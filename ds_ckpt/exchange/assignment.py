@@ -1,4 +1,4 @@
-"""What travels how and what it will cost, before anything has been sent."""
+"""The compressor that each parameter is assigned, and its bytes, before anything is sent."""
 
 from __future__ import annotations
 
@@ -15,16 +15,21 @@ from ds_ckpt.exchange.rules import Choose
 UNCOMPRESSED = "uncompressed"
 
 
+def describe(compressor: Compressor | None) -> str:
+    """Return a compressor in words."""
+    return UNCOMPRESSED if compressor is None else compressor.describe()
+
+
 @dataclass(frozen=True)
-class PlannedTensor:
+class AssignedTensor:
     """One parameter.
 
     Attributes:
         how: its compressor in words.
         dense_bytes: the gradient in its own type.
-        sent_bytes: what stands for the whole gradient on the wire, in the same terms: payloads
-            for all shards, or the factors as their sum moves them (`low_rank`). Norms and biases
-            that ride along with factors are counted as if sent alone.
+        sent_bytes: the whole gradient on the wire, in the same terms: payloads of all shards, or
+            the factors as their sum moves them (`low_rank`). Norms and biases that piggyback on
+            factors are counted as if sent alone.
     """
 
     name: str
@@ -35,10 +40,10 @@ class PlannedTensor:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Assignment:
     """All trainable parameters, in the model's order."""
 
-    tensors: tuple[PlannedTensor, ...]
+    tensors: tuple[AssignedTensor, ...]
 
     @classmethod
     def of(
@@ -47,40 +52,42 @@ class Plan:
         shapes: Iterable[tuple[str, torch.Size, int]],
         world: int,
         local: int = 1,
-    ) -> Plan:
-        """From name, shape and bytes an element of each parameter.
+    ) -> Assignment:
+        """Assign compressors to parameters, given by name, shape and bytes of an element.
 
         Args:
-            world: processes that exchange: hosts, with two levels.
-            local: processes of a host that divide each gradient among them; 1 with one level.
+            world: ranks that exchange: nodes, with two levels.
+            local: ranks of a node that divide each gradient among them; 1 with one level.
         """
         tensors = []
         for name, shape, itemsize in shapes:
             compressor, dense = choose(name, shape), shape.numel() * itemsize
             sent = dense if compressor is None else compressor.sent_bytes(shape, world, local)
-            tensors.append(PlannedTensor(name, tuple(shape), words(compressor), dense, sent))
+            tensors.append(AssignedTensor(name, tuple(shape), describe(compressor), dense, sent))
         return cls(tuple(tensors))
 
     @property
     def dense_bytes(self) -> int:
+        """Bytes of a dense exchange in the gradients' own types."""
         return sum(t.dense_bytes for t in self.tensors)
 
     @property
     def sent_bytes(self) -> int:
+        """Bytes on the wire."""
         return sum(t.sent_bytes for t in self.tensors)
 
     @property
     def share(self) -> float:
-        """Of the bytes that a dense exchange in the gradients' own types sends."""
+        """Sent bytes as a share of dense bytes."""
         return self.sent_bytes / max(self.dense_bytes, 1)
 
     @property
     def compressed(self) -> int:
-        """Number of tensors that travel compressed."""
+        """Number of compressed tensors."""
         return sum(t.how != UNCOMPRESSED for t in self.tensors)
 
     def by_compressor(self) -> dict[str, tuple[int, int, int]]:
-        """For each compressor: number of tensors, dense bytes, bytes to be sent."""
+        """Return number of tensors, dense bytes and sent bytes by compressor."""
         sums: dict[str, tuple[int, int, int]] = {}
         for t in self.tensors:
             n, dense, sent = sums.get(t.how, (0, 0, 0))
@@ -88,17 +95,17 @@ class Plan:
         return sums
 
     def records(self) -> list[dict[str, Any]]:
-        """One JSON-able record a tensor."""
+        """Return one JSON-able record a tensor."""
         return [dict(vars(t)) for t in self.tensors]
 
     def table(self) -> str:
-        """Lines of tensors, and their sum; those alike of numbered layers share a line."""
-        alike: dict[tuple[str, tuple[int, ...], str], list[PlannedTensor]] = {}
+        """Return a line a tensor and the sum; equal tensors of numbered layers share a line."""
+        equal: dict[tuple[str, tuple[int, ...], str], list[AssignedTensor]] = {}
         for t in self.tensors:
             name = re.sub(r"(?<=\.)\d+(?=\.)", "*", t.name)
-            alike.setdefault((name, t.shape, t.how), []).append(t)
+            equal.setdefault((name, t.shape, t.how), []).append(t)
         rows = []
-        for (name, shape, how), group in alike.items():
+        for (name, shape, how), group in equal.items():
             label = name if len(group) == 1 else f"{name} ({len(group)})"
             sent, dense = sum(t.sent_bytes for t in group), sum(t.dense_bytes for t in group)
             rows.append((label, "x".join(map(str, shape)), how, sent, dense))
@@ -109,8 +116,3 @@ class Plan:
         ]
         total = f"{self.sent_bytes:,} of {self.dense_bytes:,} B: {self.share:.2%}"
         return "\n".join([*lines, total])
-
-
-def words(compressor: Compressor | None) -> str:
-    """A compressor as people call it."""
-    return UNCOMPRESSED if compressor is None else compressor.describe()

@@ -1,0 +1,309 @@
+"""The state of one optimizer step of the gradient exchange: how it is sent, commit and rollback.
+
+A step's buckets are reduced by DeepSpeed in the warm-up (or in a few bits), then as the tuner says:
+compressed, or by the other way. With gradient accumulation the exchange runs once, at the boundary;
+earlier micro-steps only add to the residuals. Everything that a step leaves pending (residuals,
+factors, the metric's sums) is committed or rolled back here, together.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ds_ckpt.compression.error_feedback import Feedback
+from ds_ckpt.engine.tuner import Subject, Tuner
+from ds_ckpt.errors import Problem, UnsupportedError
+from ds_ckpt.exchange.exchange import AllToAllExchange
+from ds_ckpt.exchange.hierarchy import InHostSum
+from ds_ckpt.exchange.layout import ShardLayout
+from ds_ckpt.exchange.rules import Choose, ExchangeSettings
+from ds_ckpt.exchange.transport import Transport
+
+log = logging.getLogger("ds_ckpt")
+Reduce = Callable[[list[Tensor]], list[Tensor]]
+"""A bucket's full gradients to this rank's shards."""
+ReductionMode = Literal["compressed", "uncompressed", "deepspeed"]
+GRADIENTS = Subject(
+    "gradients are sent",
+    {
+        "compressed": "compressed",
+        "uncompressed": "uncompressed",
+        "deepspeed": "by DeepSpeed's own reduction",
+    },
+    "compression.exchange.autotune: false compresses always",
+)
+
+
+def _uncompressed(name: str, shape: torch.Size) -> None:
+    """Choose no compressor."""
+
+
+class StepState:
+    """Reduces the buckets of a step, and commits or rolls back what they leave.
+
+    It is the `ds_ckpt.zero3.gradient.BucketExchange` of a method.
+
+    Args:
+        exchange: runs after the warm-up.
+        warmup_steps: optimizer steps that DeepSpeed reduces, or that are sent as `warm_up` chooses.
+        warm_up: compressors of these steps; None: DeepSpeed's own reduction.
+        current_step: returns DeepSpeed's count of optimizer steps so far.
+        at_boundary: returns whether this micro-step ends an accumulated step; earlier ones are
+            added to the residuals. None: every micro-step is exchanged.
+        tuner: "compressed" and another `ReductionMode`; None: gradients are always compressed.
+        is_logging_rank: whether this rank logs.
+
+    Attributes:
+        exchange, tuner: as given.
+        is_disabled: compression is over for this run: every bucket is sent uncompressed, with its
+            residual. Set between steps, on every rank alike; saved with a checkpoint.
+    """
+
+    def __init__(
+        self,
+        exchange: AllToAllExchange,
+        *,
+        warmup_steps: int,
+        warm_up: Choose | None = None,
+        current_step: Callable[[], int],
+        at_boundary: Callable[[], bool] | None = None,
+        tuner: Tuner | None = None,
+        is_logging_rank: bool = False,
+    ) -> None:
+        self.exchange = exchange
+        self.tuner = tuner
+        self.is_disabled = False
+        self._warmup_steps, self._warm_up = warmup_steps, warm_up
+        self._current_step, self._at_boundary = current_step, at_boundary
+        self._is_logging_rank = is_logging_rank
+        self._nonfinite_before = 0
+        self._metric_start: int | None = warmup_steps
+        """Step at which the metric is measured first; None: the next one."""
+        self._expects_more = False
+        """The latest micro-step did not end its step."""
+        self._sent: dict[str, ReductionMode] = {}
+        """Modes of this step's buckets, by parameter."""
+        self._drained: set[str] = set()
+        """Parameters without a residual on any rank: sent uncompressed since they were compressed.
+        By what was sent, not by residuals: with two levels only some ranks may have one."""
+
+    @property
+    def _is_warming_up(self) -> bool:
+        return self._current_step() < self._warmup_steps
+
+    def mode(self, names: Sequence[str] = ()) -> ReductionMode:
+        """Return how the bucket of these parameters is reduced. Constant within a step.
+
+        Before DeepSpeed's reduction takes over, residuals are sent: a parameter that was compressed
+        goes uncompressed once.
+        """
+        if self._is_warming_up and self._warm_up is None:
+            return "deepspeed"
+        if self.is_disabled:
+            return "uncompressed"
+        if self._is_warming_up or self.tuner is None or self.tuner.current == "compressed":
+            return "compressed"
+        if self.tuner.current == "deepspeed" and self._drained.issuperset(names):
+            return "deepspeed"
+        return "uncompressed"
+
+    @property
+    def is_compressing(self) -> bool:
+        """Whether the step's gradients are sent compressed."""
+        return self.mode() == "compressed"
+
+    @property
+    def corrects_momentum(self) -> bool:
+        """Whether residuals delay this step's gradients: compressed, after the warm-up."""
+        return not self._is_warming_up and self.is_compressing
+
+    def reserve(self, shapes: Iterable[tuple[str, torch.Size]], device: torch.device) -> None:
+        """See `AllToAllExchange.reserve`."""
+        others = () if self._warm_up is None else (self._warm_up,)
+        self.exchange.reserve(shapes, device, *others)
+
+    def reduce(
+        self,
+        names: Sequence[str],
+        tensors: list[Tensor],
+        *,
+        loss_scale: float,
+        deepspeed_reduce: Reduce,
+    ) -> list[Tensor]:
+        """Reduce one bucket; see `ds_ckpt.zero3.gradient.BucketExchange`."""
+        self._expects_more = self._at_boundary is not None and not self._at_boundary()
+        mode, is_warming_up = self.mode(names), self._is_warming_up
+        if is_warming_up and mode == "deepspeed":
+            return deepspeed_reduce(tensors)
+        if not is_warming_up and self.exchange.metric is not None:
+            if self._metric_start is None:
+                self._metric_start = self._current_step()
+            self.exchange.metric.exchanging(self._current_step() - self._metric_start)
+        choose = _uncompressed if mode == "uncompressed" else None
+        if self._expects_more:
+            return self.exchange.accumulate(names, tensors, loss_scale, choose=choose)
+        if is_warming_up and mode == "compressed":
+            self._drained.difference_update(names)
+            return self.exchange.average(names, tensors, loss_scale, choose=self._warm_up)
+        if not self.is_disabled:
+            self._sent.update(dict.fromkeys(names, mode))
+        if mode == "deepspeed":
+            return deepspeed_reduce(tensors)
+        return self.exchange.average(names, tensors, loss_scale, choose=choose)
+
+    def commit(self) -> None:
+        """End a step that was taken: residuals and factors are those that it left.
+
+        A step with a non-finite bucket that DeepSpeed did not skip rolls them back all the same:
+        every rank received its flag, and a NaN must not stay in a residual.
+
+        Raises:
+            UnsupportedError: on every rank, all of the step's gradients were only accumulated: the
+                program set the boundary after the last backward. The step is rolled back. Also in
+                the warm-up, so that the first step shows what later ones cannot do.
+        """
+        if self._expects_more:
+            self.rollback()
+            raise UnsupportedError(
+                Problem(
+                    where="engine.set_gradient_accumulation_boundary",
+                    found="a step that ends before any of its backwards was marked as the last",
+                    why="gradients are accumulated until the step's last backward, which sends "
+                    "them",
+                    remedy="call set_gradient_accumulation_boundary(True) before the last "
+                    'backward, or set $.ds_ckpt.compression.exchange.when to "micro_step"',
+                ),
+                headline="ds_ckpt cannot take this step",
+            )
+        self._end(is_skipped=False)
+
+    def rollback(self) -> None:
+        """End a step that was skipped: everything is bit-equal to before it (law 4)."""
+        self._expects_more = False
+        self._end(is_skipped=True)
+
+    def _end(self, *, is_skipped: bool) -> None:
+        exchange = self.exchange
+        nonfinite, before = exchange.nonfinite_buckets, self._nonfinite_before
+        self._nonfinite_before = nonfinite
+        exchange.reset_step()
+        for part in (exchange.feedback, exchange.factors):
+            if is_skipped or nonfinite > before:
+                part.rollback()
+            else:
+                part.commit()
+        if exchange.metric is not None:
+            exchange.metric.step_ended(skipped=is_skipped)
+        sent, self._sent = self._sent, {}
+        if not sent:
+            return
+        if not is_skipped:
+            self._drained.update(name for name, mode in sent.items() if mode != "compressed")
+            self._drained.difference_update(n for n, mode in sent.items() if mode == "compressed")
+        if self.tuner is not None:
+            self.tuner.step_ended(is_counted=not is_skipped)
+
+    def state_dict(self) -> dict[str, Mapping[str, Any]]:
+        """Return the state of checkpoints beside residuals, by part and key."""
+        factors = self.exchange.factors.state_dict()
+        return {"factors": factors, "fallback": {"whole": self.is_disabled}}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Replace the state; missing parts start anew, and the tuner compares anew.
+
+        After a load onto other ranks every rank gets what rank 0 saved.
+        """
+        self.exchange.factors.load_state_dict(state.get("factors", {}))
+        self.is_disabled = bool(state.get("fallback", {}).get("whole", False))
+        self._sent, self._drained = {}, set()
+        if self.exchange.metric is not None:
+            self.exchange.metric.load_state_dict({})
+            self._metric_start = None
+        if self.tuner is not None:
+            self.tuner.restart()
+        if self.is_disabled and self._is_logging_rank:
+            log.warning(
+                "ds_ckpt: the checkpoint is of a run whose guard disabled compression: gradients "
+                "are sent uncompressed here too"
+            )
+
+
+class NoCommunication:
+    """The no-communication bound: it sends nothing, so no compression can gain more.
+
+    For measuring only; see `Session.measure_with`. Every rank trains its shards on its own
+    gradients. Weights are still gathered, so the step's time is a lower bound for any compression
+    of gradients.
+
+    Args:
+        world: number of ranks in the data-parallel group.
+        dp_rank: this rank's index in it.
+    """
+
+    def __init__(self, world: int, dp_rank: int) -> None:
+        assert 0 <= dp_rank < world
+        self._world = world
+        self._dp_rank = dp_rank
+
+    def reduce(
+        self,
+        names: Sequence[str],
+        tensors: list[Tensor],
+        *,
+        loss_scale: float,
+        deepspeed_reduce: Reduce,
+    ) -> list[Tensor]:
+        """Return this rank's own gradients: flat views of its shards of `tensors`."""
+        shards = [ShardLayout(t.numel(), self._world).shard(self._dp_rank) for t in tensors]
+        return [t.reshape(-1)[shard] for t, shard in zip(tensors, shards, strict=True)]
+
+    def commit(self) -> None:
+        """Keep nothing."""
+
+    def rollback(self) -> None:
+        """Keep nothing."""
+
+
+def make_step_state(
+    settings: ExchangeSettings,
+    between: Transport,
+    everyone: Transport,
+    feedback: Feedback | None,
+    *,
+    current_step: Callable[[], int],
+    at_boundary: Callable[[], bool] | None = None,
+    in_host: InHostSum | None = None,
+    embeddings: frozenset[str] = frozenset(),
+    tuner: Tuner | None = None,
+) -> StepState:
+    """Make one rank's end of the exchange in the settings, real or virtual.
+
+    Args:
+        between, feedback, in_host: see `AllToAllExchange`.
+        everyone: sums over all ranks.
+        current_step, at_boundary, tuner: see `StepState`.
+        embeddings: see `Rules`.
+    """
+    choose = settings.choose(embeddings, 1 if in_host is None else in_host.processes)
+    exchange = AllToAllExchange(
+        between,
+        choose,
+        feedback,
+        accumulates=at_boundary is not None,
+        in_host=in_host,
+        metric=settings.metric(everyone.all_reduce),
+    )
+    return StepState(
+        exchange,
+        warmup_steps=0 if settings.lossless else settings.warmup_steps,
+        warm_up=settings.warm_up(choose),
+        current_step=current_step,
+        at_boundary=at_boundary,
+        tuner=tuner,
+        is_logging_rank=everyone.dp_rank == 0,
+    )

@@ -1,0 +1,162 @@
+"""The state of a step: how buckets are sent, and that no residual is stranded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds_ckpt.compression.error_feedback import Feedback
+from ds_ckpt.compression.powersgd import Factors
+from ds_ckpt.engine.step import GRADIENTS, StepState
+from ds_ckpt.engine.tuner import COUNTED_STEPS, RECHECK_STEPS, Tuner
+from ds_ckpt.exchange.rules import Choose
+
+COMPUTE_S = 0.5
+BUCKETS = ("front", "back")
+BLOCK = 1 + COUNTED_STEPS
+CYCLE = 2 * BLOCK
+
+
+@dataclass
+class Machine:
+    """An exchange that takes its time, and nothing else.
+
+    Attributes:
+        compressed_s, uncompressed_s, deepspeed_s: of all buckets of a step.
+        modes: of every bucket so far.
+        last: mode of each bucket by the name of its one parameter.
+    """
+
+    compressed_s: float = 0.4
+    uncompressed_s: float = 0.7
+    deepspeed_s: float = 0.5
+    now_s: float = 0.0
+    nonfinite_buckets: int = 0
+    modes: list[str] = field(default_factory=list)
+    last: dict[str, str] = field(default_factory=dict)
+    feedback: Feedback = field(default_factory=lambda: Feedback(enabled=False))
+    factors: Factors = field(default_factory=Factors)
+    metric: None = None
+
+    def average(
+        self,
+        names: Sequence[str],
+        tensors: list[Tensor],
+        loss_scale: float = 1.0,
+        *,
+        choose: Choose | None,
+    ) -> list[Tensor]:
+        seconds = self.compressed_s if choose is None else self.uncompressed_s
+        self._take("compressed" if choose is None else "uncompressed", seconds)
+        self.last[names[0]] = self.modes[-1]
+        return tensors
+
+    def deepspeed(self, tensors: list[Tensor]) -> list[Tensor]:
+        self._take("deepspeed", self.deepspeed_s)
+        return tensors
+
+    def _take(self, mode: str, seconds: float) -> None:
+        self.now_s += seconds / len(BUCKETS)
+        self.modes.append(mode)
+
+    def reset_step(self) -> None:
+        pass
+
+
+def made(
+    machine: Machine, other: str = "deepspeed", current_step: Callable[[], int] = lambda: 1
+) -> StepState:
+    tuner = Tuner(
+        ("compressed", other),
+        lambda t: t.mul_(2),
+        world=2,
+        device=torch.device("cpu"),
+        subject=GRADIENTS,
+        clock=lambda: machine.now_s,
+    )
+    exchange: Any = machine
+    return StepState(exchange, warmup_steps=1, current_step=current_step, tuner=tuner)
+
+
+def train(
+    machine: Machine,
+    state: StepState,
+    steps: int,
+    buckets: Sequence[str] = BUCKETS,
+    *,
+    skipped: bool = False,
+) -> list[str]:
+    """Train, and return the mode of each step's last bucket."""
+    modes = []
+    for _ in range(steps):
+        machine.now_s += COMPUTE_S
+        for name in buckets:
+            machine.last[name] = "deepspeed"
+            state.reduce(
+                [name], [torch.zeros(1)], loss_scale=1.0, deepspeed_reduce=machine.deepspeed
+            )
+        modes.append(machine.modes[-1])
+        (state.rollback if skipped else state.commit)()
+        state.rollback()  # DeepSpeed drops gradients after every step, too
+    return modes
+
+
+@pytest.mark.parametrize("other", ["deepspeed", "uncompressed"])
+@pytest.mark.parametrize("is_shorter", [False, True])
+def test_residuals_are_sent_before_the_other_mode(other: str, is_shorter: bool) -> None:
+    machine = Machine(**{f"{other}_s": 0.1 if is_shorter else 0.9})  # type: ignore[arg-type]
+    state = made(machine, other)
+    modes = train(machine, state, CYCLE + 5)
+    assert modes[:CYCLE] == ["compressed"] * BLOCK + ["uncompressed"] + [other] * COUNTED_STEPS
+    assert set(modes[CYCLE:]) == {other if is_shorter else "compressed"}
+    assert state.is_compressing is not is_shorter
+
+
+def test_the_warm_up_is_not_compared() -> None:
+    machine, step = Machine(), 0
+    state = made(machine, current_step=lambda: step)
+    assert set(train(machine, state, RECHECK_STEPS)) == {"deepspeed"}
+    assert not state.is_compressing
+    step = 1
+    assert train(machine, state, 2) == ["compressed", "compressed"]
+    assert state.corrects_momentum
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_parameter_absent_from_the_uncompressed_step_is_sent_so_later(resumed: bool) -> None:
+    """Else its residual would stay until the next comparison, or for good."""
+    machine = Machine(deepspeed_s=0.1)
+    state = made(machine)
+    train(machine, state, BLOCK)
+    assert machine.last == dict.fromkeys(BUCKETS, "compressed")
+    assert train(machine, state, 1, ["front"]) == ["uncompressed"]
+    train(machine, state, 2, ["front"])
+    if resumed:
+        state.load_state_dict(state.state_dict())
+        assert train(machine, state, BLOCK + 1, ["front"])[-1] == "uncompressed"
+    assert machine.last["back"] == "compressed"
+    train(machine, state, 1, skipped=True)  # its residual is as before
+    for mode in ("uncompressed", "deepspeed", "deepspeed"):
+        train(machine, state, 1)
+        assert machine.last == {"front": "deepspeed", "back": mode}
+
+
+def test_disabled_compression_is_not_compared_and_saved() -> None:
+    machine = Machine()
+    state = made(machine)
+    train(machine, state, BLOCK - 2)
+    state.is_disabled = True
+    assert set(train(machine, state, RECHECK_STEPS)) == {"uncompressed"}
+    assert state.tuner is not None
+    assert state.tuner.is_comparing
+    assert not state.is_compressing
+    other = made(machine)
+    other.load_state_dict(state.state_dict())
+    assert other.is_disabled
+    other.load_state_dict({})
+    assert not other.is_disabled

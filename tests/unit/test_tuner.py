@@ -1,0 +1,207 @@
+"""The tuner: whole steps of each candidate, one choice for all ranks, counted alike."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import statistics
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ds_ckpt.engine.tuner import (
+    COUNTED_STEPS,
+    MAX_CYCLES,
+    RECHECK_STEPS,
+    Subject,
+    Tuner,
+    robust_median,
+)
+
+BLOCK = 1 + COUNTED_STEPS
+CYCLE = 2 * BLOCK
+MAX_STEPS = MAX_CYCLES * CYCLE
+ONE_CYCLE = ["ours"] * BLOCK + ["other"] * BLOCK
+
+
+class Clock:
+    """A clock that tests move."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def made(
+    all_reduce: Callable[[Tensor], object] = lambda t: None,
+    world: int = 1,
+    candidates: tuple[str, ...] = ("ours", "other"),
+) -> Tuner:
+    subject = Subject("things go", {name: f"by {name}" for name in candidates}, "a setting")
+    return Tuner(
+        candidates,
+        all_reduce,
+        world=world,
+        device=torch.device("cpu"),
+        subject=subject,
+        is_logging_rank=True,
+        clock=Clock(),
+    )
+
+
+def drive(
+    tuner: Tuner, steps: int, ours_s: float = 1.0, other_s: float = 1.0, skip: int = 0
+) -> list[str]:
+    """Run steps of these times; every `skip`-th is skipped and takes a day."""
+    sent = []
+    for step in range(1, steps + 1):
+        is_skipped = bool(skip) and step % skip == 0
+        sent.append(tuner.current)
+        took_s = other_s if tuner.current == tuner.candidates[-1] else ours_s
+        tuner._clock.now_s += 86400.0 if is_skipped else took_s  # type: ignore[attr-defined]
+        tuner.step_ended(is_counted=not is_skipped)
+    return sent
+
+
+@pytest.mark.parametrize(
+    ("ours_s", "other_s", "cycles"),
+    [(1.0, 2.0, 1), (2.0, 1.0, 1), (1.25, 1.0, 1), (1.03, 1.0, 2), (1.0, 1.03, 2)],
+)
+def test_the_shorter_step_is_kept(ours_s: float, other_s: float, cycles: int) -> None:
+    """After one cycle if the gap is decisive, else a second one has to agree."""
+    tuner = made()
+    sent = drive(tuner, cycles * CYCLE + 50, ours_s, other_s)
+    assert sent[: cycles * CYCLE] == ONE_CYCLE * cycles
+    assert tuner.choice == ("other" if other_s < ours_s else "ours")
+    assert set(sent[cycles * CYCLE :]) == {tuner.choice}
+    assert not tuner.is_comparing
+
+
+@pytest.mark.parametrize(
+    ("times", "choice"),
+    [((3.0, 1.0, 2.0), "b"), ((1.0, 3.0, 2.0), "a"), ((3.0, 2.0, 1.0), "c")],
+)
+def test_of_several_candidates_the_fastest_is_kept(times: tuple[float, ...], choice: str) -> None:
+    tuner = made(candidates=("a", "b", "c"))
+    for _ in range(tuner.cycle_steps):
+        tuner._clock.now_s += times["abc".index(tuner.current)]  # type: ignore[attr-defined]
+        tuner.step_ended()
+    assert tuner.choice == choice
+
+
+@settings(deadline=None)
+@given(st.integers(2, 7), st.sampled_from([(1.0, 2.0), (2.0, 1.0)]))
+def test_skipped_steps_do_not_count(skip: int, times: tuple[float, float]) -> None:
+    tuner = made()
+    sent = drive(tuner, 3 * CYCLE, *times, skip=skip)
+    assert tuner.choice == ("other" if times[1] < times[0] else "ours")
+    counted = [name for step, name in enumerate(sent, 1) if step % skip]
+    assert counted[:CYCLE] == ONE_CYCLE
+
+
+def judged(ours_s: float, other_s: float, scatter: float, seed: int) -> tuple[Tuner, int]:
+    """Run scattering steps until there is a choice; return how many."""
+    tuner, rng, steps = made(), random.Random(seed), 0
+    while tuner.choice is None:
+        took_s = ours_s if tuner.current == "ours" else other_s
+        took_s *= max(0.3, rng.gauss(1.0, scatter))
+        drive(tuner, 1, took_s, took_s)
+        steps += 1
+    return tuner, steps
+
+
+def kept(ours_s: float, scatter: float, *, runs: int) -> int:
+    choices = [judged(ours_s, 1.0, scatter, seed)[0].choice for seed in range(runs)]
+    return choices.count("ours")
+
+
+def test_choices_are_about_as_certain_as_stated() -> None:
+    """With single steps that scatter by 14%."""
+    assert kept(1.07, 0.14, runs=200) <= 2
+    assert 1 <= kept(1.0, 0.14, runs=200) <= 8
+    assert kept(0.9, 0.14, runs=100) >= 90
+    assert kept(0.95, 0.02, runs=50) == kept(0.3, 0.4, runs=50) == 50
+    assert judged(1.0, 3.0, 0.1, 0)[1] == CYCLE
+
+
+def test_without_a_significant_difference_the_baseline_wins(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tuner = made()
+    with caplog.at_level(logging.INFO, logger="ds_ckpt"):
+        sent = drive(tuner, MAX_STEPS)
+    assert tuner.choice == "other"
+    assert sent == ONE_CYCLE * MAX_CYCLES
+    assert set(drive(tuner, RECHECK_STEPS)) == {"other"}
+    assert drive(tuner, 1) == ["ours"]
+    (line,) = [r.message for r in caplog.records]
+    assert line == (
+        "ds_ckpt: autotune: things go by other: a step takes 1000.0 ms by ours, 1000.0 ms by "
+        "other, no significant difference (a setting)"
+    )
+
+
+@pytest.mark.parametrize("count", [4, 8, 32, 128])
+def test_the_error_of_a_median_is_that_of_normal_values(count: int) -> None:
+    """In the mean over draws; a pause among eight or more changes it little."""
+    rng = random.Random(count)
+    draws = [[rng.gauss(1.0, 0.1) for _ in range(count)] for _ in range(2000)]
+    medians, variances = zip(*map(robust_median, draws), strict=True)
+    assert statistics.mean(variances) == pytest.approx(statistics.variance(medians), rel=0.2)
+    if count >= 8:
+        paused = [robust_median([values[0] + 1000.0, *values[1:]])[1] for values in draws]
+        assert statistics.mean(paused) < 2 * statistics.mean(variances)
+
+
+def test_the_first_step_of_a_candidate_and_pauses_do_not_count() -> None:
+    tuner = made()
+    for step in range(CYCLE):
+        drive(tuner, 1, 100.0 if step == 0 else 1.0, 0.001 if step == BLOCK else 2.0)
+        if step % 4 == 0:
+            tuner._clock.now_s += 100.0  # type: ignore[attr-defined]
+            tuner.pause()
+    assert tuner.choice == "ours"
+
+
+def test_the_choice_is_that_of_the_sums() -> None:
+    sums = torch.tensor([[1.0 + 5.0, 0.0], [2.0 + 2.0, 0.0]])
+    for ours_s in (1.0, 5.0):
+        tuner = made(lambda t: t.copy_(sums), world=2)
+        drive(tuner, CYCLE, ours_s, 2.0)
+        assert tuner.choice == "other"
+
+
+@pytest.mark.parametrize(
+    ("ours_variance", "other_variance", "cycles"),
+    [(0.0, 0.2, 1), (0.2, 0.0, 1), (0.1, 0.1, 1), (0.12, 0.12, 2), (0.24, 0.0, 2), (0.0, 0.24, 2)],
+)
+def test_so_is_its_significance(ours_variance: float, other_variance: float, cycles: int) -> None:
+    """Means of two: 3 and 2, with an error of the root of half the variances; 1/3 is the most."""
+    sums = torch.tensor([[6.0, ours_variance], [4.0, other_variance]])
+    tuner = made(lambda t: t.copy_(sums), world=2)
+    drive(tuner, CYCLE)
+    sums.copy_(torch.tensor([[2.0, 0.0], [4.0, 0.0]]))
+    drive(tuner, CYCLE)
+    assert tuner.choice == ("other" if cycles == 1 else "ours")
+
+
+def test_it_is_repeated_and_may_choose_otherwise() -> None:
+    tuner = made()
+    drive(tuner, CYCLE + RECHECK_STEPS, 2.0, 1.0)
+    assert tuner.choice == "other"
+    assert drive(tuner, CYCLE + 10, 1.0, 2.0) == [*ONE_CYCLE, *["ours"] * 10]
+    tuner.restart()
+    assert tuner.choice is None
+    assert tuner.current == "ours"
+
+
+def test_nan_of_one_rank_is_no_choice_against_the_first_candidate() -> None:
+    tuner = made(lambda t: t.fill_(math.nan), world=2)
+    drive(tuner, CYCLE, 2.0, 1.0)
+    assert tuner.choice == "ours"
