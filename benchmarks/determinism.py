@@ -18,10 +18,10 @@ from collections.abc import Callable
 import torch
 
 from ds_ckpt.activation import CheckpointedBlocks, Policy, checkpoint
-from ds_ckpt.activation.fingerprints import Printer
+from ds_ckpt.activation.fingerprints import FingerprintCache
 
 
-class Timed(Printer):
+class Timed(FingerprintCache):
     """Counts the time that fingerprints take."""
 
     spent_s = 0.0
@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    checkpoint.Printer = Timed  # type: ignore[attr-defined, misc]
+    checkpoint.FingerprintCache = Timed  # type: ignore[attr-defined, misc]
     print(f"four Llama layers, {options.tokens} tokens, fp32, one thread")
     print("\n| hidden | step, ms | checked | every 4th forward |\n|---|---|---|---|")
     for hidden in options.hidden:

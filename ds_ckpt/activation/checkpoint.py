@@ -1,21 +1,20 @@
 """One checkpointed forward: `torch.utils.checkpoint`, and what torch leaves to its caller.
 
 torch saves a call's positional tensors, random states and autocast, and runs the call again, once
-in a backward, when its saved tensor is asked for (non-reentrant checkpointing; Chen et al., arXiv
-1604.06174). It is given one, an empty one: what autograd saves inside is numbered here, and the
-first number that backward asks for asks for torch's. autograd's graph is that of the forward, so
-gradients are what they are without checkpointing.
+in a backward, when its saved tensor is unpacked (non-reentrant checkpointing; Chen et al., arXiv
+1604.06174). It is given one empty tensor; what autograd saves inside is numbered here, and the
+first number that backward unpacks unpacks torch's tensor. The graph is that of the forward, so
+gradients are equal to those without checkpointing.
 
-Added here, by what torch enters around the forward and around the recompute:
+Added by the contexts that torch enters around the forward and around the recomputation:
 
 1. every tensor of the call is a positional one (`Arguments`), so that hooks see all of them;
-2. module state, objects, generators and other random states are as in the forward (`snapshot.py`);
+2. module state, objects, generators and other random states are those of the forward;
 3. chosen results of operators are kept (`selective.py`);
-4. several calls are one recompute: an input that the call before made is not kept, but taken from
-   that call's own recompute;
-5. hooks of its own: weights are never held (ZeRO-3 changes what they point to), values
-   can be compared, a recompute ends when it has every saved tensor even in a block that catches
-   exceptions, and errors name the block.
+4. several calls have one recomputation: an input made by the call before is not kept, but taken
+   from that call's own recomputation;
+5. hooks: weights are never held (ZeRO-3 changes their storage), values can be compared, a
+   recomputation ends once it has every saved tensor, and errors name the block.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from ds_ckpt.activation.fingerprints import Printer
+from ds_ckpt.activation.fingerprints import FingerprintCache
 from ds_ckpt.activation.selective import (
     Choice,
     Recording,
@@ -52,7 +51,6 @@ from ds_ckpt.activation.snapshot import (
     changed_between,
     input_changed,
     refusal,
-    without_graph,
 )
 from ds_ckpt.errors import Problem, RecomputeError
 from ds_ckpt.telemetry.memory import in_words, version_of
@@ -61,16 +59,15 @@ Scope = Callable[[], AbstractContextManager[Any]]
 
 
 class Arguments:
-    """A call without its tensors.
+    """A call, taken apart into its tensors and the rest.
 
     Containers that torch's pytree knows (tuples, lists, dicts, named tuples, model outputs) are
-    looked into; the recompute gets copies of them. Other objects stay as they are, with the tensors
-    that they hold. So do parameters: a recompute must be given the parameter itself, since ZeRO-3
-    exchanges what it points to.
+    taken apart. Parameters count as the rest: a recomputation needs the parameter itself, because
+    ZeRO-3 exchanges its storage.
 
     Attributes:
-        tensors: what was taken out, each object once.
-        others: what is no tensor.
+        tensors: the tensors, each once.
+        others: everything else.
     """
 
     def __init__(
@@ -80,34 +77,37 @@ class Arguments:
         leaves, self._spec = tree_flatten((args, kwargs))
         self.tensors: list[Tensor] = []
         self.others: list[Any] = []
-        self._leaves: list[tuple[bool, Any]] = []
-        """Whether it is a tensor; its index in `tensors`, or the value."""
+        self._leaves: list[tuple[bool, int]] = []
+        """Whether it is in `tensors`, and its index there or in `others`."""
         seen: dict[int, int] = {}
         for leaf in leaves:
-            taken = isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)
-            if not taken:
+            if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter):
+                self._leaves.append((False, len(self.others)))
                 self.others.append(leaf)
-            elif id(leaf) not in seen:
+                continue
+            if id(leaf) not in seen:
                 seen[id(leaf)] = len(self.tensors)
                 self.tensors.append(leaf)
-            self._leaves.append((taken, seen[id(leaf)] if taken else leaf))
+            self._leaves.append((True, seen[id(leaf)]))
 
-    def with_tensors(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with `tensors` in the places of those that were taken out."""
-        leaves = [tensors[value] if taken else value for taken, value in self._leaves]
+    def put_together(
+        self, tensors: Sequence[Tensor], others: Sequence[Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with other tensors and other values."""
+        leaves = [tensors[i] if is_tensor else others[i] for is_tensor, i in self._leaves]
         args, kwargs = tree_unflatten(leaves, self._spec)
         return args, kwargs
 
-    def release(self) -> list[Tensor]:
-        """Hand the tensors out and hold them no longer."""
-        tensors, self.tensors = self.tensors, []
-        return tensors
+    def release(self) -> tuple[list[Tensor], list[Any]]:
+        """Return tensors and others, and reference them no longer."""
+        taken, self.tensors, self.others = (self.tensors, self.others), [], []
+        return taken
 
 
 def opened(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """The same call with every `functools.partial` around the function taken off."""
+    """Return the same call without any `functools.partial` around the function."""
     while isinstance(function, functools.partial):
         args, kwargs = (*function.args, *args), {**function.keywords, **kwargs}
         function = function.func
@@ -115,10 +115,8 @@ def opened(
 
 
 class _Recomputing(threading.local):
-    """The recompute that runs in this thread."""
-
-    linked = False
-    """It runs for the input of another."""
+    is_linked = False
+    """The recomputation in this thread makes the input of another one."""
 
 
 _recomputing = _Recomputing()
@@ -126,12 +124,12 @@ _recomputing = _Recomputing()
 
 @dataclass
 class RecomputeContext:
-    """What surrounds calls: the same for every block of a model.
+    """Surroundings of all blocks of a model.
 
     Attributes:
-        recompute: scopes entered around every recompute.
+        recompute: scopes entered around every recomputation.
         trackers: random states beside torch's own.
-        removed: checkpointing was taken off the model.
+        removed: checkpointing was removed from the model.
     """
 
     recompute: Sequence[Scope] = ()
@@ -148,29 +146,31 @@ class CheckpointedModule:
     memory: BlockMemory
     choice: Choice | None = None
     replaying: Callable[[], Any] | None = None
-    """What the module's forward has to run when it is called with its hooks in a recompute."""
+    """Function that the module's forward runs if a recomputation calls it with its hooks."""
 
 
 def _place(value: Any) -> tuple[Any, ...] | None:
-    """The memory and version of a tensor, the same for another tensor object (ZeRO-3's hooks);
-    None where it has none of its own: a sparse one, one from inference mode."""
+    """Return memory, version and geometry of a tensor, or None if it has no memory of its own.
+
+    Equal for another tensor object over the same values, as ZeRO-3's hooks make them.
+    """
     if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_inference():
         return None
     geometry = (value.storage_offset(), value.shape, value.stride(), value.dtype)
-    reads = (value.is_conj(), value.is_neg())  # the same bytes as other values
-    return (value.untyped_storage()._cdata, value._version, *geometry, *reads)
+    flags = (value.is_conj(), value.is_neg())
+    return (value.untyped_storage()._cdata, value._version, *geometry, *flags)
 
 
 @dataclass(frozen=True)
 class _Link:
-    """An input that the call before made; holds that call's graph, as its tensor would."""
+    """Input that the call before has made; holds that call's graph, as its tensor would."""
 
     call: Call
     unpack: Callable[[Any], Any]
     output: int
 
     def tensor(self) -> Tensor:
-        """The output anew, from that call's recompute."""
+        """Return the output, from that call's recomputation."""
         output: Tensor = self.call.outputs_again(self.unpack)[self.output]
         return output
 
@@ -179,19 +179,16 @@ _group_of_backwards: Callable[[], Any] = getattr(torch._C, "_get_graph_exec_grou
 
 
 def _running_backward() -> Any:
-    """What torch counts as one backward, with one recompute; -1 outside of any."""
+    """Return torch's id of the backward that shares one recomputation; -1 outside of any."""
     return _group_of_backwards() or torch._C._current_graph_task_id()
 
 
 class _Stop(BaseException):
-    """Every saved tensor has been computed again: ends a recompute early and is no error.
-
-    No `Exception`, which a block may catch for purposes of its own.
-    """
+    """Ends a recomputation that has all saved tensors. No `Exception`: a block may catch those."""
 
 
 class _Weight:
-    """Stands for a saved parameter: autograd looks at no versions where there are hooks."""
+    """Saved parameter with its version, which autograd does not check behind hooks."""
 
     __slots__ = ("block", "parameter", "version")
 
@@ -214,41 +211,38 @@ def _innermost_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]
 
 
 class Call:
-    """One forward of one block, and its recompute.
+    """One forward of one block, and its recomputation.
 
-    autograd's graph holds it, through torch's hooks; it holds nothing of the graph.
+    The autograd graph references it through torch's hooks; it references nothing of the graph.
 
     Args:
         target: the module.
         context: scopes and random states.
-        check: compare the values that the forward saves with those of the recompute.
+        check: compare the saved values with those of the recomputation.
     """
 
     def __init__(
         self, target: CheckpointedModule, context: RecomputeContext, *, check: bool
     ) -> None:
         self._target, self._context, self._check = target, context, check
-        self._finished: bool | None = None
-        """None before and in the forward; False where an exception has ended it."""
+        self._finished = False
         self._own: tuple[Any, Any] | None = None
+        """The caller's own arguments, for the forward."""
         self._kinds: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self._prints: list[Tensor | None] = []
-        self._tags: dict[int, dict[str, Any]] = {}
-        """What callers have put on arguments (`x.scale = 2`), by their number."""
         self._links: dict[int, _Link] = {}
         self._recording: Recording | None = None
         self._results = SavedTensors(())
         self._hooks: weakref.ref[Callable[[Any], Any]] | None = None
         self._outputs: dict[int, tuple[tuple[Any, ...], StorageWeakRef]] = {}
-        """Where tensors lie that it has returned, and what tells whether they still do."""
         self._marker: Any = None
-        """What torch put in the place of its saved tensor."""
+        """Torch's substitute for its saved tensor."""
         self._values: dict[Any, dict[int, Tensor]] = {}
-        """By backward: what its recompute has made and it has not yet asked for, by number."""
+        """By backward: recomputed tensors that were not unpacked yet, by number."""
         self._again: dict[int, Tensor] = {}
-        """The same of the recompute that runs."""
-        self._followed = False
-        """Whether another call goes on from here."""
+        """The same, of the recomputation that runs."""
+        self._is_followed = False
+        """Another call's input is linked to an output of this one."""
         self._made: list[Any] = []
         self._difference: Problem | None = None
         """The first one: a block may catch the error that it was raised as."""
@@ -264,42 +258,35 @@ class Call:
         before: Call | None,
         last: bool,
     ) -> Any:
-        """The call's result.
+        """Return the result of the checkpointed call.
 
         Args:
-            before: the call that this one may go on from.
-            last: no call goes on from this one.
+            before: call whose outputs may be inputs of this one.
+            last: no call follows that may be linked to this one.
         """
         target, self._last = self._target, last
         function, args, kwargs = opened(function, args, kwargs)
-        self._arguments = arguments = Arguments(function, args, kwargs)
-        self._own = (args, kwargs)
-        del args, kwargs
+        self._arguments, self._own = Arguments(function, args, kwargs), (args, kwargs)
+        tensors, others = self._arguments.release()
         # what comes from inference mode counts no versions and cannot be saved, a copy can
-        tensors = [t.clone() if t.is_inference() else t for t in arguments.release()]
+        tensors = [t.clone() if t.is_inference() else t for t in tensors]
         versions = [t._version for t in tensors]
-        self._snapshot = Snapshot(target.memory, arguments.others)
+        self._snapshot = Snapshot(target.memory, others)
         self._random = [(t, dict(t.get_states())) for t in self._context.trackers]
         if before is not None:
             self._links = before.links_of(tensors)
         if target.choice is not None:
-            # asks the list, not the call: a call goes with its graph, without a collection
+            # given the list's method, not the call's: a call goes with its graph, uncollected
             self._recording = Recording(target.choice, self._kinds.__len__, self._context.trackers)
-        self._printer = Printer()
+        self._printer = FingerprintCache()
         if self._check:
             plain = (t for t in tensors if t.layout == torch.strided)
             self._printer.given = frozenset(t.untyped_storage()._cdata for t in plain)
         self._needs_gradient = [t.requires_grad for t in tensors]
-        self._tags = {
-            i: {key: without_graph(value) for key, value in vars(t).items()}
-            for i, t in enumerate(tensors)
-            if type(t) is Tensor and vars(t)
-        }
         # without their graphs, which may lead back here where something works in place; empty
-        # ones where the recompute makes its own: torch looks at their devices
+        # ones where the recomputation makes its own: torch reads their devices
         kept = [t.new_empty(0) if i in self._links else t.detach() for i, t in enumerate(tensors)]
-        # and saves the random states of those; of what a parameter or an object lies on, for these
-        if all(t.is_cpu for t in kept):
+        if all(t.is_cpu for t in kept):  # torch saves random states of their devices
             kept += [torch.empty(0, device=d) for d in self._snapshot.accelerators()]
         contexts = (self._forward(), _Again(self))
         result = checkpoint(
@@ -314,7 +301,7 @@ class Call:
         self._snapshot.after()
         if self._recording is not None:
             assert target.choice is not None
-            outside = self._snapshot.reachable(tree_leaves(result))
+            outside = self._snapshot.reachable((result, args, kwargs))
             self._results = SavedTensors(self._recording.finish(outside, whole=not last))
             target.choice.require_hits(self._recording.seen)
             self._recording.seen.clear()
@@ -326,7 +313,7 @@ class Call:
         return result
 
     def _function(self, *tensors: Tensor) -> Any:
-        """What torch runs, in the forward and in the recompute."""
+        """Run the block, in the forward and in the recomputation."""
         function = self._arguments.function
         if self._own is not None:  # with the caller's own lists and dicts, into which it may write
             (args, kwargs), self._own = self._own, None
@@ -335,9 +322,8 @@ class Call:
             (self._inputs.pop(i) if i in self._links else t).detach().requires_grad_(needs)
             for i, (t, needs) in enumerate(zip(tensors, self._needs_gradient, strict=False))
         ]
-        for i, tags in self._tags.items():
-            vars(given[i]).update(tags)
-        args, kwargs = self._arguments.with_tensors(given)
+        others = self._snapshot.copied_arguments()
+        args, kwargs = self._arguments.put_together(given, others)
         target = self._target
         if (self._links or not self._last) and _partitioned(target.module):
             # its own weights are gathered by its hooks, and only the last call's are here
@@ -350,11 +336,11 @@ class Call:
             target.replaying = again
             target.module(*args, **kwargs)
             if not outcome:
-                raise _taken_off(target.name)
+                raise _removed(target.name)
             result = outcome[0]
         else:
             result = function(*args, **kwargs)
-        if self._followed:  # without the graph, which leads back here
+        if self._is_followed:  # without the graph, which leads back here
             leaves = tree_leaves(result)
             self._made = [v.detach() if isinstance(v, Tensor) else v for v in leaves]
         return None
@@ -390,7 +376,7 @@ class Call:
             with saved_tensors_hooks(packed, unpacked), self._recording or nullcontext():
                 yield
         except BaseException:
-            self._finished, self._own = False, None
+            self._own = None
             if self._recording is not None:
                 self._recording.entries.clear()  # they hold the graph, which holds the recording
             raise
@@ -413,7 +399,7 @@ class Call:
     # another call that goes on from this one
 
     def links_of(self, tensors: Sequence[Tensor]) -> dict[int, _Link]:
-        """Those of the tensors that are outputs of this call, by index."""
+        """Return links of those tensors that are outputs of this call, by index."""
         unpack = self._hooks() if self._hooks is not None else None
         if unpack is None:
             return {}
@@ -423,23 +409,23 @@ class Call:
             for number, (place, storage) in self._outputs.items()
             if not storage.expired() and _place(tensor) == place
         }
-        self._followed = self._followed or bool(links)
+        self._is_followed = self._is_followed or bool(links)
         return links
 
     def outputs_again(self, unpack: Callable[[Any], Any]) -> list[Any]:
-        """What the recompute returns. It runs now if it has not run in this backward."""
+        """Return the leaves of the recomputation's result; it runs now if it has not run yet."""
         if not self._made:
-            _recomputing.linked = True
+            _recomputing.is_linked = True
             try:
                 self.recompute(unpack)
             finally:
-                _recomputing.linked = False
+                _recomputing.is_linked = False
         return self._made
 
     # recompute
 
     def recompute(self, unpack: Callable[[Any], Any]) -> None:
-        """Run again, in torch's hook `unpack`."""
+        """Recompute, in torch's hook `unpack`."""
         try:
             unpack(self._marker)
         except RuntimeError as error:
@@ -448,26 +434,19 @@ class Call:
             raise input_changed(self._target.name) from error
 
     def enter(self, stack: ExitStack) -> None:
-        """Everything as it was before the forward, on `stack`."""
+        """Enter the state before the forward on `stack`."""
         name = self._target.name
-        if self._finished is None:
-            raise refusal(
-                name,
-                "a gradient that is asked for inside a forward",
-                "the block cannot be computed again before its forward has ended",
-                "leave the block out of checkpointing",
-            )
         if not self._finished:
             raise refusal(
                 name,
-                "a backward through a forward that an exception has ended",
-                "the recompute cannot tell how far it had come",
-                f"return tensors from the block instead of raising, {LEAVE_OUT}",
+                "a backward through a forward that has not ended, or ended with an exception",
+                "the recomputation needs a forward that has returned",
+                f"ask for gradients behind the block, return instead of raising, {LEAVE_OUT}",
             )
         if self._context.removed:
-            raise _taken_off(name)
-        linked, _recomputing.linked = _recomputing.linked, False
-        stack.callback(setattr, _recomputing, "linked", linked)
+            raise _removed(name)
+        linked, _recomputing.is_linked = _recomputing.is_linked, False
+        stack.callback(setattr, _recomputing, "is_linked", linked)
         for scope in () if linked else self._context.recompute:
             stack.enter_context(scope())
         self._inputs = {index: link.tensor() for index, link in self._links.items()}
@@ -476,12 +455,13 @@ class Call:
         for tracker, states in self._random:
             stack.callback(tracker.set_states, dict(tracker.get_states()))
             tracker.set_states(dict(states))
-        stack.enter_context(self._snapshot.again())
+        self._unrestored = self._snapshot.unrestored() if self._check else None
+        stack.enter_context(self._snapshot.restored())
         self._torch_pack, _ = _innermost_hooks()
         self._versions: list[int] = []
         self._difference = None
         self._doubts: list[tuple[int, Tensor]] = []
-        self._reprinter = Printer()
+        self._reprinter = FingerprintCache()
         stack.enter_context(saved_tensors_hooks(self._pack_again, lambda tensor: tensor))
         if self._recording is not None:
             assert self._target.choice is not None
@@ -496,7 +476,7 @@ class Call:
             raise RecomputeError(self._difference)
         index = len(self._versions)
         if index == len(self._kinds):
-            if self._followed:
+            if self._is_followed:
                 self.differs(f"it saves more than the {index} tensors of the forward")
             raise _Stop
         shape, dtype, device = self._kinds[index]
@@ -516,15 +496,15 @@ class Call:
         # counts versions with the original
         self._again[index] = value = tensor.detach() if tensor.requires_grad else tensor
         self._versions.append(value._version)
-        if len(self._versions) == len(self._kinds) and not self._followed:
+        if len(self._versions) == len(self._kinds) and not self._is_followed:
             raise _Stop
         return value
 
     def finish(self) -> None:
-        """The recompute has ended. On an accelerator one synchronization tells here whether any
-        of its values differs.
+        """Check the recomputation, which has ended; one synchronization on an accelerator.
 
-        Raises RecomputeError: they do, or did and the block has caught the error.
+        Raises:
+            RecomputeError: it differs from the forward, or changed state that is not restored.
         """
         if self._difference is not None:
             raise RecomputeError(self._difference)
@@ -533,6 +513,10 @@ class Call:
             self.differs(f"it saves {count} tensors, the forward saved {expected}")
         if self._doubts and bool(torch.stack([d for _, d in self._doubts]).any()):
             self._wrong_value(next(i for i, d in self._doubts if bool(d)))
+        if self._unrestored is not None:
+            changed = self._unrestored.changed(self._snapshot.unrestored())
+            if changed is not None:
+                self.differs(f"it changes {changed}, which is not restored")
         for value, version in zip(self._again.values(), self._versions, strict=True):
             if value._version != version:
                 raise refusal(
@@ -546,7 +530,7 @@ class Call:
         self._torch_pack(torch.empty(0, device="cpu"))
 
     def forget(self) -> None:
-        """Let go of what one recompute has used."""
+        """Release what one recomputation has used."""
         self._again, self._doubts, self._inputs = {}, [], {}
         self._reprinter.forget()
         self._target.replaying = None
@@ -556,6 +540,7 @@ class Call:
         self.differs(f"saved tensor {index + 1} ({in_words(shape, dtype)}) has other values")
 
     def differs(self, what: str) -> None:
+        """Raise the first difference between forward and recomputation."""
         name = self._target.name
         problem = Problem(
             where=name,
@@ -572,7 +557,7 @@ class Call:
 
 
 class _Again:
-    """What torch enters around a recompute, as often as there is one."""
+    """Context that torch enters around each recomputation."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
@@ -598,12 +583,12 @@ class _Again:
             del self._stack
 
 
-def _taken_off(name: str) -> RecomputeError:
+def _removed(name: str) -> RecomputeError:
     return RecomputeError(
         Problem(
             where=name,
-            found="checkpointing that was taken off or switched off after the block's forward",
-            why="the recompute would find a module that runs in another way than in its forward",
+            found="checkpointing that was removed or switched off after the block's forward",
+            why="the recomputation would find a module that runs otherwise than in its forward",
             remedy="change checkpointing only when no backward is outstanding",
         )
     )
@@ -614,7 +599,7 @@ def _unpacked_twice(name: str) -> RecomputeError:
         Problem(
             where=name,
             found="a saved tensor that backward asks for twice",
-            why="torch.utils.checkpoint gives each value of a recompute out once",
+            why="torch.utils.checkpoint returns each recomputed value once",
             remedy="read ctx.saved_tensors once in the backward of your autograd function, "
             f"{LEAVE_OUT}",
         )
@@ -622,5 +607,5 @@ def _unpacked_twice(name: str) -> RecomputeError:
 
 
 def _partitioned(module: nn.Module) -> bool:
-    """Whether ZeRO-3 has split parameters that stand directly on the module."""
+    """Return whether ZeRO-3 has split parameters directly on the module."""
     return any(hasattr(p, "ds_id") for p in module._parameters.values() if p is not None)

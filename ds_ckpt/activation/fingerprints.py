@@ -67,7 +67,7 @@ def _is_bookkeeping(tensor: Tensor) -> bool:
     return tensor.numel() <= 2 and not (tensor.is_floating_point() or tensor.is_complex())
 
 
-class Printer:
+class FingerprintCache:
     """Fingerprints of tensors as they come; the same tensor again (query, key and value save one
     input) is read once. Views of parameters and the call's own arguments (`given`: the storages
     behind them) are passed over: they are not computed. So is the bookkeeping of attention."""

@@ -1,49 +1,42 @@
-"""What a block's forward finds besides tensor arguments and random numbers: a snapshot of it.
+"""Snapshot of the state in which a block's forward begins, for its recomputation.
 
-Weights, buffers (the running statistics of BatchNorm), plain attributes (`self.calls += 1`,
-`self.aux_loss = ...`), `training` flags, objects and generators among the arguments. The recompute
-finds all of it as the forward did, and leaves it as it was found: a counter counts once, what a
-forward leaves on its module is the forward's, and what the recompute made goes with it. What was
-changed in place, and of which there is no copy, is refused by name.
+Restored are parameters, buffers (the running statistics of BatchNorm), attributes of modules and
+the containers in them, `training` flags, generators, and objects among the arguments (caches, data
+classes) with what they hold, three levels deep. The recomputation works on copies of containers and
+objects, so nothing that it writes stays: a counter counts once, and a loss that a forward leaves on
+its module is the forward's. A tensor that was changed in place and has no copy is refused by name.
 
-A look is a shallow copy of a dict, list, set, object or module, compared by identity, which can be
-put back into the same object.
+Other state is not restored: objects on modules, globals, closures, `random` and NumPy. If
+`check_determinism` is on, `UnrestoredState` finds a recomputation that changes objects or random
+states.
 """
 
 from __future__ import annotations
 
-import argparse
-import copyreg
-import enum
+import copy
 import functools
-import itertools
-import logging
-import operator
+import random
 import sys
 import types
-from collections import ChainMap, UserDict, UserList, defaultdict, deque
+from collections import UserDict, UserList, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import copy as shallow_copy
-from itertools import chain, compress, repeat
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import Distribution
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_leaves
 
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.telemetry.memory import version_of
 
-log = logging.getLogger("ds_ckpt")
-MOST = 1000
-"""Objects looked into in one call; whoever hands a whole data set to a block gets a warning."""
-_ITEMS = (list, dict, set, deque)
-_OPEN = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList, ChainMap, Distribution)
-"""Of Python's and torch's own classes, which are else not looked into, those that hold others."""
-_PLAIN = frozenset({type(None), bool, int, float, str, Tensor, nn.Parameter})
-_LEAVES = (Tensor, nn.Module, types.FunctionType, types.MethodType, type, enum.Enum)
+LEVELS = 3
+"""Depth of copies: a cache, its list of layers, and their attributes."""
+MAX_OBJECTS = 1000
+_CONTAINERS = (list, dict, set, deque)
+_LEAVES = (Tensor, nn.Module, types.FunctionType, types.MethodType, types.ModuleType, type)
 _MODULES_OWN = (frozenset(vars(nn.Module())) - {"training"}) | {
     "forward",  # set by whoever patches it
     "_original_parameters",  # the rest is DeepSpeed's bookkeeping, in step with its own hooks
@@ -51,18 +44,17 @@ _MODULES_OWN = (frozenset(vars(nn.Module())) - {"training"}) | {
     "pre_bwd_fn",
     "post_bwd_fn",
 }
-CHANGED = "the recompute would begin with the changed values"
+CHANGED = "the recomputation would begin with the changed values"
 LEAVE_OUT = "or leave the block out of checkpointing"
-Look = dict[Any, Any]
 
 
 def refusal(name: str, found: str, why: str, remedy: str) -> UnsupportedError:
-    """What block `name` must not do."""
+    """Return the error for something that block `name` does."""
     return UnsupportedError(Problem(where=name, found=found, why=why, remedy=remedy))
 
 
 def changed_between(name: str, what: str) -> UnsupportedError:
-    """Something that the recompute of block `name` would find with other values."""
+    """Return the error for a value that changed between a block's forward and its backward."""
     return refusal(
         name,
         f"{what}, changed in place between the block's forward and its backward",
@@ -72,7 +64,7 @@ def changed_between(name: str, what: str) -> UnsupportedError:
 
 
 def input_changed(name: str, what: str = "argument") -> UnsupportedError:
-    """An input of block `name` that has other values now than when it was kept."""
+    """Return the error for an input of block `name` that changed since it was saved."""
     return refusal(
         name,
         f"an {what} that was changed in place after the block's forward",
@@ -81,447 +73,369 @@ def input_changed(name: str, what: str = "argument") -> UnsupportedError:
     )
 
 
-# how objects are looked into
+# containers and objects
 
 
 @functools.cache
-def _can_change(cls: Any) -> bool:
-    """Whether objects of a class are looked into."""
-    if issubclass(cls, (*_ITEMS, *_OPEN)):
+def _holds_others(cls: Any) -> bool:
+    """Return whether objects of a class are containers or plain objects with attributes."""
+    if issubclass(cls, (*_CONTAINERS, UserDict, UserList, types.SimpleNamespace)):
         return True
     root = cls.__module__.partition(".")[0]
     foreign = root in ("torch", "numpy") or root in sys.stdlib_module_names
-    return not (issubclass(cls, _LEAVES) or foreign)
+    return not (issubclass(cls, _LEAVES) or foreign) and hasattr(cls, "__dict__")
 
 
-@functools.cache
-def _is_object(cls: Any) -> bool:
-    """Whether objects of a class are looked into at first, and are none of `_ITEMS`."""
-    return _can_change(cls) and not issubclass(cls, _ITEMS)
-
-
-def look(holder: Any) -> Look:
-    """What a list, dict, set, deque or object holds now, by key, place or name."""
+def _children(holder: Any) -> Iterable[tuple[Any, Any]]:
+    """Return keys and values of a container, or names and values of an object's attributes."""
     if isinstance(holder, dict):
-        return dict(holder.items())
-    if isinstance(holder, _ITEMS):
-        return dict(enumerate(holder))
-    names = copyreg._slotnames(type(holder))  # type: ignore[attr-defined]
-    slots = {name: getattr(holder, name) for name in names if hasattr(holder, name)}
-    return {**getattr(holder, "__dict__", {}), **slots}
+        return holder.items()
+    if isinstance(holder, (*_CONTAINERS, tuple)):
+        return enumerate(holder)
+    return getattr(holder, "__dict__", {}).items()
 
 
-def same(one: Look, other: Look) -> bool:
-    """The same objects in the same places."""
-    return one.keys() == other.keys() and all(map(operator.is_, map(other.get, one), one.values()))
+class CopiedObjects:
+    """Copies of containers and objects, `LEVELS` deep. Tensors are shared, without their graphs.
 
-
-def put_back(holder: Any, noted: Look) -> None:
-    """Make `holder` hold what it held at the look; what is the same is not touched."""
-    now = look(holder)
-    if same(now, noted):
-        return
-    if isinstance(holder, _ITEMS):
-        holder.clear()  # also for the order of keys
-        if isinstance(holder, dict):
-            holder.update(noted)
-        elif isinstance(holder, set):
-            holder.update(noted.values())
-        else:
-            holder.extend(noted.values())
-        return
-    for name in now.keys() - noted.keys():
-        object.__delattr__(holder, name)
-    for name, value in noted.items():
-        if name not in now or now[name] is not value:
-            object.__setattr__(holder, name, value)
-
-
-class Found:
-    """What can be reached from some values, the values themselves included.
+    Originals must exist while they are copied, and are not referenced afterwards: a forward may
+    write results into them, whose graphs would lead back here.
 
     Attributes:
-        holders: what can be changed.
-        tensors: also those in holders. Modules are not entered.
-        generators: random states of their own.
-        iterators: what can be run through once.
+        tensors: the tensors, the class that holds each, and its version.
+        generators: generators found on the way.
     """
 
-    def __init__(self, values: Iterable[Any]) -> None:
-        self.holders: list[Any] = []
-        self.tensors: list[Tensor] = []
+    def __init__(self) -> None:
+        self.tensors: list[tuple[Tensor, str, int]] = []
         self.generators: list[torch.Generator] = []
-        self.iterators: list[Any] = []
-        seen: set[int] = set()
-        left = list(values)[::-1]
-        while left:
-            value = left.pop()
-            if isinstance(value, Tensor):
-                self.tensors.append(value)
-            cls: Any = type(value)
-            if cls in _PLAIN:
-                continue
-            if isinstance(value, torch.Generator):
-                self.generators.append(value)
-            if isinstance(value, Iterator):
-                self.iterators.append(value)
-            if isinstance(value, tuple):
-                left += value[::-1]
-            elif _can_change(cls) and id(value) not in seen:
-                if len(seen) == MOST:
-                    log.warning(
-                        "ds_ckpt: the %s of a block call is not looked through", type(value)
-                    )
-                seen.add(id(value))
-                if len(seen) <= MOST:
-                    self.holders.append(value)
-                    left += list(look(value).values())[::-1]
+        self._copies: dict[int, Any] = {}
 
+    def copy(self, value: Any, levels: int = LEVELS, holder: Any = None) -> Any:
+        """Return the value's copy; equal for the same value."""
+        cls: Any = type(value)
+        if isinstance(value, Tensor):
+            value = without_graph(value)
+            if holder is not None and not isinstance(value, nn.Parameter):
+                self.tensors.append((value, type(holder).__name__, version_of(value)))
+        elif isinstance(value, torch.Generator):
+            self.generators.append(value)
+        elif cls is tuple:
+            return tuple(self.copy(item, levels, value) for item in value)
+        elif levels and _holds_others(cls):
+            if id(value) not in self._copies:
+                self._copies[id(value)] = self._copied(value, levels)
+            return self._copies[id(value)]
+        return value
 
-# what is noted of one forward
+    def _copied(self, value: Any, levels: int) -> Any:
+        try:
+            new = copy.copy(value)
+        except (TypeError, ValueError, RuntimeError):  # classes that forbid it
+            return value
+        self._copies[id(value)] = new  # before its children, which may lead back
+        copies = {key: self.copy(child, levels - 1, value) for key, child in _children(value)}
+        if isinstance(new, dict):
+            dict.update(new, copies)
+        elif isinstance(new, set):
+            new.clear()
+            new.update(copies.values())
+        elif isinstance(new, list | deque):
+            for index, child in copies.items():
+                new[index] = child
+        else:
+            vars(new).update(copies)
+        return new
 
-
-_version = operator.attrgetter("_version")
+    def changed(self) -> str | None:
+        """Describe the first tensor that was changed in place since."""
+        for tensor, holder, version in self.tensors:
+            if version_of(tensor) != version:
+                return f"a tensor in a {holder}"
+        return None
 
 
 def without_graph(value: Any) -> Any:
-    """The value without its graph, which would keep that of a former step alive."""
+    """Return the value detached from its graph, which would keep that of a former step alive."""
     if isinstance(value, Tensor) and value.grad_fn is not None:
         return value.detach().requires_grad_()
     return value
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """Of equal values, as far as torch compares tensors of this kind: it does no sparse ones."""
     try:
         return torch.equal(one, other)
-    except NotImplementedError:
+    except NotImplementedError:  # sparse tensors
         return True
 
 
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    try:
-        return list(map(_version, tensors))
-    except RuntimeError:  # one from inference mode
-        return [version_of(tensor) for tensor in tensors]
+class UnrestoredState:
+    """Identities of everything reachable from a block, to find what its recomputation changes.
+
+    Args:
+        parts: modules of the block.
+        arguments: values of which the recomputation was given copies.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module], arguments: Sequence[Any]) -> None:
+        self._state: dict[str, Any] = {"random.getstate()": random.getstate()}
+        if (numpy := sys.modules.get("numpy")) is not None:
+            self._state["numpy.random.get_state()"] = str(numpy.random.get_state())
+        self._seen: dict[int, Any] = {}
+        for part in parts:
+            for name, value in vars(part).items():
+                if _is_blocks_own(name):
+                    self._add(f"{type(part).__name__}.{name}", value)
+        for number, value in enumerate(arguments, 1):
+            self._add(f"argument {number}", value)
+
+    def _add(self, path: str, value: Any) -> None:
+        is_tensor, cls = isinstance(value, Tensor), cast(Any, type(value))
+        self._state[path] = (
+            (value if isinstance(value, int | float | str) else id(value)),
+            (version_of(value) if is_tensor else 0),
+        )
+        if id(value) in self._seen or len(self._seen) > MAX_OBJECTS:
+            return
+        self._seen[id(value)] = value  # so that no other object gets its id
+        if cls is tuple or (not is_tensor and _holds_others(cls)):
+            for key, child in list(_children(value)):
+                self._add(f"{path}.{key}", child)
+
+    def changed(self, now: UnrestoredState) -> str | None:
+        """Return the path of the first difference."""
+        paths = [*self._state, *now._state]
+        return next((p for p in paths if self._state.get(p) != now._state.get(p)), None)
 
 
-class _Noted:
-    """One look at a holder, with the versions of the tensors in it."""
-
-    def __init__(self, holder: Any, where: str = "") -> None:
-        self.holder, self.what = holder, f"a tensor in a {type(holder).__name__}{where}"
-        self.look = look(holder)
-        self._tensors = [value for value in self.look.values() if isinstance(value, Tensor)]
-        self._written = _versions(self._tensors)
-
-    @property
-    def changed(self) -> bool:
-        """Whether a tensor in it was changed in place since."""
-        return self._written != _versions(self._tensors)
-
-    def loosen(self) -> None:
-        """Hold no graph."""
-        self.look = {key: without_graph(value) for key, value in self.look.items()}
-        self._tensors = [without_graph(tensor) for tensor in self._tensors]
+# modules
 
 
 @functools.cache
 def _is_blocks_own(name: str) -> bool:
-    """Whether a module's attribute is not torch's or DeepSpeed's."""
+    """Return whether a module's attribute is neither torch's nor DeepSpeed's."""
     return name not in _MODULES_OWN and not name.startswith(("ds_", "applied_"))
 
 
-class Attributes:
-    """What modules hold now: attributes of their own, parameters and buffers.
+@dataclass
+class _Owner:
+    """A dict of a module with attributes, parameters or buffers, and its values.
 
-    Every call of a block is looked at, so this is in flat lists and without a loop in Python.
-
-    Attributes:
-        owners: the dict in which each is.
-        names, values: of each.
-        tensors: where the tensors are among them.
-        versions: theirs.
+    `dict`'s own methods read it: those of ZeRO-3's class gather parameters.
     """
 
-    def __init__(self, parts: Sequence[nn.Module]) -> None:
-        modules = list(map(vars, parts))
-        tables = map(operator.itemgetter("_parameters", "_buffers"), modules)
-        dicts = [*modules, *chain.from_iterable(tables)]
-        # not through a dict's own class: ZeRO-3's gathers a parameter that is looked at
-        names = list(chain.from_iterable(map(dict.keys, dicts)))
-        owners = chain.from_iterable(map(repeat, dicts, map(len, dicts)))
-        own = list(map(_is_blocks_own, chain.from_iterable(modules)))
-        own += repeat(True, len(names) - len(own))
-        self.owners: list[dict[str, Any]] = list(compress(owners, own))
-        self.names = list(compress(names, own))
-        self.values = list(compress(chain.from_iterable(map(dict.values, dicts)), own))
-        is_tensor = map(isinstance, self.values, repeat(Tensor))
-        self.tensors = list(compress(itertools.count(), is_tensor))
-        self.versions = _versions(self._tensors())
+    what: str
+    held: dict[str, Any]
+    values: dict[str, Any]
 
-    def _tensors(self) -> list[Tensor]:
-        return list(map(self.values.__getitem__, self.tensors))
+    def restore(self, values: dict[str, Any]) -> None:
+        """Hold `values`."""
+        now, is_own = dict(dict.items(self.held)), _is_blocks_own
+        for name in now.keys() - values.keys():
+            if is_own(name):
+                del self.held[name]
+        for name, value in values.items():
+            if name not in now or now[name] is not value:
+                self.held[name] = value
 
-    def of(self, kinds: tuple[type, ...]) -> list[Any]:
-        """Values of some classes."""
-        return list(compress(self.values, map(isinstance, self.values, repeat(kinds))))
 
-    def trained(self) -> list[bool]:
-        """Whether gradients are wanted of each of the tensors."""
-        return list(map(operator.attrgetter("requires_grad"), self._tensors()))
-
-    def changed(self) -> list[int]:
-        """Where tensors are that were changed in place since."""
-        now = _versions(self._tensors())
-        if now == self.versions:
-            return []
-        return [i for i, a, b in zip(self.tensors, self.versions, now, strict=True) if a != b]
-
-    def loosen(self) -> None:
-        """Hold no graph."""
-        if any(map(operator.attrgetter("grad_fn"), self._tensors())):
-            self.values = [without_graph(value) for value in self.values]
-
-    def what(self, index: int, parts: Sequence[nn.Module]) -> str:
-        """One of them in words."""
-        owner = self.owners[index]
-        part = next(
-            p for p in parts if any(owner is d for d in (vars(p), p._parameters, p._buffers))
-        )
-        kind = "a tensor in"
-        if owner is not vars(part):
-            kind = "the weight" if owner is part._parameters else "the buffer"
-        return f"{kind} {type(part).__name__}.{self.names[index]}"
-
-    def put_back(self, values: Sequence[Any], now: Attributes) -> None:
-        """Make the modules, which hold `now`, hold `values` in the places of these."""
-        if len(values) == len(now.values) and all(
-            chain(
-                map(operator.is_, values, now.values),
-                map(operator.is_, self.owners, now.owners),
-                map(operator.eq, self.names, now.names),
-            )
-        ):
-            return
-        places = zip(map(id, now.owners), now.names, strict=True)
-        held = dict(zip(places, zip(now.owners, now.values, strict=True), strict=True))
-        for owner, name, value in zip(self.owners, self.names, values, strict=True):
-            _, current = held.pop((id(owner), name), (None, held))
-            if current is not value:
-                owner[name] = value
-        for (_, name), (owner, _) in held.items():
-            del owner[name]
+def _owners(parts: Sequence[nn.Module]) -> list[_Owner]:
+    owners = []
+    for part in parts:
+        own, name = vars(part), type(part).__name__
+        attributes = {key: value for key, value in own.items() if _is_blocks_own(key)}
+        owners.append(_Owner(f"a tensor in {name}", own, attributes))
+        for what, key in (("weight", "_parameters"), ("buffer", "_buffers")):
+            if held := own[key]:
+                owners.append(_Owner(f"the {what} {name}", held, dict(dict.items(held))))
+            else:
+                owners.append(_Owner(f"the {what} {name}", held, {}))
+    return owners
 
 
 class BlockMemory:
-    """What is remembered of one block from forward to forward.
+    """Knowledge about one block, from forward to forward.
 
-    The first forward is compared with copies of all buffers and plain tensors of the module; from
-    then on those that it changed in place are copied before each forward. Objects on the module
-    are looked into at the first forward, and from then on if that changed them. A forward in
-    another mode (`training`), or with other objects on the module, is a first one, too.
+    The first forward in each mode (`training`) is compared with copies of all buffers and plain
+    tensors of the module. The tensors that it changed in place are copied before later forwards.
 
     Args:
-        name: the block's, for messages.
+        name: name of the block, for messages.
         module: the block.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name, self.parts = name, list(module.modules())
-        self.first = True
         self._modes: set[bool] = set()
-        self._objects: list[int] = []
-        self.objects: list[Any] = []
-        """Those that are looked into at every forward."""
         self.written: set[tuple[int, str]] = set()
-        """What a forward changes in place: the id of the dict that it is in, and its name."""
-        self.alone: set[tuple[int, str]] = set()
-        """Likewise, lists and their like that the first forward could reach by no other way."""
+        """Tensors that forwards change in place: id of the owner, and name."""
         for part in self.parts:
             if isinstance(part, _NormBase):  # its operators count no version
                 self.written |= {(id(part._buffers), name) for name in part._buffers}
 
-    def begins(self, before: Attributes) -> None:
-        """A forward begins with these."""
-        objects = compress(before.values, map(_is_object, map(type, before.values)))
-        now, mode = list(map(id, objects)), self.parts[0].training
-        if now != self._objects or mode not in self._modes:
-            self.first = True
-            self._objects = now
-            self._modes.add(mode)
+    def begin(self) -> bool:
+        """Start a forward; return whether it is the first one in this mode."""
+        mode = self.parts[0].training
+        first = mode not in self._modes
+        self._modes.add(mode)
+        return first
+
+
+@dataclass
+class _ModuleTensor:
+    owner: _Owner
+    name: str
+    tensor: Tensor
+    version: int
+    saved: Tensor | None = None
+    """Copy of the values."""
+
+    @property
+    def place(self) -> tuple[int, str]:
+        return id(self.owner.held), self.name
+
+    @property
+    def is_changed(self) -> bool:
+        return version_of(self.tensor) != self.version
+
+    def __str__(self) -> str:
+        return f"{self.owner.what}.{self.name}"
 
 
 class Snapshot:
-    """The state in which a block's forward begins.
+    """State in which a block's forward begins.
 
     Args:
-        memory: of the block.
-        arguments: the call's values that are no tensors.
+        memory: knowledge about the block.
+        arguments: arguments of the call that are not tensors.
 
-    Raises UnsupportedError: an argument that can be run through once only.
+    Raises:
+        UnsupportedError: an argument is an iterator, which can be consumed only once.
     """
 
-    def __init__(self, memory: BlockMemory, arguments: Iterable[Any]) -> None:
+    def __init__(self, memory: BlockMemory, arguments: Sequence[Any]) -> None:
         self._memory = memory
-        found = Found(arguments)
-        if found.iterators:
+        iterator = next((a for a in arguments if isinstance(a, Iterator)), None)
+        if iterator is not None:
             raise refusal(
                 memory.name,
-                f"a {type(found.iterators[0]).__name__} among the block's arguments",
-                "it can be run through once, and the recompute runs the block a second time",
-                "give the block a list, or leave it out of checkpointing",
+                f"a {type(iterator).__name__} among the block's arguments",
+                "it can be run through once, and the recomputation runs the block a second time",
+                f"give the block a list, {LEAVE_OUT}",
             )
-        self._given = [_Noted(holder) for holder in found.holders]
-        self._given_on = {tensor.device for tensor in found.tensors}
-        self._before = before = Attributes(memory.parts)
-        self._trained = before.trained()
-        memory.begins(before)
-        if memory.first:
-            inside = Found(before.values)
-            holders, generators = inside.holders, inside.generators
-            copied = [i for i in before.tensors if not isinstance(before.values[i], nn.Parameter)]
-        else:
-            is_generator = map(operator.is_, map(type, before.values), repeat(torch.Generator))
-            generators = list(compress(before.values, is_generator))
-            holders = [*before.of(_ITEMS), *memory.objects]
-            copied = [
-                i for i in before.tensors if memory.written and self._place(i) in memory.written
-            ]
-        unique = {id(holder): holder for holder in holders}.values()
-        self._items = [_Noted(holder, " of the module") for holder in unique]
-        self._copies = {i: before.values[i].detach().clone() for i in copied}
-        self._generators = [*found.generators, *generators]
+        self._copied = copied = CopiedObjects()
+        self.arguments = [copied.copy(argument) for argument in arguments]
+        """Copies, of which every recomputation gets copies."""
+        self._owners, self._tensors = _owners(memory.parts), list[_ModuleTensor]()
+        self._generators = copied.generators
+        self._first = memory.begin()
+        for owner in self._owners:
+            for name, value in owner.values.items():
+                if isinstance(value, Tensor):
+                    self._tensors.append(_ModuleTensor(owner, name, value, version_of(value)))
+                elif isinstance(value, (*_CONTAINERS, torch.Generator)):
+                    owner.values[name] = copied.copy(value)
+        for held in self._tensors:
+            if not isinstance(held.tensor, nn.Parameter) and (
+                self._first or held.place in memory.written
+            ):
+                held.saved = held.tensor.detach().clone()
+        self._trained = [held.tensor.requires_grad for held in self._tensors]
         self._random = [generator.get_state() for generator in self._generators]
 
-    def _place(self, index: int) -> tuple[int, str]:
-        return id(self._before.owners[index]), self._before.names[index]
-
     def accelerators(self) -> list[torch.device]:
-        """On which tensors of the module lie, or such as can be reached from its arguments."""
-        own = {self._before.values[i].device for i in self._before.tensors}
-        return [device for device in self._given_on | own if device.type != "cpu"]
+        """Return the devices of tensors on the module and among its arguments, but the CPU."""
+        given = [t for t in self.arguments if isinstance(t, Tensor)]
+        given += [tensor for tensor, *_ in self._copied.tensors]
+        devices = {t.device for t in given} | {held.tensor.device for held in self._tensors}
+        return [device for device in devices if device.type != "cpu"]
 
-    def reachable(self, results: Iterable[Any]) -> list[Tensor]:
-        """Tensors in the results, in the objects among the arguments, and on the module now."""
-        given = [noted.holder for noted in self._given]
-        return Found([*results, *given, *Attributes(self._memory.parts).values]).tensors
+    def reachable(self, values: Any) -> list[Tensor]:
+        """Return tensors in values, in what they hold, and on the module."""
+        now = CopiedObjects()
+        own = [value for owner in _owners(self._memory.parts) for value in owner.values.values()]
+        for value in (*tree_leaves(values), *own):
+            now.copy(value, holder=self)
+        return [tensor for tensor, *_ in now.tensors]
 
     def after(self) -> None:
-        """The forward has run.
+        """Check what the forward has changed.
 
-        Raises UnsupportedError: it has changed a tensor in place of which there is no copy.
+        Raises:
+            UnsupportedError: a tensor that was changed in place has no copy.
         """
-        memory, before = self._memory, self._before
-        for noted in (*self._given, *self._items):
-            if noted.changed:
+        name, written = self._memory.name, self._memory.written
+        if (what := self._copied.changed()) is not None:
+            remedy = f"assign a new tensor instead, {LEAVE_OUT}"
+            raise refusal(name, f"{what}, changed in place by its forward", CHANGED, remedy)
+        for held in self._tensors:
+            if held.saved is not None and self._first:
+                # also operators that count no version
+                if held.is_changed or not _equal(held.saved, held.tensor):
+                    written.add(held.place)
+                elif held.place not in written:
+                    held.saved = None
+            elif (
+                held.is_changed and held.saved is None and not isinstance(held.tensor, nn.Parameter)
+            ):
                 raise refusal(
-                    memory.name,
-                    f"{noted.what}, changed in place by its forward",
-                    CHANGED,
-                    f"assign a new tensor instead, {LEAVE_OUT}",
-                )
-        changed = before.changed()
-        for index in changed:
-            if index not in self._copies and not isinstance(before.values[index], nn.Parameter):
-                raise refusal(
-                    memory.name,
-                    f"{before.what(index, memory.parts)}, changed by this forward and not by the "
-                    "first one",
-                    "the recompute needs its value from before, which is no longer there",
+                    name,
+                    f"{held}, changed by this forward and not by the first one",
+                    "the recomputation needs its former value, which was not copied",
                     "assign a new tensor instead, change it in every training forward or "
                     "outside of the block, or leave the block out of checkpointing",
                 )
-        refilled = [noted for noted in self._items if not same(noted.look, look(noted.holder))]
-        if memory.first:
-            direct = set(map(id, before.of(_ITEMS)))
-            watched = {*map(id, memory.objects), *(id(noted.holder) for noted in refilled)}
-            objects = (n.holder for n in self._items if id(n.holder) in watched - direct)
-            memory.objects = list(objects)
-            # also what an operator has changed that counts no version
-            memory.written |= {
-                self._place(i)
-                for i, copy in self._copies.items()
-                if i in changed or not _equal(copy, before.values[i])
-            }
-            written = {i: c for i, c in self._copies.items() if self._place(i) in memory.written}
-            self._copies = written
-        if refilled or memory.first:
-            self._part_with_results(refilled)
-        memory.first = False
-        for noted in self._items:
-            noted.loosen()
-        before.loosen()
+            held.tensor = held.owner.values[held.name] = without_graph(held.tensor)
 
-    def _part_with_results(self, refilled: Sequence[_Noted]) -> None:
-        """Have another one in the place of each list, dict, set or deque of the module among
-        these, which the forward has changed.
+    def copied_arguments(self) -> list[Any]:
+        """Return copies of the arguments for one recomputation."""
+        copied = CopiedObjects()
+        return [copied.copy(argument) for argument in self.arguments]
 
-        The list itself may hold a result now, and that its graph, which holds this: a circle that
-        no collector opens. What the block can reach by another way, too, stays as it is.
-        """
-        memory, before = self._memory, self._before
-        held = map(isinstance, before.values, repeat(_ITEMS))
-        places: defaultdict[int, list[int]] = defaultdict(list)
-        for index in compress(itertools.count(), held):
-            places[id(before.values[index])].append(index)
-        given = {id(value) for n in self._given for value in (n.holder, *n.look.values())}
-        if memory.first:
-            inside = {id(value) for n in self._items for value in n.look.values()}
-            memory.alone = {
-                self._place(index)
-                for holder, at in places.items()
-                if holder not in inside
-                for index in at
-            }
-        for noted in refilled:
-            holder, at = noted.holder, places.get(id(noted.holder), [])
-            plain = type(holder).__module__ in ("builtins", "collections")
-            alone = memory.alone.issuperset(map(self._place, at)) and id(holder) not in given
-            if plain and at and alone:
-                noted.holder = shallow_copy(holder)
-                noted.holder.clear()  # filled for a recompute, and without graphs
-                for index in at:
-                    before.values[index] = noted.holder
+    def unrestored(self) -> UnrestoredState:
+        """Return the present state of everything that a recomputation might change for good."""
+        return UnrestoredState(self._memory.parts, self.arguments)
 
     @contextmanager
-    def again(self) -> Iterator[None]:
-        """Everything as it was before the forward; afterwards as it is now.
+    def restored(self) -> Iterator[None]:
+        """Restore the state before the forward; afterwards the present state.
 
-        Raises UnsupportedError: something was changed in place since.
+        Raises:
+            UnsupportedError: a tensor was changed in place since.
         """
-        parts, before, name = self._memory.parts, self._before, self._memory.name
-        holders = [*self._given, *self._items]
-        for noted in holders:
-            if noted.changed:
-                raise changed_between(name, noted.what)
-        for index in before.changed():
-            if index not in self._copies:
-                raise changed_between(name, before.what(index, parts))
-        values = list(before.values)
-        for index, copy in self._copies.items():  # a copy of it: there may be another recompute
-            values[index] = copy.clone().requires_grad_(values[index].requires_grad)
+        what = self._copied.changed()
+        changed = [str(h) for h in self._tensors if h.saved is None and h.is_changed]
+        for found in ([what] if what else []) + changed:
+            raise changed_between(self._memory.name, found)
+        now = _owners(self._memory.parts)
         states = [generator.get_state() for generator in self._generators]
-        others = [
-            (tensor, trained)
-            for tensor, trained in zip(before._tensors(), self._trained, strict=True)
-            if isinstance(tensor, nn.Parameter) and tensor.requires_grad != trained
+        copied = CopiedObjects()
+        before = [
+            {n: copied.copy(v) if isinstance(v, _CONTAINERS) else v for n, v in o.values.items()}
+            for o in self._owners
         ]
-        now, looks = Attributes(parts), [look(noted.holder) for noted in holders]
+        places = {
+            id(owner.held): values for owner, values in zip(self._owners, before, strict=True)
+        }
+        frozen = []
+        for held, trained in zip(self._tensors, self._trained, strict=True):
+            if held.saved is not None:  # a copy of it: there may be another backward
+                value = held.saved.clone().requires_grad_(trained)
+                places[id(held.owner.held)][held.name] = value
+            elif held.tensor.requires_grad != trained and isinstance(held.tensor, nn.Parameter):
+                frozen.append(held.tensor)
         try:
-            for parameter, trained in others:
-                parameter.requires_grad_(trained)
-            before.put_back(values, now)
-            for noted in holders:
-                put_back(noted.holder, noted.look)
+            for parameter in frozen:
+                parameter.requires_grad_(not parameter.requires_grad)
+            for owner, values in zip(self._owners, before, strict=True):
+                owner.restore(values)
             for generator, state in zip(self._generators, self._random, strict=True):
                 generator.set_state(state)
             yield
         finally:
-            for parameter, trained in others:
-                parameter.requires_grad_(not trained)
-            now.put_back(now.values, Attributes(parts))
-            for noted, looked in zip(holders, looks, strict=True):
-                put_back(noted.holder, looked)
+            for parameter in frozen:
+                parameter.requires_grad_(not parameter.requires_grad)
+            for owner in now:
+                owner.restore(owner.values)
             for generator, state in zip(self._generators, states, strict=True):
                 generator.set_state(state)

@@ -61,9 +61,9 @@ def put(model: nn.Module, kind: str, check: int = 0) -> Callable[[], bool]:
     settings = PolicySettings("block" if kind == "offload" else kind)
     policy = Policy(settings, modules=names, check_determinism=check)
     if kind != "offload":
-        CheckpointedBlocks(model, policy=policy)
+        model.checkpointed = CheckpointedBlocks(model, policy=policy)  # type: ignore[assignment]
         return lambda: True
-    _, store = put_on(model, None, policy=policy, copies=LateCopies())
+    model.checkpointed, store = put_on(model, None, policy=policy, copies=LateCopies())
     return lambda: gc.collect() >= 0 and nothing_left(store)
 
 

@@ -37,7 +37,7 @@ def test_tensors_come_out_and_go_in_again(value: Any) -> None:
     assert len(apart.tensors) == 1
     assert apart.tensors[0] is X
     other = torch.zeros(3)
-    (again,), kwargs = apart.with_tensors([other])
+    (again,), kwargs = apart.put_together([other], apart.others)
     assert type(again) is type(value)
     assert again is not value
     assert [t is other for t in tensors_in(again)] == [True]
@@ -49,7 +49,7 @@ def test_parameters_and_strange_objects_stay() -> None:
     parameter, strange = nn.Parameter(torch.ones(2)), object()
     apart = Arguments(print, (parameter, strange, torch.Size([2]), Pair), {})
     assert apart.tensors == []
-    args, _ = apart.with_tensors([])
+    args, _ = apart.put_together([], apart.others)
     assert args[0] is parameter
     assert args[1] is strange
     assert args[2] == torch.Size([2])
@@ -59,7 +59,7 @@ def test_parameters_and_strange_objects_stay() -> None:
 def test_a_model_output_keeps_its_attributes_and_keys_alike() -> None:
     apart = Arguments(print, (BaseModelOutput(last_hidden_state=X),), {})
     zeros = torch.zeros(3)
-    (again,), _ = apart.with_tensors([zeros])
+    (again,), _ = apart.put_together([zeros], apart.others)
     assert again.last_hidden_state is zeros
     assert again["last_hidden_state"] is zeros
     assert again.to_tuple() == (zeros,)

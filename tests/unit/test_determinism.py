@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ds_ckpt.activation import CheckpointedBlocks, Policy, PolicySettings
-from ds_ckpt.activation.fingerprints import WHOLE_BYTES, Printer, fingerprint
+from ds_ckpt.activation.fingerprints import WHOLE_BYTES, FingerprintCache, fingerprint
 from ds_ckpt.errors import RecomputeError, UnsupportedError
 from tests.architectures import batch, build
 from tests.unit.stacks import Block, Stack, data, put
@@ -240,4 +240,4 @@ def test_what_has_no_memory_to_read_has_no_fingerprint(tensor: Tensor) -> None:
     ids=lambda v: f"{v.dtype}{list(v.shape)}" if isinstance(v, Tensor) else None,
 )
 def test_bookkeeping_of_attention_kernels_is_not_read(bookkeeping: Tensor, read: bool) -> None:
-    assert (Printer()(bookkeeping) is not None) is read
+    assert (FingerprintCache()(bookkeeping) is not None) is read

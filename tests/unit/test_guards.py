@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import weakref
+import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_ckpt.activation import CheckpointedBlocks, Policy, PolicySettings
-from ds_ckpt.activation.checkpoint import Call
 from ds_ckpt.errors import RecomputeError, UnsupportedError
 from tests.architectures import batch, build
-from tests.unit.stacks import Block, Stack, data
+from tests.unit.stacks import KINDS, Block, Stack, data, put, same
 
 BLOCK = Policy(modules=("Block",))
 SEGMENTS = Policy(PolicySettings("segments", segment_size=2), modules=("Block",))
@@ -49,95 +47,7 @@ def _same(make: Callable[[], nn.Module], policy: Policy, steps: int = 3) -> None
         assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
 
 
-# state that a forward changes
-
-
-class Counting(nn.Module):
-    """A buffer that is changed in place, and one that is replaced; both are used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(1))
-        self.register_buffer("mean", torch.zeros(16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
-        return x * self.calls + self.mean
-
-
-@PLAIN
-@pytest.mark.parametrize(
-    "inner",
-    [
-        lambda: nn.BatchNorm1d(16),
-        lambda: nn.BatchNorm1d(16, momentum=None),
-        lambda: nn.Sequential(
-            nn.Unflatten(1, (4, 4)), nn.InstanceNorm1d(4, track_running_stats=True), nn.Flatten()
-        ),
-        lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16)),
-        Counting,
-    ],
-    ids=["batch norm", "cumulative batch norm", "instance norm", "spectral norm", "own buffers"],
-)
-def test_state_is_changed_once(inner: Callable[[], nn.Module], policy: Policy) -> None:
-    _same(lambda: Block(inner()), policy)
-
-
-class Later(nn.Module):
-    """Changes its buffer from the second forward on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-        self.register_buffer("seen", torch.zeros(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        if self.calls > 1:
-            self.seen += 1
-        return x + self.seen
-
-
-def test_state_that_changes_later_is_refused_by_name() -> None:
-    model = Stack(lambda: Block(Later()))
-    CheckpointedBlocks(model, policy=BLOCK)
-    model(data()).backward()
-    with pytest.raises(UnsupportedError, match=r"blocks\.0: found the buffer Later\.seen"):
-        model(data())
-
-
 # shared and changed tensors
-
-
-class InPlace(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        y = x * 1
-        x += self.down(torch.tanh(self.up(y)))
-        return x
-
-
-def test_a_block_that_changes_its_argument_is_refused_by_name() -> None:
-    model = Stack(lambda: InPlace(nn.Identity()))
-    CheckpointedBlocks(model, ["InPlace"])
-    with pytest.raises(UnsupportedError, match=r"blocks\.0: found its forward changes its arg"):
-        model(data())
-
-
-class ChangesLater(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        x = x * 1
-        y = self.blocks[0](x)
-        x += 1
-        return self.blocks[1](y + x).sum()
-
-
-def test_an_argument_that_is_changed_after_the_block_is_refused_by_name() -> None:
-    model = ChangesLater(lambda: Block(nn.Identity()))
-    CheckpointedBlocks(model, policy=BLOCK)
-    loss = model(data())
-    with pytest.raises(UnsupportedError, match=r"blocks\.0: found an argument that was changed"):
-        loss.backward()
 
 
 class ChangesBetween(Stack):
@@ -233,10 +143,10 @@ def test_frozen_blocks_and_inputs_without_gradient(policy: Policy) -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
 
 
-KINDS = pytest.mark.parametrize("kind", ["block", "attention", "mlp", "segments", "selective"])
+POLICIES = pytest.mark.parametrize("kind", ["block", "attention", "mlp", "segments", "selective"])
 
 
-@KINDS
+@POLICIES
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "bart"])
 def test_hidden_states_and_caches(name: str, kind: Any) -> None:
     """`output_hidden_states`, a loss on them, and a cache that training must not fill.
@@ -264,7 +174,7 @@ def test_hidden_states_and_caches(name: str, kind: Any) -> None:
             torch.testing.assert_close(a, b)
 
 
-@KINDS
+@POLICIES
 def test_generating_afterwards_uses_the_cache(kind: Any) -> None:
     models = [build("llama") for _ in range(2)]
     CheckpointedBlocks(models[1], policy=Policy(PolicySettings(kind)))
@@ -362,19 +272,6 @@ def test_autocast(policy: Policy, cache: bool) -> None:
 
 
 @PLAIN
-def test_a_retained_graph_can_be_used_twice(policy: Policy) -> None:
-    models = [Stack(lambda: Block(nn.Dropout(0.2))) for _ in range(2)]
-    CheckpointedBlocks(models[1], policy=policy)
-    for model in models:
-        torch.manual_seed(0)
-        loss = model(data())
-        loss.backward(retain_graph=True)
-        loss.backward()
-    pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
-    assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
-
-
-@PLAIN
 def test_forwards_that_interleave(policy: Policy) -> None:
     """Two batches go through block by block, and their backwards come in the other order."""
     models = [Stack(lambda: Block(nn.Dropout(0.2))) for _ in range(2)]
@@ -405,29 +302,6 @@ def test_second_derivatives(policy: Policy) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-class SavesTwice(torch.autograd.Function):
-    """Asks for its saved tensors twice."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        y = x.exp()
-        ctx.save_for_backward(x, y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        assert len(ctx.saved_tensors) == 2
-        return gradient * ctx.saved_tensors[1]
-
-
-@PLAIN
-def test_a_function_that_asks_for_its_saved_tensors_twice_is_refused(policy: Policy) -> None:
-    model = Stack(lambda: Block(SavesTwice.apply))
-    CheckpointedBlocks(model, policy=policy)
-    with pytest.raises(RecomputeError, match=r"blocks\.2: found a saved tensor that backward asks"):
-        model(data()).backward()
-
-
 @PLAIN
 def test_torchs_checkpoint_inside(policy: Policy) -> None:
     def inner(x: Tensor) -> Tensor:
@@ -438,77 +312,89 @@ def test_torchs_checkpoint_inside(policy: Policy) -> None:
     _same(lambda: Block(inner), policy)
 
 
-def test_a_gradient_inside_a_forward_is_refused_by_name() -> None:
-    def inner(x: Tensor) -> Tensor:
-        y = x.exp().tanh()
-        return torch.autograd.grad(y.sum(), x)[0]
-
-    model = Stack(lambda: Block(inner))
-    CheckpointedBlocks(model, policy=BLOCK)
-    with pytest.raises(UnsupportedError, match=r"blocks\.0: found a gradient that is asked for"):
-        model(data())
+# exceptions in a block
 
 
-@PLAIN
-def test_nothing_stays_behind(policy: Policy) -> None:
-    """After a backward, a dropped loss, an error in a forward, an evaluation: no call is left."""
+class Tries(nn.Module):
+    """Falls back to another formula whatever happens."""
 
-    def fail(x: Tensor) -> Tensor:
-        if flags["fail"]:
-            raise ZeroDivisionError
-        return x
+    def __init__(self, caught: type[BaseException] = Exception) -> None:
+        super().__init__()
+        self.caught = caught
 
-    flags = {"fail": False}
-    model = Stack(lambda: Block(fail))
-    CheckpointedBlocks(model, policy=policy)
-    calls: list[weakref.ref[Call]] = []
-    original = Call.__init__
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return torch.sigmoid(x)
+        except self.caught:
+            return 1 / (1 + torch.exp(-x))
 
-    def noted(self: Call, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        calls.append(weakref.ref(self))
 
-    gc.disable()  # calls must go by themselves, not with the next collection
-    try:
-        Call.__init__ = noted  # type: ignore[method-assign]
+class Only(Block):
+    """Its last saved tensor is what `inner` saves."""
+
+    def forward(self, x: Tensor, *args: Any) -> Any:
+        return self.inner(self.down(torch.tanh(self.up(x))))
+
+
+@KINDS
+@pytest.mark.parametrize("caught", [Exception, BaseException])
+def test_a_block_may_catch_what_it_wants(caught: type[BaseException], kind: str) -> None:
+    same(lambda: Stack(lambda: Only(Tries(caught))), kind)
+
+
+class Hides(nn.Module):
+    """Is another function in its second run, and catches the error that this brings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs = itertools.count()  # a number would be put back for the recompute
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return torch.sigmoid(x[:2] if next(self.runs) % 2 else x).mean(0) * x
+        except Exception:
+            return torch.sigmoid(x).mean(0) * x
+
+
+@pytest.mark.parametrize("kind", ["block", "segments"])
+def test_a_difference_that_a_block_catches_is_still_told(kind: str) -> None:
+    model = Stack(lambda: Block(Hides()))
+    put(model, kind)
+    with pytest.raises(RecomputeError, match=r"saved tensor \d+ is 2x16 float32, in the forward"):
         model(data()).backward()
-        loss = model(data())
-        assert any(f() is not None for f in calls)
-        del loss
-        flags["fail"] = True
-        with contextlib.suppress(ZeroDivisionError):
-            model(data())
-        flags["fail"] = False
-        made = len(calls)
-        with torch.no_grad():
-            model(data())
-        assert len(calls) == made > 4
-        model.eval()(data())
-        assert len(calls) > made
-        assert all(f() is None for f in calls)
-    finally:
-        Call.__init__ = original  # type: ignore[method-assign]
-        gc.enable()
 
 
-def _calls() -> int:
-    gc.collect()
-    return sum(type(thing) is Call for thing in gc.get_objects())
+# arguments without versions, and without memory of their own
 
 
-@PLAIN
-def test_forwards_that_go_on_from_each_other_or_not_leave_nothing(policy: Policy) -> None:
-    """What a recompute makes for a call that may go on from it leads back to it."""
-    before = _calls()
-    for interleaved in (False, True):
-        model = Stack(lambda: Block(nn.Dropout(0.2)))
-        CheckpointedBlocks(model, policy=policy)
-        one, other = data(1), data(2)
-        for block in model.blocks:
-            one = block(one)
-            other = block(other) if interleaved else other
-        one.sum().backward()
-        if interleaved:
-            other.square().sum().backward()
-        del model, block, one, other
-    assert _calls() == before
+class Scaled(nn.Module):
+    def forward(self, x: Tensor, position: Tensor) -> Tensor:
+        return x * (position >= 0).float().mean()
+
+
+class Mixed(nn.Module):
+    def forward(self, x: Tensor, adjacent: Tensor) -> Any:
+        return torch.sparse.mm(adjacent, x)
+
+
+def _given(argument: Tensor) -> Callable[..., Tensor]:
+    """Every block is given it."""
+
+    def join(blocks: Any, x: Tensor) -> Tensor:
+        return functools.reduce(lambda x, block: block(x, argument), blocks, x).square().sum()
+
+    return join
+
+
+@KINDS
+@pytest.mark.parametrize("every", [0, 1])
+def test_an_argument_from_inference_mode(kind: str, every: int) -> None:
+    with torch.inference_mode():
+        position = torch.arange(16) - 2
+    same(lambda: Stack(lambda: Block(Scaled()), _given(position)), kind, check=every)
+
+
+@KINDS
+def test_a_sparse_argument(kind: str) -> None:
+    adjacent = torch.eye(5).to_sparse()
+    same(lambda: Stack(lambda: Block(Mixed()), _given(adjacent)), kind)
