@@ -122,9 +122,10 @@ class Case:
         found = footprints(subject, self.batch, policies, None)
         made = built_fake(subject, self.batch)
         blocks, _ = blocks_of(made.model, None)
+        stored, avoided = _attention_weights(made, blocks)
         parameters = Parameters.of(made.model, blocks)
         return {
-            "steps": {f.policy: asdict(_step(f)) for f in found},
+            "steps": {f.policy: asdict(_step(f, stored, avoided)) for f in found},
             "states": {str(n): asdict(estimate(parameters, None, n)[0]) for n in self.worlds},
             "parameters": sum(parameters.counts),
             "width": parameters.hidden,
@@ -144,7 +145,44 @@ def _section(name: str) -> dict[str, Any]:
     return {"policy": policy, key: setting if policy == "selective" else int(setting)}
 
 
-def _step(found: Any) -> Step:
+def _attention_weights(made: Any, blocks: Any) -> tuple[int, int]:
+    """Bytes of attention weights that are saved, and of those that a core does not store."""
+    from ds_ckpt.activation.planning.trace import StepTrace
+    from ds_ckpt.lab.subject import run_forward
+    from ds_ckpt.telemetry.memory import OUTSIDE
+
+    class Attention(StepTrace):
+        avoided = 0
+
+        def __init__(self) -> None:
+            super().__init__(made.model, blocks)
+            self.scores: dict[Any, int] = {None: 0}
+
+        def _ran(self, operator: Any) -> None:
+            super()._ran(operator)
+            name = operator.func._schema.name.removeprefix("aten::")
+            number, out = self.storages.number, operator.out
+            if self.where.place.phase != "forward" or self.where.place.block == OUTSIDE:
+                return
+            if name.startswith(("_scaled_dot_product_", "_flash_attention")):
+                query, key = operator.args[0], operator.args[1]
+                pairs = math.prod(query.shape[:3]) * key.shape[2]
+                self.avoided += pairs * query.element_size()
+            elif name == "_softmax" and out.dim() >= 3:
+                self.scores[number(out)] = out.numel()
+            elif not name.startswith(("mm", "bmm", "addmm", "matmul")):  # casts, dropout
+                size = max((self.scores.get(number(t), 0) for t in operator.given), default=0)
+                made = [t for t in operator.made if size and t.numel() == size]
+                self.scores.update({number(t): size for t in made})
+
+    with made.entered():
+        trace = Attention()
+        trace.run(lambda: run_forward(made.model, made.batch), None)
+    held = trace.saved.held.items()
+    return sum(n for s, n in held if s in trace.scores), trace.avoided
+
+
+def _step(found: Any, stored: int, avoided: int) -> Step:
     from ds_ckpt.telemetry.memory import OUTSIDE
 
     blocks = [block for block in found.blocks if block.name != OUTSIDE]
@@ -159,8 +197,8 @@ def _step(found: Any) -> Step:
         moved_bytes={name: work.moved_bytes for name, work in phases.items()},
         layer_bytes={part: blocks[1].parts[part] for part in parts},
         outside_bytes=sum(b.total_bytes for b in found.blocks if b.name == OUTSIDE),
-        score_bytes=found.score_bytes,
-        unstored_bytes=found.core_avoided_bytes,
+        score_bytes=stored if found.policy == "none" else 0,
+        unstored_bytes=avoided,
     )
 
 

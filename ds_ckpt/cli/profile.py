@@ -1,4 +1,4 @@
-"""`ds-ckpt profile`: what a model and a batch cost, and which setting changes it.
+"""`ds-ckpt profile`: memory and work of a model and batch, by policy.
 
 Heavy imports stay inside the command.
 """
@@ -10,11 +10,10 @@ from typing import Annotated, Literal
 
 import typer
 
-from ds_ckpt.cli.common import exit_on_error, given_options, progress, split_names, write_output
+from ds_ckpt.cli.common import exit_on_error, progress, split_names, write_output
 
 
 def profile(
-    context: typer.Context,
     model: Annotated[
         str,
         typer.Argument(
@@ -27,54 +26,56 @@ def profile(
         Path | None,
         typer.Option(help="DeepSpeed JSON file; without it ZeRO stage 3 and AdamW are assumed."),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences in a batch.")] = 1,
-    tokens: Annotated[
-        int | None, typer.Option(min=1, help="Of each sequence; the default is the model's own.")
-    ] = None,
     batches: Annotated[
-        str, typer.Option(help="Also these batch sizes, for the table: 1,2,4,8.")
-    ] = "",
+        str, typer.Option(help="Batch sizes, in sequences: 1,2,4,8. Tables show the first.")
+    ] = "1",
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Sequence length, in tokens. [default: the model's]")
+    ] = None,
     policies: Annotated[
-        str, typer.Option(help="Compared with no policy and with the file's.")
+        str, typer.Option(help="Policies to compare with none and with the file's.")
     ] = "block,attention,mlp,selective",
     modules: Annotated[
-        str, typer.Option(help="Blocks of a plain model: class names or patterns.")
+        str, typer.Option(help="Class names or patterns of a plain model's blocks.")
     ] = "",
-    world: Annotated[int, typer.Option(min=1, help="Processes that share the states.")] = 1,
+    world: Annotated[int, typer.Option(min=1, help="Number of ranks that share the states.")] = 1,
     hosts: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Hosts that they are on, for resident weights. Without it the file's "
-            "zero_hpz_partition_size says how many processes a host has.",
+            help="Number of nodes, for resident weights. [default: from the file's "
+            "zero_hpz_partition_size]",
         ),
     ] = None,
     dtype: Annotated[
         Literal["fp32", "bf16", "fp16"] | None,
-        typer.Option(help="The default is the file's, then the model's."),
+        typer.Option(help="Type of weights. [default: the file's, else the model's]"),
     ] = None,
-    attention: Annotated[str, typer.Option(help="eager, sdpa: transformers' choice.")] = "",
+    attention: Annotated[
+        str, typer.Option(help="Attention implementation in transformers: eager, sdpa.")
+    ] = "",
     limit_gib: Annotated[
-        float | None, typer.Option(min=0.001, help="Memory of the accelerator, for the best batch.")
+        float | None, typer.Option(min=0.001, help="Memory of the accelerator, in GiB.")
     ] = None,
     real: Annotated[
-        bool | None,
+        bool,
         typer.Option(
-            "--real/--fake",
-            help="Run steps on real tensors, or none. Default: where that is cheap.",
+            "--real/--fake", help="Run steps on real tensors, with times, or on fake ones."
         ),
-    ] = None,
-    repeats: Annotated[int, typer.Option(min=1, max=1000, help="Timed steps a policy.")] = 5,
+    ] = False,
+    repeats: Annotated[
+        int, typer.Option(min=1, max=1000, help="Number of timed steps a policy.")
+    ] = 5,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write everything to this file.")
+        Path | None, typer.Option("--json", help="JSON file to write all results to.")
     ] = None,
 ) -> None:
-    """What a model and batch cost: memory, recompute, launches, and what changes it.
+    """Measure memory, recompute and launches of a model under several policies.
 
-    Memory comes from a step on fake tensors, which allocates nothing; times from real steps. Each
-    finding ends with the line of the DeepSpeed file that acts on it.
+    Steps run on fake tensors, which allocate nothing, or with --real on real ones. Each finding
+    ends with the line of the DeepSpeed file that acts on it.
     """
-    counts = _counts(batch if "batch" in given_options(context) else None, batches)
+    counts = _counts(batches)
     import torch
     from rich.console import Console
 
@@ -108,13 +109,11 @@ def profile(
         write_output(json_file, lambda path: path.write_text(found.to_json(), encoding="utf-8"))
 
 
-def _counts(batch: int | None, batches: str) -> tuple[int, ...]:
-    """The batch that was asked for first, then the others. Raises typer.BadParameter."""
+def _counts(batches: str) -> tuple[int, ...]:
     try:
-        others = [int(word) for word in split_names(batches)]
+        counts = tuple(int(word) for word in split_names(batches))
     except ValueError:
         raise typer.BadParameter(f"{batches!r}: write whole numbers: 1,2,4,8") from None
-    if any(n < 1 for n in others):
+    if not counts or min(counts) < 1:
         raise typer.BadParameter(f"{batches!r}: a batch has at least one sequence")
-    first = [] if batch is None else [batch]
-    return tuple(dict.fromkeys([*first, *others] or [1]))
+    return counts

@@ -9,7 +9,6 @@ milliseconds; only their ratio decides which plan is best. Launch times are left
 from __future__ import annotations
 
 import functools
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,7 +32,6 @@ _NO_KERNEL = {
     "aten::_local_scalar_dense",
     "aten::is_same_size",
 }
-_CORES = ("_scaled_dot_product_", "_flash_attention", "_efficient_attention")
 
 
 def _grouped_flops(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
@@ -86,24 +84,6 @@ def _computes(func: Any) -> bool:
     aliases = [r.alias_info for r in schema.returns if r.alias_info is not None]
     view = any(not alias.is_write for alias in aliases)
     return not view and bool(schema.returns or schema.is_mutable)
-
-
-def stored_attention(operator: Operator) -> tuple[int, int]:
-    """Elements of attention weights that a softmax stores, and bytes of those that a core does not.
-
-    A core (flash, memory-efficient, cuDNN) computes them again in its own backward.
-    """
-    name = operator.func._schema.name.removeprefix("aten::")
-    if name.startswith(_CORES) and "math" not in name:
-        query, key = operator.args[0], operator.args[1]
-        if query.dim() != 4 or key.dim() != 4:
-            return 0, 0
-        pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
-        return 0, int(pairs) * query.element_size()
-    out = operator.out
-    if name == "_softmax" and isinstance(out, Tensor) and out.dim() >= 3:
-        return math.prod(int(n) for n in out.shape), 0
-    return 0, 0
 
 
 @dataclass(frozen=True)

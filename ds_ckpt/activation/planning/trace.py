@@ -34,13 +34,11 @@ from ds_ckpt.activation.planning.costs import (
     flops_of,
     launches,
     moved_bytes,
-    stored_attention,
 )
 from ds_ckpt.activation.planning.fake import fake_run, unknown_values_refused
 from ds_ckpt.activation.policies import Unit
 from ds_ckpt.activation.selective import is_view, writes_to
 from ds_ckpt.telemetry.memory import (
-    OUTSIDE,
     MemoryTracker,
     ModuleTracker,
     Operator,
@@ -380,7 +378,6 @@ class StepTrace(MemoryTracker):
     Attributes:
         where: the phase, block and part that run.
         work: by place.
-        avoided_bytes: of attention weights that attention cores did not store.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[Block] = ()) -> None:
@@ -392,9 +389,6 @@ class StepTrace(MemoryTracker):
         )
         self._model = model
         self.work: defaultdict[Place, Work] = defaultdict(Work)
-        self.avoided_bytes = 0
-        self._scores: dict[Storage | None, int] = {None: 0}
-        """Elements of stored attention weights, their casts and dropout, by storage."""
         self._savers: dict[Storage, Callable[[], Place]] = {}
 
     def __enter__(self) -> StepTrace:
@@ -441,21 +435,7 @@ class StepTrace(MemoryTracker):
     def _ran(self, operator: Operator) -> None:
         if not launches(operator):
             return
-        place, flops = self.where.place, flops_of(operator)
-        self.work[place] += Work(1, flops, moved_bytes(operator))
-        if place.phase == "forward" and place.block != OUTSIDE:
-            stored, avoided = stored_attention(operator)
-            self.avoided_bytes += avoided
-            number = self.storages.number
-            given = (
-                0
-                if flops
-                else max((self._scores.get(number(t), 0) for t in operator.given), default=0)
-            )
-            elements = stored or given
-            if elements:
-                made = (t for t in operator.made if t.numel() == elements)
-                self._scores.update({number(t): elements for t in made})
+        self.work[self.where.place] += Work(1, flops_of(operator), moved_bytes(operator))
 
     def _noted(self, tensor: Tensor, storage: Storage | None) -> None:
         if storage is not None:
@@ -478,10 +458,6 @@ class StepTrace(MemoryTracker):
             place = self._savers[storage]()
             found[place.block, place.part] += nbytes
         return found
-
-    def score_bytes(self) -> int:
-        """Saved attention weights."""
-        return sum(nbytes for s, nbytes in self.saved.held.items() if s in self._scores)
 
 
 def _parts_of(block: Block) -> Iterator[tuple[str, nn.Module]]:

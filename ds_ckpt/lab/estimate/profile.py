@@ -7,7 +7,6 @@ take turns, so that a busy machine slows all of them alike.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import json
 import statistics
@@ -36,7 +35,6 @@ from ds_ckpt.config.paths import lookup, precision
 from ds_ckpt.errors import ConfigError, DsCkptError, Problem, UnsupportedError
 from ds_ckpt.lab.estimate.memory import Parameters, States, estimate, keeps_resident
 from ds_ckpt.lab.subject import Sizes, Subject, arguments_of, find_subject, run_forward, tokens_of
-from ds_ckpt.telemetry.device import free_on
 from ds_ckpt.telemetry.memory import OUTSIDE, Phase, tensors_in
 from ds_ckpt.telemetry.units import GIB
 from ds_ckpt.zero3.resident import HOST_COPY, OPTIONAL, host_copy_bytes
@@ -45,14 +43,11 @@ NONE = "none"
 """Name of the step without a policy."""
 PARTS = ("attention", "mlp", "norm", "other")
 Report = Callable[[str], object]
-_MOST_FLOPS = {"cpu": 2e12, "cuda": 2e16}
-"""Limit of all timed steps together, unless --real asks for them: under a minute."""
-_SHARE_OF_MEMORY = 0.5
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the command. `real` None: real steps too if they are cheap."""
+    """Options of the command. `real`: trace and time steps on real tensors."""
 
     model: str
     config: Mapping[str, Any] | None = None
@@ -63,7 +58,7 @@ class Options:
     hosts: int | None = None
     policies: tuple[str, ...] = ("block", "attention", "mlp", "selective")
     modules: tuple[str, ...] | None = None
-    real: bool | None = None
+    real: bool = False
     limit_bytes: int | None = None
     repeats: int = 5
 
@@ -110,8 +105,6 @@ class Footprint:
         section: the activation section; None: no policy.
         tokens: of one sequence; 1 if inputs are no sequences of tokens.
         fake: the bytes come from fake tensors.
-        score_bytes: stored attention weights, of `held_bytes`.
-        core_avoided_bytes: attention weights that attention cores did not store.
         real_peak_bytes: the allocator's, of a real step.
     """
 
@@ -128,8 +121,6 @@ class Footprint:
     forward: Work
     recompute: Work
     backward: Work
-    score_bytes: int
-    core_avoided_bytes: int
     times: Times | None = None
     real_peak_bytes: int | None = None
 
@@ -371,6 +362,8 @@ def footprints(
     wanted: Sequence[ComparedPolicy],
     modules: Sequence[str] | None,
     device: torch.device | None = None,
+    *,
+    repeats: int = 0,
     report: Report = lambda text: None,
 ) -> list[Footprint]:
     """Trace one step of each policy at a batch of `count`.
@@ -381,14 +374,15 @@ def footprints(
         wanted: the policies.
         modules: of the model's blocks.
         device: of real tensors; None: fake ones.
+        repeats: timed steps of each policy on real tensors.
         report: called before each.
 
     Raises:
         UnsupportedError: real tensors do not fit, or fake ones lack a value.
     """
     found = []
-    with out_of_memory(count):
-        entered: Callable[[], Any] = nullcontext
+    entered: Callable[[], Any] = nullcontext
+    with _out_of_memory(count):
         if device is None:
             made = built_fake(subject, count)
             model, batch, known, entered = made.model, made.batch, made.known_batch(), made.entered
@@ -396,13 +390,21 @@ def footprints(
             model, batch = built_real(subject, count, device)
             known = batch
         blocks = blocks_of(model, modules)[0]
+        units: dict[str, list[Unit] | None] = {}
         for policy in wanted:
             report(f"{policy.name}, batch {count}")
-            units = policy.units(model, known, device or torch.device("cpu"))
+            units[policy.name] = policy.units(model, known, device or torch.device("cpu"))
             with entered():
-                trace = StepTrace(model, blocks).run(lambda: run_forward(model, batch), units)
+                trace = StepTrace(model, blocks)
+                trace.run(lambda: run_forward(model, batch), units[policy.name])
             _drop_gradients(batch)
             found.append(_footprint(trace, policy, batch, count, blocks, fake=device is None))
+        if device is not None and repeats:
+            steps = _real_steps(model, batch, units, device, repeats, report)
+            found = [
+                replace(f, real_peak_bytes=steps[f.policy][0], times=steps[f.policy][1])
+                for f in found
+            ]
     return found
 
 
@@ -435,8 +437,6 @@ def _footprint(
         forward=trace.total("forward"),
         recompute=trace.total("recompute"),
         backward=trace.total("backward"),
-        score_bytes=trace.score_bytes(),
-        core_avoided_bytes=trace.avoided_bytes,
     )
 
 
@@ -445,13 +445,13 @@ def _drop_gradients(batch: Any) -> None:
         leaf.grad = None
 
 
-def real_steps(
+def _real_steps(
     model: nn.Module,
     batch: Any,
     wanted: Mapping[str, Sequence[Unit] | None],
     device: torch.device,
     repeats: int,
-    report: Report = lambda text: None,
+    report: Report,
 ) -> dict[str, tuple[int, Times]]:
     """Return the allocator's peak of a step, and median times, by policy."""
     taken: defaultdict[str, list[tuple[float, float, float]]] = defaultdict(list)
@@ -535,7 +535,7 @@ def _timed_step(
 
 
 @contextmanager
-def out_of_memory(count: int) -> Iterator[None]:
+def _out_of_memory(count: int) -> Iterator[None]:
     """Turn the allocator's error into one with a remedy."""
     try:
         yield
@@ -544,20 +544,11 @@ def out_of_memory(count: int) -> Iterator[None]:
         exhausted = isinstance(error, torch.OutOfMemoryError | MemoryError)
         if not exhausted and "not enough memory" not in text:
             raise
-        gc.collect()
-        raise _too_big(count, text) from error
-
-
-def _too_big(count: int, found: str) -> UnsupportedError:
-    return UnsupportedError(
-        Problem(
-            where="--batch" if count == 1 else f"--batch or --batches, at {count}",
-            found=found,
-            why="a step on real tensors needs more memory than there is",
-            remedy="write a smaller batch or fewer --tokens, or use --fake, which allocates none",
-        ),
-        headline="the batch is too big for this machine",
-    )
+        remedy = "write a smaller batch or fewer --tokens, or use --fake, which allocates none"
+        raise UnsupportedError(
+            Problem(f"--batches {count}", text, "a step needs more memory than there is", remedy),
+            headline="the batch is too big for this machine",
+        ) from error
 
 
 # The whole profile.
@@ -584,26 +575,50 @@ def make_profile(options: Options, report: Report = lambda text: None) -> Profil
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[enabled]
         options = replace(options, sizes=replace(options.sizes, dtype=dtype))
     report("building the model")
-    run = _Run(options, report)
-    states, assumptions = estimate(run.parameters, options.config, options.world, options.hosts)
+    subject = find_subject(options.model, options.sizes)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if options.real else None
+    if device is None:
+        missing.append("times: --real runs steps on real tensors")
+    batches = tuple(dict.fromkeys(options.batches))
+    if len(batches) > 1 and not subject.sized:
+        missing.append(f"other batches: {subject.name} takes no argument named batch")
+        batches = batches[:1]
+    with _out_of_memory(batches[0]):
+        if device is None:
+            model = built_fake(subject, batches[0]).model
+        else:
+            model = built_real(subject, batches[0], device)[0]
+    blocks, modules = blocks_of(model, options.modules)
+    if not blocks:
+        missing.append(
+            "blocks: the model has no layers with Hugging Face's hook and no class that is "
+            'repeated; name them with --modules "layers.*"'
+        )
+    parameters = Parameters.of(model, blocks)
+    states, assumptions = estimate(parameters, options.config, options.world, options.hosts)
     beside = {"what ZeRO keeps": states.resident_bytes - states.host_copy_bytes}
     if states.host_copy_bytes:
         beside[HOST_COPY] = states.host_copy_bytes
     wanted = [
         replace(p, resident=beside, limit_bytes=options.limit_bytes)
-        for p in compared(options.policies, run.modules, configured)
+        for p in compared(options.policies, modules, configured)
     ]
-    found = tuple(run.footprints(wanted))
+    where = (wanted, modules, device)
+    found = [
+        footprints(subject, count, *where, repeats=options.repeats, report=report)
+        for count in batches
+    ]
+    dtype = next((p.dtype for p in model.parameters()), torch.float32)
     return Profile(
         model=options.model,
-        class_name=run.class_name,
-        dtype=str(run.dtype).removeprefix("torch."),
+        class_name=type(model).__name__,
+        dtype=str(dtype).removeprefix("torch."),
         states=states,
-        footprints=found,
-        not_measured=(*assumptions, *missing, *run.not_measured),
-        modules=tuple(run.modules) if run.modules else None,
+        footprints=tuple(itertools.chain(*found)),
+        not_measured=(*assumptions, *missing),
+        modules=tuple(modules) if modules else None,
         limit_bytes=options.limit_bytes,
-        resident_weights_bytes=_resident_weights(run.parameters, states, options.config),
+        resident_weights_bytes=_resident_weights(parameters, states, options.config),
         has_resident_weights=keeps_resident(options.config),
     )
 
@@ -624,88 +639,3 @@ def _resident_weights(
         return None
     needed = host_copy_bytes(parameters.counts, world, world // hosts, parameters.itemsize)
     return max(0, needed - states.host_copy_bytes)
-
-
-class _Run:
-    """Steps of one model, and a list of what could not be measured."""
-
-    def __init__(self, options: Options, report: Report) -> None:
-        self._options, self._report = options, report
-        self._subject = find_subject(options.model, options.sizes)
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.not_measured: list[str] = []
-        self._fake = True
-        model: nn.Module
-        try:
-            model = built_fake(self._subject, options.batches[0]).model
-        except UnsupportedError:
-            if options.real is not True:
-                raise
-            self._fake = False
-            model, _ = built_real(self._subject, options.batches[0], self._device)
-        blocks, self.modules = blocks_of(model, options.modules)
-        if not blocks:
-            self.not_measured.append(
-                "blocks: the model has no layers with Hugging Face's hook and no class that is "
-                'repeated; name them with --modules "layers.*"'
-            )
-        self.parameters = Parameters.of(model, blocks)
-        self.class_name = type(model).__name__
-        self.dtype = next((p.dtype for p in model.parameters()), torch.float32)
-
-    def footprints(self, wanted: Sequence[ComparedPolicy]) -> Iterator[Footprint]:
-        """Trace every policy at every batch, and run real steps if asked for or cheap."""
-        batches = tuple(dict.fromkeys(self._options.batches))
-        if len(batches) > 1 and not self._subject.sized:
-            name = self._subject.name
-            self.not_measured.append(f"other batches: {name} takes no argument named batch")
-            batches = batches[:1]
-        if self._options.real is False:
-            self.not_measured.append("times: --fake runs no step on real tensors")
-        for count in batches:
-            found = self._traced(count, wanted)
-            real = self._options.real is not False and self._can_run(found)
-            yield from self._with_real(count, found, wanted) if real else found
-
-    def _traced(self, count: int, wanted: Sequence[ComparedPolicy]) -> list[Footprint]:
-        """Trace fake tensors; if a value is missing and --real is given, real ones."""
-        where = (self._subject, count, wanted, self.modules)
-        if self._fake:
-            try:
-                return footprints(*where, report=self._report)
-            except UnsupportedError as error:
-                values = any("fake tensors" in p.why for p in error.problems)
-                if self._options.real is not True or not values:
-                    raise
-                self._fake = False
-                self.not_measured.append(f"by fake tensors: {error.problems[0].found}")
-        return footprints(*where, self._device, self._report)
-
-    def _can_run(self, found: Sequence[Footprint]) -> bool:
-        forced, weights, count = self._options.real is True, self.parameters, found[0].batch
-        needed = 2 * sum(weights.counts) * weights.itemsize
-        needed += max(f.peak_bytes for f in found)
-        free = free_on(self._device)
-        flops = sum(f.step.flops for f in found) * (self._options.repeats + 3)
-        why = ""
-        if needed > (1.0 if forced else _SHARE_OF_MEMORY) * free:
-            why = f"{needed / GIB:.2f} GiB, and {free / GIB:.2f} GiB are free"
-            if forced:
-                raise _too_big(count, why)
-        elif not forced and flops > _MOST_FLOPS[self._device.type]:
-            why = f"{flops:.1e} FLOPs are many; ask for them with --real"
-        if why:
-            self.not_measured.append(f"times at batch {count}: {why}")
-        return not why
-
-    def _with_real(
-        self, count: int, found: Sequence[Footprint], wanted: Sequence[ComparedPolicy]
-    ) -> Iterator[Footprint]:
-        device = self._device
-        with out_of_memory(count):
-            model, batch = built_real(self._subject, count, device)
-            units = {policy.name: policy.units(model, batch, device) for policy in wanted}
-            steps = real_steps(model, batch, units, device, self._options.repeats, self._report)
-        for footprint in found:
-            peak, times = steps[footprint.policy]
-            yield replace(footprint, real_peak_bytes=peak, times=times)

@@ -166,7 +166,7 @@ class Finding:
 
 def findings(profile: Profile) -> list[Finding]:
     """List the facts with a setting that acts on them."""
-    parts = (_attention, _smallest, _resident, _bucket, _limit)
+    parts = (_smallest, _resident, _bucket, _limit)
     return [finding for find in parts for finding in find(profile)]
 
 
@@ -178,25 +178,6 @@ def _of(footprint: Footprint) -> dict[str, Any] | None:
 def _section(profile: Profile, **keys: Any) -> dict[str, Any]:
     modules = {"modules": list(profile.modules)} if profile.modules else {}
     return {"ds_ckpt": {"activation": {**keys, **modules}}}
-
-
-def _attention(profile: Profile) -> Iterator[Finding]:
-    first = profile.first
-    if first.core_avoided_bytes:
-        yield Finding(
-            "Attention runs in a core (SDPA, flash), which recomputes its weights: "
-            f"{size(first.core_avoided_bytes)} of them are not stored. "
-            f"{size(first.part_bytes('attention'))} are saved for attention's inputs, projections "
-            "and results."
-        )
-    if first.score_bytes:
-        # in a plain model "attention" would have to name its parts
-        yield Finding(
-            f"Attention is eager: {size(first.score_bytes)} of the saved activations are attention "
-            'weights. attn_implementation="sdpa" when the model is loaded stores none. If it must '
-            "stay eager, recompute it:",
-            _section(profile, policy="block" if profile.modules else "attention"),
-        )
 
 
 def _smallest(profile: Profile) -> Iterator[Finding]:
