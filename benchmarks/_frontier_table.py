@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from ds_ckpt.lab.validate.statistics import paired
+from ds_ckpt.lab.validate.equivalence import paired
 
 ACCUMULATION = 8
 

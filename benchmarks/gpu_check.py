@@ -46,7 +46,7 @@ from ds_ckpt.compression.powersgd import Factors, orthogonalize, orthogonalize_a
 from ds_ckpt.compression.storage import ResidualDtype
 from ds_ckpt.exchange.exchange import AllToAllExchange
 from ds_ckpt.exchange.transport import TorchTransport
-from ds_ckpt.exchange.virtual import VirtualWorld
+from ds_ckpt.lab.validate.virtual import VirtualWorld
 
 Found = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[1]

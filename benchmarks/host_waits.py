@@ -19,7 +19,7 @@ from ds_ckpt.compression import Compressor, EntropyCoded, Feedback, LowRank, Qua
 from ds_ckpt.compression.powersgd import Factors
 from ds_ckpt.compression.storage import ResidualDtype
 from ds_ckpt.exchange.exchange import AllToAllExchange
-from ds_ckpt.exchange.virtual import VirtualWorld
+from ds_ckpt.lab.validate.virtual import VirtualWorld
 from tests.pretended_gpu import Gpu, in_threads
 
 TENSORS, SHAPE = 16, (96, 192)

@@ -35,7 +35,6 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -146,7 +145,7 @@ CODECS: dict[str, Codec] = {
 
 def from_training(codec: str, steps: int) -> list[Tensor]:
     """What the first worker has for the second owner, by tensor."""
-    task = open_task(make_spec("language"), Path(__file__).parent)
+    task = open_task(make_spec("language"))
     compressor = CODECS[codec]
     assert isinstance(compressor, Quantize | EntropyCoded | TopK)
     settings = MethodSettings(compressor.name, **compressor.model_dump())

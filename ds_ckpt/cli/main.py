@@ -33,7 +33,7 @@ EXAMPLES = {
     "plan": 'ds-ckpt plan llama-7b --cluster "4 nodes x 8 A100, 100 Gbit/s" -o plan.json',
     "measure": "sudo ds-ckpt measure -o runs/first --rates 50mbit,1gbit",
     "report": "ds-ckpt report runs/first",
-    "validate-accuracy": "ds-ckpt validate-accuracy ds_configs/zero3_3bit.json --tasks topics",
+    "validate-accuracy": "ds-ckpt validate-accuracy ds_configs/zero3_3bit.json --seeds 8",
     "probe": "sudo ds-ckpt probe --rate 200mbit -o links.json",
     "hosts run": "sudo ds-ckpt hosts run --hosts 2 -- deepspeed train.py --deepspeed_config C.json",
     "hosts list": "ds-ckpt hosts list",

@@ -72,12 +72,12 @@ def validated(spec: dict[str, Any], files: list[str], folder: str) -> Any:
 
     from ds_ckpt.lab.validate import experiment
     from ds_ckpt.lab.validate.processes import train_zero3
-    from ds_ckpt.lab.validate.store import Store
+    from ds_ckpt.lab.validate.runs import Store
     from ds_ckpt.lab.validate.task import TaskSpec, open_task
 
     torch.set_num_threads(1)
     candidates = experiment.read_candidates([Path(file) for file in files])
-    task = open_task(TaskSpec(**spec), Path(folder))
+    task = open_task(TaskSpec(**spec))
     plan = experiment.Plan(task, candidates, range(1), "processes")
     outcomes = []
 

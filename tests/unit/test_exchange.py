@@ -35,7 +35,7 @@ from ds_ckpt.exchange.exchange import AllToAllExchange
 from ds_ckpt.exchange.layout import ShardLayout
 from ds_ckpt.exchange.rules import Choose
 from ds_ckpt.exchange.transport import PACKET_ALIGNMENT_BYTES
-from ds_ckpt.exchange.virtual import VirtualWorld
+from ds_ckpt.lab.validate.virtual import VirtualWorld
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EPS = torch.finfo(torch.float32).eps

@@ -28,7 +28,7 @@ from ds_ckpt.compression.storage import ResidualDtype
 from ds_ckpt.compression.topk import blocks_for, select_in_blocks
 from ds_ckpt.exchange.exchange import AllToAllExchange
 from ds_ckpt.exchange.rules import ExchangeSettings, MethodSettings
-from ds_ckpt.exchange.virtual import VirtualWorld
+from ds_ckpt.lab.validate.virtual import VirtualWorld
 from tests.pretended_gpu import Gpu, in_threads
 
 if os.environ.get("CI") != "true":  # there it is installed

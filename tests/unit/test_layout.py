@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ds_ckpt.exchange.layout import ShardLayout
 from ds_ckpt.exchange.transport import Packets
-from ds_ckpt.exchange.virtual import VirtualWorld
+from ds_ckpt.lab.validate.virtual import VirtualWorld
 
 worlds = st.integers(1, 9)
 

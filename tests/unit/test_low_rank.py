@@ -17,7 +17,7 @@ from ds_ckpt.exchange.assignment import Assignment
 from ds_ckpt.exchange.layout import LocalShard, ShardLayout
 from ds_ckpt.exchange.low_rank import FactorSum, RowBlocks
 from ds_ckpt.exchange.rules import Choose
-from ds_ckpt.exchange.virtual import VirtualWorld
+from ds_ckpt.lab.validate.virtual import VirtualWorld
 
 quick = settings(max_examples=60, deadline=None)
 

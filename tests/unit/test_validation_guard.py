@@ -11,7 +11,7 @@ import pytest
 from ds_ckpt.engine.guard import Guard
 from ds_ckpt.engine.step import StepState
 from ds_ckpt.exchange.exchange import AllToAllExchange
-from ds_ckpt.exchange.virtual import VirtualWorld
+from ds_ckpt.lab.validate.virtual import VirtualWorld
 from ds_ckpt.telemetry.timings import ResidualStats
 
 LIMITS, WITHIN, BEYOND = ResidualStats(0.5, 2.0), ResidualStats(0.2, 1.0), ResidualStats(0.2, 3.0)

@@ -17,8 +17,8 @@ from ds_ckpt.compression.topk import TopK
 from ds_ckpt.errors import UnsupportedError
 from ds_ckpt.exchange.metric import EVERY
 from ds_ckpt.exchange.rules import ExchangeSettings, MethodSettings
+from ds_ckpt.lab.validate.runs import train
 from ds_ckpt.lab.validate.task import Score
-from ds_ckpt.lab.validate.trainer import train
 from ds_ckpt.lab.validate.world import DENSE_SETTINGS as DENSE
 from ds_ckpt.lab.validate.world import (
     InProcessWorld,
@@ -83,13 +83,12 @@ def test_what_is_not_delivered_is_owed(name: str, world: int) -> None:
         put_in = [a + b for a, b in zip(put_in, mean(given_), strict=True)]
         delivered = [a + b for a, b in zip(delivered, ours.average(given_), strict=True)]
         ours.step_ended(skipped=False)
-    owed, total = ours.residuals(), 0.0
+    residuals, total = ours.residuals(), 0.0
     for name_, total_in, total_out in zip(NAMES, put_in, delivered, strict=True):
-        left = sum(state[name_].double() for state in owed if name_ in state)
+        left = sum(state[name_].double() for state in residuals if name_ in state)
         torch.testing.assert_close(total_out + left, total_in, rtol=1e-5, atol=1e-5)
         total += float((total_in - total_out).square().sum())
-    assert ours.residual_norm() == pytest.approx(total**0.5, rel=1e-4)
-    assert ours.residual_norm() > 0.1
+    assert total > 0.01
 
 
 @pytest.mark.parametrize("name", LOSSY)
@@ -140,7 +139,6 @@ def training(
     *,
     world: int = 2,
     accumulation: int = 1,
-    weight_bits: int | None = None,
     **recipe: Any,
 ) -> tuple[_Net, InProcessWorld]:
     model = _Net()
@@ -157,7 +155,6 @@ def training(
         settings,
         workers=world,
         accumulation=accumulation,
-        weight_bits=weight_bits,
     )
 
 
@@ -198,22 +195,6 @@ def test_the_warm_up_is_the_dense_run() -> None:
     feedback = ours.workers._workers[0].feedback
     assert feedback is not None
     assert feedback.steps == 3  # as in real processes: the rounding of residuals depends on it
-
-
-@pytest.mark.parametrize("bits", [4, 3])
-def test_weights_in_few_bits_are_near_the_optimizers(bits: int) -> None:
-    """The model holds what hosts hold, and gradients are of that."""
-    model, ours = training(DENSE, weight_bits=bits, warmup_ratio=0.5)
-    exact_model, exact = training(DENSE, warmup_ratio=0.5)
-    for _ in range(8):
-        ours.train_step()
-        exact.train_step()
-    for held, master in zip(model.parameters(), ours._masters, strict=True):
-        assert not torch.equal(held, master)
-        rounding = (master.bfloat16().float() - master).norm()
-        assert (held - master).norm() <= 1.5001 * rounding
-    for a, b in zip(model.parameters(), exact_model.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=0.05, atol=0.01)
 
 
 def test_a_step_that_is_not_finite_is_skipped() -> None:
@@ -282,7 +263,7 @@ def test_a_fallback_ends_a_warm_up_in_few_bits() -> None:
         sent.append(virtual.sent_bytes)
     steps = [after - before for before, after in itertools.pairwise(sent)]
     assert steps[0] == steps[1] < 0.2 * steps[2] == 0.2 * steps[3]
-    assert virtual.residual_norm() == 0
+    assert not any(bool(r.any()) for state in virtual.residuals() for r in state.values())
 
 
 def test_kernels_of_the_warm_up_are_tried_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,29 +308,21 @@ def test_a_parameter_that_no_loss_reaches_is_named() -> None:
         training.train_step()
 
 
-def test_a_run_comes_to_an_outcome() -> None:
+def test_a_run_ends_or_stops_if_it_is_not_finite() -> None:
     model, world = training(lossy("topk", 2, density=0.1))
     evaluated: Any = SimpleNamespace(evaluate=lambda model: Score(model.up.weight.norm().item()))
-    told: list[int] = []
-    found = train(
-        evaluated, world, 8, warm_up=2, evaluate_every=3, progress=lambda done, _: told.append(done)
-    )
+    reported: list[int] = []
+    progress = lambda done, _: reported.append(done)  # noqa: E731
+    found = train(evaluated, world, 8, evaluate_every=3, progress=progress)
     assert [step for step, _ in found.heldout] == [0, 3, 6, 8]
     assert found.heldout[-1][1] == model.up.weight.norm().item()
-    assert len(found.train) == 3
-    assert found.warm_up_bytes > 2 * found.step_bytes > 0
-    assert found.residual_norm > 0
     assert not found.diverged
-    assert told == [8]
-    stopped = train(evaluated, training(DENSE)[1], 8, evaluate_every=3, hopeless=lambda *_: True)
-    assert stopped.diverged
-    assert [step for step, _ in stopped.heldout] == [0, 3]
+    assert reported == [8]
     model, world = training(DENSE)
     with torch.no_grad():
         model.up.weight.fill_(torch.nan)
-    broken = train(evaluated, world, 8, evaluate_first=False)
+    broken = train(evaluated, world, 8)
     assert broken.diverged
-    assert broken.heldout == []
     assert world.step == 1
 
 

@@ -17,7 +17,7 @@ from deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus
 from torch import Tensor
 
 from ds_ckpt.engine.weights import Lossless
-from ds_ckpt.exchange.virtual import VirtualWorld
+from ds_ckpt.lab.validate.virtual import VirtualWorld
 from ds_ckpt.telemetry import Counters
 from ds_ckpt.weights.tracked import Tracked
 from ds_ckpt.zero3 import weights

@@ -1,4 +1,1 @@
-"""Is compression safe for this run? Training with virtual workers, and the statistics of verdicts.
-
-It trains what `ds_ckpt.lab.workload` has.
-"""
+"""Accuracy of compression: paired training runs and tests of equivalence with dense training."""

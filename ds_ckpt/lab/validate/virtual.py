@@ -1,8 +1,8 @@
-"""A world of virtual processes inside one: threads that exchange bytes through memory.
+"""Virtual ranks inside one process: threads that exchange bytes through memory.
 
-For experiments on accuracy with more workers than the machine has processes for, and for tests.
-It says nothing about speed. One of them computes at a time: operators on small tensors take longer
-where threads fight for the interpreter between each two.
+They train with more workers than the machine has cores, and test exchanges without launching
+processes. Speed is not imitated. One rank computes at a time: operators on small tensors slow down
+if threads compete for the interpreter between each two of them.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from typing import TypeVar
 from torch import Tensor
 
 T = TypeVar("T")
-_turn = threading.Lock()
+_computing = threading.Lock()
 
 
 class VirtualWorld:
     """`world` transports that meet at a barrier.
 
     Args:
-        world: number of virtual processes.
-        timeout_s: how long one waits for the others, who compute one after the other, before all
-            of them raise.
+        world: number of virtual ranks.
+        timeout_s: longest wait of one rank for the others, after which all of them raise.
     """
 
     def __init__(self, world: int, *, timeout_s: float = 300.0) -> None:
@@ -31,29 +30,28 @@ class VirtualWorld:
         self.barrier = threading.Barrier(world, timeout=timeout_s)
         self.mail: list[tuple[Tensor, Sequence[int]] | None] = [None] * world
         self.summands: list[Tensor | None] = [None] * world
-        self.transports = [VirtualTransport(self, p) for p in range(world)]
+        self.transports = [VirtualTransport(self, rank) for rank in range(world)]
 
     def run(self, work: Callable[[int], T]) -> list[T]:
-        """Call `work(process)` in one thread per virtual process; results in their order.
+        """Call `work(rank)` in one thread per rank and return the results in rank order.
 
         Raises:
-            Exception: the first one that a `work` raised; the others are released, not left
-                waiting for it.
+            Exception: the first exception that a `work` raised; the other ranks are released.
         """
         results: dict[int, T] = {}
         errors: list[BaseException] = []
 
-        def body(process: int) -> None:
+        def body(rank: int) -> None:
             try:
-                with _turn:
-                    results[process] = work(process)
+                with _computing:
+                    results[rank] = work(rank)
             except threading.BrokenBarrierError as error:
-                errors.append(error)  # after the error that broke it, if there was one
+                errors.append(error)  # after the error that broke the barrier, if any
             except BaseException as error:
                 errors.insert(0, error)
                 self.barrier.abort()
 
-        threads = [threading.Thread(target=body, args=(p,), daemon=True) for p in range(self.world)]
+        threads = [threading.Thread(target=body, args=(r,), daemon=True) for r in range(self.world)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -61,23 +59,23 @@ class VirtualWorld:
         if errors:
             self.barrier.reset()
             raise errors[0]
-        return [results[p] for p in range(self.world)]
+        return [results[rank] for rank in range(self.world)]
 
-    def meet(self) -> None:
-        """Wait for the others, who take their turns meanwhile."""
-        _turn.release()
+    def synchronize(self) -> None:
+        """Wait for the other ranks, which compute meanwhile."""
+        _computing.release()
         try:
             self.barrier.wait()
         finally:
-            _turn.acquire()
+            _computing.acquire()
 
 
 class VirtualTransport:
-    """One virtual process's end of a `VirtualWorld`.
+    """Transport of one rank of a `VirtualWorld`.
 
     Attributes:
-        calls: collectives so far.
-        sent_bytes: bytes that left for other processes so far.
+        calls: number of collectives so far.
+        sent_bytes: bytes sent to other ranks so far.
     """
 
     def __init__(self, group: VirtualWorld, dp_rank: int) -> None:
@@ -94,41 +92,40 @@ class VirtualTransport:
         output_splits: Sequence[int],
         input_splits: Sequence[int],
     ) -> None:
-        """As `Transport.all_to_all`; sizes that do not match are an `AssertionError`."""
+        """Implement `Transport.all_to_all`. Raises AssertionError if sizes do not match."""
         assert sum(input_splits) == input.numel(), "input splits do not cover the input"
         assert sum(output_splits) == output.numel(), "output splits do not cover the output"
         self.calls += 1
         self.sent_bytes += sum(input_splits) - input_splits[self.dp_rank]
         mail = self._group.mail
         mail[self.dp_rank] = (input, input_splits)
-        self._group.meet()
+        self._group.synchronize()
         start = 0
         for source, size in enumerate(output_splits):
             posted = mail[source]
             assert posted is not None
             buffer, splits = posted
             assert splits[self.dp_rank] == size, (
-                f"process {source} sends {splits[self.dp_rank]} bytes to {self.dp_rank}, "
+                f"rank {source} sends {splits[self.dp_rank]} bytes to {self.dp_rank}, "
                 f"which expects {size}"
             )
             at = sum(splits[: self.dp_rank])
             output[start : start + size].copy_(buffer[at : at + size])
             start += size
-        # Nobody may reuse its input before all have read it.
-        self._group.meet()
+        self._group.synchronize()  # no rank may reuse its input before all have read it
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """As `Transport.all_reduce`, added up in the order of processes; bytes as a ring's."""
-        world = self._group
+        """Implement `Transport.all_reduce`: sum in rank order, bytes counted as in a ring."""
+        group = self._group
         self.calls += 1
         self.sent_bytes += (
             2 * (self.world - 1) * tensor.numel() * tensor.element_size() // self.world
         )
-        world.summands[self.dp_rank] = tensor.clone()
-        world.meet()
-        parts = [part for part in world.summands if part is not None]
-        assert len({part.shape for part in parts}) == 1, "processes sum tensors of unlike shapes"
+        group.summands[self.dp_rank] = tensor.clone()
+        group.synchronize()
+        parts = [part for part in group.summands if part is not None]
+        assert len({part.shape for part in parts}) == 1, "ranks sum tensors of different shapes"
         tensor.copy_(parts[0])
         for part in parts[1:]:
             tensor.add_(part)
-        world.meet()
+        group.synchronize()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_ckpt.lab.validate.statistics import Judgement, judge, more_seeds, paired
+from ds_ckpt.lab.validate.equivalence import Judgement, judge, more_seeds, paired
 
 TRIALS = 2000
 MARGIN = 0.005
@@ -148,7 +148,7 @@ def test_verdict_and_interval_agree(differences: list[float], margin: float) -> 
         lambda: paired([1.0, math.nan]),
         lambda: paired([1.0, 2.0], 1.0),
         lambda: judge([1.0, 2.0], 0.0),
-        lambda: judge([1.0, 2.0], alpha=0.5),
+        lambda: judge([1.0, 2.0], 1.0, alpha=0.5),
     ],
 )
 def test_what_makes_no_sense_is_refused(call: object) -> None:

@@ -1,16 +1,15 @@
-"""What paired differences allow to say: intervals, equivalence within a margin, seeds still needed.
+"""Statistics of paired differences: intervals, equivalence within a margin, seeds still needed.
 
-A difference is that of two runs which share seed, weights and data: compressed less dense, in
-units of the margin (here: of the dense loss). More than 0 is worse. Differences are taken as normal
-and independent from seed to seed.
+A difference is that of two runs with the same seed, weights and data: compressed less dense, in
+units of the margin. More than 0 is worse. Differences are taken as normal and independent.
 
 Equivalence is shown by two one-sided t-tests (TOST: Schuirmann, J. Pharmacokinet. Biopharm. 15,
-1987): both "worse by the margin or more" and "better by the margin or more" are rejected at level
-alpha, which is the same as an interval of confidence 1 - 2 alpha inside the margin. No difference
-found in a test for difference would show nothing: with few seeds everything passes that.
+1987): "worse by the margin or more" and "better by the margin or more" are both rejected at level
+alpha. This is the same as an interval of confidence 1 - 2 alpha inside the margin. A test for a
+difference would show nothing: with few seeds everything passes it.
 
-Accuracies are counts, so their differences stand on a grid. Two that fall on the same point would
-have no spread, and a verdict that two seeds cannot carry: their spread is at least half a step.
+Accuracies are counts, so their differences lie on a grid. Two equal ones would have no spread, and
+two seeds would be enough for a verdict: their spread is at least half a step of the grid.
 """
 
 from __future__ import annotations
@@ -25,11 +24,9 @@ from scipy import special
 
 from ds_ckpt.config.verdicts import Word
 
-MARGIN = 0.005
-"""Half a percent of the dense loss."""
 ALPHA = 0.05
 POWER = 0.8
-MOST_SEEDS = 1000
+MAX_SEEDS = 1000
 _FIRST_SEEDS = 3
 
 
@@ -38,7 +35,11 @@ class Interval:
     """Student's t interval around the mean of `count` differences.
 
     Attributes:
-        spread: standard deviation of one difference, at least half a step of their grid.
+        mean: of the differences.
+        low: lower end.
+        high: upper end.
+        spread: standard deviation of one difference, at least half a step of the grid.
+        count: number of differences.
     """
 
     mean: float
@@ -50,13 +51,13 @@ class Interval:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What differences allow to say.
+    """Verdict on differences.
 
     Attributes:
         verdict: see `judge`.
         interval: of confidence 1 - 2 alpha; None with fewer than two finite differences.
-        more_seeds: how many more are likely to decide where the verdict is inconclusive; 0 where it
-            is not; None where not even MOST_SEEDS would.
+        more_seeds: number of seeds likely to decide an inconclusive verdict, otherwise 0; None if
+            MAX_SEEDS would not decide it.
     """
 
     verdict: Word
@@ -67,14 +68,15 @@ class Judgement:
 def paired(
     differences: Sequence[float], confidence: float = 0.95, *, step: float = 0.0
 ) -> Interval:
-    """The interval that holds the true mean difference with the given confidence.
+    """Return the interval that contains the true mean difference with the given confidence.
 
     Args:
-        step: of the grid on which differences stand; 0 where there is none.
+        differences: two or more, finite.
+        confidence: between 0 and 1.
+        step: of the grid of the differences; 0 without one.
 
     Raises:
-        ValueError: fewer than two differences, one that is not finite, or a confidence outside
-            (0, 1).
+        ValueError: an argument is out of range.
     """
     if len(differences) < 2 or not all(map(math.isfinite, differences)):
         raise ValueError(f"an interval takes two or more finite differences, not {differences}")
@@ -86,24 +88,23 @@ def paired(
 
 
 def judge(
-    differences: Sequence[float],
-    margin: float = MARGIN,
-    *,
-    alpha: float = ALPHA,
-    step: float = 0.0,
+    differences: Sequence[float], margin: float, *, alpha: float = ALPHA, step: float = 0.0
 ) -> Judgement:
-    """Is the compressed run as good as the dense one?
+    """Compare a compressed configuration with dense training.
 
-    equivalent: within the margin on both sides. Said of a config whose true difference is the
-    margin or more in at most a share alpha of all trials. worse: by more than the margin; wrong in
-    at most a share alpha. better: likewise on the other side. inconclusive: none of these. A
-    difference that is not finite (a run that diverged) is worse, whatever the others are.
+    `equivalent`: within the margin on both sides; a configuration whose true difference is the
+    margin passes in at most a share alpha of all trials. `worse`, `better`: by more than the
+    margin, wrong in at most a share alpha. `inconclusive`: none of these. A difference that is not
+    finite (a run that diverged) is worse.
 
     Args:
+        differences: one for each seed.
+        margin: above 0.
+        alpha: level of each test.
         step: see `paired`.
 
     Raises:
-        ValueError: margin not above 0, alpha outside (0, 0.5).
+        ValueError: an argument is out of range.
     """
     if not margin > 0:
         raise ValueError(f"margin must be above 0, not {margin}")
@@ -124,31 +125,31 @@ def judge(
 
 
 def more_seeds(
-    interval: Interval, margin: float = MARGIN, *, alpha: float = ALPHA, power: float = POWER
+    interval: Interval, margin: float, *, alpha: float = ALPHA, power: float = POWER
 ) -> int | None:
-    """Seeds to add so that a verdict falls with probability `power`, if mean and spread hold.
+    """Return the seeds to add for a verdict with probability `power`, if mean and spread hold.
 
-    None where MOST_SEEDS in all would not do: the mean lies too near the margin.
+    None if MAX_SEEDS are not enough: the mean lies too near the margin.
     """
     near, far = abs(margin - abs(interval.mean)), margin + abs(interval.mean)
-    both = abs(interval.mean) < margin  # for equivalence either side can fail
+    two_sided = abs(interval.mean) < margin
 
     def enough(count: int) -> bool:
         error = interval.spread / math.sqrt(count)
         missed = _missed(near, error, count, alpha)
-        if both:
+        if two_sided:
             missed += _missed(far, error, count, alpha)
         return missed <= 1 - power
 
-    counts = range(interval.count + 1, MOST_SEEDS + 1)
+    counts = range(interval.count + 1, MAX_SEEDS + 1)
     place = bisect.bisect_left(counts, True, key=enough)
     return place + 1 if place < len(counts) else None
 
 
 def _missed(distance: float, error: float, count: int, alpha: float) -> float:
-    """Chance that a one-sided t-test of `count` at `alpha` does not reject, `distance` away.
+    """Return the chance that a one-sided t-test does not reject a value `distance` away.
 
-    The t-distribution moved by `distance`, in place of the non-central one: close enough to plan.
+    The shifted t-distribution replaces the non-central one: close enough for planning.
     """
     if error == 0:
         return 0.0 if distance > 0 else 1.0
@@ -156,5 +157,5 @@ def _missed(distance: float, error: float, count: int, alpha: float) -> float:
 
 
 def _quantile(probability: float, count: int) -> float:
-    """Of Student's t for `count` differences."""
+    """Return a quantile of Student's t for `count` differences."""
     return float(special.stdtrit(count - 1, probability))
