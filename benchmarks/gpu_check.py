@@ -98,7 +98,7 @@ def commit(exchange: AllToAllExchange) -> int:
 
 def operators() -> contextlib.AbstractContextManager[Any]:
     """Without the fused kernels."""
-    return mock.patch.object(fused, "serves", return_value=False)
+    return mock.patch.object(fused, "is_supported", return_value=False)
 
 
 # ---- the checks
@@ -130,7 +130,7 @@ def versions(device: torch.device) -> Found:
         with contextlib.suppress(OSError):
             asked = subprocess.run(query, capture_output=True, text=True, check=False)
             found["driver"] = asked.stdout.strip()
-        assert fused.serves(device), "no triton: the fused kernels are not used"
+        assert fused.is_supported(device), "no triton: the fused kernels are not used"
     return found
 
 

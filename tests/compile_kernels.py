@@ -49,7 +49,7 @@ def compiled(
 def main() -> None:
     from ds_ckpt.compression import triton_kernels
 
-    fused.serves = lambda device: True
+    fused.is_supported = lambda device: True
     fused.trusted = lambda *_: True  # type: ignore[assignment]
     found = {}
     for capability in map(int, sys.argv[1:]):

@@ -1,31 +1,26 @@
-"""About one bit an entry: a quantizer with a dead zone, and a code for where its entries lie.
+"""About one bit an entry: a quantizer with a dead zone and a Rice code of its positions.
 
-Entries below a threshold t stay as residual. Of the others the place, the sign and a level travel:
-level 0 up to 2.5 t, from there on levels whose width grows by half each. Level 0 decodes to the
-mean magnitude of its entries, level i to a * 1.5^i with a fitted by least squares. What is sent is
-then a projection: what is left never has more energy than there was. At low rates such a quantizer
-with an entropy coder is near the rate-distortion bound (Sullivan, "Efficient scalar quantization of
-exponential and Laplacian random variables", IEEE Trans. Inf. Theory 42, 1996).
+Entries below a threshold t stay as residual. Of the others the place, the sign and a level are
+sent: level 0 up to 2.5 t, then levels whose width grows by half each. Level 0 decodes to the mean
+magnitude of its entries, level i to a * 1.5^i with a fitted by least squares. What is sent is then
+a projection: the residual never has more energy than there was. At low rates such a quantizer with
+an entropy coder is near the rate-distortion bound (Sullivan, IEEE Trans. Inf. Theory 42, 1996).
 
-t is the smallest for which the code fits its bytes, found in a sample's histogram: so the size
-depends on the number of entries alone, and nothing is remembered from step to step. Where the
-code turns out longer than the histogram said, entries just above t are left out until it fits;
-where that would take larger ones, t is first guessed again for so much less.
+t is the smallest for which the code fits its bytes, found in a sample's histogram. So the size
+depends on the number of entries alone, and there is no state. If the code turns out longer than the
+histogram predicted, entries just above t are left out until it fits; if that would take larger
+ones, t is first guessed again for so much less.
 
 The code is Rice's (Golomb 1966): a number v becomes v >> k zeros, a one, and its k low bits. Three
-sequences of numbers are written so:
+sequences of numbers are coded:
 
-    2 * gap + sign   of the entries that are sent; gap: how many are not, before it
+    2 * gap + sign   of the entries that are sent; gap: entries before it that are not
     gap              of those with a level above 0, among them
     level - 1        of those, k = 0
 
-The first parts of all numbers stand in one run of bits from the front, their low bits in another at
-the end, with zeros between. That is what makes both ends parallel: a decoder has all numbers at
-once by the places of ones, all places by a cumulative sum.
-
-A payload is one segment after the other, of at most `SEGMENT` entries, as equally long as they can
-be, each with a header: entries sent and those above level 0 (int32), the mean of level 0 and a
-(fp32), both k (uint8).
+The unary parts of all numbers are one run of bits from the front, their low bits another at the
+end, with zeros between. That makes both ends parallel: a decoder finds all numbers by the places of
+ones, and all places by a cumulative sum. `wire` has the layout of a segment.
 """
 
 from __future__ import annotations
@@ -71,8 +66,7 @@ _LOW_BITS = sum(1 << 8 * i for i in range(8))
 
 
 class EntropyCoded(Method, Codec):
-    """Entropy-coded values: the larger entries of each remote shard in a few levels, at a fixed
-    number of bits an entry."""
+    """Entropy-coded values: the larger entries in a few levels, at fixed bits an entry."""
 
     name = "entropy_coded"
     about = "the larger entries in a few levels, entropy-coded in about one bit an entry or less"
@@ -105,31 +99,34 @@ class EntropyCoded(Method, Codec):
 
     @property
     def uses_preconditioner(self) -> bool:
+        """True with the metric of steps."""
         return self.metric == "steps"
 
     def describe(self) -> str:
+        """Return bits and metric."""
         steps = ", in the metric of steps" if self.uses_preconditioner else ""
         return f"entropy-coded values in {self.bits:g} bits{steps}"
 
     def packed_bytes(self, numel: int) -> int:
+        """Return the bytes of all segments."""
         return sum(stop - start for _, _, start, stop in self._segments(numel))
 
     def pack_rows(self, values: Tensor, out: Tensor) -> None:
+        """Code each row; `values` become the residual."""
         values.nan_to_num_(0.0, 0.0, 0.0)
         for first, last, start, stop in self._segments(values.shape[1]):
-            tile = _TILE if on_host(values.device) else _TILE_ACCELERATOR
-            for some, payloads in row_groups(
-                last - first, tile, values[:, first:last], out[:, start:stop]
-            ):
+            parts = values[:, first:last], out[:, start:stop]
+            for some, payloads in row_groups(last - first, _tile(values.device), *parts):
                 _pack(some, payloads)
 
     def unpack_add_rows(self, payloads: Tensor, into: Tensor, scale: float = 1.0) -> None:
+        """Add the decoded values of each payload."""
         for first, last, start, stop in self._segments(into.shape[0]):
-            tile = _TILE if on_host(into.device) else _TILE_ACCELERATOR
-            for (some,) in row_groups(last - first, tile, payloads[:, start:stop]):
+            for (some,) in row_groups(last - first, _tile(into.device), payloads[:, start:stop]):
                 add_rows(into[first:last], _decoded(some, last - first), scale)
 
     def pack_all(self, shards: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Pack the tensors of a bucket, short ones of one size together."""
         for batch in _batches([values for values, _ in shards]):
             if len(batch) == 1:
                 self.pack_rows(*shards[batch[0]])
@@ -144,6 +141,7 @@ class EntropyCoded(Method, Codec):
             torch._foreach_copy_(payloads, all_payloads.split(lengths))
 
     def unpack_add_all(self, shards: Sequence[ToAdd], scale: float = 1.0, before: int = 0) -> None:
+        """Add the tensors of a bucket, short ones of one size together."""
         received = [s.into.expand(len(s.payloads), -1) for s in shards]
         for batch in _batches(received):
             some = [shards[i] for i in batch]
@@ -160,7 +158,7 @@ class EntropyCoded(Method, Codec):
                 add_rows(shard.into, rows[before:], scale)
 
     def _segments(self, numel: int) -> Iterator[tuple[int, int, int, int]]:
-        """(first entry, last, first byte, last) of each; ends are not included."""
+        """Return (first entry, end, first byte, end) of each segment."""
         length = -(-numel // max(1, -(-numel // SEGMENT)))
         start = 0
         for first in range(0, numel, max(1, length)):
@@ -172,25 +170,26 @@ class EntropyCoded(Method, Codec):
 
 @dataclass(frozen=True)
 class _Filled:
-    """How far rows of unlike length are filled.
+    """Rows of unequal length: count, int64 [rows, 1], and mask, bool [rows, columns].
 
-    Attributes:
-        count: int64 [rows, 1].
-        mask: bool [rows, columns]; None: every column is.
+    A mask of None means all columns: one row on the CPU, which takes half the time without it.
     """
 
     count: Tensor
     mask: Tensor | None
 
     def only(self, values: Tensor, other: int | float = 0) -> Tensor:
-        """`values`, and `other` behind the end of a row."""
+        """Return `values`, and `other` behind the end of a row."""
         return values if self.mask is None else torch.where(self.mask, values, other)
 
 
 def _places(mask: Tensor, capacity: int) -> tuple[Tensor, _Filled]:
-    """Where the first `capacity` are true in each row of bool [rows, n]: int64 [rows, columns],
-    ascending, 0 behind them. On the CPU as few columns as there can be; elsewhere `capacity`,
-    because nobody waits for a count."""
+    """Return the places of the first `capacity` ones in each row of bool [rows, n].
+
+    int64 [rows, columns], ascending, 0 behind them. On the CPU the columns are as few as possible;
+    elsewhere `capacity`, so that the host does not wait for a count. (The CPU would take twenty
+    times as long with those: 156 and 5 ns an entry.)
+    """
     rows, numel = mask.shape
     capacity = min(capacity, numel)
     if on_host(mask.device):
@@ -217,21 +216,21 @@ def _places(mask: Tensor, capacity: int) -> tuple[Tensor, _Filled]:
 
 
 def _take(values: Tensor, index: Tensor) -> Tensor:
-    """Of each row [rows, n] what `index` [rows, columns] says."""
+    """Return the entries of each row [rows, n] at `index` [rows, columns]."""
     return values.index_select(1, index[0]) if len(index) == 1 else values.gather(1, index)
 
 
 @dataclass(frozen=True)
 class _Sent:
-    """What of a segment is sent.
+    """Entries of a segment that are sent.
 
     Attributes:
         places: int64 [rows, columns].
-        sent: which of the columns.
+        sent: filled columns.
         negative: bool [rows, columns].
-        strong: those of the columns that have a level above 0.
-        above: which of those.
-        level: of those, from 0: int64.
+        strong: columns with a level above 0.
+        above: filled entries of `strong`.
+        level: level - 1 of those, int64.
     """
 
     places: Tensor
@@ -243,11 +242,12 @@ class _Sent:
 
     @cached_property
     def counts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Numbers of each sequence."""
         return self.sent.count, self.above.count, self.above.count
 
     @cached_property
     def sequences(self) -> tuple[tuple[Tensor, _Filled], ...]:
-        """The numbers that are coded: int64 [rows, columns]."""
+        """The three sequences of numbers: int64 [rows, columns]."""
         return (
             (_gaps(self.places, self.sent).mul_(2).add_(self.negative), self.sent),
             (_gaps(self.strong, self.above), self.above),
@@ -255,25 +255,21 @@ class _Sent:
         )
 
     def decoded(self, means: Tensor, numel: int) -> Tensor:
-        """fp32 [rows, numel]. Equal at both ends."""
+        """Return fp32 [rows, numel]. Equal at both ends."""
         values = means[:, :1].expand(self.places.shape).contiguous()
-        levels = (
-            (means[:, 1:] * _powers(means.device).float())
-            .clamp_(max=_FP32.max)
-            .gather(1, self.level)
-        )
-        values = _put(values, self.strong, self.above, levels)
+        levels = (means[:, 1:] * _powers(means.device).float()).clamp_(max=_FP32.max)
+        values = _put(values, self.strong, self.above, levels.gather(1, self.level))
         values = values * self.negative.float().mul_(-2).add_(1)
         return _put(values.new_zeros(len(values), numel), self.places, self.sent, values)
 
 
 def _powers(device: torch.device) -> Tensor:
-    """What the levels above 0 are, in a: fp64 [LEVELS]. Exact, so equal on every device."""
+    """Return the levels above 0 in units of a: fp64 [LEVELS], exact on every device."""
     return torch.full((LEVELS,), _GROWTH, dtype=torch.float64, device=device).cumprod(0)
 
 
 def _put(into: Tensor, places: Tensor, filled: _Filled, values: Tensor) -> Tensor:
-    """`into` [rows, n], which is lost, with `values` at their places in each row."""
+    """Return `into` [rows, n], overwritten, with `values` at their places in each row."""
     if filled.mask is None:
         return into.scatter_(1, places, values)
     numel = into.shape[1]
@@ -282,7 +278,7 @@ def _put(into: Tensor, places: Tensor, filled: _Filled, values: Tensor) -> Tenso
 
 
 def _gaps(places: Tensor, filled: _Filled) -> Tensor:
-    """Between ascending places, and before the first."""
+    """Return the gaps between ascending places, and before the first."""
     if places.shape[1] == 0:
         return places
     gaps = places.diff(dim=1, prepend=places.new_full((len(places), 1), -1)).sub_(1)
@@ -290,7 +286,7 @@ def _gaps(places: Tensor, filled: _Filled) -> Tensor:
 
 
 def _pack(values: Tensor, payload: Tensor) -> None:
-    """fp32 [rows, n] to uint8 [rows, bytes], one segment a row; `values` become what is left."""
+    """Code fp32 [rows, n] to uint8 [rows, bytes], a segment a row; `values` become the residual."""
     numel, budget = values.shape[1], 8 * (payload.shape[1] - HEADER_BYTES)
     magnitude = values.abs()
     edges, guessed = _guess(magnitude)
@@ -319,35 +315,44 @@ def _pack(values: Tensor, payload: Tensor) -> None:
 
 
 def _decoded(payload: Tensor, numel: int) -> Tensor:
-    """What uint8 [rows, bytes] say: fp32 [rows, numel]."""
+    """Decode uint8 [rows, bytes] to fp32 [rows, numel]."""
     code, means = _read(payload, numel)
     return code.decoded(means, numel)
 
 
 def _batches(shards: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Which of a bucket's shards [rows, n] go together: short ones of one size, because some 200
-    operators run whatever the number of entries."""
-    alike: dict[tuple[int, ...], list[int]] = {}
+    """Return the indices of shards [rows, n] to code together: short ones of one size.
+
+    Some 200 operators run whatever the number of entries.
+    """
+    by_size: dict[tuple[int, ...], list[int]] = {}
     for i, (rows, numel) in enumerate(shard.shape for shard in shards):
-        short, tile = (_SHORT, _TILE) if on_host(shards[i].device) else (SEGMENT, _TILE_ACCELERATOR)
-        at_once = tile // max(1, rows * numel)
+        device = shards[i].device
+        short, at_once = (
+            _SHORT if on_host(device) else SEGMENT,
+            _tile(device) // max(1, rows * numel),
+        )
         key = (rows, numel) if rows and 0 < numel <= short else (rows, numel, i)
-        batch = alike.setdefault(key, [])
+        batch = by_size.setdefault(key, [])
         batch.append(i)
         if len(batch) >= at_once:
-            yield alike.pop(key)
-    yield from alike.values()
+            yield by_size.pop(key)
+    yield from by_size.values()
+
+
+def _tile(device: torch.device) -> int:
+    return _TILE if on_host(device) else _TILE_ACCELERATOR
 
 
 def _guess(magnitude: Tensor) -> tuple[Tensor, Tensor]:
-    """Thresholds, ascending, as bits of floats (int32), and bits an entry that each would take
-    (fp32): [rows, thresholds] both.
+    """Return ascending thresholds and the bits an entry that each would take.
 
-    Of a histogram with 32 bins an octave, by bits of the floats: their values are no matter.
+    From a histogram with 32 bins an octave, by the bits of the floats. Thresholds are bits of
+    floats (int32), both are [rows, thresholds].
     """
     rows, numel = magnitude.shape
-    # one of every so many, and each time another of them: a fixed one would miss most of a matrix's
-    # columns wherever the two have a divisor in common
+    # one of every so many, at varying offsets: a fixed one would miss most of a matrix's columns if
+    # the two have a common divisor
     every, sample = numel // _SAMPLE, magnitude
     if every > 1:
         at = torch.arange(numel // every, device=magnitude.device)
@@ -363,7 +368,7 @@ def _guess(magnitude: Tensor) -> tuple[Tensor, Tensor]:
     shares = counts.flip(1).cumsum(1).flip(1).float() / sample.shape[1]
     shares = torch.nn.functional.pad(shares[:, 1:], (0, 1))
     above = shares.flip(1).cumsum(1).flip(1)
-    # where levels begin, of thresholds at the lower ends of bins
+    # borders of levels, for thresholds at the lower ends of bins
     edges = torch.arange(0, _BINS, 4, dtype=torch.int32, device=magnitude.device)
     edges = (edges + lowest) << _BIN_BITS
     borders = edges.view(torch.float32).unsqueeze(2)
@@ -380,18 +385,13 @@ def _guess(magnitude: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _threshold(edges: Tensor, bits: Tensor, wanted: Tensor) -> Tensor:
-    """The smallest magnitude to send: fp32 [rows, 1], above 0.
-
-    Args:
-        edges, bits: of `_guess`.
-        wanted: bits an entry, fp32 [rows, 1].
-    """
-    # the lowest that fits, and less far down as it has bits to spare
+    """Return the smallest magnitude to send, fp32 [rows, 1] above 0, for `wanted` bits an entry."""
+    # the lowest that fits, interpolated by the bits to spare
     fit = (bits > wanted).sum(1, keepdim=True).clamp_(max=bits.shape[1] - 1)
     before = (fit - 1).clamp_(min=0)
     low, high = bits.gather(1, fit), bits.gather(1, before)
     part = ((wanted - low) / (high - low).clamp(min=1e-9)).clamp_(0, 1)
-    # where most of them are as large as each other, some of those are left out again
+    # if most of them are equally large, some of those are left out again
     part = torch.where(low < wanted / 2, 1.0, part).mul_(fit > 0)
     threshold = edges.gather(1, fit).view(torch.float32)
     return threshold.lerp(edges.gather(1, before).view(torch.float32), part)
@@ -400,7 +400,7 @@ def _threshold(edges: Tensor, bits: Tensor, wanted: Tensor) -> Tensor:
 def _choose(
     values: Tensor, threshold: Tensor, places: Tensor, sent: _Filled
 ) -> tuple[_Sent, Tensor]:
-    """What is sent if these are, and their magnitudes: fp32 [rows, columns]."""
+    """Return the code of these entries, and their magnitudes: fp32 [rows, columns]."""
     picked = sent.only(_take(values, places))
     magnitude, border = picked.abs(), threshold * _STRONG
     strong, above = _places(magnitude >= border, picked.shape[1])
@@ -410,9 +410,11 @@ def _choose(
 
 
 def _parameters(numel: int, code: _Sent, kept: Tensor | float = 1.0) -> list[Tensor]:
-    """k of each sequence: int64 [rows, 1], where the share `kept` of those that are chosen is sent.
-    The best for gaps between entries that are as likely everywhere (Kiely, "Selecting the Golomb
-    parameter in Rice coding", JPL IPN 42-159, 2004)."""
+    """Return k of each sequence, int64 [rows, 1], if the share `kept` of the chosen is sent.
+
+    It is the best for gaps between entries that are equally likely everywhere (Kiely, "Selecting
+    the Golomb parameter in Rice coding", JPL IPN 42-159, 2004).
+    """
     sent, above, _ = code.counts
     density = torch.cat([sent.double() * kept / numel, above.double() / sent.clamp(min=1)], 1)
     density = density.clamp_(1e-9, 1 - 1e-6)
@@ -422,7 +424,7 @@ def _parameters(numel: int, code: _Sent, kept: Tensor | float = 1.0) -> list[Ten
 
 
 def _lengths(code: _Sent, ks: Sequence[Tensor]) -> list[Tensor]:
-    """Bits of each sequence: int64 [rows, 1]."""
+    """Return the bits of each sequence: int64 [rows, 1]."""
     return [
         (numbers >> k).sum(1, keepdim=True) + (1 + k) * filled.count
         for (numbers, filled), k in zip(code.sequences, ks, strict=True)
@@ -430,11 +432,11 @@ def _lengths(code: _Sent, ks: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _too_many(numel: int, budget: int, code: _Sent, ks: Sequence[Tensor]) -> Tensor:
-    """How many entries less are sure to fit: int64 [rows, 1].
+    """Return a number of entries without which the code is sure to fit: int64 [rows, 1].
 
-    One less saves its low bits, sign among them, whatever becomes of the gaps around it; one with a
-    level above 0 those of its second gap and a bit of its level, too. And all gaps together are no
-    longer than the segment: m entries take m * (1 + k) bits and that / 2^k'.
+    Each saves its low bits, with the sign, whatever becomes of the gaps around it; one with a level
+    above 0 also those of its second gap and a bit of its level. And all gaps together are no longer
+    than the segment: m entries take m * (1 + k) bits and that / 2^k'.
     """
     first, *others = _lengths(code, ks)
     others_bits, (sent, above, _) = torch.stack(others).sum(0), code.counts
@@ -446,7 +448,7 @@ def _too_many(numel: int, budget: int, code: _Sent, ks: Sequence[Tensor]) -> Ten
 
 
 def _without_smallest(magnitude: Tensor, sent: _Filled, threshold: Tensor, count: Tensor) -> Tensor:
-    """Which of the columns are left without `count` (or all) of about the smallest: bool."""
+    """Return the columns that are left without `count` of about the smallest: bool."""
     limits = torch.cat([threshold * band for band in _BANDS], 1)
     magnitude = sent.only(magnitude, torch.inf)
     below = [(magnitude < limit).sum(1, keepdim=True) for limit in limits.split(1, 1)]
@@ -458,7 +460,7 @@ def _without_smallest(magnitude: Tensor, sent: _Filled, threshold: Tensor, count
 
 
 def _means(magnitude: Tensor, code: _Sent) -> Tensor:
-    """The mean of level 0, and a: fp32 [rows, 2]."""
+    """Return the mean of level 0, and a: fp32 [rows, 2]."""
     sent, above, _ = code.counts
     strong = code.above.only(_take(magnitude, code.strong)).double()
     powers = code.above.only(_powers(magnitude.device)[code.level])
@@ -474,7 +476,7 @@ def _write(payload: Tensor, code: _Sent, ks: Sequence[Tensor], means: Tensor) ->
     section(payload, 8, 2, torch.float32).copy_(means)
     payload[:, 16:HEADER_BYTES] = 0
     payload[:, 16:18] = torch.cat(list(ks[:2]), 1)
-    bits = payload.new_zeros(rows, budget + 8)  # what is nowhere goes to the last
+    bits = payload.new_zeros(rows, budget + 8)  # the last takes what is behind a row's end
     both = list(zip(code.sequences, ks, strict=True))
     steps = [filled.only((numbers >> k).add_(1)) for (numbers, filled), k in both]
     ends = torch.cat(steps, 1).cumsum(1).sub_(1).split([step.shape[1] for step in steps], 1)
@@ -496,13 +498,12 @@ def _write(payload: Tensor, code: _Sent, ks: Sequence[Tensor], means: Tensor) ->
 
 
 def _planes(k: Tensor) -> int:
-    """How many low bits a number has at most."""
+    """Return the most low bits of a number."""
     return int(k.max()) if on_host(k.device) else _LARGEST_K + 1
 
 
 def _low_bits_at(start: Tensor, filled: _Filled, k: Tensor, planes: int, other: int) -> Tensor:
-    """Where low bits are, those of a number in a row: int64 [rows, columns, planes]; `other` where
-    there is none."""
+    """Return the places of low bits, int64 [rows, columns, planes]; `other` if there is none."""
     assert filled.mask is not None
     plane = torch.arange(planes, device=k.device)
     numbers = torch.arange(filled.mask.shape[1], device=k.device)
@@ -511,12 +512,12 @@ def _low_bits_at(start: Tensor, filled: _Filled, k: Tensor, planes: int, other: 
 
 
 def _low_bits_start(budget: int, counts: Sequence[Tensor], ks: Sequence[Tensor]) -> Tensor:
-    """Behind which bit the low bits follow: int64 [rows, 1]."""
+    """Return the first of the low bits: int64 [rows, 1]."""
     return budget - torch.stack([n * k for n, k in zip(counts, ks, strict=True)]).sum(0)
 
 
 def _read(payload: Tensor, numel: int) -> tuple[_Sent, Tensor]:
-    """What was sent, and the means."""
+    """Return the code of a payload, and the means."""
     budget = 8 * (payload.shape[1] - HEADER_BYTES)
     header = section(payload, 0, 2, torch.int32).long()
     means = section(payload, 8, 2, torch.float32).clone()
@@ -553,7 +554,7 @@ def _read(payload: Tensor, numel: int) -> tuple[_Sent, Tensor]:
 
 
 def _run(values: Tensor, start: Tensor, count: Tensor, most: int) -> tuple[Tensor, _Filled]:
-    """Of each row those that begin at `start`: [rows, columns]; as `_places` does."""
+    """Return `count` entries of each row from `start`: [rows, columns], padded like `_places`."""
     rows, numel = values.shape
     if on_host(values.device):
         most = int(count.max())

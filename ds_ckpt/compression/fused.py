@@ -1,17 +1,16 @@
-"""A bucket's tensors in one kernel: which of them, where they lie, and when there are kernels.
+"""Fused Triton kernels over all tensors of a bucket: their arguments and when they are used.
 
-Operator by operator, packing a bucket reads and writes each entry many times over, and launches
-kernels tensor by tensor. Where Triton can be imported and the tensors are on a CUDA device, two
-kernels do it for all tensors of a bucket, whatever their number and that of the processes
-(`triton_kernels`):
+Operator by operator, packing a bucket reads and writes each entry many times, and launches kernels
+tensor by tensor. On CUDA devices with Triton two kernels (`triton_kernels`) process all tensors of
+a bucket, whatever their number and that of the ranks:
 
-    pack        residual + gradient / divisor; is all finite; the block's scale; codes into the
-                packet; what is left into the residual; the own part aside
-    unpack_add  the payloads of all other processes and the own part, added in the processes' order
+    pack        residual + gradient / divisor; the finite flag; the block's scale; codes into the
+                packet; the rest into the residual; the own part into its own tensor
+    unpack_add  the payloads of all other ranks and the own part, added in the ranks' order
 
-The operators of each codec are what these are tested against, and what runs elsewhere. A tensor is
-described by addresses, a row of a table that is copied to the device ahead of the kernel: nothing
-is gathered into one buffer first, and the host waits for nothing.
+The operators of each codec run elsewhere, and the kernels are tested against them. A tensor is
+described by addresses, one row of a table that is copied to the device ahead of the kernel: nothing
+is gathered into one buffer, and the host waits for nothing.
 """
 
 from __future__ import annotations
@@ -29,24 +28,20 @@ from torch import Tensor
 log = logging.getLogger("ds_ckpt")
 TILE = 1024
 """Entries of one program: a multiple of four blocks of any length."""
-
-
 GRADIENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Dtypes of gradients that kernels read, and their numbers there."""
+"""Dtypes of gradients that kernels read, and their numbers in them."""
 
 
 @dataclass
 class ToPack:
-    """Shards of one size and one tensor, a row each.
+    """Shards of one size and one tensor, one a row.
 
     Attributes:
-        values: fp32 [rows, n], entries of a row consecutive: what is left is written here.
-        source: what it starts from, of the shape and the strides of `values`, which it may be;
-            None: from 0.
-        grad: of the same shape, fp32, bf16 or fp16; divided by `divisor` and added.
-        payloads: uint8 [rows, packed_bytes(n)], entries of a row consecutive. None: nothing of it
-            travels: `own` is written and `values` are set to 0.
-        own: fp32 [n], for one row: the values times the loss scale.
+        values: fp32 [rows, n], entries of a row contiguous; receives the residual.
+        source: summand of the shape and strides of `values`, maybe `values`; None: zeros.
+        grad: second summand, fp32, bf16 or fp16, divided by `divisor`.
+        payloads: uint8 [rows, packed_bytes(n)]. None: `own` is written and `values` are set to 0.
+        own: fp32 [n], for one row: receives the sum times the loss scale.
     """
 
     values: Tensor
@@ -58,10 +53,10 @@ class ToPack:
 
 @dataclass
 class ToAdd:
-    """What arrived for one shard.
+    """Payloads that arrived for one shard.
 
     Attributes:
-        payloads: uint8 [rows, packed_bytes(n)], entries of a row consecutive.
+        payloads: uint8 [rows, packed_bytes(n)], entries of a row contiguous.
         into: fp32 [n], added to in place.
         own: fp32 [n], added between rows; None: nothing.
     """
@@ -72,23 +67,24 @@ class ToAdd:
 
 
 class Kernels(Protocol):
-    """What a codec has for the tensors of a bucket at once, on one device; equal for equal codecs,
-    and hashable. Neither list is empty."""
+    """Kernels of a codec on one device; equal for equal codecs, and hashable."""
 
     def pack(
         self, shards: Sequence[ToPack], divisor: float = 1.0, loss_scale: float = 1.0
     ) -> Tensor:
-        """Fill packets and residuals. Whether all values were finite: bool [] on the device."""
+        """Fill packets and residuals; return whether all values are finite: bool [] there."""
         ...
 
     def unpack_add_all(self, shards: Sequence[ToAdd], scale: float = 1.0, before: int = 0) -> None:
-        """Add `decoded * scale` of each row, in their order; `own` behind the first `before`. All
-        shards have the same number of rows."""
+        """Add `decoded * scale` of each row in order, `own` after the first `before`.
+
+        All shards have the same number of rows.
+        """
         ...
 
 
-def serves(device: torch.device) -> bool:
-    """Whether there are kernels for tensors there."""
+def is_supported(device: torch.device) -> bool:
+    """Return whether kernels can run on `device`."""
     return device.type == "cuda" and _has_triton()
 
 
@@ -101,8 +97,10 @@ _trusted: dict[tuple[Hashable, torch.device], bool] = {}
 
 
 def trusted(what: Hashable, device: torch.device, agrees: Callable[[], bool]) -> bool:
-    """Whether kernels do there what the operators do; tried once. Where they cannot be compiled, or
-    disagree, a warning says so, and the operators go on."""
+    """Return whether kernels agree with the operators on `device`; checked once.
+
+    If they cannot be compiled or disagree, a warning is logged, and the operators are used.
+    """
     if (what, device) not in _trusted:
         try:
             wrong = "" if agrees() else "they do not compute what the operators do"
@@ -119,13 +117,17 @@ def trusted(what: Hashable, device: torch.device, agrees: Callable[[], bool]) ->
 
 @dataclass(frozen=True)
 class QuantizeKernels:
-    """`Quantize`'s. For 8, 4 and 3 bits the same bits as its operators; for 2 bits sums over a
-    block are taken in another order, so a scale may be one bf16 unit off, and with it the code of
-    an entry that lies on a border.
+    """Kernels of `Quantize`.
+
+    For 8, 4 and 3 bits they write the same bits as its operators. For 2 bits sums over a block are
+    taken in another order, so a scale may be one bf16 unit off, and with it the code of an entry on
+    a border.
 
     Attributes:
-        gaussian: of 2 bits: the border in units of the RMS, its least and largest value, and the
-            curve and the slope of levels.
+        bits: of a code.
+        block: entries that share a scale.
+        gaussian: constants of 2 bits: the border in units of the RMS, its least and largest value,
+            and the curve and the slope of levels.
     """
 
     bits: int
@@ -135,6 +137,7 @@ class QuantizeKernels:
     def pack(
         self, shards: Sequence[ToPack], divisor: float = 1.0, loss_scale: float = 1.0
     ) -> Tensor:
+        """Run `pack_quantized`, once for each dtype of gradients."""
         from ds_ckpt.compression.triton_kernels import pack_quantized
 
         device = shards[0].values.device
@@ -160,6 +163,7 @@ class QuantizeKernels:
         return flagged == 0
 
     def unpack_add_all(self, shards: Sequence[ToAdd], scale: float = 1.0, before: int = 0) -> None:
+        """Run `unpack_add_quantized`."""
         from ds_ckpt.compression.triton_kernels import unpack_add_quantized
 
         rows_ = [
@@ -190,7 +194,7 @@ class QuantizeKernels:
 
 
 def select_in_blocks(values: Tensor, offsets: Tensor, count: int, k: int) -> None:
-    """`topk.select_in_blocks` of fp32 [shards, n] in `count` blocks: the same offsets."""
+    """Run `block_maxima` on fp32 [shards, n] in `count` blocks: the same offsets as `topk`'s."""
     from ds_ckpt.compression.triton_kernels import block_maxima
 
     (shards, numel), columns = values.shape, 32
@@ -208,15 +212,15 @@ def _address(tensor: Tensor | None) -> int:
 
 
 def _table(rows: list[list[int]], device: torch.device) -> tuple[Tensor, int]:
-    """int64 [columns, tensors] on the device, and the number of programs.
+    """Return int64 [columns, tensors] on the device, and the number of programs.
 
-    Each row begins with (rows, entries of a row); in front of it comes the tensor's first program.
+    Each row begins with (rows, entries of a row); the tensor's first program is put in front.
     """
     programs, whole = 0, []
     for row in rows:
         whole.append([programs, *row])
         programs += row[0] * -(-row[1] // TILE)
     table = torch.tensor(whole, dtype=torch.int64, device="cpu").t().contiguous()
-    if device.type == "cuda":  # pinned blocks go back when the copy has ended: torch sees to it
+    if device.type == "cuda":  # torch frees a pinned block when its copy has ended
         table = table.pin_memory().to(device, non_blocking=True)
     return table, programs

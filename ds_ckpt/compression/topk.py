@@ -223,7 +223,9 @@ def select_in_blocks(values: Tensor, blocks: Blocks, offsets: Tensor) -> None:
 
 def _has_kernel(device: torch.device) -> bool:
     what = "Top-K's blocks"
-    return fused.serves(device) and fused.trusted(what, device, lambda: _kernel_agrees(device))
+    return fused.is_supported(device) and fused.trusted(
+        what, device, lambda: _kernel_agrees(device)
+    )
 
 
 def _kernel_agrees(device: torch.device) -> bool:

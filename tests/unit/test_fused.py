@@ -53,12 +53,12 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
         (fused, "select_in_blocks"),
     ):
         monkeypatch.setattr(owner, name, locked(getattr(owner, name)))
-    return lambda on: monkeypatch.setattr(fused, "serves", lambda device: on)
+    return lambda on: monkeypatch.setattr(fused, "is_supported", lambda device: on)
 
 
 def _on(on: bool) -> pytest.MonkeyPatch:
     patched = pytest.MonkeyPatch()
-    patched.setattr(fused, "serves", lambda device: on)
+    patched.setattr(fused, "is_supported", lambda device: on)
     return patched
 
 
