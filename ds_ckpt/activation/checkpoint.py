@@ -228,8 +228,8 @@ class Call:
         self._finished = False
         self._own: tuple[Any, Any] | None = None
         """The caller's own arguments, for the forward."""
-        self._kinds: list[tuple[torch.Size, torch.dtype, torch.device]] = []
-        self._prints: list[Tensor | None] = []
+        self._saved: list[tuple[torch.Size, torch.dtype, torch.device, Tensor | None]] = []
+        """Kinds of the tensors that autograd saves, and their fingerprints."""
         self._links: dict[int, _Link] = {}
         self._recording: Recording | None = None
         self._results = SavedTensors(())
@@ -244,6 +244,8 @@ class Call:
         self._is_followed = False
         """Another call's input is linked to an output of this one."""
         self._made: list[Any] = []
+        self._inputs: dict[int, Tensor] = {}
+        self._doubts: list[tuple[int, Tensor]] = []
         self._difference: Problem | None = None
         """The first one: a block may catch the error that it was raised as."""
 
@@ -277,18 +279,17 @@ class Call:
             self._links = before.links_of(tensors)
         if target.choice is not None:
             # given the list's method, not the call's: a call goes with its graph, uncollected
-            self._recording = Recording(target.choice, self._kinds.__len__, self._context.trackers)
-        self._printer = FingerprintCache()
-        if self._check:
-            plain = (t for t in tensors if t.layout == torch.strided)
-            self._printer.given = frozenset(t.untyped_storage()._cdata for t in plain)
+            self._recording = Recording(target.choice, self._saved.__len__, self._context.trackers)
+        plain = (t for t in tensors if t.layout == torch.strided)
+        given = frozenset(t.untyped_storage()._cdata for t in plain) if self._check else frozenset()
+        self._fingerprints = FingerprintCache(given)
         self._needs_gradient = [t.requires_grad for t in tensors]
         # without their graphs, which may lead back here where something works in place; empty
         # ones where the recomputation makes its own: torch reads their devices
         kept = [t.new_empty(0) if i in self._links else t.detach() for i, t in enumerate(tensors)]
         if all(t.is_cpu for t in kept):  # torch saves random states of their devices
             kept += [torch.empty(0, device=d) for d in self._snapshot.accelerators()]
-        contexts = (self._forward(), _Again(self))
+        contexts = (self._forward(), self)
         result = checkpoint(
             self._function,
             *kept,
@@ -336,7 +337,7 @@ class Call:
             target.replaying = again
             target.module(*args, **kwargs)
             if not outcome:
-                raise _removed(target.name)
+                raise self._is_removed()
             result = outcome[0]
         else:
             result = function(*args, **kwargs)
@@ -350,26 +351,32 @@ class Call:
         """Entered by torch inside its own hooks."""
         torch_pack, torch_unpack = _innermost_hooks()
         self._marker = torch_pack(torch.empty(0, device="cpu"))
-        name, kinds = self._target.name, self._kinds
+        name, saved = self._target.name, self._saved
 
         def packed(tensor: Tensor) -> int | _Weight:
             if isinstance(tensor, nn.Parameter):
                 return _Weight(tensor, name)
-            kinds.append((tensor.shape, tensor.dtype, tensor.device))
-            if self._check:
-                with _disable_current_modes() if self._recording else nullcontext():
-                    self._prints.append(self._printer(tensor))
-            return len(kinds) - 1
+            fingerprint = self._fingerprint(tensor) if self._check else None
+            saved.append((tensor.shape, tensor.dtype, tensor.device, fingerprint))
+            return len(saved) - 1
 
         def unpacked(holder: int | _Weight) -> Tensor:
             if isinstance(holder, _Weight):
                 return holder.get()
             backward = _running_backward()
             if backward == -1 or backward not in self._values:
-                self.recompute(torch_unpack)
+                self._recompute(torch_unpack)
             values = self._values[backward]
             if holder not in values:
-                raise _unpacked_twice(name)
+                raise RecomputeError(
+                    Problem(
+                        where=name,
+                        found="a saved tensor that backward asks for twice",
+                        why="torch.utils.checkpoint returns each recomputed value once",
+                        remedy="read ctx.saved_tensors once in the backward of your autograd "
+                        f"function, {LEAVE_OUT}",
+                    )
+                )
             return values.pop(holder)
 
         try:
@@ -381,7 +388,7 @@ class Call:
                 self._recording.entries.clear()  # they hold the graph, which holds the recording
             raise
         finally:
-            self._printer.forget()
+            self._fingerprints.forget()
         if not self._last:
             self._hooks = weakref.ref(torch_unpack)
 
@@ -417,15 +424,14 @@ class Call:
         if not self._made:
             _recomputing.is_linked = True
             try:
-                self.recompute(unpack)
+                self._recompute(unpack)
             finally:
                 _recomputing.is_linked = False
         return self._made
 
     # recompute
 
-    def recompute(self, unpack: Callable[[Any], Any]) -> None:
-        """Recompute, in torch's hook `unpack`."""
+    def _recompute(self, unpack: Callable[[Any], Any]) -> None:
         try:
             unpack(self._marker)
         except RuntimeError as error:
@@ -433,8 +439,27 @@ class Call:
                 raise
             raise input_changed(self._target.name) from error
 
-    def enter(self, stack: ExitStack) -> None:
-        """Enter the state before the forward on `stack`."""
+    def __enter__(self) -> None:
+        """Enter the state before the forward. Torch does so around each recomputation."""
+        with ExitStack() as stack:
+            self._enter(stack)
+            self._entered = stack.pop_all()
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+        """Return to the present state and check the recomputation."""
+        try:
+            self._entered.__exit__(kind, error, trace)
+            if error is None or kind is _Stop:
+                self._finish()
+                return True
+            return False
+        finally:
+            self._again, self._doubts, self._inputs = {}, [], {}
+            self._fingerprints.forget()
+            self._target.replaying = None
+            del self._entered
+
+    def _enter(self, stack: ExitStack) -> None:
         name = self._target.name
         if not self._finished:
             raise refusal(
@@ -444,7 +469,7 @@ class Call:
                 f"ask for gradients behind the block, return instead of raising, {LEAVE_OUT}",
             )
         if self._context.removed:
-            raise _removed(name)
+            raise self._is_removed()
         linked, _recomputing.is_linked = _recomputing.is_linked, False
         stack.callback(setattr, _recomputing, "is_linked", linked)
         for scope in () if linked else self._context.recompute:
@@ -460,8 +485,8 @@ class Call:
         self._torch_pack, _ = _innermost_hooks()
         self._versions: list[int] = []
         self._difference = None
-        self._doubts: list[tuple[int, Tensor]] = []
-        self._reprinter = FingerprintCache()
+        self._doubts = []
+        self._fingerprints = FingerprintCache()
         stack.enter_context(saved_tensors_hooks(self._pack_again, lambda tensor: tensor))
         if self._recording is not None:
             assert self._target.choice is not None
@@ -469,46 +494,44 @@ class Call:
             replaying = Replaying(self._target.choice, entries, results, self.differs)
             stack.enter_context(replaying)
 
+    def _fingerprint(self, tensor: Tensor) -> Tensor | None:
+        with _disable_current_modes() if self._recording else nullcontext():
+            return self._fingerprints(tensor)
+
     def _pack_again(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, nn.Parameter):
             return tensor
         if self._difference is not None:
             raise RecomputeError(self._difference)
         index = len(self._versions)
-        if index == len(self._kinds):
+        if index == len(self._saved):
             if self._is_followed:
                 self.differs(f"it saves more than the {index} tensors of the forward")
             raise _Stop
-        shape, dtype, device = self._kinds[index]
+        shape, dtype, device, before = self._saved[index]
         if (tensor.shape, tensor.dtype, tensor.device) != (shape, dtype, device):
             self.differs(
                 f"saved tensor {index + 1} is {in_words(tensor.shape, tensor.dtype)}, "
                 f"in the forward it was {in_words(shape, dtype)}"
             )
-        if index < len(self._prints) and (before := self._prints[index]) is not None:
-            with _disable_current_modes() if self._recording else nullcontext():
-                now = self._reprinter(tensor)
-                assert now is not None, "the same shape and device have a fingerprint"
-                if before.device.type != "cpu":
-                    self._doubts.append((index, now != before))
-                elif int(now) != int(before):
-                    self._wrong_value(index)
+        if before is not None:
+            now = self._fingerprint(tensor)
+            assert now is not None, "the same shape and device have a fingerprint"
+            if device.type != "cpu":  # read once, at the end
+                self._doubts.append((index, torch.ne(now, before)))
+            elif int(now) != int(before):
+                self._wrong_value(index)
         # counts versions with the original
         self._again[index] = value = tensor.detach() if tensor.requires_grad else tensor
         self._versions.append(value._version)
-        if len(self._versions) == len(self._kinds) and not self._is_followed:
+        if len(self._versions) == len(self._saved) and not self._is_followed:
             raise _Stop
         return value
 
-    def finish(self) -> None:
-        """Check the recomputation, which has ended; one synchronization on an accelerator.
-
-        Raises:
-            RecomputeError: it differs from the forward, or changed state that is not restored.
-        """
+    def _finish(self) -> None:
         if self._difference is not None:
             raise RecomputeError(self._difference)
-        expected, count = len(self._kinds), len(self._versions)
+        expected, count = len(self._saved), len(self._versions)
         if count != expected:
             self.differs(f"it saves {count} tensors, the forward saved {expected}")
         if self._doubts and bool(torch.stack([d for _, d in self._doubts]).any()):
@@ -529,14 +552,18 @@ class Call:
         self._values[_running_backward()] = self._again
         self._torch_pack(torch.empty(0, device="cpu"))
 
-    def forget(self) -> None:
-        """Release what one recomputation has used."""
-        self._again, self._doubts, self._inputs = {}, [], {}
-        self._reprinter.forget()
-        self._target.replaying = None
+    def _is_removed(self) -> RecomputeError:
+        return RecomputeError(
+            Problem(
+                where=self._target.name,
+                found="checkpointing that was removed or switched off after the block's forward",
+                why="the recomputation would find a module that runs otherwise than in its forward",
+                remedy="change checkpointing only when no backward is outstanding",
+            )
+        )
 
     def _wrong_value(self, index: int) -> None:
-        shape, dtype, _ = self._kinds[index]
+        shape, dtype, *_ = self._saved[index]
         self.differs(f"saved tensor {index + 1} ({in_words(shape, dtype)}) has other values")
 
     def differs(self, what: str) -> None:
@@ -554,56 +581,6 @@ class Call:
         )
         self._difference = self._difference or problem
         raise RecomputeError(self._difference)
-
-
-class _Again:
-    """Context that torch enters around each recomputation."""
-
-    def __init__(self, call: Call) -> None:
-        self._call = call
-
-    def __enter__(self) -> None:
-        stack = ExitStack()
-        try:
-            self._call.enter(stack)
-        except BaseException:
-            stack.close()
-            raise
-        self._stack = stack
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
-        try:
-            self._stack.__exit__(kind, error, trace)
-            if error is None or kind is _Stop:
-                self._call.finish()
-                return True
-            return False
-        finally:
-            self._call.forget()
-            del self._stack
-
-
-def _removed(name: str) -> RecomputeError:
-    return RecomputeError(
-        Problem(
-            where=name,
-            found="checkpointing that was removed or switched off after the block's forward",
-            why="the recomputation would find a module that runs otherwise than in its forward",
-            remedy="change checkpointing only when no backward is outstanding",
-        )
-    )
-
-
-def _unpacked_twice(name: str) -> RecomputeError:
-    return RecomputeError(
-        Problem(
-            where=name,
-            found="a saved tensor that backward asks for twice",
-            why="torch.utils.checkpoint returns each recomputed value once",
-            remedy="read ctx.saved_tensors once in the backward of your autograd function, "
-            f"{LEAVE_OUT}",
-        )
-    )
 
 
 def _partitioned(module: nn.Module) -> bool:

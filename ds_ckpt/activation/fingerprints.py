@@ -1,11 +1,9 @@
-"""Hashes of tensor values: fingerprints in 64 bits that differ where a recompute differs from its
-forward, and checksums that differ where processes differ.
+"""Hashes of tensor values.
 
-A fingerprint is the sum of a tensor's memory read as whole numbers, modulo 2**64: one pass at the
-speed of memory, exact (no rounding), and the same for equal bits whatever they mean. Tensors above
-`WHOLE_BYTES` are sampled: 256 bytes of every 2,048, so that every row of 2,048 bytes is touched. A
-change of bits stays unseen if it cancels out in the sum, or lies between the samples of every
-tensor that it reaches; values that only change places in one tensor cancel out.
+A fingerprint is the sum of a tensor's memory read as 64-bit integers, modulo 2**64: one pass,
+exact, and equal for equal bits. Tensors above `WHOLE_BYTES` are sampled: 256 bytes of every 2,048.
+Changes that cancel in the sum, or lie between the samples of every tensor, are not seen. A checksum
+also depends on the places of values.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _each_once(tensor: Tensor) -> Tensor:
-    """Without graph, and without the repetitions of what is expanded."""
+    """Return the tensor without its graph and without expanded dimensions."""
     for dim in range(tensor.dim()):
         if tensor.stride(dim) == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
@@ -33,11 +31,7 @@ def _each_once(tensor: Tensor) -> Tensor:
 
 
 def fingerprint(tensor: Tensor) -> Tensor | None:
-    """An int64 scalar on the tensor's device; None where there is no memory to read.
-
-    Args:
-        tensor: any shape, strides and dtype.
-    """
+    """Return an int64 scalar on the tensor's device; None if it has no memory to read."""
     if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.numel() == 0:
         return None
     tensor = _each_once(tensor)
@@ -68,12 +62,16 @@ def _is_bookkeeping(tensor: Tensor) -> bool:
 
 
 class FingerprintCache:
-    """Fingerprints of tensors as they come; the same tensor again (query, key and value save one
-    input) is read once. Views of parameters and the call's own arguments (`given`: the storages
-    behind them) are passed over: they are not computed. So is the bookkeeping of attention."""
+    """Fingerprints of saved tensors; the same tensor several times in a row is read once.
 
-    def __init__(self) -> None:
-        self.given: frozenset[int] = frozenset()
+    Views of parameters are not computed, so they have none; nor has bookkeeping of kernels.
+
+    Args:
+        given: storages of the call's arguments, which have none either.
+    """
+
+    def __init__(self, given: frozenset[int] = frozenset()) -> None:
+        self._given = given
         self._last: Tensor | None = None
         self._key: tuple[object, ...] = ()
         self._print: Tensor | None = None
@@ -84,7 +82,7 @@ class FingerprintCache:
         if _is_bookkeeping(tensor):
             return None
         storage = tensor.untyped_storage()._cdata
-        if storage in self.given:
+        if storage in self._given:
             return None
         place = (storage, tensor.storage_offset(), tensor._version)
         key = (*place, tensor.shape, tensor.stride(), tensor.dtype)
@@ -94,7 +92,7 @@ class FingerprintCache:
         return self._print
 
     def forget(self) -> None:
-        """Let go of the last tensor."""
+        """Release the last tensor."""
         self._last = self._print = None
 
 
@@ -102,11 +100,10 @@ class FingerprintCache:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """An int64 scalar on the tensor's device: equal for equal bits in equal places.
+    """Return an int64 scalar on the tensor's device, equal for equal bits in equal places.
 
-    The sum, modulo 2**64, over the tensor's words of 8 bytes of splitmix64's finalizer (Steele,
-    Lea, Flood, OOPSLA 2014) of word and place. Two tensors that differ have the same with a chance
-    of about 2**-64, whatever differs; a sum of weighted words misses a pair of flipped signs.
+    The sum, modulo 2**64, of splitmix64's finalizer (Steele, Lea, Flood, OOPSLA 2014) of each
+    64-bit word and its place. A sum of weighted words would miss a pair of flipped signs.
 
     Args:
         tensor: strided, any dtype, no conjugate or negative view.
@@ -128,7 +125,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """splitmix64's finalizer in place, on int64 that wraps around."""
+    """Apply splitmix64's finalizer in place, on int64 that wraps around."""
     x ^= (x >> 30) & (2**34 - 1)  # a logical shift
     x *= _FIRST
     x ^= (x >> 27) & (2**37 - 1)

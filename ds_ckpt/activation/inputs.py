@@ -33,8 +33,6 @@ class CheckpointedInputs:
         self.store, self.partition = store, partition
         self._places: dict[str, tuple[int, int]] = {}
         self._local = threading.local()
-        self._lock = threading.RLock()
-        """Forwards and backwards of one model may run in several threads."""
 
     def recomputed_together(self, groups: Sequence[Sequence[str]]) -> None:
         """Move the tensors of blocks that one recomputation runs, in this order, together."""
@@ -54,7 +52,7 @@ class CheckpointedInputs:
         """
         if getattr(self._local, "inside", False):
             return checkpointed(function, *args, **kwargs)
-        with self._lock:
+        with self.store.lock:
             call = self._begin(label)
         saving_arguments = [True]
 
@@ -64,12 +62,12 @@ class CheckpointedInputs:
             self._local.inside = True
             try:
                 if forward:
-                    with self._lock:
+                    with self.store.lock:
                         self.store.started(call)
                 return function(*args, **kwargs)
             finally:  # a recomputation ends with an exception once it has all tensors
                 if forward:
-                    with self._lock:
+                    with self.store.lock:
                         self.store.ended()
                 self._local.inside = False
 
@@ -99,13 +97,13 @@ class CheckpointedInputs:
         store, partition = self.store, self.partition
 
         def pack(tensor: Tensor) -> OffloadedRef | InPlaceRef | ShardedRef:
-            with self._lock:
+            with self.store.lock:
                 if partition is not None and saving_arguments:
                     return partition.pack(tensor, label, call)
                 return store.pack(tensor, call)
 
         def unpack(ref: OffloadedRef | InPlaceRef | ShardedRef) -> Tensor:
-            with self._lock:
+            with self.store.lock:
                 if isinstance(ref, ShardedRef):
                     assert partition is not None
                     return partition.unpack(ref)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import bisect
 import copy
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -321,7 +322,7 @@ class BackwardWatch:
 
 
 class InputStore:
-    """Tensors of block calls between forward and backward. Callers serialize access.
+    """Tensors of block calls between forward and backward. Callers hold its lock.
 
     Args:
         device: device of the model; tensors on other devices are not moved.
@@ -343,6 +344,8 @@ class InputStore:
         owned: Sequence[Tensor] = (),
     ) -> None:
         self.counters = OffloadCounters()
+        self.lock = threading.RLock()
+        """Forwards and backwards of one model may run in several threads."""
         self._device, self._copies, self._owned = device, copies, owned
         self._offload, self._min_bytes, self._ahead = offload, min_bytes, prefetch
         self._owned_at: list[int] | None = None
@@ -550,10 +553,11 @@ class InputStore:
 
     def end_backward(self) -> None:
         """Release every fetched copy."""
-        self._reached.clear()
-        for kept in list(self._here):
-            self._drop_copy(kept)
-        self.collect()
+        with self.lock:
+            self._reached.clear()
+            for kept in list(self._here):
+                self._drop_copy(kept)
+            self.collect()
 
     def collect(self) -> None:
         """Release the memory of slices whose graphs are gone."""

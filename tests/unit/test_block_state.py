@@ -581,10 +581,10 @@ def test_a_weight_is_refused_too_below_frozen_blocks(saved: str) -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.weight = nn.Parameter(torch.ones(8, 8))
+            self.weight = nn.Parameter(torch.ones(8))
 
         def forward(self, x: Tensor) -> Tensor:
-            return x * self.weight[0] if saved == "view" else x[:, :1] * self.weight[:5]
+            return x * (self.weight.view(1, 8) if saved == "view" else self.weight)
 
     model = Stack(Scaled, lambda blocks, x: blocks[1](x).sum())
     model.requires_grad_(False)
