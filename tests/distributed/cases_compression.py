@@ -175,28 +175,6 @@ def _without_step(config: dict[str, Any], left_out: int) -> list[float]:
     return losses
 
 
-def stock_skips(value: float) -> bool:
-    """Whether plain DeepSpeed leaves the weights alone after the same injection."""
-    fresh()
-    engine = models.start("llama", models.zero3_config(), plugin=False)
-    models.train(engine, "llama", 1)
-    weights = models.weights_digest(engine)
-    target = dict(engine.module.named_parameters())["lm_head.weight"]
-
-    def inject(gradient: torch.Tensor) -> torch.Tensor:
-        handle.remove()
-        spoiled = gradient.clone()
-        spoiled.view(-1)[0] = value
-        return spoiled
-
-    if dist.get_rank() == 1:
-        handle = target.register_hook(inject)
-    models.train(engine, "llama", 1, first=1)
-    same = weights == models.weights_digest(engine)
-    engine.destroy()
-    return same
-
-
 def detach_restores(section: dict[str, Any]) -> dict[str, Any]:
     """What differs in DeepSpeed's objects after attach and detach; empty lists are right."""
     import deepspeed
@@ -304,27 +282,6 @@ def identity_check(broken: tuple[int, ...], first: float = 1.0) -> str:
 def topk_now() -> dict[str, Any]:
     """Top-K from the first step on."""
     return models.topk_section(topk={"density": 0.05})
-
-
-def sixteen_bit(accumulation: int) -> dict[str, Any]:
-    """bf16 training with Top-K beside plain DeepSpeed: losses, residual dtypes."""
-    result = {}
-    for name, section in (("stock", {}), ("topk", {"ds_ckpt": topk_now()})):
-        fresh()
-        config = models.zero3_config(
-            lr=1e-3, accumulation=accumulation, bf16={"enabled": True}, **section
-        )
-        engine = models.start("llama", config)
-        session = ds_ckpt.session_of(engine)
-        losses = models.train(engine, "llama", 12)
-        residuals = session.residuals if session else {}
-        result[name] = {
-            "losses": losses,
-            "dtypes": {str(r.dtype) for r in residuals.values()},
-            "finite": all(bool(torch.isfinite(r).all()) for r in residuals.values()),
-        }
-        engine.destroy()
-    return result
 
 
 def destroyed_engine_leaves_nothing() -> dict[str, Any]:

@@ -30,7 +30,6 @@ from ds_ckpt.compression.quantize import BITS, BLOCKS
 from ds_ckpt.compression.storage import QuantizedTensor
 from ds_ckpt.compression.topk import VALUE_FORMATS
 from ds_ckpt.compression.wire import HEADER_BYTES
-from ds_ckpt.exchange import exchange
 from ds_ckpt.exchange.exchange import AllToAllExchange
 from ds_ckpt.exchange.layout import ShardLayout
 from ds_ckpt.exchange.rules import Choose
@@ -76,13 +75,10 @@ class Case:
     def names(self) -> list[str]:
         return [f"p{i}" for i in range(len(self.shapes))]
 
-    def gradients(self, step: int = 0, *, integers: bool = False) -> list[list[Tensor]]:
+    def gradients(self, step: int = 0) -> list[list[Tensor]]:
         generator = torch.Generator().manual_seed(self.seed + step)
 
         def one(shape: tuple[int, ...]) -> Tensor:
-            if integers:
-                drawn = torch.randint(-64, 65, shape, generator=generator) * self.world
-                return drawn.to(self.dtype)
             return torch.randn(shape, generator=generator).to(self.dtype)
 
         return [[one(shape) for shape in self.shapes] for _ in range(self.world)]
@@ -212,28 +208,6 @@ def test_all_entries_are_the_fp32_sum_on_one_level_and_two(
         assert not any(residual.any() for residual in left if residual is not None)
 
 
-@pytest.mark.parametrize("codec", [TopK(density=0.1), Quantize(bits=3), LowRank(2), None])
-@pytest.mark.parametrize("local", [1, 2])
-def test_types_in_one_bucket_do_not_mix(codec: Compressor | None, local: int) -> None:
-    """What a tensor delivers does not depend on what it shares a bucket with."""
-    names, shape = ["a", "b", "c", "d"], (24, 20)
-    types = [torch.float32, torch.bfloat16, torch.float16, torch.float32]
-    generator = torch.Generator().manual_seed(0)
-    gradients = [
-        [torch.randn(shape, generator=generator).to(dtype) for dtype in types]
-        for _ in range(2 * local)
-    ]
-    together, apart = (World(2 * local, matrices(codec), local=local) for _ in range(2))
-    for _ in range(2):
-        shards = together.reduce(names, gradients)
-        for i, name in enumerate(names):
-            alone = apart.reduce([name], [[process[i]] for process in gradients])
-            assert_same_shards([[s[i]] for s in shards], alone)
-            assert all(s[i].dtype == types[i] for s in shards)
-        together.commit()
-        apart.commit()
-
-
 def test_a_world_of_one_returns_the_gradient_itself() -> None:
     world = World(1, lambda n, s: TopK(density=0.01))
     gradient = torch.randn(8, 8)
@@ -260,8 +234,6 @@ def check_law_3(
     micro_steps: int,
     steps: int,
     loss_scale: float,
-    *,
-    exact: bool,
 ) -> None:
     world = World(case.world, matrices(codec), local=case.local)
     # a factorization rounds by the matrix's norm, not by its entries
@@ -274,7 +246,7 @@ def check_law_3(
         delivered = {name: torch.zeros_like(t) for name, t in owed.items()}
         cast = {name: torch.zeros_like(t) for name, t in owed.items()}
         for micro_step in range(micro_steps):
-            gradients = case.gradients(1000 * step + micro_step, integers=exact)
+            gradients = case.gradients(1000 * step + micro_step)
             shards = world.reduce(case.names, gradients, loss_scale)
             entries = torch.cat([g.reshape(-1).abs().double() for p in gradients for g in p])
             largest += float(entries.max()) / loss_scale if entries.numel() else 0.0
@@ -288,9 +260,7 @@ def check_law_3(
         for name, total in owed.items():
             left = world.residual_sum(name, total.numel())
             lost = (total - delivered[name] - left).abs()
-            if exact:
-                assert not lost.any()
-            elif lost.numel():
+            if lost.numel():
                 # a few roundings of what one process can have accumulated, times the processes
                 # that are summed; what arrives in 16 bits was rounded to them, once
                 assert (lost - cast[name]).max() <= roundings * EPS * largest * micro_steps
@@ -306,45 +276,7 @@ def _matrices(case: Case) -> list[tuple[str, tuple[int, ...]]]:
 def test_nothing_is_lost(
     case: Case, codec: Compressor | None, micro_steps: int, loss_scale: float
 ) -> None:
-    check_law_3(case, codec, micro_steps, 2, loss_scale, exact=False)
-
-
-@quick
-@given(
-    cases,
-    st.sampled_from([0.001, 0.01, 0.1, 0.5, 1.0]),
-    st.integers(1, 3),
-    st.sampled_from([1.0, 1024.0]),
-)
-def test_nothing_at_all_is_lost_of_integers(
-    case: Case, density: float, micro_steps: int, loss_scale: float
-) -> None:
-    if case.world not in (1, 2, 4):
-        loss_scale = 1.0  # division by 3 * 1024 is not exact
-    fp32 = Case(case.world, case.shapes, torch.float32, case.seed)
-    codec = TopK(density=density, values="fp32")
-    check_law_3(fp32, codec, micro_steps, 3, loss_scale, exact=True)
-
-
-def test_without_feedback_the_rest_is_dropped() -> None:
-    case = Case(2, [(30, 30)], torch.float32, 1)
-    world = World(2, matrices(TopK(density=0.01)), error_feedback=False)
-    first = world.reduce(case.names, case.gradients())
-    world.commit()
-    assert_same_shards(world.reduce(case.names, case.gradients()), first)
-    assert all(f.state_dict() == {} for f in world.feedbacks)
-
-
-def test_repeated_exchange_delivers_what_was_held_back() -> None:
-    case = Case(3, [(50, 20)], torch.float32, 5)
-    world = World(3, matrices(TopK(density=0.05)))
-    gradients = case.gradients()
-    total = torch.zeros(1000)
-    for _ in range(60):
-        total += assemble(world.reduce(case.names, gradients), 0)
-        world.commit()
-    wanted = mean(gradients, 0)
-    assert (total / 60 - wanted).norm() < 0.25 * wanted.norm()
+    check_law_3(case, codec, micro_steps, 2, loss_scale)
 
 
 # ---- the owner's part
@@ -373,15 +305,6 @@ def test_the_owners_part_is_exact_and_leaves_no_residual(
             residual = world.feedbacks[me].state_dict().get(case.names[i])
             if residual is not None:
                 assert not residual[layout.shard(me)].any()
-
-
-def test_a_residual_in_the_owners_part_is_delivered() -> None:
-    world = World(2, lambda n, s: TopK(density=0.5, values="fp32"))
-    world.feedbacks[0].load_stored({"w": QuantizedTensor(torch.tensor([1.0, 2.0, 0.0, 0.0]))}, 0)
-    shards = world.reduce(["w"], [[torch.zeros(2, 2)], [torch.zeros(2, 2)]], loss_scale=4.0)
-    assert shards[0][0].tolist() == [4.0, 8.0]
-    world.commit()
-    assert not world.feedbacks[0].state_dict()["w"].any()
 
 
 # ---- law 4: non-finite values pass through
@@ -511,13 +434,6 @@ def test_the_same_gradients_give_the_same_bits(case: Case, codec: Compressor | N
     assert_same_shards(*results)
 
 
-def test_codecs_that_differ_between_processes_are_noticed() -> None:
-    world = World(2, lambda n, s: None)
-    world.exchanges[1]._choose = lambda n, s: TopK(density=0.01)
-    with pytest.raises(AssertionError, match="expects"):
-        world.reduce(["w"], [[torch.zeros(64, 64)]] * 2)
-
-
 def test_an_error_in_one_virtual_process_does_not_hang_the_others() -> None:
     world = VirtualWorld(3, timeout_s=5.0)
 
@@ -548,27 +464,6 @@ def test_sixteen_bit_gradients_send_a_rings_bytes_with_less_error(world_size: in
         assert (ours - exact).norm() < 0.8 * (ring.double() - exact).norm()
     ring_bytes = 2 * 64 * 48 * (world_size - 1) // world_size
     assert abs(world.transports[0].sent_bytes - ring_bytes) <= 16 * world_size
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("local", [2, 3, 4])
-@pytest.mark.parametrize("hosts", [2, 4])
-def test_whole_sixteen_bit_gradients_round_a_hosts_sum_and_the_result(
-    hosts: int, local: int, dtype: torch.dtype
-) -> None:
-    """Less error than a ring, and little more than one rounding: the other hosts' sums round too,
-    each a part of the whole."""
-    case = Case(hosts * local, [(64, 48)], dtype, 3, local)
-    gradients = case.gradients()
-    world = World(case.world, lambda name, shape: None, local=local)
-    exact = mean(gradients, 0)
-    ring = torch.zeros(64 * 48, dtype=dtype)
-    for process in gradients:
-        ring += process[0].flatten()
-    once = float((exact.to(dtype).double() - exact).norm())
-    ours = float((assemble(world.reduce(case.names, gradients), 0).double() - exact).norm())
-    assert ours < 1.1 * math.sqrt(2 - 1 / hosts) * once
-    assert ours < 0.9 * float((ring.double() / case.world - exact).norm())
 
 
 exact_in_hosts: list[tuple[Compressor | None, bool]] = [
@@ -644,19 +539,6 @@ def test_a_bucket_that_goes_whole_takes_what_is_owed_and_then_costs_no_residual(
         )
 
 
-class _ListOfSettings(Dense):
-    """As a method of another package whose settings hold a list."""
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def test_a_codec_need_not_be_hashable() -> None:
-    gradients = [[torch.full((4, 3), float(process)), torch.ones(5)] for process in range(2)]
-    world = World(2, lambda name, shape: _ListOfSettings(torch.float32))
-    for shards in zip(*world.reduce(["a", "b"], gradients), strict=True):
-        assert torch.cat(shards).unique().tolist() in ([0.5], [1.0])
-
-
 def test_the_hosts_work_hardly_grows_with_the_number_of_processes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -686,14 +568,3 @@ def test_the_hosts_work_hardly_grows_with_the_number_of_processes(
         one.feedback.commit()
     assert asked.total() <= 3 * 2  # three sizes of each tensor
     assert not divided
-
-
-@pytest.mark.parametrize("numel", [0, 1, 7, 100])
-def test_a_norm_of_more_entries_than_one_product_takes(
-    numel: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(exchange, "_LONGEST_DOT", 7)
-    values = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
-    found = exchange._energy(values)
-    assert found.dtype == torch.float64
-    assert float(found) == pytest.approx(float(values.double().square().sum()))
