@@ -283,11 +283,8 @@ def make_step_state(
 ) -> StepState:
     """Make one rank's end of the exchange in the settings, real or virtual.
 
-    Args:
-        between, feedback, in_host: see `AllToAllExchange`.
-        everyone: sums over all ranks.
-        current_step, at_boundary, tuner: see `StepState`.
-        embeddings: see `Rules`.
+    `everyone` sums over all ranks. The other arguments are those of `AllToAllExchange`,
+    `StepState` and `Rules`.
     """
     choose = settings.choose(embeddings, 1 if in_host is None else in_host.processes)
     exchange = AllToAllExchange(

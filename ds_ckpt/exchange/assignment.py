@@ -53,9 +53,11 @@ class Assignment:
         world: int,
         local: int = 1,
     ) -> Assignment:
-        """Assign compressors to parameters, given by name, shape and bytes of an element.
+        """Assign compressors to parameters.
 
         Args:
+            choose: the compressors.
+            shapes: name, shape and bytes of an element of each parameter.
             world: ranks that exchange: nodes, with two levels.
             local: ranks of a node that divide each gradient among them; 1 with one level.
         """

@@ -174,6 +174,7 @@ class AllToAllExchange:
         self.feedback = feedback if feedback is not None else Feedback(enabled=False)
         self.factors = factors if factors is not None else Factors()
         self._choose = choose
+        self._chosen: dict[int, tuple[Choose, dict[str, Compressor | None]]] = {}
         self._accumulates = accumulates
         self._in_host = in_host
         assert not accumulates or self.feedback.accumulates, "gradients are kept in the residuals"
@@ -198,11 +199,14 @@ class AllToAllExchange:
         """Allocate the residuals of the parameters that have one, by name and shape.
 
         Args:
+            shapes: by name.
+            device: of the gradients.
             others: compressors of other steps.
         """
         ways = (self._choose, *others) if self.world > 1 else ()
         for name, shape in shapes:
-            compressors = [c for choose in ways if (c := choose(name, shape)) is not None]
+            chosen = [self._chosen_for(name, shape, choose) for choose in ways]
+            compressors = [compressor for compressor in chosen if compressor is not None]
             for codec in (compressor.codec for compressor in compressors):
                 if codec is not None:
                     codec.kernels(device)  # compiled now, not in the middle of an exchange
@@ -315,8 +319,15 @@ class AllToAllExchange:
         if self.timings.module is None and not on_host(device):
             self.timings.module = torch.get_device_module(device)
 
+    def _chosen_for(self, name: str, shape: torch.Size, choose: Choose) -> Compressor | None:
+        """Return a parameter's compressor, which is chosen once, at attach."""
+        _, known = self._chosen.setdefault(id(choose), (choose, {}))
+        if name not in known:
+            known[name] = choose(name, shape)
+        return known[name]
+
     def _compressor(self, name: str, tensor: Tensor, choose: Choose) -> Compressor | None:
-        compressor = choose(name, tensor.shape)
+        compressor = self._chosen_for(name, tensor.shape, choose)
         if compressor is None and (self._accumulates or self.feedback.holds(name)):
             # An uncompressed tensor's residual is sent with it, in fp32 so that none is left. When
             # gradients accumulate this happens in every step, and rounding is kept as a residual;
@@ -555,8 +566,11 @@ class AllToAllExchange:
     def _sums_fused(
         self, items: Sequence[Item], low: LowRankPart | None, loss_scale: float, start: Tensor
     ) -> dict[str, Tensor]:
-        """Those of compressed tensors, by name, in the gradients' dtypes: added up from `start` in
-        the processes' order; by operators on an accelerator the others' together, then the own."""
+        """Return the sums of compressed tensors, by name, in the gradients' dtypes.
+
+        They start from `start` and are added in the order of ranks; by operators on an accelerator,
+        the others' together, then the own.
+        """
         batches: dict[Hashable, tuple[Kernels | Codec | None, list[Item]]] = {}
         for item in items:
             if item.pending is not None and not item.piggybacks:

@@ -1,9 +1,9 @@
-"""Two levels: who shares a host, the process groups, and the exact sum inside a host.
+"""Two levels: ranks by node, the process groups, and the exact sum inside a node.
 
-With two levels process `l` of a host gets, from each process there, the entries that the `l`-th
-processes of all hosts own. It adds them up in fp32 or better. Links inside a host are fast, so
-uncompressed values travel; what then crosses between hosts, and the residual, is
-`1 / processes a host` of the gradient.
+With two levels, local rank `l` of a node receives, from each rank there, the entries that the
+`l`-th ranks of all nodes own. It adds them up in fp32 or better. Links inside a node are fast, so
+values are sent uncompressed there. The part that is sent between nodes, and the residual, is
+`1 / ranks a node` of the gradient.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _LOCAL_INDEX = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 
 @dataclass(frozen=True)
 class Place:
-    """Where one process runs.
+    """Place of one rank.
 
     Attributes:
-        host: name, and the launcher's number of the host where it gives one.
-        local: the launcher's number of the process on its host; None where it gives none.
+        host: name, and the launcher's number of the node if there is one.
+        local: the launcher's local rank; None without one.
     """
 
     host: str
@@ -44,28 +44,29 @@ class Place:
 
 
 Hosts = tuple[tuple[int, ...], ...]
-"""For each host its processes by index in the group, ascending; equally many each."""
+"""Ranks of each node by index in the group, ascending; equally many each."""
 
 
 def here(environment: Mapping[str, str] = os.environ) -> Place:
-    """This process's place."""
+    """Return this rank's place."""
     number = next((environment[k] for k in _HOST_INDEX if environment.get(k)), "")
     local = next((environment[k] for k in _LOCAL_INDEX if environment.get(k)), "")
     return Place(f"{socket.gethostname()}/{number}", int(local) if local.isdigit() else None)
 
 
 def hosts_of(group: Any, *, least: int = 2) -> Hosts | str:
-    """`arrange` for a process group. Collective: every process of it calls this."""
+    """Apply `arrange` to a process group. Collective: every rank of it calls this."""
     places: list[Any] = [None] * torch_dist.get_world_size(group)
     torch_dist.all_gather_object(places, here(), group=group)
     return arrange(places, least=least)
 
 
 def arrange(places: Sequence[Place], *, least: int = 2) -> Hosts | str:
-    """A group by its processes' places, or in words why it is not hosts of equally many.
+    """Return the ranks of each node, or in words why nodes do not have equally many.
 
     Args:
-        least: processes that a host must have.
+        places: by rank.
+        least: ranks that a node must have.
     """
     hosts: dict[str, list[int]] = {}
     for process, place in enumerate(places):
@@ -87,13 +88,12 @@ def arrange(places: Sequence[Place], *, least: int = 2) -> Hosts | str:
 
 @dataclass(frozen=True)
 class Groups:
-    """Who exchanges with whom.
+    """Process groups of an exchange.
 
     Attributes:
-        between: the processes that exchange compressed gradients: all, or one of each host.
-        inside: the processes of this host; None with one level.
-        peers: for each place in a host the processes of all hosts at that place, ascending; empty
-            with one level.
+        between: ranks that exchange compressed gradients: all, or one of each node.
+        inside: ranks of this node; None with one level.
+        peers: by local rank, the ranks of all nodes with it, ascending; empty with one level.
     """
 
     between: Any
@@ -102,33 +102,34 @@ class Groups:
 
     @property
     def made(self) -> tuple[Any, ...]:
-        """The groups that were made for two levels."""
+        """Groups that were made for two levels."""
         return () if self.inside is None else (self.between, self.inside)
 
     @property
     def world(self) -> int:
-        """Number of processes that exchange compressed gradients with each other."""
+        """Number of ranks that exchange compressed gradients with each other."""
         return torch_dist.get_world_size(self.between)
 
     @property
     def local(self) -> int:
-        """Processes of a host that divide each gradient among them; 1 with one level."""
+        """Ranks of a node that divide each gradient among them; 1 with one level."""
         return max(len(self.peers), 1)
 
     @property
     def levels(self) -> int:
+        """1 or 2."""
         return 2 if self.inside is not None else 1
 
 
 def make_groups(group: Any, levels: Levels) -> Groups:
-    """Collective: every process of the program calls it, with the same arguments.
+    """Make the groups. Collective: every rank of the program calls it with the same arguments.
 
     Args:
         group: the data-parallel group.
-        levels: 1, 2, or "auto": 2 where hosts have several processes each, equally many.
+        levels: 1, 2, or "auto": 2 if nodes have several ranks each, equally many.
 
     Raises:
-        UnsupportedError: two levels are asked for and the hosts do not allow them.
+        UnsupportedError: two levels are requested and the nodes do not support them.
     """
     ranks = torch_dist.get_process_group_ranks(
         group if group is not None else torch_dist.group.WORLD
@@ -143,13 +144,12 @@ def make_groups(group: Any, levels: Levels) -> Groups:
             Problem(
                 where="$.ds_ckpt.compression.exchange.levels",
                 found="2",
-                why=f"{hosts}, and two levels need several processes on each of several hosts, "
-                "equally many",
+                why=f"{hosts}; two levels need several nodes with several ranks each, equally many",
                 remedy='write "auto" or 1, or give every host of the hostfile the same slots',
             )
         )
     peers = tuple(tuple(sorted(place)) for place in zip(*hosts, strict=True))
-    # every process makes every group: made by its members alone, a group is named by its ranks, and
+    # every rank makes every group: made by its members alone, a group is named by its ranks, and
     # a second one of that name finds the addresses of the first
     me, mine = torch_dist.get_rank(group), []
     for sets in (peers, hosts):
@@ -164,27 +164,26 @@ def make_groups(group: Any, levels: Levels) -> Groups:
 
 
 def warm(group: Any) -> None:
-    """Have the group's communicator made now: NCCL makes one with the first collective, which would
-    be in the middle of backward. Collective."""
+    """Make the group's communicator, which NCCL would make in the middle of backward. Collective."""
     torch_dist.barrier(group=group)
 
 
 def discard(group: Any) -> None:
-    """Give a group up; nothing happens if the program has done so already.
+    """Destroy a group, unless the program has done so already.
 
-    Not a collective. Another process that is still in a collective of the group gets an error.
+    Not a collective. Another rank that is still in a collective of the group gets an error.
     """
     if torch_dist.is_initialized():
-        with contextlib.suppress(ValueError):  # what it raises for a group that is not there
+        with contextlib.suppress(ValueError):  # the group does not exist
             torch_dist.destroy_process_group(group)
 
 
 class InHostSum:
-    """One process's end.
+    """One rank's end of the sum inside its node.
 
     Args:
-        transport: between the processes of this host.
-        peers: by local process, the processes of the whole world that share its place.
+        transport: between the ranks of this node.
+        peers: see `Groups`.
     """
 
     def __init__(self, transport: Transport, peers: Sequence[tuple[int, ...]]) -> None:
@@ -194,16 +193,16 @@ class InHostSum:
 
     @property
     def processes(self) -> int:
-        """Processes of a host."""
+        """Ranks of a node."""
         return self._transport.world
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The processes that this one exchanges with between hosts, itself included."""
+        """Ranks that this one exchanges with between nodes, itself included."""
         return self._peers[self._transport.dp_rank]
 
     def sum(self, flats: Sequence[Tensor], shards: Sequence[ShardLayout]) -> list[Tensor]:
-        """This process's local shard of each tensor, summed over the host.
+        """Return this rank's local shard of each tensor, summed over the node.
 
         Args:
             flats: [n] each, any floating dtypes, one device.
@@ -235,8 +234,10 @@ class InHostSum:
 
 
 def _gather(flat: Tensor, layouts: Sequence[LocalShard], out: Tensor) -> Tensor:
-    """The local shard of each layout, all as long, as a row of `out`: as few copies as there are
-    runs of shards where the layouts are alike and equally far apart."""
+    """Copy the local shard of each layout, all of one length, to a row of `out`.
+
+    One copy for each run of shards, if the layouts are alike and equally far apart.
+    """
     runs = [layout.runs for layout in layouts]
     apart = runs[1][0].source - runs[0][0].source if len(runs) > 1 and runs[0] else 0
     for row, each in enumerate(runs):

@@ -1,9 +1,8 @@
-"""Which tensor travels how: rules over names, shapes and sizes.
+"""Compressors by parameter: rules over names, shapes and sizes, and the settings of the exchange.
 
-The first rule whose conditions all hold decides; where none does, the method decides, with what is
-known to be right built in: biases, norms and small tensors uncompressed; matrices too small for the
-rank uncompressed; embeddings with many rows, of which a batch touches few, by
-Top-K rather than low rank.
+The first rule that applies decides, else the method of the section. Biases, norms and small tensors
+are sent uncompressed, as are matrices too small for the rank. Embeddings with many rows, of which a
+batch touches few, use Top-K in place of a low rank.
 """
 
 from __future__ import annotations
@@ -24,27 +23,27 @@ from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.exchange.metric import StepMetric
 
 Choose = Callable[[str, torch.Size], Compressor | None]
-"""How a parameter travels, by name and shape, the same on every process; None: uncompressed."""
+"""Returns the compressor of a parameter, agreed across ranks; None: uncompressed."""
 
 Levels = Literal["auto", 1, 2]
 WarmupBits = Literal[8, 4, 3]
 When = Literal["auto", "micro_step", "accumulation_boundary"]
 SPARSE_ROWS = 8192
-"""Embeddings of at least so many rows go by another method where theirs is a low rank."""
+"""Embeddings with at least so many rows use another method in place of a low rank."""
 
 
 @dataclass(frozen=True, init=False)
 class MethodSettings:
-    """A method and the settings of all; those that it does not look at are passed over.
+    """A method, and the settings of all methods; it ignores those that it does not depend on.
 
     Args:
         method: its name.
-        sections: settings by name of the method that they are of; others are at their defaults.
-        values: single settings by their own name: of the method itself, else of one that it looks
-            at, else of whichever has it.
+        sections: settings by method; others are at their defaults.
+        values: single settings by their own name: of the method itself, else of one that it
+            depends on, else of any that has it.
 
     Raises:
-        TypeError: nothing has a setting of that name.
+        TypeError: no method has a setting of that name.
     """
 
     method: str
@@ -74,12 +73,13 @@ class MethodSettings:
 
     @property
     def kind(self) -> type[Method]:
+        """Class of the method."""
         return methods()[self.method]
 
     def looked_at(self) -> dict[str, Any]:
-        """The method and the settings that it looks at, by name: what a run is known by.
+        """Return the method and the settings that it depends on, which identify a run.
 
-        Settings that are gone are in it as they always are now, so that older runs are found.
+        Removed settings are included with the value that they always have, to find older runs.
         """
         found: dict[str, Any] = {"method": self.method}
         for name in self.kind.depends_on():
@@ -90,16 +90,16 @@ class MethodSettings:
         return found
 
     def compressor(self, method: str | None = None) -> Compressor | None:
-        """What `method` (default: this one) does to a tensor."""
+        """Return the compressor of `method`, by default of this one."""
         return self.sections[method or self.method].build()
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Tensors that match travel by `settings`.
+    """Tensors that match are compressed with `settings`.
 
     Attributes:
-        where: its place in the configuration, for messages.
+        where: JSON path, for messages.
         match: shell pattern (fnmatch) over parameter names.
         dims: number of dimensions; None: any.
         min_numel, max_numel: bounds on the number of entries, both inclusive.
@@ -113,6 +113,7 @@ class Rule:
     max_numel: int | None = None
 
     def applies(self, name: str, shape: torch.Size) -> bool:
+        """Return whether all conditions hold."""
         numel = shape.numel()
         return (
             fnmatchcase(name, self.match)
@@ -124,14 +125,14 @@ class Rule:
 
 @dataclass(frozen=True)
 class Rules:
-    """How each parameter travels; a `Choose`.
+    """Chooses compressors; a `Choose`.
 
     Attributes:
-        default: for what no rule takes.
-        min_numel: smaller tensors travel uncompressed unless a rule takes them.
+        default: for tensors without a rule.
+        min_numel: smaller tensors are sent uncompressed unless a rule applies.
         rules: in order.
         embeddings: names of embedding weights that no other layer shares.
-        local: processes of a host that divide each gradient among them; 1 with one level.
+        local: ranks of a node that divide each gradient among them; 1 with one level.
     """
 
     default: MethodSettings
@@ -141,49 +142,46 @@ class Rules:
     local: int = 1
 
     def __call__(self, name: str, shape: torch.Size) -> Compressor | None:
+        """Return the compressor of a parameter; None: uncompressed."""
         if not shape.numel():
             return None
         for rule in self.rules:
             if rule.applies(name, shape):
-                return self._suited(rule.settings.compressor(), shape)
+                return self._applicable(rule.settings.compressor(), shape)
         if len(shape) < 2 or shape.numel() < self.min_numel:
             return None
         sparse = name in self.embeddings and shape[0] >= SPARSE_ROWS
         method = self.default.kind.sparse if sparse else None
-        return self._suited(self.default.compressor(method), shape)
+        return self._applicable(self.default.compressor(method), shape)
 
-    def _suited(self, compressor: Compressor | None, shape: torch.Size) -> Compressor | None:
+    def _applicable(self, compressor: Compressor | None, shape: torch.Size) -> Compressor | None:
         return compressor.applicable(shape, self.local) if compressor is not None else None
 
     def check(self, shapes: Iterable[tuple[str, torch.Size]]) -> None:
-        """Refuse rules that take no parameter, and low rank for tensors without two dimensions.
-
-        Raises:
-            UnsupportedError: with every such rule.
-        """
-        taken: dict[int, list[tuple[str, torch.Size]]] = {i: [] for i in range(len(self.rules))}
-        names = []
+        """Raise `UnsupportedError` with every rule without parameters, or with unsupported ones."""
+        shapes = list(shapes)
+        taken: list[list[tuple[str, torch.Size]]] = [[] for _ in self.rules]
         for name, shape in shapes:
-            names.append(name)
-            for i, rule in enumerate(self.rules):
-                if rule.applies(name, shape):
-                    taken[i].append((name, shape))
-                    break
+            first = next(
+                (i for i, rule in enumerate(self.rules) if rule.applies(name, shape)), None
+            )
+            if first is not None:
+                taken[first].append((name, shape))
         problems = []
-        for i, rule in enumerate(self.rules):
-            if not taken[i]:
-                example = f", such as {names[0]}" if names else ""
+        for rule, matches in zip(self.rules, taken, strict=True):
+            if not matches:
+                example = f", such as {shapes[0][0]}" if shapes else ""
                 problems.append(
                     Problem(
                         where=rule.where,
                         found=f"match {rule.match!r} with its bounds",
-                        why="no trainable parameter is left for it, so it would do nothing",
+                        why="no trainable parameter is left for it, so it would have no effect",
                         remedy="write a pattern (fnmatch) over the model's parameter names"
                         f"{example}, put it before a rule that takes them all, or remove it",
                     )
                 )
             kind = rule.settings.kind
-            flat = [name for name, shape in taken[i] if len(shape) < kind.least_dims]
+            flat = [name for name, shape in matches if len(shape) < kind.least_dims]
             if flat:
                 others = [f'"{n}"' for n, m in methods().items() if m.least_dims < kind.least_dims]
                 problems.append(
@@ -261,6 +259,7 @@ class ExchangeSettings:
         """Return empty residuals of one rank; None if nothing is left out or accumulated.
 
         Args:
+            dp_rank: seed of the rounding.
             holds: whether micro-steps are accumulated in them.
         """
         if self.lossless and not holds:
@@ -290,7 +289,7 @@ class ExchangeSettings:
 
 
 def embeddings_of(model: torch.nn.Module) -> frozenset[str]:
-    """Names of embedding weights that no other module uses."""
+    """Return the names of embedding weights that no other module uses."""
     users: dict[int, int] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):

@@ -1,6 +1,6 @@
-"""What carries an exchange's bytes: the protocol, `torch.distributed` behind it, and packets.
+"""Transport of an exchange's bytes: the protocol, `torch.distributed` behind it, and packets.
 
-`virtual` has a transport between threads of one process.
+`virtual` has a transport between threads of one process. `compression.wire` has the format.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from ds_ckpt.compression.wire import HEADER_BYTES
 
 
 class Transport(Protocol):
-    """One process's end of a group that exchanges bytes and sums."""
+    """One rank's end of a group that exchanges bytes and sums."""
 
     @property
     def world(self) -> int:
-        """Number of processes in the group."""
+        """Number of ranks in the group."""
         ...
 
     @property
     def dp_rank(self) -> int:
-        """This process's index in the group."""
+        """Index of this rank in the group."""
         ...
 
     def all_to_all(
@@ -35,13 +35,13 @@ class Transport(Protocol):
         output_splits: Sequence[int],
         input_splits: Sequence[int],
     ) -> None:
-        """Send consecutive pieces of `input`, one to each process; fill `output` likewise.
+        """Send consecutive pieces of `input`, one to each rank; fill `output` likewise.
 
         Args:
             output: uint8 [sum(output_splits)], filled in the order of sources.
             input: uint8 [sum(input_splits)], cut in the order of destinations.
-            output_splits: bytes from each process.
-            input_splits: bytes for each process.
+            output_splits: bytes from each rank.
+            input_splits: bytes for each rank.
         """
         ...
 
@@ -83,11 +83,13 @@ class TorchTransport:
         output_splits: Sequence[int],
         input_splits: Sequence[int],
     ) -> None:
+        """See `Transport.all_to_all`."""
         self._all_to_all_single(
             output, input, list(output_splits), list(input_splits), group=self._group
         )
 
     def all_reduce(self, tensor: Tensor) -> None:
+        """See `Transport.all_reduce`."""
         self._all_reduce(tensor, group=self._group)
 
 
@@ -96,22 +98,22 @@ PACKET_ALIGNMENT_BYTES = 16
 
 
 class Packets:
-    """Buffers of one all-to-all: one packet from each process to each other one.
+    """Buffers of one all-to-all: one packet from each rank to each other one.
 
         header | payload | payload | ...
 
-    All of a packet is for what its destination owns, so its size depends on the destination alone.
-    Packets of shards of the same sizes that follow each other are one matrix, a packet a row.
+    A packet has the shards that its destination owns, so its size depends on the destination alone.
+    Consecutive packets of equal size are one matrix, a packet a row.
 
     Args:
-        sizes: by process, the bytes of each payload for it; multiples of 8.
-        shards: by process, the entries of each payload.
+        sizes: by rank, bytes of each payload; multiples of 8.
+        shards: by rank, entries of each payload.
         header_bytes: a multiple of 8.
 
     Attributes:
-        outgoing: destinations that follow each other and get shards of the same sizes, and the
-            pieces of their packets, header first: uint8 [destinations, bytes] views to be written.
-        incoming: likewise of all other processes, ascending; filled by `exchange`.
+        outgoing: consecutive destinations with shards of equal sizes, and the pieces of their
+            packets, header first: uint8 [destinations, bytes] views to write to.
+        incoming: pieces from all other ranks, ascending; filled by `exchange`.
     """
 
     def __init__(
@@ -153,10 +155,10 @@ class Packets:
 
 
 def _pieces(sizes: list[int]) -> list[int]:
-    """Filled up to the alignment of packets."""
+    """Add the padding up to the alignment of packets."""
     return [*sizes, -sum(sizes) % PACKET_ALIGNMENT_BYTES]
 
 
 def _rows(packets: Tensor, count: int, sizes: list[int]) -> list[Tensor]:
-    """The pieces of `count` packets, without what fills them up."""
+    """Return the pieces of `count` packets, without padding."""
     return list(packets.view(count, sum(sizes)).split(sizes, dim=1))[:-1]

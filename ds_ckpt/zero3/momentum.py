@@ -34,6 +34,7 @@ def corrected(
     With (1 - a) b1 in the place of b1 it makes u where it makes m; then m is worked out from u.
 
     Args:
+        optimizer: of Adam's kind.
         group: index in `optimizer.param_groups`.
         parameters: those of the group that it steps inside, once; their gradients stay.
         correction: a, below 1; 0 changes nothing.
@@ -74,6 +75,7 @@ def parameter_groups(optimizer: Any, names: dict[int, str]) -> dict[str, int]:
     """Return the index of the parameter group that steps each parameter, by name.
 
     Args:
+        optimizer: DeepSpeed's ZeRO-3 optimizer.
         names: by `ds_id`.
     """
     return {
