@@ -336,24 +336,17 @@ class AllToAllExchange:
             return Dense(torch.float32 if exact else tensor.dtype)
         return compressor
 
-    def _local_shards(self, tensors: list[Tensor]) -> tuple[list[Tensor], list[LocalShard]]:
-        """Return this rank's contribution to each tensor: gradients, or sums of its node."""
+    def _items(self, names: Sequence[str], tensors: list[Tensor], choose: Choose) -> list[Item]:
+        """Return a bucket's tensors with compressors, contributions and layouts."""
         flats = [t.reshape(-1) for t in tensors]
         shards = [ShardLayout(f.numel(), self.world) for f in flats]
         if self._in_host is not None and flats:
             with self.timings.section("in_host"):
                 flats = self._in_host.sum(flats, shards)
-        return flats, [local_shard(s, self._members) for s in shards]
-
-    def _items(self, names: Sequence[str], tensors: list[Tensor], choose: Choose) -> list[Item]:
-        """Return a bucket's tensors with compressors, contributions and layouts."""
-        chosen = [self._compressor(n, t, choose) for n, t in zip(names, tensors, strict=True)]
-        locals_, layouts = self._local_shards(tensors)
+        layouts = [local_shard(s, self._members) for s in shards]
         return [
-            Item(name, tensor.shape, tensor.dtype, local, layout, compressor)
-            for name, tensor, local, layout, compressor in zip(
-                names, tensors, locals_, layouts, chosen, strict=True
-            )
+            Item(n, t.shape, t.dtype, local, layout, self._compressor(n, t, choose))
+            for n, t, local, layout in zip(names, tensors, flats, layouts, strict=True)
         ]
 
     def _sample_metric(self, item: Item, loss_scale: float) -> None:

@@ -164,7 +164,7 @@ def make_groups(group: Any, levels: Levels) -> Groups:
 
 
 def warm(group: Any) -> None:
-    """Make the group's communicator, which NCCL would make in the middle of backward. Collective."""
+    """Make the group's communicator now; NCCL would make it amid a backward. Collective."""
     torch_dist.barrier(group=group)
 
 
