@@ -26,7 +26,11 @@ EVERYTHING = topk_section(
     rules=[
         {"match": "*embed*", "method": "topk", "topk": {"density": 0.1}},
         {"match": "*down_proj*", "method": "quantize", "quantize": {"bits": 2}},
-        {"match": "*o_proj*", "method": "entropy_coded"},
+        {
+            "match": "*o_proj*",
+            "method": "entropy_coded",
+            "entropy_coded": {"metric": "energy"},  # "steps" is measured again after a load
+        },
     ],
     error_feedback={"dtype": "int8", "device": "cpu"},
 )
