@@ -24,7 +24,7 @@ from torch import Tensor
 import ds_ckpt
 from ds_ckpt.engine.step import NoCommunication
 from ds_ckpt.lab import workload
-from ds_ckpt.lab.hosts.interfaces import sent_bytes as sent_by
+from ds_ckpt.lab.hosts.backends import sent_bytes as sent_by
 from ds_ckpt.zero3.weights import forget_hpz
 
 if TYPE_CHECKING:
@@ -263,7 +263,7 @@ def launch(
         folder = Path(temporary)
         (folder / "spec.json").write_text(json.dumps(spec))
         argv = [str(Path(script).resolve()), "--worker", str(folder)]
-        deepspeed(made, argv, folder, limit_s=limit_s, attend=lambda: attend(made, folder))
+        deepspeed(made, argv, folder, limit_s=limit_s, poll=lambda: attend(made, folder))
         rows: list[dict[str, Any]] = json.loads((folder / "rows.json").read_text())
     return rows
 

@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 from step_time import _ask_for, set_rate
 
-from ds_ckpt.lab.hosts.interfaces import INTERFACE
+from ds_ckpt.lab.hosts.backends import INTERFACE
 
 RESULTS = Path(__file__).parent / "results" / "plan_accuracy.json"
 HOSTS, TOKENS = 2, 128

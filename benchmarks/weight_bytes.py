@@ -22,7 +22,7 @@ import _cells
 import torch
 import torch.distributed as dist
 
-from ds_ckpt.lab.hosts.interfaces import INTERFACE
+from ds_ckpt.lab.hosts.backends import INTERFACE
 
 WARM_UP_STEPS = 2
 CELLS = (

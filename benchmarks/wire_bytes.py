@@ -34,7 +34,7 @@ import _cells
 import torch.distributed as dist
 from _cells import CEILING, DENSE, METHODS, STOCK
 
-from ds_ckpt.lab.hosts.interfaces import INTERFACE
+from ds_ckpt.lab.hosts.backends import INTERFACE
 from ds_ckpt.telemetry import Purpose
 
 WARM_UP_STEPS = 1

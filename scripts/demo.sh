@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Trains a small Llama with checkpointing off and on, dense and Top-K, and reports.
-# Options go to the demo: ./scripts/demo.sh --help
+# Train a small Llama with checkpointing off and on, uncompressed and with Top-K, and report.
+# Options are those of `ds-ckpt measure`: ./scripts/demo.sh --help
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
-exec "$venv/bin/python" -m ds_ckpt.cli.demo "$@"
+exec "$venv/bin/ds-ckpt" measure --demo "$@"

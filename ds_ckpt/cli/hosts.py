@@ -1,4 +1,4 @@
-"""`ds-ckpt hosts` and `ds-ckpt probe`: emulated hosts and their links for everybody's use.
+"""`ds-ckpt hosts` and `ds-ckpt probe`: emulated nodes and their links.
 
 Heavy imports stay inside the commands.
 """
@@ -22,28 +22,29 @@ from ds_ckpt.cli.common import (
 from ds_ckpt.lab.hosts import Launcher
 
 hosts = typer.Typer(
-    help="Hosts emulated on this machine (Linux, root): run a command on them, clear up.",
+    help="Emulated nodes on this machine (Linux, root): run a command, list, clean up.",
     no_args_is_help=True,
 )
-_Count = Annotated[int, typer.Option("--hosts", min=1, max=200, help="How many.")]
+_Count = Annotated[int, typer.Option("--hosts", min=1, max=200, help="Number of emulated nodes.")]
 _Rate = Annotated[
-    str, typer.Option(help="Of each link in each direction: 200mbit, 1gbit, or unlimited.")
+    str, typer.Option(help="Rate of each link and direction: 200mbit, 1gbit or unlimited.")
 ]
 
 
 def run(
-    command: Annotated[list[str], typer.Argument(help="What to run in the first host, after --.")],
+    command: Annotated[list[str], typer.Argument(help="Command for the first node, after --.")],
     count: _Count = 2,
-    slots: Annotated[int, typer.Option(min=1, help="Processes a host, for the hostfile.")] = 1,
+    slots: Annotated[int, typer.Option(min=1, help="Ranks per node, for the hostfile.")] = 1,
     rate: _Rate = "200mbit",
-    launcher: Annotated[Launcher, typer.Option(help="For deepspeed.")] = "pdsh",
-    limit_s: Annotated[float | None, typer.Option(min=1, help="End it after so long.")] = None,
+    launcher: Annotated[Launcher, typer.Option(help="DeepSpeed launcher.")] = "pdsh",
+    limit_s: Annotated[
+        float | None, typer.Option(min=1, help="Stop after this many seconds.")
+    ] = None,
 ) -> None:
-    """Bring hosts up, run a command in the first one, take the hosts down.
+    """Start emulated nodes, run a command on the first one, and stop the nodes.
 
-    `deepspeed` is given the options that lead it to all the hosts. Any other command finds a
-    hostfile in $DS_CKPT_HOSTFILE and settings for pdsh and mpirun in its environment. Exits as
-    the command does.
+    `deepspeed` gets the options for all nodes. Other commands find a hostfile in $DS_CKPT_HOSTFILE
+    and settings for pdsh and mpirun in the environment. Returns the command's exit code.
     """
     rate_mbit = parse_rate(rate)
     from ds_ckpt.lab.hosts.emulated import EmulatedHosts
@@ -61,7 +62,7 @@ def run(
 def list_sets(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
-    """Sets of hosts that are up or were left behind."""
+    """List sets of emulated nodes that are up or were left behind."""
     import json
 
     from ds_ckpt.lab.hosts.sets import all_sets
@@ -70,26 +71,32 @@ def list_sets(
     lines = []
     with exit_on_error():
         for one in all_sets():
-            living = [process.pid for process in one.processes if process.alive]
+            living = [process.pid for process in one.processes if process.is_alive]
             row = {"name": one.name, "hosts": one.count, "rate_mbit": one.rate_mbit}
-            row |= {"owner_pid": one.owner.pid, "owner_runs": one.owner.alive, "processes": living}
+            row |= {
+                "owner_pid": one.owner.pid,
+                "owner_runs": one.owner.is_alive,
+                "processes": living,
+            }
             rows.append(row)
-            state = f"process {one.owner.pid} runs" if one.owner.alive else "left behind"
+            state = f"process {one.owner.pid} runs" if one.owner.is_alive else "left behind"
             lines.append(
                 f"{one.name}: {one.count} hosts, {_described(one.rate_mbit)}, {state}, "
                 f"{len(living)} first processes"
             )
-    said = "\n".join(lines) or "no hosts are up"
-    typer.echo(json.dumps(rows, indent=2) if as_json else said)
+    typer.echo(json.dumps(rows, indent=2) if as_json else "\n".join(lines) or "no hosts are up")
 
 
 def down(
-    names: Annotated[list[str] | None, typer.Argument(help="Only these, running or not.")] = None,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(help="Names of sets, running or not. [default: sets left behind]"),
+    ] = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="Also sets whose owner still runs.")
+        bool, typer.Option("--all", help="Include sets whose owner still runs.")
     ] = False,
 ) -> None:
-    """Clear away what a killed run has left: processes, namespaces, links and folders."""
+    """Remove what a killed run has left: processes, namespaces, links and folders."""
     from ds_ckpt.lab.hosts.sets import take_down
 
     with exit_on_error():
@@ -102,16 +109,18 @@ def down(
 def probe(
     context: typer.Context,
     hostfile: Annotated[
-        Path | None, file_option("Real machines; without it hosts are emulated.")
+        Path | None, file_option("Hostfile of real nodes. [default: emulated nodes]")
     ] = None,
     count: _Count = 2,
     rate: _Rate = "200mbit",
-    seconds: Annotated[float, typer.Option(min=0.2, help="A stream.")] = 1.0,
+    seconds: Annotated[
+        float, typer.Option(min=0.2, help="Duration of each stream, in seconds.")
+    ] = 1.0,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write JSON to this file.")
+        Path | None, typer.Option("--output", "-o", help="File for the JSON result.")
     ] = None,
 ) -> None:
-    """Measure the links between hosts with MPI: latency, payload one way and both ways."""
+    """Measure the links between nodes with MPI: latency, and payload in one and both directions."""
     from ds_ckpt.lab.hosts import probe
     from ds_ckpt.lab.hosts.backends import Hostfile
     from ds_ckpt.lab.hosts.emulated import EmulatedHosts
@@ -121,8 +130,7 @@ def probe(
     shaping = {"--hosts": "count", "--rate": "rate"} if hostfile is not None else {}
     if found := [option for option, name in shaping.items() if name in given_options(context)]:
         raise typer.BadParameter(
-            f"{', '.join(found)} would change nothing, for machines of a hostfile are as they are: "
-            "leave out"
+            f"{', '.join(found)} would change nothing: the hostfile's machines decide; leave out"
         )
     with exit_on_error(), signals_as_exit():
         with contextlib.ExitStack() as stack:
@@ -132,15 +140,15 @@ def probe(
             else:
                 where = stack.enter_context(EmulatedHosts(count, rate_mbit=rate_mbit))
             names = len(where.names)
-            told = stack.enter_context(progress(names * (names - 1) // 2))
-            links = probe.probe(where, seconds=seconds, told=told)
+            begin_pair = stack.enter_context(progress(names * (names - 1) // 2))
+            links = probe.probe(where, seconds=seconds, on_pair=begin_pair)
     if hostfile is None:
         typer.echo(_described(rate_mbit))
     for pair in links.pairs:
         typer.echo(
             f"{pair.first} - {pair.second}: {1e6 * pair.latency_s:.0f} us; payload in Mbit/s: "
-            f"{8e-6 * pair.forward_bytes_per_s:.1f} there, "
-            f"{8e-6 * pair.backward_bytes_per_s:.1f} back, "
+            f"{8e-6 * pair.forward_bytes_per_s:.1f} forward, "
+            f"{8e-6 * pair.backward_bytes_per_s:.1f} backward, "
             f"{8e-6 * pair.both_forward_bytes_per_s:.1f} and "
             f"{8e-6 * pair.both_backward_bytes_per_s:.1f} at once"
         )

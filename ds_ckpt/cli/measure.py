@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,14 +15,25 @@ from ds_ckpt.lab.hosts import Launcher
 if TYPE_CHECKING:
     from rich.console import Console
 
+DEMO: dict[str, Any] = {"methods": "topk", "repetitions": 4, "loss_steps": 64}
+"""Options of `measure --demo` that are not on the command line."""
+
 
 def measure(
     context: typer.Context,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="Folder of the run; a stopped run continues.")
-    ],
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Folder of the run; a stopped run continues. [default: runs/TIME]",
+        ),
+    ] = None,
+    demo: Annotated[
+        bool, typer.Option("--demo", help="Short example: Top-K, 4 repetitions, 64 loss steps.")
+    ] = False,
     hostfile: Annotated[
-        Path | None, file_option("Hostfile of real nodes: `name slots=N` a line.")
+        Path | None, file_option("Hostfile of real nodes: `name slots=N` per line.")
     ] = None,
     on_loopback: Annotated[
         bool, typer.Option("--loopback", help="Use this machine only, with an unshaped link.")
@@ -38,7 +50,7 @@ def measure(
     methods: Annotated[
         str,
         typer.Option(
-            help="Compression methods: names or DeepSpeed files. `stock`, `dense` and `silent` "
+            help="Compression methods: names or DeepSpeed files. `stock`, `dense` and `no_comm` "
             "always run."
         ),
     ] = "4bit",
@@ -51,8 +63,9 @@ def measure(
     ] = "",
     baselines: Annotated[
         str,
-        typer.Option("--baselines", "--rivals", help="DeepSpeed baselines: hpz, zero2, zero1."),
+        typer.Option(help="DeepSpeed baselines to add: hpz, zero2, zero1."),
     ] = "",
+    rivals: Annotated[str, typer.Option(hidden=True)] = "",
     batches: Annotated[str, typer.Option(help="Micro-batch sizes, in sequences.")] = "4",
     tokens: Annotated[int, typer.Option(min=1, help="Sequence length, in tokens.")] = 128,
     accumulation: Annotated[int, typer.Option(min=1, help="Gradient accumulation steps.")] = 1,
@@ -92,14 +105,13 @@ def measure(
     stall_s: Annotated[
         float, typer.Option(min=5, help="Stop if there is no progress for this many seconds.")
     ] = 180.0,
-    limit_s: Annotated[float, typer.Option(min=10, help="Stop after this many seconds.")] = 6
-    * 3600.0,
+    limit_s: Annotated[float, typer.Option(min=10, help="Stop after this many seconds.")] = 21600.0,
 ) -> None:
     """Measure how much bandwidth compression frees and how much of recomputation it pays for.
 
     Runs on emulated nodes as root, on real nodes with --hostfile, else on loopback. Writes
-    report.html, report.md and report.json into the folder. The same command continues a stopped
-    run, also with more --repetitions.
+    report.html, report.md, report.json and each configuration's DeepSpeed file into the folder.
+    The same command continues a stopped run, also with more --repetitions.
     """
     from rich.console import Console
 
@@ -113,21 +125,24 @@ def measure(
 
     console = Console()
     given = given_options(context)
+    output = output or Path("runs") / datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
+    if rivals:
+        typer.echo("--rivals is now called --baselines; the old name will be removed", err=True)
 
     def unused(*names: str, why: str) -> None:
         spelt = {"on_loopback": "loopback"}
         found = [f"--{spelt.get(n, n).replace('_', '-')}" for n in names if n in given]
         if found:
-            said = f"{', '.join(found)} would change nothing, for {why}: leave out"
-            raise typer.BadParameter(said)
+            raise typer.BadParameter(f"{', '.join(found)} would change nothing: {why}; leave out")
 
+    preset = {k: v for k, v in DEMO.items() if demo and k not in given}
     with exit_on_error():
         chosen, sections = arguments.sections_of(
-            activation=policies, compression=methods, weights=weights
+            activation=policies, compression=preset.get("methods", methods), weights=weights
         )
         base: dict[str, Any] = {}
         if deepspeed is not None:
-            unused("bf16", why="the DeepSpeed file says so")
+            unused("bf16", why="the DeepSpeed file sets the precision")
             base, batch = arguments.deepspeed_of(deepspeed)
             bf16 = precision(base) == "bf16"
             if "batches" not in given:
@@ -138,7 +153,7 @@ def measure(
         place: AbstractContextManager[Backend]
         where: Where = "emulated"
         if hostfile is not None:
-            unused("hosts", "slots", "on_loopback", why="the hostfile says so")
+            unused("hosts", "slots", "on_loopback", why="the hostfile decides it")
             machines = Hostfile(hostfile, interface, launcher, port, ssh_port)
             hosts, slots = len(machines.names), next(iter(machines.counts.values()))
             where, place = "hostfile", nullcontext(machines)
@@ -147,11 +162,11 @@ def measure(
             if on_loopback or (reasons := missing()):
                 unused("hosts", "launcher", "port", why="this runs on loopback")
                 if not on_loopback:
-                    console.print(f"No emulated hosts here: {'; '.join(reasons)}.", highlight=False)
+                    console.print(f"No emulated nodes: {'; '.join(reasons)}.", highlight=False)
                 hosts, slots = 1, slots if "slots" in given else 2
-                where, place = "loopback", nullcontext(Loopback(slots))
+                where, place = "loopback", nullcontext(Loopback(slots, gpus=demo))
             else:
-                place = EmulatedHosts(  # not shaped until a rate is asked for
+                place = EmulatedHosts(  # not shaped until a rate is set
                     hosts, rate_mbit=None, slots=slots, launcher=launcher, port=port
                 )
         spec = Spec(
@@ -161,7 +176,7 @@ def measure(
             policies=chosen["activation"],
             methods=chosen["compression"],
             weights=chosen["weights"],
-            baselines=split_names(baselines),
+            baselines=split_names(baselines or rivals),
             sections=sections,
             rates=chosen_rates or ((200.0,) if where == "emulated" else (None,)),
             batches=arguments.batches_of(batches),
@@ -172,41 +187,31 @@ def measure(
             folder=str(Path.cwd()) if model else "",
             deepspeed=base,
             shape=arguments.shape_of(shape),
-            repetitions=repetitions,
+            repetitions=preset.get("repetitions", repetitions),
             steps=steps,
-            loss_steps=loss_steps,
-            text=str(text) if text else None,
+            loss_steps=preset.get("loss_steps", loss_steps),
+            text=str(text.resolve()) if text else None,
             seed=seed,
         )
         check(spec)
         with signals_as_exit(), place as backend:
-            run(
-                spec,
-                output,
-                backend=backend,
-                console=console,
-                stall_s=stall_s,
-                limit_s=limit_s,
-            )
+            limits = {"stall_s": stall_s, "limit_s": limit_s}
+            run(spec, output, backend=backend, console=console, **limits)
         _write_report(output, console)
 
 
-def report(
-    folder: Annotated[Path, typer.Argument(help="Folder of a measured run.")],
-) -> None:
+def report(folder: Annotated[Path, typer.Argument(help="Folder of a measured run.")]) -> None:
     """Write a run's report again."""
     from rich.console import Console
 
-    console = Console()
     with exit_on_error():
-        _write_report(folder, console)
+        _write_report(folder, Console())
 
 
 def _write_report(output: Path, console: Console) -> None:
     from ds_ckpt.lab.measure.report import Report
 
     made = Report.of(output)
+    made.print(console)
     paths = made.write(output)
-    for line in made.conclusions():
-        console.print(f"* {line}", highlight=False, soft_wrap=True)
     console.print("wrote " + ", ".join(map(str, paths)), highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""From the words of `ds-ckpt measure`'s options to what a spec is made of."""
+"""Parsing of `ds-ckpt measure`'s options."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ds_ckpt.lab.subject import Sizes, find_subject
 
 
 def rates_of(text: str) -> tuple[float | None, ...]:
-    """`50mbit,unlimited` in Mbit/s."""
+    """Parse `50mbit,unlimited` into Mbit/s."""
     found = tuple(parse_rate(rate) for rate in text.split(","))
     if len(set(found)) < len(found):
         raise typer.BadParameter(f"{text!r} names a rate twice")
@@ -25,7 +25,7 @@ def rates_of(text: str) -> tuple[float | None, ...]:
 
 
 def batches_of(text: str) -> tuple[int, ...]:
-    """`2,4` as numbers, each once, the smallest first."""
+    """Parse `2,4` into distinct numbers, the smallest first."""
     try:
         return tuple(sorted({int(word) for word in text.split(",")}))
     except ValueError:
@@ -33,12 +33,16 @@ def batches_of(text: str) -> tuple[int, ...]:
 
 
 def sections_of(**listed: str) -> tuple[dict[str, tuple[str, ...]], dict[str, dict[str, Any]]]:
-    """Names of each list; a name that ends in .json is a file, whose section is taken.
+    """Parse lists of names and of DeepSpeed JSON files, whose sections are read.
 
     Args:
-        listed: words with commas by section of `ds_ckpt`, one of `AXES`.
+        listed: comma-separated, by section of `ds_ckpt` as in `AXES`.
 
-    Raises ConfigError where a file cannot be used, lacks the section, or has a name that is taken.
+    Returns:
+        Names by section, and the files' sections by `SECTION/NAME`.
+
+    Raises:
+        ConfigError: a file cannot be used, lacks the section, or has a name that is taken.
     """
     sections: dict[str, dict[str, Any]] = {}
     problems = []
@@ -50,13 +54,10 @@ def sections_of(**listed: str) -> tuple[dict[str, tuple[str, ...]], dict[str, di
         parse(content, source=word)
         name, own = Path(word).stem, lookup(content, ("ds_ckpt", section))
         if name in {*AXES[section], *BASELINES} or f"{section}/{name}" in sections:
-            why = "the report tells configurations apart by it"
+            why = "the name identifies a configuration in the report"
             problems.append(Problem(word, f"{name} is a name already", why, "rename it"))
         elif not own:
-            found, why = (
-                f"no ds_ckpt.{section} section",
-                "nothing would differ from stock DeepSpeed",
-            )
+            found, why = f"no ds_ckpt.{section} section", "it would equal default DeepSpeed"
             problems.append(Problem(word, found, why, "write one, or name another file"))
         else:
             sections[f"{section}/{name}"] = own
@@ -72,9 +73,9 @@ def sections_of(**listed: str) -> tuple[dict[str, tuple[str, ...]], dict[str, di
 
 
 def deepspeed_of(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """A user's DeepSpeed file, and what it says of the batch: its sequences and micro-steps.
+    """Read a user's DeepSpeed file; return it without its batch settings, and those.
 
-    Raises ConfigError where it cannot be used, or has a section of what is compared.
+    Raises ConfigError if it cannot be the base of all configurations.
     """
     content = load_file(path)
     parse(content, source=str(path))
@@ -85,26 +86,26 @@ def deepspeed_of(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
 
     names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     if "ds_ckpt" in content:
-        why = "policies, methods and weights are what is compared"
-        remedy = f"take it out, and measure it: --policies, --methods or --weights {path}"
+        why = "policies, methods and weights are compared"
+        remedy = f"move it to an option: --policies, --methods or --weights {path}"
         wrong("ds_ckpt", "a section", why, remedy)
     if lookup(content, ("zero_optimization", "stage")) != 3:
-        why = "what is compared is ways to train with ZeRO-3"
-        wrong("zero_optimization.stage", "no 3", why, 'write "zero_optimization": {"stage": 3}')
+        why = "configurations of ZeRO-3 are compared"
+        wrong("zero_optimization.stage", "not 3", why, 'write "zero_optimization": {"stage": 3}')
     if lookup(content, ("fp16", "enabled")) is True:
-        why = "steps that a loss scale skips are no steps to time; runs are bf16 or fp32"
-        wrong("fp16.enabled", "true", why, "write bf16 in its place: as many bytes are sent")
+        why = "steps that a loss scale skips cannot be timed; runs are bf16 or fp32"
+        wrong("fp16.enabled", "true", why, "use bf16, which sends as many bytes")
     for key in BF16:
         enabled = lookup(content, (key, "enabled"))
         if not (enabled is None or isinstance(enabled, bool) or is_auto(enabled)):
-            wrong(f"{key}.enabled", show(enabled), "it is true or false", "write one of them")
+            wrong(f"{key}.enabled", show(enabled), "expected a boolean", "write true or false")
     rest = {key: value for key, value in content.items() if key not in (*names, "train_batch_size")}
     for where in _autos(rest, "$"):
-        why = "the HF Trainer and accelerate fill it in; nothing does here"
+        why = "only the HF Trainer and accelerate fill it in"
         problems.append(Problem(f"{path}: {where}", '"auto"', why, "write a value"))
     total = content.pop("train_batch_size", None)  # follows from the others
     if total is not None and names[0] not in content:
-        why = "how many sequences a process takes would depend on the number of hosts"
+        why = "the micro-batch would depend on the number of nodes"
         wrong("train_batch_size", str(total), why, f"write {names[0]}")
     if problems:
         raise ConfigError(problems, headline="this file cannot be the base of all configurations")
@@ -121,10 +122,7 @@ def _autos(value: Any, path: str) -> Iterator[str]:
 
 
 def model_of(name: str | None) -> str | None:
-    """A model by name, of which a path stays valid in any folder.
-
-    Raises UnsupportedError where there is none of that name.
-    """
+    """Check a model's name and make a path absolute; UnsupportedError if there is none."""
     if name is None:
         return None
     find_subject(name, Sizes())
@@ -132,6 +130,7 @@ def model_of(name: str | None) -> str | None:
 
 
 def shape_of(text: str) -> dict[str, int]:
+    """Parse `NAME=NUMBER,...` into arguments of the built-in Llama."""
     found = {}
     for word in filter(None, text.split(",")):
         name, _, value = word.partition("=")

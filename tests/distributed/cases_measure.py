@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from ds_ckpt.lab.measure.spec import Configuration, Spec
-from ds_ckpt.lab.measure.worker import Running, of_ids
+from ds_ckpt.lab.measure.worker import EngineRun, of_ids
 
 SHAPE = {"hidden_size": 32, "layers": 1, "intermediate_size": 64, "heads": 2}
 
@@ -16,7 +16,7 @@ def kept_weights(names: list[str]) -> dict[str, float]:
     spec = Spec(hosts=2, slots=2, bf16=True, batches=(1,), tokens=8, shape=SHAPE)
     generator = torch.Generator().manual_seed(dist.get_rank())
     batch = [of_ids(torch.randint(0, 256, (1, 8), generator=generator))]
-    running = {name: Running(Configuration.of(name), spec) for name in names}
+    running = {name: EngineRun(Configuration.of(name), spec) for name in names}
     found = {}
     for name, one in running.items():
         one.plain_step(batch)

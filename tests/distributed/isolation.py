@@ -9,7 +9,7 @@ import socket
 import struct
 from pathlib import Path
 
-from ds_ckpt.lab.hosts.interfaces import sent_bytes
+from ds_ckpt.lab.hosts.backends import sent_bytes
 
 _CLONE_NEWNET = 0x40000000
 _SIOCSIFFLAGS = 0x8914

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -12,57 +13,76 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ds_ckpt.lab.measure.report import Report
 from ds_ckpt.lab.measure.samples import Store, Trial
 
+STEPS = 8
+METHODS = ("stock", "dense", "topk")
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
-@pytest.mark.timeout(600)
-def test_the_experiment_runs_without_root_and_says_that_the_link_is_not_shaped(
-    tmp_path: Path,
-) -> None:
-    folder = tmp_path / "run"
-    mine = tmp_path / "mine.json"
-    mine.write_text(
-        json.dumps(
-            {
-                "zero_optimization": {"stage": 3},
-                "train_micro_batch_size_per_gpu": 1,
-                "ds_ckpt": {"compression": {"method": "quantize", "quantize": {"bits": 8}}},
-            }
-        )
-    )
-    options = ["--shape=hidden_size=256,layers=2,intermediate_size=688,heads=4", "--tokens=32"]
-    options += ["--steps=1", "--loss-steps=2", f"--methods={mine}"]
-    command = [sys.executable, "-m", "ds_ckpt.cli", "measure", "--loopback", f"--output={folder}"]
+def _measure(*options: str, cwd: Path | None = None) -> str:
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    for repetitions in (1, 2):  # the second goes on
-        result = subprocess.run(
-            [*command, *options, f"--repetitions={repetitions}"],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=280,
-        )
-        assert result.returncode == 0, result.stdout + result.stderr
-    assert "Going on" in result.stdout
-    done = Counter(s.key for s in Store(folder).read() if isinstance(s, Trial))
-    assert set(done.values()) == {1}
-    assert {key[-1] for key in done} == {0, 1}
-    trials = [s for s in Store(folder).read() if isinstance(s, Trial)]
-    assert {t.configuration for t in trials} == {
-        f"{policy}/{method}"
-        for policy in ("none", "block")
-        for method in ("stock", "dense", "mine", "silent")
+    result = subprocess.run(
+        [sys.executable, "-m", "ds_ckpt.cli", "measure", "--loopback", *options],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=580,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.mark.timeout(600)
+def test_the_demo_keeps_its_promises_and_continues(tmp_path: Path) -> None:
+    """Without root; the second call continues the first."""
+    folder = tmp_path / "run"
+    options = ["--demo", f"--output={folder}", f"--loss-steps={STEPS}", "--tokens=32", "--steps=1"]
+    options.append("--shape=hidden_size=256,layers=2,intermediate_size=688,heads=4")
+    _measure(*options, "--repetitions=1")
+    output = _measure(*options, "--repetitions=2")
+    assert "Continuing" in output
+    assert "NOT SHAPED" in output
+    assert "changed no training loss and no final weight" in " ".join(output.split())
+    samples = Store(folder).read()
+    trials = [s for s in samples if isinstance(s, Trial)]
+    assert set(Counter(s.key for s in trials).values()) == {1}
+    names = {f"{p}/{m}" for p in ("none", "block") for m in ("stock", "dense", "topk", "no_comm")}
+    assert {(t.configuration, t.repetition) for t in trials} == {
+        (n, r) for n in names for r in (0, 1)
     }
-    reduced = {t.configuration: t.purpose_bytes["reduce"] for t in trials}
-    assert 0 < reduced["none/mine"] < reduced["none/dense"] / 3
     for trial in trials:
         assert trial.rate_mbit is None
         for step in trial.steps:
             assert sum(step.parts_s.values()) == pytest.approx(step.step_s, rel=0.03)
-    page = (folder / "report.html").read_text()
-    assert "not shaped" in page
+    report = Report.of(folder)
+    assert report.findings.missing == []
+    rows = {row.configuration: row for row in report.findings.rows}
+    for name, row in rows.items():
+        assert row.number("interface_over_purposes") == pytest.approx(1, rel=0.1), name
+        plain = rows[f"none/{name.partition('/')[2]}"]
+        assert row.number("weight_bytes") == plain.number("weight_bytes") > 0
+    assert rows["none/stock"].number("held_bytes") > 2 * rows["block/stock"].number("held_bytes")
+    stock, dense, topk = (rows[f"none/{m}"].number("gradient_bytes") for m in METHODS)
+    assert dense == pytest.approx(stock / 2, rel=0.02)
+    assert 0 < 10 * topk < stock
+    losses = report.findings.losses
+    for method in METHODS:
+        plain_loss, kept = losses[f"none/{method}"], losses[f"block/{method}"]
+        assert plain_loss.train_losses == kept.train_losses
+        assert plain_loss.weights_sha256 == kept.weights_sha256
+        assert plain_loss.heldout_loss == kept.heldout_loss < kept.train_losses[0]
+        assert all(math.isfinite(one) for one in kept.train_losses)
+    assert losses["none/stock"].weights_sha256 != losses["none/topk"].weights_sha256
+    # the warm-up is dense; a loss is taken before its step's update
+    same = losses["none/topk"].start_step + 1
+    assert same == STEPS // 4 + 1
+    assert losses["none/topk"].train_losses[:same] == losses["none/dense"].train_losses[:same]
+    assert losses["none/topk"].train_losses != losses["none/dense"].train_losses
+    assert len(list((folder / "configs").glob("*.json"))) == 8
+    assert "<svg" in (folder / "report.html").read_text()
     for process in psutil.process_iter(["cmdline"]):
         assert str(folder) not in " ".join(process.info["cmdline"] or [])
 
@@ -96,21 +116,11 @@ def test_a_users_model_and_deepspeed_file_are_measured(tmp_path: Path) -> None:
     content |= {"zero_force_ds_cpu_optimizer": False, "gradient_accumulation_steps": 2}
     file.write_text(json.dumps({**content, "train_micro_batch_size_per_gpu": 3}))
     folder = tmp_path / "run"
-    command = [sys.executable, "-m", "ds_ckpt.cli", "measure", "--loopback", f"--output={folder}"]
     options = ["--model=mine:make", f"--deepspeed={file}", "--policies=none", "--methods=4bit"]
     options += ["--loss-steps=0", "--repetitions=1", "--steps=1", "--tokens=1"]
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [*command, *options],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=580,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    _measure(f"--output={folder}", *options, cwd=tmp_path)
     trials = {s.configuration: s for s in Store(folder).read() if isinstance(s, Trial)}
-    assert trials.keys() == {f"none/{method}" for method in ("stock", "dense", "4bit", "silent")}
+    assert trials.keys() == {f"none/{method}" for method in ("stock", "dense", "4bit", "no_comm")}
     assert all(trial.sequences == 3 for trial in trials.values())
     elements = 3 * (64 * 64 + 64)
     gathers = trials["none/stock"].purpose_bytes["gather_forward"]

@@ -33,7 +33,7 @@ def test_the_rate_that_was_set_is_found_within_5_percent(two_hosts: EmulatedHost
     one_way, both = [0.0, 0.0], [0.0, 0.0]
     for _ in range(6):
         said = list[str]()
-        links = probe.probe(two_hosts, told=said.append)
+        links = probe.probe(two_hosts, on_pair=said.append)
         assert said == ["measuring host0 - host1"]
         assert links.hosts == ("host0", "host1")
         (pair,) = links.pairs
@@ -97,7 +97,7 @@ def test_each_pair_is_told_as_it_begins(monkeypatch: pytest.MonkeyPatch, tmp_pat
     )
     monkeypatch.setattr(Hostfile, "prepare", prepare)
     said = list[str]()
-    assert probe.probe(Hostfile(hosts), told=said.append).hosts == ("a", "b")
+    assert probe.probe(Hostfile(hosts), on_pair=said.append).hosts == ("a", "b")
     assert said == ["measuring a - b", "measuring a - c"]
 
 
@@ -117,7 +117,7 @@ def test_what_is_missing_is_said_in_words(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_a_file_that_is_none_of_the_probe_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "links.json"
     path.write_text("[]")
-    with pytest.raises(ValueError, match="does not say that it is"):
+    with pytest.raises(ValueError, match="does not have the format"):
         Links.load(path)
     links = Links(("a", "b"), (Pair("a", "b", 1e-5, 1.0, 2.0, 3.0, 4.0),))
     links.save(path)

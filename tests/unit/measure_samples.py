@@ -1,8 +1,8 @@
-"""Samples of an experiment that nobody has run, with parts of which every figure is known.
+"""Samples of an invented experiment of which every figure is known.
 
 At a rate of r Mbit/s a step of P/C takes COMPUTE + RECOMPUTE (block alone) + WEIGHTS * 8 / r +
 gradient bytes * 8 / r + PACKING (lossy alone) seconds; repetition n adds n * `drift` to compute.
-Where weights are not ZeRO-3's nothing is gathered, and CHANGED is sent in the update.
+Weights that are not ZeRO-3's are not gathered; CHANGED is sent in the update.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ds_ckpt.lab.measure.spec import Configuration, Spec
 
 COMPUTE_S, RECOMPUTE_S, PACKING_S = 0.4, 0.1, 0.02
 WEIGHTS_MB = 20.0
-GRADIENTS_MB = {"stock": 20.0, "dense": 10.0, "4bit": 1.25, "silent": 0.0}
+GRADIENTS_MB = {"stock": 20.0, "dense": 10.0, "4bit": 1.25, "no_comm": 0.0}
 CHANGED_MB = {"whole": 8.0, "lossless": 2.0, "zero2": 8.0}
 KEPT_MB = {"stock": 1.0, "whole": 2.0, "lossless": 2.0, "zero2": 1.5}
 SPEC = Spec(rates=(100.0, 400.0, 1600.0), repetitions=5, loss_steps=3)
@@ -30,24 +30,24 @@ def seconds(mb: float, rate_mbit: float) -> float:
     return 8 * mb / rate_mbit
 
 
-def step(name: str, rate_mbit: float, more_s: float = 0.0, tokens: float = 1.0) -> StepTime:
+def step(name: str, rate_mbit: float, more_s: float = 0.0) -> StepTime:
     one = Configuration.of(name)
     half = WEIGHTS_MB / 2 if one.weights == "stock" else 0.0
     parts = dict.fromkeys(PARTS, 0.0)
-    parts["compute_forward"] = (COMPUTE_S + more_s) * tokens / 4
-    parts["compute_backward"] = (COMPUTE_S + more_s) * tokens / 2
-    parts["compute_update"] = (COMPUTE_S + more_s) * tokens / 4
+    parts["compute_forward"] = (COMPUTE_S + more_s) / 4
+    parts["compute_backward"] = (COMPUTE_S + more_s) / 2
+    parts["compute_update"] = (COMPUTE_S + more_s) / 4
     parts["network_forward"] = seconds(half, rate_mbit)
     parts["network_backward"] = seconds(GRADIENTS_MB[one.method], rate_mbit)
     parts["network_update"] = seconds(CHANGED_MB.get(one.weights, 0.0), rate_mbit)
     if one.policy == "block":
-        parts["recompute"] = RECOMPUTE_S * tokens
+        parts["recompute"] = RECOMPUTE_S
         parts["network_recompute"] = seconds(half, rate_mbit)
     else:
         parts["network_backward"] += seconds(half, rate_mbit)
     if one.method == "4bit":
         parts["compression"] = PACKING_S
-    return StepTime(step_s=sum(parts.values()), parts_s=parts, in_collectives_s=0.1)
+    return StepTime(step_s=sum(parts.values()), parts_s=parts)
 
 
 def trial(spec: Spec, name: str, rate: float | None, repetition: int, drift: float) -> Trial:
@@ -83,7 +83,7 @@ def trial(spec: Spec, name: str, rate: float | None, repetition: int, drift: flo
 
 
 def samples(spec: Spec = SPEC, drift: float = 0.0) -> list[Sample]:
-    """A whole run of `spec`."""
+    """Return a complete run of `spec`."""
     found: list[Sample] = [
         Model(parameters=5, text="none", heldout_bytes=9, corpus_sha256="a" * 64)
     ]
@@ -91,16 +91,11 @@ def samples(spec: Spec = SPEC, drift: float = 0.0) -> list[Sample]:
         for rate in spec.rates:
             found += [trial(spec, one.name, rate, n, drift) for n in range(spec.repetitions)]
         if one.exchange == "stock":
-            found += [
-                Memory(
-                    configuration=one.name,
-                    sequences=n,
-                    held_bytes=n,
-                    peak_bytes=_peak(one.policy, n),
-                )
-                for n in (4, 8)
-            ]
-        if one.method != "silent":
+            peak = 1_000_000 * (4 if one.policy == "none" else 2)
+            found.append(
+                Memory(policy=one.policy, sequences=4, held_bytes=peak // 2, peak_bytes=peak)
+            )
+        if one.method != "no_comm":
             losses = (5.0, 4.0, 3.5 if one.method != "4bit" else 3.6)
             found.append(
                 Loss(
@@ -109,11 +104,7 @@ def samples(spec: Spec = SPEC, drift: float = 0.0) -> list[Sample]:
                     start_step=0,
                     heldout_loss=losses[-1],
                     train_losses=losses,
+                    weights_sha256=one.method,
                 )
             )
     return found
-
-
-def _peak(policy: str, sequences: int) -> int:
-    """12 sequences of block, and no more, take what 4 of none take."""
-    return 1_000_000 * sequences if policy == "none" else 1_000_000 + 250_000 * sequences

@@ -63,7 +63,7 @@ NOT_RUN = {
         "tests/hosts/test_measure.py and test_validation_command.py run smaller ones"
     ),
     r"ds-ckpt probe|ds-ckpt hosts (run|down)": "needs root and takes hosts up or down: tests/hosts",
-    r"\./scripts/demo\.sh": "makes an environment; tests/distributed/test_demo.py runs the demo",
+    r"\./scripts/demo\.sh": "makes an environment; test_measure_loopback.py runs the demo",
     r"\./scripts/(test|gpu_check|site|matrix)\.sh|\.ci/run": "runs this, or CI",
     r"(ruff|mypy|lint-imports)\b": "CI",
     r"pytest ": "a test",
@@ -306,7 +306,7 @@ def test_an_experiment_is_one_that_begins(code: Code, monkeypatch: pytest.Monkey
     monkeypatch.setattr(run, "measure", _begun)
     monkeypatch.setattr(emulated, "missing", list)
     monkeypatch.setattr(emulated, "EmulatedHosts", lambda *_, **__: nullcontext())
-    monkeypatch.setattr(backends, "Loopback", lambda *_: nullcontext())
+    monkeypatch.setattr(backends, "Loopback", lambda *_, **__: nullcontext())
     words = _arguments(code.text.replace("train:make", "demo"))
     found = CliRunner().invoke(app, words)
     assert isinstance(found.exception, _BegunError), found.output

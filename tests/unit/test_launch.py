@@ -1,4 +1,4 @@
-"""Launching: nothing is left behind, and what went wrong is told with the log's words."""
+"""Launching: no process is left, and errors have the log's end or name the host."""
 
 from __future__ import annotations
 
@@ -16,11 +16,18 @@ import psutil
 import pytest
 from deepspeed.launcher.runner import parse_args
 
-from ds_ckpt.errors import Problem
-from ds_ckpt.lab.hosts import backends, launcher
-from ds_ckpt.lab.hosts.backends import Backend, Loopback, Prepared
-from ds_ckpt.lab.hosts.checks import HostError, check_hosts, unreachable
-from ds_ckpt.lab.hosts.launcher import LaunchError, launch, log_tail, run
+from ds_ckpt.errors import ConfigError, Problem
+from ds_ckpt.lab.hosts import Launcher, backends, launcher
+from ds_ckpt.lab.hosts.backends import Backend, Hostfile, Loopback, Prepared, read_hostfile
+from ds_ckpt.lab.hosts.launcher import (
+    HostError,
+    LaunchError,
+    check_hosts,
+    launch,
+    log_tail,
+    run,
+    unreachable,
+)
 from ds_ckpt.lab.hosts.sets import HostsError
 
 # A parent that starts a child which hears no SIGTERM, in a session of its own.
@@ -31,7 +38,7 @@ child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
 print(child.pid, flush=True)
 time.sleep(600)
 """
-# What `heartbeat.begin` does, without the meeting of the processes.
+# `heartbeat.begin` without the process group.
 MODULE = """
 import argparse, json, os, sys, time
 from pathlib import Path
@@ -50,7 +57,7 @@ job = json.loads((folder / JOB).read_text())
 
 
 class Hosts(Backend):
-    """Three hosts of which some answer as told; what is launched runs here."""
+    """Three hosts, some with prepared answers; the launched module runs here."""
 
     names = ("a", "b", "c")
     port = 1234
@@ -65,7 +72,7 @@ class Hosts(Backend):
     def on(self, host: str, argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
         assert not self.ended, "it is too late to ask"
         self.asked.append([host, *argv])
-        well = "banner\nds_ckpt-look " + json.dumps({"missing": [], "taken": ""}) + "\n"
+        well = "banner\nds_ckpt-host " + json.dumps({"missing": [], "taken": ""}) + "\n"
         code, out, err = self.answers.get(host, (0, well, ""))
         if code == 124:
             raise subprocess.TimeoutExpired(list(argv), 1.0)
@@ -109,7 +116,7 @@ def test_an_interrupt_ends_the_whole_family(tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(_command(FAMILY), tmp_path, limit_s=60, attend=interrupted)
+        run(_command(FAMILY), tmp_path, limit_s=60, poll=interrupted)
     assert all(_gone(pid) for pid in pids)
     assert len(pids) == 1
 
@@ -126,7 +133,7 @@ def test_nohup_is_heard() -> None:
 
 def test_the_time_limit_is_told(tmp_path: Path) -> None:
     code = "import os, time; print('pid', os.getpid(), flush=True); time.sleep(600)"
-    with pytest.raises(LaunchError, match=r"it took longer than 2 s(.|\n)*raise the limit"):
+    with pytest.raises(LaunchError, match=r"its limit of 2 s(.|\n)*raise the limit"):
         run(_command(code), tmp_path, limit_s=2.0)
     assert _gone(_pid(tmp_path))
 
@@ -196,10 +203,10 @@ def test_a_lock_that_another_program_took_meanwhile_stays(tmp_path: Path) -> Non
             builder.wait()
 
 
-def test_the_module_gets_its_job_tells_and_asks(tmp_path: Path) -> None:
-    code = "process.beat(words=job['word']); process.ask(rate_mbit=50.0); process.beat(n=2)"
+def test_the_module_gets_its_job_and_sends_events_and_requests(tmp_path: Path) -> None:
+    code = "process.beat(words=job['word']); process.request(rate_mbit=50.0); process.beat(n=2)"
     hosts, told = Hosts(code), list[dict[str, Any]]()
-    launch(hosts, "m", {"word": "hello"}, tmp_path, stall_s=60, heard=told.append)
+    launch(hosts, "m", {"word": "hello"}, tmp_path, stall_s=60, on_event=told.append)
     assert told == [{"words": "hello"}, {"n": 2}]
     assert hosts.rates == [50.0]
     _, _, module, *arguments = hosts.argv
@@ -208,10 +215,10 @@ def test_the_module_gets_its_job_tells_and_asks(tmp_path: Path) -> None:
     assert f"--port={hosts.port}" in arguments  # where processes of mpirun meet
 
 
-def test_what_came_before_a_failure_is_heard(tmp_path: Path) -> None:
+def test_events_before_a_failure_arrive(tmp_path: Path) -> None:
     told: list[dict[str, Any]] = []
     with pytest.raises(LaunchError, match="exit code 3"):
-        launch(Hosts("process.beat(n=1); sys.exit(3)"), "m", {}, tmp_path, heard=told.append)
+        launch(Hosts("process.beat(n=1); sys.exit(3)"), "m", {}, tmp_path, on_event=told.append)
     assert told == [{"n": 1}]
 
 
@@ -224,9 +231,8 @@ def test_a_silence_ends_what_is_launched(
     with pytest.raises(LaunchError, match="and all hosts answer") as caught:
         launch(hosts, "m", {}, tmp_path, stall_s=1.0, if_silent="; raise --stall-s")
     words = str(caught.value)
-    assert f"nothing has come on for {1 if begins else 4} s" in words
+    assert f"no progress for {1 if begins else 4} s" in words
     assert str(tmp_path / launcher.LOG) in words
-    assert "the same command" in words
     assert "raise --stall-s" in words
     assert hosts.ended
     assert _gone(_pid(tmp_path))
@@ -235,7 +241,7 @@ def test_a_silence_ends_what_is_launched(
 def test_events_keep_a_launch_alive(tmp_path: Path) -> None:
     code = "for n in range(5):\n    process.beat(n=n)\n    time.sleep(0.8)\n"
     told: list[dict[str, Any]] = []
-    launch(Hosts(code), "m", {}, tmp_path, stall_s=2.5, heard=told.append)
+    launch(Hosts(code), "m", {}, tmp_path, stall_s=2.5, on_event=told.append)
     assert len(told) == 5
 
 
@@ -249,7 +255,7 @@ def _failing(folder: Path, hosts: Hosts) -> None:
 
 
 def _refusing(folder: Path, hosts: Hosts) -> None:
-    hosts.code = "process.ask(rate_mbit=0)"  # the kernel takes no rate: the host has vanished
+    hosts.code = "process.request(rate_mbit=0)"  # the kernel takes no rate: the host has vanished
     launch(hosts, "m", {}, folder)
 
 
@@ -258,15 +264,15 @@ def test_a_host_that_does_not_answer_is_named_whatever_has_ended_the_launch(
     tmp_path: Path, happens: Callable[[Path, Hosts], None]
 ) -> None:
     hosts = Hosts("process.beat()\ntime.sleep(600)", b=(255, "", "No route to host"))
-    with pytest.raises(HostError, match="b: found no answer any more: No route") as caught:
+    with pytest.raises(HostError, match="b: found no answer: No route") as caught:
         happens(tmp_path, hosts)
     assert len(caught.value.problems) == 1
-    assert "goes on where this run was" in str(caught.value)
+    assert "continues the run" in str(caught.value)
     assert isinstance(caught.value.__cause__, HostsError if happens is _refusing else LaunchError)
 
 
 def test_every_host_that_is_found_wanting_is_named() -> None:
-    wanting = "ds_ckpt-look " + json.dumps({"missing": ["torch", "deepspeed"], "taken": "in use"})
+    wanting = "ds_ckpt-host " + json.dumps({"missing": ["torch", "deepspeed"], "taken": "in use"})
     hosts = Hosts(
         a=(0, wanting, ""), b=(255, "", "Connection refused"), c=(127, "", "no such file")
     )
@@ -309,3 +315,66 @@ def test_gpus_are_used_where_there_are_enough(
     assert (found.environment.get("DS_ACCELERATOR") == "cpu") == cpu
     assert "--num_gpus=2" in found.command
     assert "--hostfile=none" in found.command
+
+
+def test_hostfiles(tmp_path: Path) -> None:
+    path = tmp_path / "hostfile"
+    path.write_text("# mine\nnode1 slots=8\n\nnode2 slots=8 # the other\n")
+    assert read_hostfile(path) == {"node1": 8, "node2": 8}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "no hosts"),
+        ("node1\n", "line 1"),
+        ("node1 slots=0\n", "line 1"),
+        ("node1 8\n", "line 1"),
+        ("node1 slots=\N{SUPERSCRIPT TWO}\n", "line 1"),
+        ("a slots=2\na slots=2\n", "line 2"),
+        ("a slots=2\nb slots=4\n", "different slots"),
+    ],
+)
+def test_hostfiles_that_cannot_be_used(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "hostfile"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        read_hostfile(path)
+
+
+@pytest.mark.parametrize("launcher", ["pdsh", "openmpi"])
+def test_sshs_port_reaches_both_launchers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: Launcher
+) -> None:
+    """`deepspeed --ssh_port` is for pdsh; mpirun starts its daemons with ssh of its own."""
+    monkeypatch.setenv("OMPI_MCA_plm_rsh_args", "-F mine")
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("a slots=1\nb slots=1\n")
+    backend = Hostfile(hostfile, "ens5", launcher, ssh_port=2222)
+    one = backend.prepare(["deepspeed", "--module", "x"], tmp_path)
+    by_option = "--ssh_port=2222" in one.command
+    assert by_option == (launcher == "pdsh")
+    assert (one.environment["OMPI_MCA_plm_rsh_args"] == "-F mine -p 2222") == (not by_option)
+    interface = "--launcher_args=--mca btl_tcp_if_include ens5" in one.command
+    assert interface == (launcher == "openmpi")  # and not deepspeed's eth0
+
+
+def test_mpirun_needs_the_interface_without_eth0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "_ETH0", tmp_path / "none")
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("a slots=1\nb slots=1\n")
+    with pytest.raises(ConfigError, match="--interface ens5"):
+        Hostfile(hostfile, launcher="openmpi")
+
+
+def test_the_users_exports_reach_the_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DS_ENV_FILE takes the place of the user's own file."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("DS_ENV_FILE", raising=False)
+    (tmp_path / ".deepspeed_env").write_text("NCCL_IB_DISABLE=1\nGLOO_SOCKET_IFNAME=eth7\n\n")
+    (tmp_path / "run").mkdir()
+    path = backends.exported({"GLOO_SOCKET_IFNAME": "eth1"}, tmp_path / "run")
+    found = dict(line.split("=", 1) for line in Path(path).read_text().splitlines())
+    assert found == {"NCCL_IB_DISABLE": "1", "GLOO_SOCKET_IFNAME": "eth1"}

@@ -1,7 +1,7 @@
-"""Where experiments are launched: how a command reaches its hosts, and what it needs there.
+"""Backends: how a command reaches its hosts, which environment it needs, and interface counters.
 
-The machines of a hostfile, and the hosts of `emulated`, are reached over pdsh or Open MPI;
-`Loopback` is this machine alone. Nothing is started here: that is `launcher`.
+The machines of a hostfile and the hosts of `emulated` are reached over pdsh or Open MPI; `Loopback`
+is this machine alone. `launcher` starts processes; nothing is started here.
 """
 
 from __future__ import annotations
@@ -16,15 +16,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 import ds_ckpt
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.lab.hosts import Launcher
 
 MASTER_PORT = 29500
 SSH_S = 12.0
-"""What a host may take to answer ssh."""
+"""Time limit for a host's answer to ssh."""
+INTERFACE = "eth0"
+"""Network interface of every emulated host."""
 _LOOPBACK = Path("/sys/class/net/lo")
 _ETH0 = Path("/sys/class/net/eth0")
+_ROUTES = Path("/proc/self/net/route")
 _OUTER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -37,35 +42,38 @@ class Prepared:
 
 
 class Backend:
-    """Where something is launched."""
+    """A place to launch on.
+
+    Attributes:
+        names: the hosts, rank 0's first.
+        port: master port on the first host.
+    """
 
     names: tuple[str, ...]
-    """The hosts, the one with process 0 first."""
     port: int
-    """The master port on the first host."""
 
     def on(self, host: str, argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
-        """Run something short on a host. Raises subprocess.TimeoutExpired after `SSH_S`."""
+        """Run a quick command on a host; subprocess.TimeoutExpired after `SSH_S`."""
         raise NotImplementedError
 
     def gone(self) -> list[str]:
-        """Hosts that are known not to be there any more."""
+        """Return hosts that are known to have ended."""
         return []
 
     def prepare(self, argv: Sequence[str], folder: Path) -> Prepared:
-        """`argv`, to be run from the first host; a leading `deepspeed` is led to all of them."""
+        """Prepare `argv` to run from the first host; `deepspeed` gets options for all hosts."""
         raise NotImplementedError
 
     def describe(self) -> str:
-        """A sentence for a report."""
+        """Describe the place for a report."""
         raise NotImplementedError
 
     def set_rate(self, rate_mbit: float | None) -> None:
-        """Give every link a rate."""
-        raise NotImplementedError("only the links of emulated hosts take a rate")
+        """Set the rate of every link."""
+        raise NotImplementedError("only the links of emulated hosts have a rate")
 
     def end(self) -> None:
-        """End from the inside what has to be killed, where there is a way."""
+        """End from the inside what has to be killed, if possible."""
 
 
 @dataclass
@@ -74,7 +82,7 @@ class Hostfile(Backend):
 
     Args:
         hostfile: DeepSpeed's.
-        interface: of every host to the others; None leaves the choice to gloo or NCCL.
+        interface: to the other hosts, the same on all; None leaves the choice to gloo or NCCL.
     """
 
     hostfile: Path
@@ -88,51 +96,54 @@ class Hostfile(Backend):
         self.counts = read_hostfile(self.hostfile)
         self.names = tuple(self.counts)
         if self.launcher == "openmpi" and self.interface is None and not _ETH0.exists():
-            why = "deepspeed has mpirun use eth0, which this machine does not have"
+            why = "deepspeed makes mpirun use eth0, which this machine does not have"
             remedy = "name the network interface of all hosts: --interface ens5"
             problem = Problem("--launcher openmpi", "no --interface", why, remedy)
             raise ConfigError(problem, headline="this hostfile cannot be used")
 
     def on(self, host: str, argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        """Run a quick command over ssh."""
         more = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
         where = ["-p", str(self.ssh_port)] if self.ssh_port else []
         options = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=8", *where, *more]
-        return short(["ssh", *options, host, shlex.join(argv)])
+        return run_quick(["ssh", *options, host, shlex.join(argv)])
 
     def prepare(self, argv: Sequence[str], folder: Path) -> Prepared:
+        """Prepare a command for the machines."""
         import torch
 
         everywhere = environment(self.interface, gpus=torch.cuda.is_available())
         options = [f"--hostfile={self.hostfile.resolve()}", "--no_ssh_check"]
         options.append(f"--master_port={self.port}")
-        if self.launcher != "pdsh":
-            options.append(f"--launcher={self.launcher}")
-            if self.interface is not None:  # deepspeed has mpirun use eth0
+        here = {**without_outer_launch(), **everywhere}
+        if self.launcher == "openmpi":
+            options.append("--launcher=openmpi")
+            if self.interface is not None:  # deepspeed makes mpirun use eth0
                 options.append(f"--launcher_args=--mca btl_tcp_if_include {self.interface}")
+            if self.ssh_port:  # deepspeed passes --ssh_port to pdsh alone
+                name = "OMPI_MCA_plm_rsh_args"
+                here[name] = f"{here.get(name, '')} -p {self.ssh_port}".strip()
         elif self.ssh_port:
             options.append(f"--ssh_port={self.ssh_port}")
-        here = {**without_outer_launch(), **everywhere}
         here["DS_ENV_FILE"] = exported(everywhere, folder)
-        if self.launcher == "openmpi" and self.ssh_port:  # deepspeed hands --ssh_port to pdsh alone
-            name = "OMPI_MCA_plm_rsh_args"
-            here[name] = f"{here.get(name, '')} -p {self.ssh_port}".strip()
-        return Prepared(led(argv, options), here)
+        return Prepared(with_launcher_args(argv, options), here)
 
     def describe(self) -> str:
+        """Describe the machines."""
         hosts = ", ".join(f"{name} with {count}" for name, count in self.counts.items())
-        by = f", {self.interface} of each" if self.interface else ""
+        by = f", interface {self.interface}" if self.interface else ""
         return (
-            f"the machines of {self.hostfile.name} (processes: {hosts}{by}), launched by deepspeed "
-            f"over {self.launcher}; the link is what it is"
+            f"machines of {self.hostfile.name} (processes: {hosts}{by}), launched by deepspeed "
+            f"over {self.launcher}; link rate not changed"
         )
 
 
 @dataclass
 class Loopback(Backend):
-    """This machine alone; the link between its processes is memory and is not shaped.
+    """This machine alone; the link between its processes is memory.
 
     Args:
-        gpus: use them where there is one for each process and DS_ACCELERATOR does not say `cpu`.
+        gpus: use GPUs if there is one per process and DS_ACCELERATOR is not `cpu`.
     """
 
     processes: int = 2
@@ -141,34 +152,36 @@ class Loopback(Backend):
     names: tuple[str, ...] = ("localhost",)
 
     def on(self, host: str, argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
-        return short(argv)
+        """Run a quick command here."""
+        return run_quick(argv)
 
     def prepare(self, argv: Sequence[str], folder: Path) -> Prepared:
-        # a cluster's own hostfile must not draw other machines in
+        """Prepare a command for this machine; a cluster's own hostfile is not read."""
         where = ["--hostfile=none", f"--num_gpus={self.processes}", "--master_addr=127.0.0.1"]
-        command = led(argv, [*where, f"--master_port={self.port}"])
+        command = with_launcher_args(argv, [*where, f"--master_port={self.port}"])
         interface = "lo" if _LOOPBACK.exists() else None
         everywhere = environment(interface, gpus=self.on_gpus())
         return Prepared(command, {**without_outer_launch(), **everywhere})
 
     def on_gpus(self) -> bool:
-        """Whether what is launched runs on GPUs."""
+        """Return whether the launched processes run on GPUs."""
         import torch
 
         wanted = os.environ.get("DS_ACCELERATOR") in (None, "cuda")
         return self.gpus and wanted and torch.cuda.device_count() >= self.processes
 
     def describe(self) -> str:
+        """Describe this machine."""
         if self.on_gpus():
-            return f"{self.processes} GPUs of one machine, whose link is what it is"
+            return f"{self.processes} GPUs of one machine; link rate not changed"
         return (
-            f"{self.processes} processes on one machine over loopback, WHOSE LINK IS NOT SHAPED: "
-            "it is faster than any network, so times say what the methods cost, not what they save"
+            f"{self.processes} processes on one machine over loopback, LINK NOT SHAPED: it is "
+            "faster than any network, so times show the methods' cost and not their savings"
         )
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
-    """Processes by host. Raises ConfigError on what is not `name slots=N`."""
+    """Read the processes by host; ConfigError on lines other than `name slots=N`."""
     found: dict[str, int] = {}
     problems = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -177,24 +190,25 @@ def read_hostfile(path: Path) -> dict[str, int]:
             continue
         slots = re.fullmatch(r"slots=([1-9][0-9]*)", words[1]) if len(words) == 2 else None
         if slots is None or words[0] in found:
-            why = "each host stands once, with its processes"
-            remedy = "write `name slots=8`"
-            problems.append(Problem(f"{path}, line {number}", line.strip(), why, remedy))
+            why = "each host is listed once, with its number of processes"
+            problems.append(
+                Problem(f"{path}, line {number}", line.strip(), why, "write `name slots=8`")
+            )
         else:
             found[words[0]] = int(slots[1])
     if not problems and not found:
-        why = "the experiment runs on the hosts that it names"
-        problems.append(Problem(str(path), "no hosts", why, "write `name slots=8`, one a line"))
+        why = "the experiment runs on the listed hosts"
+        problems.append(Problem(str(path), "no hosts", why, "write `name slots=8`, one per line"))
     if len(set(found.values())) > 1:
-        why = "every host has the same part in an experiment"
-        problems.append(Problem(str(path), "hosts with different slots", why, "give all the same"))
+        why = "all hosts must have the same number of processes"
+        problems.append(Problem(str(path), "hosts with different slots", why, "make them equal"))
     if problems:
         raise ConfigError(problems, headline="this hostfile cannot be used")
     return found
 
 
 def environment(interface: str | None, *, gpus: bool = False) -> dict[str, str]:
-    """What every process needs, also those that start over ssh with a bare environment."""
+    """Return what every process needs, also if ssh starts it with a bare environment."""
     package = str(Path(ds_ckpt.__file__).parents[1])
     everywhere = {
         "TORCH_EXTENSIONS_DIR": os.environ.get(
@@ -216,16 +230,16 @@ def environment(interface: str | None, *, gpus: bool = False) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A TCP port that was free on this machine a moment ago."""
+    """Return a TCP port that was free on this machine a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def exported(everywhere: Mapping[str, str], folder: Path) -> str:
-    """The file that DeepSpeed exports on every host: what the user's own one says, then this.
+    """Write the file that DeepSpeed exports on every host: the user's own, then these settings.
 
-    pdsh would strip quotes, so there are none.
+    Values are not quoted, because pdsh would strip quotes.
     """
     path, name = folder / "deepspeed_env", os.environ.get("DS_ENV_FILE", ".deepspeed_env")
     theirs = (Path(place, name) for place in (Path.home(), "."))  # where DeepSpeed looks
@@ -235,19 +249,62 @@ def exported(everywhere: Mapping[str, str], folder: Path) -> str:
     return str(path)
 
 
-def led(argv: Sequence[str], options: Sequence[str]) -> list[str]:
-    """A leading `deepspeed` is this Python environment's, and gets the options."""
+def with_launcher_args(argv: Sequence[str], options: Sequence[str]) -> list[str]:
+    """Add options to a leading `deepspeed`, which becomes this Python environment's."""
     if Path(argv[0]).name != "deepspeed":
         return list(argv)
     return [str(Path(sys.executable).with_name("deepspeed")), *options, *argv[1:]]
 
 
 def without_outer_launch() -> dict[str, str]:
-    """This process's environment without what an outer launch or worker has set."""
+    """Return this process's environment without the variables of an outer launch."""
     return {k: v for k, v in os.environ.items() if k not in _OUTER}
 
 
-def short(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def run_quick(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run a command with the time limit `SSH_S`."""
     return subprocess.run(
         argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SSH_S
     )
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes that a host's interfaces have sent since boot; subtract two readings."""
+
+    link_bytes: int
+    all_bytes: int
+
+    def __sub__(self, earlier: Sent) -> Sent:
+        return Sent(self.link_bytes - earlier.link_bytes, self.all_bytes - earlier.all_bytes)
+
+
+def sent(interface: str | None) -> Sent:
+    """Read `interface`, and its sum with loopback; 0 without an interface."""
+    if interface is None:
+        return Sent(0, 0)
+    link = sent_bytes(interface)
+    return Sent(link, link if interface == "lo" else link + sent_bytes("lo"))
+
+
+def sent_bytes(interface: str) -> int:
+    """Read one interface's counter; KeyError if there is no such interface."""
+    return int(psutil.net_io_counters(pernic=True, nowrap=False)[interface].bytes_sent)
+
+
+def link_interface(where: str) -> str | None:
+    """Return the interface to the other hosts: gloo's or NCCL's, or the default route's.
+
+    None without counters to read (not Linux).
+    """
+    if not _ROUTES.exists():
+        return None
+    if where == "loopback":
+        return "lo"
+    if where == "emulated":
+        return INTERFACE
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if named := os.environ.get(name, "").split(",")[0].lstrip("="):
+            return named
+    routes = (line.split() for line in _ROUTES.read_text().splitlines()[1:])
+    return next((fields[0] for fields in routes if fields[1] == "00000000"), None)

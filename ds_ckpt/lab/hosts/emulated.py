@@ -1,13 +1,12 @@
-"""Hosts emulated on this machine: a network, process and name space each, links with a set rate.
+"""Hosts emulated on this machine: own network, process and name space each, links with a set rate.
 
-Every host has its own sshd, so that `deepspeed --hostfile` reaches it over pdsh as it would reach
-a real one. The namespaces have no names in the system: they live as long as a host's first process
-does, the kernel kills what runs in a host with that process, and takes links and queues with it.
-The first processes die with the Python thread that made them, however that ends. So nothing can
-go on running, and several sets of hosts at once cannot clash. A maker that is killed leaves its
-folder; `records` finds and removes it.
+Every host has its own sshd, so `deepspeed --hostfile` reaches it over pdsh like a real one. The
+namespaces have no names in the system: they exist as long as a host's first process, with which the
+kernel kills the host's processes and removes its links and queues. The first processes die with the
+Python thread that made them, however that ends. So no process is left over, and several sets of
+hosts do not clash. A killed maker leaves its folder; `sets` finds and removes it.
 
-Delay is what it is: this shapes bandwidth alone. A launch that had to be killed leaves them down.
+Bandwidth alone is shaped, not delay. Hosts are down after a launch that had to be killed.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ import psutil
 from ds_ckpt.errors import Problem
 from ds_ckpt.lab.hosts import Launcher
 from ds_ckpt.lab.hosts.backends import (
+    INTERFACE,
     MASTER_PORT,
     Backend,
     Prepared,
     environment,
     exported,
-    led,
-    short,
+    run_quick,
+    with_launcher_args,
     without_outer_launch,
 )
-from ds_ckpt.lab.hosts.interfaces import INTERFACE
 from ds_ckpt.lab.hosts.sets import HostsError, HostSet, ProcessId, new_folder
 
 SSH_PORT = 2222
@@ -54,12 +53,12 @@ _TOOLS = {
     "unshare": "util-linux",
 }
 _SYSTEM_FOLDERS = f"{os.defpath}:/usr/sbin:/sbin:/usr/local/sbin"
-# for `unshare`: what each host has of its own, and that it dies with its maker
+# for `unshare`: own namespaces of each host; it dies with its maker
 _SPACES = ["--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "--"]
 _PR_SET_PDEATHSIG = 1
 _CALL_S, _UP_S = 30.0, 15.0
 _SEGMENT_BYTES = 72_000
-"""The kernel's largest segment with the headers of its packets."""
+"""The kernel's largest segment, with headers."""
 # $1 folder, $2 name, $3 sshd. /run is the host's own because sshd insists on /run/sshd, /dev/shm
 # because hosts share no memory and DeepSpeed leaves segments there. Some machines lock
 # root's password, which makes an sshd without PAM refuse root's key too.
@@ -80,7 +79,7 @@ exec "$3" -D -e -f "$1/$2.sshd"
 
 
 def missing() -> list[str]:
-    """Why hosts cannot be emulated here, in words; empty if they can."""
+    """Return why hosts cannot be emulated here; empty if they can."""
     if sys.platform != "linux":
         return ["network namespaces need Linux"]
     reasons = [] if os.geteuid() == 0 else ["network namespaces need root"]
@@ -88,7 +87,7 @@ def missing() -> list[str]:
     if absent:
         packages = " ".join(sorted({_TOOLS[name] for name in absent}))
         reasons.append(f"not found: {', '.join(absent)} (Debian packages: {packages})")
-    if not reasons:  # root in a container may still lack the right
+    if not reasons:  # root in a container may lack the right
         tried = _run(["unshare", *_SPACES, "true"])
         if tried.returncode:
             reasons.append(f"the kernel refuses new namespaces: {tried.stderr.strip()}")
@@ -96,26 +95,26 @@ def missing() -> list[str]:
 
 
 def tool(name: str) -> str | None:
-    """Where a system tool is, or None."""
+    """Find a system tool."""
     return shutil.which(name, path=_environment()["PATH"])
 
 
 @dataclass(frozen=True)
 class Host:
-    """One emulated host. `pid` is its first process, as seen from outside."""
+    """One emulated host. `pid` is its first process, seen from outside."""
 
     name: str
     address: str
     pid: int
 
     def command(self, argv: Sequence[str], *, folder: Path | None = None) -> list[str]:
-        """The command that, run outside, runs `argv` in this host, in `folder` or the current."""
+        """Return the outside command that runs `argv` in this host, in `folder` or the current."""
         spaces = ["--net", "--mount", "--pid", "--uts", f"--wdns={folder or Path.cwd()}"]
         return ["nsenter", f"--target={self.pid}", *spaces, "--", *argv]
 
 
 def namespace(pid: int) -> str | None:
-    """Identity of the process namespace that `pid` lives in; None if it has ended."""
+    """Identify the process namespace of `pid`; None if it has ended."""
     try:
         os.readlink(f"/proc/{pid}/ns/net")  # a process that waits to be collected has none
         return os.readlink(f"/proc/{pid}/ns/pid")
@@ -125,7 +124,7 @@ def namespace(pid: int) -> str | None:
 
 @contextlib.contextmanager
 def held(pids: Sequence[int]) -> Iterator[set[str]]:
-    """The process namespaces that `pids` live in, kept: no other one gets their identity."""
+    """Yield the process namespaces of `pids`; their identities are not reused meanwhile."""
     with contextlib.ExitStack() as files:
         for pid in pids:
             with contextlib.suppress(OSError):
@@ -138,16 +137,15 @@ class EmulatedHosts(Backend):
 
     Args:
         count: 1 to 200.
-        rate_mbit: 10^6 bits a second, all headers counted; None leaves the links as fast as the
-            machine is. The kernel's `tbf` keeps it.
-        slots: processes a host, for the hostfile.
+        rate_mbit: in 10^6 bit/s with headers, enforced by the kernel's `tbf`; None is not limited.
+        slots: processes per host, for the hostfile.
 
     Attributes:
         hosts: while the context is open.
-        folder: the set's own; goes when the context ends.
+        folder: of the set, removed with the context.
 
     Raises:
-        HostsError: on entering, where `missing()` has reasons or a host does not come up.
+        HostsError: on entering, if `missing()` has reasons or a host does not come up.
     """
 
     def __init__(
@@ -173,8 +171,8 @@ class EmulatedHosts(Backend):
                     where="this machine",
                     found="; ".join(reasons),
                     why="each host is a network, process and mount namespace with an sshd",
-                    remedy="run as root where these are there, name real machines in a hostfile, "
-                    "or stay on loopback, whose link is not shaped",
+                    remedy="run as root with these tools, name real machines in a hostfile, or use "
+                    "loopback, whose link is not shaped",
                 ),
                 headline="hosts cannot be emulated here",
             )
@@ -189,7 +187,7 @@ class EmulatedHosts(Backend):
         self.down()
 
     def down(self) -> None:
-        """Kill the hosts with all that runs in them; idempotent. Returns when they are gone."""
+        """Kill the hosts and their processes, and wait for their end; idempotent."""
         with held(self._pids) as spaces:
             self._down(spaces - {namespace(os.getpid())})
 
@@ -216,7 +214,7 @@ class EmulatedHosts(Backend):
                     where=str(self.folder),
                     found="processes that outlive their hosts",
                     why="their first processes were killed",
-                    remedy="end what holds them, then run `ds-ckpt hosts down`",
+                    remedy="end what blocks them, then run `ds-ckpt hosts down`",
                 )
             )
         if self.folder != Path():
@@ -225,25 +223,28 @@ class EmulatedHosts(Backend):
 
     @property
     def hostfile(self) -> Path:
-        """DeepSpeed's."""
+        """DeepSpeed's hostfile."""
         return self.folder / "hostfile"
 
     def on(self, host: str, argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        """Run a quick command over ssh from the first host."""
         ssh = ["ssh", "-F", f"{self.folder}/ssh_config", host, shlex.join(argv)]
-        return short(self.hosts[0].command(ssh, folder=Path("/")))
+        return run_quick(self.hosts[0].command(ssh, folder=Path("/")))
 
     def gone(self) -> list[str]:
+        """Return hosts whose first process has ended."""
         return [host.name for host in self.hosts if namespace(host.pid) is None]
 
     def end(self) -> None:
+        """Kill the hosts."""
         self.down()
 
     def prepare(self, argv: Sequence[str], folder: Path) -> Prepared:
-        """`argv` in the first host, in `folder`.
+        """Prepare `argv` to run in the first host, in `folder`.
 
-        A leading `deepspeed` gets the options that lead it to all the hosts, unless it names a
-        hostfile itself. For others the environment names DeepSpeed's hostfile (`DS_CKPT_HOSTFILE`)
-        and has what pdsh and Open MPI's `mpirun` need to reach the hosts.
+        A leading `deepspeed` gets options for all the hosts unless it names a hostfile itself.
+        Other commands find a hostfile in `DS_CKPT_HOSTFILE`, and settings for pdsh and Open MPI's
+        `mpirun` in the environment.
         """
         self.hostfile.write_text("".join(f"{name} slots={self.slots}\n" for name in self.names))
         everywhere = environment(INTERFACE)
@@ -252,7 +253,7 @@ class EmulatedHosts(Backend):
         where += [f"--master_port={self.port}", "--no_ssh_check"]
         pdsh = self.launcher == "pdsh"
         where.append(f"--ssh_port={SSH_PORT}" if pdsh else "--launcher=openmpi")
-        command = led(argv, [] if named else where)
+        command = with_launcher_args(argv, [] if named else where)
         ssh = f"-F {self.folder}/ssh_config"
         reach = {
             "PDSH_SSH_ARGS_APPEND": ssh,  # DeepSpeed adds `-p PORT` itself
@@ -273,14 +274,15 @@ class EmulatedHosts(Backend):
         return Prepared(inside, {**without_outer_launch(), **everywhere, **reach})
 
     def describe(self) -> str:
+        """Describe the emulation."""
         return (
-            f"{len(self.names)} hosts emulated on one machine (network namespaces, a virtual link "
-            f"each, its bandwidth shaped by the kernel, its delay not), {self.slots} processes "
-            f"each, launched by deepspeed over {self.launcher}"
+            f"{len(self.names)} nodes emulated on one machine (network namespaces, bandwidth "
+            f"shaped by the kernel, delay not), {self.slots} processes each, launched by "
+            f"deepspeed over {self.launcher}"
         )
 
     def set_rate(self, rate_mbit: float | None) -> None:
-        """Give every link another rate at once; what is under way goes on at that rate."""
+        """Change the rate of every link at once."""
         self.rate_mbit = rate_mbit
         for i, pid in enumerate(self._pids[1:]):
             self._shape(_in_network(self._pids[0]), f"port{i}")
@@ -324,14 +326,14 @@ class EmulatedHosts(Backend):
         _call([*switch, "ip", "link", "set", port, "master", "switch", "up"])
         _call([*host, "ip", "address", "add", f"{address}/24", "dev", INTERFACE])
         _call([*host, "ip", "link", "set", INTERFACE, "up"])
-        # what the host sends, and what the switch sends to it
+        # both directions
         self._shape(host, INTERFACE)
         self._shape(switch, port)
 
     def _shape(self, where: list[str], device: str) -> None:
         queue = ["noqueue"]
         if self.rate_mbit is not None:
-            # what a link that was idle may send at once: a segment of 64 KiB, or 1 ms of its rate
+            # burst of an idle link: a segment of 64 KiB, or 1 ms of its rate
             burst_bytes = round(max(_SEGMENT_BYTES, self.rate_mbit * 1e6 / 8 * 1e-3))
             queue = ["tbf", "rate", f"{self.rate_mbit}mbit", "burst", f"{burst_bytes}b"]
             queue += ["latency", "100ms"]
@@ -360,15 +362,15 @@ class EmulatedHosts(Backend):
                     Problem(
                         where=host.name,
                         found=f"no answer to ssh: {result.stderr.strip()}",
-                        why=f"{_UP_S:.0f} s have passed; its sshd said: {log.strip()}",
-                        remedy="mend what sshd names",
+                        why=f"{_UP_S:.0f} s have passed; its sshd printed: {log.strip()}",
+                        remedy="fix what sshd reports",
                     )
                 )
             time.sleep(0.1)
 
 
 def _write_ssh_files(folder: Path, addresses: dict[str, str]) -> None:
-    """`ssh_config` for the client, `NAME.sshd` for each host, keys, and what is laid over /etc."""
+    """Write `ssh_config`, each host's `NAME.sshd`, keys, and files mounted over /etc."""
     for key in ("host_key", "user_key"):
         keygen = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "ds_ckpt"]
         _call([*keygen, "-f", str(folder / key)])
@@ -398,21 +400,21 @@ def _run(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _call(argv: Sequence[str]) -> None:
-    """Run a tool; HostsError with its words if it fails."""
+    """Run a tool; HostsError with its output if it fails."""
     result = _run(argv)
     if result.returncode:
         raise HostsError(
             Problem(
                 where=" ".join(argv),
                 found=f"exit code {result.returncode}: {result.stderr.strip()}",
-                why="the hosts and their links are made with it",
-                remedy="look whether this kernel and its tools offer what was asked for",
+                why="it creates the hosts and their links",
+                remedy="check that this kernel and its tools support the command",
             )
         )
 
 
 def _environment() -> dict[str, str]:
-    """A plain user's PATH may lack the system's folders."""
+    """Return the environment with the system's folders, which a user's PATH may lack."""
     return {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:{_SYSTEM_FOLDERS}"}
 
 
@@ -425,7 +427,7 @@ def _in_network(pid: int) -> list[str]:
 
 
 def _child_of(process: subprocess.Popen[bytes]) -> int:
-    """The first process inside of what `unshare` has made, by its pid outside."""
+    """Return the first process inside of `unshare`'s namespaces, by its pid outside."""
     limit = time.monotonic() + _UP_S
     while time.monotonic() < limit and process.poll() is None:
         with contextlib.suppress(psutil.Error):
@@ -438,16 +440,16 @@ def _child_of(process: subprocess.Popen[bytes]) -> int:
             where=f"{process.args!r}",
             found=f"no process inside, exit code {process.returncode}",
             why="namespaces could not be made",
-            remedy="look whether this machine lets root make network and process namespaces",
+            remedy="check that this machine lets root make network and process namespaces",
         )
     )
 
 
 def _collect_adopted(spaces: set[str]) -> None:
-    """Collect what ended in these namespaces and was handed to this process.
+    """Reap processes of these namespaces that became this process's children.
 
-    That happens where this process is a subreaper and an `nsenter` was killed before its child.
-    The kernel keeps a host's first process until all others of the host have been collected.
+    That happens if this process is a subreaper and an `nsenter` was killed before its child. The
+    kernel keeps a host's first process until all others of the host have been reaped.
     """
     for child in psutil.Process().children():
         with contextlib.suppress(OSError):

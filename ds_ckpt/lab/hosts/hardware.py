@@ -1,9 +1,8 @@
 """A cluster by name: `4 nodes x 8 A100 80 GB, 100 Gbit/s`, with its hardware's figures.
 
-The figures come from `hardware.json`, or from a file of the same form that the user gives; each has
-its source beside it, under `FIGURE_source`. A source that begins with "guess" says so, one that
-begins with "measured" too; all others are data sheets and papers. The rate of the hosts' links
-comes from the text, or from a file of `ds-ckpt probe`, whose slowest pair counts.
+The figures come from `hardware.json`, or from the user's file of the same form. `FIGURE_source`
+names each figure's source: it begins with "guess" or "measured", or is a data sheet or paper. The
+link rate comes from the text, or from the slowest pair in a file of `ds-ckpt probe`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _SUFFIX = "_source"
 
 @dataclass(frozen=True)
 class Figure:
-    """A number of the hardware, and where it is from."""
+    """A number of the hardware, with its source."""
 
     what: str
     value: float
@@ -38,7 +37,7 @@ class Figure:
 
     @property
     def kind(self) -> str:
-        """How far it can be trusted."""
+        """Kind of source."""
         first = self.source.partition(" ")[0].rstrip(":").lower()
         return first if first in ("measured", "guess", "named") else "data sheet"
 
@@ -54,6 +53,7 @@ class Entry:
         return float(self.values[figure])
 
     def figures(self) -> Iterator[Figure]:
+        """Yield the figures with their sources."""
         for key, value in self.values.items():
             if isinstance(value, (int, float)):
                 yield Figure(f"{self.name}: {key}", value, str(self.values.get(key + _SUFFIX, "")))
@@ -64,9 +64,8 @@ class Cluster:
     """Nodes of equally many devices.
 
     Attributes:
-        text: as it was named.
+        text: the cluster's name.
         rate, latency: of a node's link, in bit/s and s.
-        rest: of the text, behind what describes the cluster.
     """
 
     text: str
@@ -75,33 +74,33 @@ class Cluster:
     device: Entry
     rate: Figure
     latency: Figure
-    rest: str = ""
 
     @property
     def devices(self) -> int:
+        """Number of devices."""
         return self.nodes * self.local
 
 
 @dataclass
 class Hardware:
-    """A file of figures, and what was wrong while somebody asked it."""
+    """A file of figures, with the problems found in lookups. `where` names the option."""
 
     path: Path
     where: str
-    """The option that names what is looked up, for messages."""
     groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
     @classmethod
     def load(cls, path: Path | None, where: str) -> Hardware:
-        """Raises ConfigError where the file is not strict JSON."""
+        """Read the file; ConfigError if it is not strict JSON."""
         return cls(path or HARDWARE, where, load_file(path or HARDWARE))
 
     def wrong(self, *problem: str) -> None:
+        """Collect a problem."""
         self.problems.append(Problem(*problem))
 
     def entry(self, group: str, name: str, needed: tuple[str, ...] = ()) -> Entry:
-        """Of that name, or the first that goes on with its memory; problems are collected."""
+        """Look up a name, also without the memory size at its end; problems are collected."""
         known = self.groups.get(group, {})
         found = next((n for n in known if _plain(n) == _plain(name)), None)
         longer = (n for n in known if re.fullmatch(_plain(name) + r"\d+gb", _plain(n)))
@@ -121,20 +120,17 @@ class Hardware:
         return Entry(found, values)
 
     def cluster(
-        self, text: str, needed: tuple[str, ...], links: Path | None = None, *, more: int = 0
+        self, text: str, needed: tuple[str, ...], links: Path | None = None
     ) -> Cluster | None:
-        """The cluster that a text names; None, with a problem, where it has not the form.
+        """Parse a cluster's name; None, with a problem, if the form is wrong.
 
         Args:
             needed: figures of the accelerator.
-            links: of `ds-ckpt probe`, in the place of the rate and latency that the text names.
-            more: parts of the text, between commas, behind what describes the cluster.
+            links: of `ds-ckpt probe`, in place of the text's rate and latency.
         """
         parts = [part.strip() for part in " ".join(text.split()).split(",")]
-        rest = ", ".join(parts[len(parts) - more :]) if more else ""
-        own = parts[: len(parts) - more] if more else parts
-        shape, rate, latency, odd = _SHAPE.match(own[0]) if own else None, None, None, False
-        for part in own[1:]:
+        shape, rate, latency, odd = _SHAPE.match(parts[0]), None, None, False
+        for part in parts[1:]:
             if match := _RATE.match(part):
                 rate = match
             elif match := _LATENCY.match(part):
@@ -143,10 +139,8 @@ class Hardware:
                 odd = True
         alone = shape is not None and int(shape[1]) == 1
         if shape is None or odd or (rate is None and links is None and not alone):
-            what = "nodes, devices a node, their kind, the rate of a node's link"
-            also = " and the model" if more else "; its latency may follow"
-            example = EXAMPLE + (", llama-7b" if more else "")
-            self.wrong(self.where, text, f"it must say {what}{also}", f'write "{example}"')
+            why = "it must name nodes, devices per node, their kind and a link rate"
+            self.wrong(self.where, text, why, f'write "{EXAMPLE}"')
             return None
         per_s = float(rate[1]) * (1e9 if rate[2] in "gG" else 1e6) if rate else math.inf
         network = self.groups.get("links", {}).get("between nodes", {})
@@ -161,7 +155,7 @@ class Hardware:
         if named.value <= 0:
             self.wrong(self.where, text, "a link of no rate carries nothing", f'write "{EXAMPLE}"')
         device = self.entry("accelerators", shape[3], needed)
-        return Cluster(text, int(shape[1]), int(shape[2]), device, named, hop, rest)
+        return Cluster(text, int(shape[1]), int(shape[2]), device, named, hop)
 
     def _probed(self, links: Path, rate: Figure, hop: Figure) -> tuple[Figure, Figure]:
         try:
@@ -177,7 +171,7 @@ class Hardware:
         return Figure(rate.what, 8 * slowest, source), Figure(hop.what, far, away)
 
     def done(self, headline: str = "this names no cluster") -> None:
-        """Raises ConfigError with everything that was wrong."""
+        """Raise ConfigError with all collected problems."""
         if self.problems:
             raise ConfigError(self.problems, headline=headline)
 

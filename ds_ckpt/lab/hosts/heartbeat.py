@@ -1,17 +1,16 @@
-"""One heartbeat between whoever launches and the launched, in a folder that both can see.
+"""Heartbeat between a launcher and its processes, in a folder that both can see.
 
-job.json      what is to be done; process 0 reads it and hands it to the others
-events.jsonl  process 0 appends to it: that it goes on, and with what; what it asks for
-alive         whoever launched renews it: which launch this is, how many questions are answered
+job.json      work for the launched processes; rank 0 reads and broadcasts it
+events.jsonl  appended by rank 0: progress and requests
+alive         renewed by the launcher: identity of the launch, and number of answered requests
 
-Every process says that it goes on with `Heartbeat.beat`. Three silences end a launch:
+Every process reports progress with `Heartbeat.beat`. Three silences end a launch:
 
-    a process that has not come on for `stall_s` ends itself, on whatever host, whatever it hangs
-        in: a collective whose peer has gone waits for half an hour, and the ssh that could end it
-        may be gone with the network
-    process 0 ends when `alive` is not renewed for `ORPHANED_S` or does not name its launch; the
-        others then do not come on
-    whoever launched hears nothing of process 0 for `stall_s`, and ends all that it has started
+    a process without progress for `stall_s` ends itself, on whatever host: a collective whose peer
+        is gone would wait for half an hour, and ssh may be gone with the network
+    rank 0 ends if `alive` is not renewed for `ORPHANED_S` or names another launch; the others then
+        make no progress
+    the launcher ends everything if rank 0 reports nothing for `stall_s`
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ JOB, EVENTS, ALIVE = "job.json", "events.jsonl", "alive"
 ALIVE_EVERY_S = 2.0
 ORPHANED_S = 45.0
 START_S = 600.0
-"""Until the first beat: imports, the first time on a machine DeepSpeed's compilation."""
+"""Limit until the first beat: imports, and DeepSpeed's compilation on a new machine."""
 STALLED = 75
 """Exit code of a process that ended itself."""
 
@@ -49,27 +48,27 @@ class Heartbeat:
         self._last_s = time.monotonic()
         self._begun = False
         self._leads = False
-        self._asked = 0
+        self._requests = 0
+        # when `alive` was last renewed: by its file system's clock, and by this process's
         self._renewed = (0, time.monotonic())
-        """When `alive` was last renewed: by the clock of its file system, and of here."""
         threading.Thread(target=self._watch, daemon=True).start()
 
     def lead(self) -> None:
-        """This is process 0: it sees the folder, speaks for all, and ends with its launch."""
+        """Make this rank 0: it writes events, and ends with its launch."""
         self._leads = True
 
     def beat(self, **event: Any) -> None:
-        """This process goes on; process 0 says so to whoever launched, with what it has to tell."""
+        """Report progress; rank 0 also sends `event` to the launcher."""
         self._last_s = time.monotonic()
         self._begun = True
-        self._write({"tell": event})
+        self._write({"event": event})
 
-    def ask(self, **question: Any) -> None:
-        """Have whoever launched do something; returns when it is done. Only process 0 asks."""
+    def request(self, **request: Any) -> None:
+        """Have the launcher do something and wait until it is done. Rank 0 alone sends it."""
         if self._leads:
-            self._asked += 1
-            self._write({"ask": question})
-            while _state(self.folder, self._launch) != (self._launch, self._asked):
+            self._requests += 1
+            self._write({"request": request})
+            while _state(self.folder, self._launch) != (self._launch, self._requests):
                 time.sleep(0.02)
 
     def _write(self, line: dict[str, Any]) -> None:
@@ -80,38 +79,35 @@ class Heartbeat:
     def _watch(self) -> None:
         while True:
             time.sleep(min(1.0, self._stall_s / 4))
-            if words := self._why_to_end():
-                print(f"ds_ckpt: this process ends itself: {words}", file=sys.stderr, flush=True)
+            if reason := self._reason_to_end():
+                print(f"ds_ckpt: this process ends itself: {reason}", file=sys.stderr, flush=True)
                 os._exit(STALLED)
 
-    def _why_to_end(self) -> str:
+    def _reason_to_end(self) -> str:
         limit_s = self._stall_s if self._begun else max(START_S, self._stall_s)
         if time.monotonic() - self._last_s > limit_s:
-            return f"nothing has come on for {limit_s:.0f} s"
+            return f"no progress for {limit_s:.0f} s"
         if self._leads:
             with contextlib.suppress(OSError):
                 renewed = (self.folder / ALIVE).stat().st_mtime_ns
                 if renewed != self._renewed[0]:
                     self._renewed = (renewed, time.monotonic())
             if time.monotonic() - self._renewed[1] > ORPHANED_S:
-                return "who launched it is gone"
-            # who launched may be killed and started again at once: two would write into one folder
+                return "its launcher is gone"
+            # a launcher that is killed and started again at once would give the folder two writers
             if _state(self.folder, self._launch)[0] != self._launch:
                 return "its launch has ended, or another has begun in its folder"
         return ""
 
 
 def begin(description: str) -> tuple[Heartbeat, dict[str, Any]]:
-    """What every launched process does first: it is watched, meets the others, gets the job.
-
-    The other end is `launcher.launch`, which has named the folder in the arguments.
-    """
+    """Start a launched process: heartbeat, process group, and the job that `launch` was given."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--folder", type=Path, required=True, help="process 0 reads and writes it")
-    parser.add_argument("--token", required=True, help="the name of this launch")
-    parser.add_argument("--stall-s", type=float, required=True, help="end after so long a silence")
-    parser.add_argument("--port", type=int, required=True, help="where processes of mpirun meet")
-    parser.add_argument("--local_rank", type=int, default=0, help="given by the launcher, unused")
+    parser.add_argument("--folder", type=Path, required=True, help="Folder that rank 0 uses.")
+    parser.add_argument("--token", required=True, help="Identity of this launch.")
+    parser.add_argument("--stall-s", type=float, required=True, help="Limit without progress, s.")
+    parser.add_argument("--port", type=int, required=True, help="Master port for mpirun.")
+    parser.add_argument("--local_rank", type=int, default=0, help="Set by the launcher, unused.")
     arguments = parser.parse_args()
     heartbeat = Heartbeat(arguments.folder, launch=arguments.token, stall_s=arguments.stall_s)
     import deepspeed
@@ -129,11 +125,11 @@ def begin(description: str) -> tuple[Heartbeat, dict[str, Any]]:
 
 
 class Listener:
-    """The end of whoever launches. What an earlier launch has left in the folder ends with it.
+    """The launcher's end. Processes of an earlier launch in the folder end when it is made.
 
     Args:
-        heard: gets what process 0 tells.
-        asked: does what process 0 asks for.
+        on_event: receives the events of rank 0.
+        on_request: carries out the requests of rank 0.
     """
 
     def __init__(
@@ -141,44 +137,44 @@ class Listener:
         folder: Path,
         *,
         stall_s: float,
-        heard: Callable[[dict[str, Any]], object],
-        asked: Callable[[dict[str, Any]], object],
+        on_event: Callable[[dict[str, Any]], object],
+        on_request: Callable[[dict[str, Any]], object],
     ) -> None:
         self.launch = secrets.token_hex(8)
         self._folder, self._stall_s = folder, stall_s
-        self._heard, self._asked = heard, asked
+        self._on_event, self._on_request = on_event, on_request
         self._answered = 0
         self._begun = False
         self._last_s = self._renewed_s = time.monotonic()
         (folder / EVENTS).unlink(missing_ok=True)
         self._offset = 0
-        self._say()
+        self._write_alive()
 
-    def listen(self, *, answer: bool = True) -> None:
-        """Take what has come, and be known to listen. A few times a second."""
+    def poll(self, *, answer: bool = True) -> None:
+        """Process new events and renew `alive`; call it a few times a second."""
         if time.monotonic() - self._renewed_s > ALIVE_EVERY_S:
             (self._folder / ALIVE).touch()
             self._renewed_s = time.monotonic()
         for line in self._new_lines():
             if line["launch"] != self.launch:
-                continue  # of a launch that was killed, and has not ended yet
+                continue  # of a killed launch that has not ended yet
             self._begun, self._last_s = True, time.monotonic()
-            if "ask" in line and answer:
-                self._asked(line["ask"])
+            if "event" in line:
+                self._on_event(line["event"])
+            elif answer:
+                self._on_request(line["request"])
                 self._answered += 1
-                self._say()
-            elif "tell" in line:
-                self._heard(line["tell"])
+                self._write_alive()
 
     def overdue_s(self) -> float | None:
-        """The bound of a silence that has lasted for longer than it, or None."""
+        """Return the limit that the current silence exceeds, or None."""
         limit_s = self._stall_s if self._begun else max(START_S, self._stall_s)
         return limit_s if time.monotonic() - self._last_s > limit_s else None
 
     def end(self) -> None:
-        """Nothing of this launch is to go on: what no signal reaches ends by itself."""
+        """End the launch: a process that no signal reaches ends itself."""
         self.launch = "ended"
-        self._say()
+        self._write_alive()
 
     def _new_lines(self) -> Iterator[dict[str, Any]]:
         with contextlib.suppress(FileNotFoundError), (self._folder / EVENTS).open("rb") as file:
@@ -189,16 +185,16 @@ class Listener:
                 self._offset += len(line)
                 yield json.loads(line)
 
-    def _say(self) -> None:
+    def _write_alive(self) -> None:
         with replacing(self._folder / ALIVE) as fresh:
             fresh.write_text(f"{self.launch} {self._answered}", encoding="utf-8")
         self._renewed_s = time.monotonic()
 
 
 def _state(folder: Path, launch: str) -> tuple[str, int]:
-    """The launch that `alive` names, and how many questions are answered.
+    """Return the launch that `alive` names, and the number of answered requests.
 
-    A file that cannot be read, as may happen while it is replaced, names none but `launch`.
+    A file that cannot be read, which happens while it is replaced, counts as this launch's.
     """
     try:
         named, answered = (folder / ALIVE).read_text(encoding="utf-8").split()

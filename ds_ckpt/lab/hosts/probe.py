@@ -1,19 +1,17 @@
-"""Measures the links between hosts with mpi4py; torch is not imported.
+"""Measure the links between hosts with mpi4py; torch is not imported.
 
     mpirun -n HOSTS --hostfile H --map-by node python -m ds_ckpt.lab.hosts.probe --out F
 
-Runs with one process a host. For each pair of hosts in turn, while the others wait:
+One process per host. Each pair of hosts is measured while the others wait:
 
-    latency     half of the round trip of 8 bytes, the median of many
+    latency     half of the round trip of 8 bytes, median
     one way     a stream of messages, timed at the receiver, in each direction
     both ways   two streams at once
 
-A stream begins with a run-up that is not timed: a shaper's burst allowance and TCP's slow start lie
-in it. What is timed is payload; headers take 4 to 5% of an Ethernet link with frames of 1500 bytes,
-so payload at 95.6% of a link's nominal rate is a full link. mpi4py's own `bench pingpong` times
-round trips of two processes alone: no direction, no two streams at once, no run-up.
-
-`Links` is what others read: the planner, `ds-ckpt probe`.
+A stream begins with a warm-up that is not timed: a shaper's burst and TCP's slow start. Payload is
+timed; headers take 4 to 5% of an Ethernet link with frames of 1500 bytes, so payload at 95.6% of
+the nominal rate is a full link. mpi4py's own `bench pingpong` measures neither directions nor two
+streams at once.
 """
 
 from __future__ import annotations
@@ -45,49 +43,50 @@ from ds_ckpt.lab.hosts.launcher import LOG, LaunchError, run
 FORMAT = "ds_ckpt links 1"
 _PINGS = 60
 _START_S, _PAIR_S = 60.0, 30.0
-_RUN_UP_S = 0.4
-_UNDER_WAY_S = 0.5
-"""How much of a link's time is under way at once: more than what queues on the way may hold."""
-_UNDER_WAY_BYTES = 1 << 26
+_WARM_UP_S = 0.4
+_IN_FLIGHT_S = 0.5
+"""Messages in flight, as link time: more than queues on the way may hold."""
+_IN_FLIGHT_BYTES = 1 << 26
 _SMALL_BYTES, _LARGE_BYTES = 1 << 15, 1 << 20
-"""Messages of slow and fast links. Small ones travel in one piece, so that they end in turn."""
+"""Message sizes for slow and fast links; small messages complete in order."""
 _FAST_BYTES_PER_S = 5e8
 _TAG, _SYNC_TAG = 7, 8
 _BEGUN = "measuring "
-"""What the first process says before each pair."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two hosts and what lies between them. Rates are of payload."""
+    """Link between two hosts. Rates are of payload; forward is from the first to the second.
+
+    `both_*` rates are measured while both hosts send.
+    """
 
     first: str
     second: str
     latency_s: float
     forward_bytes_per_s: float
-    """From the first to the second, nothing else under way."""
     backward_bytes_per_s: float
     both_forward_bytes_per_s: float
-    """From the first to the second while the second sends too."""
     both_backward_bytes_per_s: float
 
 
 @dataclass(frozen=True)
 class Links:
-    """Every pair of hosts."""
+    """Links between all pairs of hosts."""
 
     hosts: tuple[str, ...]
     pairs: tuple[Pair, ...]
 
     def save(self, path: Path) -> None:
+        """Write JSON."""
         path.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Links:
-        """Raises ValueError if `path` is no such file."""
+        """Read JSON; ValueError if `path` is not such a file."""
         content = json.loads(path.read_text())
         if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
-            raise ValueError(f"{path} does not say that it is '{FORMAT}'")
+            raise ValueError(f"{path} does not have the format '{FORMAT}'")
         links = TypeAdapter(cls).validate_python(content)
         if not links.pairs:
             raise ValueError(f"{path} has no pairs of hosts")
@@ -95,9 +94,9 @@ class Links:
 
 
 def measure(comm: Any, seconds: float) -> Links | None:
-    """Every pair of processes of an mpi4py communicator, `seconds` a stream.
+    """Measure every pair of processes of an mpi4py communicator, `seconds` per stream.
 
-    None on all processes but the first.
+    Returns None on all processes but the first.
     """
     from mpi4py import MPI
 
@@ -129,17 +128,18 @@ class _End:
         self.comm, self.peer = comm, peer
 
     def measure(self, leads: bool, seconds: float) -> tuple[float, float, float]:
-        """Latency in s; bytes a second that arrive here, alone and with both sending."""
+        """Return latency in s, and bytes/s received here, alone and with both sending."""
         latency_s = self.latency(leads)
         about = self.estimate(leads)
         size = _SMALL_BYTES if about < _FAST_BYTES_PER_S else _LARGE_BYTES
-        window = max(4, round(min(about * _UNDER_WAY_S, _UNDER_WAY_BYTES) / size))
+        window = max(4, round(min(about * _IN_FLIGHT_S, _IN_FLIGHT_BYTES) / size))
         stream = functools.partial(self.stream, size, window, seconds)
         forward = stream(sends=leads, receives=not leads)
         backward = stream(sends=not leads, receives=leads)
         return latency_s, backward if leads else forward, stream(sends=True, receives=True)
 
     def latency(self, leads: bool) -> float:
+        """Return half of the median round trip, in s."""
         message = bytearray(8)
         times_s = []
         for _ in range(_PINGS):
@@ -154,7 +154,7 @@ class _End:
         return statistics.median(times_s[_PINGS // 4 :])
 
     def estimate(self, leads: bool) -> float:
-        """Bytes a second, roughly and the same at both ends: enough to choose sizes by."""
+        """Return a rough rate in bytes/s, equal at both ends, to choose sizes by."""
         size = 1 << 16
         while True:
             buffer = bytearray(size)
@@ -170,19 +170,17 @@ class _End:
                 took_s, self.peer, _SYNC_TAG, None, self.peer, _SYNC_TAG
             )
             took_s = max(took_s, other_s)
-            if took_s > 0.1 or size >= _UNDER_WAY_BYTES:
+            if took_s > 0.1 or size >= _IN_FLIGHT_BYTES:
                 return size / took_s
             size *= 2
 
     def stream(
         self, size: int, window: int, seconds: float, *, sends: bool, receives: bool
     ) -> float:
-        """Messages of `size` bytes for `seconds` after the run-up; bytes a second that arrived.
+        """Stream messages of `size` bytes for `seconds` after the warm-up; return bytes/s received.
 
-        `window` messages are under way at once. A sender decides by its clock which message is the
-        last and sets that one's first byte. It sends synchronously: MPI would else take small
-        messages into its own memory without end, and what has been sent would say nothing of what
-        has left.
+        `window` messages are in flight. The sender sets the first byte of its last message. It
+        sends synchronously, because MPI would buffer small messages without limit.
         """
         comm, peer = self.comm, self.peer
         common, last = bytearray(size), bytearray(size)
@@ -199,7 +197,7 @@ class _End:
             while outgoing and outgoing[0].Test():
                 outgoing.popleft()
                 if sending:
-                    sending = now_s < _RUN_UP_S + seconds
+                    sending = now_s < _WARM_UP_S + seconds
                     outgoing.append(comm.Issend(common if sending else last, peer, _TAG))
             while incoming and incoming[0].Test():
                 incoming.popleft()
@@ -217,14 +215,14 @@ class _End:
         return _rate(arrivals_s, size)
 
     def meet(self) -> None:
-        """Return when the peer has come here too."""
+        """Synchronize with the peer."""
         one, other = bytearray(1), bytearray(1)
         self.comm.Sendrecv(one, self.peer, _SYNC_TAG, other, self.peer, _SYNC_TAG)
 
 
 def _rate(arrivals_s: list[float], size: int) -> float:
-    """Bytes a second between the end of the run-up and the last arrival; 0 without a stream."""
-    timed_s = [moment for moment in arrivals_s if moment >= _RUN_UP_S]
+    """Return bytes/s between the end of the warm-up and the last arrival; 0 without a stream."""
+    timed_s = [moment for moment in arrivals_s if moment >= _WARM_UP_S]
     if len(timed_s) < 2 or timed_s[-1] == timed_s[0]:
         return 0.0
     return (len(timed_s) - 1) * size / (timed_s[-1] - timed_s[0])
@@ -234,18 +232,16 @@ def probe(
     hosts: EmulatedHosts | Hostfile,
     *,
     seconds: float = 1.0,
-    told: Callable[[str], object] = lambda words: None,
+    on_pair: Callable[[str], object] = lambda words: None,
 ) -> Links:
-    """The links between hosts, reached as `mpirun` reaches them.
-
-    Machines need this Python environment at the same path, as `deepspeed --hostfile` does too.
+    """Measure the links between hosts, which need this Python environment at the same path.
 
     Args:
-        told: called with words before each pair.
+        on_pair: called with a description before each pair.
 
     Raises:
         UnsupportedError: no mpi4py, no mpirun, or fewer than two hosts.
-        LaunchError: mpirun failed or did not end; the message has what it said.
+        LaunchError: mpirun failed or did not end; the message has its output.
     """
     count = len(hosts.names)
     if count < 2:
@@ -257,7 +253,7 @@ def probe(
     problems = []
     if importlib.util.find_spec("mpi4py") is None:
         found, remedy = "mpi4py is not installed", "pip install 'ds_ckpt[mpi]'"
-        problems.append(Problem("mpi4py", found, "the probe speaks MPI", remedy))
+        problems.append(Problem("mpi4py", found, "the probe uses MPI", remedy))
     beside = Path(sys.executable).with_name("mpirun")
     mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
     if mpirun is None:
@@ -276,17 +272,17 @@ def probe(
         out = folder / "links.json"
         begun = list[str]()
 
-        def attend() -> None:
+        def report_pairs() -> None:
             lines = (folder / LOG).read_text(errors="replace").splitlines(keepends=True)
             whole = [line for line in lines if line.startswith(_BEGUN) and line.endswith("\n")]
             for line in whole[len(begun) :]:
                 begun.append(line)
-                told(line.strip())
+                on_pair(line.strip())
 
         try:
             prepared = hosts.prepare([*argv, f"--out={out}"], folder)
-            run(prepared, folder, limit_s=limit_s, attend=attend)
-            attend()
+            run(prepared, folder, limit_s=limit_s, poll=report_pairs)
+            report_pairs()
         except LaunchError as error:
             headline = "the link probe did not finish; `mpirun ... hostname` is the shortest test"
             raise LaunchError(error.problems, headline=headline) from None
@@ -294,10 +290,10 @@ def probe(
 
 
 def main() -> None:
-    """What `mpirun` starts."""
-    parser = argparse.ArgumentParser(description="Measures links; started by mpirun.")
+    """Run one process of the probe."""
+    parser = argparse.ArgumentParser(description="Measure links; started by mpirun.")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=1.0, help="a stream")
+    parser.add_argument("--seconds", type=float, default=1.0, help="Duration of each stream, s.")
     arguments = parser.parse_args()
     with contextlib.suppress(OSError):  # only root may; a busy machine would look like a slow link
         os.setpriority(os.PRIO_PROCESS, 0, -15)

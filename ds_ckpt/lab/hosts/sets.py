@@ -1,11 +1,10 @@
-"""Sets of emulated hosts that are up or were left behind: one folder each, with a record in it.
+"""Records of sets of emulated hosts that are up or were left behind: one folder each.
 
-The kernel takes a set down when its maker ends (see `emulated`), a kill included. What a killed
-maker leaves is the folder with keys and logs; should a process outlive it after all, the record
-says which. `take_down` clears both away, for `ds-ckpt hosts down`.
+The kernel takes a set down when its maker ends (see `emulated`), even if killed. A killed maker
+leaves its folder with keys and logs; `take_down` removes it, and kills processes that outlived it.
 
-Folders lie where temporary ones do. A process is named by its pid and when it was started, so that
-one that has got the pid of another later is never taken for it.
+Folders lie in the temporary folder. A process is identified by its pid and start time, so that a
+reused pid is never taken for it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from ds_ckpt.errors import DsCkptError, Problem
 from ds_ckpt.files import replacing
 
 _PREFIX, _RECORD = "ds_ckpt_set_", "record.json"
-_GONE_S = 15.0
+_KILL_LIMIT_S = 15.0
 
 
 class HostsError(DsCkptError, RuntimeError):
@@ -44,20 +43,21 @@ class ProcessId:
 
     @classmethod
     def of(cls, pid: int) -> ProcessId:
-        """Raises ProcessLookupError if it has ended."""
+        """Identify a running process; ProcessLookupError if it has ended."""
         ticks = _start_ticks(pid)
         if ticks is None:
             raise ProcessLookupError(pid)
         return cls(pid, ticks)
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
+        """True until it ends."""
         return _start_ticks(self.pid) == self.start_ticks
 
 
 @dataclass(frozen=True)
 class HostSet:
-    """One set as its record tells. `processes` are the first ones, whose end ends all others."""
+    """Record of one set. `processes` are the first ones, whose end ends all others."""
 
     folder: Path
     owner: ProcessId
@@ -67,16 +67,17 @@ class HostSet:
 
     @property
     def name(self) -> str:
+        """Name for `ds-ckpt hosts`."""
         return self.folder.name
 
     def write(self) -> None:
-        """Write the record, whole or not at all."""
+        """Write the record atomically."""
         with replacing(self.folder / _RECORD) as fresh:
             fresh.write_bytes(TypeAdapter(HostSet).dump_json(self))
 
     @classmethod
     def read(cls, folder: Path) -> HostSet | None:
-        """The set in `folder`; None if it has no record that can be read."""
+        """Read the record in `folder`; None if there is none that can be read."""
         try:
             return TypeAdapter(cls).validate_json((folder / _RECORD).read_bytes())
         except (OSError, ValueError):
@@ -84,27 +85,27 @@ class HostSet:
 
 
 def new_folder() -> Path:
-    """A new folder for a set, for its owner only: the hosts' keys are kept there."""
+    """Make a folder for a set that only its owner can read: it holds the hosts' keys."""
     return Path(tempfile.mkdtemp(prefix=_PREFIX))
 
 
 def all_sets() -> list[HostSet]:
-    """Every set with a record."""
+    """Return every set with a record."""
     return [found for folder in _folders() if (found := HostSet.read(folder)) is not None]
 
 
 def take_down(names: Iterable[str] = (), *, living: bool = False) -> tuple[list[str], list[str]]:
-    """Kill what still runs of sets, and remove their folders.
+    """Kill the remaining processes of sets, and remove their folders.
 
     Args:
-        names: only these; they are taken down even if their owner runs.
-        living: also all those whose owner runs.
+        names: only these; also if their owner runs.
+        living: also all sets whose owner runs.
 
     Returns:
         Names of the sets that were taken down, and of those left alone because their owner runs.
 
     Raises:
-        HostsError: no set has one of `names`, or a process does not end when it is killed.
+        HostsError: no set has one of `names`, or a killed process does not end.
     """
     wanted = set(names)
     sets = {found.name: found for found in all_sets()}
@@ -114,52 +115,49 @@ def take_down(names: Iterable[str] = (), *, living: bool = False) -> tuple[list[
                 where=", ".join(sorted(unknown)),
                 found="no such set of hosts",
                 why=f"the sets are: {', '.join(sets) or 'none'}",
-                remedy="name one that `ds-ckpt hosts list` shows",
+                remedy="name one from `ds-ckpt hosts list`",
             )
         )
-    downed, left = [], []
+    removed, left = [], []
     for name, found in sets.items():
         if wanted and name not in wanted:
             continue
-        if found.owner.alive and not living and not wanted:
+        if found.owner.is_alive and not living and not wanted:
             left.append(name)
         else:
             _kill(found)
             shutil.rmtree(found.folder, ignore_errors=True)
-            downed.append(name)
+            removed.append(name)
     for folder in () if wanted else _folders():
         # its maker was killed before it wrote the record, or is about to write it
         if HostSet.read(folder) is None and time.time() - folder.stat().st_mtime > 60:
             shutil.rmtree(folder, ignore_errors=True)
-            downed.append(folder.name)
-    return downed, left
+            removed.append(folder.name)
+    return removed, left
 
 
 def _folders() -> list[Path]:
-    """This user's; what somebody else has put there under such a name is not looked into."""
+    """Return this user's folders; other users' are ignored."""
     found = sorted(Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"))
     return [folder for folder in found if folder.lstat().st_uid == os.geteuid()]
 
 
 def _kill(found: HostSet) -> None:
     for process in found.processes:
-        if process.alive:
+        if process.is_alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
-    limit = time.monotonic() + _GONE_S
-    while alive := [p.pid for p in found.processes if p.alive]:
+    limit = time.monotonic() + _KILL_LIMIT_S
+    while alive := [p.pid for p in found.processes if p.is_alive]:
         if time.monotonic() > limit:
-            why = f"they were killed {_GONE_S:.0f} s ago"
-            remedy = "look with ps at what holds them, then try again"
-            raise HostsError(Problem(found.name, f"processes {alive} still there", why, remedy))
+            why = f"they were killed {_KILL_LIMIT_S:.0f} s ago"
+            remedy = "find what blocks them with ps, then try again"
+            raise HostsError(Problem(found.name, f"processes {alive} still exist", why, remedy))
         time.sleep(0.02)
 
 
 def _start_ticks(pid: int) -> int | None:
-    """When a running process was started, in clock ticks since boot; None if it has ended.
-
-    With the pid it names one process for as long as the machine is up: pids come back, this not.
-    """
+    """Return when a running process was started, in clock ticks since boot; None if ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

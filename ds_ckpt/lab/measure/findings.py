@@ -1,211 +1,309 @@
-"""What a run's samples show: the rows of configurations, the comparisons, the break-even. Pure."""
+"""Rows, comparisons and intervals from a run's samples. Pure.
+
+Steps of one trial follow each other and share their disturbances; repetitions are apart in time.
+Intervals are therefore a bootstrap over repetitions, drawn for all configurations at once: what a
+slow repetition does to both sides of a comparison cancels. The middle 95% of the draws is widened
+about the value, because draws from n repetitions understate the spread by sqrt((n - 1) / n) and
+normal percentiles are used where Student's t applies (Hesterberg, The American Statistician 69,
+2015).
+"""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import math
+import random
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ds_ckpt.lab.measure.figures import DERIVED, MEASURED, Row, Sides
+from ds_ckpt.lab.measure.figures import DERIVED, MEASURED, Comparison, Estimate, Row
 from ds_ckpt.lab.measure.parts import PARTS
-from ds_ckpt.lab.measure.resampling import Estimate, Lookup, Repetitions
-from ds_ckpt.lab.measure.samples import Key, Loss, Memory, Sample, Trial
-from ds_ckpt.lab.measure.spec import DENSE, SILENT, STOCK, Configuration, Spec, link
+from ds_ckpt.lab.measure.samples import Key, Loss, Memory, Sample, StepTime, Trial
+from ds_ckpt.lab.measure.spec import BASELINES, DENSE, NO_COMM, STOCK, Configuration, Spec, link
+from ds_ckpt.lab.report.charts import missing
+from ds_ckpt.telemetry.units import number
 
-SETTLED, SETTLED_REPETITIONS = 0.05, 4
-"""A headline is a figure whose interval is no wider than this either way, from so many trials."""
+DRAWS = 400
+_CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """Derived figures of a policy, a dense baseline and another exchange at a rate."""
+class ComparisonRow:
+    """Derived figures of a policy, a reference and another exchange at one rate."""
 
     rate_mbit: float | None
     policy: str
     baseline: str
     method: str
-    """`Configuration.exchange`: of gradients, and of weights that are not where ZeRO-3 has them."""
     sequences: int
-    repetitions: int
     values: dict[str, Estimate]
 
     @property
     def line(self) -> tuple[str, str, str, int]:
-        """What is compared, at whatever rate."""
+        """Identity at any rate."""
         return self.policy, self.baseline, self.method, self.sequences
 
-    def settled(self, name: str) -> bool:
-        """Whether a figure is certain enough to be a headline."""
-        enough = self.repetitions >= SETTLED_REPETITIONS and name in self.values
-        return enough and self.values[name].half_width <= SETTLED
-
-
-@dataclass(frozen=True)
-class BreakEven:
-    """The rate at which compression pays for all recomputation; None: none between two measured."""
-
-    policy: str
-    baseline: str
-    method: str
-    sequences: int
-    pays_for_recompute_mbit: float | None
-    frees_nothing_mbit: float | None
-    """Above it compression costs more time than it saves."""
+    def title(self, spec: Spec) -> str:
+        """Name that is unique at one rate."""
+        batch = f", {self.sequences} sequences" if len(spec.batches) > 1 else ""
+        return f"{self.policy}, {self.method} against {self.baseline}{batch}"
 
 
 @dataclass(frozen=True)
 class Findings:
-    """All that a run shows."""
+    """Results of a run. `missing` lists what was planned and not measured."""
 
     spec: Spec
     rows: list[Row]
-    comparisons: list[Comparison]
-    break_even: list[BreakEven]
+    comparisons: list[ComparisonRow]
+    losses: dict[str, Loss]
     missing: list[str]
-    """What the plan has and the samples have not, in words."""
 
     @property
     def rates(self) -> list[float | None]:
+        """Rates with a complete repetition."""
         return list(dict.fromkeys(row.rate_mbit for row in self.rows))
 
-    def usual(self, rate: float | None) -> dict[str, Row]:
-        """Of one rate, with the usual batch, by configuration."""
-        return {r.configuration: r for r in self.rows if r.usual and r.rate_mbit == rate}
+    def at(self, rate: float | None) -> list[Row]:
+        """Return the rows of one rate."""
+        return [row for row in self.rows if row.rate_mbit == rate]
 
     def content(self) -> dict[str, Any]:
-        """Rows and comparisons as they are in report.json."""
-        kept = ("rate_mbit", "sequences", "parts_s", "purpose_bytes")
+        """Return the content of report.json."""
+        stored = ("rate_mbit", "sequences", "parts_s", "purpose_bytes")
         rows = [
             {
                 "configuration": row.configuration,
                 **asdict(Configuration.of(row.configuration)),
-                **{name: getattr(row, name) for name in kept},
+                **{name: getattr(row, name) for name in stored},
                 **{one.name: one.value(row) for one in MEASURED},
             }
             for row in self.rows
         ]
-        figures = [vars(one) for one in self.comparisons]
-        settled = [[n for n in one.values if one.settled(n)] for one in self.comparisons]
-        rest = {"break_even": self.break_even, "missing": self.missing, "settled": settled}
-        return {"rows": rows, "figures": figures, **rest}
-
-
-def title(one: Comparison | BreakEven, findings: Findings) -> str:
-    """Name of a comparison among those of the same rate."""
-    batch = f", {one.sequences} sequences" if len(findings.spec.batches) > 1 else ""
-    return f"{one.policy}, {one.method} against {one.baseline}{batch}"
+        return {"rows": rows, "comparisons": self.comparisons, "missing": self.missing}
 
 
 def find(spec: Spec, samples: Sequence[Sample]) -> Findings:
-    """Everything that the samples show; rates without a whole repetition are left out."""
-    memories = {(m.configuration, m.sequences): m for m in samples if isinstance(m, Memory)}
+    """Evaluate the samples; rates without a complete repetition are left out."""
+    memories = {(m.policy, m.sequences): m for m in samples if isinstance(m, Memory)}
     losses = {s.configuration: s for s in samples if isinstance(s, Loss)}
     rows: list[Row] = []
-    comparisons: list[Comparison] = []
+    comparisons: list[ComparisonRow] = []
     missing: list[str] = []
-    names = [one.name for one in spec.configurations]
-    usual = {Key(name, batch) for name in names for batch in spec.batches}
+    keys = [Key(one.name, batch) for batch in spec.batches for one in spec.configurations]
     for rate in spec.rates:
-        repetitions = Repetitions(
-            t for t in samples if isinstance(t, Trial) and t.rate_mbit == rate
-        )
-        whole = len(repetitions.numbers) if usual <= repetitions.trials.keys() else 0
-        if whole < spec.repetitions:
-            missing.append(f"{link(rate)}: {whole or 'none'} of {spec.repetitions} repetitions")
-        if not whole:
+        trials: dict[Key, dict[int, Trial]] = {key: {} for key in keys}
+        for one in samples:
+            if isinstance(one, Trial) and one.rate_mbit == rate:
+                trials[Key(one.configuration, one.sequences)][one.repetition] = one
+        numbers = sorted(set.intersection(*(set(numbered) for numbered in trials.values())))
+        if len(numbers) < spec.repetitions:
+            missing.append(f"{link(rate)}: {len(numbers)} of {spec.repetitions} repetitions")
+        if not numbers:
             continue
-        here: dict[Key, Row] = {}
-        for key in sorted(
-            repetitions.trials,
-            key=lambda k: (k.sequences, names.index(k.configuration)),
-        ):
-            one = Configuration.of(key.configuration)
-            memory = memories.get((f"{one.policy}/{STOCK}", key.sequences))
-            loss = losses.get(one.name) if one.method != SILENT else None
-            here[key] = _row(key, repetitions, spec, memory, loss)
-        rows += here.values()
-        comparisons += _compared(spec, rate, repetitions, here)
-    trained = [c.name for c in spec.configurations if c.method != SILENT and spec.loss_steps]
+        here = {key: _row(key, trials[key], numbers, spec) for key in keys}
+        for key, row in here.items():
+            policy = Configuration.of(key.configuration).policy
+            memory = memories.get((policy, key.sequences))
+            here[key] = replace(row, memory=memory, loss=losses.get(key.configuration))
+        for key, row in here.items():
+            figures = functools.partial(_times, trials[key])
+            found = estimate(numbers, figures)
+            parts_s = {name: found[name] for name in PARTS}
+            rows.append(replace(row, step_s=found["step_s"], parts_s=parts_s))
+        comparisons += _compared(spec, rate, numbers, trials, here)
+    trained = [c.name for c in spec.configurations if c.method != NO_COMM and spec.loss_steps]
     if without := [name for name in trained if name not in losses]:
         missing.append(f"no held-out loss of {', '.join(without)}")
-    return Findings(spec, rows, comparisons, break_even(comparisons), missing)
+    return Findings(spec, rows, comparisons, losses, missing)
 
 
-def _row(
-    key: Key, repetitions: Repetitions, spec: Spec, memory: Memory | None, loss: Loss | None
-) -> Row:
-    trials = list(repetitions.trials[key].values())
-    estimates = repetitions.estimate(lambda at: {"step_s": at(key).step_s, **at(key).parts_s})
+def _times(trials: Mapping[int, Trial], numbers: Sequence[int]) -> dict[str, float]:
+    """Return median step and mean parts of the steps in the middle half, so that parts add up."""
+    steps: list[StepTime] = [step for n in numbers for step in trials[n].steps]
+    ordered = sorted(steps, key=lambda step: step.step_s)
+    cut = len(ordered) // 4
+    middle = ordered[cut : len(ordered) - cut]
+    means = {name: statistics.fmean([s.parts_s[name] for s in middle]) for name in PARTS}
+    return {"step_s": statistics.median(step.step_s for step in steps), **means}
+
+
+def _with_times(row: Row, trials: Mapping[int, Trial], numbers: Sequence[int]) -> Row:
+    exact = {name: Estimate(v, v, v) for name, v in _times(trials, numbers).items()}
+    return replace(row, step_s=exact.pop("step_s"), parts_s=exact)
+
+
+def _row(key: Key, trials: Mapping[int, Trial], numbers: Sequence[int], spec: Spec) -> Row:
+    chosen = [trials[n] for n in numbers]
 
     def medians(values: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        common = [n for n in values[0] if all(n in one for one in values)]
-        return {name: statistics.median(one[name] for one in values) for name in common}
+        names = [n for n in values[0] if all(n in one for one in values)]
+        return {name: statistics.median(one[name] for one in values) for name in names}
 
-    return Row(
+    nothing = Estimate(0.0, 0.0, 0.0)
+    row = Row(
         configuration=key.configuration,
-        rate_mbit=trials[0].rate_mbit,
+        rate_mbit=chosen[0].rate_mbit,
         sequences=key.sequences,
-        usual=key.sequences == min(spec.batches),
         processes=spec.processes,
         tokens=spec.tokens_of(key.sequences),
-        step_s=estimates["step_s"],
-        parts_s={name: estimates[name] for name in PARTS},
-        in_collectives_s=repetitions.lookup()(key).in_collectives_s,
-        purpose_bytes=medians([t.purpose_bytes for t in trials]),
-        link_bytes=max(map(statistics.median, zip(*(t.link_bytes for t in trials), strict=True))),
-        interface_bytes=statistics.median(t.interface_bytes for t in trials),
-        taken=medians([t.figures for t in trials]),
-        memory=memory,
-        loss=loss,
+        step_s=nothing,
+        parts_s={},
+        purpose_bytes=medians([t.purpose_bytes for t in chosen]),
+        link_bytes=max(map(statistics.median, zip(*(t.link_bytes for t in chosen), strict=True))),
+        interface_bytes=statistics.median(t.interface_bytes for t in chosen),
+        taken=medians([t.figures for t in chosen]),
+        memory=None,
+        loss=None,
     )
+    return _with_times(row, trials, numbers)
 
 
 def _compared(
-    spec: Spec, rate: float | None, repetitions: Repetitions, rows: Mapping[Key, Row]
-) -> list[Comparison]:
+    spec: Spec,
+    rate: float | None,
+    numbers: Sequence[int],
+    trials: Mapping[Key, Mapping[int, Trial]],
+    rows: Mapping[Key, Row],
+) -> list[ComparisonRow]:
     found = []
+    drawn: dict[tuple[int, ...], dict[Key, Row]] = {}
+
+    def derived(one: Comparison, chosen: tuple[int, ...]) -> dict[str, float]:
+        if chosen not in drawn:
+            drawn[chosen] = {k: _with_times(row, trials[k], chosen) for k, row in rows.items()}
+        here = replace(one, rows=drawn[chosen])
+        values = ((figure.name, figure.of(here)) for figure in DERIVED)
+        return {name: value for name, value in values if value is not None}
+
     for one, baseline, batch in itertools.product(
         spec.configurations, (STOCK, DENSE), spec.batches
     ):
-        if one.policy == "none" or one.exchange in (STOCK, DENSE) or one.method == SILENT:
+        if one.policy == "none" or one.exchange in (STOCK, DENSE) or one.method == NO_COMM:
             continue
         if one.weights != STOCK and baseline == STOCK:
-            continue  # held against the better one alone: there are many of them
+            continue  # resident weights are compared with the better reference only
         names = one.policy, baseline, one.exchange
-        sides = Sides(repetitions.lookup(), spec, rows, rate, *names, batch)
-        values = repetitions.estimate(functools.partial(_derived, sides))
-        found.append(Comparison(rate, *names, batch, len(repetitions.numbers), values))
+        comparison = Comparison(rows, spec, rate, *names, batch)
+        values = estimate(numbers, functools.partial(derived, comparison))
+        found.append(ComparisonRow(rate, *names, batch, values))
     return found
 
 
-def _derived(sides: Sides, at: Lookup) -> dict[str, float]:
-    here = replace(sides, at=at)
-    found = ((figure.name, figure.of(here)) for figure in DERIVED)
-    return {name: value for name, value in found if value is not None}
+def estimate(
+    numbers: Sequence[int],
+    figures: Callable[[tuple[int, ...]], Mapping[str, float]],
+    *,
+    seed: int = 0,
+) -> dict[str, Estimate]:
+    """Estimate figures with intervals, by drawing from the repetitions `numbers`.
+
+    With a single repetition the interval is the value.
+    """
+    values = figures(tuple(numbers))
+    count, generator = len(numbers), random.Random(seed)
+    if count < 2:
+        return {name: Estimate(value, value, value) for name, value in values.items()}
+    draws = [tuple(sorted(generator.choices(numbers, k=count))) for _ in range(DRAWS)]
+    found = {chosen: figures(chosen) for chosen in set(draws)}  # most draws are alike
+    wider = _widening(count)
+    return {
+        name: _interval(value, [found[chosen][name] for chosen in draws], wider)
+        for name, value in values.items()
+    }
 
 
-def break_even(comparisons: Sequence[Comparison]) -> list[BreakEven]:
-    """One for each policy, baseline, method and batch that has rates."""
-    rated = sorted(
-        ((one.rate_mbit, one) for one in comparisons if one.rate_mbit), key=lambda pair: pair[0]
+def _interval(value: float, drawn: Sequence[float], wider: float) -> Estimate:
+    if any(map(math.isnan, drawn)):
+        return Estimate(value, math.nan, math.nan)
+    ordered = sorted(drawn)
+    cut = round((1 - _CONFIDENCE) / 2 * (len(ordered) - 1))
+    low, high = ordered[cut], ordered[-1 - cut]
+    return Estimate(value, value - wider * (value - low), value + wider * (high - value))
+
+
+@functools.cache
+def _widening(repetitions: int) -> float:
+    """Return the factor by which the percentiles of the draws move away from the value."""
+    try:
+        from scipy.stats import norm, t
+    except ImportError as error:
+        raise missing("scipy") from error
+    quantile, free = (1 + _CONFIDENCE) / 2, repetitions - 1
+    return float(t.ppf(quantile, free) / norm.ppf(quantile) * math.sqrt(repetitions / free))
+
+
+def headline(findings: Findings) -> str:
+    """Summarize the run in one sentence: the first method against `dense`, at the first rate."""
+    of_dense = [c for c in findings.comparisons if c.baseline == DENSE]
+    if not of_dense:
+        return "No comparison: it needs a policy beside none and a method beside the references."
+    one = of_dense[0]
+    values = one.values
+    faster = values["faster"]
+    ratio = f"{number(faster.value)}x ({number(faster.low)} to {number(faster.high)})"
+    if faster.low > 1:
+        result = f"steps are {ratio} as fast as with {DENSE} gradients"
+    elif faster.high < 1:
+        result = f"steps are SLOWER, {ratio} as fast as with {DENSE} gradients"
+    else:
+        result = f"the speedup over {DENSE} gradients, {ratio}, is not significant"
+    cost = values.get("recompute_dense_s")
+    added = f", recomputation adds {number(cost.value)} s" if cost else ""
+    return (
+        f"{link(one.rate_mbit)}, {one.policy} checkpointing, {one.method}: {result}. Compression "
+        f"saves {number(values['time_freed_s'].value)} s per step{added}."
     )
-    found = []
-    for line in dict.fromkeys(one.line for one in comparisons if one.rate_mbit):
-        mine = [(rate, one.values) for rate, one in rated if one.line == line]
-        rates = [rate for rate, _ in mine]
-        paid = crossing(rates, [values["share_paid"].value - 1 for _, values in mine])
-        freed = crossing(rates, [values["time_freed_s"].value for _, values in mine])
-        found.append(BreakEven(*line, paid, freed))
+
+
+def exactness(losses: Mapping[str, Loss]) -> str:
+    """Compare losses and final weights with those of no checkpointing and ZeRO-3's weights.
+
+    DeepSpeed baselines may sum in another order and are left out.
+    """
+    different, compared = [], 0
+    for name, loss in losses.items():
+        one = Configuration.of(name)
+        plain = losses.get(f"none/{one.method}")
+        if one.weights in BASELINES or plain is None or plain is loss:
+            continue
+        compared += 1
+        if (loss.train_losses, loss.weights_sha256) != (plain.train_losses, plain.weights_sha256):
+            different.append(name)
+    if different:
+        return (
+            "Exactness: NOT met. Losses or final weights differ from those without checkpointing "
+            f"and with ZeRO-3's weights in {', '.join(different)}. On CPU they must be equal: "
+            "please report it."
+        )
+    if not compared:
+        return "Exactness: no losses were compared."
+    return (
+        "Exactness: checkpointing and resident weights changed no training loss and no final "
+        f"weight by a single bit ({compared} configurations compared)."
+    )
+
+
+def break_even(comparisons: Sequence[ComparisonRow]) -> dict[tuple[str, str, str, int], float]:
+    """Return the rates at which compression pays for recomputation, between measured rates."""
+    found = {}
+    for line in dict.fromkeys(one.line for one in comparisons):
+        points = [
+            (c.rate_mbit, c.values["share_paid"].value) for c in comparisons if c.line == line
+        ]
+        rated = sorted((rate, share - 1) for rate, share in points if rate is not None)
+        rate = crossing([r for r, _ in rated], [v for _, v in rated])
+        if rate is not None:
+            found[line] = rate
     return found
 
 
 def crossing(rates: Sequence[float], values: Sequence[float]) -> float | None:
-    """The rate at which values fall through 0, on a line over the logarithm of the rate."""
-    points = zip(rates, values, strict=True)
-    for (r0, v0), (r1, v1) in itertools.pairwise(points):
+    """Return the rate at which values fall through 0, linear in the logarithm of the rate."""
+    for (r0, v0), (r1, v1) in itertools.pairwise(zip(rates, values, strict=True)):
         if v0 >= 0 > v1:
             return float(r0 * (r1 / r0) ** (v0 / (v0 - v1)))
     return None

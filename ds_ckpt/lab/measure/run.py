@@ -1,4 +1,4 @@
-"""Runs an experiment into a folder, or goes on with one that was stopped there."""
+"""Run an experiment into a folder, or continue one that was stopped there."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.files import replacing
 from ds_ckpt.lab import workload
 from ds_ckpt.lab.hosts.backends import Backend
-from ds_ckpt.lab.hosts.checks import check_hosts
-from ds_ckpt.lab.hosts.launcher import launch, signals_as_exit
+from ds_ckpt.lab.hosts.launcher import check_hosts, launch, signals_as_exit
 from ds_ckpt.lab.measure.samples import Store
 from ds_ckpt.lab.measure.spec import SPEC, Spec, check
 from ds_ckpt.lab.workload import versions
@@ -52,23 +51,23 @@ def measure(
     stall_s: float = 180.0,
     limit_s: float = 6 * 3600.0,
 ) -> None:
-    """Measure what is not measured yet; samples lie in `path` then.
+    """Measure what is missing in `path`.
 
     Args:
-        stall_s: end when process 0 has been silent for so long: more than the longest step takes.
+        stall_s: limit without progress; longer than the longest step.
 
     Raises:
         ConfigError: `spec` cannot be measured, or `path` holds a run of another one.
-        HostError: a host cannot take part, or has dropped out.
+        HostError: a node cannot take part, or has dropped out.
         LaunchError: the launched processes failed.
     """
     check(spec)
-    folder = path.absolute()  # the launched work in it
+    folder = path.absolute()  # the launched processes work in it
     _prepare(spec, folder, backend, console)
     console.print(f"{backend.describe()}.", highlight=False)
-    with signals_as_exit(), _noted(spec, folder, backend) as note:
+    with signals_as_exit(), _logged(spec, folder, backend) as entry:
         check_hosts(backend)
-        with shown(console) as show:
+        with progress_shown(console) as show:
             launch(
                 backend,
                 "ds_ckpt.lab.measure.worker",
@@ -76,16 +75,16 @@ def measure(
                 folder,
                 stall_s=stall_s,
                 limit_s=limit_s,
-                heard=show,
+                on_event=show,
                 if_silent="; on a slow link raise --stall-s",
             )
-        note["ended_well"] = True
+        entry["completed"] = True
 
 
 @contextlib.contextmanager
-def shown(console: Console) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """What to call with every event: a progress bar, without a terminal a line a tenth."""
-    said: tuple[str, int] = ("", 0)
+def progress_shown(console: Console) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Yield a callback for events: a progress bar, without a terminal a line per tenth."""
+    printed: tuple[str, int] = ("", 0)
     counted = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     columns = *counted, TimeElapsedColumn(), TimeRemainingColumn()
     hidden = not console.is_terminal
@@ -93,130 +92,118 @@ def shown(console: Console) -> Iterator[Callable[[dict[str, Any]], None]]:
         task = bar.add_task("starting deepspeed", total=None)
 
         def show(event: dict[str, Any]) -> None:
-            nonlocal said
+            nonlocal printed
             if (words := event.get("words")) is None:
                 return
             total, done = event.get("total"), event.get("done", 0)
             bar.update(task, description=words, total=total, completed=done)
             now = words.lstrip("0123456789 "), 10 * done // max(total or 1, 1)
-            if hidden and now != said:
+            if hidden and now != printed:
                 console.print(f"  {words}", highlight=False)
-                said = now
+                printed = now
 
         yield show
 
 
 def _prepare(spec: Spec, folder: Path, backend: Backend, console: Console) -> None:
-    """Make the folder, or see that what is there can be gone on with."""
-    if (folder / SPEC).exists():
-        there = Spec.load(folder)
-        more = spec.repetitions >= there.repetitions
-        if not more or replace(there, repetitions=spec.repetitions) != spec:
-            raise ConfigError(
-                Problem(
-                    where="--output",
-                    found=f"{folder}, which holds a run with other settings",
-                    why="samples of different experiments cannot be put together",
-                    remedy="name another folder, or give the command that runs.jsonl there names; "
-                    "--repetitions may be more",
-                ),
-                headline="this run cannot go on here",
-            )
-        store = Store(folder)
-        store.mend()
-        count = len(store.read())
-        runs = (folder / RUNS).read_text().splitlines() if (folder / RUNS).exists() else []
-        then, now = json.loads(runs[-1]) if count and runs else {}, _place(spec, backend)
-        why = "samples of different models, machines, launches or versions cannot be put together"
-        problems = [
-            Problem(
-                "--output",
-                f"{folder}, whose {name} were {was}, and are now {now[name]}",
-                why,
-                "name another folder",
-            )
-            for name, was in then.items()
-            if name in now and was != now[name]
-        ]
-        if problems:
-            raise ConfigError(problems, headline="this run cannot go on here")
-        spec.save(folder)
-        console.print(f"Going on: {count} records are there.", highlight=False)
-    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(
-            Problem("--output", str(folder), "it holds something else", "name a folder to be made"),
-            headline="this run cannot begin here",
-        )
-    else:
+    """Make the folder, or check that the run in it can be continued."""
+
+    def refuse(found: str, why: str, remedy: str = "name another folder") -> ConfigError:
+        problem = Problem("--output", f"{folder}, {found}", why, remedy)
+        return ConfigError(problem, headline="this folder cannot be used")
+
+    if not (folder / SPEC).exists():
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise refuse("which holds something else", "a run needs a folder of its own")
         folder.mkdir(parents=True, exist_ok=True)
         text = workload.file_corpus(Path(spec.text)) if spec.text else workload.embedded_corpus()
         text.save(folder / "corpus")
         spec.save(folder)
+        return
+    there = Spec.load(folder)
+    more = spec.repetitions >= there.repetitions
+    if not more or replace(there, repetitions=spec.repetitions) != spec:
+        raise refuse(
+            "which holds a run with other settings",
+            "samples of different experiments cannot be combined",
+            "name another folder, or repeat the command in runs.jsonl; --repetitions may be larger",
+        )
+    store = Store(folder)
+    store.truncate_partial()
+    count = len(store.read())
+    runs = (folder / RUNS).read_text().splitlines() if (folder / RUNS).exists() else []
+    before, now = json.loads(runs[-1]) if count and runs else {}, _surroundings(spec, backend)
+    for name, was in before.items():
+        if name in now and was != now[name]:
+            raise refuse(
+                f"whose {name} was {was} and is now {now[name]}",
+                "samples of different models, machines or versions cannot be combined",
+            )
+    spec.save(folder)
+    console.print(f"Continuing: {count} records exist.", highlight=False)
 
 
 def _model_files(spec: Spec) -> dict[str, str]:
-    """SHA-256 of the files that `--model` names, by name; of a large one of its beginning and size.
+    """Return digests of the files of `--model`; of a large one its beginning and size.
 
-    A module is its own file: what it imports is not looked at.
+    For a module that is its own file, not what it imports.
     """
     if spec.model is None:
         return {}
     path = Path(spec.model)
-    if spec.own_batch:
-        module = spec.model.partition(":")[0].replace(".", "/")
-        path = Path(spec.folder, f"{module}.py")
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    if spec.has_own_batch:
+        path = Path(spec.folder, spec.model.partition(":")[0].replace(".", "/") + ".py")
     found = {}
-    for file in filter(Path.is_file, files):
+    for file in filter(Path.is_file, sorted(path.iterdir()) if path.is_dir() else [path]):
         with file.open("rb") as opened:
             digest = hashlib.sha256(opened.read(_LARGE))
         found[file.name] = f"{digest.hexdigest()[:16]}, {file.stat().st_size} bytes"
     return found
 
 
-def _place(spec: Spec, backend: Backend) -> dict[str, Any]:
-    """What a measurement was made with and on."""
+def _surroundings(spec: Spec, backend: Backend) -> dict[str, Any]:
+    """Return what a run must share with the run that it continues."""
     model = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         named = re.search(r"^model name\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.M)
         model = named[1].strip() if named else model
     return {
-        "ground": backend.describe(),
+        "place": backend.describe(),
         "model": _model_files(spec),
         "versions": versions(),
         "machine": {
-            "cpu_model": model,
-            "cpu_cores": os.cpu_count() or 1,
-            "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+            "CPU": model,
+            "cores": os.cpu_count() or 1,
+            "memory in GiB": round(psutil.virtual_memory().total / 2**30, 1),
             "system": f"{platform.system()} {platform.machine()}",
+            "accelerator": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu",
         },
-        "accelerator": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu",
     }
 
 
 @contextlib.contextmanager
-def _noted(spec: Spec, folder: Path, backend: Backend) -> Iterator[dict[str, Any]]:
-    """Keep what was run on what, also of a run that fails or is killed."""
+def _logged(spec: Spec, folder: Path, backend: Backend) -> Iterator[dict[str, Any]]:
+    """Log the run in `RUNS`, also if it fails or is killed."""
     began = time.monotonic()
     path = folder / RUNS
     before = path.read_text(encoding="utf-8") if path.exists() else ""
-    note: dict[str, Any] = {
+    entry: dict[str, Any] = {
         "started_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        **_place(spec, backend),
-        "ended_well": False,
+        **_surroundings(spec, backend),
+        "completed": False,
         "wall_time_s": None,
         "load_at_end": None,
     }
 
-    def keep() -> None:
+    def write() -> None:
         with replacing(path) as fresh:  # every later call reads it, and a kill may come any time
-            fresh.write_text(before + json.dumps(note) + "\n", encoding="utf-8")
+            fresh.write_text(before + json.dumps(entry) + "\n", encoding="utf-8")
 
-    keep()
+    write()
     try:
-        yield note
+        yield entry
     finally:
-        note["wall_time_s"] = round(time.monotonic() - began, 1)
-        note["load_at_end"] = round(os.getloadavg()[0], 2)
-        keep()
+        entry["wall_time_s"] = round(time.monotonic() - began, 1)
+        entry["load_at_end"] = round(os.getloadavg()[0], 2)
+        write()

@@ -1,6 +1,7 @@
-"""Records of a run, one JSON line each in `samples.jsonl`, with units in their names.
+"""Records that a run leaves on disk: one JSON line each, with units in the field names.
 
-The file only grows, so a stopped run continues where it was. Readers drop an incomplete last line.
+`samples.jsonl` only grows, so a stopped run continues where it was. A last line that was not
+written to its end is dropped.
 """
 
 from __future__ import annotations
@@ -17,94 +18,98 @@ from ds_ckpt.errors import Problem, StateError
 
 
 class _Record(BaseModel):
-    """A record is known by what `by` names: of equal ones the last counts."""
+    """A record, identified by the fields in `by`; of equal ones the last counts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     by: ClassVar[tuple[str, ...]] = ("kind",)
 
     @property
     def key(self) -> tuple[object, ...]:
+        """Identity of the record."""
         return tuple(getattr(self, name) for name in self.by)
 
 
 @dataclass(frozen=True, order=True)
 class Key:
-    """A configuration with a batch: whose steps."""
+    """A configuration with a batch size."""
 
     configuration: str
     sequences: int
 
     def trial(self, rate: float | None, repetition: int) -> tuple[object, ...]:
-        """The key of one trial's record."""
-        return ("trial", self, rate, repetition)
+        """Return the key of one trial's record."""
+        return ("trial", self.configuration, self.sequences, rate, repetition)
 
 
 class StepTime(_Record):
-    """One step of the slowest process."""
+    """One step of the slowest process; parts as in `parts.PARTS`."""
 
     step_s: float
     parts_s: dict[str, float]
-    """By `parts.PARTS`, of that process."""
-    in_collectives_s: float
 
 
 class Trial(_Record):
-    """Some steps of a configuration, one after the other."""
+    """Consecutive timed steps of one configuration. Bytes are per step.
 
-    by = ("kind", "whose", "rate_mbit", "repetition")
+    Attributes:
+        sequences: per process and micro-step.
+        purpose_bytes: payload counted at the collectives, summed over the processes.
+        link_bytes: sent by each node's interface to other nodes.
+        interface_bytes: sent by all interfaces, loopback included.
+        figures: other registered figures, by name.
+    """
+
+    by = ("kind", "configuration", "sequences", "rate_mbit", "repetition")
     kind: Literal["trial"] = "trial"
     configuration: str
     rate_mbit: float | None
     sequences: int
-    """A process and micro-step."""
     repetition: int
     steps: tuple[StepTime, ...]
     purpose_bytes: dict[str, float]
-    """Counted where collectives are called, a step, summed over the processes."""
     link_bytes: tuple[float, ...]
-    """What each host's interface to the others sent, a step; loopback's own on one machine."""
     interface_bytes: float
-    """What all hosts' interfaces sent, loopback included, a step."""
     figures: dict[str, float] = {}
-    """Whatever else the registry's figures take, by their names."""
-
-    @property
-    def whose(self) -> Key:
-        return Key(self.configuration, self.sequences)
 
 
 class Memory(_Record):
-    """Activations of one configuration with one batch, of the process that needs most."""
+    """Activations of one policy, of the process with the highest use.
 
-    by = ("kind", "configuration", "sequences")
+    Attributes:
+        held_bytes: saved by autograd between forward and backward.
+        peak_bytes: highest total of activations, recomputation included.
+    """
+
+    by = ("kind", "policy", "sequences")
     kind: Literal["memory"] = "memory"
-    configuration: str
+    policy: str
     sequences: int
     held_bytes: int
-    """What autograd holds between forward and backward."""
     peak_bytes: int
-    """The most that activations took at once, a recompute's own included."""
 
 
 class Loss(_Record):
-    """A training of its own, on a link that is not shaped; rates change no number."""
+    """A separate training run on a link without a rate limit.
+
+    Attributes:
+        start_step: first compressed step.
+        heldout_loss: natural logarithm, per byte of text.
+        train_losses: mean over the processes, before each step's update.
+        weights_sha256: digest of all processes' weights after the last step.
+    """
 
     by = ("kind", "configuration")
     kind: Literal["loss"] = "loss"
     configuration: str
     steps: int
     start_step: int
-    """Steps before it were dense."""
     heldout_loss: float
-    """Natural logarithm, a byte."""
     train_losses: tuple[float, ...]
-    """Mean over the processes, before each step's update."""
-    weights_sha256: str = ""
-    """Over the weights of all processes after the last step; empty in older runs."""
+    weights_sha256: str
 
 
 class Model(_Record):
-    """What was trained."""
+    """The trained model and its text."""
 
     kind: Literal["model"] = "model"
     parameters: int
@@ -118,21 +123,20 @@ _LINE: TypeAdapter[Sample] = TypeAdapter(Annotated[Sample, Field(discriminator="
 
 
 class Store:
-    """The samples of one run, in its folder. Reading drops what a kill left half-written."""
+    """The samples of one run, in its folder."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "samples.jsonl"
 
     def read(self) -> list[Sample]:
-        """Every whole record; the last one of equal keys.
+        """Return every complete record, the last one of equal keys.
 
-        Raises StateError where a line that is not the last is no record.
+        Raises StateError if a line that is not the last is no record.
         """
         if not self.path.exists():
             return []
-        lines = self.path.read_bytes().split(b"\n")
         found: dict[tuple[object, ...], Sample] = {}
-        for number, line in enumerate(lines[:-1], 1):
+        for number, line in enumerate(self.path.read_bytes().split(b"\n")[:-1], 1):
             try:
                 sample = _LINE.validate_json(line)
             except ValidationError as error:
@@ -141,19 +145,19 @@ class Store:
                         where=f"{self.path}, line {number}",
                         found=line[:60].decode(errors="replace"),
                         why=error.errors()[0]["msg"],
-                        remedy="remove that line, and what it measured is measured again",
+                        remedy="remove that line; its measurement is repeated",
                     ),
-                    headline="this is no record of a measurement",
+                    headline="not a record of a measurement",
                 ) from error
             found[sample.key] = sample
         return list(found.values())
 
-    def mend(self) -> None:
+    def truncate_partial(self) -> None:
         """Cut off a last line that was not written to its end."""
         if self.path.exists():
             os.truncate(self.path, self.path.read_bytes().rfind(b"\n") + 1)
 
     def append(self, samples: Sequence[Sample]) -> None:
-        """Write records behind the others."""
+        """Append records."""
         with self.path.open("a", encoding="utf-8") as sink:
             sink.writelines(sample.model_dump_json() + "\n" for sample in samples)

@@ -1,14 +1,9 @@
-"""The script that `deepspeed` launches for `ds-ckpt measure`.
+"""Worker that `deepspeed` launches for `ds-ckpt measure`.
 
-    hosts.launcher.launch(backend, "ds_ckpt.lab.measure.worker", {}, folder)
-
-All configurations live in the same processes, each with an engine of its own, and take turns at
-their trials, in an order that rotates, so that what disturbs the machine for a while disturbs all
-of them alike; so do the link's rates. Only process 0 needs the folder: it hands the others what is
-to be done, and appends to `samples.jsonl` after every trial. What stands there already is not
-measured again.
-
-Which rate a link has is not this process's to decide: `Heartbeat.ask` asks whoever launched.
+All configurations live in the same processes, each with an engine of its own. Their trials and the
+link's rates rotate, so that a disturbance of the machine affects all of them. Only rank 0 needs the
+folder: it broadcasts the settings and appends to `samples.jsonl` after every trial. Existing
+records are not measured again. The launcher sets the link's rate: see `Heartbeat.request`.
 """
 
 from __future__ import annotations
@@ -33,23 +28,14 @@ import ds_ckpt
 from ds_ckpt.engine.step import NoCommunication
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.lab import workload
+from ds_ckpt.lab.hosts.backends import Sent, link_interface, sent
 from ds_ckpt.lab.hosts.heartbeat import Heartbeat, begin
-from ds_ckpt.lab.hosts.interfaces import Sent, link_interface, sent
 from ds_ckpt.lab.measure import parts
-from ds_ckpt.lab.measure.figures import Take, put_together, taken
-from ds_ckpt.lab.measure.samples import (
-    Key,
-    Loss,
-    Memory,
-    Model,
-    Sample,
-    StepTime,
-    Store,
-    Trial,
-)
+from ds_ckpt.lab.measure.figures import TrialObservation, combined, observed
+from ds_ckpt.lab.measure.samples import Key, Loss, Memory, Model, Sample, StepTime, Store, Trial
 from ds_ckpt.lab.measure.spec import (
+    NO_COMM,
     REFERENCES,
-    SILENT,
     STOCK,
     Configuration,
     Spec,
@@ -63,30 +49,30 @@ from ds_ckpt.zero3.weights import forget_hpz
 
 EVALUATION_BATCHES = 24
 SETTLE_S = 0.15
-"""How long nothing is sent around a reading of the interfaces' counters."""
+"""Pause without traffic before the interfaces' counters are read."""
 
 
-class Running:
-    """A configuration with its engine while it trains. Every process makes one; collective."""
+class EngineRun:
+    """A configuration with its engine. Construction is collective."""
 
     def __init__(self, configuration: Configuration, spec: Spec, **options: Any) -> None:
         self.configuration = configuration
-        model, _ = built(spec, 1)
+        model, _ = build_model(spec, 1)
         parameters = workload.count_parameters(model)
         config = deepspeed_config(spec, configuration, parameters=parameters, **options)
         self.engine, *_ = ds_ckpt.initialize(model=model, config=config)
         forget_hpz()
         session = ds_ckpt.session_of(self.engine)
-        assert session is not None, "initialize attaches a session where the JSON has a section"
+        assert session is not None, "initialize attaches a session if the JSON has a section"
         self.session: Any = session
         self.spans = Spans(_synchronize())
-        session.counters.is_far = spec.is_far(dist.get_rank())
+        session.counters.is_far = spec.crosses_host(dist.get_rank())
         self.kept_weight_bytes = 0
-        if configuration.method == SILENT:
+        if configuration.method == NO_COMM:
             session.measure_with(NoCommunication(dist.get_world_size(), dist.get_rank()))
 
     def plain_step(self, batches: Sequence[Any]) -> float:
-        """One optimizer step, nothing recorded; this process's loss.
+        """Take one optimizer step without recording; return this process's loss.
 
         Args:
             batches: of the micro-steps, as the model's forward takes them.
@@ -102,10 +88,9 @@ class Running:
         return sum(losses) / len(losses)
 
     def step(self, batches: Sequence[Any]) -> tuple[StepTime, float]:
-        """One optimizer step, begun by all processes at once: its time by parts, and the loss.
+        """Take one optimizer step after a barrier; return its time by parts, and the loss.
 
-        A step is timed alone: changes of weights that would travel beside the next forward are
-        waited for.
+        Weight changes that would be sent beside the next forward are waited for.
         """
         self.engine.train()
         spans, losses = self.spans, []
@@ -124,29 +109,24 @@ class Running:
             self.session.land()
         step_s = time.perf_counter() - start_s
         self._record(None)
-        found = spans.take()
-        times = StepTime(
-            step_s=step_s,
-            parts_s=parts.parts(found, threading.get_ident()),
-            in_collectives_s=parts.in_collectives_s(found),
-        )
-        return times, float(sum(losses)) / len(losses)
+        parts_s = parts.parts(spans.take(), threading.get_ident())
+        return StepTime(step_s=step_s, parts_s=parts_s), float(sum(losses)) / len(losses)
 
     def _backward(self, loss: torch.Tensor) -> None:
-        self._below_stage_3(Purpose.REDUCE)
+        self._set_purpose(Purpose.REDUCE)
         self.engine.backward(loss)
 
     def _update(self) -> None:
-        self._below_stage_3(Purpose.WEIGHTS)
+        self._set_purpose(Purpose.WEIGHTS)
         self.engine.step()
 
-    def _below_stage_3(self, purpose: Purpose) -> None:
-        """There no hook says what is sent: in backward gradients, in the update weights."""
+    def _set_purpose(self, purpose: Purpose) -> None:
+        """Below stage 3 no hook names the purpose: backward sends gradients, the update weights."""
         if self.engine.zero_optimization_stage() < 3:
             self.session.counters.default = purpose
 
     def memory(self, batches: Sequence[Any]) -> tuple[int, int]:
-        """Bytes of activations in a micro-step: held after the forward, and the peak."""
+        """Return the bytes of activations saved after a micro-step's forward, and the peak."""
         self.engine.train()
         spans = self.spans
         for part in batches:
@@ -168,7 +148,7 @@ class Running:
         return held.bytes, peak.peak_bytes
 
     def evaluate(self, text: bytes, spec: Spec) -> float:
-        """Held-out loss, mean over the processes."""
+        """Return the held-out loss, mean over the processes."""
         self.engine.eval()
         losses = []
         with torch.no_grad():
@@ -187,18 +167,18 @@ class Running:
         return float(mean) / dist.get_world_size()
 
     def weights_sha256(self) -> str:
-        """Over this process's partitions."""
+        """Return the digest of this process's partitions."""
         digest = hashlib.sha256()
         for parameter in self.engine.module.parameters():
             shard = getattr(parameter, "ds_tensor", parameter).detach().flatten()
             whole = getattr(parameter, "ds_numel", shard.numel() * dist.get_world_size())
             weights = min(max(whole - dist.get_rank() * shard.numel(), 0), shard.numel())
-            part = shard[:weights].cpu().contiguous()  # what follows is padding
+            part = shard[:weights].cpu().contiguous()  # the rest is padding
             digest.update(part.view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
     def end(self) -> None:
-        """Give its memory back."""
+        """Free the engine's memory."""
         self.engine.destroy()
         self.engine = self.session = None
         gc.collect()
@@ -211,24 +191,22 @@ class Running:
 
 @dataclass
 class Worker:
-    """This process's end of a run."""
+    """This process's part of a run. `done` holds the existing records by key."""
 
     spec: Spec
     store: Store
     text: workload.Corpus
     done: dict[tuple[object, ...], Sample]
-    """What is measured already, by its key."""
     heartbeat: Heartbeat
     interface: str | None
     _own: dict[int, Any] = field(default_factory=dict)
-    """A model's own batch, by its sequences."""
 
     def batches(self, sequences: int, step: int) -> list[Any]:
-        """Of all micro-steps of a step."""
+        """Return the batches of all micro-steps of a step."""
         accumulation, device = self.spec.accumulation, get_accelerator().current_device_name()
-        if self.spec.own_batch:
+        if self.spec.has_own_batch:
             if sequences not in self._own:
-                _, batch = built(self.spec, sequences)
+                _, batch = build_model(self.spec, sequences)
                 check_batch(self.spec, batch, sequences)
                 self._own[sequences] = tree_map_only(torch.Tensor, lambda t: t.to(device), batch)
             return [self._own[sequences]] * accumulation
@@ -246,72 +224,67 @@ class Worker:
         return [of_ids(ids.to(device)) for ids in texts]
 
     def run(self) -> None:
-        if self.spec.own_batch:
+        """Measure what is missing."""
+        if self.spec.has_own_batch:
             for sequences in self.spec.batches:
                 self.batches(sequences, 0)
-        model, _ = built(self.spec, 1)
+        model, _ = build_model(self.spec, 1)
         record = Model(
             parameters=workload.count_parameters(model),
             text=self.text.source,
             heldout_bytes=len(self.text.heldout),
             corpus_sha256=self.text.sha256,
         )
-        self.append(record)
+        self._append(record)
         self._measure_trials()
         self._measure_losses()
-        self.beat("done")
+        self.heartbeat.beat(words="done")
 
     def _measure_trials(self) -> None:
         spec = self.spec
         trials = [Key(c.name, batch) for batch in spec.batches for c in spec.configurations]
-        memories = [
-            (Configuration(policy, STOCK).name, batch)
-            for policy in spec.policies
-            for batch in spec.batches
-        ]
-        everything = itertools.product(trials, spec.rates, range(spec.repetitions))
-        wanted = {one.trial(rate, n) for one, rate, n in everything}
-        if self.done.keys() >= wanted | {("memory", *one) for one in memories}:
+        turns = list(itertools.product(range(spec.repetitions), spec.rates, range(len(trials))))
+        memories = list(itertools.product(spec.policies, spec.batches))
+        needed = {trials[place].trial(rate, n) for n, rate, place in turns}
+        needed |= {("memory", *one) for one in memories}
+        if self.done.keys() >= needed:
             return
-        running = {}
+        engines = {}
         for configuration in spec.configurations:
-            self.beat(f"building {configuration.name}")
-            running[configuration.name] = one = Running(configuration, spec)
+            self.heartbeat.beat(words=f"building {configuration.name}")
+            engines[configuration.name] = one = EngineRun(configuration, spec)
             for step in range(spec.warm_up):
                 one.plain_step(self.batches(min(spec.batches), step))
-        for name, sequences in memories:
-            self._memory(running[name], sequences)
-        total = spec.repetitions * len(spec.rates) * len(trials)
-        count = 0
-        for repetition, rate in itertools.product(range(spec.repetitions), spec.rates):
-            self._ask_for(rate)
-            for place in range(len(trials)):
-                key = trials[(place + repetition) % len(trials)]
-                count += 1
-                self.beat(f"{count} of {total} trials", done=count, total=total)
-                if key.trial(rate, repetition) not in self.done:
-                    self._trial(running[key.configuration], key, rate, repetition)
-        self._ask_for(None)
-        for one in running.values():
+        for policy, sequences in memories:
+            self._memory(engines[Configuration(policy, STOCK).name], sequences)
+        at: float | None = None
+        for count, (repetition, rate, place) in enumerate(turns, 1):
+            if count == 1 or rate != at:
+                self._set_rate(at := rate)
+            key = trials[(place + repetition) % len(trials)]
+            total = len(turns)
+            self.heartbeat.beat(words=f"{count} of {total} trials", done=count, total=total)
+            if key.trial(rate, repetition) not in self.done:
+                self._trial(engines[key.configuration], key, rate, repetition)
+        self._set_rate(None)
+        for one in engines.values():
             one.end()
 
-    def _memory(self, one: Running, sequences: int) -> None:
-        """Have the record of one configuration's activations; the same on all processes."""
-        name = one.configuration.name
-        if ("memory", name, sequences) in self.done:
+    def _memory(self, one: EngineRun, sequences: int) -> None:
+        """Record one policy's activations, agreed across ranks."""
+        policy = one.configuration.policy
+        if ("memory", policy, sequences) in self.done:
             return
-        self.beat(f"memory of {name}")
+        self.heartbeat.beat(words=f"memory of {policy}")
         device = get_accelerator().current_device_name()  # NCCL takes no tensor of the host
         most = torch.tensor(
             one.memory(self.batches(sequences, 0)), dtype=torch.int64, device=device
         )
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         held, peak = (int(n) for n in most)
-        record = Memory(configuration=name, sequences=sequences, held_bytes=held, peak_bytes=peak)
-        self.done[record.key] = record
-        self.append(record)
+        self._append(Memory(policy=policy, sequences=sequences, held_bytes=held, peak_bytes=peak))
 
-    def _trial(self, one: Running, key: Key, rate: float | None, repetition: int) -> None:
+    def _trial(self, one: EngineRun, key: Key, rate: float | None, repetition: int) -> None:
         spec = self.spec
         first = repetition * (spec.steps + spec.drop)
         for step in range(spec.drop):
@@ -320,7 +293,7 @@ class Worker:
         steps = []
         for step in range(spec.steps):
             steps.append(one.step(self.batches(key.sequences, first + spec.drop + step)))
-            self.beat(None)
+            self.heartbeat.beat()
         delta = one.session.counters.snapshot() - counted
         bytes_ = self._settled() - before
         leads = int(os.environ.get("LOCAL_RANK", "0")) == 0
@@ -328,11 +301,12 @@ class Worker:
         purposes = {p.value: delta.bytes_sent[p] / spec.steps for p in Purpose}
         far = {p.value: delta.far_bytes[p] / spec.steps for p in Purpose}
         link = [bytes_.link_bytes / spec.steps] if leads else []
-        seen = Take(times, losses, bytes_, leads, spec.hosts, far, one.kept_weight_bytes)
-        figures = taken(seen)
-        everyone = gathered((times, purposes, link, figures))
+        mine = TrialObservation(
+            times, losses, bytes_, leads, spec.hosts, far, one.kept_weight_bytes
+        )
+        everyone = gathered((times, purposes, link, observed(mine)))
         all_times, all_purposes, links, all_figures = zip(*everyone, strict=True)
-        figures = put_together(all_figures)
+        figures = combined(all_figures)
         trial = Trial(
             configuration=key.configuration,
             rate_mbit=rate,
@@ -344,20 +318,21 @@ class Worker:
             interface_bytes=figures.pop("interface_bytes"),
             figures=figures,
         )
-        self.append(trial)
+        self._append(trial)
 
     def _measure_losses(self) -> None:
-        """Train every configuration anew, one after the other, and keep its held-out loss."""
+        """Train every configuration from its beginning, one after the other."""
         spec = self.spec
         for configuration in spec.configurations if spec.loss_steps else ():
             name, method = configuration.name, configuration.method
-            if method == SILENT or ("loss", name) in self.done:
+            if method == NO_COMM or ("loss", name) in self.done:
                 continue
             start_step = 0 if method in REFERENCES else spec.loss_steps // 4
-            one = Running(configuration, spec, start_step=start_step, total_steps=spec.loss_steps)
+            one = EngineRun(configuration, spec, start_step=start_step, total_steps=spec.loss_steps)
             losses = []
             for step in range(spec.loss_steps):
-                self.beat(f"training {name} for its loss", done=step, total=spec.loss_steps)
+                words = f"training {name} for its loss"
+                self.heartbeat.beat(words=words, done=step, total=spec.loss_steps)
                 losses.append(one.plain_step(self.batches(min(spec.batches), step)))
             everyone = gathered((losses, one.weights_sha256()))
             means = [sum(s) / len(everyone) for s in zip(*(e[0] for e in everyone), strict=True)]
@@ -370,33 +345,30 @@ class Worker:
                 weights_sha256=hashlib.sha256("".join(e[1] for e in everyone).encode()).hexdigest(),
             )
             one.end()
-            self.append(record)
+            self._append(record)
 
     def _settled(self) -> Sent:
-        """The interfaces' counters while nothing is under way."""
+        """Read the interfaces' counters while nothing is being sent."""
         dist.barrier()
         time.sleep(SETTLE_S)
         found = sent(self.interface)
         dist.barrier()
         return found
 
-    def beat(self, words: str | None, **more: int) -> None:
-        """Say that this process goes on; process 0 says so to whoever launched, too."""
-        self.heartbeat.beat(words=words, **more)
-
-    def append(self, record: Sample) -> None:
+    def _append(self, record: Sample) -> None:
+        self.done[record.key] = record
         if dist.get_rank() == 0:
             self.store.append([record])
 
-    def _ask_for(self, rate: float | None) -> None:
+    def _set_rate(self, rate: float | None) -> None:
         dist.barrier()
         if self.spec.where == "emulated":
-            self.heartbeat.ask(rate_mbit=rate)
+            self.heartbeat.request(rate_mbit=rate)
         dist.barrier()
 
 
-def built(spec: Spec, sequences: int) -> tuple[torch.nn.Module, Any]:
-    """The model, the same on every process, and the batch that belongs to it."""
+def build_model(spec: Spec, sequences: int) -> tuple[torch.nn.Module, Any]:
+    """Build the model, equal on every process, and its own batch if it has one."""
     if spec.model is None:
         return workload.llama(seed=spec.seed, **spec.shape), None
     if spec.folder not in sys.path:
@@ -412,16 +384,16 @@ def built(spec: Spec, sequences: int) -> tuple[torch.nn.Module, Any]:
 
 
 def check_batch(spec: Spec, batch: Any, sequences: int) -> None:
-    """Raises ConfigError where a model's own batch is not of the size that figures are told of."""
+    """Raise ConfigError if a model's own batch does not have the size that figures assume."""
     rows, tokens = rows_of(batch), tokens_of(batch)
     if rows * tokens == sequences * spec.tokens:
         return
     raise ConfigError(
         Problem(
             f"--model {spec.model}",
-            f"a batch of {rows} x {tokens} tokens (x 1, where it has no token ids)",
-            f"--batches and --tokens say {sequences} x {spec.tokens}, and figures are told of that",
-            "have it make as many as its arguments batch and tokens say, or write "
+            f"a batch of {rows} x {tokens} tokens (x 1 without token ids)",
+            f"--batches and --tokens are {sequences} x {spec.tokens}, which the figures assume",
+            "make the batch follow the arguments batch and tokens, or write "
             f"--batches {rows} --tokens {tokens}",
         ),
         headline="this cannot be measured",
@@ -429,12 +401,12 @@ def check_batch(spec: Spec, batch: Any, sequences: int) -> None:
 
 
 def of_ids(ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A batch of a language model, int64 [sequences, tokens]."""
+    """Return a language model's batch, from int64 [sequences, tokens]."""
     return {"input_ids": ids, "labels": ids}
 
 
 def kept_weight_bytes(model: torch.nn.Module) -> int:
-    """Bytes of weights that this process keeps from forward to backward; gathered ones are not."""
+    """Return the weights that this process stores from forward to backward; gathered ones aside."""
     parameters: list[Any] = list(model.parameters())
     parts = (
         part
@@ -445,19 +417,19 @@ def kept_weight_bytes(model: torch.nn.Module) -> int:
 
 
 def slowest(processes: Sequence[Sequence[StepTime]]) -> tuple[StepTime, ...]:
-    """Of each step the process that took longest: a step is as long as that."""
+    """Return each step's time on the process that took longest."""
     return tuple(max(step, key=lambda t: t.step_s) for step in zip(*processes, strict=True))
 
 
 def gathered(mine: Any) -> list[Any]:
-    """What every process has given, by process."""
+    """Return every process's object, by rank."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return everyone
 
 
 def _synchronize() -> Callable[[], object]:
-    """On an accelerator that runs behind, a span ends when its work has."""
+    """Return the call that ends a span: it waits for an asynchronous accelerator."""
     accelerator = get_accelerator()
     if accelerator.is_synchronized_device():
         return lambda: None
@@ -466,8 +438,8 @@ def _synchronize() -> Callable[[], object]:
 
 
 def main() -> None:
-    """Entry point of every process."""
-    heartbeat, _ = begin("Measures configurations; started by deepspeed.")
+    """Run one process."""
+    heartbeat, _ = begin("Measure configurations; started by deepspeed.")
     folder = heartbeat.folder
     store, content = Store(folder), list[Any]([None])
     if dist.get_rank() == 0:

@@ -67,7 +67,7 @@ def run_processes(
             report(event["name"], event["done"], event["loss"])
 
     backend = Loopback(plan.task.spec.world, gpus=True)
-    launch(backend, __name__, job, folder, stall_s=_STALL_S, heard=on_event)
+    launch(backend, __name__, job, folder, stall_s=_STALL_S, on_event=on_event)
     store.read()
 
 
