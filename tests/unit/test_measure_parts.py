@@ -12,17 +12,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_ckpt.lab.measure.parts import (
-    PARTS,
-    in_collectives_s,
-    parts,
-)
+from ds_ckpt.lab.measure.parts import PARTS, parts
 from ds_ckpt.telemetry import Counters, Purpose
 from ds_ckpt.telemetry.memory import activations_tracker
 from ds_ckpt.telemetry.timings import Span, Spans, TimedHandle, Timings
 from ds_ckpt.zero3 import collectives
 
-MAIN, BESIDE = 1, 2
+MAIN = 1
 
 
 def at(kind: str, start: float, end: float, depth: int, thread: int = MAIN) -> Span:
@@ -76,17 +72,6 @@ def test_what_lies_between_the_phases_is_in_no_part() -> None:
         at("backward", 5, 6, 0),
     ]
     assert sum(parts(gap, MAIN).values()) == pytest.approx(2)
-
-
-def test_time_in_collectives_counts_what_overlaps_once() -> None:
-    spans = [
-        at("collective", 1, 4, 0),
-        at("collective", 2, 3, 0, BESIDE),
-        at("collective", 3.5, 5, 0, BESIDE),
-        at("collective", 7, 8, 0),
-        at("compute", 0, 9, 0),
-    ]
-    assert in_collectives_s(spans) == pytest.approx(4 + 1)
 
 
 def test_spans_nest_by_thread_and_end_with_exceptions() -> None:
