@@ -314,7 +314,7 @@ def test_an_experiment_is_one_that_begins(code: Code, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("code", _once([c for c in TYPED if "validate-accuracy" in c.text]))
 def test_a_comparison_is_one_that_begins(code: Code, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ds_ckpt.lab.validate import validate
+    from ds_ckpt.lab.validate import command as validate
 
     checked: list[object] = []
 
