@@ -39,10 +39,10 @@ def _check(path: Path) -> dict[str, Any]:
     result: dict[str, Any] = {"file": str(path), "ok": False, "summary": None, "problems": []}
     try:
         config = parse(load_file(path), source=str(path))
-        verdicts = verdicts_on(config.compression, path, config.weights)
+        verdicts = verdicts_on(config.compression, path)
     except (ConfigError, StateError) as error:
         return result | {"problems": [asdict(problem) for problem in error.problems]}
-    words = accuracy_words(config.compression, config.weights, verdicts)
+    words = accuracy_words(config.compression, verdicts)
     accuracy = [verdict.model_dump(mode="json") for verdict in verdicts]
     found = {"summary": config.summary(), "accuracy": accuracy, "accuracy_words": words}
     return result | {"ok": True, **found}

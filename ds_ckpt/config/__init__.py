@@ -36,7 +36,7 @@ from ds_ckpt.config.rules import (
     misplaced,
     with_compat_keys,
 )
-from ds_ckpt.config.verdicts import without_range
+from ds_ckpt.config.verdicts import guard_without_limits
 from ds_ckpt.errors import ConfigError, Problem
 
 __all__ = [
@@ -82,7 +82,7 @@ def parse(config: Mapping[str, Any], *, source: str = "config") -> PluginConfig:
     problems += broken_requirements(requested, origins)
     problems += conflicts(requested)
     if isinstance(plugin, PluginConfig):
-        problems += without_range(plugin.compression)
+        problems += guard_without_limits(plugin.compression)
     if problems or not isinstance(plugin, PluginConfig):
         problems = list({p.where: p for p in reversed(problems)}.values())[::-1]
         count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"

@@ -1,9 +1,8 @@
-"""What `ds-ckpt validate-accuracy` found about a compression section, read back from its record.
+"""Records of `ds-ckpt validate-accuracy`: verdicts on compression settings, and limits for guards.
 
-A record belongs to settings, not to a file: whatever file has the same compression section was
-validated too. Those that come with the package are of the files in `ds_configs/`; a `verdicts.json`
-beside a configuration is read as well. Keys that change no number (where residuals live, what
-buckets are exchanged beside) are not compared.
+A record belongs to settings, not to a file: every file with the same settings is validated. Records
+of the files in `ds_configs/` are part of the package; a `verdicts.json` beside a configuration is
+read as well. Keys without influence on results (device of residuals, autotuning) are not compared.
 """
 
 from __future__ import annotations
@@ -14,13 +13,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ds_ckpt.compression import methods
 from ds_ckpt.config.compression import CompressionConfig
-from ds_ckpt.config.load import RENAMED
 from ds_ckpt.config.models import plugin_model
-from ds_ckpt.config.weights import WeightsConfig
 from ds_ckpt.errors import Problem, StateError
 from ds_ckpt.files import replacing
 from ds_ckpt.telemetry.timings import ResidualStats
@@ -28,31 +25,28 @@ from ds_ckpt.telemetry.timings import ResidualStats
 FILE_NAME = "verdicts.json"
 SHIPPED = Path(__file__).parents[1] / FILE_NAME
 LEEWAY = 1.25
-"""Limits from a record are what validation saw and a quarter more: another batch is no alarm."""
-
-
-_DELTAS = "weights.deltas"
-"""Of a record's settings, where changes of weights lose something."""
+"""Limits over the largest validated values: another batch is no alarm."""
 Word = Literal["identical", "equivalent", "better", "worse", "different", "inconclusive"]
+Loss = Literal["equal", "any"] | float
+"""Accepted loss: none that validation found, any, or a share of the loss."""
+_CONCERN = {"worse": -3, "different": -2, "inconclusive": -1}
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class VerdictRecord(_Record):
-    """One verdict, with all that it holds for.
+class VerdictRecord(BaseModel):
+    """One verdict with its conditions.
 
     Attributes:
-        preset: name of the file that was validated.
-        settings: what decides the numbers, by key of the compression section.
-        betas: AdamW's in these runs, where they were not the task's own.
+        preset: name of the validated file.
+        settings: result of `decisive` for the file.
+        betas: AdamW's in these runs, if they were not the task's own.
         metric, margin: relative held-out loss, or accuracy as a share.
-        interval: of the difference to dense training, 90%, more than 0 is worse; None where a run
+        interval: of the difference to uncompressed training, 90%, positive is worse; None if a run
             diverged.
-        steps, warm_up: of each run, and how many of them were dense.
-        left: the largest that was seen; None where nothing was left behind.
+        steps, warm_up: of each run, and the number of uncompressed ones.
+        left: the largest observed values; None without residuals.
     """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     preset: str
     settings: dict[str, Any]
@@ -75,24 +69,18 @@ class VerdictRecord(_Record):
     versions: dict[str, str]
     date: str
 
-    @field_validator("settings")
-    @classmethod
-    def _with_new_names(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        section = "compression."
-        return {RENAMED.get(section + k, k).removeprefix(section): v for k, v in settings.items()}
-
     def words(self) -> str:
-        """The verdict and what it holds for."""
+        """Describe the verdict and its conditions."""
         unit = "%" if self.metric == "loss" else " points"
-        one_point = self.metric == "accuracy" and self.margin == 0.01
-        margin = f"margin {100 * self.margin:g}{' point' if one_point else unit}"
+        is_one_point = self.metric == "accuracy" and self.margin == 0.01
+        found = f"margin {100 * self.margin:g}{' point' if is_one_point else unit}"
         if self.interval is not None:
             low, high = (100 * bound for bound in self.interval)
-            found = f"{low:+.2f} to {high:+.2f}{unit}, {margin}"
+            found = f"{low:+.2f} to {high:+.2f}{unit}, {found}"
             if self.verdict == "inconclusive" and self.interval[1] < self.margin:
                 found += ": not worse by it"
-        else:
-            found = f"diverged, {margin}" if self.verdict == "worse" else margin
+        elif self.verdict == "worse":
+            found = f"diverged, {found}"
         return (
             f"{self.verdict} ({found}; {self.fewer_bytes:.1f}x fewer gradient bytes) in "
             f"{self.task}, {self.model}, {self.seeds} seeds of {self.steps} steps, "
@@ -100,119 +88,115 @@ class VerdictRecord(_Record):
         )
 
 
-class _File(_Record):
+class _File(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
     format: Literal["ds_ckpt verdicts 1"] = "ds_ckpt verdicts 1"
     verdicts: tuple[VerdictRecord, ...] = ()
 
 
-def decisive(
-    compression: CompressionConfig, weights: WeightsConfig | None = None
-) -> dict[str, Any]:
-    """What of the sections decides the numbers, flat, by dotted key of the compression section or
-    as `weights.deltas`."""
+def decisive(compression: CompressionConfig) -> dict[str, Any]:
+    """Return the settings that influence results, by dotted key of the compression section."""
+    known, found = methods(), compression.model_dump(mode="json")
+    feedback, when = found["error_feedback"], compression.exchange.when
     wanted = {"method", "rules", "warmup_steps", "min_numel"}
-    known = methods()
     for method in compression.methods_used() & known.keys():
         wanted |= set(known[method].depends_on())
-    found = compression.model_dump(mode="json")
     flat: dict[str, Any] = {}
     for key in sorted(wanted):
         value = found[key]
-        if isinstance(value, dict):
-            flat |= {f"{key}.{name}": part for name, part in value.items()}
-        else:
-            flat[key] = value
-    for name in ("enabled", "dtype"):
-        flat[f"error_feedback.{name}"] = found["error_feedback"][name]
-    if found["error_feedback"]["momentum"] != "none":
-        flat["error_feedback.momentum"] = found["error_feedback"]["momentum"]
+        parts = value.items() if isinstance(value, dict) else ()
+        flat |= {f"{key}.{name}": part for name, part in parts} or {key: value}
+    flat |= {f"error_feedback.{name}": feedback[name] for name in ("enabled", "dtype")}
+    if feedback["momentum"] != "none":
+        flat["error_feedback.momentum"] = feedback["momentum"]
     if compression.warmup_bits is not None:
         flat["warmup_bits"] = compression.warmup_bits
-    when = compression.exchange.when
     held = compression.lossy and compression.error_feedback.enabled
     if when != "auto" and held != (when == "accumulation_boundary"):
         flat["exchange.when"] = when
-    if weights is not None and weights.resident and weights.few_bits:
-        flat[_DELTAS] = weights.deltas
     return flat
 
 
 def read_verdicts(path: Path) -> list[VerdictRecord]:
-    """The records of a file; none where there is no file.
+    """Return the records of a file; none if there is no file.
 
     Raises:
-        StateError: the file holds something else.
+        StateError: the file has another content.
     """
     if not path.is_file():
         return []
     try:
         return list(_File.model_validate_json(path.read_text(encoding="utf-8")).verdicts)
     except (ValidationError, UnicodeDecodeError, OSError) as error:
-        raise StateError(
-            Problem(
-                where=str(path),
-                found=f"no record of this version ({str(error).splitlines()[0]})",
-                why="verdicts of validate-accuracy are read from it",
-                remedy="remove the file, and validate again",
-            ),
-            headline="the verdicts cannot be read",
-        ) from error
+        found = f"no record of this version ({str(error).splitlines()[0]})"
+        why = "verdicts of validate-accuracy are read from it"
+        problem = Problem(str(path), found, why, "remove the file, and validate again")
+        raise StateError(problem, headline="the verdicts cannot be read") from error
 
 
 def write_verdicts(path: Path, records: Iterable[VerdictRecord]) -> None:
-    """Add to the file; a record takes the place of an older one of the same preset, settings, task
-    and workers."""
-    kept = {_place(record): record for record in read_verdicts(path)}
-    kept |= {_place(record): record for record in records}
-    order = sorted(kept.items(), key=lambda item: item[0])
-    text = _File(verdicts=tuple(record for _, record in order)).model_dump(mode="json")
+    """Add to the file; a record replaces an older one of the same preset, settings and task."""
+
+    def key(record: VerdictRecord) -> tuple[Any, ...]:
+        conditions = record.task, record.data, record.model, record.mode, record.workers
+        return record.preset, *conditions, json.dumps(record.settings, sort_keys=True)
+
+    kept = {key(record): record for record in [*read_verdicts(path), *records]}
+    text = _File(verdicts=tuple(kept[k] for k in sorted(kept))).model_dump(mode="json")
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as unfinished:
         unfinished.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
 
 
-def _place(record: VerdictRecord) -> tuple[str | int, ...]:
-    said = json.dumps(record.settings, sort_keys=True)
-    found_on = record.task, record.data, record.model, record.mode, record.workers
-    return record.preset, *found_on, said
-
-
-def verdicts_on(
-    compression: CompressionConfig,
-    beside: Path | None = None,
-    weights: WeightsConfig | None = None,
-) -> list[VerdictRecord]:
-    """Records of these settings: those beside the configuration's file, then the package's own.
+def verdicts_on(compression: CompressionConfig, beside: Path | None = None) -> list[VerdictRecord]:
+    """Return records of these settings: those beside the file `beside`, then the package's own.
 
     One for each task, data, model and number of workers, the first that is found.
     """
-    wanted = decisive(compression, weights)
-    if compression.method == "none" and _DELTAS not in wanted:
+    if compression.method == "none":
         return []
+    wanted = decisive(compression)
     records = read_verdicts(beside.parent / FILE_NAME) if beside is not None else []
     found: dict[tuple[str, str, str, int], VerdictRecord] = {}
     for record in [*records, *read_verdicts(SHIPPED)]:
-        if _decisive_of(record.settings) == wanted:
+        if _with_defaults(record.settings) == wanted:
             found.setdefault((record.task, record.data, record.model, record.workers), record)
     return list(found.values())
 
 
-Loss = Literal["equal", "any"] | float
-"""How much of it may be given up: none that validation saw, anything, or a share of it."""
+def _with_defaults(settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Add the defaults of newer keys to a record's settings; None if a key is unknown."""
+    try:
+        plugin = plugin_model().model_validate({"compression": _section(settings)})
+    except ValidationError:
+        return None
+    return decisive(plugin.compression)
+
+
+def _section(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings by dotted key as a section, without nulls."""
+    found: dict[str, Any] = {}
+    for path, value in settings.items():
+        section, _, key = path.rpartition(".")
+        if value is not None:
+            (found.setdefault(section, {}) if section else found)[key] = value
+    found["rules"] = tuple(_section(rule) for rule in found.get("rules", ()))
+    return found
 
 
 def allows(records: Iterable[VerdictRecord], loss: Loss) -> bool:
-    """Whether verdicts on settings, of any task, allow to train with them.
+    """Return whether the verdicts on settings, of all tasks, allow to train with them.
 
-    "equal": every test of a loss came out equivalent, or better, and none of an accuracy was worse.
-    A share: the whole interval of every loss lies below it, and no accuracy was worse.
+    "equal": every test of a loss was equivalent or better, and no accuracy was worse. A share: the
+    interval of every loss is below it, and no accuracy was worse.
     """
     if loss == "any":
         return True
-    losses, others = list[VerdictRecord](), list[VerdictRecord]()
-    for record in records:
-        (losses if record.metric == "loss" else others).append(record)
-    if not losses or any(record.verdict in ("worse", "different") for record in others):
+    records = list(records)
+    losses = [record for record in records if record.metric == "loss"]
+    others = [record.verdict for record in records if record.metric != "loss"]
+    if not losses or {"worse", "different"} & {*others}:
         return False
     if loss == "equal":
         return all(r.verdict in ("identical", "equivalent", "better") for r in losses)
@@ -220,31 +204,23 @@ def allows(records: Iterable[VerdictRecord], loss: Loss) -> bool:
 
 
 def sections_on_record() -> dict[str, tuple[dict[str, Any], list[VerdictRecord]]]:
-    """Every compression section that the package has verdicts on, with them; by the shortest name
-    of the files that have it."""
-    found: dict[str, tuple[str, dict[str, Any], list[VerdictRecord]]] = {}
+    """Return the package's validated compression sections, by the shortest name of their files."""
+    by_section: dict[str, list[VerdictRecord]] = {}
     for record in read_verdicts(SHIPPED):
-        if _DELTAS in record.settings:
-            continue
-        name = record.preset.removeprefix("zero3_").removeprefix("block_")
         section = _section(record.settings)
         if section.get("error_feedback", {}).get("enabled") is False:
-            section["error_feedback"] = {"enabled": False}  # no residuals that have a dtype
-        key = json.dumps(section, sort_keys=True)  # settings that are gone made no difference
-        former, section, records = found.get(key, (name, section, []))
-        shorter = min(former, name, key=len)
-        found[key] = (shorter, section, [*records, record])
-    return {name: (section, records) for name, section, records in found.values()}
+            section["error_feedback"] = {"enabled": False}  # without residuals no dtype
+        by_section.setdefault(json.dumps(section, sort_keys=True), []).append(record)
+    found = {}
+    for text, records in by_section.items():
+        names = [r.preset.removeprefix("zero3_").removeprefix("block_") for r in records]
+        found[min(names, key=len)] = (json.loads(text), records)
+    return found
 
 
-_CONCERN = {"worse": -3, "different": -2, "inconclusive": -1}
-
-
-def accuracy_words(
-    compression: CompressionConfig, weights: WeightsConfig, verdicts: list[VerdictRecord]
-) -> list[str]:
-    """A line on each thing that was validated, the worst first; none where nothing can be lost."""
-    if not compression.lossy and not (weights.resident and weights.few_bits):
+def accuracy_words(compression: CompressionConfig, verdicts: list[VerdictRecord]) -> list[str]:
+    """Return one line per verdict, the worst first; none if the settings are lossless."""
+    if not compression.lossy:
         return []
     if not verdicts:
         return ["accuracy never validated: ds-ckpt validate-accuracy FILE does it"]
@@ -253,7 +229,7 @@ def accuracy_words(
 
 
 def largest(seen: Iterable[ResidualStats]) -> ResidualStats | None:
-    """The largest values of all; None of none."""
+    """Return the largest values; None if there are none."""
     each = list(seen)
     if not each:
         return None
@@ -261,73 +237,30 @@ def largest(seen: Iterable[ResidualStats]) -> ResidualStats | None:
 
 
 def with_leeway(seen: ResidualStats) -> ResidualStats:
-    """Limits that a run like the validated one keeps to; an error above 1 there is none."""
-    return ResidualStats(
-        error=min(1.0, LEEWAY * seen.error), residual_norm=LEEWAY * seen.residual_norm
-    )
-
-
-def _decisive_of(settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Of a record's settings; None where they have a key that nobody knows any more."""
-    weights = {key: value for key, value in settings.items() if key == _DELTAS}
-    gradients = {key: value for key, value in settings.items() if key != _DELTAS}
-    try:
-        return (
-            decisive(
-                plugin_model().model_validate({"compression": _section(gradients)}).compression
-            )
-            | weights
-        )
-    except ValidationError:
-        return None
-
-
-def _section(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by dotted key as a section has them, without settings that are gone since and were
-    what they always are now, and without nulls."""
-    found: dict[str, Any] = {}
-    for path, value in settings.items():
-        section, _, key = path.rpartition(".")
-        if section:
-            found.setdefault(section, {})[key] = value
-        elif value is not None:
-            found[key] = dict(value) if isinstance(value, dict) else value
-    for name in found.keys() & methods().keys():
-        removed = methods()[name].removed
-        found[name] = {
-            k: v
-            for k, v in found[name].items()
-            if k not in removed or removed[k].values or removed[k].stays != v
-        }
-    if "rules" in found:
-        found["rules"] = tuple(_section(rule) for rule in found["rules"])
-    return found
+    """Return limits for a run like the validated one; an error cannot exceed 1."""
+    return ResidualStats(min(1.0, LEEWAY * seen.error), LEEWAY * seen.residual_norm)
 
 
 def limits(compression: CompressionConfig) -> ResidualStats | None:
-    """What the guard holds the run to: the section's numbers, or else what validation saw with
-    some leeway.
+    """Return the guard's limits: the section's, or the validated values with leeway; else None.
 
-    None where neither is known. A number that is absent beside one that stands is no limit.
+    If the section has one of the two numbers, the other is unlimited.
     """
     guard = compression.guard
     if guard.error is None and guard.residual_norm is None:
         seen = largest(r.left for r in verdicts_on(compression) if r.left is not None)
         return None if seen is None else with_leeway(seen)
-    return ResidualStats(
-        error=guard.error if guard.error is not None else math.inf,
-        residual_norm=guard.residual_norm if guard.residual_norm is not None else math.inf,
-    )
+    error, norm = guard.error, guard.residual_norm
+    return ResidualStats(math.inf if error is None else error, math.inf if norm is None else norm)
 
 
-def without_range(compression: CompressionConfig) -> Iterator[Problem]:
-    """A guard that has nothing to hold the run to."""
+def guard_without_limits(compression: CompressionConfig) -> Iterator[Problem]:
+    """Yield a problem if the guard is active and has no limits."""
     if compression.lossy and compression.guard.active and limits(compression) is None:
         yield Problem(
             where="$.ds_ckpt.compression.guard",
             found=f'action "{compression.guard.action}" without error and residual_norm',
-            why="no verdict that comes with ds_ckpt is on these settings, so nobody knows what to "
-            "expect of them",
+            why="no verdict of the package is on these settings, so expected values are unknown",
             remedy="write the error and residual_norm that ds-ckpt validate-accuracy prints for "
             "this file, or remove the guard",
         )
