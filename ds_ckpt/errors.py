@@ -1,6 +1,6 @@
-"""Errors that a user can act on: what was found, where, why it is wrong, what to write instead.
+"""Errors that a user can act on: location, observed value, reason, remedy.
 
-Only messages live here. `AssertionError` is kept for broken invariants of our own.
+`AssertionError` is reserved for broken invariants of our own.
 """
 
 from __future__ import annotations
@@ -13,10 +13,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake: the four things that an error must say."""
+    """One mistake, with the four parts of an error message.
+
+    Attributes:
+        where: JSON path (`$.ds_ckpt.compression.method`), parameter name or DeepSpeed symbol.
+        found: observed value.
+        why: reason why it is wrong.
+        remedy: what to write or do instead.
+    """
 
     where: str
-    """JSON path (`$.ds_ckpt.compression.method`), parameter name or DeepSpeed symbol."""
     found: str
     why: str
     remedy: str
@@ -26,46 +32,43 @@ class Problem:
 
 
 class DsCkptError(Exception):
-    """Base of every error that ds_ckpt raises on purpose. Carries all problems found at once."""
+    """Base of every deliberate error of ds_ckpt. Carries all problems found at once."""
 
-    headline = "ds_ckpt cannot go on"
+    headline = "ds_ckpt cannot continue"
 
     def __init__(
         self, problems: Problem | Sequence[Problem], *, headline: str | None = None
     ) -> None:
-        self.problems: tuple[Problem, ...] = (
-            (problems,) if isinstance(problems, Problem) else tuple(problems)
-        )
+        self.problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
         self.headline = headline or self.headline
-        lines = [self.headline]
-        lines += [f"  {i}. {p}" for i, p in enumerate(self.problems, 1)]
-        super().__init__("\n".join(lines))
+        numbered = (f"  {i}. {problem}" for i, problem in enumerate(self.problems, 1))
+        super().__init__("\n".join([self.headline, *numbered]))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """So that it can be raised in another process, too."""
+        """Support pickling, so that another process can raise the error."""
         return functools.partial(type(self), headline=self.headline), (self.problems,)
 
 
 class ConfigError(DsCkptError, ValueError):
-    """The JSON configuration is wrong, or asks for a combination that cannot be served."""
+    """The JSON configuration is wrong, or requests an unsupported combination."""
 
     headline = "the configuration cannot be used"
 
 
 class ContractError(DsCkptError, ImportError):
-    """The installed DeepSpeed no longer has what a hook leans on."""
+    """The installed DeepSpeed lacks a symbol that a hook needs."""
 
     headline = "the installed DeepSpeed does not fit this ds_ckpt"
 
 
 class UnsupportedError(DsCkptError, RuntimeError):
-    """The model, engine or optimizer is one that the plugin cannot serve."""
+    """The model, engine or optimizer is not supported."""
 
-    headline = "ds_ckpt cannot serve this engine"
+    headline = "ds_ckpt does not support this engine"
 
 
 class StateError(DsCkptError, RuntimeError):
-    """Saved compression state does not fit the run that loads it."""
+    """Saved plugin state does not fit the run that loads it."""
 
     headline = "the saved compression state does not fit"
 
@@ -73,4 +76,4 @@ class StateError(DsCkptError, RuntimeError):
 class RecomputeError(DsCkptError, RuntimeError):
     """A checkpointed block did not repeat its forward; the gradients would be wrong."""
 
-    headline = "a recompute differs from its forward"
+    headline = "a recomputation differs from its forward"

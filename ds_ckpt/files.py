@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Atomic replacement of files."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file to write, beside `path`, that takes its place when the block ends well.
-
-    What was at `path` stays when the block fails or the process is killed.
-    """
+    """Yield a file beside `path` that replaces it if the block ends without an error."""
     unfinished = path.with_suffix(".unfinished")
     yield unfinished
     os.replace(unfinished, path)

@@ -1,7 +1,7 @@
-"""Files of tensors that are taken as they were written, or not at all.
+"""Files of tensors with checksums: read as they were written, or refused.
 
-Two digests stand in the file's own metadata (BLAKE2b, 16 bytes each): of the rest of the metadata,
-and of all tensors' names, types, shapes and bytes. safetensors, no pickle.
+The file's metadata have two digests (BLAKE2b, 16 bytes each): of the other metadata, and of all
+tensors' names, types, shapes and bytes. The format is safetensors; no pickle.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from torch import Tensor
 from ds_ckpt.files import replacing
 
 _DIGEST = "digest"
-_CHANGED = "other bytes than were written: its checksum is not theirs"
+_CHANGED = "other bytes than were written: the checksum does not match"
 
 
 class DamagedError(ValueError):
-    """What was found in place of a whole file, in words."""
+    """A file is not readable, or not what was written; the message completes "found ..."."""
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write all of it, or leave what was at `path`."""
-    held = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-    digest = _new()
-    for key, tensor in sorted(held.items()):
+    """Write the file completely, or leave the former file at `path`."""
+    on_host = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+    digest = hashlib.blake2b(digest_size=16)
+    for key, tensor in sorted(on_host.items()):
         _add(digest, key, tensor)
-    sealed = {**metadata, _DIGEST: _of(metadata) + str(digest.hexdigest())}
+    sealed = {**metadata, _DIGEST: _metadata_digest(metadata) + digest.hexdigest()}
     with replacing(path) as unfinished:
-        save_file(held, str(unfinished), metadata=sealed)
+        save_file(on_host, str(unfinished), metadata=sealed)
 
 
 class SealedFile:
-    """A file that is opened for reading; nothing but its metadata is verified before `check`.
+    """Open file whose metadata are verified; `check` verifies the tensors.
 
     Attributes:
         metadata: without the digest.
-        keys: of its tensors.
+        keys: names of the tensors.
 
     Raises:
-        DamagedError: it cannot be opened, has no digest, or its metadata are not those that were
+        DamagedError: the file cannot be opened, has no digest, or has other metadata than were
             written.
     """
 
@@ -60,48 +60,44 @@ class SealedFile:
         self._digest = self.metadata.pop(_DIGEST, "")
         if not self._digest:
             raise DamagedError("a file without its checksum")
-        if not self._digest.startswith(_of(self.metadata)):
+        if not self._digest.startswith(_metadata_digest(self.metadata)):
             raise DamagedError(_CHANGED)
 
     def shape(self, key: str) -> list[int]:
+        """Return a tensor's shape without reading it."""
         return list(self._file.get_slice(key).get_shape())
 
     def dtype(self, key: str) -> str:
-        """By safetensors' name of it."""
+        """Return safetensors' name of a tensor's type without reading it."""
         return str(self._file.get_slice(key).get_dtype())
 
     def tensor(self, key: str) -> Tensor:
-        """On the host."""
+        """Read a tensor into host memory."""
         tensor: Tensor = self._file.get_tensor(key)
         return tensor
 
     def check(self) -> None:
-        """Read all of it.
+        """Read all tensors.
 
         Raises:
-            DamagedError: it is not what was written, or has a value that is not finite.
+            DamagedError: they are not what was written, or have values that are not finite.
         """
-        digest = _new()
-        spoiled = ""
+        digest = hashlib.blake2b(digest_size=16)
+        not_finite = ""
         for key in self.keys:
             tensor = self.tensor(key)
             _add(digest, key, tensor)
             if tensor.is_floating_point() and not tensor.isfinite().all():
-                spoiled = spoiled or key
-        if self._digest != _of(self.metadata) + str(digest.hexdigest()):
+                not_finite = not_finite or key
+        if self._digest != _metadata_digest(self.metadata) + digest.hexdigest():
             raise DamagedError(_CHANGED)
-        if spoiled:
-            raise DamagedError(f"NaN or infinity in {spoiled}")
+        if not_finite:
+            raise DamagedError(f"NaN or infinity in {not_finite}")
 
 
-def _new() -> Any:
-    return hashlib.blake2b(digest_size=16)
-
-
-def _of(metadata: Mapping[str, str]) -> str:
-    digest = _new()
-    digest.update(json.dumps(sorted(metadata.items())).encode())
-    return str(digest.hexdigest())
+def _metadata_digest(metadata: Mapping[str, str]) -> str:
+    text = json.dumps(sorted(metadata.items()))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _add(digest: Any, key: str, tensor: Tensor) -> None:

@@ -26,8 +26,8 @@ def with_compat_keys(ours: Any, deepspeeds: Any) -> tuple[Any, dict[str, str], l
     """Add the keys of DeepSpeed's section to ours.
 
     Returns:
-        Our raw section; for each added key of `activation` the key of DeepSpeed's section; problems
-        of keys that both sections have, with different values.
+        Our raw section; paths of added keys, and where they are written; problems of keys that both
+        sections have, with different values.
     """
     ours = {} if ours is None else ours
     activation = {} if lookup(ours, ("activation",)) is None else lookup(ours, ("activation",))
@@ -41,7 +41,8 @@ def with_compat_keys(ours: Any, deepspeeds: Any) -> tuple[Any, dict[str, str], l
     for theirs, key in CompatSection.ours.items():
         value, own = lookup(deepspeeds, (theirs,)), activation.get(key)
         if value is True and own is None:
-            merged[key], origins[key] = value, theirs
+            merged[key] = value
+            origins[f"{OURS}.activation.{key}"] = f"{DEEPSPEEDS}.{theirs}"
         elif value is True and own is not True:
             why = f"{DEEPSPEEDS}.{theirs} is {show(value)}, and both keys have the same meaning"
             remedy = "write the same in both, or remove one"
@@ -102,36 +103,17 @@ def broken_requirements(
     requested: RequestedConfig, origins: Mapping[str, str]
 ) -> Iterator[Problem]:
     """Yield written keys that have no effect, by the markers on their fields."""
-    if not isinstance(requested.ours, Mapping):
-        return
-    renames = {
-        f"{OURS}.activation.{key}": f"{DEEPSPEEDS}.{theirs}" for key, theirs in origins.items()
-    }
-    theirs = {
-        f"{OURS}.activation.{key}": f"{DEEPSPEEDS}.{name}"
-        for name, key in CompatSection.ours.items()
-    }
-    for place in _places((OURS, requested.ours, plugin_model())):
+    top = (OURS, requested.ours, plugin_model())
+    for place in _places(top) if isinstance(requested.ours, Mapping) else ():
         path, raw, model = place
         for key, field in model.model_fields.items():
             value, where = raw.get(key), join(path, key)
             if not _is_written(value) or where in requested.wrong:
                 continue
-            for marker in field.metadata:
-                if isinstance(marker, Requires) and (
-                    problem := _broken(marker, where, value, requested, place)
-                ):
-                    if where in renames:
-                        problem = _renamed(problem, theirs)
-                    yield problem
-                    break
-
-
-def _renamed(problem: Problem, names: Mapping[str, str]) -> Problem:
-    texts = [problem.where, problem.found, problem.why, problem.remedy]
-    for ours, theirs in sorted(names.items(), reverse=True):
-        texts = [text.replace(ours, theirs) for text in texts]
-    return Problem(*texts)
+            markers = (marker for marker in field.metadata if isinstance(marker, Requires))
+            broken = (_broken(marker, value, requested, place) for marker in markers)
+            if found := next(filter(None, broken), None):
+                yield Problem(origins.get(where, where), show(value), *found)
 
 
 def _places(place: _Place) -> Iterator[_Place]:
@@ -158,25 +140,22 @@ def _is_written(value: object) -> bool:
 
 
 def _broken(
-    marker: Requires, where: str, value: Any, requested: RequestedConfig, place: _Place
-) -> Problem | None:
+    marker: Requires, value: Any, requested: RequestedConfig, place: _Place
+) -> tuple[str, str] | None:
+    """Return reason and remedy if the requirement is not met."""
     if marker.only and value not in marker.only:
         return None
     keys = (marker.key,) if isinstance(marker.key, str) else marker.key
     found = dict(requested.values(key, place) for key in keys)
-    if requested.wrong & found.keys():
-        return None
     allowed = marker.values() if callable(marker.values) else marker.values
-    for values in found.values():
-        if any(v in allowed if allowed else v not in marker.unless for v in values):
-            return None
-    paths = list(found)
-    current = show(next(iter(found.values()))[0])
-    why = marker.why or (
-        f"ignored while {' and '.join(paths)} {'is' if len(paths) == 1 else 'are'} {current}"
-    )
+    values = [value for values in found.values() for value in values]
+    met = any(v in allowed if allowed else v not in marker.unless for v in values)
+    if met or requested.wrong & found.keys():
+        return None
+    paths = " and ".join(found)
+    why = f"ignored while {paths} {'is' if len(found) == 1 else 'are'} {show(values[0])}"
     suggest = show(allowed[0] if marker.suggest is None else marker.suggest)
-    return Problem(where, show(value), why, f"remove it, or set {' or '.join(paths)} to {suggest}")
+    return marker.why or why, f"remove it, or set {' or '.join(found)} to {suggest}"
 
 
 # DeepSpeed's settings
@@ -188,24 +167,6 @@ class Test:
 
     holds: Callable[[Any], bool]
     remedy: str
-
-
-@dataclass(frozen=True)
-class Conflict:
-    """Setting of DeepSpeed that parts of the plugin do not support.
-
-    Attributes:
-        key: path below `$`.
-        test: unsupported values.
-        parts: parts of the plugin: keys of `_active`.
-        beside: another key that must be on, too.
-    """
-
-    key: str
-    test: Test
-    parts: tuple[str, ...]
-    why: str
-    beside: str = ""
 
 
 def _one_of(*words: str) -> Callable[[Any], bool]:
@@ -224,9 +185,8 @@ def _number(test: Callable[[float], bool]) -> Callable[[Any], bool]:
 
 # switches as DeepSpeed reads them
 _is_on = _one_of("true", "t", "yes", "y", "on", "1", "1.0")
-_is_off = _one_of("false", "f", "no", "n", "off", "0", "0.0")
 ON = Test(_is_on, "write false or remove the key")
-OFF = Test(_is_off, "write true or remove the key")
+OFF = Test(_one_of("false", "f", "no", "n", "off", "0", "0.0"), "write true or remove the key")
 ABOVE_1 = Test(_number(lambda number: number > 1), "write 1 or remove the key")
 NOT_1 = Test(_number(lambda number: number != 1), "write 1.0 or remove the key")
 PRESENT = Test(lambda value: True, "remove the key")
@@ -236,139 +196,44 @@ NVME = Test(_one_of("nvme"), 'write "cpu" or "none"')
 OFFLOADED = Test(_one_of("cpu", "nvme"), 'write "none" or remove the section')
 
 _ZERO = "zero_optimization"
-_GRADIENTS, _WEIGHTS, _BLOCKS = ("compression",), ("weights",), ("activation",)
-_SENT = (*_GRADIENTS, *_WEIGHTS)
+_HPZ, _QUANTIZED = f"{_ZERO}.zero_hpz_partition_size", f"{_ZERO}.zero_quantized_weights"
+_COMPRESSION = {
+    f"{_ZERO}.reduce_scatter": (OFF, "gradients are then all-reduced, past compression"),
+    f"{_ZERO}.zero_quantized_gradients": (ON, "DeepSpeed then sends gradients by its own codec"),
+    f"{_ZERO}.offload_optimizer.super_offload": (ON, "SuperOffload rolls steps back by itself"),
+    "optimizer.type": (MUON, "Muon needs whole gradients and refuses reduce-scatter"),
+    "gradient_predivide_factor": (NOT_1, "ZeRO-3 supports only 1.0 with reduce-scatter"),
+    "prescale_gradients": (ON, "ZeRO-3 does not support it with reduce-scatter"),
+    "gradient_allreduce_op": (SUM, "ZeRO-3 and compression deliver the mean over ranks"),
+}
+_SENT = {
+    f"{_ZERO}.zenflow": (PRESENT, "ZenFlow moves gradients and weights past ZeRO-3's reduction"),
+    f"{_ZERO}.mics_shard_size": (PRESENT, "MiCS shards over subgroups of ranks"),
+    "checkpoint.use_node_local_storage": (ON, "plugin state needs a folder that all nodes share"),
+    "expert_parallel.enabled": (ON, "experts are sharded over other groups of ranks"),
+    "tensor_parallel.autotp_size": (ABOVE_1, "parameters of one name differ between ranks"),
+    "sequence_parallel_size": (ABOVE_1, "shards then span sequence- and data-parallel ranks"),
+}
+_WEIGHTS = {
+    f"{_ZERO}.cpu_offload_param": (ON, "all-gathers then take weights from the host"),
+    f"{_ZERO}.offload_param.device": (OFFLOADED, "all-gathers then take weights from there"),
+    _QUANTIZED: (ON, "DeepSpeed then rounds weights in every all-gather; copies are not rounded"),
+    f"{_ZERO}.zero_quantized_nontrainable_weights": (ON, "copies of frozen weights are rounded"),
+    f"{_ZERO}.offload_optimizer.device": (NVME, "changes of weights on NVMe are not observed"),
+}
+_ACTIVATION = {
+    "hybrid_engine.enabled": (ON, "the hybrid engine replaces the forward of blocks"),
+    _HPZ: (ABOVE_1, "recomputation would read weights that hpZ quantized a second time"),
+}
+_ALL = {"compile.deepcompile": (ON, "DeepCompile gathers and reduces past the hooks of ds_ckpt")}
 CONFLICTS = (
-    Conflict(
-        f"{_ZERO}.reduce_scatter",
-        OFF,
-        _GRADIENTS,
-        "gradients are then all-reduced in one buffer, past the call that compression replaces",
-    ),
-    Conflict(
-        f"{_ZERO}.zero_quantized_gradients",
-        ON,
-        _GRADIENTS,
-        "DeepSpeed then reduces gradients by its own quantized all-to-all, past compression",
-    ),
-    Conflict(
-        f"{_ZERO}.zenflow",
-        PRESENT,
-        _SENT,
-        "ZenFlow selects gradients around the reduction and writes weights past the optimizer",
-    ),
-    Conflict(
-        f"{_ZERO}.offload_optimizer.super_offload",
-        ON,
-        _GRADIENTS,
-        "SuperOffload's optimizer steps while gradients arrive and rolls back; residuals do not",
-    ),
-    Conflict(
-        f"{_ZERO}.mics_shard_size",
-        PRESENT,
-        _SENT,
-        "MiCS shards over subgroups of ranks, and DeepSpeed has removed it",
-    ),
-    Conflict(
-        "checkpoint.use_node_local_storage",
-        ON,
-        _SENT,
-        "saved residuals and copies of weights must be in one folder that all nodes share",
-    ),
-    Conflict(
-        "optimizer.type",
-        MUON,
-        _GRADIENTS,
-        "Muon needs whole gradients and refuses reduce-scatter, which compression replaces",
-    ),
-    Conflict(
-        "expert_parallel.enabled",
-        ON,
-        _SENT,
-        "experts are sharded over other groups of ranks than other weights",
-    ),
-    Conflict(
-        "tensor_parallel.autotp_size",
-        ABOVE_1,
-        _SENT,
-        "one parameter name then stands for different slices in different ranks",
-    ),
-    Conflict(
-        "sequence_parallel_size",
-        ABOVE_1,
-        _SENT,
-        "gradients and weights are then sharded over sequence- and data-parallel ranks together",
-    ),
-    Conflict(
-        "gradient_predivide_factor",
-        NOT_1,
-        _GRADIENTS,
-        "ZeRO-3 supports only 1.0 with reduce-scatter, which compression replaces",
-    ),
-    Conflict(
-        "prescale_gradients",
-        ON,
-        _GRADIENTS,
-        "ZeRO-3 does not support it with reduce-scatter, which compression replaces",
-    ),
-    Conflict(
-        "gradient_allreduce_op",
-        SUM,
-        _GRADIENTS,
-        "ZeRO-3 and compression deliver the mean over ranks",
-    ),
-    Conflict(
-        "hybrid_engine.enabled",
-        ON,
-        _BLOCKS,
-        "the hybrid engine swaps the blocks' forward, which drops the checkpointed one",
-    ),
-    Conflict(
-        f"{_ZERO}.zero_hpz_partition_size",
-        ABOVE_1,
-        _BLOCKS,
-        "with zero_quantized_weights, recomputation reads hpZ's copy of the weights, quantized a "
-        "second time: it would not repeat the forward",
-        beside=f"{_ZERO}.zero_quantized_weights",
-    ),
-    Conflict(
-        f"{_ZERO}.cpu_offload_param",
-        ON,
-        _WEIGHTS,
-        "DeepSpeed reads it as offload_param, and all-gathers take weights from the host",
-    ),
-    Conflict(
-        f"{_ZERO}.offload_param.device",
-        OFFLOADED,
-        _WEIGHTS,
-        "weights are then in host memory or on NVMe, and all-gathers take them from there",
-    ),
-    Conflict(
-        f"{_ZERO}.zero_quantized_weights",
-        ON,
-        _WEIGHTS,
-        "DeepSpeed then rounds weights to 8 bits in every all-gather; copies are not rounded",
-    ),
-    Conflict(
-        f"{_ZERO}.zero_quantized_nontrainable_weights",
-        ON,
-        _WEIGHTS,
-        "copies of frozen weights would be rounded",
-    ),
-    Conflict(
-        f"{_ZERO}.offload_optimizer.device",
-        NVME,
-        _WEIGHTS,
-        "changes of weights that pass through NVMe cannot be observed",
-    ),
-    Conflict(
-        "compile.deepcompile",
-        ON,
-        (*_BLOCKS, *_SENT),
-        "DeepCompile's graph passes gather weights and reduce gradients themselves, past the "
-        "hooks of ds_ckpt",
-    ),
+    (("compression",), _COMPRESSION),
+    (("compression", "weights"), _SENT),
+    (("weights",), _WEIGHTS),
+    (("activation",), _ACTIVATION),
+    (("activation", "compression", "weights"), _ALL),
 )
+"""Parts of the plugin: keys of DeepSpeed that they do not support, by path below `$`."""
 _STAGE = {
     "compression": "compression replaces the gradient reduction of ZeRO stage 3",
     "weights": "only ZeRO stage 3 shards the weights; below it every rank has all of them",
@@ -401,14 +266,14 @@ def conflicts(requested: RequestedConfig) -> Iterator[Problem]:
     config, active = requested.config, _active(requested)
     if stage := _stage_problem(config, [part for part in _STAGE if part in active], active):
         yield stage
-    for row in CONFLICTS:
-        value = lookup(config, row.key.split("."))
-        parts = [part for part in row.parts if part in active]
-        if not parts or value is None or not row.test.holds(value):
-            continue
-        if not row.beside or _is_on(lookup(config, row.beside.split("."))):
-            remedy = f"{row.test.remedy}, or {' and '.join(active[part] for part in parts)}"
-            yield Problem(f"$.{row.key}", show(value), row.why, remedy)
+    for parts, rows in CONFLICTS:
+        ways_out = " and ".join(active[part] for part in parts if part in active)
+        for key, (test, why) in rows.items() if ways_out else ():
+            value = lookup(config, key.split("."))
+            if value is None or not test.holds(value):
+                continue
+            if key != _HPZ or _is_on(lookup(config, _QUANTIZED.split("."))):
+                yield Problem(f"$.{key}", show(value), why, f"{test.remedy}, or {ways_out}")
     if requested.value("activation.policy") == "budget":
         where = f"{OURS}.activation.budget_gib"
         if requested.value("activation.budget_gib") is None:

@@ -453,10 +453,3 @@ def test_what_cannot_be_planned_is_refused_in_words(arguments: list[str], said: 
 
 def test_help_has_an_example() -> None:
     assert "ds-ckpt plan llama-7b --cluster" in plan("--help")[1]
-
-
-def test_verdicts_on_settings_of_before_count_with_those_of_now() -> None:
-    """A record names settings that are gone; what they always are now makes no difference."""
-    _, records = sections_on_record()["2bit_no_feedback"]
-    assert {record.workers for record in records} == {4, 8}
-    assert len({tuple(sorted(record.settings)) for record in records}) == 2
