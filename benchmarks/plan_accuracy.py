@@ -219,14 +219,14 @@ class Predictor:
 
     def step(self, row: dict[str, Any], rates: dict[str, float]) -> Any:
         from ds_ckpt.activation.planning.costs import Rates
+        from ds_ckpt.lab.estimate.methods import Method, gradients
         from ds_ckpt.lab.estimate.model import ACTIVATIONS
-        from ds_ckpt.lab.estimate.simulate import Link, Machine, Way, Weights, in_a_row
-        from ds_ckpt.lab.estimate.ways import Method, gradients
+        from ds_ckpt.lab.estimate.simulate import Link, Machine, Strategy, Weights, in_a_row
 
         model, method = self.model(row["shape"]), row["method"]
         costs = Rates(rates["flop_per_s"], rates["bytes_per_s"], math.inf)
-        at = model.at(row["sequences"], costs)
-        plan = at.planner.all_alike(row["policy"], ACTIVATIONS)
+        planner = model.planner(row["sequences"], costs)
+        plan = planner.all_alike(row["policy"], ACTIVATIONS)
         inside = link = Link(rates["link_bytes_per_s"])
         if row["rate_mbit"] is not None:
             bytes_per_s = row["rate_mbit"] * 1e6 / 8
@@ -268,7 +268,7 @@ class Predictor:
             coding_s = rates["whole_s"] + lossless * rates["lossless_s"]
             each = coding_s / processes
             resident = Weights(bits / 8 * (HOSTS - 1) / HOSTS, each, each * (HOSTS - 1))
-        way = Way(
+        strategy = Strategy(
             row["accumulation"],
             2,
             how,
@@ -277,8 +277,8 @@ class Predictor:
             weights=resident,
             update_s=rates["update_s"] * model.elements / processes,
         )
-        blocks = model.simulated(at, plan, persistent=0, reuse=0)
-        return in_a_row(machine, blocks, way, IN_A_ROW)
+        blocks = model.simulated(planner.forward_s, plan, persistent=0, reuse=0)
+        return in_a_row(machine, blocks, strategy, IN_A_ROW)
 
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from plan_tables import zeropp
 
+from ds_ckpt.lab.estimate.methods import STOCK, Method
 from ds_ckpt.lab.estimate.model import Model
 from ds_ckpt.lab.estimate.search import NEEDED, ZERO3, Candidate, Question, Search, Setting
 from ds_ckpt.lab.estimate.simulate import Weights
-from ds_ckpt.lab.estimate.ways import STOCK, Method
 from ds_ckpt.lab.hosts.hardware import Hardware
 from ds_ckpt.lab.subject import Sizes
 
@@ -58,16 +58,17 @@ CODE_LLAMA_34B = {
 
 def hybrid(one: Candidate) -> Candidate:
     """PyTorch's HYBRID_SHARD."""
-    machine, way = one.machine, one.way
-    hosts, local, size = machine.hosts, machine.local, way.itemsize
+    machine, strategy = one.machine, one.strategy
+    hosts, local, size = machine.hosts, machine.local, strategy.itemsize
     gradients = replace(
-        way.gradients,
+        strategy.gradients,
         link_bytes=2 * size * (hosts - 1) / hosts,
         inside_bytes=size * (local - 1) / local,
         hops=2 * (hosts - 1),
-        blocks=False,
+        ring=False,
     )
-    return replace(one, way=replace(way, weights=Weights(0.0), gradients=gradients))
+    changed = replace(strategy, weights=Weights(0.0), gradients=gradients)
+    return replace(one, strategy=changed)
 
 
 def zero3(one: Candidate) -> Candidate:
@@ -144,7 +145,7 @@ def simulated(point: Point, model: Model, share: float | None = None) -> float:
     batch = point.batch * cluster.devices
     search = Search(Question(model, cluster, inside["latency_s"], batch, "any", point.dtype))
     setting = Setting(point.batch, 1, point.policy, False, ZERO3, Method(STOCK))
-    plain = search.alike(setting, point.policy)
+    plain = search.uniform(setting, point.policy)
     found = point.way(plain)
     if point.way is zeropp:
         return plain.step.seconds / found.step.seconds

@@ -23,12 +23,11 @@ from pathlib import Path
 import torch
 
 from ds_ckpt.errors import UnsupportedError
-from ds_ckpt.lab.estimate.baselines import Zero1, zero1
+from ds_ckpt.lab.estimate.methods import RESIDENT
 from ds_ckpt.lab.estimate.model import Model
-from ds_ckpt.lab.estimate.plan_report import figures, words
+from ds_ckpt.lab.estimate.plan_report import figures
 from ds_ckpt.lab.estimate.search import HPZ, NEEDED, ZERO3, Candidate, Question, Search, best_of
 from ds_ckpt.lab.estimate.simulate import Link
-from ds_ckpt.lab.estimate.ways import RESIDENT
 from ds_ckpt.lab.hosts.hardware import Hardware
 from ds_ckpt.lab.subject import Sizes
 
@@ -60,15 +59,15 @@ def of(search: Search, *weights: str, stock: bool = True) -> list[Candidate]:
 
 def zeropp(one: Candidate) -> Candidate:
     """With weights in 8 bits, gathered as hpZ does, and gradients in 4."""
-    machine, few = one.machine, one.way.itemsize / 4
+    machine, few = one.machine, one.strategy.itemsize / 4
     gradients = replace(
-        one.way.gradients,
+        one.strategy.gradients,
         link_bytes=few * (machine.hosts - 1) / machine.hosts,
         inside_bytes=few * (machine.local - 1) / machine.local,
         hops=1,
-        blocks=False,
+        ring=False,
     )
-    return replace(one, way=replace(one.way, itemsize=1, hpz=True, gradients=gradients))
+    return replace(one, strategy=replace(one.strategy, itemsize=1, hpz=True, gradients=gradients))
 
 
 def fastest(
@@ -88,13 +87,13 @@ def rows(search: Search, rates: list[float], latencies: list[float]) -> Iterator
     if not search.all:
         search.best()  # says why
     ours = of(search, ZERO3, *RESIDENT, stock=False)
-    hpz, whole = of(search, HPZ), Zero1(question).all
+    hpz = of(search, HPZ)
     named = question.machine.network.latency_s
     for latency_s in [ms / 1e3 for ms in latencies] or [named]:
         for rate in rates:
             link = Link(rate * 1e9 / 8, latency_s)
             found = [
-                fastest(whole, link, zero1),
+                fastest(search.zero1, link),
                 fastest(of(search, ZERO3), link),
                 fastest(hpz, link),
                 fastest(hpz, link, zeropp),
@@ -105,7 +104,7 @@ def rows(search: Search, rates: list[float], latencies: list[float]) -> Iterator
             assert best is not None
             times = min(r.step.seconds for r in rivals if r) / best.step.seconds
             pays = f"{times:.2f}" if times >= PAYS else f"{times:.2f}: no"
-            how = words(best.setting)
+            how = best.setting.describe()
             ms = f" {1e3 * latency_s:g} ms |" if latencies else ""
             yield f"| {rate:g} |{ms} {' | '.join(cells)} | {pays} | {how} |"
 
@@ -145,11 +144,10 @@ def sections() -> Iterator[str]:
         assert last is not None
         yield "Figures of this section:\n"
         device = last.cluster.device
-        kinds = figures(last).items()
-        listed = [(kind, f) for kind, some in kinds for f in some]
+        listed = sorted(figures(last), key=lambda figure: figure.kind)
         yield "\n".join(
-            f"- {kind}: {f.what} {f.value:.4g} ({f.source})"
-            for kind, f in listed
+            f"- {f.kind}: {f.what} {f.value:.4g} ({f.source})"
+            for f in listed
             if f.what.startswith(device.name)
         )
 

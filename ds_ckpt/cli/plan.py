@@ -59,14 +59,8 @@ def plan(
     host_gib: Annotated[
         float, typer.Option(min=0, help="Host memory of a node for what is offloaded: a guess.")
     ] = 512.0,
-    slowest: Annotated[
-        float, typer.Option(min=1, help="By how much the slowest host computes longer: 1.2.")
-    ] = 1.0,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the best as DeepSpeed JSON file.")
-    ] = None,
-    plot_file: Annotated[
-        Path | None, typer.Option("--plot", help="Draw the best's step: a .png or .svg file.")
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON, with all figures, instead of text.")
@@ -81,17 +75,14 @@ def plan(
 
     from ds_ckpt.config.verdicts import Loss
     from ds_ckpt.lab.estimate.model import Model
-    from ds_ckpt.lab.estimate.plan_report import content, picture, show
-    from ds_ckpt.lab.estimate.search import NEEDED, Question, Search, deepspeed_file
+    from ds_ckpt.lab.estimate.plan_report import content, show
+    from ds_ckpt.lab.estimate.search import NEEDED, Question, Search
     from ds_ckpt.lab.hosts.hardware import Hardware
-    from ds_ckpt.lab.report import charts
     from ds_ckpt.lab.subject import Sizes
     from ds_ckpt.telemetry.units import GIB
 
     allowed: Loss = _loss(loss)  # type: ignore[assignment]
     with exit_on_error():
-        if plot_file is not None:
-            charts.check_file(plot_file)
         known = Hardware.load(hardware, "--cluster")
         if (cluster is None) == (hostfile is None):
             why = "one of the two says what the model is to be trained on"
@@ -127,18 +118,17 @@ def plan(
             loss=allowed,
             dtype=dtype,
             host_bytes=host_gib * GIB,
-            slowest=slowest,
         )
         search = Search(question)
-        with progress(len(search.micro_batches())) as search.told:
+        with progress(len(search.micro_batches())) as search.report:
             best = search.best()
+        answer = content(search, best)
         if as_json:
-            typer.echo(json.dumps(content(search, best), indent=2))
+            typer.echo(json.dumps(answer, indent=2))
         else:
-            show(search, best, Console(soft_wrap=True, highlight=False))
-        text = json.dumps(deepspeed_file(question, best.setting, best.plan), indent=2) + "\n"
+            show(answer, Console(soft_wrap=True, highlight=False))
+        text = json.dumps(answer["deepspeed"], indent=2) + "\n"
         write_output(output, lambda path: path.write_text(text, encoding="utf-8"))
-        write_output(plot_file, lambda path: charts.save(picture(best), path))
 
 
 def _loss(text: str) -> str | float:

@@ -16,8 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ds_ckpt.cli import app
-from ds_ckpt.lab.estimate.baselines import Zero1, zero1
-from ds_ckpt.lab.estimate.search import NEEDED, Question
+from ds_ckpt.lab.estimate.search import NEEDED, Question, Search
 from ds_ckpt.lab.hosts.hardware import Hardware
 
 pytestmark = pytest.mark.slow
@@ -90,16 +89,12 @@ def test_zero_1_of_the_tables_sends_what_was_measured(benchmark: Any, accumulati
     known = Hardware.load(None, "--cluster")
     cluster = known.cluster("2 nodes x 1 A100, 1 Gbit/s", NEEDED)
     assert cluster is not None
-    search = Zero1(Question(model, cluster, 5e-6, 2 * accumulation, "equal"))
-    found = next(one for one in search.all if one.setting.micro_steps == accumulation)
-    step = zero1(found).step
-    changed = 2 * model.elements / 2
+    search = Search(Question(model, cluster, 5e-6, 2 * accumulation, "equal"))
+    one = next(one for one in search.zero1 if one.setting.micro_steps == accumulation)
     rows = json.loads((RESULTS / "weight_bytes.json").read_text())
     wanted = {"layout": "2x1", "cell": "ZeRO-1", "accumulation": accumulation}
     (row,) = (row for row in rows if wanted.items() <= row.items())
-    assert bench.HEADERS * (step.link_bytes + changed) == pytest.approx(row["sent"], rel=0.01)
-    longest_s = step.parts_s["update"]
-    assert longest_s >= changed / cluster.rate.value * 8
+    assert bench.HEADERS * one.step.link_bytes == pytest.approx(row["sent"], rel=0.01)
 
 
 def test_a_plan_of_70_billion_parameters_takes_less_than_10_seconds() -> None:

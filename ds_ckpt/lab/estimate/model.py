@@ -1,11 +1,8 @@
-"""What a model costs: two of its blocks surveyed on fake tensors, and the last one multiplied.
+"""Costs of a model: two of its blocks are surveyed on fake tensors, and the last one multiplied.
 
-Nothing is estimated by a formula of its own. Memory and operations of a micro-batch are the
-planner's (`planner/survey.py`, `planner/budget.py`), what ZeRO keeps is the profile's
-(`profile/states.py`), bytes of gradients are the exchange's (`exchange/plan.py`). Where a model's
-blocks are not known to be alike, all of it is surveyed.
-
-Backward takes twice the forward's time: two products for each of its own.
+Memory and operations of a micro-batch are those of a budget (`activation/planning`), bytes of
+gradients are the exchange's (`exchange/assignment.py`). A model whose blocks are not known to be
+alike is surveyed in full. Backward takes twice the forward's time: two products for each one.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ from ds_ckpt.activation.planning.fake import FakeModel
 from ds_ckpt.activation.planning.trace import Survey, survey
 from ds_ckpt.exchange.assignment import Assignment
 from ds_ckpt.exchange.rules import Choose, embeddings_of
-from ds_ckpt.lab.estimate.memory import Parameters
+from ds_ckpt.lab.estimate.memory import DEFAULTS, Parameters
 from ds_ckpt.lab.estimate.profile import blocks_of, built_fake
 from ds_ckpt.lab.estimate.simulate import Block
 from ds_ckpt.lab.subject import Sizes, arguments_of, find_subject, rows_of, tokens_of
@@ -41,7 +38,7 @@ ACTIVATIONS = Allowance(0, "activations")
 
 @dataclass(frozen=True)
 class Stretch:
-    """Parameters that are gathered one after the other: a block, or what is before or after them.
+    """Parameters that are gathered one after the other: a block, or the part before or after.
 
     Attributes:
         shapes: by name, of its own parameters.
@@ -56,6 +53,7 @@ class Stretch:
 
     @classmethod
     def of(cls, parameters: Mapping[str, nn.Parameter], tied: int = 0) -> Stretch:
+        """Read its parameters."""
         modules: dict[str, int] = {}
         for name, parameter in parameters.items():
             owner = name.rpartition(".")[0]
@@ -68,11 +66,7 @@ class Stretch:
         )
 
     def block(self, forward_s: float, recompute_s: float, offloaded: int, persistent: int) -> Block:
-        """As the simulated step has it.
-
-        Args:
-            persistent: parameters of at most so many elements stay gathered.
-        """
+        """Make the block of a simulated step; `persistent`: smaller parameters stay gathered."""
         gathered = sum(shape.numel() for _, shape in self.shapes if shape.numel() > persistent)
         return Block(
             gathered + self.tied,
@@ -85,31 +79,18 @@ class Stretch:
         )
 
 
-@dataclass(frozen=True)
-class MicroBatch:
-    """Costs of one micro-batch on one device.
-
-    Attributes:
-        beside_bytes: gradients of activations and temporaries at the worst moment, beside what a
-            plan counts.
-    """
-
-    sequences: int
-    planner: Planner
-    beside_bytes: int
-
-
 class Model:
     """One model, for any number of sequences in a micro-batch.
 
     Args:
         name: as `ds-ckpt profile` takes it.
+        sizes: of its batch and type.
         modules: class names or patterns of a plain model's blocks.
 
     Attributes:
-        rows: a micro-batch is a multiple of so many sequences: 1, or all that a function returns
-            which cannot be told how many.
-        tokens: of a sequence; 1 where a batch has no token ids.
+        rows: a micro-batch is a multiple of so many sequences: 1, or the whole batch of a function
+            without a parameter for its size.
+        tokens: of a sequence; 1 for a batch without token ids.
 
     Raises:
         UnsupportedError: there is no such model, or it does not run on fake tensors.
@@ -150,36 +131,24 @@ class Model:
             trainable=(*alone.trainable, *(shape.numel() for _, shape in trained)),
             shapes=alone.shapes + trained,
         )
-        self._known: dict[tuple[int, Rates], MicroBatch] = {}
+        self.elements = sum(self.parameters.counts)
+        self.trained = sum(self.parameters.trainable)
+        self._planners: dict[tuple[int, Rates], Planner] = {}
         self._surveys: dict[int, tuple[FakeModel, Survey]] = {}
 
-    @property
-    def elements(self) -> int:
-        return sum(self.parameters.counts)
-
-    @property
-    def trained(self) -> int:
-        return sum(self.parameters.trainable)
-
     def gradients(self, choose: Choose, world: int, local: int, itemsize: int) -> Assignment:
-        """What is exchanged of one gradient; arguments as of `Assignment.of`."""
+        """Plan the exchange of one gradient; see `Assignment.of`."""
         stretches = [s for s in (self.head, *self.blocks, self.tail) if s.trained]
         shapes = ((name, shape, itemsize) for s in stretches for name, shape in s.shapes)
         return Assignment.of(choose, shapes, world, local)
 
-    def at(self, sequences: int, rates: Rates) -> MicroBatch:
-        """Its costs with so many sequences; what is beside a plan grows with them."""
-        if (sequences, rates) not in self._known:
-            planner = Planner(
-                self._surveyed(sequences)[1],
-                rates,
-                self.tokens * sequences,
-                repeated=self._repeated,
-            )
-            self._known[sequences, rates] = MicroBatch(
-                sequences, planner, sequences * self._beside_bytes // self.rows
-            )
-        return self._known[sequences, rates]
+    def planner(self, sequences: int, rates: Rates) -> Planner:
+        """Return the planner of a micro-batch of so many sequences."""
+        if (sequences, rates) not in self._planners:
+            found, tokens = self._surveyed(sequences)[1], self.tokens * sequences
+            planner = Planner(found, rates, tokens, repeated=self._repeated)
+            self._planners[sequences, rates] = planner
+        return self._planners[sequences, rates]
 
     def _surveyed(self, sequences: int) -> tuple[FakeModel, Survey]:
         if sequences not in self._surveys:
@@ -190,9 +159,12 @@ class Model:
             self._surveys[sequences] = made, found
         return self._surveys[sequences]
 
+    def temporary_bytes(self, sequences: int) -> int:
+        """Bytes of gradients of activations and temporaries, which grow with the micro-batch."""
+        return sequences * self._temporary_bytes // self.rows
+
     @functools.cached_property
-    def _beside_bytes(self) -> int:
-        """Of the smallest micro-batch."""
+    def _temporary_bytes(self) -> int:
         made, found = self._surveyed(self.rows)
         planner = Planner(found, Rates(1.0, 1.0, 1.0), 0)
         recomputed = planner.words[min(1, len(planner.words) - 1)]
@@ -210,18 +182,25 @@ class Model:
         return sum(products.forward_s), sum(others.forward_s)
 
     def simulated(
-        self, at: MicroBatch, plan: ActivationPlan, *, persistent: int, reuse: int
+        self,
+        forward_s: Sequence[float],
+        plan: ActivationPlan,
+        *,
+        persistent: int = DEFAULTS["stage3_param_persistence_threshold"],
+        reuse: int = DEFAULTS["stage3_max_reuse_distance"],
     ) -> list[Block]:
-        """The blocks of a simulated step: what is before them, they, what is after them.
+        """Make the blocks of a simulated step, with the parts before and after them.
 
         Args:
-            persistent, reuse: `stage3_param_persistence_threshold` and
-                `stage3_max_reuse_distance`, in elements. A block is used again after all that
+            forward_s: of each block; the last one is what runs outside of them.
+            plan: what is recomputed.
+            persistent: `stage3_param_persistence_threshold`, in elements.
+            reuse: `stage3_max_reuse_distance`, in elements. A block is used again after all that
                 comes behind it has been gathered twice.
         """
-        *forward_s, outside_s = at.planner.forward_s
+        *inside_s, outside_s = forward_s
         found = [self.head.block(0.0, 0.0, 0, persistent)]
-        for stretch, block, seconds in zip(self.blocks, plan.blocks, forward_s, strict=True):
+        for stretch, block, seconds in zip(self.blocks, plan.blocks, inside_s, strict=True):
             recompute_s, moved = block.recompute_s, block.offloaded_bytes
             found.append(stretch.block(seconds, recompute_s, moved, persistent))
         found.append(self.tail.block(outside_s, 0.0, 0, persistent))

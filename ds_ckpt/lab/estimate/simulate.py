@@ -1,45 +1,44 @@
-"""A step of ZeRO-3 with this plugin as a schedule of tasks: how long it takes, what decides it.
+"""One step of ZeRO-3 with this plugin as a schedule of tasks: its time, and what decides it.
 
-Pure arithmetic. A task occupies one resource of the slowest process for a time. It begins when the
+Pure arithmetic. A task occupies one resource of the slowest rank for a time. It begins when the
 tasks that it waits for have ended and the resource is free, in the order of the program:
 
-    start = max(ends of what it waits for, end of the resource's task before)
+    start = max(ends of the tasks it waits for, end of the resource's task before)
     end   = start + time
 
 This is the longest path through a graph whose shape depends on no rate. So more bandwidth, fewer
-bytes or less latency never make a step longer. It is never shorter than what one resource is busy
-with, nor longer than all tasks one after the other.
+bytes or less latency never make a step longer. A step is never shorter than the busy time of one
+resource, nor longer than all tasks one after the other.
 
     resource  what occupies it
     compute   forward, recompute, backward, optimizer, coding of gradients and weights
-    network   a host's link to other hosts, each direction the same
-    inside    the links inside a host
+    network   a node's link to other nodes, each direction the same
+    inside    the links inside a node
     bus       copies between device and host memory
 
-What a host's link carries, for N elements of w bytes on P = H hosts x L processes. A ring in the
-order of the hosts crosses each link once (docs/weights.md, `exchange/plan.py`):
+Bytes over a node's link, for N elements of w bytes on P = H nodes x L ranks. A ring in the order of
+the nodes crosses each link once (docs/weights.md, `exchange/assignment.py`):
 
-    gather            w N (P-1)/P; of resident weights none, w N (L-1)/L inside the host; with
-                      hpZ so in all but a step's first forward
-    gradients         what `exchange.assignment` counts, times (H-1)/H
-    changed weights   w N (H-1)/H whole, b/8 in the place of w with b bits a weight
+    gather            w N (P-1)/P; of resident weights none, w N (L-1)/L inside the node; with hpZ
+                      so in all but a step's first forward
+    gradients         the bytes that `exchange.assignment` counts, times (H-1)/H
+    changed weights   w N (H-1)/H whole, b/8 instead of w with b bits a weight
 
     time = calls (c + hops a) + bytes / rate
 
-c is what a call costs its process and a the latency of a hop: P-1 hops in a ring, 1 where all send
-at once, 2 log2 P for a few numbers (Thakur, Rabenseifner, Gropp 2005, IJHPCA 19(1)).
+c is the cost of a call and a the latency of a hop: P-1 hops in a ring, 1 if all send at once,
+2 log2 P for a few numbers (Thakur, Rabenseifner, Gropp 2005, IJHPCA 19(1)).
 
-What runs beside what is DeepSpeed's and the plugin's own order. A micro-step gathers and runs block
-by block; then from the last block on it gathers again (unless weights are kept), recomputes, and
-runs backward.
+The order is DeepSpeed's and the plugin's own. A micro-step gathers and runs block by block; then
+from the last block on it gathers again (unless weights are kept), recomputes, and runs backward.
     gathers     with streams the next module's run ahead, up to `prefetch` elements; else a gather
-                begins when what needs it does, and holds it up
+                begins when a module needs it, and holds it up
     gradients   a bucket is exchanged when backward has filled it. With streams exchanges run beside
                 backward, two buckets at a time, and the end of backward waits for all; without
                 streams backward waits for each
-    weights     changes of resident weights are encoded after the optimizer and travel in chunks
-                beside the next forward, where a block waits for those that it lies in
-    offload     checkpointed inputs leave after their block's forward, and come back one block ahead
+    weights     changes of resident weights are encoded after the optimizer and sent in chunks
+                beside the next forward, where a block waits for its own
+    offload     checkpointed inputs leave after their block's forward, and come back one ahead
 """
 
 from __future__ import annotations
@@ -52,24 +51,25 @@ from dataclasses import dataclass
 
 from ds_ckpt.zero3.weights import CHUNK
 
-RESOURCES = ("compute", "network", "inside", "bus")
-LIMIT = 2
+CONCURRENT_BUCKETS = 2
 """Buckets that are exchanged at a time, with streams."""
+ALL_GATHER_BUCKET = 500_000_000
+"""Elements of one gather of ZeRO-1 (`allgather_bucket_size`)."""
 MOST_PIECES = 4
-"""A block's gathers are divided into at most so many pieces: more change nothing that is seen."""
+"""Largest number of pieces that a block's gathers are divided into."""
 SIMULATED = 3
-"""Micro-steps that are gone through; those between the first and the last are all alike."""
+"""Micro-steps that are simulated; those between the first and the last are all alike."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """In each direction, of one host or process.
+    """Each direction of one node's or rank's link.
 
     Attributes:
-        burst_bytes: that pass at once after a pause, earned at the link's rate: a shaper's bucket.
-        duplex: whether an all-to-all goes both ways at once. With TCP on a link that queues, one
-            direction waits for the other, as acknowledgements stand behind data (two-way traffic;
-            Zhang, Shenker, Clark 1991, SIGCOMM).
+        burst_bytes: pass at once after a pause, earned at the link's rate: a shaper's bucket.
+        duplex: an all-to-all goes both ways at once. With TCP on a link that queues, one direction
+            waits for the other, as acknowledgements stand behind data (two-way traffic; Zhang,
+            Shenker, Clark 1991, SIGCOMM).
     """
 
     bytes_per_s: float
@@ -80,15 +80,16 @@ class Link:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a step runs on.
+    """The cluster that a step runs on.
 
     Attributes:
-        local: processes of a host.
-        call_s: what a collective costs the process that calls it, beside the link.
-        module_s: of ZeRO-3's Python around one pass through a module with weights, whether or not
-            it gathers them; 0 where the device is what computing waits for.
-        streams: whether collectives run beside computing by themselves (NCCL on GPUs).
-        slowest: by how much the slowest host computes longer; all wait for it in every collective.
+        hosts: nodes.
+        local: ranks of a node.
+        call_s: cost of a collective for the rank that calls it, beside the link.
+        module_s: ZeRO-3's Python around one pass through a module with weights; 0 if computing
+            waits for the device.
+        streams: collectives run beside computing by themselves (NCCL on GPUs).
+        slowest: factor of the slowest node's computing time; all wait for it in every collective.
     """
 
     hosts: int
@@ -102,7 +103,8 @@ class Machine:
     slowest: float = 1.0
 
     @property
-    def processes(self) -> int:
+    def ranks(self) -> int:
+        """Count the ranks of all nodes."""
         return self.hosts * self.local
 
 
@@ -111,9 +113,10 @@ class Block:
     """A stretch of the model that is gathered, run and reduced together.
 
     Attributes:
-        elements, trained: of its weights, and of those that get gradients.
+        elements: of its weights.
+        trained: elements that get gradients.
         calls: gathers that it takes: about one for each module with weights.
-        offloaded_bytes: of what its recompute keeps, in host memory meanwhile.
+        offloaded_bytes: checkpointed inputs that are in host memory meanwhile.
         kept: stays gathered from forward to backward (`stage3_max_reuse_distance`).
     """
 
@@ -129,16 +132,17 @@ class Block:
 
 @dataclass(frozen=True)
 class Gradients:
-    """How they travel, by element of the model.
+    """Exchange of gradients, by element of the model.
 
     Attributes:
-        link_bytes, inside_bytes: over a host's link, and over a process's inside it.
-        encode_s, decode_s: of one process, residuals included.
-        hold_s: of adding to the residuals in micro-steps that send nothing.
+        link_bytes: over a node's link.
+        inside_bytes: over a rank's link inside its node.
+        encode_s: of one rank, residuals included, like `decode_s`.
+        hold_s: time of adding to the residuals in micro-steps that send nothing.
         hops: latencies of an exchange.
         once: at the last micro-step alone.
-        blocks: DeepSpeed's own ring: it goes over the links inside and between hosts at once, not
-            over one after the other.
+        ring: DeepSpeed's own: over the links inside and between nodes at once, not one after the
+            other.
     """
 
     link_bytes: float
@@ -148,16 +152,16 @@ class Gradients:
     hold_s: float = 0.0
     hops: int = 1
     once: bool = False
-    blocks: bool = False
+    ring: bool = False
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Resident weights: how changes travel, by element of the model.
+    """Changes of resident weights, by element of the model.
 
     Attributes:
-        link_bytes: over a host's link.
-        encode_s, decode_s: of one process; it does nothing else meanwhile.
+        link_bytes: over a node's link.
+        encode_s: of one rank, which does nothing else meanwhile; like `decode_s`.
     """
 
     link_bytes: float
@@ -166,17 +170,18 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Way:
-    """How a step is done.
+class Strategy:
+    """The way in which a step is done.
 
     Attributes:
         itemsize: bytes an element of gathered weights.
         bucket: elements of a bucket of gradients.
         prefetch: elements that are gathered ahead of need; 0: none.
-        weights: None: ZeRO-3's, gathered between hosts.
-        hpz: ZeRO++'s hpZ: what the first forward of a step gathers stays with its host until the
-            step's end (Wang et al. 2023, arXiv 2306.10209).
-        update_s: of the optimizer.
+        weights: None: ZeRO-3's, gathered between nodes.
+        hpz: ZeRO++'s hpZ: weights that the first forward of a step gathers stay in their node until
+            the step's end (Wang et al. 2023, arXiv 2306.10209).
+        gathers_changed: ZeRO-1's: all ranks gather trained weights after the optimizer.
+        update_s: time of the optimizer.
     """
 
     micro_steps: int
@@ -186,17 +191,18 @@ class Way:
     prefetch: int = 50_000_000
     weights: Weights | None = None
     hpz: bool = False
+    gathers_changed: bool = False
     update_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step.
+    """One simulated step.
 
     Attributes:
-        parts_s: what the longest path goes through; they add up to `seconds`.
+        parts_s: tasks of the longest path; they add up to `seconds`.
         busy_s: by resource.
-        sent_bytes: over a host's link, by purpose.
+        sent_bytes: over a node's link, by purpose.
     """
 
     seconds: float
@@ -206,49 +212,31 @@ class Step:
 
     @property
     def link_bytes(self) -> float:
+        """Add up the bytes over a node's link."""
         return sum(self.sent_bytes.values())
 
 
-def simulate(machine: Machine, blocks: Sequence[Block], way: Way) -> Step:
-    """A step among others like it: changed weights of the step before travel in its forward."""
-    run = _Run(machine, blocks, way)
+def simulate(machine: Machine, blocks: Sequence[Block], strategy: Strategy) -> Step:
+    """Simulate a step among others like it: changes of the step before are sent in its forward."""
+    run = _Run(machine, blocks, strategy)
     run.update()  # of the step before
     begin = run.mark()
     left_out = run.step()
     return _step(_sum(_sum(run.mark(), begin, -1), left_out))
 
 
-def in_a_row(machine: Machine, blocks: Sequence[Block], way: Way, steps: int) -> Step:
-    """The mean of so many steps, from nothing under way to nothing under way."""
-    run, left_out = _Run(machine, blocks, way), _Mark()
+def in_a_row(machine: Machine, blocks: Sequence[Block], strategy: Strategy, steps: int) -> Step:
+    """Return the mean of so many steps, from nothing under way to nothing under way."""
+    run, left_out = _Run(machine, blocks, strategy), _Mark()
     for _ in range(steps):
         left_out = _sum(left_out, run.step())
-    run.land(math.inf)
+    run.receive_changes(math.inf)
     return _step(_sum(_Mark(), _sum(run.mark(), left_out), 1 / steps))
 
 
-@dataclass(frozen=True)
-class Stretch:
-    """A task of a step: what occupies a resource, from when to when."""
-
-    resource: str
-    kind: str
-    start_s: float
-    end_s: float
-
-
-def timeline(machine: Machine, blocks: Sequence[Block], way: Way) -> list[Stretch]:
-    """The tasks of a step among others like it; of more than three micro-steps three."""
-    run = _Run(machine, blocks, way)
-    run.update()  # of the step before
-    first, since_s = len(run.tasks.ends), run.tasks.ends[run.main]
-    run.step()
-    return run.tasks.stretches(first, since_s)
-
-
 _Mark = dict[tuple[str, str], float]
-"""What has been until some moment of the program, by a field of `Step` and its key. What was in
-between is the difference of two."""
+"""Totals at some moment of the program, by a field of `Step` and its key. The difference of two is
+what was in between."""
 
 
 def _sum(one: _Mark, other: _Mark, factor: float = 1.0) -> _Mark:
@@ -256,7 +244,7 @@ def _sum(one: _Mark, other: _Mark, factor: float = 1.0) -> _Mark:
 
 
 def _step(mark: _Mark) -> Step:
-    """Without what is nothing but rounding."""
+    """The step without rounding errors."""
     seconds = mark.get(("seconds", ""), 0.0)
     least = {"parts_s": 1e-12 * max(seconds, 1e-12), "sent_bytes": 1e-6, "busy_s": -math.inf}
     of = {
@@ -273,10 +261,9 @@ class _Schedule:
         self.ends: list[float] = []
         self._cause: list[int] = []
         self._kind: list[str] = []
-        self._resource: list[str] = []
         self._last: dict[str, int] = {}
         self._earned_s = 0.0
-        """When the shaper's bucket is full again."""
+        """Moment at which the shaper's bucket is full again."""
         self.busy: defaultdict[str, float] = defaultdict(float)
         self.sent: defaultdict[str, float] = defaultdict(float)
 
@@ -289,13 +276,15 @@ class _Schedule:
         call_s: float = 0.0,
         burst_s: float = 0.0,
     ) -> int:
-        """A task; its number.
+        """Add a task, and return its number.
 
         Args:
+            resource: that it occupies.
+            kind: for `Step.parts_s`.
             seconds: of its bytes, or in all.
-            after: may hold -1, nothing.
+            after: tasks that it waits for; -1: nothing.
             call_s: beside the bytes.
-            burst_s: what a pause can earn of the resource, a host's link.
+            burst_s: time on the resource, a node's link, that a pause can earn.
         """
         ends, cause, start_s = self.ends, -1, 0.0
         for task in (self._last.get(resource, -1), *after):
@@ -308,26 +297,9 @@ class _Schedule:
         ends.append(end_s + call_s)
         self._cause.append(cause)
         self._kind.append(kind)
-        self._resource.append(resource)
         self.busy[resource] += seconds + call_s
         self._last[resource] = number = len(ends) - 1
         return number
-
-    def stretches(self, first: int, since_s: float) -> list[Stretch]:
-        """The tasks from one on, in seconds since a moment."""
-        found = []
-        for task in range(first, len(self.ends)):
-            cause = self._cause[task]
-            start_s = self.ends[cause] if cause >= 0 else 0.0
-            found.append(
-                Stretch(
-                    self._resource[task],
-                    self._kind[task],
-                    start_s - since_s,
-                    self.ends[task] - since_s,
-                )
-            )
-        return found
 
     def path(self, task: int) -> dict[str, float]:
         """Seconds of the longest path to a task's end, by kind."""
@@ -354,10 +326,10 @@ class _Piece:
 
 
 class _Run:
-    """Steps one after the other, as the process that drives DeepSpeed goes through them."""
+    """Steps one after the other, in the order of the process that drives DeepSpeed."""
 
-    def __init__(self, machine: Machine, blocks: Sequence[Block], way: Way) -> None:
-        self.machine, self.blocks, self.way = machine, blocks, way
+    def __init__(self, machine: Machine, blocks: Sequence[Block], strategy: Strategy) -> None:
+        self.machine, self.blocks, self.strategy = machine, blocks, strategy
         self.tasks = _Schedule()
         self.main = -1
         """The latest task that the program has waited for."""
@@ -366,12 +338,10 @@ class _Run:
         self._moved = [n for n, b in enumerate(blocks) if b.offloaded_bytes and b.recompute_s]
         """Blocks whose inputs go to host memory."""
         self._changes: list[tuple[float, int]] = []
-        """Chunks of changed weights under way: the model's elements up to its end, and what it is
-        sent after."""
+        """Chunks of changed weights under way: the model's elements up to its end, and the task
+        that it is sent after."""
         self._change = 0.0
-        """Elements of the model in each of them."""
-
-    # -- what there is to do ----------------------------------------------------------------------
+        """Elements of the model in each chunk."""
 
     def _micro_step(self) -> list[_Piece]:
         forward, backward = [], []
@@ -394,22 +364,20 @@ class _Run:
         each = (seconds / count, block.elements / count, block.calls / count)
         return [_Piece(number, kind, *each, i == 0, i == count - 1) for i in range(count)]
 
-    # -- the program ------------------------------------------------------------------------------
-
     def step(self) -> _Mark:
-        """One optimizer step; what the micro-steps that were left out would have added."""
-        count = self.way.micro_steps
+        """Run one optimizer step, and return the share of the micro-steps that were left out."""
+        count = self.strategy.micro_steps
         marks = []
-        for number in range(gone_through := min(count, SIMULATED)):
-            self._run_micro_step(first=number == 0, last=number == gone_through - 1)
+        for number in range(simulated := min(count, SIMULATED)):
+            self._run_micro_step(first=number == 0, last=number == simulated - 1)
             marks.append(self.mark())
         self.update()
-        if count == gone_through:
+        if count == simulated:
             return _Mark()
-        middle = _sum(marks[1], marks[0], -1)
-        return _sum(_Mark(), middle, count - gone_through)
+        return _sum(_Mark(), _sum(marks[1], marks[0], -1), count - simulated)
 
     def mark(self) -> _Mark:
+        """Return the totals up to now."""
         tasks = self.tasks
         end_s = tasks.ends[self.main] if self.main >= 0 else 0.0
         tables = {
@@ -421,20 +389,17 @@ class _Run:
         return {("seconds", ""): end_s, **found}
 
     def _run_micro_step(self, *, first: bool, last: bool) -> None:
-        pieces = self._pieces
+        pieces, bucket = self._pieces, self.strategy.bucket
         gathered, exchanges, returned = list[int](), list[int](), dict[int, int]()
-        ahead, filled, owed = 0.0, 0, list[tuple[int, int]]()
+        ahead, filled = 0.0, 0
         computed = self.main
         for number, piece in enumerate(pieces):
-            while len(gathered) <= number or self._asked_ahead(len(gathered) - number, ahead):
-                if len(gathered) == len(pieces):
-                    break
+            while len(gathered) < len(pieces) and (
+                len(gathered) <= number or self._runs_ahead(len(gathered) - number, ahead)
+            ):
                 gathered.append(self._gather(pieces[len(gathered)], computed, first=first))
                 ahead += pieces[len(gathered) - 1].elements
             ahead -= piece.elements
-            for elements, after in owed:  # a gather that comes now does not stand behind them
-                self._exchange(elements, after, exchanges, last=last)
-            owed.clear()
             waits = [gathered[number], self.main]
             if piece.kind == "recompute" and piece.first:
                 waits.append(self._bring_back(piece.block, returned, computed))
@@ -447,24 +412,20 @@ class _Run:
             if piece.kind == "backward" and piece.last:
                 filled += block.trained
                 at_end = number == len(pieces) - 1
-                while filled >= self.way.bucket or (at_end and filled):
-                    owed.append((min(filled, self.way.bucket), computed))
-                    filled -= owed[-1][0]
-                for elements, after in owed:
-                    self._exchange(elements, after, exchanges, last=last)
-                owed.clear()
-        for exchange in exchanges[-LIMIT:]:
+                while filled >= bucket or (at_end and filled):
+                    self._exchange(min(filled, bucket), computed, exchanges, last=last)
+                    filled -= min(filled, bucket)
+        for exchange in exchanges[-CONCURRENT_BUCKETS:]:
             self._wait_for(exchange)
 
-    def _asked_ahead(self, pieces: int, elements: float) -> bool:
-        """Whether the program gathers one more piece, with so many gathered that it has not used:
-        this one and what comes after it."""
-        if not (self.machine.streams and self.way.prefetch) or self._changes:
+    def _runs_ahead(self, pieces: int, elements: float) -> bool:
+        """Whether one more piece is gathered, with so many gathered that are not used yet."""
+        if not (self.machine.streams and self.strategy.prefetch) or self._changes:
             return False
-        return pieces <= 1 or elements < self.way.prefetch
+        return pieces <= 1 or elements < self.strategy.prefetch
 
     def _later(self, one: int, other: int) -> int:
-        """Of two tasks the one that ends later."""
+        """Return the task that ends later."""
         if min(one, other) < 0:
             return max(one, other)
         return one if self.tasks.ends[one] >= self.tasks.ends[other] else other
@@ -473,20 +434,28 @@ class _Run:
         self.main = self._later(self.main, task)
 
     def _gather(self, piece: _Piece, after: int, *, first: bool) -> int:
-        machine, way = self.machine, self.way
+        strategy = self.strategy
         if not piece.elements:
             return after
-        if way.weights is not None:
-            self.land(self._until[piece.block])
-        if way.weights is not None or not machine.streams:
+        if strategy.weights is not None:
+            self.receive_changes(self._until[piece.block])
+        if strategy.weights is not None or not self.machine.streams:
             after = self._later(after, self.main)
-        nbytes, kind = piece.elements * way.itemsize, f"gather in {piece.kind}"
-        own = way.weights is not None or (way.hpz and not (first and piece.kind == "forward"))
-        crosses = machine.hosts > 1 and not own
-        members = machine.processes if crosses else machine.local
-        if members == 1:  # nobody to ask
+        own_copy = strategy.hpz and not (first and piece.kind == "forward")
+        crosses = strategy.weights is None and not own_copy
+        kind = f"gather in {piece.kind}"
+        return self._all_gather(kind, piece.elements, after, piece.calls, crosses=crosses)
+
+    def _all_gather(
+        self, kind: str, elements: float, after: int, calls: float, *, crosses: bool = True
+    ) -> int:
+        machine = self.machine
+        crosses = crosses and machine.hosts > 1
+        members = machine.ranks if crosses else machine.local
+        if members == 1:
             return after
-        ring = (kind, nbytes * (members - 1) / members, members - 1, after, piece.calls)
+        nbytes = elements * self.strategy.itemsize * (members - 1) / members
+        ring = (kind, nbytes, members - 1, after, calls)
         if not crosses:
             return self._inside(*ring)
         arrived = self._send(*ring)
@@ -502,7 +471,7 @@ class _Run:
         *,
         both_ways: bool = False,
     ) -> int:
-        """Over a host's link to the others."""
+        """Send over a node's link to the others."""
         self.tasks.sent[kind] += nbytes
         link = self.machine.network
         longer = 2 if both_ways and not link.duplex else 1
@@ -520,7 +489,7 @@ class _Run:
         return self.tasks.add(name, kind, seconds, after, call_s=call_s, burst_s=burst_s)
 
     def _bring_back(self, block: int, returned: dict[int, int], after: int) -> int:
-        """This block's inputs and the next one's, from host memory; this block's task."""
+        """Bring this block's inputs and the next one's from host memory; this block's task."""
         ahead = [n for n in self._moved if n <= block][-1 - (block in self._moved) :]
         for number in reversed(ahead):
             if number not in returned:
@@ -529,27 +498,27 @@ class _Run:
         return returned.get(block, -1)
 
     def _exchange(self, elements: int, after: int, exchanges: list[int], *, last: bool) -> None:
-        """One bucket, from where backward has filled it to where its sums are."""
-        machine, how, tasks = self.machine, self.way.gradients, self.tasks
+        """Exchange one bucket that backward has filled."""
+        machine, how, tasks = self.machine, self.strategy.gradients, self.tasks
         if how.once and not last:
             hold_s = elements * how.hold_s * machine.slowest
             exchanges.append(tasks.add("compute", "compression", hold_s, after))
             return
-        if len(exchanges) >= LIMIT:
-            self._wait_for(exchanges[-LIMIT])
+        if len(exchanges) >= CONCURRENT_BUCKETS:
+            self._wait_for(exchanges[-CONCURRENT_BUCKETS])
         begun = after
         if machine.local > 1 and how.inside_bytes:
             inside = elements * how.inside_bytes
             after = self._inside("gradients", inside, machine.local - 1, after)
         encode_s = elements * how.encode_s * machine.slowest
         decode_s = elements * how.decode_s * machine.slowest
-        if machine.streams:  # what shares the device with backward takes its time from it
+        if machine.streams:  # kernels share the device with backward
             encode_s, decode_s = encode_s + decode_s, 0.0
         if encode_s:
             after = tasks.add("compute", "compression", encode_s, after)
         if machine.hosts > 1:
-            nbytes, ring = elements * how.link_bytes, begun if how.blocks else after
-            arrived = self._send("gradients", nbytes, how.hops, ring, both_ways=not how.blocks)
+            nbytes, ready = elements * how.link_bytes, begun if how.ring else after
+            arrived = self._send("gradients", nbytes, how.hops, ready, both_ways=not how.ring)
             after = self._later(arrived, after)
         if decode_s:
             after = tasks.add("compute", "compression", decode_s, after)
@@ -558,30 +527,34 @@ class _Run:
             self._wait_for(after)
 
     def update(self) -> None:
-        """The optimizer, and what resident weights have to send after it."""
-        machine, way, tasks = self.machine, self.way, self.tasks
-        if machine.processes > 1:  # overflow and norm
-            hops = 2 * math.ceil(math.log2(machine.processes))
+        """Run the optimizer, and begin to send the changes of resident weights."""
+        machine, strategy, tasks = self.machine, self.strategy, self.tasks
+        if machine.ranks > 1:  # overflow and norm
+            hops = 2 * math.ceil(math.log2(machine.ranks))
             few = self._send if machine.hosts > 1 else self._inside
             self.main = few("update", 0.0, hops, self.main, calls=2)
-        self.main = tasks.add("compute", "update", way.update_s * machine.slowest, self.main)
-        if way.weights is not None and machine.hosts > 1:
+        self.main = tasks.add("compute", "update", strategy.update_s * machine.slowest, self.main)
+        if strategy.gathers_changed:
+            trained = sum(b.trained for b in self.blocks)
+            calls = -(-trained // ALL_GATHER_BUCKET)
+            self._wait_for(self._all_gather("gather after update", trained, self.main, calls))
+        if strategy.weights is not None and machine.hosts > 1:
             elements = self._until[-1]
-            encode_s = elements * way.weights.encode_s * machine.slowest
+            encode_s = elements * strategy.weights.encode_s * machine.slowest
             self.main = tasks.add("compute", "changed weights", encode_s, self.main)
-            count = max(1, round(elements / machine.processes / CHUNK))
+            count = max(1, round(elements / machine.ranks / CHUNK))
             self._changes = [(elements * (n + 1) / count, self.main) for n in range(count)]
             self._change = elements / count
 
-    def land(self, until: float) -> None:
+    def receive_changes(self, until: float) -> None:
         """Wait for the changes of the model's first `until` elements."""
-        way, machine = self.way, self.machine
+        machine, weights = self.machine, self.strategy.weights
         begun = 0.0
-        while self._changes and begun < until and way.weights is not None:
+        while self._changes and begun < until and weights is not None:
             end, sent_after = self._changes.pop(0)
-            nbytes = self._change * way.weights.link_bytes
+            nbytes = self._change * weights.link_bytes
             arrived = self._send("changed weights", nbytes, 1, sent_after, both_ways=True)
-            decode_s = self._change * way.weights.decode_s * machine.slowest
+            decode_s = self._change * weights.decode_s * machine.slowest
             self._wait_for(arrived)
             self.main = self.tasks.add("compute", "changed weights", decode_s, self.main)
             begun = end

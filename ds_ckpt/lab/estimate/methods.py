@@ -1,14 +1,14 @@
-"""The ways in which gradients and weights can travel: their sections, bytes and seconds.
+"""Exchange of gradients and of changed weights: configuration, bytes and seconds.
 
-A method of gradients is `stock` (DeepSpeed's own reduction), `dense`, or settings that validation
-has verdicts on. Bytes are those of `exchange/plan.py`. The seconds of coding are the bytes that its
-operators read and write, counted on a small tensor, over the device's memory bandwidth.
+A method of gradients is `stock` (DeepSpeed's own reduction), `dense`, or settings with verdicts.
+Bytes are those of `exchange/assignment.py`. The seconds of coding are the bytes that its operators
+read and write, counted on a small tensor, over the device's memory bandwidth.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,6 @@ from ds_ckpt.telemetry.counters import sent_bytes
 from ds_ckpt.telemetry.memory import MemoryTracker, Operator
 
 STOCK, DENSE, DENSE_ONCE = "stock", "dense", "dense, once a step"
-ONCE = {"exchange": {"when": "accumulation_boundary"}}
 _SAMPLE = 1 << 16
 """Elements that the traffic of coding is counted on."""
 _UNKNOWN_BYTES = 40.0
@@ -40,12 +39,12 @@ LOSSLESS_BITS = 2.7
 LOSSLESS_S = 10e-9
 """Of encoding, and of decoding, an element on one CPU core (measured, `lossless_bits.py`)."""
 RESIDENT = {"whole": "none", "lossless": "lossless"}
-"""Ways in which resident weights travel, with their `deltas`."""
+"""Ways to send changes of resident weights, with their `deltas`."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """One way of gradients.
+    """One method for gradients.
 
     Attributes:
         section: `ds_ckpt.compression`; empty: DeepSpeed's own.
@@ -65,48 +64,46 @@ class Method:
 
     @property
     def betas(self) -> tuple[float, float] | None:
-        """AdamW's that its verdicts hold with; None: the usual."""
+        """AdamW's betas that its verdicts hold with; None: the usual."""
         return next((record.betas for record in self.records if record.betas), None)
 
     def residual_bytes(self, model: Model, machine: Machine, accumulation: int) -> tuple[int, bool]:
-        """What a process keeps for it, and whether in host memory."""
+        """Return a rank's residual bytes, and whether they are in host memory."""
         if self.settings is None:
             return 0, False
-        world, hosts = machine.processes, machine.hosts
+        world, hosts = machine.ranks, machine.hosts
         return residuals_of(model.parameters, self.settings, accumulation, world, hosts)
 
 
 def methods(loss: Loss, exchanging: int = 1) -> tuple[list[Method], list[Method]]:
-    """What may be tried, and what validation does not allow.
+    """Return the methods that may be tried, and those that verdicts do not allow.
 
     Args:
-        exchanging: processes, or hosts, among which gradients are rounded. Without error feedback
-            each of them rounds off its share for good, so what is lost grows with their number
-            (docs/accuracy.md): verdicts count that are of as many, or of the next more.
+        loss: that may be given up.
+        exchanging: ranks, or nodes, among which gradients are rounded. Without error feedback each
+            of them rounds off its share for good, so the loss grows with their number
+            (docs/accuracy.md): only verdicts with as many workers, or with the next more, count.
     """
-    dense = {"method": "dense"}
-    allowed = [Method(STOCK), Method(DENSE, dense), Method(DENSE_ONCE, {**dense, **ONCE})]
+    once = {"method": "dense", "exchange": {"when": "accumulation_boundary"}}
+    allowed = [Method(STOCK), Method(DENSE, {"method": "dense"}), Method(DENSE_ONCE, once)]
     refused = list[Method]()
     for name, (section, records) in sections_on_record().items():
         method = Method(name, section, tuple(records))
-        fed_back = section.get("error_feedback", {}).get("enabled", True)
-        judged = records if fed_back else _of_as_many(records, exchanging)
-        (allowed if allows(judged, loss) else refused).append(method)
+        feedback = section.get("error_feedback", {})
+        fed_back = feedback.get("enabled", True)
+        judged = records
+        if not fed_back:
+            fewest = min((r.workers for r in records if r.workers >= exchanging), default=0)
+            judged = [r for r in records if r.workers == fewest]
+        if not allows(judged, loss):
+            refused.append(method)
+            continue
+        allowed.append(method)
         if fed_back:
-            on_host = {**section.get("error_feedback", {}), "device": "cpu"}
-            other = Method(
-                f"{name}, residuals in host memory",
-                {**section, "error_feedback": on_host},
-                tuple(records),
-            )
-            if method in allowed:
-                allowed.append(other)
+            on_host = {**section, "error_feedback": {**feedback, "device": "cpu"}}
+            in_host_memory = f"{name}, residuals in host memory"
+            allowed.append(Method(in_host_memory, on_host, tuple(records)))
     return allowed, refused
-
-
-def _of_as_many(records: Sequence[VerdictRecord], exchanging: int) -> list[VerdictRecord]:
-    fewest = min((r.workers for r in records if r.workers >= exchanging), default=0)
-    return [r for r in records if r.workers == fewest]
 
 
 def gradients(
@@ -118,33 +115,37 @@ def gradients(
     accumulation: int,
     bytes_per_s: float,
 ) -> Gradients:
-    """Of one process.
+    """Return one rank's exchange.
 
     Args:
+        method: of gradients.
+        model: for its shapes.
+        machine: the cluster.
         itemsize: bytes an element of a gradient.
+        accumulation: micro-steps of a step.
         bytes_per_s: of the device's memory.
     """
-    world, hosts, local = machine.processes, machine.hosts, machine.local
-    backend = "nccl" if machine.streams else "gloo"
+    world, hosts, local = machine.ranks, machine.hosts, machine.local
     settings = method.settings
     if settings is None:
+        backend = "nccl" if machine.streams else "gloo"
         sent = sent_bytes("reduce_scatter", itemsize * model.trained, world, backend)
         rounds = 1 if machine.streams else 2
         each = sent / max(model.trained, 1)
-        return Gradients(each, inside_bytes=each, hops=rounds * (world - 1), blocks=True)
+        return Gradients(each, inside_bytes=each, hops=rounds * (world - 1), ring=True)
     two = settings.levels != 1 and hosts > 1 and local > 1
     exchanging, divided = (hosts, local) if two else (world, 1)
     choose = settings.choose(model.embeddings, divided)
     plan = model.gradients(choose, exchanging, divided, itemsize)
-    # of one level, each of a host's processes sends to those of other hosts
+    # with one level, each rank of a node sends to those of other nodes
     far = (hosts - 1) / hosts if two or local == 1 else local * (world - local) / world
     each = plan.sent_bytes / max(model.trained, 1)
-    # with two levels a host's sum is exact
+    # with two levels a node's sum is exact
     inside = itemsize * (local - 1) / local if two else each * (local - 1) / world
     share = 1 / divided
     moved = _moved(settings.default.compressor()) if not settings.lossless else (4.0, 4.0)
-    owed, on_host = method.residual_bytes(model, machine, accumulation)
-    residual = owed / max(model.trained, 1)
+    nbytes, on_host = method.residual_bytes(model, machine, accumulation)
+    residual = nbytes / max(model.trained, 1)
     accumulate_s = share * _ACCUMULATE_BYTES / bytes_per_s if residual else 0.0
     to_host_s = 2 * residual / machine.bus_bytes_per_s if on_host else 0.0
     return Gradients(
@@ -179,14 +180,14 @@ def _moved(compressor: Compressor | None) -> tuple[float, float]:
 
 
 def weights(name: str, machine: Machine, itemsize: int) -> Weights | None:
-    """Of one process, by element of the model; `name` of `RESIDENT`, else ZeRO-3's own.
+    """Return one rank's changes of resident weights; None for a name that is not of `RESIDENT`.
 
-    Whole weights cross the bus on their way: the packets are on the CPU, the wire's on the device.
-    Lossless changes are coded on one core.
+    Whole weights cross the bus: packets are on the CPU, the wire's on the device. Lossless changes
+    are coded on one core.
     """
     if name not in RESIDENT:
         return None
-    hosts, shard = machine.hosts, 1 / machine.processes
+    hosts, shard = machine.hosts, 1 / machine.ranks
     others = hosts - 1
     bits = LOSSLESS_BITS if name == "lossless" else 8 * itemsize
     over_bus = itemsize / machine.bus_bytes_per_s
