@@ -46,7 +46,7 @@ from ds_ckpt.engine import step as engine_step
 from ds_ckpt.exchange.rules import ExchangeSettings, MethodSettings, WarmupBits
 from ds_ckpt.lab.validate.data import Inputs, Text
 from ds_ckpt.lab.validate.runs import Outcome, train
-from ds_ckpt.lab.validate.task import Learner, small_llama
+from ds_ckpt.lab.validate.task import Task, TaskSpec, small_llama
 from ds_ckpt.lab.validate.world import InProcessWorld, Recipe, sixteen_bit_step_bytes
 from ds_ckpt.lab.workload import Corpus, embedded_corpus, file_corpus
 
@@ -162,7 +162,7 @@ class Dealt(Text):
         return {name: ids[worker * rows : (worker + 1) * rows] for name, ids in whole.items()}
 
 
-class Mixed(Learner):
+class Mixed(Task):
     """Whose products are bf16."""
 
     def loss(self, step: int, micro: int, worker: int) -> torch.Tensor:
@@ -218,15 +218,14 @@ def main() -> None:
             print(f"{time.strftime('%H:%M:%S')} {outcome.heldout[-1:]}")
 
 
-def begin(text: Corpus, task: Mapping[str, Any] = SIZES, *, compiled: bool) -> Learner:
+def begin(text: Corpus, task: Mapping[str, Any] = SIZES, *, compiled: bool) -> Task:
     """What the frontier trains; the tuned one's task names its products."""
-    data, learner = (Dealt, Mixed) if "products" in task else (Text, Learner)
+    data, learner = (Dealt, Mixed) if "products" in task else (Text, Task)
     length = task["sequence_length"]
     begun = learner(
+        TaskSpec(world=task["world"], batch=task["sequences"]),
         data.of_bytes(text, length, task["evaluation_batches"]),
         small_llama(length=length, **{name: task[name] for name in LLAMA}),
-        workers=task["world"],
-        batch=task["sequences"],
     )
     if compiled:  # a quarter faster after a minute
         begun.forward = torch.compile(begun.model)
@@ -284,7 +283,7 @@ def is_done(results: Path, key: dict[str, Any]) -> bool:
 
 
 def result_line(
-    learner: Learner,
+    learner: Task,
     text: Corpus,
     settings: dict[str, Any],
     recipe: Recipe,

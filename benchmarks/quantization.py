@@ -149,10 +149,10 @@ def from_training(codec: str, steps: int) -> list[Tensor]:
     compressor = CODECS[codec]
     assert isinstance(compressor, Quantize | EntropyCoded | TopK)
     settings = MethodSettings(compressor.name, **compressor.model_dump())
-    task.learner.begin(0)
+    task.begin(0)
     world = InProcessWorld(
-        task.learner.model,
-        task.learner.loss,
+        task.model,
+        task.loss,
         task.spec.recipe(),
         ExchangeSettings(settings, warmup_steps=10),
         workers=task.spec.world,

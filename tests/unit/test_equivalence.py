@@ -79,14 +79,6 @@ def test_intervals_cover_as_often_as_they_say(seeds: int) -> None:
     assert inside / TRIALS == pytest.approx(0.9, abs=three_sigma(0.9))
 
 
-def test_against_a_table() -> None:
-    # differences 1, 2, 3: mean 2, standard error 1 / sqrt(3), t(0.975, 2) = 4.3027 (any table)
-    interval = paired([1.0, 2.0, 3.0])
-    assert interval.mean == 2.0
-    assert interval.high - 2.0 == pytest.approx(4.3027 / math.sqrt(3), abs=1e-4)
-    assert 2.0 - interval.low == pytest.approx(4.3027 / math.sqrt(3), abs=1e-4)
-
-
 @pytest.mark.parametrize(
     ("differences", "verdict"),
     [

@@ -184,19 +184,6 @@ def test_what_cannot_be_done_is_told(tmp_path: Path, options: list[str], words: 
     assert "fix:" in found.output
 
 
-def test_the_script_is_the_command() -> None:
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("v", ROOT / "scripts" / "validate_accuracy.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    from ds_ckpt.cli.validate_accuracy import validate_accuracy
-
-    assert module.validate_accuracy is validate_accuracy
-
-
 def test_what_nobody_foresaw_is_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: Any, **options: Any) -> Any:
         raise RuntimeError("out of memory")

@@ -12,7 +12,7 @@ import torch
 
 from ds_ckpt.errors import ConfigError, UnsupportedError
 from ds_ckpt.lab.validate.data import Examples, has_labels, read_labelled, read_text
-from ds_ckpt.lab.validate.task import Learner, TaskSpec, make_spec, open_task
+from ds_ckpt.lab.validate.task import Task, TaskSpec, make_spec, open_task
 
 pytest.importorskip("transformers")
 
@@ -54,7 +54,7 @@ class Toy(torch.nn.Module):
 
 
 def test_an_epoch_has_every_example_once_dealt_out_to_the_workers() -> None:
-    learner = Learner(toy(), lambda _: Toy(), workers=2, batch=5)
+    learner = Task(TaskSpec(world=2, batch=5), toy(), lambda _: Toy())
     epochs = []
     for seed in (0, 1):
         learner.begin(seed)
@@ -169,22 +169,22 @@ def test_a_checkpoint_is_tuned_on_texts_and_on_examples(tmp_path: Path) -> None:
     spec = make_spec("language", data=str(text), model=str(tmp_path / "model"), batch=2, length=8)
     assert spec.learning_rate == 5e-5
     task = open_task(spec)
-    first = task.learner.initial(0).state_dict()
-    again = task.learner.initial(1).state_dict()
+    first = task.initial(0).state_dict()
+    again = task.initial(1).state_dict()
     assert all(torch.equal(first[name], again[name]) for name in first)
-    assert task.learner.inputs(0, 0, 0)["input_ids"].max() <= 3
-    assert torch.isfinite(task.learner.loss(0, 0, 0))
+    assert task.inputs(0, 0, 0)["input_ids"].max() <= 3
+    assert torch.isfinite(task.loss(0, 0, 0))
 
     source = labelled(tmp_path / "d.jsonl")
     spec = make_spec("labelled", data=str(source), model=str(tmp_path / "model"), batch=4, length=8)
     task = open_task(spec)
-    inputs = task.learner.inputs(0, 0, 1)
+    inputs = task.inputs(0, 0, 1)
     assert inputs["input_ids"].shape == (4, 8)
     assert inputs["attention_mask"].sum() < 32
-    heads = [task.learner.initial(seed).score.weight for seed in (0, 1, 0)]  # type: ignore[union-attr]
+    heads = [task.initial(seed).score.weight for seed in (0, 1, 0)]  # type: ignore[union-attr]
     assert not torch.equal(heads[0], heads[1])  # type: ignore[arg-type]
     assert torch.equal(heads[0], heads[2])  # type: ignore[arg-type]
-    assert torch.isfinite(task.learner.loss(0, 0, 0))
+    assert torch.isfinite(task.loss(0, 0, 0))
 
 
 def test_a_checkpoint_that_is_not_there_is_told(tmp_path: Path) -> None:
@@ -198,8 +198,8 @@ def test_a_checkpoint_that_is_not_there_is_told(tmp_path: Path) -> None:
 def test_own_examples_without_a_checkpoint(tmp_path: Path) -> None:
     source = labelled(tmp_path / "d.jsonl")
     task = open_task(TaskSpec("labelled", data=str(source), batch=4, length=8))
-    assert torch.isfinite(task.learner.loss(0, 0, 0))
-    assert task.learner.evaluate().accuracy is not None
+    assert torch.isfinite(task.loss(0, 0, 0))
+    assert task.evaluate()[1] is not None
 
 
 def test_the_same_sizes_and_data_are_the_same_task(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_runs_of_one_seed_drop_out_the_same(tmp_path: Path) -> None:
             kept = torch.nn.functional.dropout(self.weight + torch.ones(64), 0.5, self.training)
             return SimpleNamespace(loss=(kept * torch.arange(64)).sum())
 
-    learner = Learner(toy(), lambda _: Dropping(), workers=2, batch=2)
+    learner = Task(TaskSpec(world=2, batch=2), toy(), lambda _: Dropping())
     places = [(0, 0, 0), (0, 0, 1), (1, 0, 0)]
 
     def losses(seed: int) -> list[float]:

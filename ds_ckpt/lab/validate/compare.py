@@ -16,7 +16,7 @@ from ds_ckpt.config.verdicts import VerdictRecord, Word, decisive, largest
 from ds_ckpt.lab.validate.data import Examples
 from ds_ckpt.lab.validate.equivalence import Judgement, judge
 from ds_ckpt.lab.validate.experiment import DENSE, Candidate, Plan
-from ds_ckpt.lab.validate.runs import Curve, Result, Store
+from ds_ckpt.lab.validate.runs import Result, Store
 from ds_ckpt.lab.validate.task import BETAS, Task
 from ds_ckpt.telemetry.timings import ResidualStats
 
@@ -48,7 +48,6 @@ class Comparison(Judgement):
         warm_up: uncompressed steps of a run.
         reason: prevents a verdict; empty if there is none.
         fewer_bytes: ratio of the bytes of a step, with 16-bit gradients.
-        curves: means of dense and compressed runs at the evaluations that all runs have.
         left: largest residual statistics after the warm-up in runs that did not diverge; None if
             nothing was sampled.
         about: versions and date.
@@ -63,7 +62,6 @@ class Comparison(Judgement):
     warm_up: int
     reason: str
     fewer_bytes: float
-    curves: tuple[Curve, Curve]
     left: ResidualStats | None
     about: dict[str, Any]
 
@@ -134,10 +132,6 @@ def compare(plan: Plan, candidate: Candidate, store: Store, margin: float) -> Co
         warm_up=warm_up,
         reason=reason,
         fewer_bytes=fewer_bytes,
-        curves=(
-            _mean_curve([dense.outcome.curve(metric) for dense, _ in pairs.values()]),
-            _mean_curve([ours.outcome.curve(metric) for _, ours in pairs.values()]),
-        ),
         left=largest(ResidualStats(error, norm) for _, error, norm in left),
         about=first[1].about if first else {},
     )
@@ -145,19 +139,12 @@ def compare(plan: Plan, candidate: Candidate, store: Store, margin: float) -> Co
 
 def grid_step(task: Task) -> float:
     """Return the grid of differences: the share of one held-out example; 0 for losses."""
-    data = task.learner.data
+    data = task.data
     return 1 / data.evaluated if isinstance(data, Examples) else 0.0
 
 
 def _difference(dense: float, ours: float, metric: str) -> float:
     return dense - ours if metric == "accuracy" else ours / dense - 1
-
-
-def _mean_curve(curves: Sequence[Curve]) -> Curve:
-    """Average at the evaluations that all curves have."""
-    each = [dict(curve) for curve in curves]
-    steps = sorted(set.intersection(*map(set, each))) if each else []
-    return [(step, statistics.fmean(curve[step] for curve in each)) for step in steps]
 
 
 def _unusable(pairs: Sequence[Pair], metric: str, margin: float) -> str:
@@ -187,8 +174,8 @@ def records(comparisons: Iterable[Comparison]) -> list[VerdictRecord]:
             settings=decisive(one.candidate.plugin.compression),
             verdict=one.verdict,
             task=one.plan.task.spec.describe(),
-            data=one.plan.task.learner.data.source,
-            model=one.plan.task.model,
+            data=one.plan.task.data.source,
+            model=one.plan.task.describe_model(),
             betas=None if one.plan.task.spec.betas == BETAS else one.plan.task.spec.betas,
             metric=one.metric,
             margin=one.margin,

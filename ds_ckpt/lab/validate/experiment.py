@@ -220,7 +220,7 @@ def train_missing(
             plan.task.shapes,
             spec.world,
             accumulation=spec.accumulation,
-            embeddings=embeddings_of(plan.task.learner.model),
+            embeddings=embeddings_of(plan.task.model),
         )
         day = datetime.now(timezone.utc).date().isoformat()
         about = {"date": day, "versions": environment(plan.mode)}
@@ -243,12 +243,12 @@ def train_virtual(
     plan: Plan, candidate: Candidate, seed: int, progress: Progress | None = None
 ) -> tuple[Outcome, float]:
     """Train one run with virtual workers in this process. See `TrainOne`; the time is 0."""
-    spec, learner = plan.task.spec, plan.task.learner
-    learner.begin(seed)
-    with checkpointed(learner.model, candidate.plugin, plan.device), _denormals_flushed():
+    spec, task = plan.task.spec, plan.task
+    task.begin(seed)
+    with checkpointed(task.model, candidate.plugin, plan.device), _denormals_flushed():
         world = InProcessWorld(
-            learner.model,
-            learner.loss,
+            task.model,
+            task.loss,
             spec.recipe(),
             candidate.settings_for(spec),
             workers=spec.world,
@@ -256,7 +256,7 @@ def train_virtual(
             sample_every=candidate.sample_every,
         )
         every = max(1, spec.steps // spec.evaluations)
-        outcome = train(learner, world, spec.steps, evaluate_every=every, progress=progress)
+        outcome = train(task, world, spec.steps, evaluate_every=every, progress=progress)
     return outcome, 0.0
 
 

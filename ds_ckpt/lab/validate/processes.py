@@ -26,7 +26,7 @@ from ds_ckpt.lab.hosts.heartbeat import begin
 from ds_ckpt.lab.hosts.launcher import launch
 from ds_ckpt.lab.validate.experiment import Candidate, Plan, Report, read_candidates, train_missing
 from ds_ckpt.lab.validate.runs import Outcome, Progress, Store, train
-from ds_ckpt.lab.validate.task import Learner, TaskSpec, open_task
+from ds_ckpt.lab.validate.task import Task, TaskSpec, open_task
 from ds_ckpt.lab.validate.world import Recipe, Step, digest_of
 from ds_ckpt.telemetry import Purpose
 from ds_ckpt.telemetry.timings import ResidualStats
@@ -76,7 +76,7 @@ def main() -> None:
     heartbeat, job = begin("Trains a comparison; started by deepspeed.")
     os.chdir(job["cwd"])  # the job's paths are relative to it
     task = open_task(TaskSpec(**job["spec"]), device=_device())
-    task = dataclasses.replace(task, digest=job["digest"])  # without the device
+    task.digest = job["digest"]  # the same on every device
     candidates = read_candidates([Path(file) for file in job["files"]])
     plan = Plan(task, candidates, job["seeds"], "processes")
     store = Store(Path(job["results"]), writes=dist.get_rank() == 0)
@@ -94,15 +94,15 @@ def train_zero3(
     plan: Plan, candidate: Candidate, seed: int, progress: Progress | None = None
 ) -> tuple[Outcome, float]:
     """Train one run, on every rank. See `experiment.TrainOne`."""
-    spec, learner = plan.task.spec, plan.task.learner
+    spec, task = plan.task.spec, plan.task
     warm_up = candidate.warm_up(spec)
     recipe = spec.recipe()
     config = engine_config(spec, recipe, candidate.file, warm_up)
-    engine, *_ = ds_ckpt.initialize(model=learner.initial(seed), config=config)
-    learner.begin(seed)
-    world = Zero3World(engine, learner, recipe, sample_every=candidate.sample_every)
+    engine, *_ = ds_ckpt.initialize(model=task.initial(seed), config=config)
+    task.begin(seed)
+    world = Zero3World(engine, task, recipe, sample_every=candidate.sample_every)
     every = max(1, spec.steps // spec.evaluations)
-    outcome = train(learner, world, spec.steps, evaluate_every=every, progress=progress)
+    outcome = train(task, world, spec.steps, evaluate_every=every, progress=progress)
     engine.destroy()
     gc.collect()
     return outcome, statistics.median(world.seconds[warm_up:] or world.seconds)
@@ -113,7 +113,7 @@ class Zero3World:
 
     Args:
         engine: made by `ds_ckpt.initialize`, with telemetry.
-        learner: provides the micro-batches.
+        task: provides the micro-batches.
         recipe: of the learning rate.
         sample_every: see `InProcessWorld`.
 
@@ -121,10 +121,8 @@ class Zero3World:
         seconds: wall time of each step.
     """
 
-    def __init__(
-        self, engine: Any, learner: Learner, recipe: Recipe, *, sample_every: int = 0
-    ) -> None:
-        self.model, self._learner, self._recipe = engine, learner, recipe
+    def __init__(self, engine: Any, task: Task, recipe: Recipe, *, sample_every: int = 0) -> None:
+        self.model, self._task, self._recipe = engine, task, recipe
         self.seconds: list[float] = []
         self._left: ResidualStats | None = None
         session = ds_ckpt.session_of(engine)
@@ -150,8 +148,8 @@ class Zero3World:
         skipped, sent = engine.skipped_steps, counters.bytes_sent[Purpose.REDUCE]
         started_s = time.perf_counter()
         losses = []
-        for micro in range(self._learner.accumulation):
-            loss = engine(**self._learner.inputs(self.step, micro, dist.get_rank())).loss
+        for micro in range(self._task.spec.accumulation):
+            loss = engine(**self._task.inputs(self.step, micro, dist.get_rank())).loss
             engine.backward(loss)
             engine.step()
             losses.append(float(loss))

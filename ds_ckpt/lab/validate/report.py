@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from ds_ckpt.config.verdicts import with_leeway
 from ds_ckpt.errors import UnsupportedError
-from ds_ckpt.lab.report.charts import Line, Lines, Rows, Span
+from ds_ckpt.lab.report.charts import Rows, Span
 from ds_ckpt.lab.report.document import (
     Block,
     Code,
@@ -29,7 +29,6 @@ _OPENING = (
 )
 _LIMITS = "Add one of these to the compression section: the largest values seen, plus 25%."
 _DIFFERENCES = "Difference to dense training: each seed (circles), mean and 90% interval (bars)."
-_CURVES = "Held-out result over steps, means over the seeds."
 
 
 def document(comparisons: Sequence[Comparison]) -> Document:
@@ -39,7 +38,6 @@ def document(comparisons: Sequence[Comparison]) -> Document:
         Paragraph(margin),
         _table(comparisons),
         Plot("differences", [differences(comparisons)], _DIFFERENCES),
-        Plot("curves", [curves(comparisons)], _CURVES),
     ]
     limits = guards(comparisons)
     sections = [
@@ -68,7 +66,7 @@ def heading(one: Comparison) -> str:
     spec, task = one.plan.task.spec, one.plan.task
     workers = "virtual workers" if one.plan.mode == "virtual" else "ZeRO-3 ranks"
     return (
-        f"{spec.describe()}: {task.model}; {spec.world} {workers}, {spec.steps} steps, "
+        f"{spec.describe()}: {task.describe_model()}; {spec.world} {workers}, {spec.steps} steps, "
         f"AdamW {spec.learning_rate:g}"
     )
 
@@ -143,7 +141,7 @@ def conditions(comparisons: Sequence[Comparison]) -> list[str]:
         try:
             one.candidate.settings.choose().check(one.plan.task.shapes)
         except UnsupportedError as error:  # rules that match no parameter of this model
-            name = f"{one.candidate.name} in {one.plan.task.model}"
+            name = f"{one.candidate.name} in {one.plan.task.describe_model()}"
             found += [f"{name}: {p.where}: {p.why}" for p in error.problems]
     found.append(
         "a verdict holds for this task, model and length of run; validate your own with --data, "
@@ -153,16 +151,6 @@ def conditions(comparisons: Sequence[Comparison]) -> list[str]:
     named = ", ".join(f"{name} {version}" for name, version in versions.items())
     found.append(f"{comparisons[0].about.get('date', '')}: {named}")
     return found
-
-
-def curves(comparisons: Sequence[Comparison]) -> Lines:
-    """Plot the held-out results of dense training and every candidate over steps."""
-    most = max(comparisons, key=lambda one: len(one.differences))  # lossless ones have fewer seeds
-    lines = [Line("dense", most.curves[0], shown="line")]
-    lines += [Line(one.candidate.name, one.curves[1]) for one in comparisons]
-    loss = comparisons[0].metric == "loss"
-    y = "held-out loss" if loss else "held-out accuracy"
-    return Lines(lines, "step", y, logarithmic="y" if loss else "")
 
 
 def differences(comparisons: Sequence[Comparison]) -> Rows:

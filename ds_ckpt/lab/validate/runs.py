@@ -18,7 +18,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from ds_ckpt.errors import Problem, StateError
-from ds_ckpt.lab.validate.task import Learner
+from ds_ckpt.lab.validate.task import Task
 from ds_ckpt.lab.validate.world import World
 
 Mode = Literal["virtual", "processes"]
@@ -57,7 +57,7 @@ class Outcome:
 
 
 def train(
-    learner: Learner,
+    task: Task,
     world: World,
     steps: int,
     *,
@@ -67,7 +67,7 @@ def train(
     """Train to the end, or until the loss is not finite.
 
     Args:
-        learner: reset to the run's seed; what `world` trains.
+        task: reset to the run's seed; what `world` trains.
         world: takes the steps.
         steps: length of the run.
         evaluate_every: steps between two evaluations.
@@ -79,10 +79,10 @@ def train(
     digest, diverged = "", False
 
     def evaluate(done: int) -> None:
-        score = learner.evaluate(world.model)
-        heldout.append((done, score.loss))
-        if score.accuracy is not None:
-            accuracy.append((done, score.accuracy))
+        loss, share = task.evaluate(world.model)
+        heldout.append((done, loss))
+        if share is not None:
+            accuracy.append((done, share))
 
     evaluate(0)
     while world.step < steps and not diverged:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -112,51 +112,50 @@ def make_spec(kind: Kind, **given: Any) -> TaskSpec:
     return TaskSpec(kind, **{**_DEFAULTS[kind], **wanted})
 
 
-class Score(NamedTuple):
-    """Result of an evaluation.
-
-    Attributes:
-        loss: mean over tokens or examples, in nats.
-        accuracy: share of correct answers, 0 to 1; None for language modelling.
-    """
-
-    loss: float
-    accuracy: float | None = None
-
-
-class Learner:
+class Task:
     """A model and its data, for one seed at a time.
 
     Weights, data and their order are functions of the seed, so runs of one seed form pairs.
 
     Args:
+        spec: kind and sizes.
         data: to train on and to evaluate with.
         build: creates the model of a seed.
-        workers: number of workers that share the data.
-        batch: rows of a worker's micro-batch.
-        accumulation: micro-batches of a worker in a step.
         device: of the model and its inputs.
 
     Attributes:
         model: trained in place by virtual workers.
         forward: called for training in the model's place.
+        shapes: names and shapes of the trainable parameters.
+        digest: of data and sizes; runs of equal digests are comparable.
     """
 
     def __init__(
-        self,
-        data: Text | Examples,
-        build: Build,
-        *,
-        workers: int = 2,
-        batch: int = 8,
-        accumulation: int = 1,
-        device: str = "cpu",
+        self, spec: TaskSpec, data: Text | Examples, build: Build, *, device: str = "cpu"
     ) -> None:
-        self.data, self.workers, self.accumulation = data, workers, accumulation
-        self._build, self._batch, self._device = build, batch, device
+        self.spec, self.data, self._build, self._device = spec, data, build, device
         self.model = self.initial(0).to(device)
         self.forward: Callable[..., Any] = self.model
+        trainable = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+        self.shapes = [(name, parameter.shape) for name, parameter in trainable]
+        self.digest = self._digest()
         self.begin(0)
+
+    def _digest(self) -> str:
+        spec, sizes = self.spec, dataclasses.asdict(self.spec)
+        del sizes["betas"]  # part of each run's key, see `experiment.Plan.key`
+        if spec.data:  # the path may change
+            sizes["data"] = "as its digest says"
+        if spec.model:  # a folder's content may change
+            sizes["weights"] = digest_of(self.model)
+        text = json.dumps([self.data.sha256, sizes, self._device], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def describe_model(self) -> str:
+        """Return class, size and origin of the model."""
+        parameters = sum(shape.numel() for _, shape in self.shapes)
+        origin = f" ({self.spec.model})" if self.spec.model else ""
+        return f"{type(self.model).__name__}, {parameters:,} parameters{origin}"
 
     def begin(self, seed: int) -> None:
         """Reset weights and data to the start of `seed`."""
@@ -174,8 +173,8 @@ class Learner:
         """
         (number,) = np.random.SeedSequence([self._seed, step, micro, worker]).generate_state(1)
         torch.manual_seed(int(number))
-        drawn = step * self.accumulation + micro
-        return self._moved(self.data.batch(self._seed, drawn, worker, self.workers, self._batch))
+        spec, drawn = self.spec, step * self.spec.accumulation + micro
+        return self._moved(self.data.batch(self._seed, drawn, worker, spec.world, spec.batch))
 
     def _moved(self, inputs: Inputs) -> Inputs:
         return {name: tensor.to(self._device) for name, tensor in inputs.items()}
@@ -186,8 +185,12 @@ class Learner:
         return loss
 
     @torch.no_grad()
-    def evaluate(self, model: torch.nn.Module | None = None) -> Score:
-        """Evaluate this model, or another one such as an engine, on the held-out data."""
+    def evaluate(self, model: torch.nn.Module | None = None) -> tuple[float, float | None]:
+        """Evaluate this model, or an engine, on the held-out data.
+
+        Returns:
+            Mean loss in nats, and accuracy (None for language modelling).
+        """
         model = self.model if model is None else model
         losses, right, rows = [], 0, 0
         model.eval()
@@ -200,26 +203,7 @@ class Learner:
                     rows += len(inputs["labels"])
         finally:
             model.train()
-        return Score(float(torch.stack(losses).mean()), right / rows if rows else None)
-
-
-@dataclass(frozen=True)
-class Task:
-    """A task that is ready to run.
-
-    Attributes:
-        spec: its kind and sizes.
-        learner: its model and data.
-        digest: of data and sizes; runs of equal digests are comparable.
-        model: description of the model.
-        shapes: names and shapes of the trainable parameters.
-    """
-
-    spec: TaskSpec
-    learner: Learner
-    digest: str
-    model: str
-    shapes: tuple[tuple[str, torch.Size], ...]
+        return float(torch.stack(losses).mean()), right / rows if rows else None
 
 
 def open_task(spec: TaskSpec, *, device: str = "cpu") -> Task:
@@ -229,32 +213,8 @@ def open_task(spec: TaskSpec, *, device: str = "cpu") -> Task:
         ConfigError: the data cannot be used.
         UnsupportedError: transformers or the checkpoint is missing.
     """
-    found, build = _language(spec) if spec.kind == "language" else _labelled(spec)
-    learner = Learner(
-        found,
-        build,
-        workers=spec.world,
-        batch=spec.batch,
-        accumulation=spec.accumulation,
-        device=device,
-    )
-    shapes = tuple((n, p.shape) for n, p in learner.model.named_parameters() if p.requires_grad)
-    parameters = sum(shape.numel() for _, shape in shapes)
-    model = f"{type(learner.model).__name__}, {parameters:,} parameters"
-    sizes = dataclasses.asdict(spec)
-    del sizes["betas"]  # part of each run's key, see `experiment.Plan.key`
-    if spec.attention == "eager":
-        del sizes["attention"]
-    if spec.data:  # the path may change
-        sizes["data"] = "as its digest says"
-    if device != "cpu":  # which computes other bits
-        sizes["device"] = device
-    if spec.model:  # a folder's content may change
-        model += f" ({spec.model})"
-        sizes["weights"] = digest_of(learner.model)
-    text = json.dumps([found.sha256, sizes], sort_keys=True)
-    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return Task(spec, learner, digest, model, shapes)
+    data, build = _language(spec) if spec.kind == "language" else _labelled(spec)
+    return Task(spec, data, build, device=device)
 
 
 def _language(spec: TaskSpec) -> tuple[Text, Build]:
