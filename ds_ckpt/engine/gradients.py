@@ -151,8 +151,7 @@ class Gradients:
 
     def describe(self) -> list[str]:
         """Return clauses for the line at the start."""
-        settings = self._settings
-        levels = ""
+        settings, levels = self._settings, ""
         if self.groups.levels == 2:
             ranks = len(self.groups.peers)
             levels = f", between nodes; summed exactly among the {ranks} ranks of a node"
@@ -161,40 +160,34 @@ class Gradients:
         else:
             by_compressor = self.assignment.by_compressor().items()
             how = ", ".join(f"{words} on {n}" for words, (n, _, _) in by_compressor)
-            feedback = "on" if settings.error_feedback else "off: what is not sent is lost"
             clauses = [
                 f"gradients: {how} tensors, starting at step {settings.warmup_steps}: "
-                f"{self.assignment.share:.2%} of the dense gradient bytes{levels}, "
-                f"error feedback {feedback}"
+                f"{self.assignment.share:.2%} of the dense gradient bytes{levels}, error feedback "
+                f"{'on' if settings.error_feedback else 'off: what is not sent is lost'}"
                 f"{', if it shortens the step' if settings.autotune else ''}"
             ]
         if self._boundary() is not None:
             clauses.append("one exchange an accumulated step")
         if self.feedback and self.feedback.accumulates:
             clauses.append(self._describe_residuals(self.feedback))
-        if settings.momentum_correction:
+        if value := settings.momentum_correction:
             why = why_not_corrected(self._engine.optimizer)
             clauses.append(
-                f"no momentum correction: {why}"
-                if why
-                else f"momentum correction {settings.momentum_correction:g}"
+                f"no momentum correction: {why}" if why else f"momentum correction {value:g}"
             )
-        clauses.append("gradients are about a third of ZeRO-3's traffic")
-        return clauses
+        return [*clauses, "gradients are about a third of ZeRO-3's traffic"]
 
     def _describe_residuals(self, feedback: Feedback) -> str:
         entry_bytes = feedback.entry_bytes / self.groups.local
-        dtype = "" if feedback.dtype == "fp32" else f" as {feedback.dtype}"
-        cost = f"{entry_bytes:.3g} bytes{' of host memory' if feedback.on_host else ''}"
+        kept = f"residuals{'' if feedback.dtype == 'fp32' else f' as {feedback.dtype}'}"
+        where = " of host memory" if feedback.on_host else ""
+        tensors = [t for t in self.assignment.tensors if t.how != UNCOMPRESSED]
+        what, of = kept, "compressed parameter"
         if not feedback.enabled:
             what, of = "earlier micro-steps, accumulated,", "parameter"
-            tensors = self.assignment.tensors
-        else:
-            what, of = f"residuals{dtype}", "compressed parameter"
-            tensors = tuple(t for t in self.assignment.tensors if t.how != UNCOMPRESSED)
+            tensors = list(self.assignment.tensors)
         total = entry_bytes * sum(math.prod(t.shape) for t in tensors)
-        in_all = f"{total / 1e6:.4g} MB" if total < 1e9 else f"{total / 1e9:,.1f} GB"
-        return f"{what} cost {cost} a {of} a rank, {in_all}"
+        return f"{what} cost {entry_bytes:.3g} bytes{where} a {of} a rank, {total / 1e6:,.4g} MB"
 
 
 def _transport(group: Any) -> TorchTransport:

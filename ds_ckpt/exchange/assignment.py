@@ -11,6 +11,7 @@ import torch
 
 from ds_ckpt.compression.base import Compressor
 from ds_ckpt.exchange.rules import Choose
+from ds_ckpt.telemetry.units import columns
 
 UNCOMPRESSED = "uncompressed"
 
@@ -110,11 +111,7 @@ class Assignment:
         for (name, shape, how), group in equal.items():
             label = name if len(group) == 1 else f"{name} ({len(group)})"
             sent, dense = sum(t.sent_bytes for t in group), sum(t.dense_bytes for t in group)
-            rows.append((label, "x".join(map(str, shape)), how, sent, dense))
-        width = max((len(label) for label, *_ in rows), default=0)
-        lines = [
-            f"{label:<{width}}  {shape:>12}  {how:<28}  {sent:>12,} of {dense:>12,} B"
-            for label, shape, how, sent, dense in rows
-        ]
+            size = "x".join(map(str, shape))
+            rows.append((label, how, size, f"{sent:,}", "of", f"{dense:,} B"))
         total = f"{self.sent_bytes:,} of {self.dense_bytes:,} B: {self.share:.2%}"
-        return "\n".join([*lines, total])
+        return f"{columns(rows, left=2)}\n{total}" if rows else total

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from ds_ckpt.compression.base import methods
 from ds_ckpt.compression.error_feedback import Feedback
-from ds_ckpt.compression.storage import BLOCK, QuantizedTensor
+from ds_ckpt.compression.storage import QuantizedTensor
 from ds_ckpt.errors import Problem, StateError
 from ds_ckpt.exchange.layout import LocalShard, ShardLayout
 from ds_ckpt.sealed import DamagedError, SealedFile, write
@@ -124,14 +124,9 @@ class SavedFile:
         """Parameters with a residual."""
         return [k.removeprefix(_RESIDUAL) for k in self._file.keys if k.startswith(_RESIDUAL)]
 
-    def shape(self, name: str) -> list[int]:
-        """Return the shape of a residual's values; of its scales if they do not fit the values."""
-        values, scales = self._file.shape(_RESIDUAL + name), _SCALES + name
-        blocks = (
-            [-(-math.prod(values) // BLOCK)] if self._file.dtype(_RESIDUAL + name) == "I8" else [0]
-        )
-        found = self._file.shape(scales) if scales in self._file.keys else [0]
-        return values if found == blocks else found
+    def numel(self, name: str) -> int:
+        """Return the number of entries of a residual."""
+        return math.prod(self._file.shape(_RESIDUAL + name))
 
     def residual(self, name: str) -> QuantizedTensor:
         """Return a residual as it was kept, on the host."""
@@ -313,28 +308,20 @@ class ResidualFiles:
             found = f"method {file.method}, format {file.format}"
             why = f"this run uses method {self._method}, format {FORMAT}"
             raise _refused(path, found, why, remedy)
-        problems = []
         for name in file.names:
-            shape, why = file.shape(name), "the model has no trainable parameter of this name"
-            if name in self._numels:
-                shards = ShardLayout(self._numels[name], file.world)
-                want = LocalShard(shards, file.members or tuple(range(file.world))).numel
-                if shape == [want]:
-                    continue
+            shards = ShardLayout(self._numels.get(name, 0), file.world)
+            wanted = LocalShard(shards, file.members or tuple(range(file.world))).numel
+            if name not in self._numels:
+                why = "the model has no trainable parameter of this name"
+            elif file.numel(name) != wanted:
                 why = f"the model's parameter has {self._numels[name]} elements"
                 if file.members is not None:
-                    why += f", {want} of them in this rank's local shard"
-            problems.append(
-                Problem(
-                    where=name,
-                    found=f"a saved residual of {shape} elements in {path.name}",
-                    why=why,
-                    remedy="load the checkpoint into the model that it was saved from, or "
-                    + _START_AT_0,
-                )
-            )
-        if problems:
-            raise StateError(problems)
+                    why += f", {wanted} of them in this rank's local shard"
+            else:
+                continue
+            found = f"a saved residual of {name} with {file.numel(name)} elements"
+            remedy = "load the checkpoint into the model that it was saved from"
+            raise _refused(path, found, why, remedy)
         return file
 
     def _warn_without(self, folder: Path, found: list[Path]) -> None:
