@@ -160,3 +160,11 @@ def test_disabled_compression_is_not_compared_and_saved() -> None:
     assert other.is_disabled
     other.load_state_dict({})
     assert not other.is_disabled
+
+
+def test_measurements_of_an_earlier_release_are_ignored() -> None:
+    state = made(Machine())
+    old = {"momentum": {"kept": [[0, 0.5]]}, "autotune": {"choice": "deepspeed"}, "metric": {}}
+    state.load_state_dict(old)
+    assert state.mode(BUCKETS) == "compressed"
+    assert state.state_dict() == {"factors": {}, "fallback": {"whole": False}}
