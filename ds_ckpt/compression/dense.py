@@ -1,4 +1,4 @@
-"""Everything is sent."""
+"""Method `dense`, which sends everything, and the codec of floating-point values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ds_ckpt.compression.wire import aligned, saturating_cast, section, write_se
 
 
 class DenseMethod(Method):
-    """Lossless: tensors travel uncompressed, in their own type."""
+    """Lossless: tensors are sent uncompressed, in their own dtype."""
 
     name = "dense"
     about = (
@@ -23,25 +23,29 @@ class DenseMethod(Method):
     lossless = True
 
     def build(self) -> Compressor | None:
+        """Return None: tensors are sent uncompressed."""
         return None
 
 
 @dataclass(frozen=True)
 class Dense(Codec):
-    """Every entry, in one floating-point type; 16-bit types round, the rest stays as residual.
+    """Every entry in one floating-point dtype; the rounding error of 16 bits is the residual.
 
-    For what is owed to a tensor that travels uncompressed.
+    It sends residuals and held gradients of tensors that are sent uncompressed.
     """
 
     dtype: torch.dtype = torch.float32
 
     def describe(self) -> str:
+        """Return its name."""
         return "Dense"
 
     def packed_bytes(self, numel: int) -> int:
+        """Return the bytes of the values."""
         return aligned(numel * self.dtype.itemsize)
 
     def pack_rows(self, values: Tensor, out: Tensor) -> None:
+        """Cast each row."""
         sent = saturating_cast(values, self.dtype)
         write_section(out, 0, sent)
         if self.dtype == torch.float32:
@@ -50,4 +54,5 @@ class Dense(Codec):
             values.sub_(sent.float())
 
     def unpack_add_rows(self, payloads: Tensor, into: Tensor, scale: float = 1.0) -> None:
+        """Add the values of each payload."""
         add_rows(into, section(payloads, 0, into.numel(), self.dtype).float(), scale)

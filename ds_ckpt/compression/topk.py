@@ -210,10 +210,12 @@ def _add_at(into: Tensor, index: Tensor, decoded: Tensor) -> None:
 
 
 def select_in_blocks(values: Tensor, blocks: Blocks, offsets: Tensor) -> None:
-    """Write the rows of each block's k largest magnitudes, descending, to uint8 [shards, k, count].
+    """Write the rows of each block's k largest magnitudes, descending.
 
     Args:
         values: fp32 [shards, blocks.numel].
+        blocks: of a shard.
+        offsets: uint8 [shards, k, count].
     """
     if _has_kernel(values.device):
         fused.select_in_blocks(values, offsets, blocks.count, blocks.k)

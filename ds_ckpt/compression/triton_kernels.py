@@ -1,6 +1,6 @@
-"""Kernels in Triton over the tensors of a bucket; `fused` describes them and launches these.
+"""Triton kernels over the tensors of a bucket; `fused` describes and launches them.
 
-Imported only where Triton is. `TRITON_INTERPRET=1` runs them on CPU tensors, entry by entry.
+Imported only if Triton is installed. `TRITON_INTERPRET=1` runs them on CPU tensors.
 
 A program works on `TILE` entries of one row of one tensor, [TILE / BLOCK, BLOCK], and finds them in
 the table. Arithmetic is written as the operators round it: `div_rn`, bf16 rounded to nearest even
@@ -15,7 +15,7 @@ import triton.language as tl
 
 @triton.jit
 def _find(table, tensors, TENSORS: tl.constexpr):
-    """The tensor that this program works on, and which of its programs it is."""
+    """Return the tensor of this program, and the number of the program in it."""
     program = tl.program_id(0).to(tl.int64)
     every = tl.arange(0, TENSORS)
     firsts = tl.load(table + every, mask=every < tensors, other=1 << 62)
@@ -25,20 +25,20 @@ def _find(table, tensors, TENSORS: tl.constexpr):
 
 @triton.jit
 def _bf16(x):
-    """fp32 rounded to bf16, as int32 in the lower half."""
+    """Round fp32 to bf16, as int32 in the lower half."""
     bits = x.to(tl.int32, bitcast=True)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
 
 
 @triton.jit
 def _wide(bf16):
-    """Those as fp32."""
+    """Widen those to fp32."""
     return (bf16 << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _decoded(codes, scale, BITS: tl.constexpr, CURVE: tl.constexpr, SLOPE: tl.constexpr):
-    """Codes, whole numbers in fp32, times scales."""
+    """Multiply codes, whole numbers in fp32, by scales."""
     if BITS == 2:
         y = codes + 0.5
         codes = y * (tl.abs(y) * CURVE + SLOPE)
@@ -61,7 +61,7 @@ def _narrow(codes, plane, count, tile, WIDTH: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _codes_start(numel, BLOCK: tl.constexpr):
-    """Bytes of scales, up to the next multiple of 8."""
+    """Return the bytes of scales, up to the next multiple of 8."""
     return ((numel + BLOCK - 1) // BLOCK + 3) // 4 * 8
 
 
@@ -83,6 +83,7 @@ def pack_quantized(
     CURVE: tl.constexpr,
     SLOPE: tl.constexpr,
 ):
+    """Add residual and gradient, quantize, write the payload and the residual."""
     BLOCKS: tl.constexpr = TILE // BLOCK
     REACH: tl.constexpr = 1 << (BITS - 1)
     tensor, program = _find(table, tensors, TENSORS)
@@ -179,7 +180,7 @@ def pack_quantized(
 
 @triton.jit
 def _widen(plane, entry, there, tile, WIDTH: tl.constexpr, TILE: tl.constexpr):
-    """`WIDTH` bits of each of the tile's entries, as int32 without a sign."""
+    """Return `WIDTH` bits of each of the tile's entries, as int32 without a sign."""
     plane += tile * (TILE * WIDTH // 8)
     packed = tl.load(plane + entry * WIDTH // 8, mask=there, other=0).to(tl.int32)
     shift = entry % (8 // WIDTH) * WIDTH
@@ -203,6 +204,7 @@ def unpack_add_quantized(
     CURVE: tl.constexpr,
     SLOPE: tl.constexpr,
 ):
+    """Add decoded payloads and the own part to `into`, in the order of ranks."""
     tensor, tile = _find(table, tensors, TENSORS)
     column = table + tensor
     numel = tl.load(column + 2 * tensors)
@@ -250,8 +252,10 @@ def block_maxima(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Rows of the K largest magnitudes of each column of [rows, count], as `topk` compares them:
-    by the upper 23 bits, ties to the later row."""
+    """Write the rows of the K largest magnitudes of each column of [rows, count].
+
+    Compared as in `topk`: by the upper 23 bits, ties to the later row.
+    """
     shard = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.arange(0, ROWS)

@@ -143,7 +143,7 @@ class StepState:
         if not is_warming_up and self.exchange.metric is not None:
             if self._metric_start is None:
                 self._metric_start = self._current_step()
-            self.exchange.metric.exchanging(self._current_step() - self._metric_start)
+            self.exchange.metric.begin_step(self._current_step() - self._metric_start)
         choose = _uncompressed if mode == "uncompressed" else None
         if self._expects_more:
             return self.exchange.accumulate(names, tensors, loss_scale, choose=choose)
@@ -198,7 +198,7 @@ class StepState:
             else:
                 part.commit()
         if exchange.metric is not None:
-            exchange.metric.step_ended(skipped=is_skipped)
+            exchange.metric.end_step(skipped=is_skipped)
         sent, self._sent = self._sent, {}
         if not sent:
             return
@@ -222,7 +222,7 @@ class StepState:
         self.is_disabled = bool(state.get("fallback", {}).get("whole", False))
         self._sent, self._drained = {}, set()
         if self.exchange.metric is not None:
-            self.exchange.metric.load_state_dict({})
+            self.exchange.metric.reset()
             self._metric_start = None
         if self.tuner is not None:
             self.tuner.restart()

@@ -46,7 +46,7 @@ from ds_ckpt.exchange.assignment import describe
 from ds_ckpt.exchange.hierarchy import InHostSum
 from ds_ckpt.exchange.layout import LocalShard, ShardLayout, local_shard
 from ds_ckpt.exchange.low_rank import LowRankPart, RowBlocks
-from ds_ckpt.exchange.metric import StepMetric
+from ds_ckpt.exchange.metric import PreconditionerEstimate
 from ds_ckpt.exchange.rules import Choose
 from ds_ckpt.exchange.transport import Packets, Transport
 from ds_ckpt.telemetry.timings import Errors, Timings
@@ -167,7 +167,7 @@ class AllToAllExchange:
         *,
         accumulates: bool = False,
         in_host: InHostSum | None = None,
-        metric: StepMetric | None = None,
+        metric: PreconditionerEstimate | None = None,
     ) -> None:
         self.transport = transport
         self.metric = metric
@@ -351,7 +351,7 @@ class AllToAllExchange:
 
     def _sample_metric(self, item: Item, loss_scale: float) -> None:
         if item.in_steps and self.metric is not None and self.metric.sampling:
-            self.metric.given(item.name, item.shape, item.layout, item.local, loss_scale)
+            self.metric.add_gradient(item.name, item.shape, item.layout, item.local, loss_scale)
 
     def _single_rank(self, name: str, tensor: Tensor, choose: Choose, loss_scale: float) -> Tensor:
         """Return the gradient and its residual, accumulated or left by a larger world."""

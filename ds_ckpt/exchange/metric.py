@@ -1,22 +1,22 @@
-"""What entries count in the optimizer's steps, as far as all processes know it.
+"""Estimate of the optimizer's preconditioner, known to all ranks.
 
 An optimizer of Adam's kind divides by the root of its second moment v, so an error e of an entry
-counts e^2 / sqrt(v) there. A codec that is given x / w, w = v^(1/4), leaves least of that behind.
-v is its owner's alone; but what one row or column of a matrix has of it is a few numbers, and
-rows times columns is near it (Shazeer & Stern, "Adafactor", arXiv 1804.04235). Every `EVERY`-th
-step from the end of the warm-up all processes take the squares of their gradients, by row and by
-column, and one all-reduce adds them up. (Not of what arrived: rows of which nothing is sent would
-be taken for rows of nothing, and be sent instead of all others.)
+counts e^2 / sqrt(v). A codec that packs x / w, w = v^(1/4), leaves the least error in that metric.
+Only the owner has v; but its sums by row and column of a matrix are few numbers, and their outer
+product is near v (Shazeer & Stern, "Adafactor", arXiv 1804.04235). In every `EVERY`-th step after
+the warm-up all ranks sum the squares of their gradients by row and by column, and one all-reduce
+adds them up. (Squares of delivered gradients would not do: rows of which nothing is sent would look
+like rows of zeros, and would be sent instead of all others.)
 
-w is a power of two, so dividing by it and multiplying rounds nothing: what is left and what arrives
-make up what there was as they do without (law 3). All processes have the same sums, so the same w.
+w is a power of two, so dividing by it and multiplying rounds nothing: residuals and delivered
+gradients add up as without it. All ranks have the same sums, so the same w. The sums are not saved:
+after a load they are measured again.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -25,127 +25,120 @@ from ds_ckpt.compression.powersgd import matrix_shape
 from ds_ckpt.exchange.layout import LocalShard
 
 EVERY = 20
-_OLD = 0.5
+_OLD_SHARE = 0.5
 _LEAST, _MOST = -5, 10
-"""Exponents of w, from that of the mean."""
+"""Exponents of w, relative to that of the mean."""
 _STEPS = 4
-"""Of a logarithm, to 1."""
+"""Steps of a logarithm from one power of two to the next."""
 
 
-class StepMetric:
-    """Row and column sums of gradients' squares: transactional, and equal on all processes.
+class PreconditionerEstimate:
+    """Row and column sums of squared gradients: transactional, and equal on all ranks.
 
     Args:
-        add_up: sums an fp32 tensor over all processes, in place.
+        all_reduce: sums an fp32 tensor over all ranks, in place.
 
     Attributes:
-        sampling: whether sums are taken in this step.
+        sampling: sums are taken in this step.
     """
 
-    def __init__(self, add_up: Callable[[Tensor], None]) -> None:
-        self._add_up = add_up
-        self._known: dict[str, tuple[Tensor, Tensor]] = {}
+    def __init__(self, all_reduce: Callable[[Tensor], None]) -> None:
+        self._all_reduce = all_reduce
+        self._sums: dict[str, tuple[Tensor, Tensor]] = {}
         self._taken: dict[str, tuple[Tensor, Tensor]] = {}
         self.sampling = False
 
-    def exchanging(self, step: int) -> None:
-        """A bucket is about to travel in the `step`-th step after the warm-up."""
+    def begin_step(self, step: int) -> None:
+        """Decide whether the `step`-th step after the warm-up is sampled."""
         self.sampling = step % EVERY == 0
 
     def weights(
         self, name: str, shape: torch.Size, layout: LocalShard, device: torch.device
     ) -> Tensor | None:
-        """w of a tensor's entries: fp32 [layout.numel], powers of two, 1 and above; None: nothing
-        is known yet."""
-        sums = self._known.get(name)
+        """Return w of a local shard, powers of two from 1; None before the first sample.
+
+        Args:
+            name: of the tensor.
+            shape: of the tensor.
+            layout: of the local shard.
+            device: of the result.
+        """
+        sums = self._sums.get(name)
         if sums is None or tuple(map(len, sums)) != matrix_shape(shape):
             return None
-        sums = self._known[name] = sums[0].to(device), sums[1].to(device)
-        # the mean in fp64: that of fp32 numbers depends on how many threads add them up
-        shares = (of / of.double().mean().float() for of in sums)
+        sums = self._sums[name] = sums[0].to(device), sums[1].to(device)
+        # the mean in fp64: in fp32 it would depend on the number of threads
+        shares = (each / each.double().mean().float() for each in sums)
         rows, columns = (
-            of.log2_().mul_(_STEPS).nan_to_num_(0, neginf=-1e6).round_().int() for of in shares
+            each.log2_().mul_(_STEPS).nan_to_num_(0, neginf=-1e6).round_().int() for each in shares
         )
         width, parts = len(columns), list[Tensor]()
-        for _, there in _pieces(layout, shape):
-            first, last = there.start // width, -(-there.stop // width)
+        for _, source in _pieces(layout, shape):
+            first, last = source.start // width, -(-source.stop // width)
             whole_rows = (rows[first:last].unsqueeze(1) + columns).view(-1)
-            parts.append(whole_rows[there.start - first * width : there.stop - first * width])
+            parts.append(whole_rows[source.start - first * width : source.stop - first * width])
         exponents = parts[0] if len(parts) == 1 else torch.cat(parts)
-        exponents += 2 * _STEPS  # half of what it is divided by
+        exponents += 2 * _STEPS  # half of the divisor, to round to nearest
         exponents >>= int(math.log2(4 * _STEPS))
         exponents = exponents.clamp_(_LEAST, _MOST).add_(127 - _LEAST)
         exponents <<= 23
         return exponents.view(torch.float32)
 
-    def given(
+    def add_gradient(
         self, name: str, shape: torch.Size, layout: LocalShard, gradient: Tensor, scale: float
     ) -> None:
-        """Take this process's gradient of a tensor, in a step that is sampled. Those of several
-        micro-steps add up.
+        """Add this rank's gradient of a tensor in a sampled step; micro-steps add up.
 
         Args:
-            gradient: [layout.numel], of any floating dtype, multiplied by `scale`.
+            name: of the tensor.
+            shape: of the tensor.
+            layout: of the local shard.
+            gradient: [layout.numel], any floating dtype, multiplied by `scale`.
+            scale: loss scale.
         """
         rows, columns = matrix_shape(shape)
-        if min(rows, columns) == 1:  # of a vector the sums would be as long as it is
+        if min(rows, columns) == 1:  # the sums of a vector would be as long as it is
             return
         sums = self._taken.get(name)
         if sums is None:
             both = gradient.new_zeros(rows + columns, dtype=torch.float32).split([rows, columns])
             sums = self._taken[name] = both[0], both[1]
-        for here, there in _pieces(layout, shape):
-            first, last = there.start // columns, -(-there.stop // columns)
+        for local, source in _pieces(layout, shape):
+            first, last = source.start // columns, -(-source.stop // columns)
             squares = sums[0].new_zeros((last - first) * columns)
-            start = there.start - first * columns
-            squares[start : start + there.stop - there.start] = gradient[here].float() / scale
+            start = source.start - first * columns
+            squares[start : start + source.stop - source.start] = gradient[local].float() / scale
             matrix = squares.square_().view(last - first, columns)
             sums[0][first:last] += matrix.sum(1)
             sums[1].add_(matrix.sum(0))
 
-    def step_ended(self, *, skipped: bool) -> None:
-        """The step's verdict. Collective in a step that was sampled, unless it is skipped."""
+    def end_step(self, *, skipped: bool) -> None:
+        """Keep the step's sums, or drop those of a skipped step. Collective in a sampled step."""
         taken, self._taken, self.sampling = self._taken, {}, False
         if skipped or not taken:
             return
         names = sorted(taken)
         parts = [part for name in names for part in taken[name]]
-        every = torch.cat(parts)
-        self._add_up(every)
-        if not torch.isfinite(every).all():
-            return  # squares may overflow where values do not
-        sums = every.split([len(part) for part in parts])
+        total = torch.cat(parts)
+        self._all_reduce(total)
+        if not torch.isfinite(total).all():
+            return  # squares may overflow although values do not
+        sums = total.split([len(part) for part in parts])
         for name, *new in zip(names, sums[::2], sums[1::2], strict=True):
-            old = self._known.get(name, new)
-            if [*map(len, old)] != [*map(len, new)]:  # of a checkpoint, and of another shape
-                old = new
+            old = self._sums.get(name, new)
             rows, columns = (
-                torch.lerp(was.to(now.device), now, 1 - _OLD)
-                for was, now in zip(old, new, strict=True)
+                torch.lerp(before.to(now.device), now, 1 - _OLD_SHARE)
+                for before, now in zip(old, new, strict=True)
             )
-            self._known[name] = rows, columns
+            self._sums[name] = rows, columns
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Sums as `rows:name` and `columns:name`, fp32."""
-        return {
-            f"{what}:{name}": part
-            for name, both in self._known.items()
-            for what, part in zip(("rows", "columns"), both, strict=True)
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing is known until the next step that is sampled where a checkpoint does not tell."""
-        self._taken, self.sampling = {}, False
-        names = [key.removeprefix("rows:") for key in state if key.startswith("rows:")]
-        self._known = {
-            name: (state[f"rows:{name}"].clone(), state[f"columns:{name}"].clone())
-            for name in names
-            if f"columns:{name}" in state
-        }
+    def reset(self) -> None:
+        """Drop all sums: the next sampled step measures again."""
+        self._sums, self._taken, self.sampling = {}, {}, False
 
 
 def _pieces(layout: LocalShard, shape: torch.Size) -> list[tuple[slice, slice]]:
-    """Where entries of a tensor are in a local shard, and where in the tensor."""
+    """Return slices of a local shard, and the slices of the tensor that they are."""
     if layout.numel == shape.numel():
         return [(slice(0, layout.numel), slice(0, layout.numel))]
     return [(layout.shard(m), layout.source(m)) for m in range(len(layout.members))]

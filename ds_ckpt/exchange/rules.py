@@ -20,7 +20,7 @@ from ds_ckpt.compression.error_feedback import Feedback, ResidualDevice
 from ds_ckpt.compression.quantize import Quantize
 from ds_ckpt.compression.storage import ResidualDtype
 from ds_ckpt.errors import Problem, UnsupportedError
-from ds_ckpt.exchange.metric import StepMetric
+from ds_ckpt.exchange.metric import PreconditionerEstimate
 
 Choose = Callable[[str, torch.Size], Compressor | None]
 """Returns the compressor of a parameter, agreed across ranks; None: uncompressed."""
@@ -279,13 +279,13 @@ class ExchangeSettings:
             return 0.0
         return self.momentum
 
-    def metric(self, add_up: Callable[[Tensor], None]) -> StepMetric | None:
-        """Return the preconditioner metric if a codec uses it. Argument as for `StepMetric`."""
+    def metric(self, add_up: Callable[[Tensor], None]) -> PreconditionerEstimate | None:
+        """Return the preconditioner estimate if a codec uses it."""
         every = (s.compressor() for s in (self.default, *(r.settings for r in self.rules)))
         wanted = any(
             c is not None and c.codec is not None and c.codec.uses_preconditioner for c in every
         )
-        return StepMetric(add_up) if wanted else None
+        return PreconditionerEstimate(add_up) if wanted else None
 
 
 def embeddings_of(model: torch.nn.Module) -> frozenset[str]:

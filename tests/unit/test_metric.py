@@ -13,13 +13,17 @@ from torch import Tensor
 
 from benchmarks._own_share import OwnShareToo
 from ds_ckpt.exchange.layout import LocalShard, ShardLayout
-from ds_ckpt.exchange.metric import EVERY, StepMetric
+from ds_ckpt.exchange.metric import EVERY, PreconditionerEstimate
 from ds_ckpt.exchange.rules import ExchangeSettings, MethodSettings
 from ds_ckpt.lab.validate import world as validation_world
 from ds_ckpt.lab.validate.world import VirtualWorkers
 
 IN_STEPS = ExchangeSettings(MethodSettings("entropy_coded", metric="steps"), min_numel=0)
 SHAPE, CPU = torch.Size([37, 50]), torch.device("cpu")
+
+
+def sums_of(metric: PreconditionerEstimate) -> dict[str, Tensor]:
+    return {f"{name} {i}": t for name, both in metric._sums.items() for i, t in enumerate(both)}
 
 
 def alone(tensor: Tensor) -> None:
@@ -30,14 +34,14 @@ def layout(world: int, members: tuple[int, ...] | None = None) -> LocalShard:
     return LocalShard(ShardLayout(SHAPE.numel(), world), members or tuple(range(world)))
 
 
-def told(total: Tensor, *layouts: LocalShard) -> StepMetric:
+def told(total: Tensor, *layouts: LocalShard) -> PreconditionerEstimate:
     """What a process knows that was told of `total` by processes with these parts of it."""
-    metric = StepMetric(alone)
-    metric.exchanging(0)
+    metric = PreconditionerEstimate(alone)
+    metric.begin_step(0)
     for of in layouts or (layout(1),):
         here = torch.cat([total.view(-1)[of.source(m)] for m in range(len(of.members))])
-        metric.given("w", total.shape, of, here * 8, 8.0)
-    metric.step_ended(skipped=False)
+        metric.add_gradient("w", total.shape, of, here * 8, 8.0)
+    metric.end_step(skipped=False)
     return metric
 
 
@@ -52,7 +56,7 @@ def uneven() -> Tensor:
 def test_what_hosts_see_adds_up_to_the_squares_of_rows_and_columns(world: int) -> None:
     total = uneven()
     parts = [layout(2 * world, tuple(range(first, 2 * world, 2))) for first in (0, 1)]
-    rows, columns = told(total, *parts)._known["w"]
+    rows, columns = told(total, *parts)._sums["w"]
     torch.testing.assert_close(rows, total.square().sum(1))
     torch.testing.assert_close(columns, total.square().sum(0))
 
@@ -101,7 +105,7 @@ def test_with_two_levels_no_more_is_worked_out_than_is_weighed(
 def test_of_a_vector_nothing_is_summed(shape: tuple[int, ...]) -> None:
     """Sums by row and column would be as long as it is, and be sent in fp32."""
     metric = told(uneven().view(shape))
-    assert metric.state_dict() == {}
+    assert sums_of(metric) == {}
     assert metric.weights("w", torch.Size(shape), layout(1), CPU) is None
 
 
@@ -117,67 +121,25 @@ def test_rows_of_nothing_and_all_of_nothing_have_finite_weights() -> None:
 
 def test_what_was_skipped_or_is_not_finite_is_not_known() -> None:
     metric = told(uneven())
-    before = {key: value.clone() for key, value in metric.state_dict().items()}
+    before = {key: value.clone() for key, value in sums_of(metric).items()}
     for value, skipped in ((torch.nan, False), (torch.inf, False), (1.0, True)):
-        metric.exchanging(EVERY)
-        metric.given("w", SHAPE, layout(1), torch.full([SHAPE.numel()], value), 1.0)
-        metric.step_ended(skipped=skipped)
-        after = metric.state_dict()
+        metric.begin_step(EVERY)
+        metric.add_gradient("w", SHAPE, layout(1), torch.full([SHAPE.numel()], value), 1.0)
+        metric.end_step(skipped=skipped)
+        after = sums_of(metric)
         assert after.keys() == before.keys()
         assert all(torch.equal(before[key], value) for key, value in after.items())
 
 
-def test_state_is_whole_and_of_another_shape_it_is_left_out() -> None:
-    metric, other = told(uneven()), StepMetric(alone)
-    other.load_state_dict(metric.state_dict())
-    found = [m.weights("w", SHAPE, layout(2), CPU) for m in (metric, other)]
-    assert found[0] is not None
-    assert found[1] is not None
-    assert torch.equal(found[0], found[1])
-    assert other.weights("w", torch.Size([50, 37]), layout(2), CPU) is None
-    other.load_state_dict({})
-    assert other.weights("w", SHAPE, layout(2), CPU) is None
-
-
-@pytest.mark.parametrize("shape", [(50, 37), (2, 50), (37, 2)])
-def test_what_was_known_of_another_shape_is_forgotten_at_the_next_measurement(
-    shape: tuple[int, int],
-) -> None:
-    metric, total = StepMetric(alone), torch.rand(shape)
-    metric.load_state_dict(told(uneven()).state_dict())
-    metric.exchanging(EVERY)
-    of = LocalShard(ShardLayout(total.numel(), 1), (0,))
-    metric.given("w", total.shape, of, total.view(-1), 1.0)
-    metric.step_ended(skipped=False)
-    rows, columns = metric._known["w"]
-    torch.testing.assert_close(rows, total.square().sum(1))
-    torch.testing.assert_close(columns, total.square().sum(0))
-
-
-def test_half_of_what_was_known_counts_on() -> None:
-    metric, total = told(uneven()), uneven()
-    before = [of.clone() for of in metric._known["w"]]
-    metric.exchanging(EVERY)
-    metric.given("w", SHAPE, layout(1), 2 * total.view(-1), 1.0)
-    metric.step_ended(skipped=False)
-    for old, new, now in zip(
-        before,
-        ((4 * total.square()).sum(1), (4 * total.square()).sum(0)),
-        metric._known["w"],
-        strict=True,
-    ):
-        torch.testing.assert_close(now, (old + new) / 2)
-
-
 def test_weights_are_the_same_whatever_the_number_of_threads() -> None:
-    metric, rows, near = StepMetric(alone), 100_000, 1000
+    metric, rows, near = PreconditionerEstimate(alone), 100_000, 1000
     torch.manual_seed(0)
     sums = torch.rand(rows).exp()
     # some are where an exponent is rounded up or down by the mean's last bit
     border = 2 ** (7.5 / 4)
     mean = float(sums[near:].double().sum()) / (rows - near * border)
     sums[:near] = mean * border * (1 + 1e-6 * torch.randn(near))
-    metric._known["w"] = sums, torch.ones(3)
+    metric._sums["w"] = sums, torch.ones(3)
     shape, before = torch.Size([rows, 3]), torch.get_num_threads()
     of = LocalShard(ShardLayout(shape.numel(), 1), (0,))
     found = []
@@ -221,7 +183,7 @@ def test_all_workers_know_the_same_and_a_poisoned_step_changes_nothing() -> None
 
     def known() -> list[dict[str, Tensor]]:
         return [
-            {k: v.clone() for k, v in metric.state_dict().items()}
+            {k: v.clone() for k, v in sums_of(metric).items()}
             for metric in (worker.scheduled.exchange.metric for worker in workers._workers)
             if metric is not None
         ]
@@ -269,7 +231,7 @@ def test_every_micro_step_of_a_step_counts_and_none_of_a_skipped_one(when: Any) 
     for worker in workers._workers:
         metric = worker.scheduled.exchange.metric
         assert metric is not None
-        rows, columns = metric._known["w"]
+        rows, columns = metric._sums["w"]
         torch.testing.assert_close(rows, squares.sum(1))
         torch.testing.assert_close(columns, squares.sum(0))
 
@@ -285,7 +247,7 @@ def test_held_micro_steps_of_what_goes_another_way_do_not_count(why: str) -> Non
         workers.average([[uneven()], [uneven()]], at_boundary=last)
     workers.step_ended(skipped=False)
     for worker in workers._workers:
-        assert worker.scheduled.exchange.metric.state_dict() == {}  # type: ignore[union-attr]
+        assert sums_of(worker.scheduled.exchange.metric) == {}  # type: ignore[arg-type]
 
 
 def test_codecs_that_do_not_want_it_have_none() -> None:
