@@ -50,10 +50,6 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "0.31 bits": {"method": "entropy_coded", "entropy_coded": {"bits": 0.31, "metric": "steps"}},
     "Top-K 1.2% int8": {"method": "topk", "topk": {"density": 0.012, "values": "int8"}},
     "PowerSGD rank 4": {"method": "powersgd", "powersgd": {"rank": 4}},
-    "PowerSGD rank 4, alternating": {
-        "method": "powersgd",
-        "powersgd": {"rank": 4, "alternate": True},
-    },
     CEILING: None,
 }
 NOTHING = "nothing sent, weights neither"

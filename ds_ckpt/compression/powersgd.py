@@ -8,9 +8,7 @@ With a matrix M [m, n], summed over ranks, and q [n, r] from the step before (wa
 
 One such step is one step of the power iteration for the subspace of the r largest singular values.
 p is orthonormal, so p q^T is the projection of M on the span of p: the residual never has more
-energy than M. Alternation (ACP-SGD, Zhang et al., arXiv 2306.08881) computes p in one step, from
-the orthogonalized q of the last one, and q from the orthogonalized p in the next: the same
-functions, one all-reduce a step instead of two, half the bytes.
+energy than M.
 
 This file has the settings, the arithmetic and the state; `exchange.low_rank` has the sums over
 ranks. Each rank orthogonalizes the summed factor, which is the same bits everywhere, and must get
@@ -27,20 +25,20 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from ds_ckpt.compression.base import Compressor, Method, on_host
-from ds_ckpt.fields import SWITCH, Expects
+from ds_ckpt.fields import Expects, Removed
 
 # A smaller part of a column, relative to the columns before it, counts as rounding. 8 epsilons of
 # fp32: a column that was summed and rounded carries several by itself.
 _DEPENDENT = 2.0**-20
 _GATHERED_BELOW = 4
-Side = Literal["left", "right"]
+_SAVED = "right:"
 
 
 class PowerSGD(Method):
@@ -53,6 +51,13 @@ class PowerSGD(Method):
     sparse = "topk"
     presets = {"powersgd": {"powersgd": {"rank": 4}}}
     aliases = {"r": "rank", "matrix_approximation_rank": "rank"}
+    removed = {
+        "alternate": Removed(
+            "both factors are sent in every step; no preset and no verdict used one alone",
+            "remove it; for fewer bytes lower rank, or use entropy_coded",
+            stays=False,
+        )
+    }
 
     rank: Annotated[int, Expects("a whole number from 1 to 1024", "16")] = Field(
         default=16,
@@ -62,15 +67,10 @@ class PowerSGD(Method):
         "numbers. Higher is more bytes, more compute and a lower loss; what a model needs "
         "grows with its width.",
     )
-    alternate: Annotated[bool, SWITCH] = Field(
-        default=False,
-        description="Send only one of the two factors a step, in turns (ACP-SGD): half the bytes, "
-        "one collective less, two thirds of the compute; it follows the gradient more slowly.",
-    )
 
     def build(self) -> LowRank:
         """Return the compressor of these settings."""
-        return LowRank(self.rank, self.alternate)
+        return LowRank(self.rank)
 
 
 @dataclass(frozen=True)
@@ -79,17 +79,13 @@ class LowRank(Compressor):
 
     Attributes:
         rank: columns of each factor, lowered to the matrix's smaller side.
-        alternate: send one factor a step, the two in turns (ACP-SGD): half the bytes and one
-            collective less; the approximation follows the gradient more slowly.
     """
 
     rank: int
-    alternate: bool = False
 
     def describe(self) -> str:
-        """Return rank and alternation."""
-        turns = ", P and Q in turns" if self.alternate else ""
-        return f"PowerSGD rank {self.rank}{turns}"
+        """Return the rank."""
+        return f"PowerSGD rank {self.rank}"
 
     def applicable(self, shape: torch.Size, local: int = 1) -> Compressor | None:
         """Return None if the factors are no smaller than the matrix."""
@@ -99,8 +95,7 @@ class LowRank(Compressor):
     def sent_bytes(self, shape: torch.Size, world: int, local: int = 1) -> int:
         """Return the bytes sent; each of the `local` ranks has its own right factor."""
         left, right = factor_numels(*matrix_shape(shape), self.rank)
-        factors = sent_entry_bytes(world) * (left + local * right)
-        return factors // 2 if self.alternate else factors
+        return sent_entry_bytes(world) * (left + local * right)
 
 
 def gathers(world: int) -> bool:
@@ -292,7 +287,7 @@ def product_entries(p: Tensor, q: Tensor, start: int, stop: int, columns: int) -
 
 
 class Factors:
-    """PowerSGD's state: by parameter name the factor that was sent last, and which of the two.
+    """PowerSGD's state: the summed right factor that was sent last, by parameter name.
 
     The tensor's next approximation starts from it. Transactional like `error_feedback`: `rollback`
     leaves every committed factor bit-equal. Equal on all ranks that exchange, because it is the
@@ -300,16 +295,16 @@ class Factors:
     """
 
     def __init__(self) -> None:
-        self._committed: dict[str, tuple[Side, Tensor]] = {}
-        self._pending: dict[str, tuple[Side, Tensor]] = {}
+        self._committed: dict[str, Tensor] = {}
+        self._pending: dict[str, Tensor] = {}
 
-    def get(self, name: str) -> tuple[Side, Tensor] | None:
-        """Return side and fp32 [rows or columns, rank], of this step if it sent one already."""
-        return self._pending.get(name) or self._committed.get(name)
+    def get(self, name: str) -> Tensor | None:
+        """Return q, fp32 [columns, rank], of this step if it sent one already."""
+        return self._pending.get(name, self._committed.get(name))
 
-    def put(self, name: str, side: Side, factor: Tensor) -> None:
-        """Record the summed factor that this step sent; `factor` is not copied."""
-        self._pending[name] = (side, factor)
+    def put(self, name: str, factor: Tensor) -> None:
+        """Record the summed q of this step; `factor` is not copied."""
+        self._pending[name] = factor
 
     def commit(self) -> None:
         """Keep the factors of this step."""
@@ -321,14 +316,14 @@ class Factors:
         self._pending.clear()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return committed factors by `left:name` or `right:name`."""
-        return {f"{side}:{name}": factor for name, (side, factor) in self._committed.items()}
+        """Return committed factors by `right:name`."""
+        return {_SAVED + name: factor for name, factor in self._committed.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Replace every factor by a copy; drop those of this step."""
-        loaded: dict[str, tuple[Side, Tensor]] = {}
-        for key, factor in state.items():
-            side, _, name = key.partition(":")
-            loaded[name] = (cast(Side, side), factor.detach().clone())
-        self._committed = loaded
+        """Replace every factor by a copy; drop left factors, which earlier releases saved."""
+        self._committed = {
+            key.removeprefix(_SAVED): factor.detach().clone()
+            for key, factor in state.items()
+            if key.startswith(_SAVED)
+        }
         self._pending.clear()

@@ -1,31 +1,28 @@
-"""The low-rank part of a bucket: PowerSGD's factors, each summed by one collective.
+"""Low-rank part of a bucket: PowerSGD's factors, each summed by one collective.
 
-With M_p the matrix of process p, residual included, and hats for orthonormal columns (Vogels et
-al. 2019, arXiv 1905.13727):
+With M_p the matrix of rank p, residual included, and hats for orthonormal columns (Vogels et al.
+2019, arXiv 1905.13727):
 
     P = sum_p M_p Q^            Q^ from the step before
-    Q_p = M_p^T P^              rounded as it will travel; stays behind: M_p - P^ Q_p^T
+    Q_p = M_p^T P^              rounded as it will be sent; residual: M_p - P^ Q_p^T
     Q = sum_p Q_p               the next step starts from it
     the owner adds P^ (Q - Q_own)^T at its shard's entries, and its own M exactly
 
-Each process keeps what its own factor missed, not what the mean missed, so that what is left and
-what is delivered add up whatever the ranks; of its own shard nothing is left. The own shard stays
-in M all the same: without it the matrices of two processes would have different rows, and the
-projection of each on the common P^ would miss most of it (measured: an error of 24% where rank 2
-suffices). With `alternate` a step sends P or Q alone.
+Each rank keeps what its own factor missed, not what the mean missed, so residuals and delivered
+gradients add up on every rank; its own shard has no residual. The own shard stays in M all the
+same: without it the matrices of two ranks would have different rows, and the projection of each on
+the common P^ would miss most of it (measured: an error of 24% where rank 2 suffices).
 
-A process with a non-finite value puts NaN into the first sum: everybody learns of it there, on the
-device, and nobody stops: what it sends from there on means nothing, and nothing of it is kept.
+A rank with a non-finite value puts NaN into the first sum. Every rank finds it there, on the
+device and without a wait; the rest of the exchange is computed and dropped.
 
 ZeRO-3's shards are runs of the flattened tensor and start in the middle of rows. A factorization
-needs rows, so each shard brings the whole rows that it touches, entries of others as zeros
-(`RowBlocks`). What the product holds at those entries is never used: the shards' own entries are
-all that is delivered and all that is left behind.
+needs rows, so each shard contributes the rows that it touches, with zeros at entries of others
+(`RowBlocks`). Only the shard's own entries are delivered and kept.
 
-Among two or three processes factors travel in bf16, everybody's to everybody, and are added up in
-fp32 there (`FactorSum`). Rounding before sending costs nothing in the end: each process knows what
-it has rounded away and keeps it as residual. A sum that is rounded on its way, which would allow
-bf16 in a ring, leaves errors that no process knows.
+Two or three ranks send each other their factors in bf16 and sum them in fp32 (`FactorSum`). Each
+rank keeps its own rounding error as residual, so nothing is lost. A sum that is rounded on its way,
+which would allow bf16 in a ring, has errors that no rank could keep.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ from torch import Tensor
 
 from ds_ckpt.compression import powersgd
 from ds_ckpt.compression.error_feedback import finite_flag
-from ds_ckpt.compression.powersgd import Factors, LowRank, Side
+from ds_ckpt.compression.powersgd import Factors, LowRank
 from ds_ckpt.exchange.layout import LocalShard
 from ds_ckpt.exchange.transport import Transport
 from ds_ckpt.telemetry.timings import Timings
@@ -46,7 +43,7 @@ from ds_ckpt.telemetry.timings import Timings
 
 @dataclass(frozen=True)
 class RowBlocks:
-    """Rows of a [rows, columns] tensor that a process's local shard touches, one block a member.
+    """Rows of a [rows, columns] tensor that a rank's local shard touches, one block a member.
 
     Attributes:
         layout: the local shard.
@@ -60,6 +57,7 @@ class RowBlocks:
 
     @classmethod
     def of(cls, layout: LocalShard, columns: int) -> RowBlocks:
+        """Return the blocks of a local shard."""
         starts = [0]
         for member in range(len(layout.members)):
             source = layout.source(member)
@@ -70,20 +68,21 @@ class RowBlocks:
 
     @property
     def rows(self) -> int:
+        """Rows of all blocks."""
         return self.starts[-1]
 
     @property
     def complete(self) -> bool:
-        """Whether the local shard is the whole tensor, which is then the matrix itself."""
+        """True if the local shard is the whole tensor, which is then the matrix itself."""
         return self.layout.numel == self.layout.tensor.numel
 
     @property
     def is_local(self) -> bool:
-        """Whether the local shard is the matrix: whole rows alone."""
+        """True if the local shard is the matrix: it has whole rows only."""
         return self.complete or self.rows * self.columns == self.layout.numel
 
     def entries(self, member: int) -> slice:
-        """Where a member's shard lies in the flattened matrix."""
+        """Return the entries of a member's shard in the flattened matrix."""
         if self.is_local:
             return self.layout.shard(member)
         offset = self.layout.source(member).start % self.columns
@@ -96,7 +95,7 @@ class RowBlocks:
         return self.layout.tensor.numel // self.columns if self.complete else self.rows
 
     def matrix(self, local: Tensor) -> Tensor:
-        """fp32 [matrix_rows, columns]: a view where the local shard is the matrix, else a copy."""
+        """Return fp32 [matrix_rows, columns], a view if the local shard is the matrix."""
         if self.is_local:
             return local.view(-1, self.columns)
         matrix = local.new_zeros(self.rows * self.columns)
@@ -114,10 +113,10 @@ class RowBlocks:
 
 
 class FactorSum:
-    """What sums the factors of one group of processes.
+    """Sums of factors over one group of ranks.
 
     Attributes:
-        finite: bool []: whether the factors are that were summed last.
+        finite: bool []: the factors that were summed last are finite.
     """
 
     finite: Tensor
@@ -127,11 +126,11 @@ class FactorSum:
         self._gathers = powersgd.gathers(transport.world)
 
     def rounded(self, factor: Tensor) -> Tensor:
-        """fp32: what of a factor will arrive. Add this to nothing but itself before `sum`."""
+        """Return the part of a factor that will arrive, in fp32; pass it to `sum` unchanged."""
         return factor.bfloat16().float() if self._gathers else factor
 
     def sum(self, factors: Sequence[Tensor], exact: Sequence[Tensor] = ()) -> list[Tensor]:
-        """Sums of both lists, one after the other, fp32 in the shapes given.
+        """Return the sums of both lists, one after the other, fp32 in the given shapes.
 
         Args:
             factors: fp32, as `rounded` left them; at least one.
@@ -149,7 +148,7 @@ class FactorSum:
         return shaped[len(exact) :] + shaped[: len(exact)]
 
     def _gathered(self, parts: list[Tensor], exact: int) -> Tensor:
-        """The first `exact` entries travel in fp32, the others in bf16."""
+        """Send the first `exact` entries in fp32, the others in bf16."""
         mine = torch.cat([part.reshape(-1) for part in parts])
         packed = torch.cat(
             [mine[:exact].view(torch.uint8), mine[exact:].bfloat16().view(torch.uint8)]
@@ -158,7 +157,7 @@ class FactorSum:
         splits = [0 if process == me else size for process in range(world)]
         arrived = packed.new_empty((world - 1) * size)
         self._transport.all_to_all(arrived, packed.repeat(world - 1), splits, splits)
-        # Own entries in their turn, so that everybody adds in the same order.
+        # own entries at their rank's place, so that every rank adds in the same order
         contributions = [_unpacked(piece, exact) for piece in arrived.split(size)]
         contributions.insert(me, mine)
         total = contributions[0]
@@ -175,67 +174,36 @@ def _unpacked(payload: Tensor, exact: int) -> Tensor:
 
 @dataclass
 class _Matrix:
-    """One tensor under way: `a b^T` approximates it, `mine` is this process's own of the two.
+    """One tensor in work: `p q^T` approximates the sum of its matrices.
 
     Attributes:
-        own: this process's part of the local shard.
-        local: what is to be sent. Turns into what is left, own shard zero.
-        given: orthonormal but before `first` has made it so, known to all; the factor that travels
-            last is this process's product with it.
-        side: which factor travels last.
+        own: this rank's part of the local shard.
+        local: tensor to be sent. Turns into the residual, own shard zero.
+        given: orthonormal factor that all ranks have: first q, then p.
+        mine: this rank's product with it, as it will arrive.
+        total: sum of all ranks' products.
     """
 
     blocks: RowBlocks
-    settings: LowRank
-    factor_sum: FactorSum
     own: slice
     local: Tensor
     matrix: Tensor
     given: Tensor
-    side: Side
     mine: Tensor = field(init=False)
     total: Tensor = field(init=False)
 
-    def project(self) -> None:
-        """Make this process's factor for `given`, as it will arrive."""
-        rows = self.side == "left"
-        out = self.given.new_empty(self.matrix.shape[0 if rows else 1], self.given.shape[1])
-        (powersgd.project if rows else powersgd.back_project)(self.matrix, self.given, out)
-        self.mine = self.factor_sum.rounded(out)
-
-    def subtract(self) -> None:
-        """Leave in the local shard what this process's factor misses."""
-        left, right = self._factors(self.mine)
-        powersgd.subtract_product_(self.matrix, left, right)
-        self.blocks.write_back(self.matrix, self.local)
-        self.local[self.own].zero_()
-
-    def others(self, entries: slice) -> Tensor:
-        """What the other processes sent for these entries of the matrix: fp32, flat."""
-        left, right = self._factors(self.total - self.mine)
-        return powersgd.product_entries(
-            left, right, entries.start, entries.stop, self.blocks.columns
-        )
-
-    def _factors(self, travelled: Tensor) -> tuple[Tensor, Tensor]:
-        return (travelled, self.given) if self.side == "left" else (self.given, travelled)
-
-
-def _make_orthonormal(items: Sequence[_Matrix]) -> None:
-    units = powersgd.orthogonalize_all([item.given for item in items])
-    for item, unit in zip(items, units, strict=True):
-        item.given = unit
-
 
 class LowRankPart:
-    """Low-rank tensors of one bucket, and small tensors that ride along uncompressed.
+    """Low-rank tensors of one bucket, and small tensors that are summed with them, uncompressed.
 
     The calls, in order: `add` and `add_rider` for each; `first`; `second`; `delivered` and `rider`
-    for each. After `first` the local shards hold what the factors missed, own shards at zero.
+    for each. After `first` the local shards hold the residuals, own shards at zero.
 
     Args:
-        factors: what the last step sent.
+        transport: of the ranks that exchange.
+        factors: factors of the last step.
         timings: of the exchange.
+        device: of the tensors.
     """
 
     def __init__(
@@ -247,94 +215,92 @@ class LowRankPart:
         self._timings = timings
         self._device = device
         self._matrices: dict[str, _Matrix] = {}
-        self._remembered: list[str] = []
-        """Matrices whose `given` a step has left, as it was summed."""
+        self._warm: list[_Matrix] = []
+        """Matrices with a q from an earlier step, which is a sum and not orthonormal."""
         self._riders: dict[str, Tensor] = {}
 
     def add(self, name: str, local: Tensor, blocks: RowBlocks, settings: LowRank) -> None:
-        """A tensor's local shard, fp32; it is changed in place."""
+        """Add a tensor's local shard, fp32; it is changed in place."""
         rank = min(settings.rank, blocks.matrix_rows, blocks.columns)
         if rank == 0:  # nothing of this tensor lies in the local shard
             return
-        side, given = self._given(name, blocks, rank, settings.alternate)
-        # with Q^ at hand P comes first; without alternation Q follows it
-        sends: Side = "left" if side == "right" else "right"
+        q = self._factors.get(name)
+        is_warm = q is not None and q.shape == (blocks.columns, rank)
+        if q is None or not is_warm:
+            q = powersgd.initial_factor(name, blocks.columns, rank, self._device)
         own, matrix = blocks.layout.shard(self._dp_rank), blocks.matrix(local)
-        self._matrices[name] = _Matrix(
-            blocks, settings, self._factor_sum, own, local, matrix, given, sends
-        )
+        item = _Matrix(blocks, own, local, matrix, q.to(self._device))
+        self._matrices[name] = item
+        if is_warm:
+            self._warm.append(item)
 
     def add_rider(self, name: str, local: Tensor) -> None:
-        """A tensor as it is, already divided by the number of processes; summed in fp32."""
+        """Add an uncompressed tensor, already divided by the number of ranks; summed in fp32."""
         self._riders[name] = local
 
-    def _given(
-        self, name: str, blocks: RowBlocks, rank: int, alternate: bool
-    ) -> tuple[Side, Tensor]:
-        """The factor to start from; drawn by name where no step has left one that fits."""
-        known = self._factors.get(name)
-        if known is not None:
-            side, factor = known
-            length = blocks.columns if side == "right" else blocks.matrix_rows
-            if factor.shape == (length, rank) and (alternate or side == "right"):
-                self._remembered.append(name)
-                return side, factor.to(self._device)
-        return "right", powersgd.initial_factor(name, blocks.columns, rank, self._device)
-
     def first(self, finite: Tensor) -> Tensor:
-        """Sum the first factors; False where any process has a non-finite value.
+        """Sum P and compute Q; return whether all ranks' values are finite.
 
         Args:
-            finite: whether this process's values are (bool []); the same answer reaches everybody.
+            finite: bool []: this rank's values are finite; the result is the same on every rank.
         """
         items = list(self._matrices.values())
-        _make_orthonormal([self._matrices[name] for name in self._remembered])
+        _orthonormalize(self._warm)
         for item in items:
-            item.project()
-            if item.settings.alternate:
-                item.subtract()
-        verdict = torch.zeros(1, dtype=torch.float32, device=self._device)
-        verdict.masked_fill_(~finite, torch.nan)
+            out = item.given.new_empty(len(item.matrix), item.given.shape[1])
+            out = powersgd.project(item.matrix, item.given, out)
+            item.mine = self._factor_sum.rounded(out)
+        flag = torch.zeros(1, dtype=torch.float32, device=self._device)
+        flag.masked_fill_(~finite, torch.nan)
         riders = [local.float() for local in self._riders.values()]
         with self._timings.section("wire"):
-            sums = self._factor_sum.sum([verdict, *(item.mine for item in items)], riders)
+            sums = self._factor_sum.sum([flag, *(item.mine for item in items)], riders)
         finite = self._factor_sum.finite
-        totals, riders = sums[: 1 + len(items)], sums[1 + len(items) :]
-        self._riders = dict(zip(self._riders, riders, strict=True))
-        for item, total in zip(items, totals[1:], strict=True):
-            item.total = total
-        twice = [item for item in items if not item.settings.alternate]
-        for item in twice:
-            item.given = item.total
-        _make_orthonormal(twice)
-        for item in twice:
-            item.side = "right"
-            item.project()
-            item.subtract()
+        self._riders = dict(zip(self._riders, sums[1 + len(items) :], strict=True))
+        for item, total in zip(items, sums[1 : 1 + len(items)], strict=True):
+            item.given = total
+        _orthonormalize(items)
+        for item in items:
+            out = item.given.new_empty(item.matrix.shape[1], item.given.shape[1])
+            out = powersgd.back_project(item.matrix, item.given, out)
+            item.mine = self._factor_sum.rounded(out)
+            powersgd.subtract_product_(item.matrix, item.given, item.mine)
+            item.blocks.write_back(item.matrix, item.local)
+            item.local[item.own].zero_()
         return finite
 
     def second(self, finite: Tensor) -> Tensor:
-        """Sum the other factors of those that do not alternate, and remember what was sent, which
-        the step's verdict keeps or forgets. False where a sum overflowed, or something before.
+        """Sum Q and record it for the next step; return False if a sum here or before overflowed.
+
+        The step's end commits the record or drops it.
         """
-        twice = [item for item in self._matrices.values() if not item.settings.alternate]
-        if twice:
+        items = list(self._matrices.values())
+        if items:
             with self._timings.section("wire"):
-                sums = self._factor_sum.sum([item.mine for item in twice])
+                sums = self._factor_sum.sum([item.mine for item in items])
             finite = finite & self._factor_sum.finite
-            for item, total in zip(twice, sums, strict=True):
+            for (name, item), total in zip(self._matrices.items(), sums, strict=True):
                 item.total = total
-        for name, item in self._matrices.items():
-            self._factors.put(name, item.side, item.total.clone())
+                self._factors.put(name, total.clone())
         return finite
 
     def delivered(self, name: str) -> Tensor:
-        """fp32, flat: the other processes' approximations at this process's shard, summed."""
+        """Return the sum of the other ranks' approximations at this rank's shard: fp32, flat."""
         item = self._matrices.get(name)
         if item is None:
             return torch.zeros(0, dtype=torch.float32, device=self._device)
-        return item.others(item.blocks.entries(self._dp_rank))
+        entries = item.blocks.entries(self._dp_rank)
+        others = item.total - item.mine
+        return powersgd.product_entries(
+            item.given, others, entries.start, entries.stop, item.blocks.columns
+        )
 
     def rider(self, name: str) -> Tensor:
-        """fp32: the sum of what `add_rider` was given everywhere."""
+        """Return the sum of all ranks' `add_rider` of `name`: fp32."""
         return self._riders[name]
+
+
+def _orthonormalize(items: Sequence[_Matrix]) -> None:
+    units = powersgd.orthogonalize_all([item.given for item in items])
+    for item, unit in zip(items, units, strict=True):
+        item.given = unit

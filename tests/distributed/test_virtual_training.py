@@ -39,7 +39,6 @@ SECTIONS = {
         quantize={"bits": 2}, error_feedback={"enabled": False}
     ),
     "powersgd": topk_section(method="powersgd", powersgd={"rank": 2}),
-    "powersgd in turns": topk_section(method="powersgd", powersgd={"rank": 2, "alternate": True}),
 }
 
 LOSS_TOLERANCE = 5e-6
@@ -80,7 +79,6 @@ PLAIN, CLIPPED_AND_ACCUMULATED = (0.0, 1), (0.5, 2)
         ("2 bits without feedback", *CLIPPED_AND_ACCUMULATED),
         ("powersgd", *PLAIN),
         ("powersgd", *CLIPPED_AND_ACCUMULATED),
-        ("powersgd in turns", *PLAIN),
     ],
 )
 def test_virtual_workers_give_the_numbers_of_real_processes(

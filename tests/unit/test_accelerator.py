@@ -27,11 +27,8 @@ from ds_ckpt.compression import (
 from ds_ckpt.compression.storage import QuantizedTensor, ResidualDtype
 from ds_ckpt.engine.gradients import Gradients
 from ds_ckpt.engine.step import StepState
-from ds_ckpt.exchange import hierarchy
 from ds_ckpt.exchange.assignment import Assignment
 from ds_ckpt.exchange.layout import LocalShard, ShardLayout
-from ds_ckpt.exchange.transport import PACKET_ALIGNMENT_BYTES, Packets
-from ds_ckpt.lab.validate.virtual import VirtualWorld
 from tests.pretended_gpu import DEVICE, Gpu, in_threads
 
 BESIDE = "blocks beside a low rank"
@@ -44,7 +41,6 @@ METHODS: dict[str, Compressor | None] = {
     "2 bits": Quantize(bits=2),
     "blocks": TopK(density=0.05, values="bf16"),
     "low rank": LowRank(2),
-    "alternating": LowRank(2, alternate=True),
     BESIDE: TopK(density=0.05),
 }
 SHAPES = ((48, 40), (16,), (24, 40), (33, 20))
@@ -203,40 +199,6 @@ def test_kernels_do_not_grow_with_processes(method: str, local: int) -> None:
     assert counts[16] <= 2.5 * counts[2]
 
 
-def test_a_host_of_many_processes_is_summed_by_as_many_kernels() -> None:
-    counts = {}
-    for local in (2, 8):
-        processes = OnGpus(2 * local, "uncompressed", local=local)
-        processes.reduce(_gradients(2 * local, 0, ((64, 48), (128,))))
-        counts[local] = max(sum(gpu.launches.values()) for gpu in processes.gpus)
-    assert counts[8] <= counts[2] + 4
-
-
-def test_entropy_coded_tensors_of_one_shape_share_their_kernels() -> None:
-    counts = {}
-    for tensors in (2, 8):
-        processes = OnGpus(4, "1 bit")
-        processes.reduce(_gradients(4, 0, ((64, 48),) * tensors))
-        counts[tensors] = max(sum(gpu.launches.values()) for gpu in processes.gpus)
-    assert counts[8] <= 1.3 * counts[2]
-
-
-@pytest.mark.parametrize("method", ["low rank", "alternating"])
-def test_matrices_of_one_shape_are_made_orthonormal_together(method: str) -> None:
-    """A QR works column by column: on a device it is a kernel or several for each."""
-    counts = {}
-    for tensors in (2, 8):
-        processes = OnGpus(2, method)
-        for step in range(2):
-            processes.reduce(_gradients(2, step, ((64, 48),) * tensors))
-            processes.verdict()
-        processes.reduce(_gradients(2, 9, ((64, 48),) * tensors))
-        launched = processes.gpus[1].launches
-        assert not [name for name in launched if "qr" in name]
-        counts[tensors] = sum(n for name, n in launched.items() if name.startswith("linalg_"))
-    assert counts[2] == counts[8] > 0
-
-
 # ---- the same numbers as on the CPU
 
 
@@ -273,14 +235,6 @@ def test_an_accelerator_delivers_what_a_cpu_does(
         lost = (put_in - left - delivered).abs()
         # delivered values were rounded to bf16, once
         assert (lost - 2.0**-8 * delivered.abs()).max() <= 1e-6 / 1000.0 * 40
-
-
-def test_sums_on_an_accelerator_do_not_depend_on_atomics() -> None:
-    """Rows that meet are added by a reduction: adding them at random places has no order."""
-    processes = OnGpus(4, "blocks")
-    processes.reduce(_gradients(4, 0))
-    unordered = {"index_add_", "index_add", "scatter_add_", "index_put_", "put_", "kthvalue"}
-    assert not unordered & set(processes.gpus[1].launches)
 
 
 # ---- 4, 5: surroundings
@@ -382,19 +336,6 @@ def test_factors_are_multiplied_in_fp32(precision: str, monkeypatch: pytest.Monk
 # ---- packets
 
 
-@pytest.mark.parametrize("world", [2, 3, 8])
-def test_packets_begin_where_nccl_can_move_sixteen_bytes(world: int) -> None:
-    virtual = VirtualWorld(world)
-    sizes = [[8 * (1 + p % 3), 24] for p in range(world)]
-    packets = Packets(virtual.transports[1], sizes, sizes, torch.device("cpu"))
-    rows = [row for _, (header, *_) in packets.outgoing for row in header]
-    assert len(rows) == world - 1
-    first = rows[0].data_ptr()
-    assert all((row.data_ptr() - first) % PACKET_ALIGNMENT_BYTES == 0 for row in rows)
-    covered = [dest for dests, _ in packets.outgoing for dest in dests]
-    assert covered == [p for p in range(world) if p != 1]
-
-
 @pytest.mark.parametrize("world", [1, 2, 3, 7, 8])
 @pytest.mark.parametrize("numel", [0, 1, 5, 21, 64, 100])
 @pytest.mark.parametrize("local", [1, 2, 4])
@@ -466,20 +407,6 @@ def test_a_world_of_one_keeps_nothing_that_was_delivered() -> None:
     assert not world.feedbacks[0].holds("p0")
 
 
-@pytest.mark.parametrize(("local", "bytes_an_entry"), [(2, 4.0), (4, 4.0), (8, 4.0)])
-def test_a_budget_counts_the_sum_inside_a_host(local: int, bytes_an_entry: float) -> None:
-    """bf16: what crosses inside the host twice, out and in, and its sum in fp32."""
-    gradients = cast(Any, object.__new__(Gradients))
-    entries = 6400
-    shapes = [("w", torch.Size([80, 80]), 2)]
-    gradients.feedback, gradients.groups = Feedback(), SimpleNamespace(local=local)
-    gradients.assignment = Assignment.of(_choose("3 bits"), shapes, 2, local)
-    gradients._shapes = shapes
-    gradients._engine = SimpleNamespace(optimizer=SimpleNamespace(reduce_bucket_size=entries))
-    found = gradients.resident_bytes()["exchange buffers, at most"]
-    assert found == pytest.approx(bytes_an_entry * entries, rel=0.01)
-
-
 def test_a_budget_counts_residuals_and_buffers() -> None:
     """What `Agreement` adds to the engine's own, in the words of the plan."""
     gradients = cast(Any, object.__new__(Gradients))
@@ -496,21 +423,6 @@ def test_a_budget_counts_residuals_and_buffers() -> None:
 
 
 # ---- process groups
-
-
-def test_groups_are_warmed_where_they_are_made_and_not_ended_by_finalizers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    said: list[tuple[str, object]] = []
-    monkeypatch.setattr(hierarchy.torch_dist, "is_initialized", lambda: True)
-    for name in ("barrier", "destroy_process_group"):
-        monkeypatch.setattr(
-            hierarchy.torch_dist,
-            name,
-            lambda group, name=name: said.append((name, group)),
-        )
-    hierarchy.warm("between")
-    assert said == [("barrier", "between")]
 
 
 def test_whole_steps_are_timed_where_the_host_has_just_waited() -> None:

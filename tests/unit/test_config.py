@@ -71,7 +71,7 @@ def test_defaults_are_those_that_are_documented() -> None:
             "topk": {"density": 0.01, "values": "int8"},
             "quantize": {"bits": 3, "block": 64},
             "entropy_coded": {"bits": 1.0, "metric": "steps"},
-            "powersgd": {"rank": 16, "alternate": False},
+            "powersgd": {"rank": 16},
             "rules": (),
             "error_feedback": {
                 "enabled": True,
@@ -276,7 +276,7 @@ def test_settings_become_the_compressor() -> None:
             {"match": "a", "method": "topk", "topk": topk},
             {"match": "b", "method": "dense"},
             {"match": "c", "method": "quantize", "quantize": {"bits": 2, "block": 128}},
-            {"match": "d", "method": "powersgd", "powersgd": {"rank": 3, "alternate": True}},
+            {"match": "d", "method": "powersgd", "powersgd": {"rank": 3}},
             {"match": "e", "method": "quantize"},
         ],
     )
@@ -285,7 +285,7 @@ def test_settings_become_the_compressor() -> None:
     assert a == TopK(**topk)
     assert b is None
     assert c == Quantize(bits=2, block=128)
-    assert d == LowRank(3, alternate=True)
+    assert d == LowRank(3)
     assert e == Quantize(bits=3)
     assert [r.where for r in rules] == [f"$.ds_ckpt.compression.rules[{i}]" for i in range(5)]
 

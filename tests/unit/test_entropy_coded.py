@@ -224,16 +224,6 @@ def test_what_is_left_is_the_same_wherever_large_columns_stand(
     assert left[0] == pytest.approx(left[1], rel=0.3, abs=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["normal", "heavy tail", "in clusters", "rising"])
-@pytest.mark.parametrize("bits", [0.33, 1.0])
-def test_the_bytes_are_used(kind: str, bits: float) -> None:
-    """The two runs of bits nearly meet."""
-    payload, _, _ = round_trip(EntropyCoded(bits=bits), gradient(kind, 1 << 17))
-    used = payload[HEADER_BYTES:].nonzero().view(-1)
-    gap = int(used.diff().max())
-    assert gap < 0.05 * (len(payload) - HEADER_BYTES)
-
-
 def test_all_entries_arrive_where_there_is_room() -> None:
     codec = EntropyCoded(bits=1.0)
     for numel in (1, 2, 63, 5000):
@@ -278,16 +268,6 @@ def test_feedback_delivers_what_was_held_back(kind: str, bits: float) -> None:
     codec = EntropyCoded(bits=bits)
     values = gradient(kind, 1000)
     feedback_delivers(codec, values, 200)
-
-
-def test_the_same_values_give_the_same_bits() -> None:
-    for kind in KINDS:
-        values = gradient(kind, 3000)
-        shifted = torch.zeros(3003)[3:].copy_(values)  # elsewhere in memory
-        for expected, got in zip(
-            round_trip(EntropyCoded(), values), round_trip(EntropyCoded(), shifted), strict=True
-        ):
-            assert torch.equal(expected, got)
 
 
 @pytest.mark.parametrize("bits", [0.01, 3, 0, -1.0, math.inf, math.nan, True, "1"])

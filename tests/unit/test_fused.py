@@ -29,7 +29,6 @@ from ds_ckpt.compression.topk import blocks_for, select_in_blocks
 from ds_ckpt.exchange.exchange import AllToAllExchange
 from ds_ckpt.exchange.rules import ExchangeSettings, MethodSettings
 from ds_ckpt.lab.validate.virtual import VirtualWorld
-from tests.pretended_gpu import Gpu, in_threads
 
 if os.environ.get("CI") != "true":  # there it is installed
     pytest.importorskip("triton", reason="Triton is not there: pip install -e .[kernels]")
@@ -365,32 +364,3 @@ def _same(a: Tensor, b: Tensor) -> bool:
         and torch.equal(a.isnan(), b.isnan())
         and torch.equal(a.nan_to_num(), b.nan_to_num())
     )
-
-
-def _launched(size: int, tensors: int) -> int:
-    """Kernels of process 1 for a bucket in the second step; every plain tensor is a device's."""
-    world = World(size, lambda name, shape: Quantize(bits=3))
-    gpus = [Gpu(plain=True, counts=p == 1) for p in range(size)]
-    for gpu, exchange in zip(gpus, world.exchanges, strict=True):
-        for name in ("all_to_all", "all_reduce"):
-            setattr(exchange.transport, name, gpu.uncounted(getattr(exchange.transport, name)))
-
-    def step(p: int) -> None:
-        made = [torch.randn(8, 16).bfloat16() for _ in range(tensors)]
-        gpus[p].forget()
-        world.exchanges[p].average([f"p{i}" for i in range(tensors)], made, 8.0)
-
-    for _ in range(2):
-        with gpus[0].watched():
-            world.virtual.run(lambda p: in_threads(gpus[p], step)(p))
-        world.commit()
-    return sum(gpus[1].launches.values())
-
-
-def test_launches_grow_with_neither_tensors_nor_processes(kernels: Callable[[bool], None]) -> None:
-    """Operators beside the two kernels; with more than two processes there are packets before and
-    after the own place, whose headers are written apart."""
-    kernels(True)
-    few = _launched(2, 2)
-    assert _launched(2, 6) == few <= 24
-    assert _launched(4, 2) <= few + 4

@@ -81,26 +81,6 @@ def test_with_two_levels_a_process_weighs_the_entries_that_its_members_own() -> 
     assert torch.equal(some, torch.cat([every[members.source(m)] for m in range(2)]))
 
 
-def test_with_two_levels_no_more_is_worked_out_than_is_weighed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of a tensor that 8 processes of a host divide, an eighth and no more than a row beside it."""
-    of = layout(16, (3, 11))
-    metric, largest = told(uneven()), [0]
-    add = Tensor.__add__
-
-    def noted(self: Tensor, other: Any) -> Tensor:
-        found = add(self, other)
-        largest[0] = max(largest[0], found.numel())
-        return found
-
-    monkeypatch.setattr(Tensor, "__add__", noted)
-    weights = metric.weights("w", SHAPE, of, CPU)
-    assert weights is not None
-    assert len(weights) == of.numel
-    assert largest[0] <= -(-SHAPE.numel() // 16) + 2 * SHAPE[1]
-
-
 @pytest.mark.parametrize("shape", [(1850,), (1, 1850), (1850, 1)])
 def test_of_a_vector_nothing_is_summed(shape: tuple[int, ...]) -> None:
     """Sums by row and column would be as long as it is, and be sent in fp32."""

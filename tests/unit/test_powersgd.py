@@ -158,33 +158,12 @@ def test_rounding_errors_do_not_choose_a_direction(
         assert gap.abs().max() < 1e-5
 
 
-def test_the_diagonal_of_r_is_positive() -> None:
-    factor = normal(50, 8)
-    assert (orthogonalize(factor).T @ factor).diagonal().min() > 0
-    assert (orthogonalize(-factor) + orthogonalize(factor)).abs().max() < 1e-6
-
-
-def test_a_small_column_keeps_its_own_direction() -> None:
-    factor = torch.zeros(100, 2)
-    factor[:, 0] = 1e30
-    factor[:50, 1] = 1e-30
-    unit = orthogonalize(factor)
-    expected = torch.cat([torch.full((50,), 0.1), torch.full((50,), -0.1)])
-    assert torch.allclose(unit[:, 1], expected, atol=1e-7)
-
-
 @quick
 @given(st.lists(thin(), min_size=1, max_size=4), seeds)
 def test_factors_together_are_those_alone(shapes: list[tuple[int, int]], seed: int) -> None:
     factors = [normal(*shape, seed=seed + i) for i, shape in enumerate([*shapes, *shapes])]
     for factor, unit in zip(factors, powersgd.orthogonalize_all(factors), strict=True):
         assert torch.equal(unit, orthogonalize(factor))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_other_dtypes_become_fp32(dtype: torch.dtype) -> None:
-    factor = normal(64, 4).to(dtype)
-    assert torch.equal(orthogonalize(factor), orthogonalize(factor.double()))
 
 
 @quick
@@ -256,50 +235,17 @@ def test_projections_and_products(rows: int, columns: int, data: st.DataObject, 
     torch.testing.assert_close(part, sent[start:stop], rtol=1e-5, atol=1e-6)
 
 
-def test_entries_are_computed_from_the_rows_that_hold_them() -> None:
-    p, q = normal(100, 3), normal(10, 3)
-    p[:40] = math.nan
-    p[60:] = math.nan
-    assert torch.isfinite(product_entries(p, q, 405, 595, 10)).all()
-    assert torch.isnan(product_entries(p, q, 395, 405, 10)).tolist() == [True] * 5 + [False] * 5
-
-
-@pytest.mark.parametrize("alternate", [False, True])
-def test_warm_steps_find_the_largest_singular_values(alternate: bool) -> None:
+def test_warm_steps_find_the_largest_singular_values() -> None:
     left, right = orthogonalize(normal(60, 40)), orthogonalize(normal(50, 40, seed=1))
     singular = 0.7 ** torch.arange(40)
     matrix = left * singular @ right.T
-    q = initial_factor("w", 50, 4, "cpu")
-    p = torch.empty(60, 4)
-    for step in range(24 if alternate else 12):
-        if not alternate or step % 2 == 0:
-            p = project(matrix, orthogonalize(q) if alternate else q, p)
-        if not alternate or step % 2 == 1:
-            p = orthogonalize(p)
-            q = back_project(matrix, p, q)
+    p, q = torch.empty(60, 4), initial_factor("w", 50, 4, "cpu")
+    for _ in range(12):
+        p = orthogonalize(project(matrix, q, p))
+        q = back_project(matrix, p, q)
     rest = subtract_product_(matrix.clone(), p, q)
     best = float(singular[4:].norm())
     assert float(rest.norm()) == pytest.approx(best, rel=1e-3)
-
-
-def test_low_rank_matrices_arrive_whole() -> None:
-    matrix = normal(30, 3) @ normal(3, 20, seed=1)
-    p, q = torch.empty(30, 5), initial_factor("w", 20, 5, "cpu")
-    for _ in range(3):  # the second step starts from a q of rank 3, with dependent columns
-        p = orthogonalize(project(matrix, q, p))
-        q = back_project(matrix, p, q)
-        rest = subtract_product_(matrix.clone(), p, q)
-        assert rest.norm() < 1e-5 * matrix.norm()
-
-
-def test_worthwhile_compares_the_bytes_of_a_ring() -> None:
-    for rows, columns, rank in ((1024, 1024, 4), (192, 192, 16), (192, 768, 32), (2, 9999, 1)):
-        factors = 2 * 4 * sum(factor_numels(rows, columns, rank))
-        assert worthwhile(rows, columns, rank) == (factors < 2 * rows * columns)
-    assert worthwhile(1024, 1024, 4)
-    assert not worthwhile(1, 10_000, 1)
-    assert not worthwhile(64, 64, 16)
-    assert not worthwhile(1024, 1024, 0)
 
 
 def test_a_rank_that_pays_on_one_level_may_not_pay_where_rows_are_divided() -> None:

@@ -115,10 +115,3 @@ def test_rows_that_a_host_divides_have_a_right_factor_each() -> None:
     high = MethodSettings("powersgd", rank=64)
     assert Rules(high)("w", torch.Size([1024, 1024])) == LowRank(64)
     assert Rules(high, local=8)("w", torch.Size([1024, 1024])) is None
-
-
-def test_a_factor_in_turns_counts_half() -> None:
-    shapes = [("w", torch.Size([128, 64]), 4)]
-    both = Assignment.of(rules("powersgd", rank=4), shapes, world=4)
-    turns = Assignment.of(rules("powersgd", rank=4, alternate=True), shapes, world=4)
-    assert both.sent_bytes == 2 * turns.sent_bytes == 2 * 4 * 4 * (128 + 64)

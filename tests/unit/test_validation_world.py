@@ -43,7 +43,6 @@ LOSSY = {
     "topk": lossy("topk", density=0.1),
     "4 bits": lossy("quantize", bits=4),
     "rank 2": lossy("powersgd", rank=2),
-    "rank 2 in turns": lossy("powersgd", rank=2, alternate=True),
 }
 
 
