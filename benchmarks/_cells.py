@@ -11,7 +11,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -96,14 +96,14 @@ BUCKETS = 8
 class NoChange:
     """Sends nothing: other hosts go on with old weights."""
 
-    words = "not at all"
-    tracks = False
+    name = "nothing"
+    on_device = True
 
-    def encode(self, held: Tensor, master: Tensor, sizes: Sequence[int]) -> Tensor:
+    def encode(self, held: Tensor, master: Tensor) -> Tensor:
         held.copy_(master)
         return torch.empty(0, dtype=torch.uint8)
 
-    def decode_(self, held: Tensor, payload: Tensor, sizes: Sequence[int]) -> None:
+    def decode_(self, held: Tensor, payload: Tensor) -> None:
         pass
 
 
@@ -136,7 +136,7 @@ class Running:
     def land(self) -> None:
         """Wait for weights that are under way."""
         if self.session is not None:
-            self.session.land()
+            self.session.drain()
 
     def end(self) -> None:
         """Give its memory back."""
@@ -205,8 +205,8 @@ def start(
     if name == NOTHING:
         assert session is not None
         assert session._resident is not None
-        assert session._resident.hook is not None
-        session._resident.hook.codecs = [NoChange()]
+        session._resident.hook.codec = NoChange()
+        session._resident.tuner = None
     if name in (CEILING, NOTHING):
         session = session or ds_ckpt.attach(engine)
         session.measure_with(NoCommunication(dist.get_world_size(), dist.get_rank()))

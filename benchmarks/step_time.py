@@ -40,7 +40,6 @@ import torch.distributed as dist
 from _cells import CEILING, DENSE, METHODS, NOTHING, STOCK
 
 from ds_ckpt.engine.tuner import robust_median
-from ds_ckpt.zero3.weights import COMPARED
 
 WARM_UP_STEPS = 3
 """Steps that are not counted, at least: until ZeRO-3's trace stands."""
@@ -97,14 +96,11 @@ def worker(spec: dict[str, Any], folder: Path) -> None:
 def warmed_up(cell: _cells.Running, tokens: int) -> bool:
     """Run a cell's first steps; whether it has been left to DeepSpeed's own way since."""
     built = cell.session.exchange if cell.session is not None else None
-    residence = cell.session._residence if cell.session is not None else None
-    tuners = [residence.tuner] if residence is not None else []
-    if built is not None and built.step.tuner is not None:
-        tuners.append(built.step.tuner)
     resident = cell.session._resident if cell.session is not None else None
-    codecs = resident.hook.codecs if resident is not None else ()
-    step, least = 0, max(WARM_UP_STEPS, 1 + COMPARED * len(codecs) if len(codecs) > 1 else 0)
-    while step < least or any(tuner.choice is None for tuner in tuners):
+    parts = [resident, built.step if built is not None else None]
+    tuners = [part.tuner for part in parts if part is not None and part.tuner is not None]
+    step = 0
+    while step < WARM_UP_STEPS or any(tuner.choice is None for tuner in tuners):
         cell.step(SEQUENCES, tokens, step)
         step += 1
     cell.step(SEQUENCES, tokens, step)  # the first by the way that is kept

@@ -1,7 +1,7 @@
-"""Runs a training script with the plugin installed: `deepspeed --module ds_ckpt.run train.py ...`.
+"""Run a training script with the plugin installed: `deepspeed --module ds_ckpt.run train.py ...`.
 
 The script needs no change. DeepSpeed's launcher passes `--local_rank=N` before or after the
-script's name; it goes on to the script, as without this module.
+script's name; the script receives it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-import time
 
 USAGE = "usage: deepspeed [launcher options] --module ds_ckpt.run SCRIPT.py [script options]"
 
@@ -17,33 +16,27 @@ USAGE = "usage: deepspeed [launcher options] --module ds_ckpt.run SCRIPT.py [scr
 def main(argv: list[str] | None = None) -> None:
     """Install the plugin, then run the script as `__main__`.
 
-    A mistake in the configuration is the same on every process of a host, and is told by the first
-    of them. Other errors are each process's own.
-
     Raises:
-        SystemExit: with a word on what is missing or wrong.
+        SystemExit: The script is missing, or the configuration is wrong.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     position = next((i for i, a in enumerate(args) if not a.startswith("-")), None)
     if position is None:
-        raise SystemExit(f"ds_ckpt.run: no script was named\n{USAGE}")
+        raise SystemExit(f"ds_ckpt.run: no script was given\n{USAGE}")
     script = args[position]
     if not os.path.isfile(script):
         raise SystemExit(f"ds_ckpt.run: {script}: no such file in {os.getcwd()}\n{USAGE}")
-    from ds_ckpt.engine.entry import HEAD_START_S, install, tells
+    from ds_ckpt.engine.entry import install
     from ds_ckpt.errors import ConfigError
 
     install()
     sys.argv = [script, *args[:position], *args[position + 1 :]]
-    # as `python SCRIPT` would: the script's own folder comes first
+    # as in `python SCRIPT`, the script's own folder comes first
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     try:
         runpy.run_path(script, run_name="__main__")
     except ConfigError as error:
-        if tells():
-            raise SystemExit(str(error)) from None
-        time.sleep(HEAD_START_S)
-        raise SystemExit(1) from None
+        raise SystemExit(str(error)) from None
 
 
 if __name__ == "__main__":

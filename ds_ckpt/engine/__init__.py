@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_ckpt.engine.refusals import trains
-from ds_ckpt.engine.session import ATTRIBUTE, Session, make_heard
+from ds_ckpt.engine.refusals import has_optimizer
+from ds_ckpt.engine.session import ATTRIBUTE, Session, ensure_log_handler
 
-__all__ = ["ATTRIBUTE", "Session", "make_heard", "trains"]
+__all__ = ["ATTRIBUTE", "Session", "ensure_log_handler", "has_optimizer"]

@@ -7,7 +7,7 @@ from typing import Any
 from ds_ckpt.errors import Problem, UnsupportedError
 
 
-def trains(engine: Any) -> bool:
+def has_optimizer(engine: Any) -> bool:
     """Whether there is an optimizer; transformers builds engines without one for evaluation."""
     optimizer = engine.optimizer
     return hasattr(optimizer, "step") and hasattr(optimizer, "param_groups")
@@ -31,7 +31,7 @@ def refuse_pipeline(engine: Any) -> None:
 def refuse_no_zero3_optimizer(engine: Any) -> None:
     """The hooks need DeepSpeed's own."""
     optimizer = engine.optimizer
-    if not trains(engine) or not hasattr(optimizer, "parameter_offload"):
+    if not has_optimizer(engine) or not hasattr(optimizer, "parameter_offload"):
         raise UnsupportedError(
             Problem(
                 where="engine.optimizer",

@@ -32,9 +32,6 @@ class StepRecord:
             step, by method, in norms of the averaged gradient; empty where that is not known.
         compresses: whether gradients go compressed after it; not in the warm-up, and not where that
             was found to make no shorter steps.
-        held_weights: of this process's shards after the last step, where their changes travel in
-            few bits: `worst` of a tensor's error over that of its rounding to bf16, and how many
-            tensors travelled `whole`.
     """
 
     step: int
@@ -48,7 +45,6 @@ class StepRecord:
     compression_error: dict[str, float] = field(default_factory=dict)
     residual_norm: dict[str, float] = field(default_factory=dict)
     compresses: bool = False
-    held_weights: dict[str, float] = field(default_factory=dict)
 
     def events(self) -> list[Event]:
         """The record as numbers with names, for DeepSpeed's monitors."""
@@ -89,7 +85,6 @@ class StepLog:
         path: the file; the process's index is put before `.jsonl`. None keeps `last` only.
         exchange: None without compression.
         monitor: takes each record's numbers too; None: nobody does.
-        held_weights: tells what the record of this name has.
     """
 
     def __init__(
@@ -101,9 +96,7 @@ class StepLog:
         process: int,
         exchange: ExchangeProbe | None = None,
         monitor: Callable[[list[Event]], None] | None = None,
-        held_weights: Callable[[], dict[str, float]] = dict,
     ) -> None:
-        self._held_weights = held_weights
         self._exchange = exchange
         self._exchange_s: dict[str, float] = {}
         self._monitor = monitor
@@ -136,7 +129,6 @@ class StepLog:
             collectives={p.value: c / n for p, c in delta.collectives.items()},
             gathers_a_parameter=sum(delta.gathers.values()) / n / parameters,
             reduce_s=delta.reduce_s / n,
-            held_weights=self._held_weights(),
             **self._of_exchange(n),
         )
         self._before, self._time_s, self._steps = now, now_s, 0

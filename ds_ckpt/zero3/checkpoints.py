@@ -1,12 +1,12 @@
-"""Lets something of ours travel with an engine's checkpoints: wraps save and load.
+"""Saves the plugin's state in an engine's checkpoints: wraps save and load.
 
-What travels is given by `StateFiles`; this file knows when DeepSpeed saves and loads, under which
-tag, and what the caller asked to be loaded.
+`StateFiles` reads and writes the state. This file knows when DeepSpeed saves and loads, under which
+tag, and what the caller loads.
 
-Where there was a save under a tag, a mark stands there until the next one has ended. Broken off, it
-may have left DeepSpeed's files of the one before, which must not be loaded unawares with other
-state. The mark ends as files do that DeepSpeed's conversion to a universal checkpoint copies
-(`*model_states.pt`) and does not read (`*_model_states.pt`).
+While a tag that exists is saved again, a mark file stays there until the save has ended. A save
+that was interrupted may have left DeepSpeed's files of the earlier save, which must not be loaded
+with other state. DeepSpeed's conversion to a universal checkpoint copies the mark
+(`*model_states.pt`) and does not read it (`*_model_states.pt`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
+
+import torch.distributed as torch_dist
 
 from ds_ckpt.errors import Problem, StateError
 from ds_ckpt.files import replacing
@@ -26,16 +29,18 @@ from ds_ckpt.zero3.run_on_all import run_on_all_or_raise
 log = logging.getLogger("ds_ckpt")
 _MARK = "ds_ckpt_saving.model_states.pt"
 _MARKS = "ds_ckpt_*saving*"
-"""Those of earlier versions, too."""
+"""Includes those of earlier versions."""
+_HELD_WEIGHTS = "ds_ckpt_weights_*"
+"""Written by an earlier version for weight changes in few bits."""
 
 
 class StateFiles(Protocol):
-    """State that is kept beside DeepSpeed's files, in the folder of a tag.
+    """State that is saved beside DeepSpeed's files, in the folder of a tag.
 
     Attributes:
-        what: it is, for people.
-        anew: what becomes of it where its files are removed.
-        not_converted: what to say of a universal checkpoint without it; None: nothing.
+        what: Name of the state, for messages.
+        anew: Consequence of removing its files, for messages.
+        not_converted: Warning for a universal checkpoint without it; None for no warning.
     """
 
     what: str
@@ -44,126 +49,124 @@ class StateFiles(Protocol):
 
     @property
     def keeps(self) -> bool:
-        """Whether there is any in this run."""
+        """Whether this run has state."""
 
     def clear(self, folder: Path) -> None:
-        """Remove what an earlier save under this tag has left; one process, before all `save`."""
+        """Remove the files of an earlier save under this tag; on one rank, before all `save`."""
 
     def save(self, folder: Path) -> None:
-        """Write this process's part."""
+        """Write this rank's part."""
 
     def read(self, folder: Path) -> Any:
-        """Read and check this process's part without putting it in force."""
+        """Read and check this rank's part without applying it."""
 
     def restore(self, state: Any) -> None:
-        """Put what `read` returned in force; None starts clean."""
+        """Apply what `read` returned; None starts without state."""
 
 
-def _tag_to_load(folder: Path, tag: Any, *, universal: bool) -> str | None:
-    """The tag that DeepSpeed will load, None where it will find nothing."""
+def _tag_to_load(folder: Path, tag: Any, *, is_universal: bool) -> str | None:
+    """Return the tag that DeepSpeed will load, None if it will find none."""
     if tag is not None:
         return str(tag)
-    latest = folder / ("latest_universal" if universal else "latest")
+    latest = folder / ("latest_universal" if is_universal else "latest")
     return latest.read_text().strip() if latest.is_file() else None
-
-
-def _refuse_broken_off(folder: Path, kept: Sequence[StateFiles]) -> None:
-    mark = next(folder.glob(_MARKS), None)
-    if kept and mark is not None:
-        why = "there was an earlier save under this tag; DeepSpeed's files may still be of it"
-        remedy = "load another tag, or remove the ds_ckpt_* files: "
-        remedy += " and ".join(files.anew for files in kept)
-        raise StateError(Problem(str(mark), "a save that was broken off", why, remedy))
 
 
 def wrap_checkpoints(
     engine: Any,
-    states: Sequence[StateFiles],
+    files: StateFiles,
     patches: Patches,
     *,
     drop_step: Callable[[], None],
-    begins: bool,
+    loading: Callable[[], AbstractContextManager[None]],
 ) -> None:
-    """Wrap `engine.save_checkpoint` and `load_checkpoint`; `patches` takes it back.
+    """Wrap `engine.save_checkpoint` and `load_checkpoint`; `patches` undoes it.
 
     Args:
-        drop_step: forgets the step under way, which a load replaces.
-        begins: whether this process removes what an earlier save left (one of the group does).
+        engine: DeepSpeed's engine.
+        files: State of the plugin.
+        patches: Records the originals.
+        drop_step: Drops the step in progress, which a load replaces.
+        loading: Surrounds DeepSpeed's load.
     """
     save, load = engine.save_checkpoint, engine.load_checkpoint
     save_signature, load_signature = inspect.signature(save), inspect.signature(load)
     group = engine.optimizer.dp_process_group
-    kept = [files for files in states if files.keeps]
-    what = " and ".join(files.what for files in kept or states)
+    is_first = torch_dist.get_rank(group) == 0
 
     @functools.wraps(save)
     def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
         bound = save_signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        asked = bound.arguments
-        tag = asked.get("tag")
+        given = bound.arguments
+        tag = given.get("tag")
         name = f"global_step{engine.global_steps}" if tag is None else str(tag)
-        folder = Path(asked["save_dir"]) / name
+        folder = Path(given["save_dir"]) / name
 
         def begin() -> None:
-            if begins:
+            if is_first:
                 if folder.is_dir():
                     (folder / _MARK).touch()
-                for files in states:
-                    files.clear(folder)
+                files.clear(folder)
+                for path in folder.glob(_HELD_WEIGHTS):
+                    path.unlink()
 
-        # DeepSpeed writes `latest` when process 0 is done, and others may not be: so we do, later
-        names_latest = asked["save_latest"] and not engine.checkpoint_engine.is_decoupled()
-        if names_latest:
-            asked["save_latest"] = False
-
-        def write() -> None:
-            for files in states:
-                files.save(folder)
+        # DeepSpeed writes `latest` once rank 0 is done; here it is written once all ranks are
+        writes_latest = given["save_latest"] and not engine.checkpoint_engine.is_decoupled()
+        if writes_latest:
+            given["save_latest"] = False
 
         def end() -> None:
-            if begins:
+            if is_first:
                 for mark in folder.glob(_MARKS):
                     mark.unlink()
-            if names_latest and engine.global_rank == 0:
-                with replacing(Path(asked["save_dir"]) / "latest") as latest:
+            if writes_latest and engine.global_rank == 0:
+                with replacing(Path(given["save_dir"]) / "latest") as latest:
                     latest.write_text(name)
 
         run_on_all_or_raise(begin, group, what="clear the checkpoint's folder")
-        run_on_all_or_raise(write, group, what=f"save its {what}")
+        run_on_all_or_raise(lambda: files.save(folder), group, what=f"save its {files.what}")
         result = save(*bound.args, **bound.kwargs)
-        run_on_all_or_raise(end, group, what=f"end the save of {what}")
+        run_on_all_or_raise(end, group, what=f"end the save of {files.what}")
         return result
+
+    def read(folder: Path, *, is_universal: bool) -> Any:
+        mark = next(folder.glob(_MARKS), None)
+        if files.keeps and mark is not None:
+            why = "an earlier save used this tag; DeepSpeed's files may still be from it"
+            remedy = f"load another tag, or remove the ds_ckpt_* files: {files.anew}"
+            raise StateError(Problem(str(mark), "an interrupted save", why, remedy))
+        if is_first and next(folder.glob(_HELD_WEIGHTS), None) is not None:
+            log.warning(
+                "ds_ckpt: %s: files of weight changes in few bits are ignored; this version "
+                "sends lossless changes, and nodes start from the master weights",
+                folder,
+            )
+        state = files.read(folder)
+        if is_universal and files.keeps and state is None and files.not_converted:
+            log.warning(files.not_converted, folder)
+        return state
 
     @functools.wraps(load)
     def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
         bound = load_signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        asked = bound.arguments
-        # it belongs to the run whose optimizer goes on; another one starts without
-        wanted = asked["load_optimizer_states"] and not asked["load_module_only"]
+        given = bound.arguments
 
-        def read() -> list[Any]:
-            nothing: list[Any] = [None] * len(states)
-            if not wanted:
-                return nothing
-            universal = engine.load_universal_checkpoint()
-            tag = _tag_to_load(Path(asked["load_dir"]), asked["tag"], universal=universal)
-            if tag is None:
-                return nothing
-            folder = Path(asked["load_dir"]) / tag
-            _refuse_broken_off(folder, kept)
-            found = [files.read(folder) for files in states]
-            for files, state in zip(states, found, strict=True):
-                if universal and files.keeps and state is None and files.not_converted:
-                    log.warning(files.not_converted, folder)
-            return found
+        def read_if_loaded() -> Any:
+            # the state belongs to the optimizer's run; another run starts without it
+            if given["load_module_only"] or not given["load_optimizer_states"]:
+                return None
+            is_universal = engine.load_universal_checkpoint()
+            folder = Path(given["load_dir"])
+            tag = _tag_to_load(folder, given["tag"], is_universal=is_universal)
+            return None if tag is None else read(folder / tag, is_universal=is_universal)
 
-        found = run_on_all_or_raise(read, group, what=f"read its {what}")
-        result = load(*args, **kwargs)
-        if result[0] is not None:
-            run_on_all_or_raise(drop_step, group, what="end the step under way")
-            for files, state in zip(states, found, strict=True):
+        state = run_on_all_or_raise(read_if_loaded, group, what=f"read its {files.what}")
+        with loading():
+            result = load(*args, **kwargs)
+            if result[0] is not None:
+                run_on_all_or_raise(drop_step, group, what="end the step in progress")
                 files.restore(state)
         return result
 

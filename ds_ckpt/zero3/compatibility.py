@@ -343,38 +343,6 @@ def fill_in_verdict(optimizer: Any, patches: Patches, *, always_check: bool) -> 
     patches.set(optimizer, "_overflow_check_and_loss_scale_update", check_and_decide)
 
 
-def fill_in_backward(optimizer: Any, patches: Patches) -> None:
-    """Until 0.19.2 nobody notes which modules' backward has begun, and releases what never ends."""
-    coordinator = optimizer.parameter_offload.get_param_coordinator()
-    name = "_PartitionedParameterCoordinator__active_backward_submodules"
-    if hasattr(coordinator, name):
-        return
-    begun: dict[int, Any] = {}
-    fetch, release = coordinator.fetch_sub_module, coordinator.release_sub_module
-    backward_epilogue = optimizer.backward_epilogue
-
-    def fetch_sub_module(current_submodule: Any, forward: bool) -> None:
-        if not forward:
-            begun[current_submodule.ds_id] = current_submodule
-        fetch(current_submodule, forward)
-
-    def release_sub_module(submodule: Any, forward: bool = False) -> None:
-        if not forward:
-            begun.pop(submodule.ds_id, None)
-        release(submodule, forward=forward)
-
-    def epilogue(*args: Any, **kwargs: Any) -> Any:
-        result = backward_epilogue(*args, **kwargs)
-        while begun:
-            release(begun.popitem()[1], forward=False)
-        return result
-
-    patches.set(coordinator, name, begun)
-    patches.set(coordinator, "fetch_sub_module", fetch_sub_module)
-    patches.set(coordinator, "release_sub_module", release_sub_module)
-    patches.set(optimizer, "backward_epilogue", epilogue)
-
-
 def ends_step(optimizer: Any) -> bool:
     """Whether this is the last micro-step of a step. A method since 0.19.5, before an attribute."""
     answer = optimizer.is_gradient_accumulation_boundary

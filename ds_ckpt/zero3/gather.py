@@ -1,22 +1,20 @@
-"""The gather hook: what recompute gathers stays until backward has used it.
+"""The gather hook: weights that a recomputation gathers are kept until backward has used them.
 
-ZeRO-3's coordinator releases a module's weights after every forward, the second forward of
-checkpointing included, and backward then gathers them again: 3 gathers of each parameter a step
-instead of 2. Inside a recompute this hook lets the release pass and leaves it to backward. What
-backward never comes back for (a frozen layer, a block whose input needs no gradient) is released
-when the next recompute begins, at the latest when backward ends.
+ZeRO-3's coordinator releases a module's weights after every forward, also after the second forward
+of checkpointing, and backward gathers them again: 3 gathers per parameter and step instead of 2.
+During a recomputation this hook skips the release and leaves it to backward. Weights that backward
+does not use (a frozen layer, a block whose input needs no gradient) are released when the next
+recomputation begins, at the latest when backward ends.
 
-It also takes back the entries that early-stopped recomputes leave on DeepSpeed's module stack:
-their post-forward hooks never run.
-
-Here too, gathers are counted by purpose, where the coordinator starts them. Those after a step wait
-for the weights that it has written.
+It also removes entries that early-stopped recomputations leave on DeepSpeed's module stack, counts
+gathers by purpose, and orders gathers after a step behind the step's writes.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,7 +23,8 @@ from torch import nn
 
 from ds_ckpt.patch import Patches
 from ds_ckpt.telemetry import Counters, Purpose
-from ds_ckpt.zero3.compatibility import fill_in_backward
+
+_PREFIX = "_PartitionedParameterCoordinator__"
 
 
 class GatherHook:
@@ -33,8 +32,11 @@ class GatherHook:
 
     Args:
         optimizer: DeepSpeed's ZeRO-3 optimizer.
-        counters: where gathers are counted.
-        share: keep what recompute gathered for backward; False only counts.
+        counters: Gathers are counted there.
+        share: Keep what a recomputation gathered for backward; False only counts.
+
+    Attributes:
+        around_post_step: Called in place of the optimizer's `_post_step`, with it as argument.
     """
 
     def __init__(self, optimizer: Any, counters: Counters, *, share: bool) -> None:
@@ -43,81 +45,96 @@ class GatherHook:
         self._share = share
         self._coordinator = optimizer.parameter_offload.get_param_coordinator()
         self._patches = Patches()
-        if share:
-            fill_in_backward(optimizer, self._patches)
         self._release = self._coordinator.release_sub_module
         self._kept: dict[int, nn.Module] = {}
         self._local = threading.local()
+        self.around_post_step: Callable[[Callable[[], None]], None] = lambda post_step: post_step()
         self._install()
 
     def _install(self) -> None:
-        coordinator = self._coordinator
-        gather = coordinator._PartitionedParameterCoordinator__all_gather_params_
-        backward_epilogue = self._optimizer.backward_epilogue
+        coordinator, optimizer = self._coordinator, self._optimizer
+        gather = getattr(coordinator, f"{_PREFIX}all_gather_params_")
+        post_step = optimizer._post_step
 
         def counted_gather(params: Any, forward: bool, quantize: bool = False) -> None:
-            # the coordinator passes over what is there already or in flight: count what it fetches
+            # the coordinator skips what is available or in flight: count what it fetches
             params = list(params)
             for param in params:
                 if param.ds_status.name == "NOT_AVAILABLE":
                     self._counters.gathers[param.ds_id] += 1
             if not forward:
                 purpose = Purpose.GATHER_BACKWARD
-            elif self._recomputing:
+            elif self._is_recomputing:
                 purpose = Purpose.GATHER_RECOMPUTE
             else:
                 purpose = Purpose.GATHER_FORWARD
             with self._counters.purpose(purpose):
                 gather(params, forward, quantize)
 
-        def release_sub_module(submodule: nn.Module, forward: bool = False) -> None:
-            if forward and self._recomputing and self._share:
+        def counted_post_step(*args: Any, **kwargs: Any) -> None:
+            # small weights stay gathered; after a step DeepSpeed gathers them anew
+            self._counters.gathers.update(p.ds_id for p in optimizer.persistent_parameters)
+            with self._counters.purpose(Purpose.GATHER_FORWARD):
+                self.around_post_step(functools.partial(post_step, *args, **kwargs))
+            # DeepSpeed's stream for gathers does not wait for the optimizer
+            stream = getattr(coordinator, f"{_PREFIX}allgather_stream", None)  # None on CPUs
+            if stream is not None:
+                stream.wait_stream(torch.get_device_module(stream.device).current_stream())
+
+        self._patches.set(optimizer, "_post_step", counted_post_step)
+        self._patches.set(coordinator, f"{_PREFIX}all_gather_params_", counted_gather)
+        if self._share:
+            self._share_gathers()
+
+    def _share_gathers(self) -> None:
+        coordinator, optimizer = self._coordinator, self._optimizer
+        fetch, backward_epilogue = coordinator.fetch_sub_module, optimizer.backward_epilogue
+        begun: dict[int, nn.Module] | None = None
+        """Modules whose backward has begun. DeepSpeed until 0.19.2 does not record them."""
+        if not hasattr(coordinator, f"{_PREFIX}active_backward_submodules"):
+            begun = {}
+
+            def fetch_sub_module(current_submodule: Any, forward: bool) -> None:
+                if not forward:
+                    begun[current_submodule.ds_id] = current_submodule
+                fetch(current_submodule, forward)
+
+            self._patches.set(coordinator, f"{_PREFIX}active_backward_submodules", begun)
+            self._patches.set(coordinator, "fetch_sub_module", fetch_sub_module)
+
+        def release_sub_module(submodule: Any, forward: bool = False) -> None:
+            if forward and self._is_recomputing:
                 self._kept[id(submodule)] = submodule
                 return
             if not forward:
                 self._kept.pop(id(submodule), None)
+                if begun is not None:
+                    begun.pop(submodule.ds_id, None)
             self._release(submodule, forward=forward)
 
         def epilogue(*args: Any, **kwargs: Any) -> Any:
             result = backward_epilogue(*args, **kwargs)  # ends every backward that has begun
+            while begun:  # DeepSpeed until 0.19.2 does not
+                self._release(begun.popitem()[1], forward=False)
             self.release_kept()
             return result
 
-        post_step = self._optimizer._post_step
-
-        def counted_post_step(*args: Any, **kwargs: Any) -> Any:
-            # small weights stay gathered; after a step they are fetched anew, past the coordinator
-            for param in self._optimizer.persistent_parameters:
-                self._counters.gathers[param.ds_id] += 1
-            with self._counters.purpose(Purpose.GATHER_FORWARD):
-                result = post_step(*args, **kwargs)
-            # DeepSpeed gathers on a stream of its own, which waits for none: not for the optimizer
-            name = "_PartitionedParameterCoordinator__allgather_stream"
-            stream = getattr(coordinator, name, None)  # None where the accelerator has no streams
-            if stream is not None:
-                stream.wait_stream(torch.get_device_module(stream.device).current_stream())
-            return result
-
-        self._patches.set(self._optimizer, "_post_step", counted_post_step)
-        name = "_PartitionedParameterCoordinator__all_gather_params_"
-        self._patches.set(coordinator, name, counted_gather)
-        if self._share:
-            self._patches.set(coordinator, "release_sub_module", release_sub_module)
-            self._patches.set(self._optimizer, "backward_epilogue", epilogue)
+        self._patches.set(coordinator, "release_sub_module", release_sub_module)
+        self._patches.set(optimizer, "backward_epilogue", epilogue)
 
     @property
-    def _recomputing(self) -> bool:
+    def _is_recomputing(self) -> bool:
         return getattr(self._local, "depth", 0) > 0
 
     def release_kept(self) -> None:
-        """Release what no backward came back for, as the coordinator would after a forward.
+        """Release what backward did not use, as the coordinator does after a forward.
 
         Modules whose backward has begun are left: with checkpointing inside a checkpointed block,
-        the inner recompute starts in the middle of the outer block's backward.
+        the inner recomputation starts during the outer block's backward.
         """
         if not self._kept:
             return
-        begun = self._coordinator._PartitionedParameterCoordinator__active_backward_submodules
+        begun = getattr(self._coordinator, f"{_PREFIX}active_backward_submodules")
         for key, module in list(self._kept.items()):
             if module.ds_id not in begun:
                 del self._kept[key]
@@ -125,12 +142,11 @@ class GatherHook:
 
     @contextmanager
     def recompute(self) -> Iterator[None]:
-        """Surrounds the second forward of one checkpointed block."""
+        """Surround the second forward of one checkpointed block."""
         from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 
-        outermost = not self._recomputing
-        if outermost and self._share:
-            # backward has moved on to another block: what it left of the last one is not needed
+        if not self._is_recomputing and self._share:
+            # backward has reached another block
             self.release_kept()
         height = len(FWD_MODULE_STACK)
         self._local.depth = getattr(self._local, "depth", 0) + 1
@@ -145,6 +161,6 @@ class GatherHook:
                 self._kept.update((id(module), module) for module in interrupted)
 
     def detach(self) -> None:
-        """Release what is kept and give the coordinator its own methods back."""
+        """Release what is kept and restore the coordinator's methods."""
         self.release_kept()
         self._patches.undo()

@@ -1,15 +1,13 @@
-"""The weights hook: every host holds the weights, and only what changed crosses, once a step.
+"""The weights hook: every node keeps a copy of the weights; once per step it receives the changes.
 
 ZeRO++'s secondary partition (hpZ, Wang et al. 2023, arXiv 2306.10209) is a copy of the 16-bit
-weights that a host's processes divide among them; DeepSpeed's gathers prefer it, and DeepSpeed
-throws it away after every step, so that the next forward gathers between hosts again. This hook
-makes one at attach, hosts of one process included, keeps it for good, and after each optimizer step
-sends every host what the owners' shards have become: whole, or as changes that lose nothing.
+weights that is sharded over the ranks of a node. DeepSpeed's gathers prefer it, and DeepSpeed drops
+it after every step, so the next forward gathers between nodes again. This hook creates one at
+attach, also on nodes of one rank, and keeps it. After each optimizer step every node receives what
+the owners' shards have become, uncompressed or as lossless changes.
 
-Law: the secondary partition is, bit for bit, the gather of all owners' `ds_tensor`, which is the
-rounded master weights or, with changes in few bits, what all hosts hold in their place. Who owns
-shard k of P = H hosts x L processes sends it once to each host, to the process k // H there, which
-is the one whose part of the secondary partition has it.
+Law: the secondary partition equals, bit for bit, the gather of all owners' `ds_tensor`, which is
+the rounded master weights. `ds_ckpt.weights` has the encodings, the layout and the transfer.
 """
 
 from __future__ import annotations
@@ -17,15 +15,11 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
-from statistics import median
-from typing import Any, Protocol
-from weakref import WeakValueDictionary, finalize
+from typing import Any
 
 import torch
 import torch.distributed as torch_dist
@@ -34,83 +28,27 @@ from torch import Tensor
 from ds_ckpt.compression.base import on_host
 from ds_ckpt.patch import Patches
 from ds_ckpt.telemetry import Counters, Purpose
+from ds_ckpt.weights import changes
+from ds_ckpt.weights.changes import ChangeCodec, NodeLayout
+from ds_ckpt.weights.transfer import ReplicaTransfer
 from ds_ckpt.zero3.compatibility import require_resident_weights
+from ds_ckpt.zero3.gather import GatherHook
+from ds_ckpt.zero3.gradient import GradientHook
 
 log = logging.getLogger("ds_ckpt")
 CHECK_EVERY = 100
-"""Steps from one comparison of checksums between hosts to the next."""
-CHUNK = 1 << 22
-"""Elements of a shard from which on no further parameter travels with them."""
-IN_FLIGHT = 8
-"""Chunks that are under way at a time: a bound on the memory of those that arrive."""
-COMPARED = 8
-"""Steps with each codec, in turns, before one is chosen."""
-RECHECK = 1000
-"""Steps from one choice of a codec to the next."""
+"""Steps between comparisons of checksums between nodes."""
 _PREFETCH = "_PartitionedParameterCoordinator__prefetch_bucket_sz"
 
 
-class Codec(Protocol):
-    """How a step's change of a shard travels."""
-
-    words: str
-    """What travels, for people."""
-    tracks: bool
-    """Whether hosts may hold something else than the owner's rounded master weights."""
-
-    def encode(self, held: Tensor, master: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Move `held` to what hosts hold after the step, in place; what has the same done there.
-
-        Args:
-            held: the owner's shard, which all hosts hold, before the step.
-            master: the optimizer's weights after it, of the same shape and device.
-            sizes: elements of each tensor in it.
-
-        Returns:
-            uint8 on the CPU; it may share memory with `held`.
-        """
-
-    def decode_(self, held: Tensor, payload: Tensor, sizes: Sequence[int]) -> None:
-        """Move `held` as the owner's was, in place."""
-
-
 @dataclass(frozen=True)
-class HostLayout:
-    """P = hosts x local processes, those of a host consecutive.
+class ParamShard:
+    """One parameter's part of this rank's shard.
 
     Attributes:
-        rank: this process.
-        inside: the process group of this process's host.
-    """
-
-    hosts: int
-    local: int
-    rank: int
-    inside: Any
-
-    def keepers(self, owner: int) -> list[int]:
-        """Who keeps shard `owner`: one process on each host."""
-        return [host * self.local + owner // self.hosts for host in range(self.hosts)]
-
-    @property
-    def world(self) -> int:
-        return self.hosts * self.local
-
-    @property
-    def kept(self) -> range:
-        """The owners whose shards this process keeps."""
-        first = self.rank % self.local * self.hosts
-        return range(first, first + self.hosts)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One parameter's part of this process's shard.
-
-    Attributes:
-        group: of the optimizer's groups, whose shards are flat.
-        start: where it begins in that group's shard.
-        size: elements, padding included; equal for every owner.
+        group: Index of the optimizer's group; the shard of a group is flat.
+        start: Offset in that group's shard.
+        size: Elements, padding included; the same for every owner.
     """
 
     param: Any
@@ -119,28 +57,10 @@ class Piece:
     size: int
 
 
-@dataclass
-class Flight:
-    """A chunk under way.
+class LocalGatherHandle:
+    """Replaces a gather if one rank holds the node's whole copy; like DeepSpeed's handles.
 
-    Attributes:
-        handle: of the collective.
-        outgoing: sent, and to be kept until it is.
-        arriving: received, owners one after the other.
-        lengths: bytes from each process.
-    """
-
-    pieces: Sequence[Piece]
-    handle: Any
-    outgoing: Tensor
-    arriving: Tensor
-    lengths: Sequence[int]
-
-
-class Copied:
-    """In place of a gather, where a process keeps a host's whole copy: of DeepSpeed's handles.
-
-    A copy, as a model may write to gathered weights, which plain ZeRO-3 forgets.
+    Copies, because a model may write to gathered weights, which ZeRO-3 discards.
     """
 
     def __init__(self, params: Iterable[Any]) -> None:
@@ -156,83 +76,82 @@ class Copied:
             param.ds_status = type(param.ds_status).INFLIGHT
 
     def wait(self, **_: Any) -> None:
-        """They are there, on the stream that this was called on. Called once for each of them, the
-        later times when others may have been released already."""
+        """Mark the parameters available, once: later calls may follow their release."""
         for param in self._params:
             param.ds_status = type(param.ds_status).AVAILABLE
         self._params = []
 
 
 class WeightsHook:
-    """Keeps the secondary partition of one ZeRO-3 optimizer's parameters. `detach()` drops it, and
-    between steps `attach()` makes it again.
+    """Keeps the secondary partition of one ZeRO-3 optimizer's parameters.
 
-    After the optimizer the changes are encoded chunk by chunk, small parameters that stay gathered
-    first, then in the order of forward, and sent; a gather waits for the chunks that its parameters
-    are in, so that forward begins while others are on the way.
+    `detach()` drops it; between steps `attach()` creates it again. After the optimizer step the
+    changes are encoded and sent chunk by chunk, small parameters that stay gathered first, then in
+    the order of forward. A gather waits for the chunks of its parameters, so forward starts while
+    later chunks are in flight.
 
-    Collective: every process makes one.
+    Collective: every rank creates one.
 
     Args:
         optimizer: DeepSpeed's ZeRO-3 optimizer.
-        params: all of the model's parameters by name, frozen ones included.
-        between: a group of all processes for this traffic alone: it is under way beside others.
-        all_to_all_single: `torch.distributed`'s function, or one of the same arguments that counts
-            around it.
-        codecs: how changes travel. Of several, which must not differ in what arrives, the one that
-            holds the processes up for the least time is chosen, again every `RECHECK` steps.
+        params: All parameters of the model, frozen ones included.
+        layout: Nodes, ranks and replicas.
+        group: Of all ranks, for this traffic alone.
+        all_to_all_single: `torch.distributed`'s function, or one of the same arguments that counts.
+        codec: Encoding of the changes.
+        counters: Bytes and gathers are counted there.
+        gather_hook: Surrounds DeepSpeed's `_post_step`.
+        gradient_hook: Calls back before each forward.
+
+    Attributes:
+        codec: May be replaced between steps; all codecs decode to the same bits.
+        layout: Nodes, ranks and replicas.
     """
 
     def __init__(
         self,
         optimizer: Any,
         params: Mapping[str, Any],
-        hosts: HostLayout,
-        between: Any,
+        layout: NodeLayout,
+        group: Any,
         all_to_all_single: Callable[..., Any],
-        codecs: Sequence[Codec],
+        codec: ChangeCodec,
         counters: Counters,
+        gather_hook: GatherHook,
+        gradient_hook: GradientHook,
     ) -> None:
         require_resident_weights(metadata.version("deepspeed"))
         self._optimizer = optimizer
         self._coordinator = optimizer.parameter_offload.get_param_coordinator()
         self._params = list(params.values())
-        self._names = {param.ds_id: name for name, param in params.items()}
-        self._hosts = hosts
-        self._between = between
-        self._all_to_all_single = all_to_all_single
-        self.codecs = codecs
+        self.layout, self._group = layout, group
+        self.codec = self._sent_codec = codec
         self._counters = counters
+        self._gather_hook, self._gradient_hook = gather_hook, gradient_hook
         self._chunks = self._divide_into_chunks()
         self._chunk_of = {
             piece.param.ds_id: number
             for number, chunk in enumerate(self._chunks)
             for piece in chunk
         }
-        self._stepped = False
+        self._transfer = ReplicaTransfer(layout, group, all_to_all_single, lambda: self.device)
+        self._has_stepped = False
         self._steps = 0
         self._written: Any = None
-        """On an accelerator: when the last part of the secondary partition is written."""
-        self._to_send: deque[tuple[Sequence[Piece], Tensor, Sequence[int]]] = deque()
-        self._flying: deque[Flight] = deque()
-        self._prefetched = 0
-        """DeepSpeed's own setting: gathers ahead of need would wait for all chunks."""
-        self._held_up_s = 0.0
-        """By the latest step: encoding, sending, waiting, decoding."""
-        self._times: list[list[float]] = [[] for _ in codecs]
-        self._chosen = 0
+        """Event on an accelerator: the last write to the secondary partition."""
+        self._prefetch = 0
+        """DeepSpeed's setting: a gather ahead of need would wait for all chunks."""
         self._loads = 0
-        self._doubted = False
-        """A load has raised, with owners' shards written or not."""
+        self._is_doubtful = False
+        """A load has raised; owners' shards may have been written."""
         self._patches = Patches()
-        finalize(self, _restore_partition)  # where it is dropped without a word
         self.attach()
 
     def attach(self) -> None:
-        """Make the secondary partition. Collective."""
+        """Create the secondary partition. Collective."""
         _replace_partition(self)
         try:
-            self._divide_inside()
+            self._set_groups()
             self._install()
             self.gather_anew()
         except BaseException:
@@ -240,63 +159,59 @@ class WeightsHook:
             raise
 
     @property
-    def attached(self) -> bool:
-        """Whether there is a secondary partition of ours."""
+    def is_attached(self) -> bool:
+        """Whether this hook's secondary partition exists."""
         return self._patches.active
 
     @property
-    def settled(self) -> bool:
-        """Whether no codecs are being compared."""
-        return len(self.codecs) == 1 or self._steps % RECHECK > COMPARED * len(self.codecs)
-
-    @property
     def device(self) -> torch.device:
-        """Of this process's shards."""
-        return self._shard(self._chunks[0][0]).device
+        """Device of this rank's shards."""
+        device: torch.device = self._params[0].ds_tensor.device
+        return device
 
     @property
-    def tracks(self) -> bool:
-        """Whether hosts may hold something else than the owners' rounded master weights."""
-        return any(codec.tracks for codec in self.codecs)
+    def nbytes(self) -> int:
+        """Bytes of this rank's part of the secondary partition."""
+        return sum(p.ds_secondary_tensor.nbytes for p in self._params)
 
-    def _divide_into_chunks(self) -> list[list[Piece]]:
+    def _divide_into_chunks(self) -> list[list[ParamShard]]:
         small = {param.ds_id for param in self._optimizer.persistent_parameters}
         pieces = []
         for group, params in enumerate(self._optimizer.fp16_groups):
             start = 0
             for param in params:
-                pieces.append(Piece(param, group, start, param.partition_numel()))
+                pieces.append(ParamShard(param, group, start, param.partition_numel()))
                 start += param.partition_numel()
         pieces.sort(key=lambda piece: piece.param.ds_id not in small)
-        chunks: list[list[Piece]] = []
-        size = CHUNK
+        chunks: list[list[ParamShard]] = []
+        size = changes.CHUNK
         for piece in pieces:
-            if size >= CHUNK:
+            if size >= changes.CHUNK:
                 chunks.append([])
                 size = 0
             chunks[-1].append(piece)
             size += piece.size
         return chunks
 
-    def _divide_inside(self) -> None:
-        """Tell DeepSpeed which processes divide a secondary partition."""
-        hosts = self._hosts
+    def _set_groups(self) -> None:
+        """Set the ranks that share a secondary partition."""
+        layout = self.layout
         for param in self._params:
-            self._patches.set(param, "ds_zero_param_process_group", hosts.inside)
-            self._patches.set(param, "ds_secondary_tensor_group_size", hosts.local)
-            self._patches.set(param, "ds_secondary_tensor_num_of_groups", hosts.hosts)
-            # DeepSpeed may have made one among other processes: by another engine's hpZ key
+            self._patches.set(param, "ds_zero_param_process_group", layout.inside)
+            self._patches.set(param, "ds_secondary_tensor_group_size", layout.local)
+            self._patches.set(param, "ds_secondary_tensor_num_of_groups", layout.nodes)
+            # DeepSpeed may have made one over other ranks: another engine's hpZ setting
             param.ds_secondary_tensor = None
 
     @contextmanager
-    def _inside(self, maker: Any) -> Iterator[None]:
-        """A `zero.Init`, which others may share, takes a secondary partition for one of ours."""
-        hosts = self._hosts
+    def inside(self, maker: Any) -> Iterator[None]:
+        """Make a `zero.Init`, which engines may share, use this hook's groups."""
+        layout = self.layout
         ours = {
-            "zero_param_process_group": hosts.inside,
-            "num_ranks_in_param_group": hosts.local,
-            "num_param_groups": hosts.hosts,
-            "rank_in_group": hosts.rank % hosts.local,
+            "zero_param_process_group": layout.inside,
+            "num_ranks_in_param_group": layout.local,
+            "num_param_groups": layout.nodes,
+            "rank_in_group": layout.rank % layout.local,
         }
         before = {name: getattr(maker, name) for name in ours}
         vars(maker).update(ours)
@@ -306,88 +221,82 @@ class WeightsHook:
             vars(maker).update(before)
 
     def _install(self) -> None:
-        optimizer = self._optimizer
-        post_step = optimizer._post_step
+        optimizer, patches = self._optimizer, self._patches
 
-        def stepped(group: int) -> None:
-            """In place of copying the master weights into the shard: `_send` does."""
-            self._stepped = True
+        def record_step(group: int) -> None:
+            """Replace the copy of the master weights into the shard; `_send` does it."""
+            self._has_stepped = True
 
-        def send_and_post_step(*args: Any, **kwargs: Any) -> None:
-            if self._stepped:  # no step that was skipped
-                self._stepped = False
-                self._send()
-            small, optimizer.persistent_parameters = optimizer.persistent_parameters, []
-            self._counters.gathers.update(param.ds_id for param in small)
-            try:
-                post_step(*args, **kwargs)  # would gather them between hosts
-            finally:
-                optimizer.persistent_parameters = small
-            if small:
-                with self._counters.purpose(Purpose.GATHER_FORWARD), _unrounded(small):
-                    small[0].all_gather_coalesced(small).wait()
-
-        self._patches.set(optimizer, "_reassign_or_swap_out_partitioned_parameters", stepped)
-        self._patches.set(optimizer, "_post_step", send_and_post_step)
-        self._patches.set(optimizer, "invalidate_secondary_tensor", lambda: None)
+        patches.set(optimizer, "_reassign_or_swap_out_partitioned_parameters", record_step)
+        patches.set(optimizer, "invalidate_secondary_tensor", lambda: None)
         for param in self._params:
             gather = param.all_gather_coalesced
-            self._patches.set_method(
-                param, "all_gather_coalesced", self._after_arrival(gather, _maker(param)), gather
-            )
+            after_arrival = self._after_arrival(gather, _maker(param))
+            patches.set_method(param, "all_gather_coalesced", after_arrival, gather)
         load_state_dict = optimizer.load_state_dict
 
         def load_and_gather(*args: Any, **kwargs: Any) -> None:
             with self.loading():
                 load_state_dict(*args, **kwargs)
 
-        self._patches.set(optimizer, "load_state_dict", load_and_gather)
+        patches.set(optimizer, "load_state_dict", load_and_gather)
         for name in ("offload_states", "reload_states"):
-            self._patches.set(optimizer, name, self._following(getattr(optimizer, name)))
-        forward_begins = optimizer.clear_backward_seen_flag
+            patches.set(optimizer, name, self._moving_copies(getattr(optimizer, name)))
+        patches.set(self._gather_hook, "around_post_step", self._around_post_step)
+        self._gradient_hook.before_forward.append(self._check_if_doubtful)
 
-        def look_and_begin() -> None:
-            if self._doubted:
-                self._doubted = False
-                self.check()
-            forward_begins()
+    def _around_post_step(self, post_step: Callable[[], None]) -> None:
+        if self._has_stepped:  # false for a skipped step
+            self._has_stepped = False
+            self._send()
+        optimizer = self._optimizer
+        small, optimizer.persistent_parameters = optimizer.persistent_parameters, []
+        try:
+            post_step()  # would gather them between nodes
+        finally:
+            optimizer.persistent_parameters = small
+        if small:
+            with _unrounded(small):
+                small[0].all_gather_coalesced(small).wait()
 
-        self._patches.set(optimizer, "clear_backward_seen_flag", look_and_begin)
+    def _check_if_doubtful(self) -> None:
+        if self._is_doubtful:
+            self._is_doubtful = False
+            self.check()
 
     def _after_arrival(self, gather: Callable[..., Any], maker: Any) -> Callable[..., Any]:
-        def gather_what_is_there(params: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
+        def gather_from_copy(params: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
             params = list(params)
-            if self._flying:
+            if self._transfer.is_active:
                 last = max(self._chunk_of.get(param.ds_id, -1) for param in params)
-                while self._flying and self._landed <= last:
-                    self._land()
-            self._behind_writes()  # DeepSpeed gathers on a stream of its own, which waits for none
-            if self._hosts.local == 1:
-                return Copied(params)
-            with self._inside(maker):
+                while self._transfer.is_active and self._transfer.received <= last:
+                    self._receive()
+            self._wait_for_writes()  # DeepSpeed's gathers run on a stream that waits for no other
+            if self.layout.local == 1:
+                return LocalGatherHandle(params)
+            with self.inside(maker):
                 return gather(params, *args, **kwargs)
 
-        return gather_what_is_there
+        return gather_from_copy
 
-    def _behind_writes(self) -> None:
-        """What the current stream does next finds the secondary partition written."""
+    def _wait_for_writes(self) -> None:
+        """Order the current stream behind writes to the secondary partition."""
         if self._written is not None:
             self._stream().wait_event(self._written)
 
-    def _has_written(self) -> None:
-        if not on_host(self._params[0].ds_tensor.device):
+    def _record_writes(self) -> None:
+        if not on_host(self.device):
             self._written = self._stream().record_event()
 
     def _stream(self) -> Any:
-        device = self._params[0].ds_tensor.device
-        return torch.get_device_module(device).current_stream(device)
+        return torch.get_device_module(self.device).current_stream(self.device)
 
-    def _following(self, move: Callable[..., None]) -> Callable[..., None]:
-        """Have this process's part lie where DeepSpeed's own lies, also after a move."""
+    def _moving_copies(self, move: Callable[..., None]) -> Callable[..., None]:
+        """Move this rank's part of the copy together with DeepSpeed's own shards."""
 
         @functools.wraps(move)
         def move_both(*args: Any, **kwargs: Any) -> None:
-            self.land()
+            self.drain()
             move(*args, **kwargs)
             for param in self._params:
                 kept = param.ds_secondary_tensor
@@ -397,265 +306,169 @@ class WeightsHook:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Owners get other weights inside; the outermost one ends by gathering them. Collective.
+        """Surround a load of the owners' weights; the outermost one ends with a gather. Collective.
 
-        Where it raises, maybe on one process alone, nothing collective follows: the next forward,
-        which all processes begin, looks at what hosts keep.
+        If it raises, maybe on one rank alone, no collective follows; the next forward, which all
+        ranks begin, compares checksums.
         """
         self._loads += 1
         try:
             yield
         except BaseException:
-            self._doubted = True
+            self._is_doubtful = True
             raise
         finally:
             self._loads -= 1
-        if not self._loads and self.attached:
+        if not self._loads and self.is_attached:
             self.gather_anew()
 
     def gather_anew(self) -> None:
-        """Make the secondary partition from the owners' shards. Collective."""
-        self.land()
+        """Create the secondary partition from the owners' shards. Collective."""
+        self.drain()
         for param in self._params:
             self._zero_padding(param, param.ds_tensor.data)
             if param.ds_status.name == "AVAILABLE":
                 param.partition()
-            param.all_gather()  # between all processes
+            param.all_gather()  # between all ranks
             param.partition(has_been_updated=True)
-        self._doubted = False
-        self._has_written()
+        self._is_doubtful = False
+        self._record_writes()
 
-    def _shard(self, piece: Piece) -> Tensor:
-        """This process's part, as all hosts hold it."""
-        shard: Tensor = piece.param.ds_tensor.data
-        return shard
-
-    def _master(self, piece: Piece) -> Tensor:
+    def _master(self, piece: ParamShard) -> Tensor:
         master: Tensor = self._optimizer.fp32_partitioned_groups_flat[piece.group].data
         return master[piece.start : piece.start + piece.size]
 
-    def _kept(self, param: Any, index: int) -> Tensor:
-        """The secondary partition's part of the `index`-th owner's shard."""
+    def _replica(self, param: Any, owner: int) -> Tensor:
+        """Return this rank's replica of the owner's shard, a part of the secondary partition."""
         kept: Tensor = param.ds_secondary_tensor.data
-        size = param.partition_numel()
+        index, size = owner - self.layout.replicated.start, param.partition_numel()
         return kept[index * size : (index + 1) * size]
 
     def _zero_padding(self, param: Any, shard: Tensor) -> None:
-        """Elements that are no weights: DeepSpeed leaves them uninitialised."""
-        weights = param.ds_numel - self._hosts.rank * len(shard)
+        """Zero elements that are no weights: DeepSpeed leaves them uninitialized."""
+        weights = param.ds_numel - self.layout.rank * len(shard)
         shard[min(max(weights, 0), len(shard)) :].zero_()
 
     def _send(self) -> None:
-        """Encode all chunks, and let the first of them go. Collective, once a step."""
-        self.land()
+        """Encode all chunks and start to send them. Collective, once per step."""
+        self.drain()
         if self._steps and self._steps % CHECK_EVERY == 0:
             self.check()
-        if not self.settled:
-            self._times[self._chosen].append(self._held_up_s)
-        self._chosen = self._choose()
-        started_s = time.perf_counter()
-        self._behind_writes()
-        payloads = [self._encode(chunk) for chunk in self._chunks]
-        self._has_written()
+        self._sent_codec = self.codec
+        self._wait_for_writes()
+        packets = [self._encode(chunk) for chunk in self._chunks]
+        self._record_writes()
         with self._counters.purpose(Purpose.WEIGHTS):
-            told = self._tell([payload.numel() for payload in payloads])
-            for number, (chunk, payload) in enumerate(zip(self._chunks, payloads, strict=True)):
-                lengths = [told[p][number] if p in told else 0 for p in range(self._hosts.world)]
-                self._to_send.append((chunk, payload, lengths))
-            self._launch()
-        if self._flying:
-            self._prefetched = getattr(self._coordinator, _PREFETCH)
+            self._transfer.start(packets, is_fixed_size=self.codec.on_device)
+        if self._transfer.is_active:
+            self._prefetch = getattr(self._coordinator, _PREFETCH)
             setattr(self._coordinator, _PREFETCH, 0)
         self._steps += 1
-        self._held_up_s = time.perf_counter() - started_s
 
-    def _choose(self) -> int:
-        """The codec of this step: in turns while they are compared."""
-        if self.settled:
-            return self._chosen
-        turn = self._steps % RECHECK
-        if turn == 0:
-            self._times = [[] for _ in self.codecs]
-        if turn < COMPARED * len(self.codecs):
-            return turn % len(self.codecs)
-        medians = [median(times) for times in self._times]
-        found_s = torch.tensor(medians, dtype=torch.float32, device=self.device)
-        torch_dist.all_reduce(found_s, group=self._between)
-        best = int(found_s.argmin())
-        if self._hosts.rank == 0:
-            times = ", ".join(
-                f"{1e3 * float(s) / self._hosts.world:.1f} ms {codec.words}"
-                for codec, s in zip(self.codecs, found_s, strict=True)
-            )
-            log.info(
-                "ds_ckpt: autotune: weights travel %s: they hold a step up for %s "
-                "(ds_ckpt.weights.deltas chooses one for good)",
-                self.codecs[best].words,
-                times,
-            )
-        return best
-
-    @property
-    def _codec(self) -> Codec:
-        """Of the step whose changes are encoded or under way."""
-        return self.codecs[self._chosen]
-
-    def _encode(self, chunk: Sequence[Piece]) -> Tensor:
+    def _encode(self, chunk: Sequence[ParamShard]) -> Tensor:
+        """Update this rank's shards, and its replicas of them. Returns the encoded change."""
         for piece in chunk:
             self._zero_padding(piece.param, self._master(piece))
-        parts = [self._shard(piece) for piece in chunk]
-        held = torch.cat(parts)
-        # `offload_optimizer.ratio`: some groups are on the host, others on the accelerator
+        shards = [piece.param.ds_tensor.data for piece in chunk]
+        held = torch.cat(shards)
+        # `offload_optimizer.ratio`: some groups are on the CPU, others on the accelerator
         master = torch.cat([self._master(piece).to(held.device) for piece in chunk])
-        sizes = [piece.size for piece in chunk]
         with self._counters.span("pack"):
-            payload = self._codec.encode(held, master, sizes)
-        after = held.split(sizes)
-        for part, now in zip(parts, after, strict=True):
-            part.copy_(now)
-        if self._hosts.rank in self._hosts.kept:
-            index = self._hosts.kept.index(self._hosts.rank)
-            for piece, now in zip(chunk, after, strict=True):
-                self._kept(piece.param, index).copy_(now)
-        return payload
+            packet = self.codec.encode(held, master)
+        updated = held.split([piece.size for piece in chunk])
+        _copy(updated, shards)
+        if (rank := self.layout.rank) in self.layout.replicated:
+            _copy(updated, [self._replica(piece.param, rank) for piece in chunk])
+        return packet
 
-    def _launch(self) -> None:
-        """Let chunks go while the bound allows it."""
-        while self._to_send and len(self._flying) < IN_FLIGHT:
-            chunk, payload, lengths = self._to_send.popleft()
-            handle, outgoing, arriving = self._deliver(payload, lengths, async_op=True)
-            self._flying.append(Flight(chunk, handle, outgoing, arriving, lengths))
+    def drain(self) -> None:
+        """Wait for all chunks in flight. Collective."""
+        while self._transfer.is_active:
+            self._receive()
 
-    @property
-    def _landed(self) -> int:
-        """Chunks of the step that are there."""
-        return len(self._chunks) - len(self._to_send) - len(self._flying)
-
-    def land(self) -> None:
-        """Wait for everything that is on its way."""
-        while self._flying:
-            self._land()
-
-    def _land(self) -> None:
-        """Wait for the next chunk, and put it into this process's part."""
-        started_s = time.perf_counter()
-        flight = self._flying.popleft()
+    def _receive(self) -> None:
+        """Wait for the next chunk, and update this rank's replicas."""
+        chunk = self._chunks[self._transfer.received]
+        self._wait_for_writes()  # packets are encoded on the compute stream
         with self._counters.purpose(Purpose.WEIGHTS):
-            if flight.handle is not None:
-                flight.handle.wait()
-            self._launch()
-        self._behind_writes()
+            packets = self._transfer.receive()
         with self._counters.span("pack"):
-            self._decode(flight)
-        self._has_written()
-        if not self._flying:
-            setattr(self._coordinator, _PREFETCH, self._prefetched)
-        self._held_up_s += time.perf_counter() - started_s
+            self._decode(chunk, packets)
+        self._record_writes()
+        if not self._transfer.is_active:
+            setattr(self._coordinator, _PREFETCH, self._prefetch)
 
-    def _decode(self, flight: Flight) -> None:
-        sizes = [piece.size for piece in flight.pieces]
-        packets = flight.arriving.cpu().split(list(flight.lengths))
-        for index, owner in enumerate(self._hosts.kept):
-            if owner == self._hosts.rank:
-                continue  # kept when it was sent
-            parts = [self._kept(piece.param, index) for piece in flight.pieces]
-            held = torch.cat(parts)
-            self._codec.decode_(held, packets[owner].clone(), sizes)  # views must be aligned
-            for part, now in zip(parts, held.split(sizes), strict=True):
-                part.copy_(now)
+    def _decode(self, chunk: Sequence[ParamShard], packets: Mapping[int, Tensor]) -> None:
+        for owner, packet in packets.items():
+            replicas = [self._replica(piece.param, owner) for piece in chunk]
+            held = torch.cat(replicas)
+            self._sent_codec.decode_(held, packet)
+            _copy(held.split([piece.size for piece in chunk]), replicas)
 
     def check(self) -> bool:
-        """Whether all hosts keep what the owners have; if not, gather it anew. Collective."""
-        self.land()
-        hosts, params = self._hosts, self._params  # frozen ones, too
+        """Compare replicas with their owners by checksums; gather anew if any differ. Collective.
+
+        Returns:
+            Whether all were equal.
+        """
+        self.drain()
+        params = self._params  # including frozen ones
         own = [_checksum(param.ds_tensor.data) for param in params]
         with self._counters.purpose(Purpose.WEIGHTS):
-            told = {**self._tell(own), hosts.rank: own}
-        wrong = any(
-            _checksum(self._kept(param, index)) != told[owner][number]
-            for index, owner in enumerate(hosts.kept)
+            expected = {**self._transfer.exchange(own), self.layout.rank: own}
+        is_wrong = any(
+            _checksum(self._replica(param, owner)) != expected[owner][number]
+            for owner in self.layout.replicated
             for number, param in enumerate(params)
         )
-        flag = torch.tensor(int(wrong), dtype=torch.int64, device=params[0].ds_tensor.device)
-        torch_dist.all_reduce(flag, op=torch_dist.ReduceOp.MAX, group=self._between)
+        flag = torch.tensor(int(is_wrong), dtype=torch.int64, device=self.device)
+        torch_dist.all_reduce(flag, op=torch_dist.ReduceOp.MAX, group=self._group)
         if flag.item():
-            if hosts.rank == 0:
+            if self.layout.rank == 0:
                 log.warning(
-                    "ds_ckpt: a host's copy of the weights is not what their owners have; "
-                    "something has written to it, or to them, since the last step, maybe a load "
-                    "that failed. All weights are sent anew"
+                    "ds_ckpt: a node's copy of the weights differs from their owners'. Something "
+                    "has written to one of them since the last step, maybe a load that failed. "
+                    "All weights are gathered anew"
                 )
             self.gather_anew()
         return not flag.item()
 
-    def _tell(self, numbers: list[int]) -> dict[int, list[int]]:
-        """A few whole numbers to every keeper; by owner those of all owners but this process."""
-        packet = torch.tensor(numbers, dtype=torch.int64, device="cpu").view(torch.uint8)
-        owners = [owner for owner in self._hosts.kept if owner != self._hosts.rank]
-        lengths = [packet.numel() if p in owners else 0 for p in range(self._hosts.world)]
-        arrived = self._deliver(packet, lengths, async_op=False)[2].cpu().split(lengths)
-        return {owner: arrived[owner].clone().view(torch.int64).tolist() for owner in owners}
-
-    def _deliver(
-        self, packet: Tensor, lengths: Sequence[int], *, async_op: bool
-    ) -> tuple[Any, Tensor, Tensor]:
-        """One packet to every keeper: a handle, what is sent, what arrives.
-
-        Args:
-            packet: uint8 on the CPU.
-            lengths: bytes from each process.
-        """
-        hosts = self._hosts
-        keepers = [keeper for keeper in hosts.keepers(hosts.rank) if keeper != hosts.rank]
-        send = [packet.numel() if process in keepers else 0 for process in range(hosts.world)]
-        outgoing = packet.repeat(len(keepers)).to(self.device)
-        arriving = outgoing.new_empty(sum(lengths))
-        handle = self._all_to_all_single(
-            arriving, outgoing, list(lengths), send, group=self._between, async_op=async_op
-        )
-        return handle, outgoing, arriving
-
-    def held(self) -> dict[str, Tensor]:
-        """This process's shards, as all hosts hold them, by parameter."""
-        pieces = [piece for chunk in self._chunks for piece in chunk]
-        return {self._names[piece.param.ds_id]: self._shard(piece) for piece in pieces}
-
-    @property
-    def nbytes(self) -> int:
-        """Of this process's part of the secondary partition."""
-        return sum(p.ds_secondary_tensor.nbytes for p in self._params)
-
     def detach(self) -> None:
-        """Drop the secondary partition; DeepSpeed gathers between hosts again.
+        """Drop the secondary partition; DeepSpeed gathers between nodes again.
 
-        Raises:
-            Exception: what waiting for changes on their way raised. It is dropped all the same.
+        It is dropped also if waiting for chunks in flight raises.
         """
         try:
-            self.land()
+            self.drain()
         finally:
             self.drop()
 
     def drop(self) -> None:
-        """As `detach`, of an engine that is gone: changes on their way are not waited for."""
+        """Drop the secondary partition without waiting for chunks in flight."""
         self._patches.undo()
         for param in self._params:
             param.ds_secondary_tensor = None
-            _hooks.pop(id(param), None)
-        _restore_partition()
+            _attached.pop(id(param), None)
+        if self._check_if_doubtful in self._gradient_hook.before_forward:
+            self._gradient_hook.before_forward.remove(self._check_if_doubtful)
+        if not _attached:
+            _global.undo()
 
 
-_hooks: WeakValueDictionary[int, WeightsHook] = WeakValueDictionary()
-"""Those attached, by the `id` of each of their parameters."""
+_attached: dict[int, WeightsHook] = {}
+"""Attached hooks by the `id` of each of their parameters."""
 _global = Patches()
 
 
 def _replace_partition(hook: WeightsHook) -> None:
-    """Have each parameter divided as it is its own: of a list, which may be of several engines
-    (`GatheredParameters` of two models), DeepSpeed has the first one's `zero.Init` divide all."""
+    """Partition each parameter by its own hook.
+
+    A list may hold parameters of several engines (`GatheredParameters` of two models); DeepSpeed
+    has the first one's `zero.Init` partition all.
+    """
     from deepspeed.runtime.zero.partition_parameters import Init
 
-    _hooks.update({id(param): hook for param in hook._params})
+    _attached.update({id(param): hook for param in hook._params})
     if _global.active:
         return
     deepspeeds = Init._partition
@@ -668,27 +481,21 @@ def _replace_partition(hook: WeightsHook) -> None:
         free_data: bool = True,
     ) -> None:
         for param in param_list:
-            owner = _hooks.get(id(param))
+            owner = _attached.get(id(param))
             if owner is None:
                 deepspeeds(maker, [param], force, has_been_updated, free_data)
                 continue
             if has_been_updated:  # writes to the secondary partition
-                owner.land()
-            with owner._inside(maker):
+                owner.drain()
+            with owner.inside(maker):
                 deepspeeds(maker, [param], force, has_been_updated, free_data)
 
     _global.set(Init, "_partition", partition)
 
 
-def _restore_partition() -> None:
-    if not any(True for _ in _hooks.values()):
-        _global.undo()
-
-
 @contextmanager
 def _unrounded(params: Iterable[Any]) -> Iterator[None]:
-    """Gathers are in the weights' type, also where `torch_autocast` has them sent in another: as
-    DeepSpeed's own of small parameters after a step."""
+    """Gather in the weights' dtype under `torch_autocast`, as DeepSpeed does after a step."""
     types = {
         param: vars(param).pop("comm_dtype") for param in params if hasattr(param, "comm_dtype")
     }
@@ -700,26 +507,30 @@ def _unrounded(params: Iterable[Any]) -> Iterator[None]:
 
 
 def forget_hpz() -> None:
-    """Have engines that are built from now on be what their own file says.
+    """Remove hpZ's process group, which DeepSpeed keeps for the whole program.
 
-    DeepSpeed keeps hpZ's process group for the whole program, and every later ZeRO-3 engine makes
-    secondary partitions where there is one, whatever its file says.
+    Every later ZeRO-3 engine would use it, whatever its own configuration is.
     """
     from deepspeed.utils import groups
 
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
 
 
+def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)
+
+
 def _checksum(weights: Tensor) -> int:
-    """Of bits and their places."""
+    """Return a checksum of the bits and their positions."""
     total = 0
-    whole = {1: torch.uint8, 2: torch.int16}.get(weights.element_size(), torch.int32)
-    for chunk in weights.view(whole).split(1 << 20):
-        places = torch.arange(1, chunk.numel() + 1, dtype=torch.int64, device=chunk.device)
-        total = (31 * total + int((chunk * places).sum())) % (1 << 62)
+    bits = {1: torch.uint8, 2: torch.int16}.get(weights.element_size(), torch.int32)
+    for chunk in weights.view(bits).split(1 << 20):
+        positions = torch.arange(1, chunk.numel() + 1, dtype=torch.int64, device=chunk.device)
+        total = (31 * total + int((chunk * positions).sum())) % (1 << 62)
     return total
 
 
 def _maker(param: Any) -> Any:
-    """The `zero.Init` that made a parameter: what its methods close over."""
+    """Return the `zero.Init` that made a parameter: its methods close over it."""
     return inspect.getclosurevars(param.partition).nonlocals["self"]

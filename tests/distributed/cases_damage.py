@@ -110,7 +110,7 @@ def _try_all(engine: Any, top: Path, told: dict[str, Any]) -> None:
     before = _digest(engine)
     whole = top / "whole"
     _on_one(lambda: shutil.copytree(top / "bad", whole))
-    for what in ("residuals", "weights"):
+    for what in ("residuals",):
         for damage, act in DAMAGES.items():
             _on_one(lambda act=act, what=what: act(top / "bad", what))  # type: ignore[misc]
             try:

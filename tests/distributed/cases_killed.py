@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import ds_ckpt
-from ds_ckpt.engine.patience import patience
 from tests.distributed import models
 from tests.distributed.cases_resume import state_digest
 from tests.distributed.pool import fresh
@@ -39,12 +38,12 @@ def trained(
 
     Args:
         fault: of `FAULTS`, in step `AT`.
-        wait_s: what `init_distributed` was told to wait for others.
+        wait_s: timeout of every process group.
     """
     fresh()
-    if wait_s:  # the pool has called it
-        distributed_c10d._set_pg_timeout(timedelta(seconds=wait_s), dist.group.WORLD)
     engine = models.start("llama", models.zero3_config(ds_ckpt=section))
+    for group in list(distributed_c10d._world.pg_map) if wait_s else []:
+        distributed_c10d._set_pg_timeout(timedelta(seconds=wait_s), group)
     if (Path(folder) / "latest").exists():
         engine.load_checkpoint(folder)
     began, losses = int(engine.global_steps), {}
@@ -70,26 +69,6 @@ def trained(
     return result
 
 
-def patience_of_groups(section: dict[str, Any]) -> dict[str, Any]:
-    """How long the groups of an engine wait: the plugin's, and DeepSpeed's with and after it."""
-    fresh()
-    distributed_c10d._set_pg_timeout(timedelta(seconds=777), dist.group.WORLD)
-    engine = models.start("llama", models.zero3_config())
-    deepspeeds = engine.optimizer.dp_process_group
-    distributed_c10d._set_pg_timeout(timedelta(seconds=1800), deepspeeds)
-    engine._config._param_dict["ds_ckpt"] = section
-    session = ds_ckpt.attach(engine)
-    gradients = session._gradients
-    assert gradients is not None
-    told: dict[str, Any] = {"ours": {patience(group) for group in gradients.groups}}
-    told["DeepSpeed's"] = patience(deepspeeds)
-    session.detach()
-    told["after"] = patience(deepspeeds)
-    distributed_c10d._set_pg_timeout(timedelta(minutes=10), dist.group.WORLD)
-    engine.destroy()
-    return told
-
-
 def _note(notes: Path, name: str, **more: Any) -> None:
     (notes / f"{name}.json").write_text(json.dumps({"time_s": time.time(), **more}))
 
@@ -106,7 +85,7 @@ def _in_mid_step(engine: Any, notes: Path) -> None:
 
 
 def _in_mid_exchange(engine: Any, notes: Path) -> None:
-    """In the thread that exchanges beside backward, with a bucket half on its way."""
+    """With a bucket half on its way."""
     import deepspeed.comm.comm as ds_comm
 
     if dist.get_rank() != VICTIM:
@@ -114,8 +93,7 @@ def _in_mid_exchange(engine: Any, notes: Path) -> None:
     all_to_all_single = ds_comm.cdb.all_to_all_single
 
     def begun(*args: Any, **kwargs: Any) -> Any:
-        if threading.current_thread().name.startswith("exchange of"):
-            threading.Timer(0.01, _end, [notes]).start()
+        threading.Timer(0.01, _end, [notes]).start()
         return all_to_all_single(*args, **kwargs)
 
     ds_comm.cdb.all_to_all_single = begun

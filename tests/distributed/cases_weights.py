@@ -15,7 +15,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 import ds_ckpt
 from ds_ckpt.engine.tuner import COUNTED_STEPS
 from ds_ckpt.telemetry import Purpose
-from ds_ckpt.zero3 import weights
+from ds_ckpt.weights import changes, transfer
 from ds_ckpt.zero3.resident import HOST_COPY, host_copy_bytes, resident_bytes
 from tests.distributed import models
 from tests.distributed.cases_levels import hosts
@@ -88,12 +88,12 @@ def crossing_hosts(slots: list[int]) -> Iterator[list[str]]:
 @contextmanager
 def _chunks(size: int) -> Iterator[None]:
     """Chunks of about so many elements, of which two are under way at a time."""
-    before = weights.CHUNK, weights.IN_FLIGHT
-    weights.CHUNK, weights.IN_FLIGHT = size, 2
+    before = changes.CHUNK, transfer.IN_FLIGHT
+    changes.CHUNK, transfer.IN_FLIGHT = size, 2
     try:
         yield
     finally:
-        weights.CHUNK, weights.IN_FLIGHT = before
+        changes.CHUNK, transfer.IN_FLIGHT = before
 
 
 def _run(
@@ -101,7 +101,7 @@ def _run(
     kind: str,
     section: dict[str, Any],
     steps: int,
-    chunk: int = weights.CHUNK,
+    chunk: int = changes.CHUNK,
     **options: Any,
 ) -> Any:
     """Train on such hosts."""
@@ -117,9 +117,9 @@ def _run(
                 evaluated = float(models.loss_of(engine(**models.batch(kind, 99, dist.get_rank()))))
             engine.train()
         sent = session.counters.bytes_sent if session else {}
-        hook = session._resident.hook if session and session._resident else None
+        resident = session._resident if session else None
         result = {
-            "choice": hook.codecs[hook._chosen].words if hook else "",
+            "choice": resident.tuner.choice if resident and resident.tuner else "",
             "losses": losses,
             "evaluated": evaluated,
             "weights": models.weights_digest(engine),
@@ -224,18 +224,18 @@ def placed(
             plain = {"losses": losses, "weights": models.weights_digest(engine)}
             engine.destroy()
             return plain
-        hook, tuner = session._resident.hook, session._residence.tuner
+        hook, tuner = session._resident.hook, session._resident.tuner
         now_s, places = 0.0, []
 
         def clock() -> float:
             nonlocal now_s
-            places.append(hook.attached)
-            now_s += resident_s if hook.attached else 1.0
+            places.append(hook.is_attached)
+            now_s += resident_s if hook.is_attached else 1.0
             return now_s
 
         tuner._clock = clock
         losses = models.train(engine, "llama", 2 * BLOCK + 2)
-        wrong = mismatched(engine) if hook.attached else 0
+        wrong = mismatched(engine) if hook.is_attached else 0
         copies = [p.ds_secondary_tensor is not None for p in engine.module.parameters()]
         result = {
             "losses": losses,
@@ -247,7 +247,7 @@ def placed(
         }
         engine.save_checkpoint(folder)
         engine.load_checkpoint(folder)
-        result["placed after a load"] = hook.attached
+        result["placed after a load"] = hook.is_attached
         models.train(engine, "llama", 1, first=len(losses))
         engine.destroy()
     return result
@@ -425,53 +425,3 @@ def gathered_together(
         for engine in (a, b):
             engine.destroy()
     return {"losses": losses, "wrong": sum(wrong), "weights": digests}
-
-
-def tracked(slots: list[int], section: dict[str, Any], folder: str, **options: Any) -> Any:
-    """Changes in few bits: what is held each step, and four steps more with and without a resume.
-
-    Returns:
-        losses; by step the worst error of a tensor over that of rounding to bf16, and tensors that
-        travelled whole; parameters whose copy is wrong; bytes of a step, and elements of a shard;
-        whether going on after a checkpoint is the same to the bit, and so from the master weights
-        alone.
-    """
-    fresh()
-    with hosts(slots):
-        engine = models.start("llama", config_of(section, **options))
-        session = ds_ckpt.session_of(engine)
-        assert session is not None
-        resident = session._resident
-        assert resident is not None
-        assert resident.hook is not None
-        numel = sum(shard.numel() for shard in resident.hook.held().values())
-        losses, errors, wrong, sent = [], [], 0, []
-        for step in range(6):
-            before = session.counters.bytes_sent.get(Purpose.WEIGHTS, 0)
-            losses += models.train(engine, "llama", 1, first=step)
-            sent.append(session.counters.bytes_sent[Purpose.WEIGHTS] - before)
-            errors.append(resident.error())
-            wrong += mismatched(engine)
-        engine.save_checkpoint(folder)
-        straight = [models.train(engine, "llama", 2, first=6), models.weights_digest(engine)]
-        engine.load_checkpoint(folder)
-        wrong += mismatched(engine)
-        resumed = [models.train(engine, "llama", 2, first=6), models.weights_digest(engine)]
-        dist.barrier()
-        if dist.get_rank() == 0:
-            for path in Path(folder).glob("*/ds_ckpt_weights_*"):
-                path.unlink()
-        dist.barrier()
-        engine.load_checkpoint(folder)
-        wrong += mismatched(engine)
-        anew = [models.train(engine, "llama", 2, first=6), models.weights_digest(engine)]
-        engine.destroy()
-    return {
-        "losses": losses,
-        "errors": errors,
-        "wrong": wrong,
-        "sent": sent,
-        "numel": numel,
-        "resumes": resumed == straight,
-        "anew": anew == straight,
-    }

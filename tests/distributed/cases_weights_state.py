@@ -27,7 +27,6 @@ from ds_ckpt.patch import Patches
 from ds_ckpt.telemetry import Purpose
 from ds_ckpt.zero3.weights import WeightsHook
 from tests.distributed import models
-from tests.distributed.cases_abandoned import broken_off_save
 from tests.distributed.cases_levels import hosts
 from tests.distributed.cases_precision import fp16_on_cpu
 from tests.distributed.cases_weights import GATHERS, config_of, crossing_hosts
@@ -105,8 +104,8 @@ def stale(engine: Any, slots: list[int]) -> list[str]:
     """Names of parameters of which this process does not keep, bit for bit, its part of what all
     owners have, with zeros behind it, once all that is under way is there."""
     session = ds_ckpt.session_of(engine)
-    if session and session._resident and session._resident.hook:
-        session._resident.hook.land()
+    if session:
+        session.drain()
     world, mine = dist.get_world_size(), dist.get_rank() % slots[0]
     wrong = []
     for name, param in engine.module.named_parameters():
@@ -448,16 +447,6 @@ def set_up_that_fails(slots: list[int], section: dict[str, Any]) -> dict[str, An
         losses = _train(engine, "llama", 1, 0)
         engine.destroy()
     return {"message": message, "told": told, "groups": groups, "losses": losses}
-
-
-def save_that_fails(slots: list[int], section: dict[str, Any], folder: str) -> str:
-    """A second save under one tag, of which DeepSpeed's part fails; what a load says then."""
-    with hosts(slots):
-        return broken_off_save(
-            folder,
-            lambda: _start("llama", section),
-            lambda engine, number: _train(engine, "llama", 1, number),
-        )
 
 
 def after_another(section: dict[str, Any]) -> list[str]:

@@ -22,7 +22,7 @@ LIMIT_S = 240.0
 SECTION = topk_section(topk={"density": 0.05})
 STEPS = 6
 WAIT_S = 20.0
-"""What `init_distributed` was told, in these runs."""
+"""Timeout of every process group in these runs."""
 ENDS_S = dict.fromkeys(cases_killed.FAULTS, 10.0) | {
     "stopped": WAIT_S + 10,
     "link down for good": WAIT_S + 10,

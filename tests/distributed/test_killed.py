@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.distributed import cases_killed as cases
-from tests.distributed.killing import ENDS_S, ROOM, SECTION, meet, smooth
+from tests.distributed.killing import ENDS_S, ROOM, meet, smooth
 
 CHEAPEST = "killed in mid-exchange"
 NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="takes a link down or mounts: needs root")
@@ -40,10 +38,3 @@ def test_all_end_in_time_and_go_on_from_the_last_save(
     assert 0 < ending.ended_s < ENDS_S[fault]
     assert ending.said
     assert 0 <= ending.lost <= 2
-
-
-def test_groups_wait_as_long_as_the_program_said(world2: Any) -> None:
-    """torch's own default for later groups is another."""
-    told, torchs = timedelta(seconds=777), timedelta(seconds=1800)
-    for process in world2.run(cases.patience_of_groups, SECTION):
-        assert process == {"ours": {told}, "DeepSpeed's": told, "after": torchs}

@@ -72,9 +72,9 @@ def test_after_every_step_all_hosts_hold_what_the_owners_have(
 
 @pytest.mark.parametrize("kind", ["llama", "lora"])
 def test_bytes_between_hosts_are_those_of_what_is_trained(world2: Any, kind: str) -> None:
-    """Each owner's part once, and one number a group that says how long it is."""
+    """Each owner's part once; whole parts are of known size, so no sizes are exchanged."""
     for process in world2.run(cases.laws, ONE, kind, WHOLE, 3):
-        assert process["sent"] == [process["owned"] + 8 * process["groups"]] * 3
+        assert process["sent"] == [process["owned"]] * 3
 
 
 @pytest.mark.parametrize(
@@ -178,15 +178,6 @@ def test_what_is_kept_goes_where_deepspeed_moves_weights(world2: Any, tmp_path: 
         assert process["followed"] == "elsewhere"
 
 
-def test_what_is_kept_is_saved_where_deepspeed_moved_weights(world2: Any, tmp_path: Path) -> None:
-    section = {"weights": {"resident": True, "deltas": "4bit"}}
-    whole = world2.run(cases.laws, ONE, "llama", section, 4)
-    moved = world2.run(cases.moved, ONE, section, str(tmp_path))
-    for process, expected in zip(moved, whole, strict=True):
-        assert process["losses"] == expected["losses"]
-        assert process["weights"] == expected["weights"][-1]
-
-
 def test_nothing_is_left_behind(world2: Any) -> None:
     plain = world2.run(cases.laws, ONE, "llama", {}, 5)
     for process, stock in zip(world2.run(cases.left, ONE, LOSSLESS), plain, strict=True):
@@ -195,14 +186,6 @@ def test_nothing_is_left_behind(world2: Any) -> None:
         assert process["stale"] == []
         assert process["ends"] == [{"tensors": 0, "group": False, "told": 0}] * 2
         assert not process["replaced"]
-
-
-def test_a_second_save_that_deepspeed_broke_off_is_refused(world2: Any, tmp_path: Path) -> None:
-    section = {"weights": {"resident": True, "deltas": "4bit"}}
-    for message in world2.run(cases.save_that_fails, ONE, section, str(tmp_path)):
-        assert "ds_ckpt_saving" in message
-        assert "broken off" in message
-        assert "hosts then start from the master weights" in message
 
 
 def test_a_set_up_that_fails_leaves_nothing(world2: Any) -> None:
@@ -232,11 +215,11 @@ def test_trainer_and_accelerate(world2: Any, tmp_path: Path) -> None:
     for expected, *runs in zip(stock, straight, resumed, strict=True):
         for run in runs:
             _same(run, expected, "losses", "evaluated", "weights")
-            assert "weights resident on each of 2 hosts" in run["summary"]
-            assert "losslessly" in run["summary"]
+            assert "weights resident on each of 2 nodes" in run["summary"]
+            assert "lossless" in run["summary"]
     stock = world2.run(on, ONE, ecosystem.accelerate, f"{plain} accelerate", "stock")
     ours_ = world2.run(on, ONE, ecosystem.accelerate, f"{ours} accelerate", "block, resident")
     for expected, run in zip(stock, ours_, strict=True):
         _same(run, expected, "losses", "evaluated", "weights")
         assert run["losses"][4:8] == run["losses"][8:]  # `load_state` into the run itself
-        assert "weights resident on each of 2 hosts" in run["summary"]
+        assert "weights resident on each of 2 nodes" in run["summary"]

@@ -54,23 +54,6 @@ def test_without_a_path_only_the_last_record_is_kept() -> None:
     assert log.last.gathers_a_parameter == 0
 
 
-def test_how_weights_are_held_is_in_the_record() -> None:
-    told: list[Event] = []
-    log = StepLog(
-        Counters(),
-        every_n_steps=2,
-        path=None,
-        process=0,
-        monitor=told.extend,
-        held_weights=lambda: {"worst": 0.5, "whole": 3},
-    )
-    log.step_ended(1)
-    log.step_ended(2)
-    assert log.last is not None
-    assert log.last.held_weights == {"worst": 0.5, "whole": 3}
-    assert ("ds_ckpt/held_weights/worst", 0.5, 2) in told
-
-
 def test_an_exchange_adds_its_plan_its_times_and_its_errors(tmp_path: Path) -> None:
     timings, errors = Timings(), Errors()
     told: list[Event] = []

@@ -16,13 +16,12 @@ from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus
 from torch import Tensor
 
-from ds_ckpt.engine.weights import Lossless
 from ds_ckpt.lab.validate.virtual import VirtualWorld
 from ds_ckpt.telemetry import Counters
-from ds_ckpt.weights.tracked import Tracked
-from ds_ckpt.zero3 import weights
+from ds_ckpt.weights import changes, transfer
+from ds_ckpt.weights.changes import Lossless, NodeLayout, Whole
 from ds_ckpt.zero3.gather import GatherHook
-from ds_ckpt.zero3.weights import Flight, HostLayout, WeightsHook
+from ds_ckpt.zero3.weights import WeightsHook, _checksum
 from tests.pretended_gpu import Gpu, in_threads
 
 WORLD = 2
@@ -109,18 +108,20 @@ class _Host:
             fp16_partitioned_groups_flat=[self.flat],
             fp32_partitioned_groups_flat=[self.master],
             _reassign_or_swap_out_partitioned_parameters=nothing,
-            **dict.fromkeys(("_post_step", "load_state_dict", "offload_states"), nothing),
+            **dict.fromkeys(("load_state_dict", "offload_states"), nothing),
             **dict.fromkeys(("reload_states", "invalidate_secondary_tensor"), nothing),
-            clear_backward_seen_flag=nothing,
         )
+        self.gather_hook: Any = SimpleNamespace(around_post_step=None)
         self.hook = WeightsHook(
             self.optimizer,
             {f"p{i}": param for i, param in enumerate(self.params)},
-            HostLayout(WORLD, 1, self.number, "inside"),
+            NodeLayout(WORLD, 1, self.number, "inside"),
             "between",
             self.all_to_all_single,
-            [self.codec],
+            self.codec,
             Counters(),
+            self.gather_hook,
+            SimpleNamespace(before_forward=[]),  # type: ignore[arg-type]
         )
 
     def all_to_all(self, out: Tensor, given: Tensor, receive: Any, send: Any) -> None:
@@ -151,7 +152,7 @@ class _Host:
         moved = torch.randn(len(self.master), generator=generator).mul(1e-3)
         self.master.add_(self.gpu.tensor(moved))
         self.optimizer._reassign_or_swap_out_partitioned_parameters(0)
-        self.optimizer._post_step()
+        self.gather_hook.around_post_step(lambda: None)
 
     def forward(self) -> None:
         self.gathered = []
@@ -189,13 +190,13 @@ def _train(codec: Callable[[], Any], sizes: list[int], steps: int = 3) -> list[_
     return hosts
 
 
-codecs = pytest.mark.parametrize("codec", [lambda: Tracked(4), Lossless], ids=["4 bits", "whole"])
+codecs = pytest.mark.parametrize("codec", [Whole, Lossless], ids=["whole", "lossless"])
 
 
 @codecs
 def test_weights_between_hosts_are_ordered(codec: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "CHUNK", 300)  # several chunks, of which two fly at a time
-    monkeypatch.setattr(weights, "IN_FLIGHT", 2)
+    monkeypatch.setattr(changes, "CHUNK", 300)  # several chunks, of which two fly at a time
+    monkeypatch.setattr(transfer, "IN_FLIGHT", 2)
     hosts = _train(codec, [200, 120, 64, 320, 8])
     assert len(hosts[0].hook._chunks) > 2
     assert [host.gpu.findings for host in hosts] == [[], []]
@@ -220,29 +221,28 @@ def test_host_waits_grow_with_chunks_and_not_with_tensors(codec: Any) -> None:
 
 
 def _gathers_at_once(patched: pytest.MonkeyPatch) -> None:
-    patched.setattr(WeightsHook, "_behind_writes", lambda hook: None)
+    patched.setattr(WeightsHook, "_wait_for_writes", lambda hook: None)
 
 
 def _arrival_not_waited_for(patched: pytest.MonkeyPatch) -> None:
-    land = WeightsHook._land
+    receive = transfer.ReplicaTransfer.receive
 
-    def at_once(hook: WeightsHook) -> None:
-        if isinstance(hook._flying[0], Flight):
-            hook._flying[0].handle = None
-        land(hook)
+    def at_once(sender: transfer.ReplicaTransfer) -> dict[int, Tensor]:
+        sender._flying[0].handle = None
+        return receive(sender)
 
-    patched.setattr(WeightsHook, "_land", at_once)
+    patched.setattr(transfer.ReplicaTransfer, "receive", at_once)
 
 
 def _decoded_elsewhere(patched: pytest.MonkeyPatch) -> None:
     decode = WeightsHook._decode
 
-    def aside(hook: Any, flight: Flight) -> None:
-        gpu = torch.get_device_module(flight.arriving.device)
+    def aside(hook: Any, chunk: Any, packets: Any) -> None:
+        gpu = torch.get_device_module(hook.device)
         side = gpu.Stream()
         side.wait_stream(gpu.current_stream())
         with gpu.stream(side):
-            decode(hook, flight)
+            decode(hook, chunk, packets)
 
     patched.setattr(WeightsHook, "_decode", aside)
 
@@ -252,25 +252,26 @@ def test_a_seeded_fault_is_found(
     seed: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seed(monkeypatch)
-    hosts = _train(lambda: Tracked(4), [200, 120])
+    hosts = _train(Lossless, [200, 120])
     assert hosts[0].gpu.findings
 
 
 def test_masters_of_a_group_that_stays_on_the_accelerator_meet_those_on_the_host() -> None:
     """`offload_optimizer.ratio` below 1: a chunk has parameters of either."""
-    pieces = [SimpleNamespace(param=None, group=g, start=0, size=8) for g in range(2)]
-    hook: Any = object.__new__(WeightsHook)
     there = torch.device("meta")
+    shard = torch.ones(8, device=there, dtype=torch.bfloat16)
+    param = SimpleNamespace(ds_tensor=shard)
+    pieces = [SimpleNamespace(param=param, group=g, start=0, size=8) for g in range(2)]
+    hook: Any = object.__new__(WeightsHook)
     masters = [torch.ones(8), torch.ones(8, device=there)]
     hook._optimizer = SimpleNamespace(fp32_partitioned_groups_flat=masters)
-    hook._counters, hook.codecs, hook._chosen = Counters(), [SimpleNamespace(encode=_taken)], 0
-    hook._hosts = HostLayout(WORLD, 1, 5, "inside")
+    hook._counters, hook.codec = Counters(), SimpleNamespace(encode=_taken)
+    hook.layout = NodeLayout(WORLD, 1, 5, "inside")
     hook._zero_padding = lambda *_: None
-    hook._shard = lambda piece: torch.ones(8, device=there, dtype=torch.bfloat16)
     assert hook._encode(pieces).device == there
 
 
-def _taken(held: Tensor, master: Tensor, sizes: Any) -> Tensor:
+def _taken(held: Tensor, master: Tensor) -> Tensor:
     """What a codec is given."""
     assert held.device == master.device
     return master
@@ -313,4 +314,4 @@ def test_a_checksum_takes_weights_of_any_size_and_sees_any_bit(dtype: torch.dtyp
     some = torch.zeros(5, dtype=torch.float32).to(dtype)
     other = some.clone()
     other.view(torch.uint8)[-1] = 1
-    assert weights._checksum(some) != weights._checksum(other)
+    assert _checksum(some) != _checksum(other)

@@ -49,7 +49,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ds_ckpt.zero3.weights import CHUNK
+from ds_ckpt.weights.changes import CHUNK
 
 CONCURRENT_BUCKETS = 2
 """Buckets that are exchanged at a time, with streams."""

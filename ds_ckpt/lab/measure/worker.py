@@ -106,7 +106,7 @@ class EngineRun:
                 self._update()
             losses.append(loss)
         with spans.span("update"):
-            self.session.land()
+            self.session.drain()
         step_s = time.perf_counter() - start_s
         self._record(None)
         parts_s = parts.parts(spans.take(), threading.get_ident())

@@ -1,0 +1,109 @@
+"""Encodings of one step's change of a weight shard, and the layout of replicas over nodes.
+
+No DeepSpeed here: `ds_ckpt.zero3.weights` reads and writes its shards. A codec updates the owner's
+shard in place and returns bytes; every replica decodes them into the same bits (law 2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ds_ckpt.weights import lossless
+
+CHUNK = 1 << 22
+"""Elements of a shard that are encoded and sent together, or one parameter if it is larger."""
+
+
+class ChangeCodec(Protocol):
+    """Encoding of the change of a shard.
+
+    Attributes:
+        name: The encoding, for the start line and the log.
+        on_device: Whether payloads stay on the shard's device, and their size is known; else they
+            are CPU tensors.
+    """
+
+    name: str
+    on_device: bool
+
+    def encode(self, held: Tensor, master: Tensor) -> Tensor:
+        """Update `held` to the rounded master weights, and encode the change.
+
+        Args:
+            held: The owner's shard before the step, flat; updated in place.
+            master: Optimizer weights after the step, same shape and device.
+
+        Returns:
+            uint8, on the CPU unless `on_device`; it may share memory with `held`.
+        """
+
+    def decode_(self, held: Tensor, payload: Tensor) -> None:
+        """Update a replica `held` in place to what the owner's shard became."""
+
+
+class Whole:
+    """The new weights themselves. Their size is known, and they never leave the device."""
+
+    name = "uncompressed"
+    on_device = True
+
+    def encode(self, held: Tensor, master: Tensor) -> Tensor:
+        """Return the bytes of the new weights. See `ChangeCodec`."""
+        return held.copy_(master).view(torch.uint8)
+
+    def decode_(self, held: Tensor, payload: Tensor) -> None:
+        """Overwrite the replica. See `ChangeCodec`."""
+        held.view(torch.uint8).copy_(payload)
+
+
+class Lossless:
+    """Changes of 16-bit weights in units of the last place, entropy-coded on the host."""
+
+    name = "lossless"
+    on_device = False
+
+    def encode(self, held: Tensor, master: Tensor) -> Tensor:
+        """Encode the change on the CPU. See `ChangeCodec`."""
+        before = held.clone()
+        return lossless.encode(before, held.copy_(master))
+
+    def decode_(self, held: Tensor, payload: Tensor) -> None:
+        """Apply the change. See `ChangeCodec`."""
+        lossless.decode_(held, payload)
+
+
+@dataclass(frozen=True)
+class NodeLayout:
+    """P = nodes x local ranks; the ranks of a node are consecutive.
+
+    Shard k has one replica on each node, at the local rank k // nodes: the rank whose part of the
+    node's copy contains that shard.
+
+    Attributes:
+        rank: This rank.
+        inside: Process group of this rank's node.
+    """
+
+    nodes: int
+    local: int
+    rank: int
+    inside: Any
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.nodes * self.local
+
+    @property
+    def replicated(self) -> range:
+        """Owners whose shards this rank replicates."""
+        first = self.rank % self.local * self.nodes
+        return range(first, first + self.nodes)
+
+    def replicas(self, owner: int) -> list[int]:
+        """Ranks that replicate the owner's shard: one on each node."""
+        return [node * self.local + owner // self.nodes for node in range(self.nodes)]

@@ -1,0 +1,139 @@
+"""Transfers packets from the owner of each shard to the ranks that hold its replicas.
+
+One packet per chunk of a shard; a bounded number of chunks is in flight at a time. No DeepSpeed
+here: the caller passes the collective, and encodes and decodes the packets.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_ckpt.compression.base import on_host
+from ds_ckpt.weights.changes import NodeLayout
+
+IN_FLIGHT = 8
+"""Chunks in flight at a time. Bounds the memory of packets that arrive."""
+
+
+@dataclass
+class Flight:
+    """One chunk in flight.
+
+    Attributes:
+        handle: Of the collective.
+        outgoing: Kept until it is sent.
+        incoming: Packets in the order of the ranks that send them.
+        lengths: Bytes from each rank.
+        from_host: Whether packets are encoded on the CPU.
+    """
+
+    handle: Any
+    outgoing: Tensor
+    incoming: Tensor
+    lengths: Sequence[int]
+    from_host: bool
+
+
+class ReplicaTransfer:
+    """Sends the packets of all owners, in order.
+
+    Collective: every rank starts with the same number of packets, and receives each of them.
+
+    Args:
+        layout: Ranks and replicas.
+        group: Of all ranks, for this traffic alone: it runs beside other collectives.
+        all_to_all_single: `torch.distributed`'s function, or one of the same arguments.
+        device: Device of the collective.
+    """
+
+    def __init__(
+        self,
+        layout: NodeLayout,
+        group: Any,
+        all_to_all_single: Callable[..., Any],
+        device: Callable[[], torch.device],
+    ) -> None:
+        self._layout, self._group, self._device = layout, group, device
+        self._all_to_all_single = all_to_all_single
+        self._others = [owner for owner in layout.replicated if owner != layout.rank]
+        self._waiting: deque[tuple[Tensor, list[int]]] = deque()
+        self._flying: deque[Flight] = deque()
+        self.received = 0
+        """Chunks received since `start`."""
+
+    @property
+    def is_active(self) -> bool:
+        """Whether chunks are in flight."""
+        return bool(self._flying)
+
+    def start(self, packets: Sequence[Tensor], *, is_fixed_size: bool) -> None:
+        """Send one packet per chunk, uint8, as far as the bound allows.
+
+        Args:
+            packets: On the CPU or on the device.
+            is_fixed_size: Whether packets have the same sizes on all ranks; else sizes are sent
+                first.
+        """
+        sizes = [packet.numel() for packet in packets]
+        by_owner = dict.fromkeys(self._others, sizes) if is_fixed_size else self.exchange(sizes)
+        for number, packet in enumerate(packets):
+            lengths = [
+                by_owner[rank][number] if rank in by_owner else 0
+                for rank in range(self._layout.world)
+            ]
+            self._waiting.append((packet, lengths))
+        self.received = 0
+        self._launch()
+
+    def receive(self) -> dict[int, Tensor]:
+        """Wait for the next chunk. Returns its packets by owner, on the device that sent them."""
+        flight = self._flying.popleft()
+        self.received += 1
+        if flight.handle is not None:
+            flight.handle.wait()
+        self._launch()
+        return self._by_owner(flight)
+
+    def exchange(self, numbers: list[int]) -> dict[int, list[int]]:
+        """Send equally many integers from each owner to its replicas. Returns them by owner."""
+        packet = torch.tensor(numbers, dtype=torch.int64, device="cpu").view(torch.uint8)
+        lengths = [
+            packet.numel() if rank in self._others else 0 for rank in range(self._layout.world)
+        ]
+        arrived = self._by_owner(self._deliver(packet, lengths, async_op=False))
+        return {owner: part.view(torch.int64).tolist() for owner, part in arrived.items()}
+
+    def _launch(self) -> None:
+        while self._waiting and len(self._flying) < IN_FLIGHT:
+            packet, lengths = self._waiting.popleft()
+            self._flying.append(self._deliver(packet, lengths, async_op=True))
+
+    def _deliver(self, packet: Tensor, lengths: list[int], *, async_op: bool) -> Flight:
+        layout, from_host = self._layout, on_host(packet.device)
+        to = [rank for rank in layout.replicas(layout.rank) if rank != layout.rank]
+        send = [packet.numel() if rank in to else 0 for rank in range(layout.world)]
+        if not from_host:  # encoded on the compute stream, sent from this one
+            packet.record_stream(_stream(packet))
+        outgoing = packet.repeat(len(to)).to(self._device())
+        incoming = outgoing.new_empty(sum(lengths))
+        handle = self._all_to_all_single(
+            incoming, outgoing, list(lengths), send, group=self._group, async_op=async_op
+        )
+        return Flight(handle, outgoing, incoming, lengths, from_host)
+
+    def _by_owner(self, flight: Flight) -> dict[int, Tensor]:
+        incoming = flight.incoming.cpu() if flight.from_host else flight.incoming
+        if not on_host(incoming.device):
+            incoming.record_stream(_stream(incoming))
+        packets = incoming.split(list(flight.lengths))
+        return {owner: packets[owner].clone() for owner in self._others}  # views must be aligned
+
+
+def _stream(tensor: Tensor) -> Any:
+    return torch.get_device_module(tensor.device).current_stream(tensor.device)
