@@ -66,7 +66,7 @@ def measure(
         typer.Option(help="DeepSpeed baselines to add: hpz, zero2, zero1."),
     ] = "",
     rivals: Annotated[str, typer.Option(hidden=True)] = "",
-    batches: Annotated[str, typer.Option(help="Micro-batch sizes, in sequences.")] = "4",
+    batch: Annotated[int, typer.Option(min=1, help="Micro-batch size, in sequences.")] = 4,
     tokens: Annotated[int, typer.Option(min=1, help="Sequence length, in tokens.")] = 128,
     accumulation: Annotated[int, typer.Option(min=1, help="Gradient accumulation steps.")] = 1,
     bf16: Annotated[bool, typer.Option("--bf16", help="Train in bf16 instead of fp32.")] = False,
@@ -76,10 +76,6 @@ def measure(
             help="Model as in `ds-ckpt profile`: a name, a Hugging Face configuration or "
             "checkpoint, or module:callable. [default: a small Llama]"
         ),
-    ] = None,
-    deepspeed: Annotated[
-        Path | None,
-        file_option("DeepSpeed JSON with optimizer, precision, ZeRO and batch settings."),
     ] = None,
     shape: Annotated[
         str,
@@ -116,7 +112,6 @@ def measure(
     from rich.console import Console
 
     from ds_ckpt.cli import measure_arguments as arguments
-    from ds_ckpt.config.paths import precision
     from ds_ckpt.lab.hosts.backends import Backend, Hostfile, Loopback
     from ds_ckpt.lab.hosts.emulated import EmulatedHosts, missing
     from ds_ckpt.lab.hosts.launcher import signals_as_exit
@@ -140,15 +135,6 @@ def measure(
         chosen, sections = arguments.sections_of(
             activation=policies, compression=preset.get("methods", methods), weights=weights
         )
-        base: dict[str, Any] = {}
-        if deepspeed is not None:
-            unused("bf16", why="the DeepSpeed file sets the precision")
-            base, batch = arguments.deepspeed_of(deepspeed)
-            bf16 = precision(base) == "bf16"
-            if "batches" not in given:
-                batches = str(batch.get("train_micro_batch_size_per_gpu", batches))
-            if "accumulation" not in given:
-                accumulation = batch.get("gradient_accumulation_steps", accumulation)
         chosen_rates = arguments.rates_of(rates) if rates is not None else None
         place: AbstractContextManager[Backend]
         where: Where = "emulated"
@@ -179,13 +165,12 @@ def measure(
             baselines=split_names(baselines or rivals),
             sections=sections,
             rates=chosen_rates or ((200.0,) if where == "emulated" else (None,)),
-            batches=arguments.batches_of(batches),
+            batch=batch,
             tokens=tokens,
             accumulation=accumulation,
             bf16=bf16,
             model=arguments.model_of(model),
             folder=str(Path.cwd()) if model else "",
-            deepspeed=base,
             shape=arguments.shape_of(shape),
             repetitions=preset.get("repetitions", repetitions),
             steps=steps,

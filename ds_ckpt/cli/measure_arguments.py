@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import typer
 
 from ds_ckpt.cli.common import parse_rate, split_names
 from ds_ckpt.config import load_file, parse
-from ds_ckpt.config.paths import BF16, is_auto, join, lookup, show
+from ds_ckpt.config.paths import lookup
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.lab.measure.spec import AXES, BASELINES, SHAPE
 from ds_ckpt.lab.subject import Sizes, find_subject
@@ -22,14 +21,6 @@ def rates_of(text: str) -> tuple[float | None, ...]:
     if len(set(found)) < len(found):
         raise typer.BadParameter(f"{text!r} names a rate twice")
     return found
-
-
-def batches_of(text: str) -> tuple[int, ...]:
-    """Parse `2,4` into distinct numbers, the smallest first."""
-    try:
-        return tuple(sorted({int(word) for word in text.split(",")}))
-    except ValueError:
-        raise typer.BadParameter(f"{text!r}: write numbers with commas, such as 2,4") from None
 
 
 def sections_of(**listed: str) -> tuple[dict[str, tuple[str, ...]], dict[str, dict[str, Any]]]:
@@ -70,55 +61,6 @@ def sections_of(**listed: str) -> tuple[dict[str, tuple[str, ...]], dict[str, di
     if problems:
         raise ConfigError(problems, headline="these files make no configurations")
     return chosen, sections
-
-
-def deepspeed_of(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """Read a user's DeepSpeed file; return it without its batch settings, and those.
-
-    Raises ConfigError if it cannot be the base of all configurations.
-    """
-    content = load_file(path)
-    parse(content, source=str(path))
-    problems = []
-
-    def wrong(key: str, *words: str) -> None:
-        problems.append(Problem(f"{path}: $.{key}", *words))
-
-    names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    if "ds_ckpt" in content:
-        why = "policies, methods and weights are compared"
-        remedy = f"move it to an option: --policies, --methods or --weights {path}"
-        wrong("ds_ckpt", "a section", why, remedy)
-    if lookup(content, ("zero_optimization", "stage")) != 3:
-        why = "configurations of ZeRO-3 are compared"
-        wrong("zero_optimization.stage", "not 3", why, 'write "zero_optimization": {"stage": 3}')
-    if lookup(content, ("fp16", "enabled")) is True:
-        why = "steps that a loss scale skips cannot be timed; runs are bf16 or fp32"
-        wrong("fp16.enabled", "true", why, "use bf16, which sends as many bytes")
-    for key in BF16:
-        enabled = lookup(content, (key, "enabled"))
-        if not (enabled is None or isinstance(enabled, bool) or is_auto(enabled)):
-            wrong(f"{key}.enabled", show(enabled), "expected a boolean", "write true or false")
-    rest = {key: value for key, value in content.items() if key not in (*names, "train_batch_size")}
-    for where in _autos(rest, "$"):
-        why = "only the HF Trainer and accelerate fill it in"
-        problems.append(Problem(f"{path}: {where}", '"auto"', why, "write a value"))
-    total = content.pop("train_batch_size", None)  # follows from the others
-    if total is not None and names[0] not in content:
-        why = "the micro-batch would depend on the number of nodes"
-        wrong("train_batch_size", str(total), why, f"write {names[0]}")
-    if problems:
-        raise ConfigError(problems, headline="this file cannot be the base of all configurations")
-    batch = {name: content.pop(name) for name in names if name in content}
-    return content, {name: n for name, n in batch.items() if isinstance(n, int)}
-
-
-def _autos(value: Any, path: str) -> Iterator[str]:
-    if is_auto(value):
-        yield path
-    elif isinstance(value, Mapping | list):
-        for key, below in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from _autos(below, join(path, key))
 
 
 def model_of(name: str | None) -> str | None:

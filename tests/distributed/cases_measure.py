@@ -13,7 +13,7 @@ SHAPE = {"hidden_size": 32, "layers": 1, "intermediate_size": 64, "heads": 2}
 
 def kept_weights(names: list[str]) -> dict[str, float]:
     """Of two hosts of two, what a process keeps of the weights' bytes, one engine after another."""
-    spec = Spec(hosts=2, slots=2, bf16=True, batches=(1,), tokens=8, shape=SHAPE)
+    spec = Spec(hosts=2, slots=2, bf16=True, batch=1, tokens=8, shape=SHAPE)
     generator = torch.Generator().manual_seed(dist.get_rank())
     batch = [of_ids(torch.randint(0, 256, (1, 8), generator=generator))]
     running = {name: EngineRun(Configuration.of(name), spec) for name in names}

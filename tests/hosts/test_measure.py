@@ -22,7 +22,7 @@ from ds_ckpt.lab.measure.samples import Loss, Memory, Model, Sample, Store, Tria
 from tests.hosts.conftest import processes
 
 COMMAND = [sys.executable, "-m", "ds_ckpt.cli"]
-FEW = ["--steps=2", "--loss-steps=2", "--tokens=32", "--batches=2", "--repetitions=1"]
+FEW = ["--steps=2", "--loss-steps=2", "--tokens=32", "--batch=2", "--repetitions=1"]
 SMALL = [*FEW, "--shape=hidden_size=128,layers=2,intermediate_size=344,heads=4"]
 LARGER = [*FEW, "--shape=hidden_size=256,layers=2,intermediate_size=688,heads=4"]
 """Bytes that nobody counts, those of headers, are less than a hundredth of its messages."""

@@ -67,7 +67,6 @@ def trial(spec: Spec, name: str, rate: float | None, repetition: int, drift: flo
     return Trial(
         configuration=name,
         rate_mbit=rate,
-        sequences=4,
         repetition=repetition,
         steps=(step(name, rate or 1e4, repetition * drift),) * spec.steps,
         purpose_bytes=purposes,
@@ -92,9 +91,7 @@ def samples(spec: Spec = SPEC, drift: float = 0.0) -> list[Sample]:
             found += [trial(spec, one.name, rate, n, drift) for n in range(spec.repetitions)]
         if one.exchange == "stock":
             peak = 1_000_000 * (4 if one.policy == "none" else 2)
-            found.append(
-                Memory(policy=one.policy, sequences=4, held_bytes=peak // 2, peak_bytes=peak)
-            )
+            found.append(Memory(policy=one.policy, held_bytes=peak // 2, peak_bytes=peak))
         if one.method != "no_comm":
             losses = (5.0, 4.0, 3.5 if one.method != "4bit" else 3.6)
             found.append(

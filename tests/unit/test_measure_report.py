@@ -174,18 +174,12 @@ def test_the_deepspeed_files_are_valid(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_placements_batches_and_bf16_are_in_the_text(tmp_path: Path) -> None:
+def test_placements_and_bf16_are_in_the_text(tmp_path: Path) -> None:
     report = Report.of(write_run(tmp_path / "weights", WITH_WEIGHTS))
     text = report.document().markdown()
     for name in ("block/4bit/lossless", "none/stock/zero2"):
         assert text.count(f"| {name} | ") == 1 + 2 * len(known.SPEC.rates)
     assert "bf16" in text
-    folder = write_run(tmp_path / "batches", replace(known.SPEC, batches=(4, 6)))
-    trials = [s for s in Store(folder).read() if isinstance(s, Trial)]
-    Store(folder).append([one.model_copy(update={"sequences": 6}) for one in trials])
-    text = Report.of(folder).document().markdown()
-    assert "| block/4bit, 6 sequences |" in text
-    assert "### block, 4bit against dense, 6 sequences" in text
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -20,7 +20,7 @@ from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.lab.hosts import emulated
 from ds_ckpt.lab.hosts.launcher import HostError
 from ds_ckpt.lab.measure import run, worker
-from ds_ckpt.lab.measure.samples import Key, Model, Store, Trial
+from ds_ckpt.lab.measure.samples import Model, Store, Trial
 from ds_ckpt.lab.measure.spec import Configuration, Spec
 from tests.unit import measure_samples as known
 
@@ -94,7 +94,6 @@ def test_progress_is_a_line_per_tenth_without_a_terminal() -> None:
     ("options", "message"),
     [
         (["--loopback", "--rates=50mbit"], "only the links of emulated nodes"),
-        (["--loopback", "--batches=2,many"], "write numbers with commas"),
         (["--loopback", "--methods=zip"], "zip"),
         (["--loopback", "--launcher=slurm"], "'slurm' is not one of 'pdsh', 'openmpi'"),
         (["--loopback", "--shape=width=3"], "hidden_size"),
@@ -191,7 +190,7 @@ def test_the_memory_of_policies_is_reduced_on_the_accelerator(
         memory=lambda _batch: (1, 2), configuration=SimpleNamespace(policy="none")
     )
     with pytest.raises(_KillError):
-        worker.Worker._memory(MagicMock(), one, 4)  # type: ignore[arg-type]
+        worker.Worker._memory(MagicMock(), one)  # type: ignore[arg-type]
     assert devices == ["meta"]
 
 
@@ -206,17 +205,17 @@ def test_existing_trials_are_not_measured_again(
     def engine(configuration: Configuration, _spec: Spec) -> Any:
         built.append(configuration.name)
         return SimpleNamespace(
-            configuration=configuration, memory=lambda n: (n, 2 * n), end=lambda: None
+            configuration=configuration, memory=lambda batch: (1, 2), end=lambda: None
         )
 
-    def trial(self: worker.Worker, one: Any, key: Key, rate: float, repetition: int) -> None:
+    def trial(self: worker.Worker, one: Any, rate: float, repetition: int) -> None:
         assert rates[-1] == rate
         self._append(known.trial(known.SPEC, one.configuration.name, rate, repetition, 0.0))
 
     monkeypatch.setattr(worker, "EngineRun", engine)
     monkeypatch.setattr(worker.Worker, "_trial", trial)
     monkeypatch.setattr(worker.Worker, "_set_rate", lambda self, rate: rates.append(rate))
-    monkeypatch.setattr(worker.Worker, "batches", lambda self, sequences, step: sequences)
+    monkeypatch.setattr(worker.Worker, "batches", lambda self, step: step)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, op: None)
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from ds_ckpt.activation.policies import policy_names
-from ds_ckpt.cli.measure_arguments import deepspeed_of, model_of, sections_of
+from ds_ckpt.cli.measure_arguments import model_of, sections_of
 from ds_ckpt.config import parse
-from ds_ckpt.config.paths import precision
 from ds_ckpt.errors import ConfigError, StateError, UnsupportedError
 from ds_ckpt.lab.measure.samples import Memory, Store
 from ds_ckpt.lab.measure.spec import (
@@ -125,7 +124,7 @@ LOOPBACK: dict[str, Any] = {"where": "loopback", "hosts": 1, "slots": 2, "rates"
         ({**LOOPBACK, "weights": ("whole",)}, ["--weights"]),
         ({**LOOPBACK, "weights": ("stock",), "baselines": ("zero2",)}, []),
         ({"policies": ("none", "none")}, ["--policies"]),
-        ({"tokens": 1, "batches": (0,)}, ["--tokens", "--batches"]),
+        ({"tokens": 1, "batch": 0}, ["--tokens", "--batch"]),
         ({"shape": {"heads": 3}}, ["--shape"]),
         ({"shape": {"layers": 0}}, ["--shape"]),
         ({"model": "llama-7b", "shape": {"layers": 3}}, ["--shape"]),
@@ -186,82 +185,6 @@ def test_a_file_that_would_be_silently_another_configuration_is_refused(
         sections_of(**{axis: _file(tmp_path, f"{name}.json", **plugin)})
 
 
-USERS = {
-    "train_batch_size": 24,
-    "train_micro_batch_size_per_gpu": 3,
-    "gradient_accumulation_steps": 4,
-    "bf16": {"enabled": True},
-    "optimizer": {"type": "Adam", "params": {"lr": 1e-5}},
-    "zero_optimization": {"stage": 3, "reduce_bucket_size": 77},
-}
-
-
-def test_a_users_deepspeed_file_is_the_base_of_every_configuration(tmp_path: Path) -> None:
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps(USERS))
-    base, batch = deepspeed_of(path)
-    assert batch == {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 4}
-    spec = Spec(deepspeed=base, bf16=True, batches=(2,), accumulation=5, baselines=("zero1",))
-    for one in spec.configurations:
-        config = deepspeed_config(spec, one, parameters=1000)
-        assert config["optimizer"] == USERS["optimizer"]
-        assert config["zero_optimization"]["reduce_bucket_size"] == 77
-        assert config["zero_optimization"]["stage"] == (1 if one.weights == "zero1" else 3)
-        assert not {"scheduler", "train_batch_size"} & config.keys()
-        assert config["train_micro_batch_size_per_gpu"] == 2
-        assert config["gradient_accumulation_steps"] == 5
-        if one.weights != "zero1":
-            parse(config)
-
-
-@pytest.mark.parametrize(
-    ("content", "problems"),
-    [
-        ({**USERS, "ds_ckpt": {"activation": {"policy": "block"}}}, ["$.ds_ckpt"]),
-        (
-            {"train_batch_size": 64, "fp16": {"enabled": True}},
-            ["$.zero_optimization.stage", "$.fp16.enabled", "$.train_batch_size"],
-        ),
-        (
-            {
-                **USERS,
-                "bf16": {"enabled": "auto"},
-                "optimizer": {"type": "Adam", "params": {"lr": 1e-5, "betas": ["auto", 0.9]}},
-                "gradient_clipping": "auto",
-                "train_batch_size": "auto",
-            },
-            ["$.bf16.enabled", "$.optimizer.params.betas[0]", "$.gradient_clipping"],
-        ),
-        ({**USERS, "bf16": {"enabled": "true"}}, ["$.bf16.enabled"]),
-    ],
-)
-def test_a_users_deepspeed_file_that_cannot_be_the_base_is_refused(
-    tmp_path: Path, content: dict[str, Any], problems: list[str]
-) -> None:
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps(content))
-    with pytest.raises(ConfigError) as caught:
-        deepspeed_of(path)
-    assert [problem.where.partition(": ")[2] for problem in caught.value.problems] == problems
-
-
-@pytest.mark.parametrize(
-    ("section", "is_bf16"),
-    [
-        ({"bfloat16": {"enabled": True}}, True),
-        ({"bf16": None, "bfloat16": {"enabled": True}}, True),
-        ({"bf16": {"enabled": False}, "bfloat16": {"enabled": True}}, False),
-        ({"bf16": None}, False),
-    ],
-)
-def test_a_users_file_decides_the_precision(
-    section: dict[str, Any], is_bf16: bool, tmp_path: Path
-) -> None:
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps({"zero_optimization": {"stage": 3}, **section}))
-    assert (precision(deepspeed_of(path)[0]) == "bf16") == is_bf16
-
-
 def test_a_users_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32}
     shape |= {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
@@ -274,21 +197,22 @@ def test_a_users_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     named = model_of("config.json")
     assert named == str(tmp_path / "config.json")
-    model, _ = build_model(Spec(model=named, tokens=8), 1)
-    again, _ = build_model(Spec(model=named, tokens=8), 1)
+    model, _ = build_model(Spec(model=named, tokens=8))
+    again, _ = build_model(Spec(model=named, tokens=8))
     assert type(model).__name__ == "LlamaForCausalLM"
     assert model.dtype == torch.float32
     for one, other in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(one, other)
     own = Spec(model=model_of("mine:make"), folder=str(tmp_path), loss_steps=0)
-    model, batch = build_model(own, 5)
+    own = replace(own, batch=5)
+    model, batch = build_model(own)
     assert batch.shape == (5, 4)
     assert run_forward(model, batch).requires_grad
-    check_batch(replace(own, tokens=1), batch, 5)
-    with pytest.raises(ConfigError, match="--batches 5 --tokens 1"):
-        check_batch(replace(own, tokens=1), batch, 4)
+    check_batch(replace(own, tokens=1), batch)
+    with pytest.raises(ConfigError, match="--batch 5 --tokens 1"):
+        check_batch(replace(own, tokens=1, batch=4), batch)
     ids = {"input_ids": torch.zeros(2, 64, dtype=torch.int64)}
-    check_batch(replace(own, tokens=64), ids, 2)
+    check_batch(replace(own, tokens=64, batch=2), ids)
     with pytest.raises(UnsupportedError, match="no_such"):
         model_of("no_such/config.json")
 
@@ -317,7 +241,7 @@ def test_records_come_back_and_a_half_written_one_is_measured_again(tmp_path: Pa
 
 def test_of_equal_keys_the_last_record_counts(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    first = Memory(policy="none", sequences=4, held_bytes=1, peak_bytes=2)
+    first = Memory(policy="none", held_bytes=1, peak_bytes=2)
     second = first.model_copy(update={"peak_bytes": 3})
     store.append([first, second])
     assert store.read() == [second]

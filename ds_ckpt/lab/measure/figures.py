@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 from ds_ckpt.lab.hosts.backends import Sent
 from ds_ckpt.lab.measure.parts import COMPUTE, NETWORK
-from ds_ckpt.lab.measure.samples import Key, Loss, Memory, StepTime
-from ds_ckpt.lab.measure.spec import NO_COMM, STOCK, Configuration, Spec
+from ds_ckpt.lab.measure.samples import Loss, Memory, StepTime
+from ds_ckpt.lab.measure.spec import NO_COMM, STOCK, Configuration
 from ds_ckpt.telemetry.units import MB, number
 
 
@@ -83,7 +83,7 @@ class TrialObservation:
 
 @dataclass(frozen=True)
 class Row:
-    """A configuration at one rate with one batch. Bytes are per step.
+    """A configuration at one rate. Bytes are per step.
 
     Attributes:
         tokens: per step, of all processes.
@@ -94,7 +94,6 @@ class Row:
 
     configuration: str
     rate_mbit: float | None
-    sequences: int
     processes: int
     tokens: int
     step_s: Estimate
@@ -245,21 +244,19 @@ class Comparison:
         method: `Configuration.exchange` of C.
     """
 
-    rows: Mapping[Key, Row]
-    spec: Spec
+    rows: Mapping[str, Row]
     rate_mbit: float | None
     policy: str
     baseline: str
     method: str
-    sequences: int
 
     def row(self, policy: str, method: str) -> Row:
         """Return the row of one configuration."""
-        return self.rows[Key(f"{policy}/{method}", self.sequences)]
+        return self.rows[f"{policy}/{method}"]
 
     def has(self, policy: str, method: str) -> bool:
         """Return whether a configuration was measured."""
-        return Key(f"{policy}/{method}", self.sequences) in self.rows
+        return f"{policy}/{method}" in self.rows
 
     @property
     def reference(self) -> Row:

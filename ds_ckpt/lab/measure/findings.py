@@ -21,7 +21,7 @@ from typing import Any
 
 from ds_ckpt.lab.measure.figures import DERIVED, MEASURED, Comparison, Estimate, Row
 from ds_ckpt.lab.measure.parts import PARTS
-from ds_ckpt.lab.measure.samples import Key, Loss, Memory, Sample, StepTime, Trial
+from ds_ckpt.lab.measure.samples import Loss, Memory, Sample, StepTime, Trial
 from ds_ckpt.lab.measure.spec import BASELINES, DENSE, NO_COMM, STOCK, Configuration, Spec, link
 from ds_ckpt.lab.report.charts import missing
 from ds_ckpt.telemetry.units import number
@@ -38,18 +38,12 @@ class ComparisonRow:
     policy: str
     baseline: str
     method: str
-    sequences: int
     values: dict[str, Estimate]
 
     @property
-    def line(self) -> tuple[str, str, str, int]:
-        """Identity at any rate."""
-        return self.policy, self.baseline, self.method, self.sequences
-
-    def title(self, spec: Spec) -> str:
+    def title(self) -> str:
         """Name that is unique at one rate."""
-        batch = f", {self.sequences} sequences" if len(spec.batches) > 1 else ""
-        return f"{self.policy}, {self.method} against {self.baseline}{batch}"
+        return f"{self.policy}, {self.method} against {self.baseline}"
 
 
 @dataclass(frozen=True)
@@ -73,7 +67,7 @@ class Findings:
 
     def content(self) -> dict[str, Any]:
         """Return the content of report.json."""
-        stored = ("rate_mbit", "sequences", "parts_s", "purpose_bytes")
+        stored = ("rate_mbit", "parts_s", "purpose_bytes")
         rows = [
             {
                 "configuration": row.configuration,
@@ -88,32 +82,28 @@ class Findings:
 
 def find(spec: Spec, samples: Sequence[Sample]) -> Findings:
     """Evaluate the samples; rates without a complete repetition are left out."""
-    memories = {(m.policy, m.sequences): m for m in samples if isinstance(m, Memory)}
+    memories = {m.policy: m for m in samples if isinstance(m, Memory)}
     losses = {s.configuration: s for s in samples if isinstance(s, Loss)}
     rows: list[Row] = []
     comparisons: list[ComparisonRow] = []
     missing: list[str] = []
-    keys = [Key(one.name, batch) for batch in spec.batches for one in spec.configurations]
     for rate in spec.rates:
-        trials: dict[Key, dict[int, Trial]] = {key: {} for key in keys}
+        trials: dict[str, dict[int, Trial]] = {one.name: {} for one in spec.configurations}
         for one in samples:
             if isinstance(one, Trial) and one.rate_mbit == rate:
-                trials[Key(one.configuration, one.sequences)][one.repetition] = one
+                trials[one.configuration][one.repetition] = one
         numbers = sorted(set.intersection(*(set(numbered) for numbered in trials.values())))
         if len(numbers) < spec.repetitions:
             missing.append(f"{link(rate)}: {len(numbers)} of {spec.repetitions} repetitions")
         if not numbers:
             continue
-        here = {key: _row(key, trials[key], numbers, spec) for key in keys}
-        for key, row in here.items():
-            policy = Configuration.of(key.configuration).policy
-            memory = memories.get((policy, key.sequences))
-            here[key] = replace(row, memory=memory, loss=losses.get(key.configuration))
-        for key, row in here.items():
-            figures = functools.partial(_times, trials[key])
-            found = estimate(numbers, figures)
-            parts_s = {name: found[name] for name in PARTS}
-            rows.append(replace(row, step_s=found["step_s"], parts_s=parts_s))
+        here = {}
+        for name, mine in trials.items():
+            found = estimate(numbers, functools.partial(_times, mine))
+            memory = memories.get(Configuration.of(name).policy)
+            chosen = [mine[n] for n in numbers]
+            here[name] = _row(spec, chosen, found, memory, losses.get(name))
+        rows += here.values()
         comparisons += _compared(spec, rate, numbers, trials, here)
     trained = [c.name for c in spec.configurations if c.method != NO_COMM and spec.loss_steps]
     if without := [name for name in trained if name not in losses]:
@@ -131,65 +121,62 @@ def _times(trials: Mapping[int, Trial], numbers: Sequence[int]) -> dict[str, flo
     return {"step_s": statistics.median(step.step_s for step in steps), **means}
 
 
-def _with_times(row: Row, trials: Mapping[int, Trial], numbers: Sequence[int]) -> Row:
-    exact = {name: Estimate(v, v, v) for name, v in _times(trials, numbers).items()}
-    return replace(row, step_s=exact.pop("step_s"), parts_s=exact)
-
-
-def _row(key: Key, trials: Mapping[int, Trial], numbers: Sequence[int], spec: Spec) -> Row:
-    chosen = [trials[n] for n in numbers]
-
+def _row(
+    spec: Spec,
+    trials: Sequence[Trial],
+    times: dict[str, Estimate],
+    memory: Memory | None,
+    loss: Loss | None,
+) -> Row:
     def medians(values: Sequence[Mapping[str, float]]) -> dict[str, float]:
         names = [n for n in values[0] if all(n in one for one in values)]
         return {name: statistics.median(one[name] for one in values) for name in names}
 
-    nothing = Estimate(0.0, 0.0, 0.0)
-    row = Row(
-        configuration=key.configuration,
-        rate_mbit=chosen[0].rate_mbit,
-        sequences=key.sequences,
+    return Row(
+        configuration=trials[0].configuration,
+        rate_mbit=trials[0].rate_mbit,
         processes=spec.processes,
-        tokens=spec.tokens_of(key.sequences),
-        step_s=nothing,
-        parts_s={},
-        purpose_bytes=medians([t.purpose_bytes for t in chosen]),
-        link_bytes=max(map(statistics.median, zip(*(t.link_bytes for t in chosen), strict=True))),
-        interface_bytes=statistics.median(t.interface_bytes for t in chosen),
-        taken=medians([t.figures for t in chosen]),
-        memory=None,
-        loss=None,
+        tokens=spec.step_tokens,
+        step_s=times["step_s"],
+        parts_s={name: times[name] for name in PARTS},
+        purpose_bytes=medians([t.purpose_bytes for t in trials]),
+        link_bytes=max(map(statistics.median, zip(*(t.link_bytes for t in trials), strict=True))),
+        interface_bytes=statistics.median(t.interface_bytes for t in trials),
+        taken=medians([t.figures for t in trials]),
+        memory=memory,
+        loss=loss,
     )
-    return _with_times(row, trials, numbers)
 
 
 def _compared(
     spec: Spec,
     rate: float | None,
     numbers: Sequence[int],
-    trials: Mapping[Key, Mapping[int, Trial]],
-    rows: Mapping[Key, Row],
+    trials: Mapping[str, Mapping[int, Trial]],
+    rows: Mapping[str, Row],
 ) -> list[ComparisonRow]:
-    found = []
-    drawn: dict[tuple[int, ...], dict[Key, Row]] = {}
+    @functools.cache
+    def drawn(chosen: tuple[int, ...]) -> dict[str, Row]:
+        found = {}
+        for name, row in rows.items():
+            times = {k: Estimate(v, v, v) for k, v in _times(trials[name], chosen).items()}
+            found[name] = replace(row, step_s=times.pop("step_s"), parts_s=times)
+        return found
 
     def derived(one: Comparison, chosen: tuple[int, ...]) -> dict[str, float]:
-        if chosen not in drawn:
-            drawn[chosen] = {k: _with_times(row, trials[k], chosen) for k, row in rows.items()}
-        here = replace(one, rows=drawn[chosen])
+        here = replace(one, rows=drawn(chosen))
         values = ((figure.name, figure.of(here)) for figure in DERIVED)
         return {name: value for name, value in values if value is not None}
 
-    for one, baseline, batch in itertools.product(
-        spec.configurations, (STOCK, DENSE), spec.batches
-    ):
+    found = []
+    for one, baseline in itertools.product(spec.configurations, (STOCK, DENSE)):
         if one.policy == "none" or one.exchange in (STOCK, DENSE) or one.method == NO_COMM:
             continue
         if one.weights != STOCK and baseline == STOCK:
-            continue  # resident weights are compared with the better reference only
+            continue  # other placements are compared with the better reference only
         names = one.policy, baseline, one.exchange
-        comparison = Comparison(rows, spec, rate, *names, batch)
-        values = estimate(numbers, functools.partial(derived, comparison))
-        found.append(ComparisonRow(rate, *names, batch, values))
+        figures = functools.partial(derived, Comparison(rows, rate, *names))
+        found.append(ComparisonRow(rate, *names, estimate(numbers, figures)))
     return found
 
 
@@ -287,17 +274,15 @@ def exactness(losses: Mapping[str, Loss]) -> str:
     )
 
 
-def break_even(comparisons: Sequence[ComparisonRow]) -> dict[tuple[str, str, str, int], float]:
-    """Return the rates at which compression pays for recomputation, between measured rates."""
+def break_even(comparisons: Sequence[ComparisonRow]) -> dict[str, float]:
+    """Return the rates at which compression pays for recomputation, by comparison's title."""
     found = {}
-    for line in dict.fromkeys(one.line for one in comparisons):
-        points = [
-            (c.rate_mbit, c.values["share_paid"].value) for c in comparisons if c.line == line
-        ]
-        rated = sorted((rate, share - 1) for rate, share in points if rate is not None)
+    for title in dict.fromkeys(one.title for one in comparisons):
+        mine = [c for c in comparisons if c.title == title]
+        rated = sorted((c.rate_mbit, c.values["share_paid"].value - 1) for c in mine if c.rate_mbit)
         rate = crossing([r for r, _ in rated], [v for _, v in rated])
         if rate is not None:
-            found[line] = rate
+            found[title] = rate
     return found
 
 

@@ -13,7 +13,7 @@ from pydantic_core import to_json
 from rich.console import Console
 
 from ds_ckpt.errors import Problem, StateError
-from ds_ckpt.lab.measure.figures import DERIVED, MEASURED, Estimate, Row, measured
+from ds_ckpt.lab.measure.figures import DERIVED, MEASURED, Estimate, measured
 from ds_ckpt.lab.measure.findings import (
     ComparisonRow,
     Findings,
@@ -170,7 +170,6 @@ class Report:
         cells = [
             [row.configuration, *(row.text(name, interval=name == "step_s") for name in names)]
             for row in rows
-            if row.sequences == min(self.spec.batches)
         ]
         return Table(["", *(measured(name).heading for name in names)], cells)
 
@@ -187,11 +186,11 @@ class Report:
             seconds = [{name: part.value for name, part in row.parts_s.items()} for row in rows]
             x = "seconds per step (black: median step with its interval)"
             spans = [_span(row.step_s) for row in rows]
-            chart = Rows(self._labels(rows), x, _bands(_PARTS, seconds), spans)
+            chart = Rows([row.configuration for row in rows], x, _bands(_PARTS, seconds), spans)
             plot = Plot(f"parts-{place}", [chart], "Means over the steps in the middle half.")
             heads = ["configuration", *(figure.heading for figure in MEASURED)]
             cells = [[row.text(figure.name, interval=True) for figure in MEASURED] for row in rows]
-            named = zip(self._labels(rows), cells, strict=True)
+            named = zip([row.configuration for row in rows], cells, strict=True)
             found += [
                 Heading(link(rate)),
                 plot,
@@ -203,7 +202,7 @@ class Report:
         rows = self.findings.at(self.findings.rates[0])
         megabytes = [{name: v / MB for name, v in row.purpose_bytes.items()} for row in rows]
         counted = [row.interface_bytes / MB for row in rows]
-        names, purposes = self._labels(rows), list(megabytes[0])
+        names, purposes = [row.configuration for row in rows], list(megabytes[0])
         bands = _bands(_PURPOSES, megabytes)
         spans = [(n, n, n) for n in counted]
         chart = Rows(names, "MB per step, all processes", bands, spans, "at the interfaces")
@@ -219,7 +218,7 @@ class Report:
         found: list[Block] = []
         lines: dict[str, list[ComparisonRow]] = {}
         for one in self.findings.comparisons:
-            lines.setdefault(one.title(self.spec), []).append(one)
+            lines.setdefault(one.title, []).append(one)
         for title, mine in lines.items():
             rows = [
                 [figure.heading, *(figure.text(one.values.get(figure.name)) for one in mine)]
@@ -230,8 +229,8 @@ class Report:
         return found
 
     def _sweep(self) -> list[Block]:
-        batch, found = min(self.spec.batches), self.findings
-        rated = [r for r in found.rows if r.sequences == batch and r.rate_mbit]
+        found = self.findings
+        rated = [r for r in found.rows if r.rate_mbit]
         if len({r.rate_mbit for r in rated}) < 2:
             return []
         x: Any = {"x": "rate of each link, Mbit/s"}
@@ -241,11 +240,10 @@ class Report:
         ]
         steps = Lines(lines, y="seconds per step", logarithmic="xy", **x)
         blocks: list[Block] = [Plot("sweep-steps", [steps], "Median step, logarithmic.")]
-        mine = [c for c in found.comparisons if c.sequences == batch]
-        titles = {c.line: c.title(self.spec) for c in mine}
+        mine = found.comparisons
         lines = [
-            _line(title, ((c.rate_mbit, c.values["share_paid"]) for c in mine if c.line == line))
-            for line, title in titles.items()
+            _line(title, ((c.rate_mbit, c.values["share_paid"]) for c in mine if c.title == title))
+            for title in dict.fromkeys(c.title for c in mine)
         ]
         if any(line.points for line in lines):
             paid = Lines(lines, y="time saved / recomputation", logarithmic="x", **x)
@@ -253,7 +251,7 @@ class Report:
             blocks.append(Plot("sweep-paid", [paid], caption))
         even = break_even(mine).items()
         text = "{}: compression pays for all recomputation up to about {:.0f} Mbit/s."
-        return [*blocks, Items([text.format(titles[line], rate) for line, rate in even])]
+        return [*blocks, Items([text.format(title, rate) for title, rate in even])]
 
     def _losses(self) -> list[Block]:
         lines = [
@@ -274,7 +272,7 @@ class Report:
         trial = f"{spec.steps} timed steps per trial after {spec.drop} dropped"
         rows = [
             ["layout", f"{spec.hosts} nodes x {spec.slots} processes ({spec.where})"],
-            ["batch", f"{spec.batches} sequences of {spec.tokens} tokens per process"],
+            ["batch", f"{spec.batch} sequences of {spec.tokens} tokens per process"],
             ["micro-steps per step", str(spec.accumulation)],
             ["repetitions", f"{spec.repetitions}, {trial}"],
             ["seed", str(spec.seed)],
@@ -294,13 +292,6 @@ class Report:
                 listed = ", ".join(f"{key} {value}" for key, value in run[name].items())
                 rows.append([f"   {name}", listed])
         return Table(["", ""], rows, prose=True)
-
-    def _labels(self, rows: Sequence[Row]) -> list[str]:
-        several = len(self.spec.batches) > 1
-        return [
-            f"{row.configuration}{f', {row.sequences} sequences' if several else ''}"
-            for row in rows
-        ]
 
 
 def _bands(parts: Mapping[str, Sequence[str]], values: Sequence[Mapping[str, float]]) -> list[Band]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -29,18 +28,6 @@ class _Record(BaseModel):
         return tuple(getattr(self, name) for name in self.by)
 
 
-@dataclass(frozen=True, order=True)
-class Key:
-    """A configuration with a batch size."""
-
-    configuration: str
-    sequences: int
-
-    def trial(self, rate: float | None, repetition: int) -> tuple[object, ...]:
-        """Return the key of one trial's record."""
-        return ("trial", self.configuration, self.sequences, rate, repetition)
-
-
 class StepTime(_Record):
     """One step of the slowest process; parts as in `parts.PARTS`."""
 
@@ -52,18 +39,16 @@ class Trial(_Record):
     """Consecutive timed steps of one configuration. Bytes are per step.
 
     Attributes:
-        sequences: per process and micro-step.
         purpose_bytes: payload counted at the collectives, summed over the processes.
         link_bytes: sent by each node's interface to other nodes.
         interface_bytes: sent by all interfaces, loopback included.
         figures: other registered figures, by name.
     """
 
-    by = ("kind", "configuration", "sequences", "rate_mbit", "repetition")
+    by = ("kind", "configuration", "rate_mbit", "repetition")
     kind: Literal["trial"] = "trial"
     configuration: str
     rate_mbit: float | None
-    sequences: int
     repetition: int
     steps: tuple[StepTime, ...]
     purpose_bytes: dict[str, float]
@@ -80,10 +65,9 @@ class Memory(_Record):
         peak_bytes: highest total of activations, recomputation included.
     """
 
-    by = ("kind", "policy", "sequences")
+    by = ("kind", "policy")
     kind: Literal["memory"] = "memory"
     policy: str
-    sequences: int
     held_bytes: int
     peak_bytes: int
 

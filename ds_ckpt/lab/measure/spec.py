@@ -92,7 +92,7 @@ class Spec:
         baselines: DeepSpeed baselines; each with every policy and DeepSpeed's own reduction.
         sections: from users' files, by `activation/NAME`, `compression/NAME`, `weights/NAME`.
         rates: link rates in Mbit/s; None is not limited.
-        batches: sequences per process and micro-step.
+        batch: sequences per process and micro-step.
         accumulation: micro-steps per step.
         bf16: weights, gradients and activations in bf16; else fp32.
         repetitions: trials of each configuration at each rate.
@@ -100,7 +100,6 @@ class Spec:
         shape: arguments of `ds_ckpt.lab.workload.llama`.
         model: as in `ds-ckpt profile`, in place of that Llama.
         folder: import path of a `module:callable` model.
-        deepspeed: a user's file in place of the default optimizer, precision and ZeRO settings.
     """
 
     where: Where = "emulated"
@@ -112,7 +111,7 @@ class Spec:
     baselines: tuple[str, ...] = ()
     sections: dict[str, dict[str, Any]] = field(default_factory=dict)
     rates: tuple[float | None, ...] = (200.0,)
-    batches: tuple[int, ...] = (4,)
+    batch: int = 4
     tokens: int = 128
     accumulation: int = 1
     bf16: bool = False
@@ -126,7 +125,6 @@ class Spec:
     text: str | None = None
     model: str | None = None
     folder: str = ""
-    deepspeed: dict[str, Any] = field(default_factory=dict)
 
     @property
     def has_own_batch(self) -> bool:
@@ -152,9 +150,10 @@ class Spec:
         local = self.slots if self.hosts > 1 else 1
         return lambda other: other // local != process // local
 
-    def tokens_of(self, sequences: int) -> int:
-        """Return the tokens per step of all processes."""
-        return sequences * self.tokens * self.accumulation * self.processes
+    @property
+    def step_tokens(self) -> int:
+        """Tokens per step, all processes."""
+        return self.batch * self.tokens * self.accumulation * self.processes
 
     def section(self, axis: str, value: str) -> dict[str, Any]:
         """Return the section of `ds_ckpt` for a value of an axis."""
@@ -238,7 +237,7 @@ def check(spec: Spec) -> None:
         wrong("--loss-steps, --text", found, why, "write --loss-steps 0, and leave --text out")
     for option, value, least in (
         ("--tokens", spec.tokens, 1 if spec.has_own_batch else 2),
-        ("--batches", min(spec.batches), 1),
+        ("--batch", spec.batch, 1),
         ("--accumulation", spec.accumulation, 1),
         ("--shape", min(spec.shape.values(), default=1), 1),
     ):
@@ -261,11 +260,11 @@ def deepspeed_config(
     start_step: int = 0,
     total_steps: int = 1000,
 ) -> dict[str, Any]:
-    """Return the DeepSpeed file: the user's, else ZeRO-3 set as for a model larger than memory.
+    """Return the DeepSpeed file, with ZeRO-3 set as for a model larger than memory.
 
     The autotuner is off, so the report also shows where compression loses. With several
     micro-steps `dense` sends their sum once, as compressed gradients do; otherwise compression
-    would be credited with the savings of accumulation. A user's file decides for itself.
+    would be credited with the savings of accumulation.
     """
     compression = spec.section("compression", configuration.method)
     once = {"when": "accumulation_boundary"} if spec.accumulation > 1 else {}
@@ -283,8 +282,11 @@ def deepspeed_config(
     baseline = BASELINES.get(configuration.weights, {})
     if configuration.weights == "hpz":
         baseline = {"zero_hpz_partition_size": spec.slots}
-    base: dict[str, Any] = spec.deepspeed or {
+    return {
         **({"bf16": {"enabled": True}} if spec.bf16 else {}),
+        "train_micro_batch_size_per_gpu": spec.batch,
+        "gradient_accumulation_steps": spec.accumulation,
+        "steps_per_print": 1_000_000,
         "gradient_clipping": 1.0,
         "zero_optimization": {
             "stage": 3,
@@ -292,6 +294,7 @@ def deepspeed_config(
             "stage3_max_reuse_distance": 0,
             "stage3_prefetch_bucket_size": 0,
             "reduce_bucket_size": -(-parameters // BUCKETS),
+            **baseline,
         },
         "zero_force_ds_cpu_optimizer": False,
         "optimizer": {
@@ -307,13 +310,6 @@ def deepspeed_config(
                 "cos_min_ratio": 0.05,
             },
         },
-    }
-    return {
-        **base,
-        "train_micro_batch_size_per_gpu": min(spec.batches),
-        "gradient_accumulation_steps": spec.accumulation,
-        "steps_per_print": 1_000_000,
-        "zero_optimization": {**base["zero_optimization"], **baseline},
         "ds_ckpt": {
             "telemetry": {"enabled": True, "every_n_steps": 1_000_000},
             **{name: section for name, section in sections.items() if section},

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from ds_ckpt.lab.hosts.backends import Sent, link_interface, sent
 from ds_ckpt.lab.hosts.heartbeat import Heartbeat, begin
 from ds_ckpt.lab.measure import parts
 from ds_ckpt.lab.measure.figures import TrialObservation, combined, observed
-from ds_ckpt.lab.measure.samples import Key, Loss, Memory, Model, Sample, StepTime, Store, Trial
+from ds_ckpt.lab.measure.samples import Loss, Memory, Model, Sample, StepTime, Store, Trial
 from ds_ckpt.lab.measure.spec import (
     NO_COMM,
     REFERENCES,
@@ -57,7 +57,7 @@ class EngineRun:
 
     def __init__(self, configuration: Configuration, spec: Spec, **options: Any) -> None:
         self.configuration = configuration
-        model, _ = build_model(spec, 1)
+        model, _ = build_model(spec)
         parameters = workload.count_parameters(model)
         config = deepspeed_config(spec, configuration, parameters=parameters, **options)
         self.engine, *_ = ds_ckpt.initialize(model=model, config=config)
@@ -154,7 +154,7 @@ class EngineRun:
         with torch.no_grad():
             for batch in workload.evaluation_batches(
                 text,
-                sequences=min(spec.batches),
+                sequences=spec.batch,
                 sequence_length=spec.tokens,
                 batches=EVALUATION_BATCHES,
                 process=dist.get_rank(),
@@ -199,21 +199,21 @@ class Worker:
     done: dict[tuple[object, ...], Sample]
     heartbeat: Heartbeat
     interface: str | None
-    _own: dict[int, Any] = field(default_factory=dict)
+    _own: Any = None
 
-    def batches(self, sequences: int, step: int) -> list[Any]:
+    def batches(self, step: int) -> list[Any]:
         """Return the batches of all micro-steps of a step."""
         accumulation, device = self.spec.accumulation, get_accelerator().current_device_name()
         if self.spec.has_own_batch:
-            if sequences not in self._own:
-                _, batch = build_model(self.spec, sequences)
-                check_batch(self.spec, batch, sequences)
-                self._own[sequences] = tree_map_only(torch.Tensor, lambda t: t.to(device), batch)
-            return [self._own[sequences]] * accumulation
+            if self._own is None:
+                _, batch = build_model(self.spec)
+                check_batch(self.spec, batch)
+                self._own = tree_map_only(torch.Tensor, lambda t: t.to(device), batch)
+            return [self._own] * accumulation
         texts = (
             workload.training_batch(
                 self.text.train,
-                sequences=sequences,
+                sequences=self.spec.batch,
                 sequence_length=self.spec.tokens,
                 seed=self.spec.seed,
                 step=step * accumulation + micro_step,
@@ -225,10 +225,8 @@ class Worker:
 
     def run(self) -> None:
         """Measure what is missing."""
-        if self.spec.has_own_batch:
-            for sequences in self.spec.batches:
-                self.batches(sequences, 0)
-        model, _ = build_model(self.spec, 1)
+        self.batches(0)  # refuses a batch of another size before anything is built
+        model, _ = build_model(self.spec)
         record = Model(
             parameters=workload.count_parameters(model),
             text=self.text.source,
@@ -242,57 +240,51 @@ class Worker:
 
     def _measure_trials(self) -> None:
         spec = self.spec
-        trials = [Key(c.name, batch) for batch in spec.batches for c in spec.configurations]
-        turns = list(itertools.product(range(spec.repetitions), spec.rates, range(len(trials))))
-        memories = list(itertools.product(spec.policies, spec.batches))
-        needed = {trials[place].trial(rate, n) for n, rate, place in turns}
-        needed |= {("memory", *one) for one in memories}
-        if self.done.keys() >= needed:
+        names = [one.name for one in spec.configurations]
+        turns = list(itertools.product(range(spec.repetitions), spec.rates, range(len(names))))
+        needed = {("trial", names[place], rate, n) for n, rate, place in turns}
+        if self.done.keys() >= needed | {("memory", policy) for policy in spec.policies}:
             return
         engines = {}
         for configuration in spec.configurations:
             self.heartbeat.beat(words=f"building {configuration.name}")
             engines[configuration.name] = one = EngineRun(configuration, spec)
             for step in range(spec.warm_up):
-                one.plain_step(self.batches(min(spec.batches), step))
-        for policy, sequences in memories:
-            self._memory(engines[Configuration(policy, STOCK).name], sequences)
-        at: float | None = None
+                one.plain_step(self.batches(step))
+        for policy in spec.policies:
+            self._memory(engines[f"{policy}/{STOCK}"])
         for count, (repetition, rate, place) in enumerate(turns, 1):
-            if count == 1 or rate != at:
-                self._set_rate(at := rate)
-            key = trials[(place + repetition) % len(trials)]
-            total = len(turns)
+            if place == 0:
+                self._set_rate(rate)
+            name, total = names[(place + repetition) % len(names)], len(turns)
             self.heartbeat.beat(words=f"{count} of {total} trials", done=count, total=total)
-            if key.trial(rate, repetition) not in self.done:
-                self._trial(engines[key.configuration], key, rate, repetition)
+            if ("trial", name, rate, repetition) not in self.done:
+                self._trial(engines[name], rate, repetition)
         self._set_rate(None)
         for one in engines.values():
             one.end()
 
-    def _memory(self, one: EngineRun, sequences: int) -> None:
+    def _memory(self, one: EngineRun) -> None:
         """Record one policy's activations, agreed across ranks."""
         policy = one.configuration.policy
-        if ("memory", policy, sequences) in self.done:
+        if ("memory", policy) in self.done:
             return
         self.heartbeat.beat(words=f"memory of {policy}")
         device = get_accelerator().current_device_name()  # NCCL takes no tensor of the host
-        most = torch.tensor(
-            one.memory(self.batches(sequences, 0)), dtype=torch.int64, device=device
-        )
+        most = torch.tensor(one.memory(self.batches(0)), dtype=torch.int64, device=device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         held, peak = (int(n) for n in most)
-        self._append(Memory(policy=policy, sequences=sequences, held_bytes=held, peak_bytes=peak))
+        self._append(Memory(policy=policy, held_bytes=held, peak_bytes=peak))
 
-    def _trial(self, one: EngineRun, key: Key, rate: float | None, repetition: int) -> None:
+    def _trial(self, one: EngineRun, rate: float | None, repetition: int) -> None:
         spec = self.spec
         first = repetition * (spec.steps + spec.drop)
         for step in range(spec.drop):
-            one.plain_step(self.batches(key.sequences, first + step))
+            one.plain_step(self.batches(first + step))
         before, counted = self._settled(), one.session.counters.snapshot()
         steps = []
         for step in range(spec.steps):
-            steps.append(one.step(self.batches(key.sequences, first + spec.drop + step)))
+            steps.append(one.step(self.batches(first + spec.drop + step)))
             self.heartbeat.beat()
         delta = one.session.counters.snapshot() - counted
         bytes_ = self._settled() - before
@@ -308,9 +300,8 @@ class Worker:
         all_times, all_purposes, links, all_figures = zip(*everyone, strict=True)
         figures = combined(all_figures)
         trial = Trial(
-            configuration=key.configuration,
+            configuration=one.configuration.name,
             rate_mbit=rate,
-            sequences=key.sequences,
             repetition=repetition,
             steps=slowest(all_times),
             purpose_bytes={n: sum(one[n] for one in all_purposes) for n in purposes},
@@ -333,7 +324,7 @@ class Worker:
             for step in range(spec.loss_steps):
                 words = f"training {name} for its loss"
                 self.heartbeat.beat(words=words, done=step, total=spec.loss_steps)
-                losses.append(one.plain_step(self.batches(min(spec.batches), step)))
+                losses.append(one.plain_step(self.batches(step)))
             everyone = gathered((losses, one.weights_sha256()))
             means = [sum(s) / len(everyone) for s in zip(*(e[0] for e in everyone), strict=True)]
             record = Loss(
@@ -367,7 +358,7 @@ class Worker:
         dist.barrier()
 
 
-def build_model(spec: Spec, sequences: int) -> tuple[torch.nn.Module, Any]:
+def build_model(spec: Spec) -> tuple[torch.nn.Module, Any]:
     """Build the model, equal on every process, and its own batch if it has one."""
     if spec.model is None:
         return workload.llama(seed=spec.seed, **spec.shape), None
@@ -377,24 +368,24 @@ def build_model(spec: Spec, sequences: int) -> tuple[torch.nn.Module, Any]:
     made: list[Any] = []
 
     def make() -> torch.nn.Module:
-        model, *made[:] = subject.build(sequences)
+        model, *made[:] = subject.build(spec.batch)
         return model
 
     return workload.seeded(spec.seed, make), made[0]
 
 
-def check_batch(spec: Spec, batch: Any, sequences: int) -> None:
+def check_batch(spec: Spec, batch: Any) -> None:
     """Raise ConfigError if a model's own batch does not have the size that figures assume."""
     rows, tokens = rows_of(batch), tokens_of(batch)
-    if rows * tokens == sequences * spec.tokens:
+    if rows * tokens == spec.batch * spec.tokens:
         return
     raise ConfigError(
         Problem(
             f"--model {spec.model}",
             f"a batch of {rows} x {tokens} tokens (x 1 without token ids)",
-            f"--batches and --tokens are {sequences} x {spec.tokens}, which the figures assume",
+            f"--batch and --tokens are {spec.batch} x {spec.tokens}, which the figures assume",
             "make the batch follow the arguments batch and tokens, or write "
-            f"--batches {rows} --tokens {tokens}",
+            f"--batch {rows} --tokens {tokens}",
         ),
         headline="this cannot be measured",
     )
