@@ -1,8 +1,7 @@
-"""The policies: what is recomputed, from a name in the configuration to units of a model's modules.
+"""Policies: from a name in the configuration to the modules of each recomputation.
 
-A policy is one `RecomputePolicy`, registered in one line; the configuration, the plan of a model,
-the planner and `ds-ckpt profile` ask it for what they need. Pure: looks at modules and changes
-nothing.
+A policy is one `RecomputePolicy` with its settings, registered in one line. The configuration, the
+planner and `ds-ckpt profile` read the registry.
 """
 
 from __future__ import annotations
@@ -11,8 +10,9 @@ import fnmatch
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
+from pydantic import BeforeValidator, Field, WithJsonSchema
 from torch import nn
 
 from ds_ckpt.activation.blocks import (
@@ -24,14 +24,13 @@ from ds_ckpt.activation.blocks import (
     mlp_parts,
 )
 from ds_ckpt.errors import ConfigError, Problem
+from ds_ckpt.fields import Expects, Name, Requires, Section, is_auto, list_as_tuple
 
 _SECTION = "$.ds_ckpt.activation"
 PLANNED = ("budget", "auto")
-"""Policies that are no functions of the model: a planner makes units for a budget."""
-
-
+"""Policies whose units a planner chooses within a budget."""
 Groups = Sequence[Sequence[str]]
-"""Modules of each recompute, by name."""
+"""Names of the modules of each recomputation."""
 
 
 class PartNames(Protocol):
@@ -43,26 +42,27 @@ class PartNames(Protocol):
     def mlps(self) -> Groups: ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class PolicySettings:
     """A policy with its settings.
 
-    Attributes:
-        policy: its name; "none" leaves blocks alone.
-        every_n: for "every_n": the first block and every n-th after it.
-        segment_size: for "segments": blocks in one recompute.
-        save_ops: for "selective": sets and operators whose results are kept.
+    Args:
+        policy: name of the policy; "none" leaves blocks alone.
+        values: settings that differ from their defaults.
     """
 
-    policy: str = "block"
-    every_n: int = 2
-    segment_size: int = 2
-    save_ops: tuple[str, ...] = ("matmuls",)
+    policy: str
+    values: Section
+
+    def __init__(self, policy: str = "block", **values: Any) -> None:
+        known = policy_named(policy)
+        object.__setattr__(self, "policy", policy)
+        object.__setattr__(self, "values", (known.settings if known else Section)(**values))
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Another policy for the blocks that `match` names: a pattern, "3", or "0-15"."""
+    """Policy for the blocks that `match` names: a pattern, "3", or "0-15"."""
 
     match: str
     settings: PolicySettings
@@ -70,7 +70,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Policy:
-    """What is done with all blocks but those that a rule names; the first rule that does wins.
+    """Policy of all blocks, and of those that a rule names; the first such rule decides.
 
     Attributes:
         modules: class names or patterns; None takes the layers that Hugging Face declares. They
@@ -86,7 +86,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Unit:
-    """Modules of one recompute, in the order in which they run.
+    """Modules of one recomputation, in the order in which they run.
 
     Attributes:
         blocks: one module, or neighbours whose inner inputs are not kept.
@@ -104,25 +104,25 @@ class Unit:
 
 @dataclass(frozen=True)
 class RecomputePolicy:
-    """One policy: all that anybody asks of it.
+    """One policy.
 
     Attributes:
-        name: in the configuration.
-        units: its units of some blocks, in the model's order: `units(blocks, settings, where)`
-            with the JSON path of the section. It raises ConfigError where the blocks have nothing
-            for it.
-        uses: keys of the section that it acts on: of `every_n`, `segment_size`, `save_ops`.
+        name: name in the configuration.
+        units: function that returns the units of some blocks, in the model's order, as
+            `units(blocks, settings, where)` with the JSON path of the section. It raises
+            ConfigError if the blocks have no modules for it.
+        settings: keys of the section that belong to the policy, as a `Section`.
         words: its settings in a few words, behind its name.
         of_parts: `"modules"` without rules names the parts of blocks themselves.
-        candidates: the ways in which the planner tries it on one block, as modules of each
-            recompute and sets of operators that are kept: `candidates(block, parts)`.
+        candidates: what the planner tries on one block, as modules of each recomputation and
+            sets of operators that are kept: `candidates(block, parts)`.
         compared: settings with which `ds-ckpt profile` compares it.
     """
 
     name: str
-    units: Callable[[Sequence[Block], PolicySettings, str], list[Unit]]
-    uses: tuple[str, ...] = ()
-    words: Callable[[PolicySettings], str] = lambda settings: ""
+    units: Callable[[Sequence[Block], Any, str], list[Unit]]
+    settings: type[Section] = Section
+    words: Callable[[Any], str] = lambda settings: ""
     of_parts: bool = False
     candidates: Callable[[str, PartNames], list[tuple[Groups, tuple[str, ...]]]] = (
         lambda block, parts: []
@@ -134,9 +134,10 @@ _POLICIES: dict[str, RecomputePolicy] = {}
 
 
 def register_policy(policy: RecomputePolicy) -> RecomputePolicy:
-    """Make a policy known by its name, from then on in configurations too.
+    """Register a policy under its name.
 
-    Raises ValueError: the name is taken.
+    Raises:
+        ValueError: the name is taken.
     """
     if policy.name in _POLICIES or policy.name in PLANNED:
         raise ValueError(f'there is a policy "{policy.name}" already')
@@ -145,29 +146,39 @@ def register_policy(policy: RecomputePolicy) -> RecomputePolicy:
 
 
 def policies() -> tuple[RecomputePolicy, ...]:
-    """All that are registered, in order."""
+    """Return all registered policies, in order."""
     return tuple(_POLICIES.values())
 
 
 def policy_named(name: str) -> RecomputePolicy | None:
+    """Return a registered policy."""
     return _POLICIES.get(name)
 
 
 def policy_names(*, planned: bool = True) -> tuple[str, ...]:
-    """Names for a configuration; for one of its rules without those of the planner."""
+    """Return names for a configuration; for its rules without those of the planner."""
     return (*_POLICIES, *PLANNED) if planned else tuple(_POLICIES)
 
 
-def users_of(setting: str) -> tuple[str, ...]:
-    """Names of the policies that act on a key of the section."""
-    return tuple(policy.name for policy in policies() if setting in policy.uses)
+def setting_fields() -> dict[str, Any]:
+    """Return type and `Field` of every policy's settings, for the models of the configuration."""
+    fields: dict[str, Any] = {}
+    for policy in policies():
+        for name, field_ in policy.settings.model_fields.items():
+            users = tuple(p.name for p in policies() if name in p.settings.model_fields)
+            kind = field_.annotation
+            for marker in (*field_.metadata, Requires("policy", users)):
+                kind = Annotated[kind, marker]  # type: ignore[assignment]
+            about = Field(default=field_.default, description=field_.description)
+            fields.setdefault(name, (kind, about))
+    return fields
 
 
 # from a policy to units
 
 
 def make_plan(model: nn.Module, policy: Policy) -> list[Unit]:
-    """The units of a model.
+    """Return the units of a model.
 
     Raises:
         ConfigError: nothing is found for a pattern, a rule or a policy.
@@ -182,7 +193,7 @@ def make_plan(model: nn.Module, policy: Policy) -> list[Unit]:
     units: list[Unit] = []
     for group, (settings, where) in zip(groups, wanted, strict=True):
         if group:
-            units += _of(settings).units(group, settings, where)
+            units += _of(settings).units(group, settings.values, where)
     order = {id(module): i for i, module in enumerate(model.modules())}
     return sorted(units, key=lambda unit: order[id(unit.blocks[0].module)])
 
@@ -192,7 +203,7 @@ def _of(settings: PolicySettings) -> RecomputePolicy:
 
 
 def _by_rule(blocks: Sequence[Block], rules: Sequence[Rule]) -> list[list[Block]]:
-    """Blocks by the index of the first rule that names them; those without a rule come last."""
+    """Return blocks by the first rule that names them; those without a rule come last."""
     groups: list[list[Block]] = [[] for _ in range(len(rules) + 1)]
     hit = [False] * len(rules)
     for index, block in enumerate(blocks):
@@ -231,22 +242,21 @@ def _matches(match: str, index: int, name: str) -> bool:
 # the policies themselves
 
 
-def _attention(blocks: Sequence[Block], settings: PolicySettings, where: str) -> list[Unit]:
+def _attention(blocks: Sequence[Block], settings: Section, where: str) -> list[Unit]:
     chains = [[part] for b in blocks for part in attention_parts(b.name, b.module)]
-    return _parts(blocks, settings, where, chains, "attention")
+    return _parts("attention", blocks, where, chains)
 
 
-def _mlp(blocks: Sequence[Block], settings: PolicySettings, where: str) -> list[Unit]:
+def _mlp(blocks: Sequence[Block], settings: Section, where: str) -> list[Unit]:
     chains = [chain for b in blocks for chain in mlp_parts(b.name, b.module)]
-    return _parts(blocks, settings, where, chains, "an MLP")
+    return _parts("mlp", blocks, where, chains)
 
 
 def _parts(
+    policy: str,
     blocks: Sequence[Block],
-    settings: PolicySettings,
     where: str,
     chains: Sequence[Sequence[tuple[str, nn.Module]]],
-    what: str,
 ) -> list[Unit]:
     if not chains:
         block = blocks[0]
@@ -254,8 +264,8 @@ def _parts(
         raise ConfigError(
             Problem(
                 where=f"{where}.policy",
-                found=f'"{settings.policy}"',
-                why=f"no part of {type(block.module).__name__} is called like {what}; it has "
+                found=f'"{policy}"',
+                why=f"no part of {type(block.module).__name__} is called like an {policy}; it has "
                 f"{children or 'no parts'}",
                 remedy=f'name the parts: "modules": ["{block.name}.<part>"], or use "block"',
             )
@@ -263,8 +273,60 @@ def _parts(
     return [Unit(tuple(block_of(name, module) for name, module in chain)) for chain in chains]
 
 
+class _EveryN(Section):
+    every_n: Annotated[int, Expects("a whole number, 2 or more", "2")] = Field(
+        default=2,
+        ge=2,
+        description='Policy "every_n": stride of recomputed blocks, starting at the first. 2 keeps '
+        "half of the activations for 13% more compute, 4 keeps three quarters for 7% (a Llama of "
+        "7B).",
+    )
+
+
+class _SegmentSize(Section):
+    segment_size: Annotated[int, Expects("a whole number, 2 or more", "2")] = Field(
+        default=2,
+        ge=2,
+        description='Policy "segments": neighbouring blocks in one recomputation. Only the '
+        "first one's input is kept (2: half of the memory of block, 3% more compute), but in "
+        "backward all of their inner activations exist at once, and under ZeRO-3 all of their "
+        "weights. Useful if blocks are small and many.",
+    )
+
+
+def _names(value: Any) -> Any:
+    if is_auto(value):
+        raise ValueError("expected names")
+    return (value,) if isinstance(value, str) else list_as_tuple(value)
+
+
+class _SaveOps(Section):
+    save_ops: Annotated[
+        tuple[Name, ...],
+        Field(min_length=1),
+        BeforeValidator(_names),
+        WithJsonSchema(
+            {
+                "anyOf": [
+                    {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+                    {"type": "string", "minLength": 1},
+                ]
+            }
+        ),
+        Expects("sets and operators, in a list or joined by +", '"attention+qkvo"'),
+    ] = Field(
+        default=("matmuls",),
+        description='Policy "selective": operators whose results are kept. Sets: "matmuls" (every '
+        'matrix product and attention core), "attention" (scaled_dot_product_attention), "qkvo" '
+        '(products inside attention), "gate" (first product of each MLP); joined by "+". Extra '
+        'compute and share of activations kept on a Llama of 7B: "attention" 22% and 9%, '
+        '"attention+qkvo" 12% and 27%, "attention+qkvo+gate" 6% and 38%, "matmuls" 0% and 50%. '
+        'Single operators of torch: "aten.mm".',
+    )
+
+
 def _segments(blocks: Sequence[Block], size: int) -> list[list[Block]]:
-    """Neighbours in one container and of one class, at most `size` together."""
+    """Group neighbours in one container and of one class, at most `size` together."""
     segments: list[list[Block]] = []
     for block in blocks:
         before = segments[-1][-1] if segments else None
@@ -333,7 +395,7 @@ register_policy(
     RecomputePolicy(
         "every_n",
         lambda blocks, settings, _: [Unit((block,)) for block in blocks[:: settings.every_n]],
-        uses=("every_n",),
+        settings=_EveryN,
         words=lambda settings: f" {settings.every_n}",
         compared=({"every_n": 2},),
     )
@@ -344,7 +406,7 @@ register_policy(
         lambda blocks, settings, _: [
             Unit(tuple(segment)) for segment in _segments(blocks, settings.segment_size)
         ],
-        uses=("segment_size",),
+        settings=_SegmentSize,
         words=lambda settings: f" of {settings.segment_size}",
     )
 )
@@ -354,7 +416,7 @@ register_policy(
         lambda blocks, settings, where: [
             Unit((block,), settings.save_ops, f"{where}.save_ops") for block in blocks
         ],
-        uses=("save_ops",),
+        settings=_SaveOps,
         words=lambda settings: f" ({'+'.join(settings.save_ops)})",
         candidates=lambda block, parts: [
             ([[block]], tuple(words.split("+"))) for words in _SELECTIONS

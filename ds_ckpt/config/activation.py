@@ -13,20 +13,12 @@ from ds_ckpt.activation.policies import (
     PolicySettings,
     Rule,
     policy_named,
-    users_of,
 )
-from ds_ckpt.fields import SWITCH, Expects, Name, Requires, Section, is_auto, list_as_tuple
+from ds_ckpt.fields import SWITCH, Expects, Name, Requires, Section, list_as_tuple
 
 BudgetOf = Literal["activations", "saved", "accelerator"]
 _ON = Requires("activation.policy", unless=("none",), suggest="block")
 _PLANNED = Requires("policy", values=("budget", "auto"))
-_COUNT = Expects("a whole number, 2 or more", "2")
-
-
-def _names(value: Any) -> Any:
-    if is_auto(value):
-        raise ValueError("expected names")
-    return (value,) if isinstance(value, str) else list_as_tuple(value)
 
 
 def _every(value: Any) -> bool | int:
@@ -35,57 +27,20 @@ def _every(value: Any) -> bool | int:
     raise ValueError("expected a boolean or a count")
 
 
-class _PolicySettings(Section):
-    """Settings of single policies, for the section and for each of its rules."""
+class _WithPolicy(Section):
+    """Section with a policy and, in its derived models, the settings of all policies."""
 
     policy: str
-    every_n: Annotated[int, _COUNT, Requires("policy", lambda: users_of("every_n"))] = Field(
-        default=2,
-        ge=2,
-        description='Policy "every_n": stride of recomputed blocks, starting at the first. 2 keeps '
-        "half of the activations for 13% more compute, 4 keeps three quarters for 7% (a Llama of "
-        "7B).",
-    )
-    segment_size: Annotated[int, _COUNT, Requires("policy", lambda: users_of("segment_size"))] = (
-        Field(
-            default=2,
-            ge=2,
-            description='Policy "segments": neighbouring blocks in one recomputation. Only the '
-            "first one's input is kept (2: half of the memory of block, 3% more compute), but in "
-            "backward all of their inner activations exist at once, and under ZeRO-3 all of their "
-            "weights. Useful if blocks are small and many.",
-        )
-    )
-    save_ops: Annotated[
-        tuple[Name, ...],
-        Field(min_length=1),
-        BeforeValidator(_names),
-        WithJsonSchema(
-            {
-                "anyOf": [
-                    {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
-                    {"type": "string", "minLength": 1},
-                ]
-            }
-        ),
-        Expects("sets and operators, in a list or joined by +", '"attention+qkvo"'),
-        Requires("policy", lambda: users_of("save_ops")),
-    ] = Field(
-        default=("matmuls",),
-        description='Policy "selective": operators whose results are kept. Sets: "matmuls" (every '
-        'matrix product and attention core), "attention" (scaled_dot_product_attention), "qkvo" '
-        '(products inside attention), "gate" (first product of each MLP); joined by "+". Extra '
-        'compute and share of activations kept on a Llama of 7B: "attention" 22% and 9%, '
-        '"attention+qkvo" 12% and 27%, "attention+qkvo+gate" 6% and 38%, "matmuls" 0% and 50%. '
-        'Single operators of torch: "aten.mm".',
-    )
 
     def settings(self) -> PolicySettings:
         """Return the policy with its settings."""
-        return PolicySettings(self.policy, self.every_n, self.segment_size, self.save_ops)
+        known = policy_named(self.policy)
+        own = known.settings.model_fields if known else {}
+        here = type(self).model_fields
+        return PolicySettings(self.policy, **{n: getattr(self, n) for n in own if n in here})
 
 
-class ActivationRuleConfig(_PolicySettings):
+class ActivationRuleConfig(_WithPolicy):
     """Policy for some blocks. The first rule that matches a block decides."""
 
     aliases = {"pattern": "match", "blocks": "match", "name": "match"}
@@ -96,7 +51,7 @@ class ActivationRuleConfig(_PolicySettings):
     policy: str = Field(description='Policy of these blocks; "none": no recomputation.')
 
 
-class ActivationConfig(Keeping, _PolicySettings):
+class ActivationConfig(Keeping, _WithPolicy):
     """Activation checkpointing: keep few activations, recompute the others in backward."""
 
     aliases = {"type": "policy", "mode": "policy", "classes": "modules", "blocks": "modules"}
@@ -216,7 +171,7 @@ class ActivationConfig(Keeping, _PolicySettings):
         """Describe the active settings in a few words."""
         known = policy_named(self.policy)
         if known is not None:
-            detail = known.words(self.settings())
+            detail = known.words(self.settings().values)
         elif self.policy == "budget":
             detail = f" of {self.budget_gib} GiB for {self.budget_is_of}"
         else:

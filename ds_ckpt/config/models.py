@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 from pydantic.json_schema import models_json_schema
 
-from ds_ckpt.activation.policies import policy_names
+from ds_ckpt.activation.policies import policies, policy_names, setting_fields
 from ds_ckpt.compression import Method, methods
 from ds_ckpt.config.activation import ActivationConfig, ActivationRuleConfig
 from ds_ckpt.config.compression import CompressionConfig, with_methods
@@ -128,22 +128,24 @@ class CompatSection(Section):
 
 def plugin_model() -> type[PluginConfig]:
     """Return the section's model with the policies and methods that are registered now."""
-    return _build(policy_names(), policy_names(planned=False), tuple(methods().items()))
+    known = tuple((policy.name, policy.settings) for policy in policies())
+    return _build(known, tuple(methods().items()))
 
 
 @cache
 def _build(
-    policies: tuple[str, ...],
-    of_rules: tuple[str, ...],
+    _: tuple[tuple[str, type[Section]], ...],
     known: tuple[tuple[str, type[Method]], ...],
 ) -> type[PluginConfig]:
-    rule = derive(ActivationRuleConfig, policy=one_of(of_rules, "block"))
+    settings, of_rules = setting_fields(), policy_names(planned=False)
+    rule = derive(ActivationRuleConfig, policy=one_of(of_rules, "block"), **settings)
     return derive(
         PluginConfig,
         activation=derive(
             ActivationConfig,
-            policy=one_of(policies, "block"),
+            policy=one_of(policy_names(), "block"),
             rules=tuple[rule, ...],  # type: ignore
+            **settings,
         ),
         compression=with_methods(dict(known)),
     )

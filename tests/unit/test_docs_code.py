@@ -195,11 +195,11 @@ def test_python_runs(block: Code, monkeypatch: pytest.MonkeyPatch) -> None:
         from ds_ckpt.activation import policies
 
         known = next(v for v in vars(policies).values() if isinstance(v, dict) and "block" in v)
-        monkeypatch.setitem(known, "first_half", None)
-        del known["first_half"]
-        exec(compile(tree, str(block), "exec"), {})
-        assert "first_half" in known
-        del known["first_half"]
+        monkeypatch.setitem(known, "first_part", None)
+        del known["first_part"]
+        exec(compile(tree, str(block), "exec", dont_inherit=True), {"__name__": "guide"})
+        assert "first_part" in known
+        del known["first_part"]
     else:  # those with a model run under the launcher, below
         assert "ds_ckpt.initialize(model=model" in block.text, "no test runs this block"
 
@@ -352,7 +352,7 @@ def test_settings_in_sentences_are_settings() -> None:
             w["enum"] for s in sections for k, w in s.items() if k == found[1] if "enum" in w
         ]
         if allowed and re.fullmatch(r'"\w+"', value):
-            registered = {"first_half", "sign"}
+            registered = {"first_part", "sign"}
             words = {v for values in allowed for v in values} | registered
             assert json.loads(value) in words, f"{span}: {span.text}"
 

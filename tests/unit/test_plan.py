@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -184,14 +185,11 @@ def test_torch_compile_takes_the_blocks_with_it(backend: str, kind: Any) -> None
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*gradients, strict=True))
 
 
-def test_a_policy_from_outside_is_used_from_json() -> None:
-    """Registered in one line; the configuration, rules, plan, planner and profile know it then."""
-    from ds_ckpt.activation import RecomputePolicy, Unit, policies, register_policy
+def test_the_guides_policy_with_a_setting_is_used_from_json() -> None:
+    """One file and one registration; configuration, rules, plan, planner and profile read it."""
+    from ds_ckpt.activation import policies, register_policy
     from ds_ckpt.config import parse
     from ds_ckpt.config.activation import activation_policy
-
-    def units(blocks: Any, settings: PolicySettings, where: str) -> list[Unit]:
-        return [Unit((block,)) for block in blocks[: len(blocks) // settings.every_n]]
 
     def read(**activation: Any) -> Any:
         section = {"zero_optimization": {"stage": 3}, "ds_ckpt": {"activation": activation}}
@@ -199,15 +197,18 @@ def test_a_policy_from_outside_is_used_from_json() -> None:
 
     with pytest.raises(ConfigError, match='found "first_part"'):
         read(policy="first_part")
-    first = RecomputePolicy(
-        "first_part", units, uses=("every_n",), words=lambda settings: f" of {settings.every_n}"
-    )
-    register_policy(first)
+    guide = (Path(__file__).parents[2] / "docs" / "activation.md").read_text()
+    code = guide.split("### Add a policy")[1].split("```python")[1].split("```")[0]
+    exec(compile(code, "the guide", "exec", dont_inherit=True), {"__name__": "guide"})
     try:
-        config = read(policy="first_part", every_n=2)
-        assert config.summary() == "checkpointing first_part of 2"
+        config = read(policy="first_part", share=0.5)
+        assert config.summary() == "checkpointing first_part 50%"
         with pytest.raises(ConfigError, match=r'save_ops: found "matmuls"\n    why: ignored while'):
             read(policy="first_part", save_ops="matmuls")
+        with pytest.raises(ConfigError, match=r"share: found 0.5\n    why: ignored while"):
+            read(policy="block", share=0.5)
+        with pytest.raises(ConfigError, match=r"share: found 2"):
+            read(policy="first_part", share=2)
         with pytest.raises(ConfigError, match='"first_part", "budget" or "auto"'):
             read(policy="no such one")
         plain, model = build("llama"), build("llama")
@@ -217,11 +218,11 @@ def test_a_policy_from_outside_is_used_from_json() -> None:
             one(**batch("llama")).loss.backward()
         pairs = zip(plain.parameters(), model.parameters(), strict=True)
         assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
-        rule = {"match": "1-3", "policy": "first_part", "every_n": 3}
+        rule = {"match": "1-3", "policy": "first_part", "share": 0.34}
         ruled = make_plan(model, activation_policy(read(policy="none", rules=[rule])))
         assert [unit.blocks[0].name for unit in ruled] == ["model.layers.1"]
         with pytest.raises(ValueError, match='a policy "first_part" already'):
-            register_policy(first)
+            register_policy(policies.policy_named("first_part"))
     finally:
         del policies._POLICIES["first_part"]
     with pytest.raises(ConfigError):
