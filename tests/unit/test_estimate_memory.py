@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ds_ckpt.errors import ConfigError
-from ds_ckpt.lab.estimate.memory import Parameters, States, estimate
+from ds_ckpt.lab.estimate.memory import Parameters, estimate
 from ds_ckpt.lab.estimate.profile import blocks_of
 from tests.unit.estimate_models import Mixer, Stack
 
@@ -86,21 +86,6 @@ def test_offload_moves_states_to_the_host() -> None:
     gradients_32_bits = plain.optimizer_bytes // 3  # beside AdamW's 12 bytes, for good
     assert moved.host_bytes == kept + gradients_32_bits
     assert moved.resident_bytes == plain.resident_bytes - kept
-
-
-def test_the_former_key_offloads_too() -> None:
-    assert _estimate({"cpu_offload": True}) == _estimate({"offload_optimizer": {"device": "cpu"}})
-
-
-def test_a_part_of_the_optimizer_stays() -> None:
-    def estimated(ratio: float) -> States:
-        offload = {"offload_optimizer": {"device": "cpu", "ratio": ratio}}
-        return _estimate({"sub_group_size": 100_000, **offload})[0]
-
-    plain, moved, half = _estimate({})[0], estimated(1.0), estimated(0.5)
-    assert moved.optimizer_bytes == 0
-    assert half.optimizer_bytes == plain.optimizer_bytes / 2  # three sub-groups of six
-    assert half.host_bytes + half.optimizer_bytes + half.gradients_bytes == moved.host_bytes
 
 
 def test_what_types_change() -> None:

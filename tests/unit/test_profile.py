@@ -215,10 +215,6 @@ def test_the_report_is_as_on_record_and_no_cell_is_cut(measured: Profile) -> Non
     [
         ({}, '"block" saves least', {"activation": {"policy": "block"}}),
         ({}, "full reduce bucket", None),
-        ({"resident_weights_bytes": 1}, "would take 0.0010 KiB", {"weights": {"resident": True}}),
-        ({"resident_weights_bytes": 1, "has_resident_weights": True}, "weights take", {}),
-        ({"resident_weights_bytes": 2**40}, "are more than 1024 GiB", None),
-        ({"resident_weights_bytes": 2**30, "limit_bytes": None}, "does not pay for them", None),
         ({}, "Under 1024 GiB the best is batch 2", {}),
         ({"limit_bytes": 1}, "Nothing fits into 0.0010 KiB", {}),
         ({"copy": 2**24}, "Without the host's copy", {"weights": {"resident": False}}),
@@ -246,8 +242,6 @@ def test_findings_and_their_configuration(
     for section, keys in (config or {}).items():
         assert finding.config is not None
         assert keys.items() <= finding.config["ds_ckpt"][section].items()
-    if changes.get("resident_weights_bytes", 0) > 1:
-        assert finding.config is None
 
 
 def _step(policy: str, batch: int, peak: int, step_s: float | None) -> Footprint:
@@ -360,18 +354,13 @@ def test_resident_weights_on_hosts(config_json: Path, tmp_path: Path) -> None:
     assert kept["host_copy_bytes"] == half
     assert "One rank of 8 on 4 hosts" in said
     assert f"host's copy of the weights {size(half)}" in said
-    assert f"Resident weights take {size(half)} a rank" in said
     without, said = profile({}, *on_4)
     assert without["host_copy_bytes"] == 0
-    assert f"Resident weights would take {size(half)} a rank" in said
-    assert "esident weights" not in profile({})[1]  # hosts are not known
 
     section = {"policy": "budget", "budget_gib": 0.001, "budget_of": "accelerator"}
     refused = run({**resident, "activation": section}, *on_4)
     assert refused.exit_code == 1
     assert f"without {HOST_COPY}" in " ".join(refused.stderr.split())
-    zero["offload_param"] = {"device": "cpu"}  # refused with resident weights
-    assert "esident weights" not in profile({}, *on_4)[1]
 
 
 def test_a_function_and_real_steps(tmp_path: Path) -> None:

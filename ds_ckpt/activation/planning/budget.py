@@ -1,7 +1,6 @@
-"""From a survey and a budget to a plan, or to words on what would fit.
+"""Plans within a memory budget: the cheapest way to treat each block, or an error with remedies.
 
-A plan is plain values, the same on every process: what each block does, holds and costs, as line,
-table and JSON.
+A plan is plain values, the same on every rank: the units of each block, their bytes and costs.
 """
 
 from __future__ import annotations
@@ -44,11 +43,12 @@ _OF = {
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """What one block does.
+    """The plan of one block.
 
     Attributes:
+        word: name of its way.
         held_bytes: on the device between its forward and its backward.
-        offloaded_bytes: of what it keeps, in host memory meanwhile.
+        offloaded_bytes: in host memory meanwhile.
         full_bytes: on the device while its backward runs.
         recompute_s: by the device's rates, waiting for copies included.
     """
@@ -65,20 +65,18 @@ class BlockPlan:
 
 @dataclass(frozen=True)
 class ActivationPlan:
-    """What a budget has led to. The same on every process.
+    """A plan for all blocks, the same on every rank.
 
     Attributes:
-        of: what the budget is for.
-        budget_bytes: as asked for.
-        resident: bytes that are there beside activations, by what they are (budgets for the
-            accelerator).
-        none_bytes: what would be held if nothing were recomputed.
-        held_bytes: what the device holds between forward and backward.
-        needed_bytes: the most that is there at once, of what the budget counts.
-        forward_flops, forward_s: of one forward.
-        tokens: elements of the largest tensor of whole numbers that the plan was made for, else of
-            the largest tensor.
-        planning_s: wall time of measuring and searching; whoever makes the plan sets it.
+        of: memory that the budget counts.
+        budget_bytes: as given.
+        resident: bytes beside activations by what they are (budgets for the accelerator).
+        none_bytes: saved activations if nothing were recomputed.
+        held_bytes: on the device between forward and backward.
+        needed_bytes: the most at once, of the memory that the budget counts.
+        forward_flops: of one forward, like `forward_s`.
+        tokens: elements of the batch's largest integer tensor, else of its largest tensor.
+        planning_s: wall time of measuring and searching; the caller sets it.
     """
 
     of: BudgetOf
@@ -96,24 +94,26 @@ class ActivationPlan:
 
     @property
     def recompute_flops(self) -> int:
+        """Add up the blocks."""
         return sum(b.recompute_flops for b in self.blocks)
 
     @property
     def recompute_s(self) -> float:
+        """Add up the blocks."""
         return sum(b.recompute_s for b in self.blocks)
 
     @property
     def recompute_share(self) -> float:
-        """Of a forward's time: comparable between batches."""
+        """Recompute over a forward's time."""
         return self.recompute_s / self.forward_s if self.forward_s else 0.0
 
     @property
     def choices(self) -> list[str]:
-        """What is done with each block, in words."""
+        """Name the way of each block."""
         return [b.word for b in self.blocks]
 
     def units(self, model: nn.Module) -> list[Unit]:
-        """For `CheckpointedBlocks`."""
+        """Make the units for `CheckpointedBlocks`."""
         modules = dict(model.named_modules())
         return [
             Unit(
@@ -126,7 +126,7 @@ class ActivationPlan:
         ]
 
     def line(self) -> str:
-        """What is done, what it holds and costs."""
+        """Describe the plan on one line."""
         counts = Counter(self.choices)
         treated = ", ".join(f"{n} x {word}" for word, n in counts.most_common())
         offloaded = sum(b.offloaded_bytes for b in self.blocks)
@@ -141,7 +141,7 @@ class ActivationPlan:
         )
 
     def table(self) -> str:
-        """One line for neighbours that are treated alike, with their bytes and costs."""
+        """List the blocks, with one line for neighbours that are treated alike."""
         head = ("blocks", "policy", "saved MiB", "in backward MiB", "recompute GFLOP", "ms")
         rows = [head]
         for word, neighbours in groupby(self.blocks, key=lambda block: block.word):
@@ -165,13 +165,13 @@ class ActivationPlan:
 
 @dataclass(frozen=True)
 class Allowance:
-    """What may be used.
+    """A budget.
 
     Attributes:
         resident: bytes beside activations by what they are, for budgets of the accelerator.
-        optional: of `resident`, what the model trains without, and the settings that drop it.
-        offload: what checkpointing keeps goes to host memory (tensors of `min_bytes` and more),
-            and comes back `prefetch` recomputes ahead.
+        optional: parts of `resident` that a model trains without, and the settings that drop them.
+        offload: checkpointed inputs go to host memory (tensors of `min_bytes` and more), and come
+            back `prefetch` recomputes ahead.
         micro_batch: sequences in a micro-batch, for messages; 0: not known.
         capacity_bytes: of the device, for messages; 0: not known.
         aim: share of the budget to plan for, if that can be reached.
@@ -195,12 +195,13 @@ class Allowance:
 
 
 class Planner:
-    """The numbers of one survey, for as many budgets as are asked for.
+    """Plans from one survey, for any number of budgets.
 
     Args:
-        tokens: what the batch is called in messages.
-        repeated: times that the last block stands in the model that is planned for; the survey has
-            it once.
+        found: the survey.
+        rates: of the device.
+        tokens: of the batch, for messages.
+        repeated: times that the model has the last block, which the survey has once.
     """
 
     def __init__(self, found: Survey, rates: Rates, tokens: int, *, repeated: int = 1) -> None:
@@ -215,7 +216,7 @@ class Planner:
         self._forward_s = [*(seconds[i] for i in self._blocks), seconds[-1]]
         more = sum(b.saved_bytes for b in found.blocks[-1:]) * (repeated - 1)
         self.saved_bytes = found.saved_bytes + more
-        """Held if nothing were recomputed."""
+        """Saved activations if nothing were recomputed."""
         work = sum(
             o.flops for b in found.blocks[-1:] for c in b.calls for o in found.trace.within(c)
         )
@@ -223,17 +224,17 @@ class Planner:
 
     @property
     def forward_s(self) -> list[float]:
-        """By block; the last is what runs outside of them."""
+        """Seconds by block; the last entry is what runs outside of them."""
         return self._forward_s
 
     @property
     def words(self) -> list[str]:
-        """Ways that every block can be treated in."""
+        """Name the ways that every block can have."""
         each = [[way.word for way in ways] for ways in self._candidates]
         return [word for word in each[0] if all(word in words for words in each)] if each else []
 
     def all_alike(self, word: str, allowance: Allowance) -> ActivationPlan:
-        """Every block treated in one way, whether or not it fits."""
+        """Treat every block in one way, whether or not it fits."""
         options = self._options(allowance)
         choice = [[way.word for way in ways].index(word) for ways in self._candidates]
         return self._written(allowance, options, choice, self._room(allowance))
@@ -242,7 +243,7 @@ class Planner:
         """Return the cheapest plan that fits.
 
         Raises:
-            UnsupportedError: none does; the words say what would.
+            UnsupportedError: none does; the error names what would.
         """
         options, room = self._options(allowance), self._room(allowance)
         choice: list[int] | None = [0] * len(options)
@@ -255,12 +256,12 @@ class Planner:
         return self._written(allowance, options, choice, room)
 
     def least(self, allowance: Allowance) -> ActivationPlan:
-        """The plan that needs the fewest bytes, whether or not it fits."""
+        """Return the plan that needs the fewest bytes, whether or not it fits."""
         options, room = self._options(allowance), self._room(allowance)
         return self._written(allowance, options, least(options, room)[1], room)
 
     def _untreated_bytes(self, allowance: Allowance) -> int:
-        """Needed where nothing is recomputed: the search counts what blocks may share as held."""
+        """Bytes needed without recompute: the search counts shared storages as always held."""
         return self.saved_bytes + sum(allowance.resident.values())
 
     def _room(self, allowance: Allowance) -> Room:
@@ -290,12 +291,12 @@ class Planner:
             sizes = self._found.trace.sizes
             large = (s for s in candidate.kept if sizes[s] >= allowance.min_bytes)
             moved = self._own_bytes(frozenset(large))
-            # what copies take longer than the computing that they run beside
+            # the time by which copies outlast the computing beside them
             copy_s = moved / self._rates.bus_bytes_per_s
             out_s = max(0.0, copy_s - forward_s)
             back_s = max(0.0, copy_s - 2 * forward_s - cost_s)  # backward: two products for one
             cost_s += out_s + back_s
-            # those of the recomputes before it are on their way back meanwhile
+            # inputs of the recomputes before it are coming back meanwhile
             full += allowance.prefetch * moved
         return Option(held - moved, full, cost_s, moved)
 
@@ -313,7 +314,7 @@ class Planner:
         blocks = [found.blocks[i] for i in self._blocks]
         ways = [block[i] for block, i in zip(self._candidates, choice, strict=True)]
         chosen = [block[i] for block, i in zip(options, choice, strict=True)]
-        # in host memory; what the last recompute keeps stays where it is
+        # in host memory; the last recompute's inputs stay on the device
         away = [option.moved for option in chosen]
         last = max((i for i, n in enumerate(away) if n), default=None)
         if last is not None:
@@ -348,12 +349,12 @@ class Planner:
         )
 
     def too_small(self, allowance: Allowance) -> UnsupportedError:
-        """Words on a budget that nothing fits, with what would."""
+        """Make the error for a budget that nothing fits, with remedies."""
 
         def fewest(changed: Allowance) -> int:
             return least(self._options(changed), self._room(changed))[0]
 
-        def enough(nbytes: int) -> str:
+        def compare(nbytes: int) -> str:
             fits = nbytes <= allowance.budget_bytes
             return f"{_up(nbytes)} GiB, {'fits' if fits else 'is still too much'}"
 
@@ -365,12 +366,12 @@ class Planner:
             moved = fewest(replace(allowance, offload=True))
             if moved < now:
                 remedies.append(
-                    f'"offload": true keeps checkpointed inputs in host memory: {enough(moved)}'
+                    f'"offload": true keeps checkpointed inputs in host memory: {compare(moved)}'
                 )
         for what, setting in allowance.optional.items():
             if spared := allowance.resident.get(what):
                 remedies.append(
-                    f"without {what}, {_up(spared)} GiB ({setting}): {enough(now - spared)}"
+                    f"without {what}, {_up(spared)} GiB ({setting}): {compare(now - spared)}"
                 )
         fixed = sum(allowance.resident.values())
         room, per = allowance.budget_bytes - fixed, now - fixed

@@ -1,4 +1,4 @@
-"""What can be done with one block, what each way holds and recomputes: counted in the survey.
+"""Ways to treat one block, with the bytes and the recompute of each, counted in the survey.
 
 A candidate is something that `activation` can run: a list of recomputes (`Unit`) and the operators
 that each keeps. Its bytes are sets of storages, so that what two operators or two blocks share is
@@ -24,9 +24,9 @@ from ds_ckpt.activation.selective import cores, products
 from ds_ckpt.telemetry.memory import Storage
 
 Keeps = Callable[[TracedOperator], bool]
-"""Whether an operator's result is kept for the recompute."""
+"""Returns whether an operator's result is kept for the recompute."""
 
-# What the policies try on a block, and which operators a set of results means.
+# Ways that the policies propose, and the operators of a set of results.
 
 
 def _tried(found: Survey, block: SurveyedBlock) -> list[tuple[str, Groups, tuple[str, ...]]]:
@@ -45,7 +45,7 @@ def _tried(found: Survey, block: SurveyedBlock) -> list[tuple[str, Groups, tuple
 
 
 def _kept_by(found: Survey, block: SurveyedBlock, sets: Sequence[str]) -> Keeps:
-    """Whether an operator's result is in one of these sets, as `activation.selective` decides."""
+    """Test for an operator's result in one of these sets, as `activation.selective` decides."""
     anywhere: frozenset[object] = frozenset()
     if "matmuls" in sets:
         anywhere |= products() | cores()
@@ -69,7 +69,7 @@ def _kept_by(found: Survey, block: SurveyedBlock, sets: Sequence[str]) -> Keeps:
     return kept
 
 
-# What each way holds and repeats.
+# Bytes and recompute of each way.
 
 
 @dataclass(frozen=True)
@@ -82,15 +82,15 @@ class UnitNames:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to treat one block.
+    """A way to treat a block.
 
     Attributes:
-        word: for people.
+        word: its name.
         held: storages that wait for backward.
         kept: those of them that checkpointing keeps for a recompute, which offload can move.
-        full: what is there at once while the block's backward runs: what is held, and the largest
-            set of tensors that one of its recomputes makes again.
-        flops, moved_bytes: of its recomputes.
+        full: storages at once while the block's backward runs: `held`, and the largest set of
+            tensors that one of its recomputes makes again.
+        flops: of its recomputes, like `moved_bytes`.
     """
 
     word: str
@@ -103,7 +103,7 @@ class Candidate:
 
 
 def candidates_of(found: Survey, index: int) -> list[Candidate]:
-    """The ways to treat block `index`; the first is to leave it alone."""
+    """List the ways to treat block `index`; the first is to leave it alone."""
     block = found.blocks[index]
     ways: dict[tuple[object, ...], Candidate] = {}
     for word, groups, sets in _tried(found, block):
@@ -148,7 +148,7 @@ def _candidate(
 
 
 def _chains(found: Survey, block: SurveyedBlock, group: Sequence[str]) -> Iterator[list[Call]]:
-    """The calls that one recompute repeats, for each time that the block runs."""
+    """Yield the calls that one recompute repeats, for each time that the block runs."""
     for outer in block.calls:
         (first, end), inner = outer.operators, []
         for name in group:
@@ -161,7 +161,7 @@ def _chains(found: Survey, block: SurveyedBlock, group: Sequence[str]) -> Iterat
 def _recompute(
     found: Survey, calls: Sequence[Call], keeps: Keeps
 ) -> tuple[set[Storage], set[Storage], list[TracedOperator]]:
-    """Storages that it keeps, storages that are saved inside, operators that run again."""
+    """Storages that a recompute keeps, storages saved inside, operators that run again."""
     trace = found.trace
     saves = {trace.saves[n] for call in calls for n in range(*call.saves)}
     kept, before, repeated = set[Storage](), set[Storage](), list[TracedOperator]()
@@ -189,7 +189,7 @@ def _recompute(
 
 
 def shared_by_blocks(candidates: Sequence[Sequence[Candidate]]) -> frozenset[Storage]:
-    """Storages that several blocks may hold: rotary tables, masks, an encoder's result."""
+    """Return storages that several blocks may hold: rotary tables, masks, an encoder's result."""
     owners: Counter[Storage] = Counter()
     for ways in candidates:
         owners.update(frozenset[Storage]().union(*(way.held for way in ways)))

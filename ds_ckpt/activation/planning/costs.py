@@ -1,4 +1,4 @@
-"""What operators cost: launches, floating-point operations, bytes, and seconds by a device's rates.
+"""Costs of operators: launches, floating-point operations, bytes, and seconds on a device.
 
 An operator is bound by arithmetic or by memory (Williams, Waterman, Patterson: Roofline, 2009).
 Here products, convolutions and attention cores take `flops / flops_per_s`, every other operator
@@ -35,7 +35,7 @@ _NO_KERNEL = {
 
 
 def _grouped_flops(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
-    """Rows of every group times that group's matrix: 2 m k n over all rows together."""
+    """2 m k n over all rows together: each group's rows times its matrix."""
     return 2 * a.numel() * b[-1]
 
 
@@ -56,7 +56,7 @@ def _shape(value: Any) -> Any:
 
 
 def flops_of(operator: Operator) -> int:
-    """Multiplications and additions of a product, convolution or attention core; others: 0."""
+    """Count multiplications and additions of a product, convolution or attention core."""
     packet, kwargs = operator.func.overloadpacket, operator.kwargs
     more = _MORE.get(str(packet))
     if more is not None:
@@ -66,13 +66,13 @@ def flops_of(operator: Operator) -> int:
 
 
 def moved_bytes(operator: Operator) -> int:
-    """Bytes of all tensors that go in and come out, each object once."""
+    """Count the bytes of all arguments and results, each object once."""
     tensors = {id(t): t for t in (*operator.given, *operator.made)}
     return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
 def launches(operator: Operator) -> bool:
-    """Whether it computes something: on an accelerator, whether it starts a kernel."""
+    """Return whether the operator computes: on an accelerator it starts a kernel."""
     return _computes(operator.func)
 
 
@@ -88,7 +88,7 @@ def _computes(func: Any) -> bool:
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast a device is.
+    """Rates of a device.
 
     Attributes:
         bus_bytes_per_s: between device and host memory, one way.
@@ -99,12 +99,12 @@ class Rates:
     bus_bytes_per_s: float
 
     def seconds(self, flops: float, moved_bytes: float) -> float:
-        """`moved_bytes` of the operators that are no products."""
+        """Return the time of products and of the bytes that all other operators move."""
         return flops / self.flops_per_s + moved_bytes / self.bytes_per_s
 
 
 def measured_rates(device: torch.device, dtype: torch.dtype) -> Rates:
-    """Products of this type and copies, the best of a few. Allocates up to 0.3 GB on a GPU."""
+    """Time products of this type and copies. Allocates up to 0.3 GB on a GPU."""
     small = device.type == "cpu"
     width = 512 if small else 4096
     a = torch.ones(width, width, dtype=dtype, device=device)

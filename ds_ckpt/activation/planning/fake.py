@@ -1,8 +1,8 @@
-"""Models and batches without their memory: fake tensors of the full shapes, one copy for everybody.
+"""Models and batches without memory: fake tensors of the full shapes.
 
-A fake tensor has no values, and models ask for some: whether a padding mask is all ones decides
-which attention runs, and so what autograd saves. Small integers and booleans keep theirs
-(`KnownValues`), and so does whatever is computed from them and from constants alone.
+A fake tensor has no values, and models read some: a padding mask of ones decides which attention
+runs, and so what autograd saves. Small integers and booleans keep theirs (`KnownValues`), and so do
+tensors that are computed from them and from constants alone.
 
 Two ways in: `fake_run` copies a model that there is, in any state of ZeRO's partitioning;
 `FakeModel` builds one that there is not. Random states stay as they are.
@@ -39,11 +39,11 @@ from ds_ckpt.patch import Patches
 from ds_ckpt.telemetry.memory import NO_WORK, tensors_in
 
 MOST_ELEMENTS = 2**20
-"""Of tensors whose values are kept: beyond it an attention mask of every pair of positions."""
+"""Largest tensor whose values are kept: beyond it are attention masks of all pairs of positions."""
 
 
 class KnownValues(TorchDispatchMode):
-    """Fake tensors, and what depends on known values alone computed for real.
+    """Fake tensors; operators on known values alone are computed for real.
 
     torch's own constants (`FakeTensor.constant`) are single numbers, and their views share no
     storage.
@@ -64,17 +64,18 @@ class KnownValues(TorchDispatchMode):
         self.mode.__exit__(*error)
 
     def fake(self, leaf: Any) -> Any:
-        """For a tensor a fake one, whose values are remembered if it is small and whole."""
+        """Return a fake tensor for a tensor, and remember the values of small integers."""
         if not isinstance(leaf, Tensor):
             return leaf
         twin = faked(leaf, self.mode)
         real = not isinstance(leaf, FakeTensor) and leaf.device.type != "meta"
-        if real and may_be_known(leaf):
+        whole = not leaf.is_floating_point() and not leaf.is_complex()
+        if real and whole and _small(leaf):
             self._known[twin] = leaf.detach().clone()  # a forward may write into it
         return twin
 
     def known(self, leaf: Any) -> Any:
-        """The values of a fake tensor where they are known; anything else as it is."""
+        """Return the known values of a fake tensor; anything else as it is."""
         return self._known.get(leaf, leaf) if isinstance(leaf, Tensor) else leaf
 
     def __torch_dispatch__(
@@ -121,17 +122,12 @@ class KnownValues(TorchDispatchMode):
             return func(*tree_map(self.known, args), **tree_map(self.known, kwargs))
 
 
-def may_be_known(tensor: Tensor) -> bool:
-    """Whether the tensor's values are kept: it is small, and of whole numbers."""
-    return not tensor.is_floating_point() and not tensor.is_complex() and _small(tensor)
-
-
 def _small(tensor: Tensor) -> bool:
     return tensor.numel() <= MOST_ELEMENTS and tensor.layout == torch.strided
 
 
 def _grouped(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Torch tells the shape of grouped products for bf16 alone, and computes them for all types."""
+    """Torch infers the shape of grouped products for bf16 alone, and computes all types."""
     dtype = args[0].dtype
 
     def cast(leaf: Any) -> Any:
@@ -153,7 +149,7 @@ def _patched(target: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def taken_for_real() -> AbstractContextManager[None]:
-    """While it lasts, transformers treats fake tensors as any: it would else trace, not train."""
+    """Have transformers treat fake tensors as real ones: else it would trace, not train."""
     utils = sys.modules.get("transformers.utils.import_utils")
     if utils is None or not hasattr(utils, "is_fake_tensor"):
         return nullcontext()
@@ -175,27 +171,27 @@ _DROPPED = ("deepspeed", "ds_ckpt")
 def fake_copy(
     model: nn.Module, mode: FakeTensorMode, device: torch.device | None = None
 ) -> nn.Module:
-    """The same modules over fake tensors; the original is not changed.
+    """Copy the modules over fake tensors.
 
-    Under ZeRO-3 a parameter is an empty tensor that knows its whole shape (`ds_shape`); the copy
-    has it whole, and nothing is gathered or allocated. Hooks of DeepSpeed and of ds_ckpt are left
-    out, so running the copy touches no engine; everybody else's run, as they may change what
-    autograd saves (PEFT lets the embeddings' result ask for a gradient that way).
+    Under ZeRO-3 a parameter is an empty tensor with its full shape in `ds_shape`; the copy has that
+    shape, and nothing is gathered or allocated. Hooks of DeepSpeed and of ds_ckpt are left out, so
+    running the copy touches no engine. Other hooks run, as they may change what autograd saves
+    (PEFT's makes the embeddings' result require a gradient).
 
     Args:
-        model: in any state of ZeRO's partitioning.
+        model: in any state of ZeRO's partitioning; not changed.
         mode: the fake tensors' mode.
-        device: where parameters are when the model runs; None: where each says it is. Under
-            offload of parameters they say "cpu" and run elsewhere.
+        device: of parameters when the model runs; None: their own. Under offload of parameters they
+            are on the CPU and run elsewhere.
 
     Raises:
-        UnsupportedError: a parameter of a kind whose memory nobody can foretell from its shape.
+        UnsupportedError: the memory of a parameter does not follow from its shape.
     """
     tensors = {id(p): _fake_parameter(n, p, mode, device) for n, p in model.named_parameters()}
     twins = {id(m): type(m).__new__(type(m)) for m in model.modules()}
 
     def twin_of(value: Any) -> Any:
-        """Of tensors fake ones, of modules their copies, of containers new ones."""
+        """A fake tensor, the copy of a module, or a new container."""
         kind = type(value)
         if isinstance(value, nn.Module):
             return twins.get(id(value), value)
@@ -232,8 +228,8 @@ def _fake_parameter(
             Problem(
                 where=name,
                 found=f"a {type(parameter).__name__} ({parameter.layout})",
-                why="the model is measured with tensors that have shapes and no memory, and "
-                "this kind of weight cannot be made so",
+                why="the model is measured with tensors without memory, and this kind of weight "
+                "cannot be made so",
                 remedy='set "policy" to "block", "selective" or another that measures nothing',
             )
         )
@@ -250,12 +246,12 @@ def _fake_parameter(
 
 
 def home_of(tensor: Tensor) -> torch.device:
-    """Where a tensor will be when the model runs; one without memory ("meta"): on the CPU."""
+    """Return the device of a tensor when the model runs; for "meta" the CPU."""
     return torch.device("cpu") if tensor.device.type == "meta" else tensor.device
 
 
 def faked(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
-    """A leaf of the mode like `tensor`, which may be real, without memory, or of another mode."""
+    """Make a leaf of the mode like `tensor`, which may be real, meta, or of another mode."""
     if not isinstance(tensor, FakeTensor) and tensor.device.type != "meta":
         twin: Tensor = mode.from_tensor(tensor.detach(), static_shapes=True)
     else:
@@ -277,7 +273,7 @@ def _is_dropped(hook: Callable[..., Any] | bool) -> bool:
 def fake_run(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device | None
 ) -> Iterator[tuple[nn.Module, Any, Any]]:
-    """A copy of the model and of its arguments; inside, every operator is fake."""
+    """Copy the model and its arguments; inside, every operator is fake."""
     values = KnownValues()
     twin = fake_copy(model, values.mode, device)
     fake_args, fake_kwargs = tree_map(values.fake, (list(args), dict(kwargs)))
@@ -304,35 +300,32 @@ class FakeModel:
 
     @classmethod
     def build(cls, name: str, make: Callable[[], tuple[nn.Module, Any]]) -> FakeModel:
-        """Allocates nothing but small integers, whose values decide on masks.
+        """Allocate nothing but small integers.
 
-        Raises UnsupportedError where building asks for values that nobody knows.
+        Raises:
+            UnsupportedError: building reads values that are not known.
         """
         values = KnownValues()
-        # torch's truncated normal asks tensors for its bounds, which fake ones cannot tell
+        # torch's truncated normal reads its bounds from tensors
         unasked = _patched(nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor)
         with _profile_refused(name), taken_for_real(), unasked, values:
             model, batch = make()
         return cls(name, model, batch, values)
 
     def known_batch(self) -> Any:
-        """The batch with real tensors where their values are known."""
+        """Return the batch with real tensors where their values are known."""
         return tree_map(self.values.known, self.batch)
 
     @contextmanager
-    def entered(self, *, tracing: bool = False) -> Iterator[None]:
-        """Where the model can run.
+    def entered(self) -> Iterator[None]:
+        """Enter the modes in which the model can run.
 
-        Args:
-            tracing: transformers sees that tensors are fake and decides as under torch.compile:
-                masks are made, not left out.
-
-        Raises UnsupportedError where the forward asks for values that nobody knows.
+        Raises:
+            UnsupportedError: the forward reads values that are not known.
         """
-        seen = nullcontext() if tracing else taken_for_real()
-        # torch logs what operators raise; the error says it already
+        # torch logs what operators raise; the error repeats it
         quiet = _patched(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
-        with _profile_refused(self.name), quiet, seen, self.values:
+        with _profile_refused(self.name), quiet, taken_for_real(), self.values:
             yield
 
 
@@ -340,11 +333,12 @@ class FakeModel:
 def unknown_values_refused(
     where: Callable[[], str], remedy: str, headline: str | None = None
 ) -> Iterator[None]:
-    """Turns what torch says of a forward that cannot run with fake tensors into our words.
+    """Turn torch's errors on fake tensors into one with a remedy.
 
     Args:
-        where: asked at the error: what was running.
-        remedy: what to do instead.
+        where: called at the error, for the code that was running.
+        remedy: for the user.
+        headline: of the error.
     """
     try:
         yield
@@ -358,8 +352,8 @@ def unknown_values_refused(
             Problem(
                 where=where(),
                 found=f"{asked}, which needs the value of a tensor",
-                why="what the model saves is measured with tensors that have shapes alone, and "
-                "what it does here depends on values: fake tensors hold none",
+                why="saved activations are measured with fake tensors, which have shapes and no "
+                "values, and this forward depends on values: fake tensors hold none",
                 remedy=remedy,
             ),
             headline=headline,

@@ -1,4 +1,4 @@
-"""Which option each block takes, so that all fits and the least is recomputed. Pure numbers.
+"""Choice of an option for each block, so that all fits and the least is recomputed. Pure numbers.
 
 Backward frees blocks in the reverse of the order in which they ran. When it is at block i, what the
 blocks before i hold is there, and what block i needs for its own backward (its saved tensors, made
@@ -34,11 +34,11 @@ _Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Option:
-    """One way to treat a block.
+    """An option for a block.
 
     Attributes:
         held: bytes that wait for backward on the device, without `moved`.
-        full: bytes that are there at once during the block's backward; at least `held` + `moved`.
+        full: bytes at once during the block's backward; at least `held` + `moved`.
         cost: of recomputing, in any unit.
         moved: bytes that wait elsewhere if a later block moves something too, else on the device.
     """
@@ -51,10 +51,10 @@ class Option:
 
 @dataclass(frozen=True)
 class Room:
-    """What is to fit.
+    """Memory that a choice must fit into.
 
     Attributes:
-        head, tail: bytes that are held whatever is chosen.
+        head: bytes that are held whatever is chosen, like `tail`.
         peak: count what a recompute makes again, not only what waits for it.
     """
 
@@ -65,7 +65,7 @@ class Room:
 
 
 def need(blocks: Sequence[Sequence[Option]], choice: Sequence[int], room: Room) -> int:
-    """Bytes that a choice needs."""
+    """Return the bytes that a choice needs."""
     total, moving = room.tail, False
     for options, index in zip(reversed(blocks), reversed(choice), strict=True):
         total, moving = _before(options[index], total, moving, room)
@@ -73,13 +73,13 @@ def need(blocks: Sequence[Sequence[Option]], choice: Sequence[int], room: Room) 
 
 
 def _before(option: Option, total: int, moving: bool, room: Room) -> tuple[int, bool]:
-    """What is needed from a block on, and whether anything is moved, from the same behind it."""
+    """Bytes needed from a block on, and whether anything is moved, from the same behind it."""
     total += option.held + (0 if moving else option.moved)
     return max(option.full, total) if room.peak else total, moving or option.moved > 0
 
 
 def least(blocks: Sequence[Sequence[Option]], room: Room) -> tuple[int, list[int]]:
-    """The fewest bytes that any choice needs, and the choice."""
+    """Return the fewest bytes that any choice needs, and the choice."""
     ways: dict[bool, tuple[int, float, list[int]]] = {False: (room.tail, 0.0, [])}
     for options in reversed(blocks):
         found: dict[bool, tuple[int, float, list[int]]] = {}
@@ -97,10 +97,12 @@ def least(blocks: Sequence[Sequence[Option]], room: Room) -> tuple[int, list[int
 def search(
     blocks: Sequence[Sequence[Option]], room: Room, *, limit: int = LIMIT
 ) -> list[int] | None:
-    """The index of each block's option: the cheapest choice that fits, None where nothing does.
+    """Return the index of each block's option: the cheapest choice that fits, or None.
 
     Args:
         blocks: in the order in which they run, each with at least one option.
+        room: to fit into.
+        limit: points of a front beyond which it is thinned out.
     """
     floor = np.cumsum([0, *(min(o.held for o in options) for options in blocks)])
     needs: _Ints = np.array([room.tail], dtype=np.int64)

@@ -1,9 +1,9 @@
-"""Measures a model without its memory: what blocks save and operators do, and a whole step.
+"""Traces of a model: a forward without memory by block, and a whole step on tensors of any kind.
 
-One forward of a fake copy (`fake.py`) with the shapes of a real batch, followed by the memory
-tracker. The numbers are not estimates from a formula: the same modules run, autograd saves what it
-would save, and storages are counted as `SavedActivations` counts them. What is not seen: a loss
-that is computed outside of the model's forward, and memory that kernels use inside.
+A survey is one forward of a fake copy (`fake.py`) with the shapes of a real batch, under the memory
+tracker. The same modules run, autograd saves what it would save, and storages are counted as
+`SavedActivations` counts them. Not seen: a loss that is computed outside of the model's forward,
+and memory that kernels use inside.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from ds_ckpt.telemetry.memory import (
 )
 
 NO_STORAGE = -1
-"""Of a tensor that has none of its own (sparse), and of a weight that is saved."""
+"""Number for a tensor without a storage of its own (sparse), and for a saved weight."""
 
 
 @dataclass(frozen=True)
 class TracedOperator:
-    """One operator of the forward.
+    """An operator of the forward.
 
     Attributes:
         module: number of the innermost module that runs.
@@ -76,12 +76,12 @@ class TracedOperator:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of one module: what was inside, from where to where.
+    """A call of a module.
 
     Attributes:
         arguments: storages of the tensors that checkpointing the call would keep, in order.
+        operators: first, and one behind the last; likewise `saves`.
         results: storages of its tensors.
-        operators, saves: first, and one behind the last.
     """
 
     module: str
@@ -92,7 +92,7 @@ class Call:
 
 
 class Trace:
-    """What one forward of a copy did: operators, tensors that autograd saved, calls of modules.
+    """One forward of a copy: operators, tensors that autograd saved, calls of modules.
 
     Args:
         module: the copy; its modules' forwards are wrapped.
@@ -123,16 +123,16 @@ class Trace:
 
     @property
     def running(self) -> str:
-        """The innermost module in which the forward is, or where it stopped."""
+        """Name the innermost module in which the forward is, or where it stopped."""
         return self.names[self._stopped or self._open[-1]]
 
     @property
     def held(self) -> Collection[Storage]:
-        """What of `saves` was there when the forward had ended; weights do not count."""
+        """Storages of `saves` that lived when the forward had ended, without weights."""
         return self.tracker.saved.held
 
     def within(self, call: Call) -> list[TracedOperator]:
-        """The operators of a call."""
+        """List the operators of a call."""
         return self.operators[slice(*call.operators)]
 
     def _storage(self, tensor: Tensor) -> Storage:
@@ -140,7 +140,7 @@ class Trace:
         return NO_STORAGE if number is None else number
 
     def _storages(self, value: Any) -> list[Storage]:
-        """Of all tensors in a structure, in order, weights left out."""
+        """Storages of all tensors in a structure, in order, without weights."""
         found = (self._storage(t) for t in tensors_in(value))
         return [s for s in found if s not in self.weights and s != NO_STORAGE]
 
@@ -197,10 +197,11 @@ class Trace:
 
 @dataclass
 class SurveyedBlock:
-    """One block without checkpointing.
+    """A block without checkpointing.
 
     Attributes:
-        attention, mlps, gates: its parts, by names of modules; an MLP is a chain of them.
+        attention: names of modules, like `gates`.
+        mlps: each a chain of modules.
         calls: in order.
         saved_bytes: of storages that autograd saves first inside of it.
     """
@@ -214,6 +215,8 @@ class SurveyedBlock:
 
     @classmethod
     def of(cls, block: Block) -> SurveyedBlock:
+        """Find its parts."""
+
         def names(parts: Sequence[Part]) -> tuple[str, ...]:
             return tuple(name for name, _ in parts)
 
@@ -234,14 +237,15 @@ class SurveyedBlock:
 
 
 class Survey:
-    """What one forward saves and costs. Every storage belongs to the block, or to the outside, that
-    saved it first.
+    """Bytes and work of one forward, by block.
+
+    Every storage belongs to the block, or to the outside, that saved it first.
 
     Attributes:
         blocks: in the order in which they first run.
-        saved_bytes: what `SavedActivations` measures without checkpointing.
-        head_bytes, tail_bytes: of them what is saved outside of blocks: before the last block has
-            ended, or in a block before that, and afterwards (final norm, head, loss).
+        saved_bytes: as `SavedActivations` measures without checkpointing.
+        head_bytes: saved outside of blocks before the last block has ended.
+        tail_bytes: saved outside of blocks afterwards (final norm, head, loss).
         flops: of the forward.
         outside: storages that are saved outside of blocks.
         block_of: by operator, the index of its block; -1 outside of blocks.
@@ -285,14 +289,15 @@ class Survey:
         self.outside = frozenset(outside)
 
     def bytes_of(self, storages: Iterable[Storage]) -> int:
+        """Add up the sizes of storages."""
         return sum(self.trace.sizes[s] for s in storages)
 
     def calls_of(self, name: str) -> list[Call]:
-        """The calls of a module, in order."""
+        """List the calls of a module, in order."""
         return [call for call in self.trace.calls if call.module == name]
 
     def forward_s(self, rates: Rates) -> list[float]:
-        """Seconds by block; the last entry is what runs outside of blocks."""
+        """Return seconds by block; the last entry is what runs outside of blocks."""
         found = [0.0] * (len(self.blocks) + 1)
         for operator, block in zip(self.trace.operators, self.block_of, strict=True):
             found[block] += rates.seconds(operator.flops, operator.moved_bytes)
@@ -307,11 +312,12 @@ def survey(
     modules: Sequence[str] | None = None,
     device: torch.device | None = None,
 ) -> Survey:
-    """Run a fake copy of the model once, under the caller's autocast, and tell what it saved.
+    """Run a fake copy of the model once, under the caller's autocast, and count what it saves.
 
     Args:
         model: in training mode, also partitioned by ZeRO-3, without ds_ckpt's checkpointing on it.
-        args, kwargs: of its forward. Shapes and types count, and the values of small integers.
+        args: of its forward. Shapes and types count, and the values of small integers.
+        kwargs: likewise.
         modules: class names or patterns of the blocks, as in the configuration.
         device: where the parameters are when the model runs; None: where they say they are.
 
@@ -321,13 +327,11 @@ def survey(
             of an operator's result.
     """
     found = find_blocks(model, modules)
-    names = {b.name for b in found}
-    # those that are not inside another one
-    outermost = [b for b in found if not any(b.name.startswith(f"{n}.") for n in names)]
+    outermost = [b for b in found if not any(b.name.startswith(f"{o.name}.") for o in found)]
     blocks = [SurveyedBlock.of(block) for block in outermost]
     watched = frozenset[str]().union(*(block.watched for block in blocks))
     with fake_run(model, args, kwargs, device) as (twin, fake_args, fake_kwargs):
-        # with its hook in place, as in training: transformers then leaves out its cache
+        # with the hook in place, as in training: transformers then leaves out its cache
         plainly = CheckpointedBlocks(twin, units=[])
         trace = Trace(twin, watched)
         with not_plannable(lambda: trace.running), trace.tracker.saved, trace.tracker:
@@ -337,11 +341,11 @@ def survey(
 
 
 def not_plannable(running: Callable[[], str] = lambda: "") -> AbstractContextManager[None]:
-    """Refuses a forward that asks for values, with the module that did."""
+    """Refuse a forward that reads values, and name the module that does."""
     return unknown_values_refused(
         lambda: f"the forward of {running() or 'the model'}",
         'set "policy" to "block", "selective" or another that measures nothing, or '
-        "replace what asks for the value (.item(), nonzero, an if on a tensor)",
+        "replace the code that reads the value (.item(), nonzero, an if on a tensor)",
     )
 
 
@@ -498,7 +502,7 @@ def simulate(
 
 @contextmanager
 def gradients_dropped(model: nn.Module) -> Iterator[None]:
-    """Weights' gradients are let go as they come, as ZeRO-3 takes them away."""
+    """Drop weights' gradients as they come, as ZeRO-3 takes them away."""
 
     def drop(parameter: Tensor) -> None:
         parameter.grad = None

@@ -198,14 +198,9 @@ def estimate(
 
     host = residual_bytes if on_host else 0
     if _to_host(zero, "offload_optimizer"):
-        groups = max(1, math.ceil(sharded / max(1, group)))
-        ratio = lookup(zero, ("offload_optimizer", "ratio"))
-        moved = float(ratio) if isinstance(ratio, int | float) else 1.0
-        stays = int((1 - moved) * groups) / groups
-        host += gradients_bytes + round((1 - stays) * (optimizer_bytes + master_bytes * sharded))
-        optimizer_bytes = round(stays * optimizer_bytes)
-        gradients_bytes = round(stays * master_bytes * sharded)  # in 32 bits, for good
-        step_bytes = 0
+        # with gradients in 32 bits beside those that are sent
+        host += gradients_bytes + optimizer_bytes + master_bytes * sharded
+        optimizer_bytes = gradients_bytes = step_bytes = 0
     if stage == 3 and _to_host(zero, "offload_param"):
         host += kept_bytes + copy_bytes
         kept_bytes = copy_bytes = 0
@@ -346,8 +341,7 @@ def _optimizer(config: Mapping[str, Any] | None, notes: list[str]) -> tuple[str,
 
 
 def _to_host(zero: Mapping[str, Any], key: str) -> bool:
-    former = {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_param"}
-    return lookup(zero, (key, "device")) in ("cpu", "nvme") or zero.get(former[key]) is True
+    return lookup(zero, (key, "device")) in ("cpu", "nvme")
 
 
 def _halved(config: Mapping[str, Any] | None, what: str) -> bool:

@@ -1,10 +1,9 @@
-"""A plan as plain data, and its tables: the best, its neighbours, ZeRO-1, and the figures used."""
+"""A plan as plain data and in tables: the best, its alternatives, and the sources of figures."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -13,7 +12,6 @@ from rich.table import Table
 
 from ds_ckpt.lab.estimate.search import (
     OWN_FIGURES,
-    TIE,
     ZERO1,
     Candidate,
     Question,
@@ -23,50 +21,21 @@ from ds_ckpt.lab.estimate.search import (
     placement,
 )
 from ds_ckpt.lab.hosts.hardware import Figure
-from ds_ckpt.telemetry.units import GIB
+from ds_ckpt.telemetry.units import GIB, columns
 
 _NOTHING = 5e-4
 """Share of a step that is not worth a word."""
 
 
-def neighbours(search: Search, best: Candidate) -> Iterator[tuple[str, Candidate | None]]:
-    """Yield the best with one thing changed (None: it does not fit), and ZeRO-1."""
-    at = best.setting
-    for policy in ("none", "block", "attention", "mlp"):
-        if policy != at.policy and policy in search.policies(at.sequences):
-            yield f"checkpointing {policy}", search.uniform(at, policy)
-    if best.plan.recompute_s or at.offload:
-        change = "inputs not offloaded" if at.offload else "inputs offloaded"
-        yield change, search.mixture(at.sequences, at.weights, at.method, not at.offload)
-    for kind in search.kinds:
-        if kind != at.weights and at.method in search.methods_with(kind):
-            other = search.mixture(at.sequences, kind, at.method, at.offload)
-            yield placement(kind), other
-    for method in search.methods_with(at.weights):
-        if method != at.method:
-            other = search.mixture(at.sequences, at.weights, method, at.offload)
-            yield f"gradients {method.name}", other
-    sizes = list(search.micro_batches())
-    place = sizes.index(at.sequences)
-    for n in (*sizes[max(place - 1, 0) : place], *sizes[place + 1 : place + 2]):
-        other = search.mixture(n, at.weights, at.method, at.offload)
-        yield f"micro-batch {n} x {search.each // n}", other
-    yield f"{ZERO1}, a baseline", best_of(search.zero1) if search.zero1 else None
-
-
-def difference(best: Candidate, other: Candidate | None) -> str:
-    """Name the parts of the step in which another candidate differs from the best."""
-    if other is None:
-        return "does not fit"
-    if not other.fits:
-        more = other.needed_bytes - other.capacity_bytes
-        return f"needs {more / GIB:.1f} GiB more" if more > 0 else "host memory is too small"
-    least = _NOTHING * best.step.seconds
-    kinds = best.step.parts_s.keys() | other.step.parts_s.keys()
-    differ = {k: other.step.parts_s.get(k, 0.0) - best.step.parts_s.get(k, 0.0) for k in kinds}
-    most = sorted((k for k in kinds if abs(differ[k]) > least), key=lambda k: -abs(differ[k]))
-    tie = "a tie: " if abs(other.step.seconds / best.step.seconds - 1) <= TIE else ""
-    return tie + (", ".join(f"{kind} {differ[kind]:+.3g} s" for kind in most[:3]) or "as fast")
+def alternatives(search: Search) -> dict[str, Candidate | None]:
+    """Return the best of each placement of weights and of each method, and of ZeRO-1."""
+    found: dict[str, list[Candidate]] = {placement(kind): [] for kind in search.kinds}
+    found |= {f"gradients {method.name}": [] for method in search.methods}
+    for one in search.all:
+        found[placement(one.setting.weights)].append(one)
+        found[f"gradients {one.setting.method.name}"].append(one)
+    found[f"{ZERO1}, a baseline"] = search.zero1
+    return {name: best_of(some) if some else None for name, some in found.items()}
 
 
 def figures(question: Question) -> list[Figure]:
@@ -89,15 +58,9 @@ def content(search: Search, best: Candidate) -> dict[str, Any]:
         "loss": question.loss,
         "best": _plain(question, best),
         "deepspeed": deepspeed_file(question, best.setting, best.plan),
-        "neighbours": [
-            {
-                "change": change,
-                "fits": one is not None and one.fits,
-                "difference": difference(best, one),
-                **(_plain(question, one) if one is not None else {}),
-            }
-            for change, one in neighbours(search, best)
-        ],
+        "alternatives": {
+            name: one and _plain(question, one) for name, one in alternatives(search).items()
+        },
         "not_tried": [method.name for method in search.refused],
         "figures": [
             # JSON has no infinity: the rate between nodes of a single one
@@ -167,15 +130,17 @@ def show(found: dict[str, Any], console: Console) -> None:
                 table.add_row(f"  {what}", f"{value / unit:,.3f}")
         if table.row_count:
             console.print(table)
-    console.print("\n[bold]With one thing changed:[/bold]")
-    table = Table("", "s a step", "tokens/s", "GiB", "against the best", box=None, pad_edge=False)
-    fitting = sorted(found["neighbours"], key=lambda n: n["step_s"] if n["fits"] else math.inf)
-    for one in fitting:
-        seconds = f"{one['step_s']:.3g}" if one["fits"] else ""
-        rate = f"{one['tokens_per_s']:,.0f}" if one["fits"] else ""
-        memory = f"{one['needed_bytes'] / GIB:.1f}" if "needed_bytes" in one else ""
-        table.add_row(f"  {one['change']}", seconds, rate, memory, one["difference"])
-    console.print(table)
+    console.print("\n[bold]Alternatives, each with its best settings:[/bold]")
+    fitting = {name: one for name, one in found["alternatives"].items() if one is not None}
+    rows, settings = [("", "s a step", "tokens/s", "GiB")], ["settings"]
+    for name, one in sorted(fitting.items(), key=lambda item: item[1]["step_s"]):
+        memory, rate = f"{one['needed_bytes'] / GIB:.1f}", f"{one['tokens_per_s']:,.0f}"
+        rows.append((f"  {name}", f"{one['step_s']:.3g}", rate, memory))
+        settings.append(one["setting"])
+    for line, setting in zip(columns(rows).splitlines(), settings, strict=True):
+        console.print(f"{line}  {setting}")
+    if left := [name for name, one in found["alternatives"].items() if one is None]:
+        console.print(f"  nothing fits: {', '.join(left)}")
     if found["not_tried"]:
         names = ", ".join(found["not_tried"])
         console.print(f"  not tried, as verdicts do not allow them (--loss any): {names}")

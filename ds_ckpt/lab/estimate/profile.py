@@ -33,11 +33,11 @@ from ds_ckpt.config import parse
 from ds_ckpt.config.activation import ActivationConfig, activation_policy
 from ds_ckpt.config.paths import lookup, precision
 from ds_ckpt.errors import ConfigError, DsCkptError, Problem, UnsupportedError
-from ds_ckpt.lab.estimate.memory import Parameters, States, estimate, keeps_resident
+from ds_ckpt.lab.estimate.memory import Parameters, States, estimate
 from ds_ckpt.lab.subject import Sizes, Subject, arguments_of, find_subject, run_forward, tokens_of
 from ds_ckpt.telemetry.memory import OUTSIDE, Phase, tensors_in
 from ds_ckpt.telemetry.units import GIB
-from ds_ckpt.zero3.resident import HOST_COPY, OPTIONAL, host_copy_bytes
+from ds_ckpt.zero3.resident import HOST_COPY, OPTIONAL
 
 NONE = "none"
 """Name of the step without a policy."""
@@ -157,9 +157,6 @@ class Profile:
         footprints: every policy at every batch size.
         not_measured: assumptions, and what could not be measured.
         modules: class names or patterns of the blocks, if the configuration must name them.
-        resident_weights_bytes: what resident weights take of a rank beside hpZ's copy; None: not
-            known, or refused beside the other settings.
-        has_resident_weights: the configuration has them.
         schema: changes when a field is renamed or removed.
     """
 
@@ -171,8 +168,6 @@ class Profile:
     not_measured: tuple[str, ...]
     modules: tuple[str, ...] | None = None
     limit_bytes: int | None = None
-    resident_weights_bytes: int | None = None
-    has_resident_weights: bool = False
     schema: int = 3
 
     @property
@@ -618,24 +613,4 @@ def make_profile(options: Options, report: Report = lambda text: None) -> Profil
         not_measured=(*assumptions, *missing),
         modules=tuple(modules) if modules else None,
         limit_bytes=options.limit_bytes,
-        resident_weights_bytes=_resident_weights(parameters, states, options.config),
-        has_resident_weights=keeps_resident(options.config),
     )
-
-
-def _resident_weights(
-    parameters: Parameters, states: States, config: Mapping[str, Any] | None
-) -> int | None:
-    """Bytes that resident weights take of a rank beside hpZ's copy; see `Profile`."""
-    world, hosts = states.world, states.hosts
-    if keeps_resident(config) and hosts != 1:
-        return states.host_copy_bytes
-    if hosts is None or hosts == 1 or states.zero_stage != 3:
-        return None
-    ours = {**(lookup(config, ("ds_ckpt",)) or {}), "weights": {"resident": True}}
-    try:
-        parse({"zero_optimization": {"stage": 3}, **(config or {}), "ds_ckpt": ours})
-    except ConfigError:
-        return None
-    needed = host_copy_bytes(parameters.counts, world, world // hosts, parameters.itemsize)
-    return max(0, needed - states.host_copy_bytes)

@@ -166,7 +166,7 @@ class Finding:
 
 def findings(profile: Profile) -> list[Finding]:
     """List the facts with a setting that acts on them."""
-    parts = (_smallest, _resident, _bucket, _limit)
+    parts = (_smallest, _bucket, _limit)
     return [finding for find in parts for finding in find(profile)]
 
 
@@ -191,28 +191,6 @@ def _smallest(profile: Profile) -> Iterator[Finding]:
             f"and {times(small.step.launches, first.step.launches)} the operator launches.",
             _of(small),
         )
-
-
-def _resident(profile: Profile) -> Iterator[Finding]:
-    """Resident weights against the memory that checkpointing frees."""
-    taken, limit = profile.resident_weights_bytes, profile.limit_bytes
-    small = min(profile.at_first, key=lambda f: f.peak_bytes)
-    freed = profile.first.peak_bytes - small.peak_bytes
-    if taken is None or not freed:
-        return
-    text = (
-        "Resident weights take " if profile.has_resident_weights else "Resident weights would take "
-    )
-    text += f'{size(taken)} a rank; "{small.policy}" frees {size(freed)}'
-    needed = profile.total_bytes(small)
-    needed += 0 if profile.has_resident_weights else taken
-    config = {**(_of(small) or {}).get("ds_ckpt", {}), "weights": {"resident": True}}
-    if limit is not None and needed > limit:
-        yield Finding(f"{text}. {size(needed)} in all are more than {size(limit)}.")
-    elif taken > freed:
-        yield Finding(f"{text}: checkpointing does not pay for them.")
-    else:
-        yield Finding(f"{text}.", {"ds_ckpt": config})
 
 
 def _bucket(profile: Profile) -> Iterator[Finding]:
