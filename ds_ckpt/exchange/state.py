@@ -161,7 +161,6 @@ class ResidualFiles:
     """
 
     what = "residuals"
-    anew = "residuals then start at 0"
     not_converted: str | None = (
         "ds_ckpt: the universal checkpoint %s holds no residuals; they start at 0. If it was made "
         "from one that an earlier version of ds_ckpt saved, copy the ds_ckpt_residuals_* files of "

@@ -3,10 +3,9 @@
 `StateFiles` reads and writes the state. This file knows when DeepSpeed saves and loads, under which
 tag, and what the caller loads.
 
-While a tag that exists is saved again, a mark file stays there until the save has ended. A save
-that was interrupted may have left DeepSpeed's files of the earlier save, which must not be loaded
-with other state. DeepSpeed's conversion to a universal checkpoint copies the mark
-(`*model_states.pt`) and does not read it (`*_model_states.pt`).
+A save removes the state of an earlier save under its tag, runs DeepSpeed's save, writes the state,
+and names the tag in `latest`. If it is interrupted, the tag holds no state or an incomplete one,
+which is refused: never the state of one save beside DeepSpeed's files of another.
 """
 
 from __future__ import annotations
@@ -21,15 +20,11 @@ from typing import Any, Protocol
 
 import torch.distributed as torch_dist
 
-from ds_ckpt.errors import Problem, StateError
 from ds_ckpt.files import replacing
 from ds_ckpt.patch import Patches
 from ds_ckpt.zero3.run_on_all import run_on_all_or_raise
 
 log = logging.getLogger("ds_ckpt")
-_MARK = "ds_ckpt_saving.model_states.pt"
-_MARKS = "ds_ckpt_*saving*"
-"""Includes those of earlier versions."""
 _HELD_WEIGHTS = "ds_ckpt_weights_*"
 """Written by an earlier version for weight changes in few bits."""
 
@@ -39,12 +34,10 @@ class StateFiles(Protocol):
 
     Attributes:
         what: Name of the state, for messages.
-        anew: Consequence of removing its files, for messages.
         not_converted: Warning for a universal checkpoint without it; None for no warning.
     """
 
     what: str
-    anew: str
     not_converted: str | None
 
     @property
@@ -105,8 +98,6 @@ def wrap_checkpoints(
 
         def begin() -> None:
             if is_first:
-                if folder.is_dir():
-                    (folder / _MARK).touch()
                 files.clear(folder)
                 for path in folder.glob(_HELD_WEIGHTS):
                     path.unlink()
@@ -117,25 +108,17 @@ def wrap_checkpoints(
             given["save_latest"] = False
 
         def end() -> None:
-            if is_first:
-                for mark in folder.glob(_MARKS):
-                    mark.unlink()
             if writes_latest and engine.global_rank == 0:
                 with replacing(Path(given["save_dir"]) / "latest") as latest:
                     latest.write_text(name)
 
         run_on_all_or_raise(begin, group, what="clear the checkpoint's folder")
-        run_on_all_or_raise(lambda: files.save(folder), group, what=f"save its {files.what}")
         result = save(*bound.args, **bound.kwargs)
+        run_on_all_or_raise(lambda: files.save(folder), group, what=f"save its {files.what}")
         run_on_all_or_raise(end, group, what=f"end the save of {files.what}")
         return result
 
     def read(folder: Path, *, is_universal: bool) -> Any:
-        mark = next(folder.glob(_MARKS), None)
-        if files.keeps and mark is not None:
-            why = "an earlier save used this tag; DeepSpeed's files may still be from it"
-            remedy = f"load another tag, or remove the ds_ckpt_* files: {files.anew}"
-            raise StateError(Problem(str(mark), "an interrupted save", why, remedy))
         if is_first and next(folder.glob(_HELD_WEIGHTS), None) is not None:
             log.warning(
                 "ds_ckpt: %s: files of weight changes in few bits are ignored; this version "

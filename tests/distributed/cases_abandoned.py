@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -140,77 +139,29 @@ def another_head(section: dict[str, Any], **options: Any) -> dict[str, str]:
     return told
 
 
-def save_that_fails(folder: str, section: dict[str, Any]) -> str:
-    """A second save under one tag, of which DeepSpeed's part fails; what a load says then."""
-    return broken_off_save(folder, lambda: _engine(section), _micro_step)
-
-
-def broken_off_save(
-    folder: str,
-    start: Callable[[], Any],
-    step: Callable[[Any, int], object],
-    second: Callable[[], Any] | None = None,
-) -> str:
-    """As `save_that_fails`, of engines that `start` makes; `step` trains one. The second save is
-    of an engine of `second`, if there is one."""
-    fresh()
-    engine = start()
-    step(engine, 0)
-    engine.save_checkpoint(folder, tag="t")
-    if second is not None:
-        engine.destroy()
-        fresh()
-        engine = second()
-    step(engine, 1)
-
-    def fails(*args: Any, **kwargs: Any) -> None:
-        raise OSError("no space left")
-
-    engine._save_checkpoint = fails
-    with contextlib.suppress(OSError):
-        engine.save_checkpoint(folder, tag="t")
-    engine.destroy()
-    return _what_a_load_says(folder, "t", start)
-
-
-def _what_a_load_says(folder: str, tag: str, start: Callable[[], Any]) -> str:
-    """The refusal; empty where it loads."""
-    fresh()
-    engine = start()
-    try:
-        engine.load_checkpoint(folder, tag=tag)
-    except ds_ckpt.StateError as error:
-        return str(error)
-    finally:
-        engine.destroy()
-    return ""
-
-
-def save_without_residuals_that_fails(folder: str, section: dict[str, Any]) -> str:
-    """As `save_that_fails`, where the run that saves again compresses nothing."""
-    config = models.zero3_config(ds_ckpt={"activation": {"policy": "block"}})
-    return broken_off_save(
-        folder,
-        lambda: _engine(section),
-        _micro_step,
-        lambda: models.start("llama", config),
-    )
-
-
-def load_universal(folder: str, tag: str, section: dict[str, Any]) -> str:
-    """What loading a universal checkpoint says."""
-    options = {"checkpoint": {"load_universal": True}}
-    return _what_a_load_says(folder, tag, lambda: _engine(section, **options))
-
-
-def saved_again(folder: str, section: dict[str, Any]) -> str:
-    """Another save under the tag of one that was broken off; what a load says then."""
+def interrupted_save(folder: str, section: dict[str, Any]) -> dict[str, Any]:
+    """A second save under one tag, whose DeepSpeed part fails; what a load restores then."""
     fresh()
     engine = _engine(section)
-    _micro_step(engine, 0)
-    engine.save_checkpoint(folder, tag="t")
+    for step in range(2):
+        if step:
+            engine._save_checkpoint = _no_space
+        _micro_step(engine, step)
+        with contextlib.suppress(OSError):
+            engine.save_checkpoint(folder, tag="t")
     engine.destroy()
-    return _what_a_load_says(folder, "t", lambda: _engine(section))
+    fresh()
+    engine = _engine(section)
+    engine.load_checkpoint(folder, tag="t")
+    session = ds_ckpt.session_of(engine)
+    assert session is not None
+    told = {"steps": engine.global_steps, "residuals": len(session.residuals)}
+    engine.destroy()
+    return told
+
+
+def _no_space(*args: Any, **kwargs: Any) -> None:
+    raise OSError("no space left")
 
 
 def _attach(engine: Any, section: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ ENDS_S = dict.fromkeys(cases_killed.FAULTS, 10.0) | {
     "link down for good": WAIT_S + 10,
 }
 """From the fault to the end of the last of the others, at most."""
-ROOM = {"disk full at our files": 1.1, "disk full at DeepSpeed's files": 1.7}
+ROOM = {"disk full at our files": 1.85, "disk full at DeepSpeed's files": 1.3}
 """Of the checkpoint's folder, in saves."""
 
 

@@ -9,7 +9,6 @@ import pytest
 
 from tests.distributed import cases_abandoned as cases
 from tests.distributed.models import topk_section
-from tests.distributed.universal import convert
 
 SECTIONS: dict[str, dict[str, Any]] = {
     "topk": topk_section(topk={"density": 0.05}, min_numel=16),
@@ -75,24 +74,11 @@ def test_a_checkpoint_loaded_amid_a_step_is_all_there_is(
             assert told["amid"][key] == told["new"][key]
 
 
-def test_a_second_save_that_deepspeed_broke_off_is_refused(world2: Any, tmp_path: Path) -> None:
-    section, folder = SECTIONS["topk"], str(tmp_path)
-    refusals = world2.run(cases.save_that_fails, folder, section)
-    convert(tmp_path, "t")  # DeepSpeed's files are all there: of the first save
-    refusals += world2.run(cases.load_universal, folder, "t_universal", section)
-    for message in refusals:
-        assert "ds_ckpt_saving" in message
-        assert "an interrupted save" in message
-        assert "residuals then start at 0" in message
-    assert world2.run(cases.saved_again, folder, section) == ["", ""]
-    assert not list((tmp_path / "t").glob("*saving*"))
-
-
-def test_so_is_one_of_a_run_that_compresses_nothing(world2: Any, tmp_path: Path) -> None:
-    """It has removed the residuals of DeepSpeed's files that are still there."""
-    given = str(tmp_path), SECTIONS["topk"]
-    for message in world2.run(cases.save_without_residuals_that_fails, *given):
-        assert "an interrupted save" in message
+def test_an_interrupted_save_leaves_no_state_beside_an_earlier_saves_files(
+    world2: Any, tmp_path: Path
+) -> None:
+    for told in world2.run(cases.interrupted_save, str(tmp_path), SECTIONS["topk"]):
+        assert told == {"steps": 1, "residuals": 0}
 
 
 def test_a_parameter_that_is_unfrozen_after_attach_is_trained(world2: Any) -> None:
