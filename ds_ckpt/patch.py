@@ -1,4 +1,4 @@
-"""Attributes set on live objects, each remembered so that it can be taken back exactly.
+"""Attributes set on live objects, each recorded so that it can be restored exactly.
 
 The only way in which this package changes an object that it does not own.
 """
@@ -14,14 +14,14 @@ _ABSENT = object()
 
 
 class Method:
-    """Stands on one object in the place of its own method.
+    """Replaces one object's method.
 
-    A deep copy or a pickle of the object has the original: with a plain function there, a copied
-    module would go on running the forward, and so the weights, of the one it was copied from.
+    A deep copy or a pickle of the object contains the original: with a plain function, a copied
+    module would run the forward, and so the weights, of the module it was copied from.
 
     Args:
-        function: what is called.
-        original: what it stands for.
+        function: Called instead.
+        original: The method that it replaces.
     """
 
     def __init__(self, function: Callable[..., Any], original: Callable[..., Any]) -> None:
@@ -35,26 +35,25 @@ class Method:
         return copy.deepcopy(self._original, memo)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_itself, (self._original,))
+        return (_identity, (self._original,))
 
 
-def _itself(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value
 
 
 class Patches:
-    """Sets attributes and restores them in reverse order.
+    """Sets attributes, and restores them in reverse order.
 
-    An attribute that the object had only through its class is deleted again on `undo`, so the
-    object's `__dict__` is what it was.
+    An attribute that the object had only through its class is deleted on `undo`.
     """
 
     def __init__(self) -> None:
         self._undo: list[tuple[Any, str, Any]] = []
 
     def set(self, target: Any, name: str, value: Any) -> None:
-        before = vars(target).get(name, _ABSENT)
-        self._undo.append((target, name, before))
+        """Set an attribute."""
+        self._undo.append((target, name, vars(target).get(name, _ABSENT)))
         setattr(target, name, value)
 
     def set_method(
@@ -64,7 +63,7 @@ class Patches:
         function: Callable[..., Any],
         original: Callable[..., Any] | None = None,
     ) -> None:
-        """As `set`, with the original for copies of the object: its own method if none is given."""
+        """Set a method. Copies of the object get `original`, by default its own method."""
         self.set(target, name, Method(function, original or getattr(target, name)))
 
     @property
@@ -73,10 +72,10 @@ class Patches:
         return bool(self._undo)
 
     def undo(self) -> None:
+        """Restore all attributes."""
         while self._undo:
             target, name, before = self._undo.pop()
-            if before is _ABSENT:
-                if name in vars(target):
-                    delattr(target, name)
-            else:
+            if before is not _ABSENT:
                 setattr(target, name, before)
+            elif name in vars(target):
+                delattr(target, name)

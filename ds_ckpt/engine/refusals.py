@@ -1,4 +1,4 @@
-"""Engines that the plugin does not serve, in words."""
+"""Refuses engines that the plugin does not support."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from ds_ckpt.errors import Problem, UnsupportedError
 
 
 def has_optimizer(engine: Any) -> bool:
-    """Whether there is an optimizer; transformers builds engines without one for evaluation."""
+    """Return whether the engine trains; transformers builds engines without one for evaluation."""
     optimizer = engine.optimizer
     return hasattr(optimizer, "step") and hasattr(optimizer, "param_groups")
 
 
 def refuse_pipeline(engine: Any) -> None:
-    """A pipeline engine checkpoints by itself and trains past `engine.step`."""
+    """Refuse pipeline engines: they checkpoint by themselves and do not call `engine.step`."""
     if any(base.__name__ == "PipelineEngine" for base in type(engine).__mro__):
         raise UnsupportedError(
             Problem(
@@ -29,41 +29,36 @@ def refuse_pipeline(engine: Any) -> None:
 
 
 def refuse_no_zero3_optimizer(engine: Any) -> None:
-    """The hooks need DeepSpeed's own."""
-    optimizer = engine.optimizer
-    if not has_optimizer(engine) or not hasattr(optimizer, "parameter_offload"):
+    """Refuse engines without DeepSpeed's ZeRO-3 optimizer."""
+    if not has_optimizer(engine) or not hasattr(engine.optimizer, "parameter_offload"):
         raise UnsupportedError(
             Problem(
                 where="engine.optimizer",
-                found=type(optimizer).__name__,
-                why="the hooks lean on DeepSpeed's ZeRO-3 optimizer; without an optimizer "
-                "nothing is trained",
-                remedy="give ds_ckpt.initialize an optimizer, or name one in the JSON file",
+                found=type(engine.optimizer).__name__,
+                why="the hooks patch DeepSpeed's ZeRO-3 optimizer",
+                remedy="pass an optimizer to ds_ckpt.initialize, or name one in the JSON file",
             )
         )
 
 
 def refuse_model_parallel(engine: Any, off: str = '$.ds_ckpt.compression.method to "none"') -> None:
-    """What is kept of a parameter is kept by its name, which model-parallel processes share."""
-    for attribute, word in (
-        ("mp_world_size", "model-parallel"),
-        ("sequence_parallel_size", "sequence-parallel"),
-    ):
+    """Refuse model parallelism: state is stored by parameter name, which its ranks share."""
+    for attribute in ("mp_world_size", "sequence_parallel_size"):
         size = getattr(engine, attribute, 1)
         if size > 1:
             raise UnsupportedError(
                 Problem(
                     where=f"engine.{attribute}",
                     found=str(size),
-                    why=f"{word} processes hold other slices under the same parameter name, by "
-                    "which residuals and resident weights are kept",
+                    why="these ranks hold other slices under the same parameter name, and "
+                    "residuals and resident weights are stored by name",
                     remedy=f"set {off}",
                 )
             )
 
 
 def nothing_to_replace(stage: int) -> UnsupportedError:
-    """There is no ZeRO-3 reduction to measure in the place of."""
+    """Return the error of `Session.measure_with` without a ZeRO-3 reduction."""
     return UnsupportedError(
         Problem(
             where="$.zero_optimization.stage",

@@ -1,11 +1,11 @@
-"""Lossless changes of 16-bit weights: what one optimizer step changed, in units of the last place.
+"""Lossless changes of 16-bit weights by one optimizer step, in units of the last place.
 
-Sender and receiver hold the old weights, so only the change travels. Read as integers in the order
-of their values, neighbouring 16-bit floats differ by 1; the change of a weight is a small integer,
-and how small depends on the weight's exponent, which both sides know. So elements are ordered by
-their old exponent and packed 8, 4, 2 or 1 to a byte, whichever suits the exponent, and the bytes go
-through zstd's Huffman coder: where a byte holds several elements, each gets a fraction of a bit.
-What does not fit its width travels whole, and a chunk that does not shrink travels as it is.
+Sender and receiver hold the old weights, so only the change is sent. Read as integers in the order
+of their values, neighbouring 16-bit floats differ by 1. The change of a weight is a small integer,
+and its size depends on the weight's exponent, which both sides have. Elements are ordered by their
+old exponent and packed 8, 4, 2 or 1 to a byte, by exponent. zstd's Huffman coder codes the bytes:
+if a byte holds several elements, each takes a fraction of a bit. An element that does not fit its
+width is sent uncompressed, and so is a chunk that does not shrink.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ else:
     from backports import zstd
 
 CHUNK = 1 << 19
-"""Elements that are coded together: few enough to stay in a processor's cache."""
+"""Elements that are coded together; they fit in a processor's cache."""
 _WIDTHS = (1, 2, 4, 8)
 _MANTISSA = {torch.bfloat16: 7, torch.float16: 10}
 _SIZES = 16
-"""A change takes 0 to 15 bits, or more and goes whole."""
+"""A change takes 0 to 15 bits; larger ones are sent uncompressed."""
 _SAMPLE = 1 << 14
-"""Elements of a chunk whose widths are looked at."""
+"""Elements of a chunk from which widths are chosen."""
 _OWN_CODE = 1 << 11
-"""Bytes of one exponent from which a Huffman code of its own pays for its table."""
+"""Bytes of one exponent that are worth a Huffman table of their own."""
 _HEADER = struct.Struct("<II")
-"""Bytes of the coded elements, 0 where the chunk is as it is; number of elements that go whole."""
+"""Bytes of the coded elements, 0 for an uncompressed chunk; number of uncompressed elements."""
 _LN_2 = math.log(2.0)
 _LITERALS_ARE_CODED = 1002
-"""zstd's `ZSTD_c_literalCompressionMode`, which Python's module has no name for."""
+"""zstd's `ZSTD_c_literalCompressionMode`, which Python's module does not name."""
 _HUFFMAN_ONLY: dict[int, int] = {
     zstd.CompressionParameter.compression_level: 1,
     zstd.CompressionParameter.strategy: zstd.Strategy.fast,
@@ -51,21 +51,21 @@ _HUFFMAN_ONLY: dict[int, int] = {
     zstd.CompressionParameter.window_log: 17,
     _LITERALS_ARE_CODED: 1,
 }
-"""zstd's Huffman coder with next to no search for repetitions, which would cost bits and time."""
+"""zstd's Huffman coder almost without a search for repetitions, which costs bits and time."""
 
 
 def encode(old: Tensor, new: Tensor) -> Tensor:
-    """What turns `old` into `new`, to the bit.
+    """Encode the change from `old` to `new`, exactly.
 
     Args:
         old: bf16 or fp16, flat, contiguous.
-        new: the same dtype, shape and device.
+        new: Same dtype, shape and device.
 
     Returns:
-        uint8 on the CPU, of at most 2 bytes an element and 8 a chunk.
+        uint8 on the CPU, at most 2 bytes per element and 8 per chunk.
 
     Raises:
-        TypeError: the dtype is another.
+        TypeError: Another dtype.
     """
     mantissa = _mantissa(old)
     chunks = zip(
@@ -79,12 +79,12 @@ def decode_(weights: Tensor, payload: Tensor) -> None:
     """Turn the old weights into the new ones, in place.
 
     Args:
-        weights: what `encode` had as `old`.
-        payload: what it returned.
+        weights: Equal to `old` of `encode`.
+        payload: Returned by `encode`.
 
     Raises:
-        TypeError: the dtype is neither bf16 nor fp16.
-        ValueError: the payload is not one of such weights.
+        TypeError: The dtype is neither bf16 nor fp16.
+        ValueError: The payload is damaged, or of other weights.
     """
     mantissa = _mantissa(weights)
     data, at = memoryview(payload.numpy().tobytes()), 0
@@ -99,12 +99,12 @@ def decode_(weights: Tensor, payload: Tensor) -> None:
 
 def _mantissa(weights: Tensor) -> int:
     if weights.dtype not in _MANTISSA:
-        raise TypeError(f"lossless changes are of bf16 or fp16 weights, not of {weights.dtype}")
+        raise TypeError(f"lossless changes need bf16 or fp16 weights, found {weights.dtype}")
     return _MANTISSA[weights.dtype]
 
 
 def _encode(old: Tensor, new: Tensor, mantissa: int) -> bytes:
-    # modulo 2^16, as the sum will be; the largest go whole, whatever stands for them
+    # modulo 2^16, like the sum in decode; the largest are sent uncompressed
     change = _ordinal(new).sub_(_ordinal(old)).clamp_(-0x4000, 0x3FFF)
     sign = change >> 15
     change = change.bitwise_left_shift_(1).bitwise_xor_(sign)  # 0, -1, 1, ... as 0, 1, 2, ...
@@ -134,7 +134,7 @@ def _encode(old: Tensor, new: Tensor, mantissa: int) -> bytes:
 
 
 def _decode_(weights: Tensor, data: memoryview, at: int, mantissa: int) -> int:
-    """Where the next chunk begins."""
+    """Decode one chunk. Returns the offset of the next one."""
     length: int
     escapes: int
     length, escapes = _HEADER.unpack_from(data, at)
@@ -169,7 +169,7 @@ def _tensor(data: bytes | memoryview, dtype: torch.dtype, device: torch.device) 
 
 
 def _ordinal(bits: Tensor) -> Tensor:
-    """int16, rising with the float's value, negative zero is -1; of these the bits again."""
+    """Map bits to int16 in the order of the floats, negative zero to -1. Its own inverse."""
     return (bits >> 15).bitwise_and_(0x7FFF).bitwise_xor_(bits)
 
 
@@ -178,7 +178,7 @@ def _exponents(bits: Tensor, mantissa: int) -> Tensor:
 
 
 def _choose(change: Tensor, exponent: Tensor, exponents: int) -> list[int]:
-    """For each exponent the index of the width that takes fewest bits, escapes included."""
+    """Return for each exponent the index of the width with the fewest bits."""
     every = max(1, change.numel() // _SAMPLE)
     change, exponent = change[::every], exponent[::every].to(torch.int32)
     size = torch.frexp(change.to(torch.float32))[1]
@@ -199,7 +199,7 @@ def _choose(change: Tensor, exponent: Tensor, exponents: int) -> list[int]:
 
 
 def _order(exponent: Tensor, widths: list[int]) -> tuple[Tensor, list[list[int]]]:
-    """Elements by width, then by exponent; and how many there are of each width's exponents."""
+    """Return the order by width, then by exponent, and counts by width and exponent."""
     by_width = torch.tensor(widths, dtype=torch.int64, device="cpu").argsort(stable=True)
     ranks = by_width.argsort().to(torch.uint8)
     keys = ranks.to(exponent.device).index_select(0, exponent.to(torch.int32))
@@ -211,7 +211,7 @@ def _order(exponent: Tensor, widths: list[int]) -> tuple[Tensor, list[list[int]]
 
 
 def _whole(groups: Sequence[Tensor]) -> Tensor:
-    """Which elements, counted through the groups of all widths, do not fit theirs."""
+    """Return indices, through the groups of all widths, of elements that do not fit."""
     tops = [(1 << width) - 1 for width in _WIDTHS]
     if on_host(groups[0].device):
         masks = [group.numpy() == top for group, top in zip(groups, tops, strict=True)]
@@ -220,7 +220,7 @@ def _whole(groups: Sequence[Tensor]) -> Tensor:
 
 
 def _pack(values: Tensor, width: int) -> bytes:
-    """Elements of `width` bits, the first lowest in its byte."""
+    """Pack elements of `width` bits, the first lowest in its byte."""
     each = 8 // width
     rows = torch.nn.functional.pad(values, (0, -values.numel() % each)).view(-1, each)
     packed = rows[:, 0].clone()

@@ -1,9 +1,8 @@
-"""Counts DeepSpeed's collectives where they are called: at its backend object.
+"""Counts DeepSpeed's collectives at its backend object.
 
-ZeRO-3's collectives, and this package's, go through the methods of one backend object
-(`deepspeed.comm.comm.cdb`), so wrapping those on the instance sees each of them once. Messages from
-point to point and lists of tensors (pipelines, expert parallelism) are not counted. All attached
-sessions share the wrapping; it goes when the last one detaches.
+ZeRO-3's collectives, and this package's, call methods of one object (`deepspeed.comm.comm.cdb`).
+Wrapping them counts each collective once. Point-to-point messages and lists of tensors (pipelines,
+expert parallelism) are not counted. All sessions share the wrappers; the last one removes them.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def _all_to_all(kwargs: dict[str, Any], world: int, me: int) -> list[int]:
-    """Bytes to each member of the group, to this one none."""
+    """Return bytes to each member of the group; 0 to this rank."""
     tensor: torch.Tensor = kwargs["input"]
     rows = tensor.shape[0] if tensor.dim() else 1
     row_bytes = _nbytes(tensor) // max(rows, 1)
@@ -34,8 +33,8 @@ def _all_to_all(kwargs: dict[str, Any], world: int, me: int) -> list[int]:
     return [0 if member == me else int(n) * row_bytes for member, n in enumerate(splits)]
 
 
-# method of the backend -> (collective, its arguments in order, which of them is the payload);
-# DeepSpeed's decorator hides the signatures, so they are written down here
+# method of the backend -> (collective, its arguments in order, the payload among them);
+# DeepSpeed's decorator hides the signatures
 _METHODS: dict[str, tuple[str, str, str]] = {
     "all_gather_into_tensor": ("all_gather", "output_tensor input_tensor group", "input_tensor"),
     "all_gather": ("all_gather", "tensor_list tensor group", "tensor"),
@@ -70,7 +69,7 @@ def _wrap(method: Callable[..., Any], op: str, arguments: str, payload: str) -> 
         world, me = torch_dist.get_world_size(group), torch_dist.get_rank(group)
         if op == "all_to_all":
             to = _all_to_all(named, world, me)
-        else:  # a ring in the order of the group: all goes to the next
+        else:  # a ring in the order of the group: everything is sent to the next rank
             to = [0] * world
             size = _nbytes(named[payload])
             to[(me + 1) % world] = sent_bytes(op, size, world, torch_dist.get_backend(group))
@@ -86,7 +85,7 @@ def _wrap(method: Callable[..., Any], op: str, arguments: str, payload: str) -> 
 
 
 def _timed(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `method`; record the call, and the wait for its handle, where somebody measures."""
+    """Call `method`; record the call, and the wait for its handle, if a listener has spans."""
     measuring = next((c for c in _listeners if c.spans is not None), None)
     if measuring is None or measuring.spans is None:
         return method(*args, **kwargs)
@@ -96,7 +95,7 @@ def _timed(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def listen(counters: Counters) -> None:
-    """Start to count into `counters`. DeepSpeed's backend must be up."""
+    """Start to count into `counters`. DeepSpeed's backend must be initialized."""
     global _patched_backend
     import deepspeed.comm.comm as ds_comm
 
@@ -107,7 +106,7 @@ def listen(counters: Counters) -> None:
                 Problem(
                     where="deepspeed.comm.comm.cdb",
                     found=f"{type(ds_comm.cdb).__name__} without {', '.join(missing)}",
-                    why="bytes are counted where these methods are called",
+                    why="bytes are counted at these methods",
                     remedy="call deepspeed.init_distributed() first, or install a DeepSpeed that "
                     "ds-ckpt doctor reports as tested",
                 )
@@ -121,7 +120,7 @@ def listen(counters: Counters) -> None:
 
 
 def unlisten(counters: Counters) -> None:
-    """Stop counting into `counters`; the backend is as it was once nobody listens."""
+    """Stop counting into `counters`; the last listener restores the backend."""
     global _patched_backend
     _listeners[:] = [c for c in _listeners if c is not counters]
     if not _listeners:

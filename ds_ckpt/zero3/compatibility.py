@@ -1,11 +1,10 @@
-"""What the hooks lean on inside DeepSpeed, and whether the installed one still has it.
+"""Symbols of DeepSpeed that the hooks use, and their state in the installed version.
 
-Each symbol is held by name, by signature and by a digest of its source (comments and blank lines
-left out). A missing symbol or another signature refuses the plugin; another digest alone warns, and
-the first bucket of the live engine is then held against DeepSpeed's own reduction.
+Each symbol is checked by name, by signature and by a digest of its source (without comments and
+blank lines). A missing symbol or another signature refuses the plugin. Another digest logs a
+warning, and the first bucket of the running engine is compared with DeepSpeed's own reduction.
 
-All that differs between the versions that are served is here: symbols that only some of them have,
-and below what an older DeepSpeed is given of a newer one.
+All differences between supported versions are here or marked with a version where they are used.
 """
 
 from __future__ import annotations
@@ -27,31 +26,32 @@ from ds_ckpt.errors import ContractError, Problem, UnsupportedError
 from ds_ckpt.patch import Patches
 
 FIRST, LAST = "0.18.5", "0.19.8"
-"""Of the versions of DeepSpeed that are served. What was run with them: docs/support.md."""
+"""Supported versions of DeepSpeed; docs/support.md has what was run with them."""
 TRIED = {
     "python": ("3.10", "3.13"),
     "torch": ("2.9", "2.15"),
     "deepspeed": (FIRST, LAST),
     "transformers": ("4.57", "5.24"),
 }
-"""The first and the last version of each that scripts/matrix.sh has passed with; pyproject.toml
-asks for the same."""
+"""First and last version with which scripts/matrix.sh passed; pyproject.toml requires the same."""
 RESIDENT_SINCE = "0.19.5"
-"""hpZ before leaves padding uninitialised, and fails where a process's part is padding alone."""
+"""Earlier, hpZ leaves padding uninitialized, and fails if a rank's part is only padding."""
 
 Reduce = Callable[[list[torch.Tensor]], list[torch.Tensor]]
-"""A bucket's full gradients to this process's parts."""
+"""From a bucket's full gradients to this rank's chunks."""
 
 
 @dataclass(frozen=True)
 class Symbol:
-    """One thing that a hook leans on.
+    """A function or object of DeepSpeed that a hook uses.
 
     Attributes:
         path: `module:qualified.name`.
-        signature: its parameters, or what type it has.
-        digests: of its source in the versions that are served.
-        since, until: the versions that have it, both included; "" leaves an end open.
+        signature: Its parameters, or the type of an object.
+        digests: Of its source in supported versions.
+        why: What the hook uses it for.
+        since: First version that has it; "" for all.
+        until: Last version that has it; "" for all.
     """
 
     path: str
@@ -62,7 +62,7 @@ class Symbol:
     until: str = ""
 
     def expected_in(self, version: str) -> bool:
-        """Whether that version of DeepSpeed has it."""
+        """Return whether that version of DeepSpeed has it."""
         number = _release(version)
         after = not self.since or number >= _release(self.since)
         return after and (not self.until or number <= _release(self.until))
@@ -74,7 +74,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Finding:
-    """The state of one symbol in the installed DeepSpeed."""
+    """State of one symbol in the installed DeepSpeed."""
 
     symbol: str
     status: Literal["ok", "digest_changed", "broken"]
@@ -169,7 +169,7 @@ init._convert_to_deepspeed_param(self, param) 08e0dcc2cd2c8c43
 parameters.get_allgather_dtype(param, param_ds_tensor) 52a77402ccc7b984
     copy what a host of one process keeps in the dtype that a gather gives
 """
-"""Owner, name, signature and digests of each, newest first, and below what it is used to."""
+"""Owner, name, signature and digests (newest first) of each symbol; below, its use."""
 
 
 def _symbol(
@@ -197,7 +197,7 @@ def _resolve(path: str) -> Any:
 
 
 def _parameters(function: Any) -> str:
-    """Parameter names and whether they have a default; annotations may change freely."""
+    """Return parameter names and marks of defaults; annotations may differ."""
     parts = []
     for parameter in inspect.signature(function).parameters.values():
         kind = parameter.kind
@@ -208,9 +208,9 @@ def _parameters(function: Any) -> str:
 
 
 def _undecorated(function: Any) -> Any:
-    """The function below its decorators, also below DeepSpeed's, which leave no `__wrapped__`.
+    """Return the function without decorators, also DeepSpeed's, which set no `__wrapped__`.
 
-    `instrument_w_nvtx` and its like return a closure over the function that they wrap.
+    `instrument_w_nvtx` returns a closure over the function that it wraps.
     """
     while True:
         function = inspect.unwrap(function)
@@ -222,14 +222,14 @@ def _undecorated(function: Any) -> Any:
 
 
 def describe(target: Any) -> tuple[str, str]:
-    """Signature and source digest of a function, or the type's name of a plain object."""
+    """Return signature and source digest of a function, or the type's name of an object."""
     if not callable(target):
         return type(target).__name__, ""
     target = _undecorated(target)
     return _parameters(target), _source_digest(target)
 
 
-@functools.cache  # all of them take as long to read as half of a small engine takes to start
+@functools.cache  # reading all sources takes half as long as starting a small engine
 def _source_digest(function: Any) -> str:
     source = textwrap.dedent(inspect.getsource(function))
     lines = [line.strip() for line in source.splitlines()]
@@ -244,7 +244,7 @@ def _check_one(symbol: Symbol, installed: str) -> Finding:
         target = _resolve(symbol.path)
         signature, digest = describe(target)
     except (ImportError, AttributeError, OSError, TypeError) as error:
-        detail = f"not there in DeepSpeed {installed} ({error}); tested with {tested}"
+        detail = f"missing in DeepSpeed {installed} ({error}); tested with {tested}"
         return Finding(symbol.path, "broken", f"{detail}; used to {symbol.why}", install)
     if signature != symbol.signature:
         detail = f"takes ({signature}), expected ({symbol.signature}); used to {symbol.why}"
@@ -257,7 +257,7 @@ def _check_one(symbol: Symbol, installed: str) -> Finding:
 
 
 def check(symbols: Iterable[Symbol] | None = None) -> list[Finding]:
-    """One finding for each symbol. Never raises for a DeepSpeed that moved."""
+    """Return one finding per symbol. Does not raise for another DeepSpeed."""
     import deepspeed
 
     installed = deepspeed.__version__
@@ -266,17 +266,17 @@ def check(symbols: Iterable[Symbol] | None = None) -> list[Finding]:
 
 
 def require(symbols: Iterable[Symbol] | None = None) -> list[Finding]:
-    """Raise `ContractError` with every broken symbol; return those whose digest alone changed."""
+    """Raise `ContractError` with every broken symbol; return those with another digest."""
     findings = check(symbols)
     broken = [f for f in findings if f.status == "broken"]
     if broken:
-        why = "the plugin wraps this symbol and would act on wrong assumptions"
+        why = "the plugin patches this symbol, and its assumptions would be wrong"
         raise ContractError([Problem(f.symbol, f.detail, why, f.remedy) for f in broken])
     return [f for f in findings if f.status == "digest_changed"]
 
 
 def outside(package: str, version: str) -> str:
-    """What was tried instead, in words; empty where that version lies inside or nothing was."""
+    """Return the range of versions that were tested, "" if that version is inside."""
     first, last = TRIED.get(package, ("", ""))
     number, end = _release(version), _release(last)
     if not first or (_release(first) <= number and number[: len(end)] <= end):
@@ -285,47 +285,50 @@ def outside(package: str, version: str) -> str:
 
 
 def require_torch(version: str = torch.__version__) -> None:
-    """Raise `UnsupportedError` where that torch lacks what recompute and factors are made with."""
+    """Raise `UnsupportedError` for a PyTorch without what recomputation and factors need."""
     first, last = TRIED["torch"]
     if _release(version) < _release(first):
         raise UnsupportedError(
             Problem(
                 where="torch",
                 found=version,
-                why="recompute asks for hooks on saved tensors that 2.7 does not tell, and factors "
-                "are multiplied at a precision that 2.8 cannot be asked for",
+                why="recomputation needs hooks on saved tensors (not in 2.7), and factors need a "
+                "matmul precision (not in 2.8)",
                 remedy=f"install a newer one, tried up to {last}: pip install 'torch>={first}'",
             )
         )
 
 
 def serves_resident_weights(version: str) -> bool:
+    """Return whether that DeepSpeed supports resident weights."""
     return _release(version) >= _release(RESIDENT_SINCE)
 
 
 def require_resident_weights(version: str) -> None:
-    """Raise `UnsupportedError` where that DeepSpeed's secondary partitions cannot be kept."""
+    """Raise `UnsupportedError` for a DeepSpeed without usable secondary partitions."""
     if not serves_resident_weights(version):
         raise UnsupportedError(
             Problem(
                 where="$.ds_ckpt.weights.resident",
                 found=f"true with DeepSpeed {version}",
-                why="its secondary partition (hpZ) leaves padding uninitialised, and fails where a "
-                "process's part is padding alone",
-                remedy="write false, or install a DeepSpeed that keeps them: "
+                why="its secondary partition (hpZ) leaves padding uninitialized, and fails if a "
+                "rank's part is only padding",
+                remedy="write false, or install a later DeepSpeed: "
                 f"pip install 'deepspeed>={RESIDENT_SINCE},<={LAST}'",
             )
         )
 
 
 def fill_in_verdict(optimizer: Any, patches: Patches, *, always_check: bool) -> None:
-    """Until 0.19.7 one method looks for overflow and decides; give it the newer division in two.
+    """Add 0.19.8's `_loss_scale_update_and_overflow_cleanup` to earlier versions.
 
-    It looks in fp16 alone: elsewhere a gradient that is not finite goes into the weights; the check
-    of norms that skips such a step came with 0.19.8.
+    They decide in `_overflow_check_and_loss_scale_update`, and check for non-finite gradients in
+    fp16 only.
 
     Args:
-        always_check: skip such a step here, too.
+        optimizer: DeepSpeed's ZeRO-3 optimizer.
+        patches: Records the originals.
+        always_check: Skip steps with non-finite gradients in every dtype, like 0.19.8.
     """
     if hasattr(optimizer, "_loss_scale_update_and_overflow_cleanup"):
         return
@@ -335,7 +338,7 @@ def fill_in_verdict(optimizer: Any, patches: Patches, *, always_check: bool) -> 
         if always_check and optimizer.dtype != torch.float16:
             optimizer.check_overflow()
             scaler = optimizer.torch_autocast_gradscaler
-            if optimizer.overflow and scaler is not None:  # it is not asked in a skipped step
+            if optimizer.overflow and scaler is not None:  # not updated in a skipped step
                 scaler.update(scaler.get_scale() * scaler.get_backoff_factor())
         return optimizer._loss_scale_update_and_overflow_cleanup()
 
@@ -344,7 +347,7 @@ def fill_in_verdict(optimizer: Any, patches: Patches, *, always_check: bool) -> 
 
 
 def ends_step(optimizer: Any) -> bool:
-    """Whether this is the last micro-step of a step. A method since 0.19.5, before an attribute."""
+    """Return whether this micro-step ends a step. A method since 0.19.5, an attribute before."""
     answer = optimizer.is_gradient_accumulation_boundary
     return bool(answer() if callable(answer) else answer)
 
@@ -356,42 +359,45 @@ def check_identity(
     deepspeed_reduce: Reduce,
     group: Any,
 ) -> bool:
-    """Collective: reduce copies of the bucket both ways. Tells whether it was held against it.
-
-    A non-finite gradient leaves nothing to compare; fp16 often begins with some.
+    """Reduce copies of the bucket both ways, and compare. Collective.
 
     Args:
-        names: of the parameters, for the error.
-        ours: sends everything.
+        names: Of the parameters, for the error.
+        tensors: Full gradients of this rank.
+        ours: A reduction that sends everything.
         deepspeed_reduce: DeepSpeed's reduction over `group`.
+        group: Process group.
+
+    Returns:
+        False if a gradient was not finite, which fp16 often starts with: nothing was compared.
 
     Raises:
-        ContractError: on every process, where the results differ on one.
+        ContractError: On every rank, if the results differ on one.
     """
     expected = deepspeed_reduce([t.clone() for t in tensors])
     got = ours([t.clone() for t in tensors])
     pairs = zip(names, expected, got, strict=True)
     nonfinite = not all(bool(t.isfinite().all()) for t in (*expected, *got))
     differing = [] if nonfinite else [name for name, a, b in pairs if not _same(a, b)]
-    # the answer is the group's: nobody may go on into a collective where another has stopped
+    # agreed across ranks: none may continue into a collective after another has raised
     flags = tensors[0].new_tensor([len(differing), int(nonfinite)], dtype=torch.int64)
     torch_dist.all_reduce(flags, group=group)
     different, unknown = flags.tolist()
     if unknown or not different:
         return not unknown
-    where = ", ".join(differing) if differing else "(in other processes)"
+    where = ", ".join(differing) if differing else "(on other ranks)"
     raise ContractError(
         Problem(
             where=f"reduce_scatter_coalesced, parameter {where}",
             found="another result than an exchange that sends everything",
-            why="its reduction no longer means what the hook stands in for",
+            why="the hook replaces its reduction, which computes something else",
             remedy="install a DeepSpeed that ds-ckpt doctor reports as tested",
         )
     )
 
 
 def _same(expected: torch.Tensor, got: torch.Tensor) -> bool:
-    """Equal but for the rounding of another order of summation. Both are finite."""
+    """Return whether finite tensors are equal within the rounding of a sum."""
     if expected.shape != got.shape:
         return False
     tolerance = 8 * torch.finfo(expected.dtype).eps

@@ -1,8 +1,8 @@
-"""What ZeRO-3 keeps on the accelerator beside activations: the engine's own tensors and limits.
+"""Memory that ZeRO-3 holds on the accelerator beside activations.
 
-Sizes are read from tensors that exist (each storage once, on the accelerator only, so what is
-offloaded does not count). A bound and no reading is the number of gathered weights, and a host's
-copy of the weights is computed: hpZ drops it between steps.
+Sizes are read from the engine's tensors: each storage once, on the accelerator only, without what
+is offloaded. Gathered weights are a bound. A node's copy of the weights is computed, because hpZ
+drops it between steps.
 """
 
 from __future__ import annotations
@@ -15,49 +15,48 @@ from torch import Tensor, nn
 
 HOST_COPY = "a host's copy of the weights, this process's part"
 OPTIONAL = {HOST_COPY: '"weights": {"resident": false}, "zero_hpz_partition_size": 1'}
-"""What a model trains without, and the settings that drop it."""
+"""Memory that training does not need, and the settings that free it."""
 
 OFFLOADED = ("master weights", "optimizer state", "gradients, this process's part")
-"""What `offload_optimizer` moves to host memory."""
+"""Memory that `offload_optimizer` moves to the CPU."""
 
 
 def host_copy_bytes(counts: Iterable[int], processes: int, per_host: int, itemsize: int) -> int:
-    """What a process keeps of a host's copy of the weights (resident weights, and hpZ's own).
+    """Return a rank's bytes of a node's copy of the weights (resident weights, and hpZ's own).
 
-    ZeRO-3 pads each parameter to as many shards of one size as there are processes, and the
-    processes of a host divide them, whole shards each.
+    ZeRO-3 pads each parameter to equal shards, one per rank. The ranks of a node divide them.
 
     Args:
-        counts: elements of each parameter, frozen ones included.
-        processes: that share the model, a multiple of `per_host`.
-        per_host: processes that divide a copy.
-        itemsize: bytes an element.
+        counts: Elements of each parameter, frozen ones included.
+        processes: Ranks that share the model, a multiple of `per_host`.
+        per_host: Ranks of a node.
+        itemsize: Bytes per element.
     """
     return itemsize * (processes // per_host) * sum(-(-n // processes) for n in counts)
 
 
 def gathered_elements(counts: Sequence[int], largest: int, reuse: int, prefetch: int) -> int:
-    """The most elements that ZeRO-3 has gathered at a time, of weights that it lets go.
+    """Return the largest number of elements gathered at a time, of weights that are released.
 
-    It keeps a weight whose next use is within `stage3_max_reuse_distance` elements of its last
-    (`PartitionedParameterCoordinator.__params_to_release`). At the end of the forward that is the
-    way there and back, so half of the distance. `stage3_max_live_parameters` bounds what is
-    prefetched, no more.
+    ZeRO-3 keeps a weight whose next use is within `stage3_max_reuse_distance` elements of its last
+    (`PartitionedParameterCoordinator.__params_to_release`). At the end of the forward that is half
+    of the distance, there and back. `stage3_max_live_parameters` bounds the prefetch only.
 
     Args:
-        counts: of each parameter that is let go.
-        largest: block, which is there whole.
-        reuse, prefetch: `stage3_max_reuse_distance`, `stage3_prefetch_bucket_size`.
+        counts: Elements of each parameter that is released.
+        largest: Elements of the largest block, which is gathered as one.
+        reuse: `stage3_max_reuse_distance`.
+        prefetch: `stage3_prefetch_bucket_size`.
     """
     return min(sum(counts), max(reuse // 2, largest) + prefetch)
 
 
 def resident_bytes(engine: Any, blocks: Sequence[nn.Module]) -> dict[str, int]:
-    """Bytes by what they are.
+    """Return bytes by purpose.
 
     Args:
-        engine: DeepSpeed's, with its ZeRO-3 optimizer.
-        blocks: whose weights are gathered one at a time.
+        engine: DeepSpeed's engine, with its ZeRO-3 optimizer.
+        blocks: Gathered one at a time.
     """
     optimizer, device = engine.optimizer, torch.device(engine.device)
     offload = optimizer.parameter_offload

@@ -1,4 +1,4 @@
-"""One process's failure is everybody's: no process waits in a collective where another stopped."""
+"""Agreement on failures: no rank waits in a collective after another has raised."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ _T = TypeVar("_T")
 
 
 def run_on_all_or_raise(action: Callable[[], _T], group: Any, *, what: str) -> _T:
-    """Run `action` on every process of the group; where it fails on one, all raise.
+    """Run `action` on every rank of the group; if it fails on one, all raise.
 
     Args:
-        action: must not call a collective itself.
-        what: the action in words, for those processes on which it went well.
+        action: Must not call a collective.
+        group: Process group; None for all ranks.
+        what: Names the action for ranks on which it succeeded.
 
     Raises:
-        Exception: this process's own failure.
-        StateError: another process failed; with what it said.
+        Exception: This rank's own failure.
+        StateError: Another rank failed; with its message.
     """
     from deepspeed.accelerator import get_accelerator
 
@@ -37,16 +38,16 @@ def run_on_all_or_raise(action: Callable[[], _T], group: Any, *, what: str) -> _
     torch_dist.all_reduce(failed, group=group)
     if not failed.item():
         return result[0]
-    told: list[Any] = [None] * torch_dist.get_world_size(group)
-    torch_dist.all_gather_object(told, None if failure is None else str(failure), group=group)
+    messages: list[Any] = [None] * torch_dist.get_world_size(group)
+    torch_dist.all_gather_object(messages, None if failure is None else str(failure), group=group)
     if failure is not None:
         raise failure
-    process, said = next((p, words) for p, words in enumerate(told) if words is not None)
+    rank, message = next((r, text) for r, text in enumerate(messages) if text is not None)
     raise StateError(
         Problem(
-            where="the other processes of the data-parallel group",
-            found=f"{int(failed.item())} of them could not {what}; process {process} said:\n{said}",
-            why="it is done on all processes or on none",
-            remedy="do what that error says",
+            where="the other ranks of the data-parallel group",
+            found=f"{int(failed.item())} of them could not {what}; rank {rank}:\n{message}",
+            why="all ranks do it, or none",
+            remedy="follow that error's remedy",
         )
     )

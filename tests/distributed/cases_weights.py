@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
 import ds_ckpt
 from ds_ckpt.engine.tuner import COUNTED_STEPS
@@ -135,73 +133,6 @@ def _run(
 
 
 run = once(when=lambda slots, kind, section, *a, **o: "weights" not in section)(_run)
-
-
-def written(slots: list[int], section: dict[str, Any], way: str, **options: Any) -> Any:
-    """The user writes weights in the middle of training; losses and what is kept after a step."""
-    fresh()
-    with hosts(slots):
-        engine = models.start("llama", config_of(section, **options))
-        losses = models.train(engine, "llama", 2)
-        param = max(engine.module.parameters(), key=lambda p: p.ds_numel)
-        if way == "gathered":
-            with deepspeed.zero.GatheredParameters([param], modifier_rank=0):
-                if dist.get_rank() == 0:
-                    param.data.mul_(1.5)
-        else:
-            safe_set_full_fp32_param(param, safe_get_full_fp32_param(param) * 1.5)
-        losses += models.train(engine, "llama", 2, first=2)
-        wrong = mismatched(engine) if section else 0
-        digest = models.weights_digest(engine)
-        norm = float(safe_get_full_fp32_param(param).norm())
-        engine.destroy()
-    return {"losses": losses, "wrong": wrong, "weights": digest, "written": norm}
-
-
-def resumed(slots: list[int], section: dict[str, Any], folder: str, straight: bool) -> Any:
-    """Four steps; or two, a checkpoint, a step too many, the checkpoint again, and two more."""
-    fresh()
-    with hosts(slots):
-        engine = models.start("llama", config_of(section))
-        models.train(engine, "llama", 2)
-        if not straight:
-            engine.save_checkpoint(folder)
-            models.train(engine, "llama", 1, first=7)
-            engine.load_checkpoint(folder)
-        losses = models.train(engine, "llama", 2, first=2)
-        wrong = mismatched(engine)
-        whole = Path(folder) / "whole"
-        engine.save_16bit_model(str(whole), "model.bin")
-        dist.barrier()
-        saved = torch.load(whole / "model.bin")
-        same = True
-        for name, param in engine.module.named_parameters():
-            param.all_gather()
-            same &= torch.equal(saved[name].flatten(), param.data.flatten())
-            param.partition()
-        digest = models.weights_digest(engine)
-        engine.destroy()
-    return {"losses": losses, "wrong": wrong, "weights": digest, "same": same}
-
-
-def detached(slots: list[int], section: dict[str, Any]) -> Any:
-    """Two steps, `detach`, two more."""
-    fresh()
-    with hosts(slots):
-        engine = models.start("llama", config_of(section))
-        before = models.train(engine, "llama", 2)
-        ds_ckpt.session_of(engine).detach()
-        secondary = [p.ds_secondary_tensor for p in engine.module.parameters()]
-        with crossing_hosts(slots) as crossing:
-            after = models.train(engine, "llama", 2, first=2)
-        digest = models.weights_digest(engine)
-        engine.destroy()
-    return {
-        "losses": before + after,
-        "weights": digest,
-        "kept": sum(s is not None for s in secondary),
-        "crossing": len(crossing),
-    }
 
 
 def placed(

@@ -135,7 +135,7 @@ def test_a_megatron_style_mpu(
     ("how", "words"),
     [
         ("none", ["no tensor-parallel group", "data-parallel", "autotp_size"]),
-        ("one", ["group of one process", "do nothing"]),
+        ("one", ["group of one rank", "nothing to split"]),
         ("data", ["averages gradients", "data-parallel"]),
         ("zero", ["of which ZeRO averages gradients"]),
         ("ulysses", ["no tensor-parallel group", "Ulysses"]),
