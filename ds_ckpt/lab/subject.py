@@ -1,9 +1,9 @@
-"""A model that a command is given: from MODEL on the command line to a model and a batch.
+"""The MODEL of a command: from a name to a model and a batch.
 
-Four kinds: the embedded default, a common model by name, whose shape `hardware.json` has, a Hugging
-Face configuration (file, directory or hub name; no weights are read), and `module:callable`.
-Building happens under whatever tensor mode is on, so that a 7B model can be built of fake tensors.
-transformers is imported when a model is asked for.
+Four kinds: the built-in model (`demo`), a common model by name, whose configuration is in
+`hardware.json`, a Hugging Face configuration (file, directory or hub name; no weights are read),
+and `module:callable`. Models can be built under any tensor mode, so that a 7B model can consist of
+fake tensors.
 """
 
 from __future__ import annotations
@@ -32,21 +32,24 @@ from ds_ckpt.telemetry.memory import tensors_in
 DEFAULT = "demo"
 _MODEL = "MODEL"
 _LONGEST = 2048
-"""Tokens where neither the command line nor a Hugging Face model says less."""
+"""Largest default sequence length, in tokens."""
 _NONE = "there is no model to profile"
 _NOT_BUILT = "the model cannot be built"
 _NOT_PROFILED = "the model cannot be profiled"
-_ALIKE = {"llama", "mistral", "mixtral", "qwen2", "qwen3", "phi3", "gpt_neox"}
-"""Kinds of models whose blocks are all alike."""
+_UNIFORM = {"llama", "mistral", "mixtral", "qwen2", "qwen3", "phi3", "gpt_neox"}
+"""Model types whose blocks are all equal."""
 Built = tuple[nn.Module, Any]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the command line asks for. `tokens` None: what the model suggests.
+    """Sizes given on the command line; None is the model's own.
 
-    `dtype` None leaves the model's own; `attention` None too. `layers`: build so many of the
-    model's blocks, where a subject says how many it has.
+    Attributes:
+        tokens: sequence length.
+        dtype: of parameters and floating-point inputs.
+        attention: implementation of attention in transformers.
+        layers: number of blocks to build, if `Subject.layers` is known.
     """
 
     tokens: int | None = None
@@ -57,14 +60,14 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model that can be built again and again.
+    """A model that can be built repeatedly.
 
     Attributes:
-        name: as it was asked for.
-        build: model in training mode and batch, for a number of sequences.
-        can_sdpa: whether attention can be set to "sdpa" by transformers.
-        sized: whether the batch follows the number that is asked for.
-        layers: blocks of the model, where all are known to be alike.
+        name: as given on the command line.
+        build: returns a model in training mode and a batch of a number of sequences.
+        can_sdpa: transformers can set attention to "sdpa".
+        sized: the batch has the given number of sequences.
+        layers: number of blocks, if all are equal; otherwise None.
     """
 
     name: str
@@ -87,13 +90,11 @@ def _short(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
 
 
-# A step of it.
-
-
 def run_forward(model: nn.Module, batch: Any) -> Tensor:
-    """The loss: the output's, else a scalar output, else the mean of the first float tensor.
+    """Run the forward and return a loss.
 
-    Raises UnsupportedError where the forward fails, or nothing of its output can be differentiated.
+    It is the output's loss, or a scalar output, or the mean of the first floating-point tensor.
+    Raises UnsupportedError if the forward fails, or its output cannot be differentiated.
     """
     output = _output(model, batch)
     loss = getattr(output, "loss", None)
@@ -133,14 +134,14 @@ def _output(model: nn.Module, batch: Any) -> Any:
 
 
 def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What the model's forward is called with."""
+    """Return the arguments of the model's forward."""
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (tuple(batch), {}) if isinstance(batch, tuple | list) else ((batch,), {})
 
 
 def tokens_of(batch: Any) -> int:
-    """Tokens of one sequence: the second size of integer tensors, else 1."""
+    """Return the tokens of one sequence: the second size of integer tensors, or 1."""
     for leaf in tensors_in(batch):
         if leaf.dim() == 2 and not leaf.is_floating_point():
             return int(leaf.shape[1])
@@ -148,15 +149,12 @@ def tokens_of(batch: Any) -> int:
 
 
 def rows_of(batch: Any) -> int:
-    """Sequences of a batch: the first size of its first tensor that has one, else 1."""
+    """Return the sequences of a batch: the first size of its first tensor that has one, or 1."""
     return next((int(leaf.shape[0]) for leaf in tensors_in(batch) if leaf.dim()), 1)
 
 
-# The kinds of MODEL.
-
-
 def find_subject(name: str, sizes: Sizes) -> Subject:
-    """Raises UnsupportedError for a name behind which there is no model."""
+    """Return the subject of a name. Raises UnsupportedError if there is no such model."""
     if name == DEFAULT:
         return _demo(sizes)
     if (shape := _shapes().get(name.lower())) is not None and not Path(name).exists():
@@ -174,7 +172,7 @@ def find_subject(name: str, sizes: Sizes) -> Subject:
 
 
 def _shapes() -> dict[str, dict[str, Any]]:
-    """Configurations of common models, by name."""
+    """Return the configurations of common models, by name."""
     models = load_file(HARDWARE)["models"]
     return {name: model["config"] for name, model in models.items()}
 
@@ -219,7 +217,7 @@ def _callable(name: str, sizes: Sizes) -> Subject:
         except DsCkptError:
             raise
         except Exception as error:
-            why, remedy = f"{path} was called with {keywords or 'no arguments'}", "mend it"
+            why, remedy = f"{path} was called with {keywords or 'no arguments'}", "correct it"
             if detect_fake_mode() is not None:
                 why += " on fake tensors, which hold no values"
                 remedy += ", or measure real tensors with --real"
@@ -246,7 +244,7 @@ def _callable(name: str, sizes: Sizes) -> Subject:
 
 
 def _hugging_face(name: str, sizes: Sizes, shape: dict[str, Any] | None = None) -> Subject:
-    """From a shape, a config.json, a directory with one, or a name on the hub."""
+    """Return the subject of a shape, a config.json, a directory with one, or a hub name."""
     transformers = hugging_face(_NONE)
     path = Path(name)
     if path.is_dir() and not (path / "config.json").exists():
@@ -271,7 +269,9 @@ def _hugging_face(name: str, sizes: Sizes, shape: dict[str, Any] | None = None) 
         model = _hf_model(name, config, sizes)
         return model, _hf_batch(name, model, batch, sizes)
 
-    alike = config.model_type in _ALIKE and len(set(getattr(config, "layer_types", None) or ())) < 2
+    alike = (
+        config.model_type in _UNIFORM and len(set(getattr(config, "layer_types", None) or ())) < 2
+    )
     return Subject(name, build, can_sdpa=True, layers=config.num_hidden_layers if alike else None)
 
 
@@ -303,7 +303,7 @@ def _hf_model(name: str, config: Any, sizes: Sizes) -> nn.Module:
 
 
 def _by_kind(config: Any) -> Any:
-    """For configurations that name no class of model: the first kind that knows them."""
+    """Build a configuration that names no class, by the first kind that supports it."""
     import transformers
 
     kinds = ("CausalLM", "Seq2SeqLM", "MaskedLM", "ImageClassification", "SequenceClassification")
@@ -354,18 +354,15 @@ def _hf_batch(name: str, model: nn.Module, batch: int, sizes: Sizes) -> dict[str
     return made
 
 
-# What all kinds share.
-
-
 def _ids(batch: int, tokens: int, vocabulary: int) -> Tensor:
-    """int64 [batch, tokens] below `vocabulary`: not random, so that fake tensors know them."""
+    """Return int64 [batch, tokens] below `vocabulary`; fixed, so that fake tensors have values."""
     return torch.arange(batch * tokens).remainder(vocabulary).view(batch, tokens)
 
 
 def _prepared(model: nn.Module, sizes: Sizes) -> nn.Module:
-    """In training mode, with the attention and the type that are asked for.
+    """Set training mode, attention and dtype.
 
-    Raises UnsupportedError where transformers does not have that attention for this model.
+    Raises UnsupportedError if transformers lacks that attention for this model.
     """
     model.train()
     if sizes.attention:
@@ -385,7 +382,7 @@ def _prepared(model: nn.Module, sizes: Sizes) -> nn.Module:
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """All of it, as DeepSpeed does for bf16 and fp16. `Module.to` cannot swap fake tensors."""
+    """Cast parameters and buffers, as DeepSpeed does; `Module.to` cannot swap fake tensors."""
     done: dict[Tensor, Tensor] = {}  # tied weights stay tied
     for module in model.modules():
         tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)

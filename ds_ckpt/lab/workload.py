@@ -1,13 +1,9 @@
-"""What experiments train: a Llama from scratch, and the text that every Python ships, as bytes.
+"""The built-in workload: a Llama from scratch, and the text of every Python installation as bytes.
 
-Nothing is downloaded; transformers is imported when a model is built, not before.
-
-The text has two sources, both on disk after any installation of Python: the language reference
-that `help()` prints (`pydoc_data.topics`) and the docstrings of the standard library, read from its
-source with `ast`, so that no module is imported for it. A topic is one entry of the reference or
-one module. The split goes by topic: no topic has text in both parts, and no docstring stands twice.
-
-Nothing here depends on a clock, an address or a hash seed: one Python version, one corpus.
+The text is the language reference of `help()` (`pydoc_data.topics`) and the docstrings of the
+standard library, read from its source with `ast`. A topic is one entry of the reference or one
+module. Topics are split into train and held-out text, and no docstring occurs twice. One Python
+version has one corpus. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -45,7 +41,7 @@ _MIN_DOCSTRING_CHARACTERS = 40
 
 @dataclass(frozen=True)
 class Corpus:
-    """Two disjoint texts: to train on, and held out."""
+    """Two disjoint texts, one to train on and one held out."""
 
     source: str
     train: bytes
@@ -53,21 +49,21 @@ class Corpus:
 
     @property
     def sha256(self) -> str:
-        """Digest over both parts: equal digests mean equal data."""
+        """Return a digest of both parts: equal digests mean equal data."""
         digest = hashlib.sha256(len(self.train).to_bytes(8, "little"))
         digest.update(self.train)
         digest.update(self.heldout)
         return digest.hexdigest()
 
     def save(self, folder: Path) -> None:
-        """Write `train.bin` and `heldout.bin`, for the processes that train."""
+        """Write `train.bin` and `heldout.bin`."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "train.bin").write_bytes(self.train)
         (folder / "heldout.bin").write_bytes(self.heldout)
 
 
 def load_corpus(folder: Path) -> Corpus:
-    """Read back what `Corpus.save` wrote."""
+    """Read a folder that `Corpus.save` wrote."""
     return Corpus(
         source=str(folder),
         train=(folder / "train.bin").read_bytes(),
@@ -77,18 +73,14 @@ def load_corpus(folder: Path) -> Corpus:
 
 @cache
 def embedded_corpus() -> Corpus:
-    """The corpus of the running Python: about 90% of the bytes to train on, the rest held out."""
+    """Return the corpus of the running Python, a tenth of it held out."""
     return split_topics(python_topics(), source="pydoc_data.topics and stdlib docstrings")
 
 
 def file_corpus(path: Path, option: str = "--text") -> Corpus:
-    """A text file as corpus. Topics are paragraphs of it, put together to 2 kB or more.
+    """Read a text file; topics are its paragraphs, joined to 2 kB or more.
 
-    Args:
-        option: of a command, which named the file.
-
-    Raises:
-        ConfigError: the file cannot be read or is too short to split.
+    `option` is named in errors. Raises ConfigError if the file is unreadable or too short.
     """
     pieces, gathered = [], ""
     for paragraph in re.split(r"\n[ \t]*\n", contents(path, option, errors="replace")):
@@ -100,7 +92,7 @@ def file_corpus(path: Path, option: str = "--text") -> Corpus:
 
 
 def pieces_corpus(pieces: Sequence[str], path: Path, option: str) -> Corpus:
-    """Pieces of a file as corpus, split by their content. Raises ConfigError if they are few."""
+    """Split pieces of a file by their content. Raises ConfigError if they are too few."""
     if len(pieces) < _MIN_PIECES:
         raise ConfigError(
             Problem(
@@ -117,12 +109,12 @@ def pieces_corpus(pieces: Sequence[str], path: Path, option: str) -> Corpus:
 
 
 def content_hash(text: str) -> str:
-    """By which texts are split."""
+    """Return the hash by which texts are split."""
     return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
 
 
 def contents(path: Path, option: str, *, errors: str = "strict") -> str:
-    """Of a text file that an option names. Raises ConfigError where it cannot be read."""
+    """Read a text file that an option names. Raises ConfigError if it is unreadable."""
     try:
         return path.read_text(encoding="utf-8", errors=errors)
     except OSError as error:
@@ -135,7 +127,7 @@ def contents(path: Path, option: str, *, errors: str = "strict") -> str:
 
 
 def split_topics(topics: Mapping[str, bytes], *, source: str) -> Corpus:
-    """Split by topic. Which side a topic falls on depends on its name alone, through SHA-256."""
+    """Split by the SHA-256 of each topic's name."""
     order = sorted(topics, key=lambda name: hashlib.sha256(name.encode()).digest())
     total_bytes = sum(len(text) for text in topics.values())
     heldout: set[str] = set()
@@ -157,7 +149,7 @@ def split_topics(topics: Mapping[str, bytes], *, source: str) -> Corpus:
 
 
 def python_topics() -> dict[str, bytes]:
-    """The embedded corpus by topic: `reference: NAME`, or `module: PATH` below the library."""
+    """Return the texts by topic: `reference: NAME`, or `module: PATH` below the library."""
     import pydoc_data.topics as reference
 
     topics: dict[str, bytes] = {}
@@ -214,7 +206,7 @@ def training_batch(
     step: int,
     process: int,
 ) -> torch.Tensor:
-    """Windows at random places, a function of (seed, step, process) alone.
+    """Draw random windows, a function of (seed, step, process) alone.
 
     Returns token ids of shape (sequences, sequence_length), int64, on the CPU.
     """
@@ -243,10 +235,10 @@ def evaluation_batches(
     process: int,
     processes: int,
 ) -> Iterator[torch.Tensor]:
-    """Fixed windows spread evenly over the text, dealt out to the processes.
+    """Yield fixed windows, spread evenly over the text and dealt out to the processes.
 
-    Every process gets the same number of batches, as ZeRO-3's gathers need. Yields token ids of
-    shape (sequences, sequence_length), int64.
+    Every process gets the same number of batches, which ZeRO-3's all-gathers require. Shape and
+    type are those of `training_batch`.
     """
     tokens = _tokens(text)
     wanted = batches * sequences * processes
@@ -271,9 +263,9 @@ def llama(
     heads: int = 8,
     max_positions: int = 1024,
 ) -> torch.nn.Module:
-    """A Llama of about 4.9 million parameters (with the defaults), fp32, embeddings untied.
+    """Build a Llama in fp32 with untied embeddings; 4.9 million parameters by default.
 
-    The same seed gives the same weights. Raises UnsupportedError where transformers is missing.
+    The seed decides the weights. Raises UnsupportedError if transformers is missing.
     """
     transformers = hugging_face()
     config = transformers.LlamaConfig(
@@ -295,7 +287,7 @@ def llama(
 
 
 def seeded(seed: int, make: Callable[[], Any]) -> torch.nn.Module:
-    """A model whose random weights are drawn by the seed alone."""
+    """Make a model whose random weights depend on the seed alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: torch.nn.Module = make()
@@ -303,7 +295,7 @@ def seeded(seed: int, make: Callable[[], Any]) -> torch.nn.Module:
 
 
 def hugging_face(headline: str = "") -> Any:
-    """The package transformers. Raises UnsupportedError where it is missing."""
+    """Import transformers. Raises UnsupportedError if it is missing."""
     try:
         import transformers
     except ImportError as error:
@@ -320,7 +312,7 @@ def hugging_face(headline: str = "") -> Any:
 
 
 def versions() -> dict[str, Any]:
-    """Of Python and the packages that a result depends on."""
+    """Return the versions of Python and the packages that results depend on."""
     found = {"python": platform.python_version()}
     for name in ("ds_ckpt", "deepspeed", "torch", "transformers", "numpy"):
         try:
@@ -331,5 +323,5 @@ def versions() -> dict[str, Any]:
 
 
 def count_parameters(model: torch.nn.Module) -> int:
-    """Entries in all parameters. Under ZeRO-3 call it before the model is partitioned."""
+    """Count the parameters. Under ZeRO-3 call it before the model is partitioned."""
     return sum(parameter.numel() for parameter in model.parameters())
