@@ -1,4 +1,12 @@
-"""One record a logged step, as JSON lines: bytes by purpose and wall time, with units in names."""
+"""The step log: one record per logged step, as JSON lines and as events for DeepSpeed's monitors.
+
+To add a field, write a function here and register it with `step_field`. Its name is the field's
+name and has the unit; it returns a number, or numbers by name:
+
+    @step_field
+    def gathers_per_step(interval: Interval) -> float:
+        return sum(interval.counted.gathers.values()) / interval.steps
+"""
 
 from __future__ import annotations
 
@@ -6,69 +14,30 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_ckpt.telemetry.counters import Counters
+from ds_ckpt.telemetry.counters import Counters, Snapshot
 from ds_ckpt.telemetry.timings import Timings
 
 log = logging.getLogger("ds_ckpt")
 Event = tuple[str, float, int]
-"""Name, value, optimizer step: what DeepSpeed's monitors take."""
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """What one process did between two logged steps (means over `steps`).
-
-    `reduce_s` is that of `Counters`.
-
-    Attributes:
-        exchange_s: host seconds a step by section of the exchange (`timings.SECTIONS`).
-        compression_error: of this process in the last step, by method: norm of what stays behind
-            over norm of what there was to send, 0 to 1.
-        residual_norm: norm of what stays behind for other processes, of this process in the last
-            step, by method, in norms of the averaged gradient; empty where that is not known.
-        compresses: whether gradients go compressed after it; not in the warm-up, and not where that
-            was found to make no shorter steps.
-    """
-
-    step: int
-    steps: int
-    step_time_s: float
-    sent_bytes: dict[str, float]
-    collectives: dict[str, float]
-    gathers_a_parameter: float
-    reduce_s: float
-    exchange_s: dict[str, float] = field(default_factory=dict)
-    compression_error: dict[str, float] = field(default_factory=dict)
-    residual_norm: dict[str, float] = field(default_factory=dict)
-    compresses: bool = False
-
-    def events(self) -> list[Event]:
-        """The record as numbers with names, for DeepSpeed's monitors."""
-        found: list[Event] = []
-        for name, value in asdict(self).items():
-            if name in ("step", "steps"):
-                continue
-            parts = value.items() if isinstance(value, dict) else [("", value)]
-            for part, number in parts:
-                full = f"ds_ckpt/{name}/{part}" if part else f"ds_ckpt/{name}"
-                found.append((full, float(number), self.step))
-        return found
+"""Name, value and optimizer step, as DeepSpeed's monitors take them."""
+Value = float | Mapping[str, float]
 
 
 @dataclass
 class ExchangeProbe:
-    """What a gradient exchange can tell.
+    """Access to a gradient exchange.
 
     Attributes:
-        errors: returns squared norms of what the last step's exchange was given and left out, by
+        timings: of its sections.
+        errors: returns the squared norms of what the last step had to send and left out, by
             method; empty if it was not sampled.
-        compresses: tells whether gradients go compressed now.
-        gradient_norm: tells the norm of the last step's averaged gradient; None: not known.
-        plan: one JSON-able record a tensor, written before the first step's record.
+        compresses: returns whether gradients are compressed now.
+        gradient_norm: returns the norm of the last step's averaged gradient, or None.
+        plan: one JSON record per tensor, written before the first step's record.
     """
 
     timings: Timings
@@ -78,13 +47,107 @@ class ExchangeProbe:
     plan: list[dict[str, Any]]
 
 
+@dataclass(frozen=True)
+class Interval:
+    """The steps between two records, on one rank.
+
+    Attributes:
+        steps: number of steps.
+        seconds: wall time of all of them.
+        counted: difference of the counters.
+        parameters: number of parameters gathered so far.
+        exchange_s: host seconds by section of the exchange.
+        exchange: None without compression.
+    """
+
+    steps: int
+    seconds: float
+    counted: Snapshot
+    parameters: int
+    exchange_s: Mapping[str, float]
+    exchange: ExchangeProbe | None
+
+
+FIELDS: dict[str, Callable[[Interval], Value]] = {}
+
+
+def step_field(read: Callable[[Interval], Value]) -> Callable[[Interval], Value]:
+    """Register a function as a field of the step log."""
+    FIELDS[read.__name__] = read
+    return read
+
+
+@step_field
+def step_time_s(interval: Interval) -> float:
+    """Return the mean wall time of a step."""
+    return interval.seconds / interval.steps
+
+
+@step_field
+def sent_bytes(interval: Interval) -> Value:
+    """Return the bytes sent per step, by purpose."""
+    return {p.value: n / interval.steps for p, n in interval.counted.bytes_sent.items()}
+
+
+@step_field
+def collectives(interval: Interval) -> Value:
+    """Return the collectives per step, by purpose."""
+    return {p.value: n / interval.steps for p, n in interval.counted.collectives.items()}
+
+
+@step_field
+def gathers_a_parameter(interval: Interval) -> float:
+    """Return the all-gathers per parameter and step."""
+    return sum(interval.counted.gathers.values()) / interval.steps / max(interval.parameters, 1)
+
+
+@step_field
+def reduce_s(interval: Interval) -> float:
+    """Return the seconds per step in reductions of buckets, see `Counters`."""
+    return interval.counted.reduce_s / interval.steps
+
+
+@step_field
+def exchange_s(interval: Interval) -> Value:
+    """Return the host seconds per step, by section of the exchange (`timings.SECTIONS`)."""
+    return {name: seconds / interval.steps for name, seconds in interval.exchange_s.items()}
+
+
+@step_field
+def compression_error(interval: Interval) -> Value:
+    """Return the last step's norm of the residual over that of what there was to send."""
+    energies = interval.exchange.errors() if interval.exchange else {}
+    return {method: (b and after / b) ** 0.5 for method, (b, after) in energies.items()}
+
+
+@step_field
+def residual_norm(interval: Interval) -> Value:
+    """Return the last step's norm of the residual, in norms of the averaged gradient."""
+    norm = interval.exchange.gradient_norm() if interval.exchange else None
+    if interval.exchange is None or not norm:
+        return {}
+    return {m: after**0.5 / norm for m, (_, after) in interval.exchange.errors().items()}
+
+
+@step_field
+def compresses(interval: Interval) -> bool:
+    """Return whether gradients are compressed after this step."""
+    return interval.exchange is not None and interval.exchange.compresses()
+
+
 class StepLog:
-    """Takes the counters every `every_n_steps` steps and appends a record to a JSONL file.
+    """Writes a record every `every_n_steps` steps.
 
     Args:
-        path: the file; the process's index is put before `.jsonl`. None keeps `last` only.
+        counters: of this rank.
+        every_n_steps: steps of a record.
+        path: JSONL file; the rank is put before `.jsonl`. None writes no file.
+        process: this rank.
         exchange: None without compression.
-        monitor: takes each record's numbers too; None: nobody does.
+        monitor: receives each record's numbers.
+
+    Attributes:
+        last: the last record.
     """
 
     def __init__(
@@ -97,64 +160,44 @@ class StepLog:
         exchange: ExchangeProbe | None = None,
         monitor: Callable[[list[Event]], None] | None = None,
     ) -> None:
-        self._exchange = exchange
-        self._exchange_s: dict[str, float] = {}
-        self._monitor = monitor
-        self._counters = counters
-        self._every = every_n_steps
+        self._counters, self._every = counters, every_n_steps
+        self._exchange, self._monitor = exchange, monitor
         self._file: Path | None = None
         if path:  # `runs/exp.v1.jsonl` and `runs/exp.v1` both become `runs/exp.v1.0.jsonl`
             wanted = Path(path)
             stem = wanted.name.removesuffix(".jsonl")
             self._file = wanted.with_name(f"{stem}.{process}.jsonl")
-        self._before = counters.snapshot()
-        self._time_s = time.perf_counter()
-        self._steps = 0
-        self.last: StepRecord | None = None
+        self._before, self._exchange_s = counters.snapshot(), dict[str, float]()
+        self._time_s, self._steps = time.perf_counter(), 0
+        self.last: dict[str, Any] | None = None
         if exchange is not None:
             self.note({"plan": exchange.plan})
 
     def step_ended(self, step: int) -> None:
+        """Count a step; write a record if it is the last one of its interval."""
         self._steps += 1
         if step % self._every:
             return
-        now, now_s = self._counters.snapshot(), time.perf_counter()
-        delta, n = now - self._before, self._steps
-        parameters = max(len(now.gathers), 1)
-        self.last = StepRecord(
-            step=step,
-            steps=n,
-            step_time_s=(now_s - self._time_s) / n,
-            sent_bytes={p.value: b / n for p, b in delta.bytes_sent.items()},
-            collectives={p.value: c / n for p, c in delta.collectives.items()},
-            gathers_a_parameter=sum(delta.gathers.values()) / n / parameters,
-            reduce_s=delta.reduce_s / n,
-            **self._of_exchange(n),
+        now, now_s, exchange = self._counters.snapshot(), time.perf_counter(), self._exchange
+        seconds = dict(exchange.timings.seconds) if exchange else {}
+        interval = Interval(
+            steps=self._steps,
+            seconds=now_s - self._time_s,
+            counted=now - self._before,
+            parameters=len(now.gathers),
+            exchange_s={name: s - self._exchange_s.get(name, 0.0) for name, s in seconds.items()},
+            exchange=exchange,
         )
-        self._before, self._time_s, self._steps = now, now_s, 0
-        self.note(asdict(self.last))
+        values = {name: read(interval) for name, read in FIELDS.items()}
+        self.last = {"step": step, "steps": self._steps, **values}
+        self._before, self._exchange_s = now, seconds
+        self._time_s, self._steps = now_s, 0
+        self.note(self.last)
         if self._monitor is not None:
-            self._monitor(self.last.events())
-
-    def _of_exchange(self, steps: int) -> dict[str, Any]:
-        if self._exchange is None:
-            return {}
-        seconds = dict(self._exchange.timings.seconds)
-        before, self._exchange_s = self._exchange_s, seconds
-        energies = self._exchange.errors().items()
-        gradient_norm = self._exchange.gradient_norm()
-        return {
-            "exchange_s": {k: (s - before.get(k, 0.0)) / steps for k, s in seconds.items()},
-            "compression_error": {m: (b and a / b) ** 0.5 for m, (b, a) in energies},
-            "residual_norm": {m: after**0.5 / gradient_norm for m, (_, after) in energies}
-            if gradient_norm
-            else {},
-            "compresses": self._exchange.compresses(),
-        }
+            self._monitor(_events(step, values))
 
     def note(self, record: dict[str, Any]) -> None:
-        """Append a record, which may be of another kind, at once. A file that cannot be written is
-        left with a warning: training goes on."""
+        """Append a record of any kind. If that fails, warn and write nothing from then on."""
         if self._file is None:
             return
         try:
@@ -162,5 +205,16 @@ class StepLog:
             with self._file.open("a") as sink:
                 sink.write(json.dumps(record) + "\n")
         except OSError as error:
-            log.warning("ds_ckpt: no telemetry is written any more: %s", error)
+            log.warning("ds_ckpt: telemetry is no longer written: %s", error)
             self._file = None
+
+
+def _events(step: int, values: Mapping[str, Value]) -> list[Event]:
+    """Flatten a record for DeepSpeed's monitors."""
+    found: list[Event] = []
+    for name, value in values.items():
+        parts = value if isinstance(value, Mapping) else {"": value}
+        for part, number in parts.items():
+            full = f"ds_ckpt/{name}/{part}" if part else f"ds_ckpt/{name}"
+            found.append((full, float(number), step))
+    return found
