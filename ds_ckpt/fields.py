@@ -7,16 +7,18 @@ schema, the checks and the error messages need stands there.
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model
+from pydantic.fields import FieldInfo
 
 
 @dataclass(frozen=True)
 class Expects:
-    """Accepted values in words, and an example as JSON."""
+    """Accepted values in words, and an example as JSON, if the type does not say enough."""
 
     words: str
     example: str
@@ -77,6 +79,29 @@ class Section(BaseModel):
 AnySection = TypeVar("AnySection", bound=Section)
 
 
+def expected(field: FieldInfo) -> Expects:
+    """Return the accepted values of a field: its `Expects`, or words for its type and range."""
+    for marker in field.metadata:
+        if isinstance(marker, Expects):
+            return marker
+    kind, default = field.annotation, field.default
+    kinds = [kind, *get_args(kind)]
+    if choices := [c for k in kinds if get_origin(k) is Literal for c in get_args(k)]:
+        texts = [json.dumps(choice) for choice in choices]
+        example = next(choice for choice in choices if choice not in (default, "none"))
+        return Expects(f"{', '.join(texts[:-1])} or {texts[-1]}", json.dumps(example))
+    if any(isinstance(kind, type) and issubclass(kind, Section) for kind in kinds):
+        return Expects("an object", "{}")
+    if bool in kinds:
+        return Expects("true or false", "true")
+    limits = {k: getattr(m, k) for m in field.metadata for k in ("ge", "gt", "le") if hasattr(m, k)}
+    words = "a whole number" if int in kinds else "a number"
+    words += f", {limits['ge']} or more" if "ge" in limits else ""
+    words += f" above {limits['gt']}" if "gt" in limits else ""
+    words += f" and at most {limits['le']}" if "le" in limits else ""
+    return Expects(words, json.dumps(default or (1 if int in kinds else 0.5)))
+
+
 def derive(base: type[AnySection], **types: Any) -> type[AnySection]:
     """Return the model with other types for some of its fields, or with more fields.
 
@@ -92,12 +117,6 @@ def derive(base: type[AnySection], **types: Any) -> type[AnySection]:
                 field.default_factory = kind
             fields[name] = (kind, field)
     return create_model(base.__name__, __base__=base, __doc__=base.__doc__, **fields)
-
-
-def one_of(names: tuple[str, ...], example: str) -> Any:
-    """Return the type of a key that takes one of the names."""
-    *most, last = (f'"{name}"' for name in names)
-    return Annotated[Literal[names], Expects(f"{', '.join(most)} or {last}", f'"{example}"')]
 
 
 def is_auto(value: object) -> bool:

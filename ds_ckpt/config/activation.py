@@ -14,7 +14,7 @@ from ds_ckpt.activation.policies import (
     Rule,
     policy_named,
 )
-from ds_ckpt.fields import SWITCH, Expects, Name, Requires, Section, list_as_tuple
+from ds_ckpt.fields import Expects, Name, Requires, Section, list_as_tuple
 
 BudgetOf = Literal["activations", "saved", "accelerator"]
 _ON = Requires("activation.policy", unless=("none",), suggest="block")
@@ -106,7 +106,6 @@ class ActivationConfig(Keeping, _WithPolicy):
     )
     share_gather: Annotated[
         bool,
-        SWITCH,
         _ON,
         Requires(
             "$.zero_optimization.stage", (3,), why="weights are gathered by ZeRO stage 3 only"
@@ -120,7 +119,6 @@ class ActivationConfig(Keeping, _WithPolicy):
     budget_gib: Annotated[
         float | None,
         Field(gt=0, allow_inf_nan=False),
-        Expects("a number above 0", "6.0"),
         _PLANNED,
     ] = Field(
         default=None,
@@ -129,7 +127,6 @@ class ActivationConfig(Keeping, _WithPolicy):
     )
     budget_of: Annotated[
         BudgetOf | None,
-        Expects('"activations", "saved" or "accelerator"', '"activations"'),
         _PLANNED,
         Requires(
             "budget_gib",

@@ -12,7 +12,6 @@ from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 from ds_ckpt.compression import Method, methods
 from ds_ckpt.exchange.rules import ExchangeSettings, MethodSettings, Rule, WarmupBits
 from ds_ckpt.fields import (
-    SWITCH,
     WHOLE_NUMBER,
     Expects,
     Name,
@@ -21,7 +20,6 @@ from ds_ckpt.fields import (
     Section,
     derive,
     list_as_tuple,
-    one_of,
 )
 
 
@@ -33,8 +31,6 @@ _ANY_METHOD = Requires("compression.method", unless=("none",), suggest="topk")
 _LOSSY = Requires("compression.method", _lossy)
 _RESIDUALS = Requires("enabled", (True,))
 _GUARDED = Requires("action", ("warn", "dense"))
-_EVERY = Expects("a whole number, 1 or more", "10")
-_ENTRIES = Expects("a whole number, 0 or more", "4096")
 
 
 def _momentum(value: Any) -> str | float:
@@ -55,22 +51,18 @@ class ErrorFeedbackConfig(Section):
         )
     }
 
-    enabled: Annotated[bool, SWITCH] = Field(
+    enabled: bool = Field(
         default=True,
         description="One residual per compressed parameter (8 bytes an entry in each rank; see "
         "dtype). Without it unsent values are lost: low rank and Top-K reach a higher loss.",
     )
-    dtype: Annotated[
-        Literal["fp32", "bf16", "int8"], Expects('"fp32", "bf16" or "int8"', '"bf16"'), _RESIDUALS
-    ] = Field(
+    dtype: Annotated[Literal["fp32", "bf16", "int8"], _RESIDUALS] = Field(
         default="fp32",
         description="Type of stored residuals: 8, 4 or 2.1 bytes an entry, with the copy for "
         "skipped steps. bf16 and int8 (one scale per 64 entries) are rounded stochastically, "
         "unbiased, by up to one unit; 2 to 4 ns an entry more on one CPU core.",
     )
-    device: Annotated[
-        Literal["accelerator", "cpu"], Expects('"accelerator" or "cpu"', '"cpu"'), _RESIDUALS
-    ] = Field(
+    device: Annotated[Literal["accelerator", "cpu"], _RESIDUALS] = Field(
         default="accelerator",
         description='Device of residuals. "cpu": pinned host memory; each step copies every '
         "residual there and back, in its dtype.",
@@ -119,7 +111,6 @@ class ExchangeConfig(Section):
 
     when: Annotated[
         Literal["auto", "micro_step", "accumulation_boundary"],
-        Expects('"auto", "micro_step" or "accumulation_boundary"', '"accumulation_boundary"'),
         _ANY_METHOD,
         Requires(
             "$.managed_gradient_accumulation",
@@ -137,16 +128,14 @@ class ExchangeConfig(Section):
         'node). "micro_step": one per micro-step, as DeepSpeed does. "auto": the boundary if there '
         "are residuals and managed_gradient_accumulation is on, else every micro-step.",
     )
-    autotune: Annotated[bool, SWITCH, _LOSSY] = Field(
+    autotune: Annotated[bool, _LOSSY] = Field(
         default=True,
         description="Time whole steps with compressed gradients and with DeepSpeed's own reduction "
         "(uncompressed, if a step is exchanged once), after the warm-up and every 1000 steps, and "
         "compress only if steps are measurably shorter: on a fast link compression costs more than "
         "it saves. The result depends on the machine. false: always compress.",
     )
-    levels: Annotated[
-        Literal["auto", 1, 2], WHOLE_NUMBER, Expects('"auto", 1 or 2', "2"), _ANY_METHOD
-    ] = Field(
+    levels: Annotated[Literal["auto", 1, 2], WHOLE_NUMBER, _ANY_METHOD] = Field(
         default="auto",
         description="2: gradients are summed exactly inside a node, then compressed between nodes: "
         "fewer bytes on the link, and residuals divided by the ranks of a node. 1: compressed "
@@ -158,34 +147,30 @@ class ExchangeConfig(Section):
 class GuardConfig(Section):
     """Limits on the residual, and the action if they are exceeded."""
 
-    action: Annotated[
-        Literal["off", "warn", "dense"], Expects('"off", "warn" or "dense"', '"warn"')
-    ] = Field(
+    action: Literal["off", "warn", "dense"] = Field(
         default="off",
         description='Action if a limit is exceeded in two checks in a row. "warn": one log line. '
         '"dense": uncompressed gradients plus residuals from the next step to the end of the run, '
         "agreed across ranks. A check costs two passes over the gradients and an all-reduce of "
         "two numbers.",
     )
-    error: Annotated[float | None, Expects("a number above 0 and at most 1", "0.2"), _GUARDED] = (
-        Field(
-            default=None,
-            gt=0,
-            le=1,
-            allow_inf_nan=False,
-            description="Largest compression error: norm of a step's unsent part over norm of what "
-            "there was to send, over all ranks. Default, if residual_norm is absent too: 1.25 "
-            "times the value of validate-accuracy for these settings.",
-        )
+    error: Annotated[float | None, _GUARDED] = Field(
+        default=None,
+        gt=0,
+        le=1,
+        allow_inf_nan=False,
+        description="Largest compression error: norm of a step's unsent part over norm of what "
+        "there was to send, over all ranks. Default, if residual_norm is absent too: 1.25 "
+        "times the value of validate-accuracy for these settings.",
     )
-    residual_norm: Annotated[float | None, Expects("a number above 0", "5.0"), _GUARDED] = Field(
+    residual_norm: Annotated[float | None, _GUARDED] = Field(
         default=None,
         gt=0,
         allow_inf_nan=False,
         description="Largest norm of the residual, in norms of the averaged gradient (steps). "
         "Default: as error.",
     )
-    every_n_steps: Annotated[int, _EVERY, _GUARDED] = Field(
+    every_n_steps: Annotated[int, _GUARDED] = Field(
         default=10, ge=1, description="Interval of checks, in optimizer steps."
     )
 
@@ -213,13 +198,13 @@ class RuleConfig(_WithMethods):
         description="Shell pattern (fnmatch) over parameter names."
     )
     method: str = Field(description='How these tensors are sent; "dense": uncompressed.')
-    dims: Annotated[int | None, Expects("a whole number, 1 or more", "2")] = Field(
+    dims: int | None = Field(
         default=None, ge=1, description="Number of dimensions of the tensors. Default: any."
     )
-    min_numel: Annotated[int | None, _ENTRIES] = Field(
+    min_numel: int | None = Field(
         default=None, ge=0, description="Smallest number of entries of the tensors."
     )
-    max_numel: Annotated[int | None, _ENTRIES] = Field(
+    max_numel: int | None = Field(
         default=None, ge=0, description="Largest number of entries of the tensors."
     )
 
@@ -253,16 +238,16 @@ class CompressionConfig(_WithMethods):
         "rule decides. Other tensors follow the method above; biases and norms are uncompressed, "
         "and untied embeddings of 8192 rows or more use Top-K if the method is a low rank.",
     )
-    error_feedback: Annotated[
-        ErrorFeedbackConfig, Expects("an object", '{"enabled": true}'), _LOSSY
-    ] = Field(default_factory=ErrorFeedbackConfig, description="Residuals of lossy methods.")
-    exchange: Annotated[
-        ExchangeConfig, Expects("an object", '{"when": "accumulation_boundary"}')
-    ] = Field(default_factory=ExchangeConfig, description="When gradients are exchanged.")
-    guard: Annotated[GuardConfig, Expects("an object", '{"action": "warn"}'), _LOSSY] = Field(
+    error_feedback: Annotated[ErrorFeedbackConfig, _LOSSY] = Field(
+        default_factory=ErrorFeedbackConfig, description="Residuals of lossy methods."
+    )
+    exchange: ExchangeConfig = Field(
+        default_factory=ExchangeConfig, description="When gradients are exchanged."
+    )
+    guard: Annotated[GuardConfig, _LOSSY] = Field(
         default_factory=GuardConfig, description="Limits on the residual."
     )
-    warmup_steps: Annotated[int, Expects("a whole number, 0 or more", "100"), _LOSSY] = Field(
+    warmup_steps: Annotated[int, _LOSSY] = Field(
         default=100,
         ge=0,
         description="Optimizer steps before compression begins, sent uncompressed or in "
@@ -271,7 +256,6 @@ class CompressionConfig(_WithMethods):
     warmup_bits: Annotated[
         WarmupBits | None,
         WHOLE_NUMBER,
-        Expects("8, 4, 3 or null", "4"),
         _LOSSY,
         Requires("warmup_steps", unless=(0,), suggest=100),
     ] = Field(
@@ -279,7 +263,7 @@ class CompressionConfig(_WithMethods):
         description='Bits of a value in the warm-up, with residuals and scales as of "quantize"; '
         "null: DeepSpeed's own reduction.",
     )
-    min_numel: Annotated[int, _ENTRIES, _LOSSY] = Field(
+    min_numel: Annotated[int, _LOSSY] = Field(
         default=4096,
         ge=0,
         description="Smallest number of entries of a compressed tensor. Tensors with fewer than "
@@ -345,8 +329,8 @@ def with_methods(known: dict[str, type[Method]]) -> type[CompressionConfig]:
     """Return the section's model with the given methods, for the section and for its rules."""
     about = "".join(f' "{name}": {kind.about}.' for name, kind in known.items())
     field = Field(default="none", description=f'"none": DeepSpeed\'s own reduce-scatter.{about}')
-    rule: dict[str, Any] = {"method": one_of(tuple(known), "topk")}
-    section: dict[str, Any] = {"method": (one_of(("none", *known), "topk"), field)}
+    rule: dict[str, Any] = {"method": Literal[tuple(known)]}
+    section: dict[str, Any] = {"method": (Literal[("none", *known)], field)}
     for name, kind in known.items():
         if not kind.model_fields:
             continue

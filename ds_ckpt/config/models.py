@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 from pydantic.json_schema import models_json_schema
@@ -18,7 +18,7 @@ from ds_ckpt.compression import Method, methods
 from ds_ckpt.config.activation import ActivationConfig, ActivationRuleConfig
 from ds_ckpt.config.compression import CompressionConfig, with_methods
 from ds_ckpt.config.weights import WeightsConfig
-from ds_ckpt.fields import SWITCH, Expects, Name, Removed, Requires, Section, derive, one_of
+from ds_ckpt.fields import Expects, Name, Removed, Requires, Section, derive
 
 _ENABLED = Requires("enabled", (True,))
 
@@ -26,12 +26,9 @@ _ENABLED = Requires("enabled", (True,))
 class TelemetryConfig(Section):
     """Records of bytes and collectives, by purpose."""
 
-    enabled: Annotated[bool, SWITCH] = Field(
-        default=False, description="Records of sent, gathered and reduced bytes."
-    )
+    enabled: bool = Field(default=False, description="Records of sent, gathered and reduced bytes.")
     every_n_steps: Annotated[
         int,
-        Expects("a whole number, 1 or more", "10"),
         _ENABLED,
     ] = Field(default=10, ge=1, description="Interval of records, in optimizer steps.")
     path: Annotated[
@@ -48,16 +45,16 @@ class TelemetryConfig(Section):
 class PluginConfig(Section):
     """The `ds_ckpt` section: activation checkpointing, gradients, weights, telemetry."""
 
-    activation: Annotated[ActivationConfig, Expects("an object", '{"policy": "block"}')] = Field(
+    activation: ActivationConfig = Field(
         default_factory=ActivationConfig, description="Recomputation in backward."
     )
-    compression: Annotated[CompressionConfig, Expects("an object", '{"method": "dense"}')] = Field(
+    compression: CompressionConfig = Field(
         default_factory=CompressionConfig, description="How gradients are sent."
     )
-    weights: Annotated[WeightsConfig, Expects("an object", '{"resident": true}')] = Field(
+    weights: WeightsConfig = Field(
         default_factory=WeightsConfig, description="Copies of the weights on every node."
     )
-    telemetry: Annotated[TelemetryConfig, Expects("an object", '{"enabled": true}')] = Field(
+    telemetry: TelemetryConfig = Field(
         default_factory=TelemetryConfig, description="Records of bytes and collectives."
     )
 
@@ -105,25 +102,21 @@ class CompatSection(Section):
         },
     }
 
-    partition_activations: Annotated[bool, SWITCH] = Field(
+    partition_activations: bool = Field(
         default=False,
         description="Shard inputs of blocks over the tensor-parallel group (ds_ckpt.activation."
         "partition).",
     )
-    number_checkpoints: Annotated[
-        int | None, Field(ge=1), Expects("a whole number, 1 or more", "32")
-    ] = Field(default=None, description="Ignored: recomputations are counted.")
-    contiguous_memory_optimization: Annotated[bool, SWITCH] = Field(
-        default=False, description="Removed; false only."
+    number_checkpoints: Annotated[int | None, Field(ge=1)] = Field(
+        default=None, description="Ignored: recomputations are counted."
     )
-    cpu_checkpointing: Annotated[bool, SWITCH] = Field(
+    contiguous_memory_optimization: bool = Field(default=False, description="Removed; false only.")
+    cpu_checkpointing: bool = Field(
         default=False,
         description="Keep inputs of blocks in host memory (ds_ckpt.activation.offload).",
     )
-    profile: Annotated[bool, SWITCH] = Field(default=False, description="Removed; false only.")
-    synchronize_checkpoint_boundary: Annotated[bool, SWITCH] = Field(
-        default=False, description="Removed; false only."
-    )
+    profile: bool = Field(default=False, description="Removed; false only.")
+    synchronize_checkpoint_boundary: bool = Field(default=False, description="Removed; false only.")
 
 
 def plugin_model() -> type[PluginConfig]:
@@ -137,13 +130,14 @@ def _build(
     _: tuple[tuple[str, type[Section]], ...],
     known: tuple[tuple[str, type[Method]], ...],
 ) -> type[PluginConfig]:
-    settings, of_rules = setting_fields(), policy_names(planned=False)
-    rule = derive(ActivationRuleConfig, policy=one_of(of_rules, "block"), **settings)
+    settings, names = setting_fields(), policy_names()
+    of_rules = policy_names(planned=False)
+    rule = derive(ActivationRuleConfig, policy=Literal[of_rules], **settings)
     return derive(
         PluginConfig,
         activation=derive(
             ActivationConfig,
-            policy=one_of(policy_names(), "block"),
+            policy=Literal[names],
             rules=tuple[rule, ...],  # type: ignore
             **settings,
         ),

@@ -18,7 +18,7 @@ from ds_ckpt.config.load import RENAMED
 from ds_ckpt.config.models import plugin_model
 from ds_ckpt.config.paths import OURS, is_auto, join, nearest, show
 from ds_ckpt.errors import Problem
-from ds_ckpt.fields import Expects, Section
+from ds_ckpt.fields import Section, expected
 
 log = logging.getLogger("ds_ckpt")
 
@@ -104,7 +104,7 @@ def _problem(
     if field is None:
         return _unknown_key(str(key), value, model, path)
     if kind == "missing":
-        return Problem(place, "nothing", f"{key} must be {_expects(field).words}", _remedy(field))
+        return Problem(place, "nothing", f"{key} must be {expected(field).words}", _remedy(field))
     if is_auto(value):
         why = (
             '"auto" is filled in by the Hugging Face integration for keys that it knows; '
@@ -139,19 +139,15 @@ def _all_keys(model: type[BaseModel], path: str) -> Iterator[str]:
             yield from _all_keys(field.annotation, join(path, name))
 
 
-def _expects(field: FieldInfo) -> Expects:
-    return next(m for m in field.metadata if isinstance(m, Expects))
-
-
 def _remedy(field: FieldInfo) -> str:
-    remedy = f"write for example {_expects(field).example}"
+    remedy = f"write for example {expected(field).example}"
     if field.is_required():
         return remedy
     return f"{remedy}, or leave the key out or null (default {show(default_of(field))})"
 
 
 def _wrong_value(value: object, field: FieldInfo, place: str, key: str) -> Problem:
-    expects = _expects(field)
+    expects = expected(field)
     why, remedy = f"{key} must be {expects.words}", _remedy(field)
     if isinstance(value, bool):
         why += f"; {show(value)} is neither a number nor text"

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ds_ckpt.fields import NO_NUMBER, Expects, Removed, Requires, Section
+from ds_ckpt.fields import NO_NUMBER, Removed, Requires, Section
 
 
 class WeightsConfig(Section):
@@ -23,7 +23,6 @@ class WeightsConfig(Section):
     resident: Annotated[
         Literal[True, False, "auto"],
         NO_NUMBER,
-        Expects('true, false or "auto"', '"auto"'),
     ] = Field(
         default=False,
         description="One copy of the weights per node, sharded over its ranks: all-gathers stay "
@@ -34,7 +33,6 @@ class WeightsConfig(Section):
     )
     deltas: Annotated[
         Literal["auto", "none", "lossless"],
-        Expects('"auto", "none" or "lossless"', '"auto"'),
         Requires("resident", unless=(False,), suggest=True),
     ] = Field(
         default="auto",
