@@ -29,6 +29,7 @@ class Method:
         self._function, self._original = function, original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
         return self._function(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

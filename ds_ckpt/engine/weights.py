@@ -15,7 +15,7 @@ from ds_ckpt.config.weights import WeightsConfig
 from ds_ckpt.engine.refusals import refuse_model_parallel
 from ds_ckpt.engine.tuner import Subject, Tuner
 from ds_ckpt.errors import Problem, UnsupportedError
-from ds_ckpt.exchange.hierarchy import discard, hosts_of, warm
+from ds_ckpt.exchange.hierarchy import ONE_NODE, discard, hosts_of, warm
 from ds_ckpt.telemetry import Counters
 from ds_ckpt.telemetry.device import free_on
 from ds_ckpt.telemetry.units import size
@@ -161,7 +161,7 @@ def make_resident(
     optimizer, asked = engine.optimizer, show(config.resident)
     refuse_model_parallel(engine, f"{WHERE}.resident to false")
     nodes = hosts_of(optimizer.dp_process_group, least=1)
-    if nodes == "all processes share one host":
+    if nodes == ONE_NODE:
         return None
     if isinstance(nodes, str):
         why = "a copy is sharded over the ranks of a node, equally many on each"

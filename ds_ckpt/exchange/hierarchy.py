@@ -25,6 +25,7 @@ from ds_ckpt.exchange.layout import LocalShard, ShardLayout, local_shard
 from ds_ckpt.exchange.rules import Levels
 from ds_ckpt.exchange.transport import Packets, Transport
 
+ONE_NODE = "all processes share one host"
 _HOST_INDEX = ("CROSS_RANK", "GROUP_RANK")
 """DeepSpeed's launcher; torchrun."""
 _LOCAL_INDEX = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
@@ -78,7 +79,7 @@ def arrange(places: Sequence[Place], *, least: int = 2) -> Hosts | str:
             return f"two processes of host {host} have the same local number"
     sizes = sorted(len(processes) for processes in hosts.values())
     if len(hosts) == 1:
-        return "all processes share one host"
+        return ONE_NODE
     if sizes[-1] < least:
         return "every process has a host of its own"
     if sizes[0] != sizes[-1]:
