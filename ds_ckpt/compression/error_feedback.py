@@ -34,32 +34,23 @@ ResidualDevice = Literal["accelerator", "cpu"]
 
 @dataclass
 class _Residual:
-    """Residual of one parameter.
+    """Residual of one parameter."""
 
-    Attributes:
-        committed: result of the last step that was taken.
-        pending: result of this step so far.
-        spare: buffers for the next steps.
-        working: tensor returned by `accumulate` and not stored yet, if it is not `pending` itself.
-        roundings: number of times this step has rounded it.
-        is_cleared: this step leaves nothing.
-    """
-
-    committed: QuantizedTensor | None = None
-    pending: QuantizedTensor | None = None
+    committed: QuantizedTensor | None = None  # result of the last step that was taken
+    pending: QuantizedTensor | None = None  # result of this step so far
     spare: list[QuantizedTensor] = field(default_factory=list)
-    working: Tensor | None = None
-    roundings: int = 0
-    is_cleared: bool = False
+    working: Tensor | None = None  # returned by `accumulate`, not stored yet, and not `pending`
+    roundings: int = 0  # in this step
+    is_cleared: bool = False  # this step leaves nothing
 
 
 class Feedback:
-    """Residuals of one rank. With `enabled=False` nothing is carried from step to step.
+    """Residuals of one rank.
 
     Args:
         enabled: carry what is not sent to the next step.
-        accumulates: without `enabled`, calls of a step still add up, and what no `clear` was called
-            for waits for the next step.
+        accumulates: without `enabled`, calls of a step still add up, and tensors that were not
+            cleared wait for the next step.
         dtype: storage between steps.
         device: storage beside the gradients, or in host memory (pinned where CUDA is available).
         seed: seed of the rounding to bf16 or int8. Ranks need different ones, or their rounding
@@ -93,16 +84,7 @@ class Feedback:
         self._place: torch.device | None = None
 
     def reserve(self, name: str, numel: int, device: torch.device) -> None:
-        """Allocate the buffers of one parameter now.
-
-        A lack of memory then shows before training, and not in an exchange in which other ranks
-        wait.
-
-        Args:
-            name: the parameter.
-            numel: entries of its residual.
-            device: device of its gradients.
-        """
+        """Allocate the buffers of a parameter, whose gradients are on `device`, ahead of steps."""
         self._place = self._storage_device(device)
         for _ in range(self.enabled + self.accumulates):
             self._residuals[name].spare.append(self._empty(numel, self._place))
@@ -124,17 +106,16 @@ class Feedback:
     ) -> Tensor:
         """Return residual plus this rank's share of the mean: fp32 [n], for the codec to change.
 
-        The tensor belongs to this object; the caller subtracts what is delivered in place and then
-        calls `store`, which makes it the step's residual so far. It is valid until then. Several
-        names may be in work at once. A step's first call for `name` starts from the committed
-        residual, later calls (further micro-steps) from the step's result so far. If nothing
+        The caller subtracts what is delivered in place and then calls `store`; the tensor is valid
+        until then. Several names may be in work at once. A step's first call for `name` starts from
+        the committed residual, later calls (micro-steps) from the step's result so far. If nothing
         accumulates, the result is the share alone.
 
         Args:
-            name: the parameter.
+            name: of the parameter.
             grad_flat: [n], any floating dtype, multiplied by `loss_scale`; not changed.
             world: number of ranks that are averaged over.
-            loss_scale: the gradient's.
+            loss_scale: of the gradient.
 
         Raises:
             ValueError: the residual of `name` has another length.
@@ -333,11 +314,7 @@ def is_power_of_two(x: float) -> bool:
 
 
 def finite_flag(tensors: Sequence[Tensor]) -> Tensor:
-    """Return whether no entry is inf or NaN: bool [] on the device; the host does not wait.
-
-    Args:
-        tensors: floating, one device, at least one.
-    """
+    """Return whether no entry is inf or NaN: bool [] on the device; the host does not wait."""
     if on_host(tensors[0].device):
         return torch.tensor(all(map(all_finite, tensors)), dtype=torch.bool, device="cpu")
     ends = [end for values in tensors if values.numel() for end in torch.aminmax(values)]

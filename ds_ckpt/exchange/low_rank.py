@@ -199,11 +199,6 @@ class LowRankPart:
     The calls, in order: `add` and `add_rider` for each; `first`; `second`; `delivered` and `rider`
     for each. After `first` the local shards hold the residuals, own shards at zero.
 
-    Args:
-        transport: of the ranks that exchange.
-        factors: factors of the last step.
-        timings: of the exchange.
-        device: of the tensors.
     """
 
     def __init__(
@@ -239,11 +234,7 @@ class LowRankPart:
         self._riders[name] = local
 
     def first(self, finite: Tensor) -> Tensor:
-        """Sum P and compute Q; return whether all ranks' values are finite.
-
-        Args:
-            finite: bool []: this rank's values are finite; the result is the same on every rank.
-        """
+        """Sum P and compute Q; return whether all ranks' values are finite (bool [])."""
         items = list(self._matrices.values())
         _orthonormalize(self._warm)
         for item in items:

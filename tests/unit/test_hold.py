@@ -248,14 +248,6 @@ def test_without_error_feedback_an_absent_parameter_is_owed_to_the_next_step(cho
     assert all(not feedback.state_dict() for feedback in processes.feedbacks)
 
 
-def test_without_error_feedback_a_skipped_step_is_forgotten() -> None:
-    processes = World(3, _whole, error_feedback=False, holds=True)
-    processes.hold(NAMES, _gradients(3, 0))
-    processes.rollback()
-    zeros = [[torch.zeros(s) for s in SHAPES] for _ in range(3)]
-    assert not any(bool(p.any()) for process in processes.reduce(NAMES, zeros) for p in process)
-
-
 @settings(max_examples=60, deadline=None)
 @given(world=st.integers(2, 5), micro_steps=st.integers(2, 5), seed=st.integers(0, 99))
 def test_held_gradients_in_bf16_are_rounded_once_a_process(
