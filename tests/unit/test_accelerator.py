@@ -30,7 +30,7 @@ from ds_ckpt.engine.step import StepState
 from ds_ckpt.exchange.assignment import Assignment
 from ds_ckpt.exchange.layout import LocalShard, ShardLayout
 from ds_ckpt.exchange.transport import PACKET_ALIGNMENT_BYTES, Packets
-from ds_ckpt.exchange.virtual import VirtualWorld
+from ds_ckpt.lab.validate.virtual import VirtualWorld
 from tests.pretended_gpu import DEVICE, Gpu, in_threads
 
 BESIDE = "blocks beside a low rank"
