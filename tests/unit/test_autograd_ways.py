@@ -180,13 +180,6 @@ class ReluAtTheEnd(Block):
         return torch.relu_(super().forward(x))
 
 
-class SkipsSome(Block):
-    """Returns its input as it is, now and then (stochastic depth)."""
-
-    def forward(self, x: Tensor, *_: Any) -> Tensor:
-        return x if bool(torch.rand(()) < 0.3) else super().forward(x)
-
-
 class Complex(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -224,11 +217,6 @@ def test_models(make: Callable[[], Stack], kind: str) -> None:
         return []
 
     same(make, kind, step)
-
-
-@pytest.mark.parametrize("kind", ["block", "segments", "offload"])
-def test_a_block_that_returns_its_input(kind: str) -> None:
-    same(lambda: Stack(lambda: SkipsSome(torch.tanh)), kind)
 
 
 # evaluation mode with gradients

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ds_ckpt.activation import CheckpointedBlocks, Policy, PolicySettings
 from ds_ckpt.activation.fingerprints import WHOLE_BYTES, FingerprintCache, fingerprint
-from ds_ckpt.errors import RecomputeError, UnsupportedError
+from ds_ckpt.errors import RecomputeError
 from tests.architectures import batch, build
 from tests.unit.stacks import Block, Stack, data, put
 
@@ -94,17 +94,6 @@ def test_what_repeats_itself_is_let_through(kind: str, policy: Any) -> None:
     CheckpointedBlocks(model, policy=Policy(PolicySettings(policy), check_determinism=1))
     for seed in range(2):
         model(**batch(kind, seed)).loss.backward()
-
-
-@pytest.mark.parametrize("every", [0, 1])
-def test_weights_changed_between_forward_and_backward_are_refused(every: int) -> None:
-    model = build("llama")
-    CheckpointedBlocks(model, policy=Policy(check_determinism=every))
-    loss = model(**batch("llama")).loss
-    with torch.no_grad():
-        model.get_parameter("model.layers.2.self_attn.q_proj.weight")[0, 0] += 1e-2
-    with pytest.raises(UnsupportedError, match=r"model\.layers\.2: found the weight Linear"):
-        loss.backward()
 
 
 def test_every_nth_forward_is_compared() -> None:

@@ -288,21 +288,6 @@ def test_forwards_that_interleave(policy: Policy) -> None:
 
 
 @PLAIN
-def test_second_derivatives(policy: Policy) -> None:
-    results = []
-    for checkpointed in (False, True):
-        model = Stack(lambda: Block(nn.Tanh()))
-        if checkpointed:
-            CheckpointedBlocks(model, policy=policy)
-        x = data().requires_grad_()
-        (gradient,) = torch.autograd.grad(model(x), x, create_graph=True)
-        gradient.square().sum().backward()
-        results.append([p.grad for p in model.parameters() if p.grad is not None])
-    assert len(results[0]) > 6
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-@PLAIN
 def test_torchs_checkpoint_inside(policy: Policy) -> None:
     def inner(x: Tensor) -> Tensor:
         return checkpoint(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,13 +15,16 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_ckpt.activation import CheckpointedBlocks
+from ds_ckpt.activation.inputs import Keeping, describe
 from ds_ckpt.activation.offload import Copies, InputStore
 from ds_ckpt.activation.policies import Policy, PolicySettings
+from ds_ckpt.errors import UnsupportedError
 from tests.unit.offload_models import (
     CPU,
     Block,
     LateCopies,
     Model,
+    batch,
     build,
     equal,
     gradients,
@@ -213,3 +218,233 @@ def test_parameters_are_looked_through_once_for_all_arguments_of_a_call() -> Non
         owned.times = number + 1
         store.ended()
         weights.data = torch.randn(8)
+
+
+def test_several_forwards_before_a_backward_in_any_order() -> None:
+    xs = [torch.randn(16, 8) for _ in range(3)]
+    model = Model()
+    model.eval()
+    plain = []
+    for x in xs:
+        model.zero_grad()
+        model(x).backward()
+        plain.append([p.grad.clone() for p in model.parameters()])
+    for block in model.blocks:
+        block.dropout.p = 0.0
+    model.train()
+    for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0]):
+        _, store = put_on(model, ["Block"], copies=LateCopies())
+        losses = [model(x) for x in xs]
+        # all but the very last boundary have left: 2 forwards of 4 and one of 3
+        assert store.counters.out.total() == 11
+        for index in order:
+            model.zero_grad()
+            losses[index].backward()
+            assert equal(plain[index], [p.grad for p in model.parameters()])
+        del losses
+        assert nothing_left(store)
+        for block in model.blocks:
+            del block.forward
+
+
+def test_small_tensors_and_parameters_are_let_be() -> None:
+    model = Model()
+    model.scale = nn.Parameter(torch.rand(8))
+    x = torch.randn(64, 8)
+    plain = grads(model, x, model.scale.view(1, 8))
+    _, store = put_on(model, ["Block"])
+    ours = grads(model, x, model.scale.view(1, 8))
+    assert len(plain) == 17
+    assert equal(plain, ours)
+    assert store.counters.left == {"a part of the model": 4}
+    assert store.counters.out.total() == 3
+
+
+def test_two_tensors_that_share_a_storage_leave_once() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, y: Tensor, both: list[Tensor]) -> Tensor:
+            return self.linear(x.t() + y + both[0][8:]) + both[1].t()
+
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.blocks = nn.ModuleList(Pair() for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                h = torch.cat([x, x.sin()])
+                x = block(h[:8].t(), h[8:], [h, h[:8]])
+            return x.square().mean()
+
+    model = Pairs()
+    x = torch.randn(8, 8, requires_grad=True)
+    plain = grads(model, x)
+    _, store = put_on(model, ["Pair"])
+    assert equal(plain, grads(model, x))
+    assert store.counters.out == {"blocks.0": 1, "blocks.1": 1}
+    assert store.counters.out_bytes.total() == 2 * 16 * 8 * 4
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_layout_comes_back_as_it_was(data: st.DataObject) -> None:
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool]))
+    sizes = data.draw(st.lists(st.integers(1, 6), min_size=0, max_size=4))
+    base = torch.randint(0, 2, [n + 2 for n in sizes]).to(dtype)
+    view = base
+    for dim, n in enumerate(sizes):
+        view = view.narrow(dim, data.draw(st.integers(0, 2)), n)
+    if sizes:
+        view = view.permute(data.draw(st.permutations(range(len(sizes)))))
+    if data.draw(st.booleans()):
+        view = view.unsqueeze(0).expand(3, *view.shape)
+    store = InputStore(CPU, LateCopies())
+    call = store.begin("a")
+    expected = view.clone()
+    kept = store.pack(view, call)
+    store.started(call)
+    store.ended()
+    following = store.begin("b")
+    store.started(following)
+    store.ended()
+    strides = view.stride()
+    del base, view
+    got = store.unpack(kept)
+    assert torch.equal(got, expected)
+    assert got.dtype == dtype
+    assert got.stride() == strides
+    assert store.counters.back.total() == 1
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_without_gradients_nothing_is_kept(training: bool) -> None:
+    model = Model().train(training)
+    _, store = put_on(model, ["Block"])
+    with torch.no_grad():
+        model(torch.randn(4, 8))
+    with torch.inference_mode():
+        model(torch.randn(4, 8))
+    assert store.counters.out.total() == 0
+    assert nothing_left(store)
+    hf = build("llama").train(training)
+    _, store = put_on(hf, None)
+    with torch.no_grad():
+        hf(**batch())
+    assert store.counters.out.total() == 0
+
+
+@pytest.mark.parametrize("kind", ["plain", "llama", "gpt2", "bert", "t5"])
+def test_evaluation_with_gradients_leaves_nothing_behind(kind: str) -> None:
+    model = Model() if kind == "plain" else build(kind)
+    _, store = put_on(model.eval(), ["Block"] if kind == "plain" else None)
+    for dropped in (False, True):
+        loss = model(torch.randn(4, 8)) if kind == "plain" else model(**batch()).loss
+        assert store.nbytes_on_host > 0
+        if not dropped:
+            loss.backward()
+        del loss
+        assert nothing_left(store)
+    assert store.counters.out.total() > 3
+
+
+@pytest.mark.parametrize("where", ["forward", "recompute", "backward"])
+@pytest.mark.parametrize("block", [0, 2, 3])
+def test_an_exception_gives_everything_back(where: str, block: int) -> None:
+    class Boom(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            raise OSError("boom")
+
+    model = Model()
+    calls = 0
+    at = {"forward": 1, "recompute": 2}.get(where, 0)
+
+    def trip(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            raise OSError("boom")
+        return Boom.apply(output) if where == "backward" else None
+
+    x = torch.randn(4, 8)
+    plain = grads(model, x)
+    _, store = put_on(model, ["Block"], copies=LateCopies())
+    handle = model.blocks[block].up.register_forward_hook(trip)
+    with pytest.raises(OSError, match="boom"):
+        grads(model, x)
+    handle.remove()
+    gc.collect()
+    assert nothing_left(store)
+    assert equal(plain, grads(model, x))
+    assert nothing_left(store)
+
+
+def test_a_change_while_the_copy_is_on_its_way_is_refused() -> None:
+    class Delayed(Model):
+        def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+            previous = x.clone()
+
+            def spoil(*_: Any) -> None:
+                previous.mul_(2)
+
+            handle = self.blocks[1].up.register_forward_hook(spoil)
+            x = previous
+            for block in self.blocks:
+                x = block(x)
+            handle.remove()
+            return x.square().mean()
+
+    model = Delayed()
+    _, store = put_on(model, ["Block"], copies=LateCopies())
+    loss = model(torch.randn(4, 8))
+    with pytest.raises(UnsupportedError, match=r"blocks\.0: found an input that was changed"):
+        loss.backward()
+    del loss
+    gc.collect()
+    assert nothing_left(store)
+
+
+def test_a_tensor_that_is_written_anew_after_its_copy_has_left_is_kept_anew() -> None:
+    """The first block's recompute takes the copy, the last one's the new values."""
+
+    class Reusing(Model):
+        anew = False
+
+        def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+            scale = torch.full((8,), 0.5)
+            x = self.blocks[0](x, scale=scale)
+            x = self.blocks[2](self.blocks[1](x))
+            scale = torch.full((8,), 2.0) if self.anew else scale.fill_(2.0)
+            return self.blocks[3](x, scale=scale).square().mean()
+
+    model, x = Reusing(), torch.randn(8, 8)
+    model.anew = True
+    expected = grads(model, x)
+    model.anew = False
+    put_on(model, ["Block"])
+    assert equal(grads(model, x), expected)
+
+
+@pytest.mark.parametrize(
+    ("keeping", "words"),
+    [
+        (Keeping(), ["^$"]),
+        (
+            Keeping(offload=True),
+            ["3 of 4 checkpointed inputs", "twice their bytes", "no memory is saved"],
+        ),
+    ],
+)
+def test_the_start_line_says_what_it_costs(keeping: Keeping, words: list[str]) -> None:
+    text = describe(keeping, 4, CPU)
+    assert all(re.search(word, text) for word in words)
+    assert "no memory" not in describe(keeping, 4, torch.device("cuda"))

@@ -175,17 +175,6 @@ def test_each_process_keeps_exactly_its_share(size: int) -> None:
         assert small == 3 * 5
 
 
-def test_padding_is_less_than_a_byte_a_process() -> None:
-    def work(group: ThreadGroup) -> dict[str, int]:
-        model = Model(width=7)
-        on = On(model, group, min_bytes=64)
-        model(_input(5, 7))
-        return dict(on.partition.counters.kept_bytes)
-
-    for found in results(in_threads(3, work)):
-        assert set(found.values()) == {-(-5 * 7 * 4 // 3)}
-
-
 def test_with_offload_the_parts_leave_and_return() -> None:
     def work(group: ThreadGroup) -> On:
         model = Model(blocks=6)
@@ -242,21 +231,6 @@ def test_several_forwards_before_a_backward_and_a_retained_graph() -> None:
     for size in (2, 3):
         answers = results(in_threads(size, work))
         assert all(on.group.gathered == answers[0].group.gathered for on in answers)
-
-
-def test_a_sum_of_two_losses() -> None:
-    first, second = _input(seed=1), _input(seed=2)
-    reference = Model()
-    (reference(first) + reference(second)).backward()
-    plain = [p.grad.clone() for p in reference.parameters()]
-
-    def work(group: ThreadGroup) -> bool:
-        model = Model()
-        on = On(model, group)
-        (model(first) + model(second)).backward()
-        return equal(plain, [p.grad for p in model.parameters()]) and on.nothing_left()
-
-    assert all(results(in_threads(2, work)))
 
 
 @pytest.mark.parametrize("policy", ["segments", "every_n", "selective"])
@@ -384,30 +358,6 @@ def test_values_are_compared_at_first_and_now_and_then() -> None:
         assert all(words in str(error) for error in errors), (at, every, errors)
 
 
-def test_the_layout_is_compared_in_every_step() -> None:
-    def later(model: nn.Module, x: Tensor, step: int) -> Tensor:
-        return _input(9) if step == 4 else x
-
-    for error in _differing(later, steps=6):
-        assert isinstance(error, UnsupportedError)
-        assert "6x8" in str(error) or "9x8" in str(error)
-
-
-def test_what_failed_once_fails_for_good() -> None:
-    def work(group: ThreadGroup) -> int:
-        model = Model()
-        On(model, group)
-        caught = 0
-        for step in range(3):
-            try:
-                model(_input(seed=group.index if step == 0 else 0)).backward()
-            except UnsupportedError:
-                caught += 1
-        return caught
-
-    assert results(in_threads(2, work)) == [3, 3]
-
-
 def test_garbage_that_one_process_has_not_collected_stops_nobody() -> None:
     """Gathers ahead follow from what all processes know, not from what is alive in one of them."""
     x = _input()
@@ -432,27 +382,6 @@ def test_garbage_that_one_process_has_not_collected_stops_nobody() -> None:
     finally:
         gc.enable()
     assert one.group.gathered == two.group.gathered
-
-
-def test_garbage_that_goes_while_backward_runs() -> None:
-    x = _input()
-    plain = grads(Model(), x)
-
-    def work(group: ThreadGroup) -> list[int]:
-        model = Model()
-        on = On(model, group, ahead=9)
-        lost = [model(_input(seed=5))]
-
-        def collect(grad: Tensor) -> None:
-            if group.index == 0:
-                lost.clear()
-
-        model.blocks[3].down.bias.register_hook(collect)
-        assert equal(plain, grads(model, x))
-        return on.group.gathered
-
-    one, two = results(in_threads(2, work))
-    assert one == two
 
 
 class _Boom(torch.autograd.Function):
@@ -482,18 +411,6 @@ def test_a_dropped_loss_and_errors_leave_nothing() -> None:
         model(_input())
         assert on.nothing_left()
         model(_input()).backward()
-        assert on.nothing_left()
-
-    results(in_threads(2, work))
-
-
-def test_no_grad_forwards_take_no_part() -> None:
-    def work(group: ThreadGroup) -> None:
-        model = Model()
-        on = On(model, group)
-        with torch.no_grad():
-            model(_input(seed=group.index))
-        assert not on.partition.consistency.pending
         assert on.nothing_left()
 
     results(in_threads(2, work))
