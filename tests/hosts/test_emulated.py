@@ -117,24 +117,6 @@ def test_nothing_is_left_after_an_error_with_work_going_on(can_emulate: None) ->
     _becomes(before)
 
 
-def test_hosts_that_come_up_meanwhile_are_not_taken_for_those_that_went(
-    can_emulate: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The kernel gives the number of a namespace that is gone to the next one."""
-    pids = psutil.pids
-    with EmulatedHosts(1, rate_mbit=None) as hosts, contextlib.ExitStack() as others:
-
-        def after_others_came_up() -> list[int]:
-            monkeypatch.setattr(psutil, "pids", pids)
-            time.sleep(1)  # the kernel cleans up later
-            others.enter_context(EmulatedHosts(1, rate_mbit=None))
-            return pids()
-
-        monkeypatch.setattr(psutil, "pids", after_others_came_up)
-        hosts.down()
-        assert psutil.pids is pids, "it came to look for what is left"
-
-
 def test_nothing_is_left_after_the_maker_is_killed_and_down_has_run(can_emulate: None) -> None:
     before = system_state()
     run = [sys.executable, "-m", "ds_ckpt.cli", "hosts", "run", "--rate=50mbit", "--"]
@@ -173,7 +155,7 @@ def test_down_kills_what_outlives_its_owner_and_nothing_else(can_emulate: None) 
             owner = ProcessId.of(ended.pid)
         with subprocess.Popen(["sleep", "600"]) as orphan:
             folder = sets.new_folder()
-            stranger = ProcessId(bystander.hosts[0].pid, start_ticks=1)
+            stranger = ProcessId(bystander.hosts[0].pid, started=1.0)
             processes = (ProcessId.of(orphan.pid), stranger)
             HostSet(folder, owner, processes, 1, None).write()
             downed, left = take_down()

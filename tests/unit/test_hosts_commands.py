@@ -74,7 +74,7 @@ def test_sets_are_listed_and_those_left_behind_are_cleared() -> None:
     assert run(app, ["hosts", "list"]).output == "no hosts are up\n"
     alive, dead = sets.new_folder(), sets.new_folder()
     me = sets.ProcessId.of(os.getpid())
-    gone = sets.ProcessId(me.pid, me.start_ticks - 1)  # my pid, of somebody before me
+    gone = sets.ProcessId(me.pid, me.started - 1)  # my pid, of somebody before me
     sets.HostSet(alive, me, (), 2, 200.0).write()
     sets.HostSet(dead, gone, (gone,), 3, None).write()
     rows = {row["name"]: row for row in json.loads(run(app, ["hosts", "list", "--json"]).output)}

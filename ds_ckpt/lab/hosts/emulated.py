@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -122,16 +122,6 @@ def namespace(pid: int) -> str | None:
         return None
 
 
-@contextlib.contextmanager
-def held(pids: Sequence[int]) -> Iterator[set[str]]:
-    """Yield the process namespaces of `pids`; their identities are not reused meanwhile."""
-    with contextlib.ExitStack() as files:
-        for pid in pids:
-            with contextlib.suppress(OSError):
-                files.enter_context(Path(f"/proc/{pid}/ns/pid").open("rb"))
-        yield {space for pid in pids if (space := namespace(pid))}
-
-
 class EmulatedHosts(Backend):
     """A context: `count` hosts on one switch, each with a link of `rate_mbit` in each direction.
 
@@ -187,19 +177,26 @@ class EmulatedHosts(Backend):
         self.down()
 
     def down(self) -> None:
-        """Kill the hosts and their processes, and wait for their end; idempotent."""
-        with held(self._pids) as spaces:
-            self._down(spaces - {namespace(os.getpid())})
+        """Kill the hosts and their processes, and wait for their end; idempotent.
 
-    def _down(self, spaces: set[str]) -> None:
-        for pid in self._pids:  # the first processes: `unshare` collects its own and ends
+        `unshare` ends after its host's first process, and that after all others of the host.
+        """
+        spaces = {namespace(pid) for pid in self._pids} - {None, namespace(os.getpid())}
+        for pid in self._pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         limit = time.monotonic() + _UP_S
         while self._pids and any(process.poll() is None for process in self._first):
             _collect_adopted(spaces)
             if time.monotonic() > limit:
-                break
+                raise HostsError(
+                    Problem(
+                        where=str(self.folder),
+                        found="processes that outlive their hosts",
+                        why=f"their first processes were killed {_UP_S:.0f} s ago",
+                        remedy="end what blocks them, then run `ds-ckpt hosts down`",
+                    )
+                )
             time.sleep(0.02)
         for process in self._first:
             with contextlib.suppress(ProcessLookupError):
@@ -208,15 +205,6 @@ class EmulatedHosts(Backend):
         self._first.clear()
         self._pids.clear()
         self.hosts = ()
-        if any(namespace(pid) in spaces for pid in psutil.pids()):
-            raise HostsError(
-                Problem(
-                    where=str(self.folder),
-                    found="processes that outlive their hosts",
-                    why="their first processes were killed",
-                    remedy="end what blocks them, then run `ds-ckpt hosts down`",
-                )
-            )
         if self.folder != Path():
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder = Path()
@@ -445,7 +433,7 @@ def _child_of(process: subprocess.Popen[bytes]) -> int:
     )
 
 
-def _collect_adopted(spaces: set[str]) -> None:
+def _collect_adopted(spaces: set[str | None]) -> None:
     """Reap processes of these namespaces that became this process's children.
 
     That happens if this process is a subreaper and an `nsenter` was killed before its child. The

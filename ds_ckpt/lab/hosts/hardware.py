@@ -125,6 +125,7 @@ class Hardware:
         """Parse a cluster's name; None, with a problem, if the form is wrong.
 
         Args:
+            text: as in `EXAMPLE`.
             needed: figures of the accelerator.
             links: of `ds-ckpt probe`, in place of the text's rate and latency.
         """

@@ -156,9 +156,12 @@ def launch(
     """Run `module` on all hosts of a backend, until it ends.
 
     Args:
+        backend: place to launch on.
+        module: calls `heartbeat.begin`.
         job: JSON; `heartbeat.begin` returns it to every process.
         folder: for job, events and log; seen by this process and rank 0.
         stall_s: limit without progress; longer than the longest step.
+        limit_s: limit of the whole launch.
         on_event: receives what rank 0 passes to `Heartbeat.beat`, also before a failure.
         if_silent: another remedy for a silence, for the error.
 

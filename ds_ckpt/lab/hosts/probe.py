@@ -237,6 +237,8 @@ def probe(
     """Measure the links between hosts, which need this Python environment at the same path.
 
     Args:
+        hosts: at least two.
+        seconds: duration of a stream.
         on_pair: called with a description before each pair.
 
     Raises:

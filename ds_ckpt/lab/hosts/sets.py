@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+import psutil
 from pydantic import TypeAdapter
 from pydantic.dataclasses import dataclass
 
@@ -39,20 +40,21 @@ class ProcessId:
     """A process of this boot."""
 
     pid: int
-    start_ticks: int
+    started: float
 
     @classmethod
     def of(cls, pid: int) -> ProcessId:
-        """Identify a running process; ProcessLookupError if it has ended."""
-        ticks = _start_ticks(pid)
-        if ticks is None:
-            raise ProcessLookupError(pid)
-        return cls(pid, ticks)
+        """Identify a running process; psutil.NoSuchProcess if it has ended."""
+        return cls(pid, psutil.Process(pid).create_time())
 
     @property
     def is_alive(self) -> bool:
         """True until it ends."""
-        return _start_ticks(self.pid) == self.start_ticks
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(self.pid)
+            same = process.create_time() == self.started
+            return bool(same and process.status() != psutil.STATUS_ZOMBIE)
+        return False
 
 
 @dataclass(frozen=True)
@@ -154,12 +156,3 @@ def _kill(found: HostSet) -> None:
             remedy = "find what blocks them with ps, then try again"
             raise HostsError(Problem(found.name, f"processes {alive} still exist", why, remedy))
         time.sleep(0.02)
-
-
-def _start_ticks(pid: int) -> int | None:
-    """Return when a running process was started, in clock ticks since boot; None if ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])

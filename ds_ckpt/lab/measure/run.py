@@ -51,10 +51,7 @@ def measure(
     stall_s: float = 180.0,
     limit_s: float = 6 * 3600.0,
 ) -> None:
-    """Measure what is missing in `path`.
-
-    Args:
-        stall_s: limit without progress; longer than the longest step.
+    """Measure what `path` does not have; `stall_s` must be longer than the longest step.
 
     Raises:
         ConfigError: `spec` cannot be measured, or `path` holds a run of another one.

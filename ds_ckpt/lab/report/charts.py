@@ -1,19 +1,16 @@
-"""Charts: what is drawn is data, and all drawing is done here, by matplotlib.
+"""Charts of a report, drawn by matplotlib from data. One chart has one or more panels.
 
-A chart is one panel or several above one another:
-
-    Rows    one row a name: stacked bars, an interval, single values, a word
-    Strips  one row a name: what occupies it, from when to when
+    Rows    one row per name: stacked bars, an interval, single values, a note
     Lines   values over x, with or without intervals
 
-Told apart by hatching, kind of line, mark and words, never by colour alone. Equal data give equal
-files. Importing this needs no matplotlib; drawing does.
+Hatching, line style, mark and words differ, never colour alone. Equal data give equal files.
+Drawing needs matplotlib, importing this does not.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,17 +20,16 @@ from ds_ckpt.errors import Problem, UnsupportedError
 SUFFIXES = (".png", ".svg")
 _MARKS = "osD^vPX*<>phd"
 _DASHES = ("-", "--", "-.", ":")
-"""13 marks and 4 kinds of line: 52 before two look alike."""
 _COLOURS = ("#000000", "#b3541e", "#1b4f8a", "#3f7d3a", "#7a3f8a", "#8a7a1b", "#666666")
 _FILLS = ("#e8e8e8", "#b9b9b9", "#dbe7f3", "#9fc0de", "#5f8fbf", "#2f5f8f", "#e6a76b", "#c0602b")
 _HATCHES = ("//", "..", "xx", "\\\\", "--", "oo", "**", "")
 Span = tuple[float, float, float]
-"""Low end, middle and high end of an interval."""
+"""Low end, middle and high end."""
 
 
 @dataclass(frozen=True)
 class Band:
-    """A part of every row's bar. Bands have their fills by their place."""
+    """One part of every row's bar."""
 
     label: str
     widths: Sequence[float]
@@ -41,7 +37,12 @@ class Band:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows from the top down: bands end to end, over them what else there is of a row."""
+    """Rows from the top down, with stacked bands.
+
+    Attributes:
+        notes: at the ends of the bars.
+        shaded: width of the grey band to either side of zero.
+    """
 
     names: Sequence[str]
     x: str
@@ -50,16 +51,15 @@ class Rows:
     spans_are: str = ""
     dots: Sequence[Sequence[float]] = ()
     notes: Sequence[str] = ()
-    """At the ends of the bars."""
     shaded: float = 0.0
-    """So far from zero to either side."""
-    title: str = ""
 
     @property
     def inches(self) -> float:
+        """Height."""
         return 1.3 + 0.36 * len(self.names)
 
     def draw(self, axes: Any) -> None:
+        """Draw onto matplotlib's axes."""
         left = [0.0] * len(self.names)
         if self.shaded:
             axes.axvspan(-self.shaded, self.shaded, color="#e4e4e4", zorder=0)
@@ -88,62 +88,32 @@ class Rows:
         axes.set_xlabel(self.x)
         if any(band.label for band in self.bands):
             above: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (-0.15, 1.0)}
-            _legend(axes, ncols=4, title=self.title or None, alignment="left", **above)
-
-
-@dataclass(frozen=True)
-class Strips:
-    """Rows from the top down, over time.
-
-    Attributes:
-        kinds: stretches by what they are: row, begin, length.
-    """
-
-    names: Sequence[str]
-    x: str
-    kinds: Mapping[str, Sequence[tuple[int, float, float]]]
-
-    @property
-    def inches(self) -> float:
-        return 1.5 + 0.4 * len(self.names)
-
-    def draw(self, axes: Any) -> None:
-        for place, (label, stretches) in enumerate(self.kinds.items()):
-            rows, begins, lengths = zip(*stretches, strict=True)
-            bars = {**_fill(place), "linewidth": 0.2, "label": label}
-            axes.barh(rows, lengths, left=begins, height=0.7, **bars)
-        axes.set_yticks(range(len(self.names)), self.names)
-        axes.invert_yaxis()
-        axes.set_xlabel(self.x)
-        _legend(axes, ncols=4, loc="lower left", bbox_to_anchor=(-0.1, 1.0))
+            _legend(axes, ncols=4, **above)
 
 
 @dataclass(frozen=True)
 class Line:
-    """Points in the order of x."""
+    """Points in the order of x, with an interval each or none."""
 
     label: str
     points: Sequence[tuple[float, float]]
     spans: Sequence[Span] = ()
-    """An interval for every point."""
     shown: Literal["both", "line", "marks"] = "both"
 
 
 @dataclass(frozen=True)
 class Lines:
-    """Lines over one x; those without points are left out, and the others look as with them."""
+    """Lines over one x; lines without points are left out. `levels` are labelled values of y."""
 
     lines: Sequence[Line]
     x: str
     y: str
     logarithmic: Literal["", "x", "y", "xy"] = ""
     levels: Sequence[tuple[float, str]] = ()
-    """Values of y that a thin line marks, with a word."""
-    notes: Sequence[tuple[float, float, str]] = ()
-    """A point, and words beside it."""
     inches: float = 3.6
 
     def draw(self, axes: Any) -> None:
+        """Draw onto matplotlib's axes."""
         for place, line in enumerate(self.lines):
             if line.points:
                 mark, dashes = look(place)
@@ -167,9 +137,6 @@ class Lines:
             axes.axhline(height, color="#777777", linewidth=0.8)
             across = axes.get_yaxis_transform()
             axes.text(0.01, height, words, transform=across, va="bottom", fontsize=8)
-        for place, (x, y, words) in enumerate(self.notes):
-            beside = {"xytext": (4, -14 if place % 2 else 8), "textcoords": "offset points"}
-            axes.annotate(words, (x, y), fontsize=8, **beside)
         for axis in self.logarithmic:
             axes.set(**{f"{axis}scale": "log"})
         axes.set_xlabel(self.x)
@@ -177,16 +144,16 @@ class Lines:
         _legend(axes, ncols=2)
 
 
-Panel = Rows | Strips | Lines
+Panel = Rows | Lines
 
 
 def look(place: int) -> tuple[str, str]:
-    """Mark and kind of line of the so-manieth line; no two of the first 52 are alike."""
+    """Return mark and line style of a line; the first 52 differ."""
     return _MARKS[place % len(_MARKS)], _DASHES[place % len(_DASHES)]
 
 
 def svg(panels: Sequence[Panel]) -> str:
-    """An `<svg>` element. Raises UnsupportedError where matplotlib is missing."""
+    """Return an `<svg>` element; UnsupportedError without matplotlib."""
     target = io.StringIO()
     _write(panels, target, "svg")
     text = target.getvalue()
@@ -194,19 +161,19 @@ def svg(panels: Sequence[Panel]) -> str:
 
 
 def save(panels: Sequence[Panel], path: Path) -> None:
-    """A file, .png or .svg. Raises UnsupportedError (see `check_file`) and OSError."""
+    """Write a .png or .svg file; UnsupportedError as in `check_file`."""
     check_file(path)
     _write(panels, path, path.suffix.lower()[1:])
 
 
 def check_file(path: Path) -> None:
-    """Raises UnsupportedError for a suffix that is not drawn, or where matplotlib is missing."""
+    """Raise UnsupportedError for another suffix, or without matplotlib."""
     if path.suffix.lower() not in SUFFIXES:
         raise UnsupportedError(
             Problem(
                 where="--plot",
                 found=f'"{path.name}"',
-                why="the suffix says what is drawn",
+                why="the suffix decides the format",
                 remedy="end the name in .png or .svg",
             ),
             headline="the plot cannot be drawn",
@@ -215,12 +182,12 @@ def check_file(path: Path) -> None:
 
 
 def missing(package: str) -> UnsupportedError:
-    """The error for a package of the `report` extra that is not there."""
+    """Return the error for a missing package of the `report` extra."""
     return UnsupportedError(
         Problem(
             where=package,
             found="not installed",
-            why="the HTML report and the plots are made with it",
+            why="reports and plots need it",
             remedy="install the extra: pip install 'ds_ckpt[report]'",
         ),
         headline="the report cannot be written",
@@ -230,14 +197,13 @@ def missing(package: str) -> UnsupportedError:
 def _write(panels: Sequence[Panel], target: Any, kind: str) -> None:
     matplotlib, figure_class = _matplotlib()
     heights = [panel.inches for panel in panels]
-    # No pyplot: it would look for a display.
+    # pyplot would need a display
     figure = figure_class(figsize=(8.2, sum(heights)), layout="constrained")
     grid = {"height_ratios": heights}
     all_axes = figure.subplots(len(heights), 1, squeeze=False, gridspec_kw=grid)[:, 0]
     for axes, panel in zip(all_axes, panels, strict=True):
         axes.spines[["top", "right"]].set_visible(False)
         panel.draw(axes)
-    # Text stays text, and equal numbers give equal files.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "ds_ckpt"}):
         metadata = {"Date": None} if kind == "svg" else None
         figure.savefig(target, format=kind, metadata=metadata, dpi=150)
@@ -248,7 +214,7 @@ def _fill(place: int) -> dict[str, str]:
 
 
 def _legend(axes: Any, **place: Any) -> None:
-    axes.legend(frameon=False, fontsize=8, title_fontsize=9, **place)
+    axes.legend(frameon=False, fontsize=8, **place)
 
 
 def _matplotlib() -> tuple[Any, Any]:

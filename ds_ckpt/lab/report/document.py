@@ -1,8 +1,7 @@
-"""A report before it has a form: sections of text, tables and charts.
+"""Documents: sections of text, tables and charts, as HTML, Markdown and terminal output.
 
-One document gives an HTML page that loads nothing, Markdown, and lines for a terminal of 80
-columns; the last two leave the charts out. Charts are drawn when the page is made, so that text and
-data need no package for them.
+The HTML page loads nothing. Markdown and terminal leave the charts out, so they need no package for
+drawing.
 """
 
 from __future__ import annotations
@@ -20,63 +19,69 @@ from rich.text import Text
 from ds_ckpt.lab.report.charts import Panel, missing, svg
 
 _NAME = 20
-"""Characters of names, in the first column, that a terminal has room for beside numbers."""
+"""Longest name in a first column that is not folded, in characters."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """A part of a section; the template knows it by its kind."""
+    """Part of a section; the template selects it by its kind."""
 
     kind: ClassVar[str]
 
     def markdown(self) -> Iterator[str]:
-        """Its lines, if it has a form in Markdown."""
+        """Yield lines of Markdown."""
         yield from ()
 
     def terminal(self) -> Iterator[RenderableType]:
-        """As a terminal shows it, where that is not its Markdown; words are no markup of rich's."""
+        """Yield terminal output: by default the Markdown as plain text."""
         yield from map(Text, self.markdown())
 
 
 @dataclass(frozen=True)
 class Heading(Block):
-    """Of a part of a section."""
+    """Heading within a section."""
 
     kind = "heading"
     text: str
 
     def markdown(self) -> Iterator[str]:
+        """Yield the heading."""
         yield f"### {self.text}"
 
 
 @dataclass(frozen=True)
 class Paragraph(Block):
+    """Running text."""
+
     kind = "paragraph"
     text: str
 
     def markdown(self) -> Iterator[str]:
+        """Yield the text."""
         yield self.text
 
 
 @dataclass(frozen=True)
 class Items(Block):
-    """Sentences that stand on their own."""
+    """Bulleted sentences."""
 
     kind = "items"
     texts: Sequence[str]
 
     def markdown(self) -> Iterator[str]:
+        """Yield the bullets."""
         yield from (f"- {text}" for text in self.texts)
 
 
 @dataclass(frozen=True)
 class Terms(Block):
-    """Terms with what is said of each."""
+    """Terms with their definitions."""
 
     kind = "terms"
     pairs: Sequence[tuple[str, str]]
 
     def markdown(self) -> Iterator[str]:
+        """Yield the definitions."""
         yield from (f"- **{name}**: {text}" for name, text in self.pairs)
 
 
@@ -88,9 +93,11 @@ class Code(Block):
     lines: Sequence[str]
 
     def markdown(self) -> Iterator[str]:
+        """Yield the fenced lines."""
         yield from ("```", *self.lines, "```")
 
     def terminal(self) -> Iterator[RenderableType]:
+        """Yield the lines, coloured."""
         yield from (Text(f"   {line}", "cyan") for line in self.lines)
 
 
@@ -99,10 +106,10 @@ class Table(Block):
     """Heads and rows of text.
 
     Attributes:
-        prose: cells hold words, not numbers.
-        meanings: what the page says under each head.
-        tones: of each row, for its second cell: "good", "bad" or "".
-        page_only: heads of columns that a terminal has no room for.
+        prose: cells have words, which are not broken; else numbers.
+        meanings: explanations under the page's heads.
+        tones: of the second cell of each row: "good", "bad" or "".
+        page_only: heads of columns that a terminal leaves out.
     """
 
     kind = "table"
@@ -114,60 +121,42 @@ class Table(Block):
     page_only: Sequence[str] = ()
 
     def markdown(self) -> Iterator[str]:
+        """Yield the table."""
         yield f"| {' | '.join(self.heads)} |"
         yield "|" + "---|" * len(self.heads)
         yield from (f"| {' | '.join(row)} |" for row in self.rows)
 
     def terminal(self) -> Iterator[RenderableType]:
-        """As narrow as its words allow; what is too wide is folded, not cut."""
-        found = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-        shown = [i for i, head in enumerate(self.heads) if head not in self.page_only]
-        if self.prose:
-            heads = [self.heads[i] for i in shown]
-            yield _Words(heads, [[row[i] for i in shown] for row in self.rows])
-            return
-        for i in shown:
-            side: Literal["left", "right"] = "right" if i else "left"
-            head = Text(self.heads[i].replace(", ", "\n"))
-            # a short name in two lines is no name
-            whole = i == 0 and all(len(row[0]) <= _NAME for row in self.rows)
-            found.add_column(head, justify=side, overflow="fold", no_wrap=whole)
-        for row in self.rows:
-            found.add_row(*(Text(row[i]) for i in shown))
-        yield found
-
-
-@dataclass(frozen=True)
-class _Words:
-    """A table of words, none of them broken: where they have no room side by side, its rows stand
-    one under the other, each cell beside its head."""
-
-    heads: Sequence[str]
-    rows: Sequence[Sequence[str]]
+        """Yield the table itself, which depends on the terminal's width."""
+        yield self
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        columns = [*zip(self.heads, *self.rows, strict=True)]
-        whole = [max(map(len, column)) for column in columns]
-        widths = [max(len(w) for cell in column for w in [*cell.split(), ""]) for column in columns]
-        gaps = 3 * len(columns)
-        if sum(widths) + gaps > options.max_width:
-            yield from self._under_one_another()
+        shown = [i for i, head in enumerate(self.heads) if head not in self.page_only]
+        columns = [[self.heads[i], *(row[i] for row in self.rows)] for i in shown]
+        longest = [max(len(w) for cell in one for w in [*cell.split(), ""]) for one in columns]
+        if self.prose and sum(longest) + 3 * len(columns) > options.max_width:
+            yield from self._stacked(columns)
             return
-        while sum(widths) + gaps < options.max_width and widths != whole:
-            neediest = max(range(len(widths)), key=lambda i: whole[i] / max(1, widths[i]))
-            widths[neediest] += 1
         found = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-        for head, width in zip(self.heads, widths, strict=True):
-            found.add_column(Text(head), width=width)
-        for row in self.rows:
+        for place, (column, least) in enumerate(zip(columns, longest, strict=True)):
+            if self.prose:
+                found.add_column(Text(column[0]), min_width=least)
+                continue
+            short = place == 0 and all(len(cell) <= _NAME for cell in column[1:])
+            justify: Literal["left", "right"] = "right" if place else "left"
+            head = Text(column[0].replace(", ", "\n"))
+            found.add_column(head, justify=justify, overflow="fold", no_wrap=short)
+        for row in list(zip(*columns, strict=True))[1:]:
             found.add_row(*map(Text, row))
         yield found
 
-    def _under_one_another(self) -> Iterator[RenderableType]:
-        for name, *cells in self.rows:
+    def _stacked(self, columns: Sequence[Sequence[str]]) -> Iterator[RenderableType]:
+        """Yield the rows below each other, each cell beside its head."""
+        heads, *rows = zip(*columns, strict=True)
+        for name, *cells in rows:
             yield Text(name, "bold")
             grid = RichTable.grid(padding=(0, 2))
-            for head, cell in zip(self.heads[1:], cells, strict=True):
+            for head, cell in zip(heads[1:], cells, strict=True):
                 if cell:
                     grid.add_row(Text(f"  {head}"), Text(cell, overflow="fold"))
             yield grid
@@ -175,7 +164,7 @@ class _Words:
 
 @dataclass(frozen=True)
 class Plot(Block):
-    """Panels above one another, on the page alone."""
+    """Panels above each other; on the page only."""
 
     kind = "plot"
     name: str
@@ -183,26 +172,28 @@ class Plot(Block):
     caption: str
 
     def svg(self) -> str:
-        """Raises UnsupportedError where matplotlib is missing."""
+        """Draw it; UnsupportedError without matplotlib."""
         return svg(self.panels)
 
 
 @dataclass(frozen=True)
 class Section:
+    """Title and blocks."""
+
     title: str
     blocks: Sequence[Block]
 
 
 @dataclass(frozen=True)
 class Document:
-    """What a report says, in order; sections without blocks are left out."""
+    """Title, opening paragraphs and sections; sections without blocks are left out."""
 
     title: str
     opening: Sequence[str]
     sections: Sequence[Section]
 
     def html(self) -> str:
-        """One file. Raises UnsupportedError where matplotlib or Jinja2 is missing."""
+        """Return one page; UnsupportedError without matplotlib or Jinja2."""
         try:
             import jinja2
         except ImportError as error:
@@ -218,7 +209,7 @@ class Document:
         return page
 
     def markdown(self) -> str:
-        """Without the charts."""
+        """Return the Markdown."""
         lines = [f"# {self.title}", "", *(f"{text}\n" for text in self.opening)]
         for section in self.sections:
             found = [[*block.markdown()] for block in section.blocks]
@@ -228,7 +219,7 @@ class Document:
         return "\n".join(lines)
 
     def print(self, console: Console) -> None:
-        """Without the charts."""
+        """Print it."""
         console.print(Text(self.title, "bold"))
         for text in self.opening:
             console.print(Text(text))
@@ -237,13 +228,12 @@ class Document:
             if parts and section.title:
                 console.print(Text(f"\n{section.title}", "italic"))
             for block, part in parts:
-                # what is to be copied gets no line ends
                 console.print(part, soft_wrap=isinstance(block, Code))
 
     def write(self, folder: Path) -> tuple[Path, Path]:
-        """Write `report.html` and `report.md` into the folder; their paths.
+        """Write `report.html` and `report.md` into the folder; return their paths.
 
-        Raises UnsupportedError where the page's packages are missing; the Markdown is there then.
+        Raises UnsupportedError without the page's packages; the Markdown is written then.
         """
         page, text = folder / "report.html", folder / "report.md"
         text.write_text(self.markdown(), encoding="utf-8")
