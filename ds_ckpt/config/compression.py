@@ -88,7 +88,7 @@ class ErrorFeedbackConfig(Section):
         'left alone. It takes one more pass over m a step. "none": no correction.',
     )
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """Describe the active settings in a few words."""
         if not self.enabled:
             return "without error feedback"
@@ -286,7 +286,7 @@ class CompressionConfig(_WithMethods):
         guard = f", guard: {self.guard.action}" if self.guard.active else ""
         first = "dense" if self.warmup_bits is None else f"in {self.warmup_bits} bits"
         return (
-            f"gradients {how}{rules}, {self.error_feedback.words()}, "
+            f"gradients {how}{rules}, {self.error_feedback.describe()}, "
             f"{first} for {self.warmup_steps} steps{guard}"
         )
 

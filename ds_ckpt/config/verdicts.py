@@ -69,7 +69,7 @@ class VerdictRecord(BaseModel):
     versions: dict[str, str]
     date: str
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """Describe the verdict and its conditions."""
         unit = "%" if self.metric == "loss" else " points"
         is_one_point = self.metric == "accuracy" and self.margin == 0.01
@@ -225,7 +225,10 @@ def accuracy_words(compression: CompressionConfig, verdicts: list[VerdictRecord]
     if not verdicts:
         return ["accuracy never validated: ds-ckpt validate-accuracy FILE does it"]
     worst_first = sorted(verdicts, key=lambda one: (_CONCERN.get(one.verdict, 0), one.task))
-    return ["accuracy against dense, plus is worse:", *(f"  {one.words()}" for one in worst_first)]
+    return [
+        "accuracy against dense, plus is worse:",
+        *(f"  {one.describe()}" for one in worst_first),
+    ]
 
 
 def largest(seen: Iterable[ResidualStats]) -> ResidualStats | None:

@@ -44,6 +44,6 @@ class WeightsConfig(Section):
 
     def summary(self) -> str:
         """Describe the active settings in a few words."""
-        words = {"auto": "", "none": ", sent whole", "lossless": ", their changes sent losslessly"}
-        where = ", where that makes steps shorter" if self.resident == "auto" else ""
-        return f"weights resident on every host{words[self.deltas]}{where}"
+        words = {"auto": "", "none": ", sent uncompressed", "lossless": ", changes sent losslessly"}
+        condition = ", if that shortens the step" if self.resident == "auto" else ""
+        return f"weights resident on every node{words[self.deltas]}{condition}"

@@ -101,7 +101,7 @@ def test_few_workers_do_not_speak_for_many(shipped: Path) -> None:
     write_verdicts(shipped, [record(four, workers=2)])
     found = verdicts_on(four)
     assert [(r.workers, r.verdict) for r in found] == [(2, "equivalent"), (8, "worse")]
-    assert found[1].words().endswith("5 seeds of 300 steps, 8 workers")
+    assert found[1].describe().endswith("5 seeds of 300 steps, 8 workers")
 
 
 def test_keys_that_are_newer_than_a_record_count_at_their_defaults(shipped: Path) -> None:
@@ -179,8 +179,8 @@ def test_an_open_verdict_says_which_side_is_open() -> None:
     section = compression(**FOUR)
     open_above = record(section, verdict="inconclusive", interval=(-0.002, 0.006))
     open_below = record(section, verdict="inconclusive", interval=(-0.006, 0.002))
-    assert "not worse" not in open_above.words()
-    assert "margin 0.5%: not worse by it" in open_below.words()
+    assert "not worse" not in open_above.describe()
+    assert "margin 0.5%: not worse by it" in open_below.describe()
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda p: p.stem)
