@@ -1,11 +1,8 @@
-"""Counts what passes at each collective, by purpose, and each parameter's gathers.
+"""Counters of collectives by purpose, of gathers by parameter, of offload and of partitioning.
 
-Also what offload moves and what partitioned checkpoints keep.
-
-The counters are fed where the collective is called (`ds_ckpt.zero3.collectives`) with the sizes of
-the tensors handed over; nothing is predicted from the model. `sent_bytes` turns a payload into the
-bytes that leave this process, with the factor of the algorithm that the backend really runs; a
-contract test holds it against the interface's own counter.
+The counters are updated where the collective is called (`ds_ckpt.zero3.collectives`), with the
+sizes of its tensors. `sent_bytes` converts a payload into the bytes that leave this rank, with the
+factor of the backend's algorithm; a contract test compares it with the interface's own counter.
 """
 
 from __future__ import annotations
@@ -101,7 +98,7 @@ class _Counts:
 
 @dataclass
 class Counters(_Counts):
-    """What this process has sent (`bytes_sent`, payload bytes), and how often it gathered.
+    """Payload bytes that this rank has sent, and its gathers.
 
     Every thread has purposes of its own, and any may count what it sends. `gathers` and the seconds
     are written by the thread that runs DeepSpeed.
@@ -140,7 +137,7 @@ class Counters(_Counts):
 
     @property
     def current_purpose(self) -> Purpose:
-        """What this thread's next collective is counted under."""
+        """Return the purpose of this thread's next collective."""
         purposes = getattr(self._local, "purposes", None)
         return purposes[-1] if purposes else self.default
 
@@ -157,6 +154,7 @@ class Counters(_Counts):
             self.collectives[purpose] += 1
 
     def snapshot(self) -> Snapshot:
+        """Return a copy of the counters."""
         with self._lock:
             return Snapshot(
                 {p: self.bytes_sent[p] for p in Purpose},
@@ -184,14 +182,15 @@ class OffloadCounters(_Counts):
     left: Counter[str] = field(default_factory=Counter)
     """Tensors that were let be, by reason."""
     late: int = 0
-    """Of those brought back: not prefetched, so that the recompute waited for the whole copy."""
+    """Storages brought back without prefetch: recomputation waited for the whole copy."""
     in_vain: int = 0
-    """Of those brought back: never asked for by that backward."""
+    """Storages brought back that the backward did not use."""
     device_bytes: int = 0
     """Bytes on the device now."""
     peak_device_bytes: int = 0
 
     def on_device(self, change_bytes: int) -> None:
+        """Add to the bytes on the device."""
         self.device_bytes += change_bytes
         self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
 
@@ -214,14 +213,14 @@ class PartitionCounters(_Counts):
     """Tensors that were not split, by reason."""
     gathers: int = 0
     received_bytes: int = 0
-    """Of other processes' parts, in gathers."""
+    """Bytes of other ranks' parts, in gathers."""
     late: int = 0
-    """Of those: begun when the part was needed, and not before."""
+    """Gathers that began when the part was needed."""
     in_vain: int = 0
-    """Of those: never asked for by that backward."""
+    """Gathers whose result the backward did not use."""
 
     def line(self) -> str:
-        """What this process keeps and receives, in words."""
+        """Describe what this rank keeps and receives."""
         kept, whole = sum(self.kept_bytes.values()), sum(self.whole_bytes.values())
         words = (
             f"{kept / MIB:.2f} of {whole / MIB:.2f} MiB of checkpointed inputs kept by this "

@@ -1,4 +1,4 @@
-"""How much memory a device has, and how much of it is free; on the CPU accelerator, this host."""
+"""Total and free memory of a device; of this node for the CPU accelerator."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ Storage = int
 Phase = Literal["forward", "recompute", "backward"]
 OUTSIDE = "(outside blocks)"
 NO_WORK = frozenset({torch.ops.prim.device.default})
-"""What dispatch modes are asked and no operator is."""
+"""Calls that reach dispatch modes and are not operators."""
 
 
 def version_of(tensor: Tensor) -> int:
@@ -41,6 +41,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def in_words(shape: torch.Size, dtype: torch.dtype) -> str:
+    """Describe a tensor."""
     return f"{'x'.join(map(str, shape)) or 'a scalar'} {str(dtype).removeprefix('torch.')}"
 
 
@@ -68,7 +69,7 @@ class Storages:
         self._alive: set[Storage] = set()
 
     def number(self, tensor: Tensor) -> Storage | None:
-        """Of the tensor's storage; None where it has none of its own (sparse)."""
+        """Return the number of the tensor's storage; None if it has none of its own (sparse)."""
         if tensor.layout != torch.strided:
             return None
         storage = tensor.untyped_storage()
@@ -91,7 +92,7 @@ class Storages:
         return number
 
     def alive(self, number: Storage) -> bool:
-        """Whether the storage has not been freed."""
+        """Return True if the storage has not been freed."""
         return number in self._alive
 
     def forget(self) -> None:
@@ -147,7 +148,7 @@ class SavedActivations:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
         self._sizes: dict[Storage, int] = {}
         self.packing = False
-        """Whether an operator that runs now is none of the model's."""
+        """True while an operator runs that is not part of the model."""
         self.bytes = 0
         self.held: dict[Storage, int] = {}
 
@@ -293,7 +294,7 @@ def activations_tracker(model: nn.Module, spans: Spans) -> MemoryTracker:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a step is."""
+    """Position in a step."""
 
     phase: Phase
     block: str
@@ -328,6 +329,7 @@ class ModuleTracker:
 
     @property
     def place(self) -> Place:
+        """Return the current position."""
         if self._stack:
             return Place(self._phase, *self._stack[-1])
         return Place(self._phase, OUTSIDE if self._phase == "forward" else self._backward_of)

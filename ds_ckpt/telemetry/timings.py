@@ -1,4 +1,4 @@
-"""Where the time of a step goes, and how much of a gradient compression leaves behind.
+"""Time spans and sections of a step, and statistics of residuals.
 
 Spans are stretches of time with a kind, nested, per thread; nothing is recorded unless somebody
 gives a `Spans` to the counters and timings of a session. What they mean for a step is worked out in
@@ -49,7 +49,7 @@ class Spans:
 
     @contextmanager
     def span(self, kind: str) -> Iterator[None]:
-        """What happens inside is recorded as one span when it ends, also by an exception."""
+        """Record the block as a span, also if it ends with an exception."""
         stack = self._stack()
         self._synchronize()
         start_s = time.perf_counter()
@@ -86,6 +86,7 @@ class TimedHandle:
         self._spans = spans
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
+        """Wait inside a span."""
         with self._spans.span("collective"):
             return self._handle.wait(*args, **kwargs)
 
@@ -100,8 +101,9 @@ waiting for other processes and their bytes; decoding and summing."""
 
 @dataclass
 class Timings:
-    """Seconds by section, without those of a section inside it: the host's on a CPU, the stream's
-    on an accelerator, which runs behind. For one thread at a time.
+    """Seconds by section, without those of inner sections, for one thread at a time.
+
+    They are the host's on a CPU, and the stream's on an accelerator.
 
     Attributes:
         spans: where sections are recorded as stretches of time, too; None: nowhere.
@@ -117,6 +119,7 @@ class Timings:
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
+        """Time the block as a section."""
         outer = self._open[-1] if self._open else None
         self._open.append(name)
         start = self._mark()
@@ -131,7 +134,7 @@ class Timings:
 
     @property
     def seconds(self) -> defaultdict[str, float]:
-        """By section, since the start. Waits for the sections of an accelerator."""
+        """Return the seconds by section since the start; waits for an accelerator's sections."""
         while self._marks:
             self._marks[0][3].synchronize()
             self._count(*self._marks.popleft())
@@ -199,8 +202,10 @@ class ResidualStats:
 
     @classmethod
     def of(cls, before: float, after: float, gradient_norm: float) -> ResidualStats | None:
-        """From squared norms summed over all processes; None where nothing was compressed, or
-        where a number is not finite."""
+        """Compute them from squared norms summed over all ranks.
+
+        None if nothing was compressed, or if a number is not finite.
+        """
         numbers = (before, after, gradient_norm)
         if not all(map(math.isfinite, numbers)) or before <= 0 or gradient_norm <= 0:
             return None

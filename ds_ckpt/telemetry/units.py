@@ -29,7 +29,7 @@ def size(nbytes: float) -> str:
 
 
 def count(value: float) -> str:
-    """Of FLOPs and the like: 8.80 G, 1.30 P."""
+    """Format a count such as FLOPs: 8.80 G, 1.30 P."""
     for unit, factor in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
         if abs(value) >= factor:
             return f"{number(value / factor)} {unit}"
