@@ -64,7 +64,7 @@ def test_monitors_the_step_log_and_the_log_are_told(world2: Any, tmp_path: Path)
         (norm,) = records[-1]["residual_norm"].values()
         assert norm == pytest.approx(told["residuals"] / told["norm"], rel=1e-4)
         assert all(0 < error < 1 for error in records[-1]["compression_error"].values())
-    (table,) = [line for line in first["heard"] if "what travels how" in line]
+    (table,) = [line for line in first["heard"] if "compressor and bytes per step" in line]
     assert "4-bit values in blocks of 64" in table
     assert table.count("\n") > 5
-    assert not any("what travels how" in line for line in other["heard"])
+    assert not any("compressor and bytes per step" in line for line in other["heard"])

@@ -110,4 +110,5 @@ def test_what_low_rank_computes_is_not_booked_as_the_wire(monkeypatch: pytest.Mo
     world.reduce(["w"], [[torch.randn(40, 30)] for _ in range(2)])
     for exchange in world.exchanges:
         taken = {name: s for name, s in exchange.timings.seconds.items() if s}
-        assert taken == {"pack": 4.0}  # both factors are made orthonormal
+        assert taken.keys() == {"pack"}  # all of it, and no second of it as the wire's
+        assert taken["pack"] >= 4
