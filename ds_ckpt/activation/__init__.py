@@ -1,4 +1,4 @@
-"""What activation checkpointing keeps and recomputes, and how it is put on a model."""
+"""Activation checkpointing: policies, recomputation, offload and partition of inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds the blocks of a model, and attention and MLP inside them: what every policy starts from.
+"""Find the blocks of a model, and attention and MLP inside them.
 
 Pure: looks at the module tree and changes nothing. Two kinds of blocks are known. Hugging Face
 models carry a `gradient_checkpointing` flag on each layer and call `_gradient_checkpointing_func`;
@@ -69,7 +69,7 @@ Part = tuple[str, nn.Module]
 
 @dataclass(frozen=True)
 class Block:
-    """One module that is recomputed as a whole. `kind` says how checkpointing reaches it."""
+    """One module that is recomputed as a whole; `kind` is the way to reach its forward."""
 
     name: str
     module: nn.Module
@@ -77,22 +77,22 @@ class Block:
 
 
 def is_hf_layer(module: nn.Module) -> bool:
-    """A repeated layer with Hugging Face's hook, not a model that merely carries the flag."""
+    """Return whether the module is a repeated layer with Hugging Face's hook."""
     return any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
 
 
 def block_of(name: str, module: nn.Module) -> Block:
-    """The module as a block, reached as its class asks for."""
+    """Return the module as a block."""
     return Block(name, module, "hf" if is_hf_layer(module) else "forward")
 
 
 def _runs(module: nn.Module) -> bool:
-    """Whether the module has a forward of its own; containers such as ModuleList have none."""
+    """Return whether the module has a forward of its own; containers have none."""
     return type(module).forward is not nn.Module.forward
 
 
 def repeated_classes(model: nn.Module) -> list[str]:
-    """Class names that look like blocks: several of them beside each other in one container."""
+    """Return class names with several modules beside each other in one container."""
     counts: Counter[str] = Counter()
     for module in model.modules():
         if isinstance(module, nn.ModuleList | nn.Sequential):
@@ -102,7 +102,7 @@ def repeated_classes(model: nn.Module) -> list[str]:
 
 
 def by_pattern(model: nn.Module, patterns: Sequence[str]) -> list[Block]:
-    """The outermost modules that a pattern names; ConfigError for patterns that name nothing."""
+    """Return the outermost modules that a pattern names; ConfigError if one names nothing."""
     unused = set(patterns)
     found: list[Block] = []
     for name, module in model.named_modules():
@@ -135,7 +135,7 @@ def by_pattern(model: nn.Module, patterns: Sequence[str]) -> list[Block]:
 
 
 def _refuse_unsupported(model: nn.Module, blocks: Sequence[Block]) -> None:
-    """Some models of transformers have such layers and still say that they must not be used."""
+    """Refuse models that have such layers and forbid checkpointing."""
     said = (getattr(m, "supports_gradient_checkpointing", None) for m in model.modules())
     if blocks and next((s for s in said if s is not None), True) is False:
         raise UnsupportedError(
@@ -149,7 +149,7 @@ def _refuse_unsupported(model: nn.Module, blocks: Sequence[Block]) -> None:
 
 
 def find_blocks(model: nn.Module, patterns: Sequence[str] | None) -> list[Block]:
-    """The model's blocks, in the order of `named_modules`.
+    """Return the model's blocks, in the order of `named_modules`.
 
     Args:
         model: any module; Hugging Face models may be wrapped (PEFT).
@@ -200,14 +200,14 @@ def _is_mlp(name: str, module: nn.Module) -> bool:
 
 
 def is_norm(class_name: str) -> bool:
-    """Whether a class is called like a normalisation."""
+    """Return whether a class is named like a normalization."""
     return bool(_NORM.search(class_name))
 
 
 def _outermost(
     prefix: str, module: nn.Module, looks_right: Callable[[str, nn.Module], bool]
 ) -> list[Part]:
-    """Parts below `module`, none inside another; norms and dropouts beside them do not count."""
+    """Return parts below `module`, none inside another."""
     found: list[Part] = []
     for child_name, child in module.named_children():
         name = f"{prefix}.{child_name}"
@@ -223,12 +223,12 @@ def _has_weights(module: nn.Module) -> bool:
 
 
 def attention_parts(name: str, block: nn.Module) -> list[Part]:
-    """Every attention of a block (a decoder's cross-attention is one more), with full names."""
+    """Return every attention of a block, with full names."""
     return _outermost(name, block, _is_attention)
 
 
 def mlp_parts(name: str, block: nn.Module) -> list[list[Part]]:
-    """The MLPs of a block, each as the modules that run one after the other."""
+    """Return the MLPs of a block, each as the modules that run one after the other."""
 
     def mlp(part: str, module: nn.Module) -> bool:
         return _is_mlp(part, module) and not attention_parts(part, module)
@@ -248,8 +248,7 @@ def mlp_parts(name: str, block: nn.Module) -> list[list[Part]]:
 
 
 def gates(parts: Sequence[Sequence[Part]]) -> list[nn.Module]:
-    """The first products inside MLPs; none of a router and of experts without modules of their
-    own."""
+    """Return the first products inside MLPs, but of routers and of experts without modules."""
     found = []
     for chain in parts:
         inside = [pair for name, part in chain for pair in part.named_modules(prefix=name)]

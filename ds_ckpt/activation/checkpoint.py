@@ -78,7 +78,7 @@ class Arguments:
         self.tensors: list[Tensor] = []
         self.others: list[Any] = []
         self._leaves: list[tuple[bool, int]] = []
-        """Whether it is in `tensors`, and its index there or in `others`."""
+        """For each leaf: is it in `tensors`, and its index there or in `others`."""
         seen: dict[int, int] = {}
         for leaf in leaves:
             if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter):
@@ -204,7 +204,7 @@ class _Weight:
 
 
 def _innermost_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-    """torch's own saved-tensor hooks of the checkpoint that is being entered."""
+    """Return the saved-tensor hooks of the torch checkpoint that is being entered."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     assert hooks is not None, "torch.utils.checkpoint enters its hooks before the contexts"
     return hooks
@@ -238,7 +238,7 @@ class Call:
         self._marker: Any = None
         """Torch's substitute for its saved tensor."""
         self._values: dict[Any, dict[int, Tensor]] = {}
-        """By backward: recomputed tensors that were not unpacked yet, by number."""
+        """Recomputed tensors that were not unpacked yet, by backward and number."""
         self._again: dict[int, Tensor] = {}
         """The same, of the recomputation that runs."""
         self._is_followed = False
@@ -263,6 +263,9 @@ class Call:
         """Return the result of the checkpointed call.
 
         Args:
+            function: forward of the block.
+            args: positional arguments.
+            kwargs: keyword arguments.
             before: call whose outputs may be inputs of this one.
             last: no call follows that may be linked to this one.
         """

@@ -77,6 +77,7 @@ class FingerprintCache:
         self._print: Tensor | None = None
 
     def __call__(self, tensor: Tensor) -> Tensor | None:
+        """Return the tensor's fingerprint, or None if it is not compared."""
         if tensor.layout != torch.strided or isinstance(tensor._base, nn.Parameter):
             return None
         if _is_bookkeeping(tensor):

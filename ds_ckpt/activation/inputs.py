@@ -91,6 +91,8 @@ class CheckpointedInputs:
         """Return hooks that see what the call saves for its recomputation, and nothing inside it.
 
         Args:
+            call: the call in the store.
+            label: name of the block.
             saving_arguments: empty once all arguments are saved. Results of operators follow, which
                 tensor parallelism may have sharded already; they are not split.
         """
@@ -224,6 +226,10 @@ def build_inputs(
     """Return the hooks around checkpointed calls; None if autograd keeps all tensors.
 
     Args:
+        keeping: the settings.
+        model: parameters and buffers of which are not moved.
+        units: modules of each recomputation.
+        device: device of the model.
         group: ranks over which inputs are split; required if they are.
     """
     if not keeping.stores:

@@ -1,9 +1,8 @@
-"""Puts checkpointing on the units of a model, and takes it off again.
+"""Install checkpointing on the units of a model, and remove it.
 
-The recompute itself is in `checkpoint.py`, what belongs to one in `policies.py`. This file decides
-when a call is checkpointed, and gets along with what transformers brings: its own checkpointing,
-switched on by a flag of the Trainer, which is taken over or refused, and key-value caches, to which
-a recompute would append every key a second time.
+The recomputation is in `checkpoint.py`, its modules are chosen in `policies.py`. This file decides
+when a call is checkpointed, and handles what transformers brings: its own checkpointing, which is
+taken over or refused, and key-value caches, to which a recomputation would append every key twice.
 """
 
 from __future__ import annotations
@@ -40,27 +39,27 @@ _TRAINER_FLAG = "TrainingArguments(activation_checkpointing_kwargs=...)"
 Surrounding = Callable[
     [str, Callable[..., Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any
 ]
-"""Calls, for a block of this name, the first with the others."""
+"""Function that calls, for a block of this name, the first function with the others."""
 
 
 class CheckpointedBlocks:
-    """Checkpoints the blocks of one model from construction until `remove()`.
+    """Checkpointing of one model's blocks, from construction until `remove()`.
 
     Args:
         model: the engine's module.
-        patterns: see `find_blocks`; stands for `Policy(modules=patterns)`.
-        scopes: context managers entered around every recompute.
-        policy: what is recomputed; every block when neither it nor `units` is given.
-        units: the plan itself, for whoever makes plans otherwise.
-        around: called in the place of every checkpointed call, as
-            `around(checkpointed, function, args, kwargs)`; it returns what
-            `checkpointed(function, *args, **kwargs)` returns. Saved-tensor hooks that it enters
-            there see what the call keeps for its recompute and nothing else.
-        trackers: random states beside torch's own, put back for a recompute.
+        patterns: see `find_blocks`; short for `Policy(modules=patterns)`.
+        scopes: context managers entered around every recomputation.
+        policy: policy of the blocks; default: all are recomputed.
+        units: modules of each recomputation, instead of the policy's.
+        around: called instead of every checkpointed call, as
+            `around(label, checkpointed, function, args, kwargs)`; returns the result of
+            `checkpointed(function, *args, **kwargs)`. Saved-tensor hooks that it enters see only
+            what the call keeps for its recomputation.
+        trackers: random states beside torch's own.
 
     Raises:
-        ConfigError, UnsupportedError: from `make_plan`, or where the model already has
-            checkpointing of another kind. Nothing has been changed then.
+        ConfigError, UnsupportedError: from `make_plan`, or if the model has checkpointing of
+            another kind. Nothing is changed then.
     """
 
     def __init__(
@@ -111,7 +110,7 @@ class CheckpointedBlocks:
             self._use_hf_hook(model, runs)
 
     def _choices(self) -> dict[str, Choice]:
-        """What is saved in each block that saves operators' results. All mistakes in one error."""
+        """Return the saved operators of each block; all mistakes are in one error."""
         choices: dict[str, Choice] = {}
         problems: dict[tuple[str, str], Problem] = {}
         others: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
@@ -137,12 +136,12 @@ class CheckpointedBlocks:
         return choices
 
     def _is_plain(self, unit: Unit) -> bool:
-        """Whether torch's own checkpoint, which torch.compile can trace, does the same."""
+        """Return whether torch's own checkpoint, which torch.compile can trace, does the same."""
         alone = len(unit.blocks) == 1 and not unit.save_ops
         return alone and self._surrounding is None and self._check_every == 0
 
     def _use_hf_hook(self, model: nn.Module, runs: dict[nn.Module, Callable[..., Any]]) -> None:
-        """Our recompute behind transformers' flag, on the found layers and no others."""
+        """Put our recomputation behind transformers' flag, on the found layers and no others."""
         found = {id(block.module) for block in self.blocks if block.kind == "hf"}
         for module in list(model.modules()):
             if hasattr(module, "gradient_checkpointing"):
@@ -174,7 +173,7 @@ class CheckpointedBlocks:
         return _set_gradient_checkpointing
 
     def describe(self) -> str:
-        """What was found, in a few words."""
+        """Describe the blocks in a few words."""
         classes = ", ".join(sorted({type(b.module).__name__ for b in self.blocks}))
         words = f"{len(self.blocks)} blocks ({classes})"
         if any(len(unit.blocks) > 1 for unit in self.units):
@@ -182,15 +181,14 @@ class CheckpointedBlocks:
         return words
 
     def remove(self) -> None:
-        """Leave the model as it was found. A backward that is outstanding is refused."""
+        """Restore the model. A backward that is outstanding is refused."""
         self._context.removed = True
         self._patches.undo()
         self._wanted.clear()
 
 
 class _Run:
-    """Runs the forwards of one unit's modules: checkpointed, or as part of a recompute that goes on
-    already. One after the other, they may go on from each other."""
+    """Checkpointed forwards of one unit's modules, whose inputs may be outputs of each other."""
 
     def __init__(
         self, context: RecomputeContext, unit: Unit, check_every: int, around: Surrounding | None
@@ -209,7 +207,7 @@ class _Run:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """A call of module `index`."""
+        """Call module `index`."""
         if target.replaying is not None:  # called with its hooks, for them
             again, target.replaying = target.replaying, None
             return again()
@@ -250,7 +248,7 @@ class _Run:
 
 
 def _plainly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """For layers that are no blocks, should somebody raise their flag."""
+    """Call a layer that is no block, if its flag is set."""
     return function(*args, **kwargs)
 
 
@@ -267,8 +265,7 @@ def _checkpointed(module: nn.Module, run: Callable[..., Any]) -> Callable[..., A
 
 
 def _in_evaluation(layer: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Transformers' layers call their hook in training mode alone; gradients are asked for in
-    evaluation mode, too (a frozen backbone, dropout switched off)."""
+    """Checkpoint in evaluation mode with gradients, where transformers' layers call no hook."""
     forward = layer.forward
 
     @functools.wraps(forward)
@@ -281,19 +278,18 @@ def _in_evaluation(layer: nn.Module, run: Callable[..., Any]) -> Callable[..., A
 
 
 def _is_transformed() -> bool:
-    """Inside torch.func's transforms or forward-mode differentiation, which know no saved-tensor
-    hooks: what they compute needs every value, so blocks run as they are."""
+    """Return whether torch.func or forward-mode differentiation, which ignore hooks, is active."""
     inside = torch._C._functorch.peek_interpreter_stack() is not None
     if not inside and forward_ad._current_level < 0:
         return False
-    _say_once(
+    _warn_once(
         "blocks inside torch.func transforms or forward-mode differentiation are not checkpointed"
     )
     return True
 
 
 @functools.cache
-def _say_once(words: str) -> None:
+def _warn_once(words: str) -> None:
     log.warning("ds_ckpt: %s", words)
 
 
@@ -301,7 +297,7 @@ def _say_once(words: str) -> None:
 
 
 def objection(function: Callable[..., Any], every_n_layers: int) -> Problem | None:
-    """Why checkpointing that someone else asked for is not what the policy does."""
+    """Return why checkpointing that was switched on elsewhere contradicts the policy, or None."""
     keywords = getattr(function, "keywords", {})
     target = getattr(function, "func", function)
     remedy = (
@@ -312,7 +308,7 @@ def objection(function: Callable[..., Any], every_n_layers: int) -> Problem | No
         why = "ds_ckpt is non-reentrant; reentrant recompute gathers every weight 3 times"
         return Problem(_TRAINER_FLAG, '"use_reentrant": true', why, remedy)
     if every_n_layers != 1:
-        why = "the policy says which blocks are recomputed"
+        why = "the policy decides which blocks are recomputed"
         return Problem(_TRAINER_FLAG, f'"every_n_layers": {every_n_layers}', why, remedy)
     extra = {k: v for k, v in keywords.items() if k != "use_reentrant"}
     if target is checkpoint and extra:
@@ -328,7 +324,7 @@ def objection(function: Callable[..., Any], every_n_layers: int) -> Problem | No
 
 
 def refuse_other_checkpointing(model: nn.Module) -> None:
-    """Checkpointing that is on already must be the same thing, which is then taken over."""
+    """Take over checkpointing that is on already, or refuse another kind."""
     on = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
     layers = [m for m in model.modules() if hasattr(m, "_gradient_checkpointing_func")]
     every_n = 1
@@ -360,9 +356,10 @@ def _is_cache(value: Any) -> bool:
 def without_empty_caches(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with None for every empty cache.
+    """Return the arguments with None for every empty cache.
 
-    Raises UnsupportedError for a cache that holds something.
+    Raises:
+        UnsupportedError: a cache is not empty.
     """
     return (
         tuple(_without(name, value) for value in args),
@@ -371,10 +368,10 @@ def without_empty_caches(
 
 
 def holds_cache(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether one of the arguments is a cache: in evaluation whoever gives it wants it filled."""
+    """Return whether an argument is a cache, which has to be filled in evaluation mode."""
     if not any(map(_is_cache, (*args, *kwargs.values()))):
         return False
-    _say_once(
+    _warn_once(
         "a block gets a cache in evaluation mode while gradients are on: blocks are not "
         "checkpointed then (use_cache=False, or torch.no_grad)"
     )
@@ -395,7 +392,7 @@ def _without(name: str, value: Any) -> Any:
                 "checkpointing",
             )
         )
-    _say_once(
+    _warn_once(
         f"{type(value).__name__} is left out in training: checkpointed blocks must not fill a "
         "cache (model.config.use_cache = False says so beforehand)"
     )

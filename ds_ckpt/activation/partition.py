@@ -74,7 +74,7 @@ class _Note:
     layout: int
     """Hash of everything that must be equal for parts to fit together."""
     checksum: Tensor | None
-    """Of the values; None if they are not compared."""
+    """Checksum of the values; None if they are not compared."""
 
 
 def _hash(*values: object) -> int:
@@ -123,6 +123,9 @@ class RankConsistency:
         """Record that a call of block `label` keeps `tensor` as its `place`-th, from 1.
 
         Args:
+            label: name of the block.
+            place: number of the tensor in the call.
+            tensor: the tensor.
             layout: what must be equal on all ranks besides shape and strides.
             check: checksum of its values; None if they are not compared.
         """

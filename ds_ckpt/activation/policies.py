@@ -37,9 +37,12 @@ class PartNames(Protocol):
     """The parts of one block, by name."""
 
     @property
-    def attention(self) -> Sequence[str]: ...
+    def attention(self) -> Sequence[str]:
+        """Return the names of attention modules."""
+
     @property
-    def mlps(self) -> Groups: ...
+    def mlps(self) -> Groups:
+        """Return the modules of each MLP."""
 
 
 @dataclass(frozen=True, init=False)

@@ -1,9 +1,9 @@
-"""Operator rules: which results a recompute takes from memory instead of computing them again.
+"""Selective recomputation: results of chosen operators are kept and not computed again.
 
-`Choice` says which (named sets, operators by name). Two dispatch modes act on it: `Recording`
-around the forward, `Replaying` around the recompute. Torch's own pair keeps results where no
+`Choice` selects operators (named sets, single names). Two dispatch modes act on it: `Recording`
+around the forward, `Replaying` around the recomputation. Torch's own pair keeps results where no
 saved-tensor hook sees them (offload, measurement), allows one backward, and leaves the random
-state where it stood before an attention core with dropout.
+state before an attention core with dropout.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ def _overloads(names: Sequence[str]) -> frozenset[Any]:
 
 @functools.cache
 def products() -> frozenset[Any]:
-    """Matrix products and convolutions."""
+    """Return matrix products and convolutions."""
     return _overloads(_PRODUCTS)
 
 
 @functools.cache
 def cores() -> frozenset[Any]:
-    """Attention cores."""
+    """Return attention cores."""
     return _overloads(_CORES)
 
 
 def _named(name: str, where: str) -> frozenset[Any] | Problem:
-    """`aten.mm`, `aten.mm.default` or an operator of another library."""
+    """Return the overloads of `aten.mm`, `aten.mm.default` or an operator of another library."""
     space, _, rest = name.partition(".")
     packet_name, _, overload = rest.partition(".")
     packet = getattr(getattr(torch.ops, space), packet_name, None) if packet_name else None
@@ -93,7 +93,7 @@ def _named(name: str, where: str) -> frozenset[Any] | Problem:
 
 
 class Choice:
-    """Which operators of one block are saved. Sets that depend on the module mark it while it runs.
+    """Saved operators of one block. Sets that depend on the module mark it while it runs.
 
     Args:
         save_ops: sets joined by "+", or operators.
@@ -113,7 +113,7 @@ class Choice:
         self._where, self._name = where, name
         self._always: dict[str, frozenset[Any]] = {}
         self._inside: Counter[str] = Counter()
-        """How many marked modules of each kind are running."""
+        """Number of marked modules of each kind that are running."""
         self._marks: list[str] = []
         problems = []
         for word in dict.fromkeys(part for entry in save_ops for part in entry.split("+")):
@@ -166,23 +166,21 @@ class Choice:
         return marked_forward
 
     def wants(self, operator: Any) -> bool:
-        """Whether the result of this operator, running now, is saved."""
+        """Return whether the result of this operator, running now, is saved."""
         if operator in self._quick:
             return True
         inside = any(map(self._inside.__getitem__, self._marks))
         return inside and operator in self._products
 
     def count(self, operator: Any) -> None:
-        """Note which of the asked-for names this operator, running now, serves."""
+        """Record the requested names that this operator, running now, matches."""
         served = {word for word, operators in self._always.items() if operator in operators}
         if operator in self._products:
             served |= {word for word in self._marks if self._inside[word]}
         self.missing = [word for word in self.missing if word not in served]
 
     def require_hits(self, seen: Counter[str]) -> None:
-        """Refuse names that nothing in the block's forward answered to. One without products and
-        attention (stochastic depth leaves a block out) says nothing of the next.
-        """
+        """Refuse names that matched no operator, unless the forward had no products at all."""
         missing = self.missing
         if not missing or seen.keys().isdisjoint(map(str, self._products | cores())):
             return
@@ -204,16 +202,17 @@ class Choice:
 
 
 class Tracker(Protocol):
-    """Random states that are kept aside: Megatron's and DeepSpeed's for tensor parallelism."""
+    """Random states of Megatron or DeepSpeed for tensor parallelism."""
 
-    def get_states(self) -> dict[str, Any]: ...
+    def get_states(self) -> dict[str, Any]:
+        """Return the states by name."""
 
-    def set_states(self, states: dict[str, Any]) -> None: ...
+    def set_states(self, states: dict[str, Any]) -> None:
+        """Set the states."""
 
 
 class RandomState:
-    """The generators' states at one moment: the CPU's, that of the accelerator on which `tensors`
-    lie, and the trackers'."""
+    """States of the CPU's generator, of those of the tensors' accelerators, and of trackers."""
 
     def __init__(self, tensors: Sequence[Tensor], trackers: Sequence[Tracker]) -> None:
         self._cpu = torch.get_rng_state()
@@ -223,8 +222,8 @@ class RandomState:
         ]
         self._trackers = [(t, dict(t.get_states())) for t in trackers]
 
-    def put_back(self) -> None:
-        """Set every generator to what it was."""
+    def restore(self) -> None:
+        """Restore every state."""
         torch.set_rng_state(self._cpu)
         for module, device, state in self._devices:
             module.set_rng_state(state, device)
@@ -233,7 +232,7 @@ class RandomState:
 
 
 class _Save(torch.autograd.Function):
-    """A node that holds tensors; its result is thrown away and no gradient ever comes."""
+    """Node that holds tensors; its result is not used and it gets no gradient."""
 
     @staticmethod
     def forward(anchor: Tensor, *tensors: Tensor) -> Tensor:
@@ -249,13 +248,13 @@ class _Save(torch.autograd.Function):
 
 
 class SavedTensors:
-    """Tensors kept for a recompute: their values as they are now, without their graphs.
+    """Tensors kept for a recomputation, without their graphs.
 
     A tensor that is changed in place afterwards makes `get` raise torch's RuntimeError, unless a
     hook has made a copy of it.
 
     Args:
-        tensors: what to keep. Each is saved detached, on the same storage.
+        tensors: the tensors; each is saved detached, on the same storage.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -267,7 +266,7 @@ class SavedTensors:
                 self._node = _Save.apply(anchor, *(t.detach() for t in tensors)).grad_fn
 
     def get(self) -> list[Tensor]:
-        """The tensors as leaves that ask for a gradient where the kept ones did."""
+        """Return the tensors as leaves, with the `requires_grad` of the kept ones."""
         if self._node is None:
             return []
         pairs = zip(self._node.saved_tensors, self._needs_gradient, strict=True)
@@ -286,21 +285,21 @@ class _Entry:
     versions: list[int]
     after: RandomState | None
     first: int = -1
-    """Where its tensors begin among what is kept; -1: it is computed again."""
+    """Index of its first kept tensor; -1: it is computed again."""
 
 
 @functools.cache
 def is_view(operator: Any) -> bool:
-    """Whether a result shares memory with an argument."""
+    """Return whether a result shares memory with an argument."""
     return any(r.alias_info is not None for r in operator._schema.returns)
 
 
 @functools.cache
 def writes_to(operator: Any) -> tuple[tuple[int, str], ...]:
-    """Position and name of every argument that it changes.
+    """Return position and name of every argument that the operator writes to.
 
-    Collectives do not say which: all of theirs. (AutoTP sums over the group in the memory of a
-    product.)
+    Schemas of collectives do not declare it: all of theirs. (AutoTP sums over the group in the
+    memory of a product.)
     """
     collective = operator.namespace == "c10d"
     return tuple(
@@ -318,16 +317,16 @@ def _storage(tensor: Tensor) -> int | None:
 class _Mode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """torch would switch its compiler off around every operator: it is off for the block."""
+        """Keep torch from switching its compiler off around every operator; it is off already."""
         return False
 
 
 class Recording(_Mode):
-    """Around a forward: remembers the results that are to be saved.
+    """Mode around a forward that records the results to save.
 
     Args:
-        choice: which.
-        packs: tells how many tensors autograd has saved so far.
+        choice: operators to save.
+        packs: returns the number of tensors that autograd has saved so far.
         trackers: random states beside torch's.
     """
 
@@ -375,9 +374,9 @@ class Recording(_Mode):
                     self._writes[_storage(tensor)] = len(self.entries)
 
     def _unchanged(self, index: int, tensors: Sequence[Tensor]) -> bool:
-        """Whether nothing has written over an entry's results.
+        """Return whether nothing has written over an entry's results.
 
-        Versions alone do not tell: `aten._unsafe_view` (every 3-D product) and `.data` share the
+        Versions are not enough: `aten._unsafe_view` (every 3-D product) and `.data` share the
         storage and count versions of their own.
         """
         if [t._version for t in tensors] != self.entries[index].versions:
@@ -385,13 +384,13 @@ class Recording(_Mode):
         return all(self._writes.get(_storage(t), 0) <= index for t in tensors)
 
     def finish(self, outside: Iterable[Tensor], *, whole: bool) -> list[Tensor]:
-        """What is to be kept, in order; afterwards the entries hold no tensors.
+        """Return the tensors to keep, in order; afterwards the entries hold none.
 
         Args:
-            outside: tensors of the block that others can reach. What lies in their memory is not
-                kept: somebody may write there.
-            whole: the recompute runs to the end. Otherwise it stops where autograd has saved its
-                last tensor, and what came later is not kept.
+            outside: tensors of the block that other code can reach. Tensors in their memory are
+                not kept: other code may write there.
+            whole: the recomputation runs to the end. Otherwise it stops at the last tensor that
+                autograd saves, and later results are not kept.
         """
         kept: list[Tensor] = []
         reachable = {_storage(t) for t in outside}
@@ -410,7 +409,7 @@ _TENSOR = object()
 
 
 class Replaying(_Mode):
-    """Around a recompute: hands out what was saved, in the order of the forward.
+    """Mode around a recomputation that returns the saved results, in the forward's order.
 
     Args:
         choice: the same as in the forward.
@@ -449,5 +448,5 @@ class Replaying(_Mode):
             self._kept[next(position)].detach() if r is _TENSOR else r for r in entry.results
         ]
         if entry.after is not None:
-            entry.after.put_back()
+            entry.after.restore()
         return tree_unflatten(results, entry.spec)
