@@ -25,7 +25,8 @@ from ds_ckpt.exchange.layout import LocalShard, ShardLayout, local_shard
 from ds_ckpt.exchange.rules import Levels
 from ds_ckpt.exchange.transport import Packets, Transport
 
-ONE_NODE = "all processes share one host"
+ONE_NODE = "all ranks share one node"
+"""Returned by `arrange`."""
 _HOST_INDEX = ("CROSS_RANK", "GROUP_RANK")
 """DeepSpeed's launcher; torchrun."""
 _LOCAL_INDEX = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
@@ -76,14 +77,14 @@ def arrange(places: Sequence[Place], *, least: int = 2) -> Hosts | str:
         local = [places[p].local for p in processes if places[p].local is not None]
         if len(set(local)) < len(local):
             # network namespaces or containers that share a name, started without host numbers
-            return f"two processes of host {host} have the same local number"
+            return f"two ranks of node {host} have the same local rank"
     sizes = sorted(len(processes) for processes in hosts.values())
     if len(hosts) == 1:
         return ONE_NODE
     if sizes[-1] < least:
-        return "every process has a host of its own"
+        return "every node has one rank"
     if sizes[0] != sizes[-1]:
-        return f"hosts have unequal numbers of processes ({', '.join(map(str, sizes))})"
+        return f"nodes have unequal numbers of ranks ({', '.join(map(str, sizes))})"
     return tuple(tuple(processes) for processes in hosts.values())
 
 

@@ -64,7 +64,7 @@ def test_residuals_on_the_host_take_what_is_stated(world4: Any, dtype: str) -> N
 def test_hosts_that_allow_no_two_levels(world4: Any) -> None:
     for message in world4.run(cases.refused, [1, 3]):
         assert "$.ds_ckpt.compression.exchange.levels" in message
-        assert "unequal numbers of processes (1, 3)" in message
+        assert "unequal numbers of ranks (1, 3)" in message
     one = world4.run(cases.entries_held, [1, 3], SECTIONS["topk"])[0]
     assert one["held"] == one["whole"]
 

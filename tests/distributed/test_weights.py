@@ -264,4 +264,4 @@ def test_what_cannot_be_served_is_refused(world2: Any, world4: Any) -> None:
         assert "torch.float32" in message
     for message in world4.run(cases.refused, [1, 3], LOSSLESS):
         assert "$.ds_ckpt.weights.resident" in message
-        assert "unequal numbers of processes (1, 3)" in message
+        assert "unequal numbers of ranks (1, 3)" in message

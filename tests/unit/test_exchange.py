@@ -448,64 +448,6 @@ def test_an_error_in_one_virtual_process_does_not_hang_the_others() -> None:
     assert world.run(lambda p: p) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 8])
-def test_sixteen_bit_gradients_send_a_rings_bytes_with_less_error(world_size: int) -> None:
-    """Against a ring reduce-scatter in bf16, which rounds after every addition."""
-    case = Case(world_size, [(64, 48)], torch.bfloat16, 3)
-    gradients = case.gradients()
-    world = World(world_size, lambda name, shape: None)
-    ours = assemble(world.reduce(case.names, gradients), 0).double()
-    ring = torch.zeros(64 * 48, dtype=torch.bfloat16)
-    for process in gradients:
-        ring += (process[0] / world_size).flatten()
-    exact = mean(gradients, 0)
-    assert (ours - exact).norm() <= (ring.double() - exact).norm()
-    if world_size > 2:
-        assert (ours - exact).norm() < 0.8 * (ring.double() - exact).norm()
-    ring_bytes = 2 * 64 * 48 * (world_size - 1) // world_size
-    assert abs(world.transports[0].sent_bytes - ring_bytes) <= 16 * world_size
-
-
-exact_in_hosts: list[tuple[Compressor | None, bool]] = [
-    (compressor, held)
-    for compressor in (
-        TopK(density=0.1),
-        Quantize(bits=3),
-        EntropyCoded(bits=1.0),
-        Dense(torch.bfloat16),
-        LowRank(2),
-    )
-    for held in (False, True)
-] + [(None, True)]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("size", "local"), [(4, 2), (8, 4), (9, 3)])
-@pytest.mark.parametrize(("compressor", "held"), exact_in_hosts)
-def test_a_hosts_sum_of_sixteen_bits_keeps_the_bits_of_fp32(
-    compressor: Compressor | None, held: bool, size: int, local: int, dtype: torch.dtype
-) -> None:
-    """What arrives and what is left are the sum of the gradients as they came, to fp32 rounding
-    and the one rounding of what arrives to their type."""
-    case = Case(size, [(33, 47), (16,)], dtype, 11, local)
-    world = World(size, matrices(compressor), local=local, holds=held)
-    gradients = case.gradients()
-    wanted = [mean(gradients, i) for i in range(2)]
-    if held:
-        earlier = case.gradients(1)
-        world.hold(case.names, earlier)
-        wanted = [total + mean(earlier, i) for i, total in enumerate(wanted)]
-    shards = world.reduce(case.names, gradients)
-    world.commit()
-    for i, name in enumerate(case.names):
-        if i == 1 and not held and not isinstance(compressor, LowRank):
-            continue  # a vector that travels whole in its own type
-        arrived = assemble(shards, i).double()
-        left = world.residual_sum(name, arrived.numel())
-        lost = (wanted[i] - arrived - left).abs()
-        assert (lost - torch.finfo(dtype).eps / 2 * arrived.abs()).max() <= 8 * EPS
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("local", [1, 2])
 def test_a_bucket_that_goes_whole_takes_what_is_owed_and_then_costs_no_residual(

@@ -25,10 +25,10 @@ def test_equal_hosts_make_two_levels(hosts: int, local: int, random: object) -> 
 @pytest.mark.parametrize(
     ("places", "word"),
     [
-        ([Place("a", 0), Place("a", 1)], "share one host"),
-        ([Place("a", 0), Place("b", 0), Place("c", 0)], "host of its own"),
-        ([Place("a", 0), Place("a", 1), Place("b", 0)], "unequal numbers of processes (1, 2)"),
-        ([Place("a", 0), Place("a", 1), Place("a", 0), Place("a", 1)], "same local number"),
+        ([Place("a", 0), Place("a", 1)], "share one node"),
+        ([Place("a", 0), Place("b", 0), Place("c", 0)], "every node has one rank"),
+        ([Place("a", 0), Place("a", 1), Place("b", 0)], "unequal numbers of ranks (1, 2)"),
+        ([Place("a", 0), Place("a", 1), Place("a", 0), Place("a", 1)], "same local rank"),
     ],
 )
 def test_other_layouts_have_one_level_and_a_reason(places: list[Place], word: str) -> None:
