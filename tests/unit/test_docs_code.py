@@ -339,7 +339,7 @@ def test_a_script_imports_what_is_there(script: Path) -> None:
 def test_settings_in_sentences_are_settings() -> None:
     schema = json_schema()
     sections = [section["properties"] for section in schema["$defs"].values()]
-    deepspeed = {"ds_ckpt", "zero_optimization", "torch_adam", "text", "label"}
+    deepspeed = {"ds_ckpt", "zero_optimization", "torch_adam", "text", "label", "share"}
     for span in SPANS:
         found = re.match(r'"(\w+)"\s*:', span.text)
         if found is None:
