@@ -381,11 +381,11 @@ def test_the_launch_reports_progress_and_is_left_out_if_nothing_is_missing(
     plan = Plan(task, (), range(1), "processes")
 
     def launch(
-        backend: Loopback, module: str, job: Any, folder: Path, *, heard: Any, **bounds: float
+        backend: Loopback, module: str, job: Any, folder: Path, *, on_event: Any, **bounds: float
     ) -> None:
         launched.append({"backend": backend, "folder": folder, **bounds})
-        heard({"kind": "begun"})
-        heard({"kind": "progress", "name": "dense", "done": 10, "loss": 1.0})
+        on_event({"kind": "begun"})
+        on_event({"kind": "progress", "name": "dense", "done": 10, "loss": 1.0})
         Store(results).add(Result(plan.key(DENSE, 0), ("a", "dense"), outcome(2.0), 1, 1, {}))
 
     monkeypatch.setattr(processes, "launch", launch)
