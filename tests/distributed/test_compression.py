@@ -181,7 +181,7 @@ def test_a_changed_source_is_held_against_the_live_reduction(world2: Any) -> Non
         assert "another result" in message
     # one process's finding ends all of them, and nobody waits for it in a collective
     well, ill = world2.run(cases.identity_check, (1,), timeout=60)
-    assert "in other processes" in well
+    assert "on other ranks" in well
     assert "weight" in ill
 
 
@@ -218,7 +218,7 @@ def test_a_damaged_file_is_refused_on_every_process(world2: Any, tmp_path: Path)
     damaged = next(tmp_path.rglob("ds_ckpt_residuals_00001*"))
     damaged.write_bytes(damaged.read_bytes()[:100])
     well, ill = world2.run(cases.resume_error, str(tmp_path), TOPK)
-    assert "other processes" in well
+    assert "other ranks" in well
     assert "cannot be read" in ill
     assert damaged.name in ill
 
