@@ -69,7 +69,7 @@ class Patches:
 
     @property
     def active(self) -> bool:
-        """Whether anything is set."""
+        """Return whether any attribute is set."""
         return bool(self._undo)
 
     def undo(self) -> None:

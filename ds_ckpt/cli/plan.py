@@ -66,7 +66,7 @@ def plan(
         bool, typer.Option("--json", help="Print JSON, with all figures, instead of text.")
     ] = False,
 ) -> None:
-    """Which settings train a model fastest on a cluster, within memory and loss.
+    """Find the settings that train a model fastest on a cluster, within memory and loss.
 
     Simulates steps: nothing is run, and no GPU is needed. Says what each figure stands on.
     """

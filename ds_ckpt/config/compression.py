@@ -210,7 +210,7 @@ class RuleConfig(_WithMethods):
 
 
 class CompressionConfig(_WithMethods):
-    """How gradients are sent in ZeRO-3's reduction."""
+    """Encoding of gradients in ZeRO-3's reduction."""
 
     aliases = {
         "type": "method",

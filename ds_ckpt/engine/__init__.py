@@ -1,4 +1,4 @@
-"""Where everything is put together: configuration, parts, engine."""
+"""Assembly of the plugin on one DeepSpeed engine: configuration, parts, session."""
 
 from __future__ import annotations
 

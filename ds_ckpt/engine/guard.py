@@ -105,7 +105,7 @@ class Guard:
 
     @property
     def fallen_back(self) -> bool:
-        """Whether compression is disabled, also by a loaded checkpoint of such a run."""
+        """Return whether compression is disabled, also by a loaded checkpoint of such a run."""
         return self._step.is_disabled
 
     def describe(self) -> str:

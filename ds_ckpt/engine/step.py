@@ -114,12 +114,12 @@ class StepState:
 
     @property
     def is_compressing(self) -> bool:
-        """Whether the step's gradients are sent compressed."""
+        """Return whether the step's gradients are sent compressed."""
         return self.mode() == "compressed"
 
     @property
     def corrects_momentum(self) -> bool:
-        """Whether residuals delay this step's gradients: compressed, after the warm-up."""
+        """Return whether residuals delay this step's gradients: compressed, after the warm-up."""
         return not self._is_warming_up and self.is_compressing
 
     def reserve(self, shapes: Iterable[tuple[str, torch.Size]], device: torch.device) -> None:

@@ -104,7 +104,7 @@ class Tuner:
 
     @property
     def is_comparing(self) -> bool:
-        """Whether steps are being timed."""
+        """Return whether steps are being timed."""
         return self._is_comparing
 
     @property

@@ -109,7 +109,7 @@ class Item:
 
     @property
     def in_steps(self) -> bool:
-        """Whether its codec uses the preconditioner metric."""
+        """Return whether its codec uses the preconditioner metric."""
         return self.codec is not None and self.codec.uses_preconditioner
 
     @property
@@ -119,7 +119,7 @@ class Item:
 
     @property
     def packed(self) -> bool:
-        """Whether it is in the all-to-all."""
+        """Return whether it is in the all-to-all."""
         return not self.piggybacks and (self.compressor is None or self.codec is not None)
 
     @property
@@ -134,7 +134,7 @@ class Item:
 
     @property
     def divided_last(self) -> bool:
-        """Whether an uncompressed tensor is summed before it is divided."""
+        """Return whether an uncompressed tensor is summed before it is divided."""
         return self.local.dtype == self.dtype and self.dtype.itemsize < 4
 
 

@@ -223,7 +223,7 @@ class ExchangeSettings:
 
     @property
     def lossless(self) -> bool:
-        """Whether everything is sent, without residuals."""
+        """Return whether everything is sent, without residuals."""
         return all(s.kind.lossless for s in (self.default, *(r.settings for r in self.rules)))
 
     def holds_back(self, accumulation: int) -> bool:

@@ -188,7 +188,7 @@ class ResidualFiles:
 
     @property
     def keeps(self) -> bool:
-        """Whether this run has residuals."""
+        """Return whether this run has residuals."""
         return self._feedback is not None
 
     def _members(self, rank: int) -> tuple[int, ...] | None:

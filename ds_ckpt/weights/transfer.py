@@ -69,7 +69,7 @@ class ReplicaTransfer:
 
     @property
     def is_active(self) -> bool:
-        """Whether chunks are in flight."""
+        """Return whether chunks are in flight."""
         return bool(self._flying)
 
     def start(self, packets: Sequence[Tensor], *, is_fixed_size: bool) -> None:

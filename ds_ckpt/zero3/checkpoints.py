@@ -42,7 +42,7 @@ class StateFiles(Protocol):
 
     @property
     def keeps(self) -> bool:
-        """Whether this run has state."""
+        """Return whether this run has state."""
 
     def clear(self, folder: Path) -> None:
         """Remove the files of an earlier save under this tag; on one rank, before all `save`."""

@@ -160,7 +160,7 @@ class WeightsHook:
 
     @property
     def is_attached(self) -> bool:
-        """Whether this hook's secondary partition exists."""
+        """Return whether this hook's secondary partition exists."""
         return self._patches.active
 
     @property

@@ -1,1 +1,1 @@
-"""What training a model costs: `profile` observes one step, `plan` searches over settings."""
+"""Cost estimates: `profile` traces one training step, `plan` searches over settings."""

@@ -345,7 +345,7 @@ def _to_host(zero: Mapping[str, Any], key: str) -> bool:
 
 
 def _halved(config: Mapping[str, Any] | None, what: str) -> bool:
-    """Whether this is kept in 16 bits instead of 32."""
+    """Return whether this is kept in 16 bits instead of 32."""
     places = [("fp16", f"fp16_{what}"), *((key, f"bf16_{what}") for key in BF16)]
     return any(lookup(config, place) is True for place in places)
 

@@ -419,7 +419,7 @@ class _Run:
             self._wait_for(exchange)
 
     def _runs_ahead(self, pieces: int, elements: float) -> bool:
-        """Whether one more piece is gathered, with so many gathered that are not used yet."""
+        """Return whether one more piece is gathered, given the gathered pieces not used yet."""
         if not (self.machine.streams and self.strategy.prefetch) or self._changes:
             return False
         return pieces <= 1 or elements < self.strategy.prefetch
