@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import ds_ckpt
+from ds_ckpt.errors import UnsupportedError
 from ds_ckpt.telemetry import Purpose
 from tests.distributed import models
 from tests.distributed.pool import fresh, once
@@ -229,6 +230,15 @@ def resume_error(folder: str, section: dict[str, Any], kind: str = "llama") -> s
     return message
 
 
+def save_plain(folder: str) -> None:
+    """A checkpoint of plain DeepSpeed."""
+    fresh()
+    engine = models.start("llama", models.zero3_config(), plugin=False)
+    models.train(engine, "llama", 2)
+    engine.save_checkpoint(folder)
+    engine.destroy()
+
+
 def identity_check(broken: tuple[int, ...], first: float = 1.0) -> str:
     """Attach as if DeepSpeed's source had changed; in `broken` processes its reduction has, too.
 
@@ -390,6 +400,31 @@ def start_error(section: dict[str, Any]) -> str:
     except ds_ckpt.DsCkptError as error:
         return str(error)
     return ""
+
+
+def told_late(section: dict[str, Any]) -> dict[str, Any]:
+    """Steps whose boundary is told after the last backward: what is said; then steps in time."""
+    fresh()
+    engine = models.start("llama", models.zero3_config(accumulation=2, ds_ckpt=section))
+    session: Any = ds_ckpt.session_of(engine)
+    models.train(engine, "llama", 2)
+    before = models.weights_digest(engine)
+    held = {n: r.clone() for n, r in session.residuals.items()}
+    said = []
+    for late in (True, True, False):
+        for micro in range(2):
+            engine.set_gradient_accumulation_boundary(micro == 1 and not late)
+            data = models.batch("llama", 77 + micro, dist.get_rank())
+            engine.backward(models.loss_of(engine(**data)))
+        engine.set_gradient_accumulation_boundary(True)
+        try:
+            engine.step()
+        except UnsupportedError as error:
+            same = all(torch.equal(r, held[n]) for n, r in session.residuals.items())
+            said.append((str(error), same and models.weights_digest(engine) == before))
+    moved = models.weights_digest(engine) != before
+    engine.destroy()
+    return {"said": said, "moved": moved}
 
 
 def _disturbed(disturb: Callable[[Any], None], steps: int, **options: Any) -> dict[str, Any]:
