@@ -35,7 +35,7 @@ GRADIENTS = Subject(
         "uncompressed": "uncompressed",
         "deepspeed": "by DeepSpeed's own reduction",
     },
-    "compression.exchange.autotune: false compresses always",
+    "set compression.exchange.autotune to false to compress always",
 )
 
 

@@ -137,7 +137,7 @@ class Tuner:
             self._compare()
 
     def pause(self) -> None:
-        """Do not count this step, nor the next one, whose start is unknown."""
+        """Discard the time of the step that ends next; the step still advances the cycle."""
         self._ended_s = None
 
     def _judge(self) -> None:
