@@ -32,18 +32,18 @@ class Requires:
         key: a key of the same section, `section.key` below `ds_ckpt`, or `$.key` of DeepSpeed. Of
             several keys one is enough.
         values: values of `key` that give the marked key an effect, or a function that returns them.
-        unless: if there are no `values`, every value but these does.
+        not_in: values of `key` that take its effect away; used if there are no `values`.
         suggest: value for the error message; default: the first of `values`.
         why: reason for the error message; default: the value of `key`.
-        only: values of the marked key to which this applies; default: all.
+        for_values: values of the marked key that need this; default: all.
     """
 
     key: str | tuple[str, ...]
     values: tuple[Any, ...] | Callable[[], Sequence[Any]] = ()
-    unless: tuple[Any, ...] = ()
+    not_in: tuple[Any, ...] = ()
     suggest: Any = None
     why: str = ""
-    only: tuple[Any, ...] = ()
+    for_values: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ class Removed:
         why: reason for the removal.
         remedy: replacement.
         values: removed values; empty: the setting itself is removed.
-        stays: constant value of a removed setting; a file with this value is accepted.
+        constant: the value that is always used now; a file that has it is accepted.
     """
 
     why: str
     remedy: str
     values: tuple[Any, ...] = ()
-    stays: Any = None
+    constant: Any = None
 
 
 class Section(BaseModel):

@@ -117,7 +117,7 @@ class CheckpointedInputs:
 # from settings
 
 
-_CHECKPOINTING = Requires("activation.policy", unless=("none",), suggest="block")
+_CHECKPOINTING = Requires("activation.policy", not_in=("none",), suggest="block")
 
 
 class Keeping(Section):
@@ -178,9 +178,9 @@ class Keeping(Section):
         _CHECKPOINTING,
         Requires(
             "activation.policy",
-            unless=PLANNED,
+            not_in=PLANNED,
             suggest="block",
-            only=(True,),
+            for_values=(True,),
             why="a plan does not count the memory that partitioning saves",
         ),
     ] = Field(

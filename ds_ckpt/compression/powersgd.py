@@ -55,7 +55,7 @@ class PowerSGD(Method):
         "alternate": Removed(
             "both factors are sent in every step; no preset and no verdict used one alone",
             "remove it; for fewer bytes lower rank, or use entropy_coded",
-            stays=False,
+            constant=False,
         )
     }
 

@@ -72,7 +72,7 @@ class Quantize(Method, Codec):
         "rotated": Removed(
             "values are never rotated now: over three seeds rotated values trained no better",
             "remove it; for a smaller error write more bits",
-            stays=False,
+            constant=False,
         )
     }
 

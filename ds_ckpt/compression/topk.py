@@ -59,13 +59,13 @@ class TopK(Method, Codec):
             "the places of entries are bytes now; packing them saved 5% of the bytes and took "
             "longer than sending them on any link above some 20 Mbit/s",
             "remove it",
-            stays="bytes",
+            constant="bytes",
         ),
         "selection": Removed(
             'only "blocks" is left: "exact" took eight times as long for somewhat more of the '
             "gradient's energy",
             "remove it; for more energy raise density",
-            stays="blocks",
+            constant="blocks",
         ),
     }
 

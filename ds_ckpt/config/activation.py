@@ -17,7 +17,7 @@ from ds_ckpt.activation.policies import (
 from ds_ckpt.fields import Expects, Name, Requires, Section, list_as_tuple
 
 BudgetOf = Literal["activations", "saved", "accelerator"]
-_ON = Requires("activation.policy", unless=("none",), suggest="block")
+_ON = Requires("activation.policy", not_in=("none",), suggest="block")
 _PLANNED = Requires("policy", values=("budget", "auto"))
 
 
@@ -85,7 +85,7 @@ class ActivationConfig(Keeping, _WithPolicy):
         tuple[ActivationRuleConfig, ...],
         BeforeValidator(list_as_tuple),
         Expects("a list of objects", '[{"match": "0-15", "policy": "selective"}]'),
-        Requires("policy", unless=PLANNED, suggest="block", why="a plan covers every block"),
+        Requires("policy", not_in=PLANNED, suggest="block", why="a plan covers every block"),
     ] = Field(
         default=(),
         description="Policies for some blocks. The first matching rule decides; other blocks "
@@ -130,9 +130,9 @@ class ActivationConfig(Keeping, _WithPolicy):
         _PLANNED,
         Requires(
             "budget_gib",
-            unless=(None,),
+            not_in=(None,),
             suggest=6.0,
-            only=("activations", "saved"),
+            for_values=("activations", "saved"),
             why="without budget_gib the limit is the accelerator's memory, for everything on it",
         ),
     ] = Field(

@@ -27,7 +27,7 @@ def _lossy() -> list[str]:
     return [name for name, kind in methods().items() if not kind.lossless]
 
 
-_ANY_METHOD = Requires("compression.method", unless=("none",), suggest="topk")
+_ANY_METHOD = Requires("compression.method", not_in=("none",), suggest="topk")
 _LOSSY = Requires("compression.method", _lossy)
 _RESIDUALS = Requires("enabled", (True,))
 _GUARDED = Requires("action", ("warn", "dense"))
@@ -105,7 +105,7 @@ class ExchangeConfig(Section):
         "overlap": Removed(
             why="the exchange thread for CPUs was removed",
             remedy="remove it; on a GPU, exchanges run asynchronously without it",
-            stays=False,
+            constant=False,
         )
     }
 
@@ -114,9 +114,9 @@ class ExchangeConfig(Section):
         _ANY_METHOD,
         Requires(
             "$.managed_gradient_accumulation",
-            unless=(False,),
+            not_in=(False,),
             suggest=True,
-            only=("accumulation_boundary",),
+            for_values=("accumulation_boundary",),
             why="without managed_gradient_accumulation the last micro-step is unknown",
         ),
     ] = Field(
@@ -257,7 +257,7 @@ class CompressionConfig(_WithMethods):
         WarmupBits | None,
         WHOLE_NUMBER,
         _LOSSY,
-        Requires("warmup_steps", unless=(0,), suggest=100),
+        Requires("warmup_steps", not_in=(0,), suggest=100),
     ] = Field(
         default=None,
         description='Bits of a value in the warm-up, with residuals and scales as of "quantize"; '

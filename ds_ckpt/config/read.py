@@ -82,7 +82,7 @@ def _is_removed(
     removed = model.removed.get(str(key))
     if removed is None or (removed.values and value not in removed.values):
         return False
-    if not removed.values and value == removed.stays and type(value) is type(removed.stays):
+    if not removed.values and value == removed.constant and type(value) is type(removed.constant):
         log.warning("%s has no effect: %s; %s", place, removed.why, removed.remedy)
     else:
         problems.append(Problem(place, show(value), removed.why, removed.remedy))

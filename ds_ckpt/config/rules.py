@@ -143,13 +143,13 @@ def _broken(
     marker: Requires, value: Any, requested: RequestedConfig, place: _Place
 ) -> tuple[str, str] | None:
     """Return reason and remedy if the requirement is not met."""
-    if marker.only and value not in marker.only:
+    if marker.for_values and value not in marker.for_values:
         return None
     keys = (marker.key,) if isinstance(marker.key, str) else marker.key
     found = dict(requested.values(key, place) for key in keys)
     allowed = marker.values() if callable(marker.values) else marker.values
     values = [value for values in found.values() for value in values]
-    met = any(v in allowed if allowed else v not in marker.unless for v in values)
+    met = any(v in allowed if allowed else v not in marker.not_in for v in values)
     if met or requested.wrong & found.keys():
         return None
     paths = " and ".join(found)

@@ -33,7 +33,7 @@ class WeightsConfig(Section):
     )
     deltas: Annotated[
         Literal["auto", "none", "lossless"],
-        Requires("resident", unless=(False,), suggest=True),
+        Requires("resident", not_in=(False,), suggest=True),
     ] = Field(
         default="auto",
         description='Encoding of weights between nodes. "none": uncompressed. "lossless": changes '

@@ -85,7 +85,7 @@ class MethodSettings:
         for name in self.kind.depends_on():
             section = self.sections[name]
             constants = section.removed.items()
-            found |= {key: one.stays for key, one in constants if not one.values}
+            found |= {key: one.constant for key, one in constants if not one.values}
             found |= section.model_dump(mode="json")
         return found
 
