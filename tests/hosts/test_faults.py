@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -42,10 +43,15 @@ SPEC = Spec(
 def leaves_nothing(own_hosts: EmulatedHosts) -> Iterator[EmulatedHosts]:
     """Hosts of which nothing may be left when the test is over: process, namespace or queue."""
     queues = _queues()
-    spaces = {namespace(host.pid) for host in own_hosts.hosts}
-    yield own_hosts
-    own_hosts.down()
-    assert not [pid for pid in psutil.pids() if namespace(pid) in spaces - {None}]
+    with contextlib.ExitStack() as held:
+        # An open file keeps a namespace, so the kernel gives its number to no other test's hosts.
+        spaces = set()
+        for host in own_hosts.hosts:
+            space = held.enter_context(open(f"/proc/{host.pid}/ns/pid"))
+            spaces.add(f"pid:[{os.fstat(space.fileno()).st_ino}]")
+        yield own_hosts
+        own_hosts.down()
+        assert not [pid for pid in psutil.pids() if namespace(pid) in spaces]
     assert _queues() == queues
 
 

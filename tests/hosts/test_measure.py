@@ -59,7 +59,7 @@ def start(arguments: Sequence[str]) -> subprocess.Popen[str]:
 def measured(can_emulate: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run from end to end."""
     folder = tmp_path_factory.mktemp("measure") / "run"
-    process = start([f"--output={folder}", "--rates=200mbit,unlimited", *SMALL])
+    process = start([f"--output={folder}", "--rates=200mbit,unlimited", *LARGER])
     said = process.communicate(timeout=700)[0]
     assert process.returncode == 0, said
     return folder
@@ -167,7 +167,7 @@ def test_the_report_lies_there_with_its_run(measured: Path) -> None:
 
 
 def test_another_experiment_does_not_go_on_in_its_folder(measured: Path) -> None:
-    process = start([f"--output={measured}", "--rates=200mbit", *SMALL])
+    process = start([f"--output={measured}", "--rates=200mbit", *LARGER])
     said = process.communicate(timeout=120)[0]
     assert process.returncode == 1
     assert "a run with other settings" in said
