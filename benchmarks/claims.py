@@ -7,7 +7,7 @@
 `claims.toml` has the claims. Its figures are expressions over measurements, so no figure is typed
 in, and the band that a claim names is an expression over them, so a figure that changes changes the
 verdict. Two kinds of things are measured: steps on fake tensors, by the functions behind `ds-ckpt
-profile --fake`, kept in `results/claims.json`; and what the other files of `results/` have.
+profile`, kept in `results/claims.json`; and what the other files of `results/` have.
 
 A verdict is "holds", "holds under a condition", "does not hold", "needs a GPU" or "open".
 """
@@ -185,18 +185,18 @@ def _attention_weights(made: Any, blocks: Any) -> tuple[int, int]:
 def _step(found: Any, stored: int, avoided: int) -> Step:
     from ds_ckpt.telemetry.memory import OUTSIDE
 
-    blocks = [block for block in found.blocks if block.name != OUTSIDE]
+    blocks = [parts for name, parts in found.blocks.items() if name != OUTSIDE]
     parts = ("attention", "mlp", "norm", "other", "checkpointed")
     phases = {name: getattr(found, name) for name in ("forward", "recompute", "backward")}
     return Step(
         saved_bytes=found.held_bytes,
         peak_bytes=found.peak_bytes,
-        peak_in=found.peak_in,
+        peak_in=f"{found.peak_phase} of {found.peak_block}",
         flops={name: work.flops for name, work in phases.items()},
         launches={name: work.launches for name, work in phases.items()},
         moved_bytes={name: work.moved_bytes for name, work in phases.items()},
-        layer_bytes={part: blocks[1].parts[part] for part in parts},
-        outside_bytes=sum(b.total_bytes for b in found.blocks if b.name == OUTSIDE),
+        layer_bytes={part: blocks[1][part] for part in parts},
+        outside_bytes=sum(found.blocks[OUTSIDE].values()),
         score_bytes=stored if found.policy == "none" else 0,
         unstored_bytes=avoided,
     )

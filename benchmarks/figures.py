@@ -126,7 +126,7 @@ def measure_memory() -> dict[str, Any]:
                 course.append((self.done, self.live_bytes))  # noqa: B023
 
         with made.entered():
-            units = ComparedPolicy(name, section).units(made.model, made.batch, torch.device("cpu"))
+            units = ComparedPolicy(name, section).units(made.model, made.batch)
             Course(made.model).run(lambda: run_forward(made.model, made.batch), units)
         stretches: dict[int, tuple[float, float]] = {}
         for done, nbytes in course:

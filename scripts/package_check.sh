@@ -50,7 +50,7 @@ for command in \
   "--version" \
   "validate tree/ds_configs/zero3_3bit.json" \
   "schema -o schema.json" \
-  "profile demo --tokens 16 --policies block --fake"; do
+  "profile demo --tokens 16 --policies block"; do
   echo "ds-ckpt $command"
   # shellcheck disable=SC2086
   bare/bin/ds-ckpt $command >said 2>log || { cat said log; exit 1; }

@@ -27,7 +27,7 @@ def profile(
         typer.Option(help="DeepSpeed JSON file; without it ZeRO stage 3 and AdamW are assumed."),
     ] = None,
     batches: Annotated[
-        str, typer.Option(help="Batch sizes, in sequences: 1,2,4,8. Tables show the first.")
+        str, typer.Option(help="Batch sizes, in sequences: 1,2,4,8. Findings compare the first.")
     ] = "1",
     tokens: Annotated[
         int | None, typer.Option(min=1, help="Sequence length, in tokens. [default: the model's]")
@@ -57,25 +57,21 @@ def profile(
     limit_gib: Annotated[
         float | None, typer.Option(min=0.001, help="Memory of the accelerator, in GiB.")
     ] = None,
-    real: Annotated[
-        bool,
-        typer.Option(
-            "--real/--fake", help="Run steps on real tensors, with times, or on fake ones."
-        ),
-    ] = False,
-    repeats: Annotated[
-        int, typer.Option(min=1, max=1000, help="Number of timed steps a policy.")
-    ] = 5,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="JSON file to write all results to.")
     ] = None,
 ) -> None:
-    """Measure memory, recompute and launches of a model under several policies.
+    """Count memory, recompute and launches of a model under several policies.
 
-    Steps run on fake tensors, which allocate nothing, or with --real on real ones. Each finding
-    ends with the line of the DeepSpeed file that acts on it.
+    Steps run on fake tensors, which allocate nothing. Each finding ends with the line of the
+    DeepSpeed file that acts on it.
     """
-    counts = _counts(batches)
+    try:
+        counts = tuple(int(word) for word in split_names(batches))
+    except ValueError:
+        counts = ()
+    if not counts or min(counts) < 1:
+        raise typer.BadParameter(f"{batches!r}: write whole numbers of at least 1: 1,2,4,8")
     import torch
     from rich.console import Console
 
@@ -87,10 +83,9 @@ def profile(
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     with exit_on_error():
-        settings = load_file(config) if config is not None else None
         options = Options(
             model,
-            config=settings,
+            config=load_file(config) if config is not None else None,
             source=str(config),
             batches=counts,
             sizes=Sizes(tokens, dtypes[dtype] if dtype else None, attention or None),
@@ -98,22 +93,10 @@ def profile(
             hosts=hosts,
             policies=split_names(policies),
             modules=split_names(modules) or None,
-            real=real,
             limit_bytes=None if limit_gib is None else round(limit_gib * GIB),
-            repeats=repeats,
         )
         each = 1 + (options.config is not None) + len(options.policies)
-        with progress(len(options.batches) * each) as report:
+        with progress(len(counts) * each) as report:
             found = make_profile(options, report)
         document(found).print(Console(soft_wrap=False))
         write_output(json_file, lambda path: path.write_text(found.to_json(), encoding="utf-8"))
-
-
-def _counts(batches: str) -> tuple[int, ...]:
-    try:
-        counts = tuple(int(word) for word in split_names(batches))
-    except ValueError:
-        raise typer.BadParameter(f"{batches!r}: write whole numbers: 1,2,4,8") from None
-    if not counts or min(counts) < 1:
-        raise typer.BadParameter(f"{batches!r}: a batch has at least one sequence")
-    return counts

@@ -220,7 +220,7 @@ def _callable(name: str, sizes: Sizes) -> Subject:
             why, remedy = f"{path} was called with {keywords or 'no arguments'}", "correct it"
             if detect_fake_mode() is not None:
                 why += " on fake tensors, which hold no values"
-                remedy += ", or measure real tensors with --real"
+                remedy += ", or build without values"
             raise _refused(name, _short(error), why, remedy, _NOT_BUILT) from error
         if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
             kinds = [type(m).__name__ for m in (made if isinstance(made, tuple) else (made,))]

@@ -52,7 +52,7 @@ OWN = (
 
 QUICK = r"ds-ckpt (validate (examples|ds_configs)/|schema -o|hosts list|doctor)"
 SLOW = (
-    r"ds-ckpt (profile demo(?!.*--real)|plan )|"
+    r"ds-ckpt (profile demo|plan )|"
     r"deepspeed (--num_gpus 2 )?(--module ds_ckpt\.run )?(examples/|train\.py)"
 )
 

@@ -363,6 +363,6 @@ def unknown_values_refused(
 def _profile_refused(name: str) -> AbstractContextManager[None]:
     return unknown_values_refused(
         lambda: name,
-        "measure real tensors with --real, on a smaller shape if need be",
+        "replace the code that reads the value (.item(), nonzero, an if on a tensor)",
         "the model cannot be profiled by fake tensors",
     )
