@@ -23,21 +23,16 @@ IN_FLIGHT = 8
 
 @dataclass
 class Flight:
-    """One chunk in flight.
-
-    Attributes:
-        handle: Of the collective.
-        outgoing: Kept until it is sent.
-        incoming: Packets in the order of the ranks that send them.
-        lengths: Bytes from each rank.
-        from_host: Whether packets are encoded on the CPU.
-    """
+    """One chunk in flight; `outgoing` is kept until it is sent."""
 
     handle: Any
     outgoing: Tensor
     incoming: Tensor
-    lengths: Sequence[int]
+    """Packets in the order of the ranks that send them."""
+    lengths: list[int]
+    """Bytes from each rank."""
     from_host: bool
+    """Whether packets are encoded on the CPU."""
 
 
 class ReplicaTransfer:
@@ -62,7 +57,7 @@ class ReplicaTransfer:
         self._layout, self._group, self._device = layout, group, device
         self._all_to_all_single = all_to_all_single
         self._others = [owner for owner in layout.replicated if owner != layout.rank]
-        self._waiting: deque[tuple[Tensor, list[int]]] = deque()
+        self._waiting: deque[tuple[Tensor, dict[int, int]]] = deque()
         self._flying: deque[Flight] = deque()
         self.received = 0
         """Chunks received since `start`."""
@@ -83,10 +78,7 @@ class ReplicaTransfer:
         sizes = [packet.numel() for packet in packets]
         by_owner = dict.fromkeys(self._others, sizes) if is_fixed_size else self.exchange(sizes)
         for number, packet in enumerate(packets):
-            lengths = [
-                by_owner[rank][number] if rank in by_owner else 0
-                for rank in range(self._layout.world)
-            ]
+            lengths = {owner: counts[number] for owner, counts in by_owner.items()}
             self._waiting.append((packet, lengths))
         self.received = 0
         self._launch()
@@ -103,9 +95,7 @@ class ReplicaTransfer:
     def exchange(self, numbers: list[int]) -> dict[int, list[int]]:
         """Send equally many integers from each owner to its replicas. Returns them by owner."""
         packet = torch.tensor(numbers, dtype=torch.int64, device="cpu").view(torch.uint8)
-        lengths = [
-            packet.numel() if rank in self._others else 0 for rank in range(self._layout.world)
-        ]
+        lengths = dict.fromkeys(self._others, packet.numel())
         arrived = self._by_owner(self._deliver(packet, lengths, async_op=False))
         return {owner: part.view(torch.int64).tolist() for owner, part in arrived.items()}
 
@@ -114,8 +104,9 @@ class ReplicaTransfer:
             packet, lengths = self._waiting.popleft()
             self._flying.append(self._deliver(packet, lengths, async_op=True))
 
-    def _deliver(self, packet: Tensor, lengths: list[int], *, async_op: bool) -> Flight:
+    def _deliver(self, packet: Tensor, by_owner: dict[int, int], *, async_op: bool) -> Flight:
         layout, from_host = self._layout, on_host(packet.device)
+        lengths = [by_owner.get(rank, 0) for rank in range(layout.world)]
         to = [rank for rank in layout.replicas(layout.rank) if rank != layout.rank]
         send = [packet.numel() if rank in to else 0 for rank in range(layout.world)]
         if not from_host:  # encoded on the compute stream, sent from this one
@@ -123,7 +114,7 @@ class ReplicaTransfer:
         outgoing = packet.repeat(len(to)).to(self._device())
         incoming = outgoing.new_empty(sum(lengths))
         handle = self._all_to_all_single(
-            incoming, outgoing, list(lengths), send, group=self._group, async_op=async_op
+            incoming, outgoing, lengths, send, group=self._group, async_op=async_op
         )
         return Flight(handle, outgoing, incoming, lengths, from_host)
 
@@ -131,7 +122,7 @@ class ReplicaTransfer:
         incoming = flight.incoming.cpu() if flight.from_host else flight.incoming
         if not on_host(incoming.device):
             incoming.record_stream(_stream(incoming))
-        packets = incoming.split(list(flight.lengths))
+        packets = incoming.split(flight.lengths)
         return {owner: packets[owner].clone() for owner in self._others}  # views must be aligned
 
 

@@ -25,8 +25,6 @@ from ds_ckpt.patch import Patches
 from ds_ckpt.zero3.run_on_all import run_on_all_or_raise
 
 log = logging.getLogger("ds_ckpt")
-_HELD_WEIGHTS = "ds_ckpt_weights_*"
-"""Written by an earlier version for weight changes in few bits."""
 
 
 class StateFiles(Protocol):
@@ -55,14 +53,6 @@ class StateFiles(Protocol):
 
     def restore(self, state: Any) -> None:
         """Apply what `read` returned; None starts without state."""
-
-
-def _tag_to_load(folder: Path, tag: Any, *, is_universal: bool) -> str | None:
-    """Return the tag that DeepSpeed will load, None if it will find none."""
-    if tag is not None:
-        return str(tag)
-    latest = folder / ("latest_universal" if is_universal else "latest")
-    return latest.read_text().strip() if latest.is_file() else None
 
 
 def wrap_checkpoints(
@@ -99,8 +89,6 @@ def wrap_checkpoints(
         def begin() -> None:
             if is_first:
                 files.clear(folder)
-                for path in folder.glob(_HELD_WEIGHTS):
-                    path.unlink()
 
         # DeepSpeed writes `latest` once rank 0 is done; here it is written once all ranks are
         writes_latest = given["save_latest"] and not engine.checkpoint_engine.is_decoupled()
@@ -115,16 +103,10 @@ def wrap_checkpoints(
         run_on_all_or_raise(begin, group, what="clear the checkpoint's folder")
         result = save(*bound.args, **bound.kwargs)
         run_on_all_or_raise(lambda: files.save(folder), group, what=f"save its {files.what}")
-        run_on_all_or_raise(end, group, what=f"end the save of {files.what}")
+        run_on_all_or_raise(end, group, what="name the checkpoint in `latest`")
         return result
 
     def read(folder: Path, *, is_universal: bool) -> Any:
-        if is_first and next(folder.glob(_HELD_WEIGHTS), None) is not None:
-            log.warning(
-                "ds_ckpt: %s: files of weight changes in few bits are ignored; this version "
-                "sends lossless changes, and nodes start from the master weights",
-                folder,
-            )
         state = files.read(folder)
         if is_universal and files.keeps and state is None and files.not_converted:
             log.warning(files.not_converted, folder)
@@ -140,10 +122,11 @@ def wrap_checkpoints(
             # the state belongs to the optimizer's run; another run starts without it
             if given["load_module_only"] or not given["load_optimizer_states"]:
                 return None
-            is_universal = engine.load_universal_checkpoint()
-            folder = Path(given["load_dir"])
-            tag = _tag_to_load(folder, given["tag"], is_universal=is_universal)
-            return None if tag is None else read(folder / tag, is_universal=is_universal)
+            is_universal, folder = engine.load_universal_checkpoint(), Path(given["load_dir"])
+            tag, latest = given["tag"], folder / f"latest{'_universal' * is_universal}"
+            if tag is None and latest.is_file():
+                tag = latest.read_text().strip()
+            return None if tag is None else read(folder / str(tag), is_universal=is_universal)
 
         state = run_on_all_or_raise(read_if_loaded, group, what=f"read its {files.what}")
         with loading():

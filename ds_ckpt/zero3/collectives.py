@@ -102,15 +102,13 @@ def listen(counters: Counters) -> None:
     if _patched_backend is not ds_comm.cdb:
         missing = [name for name in _METHODS if not callable(getattr(ds_comm.cdb, name, None))]
         if missing:
-            raise ContractError(
-                Problem(
-                    where="deepspeed.comm.comm.cdb",
-                    found=f"{type(ds_comm.cdb).__name__} without {', '.join(missing)}",
-                    why="bytes are counted at these methods",
-                    remedy="call deepspeed.init_distributed() first, or install a DeepSpeed that "
-                    "ds-ckpt doctor reports as tested",
-                )
+            found = f"{type(ds_comm.cdb).__name__} without {', '.join(missing)}"
+            remedy = (
+                "call deepspeed.init_distributed() first, or install a DeepSpeed that ds-ckpt "
+                "doctor reports as tested"
             )
+            why = "bytes are counted at these methods"
+            raise ContractError(Problem("deepspeed.comm.comm.cdb", found, why, remedy))
         _patches.undo()
         for name, (op, arguments, payload) in _METHODS.items():
             wrapped = _wrap(getattr(ds_comm.cdb, name), op, arguments, payload)

@@ -104,31 +104,26 @@ optimizer.__reduce_and_partition_ipg_grads(self, communication_data_type) 5d47d8
 optimizer.partition_grads(self, params_to_release, grad_partitions) 54f137d03e064398
         4f32d56080536683 23ab6359495c64bb
     know that partitions are taken unpadded and in order
-optimizer.step(self, closure=) d4ab1c29bbf0f5c0
-        ac17bd2647b24824
+optimizer.step(self, closure=) d4ab1c29bbf0f5c0 ac17bd2647b24824
     know that the overflow decision comes before the weights change
-optimizer._optimizer_step(self, sub_group_id) 305a73faf822940e
-        93ff06ad36d4333e
+optimizer._optimizer_step(self, sub_group_id) 305a73faf822940e 93ff06ad36d4333e
     step each sub-group with the lead that fits it
 optimizer._loss_scale_update_and_overflow_cleanup(self) since 0.19.8 84ba975ed418807e
     learn whether the step is skipped
 optimizer._overflow_check_and_loss_scale_update(self) until 0.19.7 1520527001be9a03
     learn whether the step is skipped
-optimizer.backward_epilogue(self) 39621f816a2c8a87
-        ce90764673eb98bf
+optimizer.backward_epilogue(self) 39621f816a2c8a87 ce90764673eb98bf
     release what backward never came back for
 optimizer._get_param_partition_group(self, param) since 0.19.3 e8162d67d6a4a2e3
     refuse a bucket whose group is not the data-parallel one
-coordinator.release_sub_module(self, submodule, forward=) 66d6c876d080eaa6
-        05539cae61f4a4ce
+coordinator.release_sub_module(self, submodule, forward=) 66d6c876d080eaa6 05539cae61f4a4ce
     keep what recompute gathered until backward has used it
 coordinator.fetch_sub_module(self, current_submodule, forward) 9c7f5d85beb35484
         5d64b856d87f4e6b e360b7fcd9d4550b ba4edce8d2719547
     know when weights are gathered
 coordinator.__all_gather_params_(self, params, forward, quantize=) bd65ca6be1540d54
     count gathers by purpose
-coordinator.__release_param(self, param, free_data=) a3150d7bdbc133aa
-        d0e5294b716c3de1
+coordinator.__release_param(self, param, free_data=) a3150d7bdbc133aa d0e5294b716c3de1
     know what a release frees
 offload.FWD_MODULE_STACK(list)
     take back entries whose post-forward hook never ran
@@ -138,15 +133,13 @@ optimizer._post_step(self, timer_names) a2ee4f6cbce0b201
     count the gather of persistent weights
 optimizer.independent_gradient_partition_epilogue(self) 2fa5547257583cb4
     have every partition taken when backward ends
-optimizer.__add_grad_to_ipg_bucket(self, param) ad70f5e056965469
-        2b2f0b583fdf029b 8870d394e14d3fe3
+optimizer.__add_grad_to_ipg_bucket(self, param) ad70f5e056965469 2b2f0b583fdf029b 8870d394e14d3fe3
     know that gradients are written to the bucket's buffer there alone
 optimizer.clear_backward_seen_flag(self) 26d2fcb4d2547af3
     see that a forward begins after a backward that did not end, and drop its step
 optimizer.backward_prologue(self) 5d89067f71f31309
     take what an interrupted backward has left before another begins
-optimizer._pre_step(self) cff910fadf3d7004
-        37cd6af83a8237d6
+optimizer._pre_step(self) cff910fadf3d7004 37cd6af83a8237d6
     take what an interrupted backward has left before a step, and see that one began
 optimizer.offload_states(self, include=, device=, pin_memory=, non_blocking=) ed2b9add35f91455
         67d9a066d5a9f437
@@ -288,15 +281,9 @@ def require_torch(version: str = torch.__version__) -> None:
     """Raise `UnsupportedError` for a PyTorch without what recomputation and factors need."""
     first, last = TRIED["torch"]
     if _release(version) < _release(first):
-        raise UnsupportedError(
-            Problem(
-                where="torch",
-                found=version,
-                why="recomputation needs hooks on saved tensors (not in 2.7), and factors need a "
-                "matmul precision (not in 2.8)",
-                remedy=f"install a newer one, tried up to {last}: pip install 'torch>={first}'",
-            )
-        )
+        why = "2.7 has no hooks on saved tensors, and 2.8 no matmul precision"
+        remedy = f"install a newer one, tried up to {last}: pip install 'torch>={first}'"
+        raise UnsupportedError(Problem("torch", version, why, remedy))
 
 
 def serves_resident_weights(version: str) -> bool:
@@ -307,16 +294,11 @@ def serves_resident_weights(version: str) -> bool:
 def require_resident_weights(version: str) -> None:
     """Raise `UnsupportedError` for a DeepSpeed without usable secondary partitions."""
     if not serves_resident_weights(version):
-        raise UnsupportedError(
-            Problem(
-                where="$.ds_ckpt.weights.resident",
-                found=f"true with DeepSpeed {version}",
-                why="its secondary partition (hpZ) leaves padding uninitialized, and fails if a "
-                "rank's part is only padding",
-                remedy="write false, or install a later DeepSpeed: "
-                f"pip install 'deepspeed>={RESIDENT_SINCE},<={LAST}'",
-            )
-        )
+        where, found = "$.ds_ckpt.weights.resident", f"true with DeepSpeed {version}"
+        why = "its secondary partition (hpZ) leaves padding uninitialized, or fails on it"
+        install = f"pip install 'deepspeed>={RESIDENT_SINCE},<={LAST}'"
+        remedy = f"write false, or install a later DeepSpeed: {install}"
+        raise UnsupportedError(Problem(where, found, why, remedy))
 
 
 def fill_in_verdict(optimizer: Any, patches: Patches, *, always_check: bool) -> None:
@@ -362,7 +344,7 @@ def check_identity(
     """Reduce copies of the bucket both ways, and compare. Collective.
 
     Args:
-        names: Of the parameters, for the error.
+        names: Parameters, for the error.
         tensors: Full gradients of this rank.
         ours: A reduction that sends everything.
         deepspeed_reduce: DeepSpeed's reduction over `group`.
@@ -376,8 +358,8 @@ def check_identity(
     """
     expected = deepspeed_reduce([t.clone() for t in tensors])
     got = ours([t.clone() for t in tensors])
-    pairs = zip(names, expected, got, strict=True)
     nonfinite = not all(bool(t.isfinite().all()) for t in (*expected, *got))
+    pairs = zip(names, expected, got, strict=True)
     differing = [] if nonfinite else [name for name, a, b in pairs if not _same(a, b)]
     # agreed across ranks: none may continue into a collective after another has raised
     flags = tensors[0].new_tensor([len(differing), int(nonfinite)], dtype=torch.int64)
@@ -385,21 +367,16 @@ def check_identity(
     different, unknown = flags.tolist()
     if unknown or not different:
         return not unknown
-    where = ", ".join(differing) if differing else "(on other ranks)"
-    raise ContractError(
-        Problem(
-            where=f"reduce_scatter_coalesced, parameter {where}",
-            found="another result than an exchange that sends everything",
-            why="the hook replaces its reduction, which computes something else",
-            remedy="install a DeepSpeed that ds-ckpt doctor reports as tested",
-        )
-    )
+    where = f"reduce_scatter_coalesced, parameter {', '.join(differing) or '(on other ranks)'}"
+    found = "another result than an exchange that sends everything"
+    why = "the hook replaces its reduction, which computes something else"
+    remedy = "install a DeepSpeed that ds-ckpt doctor reports as tested"
+    raise ContractError(Problem(where, found, why, remedy))
 
 
 def _same(expected: torch.Tensor, got: torch.Tensor) -> bool:
     """Return whether finite tensors are equal within the rounding of a sum."""
-    if expected.shape != got.shape:
-        return False
     tolerance = 8 * torch.finfo(expected.dtype).eps
     largest = float(expected.abs().max()) if expected.numel() else 0.0
-    return torch.allclose(expected, got, rtol=tolerance, atol=tolerance * largest)
+    same_shape = expected.shape == got.shape
+    return same_shape and torch.allclose(expected, got, rtol=tolerance, atol=tolerance * largest)

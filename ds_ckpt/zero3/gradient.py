@@ -48,9 +48,9 @@ class BucketExchange(Protocol):
         """Return the mean over the group: this rank's chunk (`ceil(numel / world)`) of each tensor.
 
         Args:
-            names: parameter names, in the bucket's order.
-            tensors: full gradients of this rank; may be overwritten.
-            loss_scale: factor that the gradients are multiplied by.
+            names: Parameter names, in the bucket's order.
+            tensors: Full gradients of this rank, times `loss_scale`; may be overwritten.
+            loss_scale: DeepSpeed's, times autocast's.
             deepspeed_reduce: DeepSpeed's own reduction.
         """
 
@@ -173,11 +173,7 @@ class GradientHook:
         def reduce_scatter_coalesced(
             tensors: list[torch.Tensor], group: Any = None
         ) -> list[torch.Tensor]:
-            def in_group(bucket: list[torch.Tensor]) -> list[torch.Tensor]:
-                result: list[torch.Tensor] = deepspeeds(bucket, group)
-                return result
-
-            return self.reduce_bucket(params, tensors, group, in_group)
+            return self.reduce_bucket(params, tensors, group, lambda ts: deepspeeds(ts, group))
 
         with _reduction:
             stage3.reduce_scatter_coalesced = reduce_scatter_coalesced
@@ -198,16 +194,12 @@ class GradientHook:
         assert len(params) == len(tensors), "DeepSpeed reduces another bucket than announced"
         self._refuse_foreign_group(params[0], group)
         names = [self._names[p.ds_id] for p in params]
-        scale = self._scale()
+        how: dict[str, Any] = {"loss_scale": self._scale(), "deepspeed_reduce": deepspeed_reduce}
         if self._verify is not None:
-            ours = functools.partial(
-                self._verify.reduce, names, loss_scale=scale, deepspeed_reduce=deepspeed_reduce
-            )
+            ours = functools.partial(self._verify.reduce, names, **how)
             if check_identity(names, tensors, ours, deepspeed_reduce, group):
                 self._verify = None
-        return self._exchange.reduce(
-            names, tensors, loss_scale=scale, deepspeed_reduce=deepspeed_reduce
-        )
+        return self._exchange.reduce(names, tensors, **how)
 
     def drop_step(self) -> None:
         """Drop the gradients of the step under way and everything its exchanges left pending.
@@ -278,18 +270,13 @@ class GradientHook:
         return scale * float(scaler.get_scale()) if scaler is not None else scale
 
     def _refuse_foreign_group(self, param: Any, group: Any) -> None:
-        ours = self._optimizer.dp_process_group
-        if torch_dist.get_world_size(group) != torch_dist.get_world_size(ours):
-            raise UnsupportedError(
-                Problem(
-                    where=self._names[param.ds_id],
-                    found=f"a reduction over {torch_dist.get_world_size(group)} ranks, "
-                    f"others go over {torch_dist.get_world_size(ours)}",
-                    why="residuals belong to one data-parallel group; expert-parallel gradients "
-                    "are averaged over another",
-                    remedy='set "ds_ckpt": {"compression": {"method": "none"}} for this model',
-                )
-            )
+        world = torch_dist.get_world_size(group)
+        ours = torch_dist.get_world_size(self._optimizer.dp_process_group)
+        if world != ours:
+            found = f"a reduction over {world} ranks, others go over {ours}"
+            why = "residuals belong to one data-parallel group, and expert gradients use another"
+            remedy = 'set "ds_ckpt": {"compression": {"method": "none"}} for this model'
+            raise UnsupportedError(Problem(self._names[param.ds_id], found, why, remedy))
 
     def detach(self) -> None:
         """Give the optimizer its own methods back."""

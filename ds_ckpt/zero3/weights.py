@@ -16,7 +16,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -149,9 +149,9 @@ class WeightsHook:
 
     def attach(self) -> None:
         """Create the secondary partition. Collective."""
-        _replace_partition(self)
+        _attached.update({id(param): self for param in self._params})
+        _replace_partition()
         try:
-            self._set_groups()
             self._install()
             self.gather_anew()
         except BaseException:
@@ -193,16 +193,6 @@ class WeightsHook:
             size += piece.size
         return chunks
 
-    def _set_groups(self) -> None:
-        """Set the ranks that share a secondary partition."""
-        layout = self.layout
-        for param in self._params:
-            self._patches.set(param, "ds_zero_param_process_group", layout.inside)
-            self._patches.set(param, "ds_secondary_tensor_group_size", layout.local)
-            self._patches.set(param, "ds_secondary_tensor_num_of_groups", layout.nodes)
-            # DeepSpeed may have made one over other ranks: another engine's hpZ setting
-            param.ds_secondary_tensor = None
-
     @contextmanager
     def inside(self, maker: Any) -> Iterator[None]:
         """Make a `zero.Init`, which engines may share, use this hook's groups."""
@@ -221,7 +211,7 @@ class WeightsHook:
             vars(maker).update(before)
 
     def _install(self) -> None:
-        optimizer, patches = self._optimizer, self._patches
+        optimizer, patches, layout = self._optimizer, self._patches, self.layout
 
         def record_step(group: int) -> None:
             """Replace the copy of the master weights into the shard; `_send` does it."""
@@ -230,9 +220,15 @@ class WeightsHook:
         patches.set(optimizer, "_reassign_or_swap_out_partitioned_parameters", record_step)
         patches.set(optimizer, "invalidate_secondary_tensor", lambda: None)
         for param in self._params:
+            patches.set(param, "ds_zero_param_process_group", layout.inside)
+            patches.set(param, "ds_secondary_tensor_group_size", layout.local)
+            patches.set(param, "ds_secondary_tensor_num_of_groups", layout.nodes)
+            # DeepSpeed may have made one over other ranks: another engine's hpZ setting
+            param.ds_secondary_tensor = None
             gather = param.all_gather_coalesced
-            after_arrival = self._after_arrival(gather, _maker(param))
-            patches.set_method(param, "all_gather_coalesced", after_arrival, gather)
+            patches.set_method(
+                param, "all_gather_coalesced", self._from_copy(gather, _maker(param))
+            )
         load_state_dict = optimizer.load_state_dict
 
         def load_and_gather(*args: Any, **kwargs: Any) -> None:
@@ -264,13 +260,14 @@ class WeightsHook:
             self._is_doubtful = False
             self.check()
 
-    def _after_arrival(self, gather: Callable[..., Any], maker: Any) -> Callable[..., Any]:
+    def _from_copy(self, gather: Callable[..., Any], maker: Any) -> Callable[..., Any]:
+        """Return a gather within the node, once the parameters' chunks have arrived."""
+
         def gather_from_copy(params: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
             params = list(params)
-            if self._transfer.is_active:
-                last = max(self._chunk_of.get(param.ds_id, -1) for param in params)
-                while self._transfer.is_active and self._transfer.received <= last:
-                    self._receive()
+            last = max((self._chunk_of.get(param.ds_id, -1) for param in params), default=-1)
+            while self._transfer.is_active and self._transfer.received <= last:
+                self._receive()
             self._wait_for_writes()  # DeepSpeed's gathers run on a stream that waits for no other
             if self.layout.local == 1:
                 return LocalGatherHandle(params)
@@ -426,9 +423,8 @@ class WeightsHook:
         if flag.item():
             if self.layout.rank == 0:
                 log.warning(
-                    "ds_ckpt: a node's copy of the weights differs from their owners'. Something "
-                    "has written to one of them since the last step, maybe a load that failed. "
-                    "All weights are gathered anew"
+                    "ds_ckpt: a node's copy of the weights differs from its owners': something "
+                    "wrote to one of them since the last step. All weights are gathered anew"
                 )
             self.gather_anew()
         return not flag.item()
@@ -460,7 +456,7 @@ _attached: dict[int, WeightsHook] = {}
 _global = Patches()
 
 
-def _replace_partition(hook: WeightsHook) -> None:
+def _replace_partition() -> None:
     """Partition each parameter by its own hook.
 
     A list may hold parameters of several engines (`GatheredParameters` of two models); DeepSpeed
@@ -468,7 +464,6 @@ def _replace_partition(hook: WeightsHook) -> None:
     """
     from deepspeed.runtime.zero.partition_parameters import Init
 
-    _attached.update({id(param): hook for param in hook._params})
     if _global.active:
         return
     deepspeeds = Init._partition
@@ -481,13 +476,10 @@ def _replace_partition(hook: WeightsHook) -> None:
         free_data: bool = True,
     ) -> None:
         for param in param_list:
-            owner = _attached.get(id(param))
-            if owner is None:
-                deepspeeds(maker, [param], force, has_been_updated, free_data)
-                continue
-            if has_been_updated:  # writes to the secondary partition
-                owner.drain()
-            with owner.inside(maker):
+            hook = _attached.get(id(param))
+            if hook is not None and has_been_updated:  # writes to the secondary partition
+                hook.drain()
+            with hook.inside(maker) if hook is not None else nullcontext():
                 deepspeeds(maker, [param], force, has_been_updated, free_data)
 
     _global.set(Init, "_partition", partition)
