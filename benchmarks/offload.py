@@ -11,8 +11,8 @@ hides, and what a pinned buffer gains, has to be measured on an accelerator.
 
 `transformers offload=True` is torch's `save_on_cpu`: on the CPU it makes its copy out (not
 pinned, see `_unpinned`), and none back. Boundaries: inputs of the layers whose storage is alive
-when forward has ended, and bytes of theirs that went out and came back, as counted by the session's
-own counters. Every row's gradients are compared with the first's, bit for bit.
+when forward has ended, those that went out and came back, and their bytes, by the session's own
+counters. Every row's gradients are compared with the first's, bit for bit.
 """
 
 from __future__ import annotations
@@ -97,9 +97,8 @@ class Row:
         words = f"{self.on_device:>9}"
         if counters is None:
             return f"{words}{'-':>9}{'-':>9}{'-':>9}"
-        out, back = counters.out_bytes.total() / MIB, counters.back_bytes.total() / MIB
-        peak = counters.peak_device_bytes / MIB
-        return f"{words}{out:>9.2f}{back:>9.2f}{peak:>9.2f}"
+        moved = f"{counters.out.total():>9}{counters.back.total():>9}"
+        return f"{words}{counters.out_bytes.total() / MIB:>9.2f}{moved}"
 
 
 def in_turns_ms(rows: dict[str, Row], repeats: int) -> dict[str, list[float]]:
@@ -162,7 +161,7 @@ def main() -> None:
             f"{options.tokens} tokens, fp32; a boundary is {boundary_mib:.2f} MiB"
         )
         print(f"{'':<36}{'ms':>8}{'quartiles':>16}{'ratio':>8}", end="")
-        print(f"{'alive':>9}{'out MiB':>9}{'back':>9}{'peak':>9}")
+        print(f"{'alive':>9}{'out MiB':>9}{'out':>9}{'back':>9}")
         reference_ms = statistics.median(taken_ms[REFERENCE])
         for name, row in rows.items():
             pairs = zip(gradients["no checkpointing"], gradients[name], strict=True)

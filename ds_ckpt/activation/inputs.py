@@ -108,8 +108,8 @@ class CheckpointedInputs:
             with self.store.lock:
                 if isinstance(ref, ShardedRef):
                     assert partition is not None
-                    return partition.unpack(ref)
-                return store.unpack(ref)
+                    return partition.unpack(ref, call)
+                return store.unpack(ref, call)
 
         return saved_tensors_hooks(pack, unpack)
 

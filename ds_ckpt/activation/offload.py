@@ -5,23 +5,19 @@ host memory on a side stream, and the device memory is released before that call
 call's tensors stay on the device, because backward needs them first. When backward reaches a call,
 the tensors of the calls before it are copied back.
 
-The autograd graph owns everything here: memory is released when autograd frees the graph, also
-after an exception or a dropped loss. A retained graph can ask for its tensors again.
+The autograd graph owns the tensors: memory is released when autograd frees the graph, also after an
+exception or a dropped loss. A retained graph can read its tensors again.
 
-A side stream reads and writes memory that the allocator may hand out again. Both ends of a copy are
-therefore referenced until `Ticket.wait()`, and released after it. Pinned host memory comes from
-torch's allocator, which waits for copies by itself.
+A side stream reads and writes memory that the allocator may hand out again. The store references
+both ends of a copy until `Ticket.wait()`. Pinned host memory comes from torch's allocator, which
+waits for copies by itself.
 """
 
 from __future__ import annotations
 
-import bisect
-import copy
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,18 +29,11 @@ from ds_ckpt.activation.snapshot import input_changed
 from ds_ckpt.telemetry.counters import OffloadCounters
 from ds_ckpt.telemetry.memory import version_of
 
-ALIGNMENT_BYTES = 64
-"""Alignment of copied ranges: kernels that depend on alignment sum in the original order."""
-
 # copies between device and host
 
 
 class Ticket:
     """One operation, which has ended."""
-
-    def done(self) -> bool:
-        """Return whether the operation has ended, without waiting."""
-        return True
 
     def wait(self) -> None:
         """Order the compute stream's later work after the operation, without blocking the host."""
@@ -62,9 +51,6 @@ class Copies:
 class _StreamTicket(Ticket):
     def __init__(self, event: Any, side: SideStream) -> None:
         self._event, self._side = event, side
-
-    def done(self) -> bool:
-        return bool(self._event.query())
 
     def wait(self) -> None:
         self._side.compute_stream().wait_event(self._event)
@@ -110,156 +96,95 @@ def host_buffer(nbytes: int, device: torch.device) -> Tensor:
 # tensors that the graph references
 
 
-@dataclass(frozen=True)
-class ByteRange:
-    """Bytes `start` to `start + nbytes` of a storage."""
-
-    start: int
-    nbytes: int
-
-    @classmethod
-    def covering(cls, tensor: Tensor) -> ByteRange:
-        """Return the whole storage, or the tensor's part of it if that is less than half."""
-        whole = tensor.untyped_storage().nbytes()
-        size = tensor.element_size()
-        first = int(tensor.storage_offset()) * size
-        pairs = zip(tensor.shape, tensor.stride(), strict=True)
-        end = first + size * (1 + sum((n - 1) * stride for n, stride in pairs))
-        if 2 * (end - first) >= whole:
-            return cls(0, whole)
-        start = first - first % ALIGNMENT_BYTES
-        return cls(start, end - start)
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """Return this range of the tensor's storage as uint8 [nbytes]."""
-        flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        return flat.set_(tensor.untyped_storage(), self.start, (self.nbytes,), (1,))
+def storage_bytes(tensor: Tensor) -> Tensor:
+    """Return the tensor's whole storage as uint8 [n]."""
+    storage = tensor.untyped_storage()
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return flat.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-Key = tuple[int, ByteRange]
-
-
-def key_of(tensor: Tensor) -> Key:
-    """Return a key that is equal for tensors that need the same range of the same storage."""
-    return tensor.untyped_storage()._cdata, ByteRange.covering(tensor)
-
-
-class StorageSlice:
-    """Range of a storage, at the version at which it was saved.
+class SavedStorage:
+    """Storage of a saved tensor, at the version at which it was saved.
 
     Attributes:
+        key: equal for tensors that share the storage.
         calls: numbers of the block calls that keep it.
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        self.storage = StorageWeakRef(tensor.untyped_storage())
+        self._storage = StorageWeakRef(tensor.untyped_storage())
         """Keeps the storage's address from being reused."""
-        self.range = ByteRange.covering(tensor)
+        self.key = self._storage.cdata
+        self.nbytes = tensor.untyped_storage().nbytes()
         self.version = int(tensor._version)
         self.calls: set[int] = set()
 
-    @property
-    def key(self) -> Key:
-        """Return the key of tensors that need this slice."""
-        return self.storage.cdata, self.range
 
-    @property
-    def nbytes(self) -> int:
-        """Return the size of the range."""
-        return self.range.nbytes
-
-
-class OffloadedSlice(StorageSlice):
-    """Slice that is on the device, in host memory, or both. A graph's `OffloadedRef`s own it.
+class OffloadedStorage(SavedStorage):
+    """Storage that is on the device, in host memory, or both.
 
     Attributes:
         label: name of the block that kept it first.
-        source: tensor over the original memory; None once that is released.
+        original: tensor over the original memory; None once that is released.
         host: copy in host memory (uint8).
-        leaving: copy to the host that still reads `source`.
         fetched: copy that was brought back to the device (uint8).
-        arriving: copy that still writes `fetched`.
+        copying: copy to the host or back that still runs.
         changed: the original was changed in place before it was released.
     """
 
-    def __init__(self, tensor: Tensor, label: str, pending_frees: deque[dict[str, Any]]) -> None:
+    def __init__(self, tensor: Tensor, label: str) -> None:
         super().__init__(tensor)
         self.label = label
-        self.source: Tensor | None = tensor.detach()
+        self.original: Tensor | None = tensor.detach()
         self.host: Tensor | None = None
-        self.leaving: Ticket | None = None
         self.fetched: Tensor | None = None
-        self.arriving: Ticket | None = None
+        self.copying: Ticket | None = None
         self.changed = False
-        # Not `__del__`: while that runs, weak references still return the slice to other threads.
-        weakref.finalize(self, _finalize, vars(self), pending_frees).atexit = False
 
     @property
-    def is_here(self) -> bool:
-        """Return whether the device has the bytes, or a copy to it is under way."""
-        return self.source is not None or self.fetched is not None
+    def here(self) -> Tensor | None:
+        """Return the memory on the device, or None."""
+        return self.fetched if self.original is None else self.original
 
     def note_changes(self) -> None:
         """Record whether the original was changed in place."""
-        if self.source is not None and self.source._version != self.version:
+        if self.original is not None and self.original._version != self.version:
             self.changed = True
 
     def matches(self, tensor: Tensor) -> bool:
         """Return whether it holds the present values of `tensor`, over the same storage."""
         return not self.changed and self.version == tensor._version
 
-
-def _finalize(fields: dict[str, Any], pending_frees: deque[dict[str, Any]]) -> None:
-    """Release memory that no copy uses; the store releases the rest in `collect`.
-
-    Takes no lock, because the garbage collector may call it anywhere.
-    """
-    here = sum(fields[end] is not None for end in ("source", "fetched"))
-    fields["device_bytes"] = here * fields["range"].nbytes
-    for ticket, end in (("leaving", "source"), ("arriving", "fetched")):
-        if fields[ticket] is None:
-            fields[end] = None
-    pending_frees.append(fields)
+    def wait(self) -> None:
+        """Order later work of the compute stream after the copy that runs."""
+        if self.copying is not None:
+            self.copying.wait()
+            self.copying = None
 
 
 class TensorView:
     """Geometry of a tensor whose memory is elsewhere."""
 
-    __slots__ = ("__weakref__", "call", "dtype", "offset_bytes", "size", "stride")
+    __slots__ = ("dtype", "offset", "size", "stride")
 
-    def __init__(self, tensor: Tensor, call: BlockCall) -> None:
-        self.call: BlockCall | None = call
-        self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
-        self.offset_bytes = tensor.storage_offset() * tensor.element_size()
+    def __init__(self, tensor: Tensor) -> None:
+        self.dtype, self.offset = tensor.dtype, tensor.storage_offset()
+        self.size, self.stride = tensor.size(), tensor.stride()
 
-    def over(self, memory: Tensor, copied: ByteRange) -> Tensor:
-        """Return the tensor over a copy (uint8) of a range of its storage."""
-        offset = memory.storage_offset() + self.offset_bytes - copied.start
+    def over(self, memory: Tensor) -> Tensor:
+        """Return the tensor over a copy of its storage."""
         view = torch.empty(0, dtype=self.dtype, device=memory.device)
-        offset //= self.dtype.itemsize
-        return view.set_(memory.untyped_storage(), offset, self.size, self.stride)
+        return view.set_(memory.untyped_storage(), self.offset, self.size, self.stride)
 
 
 class OffloadedRef(TensorView):
     """Reference of a graph to an offloaded tensor."""
 
-    __slots__ = ("slice",)
+    __slots__ = ("storage",)
 
-    def __init__(self, tensor: Tensor, kept: OffloadedSlice, call: BlockCall) -> None:
-        super().__init__(tensor, call)
-        self.slice = kept
-
-    def view(self) -> Tensor:
-        """Return the tensor; its slice must be on the device."""
-        kept = self.slice
-        if kept.source is None:
-            assert kept.fetched is not None, "the slice has not been fetched"
-            return self.over(kept.fetched, kept.range)
-        base = kept.source
-        if base.dtype != self.dtype:  # another tensor over the same storage
-            base = torch.empty(0, dtype=self.dtype, device=base.device)
-            base.set_(kept.source.untyped_storage(), 0, (0,), (1,))
-        return base.as_strided(self.size, self.stride, self.offset_bytes // self.dtype.itemsize)
+    def __init__(self, tensor: Tensor, storage: OffloadedStorage) -> None:
+        super().__init__(tensor)
+        self.storage = storage
 
 
 class InPlaceRef:
@@ -270,16 +195,6 @@ class InPlaceRef:
     def __init__(self, tensor: Tensor, label: str) -> None:
         self.tensor, self.label, self.version = tensor, label, version_of(tensor)
 
-    def get(self) -> Tensor:
-        """Return the tensor.
-
-        Raises:
-            UnsupportedError: it was changed in place since it was saved.
-        """
-        if version_of(self.tensor) != self.version:
-            raise input_changed(self.label, "input")
-        return self.tensor
-
 
 class BlockCall:
     """Forward call of one block, or of the `blocks` blocks of one recomputation."""
@@ -288,7 +203,7 @@ class BlockCall:
         self.number = number
         self.label = label
         self.blocks = 1
-        self.slices: weakref.WeakSet[OffloadedSlice] = weakref.WeakSet()
+        self.storages: set[OffloadedStorage] = set()
 
 
 # the store
@@ -327,8 +242,8 @@ class InputStore:
     Args:
         device: device of the model; tensors on other devices are not moved.
         copies: copies between the device and host memory.
-        offload: whether slices are moved to host memory; otherwise all stay on the device.
-        min_bytes: smaller tensors are not moved.
+        offload: whether storages are moved to host memory; otherwise all stay on the device.
+        min_bytes: smaller storages are not moved.
         prefetch: number of calls whose tensors are brought back ahead of their recomputation.
         owned: parameters and buffers, which are not moved, nor what shares their memory.
     """
@@ -348,165 +263,136 @@ class InputStore:
         """Forwards and backwards of one model may run in several threads."""
         self._device, self._copies, self._owned = device, copies, owned
         self._offload, self._min_bytes, self._ahead = offload, min_bytes, prefetch
-        self._owned_at: list[int] | None = None
-        """Ascending addresses of `owned`, valid while the arguments of one call are saved."""
-        self._saving_arguments = False
-        self._slices: weakref.WeakValueDictionary[Key, OffloadedSlice] = (
+        self._owned_storages: set[int] = set()
+        self._storages: weakref.WeakValueDictionary[int, OffloadedStorage] = (
             weakref.WeakValueDictionary()
         )
         self._calls: weakref.WeakValueDictionary[int, BlockCall] = weakref.WeakValueDictionary()
         self._number = 0
         self._last: weakref.ref[BlockCall] | None = None
-        self._leaving: weakref.WeakSet[OffloadedSlice] = weakref.WeakSet()
-        self._here: weakref.WeakSet[OffloadedSlice] = weakref.WeakSet()
-        """Slices with a fetched copy."""
-        self._pending_frees: deque[dict[str, Any]] = deque()
+        self._leaving: list[OffloadedStorage] = []
+        self._fetched: list[OffloadedStorage] = []
         self._watch = BackwardWatch(self.end_backward)
         self._reached: set[int] = set()
         """Numbers of the calls that this backward has reached."""
+
+    @property
+    def device_bytes(self) -> int:
+        """Return the bytes on the device now."""
+        return sum(kept.nbytes for kept in self._storages.values() if kept.here is not None)
+
+    @property
+    def host_bytes(self) -> int:
+        """Return the bytes in host memory now."""
+        return sum(kept.nbytes for kept in self._storages.values() if kept.host is not None)
 
     # forward
 
     def begin(self, label: str) -> BlockCall:
         """Start a call of block `label`."""
-        self.collect()
-        if torch._C._current_graph_task_id() == -1 and (self._reached or len(self._here)):
-            self.end_backward()  # it raised an error
+        if torch._C._current_graph_task_id() == -1:
+            self.end_backward()  # the last one may have raised an error
+        # each gather of ZeRO-3 gives a parameter another storage
+        owned = (p for p in self._owned if p.layout == torch.strided)
+        self._owned_storages = {p.untyped_storage()._cdata for p in owned}
         self._number += 1
-        self._owned_at, self._saving_arguments = None, True
         call = BlockCall(self._number, label)
         self._calls[call.number] = call
         return call
 
-    def pack(self, tensor: Tensor, call: BlockCall) -> OffloadedRef | InPlaceRef:
-        """Return what the graph holds instead of `tensor`."""
-        reason = self._unfit(tensor)
-        kept = None if reason else self._slice_of(tensor)
-        if kept is None:
-            if reason is None:
-                small = tensor.numel() == 0 or tensor.nbytes < self._min_bytes
-                reason = "small" if small else self._owned_by_model(tensor)
-            if reason is not None:
-                self.counters.left[reason] += 1
-                return InPlaceRef(tensor, call.label)
-            kept = OffloadedSlice(tensor, call.label, self._pending_frees)
-            self._slices[kept.key] = kept
-            self.counters.on_device(kept.nbytes)
-        kept.calls.add(call.number)
-        call.slices.add(kept)
-        return OffloadedRef(tensor, kept, call)
-
-    def share(self, ref: OffloadedRef, call: BlockCall) -> OffloadedRef:
-        """Return a reference of another call to the same tensor."""
-        other = copy.copy(ref)
-        other.call = call
-        ref.slice.calls.add(call.number)
-        call.slices.add(ref.slice)
-        return other
-
-    def _slice_of(self, tensor: Tensor) -> OffloadedSlice | None:
-        kept = self._slices.get(key_of(tensor))
-        if kept is not None:
-            kept.note_changes()
-        return kept if kept and kept.matches(tensor) else None
-
-    def _unfit(self, tensor: Tensor) -> str | None:
-        if type(tensor) is not Tensor:
-            return f"a {type(tensor).__name__}"
-        if tensor.layout != torch.strided or tensor.is_quantized:
-            return "not a plain strided tensor"
+    def reason_to_stay(self, tensor: Tensor, min_bytes: int) -> str | None:
+        """Return why the tensor is neither moved nor split, or None."""
+        if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_quantized:
+            return "not a plain tensor"
         if tensor.device != self._device:
             return f"on {tensor.device.type}"
         if tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
             return "an inference, conjugate or negative view"
-        return None
-
-    def unfit(self, tensor: Tensor) -> str | None:
-        """Return why the tensor cannot be moved whatever its size, or None."""
-        return self._unfit(tensor) or self._owned_by_model(tensor)
-
-    def _owned_by_model(self, tensor: Tensor) -> str | None:
-        # Each gather of ZeRO-3 gives a parameter another storage, but none happens between the
-        # arguments of a call.
-        if self._owned_at is None or not self._saving_arguments:
-            self._owned_at = sorted(p.data_ptr() for p in self._owned if p.layout == torch.strided)
         storage = tensor.untyped_storage()
-        start = storage.data_ptr()
-        behind = bisect.bisect_left(self._owned_at, start)
-        if behind < len(self._owned_at) and self._owned_at[behind] < start + storage.nbytes():
+        if storage._cdata in self._owned_storages:
             return "a part of the model"
-        return None
+        return "small" if storage.nbytes() < max(1, min_bytes) else None
 
-    def started(self, call: BlockCall) -> None:
-        """Start to move the tensors of the call before `call`, which has saved its arguments."""
-        self._saving_arguments = False
-        earlier = self.last
-        if self._offload and earlier is not None and earlier is not call:
-            self._send(earlier, current=call.number)
-        self._last = weakref.ref(call)
+    def pack(self, tensor: Tensor, call: BlockCall) -> OffloadedRef | InPlaceRef:
+        """Return what the graph holds instead of `tensor`."""
+        reason = self.reason_to_stay(tensor, self._min_bytes)
+        if reason is not None:
+            self.counters.left[reason] += 1
+            return InPlaceRef(tensor, call.label)
+        kept = self._storages.get(tensor.untyped_storage()._cdata)
+        if kept is not None:
+            kept.note_changes()
+        if kept is None or not kept.matches(tensor):
+            kept = OffloadedStorage(tensor, call.label)
+            self._storages[kept.key] = kept
+        ref = OffloadedRef(tensor, kept)
+        self.share(ref, call)
+        return ref
+
+    def share(self, ref: OffloadedRef | InPlaceRef, call: BlockCall) -> None:
+        """Keep a tensor for another call, too."""
+        if isinstance(ref, OffloadedRef):
+            ref.storage.calls.add(call.number)
+            call.storages.add(ref.storage)
 
     @property
     def last(self) -> BlockCall | None:
         """Return the last call if a graph still references it."""
         return self._last() if self._last is not None else None
 
+    def started(self, call: BlockCall) -> None:
+        """Start to move the tensors of the call before `call`, which has saved its arguments."""
+        earlier = self.last
+        if self._offload and earlier is not None and earlier is not call:
+            for kept in earlier.storages:
+                if call.number not in kept.calls:
+                    self._send(kept)
+        self._last = weakref.ref(call)
+
+    def _send(self, kept: OffloadedStorage) -> None:
+        kept.note_changes()
+        if kept.host is not None or kept.original is None or kept.changed:
+            return  # a changed input is refused in backward
+        kept.host = host_buffer(kept.nbytes, self._device)
+        kept.copying = self._copies.copy(storage_bytes(kept.original), kept.host)
+        self._leaving.append(kept)
+        self.counters.out[kept.label] += 1
+        self.counters.out_bytes[kept.label] += kept.nbytes
+
     def ended(self) -> None:
         """Release the originals of all tensors that were moved, after a call."""
-        self._release(only_done=False)
-
-    def _send(self, call: BlockCall, current: int) -> None:
-        for kept in list(call.slices):
-            if kept.host is not None or kept.source is None or current in kept.calls:
-                continue
+        for kept in self._leaving:
+            kept.wait()
             kept.note_changes()
-            if kept.changed:  # refused in backward
-                continue
-            kept.host = host_buffer(kept.nbytes, self._device)
-            kept.leaving = self._copies.copy(kept.range.of(kept.source), kept.host)
-            self._leaving.add(kept)
-            self.counters.out[kept.label] += 1
-            self.counters.out_bytes[kept.label] += kept.nbytes
-        self._release(only_done=True)
-
-    def _release(self, *, only_done: bool) -> None:
-        for kept in list(self._leaving):
-            assert kept.leaving is not None
-            if only_done and not kept.leaving.done():
-                continue
-            kept.leaving.wait()
-            kept.note_changes()
-            kept.source = kept.leaving = None
-            self._leaving.discard(kept)
-            self.counters.on_device(-kept.nbytes)
+            kept.original = None
+        self._leaving.clear()
 
     # backward
 
-    def unpack(self, ref: OffloadedRef | InPlaceRef) -> Tensor:
-        """Return the tensor, on the device.
+    def unpack(self, ref: OffloadedRef | InPlaceRef, call: BlockCall) -> Tensor:
+        """Return a tensor of `call`, on the device.
 
         Raises:
-            UnsupportedError: it was changed in place before it was released.
+            UnsupportedError: it was changed in place since it was saved.
         """
-        self.collect()
         if isinstance(ref, InPlaceRef):
-            return ref.get()
-        assert ref.call is not None
-        self.reach(ref.call)
-        ref.slice.note_changes()
-        if ref.slice.changed:
-            raise input_changed(ref.slice.label, "input")
+            if version_of(ref.tensor) != ref.version:
+                raise input_changed(ref.label, "input")
+            return ref.tensor
+        self.reach(call)
+        ref.storage.note_changes()
+        if ref.storage.changed:
+            raise input_changed(ref.storage.label, "input")
         return self.take(ref)
 
     def take(self, ref: OffloadedRef | InPlaceRef) -> Tensor:
         """Return a tensor that was not changed in place, on the device."""
         if isinstance(ref, InPlaceRef):
             return ref.tensor
-        kept = ref.slice
-        self._fetch(kept, late=True)
-        if kept.arriving is not None:
-            kept.arriving.wait()
-            kept.arriving = None
-        return ref.view()
+        self._fetch(ref.storage, late=True)
+        ref.storage.wait()
+        assert ref.storage.here is not None
+        return ref.over(ref.storage.here)
 
     def reach(self, call: BlockCall) -> None:
         """Bring back the tensors of `call`, which backward has reached, and of calls before it.
@@ -518,58 +404,35 @@ class InputStore:
         if call.number in self._reached:
             return
         self._reached.add(call.number)
-        for kept in list(self._here):
-            users = [n for n in kept.calls if n in self._calls]
-            if all(n in self._reached and n != call.number for n in users):
-                self._drop_copy(kept)
-        for kept in call.slices:
+        needed = {n for n in self._calls if n not in self._reached or n == call.number}
+        self._drop([kept for kept in self._fetched if not kept.calls & needed])
+        for kept in call.storages:
             self._fetch(kept, late=True)
         before = sorted((n for n in self._calls if n < call.number), reverse=True)
         for number in before[: self._ahead]:
             ahead = self._calls.get(number)  # its graph may just have been dropped
-            for kept in list(ahead.slices) if ahead is not None else ():
+            for kept in ahead.storages if ahead is not None else ():
                 self._fetch(kept, late=False)
 
-    def _fetch(self, kept: OffloadedSlice, *, late: bool) -> None:
-        """Start to bring back a slice that is not on the device."""
-        if kept.is_here:
+    def _fetch(self, kept: OffloadedStorage, *, late: bool) -> None:
+        """Start to bring back a storage that is not on the device."""
+        if kept.here is not None:
             return
         assert kept.host is not None
         kept.fetched = torch.empty(kept.nbytes, dtype=torch.uint8, device=self._device)
-        kept.arriving = self._copies.copy(kept.host, kept.fetched)
-        self._here.add(kept)
+        kept.copying = self._copies.copy(kept.host, kept.fetched)
+        self._fetched.append(kept)
         self.counters.back[kept.label] += 1
-        self.counters.back_bytes[kept.label] += kept.nbytes
         self.counters.late += late
-        self.counters.on_device(kept.nbytes)
 
-    def _drop_copy(self, kept: OffloadedSlice) -> None:
-        if kept.arriving is not None:
-            kept.arriving.wait()
-            self.counters.in_vain += 1
-        kept.fetched = kept.arriving = None
-        self._here.discard(kept)
-        self.counters.on_device(-kept.nbytes)
+    def _drop(self, storages: Sequence[OffloadedStorage]) -> None:
+        for kept in storages:
+            kept.wait()
+            kept.fetched = None
+            self._fetched.remove(kept)
 
     def end_backward(self) -> None:
         """Release every fetched copy."""
         with self.lock:
             self._reached.clear()
-            for kept in list(self._here):
-                self._drop_copy(kept)
-            self.collect()
-
-    def collect(self) -> None:
-        """Release the memory of slices whose graphs are gone."""
-        while self._pending_frees:
-            fields = self._pending_frees.popleft()
-            for ticket in (fields["leaving"], fields["arriving"]):
-                if ticket is not None:
-                    ticket.wait()
-            self.counters.on_device(-fields["device_bytes"])
-
-    @property
-    def nbytes_on_host(self) -> int:
-        """Return the bytes in host memory now."""
-        self.collect()
-        return sum(kept.nbytes for kept in self._slices.values() if kept.host is not None)
+            self._drop(list(self._fetched))

@@ -31,9 +31,6 @@ class _Gathering(Ticket):
     def __init__(self, work: Any, part: Tensor) -> None:
         self._work, self._part = work, part
 
-    def done(self) -> bool:
-        return bool(self._work.is_completed())
-
     def wait(self) -> None:
         self._work.wait()
 

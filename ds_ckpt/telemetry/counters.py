@@ -167,38 +167,17 @@ class Counters(_Counts):
 
 @dataclass
 class OffloadCounters(_Counts):
-    """Counts storages, not tensors: two tensors that share a storage leave once.
-
-    The counters by block are keyed by the block that kept the tensor first, and grow until
-    `reset()`. Bytes of the device are those of what checkpointing keeps, nothing else's.
-    """
+    """Counters of storages by the block that kept them first; they grow until `reset()`."""
 
     out: Counter[str] = field(default_factory=Counter)
     """Storages that left for host memory, by block."""
     out_bytes: Counter[str] = field(default_factory=Counter)
     back: Counter[str] = field(default_factory=Counter)
     """Storages that were brought back, by block; with `retain_graph` more than have left."""
-    back_bytes: Counter[str] = field(default_factory=Counter)
     left: Counter[str] = field(default_factory=Counter)
-    """Tensors that were let be, by reason."""
+    """Tensors that stayed where they were, by reason."""
     late: int = 0
     """Storages brought back without prefetch: recomputation waited for the whole copy."""
-    in_vain: int = 0
-    """Storages brought back that the backward did not use."""
-    device_bytes: int = 0
-    """Bytes on the device now."""
-    peak_device_bytes: int = 0
-
-    def on_device(self, change_bytes: int) -> None:
-        """Add to the bytes on the device."""
-        self.device_bytes += change_bytes
-        self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
-
-    def reset(self) -> None:
-        """Start counting again; what lies on the device goes on lying there."""
-        there = self.device_bytes
-        super().reset()
-        self.device_bytes = self.peak_device_bytes = there
 
 
 @dataclass
@@ -216,8 +195,6 @@ class PartitionCounters(_Counts):
     """Bytes of other ranks' parts, in gathers."""
     late: int = 0
     """Gathers that began when the part was needed."""
-    in_vain: int = 0
-    """Gathers whose result the backward did not use."""
 
     def line(self) -> str:
         """Describe what this rank keeps and receives."""

@@ -59,8 +59,8 @@ def _train(
                 data = _batch(kind, 2 * step + dp_rank, length + uneven * dp_rank)
                 with SavedActivations(engine.module) as measured:
                     loss = engine(**data).loss
-                counters = session.offload
-                offloaded.append(counters.device_bytes if counters else 0)
+                store = session._inputs.store if session._inputs else None
+                offloaded.append(store.device_bytes if store else 0)
                 held.append(measured.bytes)
                 engine.backward(loss)
                 gradients += models.gradients(engine)

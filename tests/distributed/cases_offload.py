@@ -8,15 +8,15 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import ds_ckpt
+from tests import architectures
 from tests.distributed import models
 from tests.distributed.heard import hearing
 from tests.distributed.pool import fresh, once
-from tests.unit import offload_models
 
 
 def _batch(step: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(100 * step + torch.distributed.get_rank())
-    tokens = torch.randint(0, offload_models.VOCAB, (2, 10), generator=generator)
+    tokens = torch.randint(0, architectures.VOCAB, (2, 10), generator=generator)
     mask = torch.ones(2, 10, dtype=torch.long)
     mask[1, 7:] = 0
     return {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
@@ -27,7 +27,7 @@ def steps(kind: str, sections: dict[str, Any]) -> dict[str, Any]:
     """Two steps of a tiny Hugging Face model: gradients, where boundaries were, the counters."""
     fresh()
     with hearing() as heard:
-        model = offload_models.build(kind)
+        model = architectures.build(kind)
         config = models.zero3_config(reuse=0, **sections)
         engine, *_ = ds_ckpt.initialize(
             model=model, model_parameters=list(model.parameters()), config=config
@@ -66,9 +66,8 @@ def steps(kind: str, sections: dict[str, Any]) -> dict[str, Any]:
             "out": dict(counters.out) if counters else {},
             "back": dict(counters.back) if counters else {},
             "late": counters.late if counters else None,
-            "in_vain": counters.in_vain if counters else None,
-            "left_on_host": store.nbytes_on_host if store else None,
-            "left_on_device": counters.device_bytes if counters else None,
+            "left_on_host": store.host_bytes if store else None,
+            "left_on_device": store.device_bytes if store else None,
             "summary": session.summary if session else "",
         }
         engine.destroy()

@@ -132,7 +132,7 @@ def _train(engine: Any, size: int, seeds: str, steps: int, twice: bool) -> dict[
         store = session._inputs.store if session and session._inputs else None
         partition = session.partition if session else None
         result["kept"].append(dict(partition.kept_bytes) if partition else {})
-        result["held"] = store.counters.device_bytes + store.nbytes_on_host if store else None
+        result["held"] = store.device_bytes + store.host_bytes if store else None
         if extra is not None:
             loss = loss + extra
         engine.backward(loss)
@@ -140,7 +140,7 @@ def _train(engine: Any, size: int, seeds: str, steps: int, twice: bool) -> dict[
         result["gradients"] += models.gradients(engine)
         result["sent"] = (counters.snapshot() - before).bytes_sent[Purpose.PARTITION]
         if partition is not None:
-            result["late"], result["in_vain"] = partition.late, partition.in_vain
+            result["late"] = partition.late
             result["left"] = dict(partition.left)
         engine.step()
         if partition is not None:
@@ -149,7 +149,7 @@ def _train(engine: Any, size: int, seeds: str, steps: int, twice: bool) -> dict[
     for handle in handles:
         handle.remove()
     if store is not None:
-        result["left_over"] = (store.counters.device_bytes, store.nbytes_on_host)
+        result["left_over"] = (store.device_bytes, store.host_bytes)
         result["out"] = store.counters.out.total()
     return {**result, "summary": session.summary if session else ""}
 

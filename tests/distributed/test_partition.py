@@ -32,7 +32,6 @@ def _check(world: Any, kind: str, size: int, sections: dict[str, Any], **how: An
         assert equal(split["gradients"], none["gradients"])
         assert split["alive"] == [0, 0]  # whole, none of the boundaries is anywhere
         assert split["left_over"] == (0, 0)
-        assert split["in_vain"] == 0
     return list(ours)
 
 
@@ -45,8 +44,8 @@ def test_autotp_with_two_processes(world2: Any, kind: str) -> None:
         boundaries = [k for k in split["kept"][0] if "." in k]
         assert split["kept"] == [dict.fromkeys(boundaries, HIDDEN // 2)] * 2
         assert len(boundaries) == 3
-        # the parts of 3 checkpointed inputs, and the rank-consistency check's 4 numbers
-        assert split["sent"] == 3 * HIDDEN // 2 + 32
+        # the parts of 3 checkpointed inputs, and the rank-consistency check's 3 numbers
+        assert split["sent"] == 3 * HIDDEN // 2 + 24
         assert split["late"] == 1
         assert "split over 2 tensor-parallel ranks" in split["summary"]
         assert "1/2 of their bytes kept" in split["summary"]
@@ -57,7 +56,7 @@ def test_autotp_with_two_processes(world2: Any, kind: str) -> None:
 def test_autotp_with_four_processes(world4: Any, size: int) -> None:
     for split in _check(world4, "llama", size, _sections()):
         assert split["kept"] == [{f"model.layers.{i}": HIDDEN // size for i in range(3)}] * 2
-        assert split["sent"] == (size - 1) * (3 * HIDDEN // size + 32)
+        assert split["sent"] == (size - 1) * (3 * HIDDEN // size + 24)
 
 
 def test_autotp_with_offload_and_everything_split(world2: Any) -> None:
@@ -103,8 +102,7 @@ def test_dropout_is_replayed_where_the_group_draws_the_same(world2: Any) -> None
 def test_dropout_that_differs_over_the_group_is_found(world2: Any) -> None:
     words = world2.run(cases.different_seeds, "neox", 0.2, timeout=240)
     for word in words:
-        assert "other values on ranks 0 and 1" in word
-        assert "gpt_neox.layers.0" in word  # behind the embedding's dropout
+        assert "other values on some of the ranks 0, 1" in word
         assert "equal seeds for dropout" in word
     assert words[0] == words[1]
     # without dropout seeds change nothing
@@ -161,5 +159,4 @@ def test_data_parallel_processes_in_disguise_are_found(
     told = request.getfixturevalue(world).run(cases.disguised, what, timeout=60)
     for text in told:
         assert "checkpointed inputs cannot be split over this group" in text
-        assert "ranks 0 and 1" in text
-        assert "blocks." in text
+        assert "on some of the ranks 0, 1" in text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from ds_ckpt.activation.offload import Copies, InputStore, Ticket
 from ds_ckpt.activation.policies import Policy
 
 CPU = torch.device("cpu")
-VOCAB = 32
 
 
 class _Late(Ticket):
@@ -27,9 +25,6 @@ class _Late(Ticket):
         self._target = weakref.ref(target)
         # weak: whoever asked for the copy must hold both ends until he has waited
         self._ends = [StorageWeakRef(t.untyped_storage()) for t in (source, target)]
-
-    def done(self) -> bool:
-        return self._values is None
 
     def wait(self) -> None:
         target = self._target()
@@ -118,96 +113,16 @@ def put_on(
 
 
 def nothing_left(store: InputStore) -> bool:
-    store.collect()
+    store.end_backward()
     if isinstance(store._copies, LateCopies):
         assert store._copies.sound
-    return (store.counters.device_bytes, store.nbytes_on_host) == (0, 0)
+    return (store.device_bytes, store.host_bytes) == (0, 0)
 
 
-_SIZES: dict[str, Any] = {"vocab_size": VOCAB}
-
-
-def _llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=4,
-            num_attention_heads=2,
-            use_cache=False,
-            **_SIZES,
-        )
-    )
-
-
-def _gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(
-        GPT2Config(n_embd=16, n_layer=4, n_head=2, n_positions=32, use_cache=False, **_SIZES)
-    )
-
-
-def _bert() -> nn.Module:
-    from transformers import BertConfig, BertForMaskedLM
-
-    return BertForMaskedLM(
-        BertConfig(
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=4,
-            num_attention_heads=2,
-            max_position_embeddings=32,
-            **_SIZES,
-        )
-    )
-
-
-def _t5() -> nn.Module:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    return T5ForConditionalGeneration(
-        T5Config(
-            d_model=16,
-            d_kv=8,
-            d_ff=32,
-            num_layers=3,
-            num_heads=2,
-            use_cache=False,
-            decoder_start_token_id=0,
-            **_SIZES,
-        )
-    )
-
-
-HF: dict[str, Callable[[], nn.Module]] = {
-    "llama": _llama,
-    "gpt2": _gpt2,
-    "bert": _bert,
-    "t5": _t5,
-}
-
-
-def build(kind: str) -> nn.Module:
-    """A tiny Hugging Face model in training mode; dropout where its kind has it by default."""
-    torch.manual_seed(0)
-    return HF[kind]().train()
-
-
-def batch() -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    tokens = torch.randint(0, VOCAB, (2, 10), generator=generator)
-    mask = torch.ones(2, 10, dtype=torch.long)
-    mask[1, 7:] = 0
-    return {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
-
-
-def gradients(model: nn.Module, data: dict[str, Tensor] | None = None) -> list[Tensor]:
+def gradients(model: nn.Module, data: dict[str, Tensor]) -> list[Tensor]:
     torch.manual_seed(7)
     model.zero_grad()
-    model(**(data or batch())).loss.backward()
+    model(**data).loss.backward()
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 

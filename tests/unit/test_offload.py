@@ -1,10 +1,9 @@
-"""Offload on the stand-in: equal gradients under every policy, every boundary out and back."""
+"""Offload with the CPU as the device: equal gradients, every input out and back."""
 
 from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,22 +15,22 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_ckpt.activation import CheckpointedBlocks
 from ds_ckpt.activation.inputs import Keeping, describe
-from ds_ckpt.activation.offload import Copies, InputStore
+from ds_ckpt.activation.offload import BlockCall, Copies, InputStore
 from ds_ckpt.activation.policies import Policy, PolicySettings
 from ds_ckpt.errors import UnsupportedError
+from tests.architectures import batch, build
 from tests.unit.offload_models import (
     CPU,
-    Block,
     LateCopies,
     Model,
-    batch,
-    build,
     equal,
     gradients,
     grads,
     nothing_left,
     put_on,
 )
+
+INPUT_BYTES = 64 * 8 * 4
 
 
 @settings(max_examples=25, deadline=None)
@@ -54,55 +53,39 @@ def test_gradients_are_bitwise_those_of_no_checkpointing(
     for _ in range(2):
         assert equal(plain, grads(model, x))
         assert nothing_left(store)
-    # the last block's boundary stays, all others go and come, in each of the two steps
+    # the last block's input stays, all others go and come, in each of the two steps
     assert store.counters.out.total() == store.counters.back.total() == 2 * (blocks - 1)
     checkpointed.remove()
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert", "t5"])
-def test_hugging_face_models(kind: str, late: bool) -> None:
-    model = build(kind)
-    plain = gradients(model)
-    CheckpointedBlocks(model, None)
-    theirs = gradients(model)
-    model = build(kind)
-    _, store = put_on(model, None, copies=LateCopies() if late else None)
-    ours = gradients(model)
-    # T5's shared position bias adds its gradients up in another order under any checkpointing
-    assert equal(ours, theirs if kind == "t5" else plain)
-    assert equal(ours, theirs)
-    blocks = 6 if kind == "t5" else 4
-    counters = store.counters
-    assert len(counters.out) >= blocks - 1
-    assert counters.out == counters.back
-    assert counters.out_bytes == counters.back_bytes
-    assert counters.late == counters.in_vain == 0
-    assert nothing_left(store)
-
-
-_SELECTIVE = PolicySettings("selective", save_ops=("matmuls",))
-_TREATMENTS = {
+_POLICIES = {
+    "block": PolicySettings("block"),
     "attention": PolicySettings("attention"),
     "mlp": PolicySettings("mlp"),
     "every_n": PolicySettings("every_n", every_n=2),
     "segments": PolicySettings("segments", segment_size=2),
-    "selective": _SELECTIVE,
+    "selective": PolicySettings("selective", save_ops=("matmuls",)),
 }
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-@pytest.mark.parametrize("policy", _TREATMENTS)
-def test_every_policy_with_offload(policy: str, kind: str) -> None:
-    model = build(kind)
-    plain = gradients(model)
-    _, store = put_on(model, None, copies=LateCopies(), policy=Policy(_TREATMENTS[policy]))
-    assert equal(plain, gradients(model))
+@pytest.mark.parametrize(
+    ("kind", "policy"),
+    [*((kind, "block") for kind in ("gpt2", "bert", "t5")), *(("llama", p) for p in _POLICIES)],
+)
+def test_hugging_face_models_under_every_policy(kind: str, policy: str) -> None:
+    model, data = build(kind), batch(kind)
+    plain = gradients(model, data)
+    checkpointed = CheckpointedBlocks(model, None)
+    theirs = gradients(model, data)
+    checkpointed.remove()
+    _, store = put_on(model, None, copies=LateCopies(), policy=Policy(_POLICIES[policy]))
+    # T5's shared position bias adds its gradients up in another order under any checkpointing
+    assert equal(gradients(model, data), theirs if kind == "t5" else plain)
     calls = {"every_n": 2, "segments": 2}.get(policy, 4)
     counters = store.counters
     assert len(counters.out) >= calls - 1
     assert counters.out == counters.back
-    assert counters.late == counters.in_vain == 0
+    assert counters.late == 0
     assert nothing_left(store)
 
 
@@ -110,22 +93,19 @@ def test_saved_results_of_operators_leave_with_their_block() -> None:
     model = Model(blocks=4)
     x = torch.randn(16, 8)
     plain = grads(model, x)
-    policy = Policy(_SELECTIVE, modules=("Block",))
+    policy = Policy(_POLICIES["selective"], modules=("Block",))
     _, store = put_on(model, None, copies=LateCopies(), policy=policy)
     assert equal(plain, grads(model, x))
     # the input, and the results of both products: 8, 24 and 8 wide
-    boundary_bytes = 16 * 8 * 4
-    assert store.counters.out_bytes == {f"blocks.{i}": 5 * boundary_bytes for i in range(3)}
-    assert store.counters.out_bytes == store.counters.back_bytes
-    assert store.counters.out == {f"blocks.{i}": 3 for i in range(3)}
-    assert store.counters.peak_device_bytes == 2 * 5 * boundary_bytes
+    assert store.counters.out_bytes == {f"blocks.{i}": 5 * 16 * 8 * 4 for i in range(3)}
+    assert store.counters.out == store.counters.back == {f"blocks.{i}": 3 for i in range(3)}
     assert nothing_left(store)
 
 
 def test_blocks_of_one_recompute_come_back_together() -> None:
     model = Model(blocks=6)
     scale = torch.rand(6, 64, 8).unbind()
-    policy = Policy(PolicySettings("segments", segment_size=2), modules=("Block",))
+    policy = Policy(_POLICIES["segments"], modules=("Block",))
     checkpointed, store = put_on(model, None, policy=policy)
     model(torch.randn(64, 8), scale[0].clone()).backward()
     assert checkpointed.units[0].blocks[1].name == "blocks.1"
@@ -134,49 +114,37 @@ def test_blocks_of_one_recompute_come_back_together() -> None:
     assert nothing_left(store)
 
 
-def _boundaries(model: nn.Module, classes: tuple[type, ...]) -> tuple[list[Any], list[Any]]:
-    """Weak references to the storages that the blocks are given, filled during forward."""
-    refs: list[StorageWeakRef] = []
-
-    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x = args[0] if args else kwargs["x"]
-        refs.append(StorageWeakRef(x.untyped_storage()))
-
-    handles = [
-        m.register_forward_pre_hook(note, with_kwargs=True)
-        for m in model.modules()
-        if isinstance(m, classes)
-    ]
-    return refs, handles
-
-
-def test_after_the_forward_one_boundary_is_on_the_device() -> None:
+@pytest.mark.parametrize("prefetch", [1, 2, 3])
+def test_device_memory_is_one_input_and_those_fetched_ahead(prefetch: int) -> None:
     model = Model(blocks=6)
-    _, store = put_on(model, ["Block"])
-    refs, handles = _boundaries(model, (Block,))
+    refs: list[StorageWeakRef] = []
+    handles = [
+        block.register_forward_pre_hook(
+            lambda _, args: refs.append(StorageWeakRef(args[0].untyped_storage()))
+        )
+        for block in model.blocks
+    ]
+    _, store = put_on(model, ["Block"], prefetch=prefetch)
     loss = model(torch.randn(64, 8))
     for handle in handles:
         handle.remove()
-    boundary_bytes = 64 * 8 * 4
     assert [not ref.expired() for ref in refs] == [False] * 5 + [True]
-    assert store.counters.device_bytes == boundary_bytes
-    assert store.nbytes_on_host == 5 * boundary_bytes
+    assert (store.device_bytes, store.host_bytes) == (INPUT_BYTES, 5 * INPUT_BYTES)
+    most: list[int] = []
+    reach = store.reach
+
+    def reach_and_count(call: BlockCall) -> None:
+        reach(call)
+        most.append(store.device_bytes)
+
+    store.reach = reach_and_count  # type: ignore[method-assign]
     loss.backward()
-    # in backward: the one in use and the one that is on its way
-    assert store.counters.peak_device_bytes == 2 * boundary_bytes
+    assert max(most) == (1 + prefetch) * INPUT_BYTES
+    assert store.counters.late == 0
     assert nothing_left(store)
 
 
-@pytest.mark.parametrize("prefetch", [1, 2, 3])
-def test_prefetch_is_a_number_of_blocks(prefetch: int) -> None:
-    model = Model(blocks=6)
-    _, store = put_on(model, ["Block"], prefetch=prefetch)
-    model(torch.randn(64, 8)).backward()
-    assert store.counters.late == store.counters.in_vain == 0
-    assert store.counters.peak_device_bytes == (1 + prefetch) * 64 * 8 * 4
-
-
-def test_a_boundary_by_keyword_goes_out_too() -> None:
+def test_an_input_by_keyword_goes_out_too() -> None:
     class Keywords(Model):
         def forward(self, x: Tensor) -> Tensor:
             for block in self.blocks:
@@ -189,35 +157,6 @@ def test_a_boundary_by_keyword_goes_out_too() -> None:
     _, store = put_on(model, ["Block"])
     assert equal(plain, grads(model, x))
     assert store.counters.out.total() == store.counters.back.total() == 3
-
-
-class _Asked(list[Tensor]):
-    """How often all of them were gone through."""
-
-    times = 0
-
-    def __iter__(self) -> Iterator[Tensor]:
-        self.times += 1
-        return super().__iter__()
-
-
-def test_parameters_are_looked_through_once_for_all_arguments_of_a_call() -> None:
-    weights = nn.Parameter(torch.randn(8))
-    owned = _Asked([weights, *(nn.Parameter(torch.randn(3)) for _ in range(4))])
-    store = InputStore(CPU, Copies(), owned=owned)
-    for number in range(2):
-        call = store.begin(f"block {number}")
-        held = [store.pack(torch.randn(5), call) for _ in range(6)]
-        held.append(store.pack(weights.data.view(2, 4), call))
-        assert [type(kept).__name__ for kept in held] == ["OffloadedRef"] * 6 + ["InPlaceRef"]
-        assert owned.times == number + 1
-        store.started(call)
-        # inside the block weights are gathered into other memory
-        weights.data = torch.randn(8)
-        assert store.unfit(weights.data[2:]) == "a part of the model"
-        owned.times = number + 1
-        store.ended()
-        weights.data = torch.randn(8)
 
 
 def test_several_forwards_before_a_backward_in_any_order() -> None:
@@ -233,9 +172,9 @@ def test_several_forwards_before_a_backward_in_any_order() -> None:
         block.dropout.p = 0.0
     model.train()
     for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0]):
-        _, store = put_on(model, ["Block"], copies=LateCopies())
+        checkpointed, store = put_on(model, ["Block"], copies=LateCopies())
         losses = [model(x) for x in xs]
-        # all but the very last boundary have left: 2 forwards of 4 and one of 3
+        # all but the very last input have left: 2 forwards of 4 and one of 3
         assert store.counters.out.total() == 11
         for index in order:
             model.zero_grad()
@@ -243,19 +182,16 @@ def test_several_forwards_before_a_backward_in_any_order() -> None:
             assert equal(plain[index], [p.grad for p in model.parameters()])
         del losses
         assert nothing_left(store)
-        for block in model.blocks:
-            del block.forward
+        checkpointed.remove()
 
 
-def test_small_tensors_and_parameters_are_let_be() -> None:
+def test_parameters_stay_where_they_are() -> None:
     model = Model()
     model.scale = nn.Parameter(torch.rand(8))
     x = torch.randn(64, 8)
     plain = grads(model, x, model.scale.view(1, 8))
     _, store = put_on(model, ["Block"])
-    ours = grads(model, x, model.scale.view(1, 8))
-    assert len(plain) == 17
-    assert equal(plain, ours)
+    assert equal(plain, grads(model, x, model.scale.view(1, 8)))
     assert store.counters.left == {"a part of the model": 4}
     assert store.counters.out.total() == 3
 
@@ -305,46 +241,35 @@ def test_any_layout_comes_back_as_it_was(data: st.DataObject) -> None:
         view = view.unsqueeze(0).expand(3, *view.shape)
     store = InputStore(CPU, LateCopies())
     call = store.begin("a")
-    expected = view.clone()
+    expected, strides = view.clone(), view.stride()
     kept = store.pack(view, call)
-    store.started(call)
-    store.ended()
-    following = store.begin("b")
-    store.started(following)
-    store.ended()
-    strides = view.stride()
+    for number, one in enumerate((call, store.begin("b"))):
+        assert store.counters.out.total() == 0, number
+        store.started(one)
+        store.ended()
     del base, view
-    got = store.unpack(kept)
+    got = store.unpack(kept, call)
     assert torch.equal(got, expected)
-    assert got.dtype == dtype
-    assert got.stride() == strides
+    assert (got.dtype, got.stride()) == (dtype, strides)
     assert store.counters.back.total() == 1
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_without_gradients_nothing_is_kept(training: bool) -> None:
-    model = Model().train(training)
-    _, store = put_on(model, ["Block"])
-    with torch.no_grad():
-        model(torch.randn(4, 8))
-    with torch.inference_mode():
-        model(torch.randn(4, 8))
-    assert store.counters.out.total() == 0
-    assert nothing_left(store)
-    hf = build("llama").train(training)
-    _, store = put_on(hf, None)
-    with torch.no_grad():
-        hf(**batch())
-    assert store.counters.out.total() == 0
-
-
-@pytest.mark.parametrize("kind", ["plain", "llama", "gpt2", "bert", "t5"])
-def test_evaluation_with_gradients_leaves_nothing_behind(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["plain", "llama", "t5"])
+def test_evaluation_leaves_nothing_behind(kind: str) -> None:
     model = Model() if kind == "plain" else build(kind)
     _, store = put_on(model.eval(), ["Block"] if kind == "plain" else None)
+
+    def forward() -> Tensor:
+        return model(torch.randn(4, 8)) if kind == "plain" else model(**batch(kind)).loss
+
+    with torch.no_grad():
+        forward()
+    with torch.inference_mode():
+        forward()
+    assert store.counters.out.total() == 0
     for dropped in (False, True):
-        loss = model(torch.randn(4, 8)) if kind == "plain" else model(**batch()).loss
-        assert store.nbytes_on_host > 0
+        loss = forward()
+        assert store.host_bytes > 0
         if not dropped:
             loss.backward()
         del loss
@@ -388,16 +313,15 @@ def test_an_exception_gives_everything_back(where: str, block: int) -> None:
     assert nothing_left(store)
 
 
-def test_a_change_while_the_copy_is_on_its_way_is_refused() -> None:
+def test_a_change_while_the_copy_is_under_way_is_refused() -> None:
     class Delayed(Model):
         def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
-            previous = x.clone()
+            x = previous = x.clone()
 
             def spoil(*_: Any) -> None:
                 previous.mul_(2)
 
             handle = self.blocks[1].up.register_forward_hook(spoil)
-            x = previous
             for block in self.blocks:
                 x = block(x)
             handle.remove()
@@ -414,7 +338,7 @@ def test_a_change_while_the_copy_is_on_its_way_is_refused() -> None:
 
 
 def test_a_tensor_that_is_written_anew_after_its_copy_has_left_is_kept_anew() -> None:
-    """The first block's recompute takes the copy, the last one's the new values."""
+    """The first block's recomputation uses the copy, the last one's the new values."""
 
     class Reusing(Model):
         anew = False
@@ -434,17 +358,9 @@ def test_a_tensor_that_is_written_anew_after_its_copy_has_left_is_kept_anew() ->
     assert equal(grads(model, x), expected)
 
 
-@pytest.mark.parametrize(
-    ("keeping", "words"),
-    [
-        (Keeping(), ["^$"]),
-        (
-            Keeping(offload=True),
-            ["3 of 4 checkpointed inputs", "twice their bytes", "no memory is saved"],
-        ),
-    ],
-)
-def test_the_start_line_says_what_it_costs(keeping: Keeping, words: list[str]) -> None:
-    text = describe(keeping, 4, CPU)
-    assert all(re.search(word, text) for word in words)
-    assert "no memory" not in describe(keeping, 4, torch.device("cuda"))
+def test_the_start_line_reports_what_it_costs() -> None:
+    assert describe(Keeping(), 4, CPU) == ""
+    text = describe(Keeping(offload=True), 4, CPU)
+    for words in ("3 of 4 checkpointed inputs", "twice their bytes", "no memory is saved"):
+        assert re.search(words, text)
+    assert "no memory" not in describe(Keeping(offload=True), 4, torch.device("cuda"))

@@ -91,8 +91,7 @@ class On:
         inputs.recomputed_together([[b.name for b in unit.blocks] for unit in self.blocks.units])
 
     def nothing_left(self) -> bool:
-        self.store.collect()
-        here = self.store.counters.device_bytes, self.store.nbytes_on_host
+        here = self.store.device_bytes, self.store.host_bytes
         return here == (0, 0) and not self.partition._here and not self.partition._shards
 
 
@@ -149,7 +148,6 @@ def test_gradients_are_bitwise_those_of_no_checkpointing(
         counters = on.partition.counters
         # one shard for every block's input, and one each for the mask, the order and the scale
         assert counters.gathers == 3 * (blocks + 3)
-        assert counters.in_vain == 0
         assert on.group.exchanges == 3
 
 
@@ -161,7 +159,7 @@ def test_each_process_keeps_exactly_its_share(size: int) -> None:
         model = Model(blocks=5)
         on = On(model, group, min_bytes=1024)
         loss = model(_input(64))
-        kept = on.store.counters.device_bytes
+        kept = on.store.device_bytes
         found = dict(on.partition.counters.kept_bytes)
         small = on.partition.counters.left["small"]
         loss.backward()
@@ -183,7 +181,7 @@ def test_with_offload_the_parts_leave_and_return() -> None:
         part = 64 * 8 * 4 // 2
         # the small ones belong to the last call too, and stay with it
         assert on.store.counters.out_bytes == {f"blocks.{i}": part for i in range(5)}
-        assert on.store.nbytes_on_host == 5 * part
+        assert on.store.host_bytes == 5 * part
         loss.backward()
         assert on.nothing_left()
         return on
@@ -191,20 +189,9 @@ def test_with_offload_the_parts_leave_and_return() -> None:
     for on in results(in_threads(2, work)):
         counters = on.store.counters
         assert sum(counters.out.values()) == sum(counters.back.values())
-        assert counters.in_vain == 0
         # all but the last call's were asked for before their recompute
         assert on.partition.counters.late == 1
         assert on.partition.counters.gathers == 6
-
-
-def test_gathers_are_one_call_ahead() -> None:
-    def work(group: ThreadGroup) -> Any:
-        model = Model(blocks=4)
-        on = On(model, group, min_bytes=1024)
-        model(_input(64)).backward()
-        return on.partition.counters.late, on.partition.counters.gathers
-
-    assert results(in_threads(2, work)) == [(1, 4), (1, 4)]
 
 
 def test_several_forwards_before_a_backward_and_a_retained_graph() -> None:
@@ -250,8 +237,6 @@ def test_other_policies(policy: str) -> None:
 
     for on in results(in_threads(2, work)):
         assert on.partition.counters.kept_bytes
-        # what operators made may differ from process to process, and is no business of the group
-        assert on.partition.consistency.compared <= 4 * 5
 
 
 def test_results_of_operators_may_differ_over_the_group() -> None:
@@ -280,82 +265,67 @@ def test_results_of_operators_may_differ_over_the_group() -> None:
         assert on.partition.counters.gathers > 0
 
 
-def _differing(change: Any, *, blocks: int = 3, every: int = 100, steps: int = 1) -> list[Any]:
-    """Errors of two processes, of which the second is changed by `change(model, x, step)`."""
-
-    def work(group: ThreadGroup) -> None:
-        model = Model(blocks=blocks)
-        on = On(model, group, every=every, min_bytes=64)
-        for step in range(steps):
-            x = _input()
-            if group.index == 1:
-                x = change(model, x, step)
-            model(x).backward()
-        raise AssertionError(f"not found in {on.partition.consistency.compared} tensors")
-
-    return in_threads(2, work)
-
-
-def _other_data(model: nn.Module, x: Tensor, step: int) -> Tensor:
+def _other_data(model: nn.Module, x: Tensor) -> Tensor:
     return _input(seed=2)
 
 
-def _one_bit(model: nn.Module, x: Tensor, step: int) -> Tensor:
+def _one_bit(model: nn.Module, x: Tensor) -> Tensor:
     x.view(torch.int32)[3, 3] ^= 1
     return x
 
 
-def _other_length(model: nn.Module, x: Tensor, step: int) -> Tensor:
+def _other_length(model: nn.Module, x: Tensor) -> Tensor:
     return _input(9)
 
 
-def _small(model: nn.Module, x: Tensor, step: int) -> Tensor:
+def _small(model: nn.Module, x: Tensor) -> Tensor:
     return _input(1)
 
 
-def _other_weights(model: nn.Module, x: Tensor, step: int) -> Tensor:
-    with torch.no_grad():
-        model.blocks[1].down.bias += 1e-3
-    return x
-
-
-def _fewer_blocks(model: nn.Module, x: Tensor, step: int) -> Tensor:
+def _fewer_blocks(model: nn.Module, x: Tensor) -> Tensor:
     model.blocks = model.blocks[:2]
     return x
 
 
 @pytest.mark.parametrize(
-    ("change", "where", "words"),
+    ("change", "what"),
     [
-        (_other_data, "blocks.0", "tensor 1 (6x8 float32) with other values"),
-        (_one_bit, "blocks.0", "tensor 1 (6x8 float32) with other values"),
-        (_other_length, "blocks.0", "something else on other ranks"),
-        (_small, "blocks.0", "something else on other ranks"),
-        (_other_weights, "blocks.2", "tensor 1 (6x8 float32) with other values"),
-        (_fewer_blocks, "", "keep"),
+        (_other_data, "values"),
+        (_one_bit, "values"),
+        (_other_length, "numbers, shapes"),
+        (_small, "numbers, shapes"),
+        (_fewer_blocks, "numbers, shapes"),
     ],
 )
-def test_processes_that_differ_are_told_so_all_at_once(change: Any, where: str, words: str) -> None:
-    errors = _differing(change)
-    assert len(errors) == 2
-    for error in errors:
-        assert isinstance(error, UnsupportedError), repr(error)
-        (problem,) = error.problems
-        assert problem.where == where or not where
-        assert words in problem.found
-        assert "ranks 10 and 11" in problem.found
-        assert "partition_activations" in problem.remedy
-        assert "split" in str(error).splitlines()[0]
+def test_ranks_that_differ_all_raise(change: Any, what: str) -> None:
+    def work(group: ThreadGroup) -> None:
+        model, x = Model(blocks=3), _input()
+        On(model, group, min_bytes=64)
+        if group.index == 1:
+            x = change(model, x)
+        with pytest.raises(UnsupportedError, match=f"other {what}.* ranks 10, 11"):
+            model(x).backward()
+        with pytest.raises(UnsupportedError, match="partition_activations"):
+            model(x)
+
+    results(in_threads(2, work))
 
 
-def test_values_are_compared_at_first_and_now_and_then() -> None:
-    def later(model: nn.Module, x: Tensor, step: int) -> Tensor:
-        return _input(seed=2) if step == at else x
+@pytest.mark.parametrize(
+    ("at", "every", "found"), [(0, 3, True), (3, 3, True), (4, 3, False), (5, 1, True)]
+)
+def test_values_are_compared_every_so_many_calls(at: int, every: int, found: bool) -> None:
+    def work(group: ThreadGroup) -> bool:
+        model = Model(blocks=3)
+        On(model, group, every=every)
+        for step in range(7):
+            try:
+                model(_input(seed=2 if step == at and group.index else 1)).backward()
+            except UnsupportedError:
+                return True
+        return False
 
-    for at, every, found in ((0, 3, True), (3, 3, True), (6, 3, True), (4, 3, False), (5, 1, True)):
-        errors = _differing(later, every=every, steps=7)
-        words = "other values" if found else "not found"
-        assert all(words in str(error) for error in errors), (at, every, errors)
+    assert results(in_threads(2, work)) == [found] * 2
 
 
 def test_garbage_that_one_process_has_not_collected_stops_nobody() -> None:
@@ -417,32 +387,24 @@ def test_a_dropped_loss_and_errors_leave_nothing() -> None:
 
 
 def test_changing_the_original_later_changes_nothing() -> None:
-    """What is kept is a copy: no error, and the values from before."""
+    """The part is a copy: no error, and the values from before."""
 
     class Changing(Model):
+        changes = True
+
         def forward(self, x: Tensor) -> Tensor:
             x = x + 0.0
             order, scale = torch.arange(x.shape[0]), 2 * self.scale
             mask = torch.arange(x.shape[-1]) % 3 > 0
             y, _ = self.blocks[0]((x, mask), order=order, scale=scale)
             with torch.no_grad():
-                x.zero_()
+                x.mul_(0 if self.changes else 1)
             return y.square().mean()
 
-    def work(group: ThreadGroup) -> bool:
+    def work(group: ThreadGroup) -> list[Tensor]:
         model = Changing()
-        reference = Changing()
+        model.changes = group.index == 1
         On(model, group)
-        x = _input()
-        model(x).backward()
-        order, scale = torch.arange(x.shape[0]), 2 * reference.scale
-        mask = torch.arange(x.shape[-1]) % 3 > 0
-        y, _ = reference.blocks[0]((x, mask), order=order, scale=scale)
-        y.square().mean().backward()
-        pairs = zip(model.parameters(), reference.parameters(), strict=True)
-        return all((a.grad is None) == (b.grad is None) for a, b in pairs) and equal(
-            [p.grad for p in model.parameters() if p.grad is not None],
-            [p.grad for p in reference.parameters() if p.grad is not None],
-        )
+        return grads(model, _input())
 
-    assert all(results(in_threads(2, work)))
+    assert equal(*results(in_threads(2, work)))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ds_ckpt.activation import fingerprints
 from ds_ckpt.activation.fingerprints import checksum
-from ds_ckpt.activation.offload import ByteRange
+from ds_ckpt.activation.offload import storage_bytes
 from ds_ckpt.activation.partition import shard_bytes, shard_of
 
 DTYPES = [
@@ -54,7 +54,7 @@ def tensors(draw: st.DrawFn) -> Tensor:
 @settings(max_examples=300, deadline=None)
 @given(tensor=tensors(), parts=st.integers(1, 9))
 def test_parts_are_equal_and_make_the_whole(tensor: Tensor, parts: int) -> None:
-    flat = ByteRange.covering(tensor).of(tensor)
+    flat = storage_bytes(tensor)
     split_up = [shard_of(flat, parts, index) for index in range(parts)]
     sizes = {part.numel() for part in split_up}
     assert sizes == {shard_bytes(flat.numel(), parts)}

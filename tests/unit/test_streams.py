@@ -90,14 +90,10 @@ def test_writing_over_what_another_stream_still_reads_is_found() -> None:
     ("waits", "read"),
     [
         (1, lambda x: x.sum().item()),
-        (1, lambda x: bool((x > 0).any())),
         (1, lambda x: x.cpu()),
-        (1, lambda x: x.nonzero()),
         (1, lambda x: x[x > 0]),
         (1, lambda x: x.copy_(torch.ones(4))),
         (0, lambda x: x.copy_(torch.ones(4), non_blocking=True)),
-        (0, lambda x: x.to("cpu", non_blocking=True)),
-        (0, lambda x: x.masked_fill(x > 0, 1.0)),
         (0, lambda x: torch.where(x > 0, x, 0.0)),
     ],
 )
@@ -106,15 +102,6 @@ def test_host_waits_are_counted(waits: int, read: Callable[[Tensor], Any]) -> No
     with gpu.watched():
         read(gpu.tensor(torch.ones(4)))
     assert sum(gpu.waits.values()) == waits
-
-
-def test_tensors_of_both_devices_do_not_mix() -> None:
-    gpu = Gpu()
-    with gpu.watched():
-        x = gpu.tensor(torch.ones(4))
-        assert (x + torch.ones(())).device == DEVICE
-        with pytest.raises(AssertionError, match="both devices"):
-            x + torch.ones(4)
 
 
 # ---- offload
@@ -173,12 +160,12 @@ def _nobody_waits(patched: pytest.MonkeyPatch) -> None:
 
 
 def _let_go_at_once(patched: pytest.MonkeyPatch) -> None:
-    def release(self: InputStore, *, only_done: bool) -> None:
-        for kept in list(self._leaving):
-            kept.source = kept.leaving = None
-            self._leaving.discard(kept)
+    def ended(self: InputStore) -> None:
+        for kept in self._leaving:
+            kept.original = kept.copying = None
+        self._leaving.clear()
 
-    patched.setattr(InputStore, "_release", release)
+    patched.setattr(InputStore, "ended", ended)
 
 
 @pytest.mark.parametrize("seed", [_not_behind_compute, _nobody_waits, _let_go_at_once])

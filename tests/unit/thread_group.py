@@ -37,9 +37,6 @@ class _Gathered(Ticket):
         self._joined = joined
         joined.fill_(0xA5)
 
-    def done(self) -> bool:
-        return self._parts is None
-
     def wait(self) -> None:
         if self._parts is not None:
             self._joined.copy_(torch.cat(self._parts))
