@@ -12,14 +12,12 @@ import torch.distributed as dist
 
 import ds_ckpt
 from ds_ckpt.engine.tuner import COUNTED_STEPS
-from ds_ckpt.telemetry import Purpose
 from ds_ckpt.weights import changes, transfer
 from ds_ckpt.zero3.resident import HOST_COPY, host_copy_bytes, resident_bytes
 from tests.distributed import models
 from tests.distributed.cases_levels import hosts
-from tests.distributed.pool import fresh, once
+from tests.distributed.pool import fresh
 
-GATHERS = (Purpose.GATHER_FORWARD, Purpose.GATHER_RECOMPUTE, Purpose.GATHER_BACKWARD)
 BLOCK = 1 + COUNTED_STEPS
 
 
@@ -84,7 +82,7 @@ def crossing_hosts(slots: list[int]) -> Iterator[list[str]]:
 
 
 @contextmanager
-def _chunks(size: int) -> Iterator[None]:
+def chunks_of(size: int) -> Iterator[None]:
     """Chunks of about so many elements, of which two are under way at a time."""
     before = changes.CHUNK, transfer.IN_FLIGHT
     changes.CHUNK, transfer.IN_FLIGHT = size, 2
@@ -92,47 +90,6 @@ def _chunks(size: int) -> Iterator[None]:
         yield
     finally:
         changes.CHUNK, transfer.IN_FLIGHT = before
-
-
-def _run(
-    slots: list[int],
-    kind: str,
-    section: dict[str, Any],
-    steps: int,
-    chunk: int = changes.CHUNK,
-    **options: Any,
-) -> Any:
-    """Train on such hosts."""
-    fresh()
-    with hosts(slots), _chunks(chunk):
-        engine = models.start(kind, config_of(section, **options))
-        session = ds_ckpt.session_of(engine)
-        losses = models.train(engine, kind, 1)
-        with crossing_hosts(slots) as crossing:
-            losses += models.train(engine, kind, steps - 1, first=1)
-            engine.eval()
-            with torch.no_grad():
-                evaluated = float(models.loss_of(engine(**models.batch(kind, 99, dist.get_rank()))))
-            engine.train()
-        sent = session.counters.bytes_sent if session else {}
-        resident = session._resident if session else None
-        result = {
-            "choice": resident.tuner.choice if resident and resident.tuner else "",
-            "losses": losses,
-            "evaluated": evaluated,
-            "weights": models.weights_digest(engine),
-            "crossing": crossing,
-            "sent": sent.get(Purpose.WEIGHTS, 0),
-            "gathered": sum(sent.get(purpose, 0) for purpose in GATHERS),
-            "summary": session.summary if session else "",
-            "wrong": mismatched(engine) if "weights" in section else 0,
-            "skipped": engine.skipped_steps,
-        }
-        engine.destroy()
-    return result
-
-
-run = once(when=lambda slots, kind, section, *a, **o: "weights" not in section)(_run)
 
 
 def placed(
@@ -194,23 +151,6 @@ def refused(slots: list[int], section: dict[str, Any], hpz: int = 1, **options: 
             models.start("llama", config)
         except ds_ckpt.UnsupportedError as error:
             return str(error)
-    return ""
-
-
-def refused_for_one_tensor(slots: list[int], section: dict[str, Any]) -> str:
-    """DeepSpeed's shard is its master weights, as some versions have it in fp32."""
-    fresh()
-    with hosts(slots):
-        config = config_of(section, bf16={"enabled": False})
-        engine, *_ = deepspeed.initialize(model=models.build("llama"), config=config)
-        optimizer = engine.optimizer
-        optimizer.fp16_partitioned_groups_flat[0] = optimizer.fp32_partitioned_groups_flat[0]
-        try:
-            ds_ckpt.attach(engine)
-        except ds_ckpt.UnsupportedError as error:
-            return str(error)
-        finally:
-            engine.destroy()
     return ""
 
 
@@ -339,7 +279,7 @@ def gathered_together(
     """Engines `a` and `b`, made in that order; all weights of both are gathered in one context, a
     before b, and those of one are moved half the way to the other's."""
     fresh()
-    with hosts(slots), _chunks(200):
+    with hosts(slots), chunks_of(200):
         engines = {name: models.start("llama", config_of(sections[name])) for name in order}
         a, b = engines["a"], engines["b"]
         losses = [models.train(a, "llama", 2), models.train(b, "llama", 1)]

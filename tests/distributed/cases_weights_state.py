@@ -25,12 +25,15 @@ from torch import Tensor, nn
 import ds_ckpt
 from ds_ckpt.patch import Patches
 from ds_ckpt.telemetry import Purpose
+from ds_ckpt.weights import changes
 from ds_ckpt.zero3.weights import WeightsHook
 from tests.distributed import models
 from tests.distributed.cases_levels import hosts
 from tests.distributed.cases_precision import fp16_on_cpu
-from tests.distributed.cases_weights import GATHERS, config_of, crossing_hosts
+from tests.distributed.cases_weights import chunks_of, config_of, crossing_hosts
 from tests.distributed.pool import fresh, once
+
+GATHERS = (Purpose.GATHER_FORWARD, Purpose.GATHER_RECOMPUTE, Purpose.GATHER_BACKWARD)
 
 
 class OddModel(models.PlainModel):
@@ -134,12 +137,15 @@ def _laws(
     kind: str,
     section: dict[str, Any],
     steps: int,
+    chunk: int = changes.CHUNK,
     **options: Any,
 ) -> dict[str, Any]:
     """Train with an evaluation after each step; what is kept and what has crossed, step by step."""
     fresh()
-    with hosts(slots), fp16_on_cpu():
+    with hosts(slots), fp16_on_cpu(), chunks_of(chunk):
         engine = _start(kind, section, **options)
+        session: Any = ds_ckpt.session_of(engine)
+        resident = session and session._resident
         result: dict[str, list[Any]] = {
             key: []
             for key in ("losses", "evaluated", "weights", "skipped")
@@ -156,15 +162,16 @@ def _laws(
             result["gathered"].append(_sent(engine, *GATHERS) - gathered)
             result["skipped"].append(engine.skipped_steps - skipped)
             result["weights"].append(models.weights_digest(engine))
-            if "weights" in section:
-                result["stale"].append(stale(engine, slots))
+            if resident and resident.hook.is_attached:
+                result["stale"] += stale(engine, slots)
                 kept = [p.ds_secondary_tensor for p in engine.module.parameters()]
                 result["kept"].append(_digest(kept))
         trained = [p for p in engine.module.parameters() if p.requires_grad]
         owned = sum(-(-p.ds_numel // dist.get_world_size()) * p.element_size() for p in trained)
-        groups = len(engine.optimizer.fp16_groups)
+        choice = resident.tuner.choice if resident and resident.tuner else ""
+        summary = session.summary if session else ""
         engine.destroy()
-    return {**result, "owned": owned, "groups": groups}
+    return {**result, "owned": owned, "choice": choice, "summary": summary}
 
 
 laws = once(when=lambda slots, kind, section, *a, **o: "weights" not in section)(_laws)
