@@ -1,7 +1,6 @@
 """Building blocks of the configuration: strict sections, and the markers on their fields.
 
-A field is an `Annotated` type with one `Expects` and any number of `Requires`. Everything that the
-schema, the checks and the error messages need stands there.
+A field is an `Annotated` type with at most one `Expects` and any number of `Requires`.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ class Requires:
     """Setting without which the marked key has no effect.
 
     Attributes:
-        key: a key of the same section, `section.key` below `ds_ckpt`, or `$.key` of DeepSpeed. Of
-            several keys one is enough.
+        key: a key of the same section, `section.key` below `ds_ckpt`, or `$.key` of DeepSpeed.
         values: values of `key` that give the marked key an effect, or a function that returns them.
         not_in: values of `key` that take its effect away; used if there are no `values`.
         suggest: value for the error message; default: the first of `values`.
@@ -38,7 +36,7 @@ class Requires:
         for_values: values of the marked key that need this; default: all.
     """
 
-    key: str | tuple[str, ...]
+    key: str
     values: tuple[Any, ...] | Callable[[], Sequence[Any]] = ()
     not_in: tuple[Any, ...] = ()
     suggest: Any = None
@@ -68,12 +66,16 @@ class Section(BaseModel):
 
     Attributes:
         aliases: keys of other libraries, and the key that has their meaning here.
+        renamed: former names of keys, which are accepted with a warning, and their names.
         removed: settings of earlier releases, by key.
+        unused: settings that are accepted with a warning and have no effect, with the reason.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
     aliases: ClassVar[Mapping[str, str]] = {}
+    renamed: ClassVar[Mapping[str, str]] = {}
     removed: ClassVar[Mapping[str, Removed]] = {}
+    unused: ClassVar[Mapping[str, str]] = {}
 
 
 AnySection = TypeVar("AnySection", bound=Section)
@@ -84,14 +86,13 @@ def expected(field: FieldInfo) -> Expects:
     for marker in field.metadata:
         if isinstance(marker, Expects):
             return marker
-    kind, default = field.annotation, field.default
-    kinds = [kind, *get_args(kind)]
+    kinds = [field.annotation, *get_args(field.annotation)]
     if choices := [c for k in kinds if get_origin(k) is Literal for c in get_args(k)]:
         texts = [json.dumps(choice) for choice in choices]
-        example = next(choice for choice in choices if choice not in (default, "none"))
+        example = next(choice for choice in choices if choice not in (field.default, "none"))
         return Expects(f"{', '.join(texts[:-1])} or {texts[-1]}", json.dumps(example))
     if any(isinstance(kind, type) and issubclass(kind, Section) for kind in kinds):
-        return Expects("an object", "{}")
+        return Expects("an object in braces", "{}")
     if bool in kinds:
         return Expects("true or false", "true")
     limits = {k: getattr(m, k) for m in field.metadata for k in ("ge", "gt", "le") if hasattr(m, k)}
@@ -99,7 +100,7 @@ def expected(field: FieldInfo) -> Expects:
     words += f", {limits['ge']} or more" if "ge" in limits else ""
     words += f" above {limits['gt']}" if "gt" in limits else ""
     words += f" and at most {limits['le']}" if "le" in limits else ""
-    return Expects(words, json.dumps(default or (1 if int in kinds else 0.5)))
+    return Expects(words, json.dumps(field.default or (1 if int in kinds else 0.5)))
 
 
 def derive(base: type[AnySection], **types: Any) -> type[AnySection]:
@@ -135,20 +136,13 @@ def _whole_number(value: Any) -> Any:
     return value
 
 
-def _no_number(value: Any) -> Any:
-    if not isinstance(value, bool | str):
-        raise ValueError("expected a boolean")
-    return value
-
-
 def _not_auto(value: str) -> str:
     if is_auto(value):
         raise ValueError("expected a name")
     return value
 
 
-# 4.0 and true equal members of a Literal of integers, 1 equals True
 WHOLE_NUMBER = BeforeValidator(_whole_number)
-NO_NUMBER = BeforeValidator(_no_number)
+"""For a Literal of integers, which 4.0 and true would equal."""
 SWITCH = Expects("true or false", "true")
 Name = Annotated[str, Field(min_length=1), AfterValidator(_not_auto)]

@@ -30,8 +30,8 @@ def _kind(key: dict[str, Any]) -> str:
     if "$ref" in key:
         name = key["$ref"].rpartition("/")[2]
         return f"[section](#{name.lower()})"
-    if "enum" in key:
-        return ", ".join(f"`{json.dumps(v)}`" for v in key["enum"] if v is not None)
+    if values := key.get("enum", [key["const"]] if "const" in key else []):
+        return ", ".join(f"`{json.dumps(value)}`" for value in values)
     if "anyOf" in key:
         return " or ".join(_kind(k) for k in key["anyOf"] if k.get("type") != "null")
     kinds = key.get("type", "any")

@@ -154,7 +154,6 @@ class Keeping(Section):
         int,
         Expects("a whole number, 1 or more", "1"),
         _CHECKPOINTING,
-        Requires(("activation.offload", "activation.partition"), (True,)),
     ] = Field(
         default=1,
         ge=1,

@@ -1,9 +1,8 @@
 """The configuration: the `ds_ckpt` section, DeepSpeed's `activation_checkpointing`, and rules.
 
-`parse` reports every mistake at once, each with its JSON path. A key is declared once, as a field
-of its section's model: type, default, description, and the keys that it requires. `read.py`
-converts one section's mistakes, `rules.py` has the rules across sections, `load.py` reads strict
-JSON. Nothing here imports DeepSpeed or transformers.
+`parse` reports mistakes together, each with its JSON path: first those of single keys, then, if
+there are none, those across keys. A key is declared once, as a field of its section's model: type,
+default, description, and the keys that it requires. Nothing here imports DeepSpeed or transformers.
 """
 
 from __future__ import annotations
@@ -12,42 +11,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from ds_ckpt.config.activation import ActivationConfig
-from ds_ckpt.config.compression import (
-    CompressionConfig,
-    ErrorFeedbackConfig,
-    ExchangeConfig,
-    GuardConfig,
-    RuleConfig,
-)
-from ds_ckpt.config.load import load_file, with_new_names
-from ds_ckpt.config.models import (
-    CompatSection,
-    PluginConfig,
-    TelemetryConfig,
-    json_schema,
-    plugin_model,
-)
+from ds_ckpt.config.compression import CompressionConfig
+from ds_ckpt.config.load import load_file
+from ds_ckpt.config.models import CompatSection, PluginConfig, json_schema, plugin_model
 from ds_ckpt.config.paths import DEEPSPEEDS, OURS, show
 from ds_ckpt.config.read import read
-from ds_ckpt.config.rules import (
-    RequestedConfig,
-    broken_requirements,
-    conflicts,
-    misplaced,
-    with_compat_keys,
-)
+from ds_ckpt.config.rules import broken_requirements, conflicts, misplaced, with_compat_keys
 from ds_ckpt.config.verdicts import guard_without_limits
 from ds_ckpt.errors import ConfigError, Problem
 
 __all__ = [
     "ActivationConfig",
     "CompressionConfig",
-    "ErrorFeedbackConfig",
-    "ExchangeConfig",
-    "GuardConfig",
     "PluginConfig",
-    "RuleConfig",
-    "TelemetryConfig",
     "json_schema",
     "load_file",
     "parse",
@@ -58,8 +34,7 @@ def parse(config: Mapping[str, Any], *, source: str = "config") -> PluginConfig:
     """Return the plugin's part of a whole DeepSpeed configuration; `config` is not changed.
 
     `null` leaves a key at its default. If `activation_checkpointing` is present and no policy is
-    named, the policy is `block`; an explicit `"policy": "none"` overrides that section, whose keys
-    must then be false or null.
+    named, the policy is `block`.
 
     Args:
         config: the DeepSpeed JSON as a dict.
@@ -68,22 +43,25 @@ def parse(config: Mapping[str, Any], *, source: str = "config") -> PluginConfig:
     Raises:
         ConfigError: with every problem found.
     """
-    if not isinstance(config, Mapping):
+    problems: list[Problem] = []
+    plugin = None
+    if isinstance(config, Mapping):
+        ours, theirs = config.get("ds_ckpt"), config.get("activation_checkpointing")
+        problems += misplaced(config)
+        compat = None if theirs is None else read(theirs, CompatSection, DEEPSPEEDS, problems)
+        plugin = read({} if ours is None else ours, plugin_model(), OURS, problems)
+    else:
         why = "a DeepSpeed configuration is one JSON object"
-        problem = Problem("$", show(config), why, 'write {"zero_optimization": {"stage": 3}, ...}')
-        raise ConfigError(problem, headline=f"{source} cannot be used: 1 problem")
-    deepspeeds = config.get("activation_checkpointing")
-    ours, origins, problems = with_compat_keys(with_new_names(config.get("ds_ckpt")), deepspeeds)
-    problems += misplaced(config)
-    if deepspeeds is not None:
-        read(deepspeeds, CompatSection, DEEPSPEEDS, problems)
-    plugin = read(ours, plugin_model(), OURS, problems)
-    requested = RequestedConfig(config, ours, {problem.where for problem in problems})
-    problems += broken_requirements(requested, origins)
-    problems += conflicts(requested)
-    if isinstance(plugin, PluginConfig):
+        remedy = 'write {"zero_optimization": {"stage": 3}, ...}'
+        problems.append(Problem("$", show(config), why, remedy))
+    if plugin is not None and not problems:
+        origins: dict[str, str] = {}
+        if compat is not None:
+            plugin, origins = with_compat_keys(plugin, compat, problems)
+        problems += broken_requirements(plugin, config, origins)
+        problems += conflicts(plugin, config)
         problems += guard_without_limits(plugin.compression)
-    if problems or not isinstance(plugin, PluginConfig):
+    if plugin is None or problems:
         problems = list({p.where: p for p in reversed(problems)}.values())[::-1]
         count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
         raise ConfigError(problems, headline=f"{source} cannot be used: {count}")

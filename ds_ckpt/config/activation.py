@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
+from pydantic import BeforeValidator, Field
 
 from ds_ckpt.activation.inputs import Keeping
-from ds_ckpt.activation.policies import (
-    PLANNED,
-    Policy,
-    PolicySettings,
-    Rule,
-    policy_named,
-)
+from ds_ckpt.activation.policies import PLANNED, Policy, PolicySettings, Rule, policy_named
 from ds_ckpt.fields import Expects, Name, Requires, Section, list_as_tuple
 
 BudgetOf = Literal["activations", "saved", "accelerator"]
 _ON = Requires("activation.policy", not_in=("none",), suggest="block")
 _PLANNED = Requires("policy", values=("budget", "auto"))
-
-
-def _every(value: Any) -> bool | int:
-    if isinstance(value, bool) or (isinstance(value, int) and value >= 1):
-        return value
-    raise ValueError("expected a boolean or a count")
 
 
 class _WithPolicy(Section):
@@ -36,14 +24,11 @@ class _WithPolicy(Section):
         """Return the policy with its settings."""
         known = policy_named(self.policy)
         own = known.settings.model_fields if known else {}
-        here = type(self).model_fields
-        return PolicySettings(self.policy, **{n: getattr(self, n) for n in own if n in here})
+        return PolicySettings(self.policy, **{n: getattr(self, n) for n in own if hasattr(self, n)})
 
 
 class ActivationRuleConfig(_WithPolicy):
     """Policy for some blocks. The first rule that matches a block decides."""
-
-    aliases = {"pattern": "match", "blocks": "match", "name": "match"}
 
     match: Annotated[Name, Expects("a pattern over block names, or indices", '"0-15"')] = Field(
         description='Shell pattern (fnmatch) over block names, or indices from 0: "3", "0-15".'
@@ -58,15 +43,12 @@ class ActivationConfig(Keeping, _WithPolicy):
 
     policy: str = Field(
         default="none",
-        description='Recomputed modules; gradients are equal to the bit. "none": nothing. "block": '
-        "every block keeps its input and runs again in backward: 26% more compute, 5% of the "
-        'activations kept. "attention", "mlp": these parts of every block: 12% more compute each, '
-        '82% and 53% kept. "every_n": some of the blocks. "segments": several blocks in one '
-        'recomputation, with a higher peak. "selective": blocks, but results of chosen operators '
-        "are kept: no repeated products and 50% kept by default. (A Llama of 7B, 4,096 tokens: "
-        'benchmarks/results/policies.txt.) "budget": the plan within budget_gib that recomputes '
-        'least, made at the first batch. "auto": the same, for 90% of budget_gib or of the memory '
-        'that is free at the first batch. Default: "block" if the section '
+        description='Recomputed modules; gradients are equal to the bit. "block": every block '
+        'keeps its input and runs again in backward. "attention", "mlp": these parts of every '
+        'block. "every_n": some of the blocks. "segments": several blocks in one recomputation. '
+        '"selective": blocks, but results of chosen operators are kept. "budget": the plan within '
+        'budget_gib that recomputes least, made at the first batch. "auto": the same, for 90% of '
+        'budget_gib or of the free memory. Default: "block" if the section '
         'activation_checkpointing is present, else "none".',
     )
     modules: Annotated[
@@ -78,8 +60,8 @@ class ActivationConfig(Keeping, _WithPolicy):
     ] = Field(
         default=None,
         description="Modules that are blocks: class names, or shell patterns (fnmatch) over module "
-        "names. Default: the layers that a Hugging Face model declares; required for other models. "
-        'With policy "attention" or "mlp" and no rules: names of these parts themselves.',
+        'names; with policy "attention" or "mlp" and no rules, these parts themselves. Default: '
+        "the layers that a Hugging Face model declares.",
     )
     rules: Annotated[
         tuple[ActivationRuleConfig, ...],
@@ -92,17 +74,13 @@ class ActivationConfig(Keeping, _WithPolicy):
         "follow the policy above.",
     )
     check_determinism: Annotated[
-        bool | int,
-        PlainValidator(_every),
-        WithJsonSchema({"anyOf": [{"type": "boolean"}, {"type": "integer", "minimum": 1}]}),
+        bool | Annotated[int, Field(ge=1)],
         Expects("true, false, or a whole number, 1 or more", "true"),
         _ON,
     ] = Field(
         default=False,
-        description="Comparison of recomputed values with those of the forward; training stops "
-        "with the block's name if they differ. Reads every saved tensor twice (an eighth of "
-        "those above 64 KiB): 3% of a step at width 512, 0.5% at 2048 on one CPU core. n: every "
-        "n-th forward only, for an n-th of the cost. Shapes and types are always compared.",
+        description="Compare recomputed values with those of the forward, and stop if they "
+        "differ; n: in every n-th forward. Costs up to 3% of a step.",
     )
     share_gather: Annotated[
         bool,
@@ -113,14 +91,9 @@ class ActivationConfig(Keeping, _WithPolicy):
     ] = Field(
         default=True,
         description="Keep weights that a recomputation gathered until the block's backward has "
-        "used them: 2 all-gathers of each parameter per step instead of 3; one block's (segment's) "
-        "weights stay in memory a little longer. ZeRO stage 3 only.",
+        "used them: 2 all-gathers of each parameter per step instead of 3.",
     )
-    budget_gib: Annotated[
-        float | None,
-        Field(gt=0, allow_inf_nan=False),
-        _PLANNED,
-    ] = Field(
+    budget_gib: Annotated[float | None, Field(gt=0, allow_inf_nan=False), _PLANNED] = Field(
         default=None,
         description='Policies "budget" and "auto": memory of each accelerator, in GiB, for what '
         'budget_of names. Default with "auto": the whole accelerator; required on the CPU.',
@@ -137,11 +110,10 @@ class ActivationConfig(Keeping, _WithPolicy):
         ),
     ] = Field(
         default=None,
-        description='Memory that budget_gib limits. "activations": tensors that autograd holds at '
-        'the peak of backward, recomputed ones included. "saved": tensors kept between forward and '
-        'backward, as published tables count. "accelerator": activations, temporaries, weights, '
-        'gradients, optimizer states and buckets. Default: "activations" if budget_gib is set, '
-        'else "accelerator".',
+        description='Memory that budget_gib limits. "activations": the peak of backward, '
+        'recomputed tensors included. "saved": tensors kept from forward to backward. '
+        '"accelerator": everything on it. Default: "activations" if budget_gib is set, else '
+        '"accelerator".',
     )
 
     @property
@@ -157,28 +129,26 @@ class ActivationConfig(Keeping, _WithPolicy):
     @property
     def active(self) -> bool:
         """Return whether any block is recomputed."""
-        return self.policy != "none" or any(rule.policy != "none" for rule in self.rules)
+        return any(policy != "none" for policy in self.policies_used())
 
     @property
     def check_every(self) -> int:
         """Return the number of forwards from one comparison to the next; 0: no comparison."""
         return int(self.check_determinism)
 
+    def policies_used(self) -> list[str]:
+        """Return the policies of the section and of its rules."""
+        return [self.policy, *(rule.policy for rule in self.rules)]
+
     def summary(self) -> str:
         """Describe the active settings in a few words."""
         known = policy_named(self.policy)
-        if known is not None:
-            detail = known.words(self.settings().values)
-        elif self.policy == "budget":
-            detail = f" of {self.budget_gib} GiB for {self.budget_is_of}"
-        else:
-            detail = f" within {self.budget_gib or 'all'} GiB for {self.budget_is_of}"
-        modules = f" of {', '.join(self.modules)}" if self.modules else ""
-        words = f"checkpointing {self.policy}{detail}{modules}"
-        if self.rules:
-            words += f", {len(self.rules)} rules"
-        if self.check_every:
-            words += ", determinism checked"
+        detail = f" within {self.budget_gib or 'all'} GiB for {self.budget_is_of}"
+        words = f"checkpointing {self.policy}"
+        words += known.words(self.settings().values) if known else detail
+        words += f" of {', '.join(self.modules)}" if self.modules else ""
+        words += f", {len(self.rules)} rules" if self.rules else ""
+        words += ", determinism checked" if self.check_every else ""
         return words + self.keeping() + ("" if self.share_gather else ", gathers not shared")
 
 

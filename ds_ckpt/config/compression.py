@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
+from pydantic import BeforeValidator, Field
 
 from ds_ckpt.compression import Method, methods
 from ds_ckpt.exchange.rules import ExchangeSettings, MethodSettings, Rule, WarmupBits
@@ -33,13 +33,6 @@ _RESIDUALS = Requires("enabled", (True,))
 _GUARDED = Requires("action", ("warn", "dense"))
 
 
-def _momentum(value: Any) -> str | float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value == "none" or (is_number and 0 < value < 1):
-        return cast(str | float, value)
-    raise ValueError('expected "none" or a number above 0 and below 1')
-
-
 class ErrorFeedbackConfig(Section):
     """Error feedback: add what was not sent to the next gradient."""
 
@@ -53,54 +46,44 @@ class ErrorFeedbackConfig(Section):
 
     enabled: bool = Field(
         default=True,
-        description="One residual per compressed parameter (8 bytes an entry in each rank; see "
-        "dtype). Without it unsent values are lost: low rank and Top-K reach a higher loss.",
+        description="Keep one residual per compressed parameter (8 bytes an entry; see dtype). "
+        "Without it low rank and Top-K reach a higher loss.",
     )
     dtype: Annotated[Literal["fp32", "bf16", "int8"], _RESIDUALS] = Field(
         default="fp32",
         description="Type of stored residuals: 8, 4 or 2.1 bytes an entry, with the copy for "
-        "skipped steps. bf16 and int8 (one scale per 64 entries) are rounded stochastically, "
-        "unbiased, by up to one unit; 2 to 4 ns an entry more on one CPU core.",
+        "skipped steps. bf16 and int8 are rounded stochastically, unbiased.",
     )
     device: Annotated[Literal["accelerator", "cpu"], _RESIDUALS] = Field(
         default="accelerator",
         description='Device of residuals. "cpu": pinned host memory; each step copies every '
-        "residual there and back, in its dtype.",
+        "residual there and back.",
     )
     momentum: Annotated[
-        Literal["none"] | float,
-        PlainValidator(_momentum),
-        WithJsonSchema(
-            {
-                "anyOf": [
-                    {"enum": ["none"]},
-                    {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
-                ]
-            }
-        ),
+        Literal["none"] | Annotated[float, Field(gt=0, lt=1)],
         Expects('"none" or a number above 0 and below 1', "0.3"),
         _RESIDUALS,
     ] = Field(
         default="none",
-        description="Momentum correction a. Error feedback delays gradients, and AdamW's first "
-        "moment m delays them again: after the warm-up AdamW steps by (1 - a) m + a g, g being the "
-        "step's gradient. For AdamW of torch, DeepSpeedCPUAdam and FusedAdam; other optimizers are "
-        'left alone. It takes one more pass over m a step. "none": no correction.',
+        description="Momentum correction a against the delay of error feedback: after the warm-up "
+        "AdamW steps by (1 - a) m + a g, m being its first moment and g the step's gradient. For "
+        "AdamW of torch, DeepSpeedCPUAdam and FusedAdam.",
     )
 
     def describe(self) -> str:
         """Describe the active settings in a few words."""
         if not self.enabled:
             return "without error feedback"
-        kept = "" if self.dtype == "fp32" else f" in {self.dtype}"
+        dtype = "" if self.dtype == "fp32" else f" in {self.dtype}"
         device = " on the host" if self.device == "cpu" else ""
-        lead = "" if self.momentum == "none" else f", lead {self.momentum}"
-        return f"with error feedback{kept}{device}{lead}"
+        momentum = "" if self.momentum == "none" else f", momentum correction {self.momentum}"
+        return f"with error feedback{dtype}{device}{momentum}"
 
 
 class ExchangeConfig(Section):
     """Settings of the gradient exchange."""
 
+    renamed = {"gate": "autotune"}
     removed = {
         "overlap": Removed(
             why="the exchange thread for CPUs was removed",
@@ -122,25 +105,19 @@ class ExchangeConfig(Section):
     ] = Field(
         default="auto",
         description='Exchanges with gradient accumulation. "accumulation_boundary": one per step; '
-        "earlier micro-steps stay in the residuals: bytes and time are divided by the number of "
-        'micro-steps. Method "dense" and methods without error feedback then hold the gradients of '
-        "a step in fp32, 4 bytes a parameter per rank (with two levels divided by the ranks of a "
-        'node). "micro_step": one per micro-step, as DeepSpeed does. "auto": the boundary if there '
-        "are residuals and managed_gradient_accumulation is on, else every micro-step.",
+        "earlier micro-steps stay in the residuals, or, without error feedback, in fp32 gradients "
+        'of 4 bytes a parameter. "micro_step": one per micro-step, as DeepSpeed does. "auto": the '
+        "boundary if there are residuals and managed_gradient_accumulation is on.",
     )
     autotune: Annotated[bool, _LOSSY] = Field(
         default=True,
-        description="Time whole steps with compressed gradients and with DeepSpeed's own reduction "
-        "(uncompressed, if a step is exchanged once), after the warm-up and every 1000 steps, and "
-        "compress only if steps are measurably shorter: on a fast link compression costs more than "
-        "it saves. The result depends on the machine. false: always compress.",
+        description="Time whole steps with and without compression, after the warm-up and every "
+        "1000 steps, and compress only if that shortens the step. false: always compress.",
     )
     levels: Annotated[Literal["auto", 1, 2], WHOLE_NUMBER, _ANY_METHOD] = Field(
         default="auto",
-        description="2: gradients are summed exactly inside a node, then compressed between nodes: "
-        "fewer bytes on the link, and residuals divided by the ranks of a node. 1: compressed "
-        'between all ranks. "auto": 2 for several nodes with equally many ranks, several each; '
-        "else 1.",
+        description="2: gradients are summed exactly inside a node, then compressed between nodes. "
+        '1: compressed between all ranks. "auto": 2 for several nodes with several ranks each.',
     )
 
 
@@ -150,25 +127,22 @@ class GuardConfig(Section):
     action: Literal["off", "warn", "dense"] = Field(
         default="off",
         description='Action if a limit is exceeded in two checks in a row. "warn": one log line. '
-        '"dense": uncompressed gradients plus residuals from the next step to the end of the run, '
-        "agreed across ranks. A check costs two passes over the gradients and an all-reduce of "
-        "two numbers.",
+        '"dense": uncompressed gradients from the next step to the end of the run.',
     )
     error: Annotated[float | None, _GUARDED] = Field(
         default=None,
         gt=0,
         le=1,
         allow_inf_nan=False,
-        description="Largest compression error: norm of a step's unsent part over norm of what "
-        "there was to send, over all ranks. Default, if residual_norm is absent too: 1.25 "
-        "times the value of validate-accuracy for these settings.",
+        description="Largest compression error: norm of the unsent part over norm of what there "
+        "was to send. Default, if residual_norm is absent too: 1.25 times the validated value.",
     )
     residual_norm: Annotated[float | None, _GUARDED] = Field(
         default=None,
         gt=0,
         allow_inf_nan=False,
-        description="Largest norm of the residual, in norms of the averaged gradient (steps). "
-        "Default: as error.",
+        description="Largest norm of the residual, in norms of the averaged gradient. Default: as "
+        "error.",
     )
     every_n_steps: Annotated[int, _GUARDED] = Field(
         default=10, ge=1, description="Interval of checks, in optimizer steps."
@@ -212,19 +186,8 @@ class RuleConfig(_WithMethods):
 class CompressionConfig(_WithMethods):
     """Encoding of gradients in ZeRO-3's reduction."""
 
-    aliases = {
-        "type": "method",
-        "algorithm": "method",
-        "name": "method",
-        "ratio": "topk.density",
-        "sparsity": "topk.density",
-        "k": "topk.density",
-        "start_iter": "warmup_steps",
-    }
-    removed = dict.fromkeys(
-        ("enabled", "enable"),
-        Removed("it is not a key of this section", '"method": "none" switches compression off'),
-    )
+    aliases = {"type": "method", "algorithm": "method", "name": "method", "ratio": "topk.density"}
+    renamed = {"start_step": "warmup_steps"}
 
     method: str = "none"
     rules: Annotated[
@@ -234,9 +197,9 @@ class CompressionConfig(_WithMethods):
         _ANY_METHOD,
     ] = Field(
         default=(),
-        description="Methods for single tensors, by name, dimensions and size. The first matching "
-        "rule decides. Other tensors follow the method above; biases and norms are uncompressed, "
-        "and untied embeddings of 8192 rows or more use Top-K if the method is a low rank.",
+        description="Methods for single tensors, by name, dimensions and size; the first matching "
+        "rule decides. Without one, biases and norms are uncompressed, and untied embeddings of "
+        "8192 rows or more use Top-K if the method is a low rank.",
     )
     error_feedback: Annotated[ErrorFeedbackConfig, _LOSSY] = Field(
         default_factory=ErrorFeedbackConfig, description="Residuals of lossy methods."
@@ -250,8 +213,8 @@ class CompressionConfig(_WithMethods):
     warmup_steps: Annotated[int, _LOSSY] = Field(
         default=100,
         ge=0,
-        description="Optimizer steps before compression begins, sent uncompressed or in "
-        "warmup_bits. Twice the learning rate's warm-up costs the least loss.",
+        description="Optimizer steps before compression begins. Twice the learning rate's warm-up "
+        "costs the least loss.",
     )
     warmup_bits: Annotated[
         WarmupBits | None,
@@ -260,21 +223,19 @@ class CompressionConfig(_WithMethods):
         Requires("warmup_steps", not_in=(0,), suggest=100),
     ] = Field(
         default=None,
-        description='Bits of a value in the warm-up, with residuals and scales as of "quantize"; '
-        "null: DeepSpeed's own reduction.",
+        description="Bits of a value in the warm-up, quantized with residuals; null: DeepSpeed's "
+        "own reduction.",
     )
     min_numel: Annotated[int, _LOSSY] = Field(
         default=4096,
         ge=0,
-        description="Smallest number of entries of a compressed tensor. Tensors with fewer than "
-        "two dimensions (biases, norms) are uncompressed unless a rule matches them.",
+        description="Smallest number of entries of a compressed tensor of two dimensions or more.",
     )
 
     @property
     def lossy(self) -> bool:
         """Return whether any tensor may have a residual."""
-        known = methods()
-        return any(m != "none" and not known[m].lossless for m in self.methods_used())
+        return not {*_lossy()}.isdisjoint(self.methods_used())
 
     def summary(self) -> str:
         """Describe the active settings in a few words, for any method but "none"."""
@@ -290,9 +251,10 @@ class CompressionConfig(_WithMethods):
             f"{first} for {self.warmup_steps} steps{guard}"
         )
 
-    def methods_used(self) -> set[str]:
-        """Return the methods of the section and of its rules."""
-        return {self.method, *(rule.method for rule in self.rules)}
+    def methods_used(self) -> list[str]:
+        """Return the methods of the section and of its rules, which "none" disables."""
+        rules = self.rules if self.method != "none" else ()
+        return [self.method, *(rule.method for rule in rules)]
 
 
 def exchange_settings(config: CompressionConfig) -> ExchangeSettings:
@@ -334,7 +296,7 @@ def with_methods(known: dict[str, type[Method]]) -> type[CompressionConfig]:
     for name, kind in known.items():
         if not kind.model_fields:
             continue
-        expects = Expects("an object", kind.example)
+        expects = Expects("an object in braces", kind.example)
         rule[name] = (
             Annotated[kind | None, expects, Requires("method", (name,))],
             Field(default=None, description="Used instead of the section's own."),

@@ -6,7 +6,6 @@ removed before validation. Constraints between keys are markers on the fields (`
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -18,7 +17,7 @@ from ds_ckpt.compression import Method, methods
 from ds_ckpt.config.activation import ActivationConfig, ActivationRuleConfig
 from ds_ckpt.config.compression import CompressionConfig, with_methods
 from ds_ckpt.config.weights import WeightsConfig
-from ds_ckpt.fields import Expects, Name, Removed, Requires, Section, derive
+from ds_ckpt.fields import Expects, Name, Requires, Section, derive
 
 _ENABLED = Requires("enabled", (True,))
 
@@ -27,18 +26,15 @@ class TelemetryConfig(Section):
     """Records of bytes and collectives, by purpose."""
 
     enabled: bool = Field(default=False, description="Records of sent, gathered and reduced bytes.")
-    every_n_steps: Annotated[
-        int,
-        _ENABLED,
-    ] = Field(default=10, ge=1, description="Interval of records, in optimizer steps.")
+    every_n_steps: Annotated[int, _ENABLED] = Field(
+        default=10, ge=1, description="Interval of records, in optimizer steps."
+    )
     path: Annotated[
-        Name | None,
-        Expects("a file path in quotes", '"runs/telemetry.jsonl"'),
-        _ENABLED,
+        Name | None, Expects("a file path in quotes", '"runs/telemetry.jsonl"'), _ENABLED
     ] = Field(
         default=None,
-        description="JSON Lines file; each rank appends its index to the stem (t.jsonl becomes "
-        "t.0.jsonl). Default: only the last record is kept, in memory.",
+        description="JSON Lines file; each rank appends its index to the stem. Default: only the "
+        "last record is kept, in memory.",
     )
 
 
@@ -81,42 +77,34 @@ class PluginConfig(Section):
 class CompatSection(Section):
     """DeepSpeed's own section. Its presence, even empty, selects policy "block".
 
-    DeepSpeed parses these keys and acts on none of them. Here each acts as the key of
-    `ds_ckpt.activation` that its description names.
+    DeepSpeed acts on it only through its own checkpointing functions. Here a key acts as the key of
+    `ds_ckpt.activation` that its description names, or has no effect.
     """
 
     ours: ClassVar = {"partition_activations": "partition", "cpu_checkpointing": "offload"}
-    removed = {
-        "partitioned_activations": Removed(
-            "DeepSpeed's documentation names it, but no code reads it; did you mean "
-            '"partition_activations"?',
-            "write it as $.activation_checkpointing.partition_activations, or remove it",
-        ),
-        **{
-            theirs: replace(ActivationConfig.removed[ours], values=(True,))
-            for theirs, ours in (
-                ("contiguous_memory_optimization", "contiguous"),
-                ("synchronize_checkpoint_boundary", "synchronize"),
-                ("profile", "profile"),
-            )
-        },
+    unused = {
+        "number_checkpoints": "recomputations are counted",
+        "contiguous_memory_optimization": "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "
+        "against fragmentation",
+        "synchronize_checkpoint_boundary": "CUDA_LAUNCH_BLOCKING=1 waits for every kernel",
+        "profile": "use torch.profiler, or ds-ckpt profile for the cost of each policy",
     }
 
     partition_activations: bool = Field(
         default=False,
-        description="Shard inputs of blocks over the tensor-parallel group (ds_ckpt.activation."
-        "partition).",
+        description="Shard inputs of blocks over the tensor-parallel group "
+        "(ds_ckpt.activation.partition).",
     )
-    number_checkpoints: Annotated[int | None, Field(ge=1)] = Field(
-        default=None, description="Ignored: recomputations are counted."
-    )
-    contiguous_memory_optimization: bool = Field(default=False, description="Removed; false only.")
     cpu_checkpointing: bool = Field(
         default=False,
         description="Keep inputs of blocks in host memory (ds_ckpt.activation.offload).",
     )
-    profile: bool = Field(default=False, description="Removed; false only.")
-    synchronize_checkpoint_boundary: bool = Field(default=False, description="Removed; false only.")
+    number_checkpoints: int | None = Field(default=None, description="No effect: a warning.")
+    contiguous_memory_optimization: bool = Field(default=False, description="No effect: a warning.")
+    synchronize_checkpoint_boundary: bool = Field(
+        default=False, description="No effect: a warning."
+    )
+    profile: bool = Field(default=False, description="No effect: a warning.")
 
 
 def plugin_model() -> type[PluginConfig]:
@@ -127,65 +115,36 @@ def plugin_model() -> type[PluginConfig]:
 
 @cache
 def _build(
-    _: tuple[tuple[str, type[Section]], ...],
-    known: tuple[tuple[str, type[Method]], ...],
+    _: tuple[tuple[str, type[Section]], ...], known: tuple[tuple[str, type[Method]], ...]
 ) -> type[PluginConfig]:
-    settings, names = setting_fields(), policy_names()
+    settings = setting_fields()
     of_rules = policy_names(planned=False)
     rule = derive(ActivationRuleConfig, policy=Literal[of_rules], **settings)
-    return derive(
-        PluginConfig,
-        activation=derive(
-            ActivationConfig,
-            policy=Literal[names],
-            rules=tuple[rule, ...],  # type: ignore
-            **settings,
-        ),
-        compression=with_methods(dict(known)),
+    names = policy_names()
+    activation = derive(
+        ActivationConfig,
+        policy=Literal[names],
+        rules=tuple[rule, ...],  # type: ignore[valid-type]
+        **settings,
     )
-
-
-_DIALECT = "https://json-schema.org/draft/2020-12/schema"
+    return derive(PluginConfig, activation=activation, compression=with_methods(dict(known)))
 
 
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema (draft 2020-12) of a whole file, for editors.
 
     It describes `ds_ckpt` and `activation_checkpointing`; all other keys are DeepSpeed's and pass.
-    Every key also accepts null. Rules across sections are checked by `ds-ckpt validate` only.
+    Rules across sections are checked by `ds-ckpt validate` only.
     """
-    models = (plugin_model(), CompatSection)
-    _, generated = models_json_schema([(model, "validation") for model in models])
-    definitions = generated["$defs"]
-    for definition in definitions.values():
-        definition.pop("title", None)
-        definition["description"] = " ".join(definition.get("description", "").split())
-        keys = definition["properties"]
-        definition["properties"] = {name: _nullable(key) for name, key in keys.items()}
-    ours, theirs = ({"$ref": f"#/$defs/{model.__name__}"} for model in models)
+    models: dict[str, type[Section]] = {
+        "ds_ckpt": plugin_model(),
+        "activation_checkpointing": CompatSection,
+    }
+    _, generated = models_json_schema([(model, "validation") for model in models.values()])
     return {
-        "$schema": _DIALECT,
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "DeepSpeed configuration with ds_ckpt",
         "type": "object",
-        "properties": {
-            "ds_ckpt": _nullable(ours),
-            "activation_checkpointing": _nullable(theirs),
-        },
-        "additionalProperties": True,
-        "$defs": dict(sorted(definitions.items())),
+        "properties": {k: {"$ref": f"#/$defs/{m.__name__}"} for k, m in models.items()},
+        **generated,
     }
-
-
-def _nullable(key: dict[str, Any]) -> dict[str, Any]:
-    """Return the same key, with null allowed."""
-    key = {name: value for name, value in key.items() if name != "title"}
-    null = {"type": "null"}
-    if "$ref" in key:
-        return {"anyOf": [{"$ref": key.pop("$ref")}, null], **key}
-    if "anyOf" in key:
-        options = key.pop("anyOf")
-        return {"anyOf": options if null in options else [*options, null], **key}
-    kind = key.pop("type", None)
-    if "enum" in key:
-        return {**key, "enum": list(dict.fromkeys([*key["enum"], None]))}
-    return {**key, "type": [kind, "null"]}

@@ -1,8 +1,7 @@
 """Records of `ds-ckpt validate-accuracy`: verdicts on compression settings, and limits for guards.
 
 A record belongs to settings, not to a file: every file with the same settings is validated. Records
-of the files in `ds_configs/` are part of the package; a `verdicts.json` beside a configuration is
-read as well. Keys without influence on results (device of residuals, autotuning) are not compared.
+of `ds_configs/` are part of the package; a `verdicts.json` beside a configuration is read as well.
 """
 
 from __future__ import annotations
@@ -29,15 +28,13 @@ LEEWAY = 1.25
 Word = Literal["identical", "equivalent", "better", "worse", "different", "inconclusive"]
 Loss = Literal["equal", "any"] | float
 """Accepted loss: none that validation found, any, or a share of the loss."""
-_CONCERN = {"worse": -3, "different": -2, "inconclusive": -1}
 
 
 class VerdictRecord(BaseModel):
     """One verdict with its conditions.
 
     Attributes:
-        preset: name of the validated file.
-        settings: result of `decisive` for the file.
+        settings: result of `decisive` for the validated file `preset`.
         betas: AdamW's in these runs, if they were not the task's own.
         metric, margin: relative held-out loss, or accuracy as a share.
         interval: of the difference to uncompressed training, 90%, positive is worse; None if a run
@@ -72,15 +69,14 @@ class VerdictRecord(BaseModel):
     def describe(self) -> str:
         """Describe the verdict and its conditions."""
         unit = "%" if self.metric == "loss" else " points"
-        is_one_point = self.metric == "accuracy" and self.margin == 0.01
-        found = f"margin {100 * self.margin:g}{' point' if is_one_point else unit}"
-        if self.interval is not None:
+        found = f"margin {100 * self.margin:g}{unit}"
+        if self.interval is None:
+            found = f"diverged, {found}"
+        else:
             low, high = (100 * bound for bound in self.interval)
             found = f"{low:+.2f} to {high:+.2f}{unit}, {found}"
             if self.verdict == "inconclusive" and self.interval[1] < self.margin:
                 found += ": not worse by it"
-        elif self.verdict == "worse":
-            found = f"diverged, {found}"
         return (
             f"{self.verdict} ({found}; {self.fewer_bytes:.1f}x fewer gradient bytes) in "
             f"{self.task}, {self.model}, {self.seeds} seeds of {self.steps} steps, "
@@ -89,7 +85,7 @@ class VerdictRecord(BaseModel):
 
 
 class _File(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(extra="forbid")
 
     format: Literal["ds_ckpt verdicts 1"] = "ds_ckpt verdicts 1"
     verdicts: tuple[VerdictRecord, ...] = ()
@@ -99,21 +95,17 @@ def decisive(compression: CompressionConfig) -> dict[str, Any]:
     """Return the settings that influence results, by dotted key of the compression section."""
     known, found = methods(), compression.model_dump(mode="json")
     feedback, when = found["error_feedback"], compression.exchange.when
-    wanted = {"method", "rules", "warmup_steps", "min_numel"}
-    for method in compression.methods_used() & known.keys():
-        wanted |= set(known[method].depends_on())
-    flat: dict[str, Any] = {}
-    for key in sorted(wanted):
-        value = found[key]
-        parts = value.items() if isinstance(value, dict) else ()
-        flat |= {f"{key}.{name}": part for name, part in parts} or {key: value}
-    flat |= {f"error_feedback.{name}": feedback[name] for name in ("enabled", "dtype")}
+    flat = {key: found[key] for key in ("method", "rules", "warmup_steps", "min_numel")}
+    for method in known.keys() & {*compression.methods_used()}:
+        for section in known[method].depends_on():
+            flat |= {f"{section}.{key}": value for key, value in found[section].items()}
+    flat |= {f"error_feedback.{key}": feedback[key] for key in ("enabled", "dtype")}
     if feedback["momentum"] != "none":
         flat["error_feedback.momentum"] = feedback["momentum"]
     if compression.warmup_bits is not None:
         flat["warmup_bits"] = compression.warmup_bits
-    held = compression.lossy and compression.error_feedback.enabled
-    if when != "auto" and held != (when == "accumulation_boundary"):
+    waits = compression.lossy and compression.error_feedback.enabled
+    if when != "auto" and waits != (when == "accumulation_boundary"):
         flat["exchange.when"] = when
     return flat
 
@@ -142,11 +134,12 @@ def write_verdicts(path: Path, records: Iterable[VerdictRecord]) -> None:
         conditions = record.task, record.data, record.model, record.mode, record.workers
         return record.preset, *conditions, json.dumps(record.settings, sort_keys=True)
 
-    kept = {key(record): record for record in [*read_verdicts(path), *records]}
-    text = _File(verdicts=tuple(kept[k] for k in sorted(kept))).model_dump(mode="json")
+    by_key = {key(record): record for record in [*read_verdicts(path), *records]}
+    content = _File(verdicts=tuple(by_key[k] for k in sorted(by_key)))
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as unfinished:
-        unfinished.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
+        text = json.dumps(content.model_dump(mode="json"), indent=1)
+        unfinished.write_text(f"{text}\n", encoding="utf-8")
 
 
 def verdicts_on(compression: CompressionConfig, beside: Path | None = None) -> list[VerdictRecord]:
@@ -154,13 +147,10 @@ def verdicts_on(compression: CompressionConfig, beside: Path | None = None) -> l
 
     One for each task, data, model and number of workers, the first that is found.
     """
-    if compression.method == "none":
-        return []
-    wanted = decisive(compression)
     records = read_verdicts(beside.parent / FILE_NAME) if beside is not None else []
     found: dict[tuple[str, str, str, int], VerdictRecord] = {}
-    for record in [*records, *read_verdicts(SHIPPED)]:
-        if _with_defaults(record.settings) == wanted:
+    for record in [*records, *read_verdicts(SHIPPED)] if compression.method != "none" else ():
+        if _with_defaults(record.settings) == decisive(compression):
             found.setdefault((record.task, record.data, record.model, record.workers), record)
     return list(found.values())
 
@@ -185,7 +175,7 @@ def _section(settings: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def allows(records: Iterable[VerdictRecord], loss: Loss) -> bool:
+def allows(records: list[VerdictRecord], loss: Loss) -> bool:
     """Return whether the verdicts on settings, of all tasks, allow to train with them.
 
     "equal": every test of a loss was equivalent or better, and no accuracy was worse. A share: the
@@ -193,10 +183,9 @@ def allows(records: Iterable[VerdictRecord], loss: Loss) -> bool:
     """
     if loss == "any":
         return True
-    records = list(records)
     losses = [record for record in records if record.metric == "loss"]
-    others = [record.verdict for record in records if record.metric != "loss"]
-    if not losses or {"worse", "different"} & {*others}:
+    others = {record.verdict for record in records if record.metric != "loss"}
+    if not losses or {"worse", "different"} & others:
         return False
     if loss == "equal":
         return all(r.verdict in ("identical", "equivalent", "better") for r in losses)
@@ -224,11 +213,8 @@ def accuracy_words(compression: CompressionConfig, verdicts: list[VerdictRecord]
         return []
     if not verdicts:
         return ["accuracy never validated: ds-ckpt validate-accuracy FILE does it"]
-    worst_first = sorted(verdicts, key=lambda one: (_CONCERN.get(one.verdict, 0), one.task))
-    return [
-        "accuracy against dense, plus is worse:",
-        *(f"  {one.describe()}" for one in worst_first),
-    ]
+    worst_first = sorted(verdicts, key=lambda one: -one.interval[1] if one.interval else -math.inf)
+    return ["accuracy against dense, plus is worse:", *(f"  {v.describe()}" for v in worst_first)]
 
 
 def largest(seen: Iterable[ResidualStats]) -> ResidualStats | None:
@@ -252,9 +238,8 @@ def limits(compression: CompressionConfig) -> ResidualStats | None:
     guard = compression.guard
     if guard.error is None and guard.residual_norm is None:
         seen = largest(r.left for r in verdicts_on(compression) if r.left is not None)
-        return None if seen is None else with_leeway(seen)
-    error, norm = guard.error, guard.residual_norm
-    return ResidualStats(math.inf if error is None else error, math.inf if norm is None else norm)
+        return seen and with_leeway(seen)
+    return ResidualStats(guard.error or math.inf, guard.residual_norm or math.inf)
 
 
 def guard_without_limits(compression: CompressionConfig) -> Iterator[Problem]:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ds_ckpt.fields import NO_NUMBER, Removed, Requires, Section
+from ds_ckpt.fields import Expects, Removed, Requires, Section
 
 
 class WeightsConfig(Section):
@@ -20,16 +20,11 @@ class WeightsConfig(Section):
         )
     }
 
-    resident: Annotated[
-        Literal[True, False, "auto"],
-        NO_NUMBER,
-    ] = Field(
+    resident: Annotated[bool | Literal["auto"], Expects('true, false or "auto"', "true")] = Field(
         default=False,
-        description="One copy of the weights per node, sharded over its ranks: all-gathers stay "
-        "inside the node, and weights are sent between nodes once per step, after the optimizer. "
-        "Costs 2 bytes a parameter (4 in fp32), divided by the ranks of a node. Bit-equal to "
-        'DeepSpeed. "auto": whole steps are timed with and without, '
-        "and the copy is kept if it shortens the step.",
+        description="Keep one copy of the weights per node, sharded over its ranks, and send "
+        "weights between nodes once per step, for 2 bytes a parameter (4 in fp32). Bit-equal to "
+        'DeepSpeed. "auto": only if that shortens the step.',
     )
     deltas: Annotated[
         Literal["auto", "none", "lossless"],
@@ -37,9 +32,8 @@ class WeightsConfig(Section):
     ] = Field(
         default="auto",
         description='Encoding of weights between nodes. "none": uncompressed. "lossless": changes '
-        "in units of the last place, near their entropy: 0.7 to 4 bits a weight instead of 16, "
-        'fewer at lower learning rates; both bit-equal. "auto": for bf16 and fp16 the '
-        "faster of the two, for fp32 none.",
+        'in 0.7 to 4 bits a weight, bit-equal. "auto": the faster one for bf16 and fp16, none for '
+        "fp32.",
     )
 
     def summary(self) -> str:

@@ -68,7 +68,7 @@ def test_validate_says_what_would_be_active(preset: Path) -> None:
 @pytest.fixture
 def bad(tmp_path: Path) -> Path:
     path = tmp_path / "bad[red].json"
-    section = {"activation": {"policy": "blok"}, "compression": {"method": "topk"}}
+    section = {"activation": {"policy": "blok"}, "compression": {"methd": "topk"}}
     path.write_text(json.dumps({"ds_ckpt": section}))
     return path
 
@@ -78,7 +78,7 @@ def test_validate_tells_all_problems_of_all_files(bad: Path) -> None:
     assert result.exit_code == 1
     assert str(bad) in result.output  # brackets are not markup
     assert "$.ds_ckpt.activation.policy" in result.output
-    assert "$.zero_optimization.stage" in result.output
+    assert "$.ds_ckpt.compression.methd" in result.output
     assert "none.json" in result.output
     assert result.output.count("remedy:") == 3
 
@@ -92,7 +92,7 @@ def test_validate_as_json(bad: Path) -> None:
     assert not refused["ok"]
     assert [p["where"] for p in refused["problems"]] == [
         "$.ds_ckpt.activation.policy",
-        "$.zero_optimization.stage",
+        "$.ds_ckpt.compression.methd",
     ]
     assert all(p["why"] and p["remedy"] for p in refused["problems"])
 
