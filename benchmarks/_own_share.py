@@ -13,18 +13,17 @@ from ds_ckpt.exchange.exchange import AllToAllExchange, Item
 class OwnShareToo(AllToAllExchange):
     """What a process owns itself goes through the codec like what it sends; low rank has none."""
 
-    def _accumulate(self, items: Sequence[Item], loss_scale: float, *, defer: bool) -> Tensor:
-        finite = super()._accumulate(items, loss_scale, defer=False)
+    def _accumulate(self, items: Sequence[Item], loss_scale: float) -> Tensor:
+        finite = super()._accumulate(items, loss_scale)
         for item in items:
             if item.pending is None or item.codec is None:
                 continue
             left = item.own.div(loss_scale)
             if item.energy is not None:
                 item.energy = item.energy + left.square().sum()
-            weights = None
-            if item.in_steps and self.metric is not None:
-                device = left.device
-                weights = self.metric.weights(item.name, item.shape, item.layout, device)
+            metric, weights = self._metric_for(item), None
+            if metric is not None:
+                weights = metric.weights(item.name, item.shape, item.layout, left.device)
             weights = torch.ones_like(item.pending) if weights is None else weights
             weights = weights[item.layout.shard(self._me)]
             left.div_(weights)

@@ -359,23 +359,18 @@ def _pack_times(device: torch.device, tensors: int, side: int, bandwidth: float)
     found: Found = {}
     for bits in (8, 4, 3, 2):
         codec = Quantize.model_validate({"bits": bits})
-        kernels = codec.kernels(device)
-        if kernels is None:
+        if not fused.is_supported(device):
             return {"left out": "no Triton for this device"}
         entries, numel = tensors * side * side, side * side // 8
-        grads = [t.view(8, -1) for t in _bucket(device, tensors, side)]
-        residuals = [torch.zeros(g.shape, dtype=torch.float32, device=device) for g in grads]
+        residuals = [t.view(8, -1).float() for t in _bucket(device, tensors, side)]
         size = codec.packed_bytes(numel)
         packets = torch.empty(tensors, 8, size, dtype=torch.uint8, device=device)
         sums = torch.zeros(tensors, numel, dtype=torch.float32, device=device)
-        shards = [
-            fused.ToPack(r, source=r, grad=g, payloads=p)
-            for r, g, p in zip(residuals, grads, packets, strict=True)
-        ]
-        adds = [fused.ToAdd(p, s) for p, s in zip(packets, sums, strict=True)]
-        pack_ms = _median_ms(device, lambda k=kernels, s=shards: k.pack(s, 64.0, 8.0))
-        add_ms = _median_ms(device, lambda k=kernels, a=adds: k.unpack_add_all(a, 8.0))
-        pack_bytes = entries * (4 + 2 + 4) + packets.numel()
+        shards = list(zip(residuals, packets, strict=True))
+        adds = list(zip(packets, sums, strict=True))
+        pack_ms = _median_ms(device, lambda c=codec, s=shards: c.pack_all(s))
+        add_ms = _median_ms(device, lambda c=codec, a=adds: c.unpack_add_all(a, 8.0))
+        pack_bytes = entries * (4 + 4) + packets.numel()
         add_bytes = packets.numel() + 8 * sums.numel()
         found[f"{bits} bits"] = {
             "pack_ms": pack_ms,

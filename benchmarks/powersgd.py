@@ -109,9 +109,8 @@ class Ours:
                 dense.append(gradient.view(-1) / WORLD)
         for matrix, p, q in zip(matrices, self._ps, self._qs, strict=True):
             powersgd.project(matrix, powersgd.orthogonalize(q), p)
-        # dense tensors travel with the first factor
-        sums = self._sum.sum([self._sum.rounded(p) for p in self._ps], dense)
-        summed, small = sums[: len(matrices)], sums[len(matrices) :]
+        summed = self._sum.sum([self._sum.rounded(p) for p in self._ps])
+        small = self._sum.sum([self._sum.rounded(d) for d in dense])
         own = [powersgd.orthogonalize(p) for p in summed]
         mine = []
         for matrix, p, q in zip(matrices, own, self._qs, strict=True):

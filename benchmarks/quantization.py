@@ -2,7 +2,6 @@
 
     python benchmarks/quantization.py [--elements 8388608] [--repeats 9]
     python benchmarks/quantization.py --codes [--steps 60]
-    python benchmarks/quantization.py --short [--repeats 9]
 
 Without `--codes` three tables. Nanoseconds of the thread per element (median of the repeats, rows
 timed in turn; `cast to bf16` is torch's own, one call on the same data).
@@ -21,9 +20,6 @@ the code that is used; the same with a k for every 32 numbers; zlib's Huffman co
 a byte, each none, plus, minus or above level 0; the rest in bytes of their own); `constriction`'s
 range coder, where it is installed; and a byte for each place with four bits for sign and level,
 without entropy coding.
-
-With `--short` what a bucket of short shards takes in 1 bit, a tensor at a time and together, as the
-exchange does it: nanoseconds an entry, and their ratio.
 """
 
 from __future__ import annotations
@@ -43,7 +39,6 @@ from torch import Tensor
 
 from ds_ckpt.compression import Codec, EntropyCoded, Feedback, Quantize, TopK, all_finite
 from ds_ckpt.compression.entropy_coded import HEADER_BYTES, SEGMENT, _lengths, _read, _Sent
-from ds_ckpt.compression.fused import ToAdd
 from ds_ckpt.compression.quantize import BITS, BLOCKS
 from ds_ckpt.compression.wire import HEADER_BYTES as PACKET_HEADER_BYTES
 from ds_ckpt.compression.wire import aligned
@@ -161,11 +156,11 @@ def from_training(codec: str, steps: int) -> list[Tensor]:
     first = world.workers._workers[0].scheduled.exchange
     store = first._pack
 
-    def pack(items, finite, loss_scale):  # type: ignore[no-untyped-def]
+    def pack(items, finite):  # type: ignore[no-untyped-def]
         for item in items:
             if item.pending is not None:
                 seen[item.name] = item.pending[item.layout.shard(1)].clone()
-        return store(items, finite, loss_scale)
+        return store(items, finite)
 
     first._pack = pack  # type: ignore[method-assign]
     for _ in range(steps):
@@ -313,57 +308,15 @@ def codes(steps: int, repeats: int) -> None:
             )
 
 
-def short_works(codec: Codec, tensors: int, others: int, numel: int) -> dict[str, Work]:
-    given = torch.randn(tensors, others, numel)
-    left = given.clone()
-    packed = torch.empty(tensors, others, codec.packed_bytes(numel), dtype=torch.uint8)
-    sums, own = torch.zeros(tensors, numel), torch.zeros(tensors, numel)
-    shards = list(zip(left, packed, strict=True))
-    adds = [ToAdd(*each) for each in zip(packed, sums, own, strict=True)]
-
-    def pack(at_once: int) -> None:
-        left.copy_(given)
-        for first in range(0, tensors, at_once):
-            codec.pack_all(shards[first : first + at_once])
-
-    def add_up(at_once: int) -> None:
-        for first in range(0, tensors, at_once):
-            codec.unpack_add_all(adds[first : first + at_once], 1.0, 1)
-
-    return {
-        "pack": lambda: pack(1),
-        "pack together": lambda: pack(tensors),
-        "add up": lambda: add_up(1),
-        "add up together": lambda: add_up(tensors),
-    }
-
-
-def short_shards(repeats: int, tensors: int = 24) -> None:
-    """A table: a bucket of `tensors` alike, each with a shard for each of 3 or 7 others."""
-    head = ("entries, others", "pack", "together", "faster", "add up", "together", "faster")
-    print(f"{tensors} tensors, 1 bit, ns an entry; torch {torch.__version__}, 1 thread")
-    print("".join(f"{h:>16s}" for h in head))
-    for numel, others in itertools.product((512, 4096, 11008, 32768), (3, 7)):
-        works = short_works(EntropyCoded(bits=1.0), tensors, others, numel)
-        medians_s = interleaved_medians_s(works, repeats, time.thread_time)
-        pack, packs, add, adds = (1e9 * s / (tensors * others * numel) for s in medians_s.values())
-        cells = f"{pack:16.1f}{packs:16.1f}{pack / packs:15.1f}x{add:16.1f}{adds:16.1f}"
-        print(f"{numel:>13,d}, {others}{cells}{add / adds:15.1f}x", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--elements", type=int, default=1 << 23)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--codes", action="store_true")
-    parser.add_argument("--short", action="store_true")
     parser.add_argument("--steps", type=int, default=60)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    if arguments.short:
-        short_shards(arguments.repeats)
-        return
     if arguments.codes:
         codes(arguments.steps, arguments.repeats)
         return

@@ -23,7 +23,6 @@ from typing import Any, ClassVar, TypeVar, cast
 import torch
 from torch import Tensor
 
-from ds_ckpt.compression.fused import Kernels, ToAdd
 from ds_ckpt.fields import Expects, Section
 
 
@@ -88,29 +87,17 @@ class Codec(Compressor):
 
     @abstractmethod
     def unpack_add_rows(self, payloads: Tensor, into: Tensor, scale: float = 1.0) -> None:
-        """Add `decoded * scale` of each payload [rows, bytes] to `into` (fp32 [n]) in place.
-
-        On the CPU rows are added in their order.
-        """
+        """Add `decoded * scale` of each payload [rows, bytes] to `into` (fp32 [n]) in place."""
 
     def pack_all(self, shards: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Apply `pack_rows` to each tensor of a bucket."""
+        """Apply `pack_rows` to the (values, out) of each tensor of a bucket."""
         for values, out in shards:
             self.pack_rows(values, out)
 
-    def unpack_add_all(self, shards: Sequence[ToAdd], scale: float = 1.0, before: int = 0) -> None:
-        """Apply `unpack_add_rows` to each tensor; add `own` after the first `before` rows."""
-        for shard in shards:
-            if before:
-                self.unpack_add_rows(shard.payloads[:before], shard.into, scale)
-            if shard.own is not None:
-                shard.into.add_(shard.own)
-            if before < len(shard.payloads):
-                self.unpack_add_rows(shard.payloads[before:], shard.into, scale)
-
-    def kernels(self, device: torch.device) -> Kernels | None:
-        """Return fused kernels for all tensors of a bucket on `device`, or None."""
-        return None
+    def unpack_add_all(self, shards: Sequence[tuple[Tensor, Tensor]], scale: float = 1.0) -> None:
+        """Apply `unpack_add_rows` to the (payloads, into) of each tensor of a bucket."""
+        for payloads, into in shards:
+            self.unpack_add_rows(payloads, into, scale)
 
     def sent_bytes(self, shape: torch.Size, world: int, local: int = 1) -> int:
         """Return the size of the whole tensor's payload."""
@@ -173,28 +160,25 @@ def register(method: AnyMethod) -> AnyMethod:
             description.
     """
     name = getattr(method, "name", "")
+    known = _registered.get(name)
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name in RESERVED:
         raise ValueError(f"{method.__name__}: {name!r} cannot be the name of a method")
-    known = _registered.get(name)
-    if known is not None and (known.__module__, known.__qualname__) != (
-        method.__module__,
-        method.__qualname__,
-    ):
-        raise ValueError(f"{name!r} is already the name of {known.__module__}.{known.__qualname__}")
+    if known is not None and _path(known) != _path(method):
+        raise ValueError(f"{name!r} is already the name of {_path(known)}")
     for key, field in cast("type[Method]", method).model_fields.items():
-        if field.is_required():
-            raise ValueError(f"{name}.{key} has no default")
-        if not field.description or not any(isinstance(m, Expects) for m in field.metadata):
-            raise ValueError(
-                f"{name}.{key} explains nothing: annotate it with Expects(...) and give its Field "
-                "a description"
-            )
-    if not isinstance(getattr(method, "about", None), str):
-        raise ValueError(f"{name} has no `about`, the clause of the schema")
-    if issubclass(method, Codec) and (missing := sorted(method.__abstractmethods__)):
-        raise ValueError(f"{name} lacks {', '.join(missing)}: see docs/add_a_compressor.md")
+        described = field.description and any(isinstance(m, Expects) for m in field.metadata)
+        if field.is_required() or not described:
+            raise ValueError(f"{name}.{key} needs a default, Expects(...) and a description")
+    missing = sorted(getattr(method, "__abstractmethods__", ()))
+    if missing or not isinstance(getattr(method, "about", None), str):
+        lacks = ", ".join(missing) or "about"
+        raise ValueError(f"{name} lacks {lacks}: see docs/add_a_compressor.md")
     _registered[name] = method
     return method
+
+
+def _path(method: type[Method]) -> str:
+    return f"{method.__module__}.{method.__qualname__}"
 
 
 def unregister(name: str) -> None:
@@ -216,9 +200,7 @@ def methods() -> Mapping[str, type[Method]]:
 def _load_entry_points() -> None:
     for point in entry_points(group=ENTRY_POINTS):
         try:
-            found = point.load()
-            if isinstance(found, type) and issubclass(found, Method):
-                register(found)
+            register(point.load())
         except Exception as error:
             package = point.dist.name if point.dist is not None else "another package"
             raise ValueError(
@@ -244,7 +226,7 @@ def row_groups(numel: int, limit: int, *tensors: Tensor) -> Iterator[Sequence[Te
 
 
 def add_rows(into: Tensor, decoded: Tensor, scale: float) -> None:
-    """Add `row * scale` of each row to `into`, in place; on the CPU in the rows' order."""
+    """Add `row * scale` of each row to `into`, in place."""
     if decoded.shape[0] > 1 and not on_host(into.device):
         decoded = decoded.sum(0, keepdim=True)
     for row in decoded.unbind():

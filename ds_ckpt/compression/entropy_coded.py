@@ -37,7 +37,6 @@ from pydantic import Field
 from torch import Tensor
 
 from ds_ckpt.compression.base import Codec, Method, add_rows, on_host, row_groups
-from ds_ckpt.compression.fused import ToAdd
 from ds_ckpt.compression.wire import aligned, section
 from ds_ckpt.fields import Expects
 
@@ -50,8 +49,6 @@ _LARGEST_K = 7
 _SAMPLE = 32768
 _SCATTER = 0x9E3779B1  # multiples of it, shifted, are spread evenly and repeat nothing
 _OVER_ENTROPY = 1.02
-_TILE = 1 << 18
-_SHORT = 1 << 15
 _TILE_ACCELERATOR = 1 << 22
 _FP32 = torch.finfo(torch.float32)
 _BIN_BITS = 18
@@ -75,7 +72,7 @@ class EntropyCoded(Method, Codec):
         "1bit": {"entropy_coded": {"bits": 1.0}},
         "third_bit": {"entropy_coded": {"bits": 0.33}},
     }
-    aliases = {"nbits": "bits", "num_bits": "bits", "bits_per_element": "bits"}
+    aliases = {"num_bits": "bits", "bits_per_element": "bits"}
 
     bits: Annotated[float, Expects("a number from 0.05 to 2", "1.0")] = Field(
         default=1.0,
@@ -85,7 +82,7 @@ class EntropyCoded(Method, Codec):
         description="Bits an entry, beside 24 bytes for each 2^20 entries of a shard or fewer. Of "
         "normal entries 1.0 leaves 36% of the energy for later steps, 0.33 leaves 74%; a heavier "
         "tail, as gradients have it, leaves less. Below 2^17 entries each takes longer, as some "
-        "hundreds of operators run whatever their number; short shards of one size share them.",
+        "hundreds of operators run whatever their number.",
     )
 
     metric: Annotated[Literal["energy", "steps"], Expects('"energy" or "steps"', '"steps"')] = (
@@ -123,39 +120,8 @@ class EntropyCoded(Method, Codec):
         """Add the decoded values of each payload."""
         for first, last, start, stop in self._segments(into.shape[0]):
             for (some,) in row_groups(last - first, _tile(into.device), payloads[:, start:stop]):
-                add_rows(into[first:last], _decoded(some, last - first), scale)
-
-    def pack_all(self, shards: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Pack the tensors of a bucket, short ones of one size together."""
-        for batch in _batches([values for values, _ in shards]):
-            if len(batch) == 1:
-                self.pack_rows(*shards[batch[0]])
-                continue
-            values, payloads = (
-                list(each) for each in zip(*(shards[i] for i in batch), strict=True)
-            )
-            all_values, all_payloads = torch.cat(values), torch.cat(payloads)
-            self.pack_rows(all_values, all_payloads)
-            lengths = [len(rows) for rows in values]
-            torch._foreach_copy_(values, all_values.split(lengths))
-            torch._foreach_copy_(payloads, all_payloads.split(lengths))
-
-    def unpack_add_all(self, shards: Sequence[ToAdd], scale: float = 1.0, before: int = 0) -> None:
-        """Add the tensors of a bucket, short ones of one size together."""
-        received = [s.into.expand(len(s.payloads), -1) for s in shards]
-        for batch in _batches(received):
-            some = [shards[i] for i in batch]
-            if len(batch) == 1:
-                super().unpack_add_all(some, scale, before)
-                continue
-            decoded = _decoded(torch.cat([s.payloads for s in some]), some[0].into.shape[0])
-            for shard, rows in zip(
-                some, decoded.view(len(some), -1, decoded.shape[1]), strict=True
-            ):
-                add_rows(shard.into, rows[:before], scale)
-                if shard.own is not None:
-                    shard.into.add_(shard.own)
-                add_rows(shard.into, rows[before:], scale)
+                code, means = _read(some, last - first)
+                add_rows(into[first:last], code.decoded(means, last - first), scale)
 
     def _segments(self, numel: int) -> Iterator[tuple[int, int, int, int]]:
         """Return (first entry, end, first byte, end) of each segment."""
@@ -168,11 +134,16 @@ class EntropyCoded(Method, Codec):
             start = stop
 
 
+def _tile(device: torch.device) -> int:
+    """Return the number of entries to code at a time: on the CPU a single row."""
+    return 1 if on_host(device) else _TILE_ACCELERATOR
+
+
 @dataclass(frozen=True)
 class _Filled:
     """Rows of unequal length: count, int64 [rows, 1], and mask, bool [rows, columns].
 
-    A mask of None means all columns: one row on the CPU, which takes half the time without it.
+    A mask of None means all columns: the single row of the CPU, which takes half the time then.
     """
 
     count: Tensor
@@ -187,31 +158,21 @@ def _places(mask: Tensor, capacity: int) -> tuple[Tensor, _Filled]:
     """Return the places of the first `capacity` ones in each row of bool [rows, n].
 
     int64 [rows, columns], ascending, 0 behind them. On the CPU the columns are as few as possible;
-    elsewhere `capacity`, so that the host does not wait for a count. (The CPU would take twenty
-    times as long with those: 156 and 5 ns an entry.)
+    elsewhere `capacity`, so that the host does not wait for a count.
     """
     rows, numel = mask.shape
     capacity = min(capacity, numel)
-    if on_host(mask.device):
-        # torch's nonzero takes 0.7 to 4 ns an entry, this 0.4: the whole codec would take twice as
-        # long at 1 bit (7.7 and 17.9 ns an entry)
-        found = torch.from_numpy(np.flatnonzero(mask.numpy()))
-        if rows == 1:
-            found = found[:capacity]
-            return found.unsqueeze(0), _Filled(torch.tensor([[len(found)]], device="cpu"), None)
-        borders = torch.arange(rows + 1, device="cpu").mul_(numel).unsqueeze(1)
-        starts = torch.searchsorted(found, borders)
-        count = starts.diff(dim=0).clamp_(max=capacity)
-        at = starts[:-1] + torch.arange(int(count.max()), device="cpu")
-        places = found[at.clamp_(max=len(found) - 1)].sub_(borders[:-1])
-    else:
-        rank = mask.cumsum(1)
-        count = rank[:, -1:].clamp(max=capacity)
-        rank = torch.where(mask, rank - 1, capacity).clamp_(max=capacity)
-        every = torch.arange(numel, device=mask.device).expand(rows, -1)
-        places = torch.zeros(rows, capacity + 1, dtype=torch.int64, device=mask.device)
-        places = places.scatter_(1, rank, every)[:, :capacity]
-    filled = _Filled(count, torch.arange(places.shape[1], device=mask.device) < count)
+    if on_host(mask.device) and rows == 1:
+        # torch's nonzero takes twice the time of the whole codec
+        found = torch.from_numpy(np.flatnonzero(mask.numpy()))[:capacity]
+        return found.unsqueeze(0), _Filled(torch.tensor([[len(found)]], device="cpu"), None)
+    rank = mask.cumsum(1)
+    count = rank[:, -1:].clamp(max=capacity)
+    rank = torch.where(mask, rank - 1, capacity).clamp_(max=capacity)
+    every = torch.arange(numel, device=mask.device).expand(rows, -1)
+    places = torch.zeros(rows, capacity + 1, dtype=torch.int64, device=mask.device)
+    places = places.scatter_(1, rank, every)[:, :capacity]
+    filled = _Filled(count, torch.arange(capacity, device=mask.device) < count)
     return filled.only(places), filled
 
 
@@ -312,36 +273,6 @@ def _pack(values: Tensor, payload: Tensor) -> None:
     means = _means(picked, code)
     _write(payload, code, ks, means)
     values.sub_(code.decoded(means, numel))
-
-
-def _decoded(payload: Tensor, numel: int) -> Tensor:
-    """Decode uint8 [rows, bytes] to fp32 [rows, numel]."""
-    code, means = _read(payload, numel)
-    return code.decoded(means, numel)
-
-
-def _batches(shards: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Return the indices of shards [rows, n] to code together: short ones of one size.
-
-    Some 200 operators run whatever the number of entries.
-    """
-    by_size: dict[tuple[int, ...], list[int]] = {}
-    for i, (rows, numel) in enumerate(shard.shape for shard in shards):
-        device = shards[i].device
-        short, at_once = (
-            _SHORT if on_host(device) else SEGMENT,
-            _tile(device) // max(1, rows * numel),
-        )
-        key = (rows, numel) if rows and 0 < numel <= short else (rows, numel, i)
-        batch = by_size.setdefault(key, [])
-        batch.append(i)
-        if len(batch) >= at_once:
-            yield by_size.pop(key)
-    yield from by_size.values()
-
-
-def _tile(device: torch.device) -> int:
-    return _TILE if on_host(device) else _TILE_ACCELERATOR
 
 
 def _guess(magnitude: Tensor) -> tuple[Tensor, Tensor]:
@@ -555,11 +486,9 @@ def _read(payload: Tensor, numel: int) -> tuple[_Sent, Tensor]:
 
 def _run(values: Tensor, start: Tensor, count: Tensor, most: int) -> tuple[Tensor, _Filled]:
     """Return `count` entries of each row from `start`: [rows, columns], padded like `_places`."""
-    rows, numel = values.shape
+    numel = values.shape[1]
     if on_host(values.device):
-        most = int(count.max())
-        if rows == 1:
-            return values[:, int(start) : int(start) + most], _Filled(count, None)
+        return values[:, int(start) : int(start) + int(count)], _Filled(count, None)
     columns = torch.arange(most, device=values.device)
     index = (start + columns).clamp_(max=numel - 1)
     return values.gather(1, index), _Filled(count, columns < count)

@@ -56,8 +56,8 @@ class Feedback:
         seed: seed of the rounding to bf16 or int8. Ranks need different ones, or their rounding
             errors add up instead of averaging out.
 
-    Raises:
-        ValueError: `dtype` or `device` is none of the choices.
+    Attributes:
+        steps: committed steps so far. State: the rounding of the next step depends on it.
     """
 
     def __init__(
@@ -69,16 +69,11 @@ class Feedback:
         device: ResidualDevice = "accelerator",
         seed: int = 0,
     ) -> None:
-        if device not in ("accelerator", "cpu"):
-            raise ValueError(f"residuals live on 'accelerator' or 'cpu', not {device!r}")
-        if dtype not in TORCH_DTYPES:
-            raise ValueError(f"a residual's dtype is one of {list(TORCH_DTYPES)}, not {dtype!r}")
         self.enabled = enabled
         self.accumulates = enabled or accumulates
         self.dtype = dtype
         self.on_host = device == "cpu"
         self.steps = 0
-        """Committed steps so far. State: the rounding of the next step depends on it."""
         self._seed = seed
         self._residuals: defaultdict[str, _Residual] = defaultdict(_Residual)
         self._place: torch.device | None = None
@@ -120,19 +115,8 @@ class Feedback:
         Raises:
             ValueError: the residual of `name` has another length.
         """
-        source, working = self.begin(name, grad_flat)
-        divisor = world * loss_scale
-        if source is None:
-            return divide(grad_flat, divisor, working)
-        return add_divided(source, grad_flat, divisor, working)
-
-    def begin(self, name: str, grad_flat: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Prepare `accumulate` for a kernel that adds the gradient itself.
-
-        Returns:
-            The summand, fp32 [n] or None for zeros, and the tensor for the sum, maybe the same.
-        """
         numel, device = grad_flat.numel(), grad_flat.device
+        divisor = world * loss_scale
         residual = self._residuals[name]
         residual.is_cleared = False
         source: QuantizedTensor | None = None
@@ -152,10 +136,19 @@ class Feedback:
             working = torch.empty(numel, dtype=torch.float32, device=device)
             residual.working = working
         if source is None:
-            return None, working
+            # widened first: fp16 / divisor would round, and underflow under a large loss scale
+            return torch.div(grad_flat.float(), divisor, out=working)
         if source.values.dtype == torch.float32:
-            return source.values.to(device, non_blocking=True), working
-        return source.decoded(working), working
+            summand = source.values.to(device, non_blocking=True)
+        else:
+            summand = source.decoded(working)
+        if on_host(device):
+            grad_flat = grad_flat.float()  # an accelerator widens in the kernel
+        if math.frexp(divisor)[0] == 0.5:
+            # The reciprocal is exact, so one fused pass rounds exactly as a division would.
+            return torch.add(summand, grad_flat, alpha=1.0 / divisor, out=working)
+        divisors = summand.new_full((), divisor)
+        return torch.addcdiv(summand, grad_flat, divisors, out=working)
 
     def store(self, name: str, working: Tensor) -> None:
         """Make the rest of `accumulate`'s tensor, after delivery, the step's residual so far.
@@ -167,8 +160,7 @@ class Feedback:
         if not self.accumulates or self._is_pending_itself(working.device):
             return
         numel, device = working.numel(), self._storage_device(working.device)
-        target = self._target(residual, numel, device)
-        encoded = target
+        target = encoded = self._target(residual, numel, device)
         if device != working.device:
             encoded = QuantizedTensor.empty(numel, self.dtype, working.device)
         encoded.encode(working, f"{self._seed} {self.steps} {residual.roundings} {name}")
@@ -200,17 +192,9 @@ class Feedback:
             self._recycle(residual, residual.pending)
             self._begin_step(residual)
 
-    def state_dict(self, *, copy: bool = True) -> dict[str, Tensor]:
-        """Return committed residuals by parameter name, decoded: fp32 [n] each.
-
-        Without `copy`, fp32 residuals are the live buffers, which later steps overwrite.
-        """
-        return {
-            name: stored.values
-            if not copy and stored.values.dtype == torch.float32
-            else stored.decoded()
-            for name, stored in self.stored().items()
-        }
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return committed residuals by parameter name, decoded: fp32 [n] each."""
+        return {name: stored.decoded() for name, stored in self.stored().items()}
 
     def stored(self) -> dict[str, QuantizedTensor]:
         """Return committed residuals in storage: the live buffers, which later steps overwrite."""
@@ -232,8 +216,8 @@ class Feedback:
             self._begin_step(residual)
         self.steps = steps
         for name, source in state.items():
-            residual, device = self._residuals[name], self._storage_device(source.device)
-            device = self._place or device
+            residual = self._residuals[name]
+            device = self._place or self._storage_device(source.device)
             if source.values.dtype == TORCH_DTYPES[self.dtype]:
                 residual.committed = self._spare(residual, source.numel, device)
             else:
@@ -269,7 +253,7 @@ class Feedback:
     def _spare(self, residual: _Residual, numel: int, device: torch.device) -> QuantizedTensor:
         while residual.spare:
             stored = residual.spare.pop()
-            if stored.is_like(self.dtype, numel, device):
+            if stored.numel == numel and stored.device == device:
                 return stored
         return self._empty(numel, device)
 
@@ -290,27 +274,6 @@ class Feedback:
     def _wait_for_copies(self) -> None:
         if self.on_host and torch.cuda.is_initialized():
             torch.cuda.synchronize()
-
-
-def divide(grad: Tensor, divisor: float, out: Tensor) -> Tensor:
-    """Write `grad / divisor` in fp32 to `out`."""
-    # Widen first: fp16 / divisor would round, and underflow under a large loss scale.
-    return torch.div(grad.float(), divisor, out=out)
-
-
-def add_divided(source: Tensor, grad: Tensor, divisor: float, out: Tensor) -> Tensor:
-    """Write `source + grad / divisor` in fp32 to `out`, which may be `source`."""
-    if on_host(grad.device):
-        grad = grad.float()  # an accelerator widens in the kernel
-    if is_power_of_two(divisor):
-        # The reciprocal is exact, so one fused pass rounds exactly as a division would.
-        return torch.add(source, grad, alpha=1.0 / divisor, out=out)
-    return torch.addcdiv(source, grad, source.new_full((), divisor), out=out)
-
-
-def is_power_of_two(x: float) -> bool:
-    """Return whether `x` is a power of two."""
-    return math.frexp(x)[0] == 0.5
 
 
 def finite_flag(tensors: Sequence[Tensor]) -> Tensor:

@@ -1,7 +1,4 @@
-"""Few-bit values: every entry in 8, 4, 3 or 2 bits, with one bf16 scale per block.
-
-A block is a run of neighbours: a gradient's rows differ in size, and a scale that fits one row fits
-its neighbours' entries best. `wire` has the layout of the codes.
+"""Few-bit values: every entry in 8, 4, 3 or 2 bits, with one bf16 scale per block of neighbours.
 
 8, 4 and 3 bits: whole multiples of the scale, from -2^(bits-1) to 2^(bits-1) - 1. The scale carries
 a sign so that the block's largest magnitude, whatever its own sign, takes the end that reaches one
@@ -16,8 +13,8 @@ the block, however far from Gaussian it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Annotated, Literal
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -45,8 +42,7 @@ _SLOPE = 2 - _CURVE / 2
 _BORDER_LIMITS = (2.0**-63, 2.0**63)
 
 _BF16_MAX = torch.finfo(torch.bfloat16).max
-# Entries processed at a time: on a CPU few enough for its cache, elsewhere scratch is bounded.
-# Multiples of every block; not part of the format.
+# Entries processed at a time, multiples of every block: few enough for a CPU's cache.
 _TILE_ELEMENTS = 1 << 18
 _TILE_ELEMENTS_ACCELERATOR = 1 << 24
 _WORD = {8: torch.int8, 4: torch.int16, 2: torch.int32, 1: torch.int64}
@@ -61,13 +57,7 @@ class Quantize(Method, Codec):
     about = "every entry in 8, 4, 3 or 2 bits; more bytes and a smaller error"
     example = '{"bits": 3}'
     presets = {f"{bits}bit": {"quantize": {"bits": bits}} for bits in (4, 3, 2)}
-    aliases = {
-        "nbits": "bits",
-        "num_bits": "bits",
-        "block_size": "block",
-        "group_size": "block",
-        "blocksize": "block",
-    }
+    aliases = {"num_bits": "bits", "block_size": "block", "group_size": "block"}
     removed = {
         "rotated": Removed(
             "values are never rotated now: over three seeds rotated values trained no better",
@@ -100,39 +90,43 @@ class Quantize(Method, Codec):
         code_bytes = sum(_plane_bytes(numel, width) for width in _PLANES[self.bits])
         return self._codes_start(numel) + aligned(code_bytes)
 
-    def kernels(self, device: torch.device) -> fused.Kernels | None:
-        """Return the Triton kernels if they run on `device` and agree with the operators."""
-        if not fused.is_supported(device):
-            return None
-        gaussian = (_BORDER, *_BORDER_LIMITS, _CURVE, _SLOPE)
-        kernels = fused.QuantizeKernels(self.bits, self.block, gaussian)
-        what = f"{self.bits} bits in blocks of {self.block}"
-        agrees = fused.trusted(what, device, lambda: self._agrees(kernels, device))
-        return kernels if agrees else None
-
-    def _agrees(self, kernels: fused.Kernels, device: torch.device) -> bool:
-        """Return whether kernels and operators decode the same on a few blocks, without loss."""
-        numel = 3 * self.block + 5
-        values = torch.arange(numel, dtype=torch.float32, device=device).mul_(0.37).sin_()
-        left, size = values.clone(), self.packed_bytes(numel)
-        payloads = torch.empty(1, size, dtype=torch.uint8, device=device)
-        finite = kernels.pack([fused.ToPack(left[None], source=left[None], payloads=payloads)])
-        ours, theirs = torch.zeros_like(values), torch.zeros_like(values)
-        kernels.unpack_add_all([fused.ToAdd(payloads, ours)])
-        self._unpack_add_rows(payloads, theirs, 1.0)
-        lost = (left + ours - values).abs().max()
-        # at 2 bits a third of the entries' size is left, at 8 a hundredth
-        error = left.norm() / values.norm()
-        return bool(finite & (lost <= 1e-6) & (error < 0.5) & (ours == theirs).all())
-
     def pack_rows(self, values: Tensor, out: Tensor) -> None:
         """Quantize each row; the rounding errors stay in `values`."""
-        if kernels := self.kernels(values.device):
-            kernels.pack([fused.ToPack(values, source=values, payloads=out)])
+        self.pack_all([(values, out)])
+
+    def unpack_add_rows(self, payloads: Tensor, into: Tensor, scale: float = 1.0) -> None:
+        """Add the decoded values of each payload."""
+        self.unpack_add_all([(payloads, into)], scale)
+
+    def pack_all(self, shards: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Quantize all tensors; one kernel where kernels run."""
+        if shards and fused.is_supported(shards[0][0].device):
+            fused.pack_quantized(shards, self._kernel_options())
             return
-        tile = _tile(values.device)
-        for some, payloads in row_groups(values.shape[1], tile, values, out):
-            self._pack_tiles(some, payloads, tile)
+        for values, out in shards:
+            tile = _tile(values.device)
+            for some, payloads in row_groups(values.shape[1], tile, values, out):
+                self._pack_tiles(some, payloads, tile)
+
+    def unpack_add_all(self, shards: Sequence[tuple[Tensor, Tensor]], scale: float = 1.0) -> None:
+        """Add the decoded values of all tensors; one kernel where kernels run."""
+        if shards and fused.is_supported(shards[0][0].device):
+            fused.unpack_add_quantized(shards, scale, self._kernel_options())
+            return
+        for payloads, into in shards:
+            for (some,) in row_groups(into.shape[0], _tile(into.device), payloads):
+                self._unpack_add_tiles(some, into, scale)
+
+    def _kernel_options(self) -> dict[str, Any]:
+        least, most = _BORDER_LIMITS
+        gaussian = {"BORDER": _BORDER, "LEAST": least, "MOST": most}
+        return {
+            "BITS": self.bits,
+            "BLOCK": self.block,
+            **gaussian,
+            "CURVE": _CURVE,
+            "SLOPE": _SLOPE,
+        }
 
     def _pack_tiles(self, values: Tensor, out: Tensor, tile: int) -> None:
         rows, numel = values.shape
@@ -150,29 +144,20 @@ class Quantize(Method, Codec):
                 codes = codes >> bits if bits < 8 else codes
             part.sub_(self._decode(quantized, scale))
 
-    def unpack_add_rows(self, payloads: Tensor, into: Tensor, scale: float = 1.0) -> None:
-        """Add the decoded values of each payload."""
-        if kernels := self.kernels(into.device):
-            kernels.unpack_add_all([fused.ToAdd(payloads, into)], scale)
-        else:
-            self._unpack_add_rows(payloads, into, scale)
-
-    def _unpack_add_rows(self, payloads: Tensor, into: Tensor, scale: float) -> None:
-        numel, tile = into.shape[0], _tile(into.device)
-        for (some,) in row_groups(numel, tile, payloads):
-            scales, planes = self._sections(some, numel)
-            for start, stop, width in self._tiles(numel, tile):
-                codes: Tensor | None = None
-                for bits, plane in reversed(planes):  # the top bits have the sign
-                    part = _unpack_bits(_of_plane(plane, bits, start, stop), bits)
-                    part = part[:, : stop - start]
-                    codes = part if codes is None else codes << bits | part & ((1 << bits) - 1)
-                assert codes is not None
-                decoded = self._decode(
-                    codes.float().view(some.shape[0], -1, width),
-                    scales[:, start // self.block : -(-stop // self.block)],
-                )
-                add_rows(into[start:stop], decoded, scale)
+    def _unpack_add_tiles(self, payloads: Tensor, into: Tensor, scale: float) -> None:
+        numel = into.shape[0]
+        scales, planes = self._sections(payloads, numel)
+        for start, stop, width in self._tiles(numel, _tile(into.device)):
+            codes: Tensor | None = None
+            for bits, plane in reversed(planes):  # the top bits have the sign
+                part = _unpack_bits(_of_plane(plane, bits, start, stop), bits)[:, : stop - start]
+                codes = part if codes is None else codes << bits | part & ((1 << bits) - 1)
+            assert codes is not None
+            decoded = self._decode(
+                codes.float().view(payloads.shape[0], -1, width),
+                scales[:, start // self.block : -(-stop // self.block)],
+            )
+            add_rows(into[start:stop], decoded, scale)
 
     def _decode(self, quantized: Tensor, scale: Tensor) -> Tensor:
         """Multiply fp32 codes [rows, blocks, width], in place, by bf16 scales [rows, blocks].
@@ -229,10 +214,9 @@ def _linear(blocks: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     limit = _BF16_MAX / reach
     scale = largest.div_(-reach).clamp_(-limit, limit).to(torch.bfloat16)
     wide = scale.float()
-    # As for int8 values (`topk`): a block of zeros, or too small for a bf16 scale, sends zeros and
-    # keeps its values; a reciprocal of a denormal scale would overflow; the clamp catches the
-    # coarse rounding of such scales, and the end that has one level less.
-    divisor = torch.where(wide == 0, torch.ones_like(wide), wide).unsqueeze(2)
+    # A block of zeros, or too small for a bf16 scale, sends zeros and keeps its values. The clamp
+    # catches the coarse rounding of denormal scales, and the end that has one level less.
+    divisor = torch.where(wide == 0, 1.0, wide).unsqueeze(2)
     return blocks.div(divisor).round_().clamp_(-reach, reach - 1), scale
 
 

@@ -1,14 +1,12 @@
 """Top-K: send the entries of largest magnitude, keep the rest as residual.
 
 The top k of each block of at most 256 entries are sent: this costs one pass, never waits, and the
-number of entries is known beforehand. A block is not a run of neighbours. Gradients have rows that
-are large as a whole, and a block inside such a row could send only k of them. Block b holds the
-entries b, b + S, b + 2S, ... of the shard, S the number of blocks: the fixed permutation
-i -> (i mod S, i div S), a transposition without memory traffic because the reduction runs down the
-columns of the [rows, S] view. S has no factor 2, 3 or 5, so that it does not fall in step with the
-row length of the tensor. Magnitudes are compared by the upper 23 bits of |x|; the lower 8 bits of
-the comparison key hold the row, so a plain integer maximum yields the entry's row in its block,
-which is sent as a byte.
+number of entries is known beforehand. A block is not a run of neighbours: gradients have rows that
+are large as a whole. Block b holds the entries b, b + S, b + 2S, ... of the shard, S the number of
+blocks, so the maxima run down the columns of the [rows, S] view. S has no factor 2, 3 or 5, so that
+it does not fall in step with the row length of the tensor. The comparison key is the upper 23 bits
+of |x| and, in its lower 8 bits, the row: a plain integer maximum yields the entry's row in its
+block, which is sent as a byte.
 """
 
 from __future__ import annotations
@@ -37,11 +35,9 @@ INT8_GROUP = 64
 _INT8_MAX = 127
 _ROW_BITS = MAX_BLOCK - 1
 _MAGNITUDE_BITS = 0x7FFFFFFF & ~_ROW_BITS
-# Selecting k entries is k passes of a maximum. At larger densities blocks shrink instead of k
-# growing: 8 of 80 keep nearly what 25 of 250 do.
+# Selecting k entries is k passes of a maximum; at larger densities blocks shrink instead.
 _MAX_PER_BLOCK = 8
-# Keys that are worked on at a time. Bounds the scratch memory at 4 MiB on a CPU; smaller tiles were
-# slower, they make more calls.
+# Keys that are worked on at a time: bounds the scratch memory.
 _TILE_ELEMENTS = 1 << 20
 _TILE_ELEMENTS_ACCELERATOR = 1 << 24
 
@@ -99,11 +95,6 @@ class TopK(Method, Codec):
             return value_bytes(numel, self.values)
         return value_bytes(blocks.sent, self.values) + aligned(blocks.sent)
 
-    def kernels(self, device: torch.device) -> fused.Kernels | None:
-        """Return None; check the kernel of the selection now instead of in an exchange."""
-        _has_kernel(device)
-        return None
-
     def pack_rows(self, values: Tensor, out: Tensor) -> None:
         """Send the largest entries of each row."""
         if not values.numel():
@@ -148,15 +139,18 @@ class TopK(Method, Codec):
 
 @dataclass(frozen=True)
 class Blocks:
-    """Division of `numel` entries into blocks: entry i is in block i % count, at row i // count."""
+    """Division of `numel` entries into blocks: entry i is in block i % count, at row i // count.
+
+    Attributes:
+        count: number of blocks.
+        rows: entries per block; the last row may be short, so some blocks hold one entry less.
+        k: entries sent per block; less than `rows`.
+    """
 
     numel: int
     count: int
-    """Number of blocks."""
     rows: int
-    """Entries per block; the last row may be short, so some blocks hold one entry less."""
     k: int
-    """Entries sent per block; less than `rows`."""
 
     @property
     def sent(self) -> int:
@@ -175,26 +169,16 @@ def blocks_for(numel: int, density: float) -> Blocks:
 
     At least one entry per block is sent: densities below 1/256 become 1/256.
     """
+    # 1e-12: 0.07 * 100 is above 7
     per_block = min(_MAX_PER_BLOCK, max(1, math.floor(MAX_BLOCK * density)))
     length = min(MAX_BLOCK, math.floor(per_block / density * (1 + 1e-12)))
     count = max(1, -(-numel // length))
     # For a handful of blocks the step to the next admissible count would change the density.
-    if count > 30:
-        count = _without_small_factors(count)
+    while count > 30 and any(count % prime == 0 for prime in (2, 3, 5)):
+        count += 1
     rows = -(-numel // count)
-    return Blocks(numel, count, rows, min(per_block, max(1, ceil_of(density * rows))))
-
-
-def _without_small_factors(x: int) -> int:
-    """Return `x` or the next number that neither 2 nor 3 nor 5 divides."""
-    while any(x % prime == 0 for prime in (2, 3, 5)):
-        x += 1
-    return x
-
-
-def ceil_of(x: float) -> int:
-    """Return the ceiling, allowing for the rounding of `density * n` (0.07 * 100 is not 8)."""
-    return math.ceil(x * (1 - 1e-12))
+    k = max(1, math.ceil(density * rows * (1 - 1e-12)))
+    return Blocks(numel, count, rows, min(per_block, k))
 
 
 def _add_at(into: Tensor, index: Tensor, decoded: Tensor) -> None:
@@ -217,29 +201,9 @@ def select_in_blocks(values: Tensor, blocks: Blocks, offsets: Tensor) -> None:
         blocks: of a shard.
         offsets: uint8 [shards, k, count].
     """
-    if _has_kernel(values.device):
+    if fused.is_supported(values.device):
         fused.select_in_blocks(values, offsets, blocks.count, blocks.k)
-    else:
-        _select_in_blocks(values, blocks, offsets)
-
-
-def _has_kernel(device: torch.device) -> bool:
-    what = "Top-K's blocks"
-    return fused.is_supported(device) and fused.trusted(
-        what, device, lambda: _kernel_agrees(device)
-    )
-
-
-def _kernel_agrees(device: torch.device) -> bool:
-    blocks = blocks_for(700, 0.02)
-    values = torch.arange(700, dtype=torch.float32, device=device).mul_(0.37).sin_()[None]
-    found = torch.zeros(2, 1, blocks.k, blocks.count, dtype=torch.uint8, device=device)
-    fused.select_in_blocks(values, found[0], blocks.count, blocks.k)
-    _select_in_blocks(values, blocks, found[1])
-    return torch.equal(found[0], found[1])
-
-
-def _select_in_blocks(values: Tensor, blocks: Blocks, offsets: Tensor) -> None:
+        return
     tile = _TILE_ELEMENTS if on_host(values.device) else _TILE_ELEMENTS_ACCELERATOR
     rows = torch.arange(blocks.rows, dtype=torch.int32, device=values.device).unsqueeze(1)
     for some, places in row_groups(blocks.numel, tile, values, offsets):
@@ -275,11 +239,9 @@ def _select_together(
 
 def value_bytes(count: int, fmt: ValueFormat) -> int:
     """Return the bytes of `count` values in format `fmt`, scales and alignment included."""
-    if fmt == "fp32":
-        return aligned(4 * count)
-    if fmt == "bf16":
-        return aligned(2 * count)
-    return aligned(2 * -(-count // INT8_GROUP)) + aligned(count)
+    if fmt == "int8":
+        return aligned(2 * -(-count // INT8_GROUP)) + aligned(count)
+    return aligned((4 if fmt == "fp32" else 2) * count)
 
 
 def encode_values(values: Tensor, fmt: ValueFormat, out: Tensor) -> Tensor:
@@ -305,10 +267,8 @@ def decode_values(payload: Tensor, count: int, fmt: ValueFormat) -> Tensor:
 
 def _grouped(values: Tensor) -> Tensor:
     """Return [..., groups, INT8_GROUP]; the last group is filled up with zeros."""
-    missing = -values.shape[-1] % INT8_GROUP
-    if missing:
-        values = torch.nn.functional.pad(values, (0, missing))
-    return values.view(*values.shape[:-1], -1, INT8_GROUP)
+    padded = torch.nn.functional.pad(values, (0, -values.shape[-1] % INT8_GROUP))
+    return padded.view(*values.shape[:-1], -1, INT8_GROUP)
 
 
 def _dequantize(quantized: Tensor, scales: Tensor) -> Tensor:
@@ -322,11 +282,9 @@ def _encode_int8(values: Tensor, out: Tensor) -> Tensor:
     scales = groups.abs().amax(-1).div_(_INT8_MAX).to(torch.bfloat16)
     start_byte = write_section(out, 0, scales)
     wide = scales.float()
-    # A group of zeros, or of denormals too small for a bf16 scale, sends zeros and keeps its
-    # values as residual; without the 1 it would cast NaN to an integer, which is undefined.
-    # Dividing (not multiplying by a reciprocal, which would overflow) is safe for denormal
-    # scales; the clamp catches their coarse rounding.
-    divisor = torch.where(wide == 0, torch.ones_like(wide), wide).unsqueeze(-1)
+    # A group of zeros, or too small for a bf16 scale, sends zeros and keeps its values. Dividing is
+    # safe for denormal scales, whose reciprocal overflows; the clamp catches their coarse rounding.
+    divisor = torch.where(wide == 0, 1.0, wide).unsqueeze(-1)
     quantized = groups.div(divisor).round_().clamp_(-_INT8_MAX, _INT8_MAX).to(torch.int8)
     flat = quantized.flatten(-2)[..., : values.shape[-1]]
     write_section(out, start_byte, flat)

@@ -69,10 +69,6 @@ def _codes_start(numel, BLOCK: tl.constexpr):
 def pack_quantized(
     table,
     tensors,
-    flagged,
-    divisor,
-    loss_scale,
-    GRAD: tl.constexpr,
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
@@ -83,7 +79,7 @@ def pack_quantized(
     CURVE: tl.constexpr,
     SLOPE: tl.constexpr,
 ):
-    """Add residual and gradient, quantize, write the payload and the residual."""
+    """Quantize the entries of a tile, write its part of the payload, and leave the residual."""
     BLOCKS: tl.constexpr = TILE // BLOCK
     REACH: tl.constexpr = 1 << (BITS - 1)
     tensor, program = _find(table, tensors, TENSORS)
@@ -94,88 +90,59 @@ def pack_quantized(
     count = tl.minimum(numel - tile * TILE, TILE).to(tl.int32)  # entries of this tile
     start = row * tl.load(column + 3 * tensors) + tile * TILE
     values = tl.load(column + 4 * tensors).to(tl.pointer_type(tl.float32)) + start
-    source_address = tl.load(column + 5 * tensors)
-    grad_address = tl.load(column + 6 * tensors)
-    payload_address = tl.load(column + 7 * tensors)
-    own_address = tl.load(column + 9 * tensors)
+    payload = tl.load(column + 6 * tensors) + row * tl.load(column + 5 * tensors)
     block = tl.arange(0, BLOCKS)
     entry = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     there = entry < count
+    x = tl.load(values + entry, mask=there, other=0.0)
+    x = tl.where(tl.abs(x) < float("inf"), x, 0.0)  # the step will be skipped
 
-    # residual + gradient / divisor
-    source = source_address.to(tl.pointer_type(tl.float32)) + start
-    x = tl.load(source + entry, mask=entry < tl.where(source_address != 0, count, 0), other=0.0)
-    if GRAD == 1:
-        grad = grad_address.to(tl.pointer_type(tl.bfloat16)) + start
-    elif GRAD == 2:
-        grad = grad_address.to(tl.pointer_type(tl.float16)) + start
+    if BITS == 2:
+        length = tl.minimum(tl.maximum(count - block * BLOCK, 1), BLOCK).to(tl.float32)
+        rms = tl.div_rn(tl.sqrt_rn(tl.sum(x * x, axis=1)), tl.sqrt_rn(length))
+        border = tl.minimum(tl.maximum(rms * BORDER, LEAST), MOST)
+        borders = tl.broadcast_to(border[:, None], (BLOCKS, BLOCK))
+        inside = tl.div_rn(x, borders)
+        codes = tl.minimum(tl.maximum(tl.floor(inside), -2.0), 1.0)
+        levels = _decoded(codes, 1.0, BITS, CURVE, SLOPE)
+        levels = tl.where(there, levels, 0.0)
+        most = tl.sum(levels * levels, axis=1)
+        most = tl.where(most == 0.0, 1.0, most)  # of a block behind the end
+        fit = tl.div_rn(tl.sum(inside * levels, axis=1), most) * border
+        scale = _bf16(tl.minimum(fit, 3.3895313892515355e38 / 4))
+        wide = _wide(scale)
     else:
-        grad = grad_address.to(tl.pointer_type(tl.float32)) + start
-    g = tl.load(grad + entry, mask=entry < tl.where(grad_address != 0, count, 0), other=0.0).to(
-        tl.float32
-    )
-    x += tl.div_rn(g, divisor + tl.zeros_like(g))
-    finite = tl.abs(x) < float("inf")
-    bad = tl.sum(tl.sum((finite == 0).to(tl.int32), axis=1), axis=0)
-    tl.store(flagged, 1, mask=bad > 0)
-    x = tl.where(finite, x, 0.0)  # the step will be skipped
+        low, high = tl.min(x, axis=1), tl.max(x, axis=1)
+        largest = tl.where(-low > high, low, high)
+        LIMIT: tl.constexpr = 3.3895313892515355e38 / REACH
+        signed = tl.div_rn(largest, tl.zeros_like(largest) - REACH)
+        scale = _bf16(tl.minimum(tl.maximum(signed, -LIMIT), LIMIT))
+        wide = _wide(scale)
+        divisors = tl.where(wide == 0.0, 1.0, wide)
+        codes = tl.div_rn(x, tl.broadcast_to(divisors[:, None], (BLOCKS, BLOCK)))
+        codes = tl.minimum(tl.maximum(codes, -REACH * 1.0), REACH - 1.0)
+        codes = (codes + 12582912.0) - 12582912.0  # 1.5 * 2^23: to the nearest, ties to even
+    left = x - _decoded(codes, wide[:, None], BITS, CURVE, SLOPE)
+    tl.store(values + entry, left, mask=there)
 
-    if payload_address == 0:
-        own = own_address.to(tl.pointer_type(tl.float32)) + tile * TILE
-        tl.store(own + entry, x * loss_scale, mask=there)
-        tl.store(values + entry, tl.zeros_like(x), mask=there)
+    # scales | codes, both filled up to 8 bytes with zeros
+    blocks = (count + BLOCK - 1) // BLOCK
+    scales = payload.to(tl.pointer_type(tl.int16)) + tile * BLOCKS
+    scale = tl.where(block < blocks, scale, 0)
+    tl.store(scales + block, scale.to(tl.int16), mask=block < (blocks + 3) // 4 * 4)
+    planes = (payload + _codes_start(numel, BLOCK)).to(tl.pointer_type(tl.uint8))
+    flat = tl.reshape(tl.where(there, codes, 0.0).to(tl.int32), (TILE,))
+    if BITS == 3:
+        low_bytes, high_bytes = (numel + 3) // 4, (numel + 7) // 8
+        _narrow(flat, planes, count, tile, 2, TILE)
+        _narrow(flat >> 2, planes + low_bytes, count, tile, 1, TILE)
+        end = low_bytes + high_bytes
     else:
-        if BITS == 2:
-            length = tl.minimum(tl.maximum(count - block * BLOCK, 1), BLOCK).to(tl.float32)
-            rms = tl.div_rn(tl.sqrt_rn(tl.sum(x * x, axis=1)), tl.sqrt_rn(length))
-            border = tl.minimum(tl.maximum(rms * BORDER, LEAST), MOST)
-            borders = tl.broadcast_to(border[:, None], (BLOCKS, BLOCK))
-            inside = tl.div_rn(x, borders)
-            codes = tl.minimum(tl.maximum(tl.floor(inside), -2.0), 1.0)
-            levels = _decoded(codes, 1.0, BITS, CURVE, SLOPE)
-            levels = tl.where(there, levels, 0.0)
-            most = tl.sum(levels * levels, axis=1)
-            most = tl.where(most == 0.0, 1.0, most)  # of a block behind the end
-            fit = tl.div_rn(tl.sum(inside * levels, axis=1), most) * border
-            scale = _bf16(tl.minimum(fit, 3.3895313892515355e38 / 4))
-            wide = _wide(scale)
-        else:
-            low, high = tl.min(x, axis=1), tl.max(x, axis=1)
-            largest = tl.where(-low > high, low, high)
-            LIMIT: tl.constexpr = 3.3895313892515355e38 / REACH
-            signed = tl.div_rn(largest, tl.zeros_like(largest) - REACH)
-            scale = _bf16(tl.minimum(tl.maximum(signed, -LIMIT), LIMIT))
-            wide = _wide(scale)
-            divisors = tl.where(wide == 0.0, 1.0, wide)
-            codes = tl.div_rn(x, tl.broadcast_to(divisors[:, None], (BLOCKS, BLOCK)))
-            codes = tl.minimum(tl.maximum(codes, -REACH * 1.0), REACH - 1.0)
-            codes = (codes + 12582912.0) - 12582912.0  # 1.5 * 2^23: to the nearest, ties to even
-        left = x - _decoded(codes, wide[:, None], BITS, CURVE, SLOPE)
-        tl.store(values + entry, left, mask=there)
-
-        # scales | codes, both filled up to 8 bytes with zeros
-        payload = payload_address + row * tl.load(column + 8 * tensors)
-        blocks = (count + BLOCK - 1) // BLOCK
-        scales = payload.to(tl.pointer_type(tl.int16)) + tile * BLOCKS
-        scale = tl.where(block < blocks, scale, 0)
-        tl.store(scales + block, scale.to(tl.int16), mask=block < (blocks + 3) // 4 * 4)
-        planes = (payload + _codes_start(numel, BLOCK)).to(tl.pointer_type(tl.uint8))
-        flat = tl.reshape(tl.where(there, codes, 0.0).to(tl.int32), (TILE,))
-        if BITS == 3:
-            low_bytes, high_bytes = (numel + 3) // 4, (numel + 7) // 8
-            _narrow(flat, planes, count, tile, 2, TILE)
-            _narrow(flat >> 2, planes + low_bytes, count, tile, 1, TILE)
-            end = low_bytes + high_bytes
-        else:
-            end = (numel * BITS + 7) // 8
-            _narrow(flat, planes, count, tile, BITS, TILE)
-        if tile == each - 1:
-            filler = end + tl.arange(0, 8)
-            tl.store(
-                planes + filler,
-                tl.zeros((8,), tl.uint8),
-                mask=filler < (end + 7) // 8 * 8,
-            )
+        end = (numel * BITS + 7) // 8
+        _narrow(flat, planes, count, tile, BITS, TILE)
+    if tile == each - 1:
+        filler = end + tl.arange(0, 8)
+        tl.store(planes + filler, tl.zeros((8,), tl.uint8), mask=filler < (end + 7) // 8 * 8)
 
 
 @triton.jit
@@ -192,7 +159,6 @@ def unpack_add_quantized(
     table,
     tensors,
     rows,
-    before,
     factor,
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -204,23 +170,18 @@ def unpack_add_quantized(
     CURVE: tl.constexpr,
     SLOPE: tl.constexpr,
 ):
-    """Add decoded payloads and the own part to `into`, in the order of ranks."""
+    """Add the decoded payloads to `into`, row after row."""
     tensor, tile = _find(table, tensors, TENSORS)
     column = table + tensor
     numel = tl.load(column + 2 * tensors)
     stride = tl.load(column + 3 * tensors)
     first = tl.load(column + 4 * tensors)
     into = tl.load(column + 5 * tensors).to(tl.pointer_type(tl.float32)) + tile * TILE
-    own_address = tl.load(column + 6 * tensors)
-    own = own_address.to(tl.pointer_type(tl.float32)) + tile * TILE
     count = tl.minimum(numel - tile * TILE, TILE).to(tl.int32)  # entries of this tile
     entry = tl.arange(0, TILE)
     there = entry < count
     total = tl.load(into + entry, mask=there, other=0.0)
-    mine = tl.load(own + entry, mask=entry < tl.where(own_address != 0, count, 0), other=0.0)
     for row in range(rows):
-        if row == before:
-            total += mine
         payload = first + row * stride
         scales = payload.to(tl.pointer_type(tl.int16)) + tile * (TILE // BLOCK)
         scale = tl.load(scales + entry // BLOCK, mask=there, other=0).to(tl.int32) & 0xFFFF
@@ -233,8 +194,6 @@ def unpack_add_quantized(
         codes = (codes << (32 - BITS)) >> (32 - BITS)  # the top bit is the sign
         decoded = _decoded(codes.to(tl.float32), _wide(scale), BITS, CURVE, SLOPE)
         total += decoded * factor
-    if before >= rows:
-        total += mine
     tl.store(into + entry, total, mask=there)
 
 

@@ -29,8 +29,7 @@ class AssignedTensor:
         how: its compressor in words.
         dense_bytes: the gradient in its own type.
         sent_bytes: the whole gradient on the wire, in the same terms: payloads of all shards, or
-            the factors as their sum moves them (`low_rank`). Norms and biases that piggyback on
-            factors are counted as if sent alone.
+            the factors as their sum moves them (`low_rank`).
     """
 
     name: str

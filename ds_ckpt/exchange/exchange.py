@@ -20,15 +20,13 @@ those of all buckets at once, when the step ends: a flagged bucket is exchanged 
 meaningless values, and the step is rolled back.
 
 The number of kernels does not grow with the number of ranks: shards of one size go through a codec
-as the rows of one matrix (`Packets`). If a codec has kernels for all tensors of a bucket at once
-(`compression.fused`), it does not grow with the number of tensors either.
+as the rows of one matrix (`Packets`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
@@ -39,8 +37,7 @@ from ds_ckpt.compression import wire
 from ds_ckpt.compression.base import Codec, Compressor, on_host
 from ds_ckpt.compression.dense import Dense
 from ds_ckpt.compression.error_feedback import Feedback, all_finite, finite_flag
-from ds_ckpt.compression.fused import GRADIENTS, Kernels, ToAdd, ToPack
-from ds_ckpt.compression.powersgd import Factors, LowRank, factor_numels, matrix_shape
+from ds_ckpt.compression.powersgd import Factors, LowRank, matrix_shape
 from ds_ckpt.compression.wire import aligned, section
 from ds_ckpt.exchange.assignment import describe
 from ds_ckpt.exchange.hierarchy import InHostSum
@@ -75,14 +72,10 @@ class Item:
     Attributes:
         local: this rank's contribution, [layout.numel]: its gradient, or its node's sum.
         dtype: the gradient's, which returned shards and uncompressed tensors have.
-        piggybacks: it is sent uncompressed with the low-rank factors.
         pending: with a compressor, residual plus gradient; turns into the new residual.
         energy: squared norm of `pending` at others' shards, if errors are sampled.
         own: this rank's contribution to its own shard, in the dtype of the sum.
-        arriving: payloads of the other ranks, a row each; None with factors alone.
-        kernels: what packs and unpacks it fused with the bucket's other tensors.
-        deferred: its kernels make `pending` as they pack it, from `source` (None: zeros) and
-            `local`.
+        arriving: payloads of the other ranks, a row each; not with factors.
         weights: divisors of entries before they are packed; see `exchange.metric`.
     """
 
@@ -92,14 +85,10 @@ class Item:
     local: Tensor
     layout: LocalShard
     compressor: Compressor | None
-    piggybacks: bool = False
     pending: Tensor | None = None
     energy: Tensor | None = None
     own: Tensor = field(init=False)
-    arriving: Tensor | None = None
-    kernels: Kernels | None = None
-    deferred: bool = False
-    source: Tensor | None = None
+    arriving: Tensor = field(init=False)
     weights: Tensor | None = None
 
     @property
@@ -108,19 +97,9 @@ class Item:
         return None if self.compressor is None else self.compressor.codec
 
     @property
-    def in_steps(self) -> bool:
-        """Return whether its codec uses the preconditioner metric."""
-        return self.codec is not None and self.codec.uses_preconditioner
-
-    @property
     def low_rank(self) -> LowRank | None:
         """Its compressor, if it is a low rank."""
         return self.compressor if isinstance(self.compressor, LowRank) else None
-
-    @property
-    def packed(self) -> bool:
-        """Return whether it is in the all-to-all."""
-        return not self.piggybacks and (self.compressor is None or self.codec is not None)
 
     @property
     def packed_bytes(self) -> list[int]:
@@ -191,12 +170,9 @@ class AllToAllExchange:
         self.errors = Errors()
 
     def reserve(
-        self,
-        shapes: Iterable[tuple[str, torch.Size]],
-        device: torch.device,
-        *others: Choose,
+        self, shapes: Iterable[tuple[str, torch.Size]], device: torch.device, *others: Choose
     ) -> None:
-        """Allocate the residuals of the parameters that have one, by name and shape.
+        """Allocate the residuals of the parameters that have one, and compile kernels.
 
         Args:
             shapes: by name.
@@ -204,15 +180,19 @@ class AllToAllExchange:
             others: compressors of other steps.
         """
         ways = (self._choose, *others) if self.world > 1 else ()
+        codecs: dict[str, Codec] = {}
         for name, shape in shapes:
             chosen = [self._chosen_for(name, shape, choose) for choose in ways]
             compressors = [compressor for compressor in chosen if compressor is not None]
-            for codec in (compressor.codec for compressor in compressors):
-                if codec is not None:
-                    codec.kernels(device)  # compiled now, not in the middle of an exchange
+            codecs |= {c.describe(): c.codec for c in compressors if c.codec is not None}
             if compressors or self._accumulates:
                 layout = local_shard(ShardLayout(shape.numel(), self.world), self._members)
                 self.feedback.reserve(name, layout.numel, device)
+        for codec in codecs.values() if not on_host(device) else ():
+            values = torch.zeros(1, 1024, dtype=torch.float32, device=device)
+            payload = torch.empty(1, codec.packed_bytes(1024), dtype=torch.uint8, device=device)
+            codec.pack_rows(values, payload)
+            codec.unpack_add_rows(payload, values[0])
 
     def reset_step(self) -> None:
         """Forget the flag of accumulated gradients; the caller commits or rolls back the rest."""
@@ -254,8 +234,6 @@ class AllToAllExchange:
         Returns:
             Zeros of the shape of what `average` returns.
         """
-        if tensors:
-            self._time_on(tensors[0].device)
         items = self._items(names, tensors, self._choose if choose is None else choose)
         with self.timings.section("residual"):
             sums = []
@@ -300,7 +278,6 @@ class AllToAllExchange:
         choose = self._choose if choose is None else choose
         if not tensors:
             return []
-        self._time_on(tensors[0].device)
         if self.world == 1:
             if self._accumulated_finite is not None:
                 self._finite.append(self._accumulated_finite)
@@ -314,10 +291,6 @@ class AllToAllExchange:
             for name in names:
                 self.feedback.clear(name)
         return shards
-
-    def _time_on(self, device: torch.device) -> None:
-        if self.timings.module is None and not on_host(device):
-            self.timings.module = torch.get_device_module(device)
 
     def _chosen_for(self, name: str, shape: torch.Size, choose: Choose) -> Compressor | None:
         """Return a parameter's compressor, which is chosen once, at attach."""
@@ -338,6 +311,8 @@ class AllToAllExchange:
 
     def _items(self, names: Sequence[str], tensors: list[Tensor], choose: Choose) -> list[Item]:
         """Return a bucket's tensors with compressors, contributions and layouts."""
+        if tensors and self.timings.module is None and not on_host(tensors[0].device):
+            self.timings.module = torch.get_device_module(tensors[0].device)
         flats = [t.reshape(-1) for t in tensors]
         shards = [ShardLayout(f.numel(), self.world) for f in flats]
         if self._in_host is not None and flats:
@@ -349,9 +324,14 @@ class AllToAllExchange:
             for n, t, local, layout in zip(names, tensors, flats, layouts, strict=True)
         ]
 
+    def _metric_for(self, item: Item) -> PreconditionerEstimate | None:
+        uses_metric = item.codec is not None and item.codec.uses_preconditioner
+        return self.metric if uses_metric else None
+
     def _sample_metric(self, item: Item, loss_scale: float) -> None:
-        if item.in_steps and self.metric is not None and self.metric.sampling:
-            self.metric.add_gradient(item.name, item.shape, item.layout, item.local, loss_scale)
+        metric = self._metric_for(item)
+        if metric is not None and metric.sampling:
+            metric.add_gradient(item.name, item.shape, item.layout, item.local, loss_scale)
 
     def _single_rank(self, name: str, tensor: Tensor, choose: Choose, loss_scale: float) -> Tensor:
         """Return the gradient and its residual, accumulated or left by a larger world."""
@@ -365,54 +345,48 @@ class AllToAllExchange:
             self.feedback.store(name, pending)
             self.feedback.clear(name)
         finite = self._accumulated_finite
-        return flat if finite is None else _where(finite, flat)
+        return flat if finite is None else flat.masked_fill(~finite, torch.nan)
 
     def _exchange(self, items: Sequence[Item], loss_scale: float) -> list[Tensor]:
         """Exchange one bucket, from residuals to sums."""
-        section = self.timings.section
-        low = None
-        if any(item.low_rank is not None for item in items):
-            low = LowRankPart(self.transport, self.factors, self.timings, items[0].local.device)
-            _choose_piggybacks(items)
-        with section("residual"):
-            # factors need the sums, and carry the flag ahead of the packets
-            finite = self._accumulate(items, loss_scale, defer=low is None)
-        if low is not None:
-            with section("pack"):
-                self._add_to_low_rank(low, items)
+        timed = self.timings.section
+        low_ranks = [item for item in items if item.low_rank is not None]
+        others = [item for item in items if item.low_rank is None]
+        low: LowRankPart | None = None
+        packets: Packets | None = None
+        with timed("residual"):
+            finite = self._accumulate(items, loss_scale)
+        with timed("pack"):
+            if low_ranks:
+                device = items[0].local.device
+                low = LowRankPart(self.transport, self.factors, self.timings, device)
+                for item in low_ranks:
+                    assert item.pending is not None
+                    assert item.low_rank is not None
+                    blocks = RowBlocks.of(item.layout, matrix_shape(item.shape)[1])
+                    low.add(item.name, item.pending, blocks, item.low_rank)
                 finite = low.first(finite)
-        with section("pack"):
-            packed = [item for item in items if item.packed]
-            packets, finite = self._pack(packed, finite, loss_scale)
+            if others:
+                packets = self._pack(others, finite)
             self._store(items, finite)
         if packets is not None:
-            with section("wire"):
+            with timed("wire"):
                 packets.exchange()
                 others_finite, self._same_version = wire.read_headers(packets.incoming[0])
                 finite = finite & others_finite
-        with section("unpack"):
+        with timed("unpack"):
             if low is not None:
                 finite = low.second(finite)
             self._finite.append(finite)
             return self._sums(items, low, loss_scale, finite)
 
-    def _accumulate(self, items: Sequence[Item], loss_scale: float, *, defer: bool) -> Tensor:
-        """Add gradients to residuals, and set the own part aside; return the flag (bool []).
-
-        With `defer`, tensors whose kernels do this are left to them.
-        """
+    def _accumulate(self, items: Sequence[Item], loss_scale: float) -> Tensor:
+        """Add gradients to residuals, and set the own part aside; return the flag (bool [])."""
         every, sound = [], True
         for item in items:
             if item.compressor is None:
                 continue
-            if item.codec is not None and not item.piggybacks:
-                item.kernels = item.codec.kernels(item.local.device)
             self._sample_metric(item, loss_scale)
-            readable = item.local.dtype in GRADIENTS
-            if defer and readable and item.kernels is not None and not self.errors.sampling:
-                item.deferred = True
-                item.source, item.pending = self.feedback.begin(item.name, item.local)
-                continue
             pending = self.feedback.accumulate(item.name, item.local, self.world, loss_scale)
             item.pending = pending
             if on_host(pending.device):
@@ -422,64 +396,35 @@ class AllToAllExchange:
             mine = pending[item.layout.shard(self._me)]
             if self.errors.sampling and not isinstance(item.compressor, Dense):
                 item.energy = _energy(pending) - _energy(mine)
-            if item.piggybacks:
-                continue
             item.own = mine.mul(loss_scale)
         finite = torch.full((), sound, dtype=torch.bool, device=items[0].local.device)
         if every:
             finite = finite_flag(every)
         for item in items:
-            if item.pending is None or item.deferred or item.piggybacks:
-                continue
-            if item.low_rank is None:
+            if item.pending is not None and item.low_rank is None:
                 item.pending[item.layout.shard(self._me)].zero_()  # factors need whole rows
         accumulated = self._accumulated_finite
         return finite if accumulated is None else finite & accumulated
 
-    def _add_to_low_rank(self, low: LowRankPart, items: Sequence[Item]) -> None:
-        for item in items:
-            if item.piggybacks and item.pending is None:
-                wide = item.local.to(torch.promote_types(item.dtype, torch.float32))
-                low.add_rider(item.name, wide.div(self.world))
-            elif item.pending is not None and item.piggybacks:
-                low.add_rider(item.name, item.pending)
-            elif item.pending is not None and item.low_rank is not None:
-                blocks = RowBlocks.of(item.layout, matrix_shape(item.shape)[1])
-                low.add(item.name, item.pending, blocks, item.low_rank)
-
-    def _pack(
-        self, items: Sequence[Item], finite: Tensor, loss_scale: float
-    ) -> tuple[Packets | None, Tensor]:
-        """Write the packets; what a codec leaves out stays in the pending tensor.
-
-        Returns the packets and the flag, with what kernels have found.
-        """
-        if not items:
-            return None, finite
+    def _pack(self, items: Sequence[Item], finite: Tensor) -> Packets:
+        """Write the packets; what a codec leaves out stays in the pending tensor."""
         sizes = [*zip(*(item.packed_bytes for item in items), strict=True)]
         shards = [*zip(*(item.layout.sizes for item in items), strict=True)]
         packets = Packets(self.transport, sizes, shards, items[0].local.device)
-        fused: defaultdict[Kernels, list[ToPack]] = defaultdict(list)
         by_codec: dict[int, tuple[Codec, list[tuple[Tensor, Tensor]]]] = {}
         for place, item in enumerate(items, start=1):
             item.arriving = packets.incoming[place]
             outgoing = [(dests, pieces[place]) for dests, pieces in packets.outgoing]
-            if item.pending is None:
+            if item.pending is None or item.codec is None:
                 self._pack_uncompressed(item, outgoing)
                 continue
-            if item.kernels is not None:
-                fused[item.kernels] += self._to_pack(item, item.pending, outgoing)
-                continue
-            assert item.codec is not None
-            if item.in_steps and self.metric is not None:
+            if (metric := self._metric_for(item)) is not None:
                 device = item.pending.device
-                item.weights = self.metric.weights(item.name, item.shape, item.layout, device)
+                item.weights = metric.weights(item.name, item.shape, item.layout, device)
             if item.weights is not None:
                 item.pending.div_(item.weights)
             _, batch = by_codec.setdefault(id(item.codec), (item.codec, []))
             batch += [(item.layout.rows(item.pending, dests), out) for dests, out in outgoing]
-        for kernels, to_pack in fused.items():
-            finite = finite & kernels.pack(to_pack, self.world * loss_scale, loss_scale)
         for codec, batch in by_codec.values():
             codec.pack_all(batch)
         for item in items:
@@ -487,25 +432,7 @@ class AllToAllExchange:
                 item.pending.mul_(item.weights)
         for _, (header, *_) in packets.outgoing:
             wire.write_header(header, finite)
-        return packets, finite
-
-    def _to_pack(
-        self, item: Item, pending: Tensor, outgoing: Sequence[tuple[range, Tensor]]
-    ) -> Iterator[ToPack]:
-        """Yield the shards of a tensor, for kernels."""
-        rows = item.layout.rows
-        for dests, payloads in outgoing:
-            values = rows(pending, dests)
-            if not item.deferred:
-                yield ToPack(values, source=values, payloads=payloads)
-                continue
-            source = None if item.source is None else rows(item.source, dests)
-            yield ToPack(values, source, rows(item.local, dests), payloads)
-        if item.deferred:
-            mine = range(self._me, self._me + 1)
-            source = None if item.source is None else rows(item.source, mine)
-            item.own = pending.new_empty(item.layout.size(self._me))
-            yield ToPack(rows(pending, mine), source, rows(item.local, mine), own=item.own)
+        return packets
 
     def _pack_uncompressed(self, item: Item, outgoing: Sequence[tuple[range, Tensor]]) -> None:
         divisor = 1 if item.divided_last else self.world
@@ -524,106 +451,51 @@ class AllToAllExchange:
         for item in items:
             if item.pending is None:
                 continue
-            if item.piggybacks:
-                item.pending.zero_()  # all of it has arrived, in fp32
             if item.energy is not None:
                 before = item.energy.masked_fill(~finite, 0.0)
                 after = _energy(item.pending).masked_fill(~finite, 0.0)
                 self.errors.add(describe(item.compressor), before, after)
             self.feedback.store(item.name, item.pending)
-            if item.piggybacks or item.compressor == Dense(torch.float32):
+            if item.compressor == Dense(torch.float32):
                 self.feedback.clear(item.name)
 
     def _sums(
         self, items: Sequence[Item], low: LowRankPart | None, loss_scale: float, finite: Tensor
     ) -> list[Tensor]:
         """Return this rank's shards of the mean, times the loss scale, in the gradients' dtypes."""
-        sums = []
         # what is added to it is NaN where the bucket was flagged
         start = torch.zeros((), dtype=torch.float32, device=finite.device)
         start.masked_fill_(~finite, torch.nan)
-        fused = self._sums_fused(items, low, loss_scale, start)
+        sums: list[Tensor] = []
+        by_codec: dict[int, tuple[Codec, list[tuple[Tensor, Tensor]]]] = {}
+        weighted: list[tuple[Tensor, Tensor, Tensor]] = []
         for item in items:
-            if item.piggybacks:
+            if item.pending is None:
+                sums.append(self._sum_uncompressed(item))
+                continue
+            total = item.own.add_(start)
+            sums.append(total)
+            if item.codec is None:
                 assert low is not None
-                total = low.rider(item.name)[item.layout.shard(self._me)]
-                if item.pending is not None:
-                    total = _where(finite, total.mul(loss_scale))
-            elif item.pending is None:
-                total = self._sum_uncompressed(item)
-            else:
-                total = fused[item.name]
-            sums.append(total.to(item.dtype))
-        return sums
-
-    def _sums_fused(
-        self, items: Sequence[Item], low: LowRankPart | None, loss_scale: float, start: Tensor
-    ) -> dict[str, Tensor]:
-        """Return the sums of compressed tensors, by name, in the gradients' dtypes.
-
-        They start from `start` and are added in the order of ranks; by operators on an accelerator,
-        the others' together, then the own.
-        """
-        batches: dict[Hashable, tuple[Kernels | Codec | None, list[Item]]] = {}
-        for item in items:
-            if item.pending is not None and not item.piggybacks:
-                key = item.kernels or id(item.codec), item.dtype
-                batches.setdefault(key, (item.kernels or item.codec, []))[1].append(item)
-        sums: dict[str, Tensor] = {}
-        for adder, batch in batches.values():
-            sizes = [item.layout.size(self._me) for item in batch]
-            total = start.repeat(sum(sizes))  # a copy, also of one entry
-            shards, weighted = [], []
-            for item, part in zip(batch, total.split(sizes), strict=True):
-                if low is not None and item.low_rank is not None:
-                    part.add_(low.delivered(item.name), alpha=loss_scale)
-                if item.arriving is None:
-                    part.add_(item.own)
-                elif item.weights is None:
-                    shards.append(ToAdd(item.arriving, part, item.own))
-                else:
-                    part.add_(item.own)
-                    shards.append(ToAdd(item.arriving, torch.zeros_like(part)))
-                    mine = item.weights[item.layout.shard(self._me)]
-                    weighted.append((part, shards[-1].into, mine))
-            if adder is not None and shards:
-                own_last = isinstance(adder, Codec) and not on_host(total.device)
-                before = self.transport.world - 1 if own_last else self._me
-                adder.unpack_add_all(shards, loss_scale, before)
-            for part, others, weights in weighted:
-                part.add_(others.mul_(weights))
-            names = [item.name for item in batch]
-            sums |= dict(zip(names, total.to(batch[0].dtype).split(sizes), strict=True))
-        return sums
+                total.add_(low.delivered(item.name), alpha=loss_scale)
+                continue
+            into = total
+            if item.weights is not None:
+                into = torch.zeros_like(total)
+                weighted.append((total, into, item.weights[item.layout.shard(self._me)]))
+            if len(item.arriving):
+                _, batch = by_codec.setdefault(id(item.codec), (item.codec, []))
+                batch.append((item.arriving, into))
+        for codec, batch in by_codec.values():
+            codec.unpack_add_all(batch, loss_scale)
+        for total, into, weights in weighted:
+            total.add_(into.mul_(weights))
+        return [total.to(item.dtype) for total, item in zip(sums, items, strict=True)]
 
     def _sum_uncompressed(self, item: Item) -> Tensor:
-        assert item.arriving is not None
         arrived = section(item.arriving, 0, item.own.numel(), item.dtype)
         total = arrived.sum(0, dtype=item.own.dtype).add_(item.own)
         return total.div_(self.world) if item.divided_last else total
-
-
-def _choose_piggybacks(items: Sequence[Item]) -> None:
-    """Send small uncompressed tensors with the factors, which saves the bucket's all-to-all.
-
-    Together they may be no larger than the factors.
-    """
-    riders, factor_numel = [], 0
-    for item in items:
-        if item.compressor is None or isinstance(item.compressor, Dense):
-            riders.append(item)
-        elif item.low_rank is None:
-            return  # there is an all-to-all anyway
-        else:
-            factor_numel += sum(factor_numels(*matrix_shape(item.shape), item.low_rank.rank))
-    if sum(item.local.numel() for item in riders) <= factor_numel:
-        for item in riders:
-            item.piggybacks = True
-
-
-def _where(finite: Tensor, values: Tensor) -> Tensor:
-    """Return NaN in place of `values` if the bucket was flagged."""
-    return values.masked_fill(~finite, torch.nan)
 
 
 def _energy(values: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -76,7 +76,7 @@ def arrange(places: Sequence[Place], *, least: int = 2) -> Hosts | str:
     for host, processes in hosts.items():
         local = [places[p].local for p in processes if places[p].local is not None]
         if len(set(local)) < len(local):
-            # network namespaces or containers that share a name, started without host numbers
+            # containers that share a name, started without host numbers
             return f"two ranks of node {host} have the same local rank"
     sizes = sorted(len(processes) for processes in hosts.values())
     if len(hosts) == 1:
@@ -224,32 +224,19 @@ class InHostSum:
         for peers, (_, *payloads) in packets.outgoing:
             for i, (flat, payload) in enumerate(zip(flats, payloads, strict=True)):
                 theirs = [layouts[peer][i] for peer in peers]
-                _gather(flat, theirs, section(payload, 0, theirs[0].numel, flat.dtype))
+                out = section(payload, 0, theirs[0].numel, flat.dtype)
+                out.copy_(_gathered(flat, theirs).view_as(out))
         packets.exchange()
         totals: list[Tensor] = []
         for i, (flat, layout) in enumerate(zip(flats, layouts[me], strict=True)):
             arrived = section(packets.incoming[1 + i], 0, layout.numel, flat.dtype)
-            own = _gather(flat, [layout], flat.new_empty(1, layout.numel))[0]
+            own = _gathered(flat, [layout])
             wide = torch.promote_types(flat.dtype, torch.float32)
             totals.append(arrived.sum(0, dtype=wide).add_(own))
         return totals
 
 
-def _gather(flat: Tensor, layouts: Sequence[LocalShard], out: Tensor) -> Tensor:
-    """Copy the local shard of each layout, all of one length, to a row of `out`.
-
-    One copy for each run of shards, if the layouts are alike and equally far apart.
-    """
-    runs = [layout.runs for layout in layouts]
-    apart = runs[1][0].source - runs[0][0].source if len(runs) > 1 and runs[0] else 0
-    for row, each in enumerate(runs):
-        moved = [replace(run, source=run.source + apart * row) for run in runs[0]]
-        if each != moved:
-            for alone, layout in zip(out, layouts, strict=True):
-                _gather(flat, [layout], alone.unsqueeze(0))
-            return out
-    for run in runs[0]:
-        shape, steps = (len(runs), run.count, run.size), (apart, run.step, 1)
-        shards = flat.as_strided(shape, steps, flat.storage_offset() + run.source)
-        out[:, run.start : run.start + run.count * run.size].view(shape).copy_(shards)
-    return out
+def _gathered(flat: Tensor, layouts: Sequence[LocalShard]) -> Tensor:
+    """Return the entries of each local shard, one after the other."""
+    pieces = [flat[of.source(m)] for of in layouts for m in range(len(of.members))]
+    return torch.cat(pieces)

@@ -38,22 +38,6 @@ class ShardLayout:
 
 
 @dataclass(frozen=True)
-class Run:
-    """Shards of one size, `step` entries apart in the flattened tensor.
-
-    Attributes:
-        source: start of the first one there.
-        start: its start in the local shard, where they follow each other.
-    """
-
-    count: int
-    size: int
-    step: int
-    source: int
-    start: int
-
-
-@dataclass(frozen=True)
 class LocalShard:
     """The part of a tensor that a group of ranks exchanges: its members' shards, in a row.
 
@@ -99,25 +83,6 @@ class LocalShard:
         """Return shards of one size of consecutive members, as a view: [members, n]."""
         start, stop = self._starts[members[0]], self._starts[members[-1] + 1]
         return local[start:stop].view(len(members), (stop - start) // len(members))
-
-    @cached_property
-    def runs(self) -> list[Run]:
-        """Shards that are not empty, in order, in as few runs as possible."""
-        found, first, start = list[Run](), 0, 0
-        while first < len(self.members) and (size := self.size(first)):
-            at = self.source(first).start
-            step = self.source(first + 1).start - at if first + 1 < len(self.members) else size
-            last = first + 1
-            while (
-                last < len(self.members)
-                and self.size(last) == size
-                and self.source(last).start == at + step * (last - first)
-            ):
-                last += 1
-            found.append(Run(last - first, size, step, at, start))
-            start += size * (last - first)
-            first = last
-        return found
 
 
 @lru_cache(maxsize=4096)

@@ -8,10 +8,10 @@ With M_p the matrix of rank p, residual included, and hats for orthonormal colum
     Q = sum_p Q_p               the next step starts from it
     the owner adds P^ (Q - Q_own)^T at its shard's entries, and its own M exactly
 
-Each rank keeps what its own factor missed, not what the mean missed, so residuals and delivered
-gradients add up on every rank; its own shard has no residual. The own shard stays in M all the
-same: without it the matrices of two ranks would have different rows, and the projection of each on
-the common P^ would miss most of it (measured: an error of 24% where rank 2 suffices).
+Each rank keeps what its own factor missed, so residuals and delivered gradients add up on every
+rank; its own shard has no residual. The own shard stays in M all the same: without it the matrices
+of two ranks would have different rows, and the projection of each on the common P^ would miss most
+of it.
 
 A rank with a non-finite value puts NaN into the first sum. Every rank finds it there, on the
 device and without a wait; the rest of the exchange is computed and dropped.
@@ -21,8 +21,7 @@ needs rows, so each shard contributes the rows that it touches, with zeros at en
 (`RowBlocks`). Only the shard's own entries are delivered and kept.
 
 Two or three ranks send each other their factors in bf16 and sum them in fp32 (`FactorSum`). Each
-rank keeps its own rounding error as residual, so nothing is lost. A sum that is rounded on its way,
-which would allow bf16 in a ring, has errors that no rank could keep.
+rank keeps its own rounding error as residual, so nothing is lost.
 """
 
 from __future__ import annotations
@@ -129,47 +128,29 @@ class FactorSum:
         """Return the part of a factor that will arrive, in fp32; pass it to `sum` unchanged."""
         return factor.bfloat16().float() if self._gathers else factor
 
-    def sum(self, factors: Sequence[Tensor], exact: Sequence[Tensor] = ()) -> list[Tensor]:
-        """Return the sums of both lists, one after the other, fp32 in the given shapes.
-
-        Args:
-            factors: fp32, as `rounded` left them; at least one.
-            exact: fp32; summed in fp32.
-        """
-        parts, exact_numel = [*exact, *factors], sum(part.numel() for part in exact)
+    def sum(self, factors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the sums of factors, fp32 in the given shapes, as `rounded` left them."""
+        mine = torch.cat([factor.reshape(-1) for factor in factors])
+        sums = mine
         if self._gathers:
-            sums = self._gathered(parts, exact_numel)
+            sums = self._gathered(mine)
         else:
-            sums = torch.cat([part.reshape(-1) for part in parts])
             self._transport.all_reduce(sums)
-        pieces = sums.split([part.numel() for part in parts])
-        shaped = [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
-        self.finite = finite_flag([sums[exact_numel:]])
-        return shaped[len(exact) :] + shaped[: len(exact)]
+        self.finite = finite_flag([sums])
+        pieces = sums.split([factor.numel() for factor in factors])
+        return [piece.view(of.shape) for piece, of in zip(pieces, factors, strict=True)]
 
-    def _gathered(self, parts: list[Tensor], exact: int) -> Tensor:
-        """Send the first `exact` entries in fp32, the others in bf16."""
-        mine = torch.cat([part.reshape(-1) for part in parts])
-        packed = torch.cat(
-            [mine[:exact].view(torch.uint8), mine[exact:].bfloat16().view(torch.uint8)]
-        )
+    def _gathered(self, mine: Tensor) -> Tensor:
+        """Send the entries in bf16; return the sum in fp32."""
+        packed = mine.bfloat16().view(torch.uint8)
         world, me, size = self._transport.world, self._transport.dp_rank, packed.numel()
         splits = [0 if process == me else size for process in range(world)]
         arrived = packed.new_empty((world - 1) * size)
         self._transport.all_to_all(arrived, packed.repeat(world - 1), splits, splits)
         # own entries at their rank's place, so that every rank adds in the same order
-        contributions = [_unpacked(piece, exact) for piece in arrived.split(size)]
+        contributions = list(arrived.view(torch.bfloat16).view(world - 1, -1).float().unbind())
         contributions.insert(me, mine)
-        total = contributions[0]
-        for contribution in contributions[1:]:
-            total = total + contribution
-        return total
-
-
-def _unpacked(payload: Tensor, exact: int) -> Tensor:
-    # a copy begins where any type may
-    wide, narrow = payload.clone().split([4 * exact, payload.numel() - 4 * exact])
-    return torch.cat([wide.view(torch.float32), narrow.view(torch.bfloat16).float()])
+        return torch.stack(contributions).sum(0)
 
 
 @dataclass
@@ -194,11 +175,10 @@ class _Matrix:
 
 
 class LowRankPart:
-    """Low-rank tensors of one bucket, and small tensors that are summed with them, uncompressed.
+    """Low-rank tensors of one bucket.
 
-    The calls, in order: `add` and `add_rider` for each; `first`; `second`; `delivered` and `rider`
-    for each. After `first` the local shards hold the residuals, own shards at zero.
-
+    The calls, in order: `add` for each; `first`; `second`; `delivered` for each. After `first` the
+    local shards hold the residuals, own shards at zero.
     """
 
     def __init__(
@@ -212,7 +192,6 @@ class LowRankPart:
         self._matrices: dict[str, _Matrix] = {}
         self._warm: list[_Matrix] = []
         """Matrices with a q from an earlier step, which is a sum and not orthonormal."""
-        self._riders: dict[str, Tensor] = {}
 
     def add(self, name: str, local: Tensor, blocks: RowBlocks, settings: LowRank) -> None:
         """Add a tensor's local shard, fp32; it is changed in place."""
@@ -229,10 +208,6 @@ class LowRankPart:
         if is_warm:
             self._warm.append(item)
 
-    def add_rider(self, name: str, local: Tensor) -> None:
-        """Add an uncompressed tensor, already divided by the number of ranks; summed in fp32."""
-        self._riders[name] = local
-
     def first(self, finite: Tensor) -> Tensor:
         """Sum P and compute Q; return whether all ranks' values are finite (bool [])."""
         items = list(self._matrices.values())
@@ -243,12 +218,10 @@ class LowRankPart:
             item.mine = self._factor_sum.rounded(out)
         flag = torch.zeros(1, dtype=torch.float32, device=self._device)
         flag.masked_fill_(~finite, torch.nan)
-        riders = [local.float() for local in self._riders.values()]
         with self._timings.section("wire"):
-            sums = self._factor_sum.sum([flag, *(item.mine for item in items)], riders)
+            _, *sums = self._factor_sum.sum([flag, *(item.mine for item in items)])
         finite = self._factor_sum.finite
-        self._riders = dict(zip(self._riders, sums[1 + len(items) :], strict=True))
-        for item, total in zip(items, sums[1 : 1 + len(items)], strict=True):
+        for item, total in zip(items, sums, strict=True):
             item.given = total
         _orthonormalize(items)
         for item in items:
@@ -285,10 +258,6 @@ class LowRankPart:
         return powersgd.product_entries(
             item.given, others, entries.start, entries.stop, item.blocks.columns
         )
-
-    def rider(self, name: str) -> Tensor:
-        """Return the sum of all ranks' `add_rider` of `name`: fp32."""
-        return self._riders[name]
 
 
 def _orthonormalize(items: Sequence[_Matrix]) -> None:

@@ -14,8 +14,8 @@ and `about` in JSON:
     members         ranks whose shards the residuals cover, in this order; null: all
     values          by part, values that are no tensors
 
-Names end as those of DeepSpeed's own model states, except for a dot: its conversion to a universal
-checkpoint copies `*model_states.pt` and reads `*_model_states.pt`, so it copies residuals.
+Names end so that DeepSpeed's conversion to a universal checkpoint, which copies
+`*model_states.pt` and reads `*_model_states.pt`, copies residuals.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ _UNFINISHED = "ds_ckpt_residuals_*.unfinished"
 _PATTERN = "ds_ckpt_residuals_{process:05d}_of_{world:05d}.safetensors.model_states.pt"
 _NAME = re.compile(r"ds_ckpt_residuals_(\d+)_of_(\d+)\.safetensors.*")
 _WHY = "residuals of all ranks are needed: their sum is not delivered yet"
+_ONE_SAVE = "restore the files of one save"
 _START_AT_0 = "remove the ds_ckpt_residuals_* files to start with residuals of 0"
 Parts = Mapping[str, Mapping[str, Any]]
 """State beside the residuals: tensors and JSON values by part and key."""
@@ -81,10 +82,11 @@ class SavedFile:
     """A file opened for reading.
 
     Attributes:
-        process, world: from its name.
+        world: from its name.
         method: whose residuals these are.
         format: any but `FORMAT` is unreadable.
         steps, members: see the module.
+        names: parameters with a residual.
 
     Raises:
         StateError: the file is damaged, or another rank's.
@@ -92,7 +94,7 @@ class SavedFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.process, self.world = _place(path)
+        process, self.world = _place(path)
         try:
             self._file = SealedFile(path)
             metadata = self._file.metadata
@@ -102,27 +104,20 @@ class SavedFile:
             self.steps = int(about.get("steps", 0))
             self.members: tuple[int, ...] | None = None if members is None else tuple(members)
             self._values: dict[str, dict[str, Any]] = about.get("values", {})
-            found = (about.get("process", self.process), about.get("world", self.world))
-            if found != (self.process, self.world):
-                raise DamagedError(f"the file of process {found[0]} of {found[1]} under this name")
+            found = (about.get("process", process), about.get("world", self.world))
         except (ValueError, TypeError, AttributeError) as error:
-            raise self._damaged(error) from error
-
-    def _damaged(self, error: Exception) -> StateError:
-        found = str(error) if isinstance(error, DamagedError) else f"a broken header ({error})"
-        return _refused(self.path, found, _WHY, "restore the file")
+            raise _refused(path, str(error), _WHY, "restore the file") from error
+        if found != (process, self.world):
+            raise _refused(path, f"the file of rank {found[0]}", _WHY, "restore the file")
+        keys = self._file.keys
+        self.names = [k.removeprefix(_RESIDUAL) for k in keys if k.startswith(_RESIDUAL)]
 
     def check(self) -> None:
         """Read all of the file and raise `StateError` if it is damaged."""
         try:
             self._file.check()
         except DamagedError as error:
-            raise self._damaged(error) from error
-
-    @property
-    def names(self) -> list[str]:
-        """Parameters with a residual."""
-        return [k.removeprefix(_RESIDUAL) for k in self._file.keys if k.startswith(_RESIDUAL)]
+            raise _refused(self.path, str(error), _WHY, "restore the file") from error
 
     def numel(self, name: str) -> int:
         """Return the number of entries of a residual."""
@@ -130,11 +125,8 @@ class SavedFile:
 
     def residual(self, name: str) -> QuantizedTensor:
         """Return a residual as it was kept, on the host."""
-        scales = _SCALES + name
-        return QuantizedTensor(
-            self._file.tensor(_RESIDUAL + name),
-            self._file.tensor(scales) if scales in self._file.keys else None,
-        )
+        keys = [key for key in (_RESIDUAL + name, _SCALES + name) if key in self._file.keys]
+        return QuantizedTensor(*map(self._file.tensor, keys))
 
     def parts(self) -> dict[str, dict[str, Any]]:
         """Return the state beside the residuals."""
@@ -162,9 +154,7 @@ class ResidualFiles:
 
     what = "residuals"
     not_converted: str | None = (
-        "ds_ckpt: the universal checkpoint %s holds no residuals; they start at 0. If it was made "
-        "from one that an earlier version of ds_ckpt saved, copy the ds_ckpt_residuals_* files of "
-        "that one into it"
+        "ds_ckpt: the universal checkpoint %s holds no residuals; they start at 0"
     )
 
     def __init__(
@@ -244,23 +234,24 @@ class ResidualFiles:
         mine = paths[self._dp_rank :: self._world]  # every file is checked by one rank
         files = [self._fitting(path) for path in mine]
         for file in files:
-            _of_one_save(file, first)
+            if file.steps != first.steps:
+                found_steps = f"residuals after {file.steps} steps, in others after {first.steps}"
+                raise _refused(file.path, found_steps, _WHY, _ONE_SAVE)
             file.check()
         residuals: dict[str, QuantizedTensor] = {}
         if is_same:
             residuals = {name: files[0].residual(name) for name in files[0].names}
         elif not self._peers and first.members is None:
             residuals = self._summed(files, first)
-        elif self._dp_rank == 0:
-            log.warning(
-                "ds_ckpt: %s was saved by other ranks or another division over nodes; with two "
-                "levels, residuals then start at 0",
+        else:
+            self._warn(
+                "%s was saved by other ranks or another division over nodes; with two levels, "
+                "residuals then start at 0",
                 folder,
             )
         if residuals and not self._feedback.accumulates:
             residuals = {}
-            if self._dp_rank == 0:
-                log.warning("ds_ckpt: %s holds residuals; without error feedback they drop", folder)
+            self._warn("%s holds residuals; without error feedback they drop", folder)
         parts = (files[0] if is_same else first).parts()
         return Contents(residuals, steps=first.steps, parts=parts)
 
@@ -293,8 +284,7 @@ class ResidualFiles:
         for file in files:
             for name in file.names:
                 if name not in total:
-                    found = f"a residual of {name}, which {first.path.name} does not have"
-                    raise _refused(file.path, found, _WHY, "restore the files of one save")
+                    raise _refused(file.path, f"an additional residual of {name}", _WHY, _ONE_SAVE)
                 total[name].add_(file.residual(name).decoded())
         return {name: QuantizedTensor(tensor) for name, tensor in total.items()}
 
@@ -310,17 +300,11 @@ class ResidualFiles:
         for name in file.names:
             shards = ShardLayout(self._numels.get(name, 0), file.world)
             wanted = LocalShard(shards, file.members or tuple(range(file.world))).numel
-            if name not in self._numels:
-                why = "the model has no trainable parameter of this name"
-            elif file.numel(name) != wanted:
-                why = f"the model's parameter has {self._numels[name]} elements"
-                if file.members is not None:
-                    why += f", {wanted} of them in this rank's local shard"
-            else:
-                continue
-            found = f"a saved residual of {name} with {file.numel(name)} elements"
-            remedy = "load the checkpoint into the model that it was saved from"
-            raise _refused(path, found, why, remedy)
+            if name not in self._numels or file.numel(name) != wanted:
+                found = f"a saved residual of {name} with {file.numel(name)} elements"
+                why = f"the model has {wanted} trainable elements of this name there"
+                remedy = "load the checkpoint into the model that it was saved from"
+                raise _refused(path, found, why, remedy)
         return file
 
     def _warn_without(self, folder: Path, found: list[Path]) -> None:
@@ -328,8 +312,12 @@ class ResidualFiles:
         kind = methods().get(self._method)
         if kind is not None and kind.lossless:
             found = [path for path in found if self._fitting(path).names]
-        if found and self._dp_rank == 0:
-            log.warning("ds_ckpt: %s holds residuals; method %s drops them", folder, self._method)
+        if found:
+            self._warn(f"%s holds residuals; method {self._method} drops them", folder)
+
+    def _warn(self, message: str, folder: Path) -> None:
+        if self._dp_rank == 0:
+            log.warning(f"ds_ckpt: {message}", folder)
 
 
 def _found(folder: Path) -> list[Path]:
@@ -352,14 +340,8 @@ def _complete(folder: Path, found: list[Path]) -> list[Path]:
     if missing or len(worlds) > 1:
         what = f"residuals of {len(found)} ranks, worlds {worlds}"
         what += f", without {', '.join(missing)}" if missing else ""
-        raise _refused(folder, what, _WHY, "restore the missing files")
+        raise _refused(folder, what, _WHY, _ONE_SAVE)
     return [files[place] for place in places]
-
-
-def _of_one_save(file: SavedFile, first: SavedFile) -> None:
-    if file.steps != first.steps:
-        found = f"residuals after {file.steps} steps beside {first.path.name} after {first.steps}"
-        raise _refused(file.path, found, _WHY, "restore the files of one save")
 
 
 def _refused(where: Path, found: str, why: str, remedy: str) -> StateError:

@@ -28,7 +28,6 @@ from ds_ckpt.compression.storage import QuantizedTensor, ResidualDtype
 from ds_ckpt.engine.gradients import Gradients
 from ds_ckpt.engine.step import StepState
 from ds_ckpt.exchange.assignment import Assignment
-from ds_ckpt.exchange.layout import LocalShard, ShardLayout
 from ds_ckpt.exchange.transport import PACKET_ALIGNMENT_BYTES, Packets
 from ds_ckpt.lab.validate.virtual import VirtualWorld
 from tests.pretended_gpu import DEVICE, Gpu, in_threads
@@ -357,24 +356,6 @@ def test_packets_begin_where_nccl_can_move_sixteen_bytes(world: int) -> None:
     assert all((row.data_ptr() - first) % PACKET_ALIGNMENT_BYTES == 0 for row in rows)
     covered = [dest for dests, _ in packets.outgoing for dest in dests]
     assert covered == [p for p in range(world) if p != 1]
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 7, 8])
-@pytest.mark.parametrize("numel", [0, 1, 5, 21, 64, 100])
-@pytest.mark.parametrize("local", [1, 2, 4])
-def test_runs_are_the_shards(world: int, numel: int, local: int) -> None:
-    whole = torch.arange(numel)
-    for place in range(local):
-        layout = LocalShard(ShardLayout(numel, world), tuple(range(place, world, local)))
-        wanted = [whole[layout.source(m)] for m in range(len(layout.members))]
-        found = []
-        for run in layout.runs:
-            assert run.start == sum(map(len, found))
-            starts = [run.source + run.step * i for i in range(run.count)]
-            found += [whole[start : start + run.size] for start in starts]
-        wanted = [shard for shard in wanted if len(shard)]
-        assert [t.tolist() for t in found] == [t.tolist() for t in wanted]
-        assert len(layout.runs) <= 2
 
 
 # ---- memory

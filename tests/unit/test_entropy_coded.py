@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ds_ckpt.compression import EntropyCoded, entropy_coded
 from ds_ckpt.compression.entropy_coded import HEADER_BYTES
-from ds_ckpt.compression.fused import ToAdd
 
 FP32 = torch.finfo(torch.float32)
 EPS = FP32.eps
@@ -136,46 +135,6 @@ def test_rows_travel_as_if_alone_and_alike_on_every_device(
         assert torch.equal(left_alone, kept)
         expected += arrived_alone
     assert torch.equal(arrived, expected)
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    codecs,
-    st.lists(st.tuples(st.integers(1, 3), st.sampled_from([0, 1, 50, 300, 301])), max_size=6),
-    seeds,
-    st.integers(0, 3),
-)
-@pytest.mark.parametrize("host", [True, False])
-def test_tensors_of_a_bucket_travel_as_if_alone(
-    host: bool, codec: EntropyCoded, sizes: list[tuple[int, int]], seed: int, before: int
-) -> None:
-    """Though short ones of one size go together, as many as a cache holds."""
-    values = [
-        torch.stack([gradient("heavy tail", numel, seed + 7 * i + row) for row in range(rows)])
-        for i, (rows, numel) in enumerate(sizes)
-    ]
-    own = [torch.full((numel,), 0.1) for _, numel in sizes]
-    left, alone = [v.clone() for v in values], [v.clone() for v in values]
-    payloads = [torch.empty(r, codec.packed_bytes(n), dtype=torch.uint8) for r, n in sizes]
-    arrived, expected = ([torch.zeros(n) for _, n in sizes] for _ in range(2))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(entropy_coded, "_TILE", 1200)
-        if not host:
-            patch.setattr(entropy_coded, "on_host", lambda device: False)
-        codec.pack_all(list(zip(left, payloads, strict=True)))
-        shards = [ToAdd(*each) for each in zip(payloads, arrived, own, strict=True)]
-        codec.unpack_add_all(shards, 2.0, before)
-    for i, rows in enumerate(alone):
-        payload = torch.empty_like(payloads[i])
-        codec.pack_rows(rows, payload)
-        assert torch.equal(payload, payloads[i])
-        assert torch.equal(rows, left[i])
-        for row in payload[:before]:
-            codec.unpack_add_rows(row[None], expected[i], 2.0)
-        expected[i] += own[i]
-        for row in payload[before:]:
-            codec.unpack_add_rows(row[None], expected[i], 2.0)
-        assert torch.equal(expected[i], arrived[i])
 
 
 # of normal entries 3% more than one threshold leaves at so many bits of entropy

@@ -33,8 +33,8 @@ def low_rank(rows: int, columns: int, rank: int, seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("holds", [False, True])
-def test_collectives_of_a_bucket_with_norms_and_biases(holds: bool) -> None:
-    """Accumulated or not: what was held of norms and biases rides along, and nothing stays."""
+def test_a_bucket_with_norms_and_biases(holds: bool) -> None:
+    """Two sums of factors and one exchange of the rest; what was held of it is sent whole."""
     world = World(3, matrices(LowRank(4)), holds=holds)
     names = ["w", "bias", "v", "norm"]
     shapes = [(64, 48), (48,), (32, 64), (16,)]
@@ -42,7 +42,7 @@ def test_collectives_of_a_bucket_with_norms_and_biases(holds: bool) -> None:
     if holds:
         world.hold(names, held, 8.0)
     shards = world.reduce(names, last, 8.0)
-    assert [t.calls for t in world.transports] == [2] * 3
+    assert [t.calls for t in world.transports] == [3] * 3
     world.commit()
     for i in (1, 3):
         wanted = torch.stack([g[i].double() for g in last]).mean(0)
@@ -53,16 +53,16 @@ def test_collectives_of_a_bucket_with_norms_and_biases(holds: bool) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
-def test_bytes_are_those_of_the_factors_and_the_small_tensors(size: int) -> None:
+def test_bytes_are_those_of_the_factors(size: int) -> None:
     world = World(size, matrices(LowRank(4)))
-    world.reduce(["w", "b"], [[torch.randn(64, 48), torch.randn(48)]] * size)
+    world.reduce(["w"], [[torch.randn(64, 48)]] * size)
     p, q = factor_numels(64, 48, 4)
     sent = world.transports[0].sent_bytes
     # one entry is the verdict
-    if size < 4:  # everybody's own to everybody: factors in bf16, the bias in fp32
-        assert sent == (size - 1) * (2 * (p + q + 1) + 4 * 48)
+    if size < 4:  # everybody's own to everybody, in bf16
+        assert sent == (size - 1) * 2 * (p + q + 1)
     else:  # rings
-        assert abs(sent - 8 * (size - 1) / size * (p + q + 48 + 1)) < 16
+        assert abs(sent - 8 * (size - 1) / size * (p + q + 1)) < 16
 
 
 @pytest.mark.parametrize("hosts", [2, 3, 4])
@@ -94,49 +94,26 @@ def test_rounded_factors_lose_nothing(size: int, seed: int) -> None:
 
 
 @quick
-@given(st.integers(1, 6), st.integers(1, 3), st.integers(0, 3), st.integers(0, 2**20))
+@given(st.integers(1, 6), st.integers(1, 3), st.integers(0, 2**20))
 def test_sums_are_those_of_what_was_rounded_and_equal_everywhere(
-    size: int, factors: int, exact: int, seed: int
+    size: int, factors: int, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     virtual = VirtualWorld(size, timeout_s=20.0)
     sums = [FactorSum(transport) for transport in virtual.transports]
-    shapes = [(3, 2), (5,), (1, 7)]
+    shapes = [(3, 2), (5,), (1, 7)][:factors]
     given_ = [
-        (
-            [sums[p].rounded(torch.randn(s, generator=generator)) for s in shapes[:factors]],
-            [torch.randn(s, generator=generator) for s in shapes[:exact]],
-        )
-        for p in range(size)
+        [sums[p].rounded(torch.randn(s, generator=generator)) for s in shapes] for p in range(size)
     ]
-    arrived = virtual.run(lambda p: sums[p].sum(*given_[p]))
     if gathers(size):
-        assert torch.equal(given_[0][0][0], given_[0][0][0].bfloat16().float())
-    assert len(arrived[0]) == factors + exact
-    for i in range(factors + exact):
-        kind, at = (0, i) if i < factors else (1, i - factors)
-        wanted = torch.stack([given_[p][kind][at].double() for p in range(size)]).sum(0)
-        assert torch.allclose(arrived[0][i].double(), wanted, rtol=1e-6, atol=1e-6)
+        assert torch.equal(given_[0][0], given_[0][0].bfloat16().float())
+    wanted = [
+        torch.stack([each.double() for each in of]).sum(0) for of in zip(*given_, strict=True)
+    ]
+    arrived = virtual.run(lambda p: sums[p].sum(given_[p]))
+    for i, total in enumerate(wanted):
+        assert torch.allclose(arrived[0][i].double(), total, rtol=1e-6, atol=1e-6)
         assert all(torch.equal(arrived[0][i], arrived[p][i]) for p in range(size))
-
-
-@quick
-@given(st.integers(2, 5), st.integers(1, 4), st.integers(0, 2**20))
-def test_a_gradient_of_that_rank_arrives_whole(size: int, rank: int, seed: int) -> None:
-    """Sums over processes of equal column space; every process's rank stays within `rank`."""
-    world = World(size, matrices(LowRank(rank * size)))
-    gradients = [[low_rank(40, 30, rank, seed + p)] for p in range(size)]
-    wanted = sum(g[0].double() for g in gradients).div(size).flatten()
-    # taking the own shard out cuts rows; rank counts for what is left of them, so give it room
-    delivered = torch.zeros_like(wanted)
-    for _ in range(4):
-        shards = world.reduce(["w"], gradients)
-        world.commit()
-        delivered += assemble(shards, 0).double()
-    left = world.residual_sum("w", 1200)
-    assert torch.allclose(delivered + left, wanted * 4, atol=2e-4 * float(wanted.norm()))
-    if rank * size < 30:
-        assert left.norm() < 0.3 * wanted.norm()
 
 
 def last_of_four(gradient: Tensor, rank: int, *, remembered: bool) -> float:

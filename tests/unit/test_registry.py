@@ -144,8 +144,8 @@ def test_what_register_refuses() -> None:
 
     for kind, word in (
         (Named, "cannot be the name"),
-        (Mute, "mute.size explains nothing"),
-        (Needy, "needy.size has no default"),
+        (Mute, "mute.size needs"),
+        (Needy, "needy.size needs"),
         (Half, "half lacks .*pack_rows"),
         (Again, "is already the name of ds_ckpt.compression.topk.TopK"),
     ):

@@ -212,7 +212,7 @@ class VirtualWorkers:
 
     def residuals(self) -> list[dict[str, Tensor]]:
         """Return every worker's committed residuals: flat fp32 by parameter name."""
-        return [w.feedback.state_dict(copy=False) if w.feedback else {} for w in self._workers]
+        return [w.feedback.state_dict() if w.feedback else {} for w in self._workers]
 
 
 class _Worker:
