@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from ds_ckpt.compression import EntropyCoded, LowRank, Quantize
 from ds_ckpt.compression.topk import TopK
 from ds_ckpt.errors import UnsupportedError
+from ds_ckpt.exchange import exchange
 from ds_ckpt.exchange.metric import EVERY
 from ds_ckpt.exchange.rules import ExchangeSettings, MethodSettings
 from ds_ckpt.lab.validate.runs import train
@@ -254,8 +255,10 @@ def test_a_fallback_ends_a_warm_up_in_few_bits() -> None:
 
 def test_kernels_of_the_warm_up_are_tried_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
+    monkeypatch.setattr(exchange, "on_host", lambda device: False)
     for codec in (EntropyCoded, Quantize):
-        monkeypatch.setattr(codec, "kernels", lambda self, device: tried.append(self.describe()))
+        monkeypatch.setattr(codec, "pack_rows", lambda self, *_: tried.append(self.describe()))
+        monkeypatch.setattr(codec, "unpack_add_rows", lambda *_: None)
     settings = dataclasses.replace(lossy("entropy_coded", 5), warmup_bits=4)
     (worker, _) = VirtualWorkers(settings, 2, ["w", "norm"])._workers
     shapes = [("w", torch.Size([64, 64])), ("norm", torch.Size([64]))]
