@@ -1,7 +1,6 @@
 """ds_ckpt: activation checkpointing and gradient compression for DeepSpeed ZeRO-3.
 
-The public names, nothing else. They are loaded on first use, so that importing the package costs
-nothing and touches no accelerator.
+The public names are loaded on first use: importing the package touches no accelerator.
 """
 
 from __future__ import annotations

@@ -6,18 +6,16 @@ A field is an `Annotated` type with at most one `Expects` and any number of `Req
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model
-from pydantic.fields import FieldInfo
 
 
 @dataclass(frozen=True)
 class Expects:
-    """Accepted values in words, and an example as JSON, if the type does not say enough."""
+    """Accepted values in words, and an example as JSON, in place of pydantic's message."""
 
     words: str
     example: str
@@ -81,28 +79,6 @@ class Section(BaseModel):
 AnySection = TypeVar("AnySection", bound=Section)
 
 
-def expected(field: FieldInfo) -> Expects:
-    """Return the accepted values of a field: its `Expects`, or words for its type and range."""
-    for marker in field.metadata:
-        if isinstance(marker, Expects):
-            return marker
-    kinds = [field.annotation, *get_args(field.annotation)]
-    if choices := [c for k in kinds if get_origin(k) is Literal for c in get_args(k)]:
-        texts = [json.dumps(choice) for choice in choices]
-        example = next(choice for choice in choices if choice not in (field.default, "none"))
-        return Expects(f"{', '.join(texts[:-1])} or {texts[-1]}", json.dumps(example))
-    if any(isinstance(kind, type) and issubclass(kind, Section) for kind in kinds):
-        return Expects("an object in braces", "{}")
-    if bool in kinds:
-        return Expects("true or false", "true")
-    limits = {k: getattr(m, k) for m in field.metadata for k in ("ge", "gt", "le") if hasattr(m, k)}
-    words = "a whole number" if int in kinds else "a number"
-    words += f", {limits['ge']} or more" if "ge" in limits else ""
-    words += f" above {limits['gt']}" if "gt" in limits else ""
-    words += f" and at most {limits['le']}" if "le" in limits else ""
-    return Expects(words, json.dumps(field.default or (1 if int in kinds else 0.5)))
-
-
 def derive(base: type[AnySection], **types: Any) -> type[AnySection]:
     """Return the model with other types for some of its fields, or with more fields.
 
@@ -132,13 +108,13 @@ def list_as_tuple(value: Any) -> Any:
 
 def _whole_number(value: Any) -> Any:
     if isinstance(value, bool | float):
-        raise ValueError("expected a whole number")
+        raise ValueError("a whole number")
     return value
 
 
 def _not_auto(value: str) -> str:
     if is_auto(value):
-        raise ValueError("expected a name")
+        raise ValueError("a name")
     return value
 
 

@@ -14,14 +14,9 @@ _ABSENT = object()
 
 
 class Method:
-    """Replaces one object's method.
+    """Function in place of one object's method; copies and pickles of the object get the original.
 
-    A deep copy or a pickle of the object contains the original: with a plain function, a copied
-    module would run the forward, and so the weights, of the module it was copied from.
-
-    Args:
-        function: Called instead.
-        original: The method that it replaces.
+    With a plain function, a copied module would run the forward of the module it was copied from.
     """
 
     def __init__(self, function: Callable[..., Any], original: Callable[..., Any]) -> None:
@@ -36,7 +31,7 @@ class Method:
         return copy.deepcopy(self._original, memo)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_identity, (self._original,))
+        return _identity, (self._original,)
 
 
 def _identity(value: Any) -> Any:
@@ -44,10 +39,7 @@ def _identity(value: Any) -> Any:
 
 
 class Patches:
-    """Sets attributes, and restores them in reverse order.
-
-    An attribute that the object had only through its class is deleted on `undo`.
-    """
+    """Sets attributes, and restores them in reverse order."""
 
     def __init__(self) -> None:
         self._undo: list[tuple[Any, str, Any]] = []
@@ -73,7 +65,7 @@ class Patches:
         return bool(self._undo)
 
     def undo(self) -> None:
-        """Restore all attributes."""
+        """Restore all attributes; one that existed only in the object's class is deleted."""
         while self._undo:
             target, name, before = self._undo.pop()
             if before is not _ABSENT:

@@ -14,23 +14,17 @@ USAGE = "usage: deepspeed [launcher options] --module ds_ckpt.run SCRIPT.py [scr
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Install the plugin, then run the script as `__main__`.
-
-    Raises:
-        SystemExit: The script is missing, or the configuration is wrong.
-    """
+    """Install the plugin, then run the script as `__main__`; SystemExit if that is impossible."""
     args = list(sys.argv[1:] if argv is None else argv)
-    position = next((i for i, a in enumerate(args) if not a.startswith("-")), None)
-    if position is None:
-        raise SystemExit(f"ds_ckpt.run: no script was given\n{USAGE}")
-    script = args[position]
+    script = next((argument for argument in args if not argument.startswith("-")), "")
     if not os.path.isfile(script):
-        raise SystemExit(f"ds_ckpt.run: {script}: no such file in {os.getcwd()}\n{USAGE}")
+        raise SystemExit(f"ds_ckpt.run: no script {script!r} in {os.getcwd()}\n{USAGE}")
     from ds_ckpt.engine.entry import install
     from ds_ckpt.errors import ConfigError
 
     install()
-    sys.argv = [script, *args[:position], *args[position + 1 :]]
+    args.remove(script)
+    sys.argv = [script, *args]
     # as in `python SCRIPT`, the script's own folder comes first
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     try:

@@ -1,7 +1,7 @@
 """Files of tensors with checksums: read as they were written, or refused.
 
-The file's metadata have two digests (BLAKE2b, 16 bytes each): of the other metadata, and of all
-tensors' names, types, shapes and bytes. The format is safetensors; no pickle.
+The format is safetensors. Its metadata have two digests (BLAKE2b, 16 bytes each): of the other
+metadata, and of all tensors' names, types, shapes and bytes.
 """
 
 from __future__ import annotations
@@ -39,15 +39,10 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 
 
 class SealedFile:
-    """Open file whose metadata are verified; `check` verifies the tensors.
-
-    Attributes:
-        metadata: without the digest.
-        keys: names of the tensors.
+    """Open file whose `metadata` are verified; `check` verifies the tensors, named by `keys`.
 
     Raises:
-        DamagedError: the file cannot be opened, has no digest, or has other metadata than were
-            written.
+        DamagedError: the file cannot be opened, or its metadata are not what was written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -66,10 +61,6 @@ class SealedFile:
     def shape(self, key: str) -> list[int]:
         """Return a tensor's shape without reading it."""
         return list(self._file.get_slice(key).get_shape())
-
-    def dtype(self, key: str) -> str:
-        """Return safetensors' name of a tensor's type without reading it."""
-        return str(self._file.get_slice(key).get_dtype())
 
     def tensor(self, key: str) -> Tensor:
         """Read a tensor into host memory."""

@@ -43,13 +43,11 @@ class ActivationConfig(Keeping, _WithPolicy):
 
     policy: str = Field(
         default="none",
-        description='Recomputed modules; gradients are equal to the bit. "block": every block '
-        'keeps its input and runs again in backward. "attention", "mlp": these parts of every '
-        'block. "every_n": some of the blocks. "segments": several blocks in one recomputation. '
+        description='Recomputed modules. "block": every block. "attention", "mlp": these parts of '
+        'every block. "every_n": some blocks. "segments": several blocks in one recomputation. '
         '"selective": blocks, but results of chosen operators are kept. "budget": the plan within '
-        'budget_gib that recomputes least, made at the first batch. "auto": the same, for 90% of '
-        'budget_gib or of the free memory. Default: "block" if the section '
-        'activation_checkpointing is present, else "none".',
+        'budget_gib that recomputes least. "auto": the same, for 90% of budget_gib or of the free '
+        'memory. Default: "block" if the section activation_checkpointing is present.',
     )
     modules: Annotated[
         tuple[Name, ...] | None,
@@ -59,9 +57,8 @@ class ActivationConfig(Keeping, _WithPolicy):
         _ON,
     ] = Field(
         default=None,
-        description="Modules that are blocks: class names, or shell patterns (fnmatch) over module "
-        'names; with policy "attention" or "mlp" and no rules, these parts themselves. Default: '
-        "the layers that a Hugging Face model declares.",
+        description="Blocks (or the parts that the policy names): class names, or shell patterns "
+        "over module names. Default: the layers that a Hugging Face model declares.",
     )
     rules: Annotated[
         tuple[ActivationRuleConfig, ...],
@@ -70,8 +67,7 @@ class ActivationConfig(Keeping, _WithPolicy):
         Requires("policy", not_in=PLANNED, suggest="block", why="a plan covers every block"),
     ] = Field(
         default=(),
-        description="Policies for some blocks. The first matching rule decides; other blocks "
-        "follow the policy above.",
+        description="Policies for some blocks; the first matching rule decides.",
     )
     check_determinism: Annotated[
         bool | Annotated[int, Field(ge=1)],
@@ -79,8 +75,8 @@ class ActivationConfig(Keeping, _WithPolicy):
         _ON,
     ] = Field(
         default=False,
-        description="Compare recomputed values with those of the forward, and stop if they "
-        "differ; n: in every n-th forward. Costs up to 3% of a step.",
+        description="Compare recomputed values with those of the forward (of every n-th forward), "
+        "and stop if they differ. Costs up to 3% of a step.",
     )
     share_gather: Annotated[
         bool,
@@ -95,8 +91,8 @@ class ActivationConfig(Keeping, _WithPolicy):
     )
     budget_gib: Annotated[float | None, Field(gt=0, allow_inf_nan=False), _PLANNED] = Field(
         default=None,
-        description='Policies "budget" and "auto": memory of each accelerator, in GiB, for what '
-        'budget_of names. Default with "auto": the whole accelerator; required on the CPU.',
+        description="Memory of each accelerator for what budget_of names, in GiB. Default with "
+        '"auto": the whole accelerator; required on the CPU.',
     )
     budget_of: Annotated[
         BudgetOf | None,
@@ -110,10 +106,9 @@ class ActivationConfig(Keeping, _WithPolicy):
         ),
     ] = Field(
         default=None,
-        description='Memory that budget_gib limits. "activations": the peak of backward, '
-        'recomputed tensors included. "saved": tensors kept from forward to backward. '
-        '"accelerator": everything on it. Default: "activations" if budget_gib is set, else '
-        '"accelerator".',
+        description='Memory that budget_gib limits. "activations": the peak of backward. "saved": '
+        'tensors kept from forward to backward. "accelerator": everything on it, which is the '
+        "default without budget_gib.",
     )
 
     @property

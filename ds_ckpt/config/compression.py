@@ -46,18 +46,15 @@ class ErrorFeedbackConfig(Section):
 
     enabled: bool = Field(
         default=True,
-        description="Keep one residual per compressed parameter (8 bytes an entry; see dtype). "
-        "Without it low rank and Top-K reach a higher loss.",
+        description="Keep one residual per compressed parameter, 8 bytes an entry (see dtype).",
     )
     dtype: Annotated[Literal["fp32", "bf16", "int8"], _RESIDUALS] = Field(
         default="fp32",
-        description="Type of stored residuals: 8, 4 or 2.1 bytes an entry, with the copy for "
-        "skipped steps. bf16 and int8 are rounded stochastically, unbiased.",
+        description="Type of stored residuals: 8, 4 or 2.1 bytes an entry; rounded without bias.",
     )
     device: Annotated[Literal["accelerator", "cpu"], _RESIDUALS] = Field(
         default="accelerator",
-        description='Device of residuals. "cpu": pinned host memory; each step copies every '
-        "residual there and back.",
+        description='Device of residuals; "cpu": pinned host memory, with copies in each step.',
     )
     momentum: Annotated[
         Literal["none"] | Annotated[float, Field(gt=0, lt=1)],
@@ -66,8 +63,7 @@ class ErrorFeedbackConfig(Section):
     ] = Field(
         default="none",
         description="Momentum correction a against the delay of error feedback: after the warm-up "
-        "AdamW steps by (1 - a) m + a g, m being its first moment and g the step's gradient. For "
-        "AdamW of torch, DeepSpeedCPUAdam and FusedAdam.",
+        "AdamW steps by (1 - a) times its first moment plus a times the gradient.",
     )
 
     def describe(self) -> str:
@@ -104,20 +100,19 @@ class ExchangeConfig(Section):
         ),
     ] = Field(
         default="auto",
-        description='Exchanges with gradient accumulation. "accumulation_boundary": one per step; '
-        "earlier micro-steps stay in the residuals, or, without error feedback, in fp32 gradients "
-        'of 4 bytes a parameter. "micro_step": one per micro-step, as DeepSpeed does. "auto": the '
-        "boundary if there are residuals and managed_gradient_accumulation is on.",
+        description='Exchanges with gradient accumulation. "accumulation_boundary": one per step '
+        '(4 bytes a parameter if there are no residuals). "micro_step": one per micro-step. '
+        '"auto": the boundary if there are residuals.',
     )
     autotune: Annotated[bool, _LOSSY] = Field(
         default=True,
-        description="Time whole steps with and without compression, after the warm-up and every "
-        "1000 steps, and compress only if that shortens the step. false: always compress.",
+        description="Time steps with and without compression, and compress only if that shortens "
+        "them.",
     )
     levels: Annotated[Literal["auto", 1, 2], WHOLE_NUMBER, _ANY_METHOD] = Field(
         default="auto",
-        description="2: gradients are summed exactly inside a node, then compressed between nodes. "
-        '1: compressed between all ranks. "auto": 2 for several nodes with several ranks each.',
+        description="1: compressed between all ranks. 2: summed exactly inside a node, compressed "
+        'between nodes. "auto": 2 for several nodes with several ranks each.',
     )
 
 
@@ -134,15 +129,14 @@ class GuardConfig(Section):
         gt=0,
         le=1,
         allow_inf_nan=False,
-        description="Largest compression error: norm of the unsent part over norm of what there "
-        "was to send. Default, if residual_norm is absent too: 1.25 times the validated value.",
+        description="Largest compression error: norm of the unsent part over norm of the whole. "
+        "Default, if residual_norm is absent too: 1.25 times the validated value.",
     )
     residual_norm: Annotated[float | None, _GUARDED] = Field(
         default=None,
         gt=0,
         allow_inf_nan=False,
-        description="Largest norm of the residual, in norms of the averaged gradient. Default: as "
-        "error.",
+        description="Largest norm of the residual, in norms of the averaged gradient.",
     )
     every_n_steps: Annotated[int, _GUARDED] = Field(
         default=10, ge=1, description="Interval of checks, in optimizer steps."
@@ -197,9 +191,8 @@ class CompressionConfig(_WithMethods):
         _ANY_METHOD,
     ] = Field(
         default=(),
-        description="Methods for single tensors, by name, dimensions and size; the first matching "
-        "rule decides. Without one, biases and norms are uncompressed, and untied embeddings of "
-        "8192 rows or more use Top-K if the method is a low rank.",
+        description="Methods for single tensors; the first matching rule decides. Without one, "
+        "biases and norms are uncompressed, and low rank sends large untied embeddings by Top-K.",
     )
     error_feedback: Annotated[ErrorFeedbackConfig, _LOSSY] = Field(
         default_factory=ErrorFeedbackConfig, description="Residuals of lossy methods."
@@ -213,8 +206,7 @@ class CompressionConfig(_WithMethods):
     warmup_steps: Annotated[int, _LOSSY] = Field(
         default=100,
         ge=0,
-        description="Optimizer steps before compression begins. Twice the learning rate's warm-up "
-        "costs the least loss.",
+        description="Optimizer steps before compression; best is twice the rate's warm-up.",
     )
     warmup_bits: Annotated[
         WarmupBits | None,
@@ -223,13 +215,12 @@ class CompressionConfig(_WithMethods):
         Requires("warmup_steps", not_in=(0,), suggest=100),
     ] = Field(
         default=None,
-        description="Bits of a value in the warm-up, quantized with residuals; null: DeepSpeed's "
-        "own reduction.",
+        description="Bits of a value in the warm-up; default: DeepSpeed's own reduction.",
     )
     min_numel: Annotated[int, _LOSSY] = Field(
         default=4096,
         ge=0,
-        description="Smallest number of entries of a compressed tensor of two dimensions or more.",
+        description="Smallest number of entries of a compressed tensor.",
     )
 
     @property

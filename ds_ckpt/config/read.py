@@ -12,12 +12,11 @@ import re
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
+from pydantic import ValidationError
 
 from ds_ckpt.config.paths import is_auto, join, nearest, show
 from ds_ckpt.errors import Problem
-from ds_ckpt.fields import AnySection, Section, expected
+from ds_ckpt.fields import AnySection, Expects, Section
 
 log = logging.getLogger("ds_ckpt")
 
@@ -34,7 +33,10 @@ def read(
         return model.model_validate(_clean(raw, model, path, problems))
     except ValidationError as error:
         for entry in error.errors(include_url=False, include_context=False):
-            problems.append(_problem(entry["type"], entry["loc"], entry["input"], model, path))
+            words = entry["msg"].replace("Input should be", "must be").replace("'", '"')
+            words = words.replace("Value error, ", "must be ").replace("Field ", "is ")
+            words = re.sub("a valid dictionary.*", "an object in braces", words)
+            problems.append(_problem(words, entry["loc"], entry["input"], model, path))
         return None
 
 
@@ -93,7 +95,7 @@ def _is_removed(
 
 
 def _problem(
-    kind: str, loc: tuple[int | str, ...], value: object, model: type[Section], path: str
+    words: str, loc: tuple[int | str, ...], value: object, model: type[Section], path: str
 ) -> Problem:
     """Convert one error of pydantic."""
     place = parent = path
@@ -111,23 +113,20 @@ def _problem(
         field = model.model_fields.get(part)
     if field is None:
         return _unknown_key(key, value, model, parent)
-    expects = expected(field)
-    why, remedy = f"{key} must be {expects.words}", f"write for example {expects.example}"
+    found = "nothing" if words == "is required" else show(value)
+    remedy = "correct it"
+    for marker in (m for m in field.metadata if isinstance(m, Expects)):
+        words, remedy = f"must be {marker.words}", f"write for example {marker.example}"
     if not field.is_required():
-        remedy += f", or remove the key (default {show(_default(field))})"
-    if kind == "missing":
-        return Problem(place, "nothing", why, remedy)
+        default = {} if field.default_factory else field.default
+        remedy += f", or remove the key (default {show(default)})"
+    why = f"{key} {words}"
     if is_auto(value):
         why += '; "auto" is for keys that Hugging Face knows, and nothing fills it in here'
     elif isinstance(value, str):
-        close = nearest(value, re.findall(r'"([^"]*)"', expects.words))
+        close = nearest(value, re.findall(r'"([^"]*)"', words))
         why += f'; did you mean "{close}"?' if close else "; in quotes it is text"
-    return Problem(place, show(value), why, remedy)
-
-
-def _default(field: FieldInfo) -> Any:
-    value = field.get_default(call_default_factory=True, validated_data={})
-    return value.model_dump() if isinstance(value, BaseModel) else value
+    return Problem(place, found, why, remedy)
 
 
 def _unknown_key(key: str, value: object, model: type[Section], path: str) -> Problem:

@@ -29,7 +29,7 @@ a.policy=blok -> a.policy: did_you_mean_"block"
 a.Policy=block -> a.Policy: "policy"
 a.mode=block -> a.mode: a.policy
 a.policy=block a.check=1 -> a.check: the_keys_here
-a.policy=block a.share_gather=1 -> a.share_gather: true_or_false
+a.policy=block a.share_gather=1 -> a.share_gather: a_valid_boolean
 a.policy=block a.share_gather="true" -> a.share_gather: in_quotes_it_is_text
 a.policy=block a.modules="Block" -> a.modules: a_list
 a.policy=block a.modules=[] -> a.modules: a_list
@@ -58,9 +58,9 @@ a.policy=budget -> a.budget_gib: 6.0
 a.policy=auto ->
 a.policy=auto a.budget_of=activations -> a.budget_of: set_a.budget_gib_to_6.0
 a.policy=block a.budget_gib=6.0 a.budget_of=saved -> a.budget_gib: "budget" | a.budget_of: "budget"
-a.policy=budget a.budget_gib=0 -> a.budget_gib: above_0
+a.policy=budget a.budget_gib=0 -> a.budget_gib: greater_than_0
 a.policy=budget a.budget_gib="6" -> a.budget_gib: text
-a.policy=budget a.budget_gib=true -> a.budget_gib: a_number
+a.policy=budget a.budget_gib=true -> a.budget_gib: a_valid_number
 a.policy=budget a.budget_gib=6.0 a.every_n=3 -> a.every_n: "budget"
 a.policy=budget a.budget_gib=6.0 a.rules=[{"match":"0","policy":"block"}] -> a.rules: every_block
 a.policy=auto a.partition=true -> a.partition: plan_does_not_count
@@ -86,8 +86,8 @@ c.method=topk c.topk.density="0.01" -> c.topk.density: text
 c.method=topk c.topk.density=0 -> c.topk.density: above_0
 c.method=topk c.topk.density=NaN -> c.topk.density: number
 c.method=topk c.topk.values=8 -> c.topk.values: "int8"
-c.method=topk c.warmup_steps=1.0 -> c.warmup_steps: a_whole_number
-c.method=topk c.warmup_steps=-1 -> c.warmup_steps: 0_or_more
+c.method=topk c.warmup_steps=1.0 -> c.warmup_steps: a_valid_integer
+c.method=topk c.warmup_steps=-1 -> c.warmup_steps: or_equal_to_0
 c.method=topk c.warmup_steps=" AUTO " -> c.warmup_steps: remove_the_key_(default_100)
 c.method=quantize c.quantize.bits=5 -> c.quantize.bits: 8,_4,_3_or_2
 c.method=quantize c.quantize.bits=4.0 -> c.quantize.bits: 4
@@ -127,7 +127,7 @@ w.resident=auto ->
 w.deltas=lossless -> w.deltas: set_w.resident_to_true
 w.resident=true w.deltas=4bit -> w.deltas: were_removed
 t.path=t.jsonl -> t.path: set_t.enabled_to_true
-t.enabled=true t.every_n_steps=0 t.path="" -> t.every_n_steps: 1_or_more | t.path: file
+t.enabled=true t.every_n_steps=0 t.path="" -> t.every_n_steps: or_equal_to_1 | t.path: file
 ds_ckpt=[] -> $.ds_ckpt: in_braces
 ds_ckpt={"compresion":{}} -> $.ds_ckpt.compresion: "compression"
 compression.method=topk -> $.compression: move_it_to_$.ds_ckpt.compression
