@@ -7,7 +7,7 @@ shard in place and returns bytes; every replica decodes them into the same bits 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +18,8 @@ CHUNK = 1 << 22
 """Elements of a shard that are encoded and sent together, or one parameter if it is larger."""
 
 
-class ChangeCodec(Protocol):
-    """Encoding of the change of a shard.
+class Whole:
+    """The new weights themselves. Their size is known, and they never leave the device.
 
     Attributes:
         name: The encoding, for the start line and the log.
@@ -27,8 +27,8 @@ class ChangeCodec(Protocol):
             are CPU tensors.
     """
 
-    name: str
-    on_device: bool
+    name = "uncompressed"
+    on_device = True
 
     def encode(self, held: Tensor, master: Tensor) -> Tensor:
         """Update `held` to the rounded master weights, and encode the change.
@@ -38,25 +38,12 @@ class ChangeCodec(Protocol):
             master: Optimizer weights after the step, same shape and device.
 
         Returns:
-            uint8, on the CPU unless `on_device`; it may share memory with `held`.
+            uint8; it may share memory with `held`.
         """
-
-    def decode_(self, held: Tensor, payload: Tensor) -> None:
-        """Update a replica `held` in place to what the owner's shard became."""
-
-
-class Whole:
-    """The new weights themselves. Their size is known, and they never leave the device."""
-
-    name = "uncompressed"
-    on_device = True
-
-    def encode(self, held: Tensor, master: Tensor) -> Tensor:
-        """Return the bytes of the new weights. See `ChangeCodec`."""
         return held.copy_(master).view(torch.uint8)
 
     def decode_(self, held: Tensor, payload: Tensor) -> None:
-        """Overwrite the replica. See `ChangeCodec`."""
+        """Update a replica `held` in place to what the owner's shard became."""
         held.view(torch.uint8).copy_(payload)
 
 
@@ -67,13 +54,16 @@ class Lossless:
     on_device = False
 
     def encode(self, held: Tensor, master: Tensor) -> Tensor:
-        """Encode the change on the CPU. See `ChangeCodec`."""
+        """Encode the change on the CPU, like `Whole.encode`."""
         before = held.clone()
         return lossless.encode(before, held.copy_(master))
 
     def decode_(self, held: Tensor, payload: Tensor) -> None:
-        """Apply the change. See `ChangeCodec`."""
+        """Apply the change, like `Whole.decode_`."""
         lossless.decode_(held, payload)
+
+
+ChangeCodec = Whole | Lossless
 
 
 @dataclass(frozen=True)

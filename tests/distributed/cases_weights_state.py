@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import hashlib
-import itertools
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -261,25 +260,6 @@ def straight(
         result = {"files": files, **_going_on(engine, split, steps)}
         engine.destroy()
     return result
-
-
-def train_until_killed(
-    progress: str,
-    slots: list[int],
-    section: dict[str, Any],
-    folder: str,
-    split: int,
-    **options: Any,
-) -> None:
-    """Save after `split` steps, then go on for ever; `progress` gets a line a step."""
-    with hosts(slots):
-        engine = _start("llama", section, **options)
-        _train(engine, "llama", split, 0)
-        engine.save_checkpoint(folder)
-        for step in itertools.count(split):
-            _train(engine, "llama", 1, step)
-            with Path(f"{progress}.{dist.get_rank()}").open("a") as file:
-                file.write(f"{step}\n")
 
 
 def resumed(

@@ -8,10 +8,7 @@ from typing import Any
 import pytest
 
 from ds_ckpt.engine.tuner import COUNTED_STEPS
-from tests.distributed import cases_ecosystem as ecosystem
 from tests.distributed import cases_weights_state as cases
-from tests.distributed.cases_precision import on
-from tests.distributed.killing import kill_amid
 from tests.distributed.models import quantize_section
 from tests.distributed.test_weights import FP32, LOSSLESS, ONE, TWO, WHOLE
 from tests.distributed.test_weights import pytestmark as pytestmark
@@ -215,19 +212,6 @@ def test_a_load_that_was_refused_half_way_leaves_hosts_with_what_owners_have(
     assert ours == plain
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.slow
-def test_killed_processes_go_on_as_if_nothing_had_been(world2: Any, tmp_path: Path) -> None:
-    section, split, options = {**BLOCK, **LOSSLESS}, 2, {"accumulation": 2}
-    whole = world2.run(cases.straight, ONE, section, str(tmp_path / "a"), split, 5, **options)
-    folder, progress = str(tmp_path / "b"), str(tmp_path / "progress")
-    kill_amid(progress, cases.train_until_killed, progress, ONE, section, folder, split, **options)
-    resumed = world2.run(cases.resumed, ONE, section, folder, split, 5, **options)
-    for process, expected in zip(resumed, whole, strict=True):
-        _same(process, expected, *OUTCOME)
-        assert process["stale"] == []
-
-
 def test_what_is_kept_goes_where_deepspeed_moves_weights(world2: Any, tmp_path: Path) -> None:
     plain = world2.run(cases.moved, ONE, {}, str(tmp_path / "plain"))
     lossless = world2.run(cases.moved, ONE, LOSSLESS, str(tmp_path / "lossless"))
@@ -260,25 +244,3 @@ def test_a_set_up_that_fails_leaves_nothing(world2: Any) -> None:
 def test_what_another_engine_divided_otherwise_is_divided_anew(world4: Any) -> None:
     """DeepSpeed gives the group of one engine's `zero_hpz_partition_size` to all later ones."""
     assert world4.run(cases.after_another, LOSSLESS) == [[]] * 4
-
-
-@pytest.mark.slow
-def test_trainer_and_accelerate(world2: Any, tmp_path: Path) -> None:
-    """Training, evaluation and resume, from their own ways to start DeepSpeed."""
-    bf16 = {"bf16": True, "use_cpu": True}
-    plain = str(tmp_path / "plain")
-    ours = str(tmp_path / "ours")
-    stock = world2.run(on, ONE, ecosystem.trainer, plain, "stock", False, **bf16)
-    straight = world2.run(on, ONE, ecosystem.trainer, ours, "block, resident", False, **bf16)
-    resumed = world2.run(on, ONE, ecosystem.trainer, ours, "block, resident", True, **bf16)
-    for expected, *runs in zip(stock, straight, resumed, strict=True):
-        for run in runs:
-            _same(run, expected, "losses", "evaluated", "weights")
-            assert "weights resident on each of 2 nodes" in run["summary"]
-            assert "lossless" in run["summary"]
-    stock = world2.run(on, ONE, ecosystem.accelerate, f"{plain} accelerate", "stock")
-    ours_ = world2.run(on, ONE, ecosystem.accelerate, f"{ours} accelerate", "block, resident")
-    for expected, run in zip(stock, ours_, strict=True):
-        _same(run, expected, "losses", "evaluated", "weights")
-        assert run["losses"][4:8] == run["losses"][8:]  # `load_state` into the run itself
-        assert "weights resident on each of 2 nodes" in run["summary"]
