@@ -205,7 +205,7 @@ def start(
     if name == NOTHING:
         assert session is not None
         assert session._resident is not None
-        session._resident.hook.codec = NoChange()
+        session._resident.hook.codec = NoChange()  # type: ignore[assignment]
         session._resident.tuner = None
     if name in (CEILING, NOTHING):
         session = session or ds_ckpt.attach(engine)
