@@ -32,6 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ds_ckpt.activation import CheckpointedBlocks
 from ds_ckpt.activation.inputs import CheckpointedInputs, Keeping, build_inputs
 from ds_ckpt.activation.policies import Policy, make_plan
+from ds_ckpt.telemetry.counters import OffloadCounters
 
 ROWS: dict[str, Keeping | str] = {
     "no checkpointing": "none",
@@ -91,8 +92,7 @@ class Row:
     def cells(self) -> str:
         counters = None
         if self.boundaries is not None and self.boundaries.store is not None:
-            counters = self.boundaries.store.counters
-            counters.reset()
+            self.boundaries.store.counters = counters = OffloadCounters()
         self.step()
         words = f"{self.on_device:>9}"
         if counters is None:

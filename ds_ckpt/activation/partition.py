@@ -257,7 +257,6 @@ class Partition:
         part = shard_of(storage_bytes(tensor), self._ranks, self._group.index)
         shard = Shard(tensor, self._store.pack(part, call))
         self._shards[shard.key] = shard
-        self.counters.whole_bytes[label] += shard.nbytes
         self.counters.kept_bytes[label] += part.nbytes
         return shard
 
@@ -309,7 +308,6 @@ class Partition:
         shard.arriving = self._group.gather(self._store.take(shard.part), shard.joined)
         self._here.append(shard)
         self.counters.gathers += 1
-        self.counters.received_bytes += shard.joined.numel() - size
         self.counters.late += late
 
     def _drop(self, shard: Shard) -> None:

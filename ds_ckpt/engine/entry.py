@@ -21,6 +21,8 @@ from ds_ckpt.engine import ATTRIBUTE, Session, ensure_log_handler, has_optimizer
 from ds_ckpt.errors import ConfigError, Problem, UnsupportedError
 
 log = logging.getLogger("ds_ckpt")
+_wrapper: Any = None
+"""Replacement of `deepspeed.initialize` by the last `install`."""
 
 
 def session_of(engine: Any) -> Session | None:
@@ -44,33 +46,55 @@ def attach(engine: Any, *, mpu: Any = None) -> Session:
         ContractError: This DeepSpeed version differs from those supported.
     """
     if session_of(engine) is not None:
-        raise UnsupportedError(
-            Problem(
-                where="ds_ckpt.attach(engine)",
-                found="an engine that already has a session",
-                why="two sessions would compress and checkpoint twice",
-                remedy="use ds_ckpt.session_of(engine), or detach() it first",
-            )
-        )
+        why = "two sessions would compress and checkpoint twice"
+        remedy = "use ds_ckpt.session_of(engine), or detach() it first"
+        found = "an engine that already has a session"
+        raise UnsupportedError(Problem("ds_ckpt.attach(engine)", found, why, remedy))
     return Session(engine, parse(engine._config._param_dict), mpu)
 
 
-def _raw_config(args: Any, config: Any, config_params: Any) -> Mapping[str, Any] | None:
-    """Return the configuration that DeepSpeed will read; None leaves it to DeepSpeed."""
-    source = config if config is not None else config_params
-    if source is None:
-        source = getattr(args, "deepspeed_config", None)
-    if source is None or isinstance(source, Mapping):
-        return source
-    if not isinstance(source, str | Path) or not os.path.isfile(source):
-        return None  # base64 of DeepSpeed's launcher: parsed by DeepSpeed, checked by attach
-    try:
-        return load_file(source)
-    except ConfigError:
-        text = Path(source).read_text(errors="replace")
-        if "ds_ckpt" in text or "activation_checkpointing" in text:
-            raise
-        return None  # hjson without the plugin's sections
+def initialize(*args: Any, **kwargs: Any) -> Any:
+    """Call `deepspeed.initialize`, and attach the plugin to the engine that it returns.
+
+    Takes and returns exactly what `deepspeed.initialize` does: `(engine, optimizer, dataloader,
+    lr_scheduler)`. Without a `ds_ckpt` section and without `activation_checkpointing` in the
+    configuration it is plain DeepSpeed.
+
+    Raises:
+        ConfigError: Every mistake in the configuration at once, before anything is built.
+        UnsupportedError, ContractError: See `attach`.
+    """
+    import deepspeed
+
+    current = deepspeed.initialize
+    return _initialize(current.__wrapped__ if current is _wrapper else current, args, kwargs)
+
+
+def install() -> None:
+    """Attach the plugin in every later call of `deepspeed.initialize`.
+
+    The HF Trainer and accelerate look it up at call time. Idempotent; undone by `uninstall()`.
+    """
+    global _wrapper
+    import deepspeed
+
+    stock = deepspeed.initialize
+    if stock is _wrapper:
+        return
+
+    @functools.wraps(stock)
+    def initialize_with_plugin(*args: Any, **kwargs: Any) -> Any:
+        return _initialize(stock, args, kwargs)
+
+    _wrapper = deepspeed.initialize = initialize_with_plugin
+
+
+def uninstall() -> None:
+    """Restore `deepspeed.initialize`, unless another library has wrapped it since."""
+    import deepspeed
+
+    if deepspeed.initialize is _wrapper:
+        deepspeed.initialize = _wrapper.__wrapped__
 
 
 def _initialize(stock: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -96,58 +120,19 @@ def _initialize(stock: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return result
 
 
-def initialize(*args: Any, **kwargs: Any) -> Any:
-    """Call `deepspeed.initialize`, and attach the plugin to the engine that it returns.
-
-    Takes and returns exactly what `deepspeed.initialize` does: `(engine, optimizer, dataloader,
-    lr_scheduler)`. Without a `ds_ckpt` section and without `activation_checkpointing` in the
-    configuration it is plain DeepSpeed.
-
-    Raises:
-        ConfigError: Every mistake in the configuration at once, before anything is built.
-        UnsupportedError, ContractError: See `attach`.
-    """
-    import deepspeed
-
-    current = deepspeed.initialize
-    stock = current.__ds_ckpt_stock__ if _is_ours(current) else current
-    return _initialize(stock, args, kwargs)
-
-
-def _is_ours(function: Any) -> bool:
-    """Return whether `install` made this wrapper; others may copy its attributes."""
-    return getattr(function, "__ds_ckpt_self__", None) is function
-
-
-def install() -> None:
-    """Attach the plugin in every later call of `deepspeed.initialize`.
-
-    The HF Trainer and accelerate look it up at call time. Idempotent; undone by `uninstall()`.
-    """
-    import deepspeed
-
-    stock = deepspeed.initialize
-    if _is_ours(stock):
-        return
-
-    @functools.wraps(stock)
-    def initialize_with_plugin(*args: Any, **kwargs: Any) -> Any:
-        return _initialize(stock, args, kwargs)
-
-    initialize_with_plugin.__ds_ckpt_stock__ = stock  # type: ignore[attr-defined]
-    initialize_with_plugin.__ds_ckpt_self__ = initialize_with_plugin  # type: ignore[attr-defined]
-    deepspeed.initialize = initialize_with_plugin
-
-
-def uninstall() -> None:
-    """Restore `deepspeed.initialize`. Engines that have a session keep it.
-
-    If another library has wrapped it since, both wrappers stay.
-    """
-    import deepspeed
-
-    current = deepspeed.initialize
-    if _is_ours(current):
-        deepspeed.initialize = current.__ds_ckpt_stock__
-    elif hasattr(current, "__ds_ckpt_self__"):
-        log.warning("ds_ckpt: deepspeed.initialize was wrapped after install(); nothing is undone")
+def _raw_config(args: Any, config: Any, config_params: Any) -> Mapping[str, Any] | None:
+    """Return the configuration that DeepSpeed will read; None leaves it to DeepSpeed."""
+    source = config if config is not None else config_params
+    if source is None:
+        source = getattr(args, "deepspeed_config", None)
+    if source is None or isinstance(source, Mapping):
+        return source
+    if not isinstance(source, str | Path) or not os.path.isfile(source):
+        return None  # base64 of DeepSpeed's launcher: parsed by DeepSpeed, checked by attach
+    try:
+        return load_file(source)
+    except ConfigError:
+        text = Path(source).read_text(errors="replace")
+        if "ds_ckpt" in text or "activation_checkpointing" in text:
+            raise
+        return None  # hjson without the plugin's sections

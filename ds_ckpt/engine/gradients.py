@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from ds_ckpt.compression.error_feedback import Feedback
 from ds_ckpt.config.compression import CompressionConfig, exchange_settings
 from ds_ckpt.engine.refusals import refuse_model_parallel
-from ds_ckpt.engine.step import GRADIENTS, StepState, make_step_state
+from ds_ckpt.engine.step import StepState, make_step_state
 from ds_ckpt.engine.tuner import Tuner
-from ds_ckpt.exchange.assignment import UNCOMPRESSED, AssignedTensor, Assignment
+from ds_ckpt.exchange.assignment import UNCOMPRESSED, Assignment
 from ds_ckpt.exchange.hierarchy import InHostSum, discard, make_groups
 from ds_ckpt.exchange.rules import ExchangeSettings, MethodSettings, embeddings_of
 from ds_ckpt.exchange.state import ResidualFiles
@@ -41,61 +40,39 @@ class Gradients:
 
     def __init__(self, engine: Any, config: CompressionConfig) -> None:
         refuse_model_parallel(engine)
-        self._engine, self._config = engine, config
+        self._engine = engine
         self._settings = settings = exchange_settings(config)
-        self._shapes = shapes_of(engine)
-        self._embeddings = embeddings_of(engine.module)
-        settings.choose(self._embeddings).check((name, shape) for name, shape, _ in self._shapes)
+        shapes, embeddings = shapes_of(engine), embeddings_of(engine.module)
+        settings.choose(embeddings).check((name, shape) for name, shape, _ in shapes)
         group = engine.optimizer.dp_process_group
         self.groups = groups = make_groups(group, settings.levels)
-        choose = settings.choose(self._embeddings, groups.local)
-        self.assignment = Assignment.of(choose, self._shapes, groups.world, groups.local)
-        at_boundary = self._boundary()
-        dp_rank = torch.distributed.get_rank(group)
-        self.feedback: Feedback | None = settings.residuals(dp_rank, holds=at_boundary is not None)
-        in_host = None
-        if groups.inside is not None:
-            in_host = InHostSum(_transport(groups.inside), groups.peers)
+        choose = settings.choose(embeddings, groups.local)
+        self.assignment = Assignment.of(choose, shapes, groups.world, groups.local)
+        managed = getattr(engine._config, "managed_gradient_accumulation", True)
+        self._exchanges_once = managed and settings.holds_back(engine.gradient_accumulation_steps())
+        self.feedback = settings.residuals(dist.get_rank(group), holds=self._exchanges_once)
+        inside = groups.inside
+        tuner, device = None, torch.empty(0, device=engine.device).device  # with its index
+        if settings.autotune and not settings.lossless:
+            other = "uncompressed" if self._exchanges_once else "deepspeed"
+            tuner = Tuner("gradients", ("compressed", other), group, device)
         self.step: StepState = make_step_state(
             settings,
             _transport(groups.between),
             _transport(group),
             self.feedback,
             current_step=lambda: int(engine.global_steps),
-            at_boundary=at_boundary,
-            in_host=in_host,
-            embeddings=self._embeddings,
-            tuner=self._tuner(at_boundary is not None),
+            at_boundary=partial(ends_step, engine.optimizer) if self._exchanges_once else None,
+            in_host=None if inside is None else InHostSum(_transport(inside), groups.peers),
+            embeddings=embeddings,
+            tuner=tuner,
         )
+        reserve = partial(self.step.reserve, [(name, shape) for name, shape, _ in shapes], device)
         try:
-            run_on_all_or_raise(self._reserve, group, what="allocate its residuals")
+            run_on_all_or_raise(reserve, group, what="allocate its residuals")
         except BaseException:
             self.discard()
             raise
-
-    def _boundary(self) -> Callable[[], bool] | None:
-        """Return a test for the last micro-step; None if every micro-step is exchanged."""
-        engine = self._engine
-        managed = getattr(engine._config, "managed_gradient_accumulation", True)
-        once = managed and self._settings.holds_back(engine.gradient_accumulation_steps())
-        return partial(ends_step, engine.optimizer) if once else None
-
-    def _tuner(self, once: bool) -> Tuner | None:
-        if not self._settings.autotune or self._settings.lossless:
-            return None
-        group = self._engine.optimizer.dp_process_group
-        return Tuner(
-            ("compressed", "uncompressed" if once else "deepspeed"),
-            lambda times: torch.distributed.all_reduce(times, group=group),
-            world=torch.distributed.get_world_size(group),
-            device=torch.device(self._engine.device),
-            subject=GRADIENTS,
-            is_logging_rank=torch.distributed.get_rank(group) == 0,
-        )
-
-    def _reserve(self) -> None:
-        device = torch.empty(0, device=self._engine.device).device  # with its index
-        self.step.reserve([(name, shape) for name, shape, _ in self._shapes], device)
 
     def dense(self) -> StepState:
         """Return an exchange that sends everything, to compare with DeepSpeed's reduction."""
@@ -104,31 +81,16 @@ class Gradients:
         return make_step_state(settings, everyone, everyone, None, current_step=lambda: 0)
 
     def resident_bytes(self) -> dict[str, int]:
-        """Return bytes of the accelerator that the exchange takes beside the engine, by purpose.
+        """Return about how many bytes of the accelerator the exchange takes, by purpose.
 
-        The buffers are the most that a bucket's packets and fp32 working tensors come to. With two
-        levels the sum inside the node comes first: all of the bucket but what stays here goes out
-        and comes in, in the gradients' own type, and its sum is fp32.
+        A bucket has its packets, sent and received, and two fp32 working copies.
         """
-        feedback, entries = self.feedback, int(self._engine.optimizer.reduce_bucket_size)
-        largest = max((math.prod(t.shape) for t in self.assignment.tensors), default=0)
-        entries, packets = max(entries, largest), 0.0
-        left = entries
-        for t in sorted(self.assignment.tensors, key=_density, reverse=True):
-            taken = min(left, math.prod(t.shape))
-            packets += taken * _density(t)
-            left -= taken
-        local = self.groups.local
-        working = 4 * (entries - left) // local
-        copied = feedback is None or feedback.dtype != "fp32" or feedback.on_host
-        buffers = 2 * int(packets) // local + (1 + copied) * working
-        if local > 1:
-            itemsize = max((size for *_, size in self._shapes), default=0)
-            crossing = itemsize * (entries - left) * (local - 1) // local
-            buffers = max(buffers, 2 * crossing + working)
-        found = {"exchange buffers, at most": buffers}
-        if feedback is not None and not feedback.on_host:
-            found["residuals"] = feedback.nbytes
+        numels = [math.prod(t.shape) for t in self.assignment.tensors]
+        entries = max(int(self._engine.optimizer.reduce_bucket_size), *numels)
+        entry_bytes = 8 + 2 * self.assignment.sent_bytes / sum(numels)
+        found = {"exchange buffers": int(entries * entry_bytes)}
+        if self.feedback is not None and not self.feedback.on_host:
+            found["residuals"] = self.feedback.nbytes
         return found
 
     def discard(self) -> None:
@@ -151,55 +113,35 @@ class Gradients:
 
     def describe(self) -> list[str]:
         """Return clauses for the line at the start."""
-        settings, levels = self._settings, ""
+        settings, by_compressor = self._settings, self.assignment.by_compressor()
+        how = ", ".join(f"{words} on {n}" for words, (n, _, _) in by_compressor.items())
+        first = f"gradients: {how} tensors, {self.assignment.share:.2%} of the dense gradient bytes"
         if self.groups.levels == 2:
-            ranks = len(self.groups.peers)
-            levels = f", between nodes; summed exactly among the {ranks} ranks of a node"
-        if settings.lossless:
-            clauses = [f"gradients uncompressed by all-to-all, summed at the owner{levels}"]
-        else:
-            by_compressor = self.assignment.by_compressor().items()
-            how = ", ".join(f"{words} on {n}" for words, (n, _, _) in by_compressor)
-            clauses = [
-                f"gradients: {how} tensors, starting at step {settings.warmup_steps}: "
-                f"{self.assignment.share:.2%} of the dense gradient bytes{levels}, error feedback "
-                f"{'on' if settings.error_feedback else 'off: what is not sent is lost'}"
-                f"{', if it shortens the step' if settings.autotune else ''}"
-            ]
-        if self._boundary() is not None:
+            first += f" between nodes, after an exact sum over {len(self.groups.peers)} ranks"
+        if not settings.lossless:
+            first += f", starting at step {settings.warmup_steps}"
+            first += ", if it shortens the step" if settings.autotune else ""
+        clauses = [first]
+        if self._exchanges_once:
             clauses.append("one exchange an accumulated step")
-        if self.feedback and self.feedback.accumulates:
-            clauses.append(self._describe_residuals(self.feedback))
+        if self.feedback is not None:
+            where = "host memory" if self.feedback.on_host else "memory"
+            clauses.append(f"residuals take {self.feedback.nbytes / 1e6:,.4g} MB of {where}")
+        if not settings.lossless and not settings.error_feedback:
+            clauses.append("no error feedback: unsent gradients are lost")
         if value := settings.momentum_correction:
             why = why_not_corrected(self._engine.optimizer)
             clauses.append(
                 f"no momentum correction: {why}" if why else f"momentum correction {value:g}"
             )
-        return [*clauses, "gradients are about a third of ZeRO-3's traffic"]
-
-    def _describe_residuals(self, feedback: Feedback) -> str:
-        entry_bytes = feedback.entry_bytes / self.groups.local
-        kept = f"residuals{'' if feedback.dtype == 'fp32' else f' as {feedback.dtype}'}"
-        where = " of host memory" if feedback.on_host else ""
-        tensors = [t for t in self.assignment.tensors if t.how != UNCOMPRESSED]
-        what, of = kept, "compressed parameter"
-        if not feedback.enabled:
-            what, of = "earlier micro-steps, accumulated,", "parameter"
-            tensors = list(self.assignment.tensors)
-        total = entry_bytes * sum(math.prod(t.shape) for t in tensors)
-        return f"{what} cost {entry_bytes:.3g} bytes{where} a {of} a rank, {total / 1e6:,.4g} MB"
+        return clauses
 
 
 def _transport(group: Any) -> TorchTransport:
-    """DeepSpeed's collectives, which are counted."""
+    """Return DeepSpeed's collectives, which are counted."""
     from deepspeed import comm
 
     return TorchTransport(group, comm.all_to_all_single, comm.all_reduce)
-
-
-def _density(tensor: AssignedTensor) -> float:
-    """Return bytes an entry on the wire."""
-    return tensor.sent_bytes / max(1, math.prod(tensor.shape))
 
 
 def trained(engine: Any) -> list[tuple[str, Any]]:
@@ -220,8 +162,7 @@ def gradient_norm(engine: Any) -> float | None:
     None if it is 0, not finite, or not known yet.
     """
     norm = engine.get_global_grad_norm()
-    known = norm is not None and math.isfinite(norm) and norm > 0
-    return float(norm) if known else None
+    return float(norm) if norm is not None and math.isfinite(norm) and norm > 0 else None
 
 
 def residual_files(engine: Any, method: str, gradients: Gradients | None) -> ResidualFiles:
@@ -231,8 +172,8 @@ def residual_files(engine: Any, method: str, gradients: Gradients | None) -> Res
         gradients.feedback if gradients else None,
         method=method,
         numels={n: shape.numel() for n, shape, _ in shapes_of(engine)},
-        dp_rank=torch.distributed.get_rank(group),
-        world=torch.distributed.get_world_size(group),
+        dp_rank=dist.get_rank(group),
+        world=dist.get_world_size(group),
         peers=gradients.groups.peers if gradients else (),
         step=gradients.step if gradients else None,
     )

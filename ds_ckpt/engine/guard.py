@@ -1,7 +1,7 @@
 """Samples compression errors, and acts when they exceed what validation has measured.
 
-Every few steps each rank measures what its exchange was given and what it left out. Two numbers are
-summed over the ranks, so all of them compare the same and act in the same step.
+Every few steps each rank measures what its exchange was given and what it left out. The sums over
+the ranks are compared, so all of them act in the same step.
 """
 
 from __future__ import annotations
@@ -33,13 +33,11 @@ class ErrorSampler:
 
     def __init__(self, engine: Any, errors: Errors) -> None:
         self._engine, self._errors = engine, errors
-        self._consumers: list[tuple[int, Callable[[int, Energies], None]]] = []
+        self._consumers: list[tuple[int, Callable[[int], None]]] = []
         self._skipped = int(engine.skipped_steps)
         self.latest: Energies = {}
 
-    def subscribe(
-        self, every_n_steps: int, act: Callable[[int, Energies], None] = lambda step, energies: None
-    ) -> None:
+    def subscribe(self, every_n_steps: int, act: Callable[[int], None] = lambda step: None) -> None:
         """Sample every so many optimizer steps, and call `act` after each that was not skipped."""
         self._consumers.append((every_n_steps, act))
         self._plan(int(self._engine.global_steps))
@@ -50,13 +48,12 @@ class ErrorSampler:
         Steps that were skipped or compressed nothing are left out.
         """
 
-        def sum_and_act(step: int, energies: Energies) -> None:
-            own = [sum(part) for part in zip((0.0, 0.0), *energies.values(), strict=True)]
+        def sum_and_act(step: int) -> None:
+            own = [sum(part) for part in zip((0.0, 0.0), *self.latest.values(), strict=True)]
             sums = torch.tensor(own, dtype=torch.float64, device=self._engine.device)
             torch.distributed.all_reduce(sums, group=self._engine.optimizer.dp_process_group)
             given, remains = sums.tolist()
-            norm = gradient_norm(self._engine)
-            found = None if norm is None else ResidualStats.of(given, remains, norm)
+            found = ResidualStats.of(given, remains, gradient_norm(self._engine) or 0.0)
             if found is not None:
                 act(step, found)
 
@@ -74,7 +71,7 @@ class ErrorSampler:
             return
         for every, act in self._consumers:
             if step % every == 0:
-                act(step, self.latest)
+                act(step)
 
 
 class Guard:
@@ -83,8 +80,6 @@ class Guard:
     Args:
         step: its compression is disabled by action "dense".
         limits: see `config.verdicts.limits`.
-        action: `warn` or `dense`.
-        is_logging_rank: whether this rank logs.
 
     Attributes:
         last: the last statistics; None before the first.
@@ -103,40 +98,30 @@ class Guard:
         self._exceeded = 0
         self.last: ResidualStats | None = None
 
-    @property
-    def fallen_back(self) -> bool:
-        """Return whether compression is disabled, also by a loaded checkpoint of such a run."""
-        return self._step.is_disabled
-
     def describe(self) -> str:
         """Return a clause for the line at the start."""
-        then = {"warn": "a warning", "dense": "everything uncompressed"}[self._action]
         named = {"error": self._limits.error, "residual norm": self._limits.residual_norm}
         limits = [f"{name} {limit:.3g}" for name, limit in named.items() if math.isfinite(limit)]
-        return f"guard: {then} above {' or '.join(limits)}"
+        return f"guard: action {self._action} above {' or '.join(limits)}"
 
     def check(self, step: int, found: ResidualStats) -> None:
         """Compare, and act at the second consecutive sample above a limit."""
-        self.last = found
-        if self.fallen_back:
+        self.last, limits = found, self._limits
+        is_above = found.error > limits.error or found.residual_norm > limits.residual_norm
+        self._exceeded = self._exceeded + 1 if is_above else 0
+        if self._exceeded != IN_A_ROW or self._step.is_disabled:
             return
-        above = [
-            f"{name} {value:.3g}, expected at most {limit:.3g}"
-            for name, value, limit in (
-                ("compression error", found.error, self._limits.error),
-                ("residual norm", found.residual_norm, self._limits.residual_norm),
-            )
-            if value > limit
-        ]
-        self._exceeded = self._exceeded + 1 if above else 0
-        if self._exceeded != IN_A_ROW:
-            return
-        if self._action == "dense":
-            self._step.is_disabled = True
+        self._step.is_disabled = self._action == "dense"
         if self._is_logging_rank:
-            then = {
-                "warn": 'training goes on unchanged (compression.guard.action "dense" would '
-                "disable compression)",
-                "dense": "from the next step on gradients are sent uncompressed, plus residuals",
-            }[self._action]
-            log.warning("ds_ckpt: guard: step %d: %s; %s", step, " and ".join(above), then)
+            log.warning(
+                "ds_ckpt: guard: step %d: compression error %.3g, expected at most %.3g; residual "
+                "norm %.3g, expected at most %.3g; %s",
+                step,
+                found.error,
+                limits.error,
+                found.residual_norm,
+                limits.residual_norm,
+                "gradients are sent uncompressed from the next step on"
+                if self._step.is_disabled
+                else 'action "dense" would disable compression',
+            )

@@ -1,4 +1,4 @@
-"""Assembly: configuration, parts, engine. Entry points are in `entry.py`."""
+"""Assembly of the plugin on one engine. Entry points are in `entry.py`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ds_ckpt.activation import CheckpointedBlocks
 from ds_ckpt.activation.inputs import CheckpointedInputs, build_inputs
@@ -23,18 +24,15 @@ from ds_ckpt.config.verdicts import limits
 from ds_ckpt.engine.gradients import Gradients, gradient_norm, residual_files, trained
 from ds_ckpt.engine.guard import ErrorSampler, Guard
 from ds_ckpt.engine.planning import Planning
-from ds_ckpt.engine.refusals import (
-    nothing_to_replace,
-    refuse_no_zero3_optimizer,
-    refuse_pipeline,
-)
+from ds_ckpt.engine.refusals import refuse_unsupported
 from ds_ckpt.engine.tensor_parallel import TensorParallelGroup, find_group
 from ds_ckpt.engine.weights import ResidentWeights, make_resident
+from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.exchange.assignment import Assignment
 from ds_ckpt.patch import Patches
 from ds_ckpt.telemetry import Counters
 from ds_ckpt.telemetry.counters import OffloadCounters, PartitionCounters
-from ds_ckpt.telemetry.steps import Event, ExchangeProbe, StepLog
+from ds_ckpt.telemetry.steps import ExchangeProbe, StepLog
 from ds_ckpt.telemetry.timings import ResidualStats
 from ds_ckpt.zero3 import collectives, compatibility
 from ds_ckpt.zero3.checkpoints import wrap_checkpoints
@@ -53,60 +51,157 @@ class Session:
         config: The validated configuration.
         counters: Bytes sent by purpose, and gathers, since attach.
         summary: One line: active parts and their cost.
+        exchange: The gradient exchange, its residuals and groups; None without compression.
         guard: Compares compression errors with validated limits; None if off.
     """
 
     def __init__(self, engine: Any, config: PluginConfig, mpu: Any = None) -> None:
-        self.engine = engine
-        self.config = config
-        self.counters = Counters()
+        self.engine, self.config, self.counters = engine, config, Counters()
+        self.exchange: Gradients | None = None
         self.guard: Guard | None = None
-        self._mpu = mpu
-        self._group: TensorParallelGroup | None = None
-        self._planning: Planning | None = None
-        self._steps: StepLog | None = None
-        self._sampler: ErrorSampler | None = None
-        self._forget_parts()
-        self._patches = Patches()
-        self._undo: list[Callable[[], object]] = []
-        """Detach each part, in the order of attaching."""
-        self._after_step: list[Callable[[int], None]] = []
-        """Called with the number of each optimizer step that has ended."""
-        try:
-            self._assemble()
-        except BaseException:
-            self.detach()
-            raise
-        self._patches.set(engine, ATTRIBUTE, self)
-        self.summary = self._describe()
-        if torch.distributed.get_rank() == 0:
-            ensure_log_handler()
-            log.info(self.summary)
-            if self.plan is not None and self.plan.compressed:
-                log.info("ds_ckpt: compressor and bytes per step\n%s", self.plan.table())
-
-    def _forget_parts(self) -> None:
         self._blocks: CheckpointedBlocks | None = None
         self._inputs: CheckpointedInputs | None = None
         self._gather: GatherHook | None = None
         self._gradient: GradientHook | None = None
-        self._gradients: Gradients | None = None
         self._resident: ResidentWeights | None = None
+        self._group: TensorParallelGroup | None = None
+        self._planning: Planning | None = None
+        self._steps: StepLog | None = None
+        self._sampler: ErrorSampler | None = None
+        self._patches = Patches()
+        self._detach = ExitStack()
+        """Detaches each part, the last one first; all of them, even if one raises."""
+        self._after_step: list[Callable[[int], None]] = []
+        """Called with the number of each optimizer step that has ended."""
+        try:
+            self._attach_parts(mpu)
+        except BaseException:
+            self.detach()
+            raise
+        self.summary = self._describe()
+        if dist.get_rank() == 0:
+            ensure_log_handler()
+            log.info(self.summary)
 
-    def _assemble(self) -> None:
+    def _attach_parts(self, mpu: Any) -> None:
         engine, config = self.engine, self.config
-        refuse_pipeline(engine)
+        refuse_unsupported(engine)
         compatibility.require_torch()
         collectives.listen(self.counters)
-        self._undo.append(lambda: collectives.unlisten(self.counters))
+        self._detach.callback(collectives.unlisten, self.counters)
         if engine.zero_optimization_stage() == 3:
             self._attach_hooks()
-        if config.activation.active:
-            self._attach_checkpointing()
+        if config.activation.partition:
+            self._group = find_group(engine, mpu, self.counters)
+        if config.activation.planned:
+            held = self.exchange.resident_bytes if self.exchange else dict
+            self._planning = Planning(engine, config.activation, self._install_plan, held)
+            self._detach.callback(self._planning.stop)
+        elif config.activation.active:
+            self._install_units(make_plan(engine.module, activation_policy(config.activation)))
         if config.telemetry.enabled:
             self._attach_telemetry()
-        if self._gradients is not None and config.compression.guard.active:
-            self._attach_guard(self._gradients)
+        if self.exchange is not None and config.compression.guard.active:
+            guard, allowed = config.compression.guard, limits(config.compression)
+            assert allowed is not None, "the configuration is refused without"
+            assert guard.action != "off"
+            is_logging_rank = dist.get_rank() == 0
+            self.guard = Guard(
+                self.exchange.step, allowed, guard.action, is_logging_rank=is_logging_rank
+            )
+            self.observe(guard.every_n_steps, self.guard.check)
+        self._wrap_engine()
+
+    def _attach_hooks(self) -> None:
+        """Attach what acts on ZeRO-3: gathers, gradients, resident weights, checkpoints."""
+        engine, config = self.engine, self.config
+        changed = compatibility.require()
+        for finding in changed:
+            log.warning("ds_ckpt: %s: %s", finding.symbol, finding.detail)
+        share = config.activation.active and config.activation.share_gather
+        gather = GatherHook(engine.optimizer, self.counters, share=share)
+        self._gather = gather
+        self._detach.callback(lambda: gather.detach())
+        step = verify = None
+        if config.compression.method != "none":
+            self.exchange = Gradients(engine, config.compression)
+            self._detach.callback(self.exchange.discard)
+            step = self.exchange.step
+            verify = self.exchange.dense() if changed else None
+            self.exchange.correct_momentum(self._patches)
+            self._sampler = ErrorSampler(engine, step.exchange.errors)
+            self._after_step.append(self._sampler.step_ended)
+        names = {p.ds_id: n for n, p in trained(engine)}
+        gradient = GradientHook(engine.optimizer, names, step, self.counters, verify=verify)
+        self._gradient = gradient
+        self._detach.callback(lambda: gradient.detach())
+        if config.weights.resident:
+            self._resident = make_resident(engine, config.weights, self.counters, gather, gradient)
+        if self._resident is not None:
+            self._detach.callback(self._resident.detach)
+            self._after_step.append(self._place_weights)
+        wrap_checkpoints(
+            engine,
+            residual_files(engine, config.compression.method, self.exchange),
+            self._patches,
+            drop_step=gradient.drop_step,
+            loading=self._resident.loading if self._resident else nullcontext,
+        )
+
+    def _place_weights(self, step: int) -> None:
+        gradients = self.exchange.step if self.exchange else None
+        tuner = gradients.tuner if gradients is not None and not gradients.is_disabled else None
+        if self._resident is not None:
+            self._resident.step_ended(is_busy=tuner is not None and tuner.is_comparing)
+
+    def _install_units(self, units: Sequence[Unit]) -> None:
+        """Checkpoint the model's blocks."""
+        model, activation = self.engine.module, self.config.activation
+        device = torch.device(self.engine.device)
+        self._inputs = build_inputs(activation, model, units, device, self._group)
+        self._blocks = blocks = CheckpointedBlocks(
+            model,
+            scopes=[self._gather.recompute] if self._gather else [],
+            policy=activation_policy(activation),
+            units=units,
+            around=self._inputs.around if self._inputs else None,
+            trackers=_random_trackers(),
+        )
+        self._detach.callback(lambda: blocks.remove())
+
+    def _install_plan(self, plan: ActivationPlan) -> None:
+        self._install_units(plan.units(self.engine.module))
+        if self._steps is not None:
+            self._steps.note({"activation_plan": asdict(plan)})
+        if dist.get_rank() == 0:
+            log.info("ds_ckpt: %s\n%s", plan.line(), plan.table())
+
+    def _attach_telemetry(self) -> None:
+        telemetry, exchange, sampler = self.config.telemetry, self.exchange, self._sampler
+        probe = None
+        if exchange is not None and sampler is not None:
+            sampler.subscribe(telemetry.every_n_steps)
+            probe = ExchangeProbe(
+                exchange.step.exchange.timings,
+                lambda: sampler.latest,
+                lambda: exchange.step.is_compressing,
+                lambda: gradient_norm(self.engine),
+                exchange.assignment.records(),
+            )
+        monitor = getattr(self.engine, "monitor", None)
+        has_monitor = dist.get_rank() == 0 and monitor is not None and monitor.enabled
+        self._steps = StepLog(
+            self.counters,
+            every_n_steps=telemetry.every_n_steps,
+            path=telemetry.path,
+            rank=dist.get_rank(),
+            exchange=probe,
+            monitor=monitor.write_events if monitor is not None and has_monitor else None,
+        )
+        self._after_step.append(self._steps.step_ended)
+
+    def _wrap_engine(self) -> None:
+        engine = self.engine
         step, destroy = engine.step, engine.destroy
 
         @functools.wraps(step)
@@ -127,141 +222,20 @@ class Session:
 
         self._patches.set(engine, "step", counted_step)
         self._patches.set(engine, "destroy", detach_and_destroy)
+        self._patches.set(engine, ATTRIBUTE, self)
 
-    def _attach_hooks(self) -> None:
-        """Attach what acts on ZeRO-3: gathers, gradients, resident weights, checkpoints."""
-        engine, config = self.engine, self.config
-        changed = compatibility.require()
-        refuse_no_zero3_optimizer(engine)
-        for finding in changed:
-            log.warning("ds_ckpt: %s: %s", finding.symbol, finding.detail)
-        optimizer = engine.optimizer
-        share = config.activation.active and config.activation.share_gather
-        self._gather = gather = GatherHook(optimizer, self.counters, share=share)
-        self._undo.append(lambda: gather.detach())
-        step = verify = None
-        if config.compression.method != "none":
-            self._gradients = gradients = Gradients(engine, config.compression)
-            self._undo.append(gradients.discard)
-            step = gradients.step
-            verify = gradients.dense() if changed else None
-            gradients.correct_momentum(self._patches)
-            self._sampler = ErrorSampler(engine, step.exchange.errors)
-            self._after_step.append(self._sampler.step_ended)
-        names = {p.ds_id: n for n, p in trained(engine)}
-        gradient = GradientHook(optimizer, names, step, self.counters, verify=verify)
-        self._gradient = gradient
-        self._undo.append(lambda: gradient.detach())
-        if config.weights.resident:
-            self._resident = make_resident(engine, config.weights, self.counters, gather, gradient)
-        if self._resident is not None:
-            self._undo.append(self._resident.detach)
-            self._after_step.append(self._place_weights)
-        wrap_checkpoints(
-            engine,
-            residual_files(engine, config.compression.method, self._gradients),
-            self._patches,
-            drop_step=gradient.drop_step,
-            loading=self._resident.loading if self._resident else nullcontext,
-        )
+    def detach(self) -> None:
+        """Restore DeepSpeed, the engine and the model. Residuals are dropped.
 
-    def _place_weights(self, step: int) -> None:
-        gradients = self._gradients.step if self._gradients else None
-        tuner = gradients.tuner if gradients is not None and not gradients.is_disabled else None
-        if self._resident is not None:
-            self._resident.step_ended(is_busy=tuner is not None and tuner.is_comparing)
-
-    def _attach_checkpointing(self) -> None:
-        activation = self.config.activation
-        if activation.partition:
-            self._group = find_group(self.engine, self._mpu, self.counters)
-            self._after_step.append(self._report_partition)
-        if activation.planned:
-            self._planning = Planning(
-                self.engine,
-                activation,
-                install=self._install_units,
-                report=self._report_plan,
-                beside=self._gradients.resident_bytes if self._gradients else dict,
-            )
-            self._undo.append(self._planning.stop)
-        else:
-            units = make_plan(self.engine.module, activation_policy(activation))
-            self._install_units(units)
-
-    def _install_units(self, units: Sequence[Unit]) -> None:
-        """Checkpoint the model's blocks."""
-        model = self.engine.module
-        activation, device = self.config.activation, torch.device(self.engine.device)
-        self._inputs = build_inputs(activation, model, units, device, self._group)
-        self._blocks = blocks = CheckpointedBlocks(
-            model,
-            scopes=[self._gather.recompute] if self._gather else [],
-            policy=activation_policy(activation),
-            units=units,
-            around=self._inputs.around if self._inputs else None,
-            trackers=_random_trackers(),
-        )
-        self._undo.append(lambda: blocks.remove())
-
-    def _attach_guard(self, gradients: Gradients) -> None:
-        config = self.config.compression
-        known, action = limits(config), config.guard.action
-        assert known is not None, "the configuration is refused without"
-        assert action != "off"
-        is_logging_rank = torch.distributed.get_rank() == 0
-        self.guard = Guard(gradients.step, known, action, is_logging_rank=is_logging_rank)
-        self.observe(config.guard.every_n_steps, self.guard.check)
-
-    def _attach_telemetry(self) -> None:
-        telemetry = self.config.telemetry
-        self._steps = StepLog(
-            self.counters,
-            every_n_steps=telemetry.every_n_steps,
-            path=telemetry.path,
-            process=torch.distributed.get_rank(),
-            exchange=self._probe(telemetry.every_n_steps),
-            monitor=self._monitor(),
-        )
-        self._after_step.append(self._steps.step_ended)
-
-    def _monitor(self) -> Callable[[list[Event]], None] | None:
-        """Return DeepSpeed's monitors (TensorBoard, W&B, CSV, Comet), if any is enabled."""
-        monitor = getattr(self.engine, "monitor", None)
-        if torch.distributed.get_rank() or monitor is None or not monitor.enabled:
-            return None
-        write: Callable[[list[Event]], None] = monitor.write_events
-        return write
-
-    def _probe(self, every_n_steps: int) -> ExchangeProbe | None:
-        gradients, sampler = self._gradients, self._sampler
-        if gradients is None or sampler is None:
-            return None
-        sampler.subscribe(every_n_steps)
-        return ExchangeProbe(
-            gradients.step.exchange.timings,
-            lambda: sampler.latest,
-            lambda: gradients.step.is_compressing,
-            lambda: gradient_norm(self.engine),
-            gradients.assignment.records(),
-        )
-
-    def _report_plan(self, plan: ActivationPlan) -> None:
-        if self._steps is not None:
-            self._steps.note({"activation_plan": asdict(plan)})
-        if torch.distributed.get_rank() == 0:
-            ensure_log_handler()
-            log.info("ds_ckpt: %s", plan.line())
-            log.info("ds_ckpt: activation plan by block\n%s", plan.table())
-
-    def _report_partition(self, step: int) -> None:
-        """Log once, after the first step that gathered."""
-        counters = self.partition
-        if counters is None or not counters.gathers:
-            return
-        self._after_step = [act for act in self._after_step if act != self._report_partition]
-        if torch.distributed.get_rank() == 0:
-            log.info("ds_ckpt: step %d, %s", step, counters.line())
+        If a part raises, for example while it waits for a rank that has gone, the others are
+        restored all the same.
+        """
+        self._detach.callback(self._patches.undo)
+        try:
+            self._detach.close()
+        finally:
+            self._blocks = self._inputs = self._gather = self._gradient = self._resident = None
+            self.exchange = None
 
     @property
     def activation_plan(self) -> ActivationPlan | None:
@@ -283,23 +257,18 @@ class Session:
     @property
     def plan(self) -> Assignment | None:
         """Compressor and bytes of each parameter; None without compression."""
-        return self._gradients.assignment if self._gradients else None
-
-    @property
-    def exchange(self) -> Gradients | None:
-        """The exchange with its residuals and groups; None without compression."""
-        return self._gradients
+        return self.exchange.assignment if self.exchange else None
 
     @property
     def residual_bytes(self) -> int:
         """Bytes of residuals on this rank."""
-        feedback = self._gradients.feedback if self._gradients else None
+        feedback = self.exchange.feedback if self.exchange else None
         return feedback.nbytes if feedback else 0
 
     @property
     def residuals(self) -> dict[str, torch.Tensor]:
         """Committed residuals by parameter name: flat fp32, in units of the averaged gradient."""
-        feedback = self._gradients.feedback if self._gradients else None
+        feedback = self.exchange.feedback if self.exchange else None
         return feedback.state_dict() if feedback else {}
 
     def observe(self, every_n_steps: int, act: Callable[[int, ResidualStats], None]) -> None:
@@ -324,7 +293,10 @@ class Session:
             UnsupportedError: There is no ZeRO-3 reduction to replace.
         """
         if self._gradient is None:
-            raise nothing_to_replace(self.engine.zero_optimization_stage())
+            found = str(self.engine.zero_optimization_stage())
+            why = "only the reduction of ZeRO-3 can be replaced, while the session is attached"
+            remedy = "measure with stage 3"
+            raise UnsupportedError(Problem("$.zero_optimization.stage", found, why, remedy))
         self._gradient.replace_exchange(exchange)
 
     def _describe(self) -> str:
@@ -334,48 +306,29 @@ class Session:
             parts.append(f"{words}, planned at the first training batch")
         if self._blocks:
             parts.append(self._describe_checkpointing(self._blocks))
-        if self._gradients:
-            parts += self._gradients.describe()
+        if self.exchange:
+            parts += self.exchange.describe()
         if self._resident:
-            parts.append(self._resident.summary)
+            parts.append(self._resident.describe())
         elif self.config.weights.resident and self._gather:
             parts.append("weights not resident: all ranks share one node")
         if self.guard:
             parts.append(self.guard.describe())
         if self.config.telemetry.enabled:
             parts.append("telemetry on")
-        return "ds_ckpt: " + ("; ".join(parts) if parts else "nothing is switched on")
+        return "ds_ckpt: " + ("; ".join(parts) or "nothing is switched on")
 
     def _describe_checkpointing(self, blocks: CheckpointedBlocks) -> str:
         activation = self.config.activation
-        policy: str = activation.policy
-        if activation.rules:
-            policy = "rules" if policy == "none" else f"{policy} and rules"
-        words = f"{policy} checkpointing on {blocks.describe()}"
-        if activation.policy == "block" and not activation.rules:
-            words += ": about one more forward a step"
+        rules = " and rules" if activation.rules else ""
+        words = f"{activation.policy}{rules} checkpointing on {blocks.describe()}"
         if self._gather is not None:
             shared = activation.share_gather
             words += ", no extra weight gathers" if shared else ", weights gathered once more"
         if activation.check_every:
-            words += ", every recompute's values checked"
-            if activation.check_every > 1:
-                words += f" in one forward of {activation.check_every}"
+            words += f", values checked in one of {activation.check_every} recomputations"
         device = torch.device(self.engine.device)
         return words + describe_keeping(activation, len(blocks.units), device, self._group)
-
-    def detach(self) -> None:
-        """Restore DeepSpeed, the engine and the model. Residuals are dropped.
-
-        If a part raises, for example while it waits for a rank that has gone, the others are
-        restored all the same.
-        """
-        undo, self._undo = self._undo, []
-        with ExitStack() as last_first:
-            for detach in undo:
-                last_first.callback(detach)
-            last_first.callback(self._patches.undo)
-        self._forget_parts()
 
 
 def _random_trackers() -> list[Any]:

@@ -1,9 +1,9 @@
 """The state of one optimizer step of the gradient exchange: how it is sent, commit and rollback.
 
-A step's buckets are reduced by DeepSpeed in the warm-up (or in a few bits), then as the tuner says:
-compressed, or by the other way. With gradient accumulation the exchange runs once, at the boundary;
-earlier micro-steps only add to the residuals. Everything that a step leaves pending (residuals,
-factors, the metric's sums) is committed or rolled back here, together.
+A step's buckets are reduced by DeepSpeed in the warm-up (or in a few bits), then as the tuner says.
+With gradient accumulation the exchange runs once, at the boundary; earlier micro-steps only add to
+the residuals. Everything that a step leaves pending (residuals, factors, the metric's sums) is
+committed or rolled back here, together.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ds_ckpt.compression.error_feedback import Feedback
-from ds_ckpt.engine.tuner import Subject, Tuner
+from ds_ckpt.engine.tuner import Tuner
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.exchange.exchange import AllToAllExchange
 from ds_ckpt.exchange.hierarchy import InHostSum
@@ -28,15 +28,6 @@ log = logging.getLogger("ds_ckpt")
 Reduce = Callable[[list[Tensor]], list[Tensor]]
 """A bucket's full gradients to this rank's shards."""
 ReductionMode = Literal["compressed", "uncompressed", "deepspeed"]
-GRADIENTS = Subject(
-    "gradients are sent",
-    {
-        "compressed": "compressed",
-        "uncompressed": "uncompressed",
-        "deepspeed": "by DeepSpeed's own reduction",
-    },
-    "set compression.exchange.autotune to false to compress always",
-)
 
 
 def _uncompressed(name: str, shape: torch.Size) -> None:
@@ -90,7 +81,7 @@ class StepState:
         """Modes of this step's buckets, by parameter."""
         self._drained: set[str] = set()
         """Parameters without a residual on any rank: sent uncompressed since they were compressed.
-        By what was sent, not by residuals: with two levels only some ranks may have one."""
+        With two levels only some ranks have residuals, so the modes decide."""
 
     @property
     def _is_warming_up(self) -> bool:
@@ -164,8 +155,7 @@ class StepState:
 
         Raises:
             UnsupportedError: on every rank, all of the step's gradients were only accumulated: the
-                program set the boundary after the last backward. The step is rolled back. Also in
-                the warm-up, so that the first step shows what later ones cannot do.
+                program set the boundary after the last backward. The step is rolled back.
         """
         if self._expects_more:
             self.rollback()
@@ -173,8 +163,7 @@ class StepState:
                 Problem(
                     where="engine.set_gradient_accumulation_boundary",
                     found="a step that ends before any of its backwards was marked as the last",
-                    why="gradients are accumulated until the step's last backward, which sends "
-                    "them",
+                    why="the step's last backward sends its accumulated gradients",
                     remedy="call set_gradient_accumulation_boundary(True) before the last "
                     'backward, or set $.ds_ckpt.compression.exchange.when to "micro_step"',
                 ),
@@ -227,18 +216,13 @@ class StepState:
         if self.tuner is not None:
             self.tuner.restart()
         if self.is_disabled and self._is_logging_rank:
-            log.warning(
-                "ds_ckpt: the checkpoint is of a run whose guard disabled compression: gradients "
-                "are sent uncompressed here too"
-            )
+            log.warning("ds_ckpt: the checkpoint's guard disabled compression; it stays disabled")
 
 
 class NoCommunication:
-    """The no-communication bound: it sends nothing, so no compression can gain more.
+    """Sends no gradients: a lower bound for the step time of any compression.
 
-    For measuring only; see `Session.measure_with`. Every rank trains its shards on its own
-    gradients. Weights are still gathered, so the step's time is a lower bound for any compression
-    of gradients.
+    For `Session.measure_with`. Every rank trains its shards on its own gradients.
 
     Args:
         world: number of ranks in the data-parallel group.
@@ -246,9 +230,7 @@ class NoCommunication:
     """
 
     def __init__(self, world: int, dp_rank: int) -> None:
-        assert 0 <= dp_rank < world
-        self._world = world
-        self._dp_rank = dp_rank
+        self._world, self._dp_rank = world, dp_rank
 
     def reduce(
         self,
@@ -287,16 +269,15 @@ def make_step_state(
     `StepState` and `Rules`.
     """
     choose = settings.choose(embeddings, 1 if in_host is None else in_host.processes)
-    exchange = AllToAllExchange(
-        between,
-        choose,
-        feedback,
-        accumulates=at_boundary is not None,
-        in_host=in_host,
-        metric=settings.metric(everyone.all_reduce),
-    )
     return StepState(
-        exchange,
+        AllToAllExchange(
+            between,
+            choose,
+            feedback,
+            accumulates=at_boundary is not None,
+            in_host=in_host,
+            metric=settings.metric(everyone.all_reduce),
+        ),
         warmup_steps=0 if settings.lossless else settings.warmup_steps,
         warm_up=settings.warm_up(choose),
         current_step=current_step,

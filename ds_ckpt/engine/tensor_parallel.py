@@ -15,14 +15,7 @@ from ds_ckpt.activation.offload import Ticket
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.telemetry import Counters, Purpose
 
-_WHERE = "$.activation_checkpointing.partition_activations ($.ds_ckpt.activation.partition)"
-_OFF = "set partition_activations to false"
-_TENSOR = ("get_tensor_model_parallel_group", "get_model_parallel_group")
 _SEQUENCE = ("get_sequence_parallel_group", "_get_sequence_parallel_group")
-_SUPPORTED = (
-    'tensor parallelism ("tensor_parallel": {"autotp_size": 2}, or a Megatron-style mpu passed to '
-    "initialize or attach)"
-)
 
 
 class _Gathering(Ticket):
@@ -38,9 +31,9 @@ class _Gathering(Ticket):
 class TensorParallelGroup:
     """Gathers over one group, counted under `Purpose.PARTITION`.
 
-    Args:
-        group: PyTorch's process group.
-        counters: Bytes are counted there.
+    Attributes:
+        processes: global ranks, in the group's order.
+        index: this rank's place among them.
     """
 
     def __init__(self, group: Any, counters: Counters) -> None:
@@ -79,47 +72,45 @@ def find_group(engine: Any, mpu: Any, counters: Counters) -> TensorParallelGroup
     """
     from deepspeed.utils import groups
 
-    mpu = mpu if mpu is not None else engine.mpu
-    # Ulysses has its own group if the engine was given a mesh instead of an mpu
-    sharded = _others(_group_of(mpu, _SEQUENCE) or _group_of(groups, _SEQUENCE[1:]))
-    group = _group_of(mpu, _TENSOR)
+    mpu = engine.mpu if mpu is None else mpu
+    group = _group_of(mpu, "get_tensor_model_parallel_group", "get_model_parallel_group")
     if group is None:
-        named = "" if mpu is None else f" in {getattr(mpu, '__name__', type(mpu).__name__)}"
-        why = (
-            "sequence-parallel ranks (Ulysses) hold different tokens, and data-parallel ranks "
-            "different data: recomputation would start from a mixture of them"
-        )
-        raise _refusal(f"no tensor-parallel group{named}", why, f"{_OFF}, or use {_SUPPORTED}")
+        raise _refusal("no tensor-parallel group")
     found = TensorParallelGroup(group, counters)
-    ranks = f"a tensor-parallel group of ranks {', '.join(map(str, found.processes))}"
     if len(found.processes) == 1:
-        remedy = f"{_OFF}, or use {_SUPPORTED} over 2 ranks or more"
-        raise _refusal("a tensor-parallel group of one rank", "there is nothing to split", remedy)
-    others = set(found.processes) - {dist.get_rank()}
-    if others & sharded:
-        why = "each holds different tokens: recomputation would start from a mixture of them"
-        raise _refusal(f"{ranks}, which divide sequences between them (Ulysses)", why, _OFF)
-    for name, data in (
-        ("the mpu's data-parallel group", _group_of(mpu, ("get_data_parallel_group",))),
-        ("ZeRO", getattr(engine.optimizer, "dp_process_group", None)),
+        raise _refusal("a tensor-parallel group of one rank")
+    ranks = f"a tensor-parallel group of ranks {', '.join(map(str, found.processes))}"
+    # without an mpu Ulysses has its group in `deepspeed.utils.groups`
+    sequence = _group_of(mpu, *_SEQUENCE) or _group_of(groups, *_SEQUENCE[1:])
+    data = _group_of(mpu, "get_data_parallel_group")
+    zero = getattr(engine.optimizer, "dp_process_group", None)
+    for other, how in (
+        (sequence, "which divide sequences between them"),
+        (data, "of which the mpu's data-parallel group averages gradients"),
+        (zero, "of which ZeRO averages gradients"),
     ):
-        if others & _others(data):
-            why = (
-                "they hold activations of different data: recomputation would start from a mixture"
-            )
-            remedy = (
-                f"{_OFF}, or pass an mpu whose tensor-parallel group is not part of a "
-                "data-parallel one"
-            )
-            raise _refusal(f"{ranks}, of which {name} averages gradients", why, remedy)
+        if other is not None:
+            shared = set(found.processes) & set(dist.get_process_group_ranks(other))
+            if shared - {dist.get_rank()}:
+                raise _refusal(f"{ranks}, {how}")
     return found
 
 
-def _refusal(found: str, why: str, remedy: str) -> UnsupportedError:
-    return UnsupportedError(Problem(_WHERE, found, why, remedy))
+def _refusal(found: str) -> UnsupportedError:
+    return UnsupportedError(
+        Problem(
+            "$.activation_checkpointing.partition_activations ($.ds_ckpt.activation.partition)",
+            found,
+            "activations are split over ranks that hold the same ones; data-parallel and "
+            "sequence-parallel (Ulysses) ranks hold those of other tokens",
+            "set partition_activations to false, or use tensor parallelism over 2 ranks or more "
+            '("tensor_parallel": {"autotp_size": 2}, or a Megatron-style mpu passed to initialize '
+            "or attach)",
+        )
+    )
 
 
-def _group_of(mpu: Any, names: tuple[str, ...]) -> Any:
+def _group_of(mpu: Any, *names: str) -> Any:
     """Return the first of these groups that exists."""
     for name in names:
         getter = getattr(mpu, name, None)
@@ -130,8 +121,3 @@ def _group_of(mpu: Any, names: tuple[str, ...]) -> Any:
         if group is not None:
             return group
     return None
-
-
-def _others(group: Any) -> set[int]:
-    """Return the other ranks of a group."""
-    return set() if group is None else set(dist.get_process_group_ranks(group)) - {dist.get_rank()}

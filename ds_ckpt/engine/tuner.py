@@ -12,12 +12,11 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from statistics import median
-from typing import NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
 log = logging.getLogger("ds_ckpt")
 COUNTED_STEPS = 8
@@ -30,20 +29,6 @@ DECISIVE_RATIO = 1.2
 standard error does not show and another cycle does."""
 RECHECK_STEPS = 1000
 """Steps from a choice to the next comparison."""
-
-
-class Subject(NamedTuple):
-    """Words for the log.
-
-    Attributes:
-        title: begins the sentence: "gradients are sent".
-        phrases: continues it, by candidate.
-        setting: what to write in the configuration instead.
-    """
-
-    title: str
-    phrases: Mapping[str, str]
-    setting: str
 
 
 def robust_median(times: Sequence[float]) -> tuple[float, float]:
@@ -63,34 +48,23 @@ class Tuner:
     """Chooses between candidates, alike on all ranks of a group.
 
     Args:
+        subject: subject of the choice, for the log.
         candidates: names; the last one is the baseline, which wins unless another one is shown to
             be faster.
-        all_reduce: sums a small fp32 tensor over the ranks in place.
-        world: number of ranks.
-        device: of that tensor.
-        subject: words for the log.
-        is_logging_rank: whether this rank logs.
-        clock: seconds.
+        group: process group that sums times; None for all ranks.
+        device: of the summed tensor.
 
     Attributes:
         choice: the last choice; None before the first.
+        is_comparing: whether steps are being timed.
     """
 
     def __init__(
-        self,
-        candidates: Sequence[str],
-        all_reduce: Callable[[Tensor], object],
-        *,
-        world: int,
-        device: torch.device,
-        subject: Subject,
-        is_logging_rank: bool = False,
-        clock: Callable[[], float] = time.perf_counter,
+        self, subject: str, candidates: Sequence[str], group: Any, device: torch.device
     ) -> None:
         self.candidates = tuple(candidates)
-        self._all_reduce, self._world, self._device = all_reduce, world, device
-        self._subject, self._is_logging_rank, self._clock = subject, is_logging_rank, clock
-        self._ended_s: float | None = None
+        self._subject, self._group, self._device = subject, group, device
+        self._clock, self._ended_s = time.perf_counter, math.nan
         self.restart()
 
     def restart(self) -> None:
@@ -99,23 +73,13 @@ class Tuner:
         self._compare()
 
     def _compare(self) -> None:
-        self._is_comparing, self._cycles, self._steps = True, 0, 0
+        self.is_comparing, self._cycles, self._steps = True, 0, 0
         self._times: dict[str, list[float]] = {name: [] for name in self.candidates}
-
-    @property
-    def is_comparing(self) -> bool:
-        """Return whether steps are being timed."""
-        return self._is_comparing
-
-    @property
-    def cycle_steps(self) -> int:
-        """Steps of a cycle."""
-        return len(self.candidates) * (1 + COUNTED_STEPS)
 
     @property
     def current(self) -> str:
         """The candidate of this step; changes at `step_ended` only."""
-        if not self._is_comparing:
+        if not self.is_comparing:
             assert self.choice is not None
             return self.choice
         return self.candidates[self._steps // (1 + COUNTED_STEPS)]
@@ -128,49 +92,44 @@ class Tuner:
         before, self._ended_s = self._ended_s, self._clock()
         if not is_counted:
             return
-        if self._is_comparing and self._steps % (1 + COUNTED_STEPS) and before is not None:
+        if self.is_comparing and self._steps % (1 + COUNTED_STEPS) and not math.isnan(before):
             self._times[self.current].append(self._ended_s - before)
         self._steps += 1
-        if self._is_comparing and self._steps == self.cycle_steps:
+        if self.is_comparing and self._steps == len(self.candidates) * (1 + COUNTED_STEPS):
             self._judge()
-        elif not self._is_comparing and self._steps == RECHECK_STEPS:
+        elif not self.is_comparing and self._steps == RECHECK_STEPS:
             self._compare()
 
     def pause(self) -> None:
         """Discard the time of the step that ends next; the step still advances the cycle."""
-        self._ended_s = None
+        self._ended_s = math.nan
 
     def _judge(self) -> None:
         """Make a choice, or begin another cycle. Without times the first candidate stays."""
-        own = torch.tensor(
+        found = torch.tensor(
             [robust_median(times) for times in self._times.values()],
             dtype=torch.float32,
             device=self._device,
         )
-        self._all_reduce(own)
-        rows = (own / self._world).tolist()
-        found = {name: tuple(row) for name, row in zip(self.candidates, rows, strict=True)}
-        baseline = self.candidates[-1]
-        best = min(self.candidates[:-1], key=lambda name: found[name][0])
-        (best_s, best_variance), (baseline_s, baseline_variance) = found[best], found[baseline]
-        gap_s = abs(best_s - baseline_s)
+        torch.distributed.all_reduce(found, group=self._group)
+        medians_s, variances = (found / torch.distributed.get_world_size(self._group)).T.tolist()
+        best = min(range(len(medians_s) - 1), key=medians_s.__getitem__)
+        gap_s = abs(medians_s[best] - medians_s[-1])
         # NaN compares as significant and decisive
-        is_significant = not gap_s <= MIN_Z * math.sqrt(best_variance + baseline_variance)
-        is_decisive = not gap_s < (DECISIVE_RATIO - 1.0) * min(best_s, baseline_s)
+        is_significant = not gap_s <= MIN_Z * math.sqrt(variances[best] + variances[-1])
+        is_decisive = not gap_s < (DECISIVE_RATIO - 1.0) * min(medians_s[best], medians_s[-1])
         self._cycles, self._steps = self._cycles + 1, 0
         if self._cycles < (MAX_CYCLES if not is_significant else 1 if is_decisive else 2):
             return
-        before = self.choice
-        self.choice = baseline if baseline_s < best_s or not is_significant else best
-        self._is_comparing = False
-        if self._is_logging_rank and self.choice != before:
-            phrases = self._subject.phrases
-            times = ", ".join(f"{1e3 * s:.1f} ms {phrases[name]}" for name, (s, _) in found.items())
+        keeps_baseline = medians_s[-1] < medians_s[best] or not is_significant
+        before, self.choice = self.choice, self.candidates[-1 if keeps_baseline else best]
+        self.is_comparing = False
+        if torch.distributed.get_rank(self._group) == 0 and self.choice != before:
+            times = zip(self.candidates, medians_s, strict=True)
             log.info(
-                "ds_ckpt: autotune: %s %s: a step takes %s%s (%s)",
-                self._subject.title,
-                phrases[self.choice],
-                times,
-                "" if is_significant else ", no significant difference",
-                self._subject.setting,
+                "ds_ckpt: autotune: %s: %s (ms a step: %s%s)",
+                self._subject,
+                self.choice,
+                ", ".join(f"{name} {1e3 * s:.1f}" for name, s in times),
+                "" if is_significant else "; no significant difference",
             )

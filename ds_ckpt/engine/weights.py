@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ds_ckpt.config.paths import show
 from ds_ckpt.config.weights import WeightsConfig
 from ds_ckpt.engine.refusals import refuse_model_parallel
-from ds_ckpt.engine.tuner import Subject, Tuner
+from ds_ckpt.engine.tuner import Tuner
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.exchange.hierarchy import ONE_NODE, discard, hosts_of, warm
 from ds_ckpt.telemetry import Counters
@@ -22,13 +23,11 @@ from ds_ckpt.telemetry.units import size
 from ds_ckpt.weights.changes import ChangeCodec, Lossless, NodeLayout, Whole
 from ds_ckpt.zero3.gather import GatherHook
 from ds_ckpt.zero3.gradient import GradientHook
-from ds_ckpt.zero3.resident import OFFLOADED, host_copy_bytes, resident_bytes
+from ds_ckpt.zero3.resident import host_copy_bytes
 from ds_ckpt.zero3.run_on_all import run_on_all_or_raise
 from ds_ckpt.zero3.weights import WeightsHook
 
 log = logging.getLogger("ds_ckpt")
-WHERE = "$.ds_ckpt.weights"
-OFF = f"or set {WHERE}.resident to false"
 GATHERED = "deepspeed"
 """Candidate without resident weights."""
 
@@ -65,26 +64,12 @@ class ResidentWeights:
         self._has_failed = False
         self.tuner: Tuner | None = None
         candidates = [*codecs, *([GATHERED] if may_detach else [])]
-        if len(candidates) == 1:
-            return
-        group = engine.optimizer.dp_process_group
-        phrases = {name: f"resident, changes sent {name}" for name in codecs}
-        self.tuner = Tuner(
-            candidates,
-            lambda times: torch.distributed.all_reduce(times, group=group),
-            world=torch.distributed.get_world_size(group),
-            device=hook.device,
-            subject=Subject(
-                "weights are",
-                {**phrases, GATHERED: "gathered by DeepSpeed"},
-                "weights.resident and weights.deltas keep one choice",
-            ),
-            is_logging_rank=torch.distributed.get_rank(group) == 0,
-        )
+        if len(candidates) > 1:
+            group = engine.optimizer.dp_process_group
+            self.tuner = Tuner("resident weights", candidates, group, hook.device)
 
-    @property
-    def summary(self) -> str:
-        """Clause for the line at the start."""
+    def describe(self) -> str:
+        """Return a clause for the line at the start."""
         how = " or ".join(self.codecs)
         choice = ", if it shortens the step" if self.tuner is not None else ""
         return (
@@ -159,29 +144,23 @@ def make_resident(
     from deepspeed import comm
 
     optimizer, asked = engine.optimizer, show(config.resident)
-    refuse_model_parallel(engine, f"{WHERE}.resident to false")
+    refuse_model_parallel(engine, "$.ds_ckpt.weights.resident to false")
     nodes = hosts_of(optimizer.dp_process_group, least=1)
     if nodes == ONE_NODE:
         return None
     if isinstance(nodes, str):
-        why = "a copy is sharded over the ranks of a node, equally many on each"
-        raise _refusal("resident", asked, f"{nodes}; {why}", "give every node the same slots")
+        raise _refusal("resident", asked, nodes, "give every node the same slots")
     local = len(nodes[0])
     if nodes != tuple(tuple(range(n * local, (n + 1) * local)) for n in range(len(nodes))):
         why = f"the ranks of a node are not consecutive: {nodes}"
         raise _refusal("resident", asked, why, "order the hostfile's lines node by node")
     partition = int(engine.zero_hpz_partition_size())
     if partition not in (0, 1, local):
-        raise UnsupportedError(
-            Problem(
-                "$.zero_optimization.zero_hpz_partition_size",
-                str(partition),
-                f"resident weights are sharded over the {local} ranks of a node",
-                f"write {local} or remove the key, {OFF}",
-            )
-        )
+        key = "$.zero_optimization.zero_hpz_partition_size"
+        why = f"{key} is {partition}, and a node has {local} ranks"
+        raise _refusal("resident", asked, why, f"write {local}, or remove that key")
     codecs = _codecs(config, optimizer.fp16_partitioned_groups_flat[0].dtype)
-    rank = torch.distributed.get_rank(optimizer.dp_process_group)
+    rank = dist.get_rank(optimizer.dp_process_group)
     refuse_too_large(engine, NodeLayout(len(nodes), local, rank, None), asked)
     # every rank creates every group, in the same order
     inside = [comm.new_group(list(members)) for members in nodes][rank // local]
@@ -233,28 +212,21 @@ def refuse_too_large(engine: Any, layout: NodeLayout, asked: str) -> None:
 def _refuse_too_large(engine: Any, asked: str, nodes: int, local: int) -> None:
     """Raise if the copy does not fit: the other ranks would wait in a gather."""
     device = torch.device(engine.device)
-    is_alone = device.type != "cpu"  # else the ranks of a node share its memory
+    sharing = local if device.type == "cpu" else 1  # ranks on the same memory
     missing = [p for p in engine.module.parameters() if p.ds_secondary_tensor is None]  # not hpZ's
-    needed = (1 if is_alone else local) * sum(
+    needed = sharing * sum(
         host_copy_bytes([p.ds_numel], nodes * local, local, p.element_size()) for p in missing
     )
     free = free_on(device)
-    if needed <= free:
-        return
-    remedies = [f"free {size(needed - free)}"]
-    if is_alone:
-        remedies.append(f"use {-(-local * needed // max(free, 1))} ranks per node or more")
-        kept = resident_bytes(engine, [])
-        offloaded = sum(kept[what] for what in OFFLOADED)
-        enough = "enough" if needed <= free + offloaded else "too little alone"
-        remedies.append(
-            'set $.zero_optimization.offload_optimizer to {"device": "cpu"}, which frees '
-            f"{size(offloaded)}, {enough}"
+    if needed > free:
+        why = f"the copy takes {size(needed)} of memory, where {size(free)} are free"
+        remedy = (
+            f"free {size(needed - free)}; use more ranks per node; or set "
+            '$.zero_optimization.offload_optimizer to {"device": "cpu"}'
         )
-    whose = "this rank's device" if is_alone else f"the memory of a node of {local} ranks"
-    why = f"the copy takes {size(needed)} of {whose}, where {size(free)} are free"
-    raise _refusal("resident", asked, why, "; or ".join(remedies))
+        raise _refusal("resident", asked, why, remedy)
 
 
 def _refusal(key: str, found: str, why: str, remedy: str) -> UnsupportedError:
-    return UnsupportedError(Problem(f"{WHERE}.{key}", found, why, f"{remedy}, {OFF}"))
+    off = "or set $.ds_ckpt.weights.resident to false"
+    return UnsupportedError(Problem(f"$.ds_ckpt.weights.{key}", found, why, f"{remedy}, {off}"))

@@ -1,4 +1,4 @@
-"""Typed records with units, counters and sinks. Nothing here reads a clock on its own."""
+"""Counters, memory tracker, time spans and step log."""
 
 from ds_ckpt.telemetry.counters import Counters, Purpose, Snapshot, sent_bytes
 

@@ -7,14 +7,14 @@ import torch
 
 
 def capacity_of(device: torch.device) -> int:
-    """Bytes of the device's memory."""
+    """Return the bytes of the device's memory."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return int(psutil.virtual_memory().total)
 
 
 def free_on(device: torch.device) -> int:
-    """Bytes that nobody has, or that only torch's cache of this process has."""
+    """Return the free bytes, those in torch's cache included."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + cached

@@ -23,7 +23,7 @@ from ds_ckpt.telemetry.timings import Timings
 
 log = logging.getLogger("ds_ckpt")
 Event = tuple[str, float, int]
-"""Name, value and optimizer step, as DeepSpeed's monitors take them."""
+"""Name, value and optimizer step, the arguments of DeepSpeed's monitors."""
 Value = float | Mapping[str, float]
 
 
@@ -33,8 +33,8 @@ class ExchangeProbe:
 
     Attributes:
         timings: of its sections.
-        errors: returns the squared norms of what the last step had to send and left out, by
-            method; empty if it was not sampled.
+        errors: returns the last step's squared norms before and after compression, by method;
+            empty if it was not sampled.
         compresses: returns whether gradients are compressed now.
         gradient_norm: returns the norm of the last step's averaged gradient, or None.
         plan: one JSON record per tensor, written before the first step's record.
@@ -52,8 +52,7 @@ class Interval:
     """The steps between two records, on one rank.
 
     Attributes:
-        steps: number of steps.
-        seconds: wall time of all of them.
+        seconds: wall time of all `steps`.
         counted: difference of the counters.
         parameters: number of parameters gathered so far.
         exchange_s: host seconds by section of the exchange.
@@ -90,21 +89,9 @@ def sent_bytes(interval: Interval) -> Value:
 
 
 @step_field
-def collectives(interval: Interval) -> Value:
-    """Return the collectives per step, by purpose."""
-    return {p.value: n / interval.steps for p, n in interval.counted.collectives.items()}
-
-
-@step_field
 def gathers_a_parameter(interval: Interval) -> float:
     """Return the all-gathers per parameter and step."""
     return sum(interval.counted.gathers.values()) / interval.steps / max(interval.parameters, 1)
-
-
-@step_field
-def reduce_s(interval: Interval) -> float:
-    """Return the seconds per step in reductions of buckets, see `Counters`."""
-    return interval.counted.reduce_s / interval.steps
 
 
 @step_field
@@ -140,9 +127,8 @@ class StepLog:
 
     Args:
         counters: of this rank.
-        every_n_steps: steps of a record.
         path: JSONL file; the rank is put before `.jsonl`. None writes no file.
-        process: this rank.
+        rank: this rank.
         exchange: None without compression.
         monitor: receives each record's numbers.
 
@@ -156,17 +142,16 @@ class StepLog:
         *,
         every_n_steps: int,
         path: str | None,
-        process: int,
+        rank: int,
         exchange: ExchangeProbe | None = None,
         monitor: Callable[[list[Event]], None] | None = None,
     ) -> None:
         self._counters, self._every = counters, every_n_steps
         self._exchange, self._monitor = exchange, monitor
         self._file: Path | None = None
-        if path:  # `runs/exp.v1.jsonl` and `runs/exp.v1` both become `runs/exp.v1.0.jsonl`
+        if path:
             wanted = Path(path)
-            stem = wanted.name.removesuffix(".jsonl")
-            self._file = wanted.with_name(f"{stem}.{process}.jsonl")
+            self._file = wanted.with_name(f"{wanted.name.removesuffix('.jsonl')}.{rank}.jsonl")
         self._before, self._exchange_s = counters.snapshot(), dict[str, float]()
         self._time_s, self._steps = time.perf_counter(), 0
         self.last: dict[str, Any] | None = None
@@ -215,6 +200,5 @@ def _events(step: int, values: Mapping[str, Value]) -> list[Event]:
     for name, value in values.items():
         parts = value if isinstance(value, Mapping) else {"": value}
         for part, number in parts.items():
-            full = f"ds_ckpt/{name}/{part}" if part else f"ds_ckpt/{name}"
-            found.append((full, float(number), step))
+            found.append((f"ds_ckpt/{name}/{part}".removesuffix("/"), float(number), step))
     return found

@@ -1,10 +1,9 @@
 """Time spans and sections of a step, and statistics of residuals.
 
-Spans are stretches of time with a kind, nested, per thread; nothing is recorded unless somebody
-gives a `Spans` to the counters and timings of a session. What they mean for a step is worked out in
-the harness. Kinds are the phases that the measuring loop names (`forward`, `backward`, `update`),
-`recompute`, the purposes of collectives, `collective` (a call of a collective, or the wait for
-one), and the sections of `SECTIONS`.
+Spans are nested stretches of time with a kind, per thread. They are recorded only if a `Spans` is
+set on a session's counters and timings; `ds-ckpt measure` does, and divides steps by them. Kinds
+are the loop's phases (`forward`, `backward`, `update`), `recompute`, the purposes of collectives,
+`collective` (a call, or the wait for one) and `SECTIONS`.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Span:
-    """One stretch of time in one thread; `time.perf_counter`'s seconds.
+    """A stretch of time in one thread, in `time.perf_counter` seconds.
 
     Attributes:
-        depth: spans of this thread that it lies in.
+        depth: number of the thread's spans around it.
     """
 
     kind: str
@@ -38,8 +37,8 @@ class Spans:
     """Records spans of any thread.
 
     Args:
-        synchronize: called before the clock is read. On an accelerator that runs behind, only that
-            makes a span mean what it says, and it takes away what the accelerator does beside.
+        synchronize: called before the clock is read. An asynchronous accelerator needs it, and
+            runs nothing beside the host then.
     """
 
     def __init__(self, synchronize: Callable[[], object] = lambda: None) -> None:
@@ -50,7 +49,7 @@ class Spans:
     @contextmanager
     def span(self, kind: str) -> Iterator[None]:
         """Record the block as a span, also if it ends with an exception."""
-        stack = self._stack()
+        stack: list[str] = self._local.__dict__.setdefault("stack", [])
         self._synchronize()
         start_s = time.perf_counter()
         stack.append(kind)
@@ -60,26 +59,21 @@ class Spans:
             stack.pop()
             self._synchronize()
             end_s = time.perf_counter()
-            thread = threading.get_ident()
-            self._spans.append(Span(kind, start_s, end_s, thread, len(stack)))
+            self._spans.append(Span(kind, start_s, end_s, threading.get_ident(), len(stack)))
 
     @property
     def open(self) -> tuple[str, ...]:
-        """Kinds of the spans that this thread is in, the outermost first."""
-        return tuple(self._stack())
+        """Kinds of the spans that this thread is in, outermost first."""
+        return tuple(getattr(self._local, "stack", ()))
 
     def take(self) -> list[Span]:
-        """The spans that have ended since the last call."""
+        """Return the spans that have ended since the last call."""
         taken, self._spans = self._spans, []
         return taken
 
-    def _stack(self) -> list[str]:
-        stack: list[str] = self._local.__dict__.setdefault("stack", [])
-        return stack
-
 
 class TimedHandle:
-    """A collective's handle whose `wait` is recorded; all else is the handle's own."""
+    """A collective's handle that records its `wait`."""
 
     def __init__(self, handle: Any, spans: Spans) -> None:
         self._handle = handle
@@ -95,19 +89,17 @@ class TimedHandle:
 
 
 SECTIONS = ("in_host", "residual", "pack", "wire", "unpack")
-"""In-host sum; adding to the residual and checking it; choosing entries, factoring and encoding;
-waiting for other processes and their bytes; decoding and summing."""
+"""Sum inside the node; adding to the residual and checking it; encoding; waiting for other ranks
+and their bytes; decoding and summing."""
 
 
 @dataclass
 class Timings:
     """Seconds by section, without those of inner sections, for one thread at a time.
 
-    They are the host's on a CPU, and the stream's on an accelerator.
-
     Attributes:
-        spans: where sections are recorded as stretches of time, too; None: nowhere.
-        module: `torch.get_device_module` of an accelerator with streams; None: the host's clock.
+        spans: where sections are recorded as spans, too; None: nowhere.
+        module: `torch.get_device_module` of an accelerator, whose stream is timed; None: the host.
     """
 
     spans: Spans | None = None
@@ -115,7 +107,7 @@ class Timings:
     _seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     _open: list[str] = field(default_factory=list)
     _marks: deque[tuple[str, str | None, Any, Any]] = field(default_factory=deque)
-    """Sections whose events nobody has read: its name and that of the one around it."""
+    """Unread sections: name, name of the section around it, start and end."""
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
@@ -134,7 +126,7 @@ class Timings:
 
     @property
     def seconds(self) -> defaultdict[str, float]:
-        """Return the seconds by section since the start; waits for an accelerator's sections."""
+        """Seconds by section since the start; waits for an accelerator's sections."""
         while self._marks:
             self._marks[0][3].synchronize()
             self._count(*self._marks.popleft())
@@ -156,27 +148,27 @@ class Timings:
 
 @dataclass
 class Errors:
-    """Squared norms of what compression was given and left out, by method.
+    """Squared norms before and after compression, by method.
 
     Attributes:
         sampling: whether buckets are measured; it costs two passes over each.
     """
 
     sampling: bool = False
-    _energy: dict[str, list[Any]] = field(default_factory=dict)
+    _sums: dict[str, list[Any]] = field(default_factory=dict)
 
     def add(self, method: str, before: Any, after: Any) -> None:
-        """Add squared norms of a tensor's entries for other ranks, before and after compression.
+        """Add squared norms of entries for other ranks: to send, and left out.
 
-        Numbers, or tensors of one number, which are read by `take_sums`.
+        Numbers, or tensors of one number, which only `take_sums` reads.
         """
-        sums = self._energy.setdefault(method, [0.0, 0.0])
+        sums = self._sums.setdefault(method, [0.0, 0.0])
         sums[0] += before
         sums[1] += after
 
     def take_sums(self) -> dict[str, tuple[float, float]]:
         """Return and reset both sums by method."""
-        taken, self._energy = self._energy, {}
+        taken, self._sums = self._sums, {}
         return {key: (float(before), float(after)) for key, (before, after) in taken.items()}
 
     def take_energies(self) -> tuple[float, float]:
@@ -187,14 +179,12 @@ class Errors:
 
 @dataclass(frozen=True)
 class ResidualStats:
-    """One step, all processes together.
+    """Compression error of one step, over all ranks.
 
     Attributes:
-        error: norm of what was left over norm of what there was to send, residual of earlier steps
+        error: norm of the residual over the norm of what there was to send, earlier residuals
             included: 0 is lossless, 1 sends nothing.
-        residual_norm: norm of what was left, over all processes, in norms of the averaged gradient:
-            how many steps' worth the weights are owed. Gradients of other models have other sizes;
-            this ratio has none.
+        residual_norm: norm of the residual, in norms of the averaged gradient.
     """
 
     error: float

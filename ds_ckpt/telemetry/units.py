@@ -1,4 +1,4 @@
-"""Numbers as people read them, each with its unit. Nothing here measures."""
+"""Formats numbers for reports, each with its unit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MB = 10**6
 
 
 def number(value: float) -> str:
-    """Three significant digits, without an exponent; four decimals at most."""
+    """Format with three significant digits, at most four decimals and no exponent."""
     if not math.isfinite(value):
         return "-"
     if value == 0:
@@ -21,7 +21,7 @@ def number(value: float) -> str:
 
 
 def size(nbytes: float) -> str:
-    """In GiB, MiB or KiB with three significant digits: 23.9 GiB, 0.512 MiB."""
+    """Format bytes in GiB, MiB or KiB: 23.9 GiB, 0.512 MiB."""
     for unit, factor in (("GiB", GIB), ("MiB", MIB)):
         if abs(nbytes) >= 0.5 * factor:
             return f"{number(nbytes / factor)} {unit}"
@@ -37,25 +37,17 @@ def count(value: float) -> str:
 
 
 def seconds(value_s: float) -> str:
-    """In seconds, or milliseconds below one: 1.25 s, 30.0 ms."""
+    """Format seconds, or milliseconds below one: 1.25 s, 30.0 ms."""
     return f"{number(value_s)} s" if value_s >= 1 else f"{number(1e3 * value_s)} ms"
 
 
-def percent(part: float, whole: float) -> str:
-    """A share of a whole; of nothing it is 0%."""
-    return f"{part / whole:.0%}" if whole else "0%"
-
-
 def times(larger: float, smaller: float) -> str:
-    """A ratio: 1.25x; "-" where there is nothing to compare with."""
+    """Format a ratio: 1.25x; "-" if `smaller` is 0."""
     return f"{larger / smaller:.2f}x" if smaller else "-"
 
 
 def columns(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """Rows of cells under one another, the first `left` columns to the left, numbers to the right.
-
-    Every row has as many cells.
-    """
+    """Align rows of cells: the first `left` columns to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(

@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -106,15 +105,12 @@ class GradientHook:
 
         def avg_scatter_grads(params: list[Any], dtype: torch.dtype) -> list[torch.Tensor]:
             self._is_unfinished = self._exchange is not None
-            start_s = time.perf_counter()
             try:
                 with self._counters.purpose(Purpose.REDUCE):
                     return self._reduced(params, functools.partial(avg_scatter, params, dtype))
             except BaseException:  # the caller may catch it and train on
                 self.drop_step()
                 raise
-            finally:
-                self._counters.reduce_s += time.perf_counter() - start_s
 
         def loss_scale_update_and_overflow_cleanup() -> Any:
             self._is_unfinished = False

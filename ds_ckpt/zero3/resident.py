@@ -17,9 +17,6 @@ HOST_COPY = "a host's copy of the weights, this process's part"
 OPTIONAL = {HOST_COPY: '"weights": {"resident": false}, "zero_hpz_partition_size": 1'}
 """Memory that training does not need, and the settings that free it."""
 
-OFFLOADED = ("master weights", "optimizer state", "gradients, this process's part")
-"""Memory that `offload_optimizer` moves to the CPU."""
-
 
 def host_copy_bytes(counts: Iterable[int], processes: int, per_host: int, itemsize: int) -> int:
     """Return a rank's bytes of a node's copy of the weights (resident weights, and hpZ's own).

@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import ds_ckpt
 from ds_ckpt.telemetry import Counters
-from ds_ckpt.telemetry.counters import Purpose
+from ds_ckpt.telemetry.counters import PartitionCounters, Purpose
 from tests.distributed import models
 from tests.distributed.heard import hearing
 from tests.distributed.pool import fresh, once
@@ -144,7 +144,7 @@ def _train(engine: Any, size: int, seeds: str, steps: int, twice: bool) -> dict[
             result["left"] = dict(partition.left)
         engine.step()
         if partition is not None:
-            partition.reset()
+            session._inputs.partition.counters = PartitionCounters()
         del loss, extra
     for handle in handles:
         handle.remove()

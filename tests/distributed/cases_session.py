@@ -72,7 +72,7 @@ def ways_in(way: str, sections: dict[str, Any]) -> dict[str, Any]:
         return result
     finally:
         ds_ckpt.uninstall()
-        assert not hasattr(deepspeed.initialize, "__ds_ckpt_stock__")
+        assert not hasattr(deepspeed.initialize, "__wrapped__")
 
 
 def _look(engine: Any) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def guarded(section: dict[str, Any], steps: int, folder: str, accumulation: int 
         for step in range(steps):
             sent = session.counters.bytes_sent[Purpose.REDUCE]
             models.train(engine, "llama", 1, first=step)
-            back.append(session.guard.fallen_back)
+            back.append(session.exchange.step.is_disabled)
             last = session.guard.last
             seen.append(None if last is None else (last.error, last.residual_norm))
         sent = session.counters.bytes_sent[Purpose.REDUCE] - sent
@@ -60,7 +60,7 @@ def guarded(section: dict[str, Any], steps: int, folder: str, accumulation: int 
         session = ds_ckpt.session_of(engine)
         assert session is not None
         assert session.guard is not None
-        resumed = session.guard.fallen_back
+        resumed = session.exchange.step.is_disabled
         engine.destroy()
     said = [line for line in heard if "guard: step" in line]
     return {"back": back, "seen": seen, "said": said, "sent": sent, "owed": owed, "kept": resumed}

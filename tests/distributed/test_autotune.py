@@ -50,7 +50,7 @@ def test_no_residual_is_left_in_bf16_over_two_levels_when_deepspeed_takes_over(
         assert result["unsent"] == 0
 
 
-def test_monitors_the_step_log_and_the_log_are_told(world2: Any, tmp_path: Path) -> None:
+def test_monitors_and_the_step_log_get_the_records(world2: Any, tmp_path: Path) -> None:
     first, other = world2.run(cases.monitored, str(tmp_path), quantize_section())
     text = " ".join(first["files"])
     for name in ("compression_error", "residual_norm", "sent_bytes_reduce", "exchange_s_wire"):
@@ -64,7 +64,4 @@ def test_monitors_the_step_log_and_the_log_are_told(world2: Any, tmp_path: Path)
         (norm,) = records[-1]["residual_norm"].values()
         assert norm == pytest.approx(told["residuals"] / told["norm"], rel=1e-4)
         assert all(0 < error < 1 for error in records[-1]["compression_error"].values())
-    (table,) = [line for line in first["heard"] if "compressor and bytes per step" in line]
-    assert "4-bit values in blocks of 64" in table
-    assert table.count("\n") > 5
-    assert not any("compressor and bytes per step" in line for line in other["heard"])
+    assert "4-bit values in blocks of 64" in first["summary"]

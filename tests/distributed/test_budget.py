@@ -80,11 +80,10 @@ def test_a_budget_for_the_whole_accelerator_counts_what_zero_keeps(world2: Any) 
 def test_it_says_in_one_line_and_in_a_table_what_is_done(world2: Any) -> None:
     first, second = world2.run(cases_budget.budgets, "llama", SHARES, timeout=280)
     assert second[0.55]["lines"] == []
-    line, table = first[0.55]["lines"][-2:]
+    line, table = first[0.55]["lines"][-1].split("\n", 1)
     assert "plan for" in line
     assert "without recompute" in line
     assert "recomputes" in line
-    assert len(line.splitlines()) == 1
     assert "model.layers.0" in table
     assert "outside of blocks" in table
     assert "planned at the first training batch" in first[0.55]["summary"]
@@ -138,7 +137,7 @@ def test_what_cannot_fit_is_refused_on_every_process_with_what_would(world2: Any
         ({"policy": "auto", "budget_gib": 2**-17}, "7.62939e-06 GiB for activations"),
         ({"policy": "auto"}, "a limit must be given"),
         ({"policy": "auto", "budget_gib": 1.0, "budget_of": "accelerator"}, "budget_of"),
-        ({"policy": "budget", "budget_gib": 1e6}, "this host has"),
+        ({"policy": "budget", "budget_gib": 1e6}, "the device has"),
     ],
 )
 def test_a_budget_without_a_possible_limit_is_refused(
@@ -148,9 +147,8 @@ def test_a_budget_without_a_possible_limit_is_refused(
         assert word in words
 
 
-@pytest.mark.parametrize("place", ["_allowance", "_make"])
-def test_a_plan_that_fails_on_one_process_fails_on_all(world2: Any, place: str) -> None:
-    first, second = world2.run(cases_budget.one_cannot_plan, place, timeout=60)
+def test_a_plan_that_fails_on_one_process_fails_on_all(world2: Any) -> None:
+    first, second = world2.run(cases_budget.one_cannot_plan, timeout=60)
     assert first == "RuntimeError: the search broke"
     assert "StateError" in second
     assert "the search broke" in second

@@ -37,9 +37,7 @@ def _check(world: Any, kind: str, size: int, sections: dict[str, Any], **how: An
 
 @pytest.mark.parametrize("kind", ["llama", pytest.param("neox", marks=pytest.mark.slow)])
 def test_autotp_with_two_processes(world2: Any, kind: str) -> None:
-    for process, split in enumerate(_check(world2, kind, 2, _sections())):
-        told = [line for line in split["lines"] if "MiB received in 3 all-gathers" in line]
-        assert len(told) == (1 if process == 0 else 0)
+    for split in _check(world2, kind, 2, _sections()):
         assert split["whole"] == [3 * HIDDEN] * 2
         boundaries = [k for k in split["kept"][0] if "." in k]
         assert split["kept"] == [dict.fromkeys(boundaries, HIDDEN // 2)] * 2
@@ -133,7 +131,7 @@ def test_a_megatron_style_mpu(
     ("how", "words"),
     [
         ("none", ["no tensor-parallel group", "data-parallel", "autotp_size"]),
-        ("one", ["group of one rank", "nothing to split"]),
+        ("one", ["group of one rank"]),
         ("data", ["averages gradients", "data-parallel"]),
         ("zero", ["of which ZeRO averages gradients"]),
         ("ulysses", ["no tensor-parallel group", "Ulysses"]),

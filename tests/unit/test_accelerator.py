@@ -403,18 +403,17 @@ def test_a_world_of_one_keeps_nothing_that_was_delivered() -> None:
 
 
 def test_a_budget_counts_residuals_and_buffers() -> None:
-    """What `Agreement` adds to the engine's own, in the words of the plan."""
     gradients = cast(Any, object.__new__(Gradients))
     feedback = Feedback(dtype="int8")
     feedback.reserve("w", 6400, torch.device("cpu"))
     tensors = Assignment.of(_choose("3 bits"), [("w", torch.Size([80, 80]), 2)], 2)
-    gradients.feedback, gradients.groups = feedback, SimpleNamespace(local=1)
-    gradients.assignment = tensors
+    gradients.feedback, gradients.assignment = feedback, tensors
     gradients._engine = SimpleNamespace(optimizer=SimpleNamespace(reduce_bucket_size=100))
-    found = gradients.resident_bytes()
-    assert found["residuals"] == feedback.nbytes
-    sent = tensors.sent_bytes
-    assert found["exchange buffers, at most"] == 2 * sent + 2 * 4 * 6400
+    buffers = 2 * tensors.sent_bytes + 2 * 4 * 6400
+    assert gradients.resident_bytes() == {
+        "residuals": feedback.nbytes,
+        "exchange buffers": buffers,
+    }
 
 
 # ---- process groups

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ds_ckpt.engine import weights
-from ds_ckpt.engine.refusals import refuse_model_parallel, refuse_pipeline
+from ds_ckpt.engine.refusals import refuse_model_parallel, refuse_unsupported
 from ds_ckpt.errors import DsCkptError, Problem, StateError, UnsupportedError
 from ds_ckpt.telemetry.units import size
 
@@ -24,15 +24,12 @@ class OwnPipeline(PipelineEngine):
 
 @pytest.mark.parametrize("engine", [PipelineEngine(), OwnPipeline()])
 def test_pipelines_are_refused(engine: object) -> None:
-    with pytest.raises(UnsupportedError, match="activation_checkpoint_interval"):
-        refuse_pipeline(engine)
-    refuse_pipeline(SimpleNamespace())
-
-
-def test_the_name_is_deepspeeds() -> None:
     from deepspeed.runtime.pipe.engine import PipelineEngine as Theirs
 
     assert Theirs.__name__ == "PipelineEngine"
+    with pytest.raises(UnsupportedError, match="activation_checkpoint_interval"):
+        refuse_unsupported(engine)
+    refuse_unsupported(SimpleNamespace(zero_optimization_stage=lambda: 2))
 
 
 @pytest.mark.parametrize("attribute", ["mp_world_size", "sequence_parallel_size"])
@@ -47,41 +44,23 @@ class Parameter(SimpleNamespace):
         return 2
 
 
-@pytest.mark.parametrize(
-    ("device", "needed", "remedies"),
-    [
-        # 4 nodes of 2: 4 shards of 8, of 2 bytes; twice on memory that the ranks of a node share
-        ("cuda", 2 * 4 * 125_001, ["use 3 ranks per node or more", "frees 300 KiB, enough"]),
-        ("cpu", 2 * 2 * 4 * 125_001, []),
-    ],
-)
-def test_a_copy_of_the_weights_that_does_not_fit_is_refused_with_what_would(
-    monkeypatch: pytest.MonkeyPatch, device: str, needed: int, remedies: list[str]
+# 4 nodes of 2: 4 shards of 8, of 2 bytes; twice on memory that the ranks of a node share
+@pytest.mark.parametrize(("device", "needed"), [("cuda", 2 * 4 * 125_001), ("cpu", 16 * 125_001)])
+def test_a_copy_of_the_weights_that_does_not_fit_is_refused(
+    monkeypatch: pytest.MonkeyPatch, device: str, needed: int
 ) -> None:
     missing = Parameter(ds_numel=1_000_001, ds_secondary_tensor=None)
     made = Parameter(ds_numel=10**9, ds_secondary_tensor=torch.empty(1))
     module = SimpleNamespace(parameters=lambda: [missing, made])
     engine = SimpleNamespace(device=device, module=module)
-    kept = dict.fromkeys(weights.OFFLOADED, 100 * 1024)
-    monkeypatch.setattr(weights, "resident_bytes", lambda engine, blocks: {**kept, "other": 10**9})
     monkeypatch.setattr(weights, "free_on", lambda device: needed)
     weights._refuse_too_large(engine, '"auto"', 4, 2)
     monkeypatch.setattr(weights, "free_on", lambda device: needed - 300 * 1024)
-    with pytest.raises(UnsupportedError) as caught:
+    with pytest.raises(UnsupportedError, match=f"takes {size(needed)}") as caught:
         weights._refuse_too_large(engine, '"auto"', 4, 2)
     (problem,) = caught.value.problems
     assert problem.where == "$.ds_ckpt.weights.resident"
-    assert f"takes {size(needed)}" in problem.why
-    assert f"where {size(needed - 300 * 1024)} are free" in problem.why
-    told = problem.remedy.split("; or ")
-    assert told[0].startswith("free 300 KiB")
-    assert len(told) == 1 + len(remedies)
-    assert all(words in told[i] for i, words in enumerate(remedies, 1))
-    assert problem.remedy.endswith("or set $.ds_ckpt.weights.resident to false")
-    monkeypatch.setattr(weights, "free_on", lambda device: needed - 300 * 1024 - 1)
-    if device == "cuda":
-        with pytest.raises(UnsupportedError, match="too little alone"):
-            weights._refuse_too_large(engine, '"auto"', 4, 2)
+    assert "free 300 KiB" in problem.remedy
 
 
 def test_a_configuration_in_base64_is_deepspeeds_business() -> None:

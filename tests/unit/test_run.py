@@ -24,7 +24,7 @@ def test_the_launcher_argument_goes_on_to_the_script(
 
     try:
         run.main(["--local_rank=1", str(script), "--deepspeed_config", "c.json"])
-        assert hasattr(deepspeed.initialize, "__ds_ckpt_stock__")
+        assert hasattr(deepspeed.initialize, "__wrapped__")
     finally:
         uninstall()
     expected = "['--local_rank=1', '--deepspeed_config', 'c.json'] __main__"

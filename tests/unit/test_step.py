@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ds_ckpt.compression.error_feedback import Feedback
 from ds_ckpt.compression.powersgd import Factors
-from ds_ckpt.engine.step import GRADIENTS, StepState
+from ds_ckpt.engine.step import StepState
 from ds_ckpt.engine.tuner import COUNTED_STEPS, RECHECK_STEPS, Tuner
 from ds_ckpt.exchange.rules import Choose
 
@@ -68,17 +68,18 @@ class Machine:
         pass
 
 
+@pytest.fixture(autouse=True)
+def _two_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 0)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda t, group: t.mul_(2))
+
+
 def made(
     machine: Machine, other: str = "deepspeed", current_step: Callable[[], int] = lambda: 1
 ) -> StepState:
-    tuner = Tuner(
-        ("compressed", other),
-        lambda t: t.mul_(2),
-        world=2,
-        device=torch.device("cpu"),
-        subject=GRADIENTS,
-        clock=lambda: machine.now_s,
-    )
+    tuner = Tuner("gradients", ("compressed", other), None, torch.device("cpu"))
+    tuner._clock = lambda: machine.now_s
     exchange: Any = machine
     return StepState(exchange, warmup_steps=1, current_step=current_step, tuner=tuner)
 

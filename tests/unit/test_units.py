@@ -25,8 +25,6 @@ from ds_ckpt.telemetry import units
         (units.seconds(1.25), "1.25 s"),
         (units.seconds(0.03), "30.0 ms"),
         (units.seconds(0), "0 ms"),
-        (units.percent(1, 3), "33%"),
-        (units.percent(1, 0), "0%"),
         (units.times(5, 4), "1.25x"),
         (units.times(5, 0), "-"),
     ],

@@ -45,13 +45,12 @@ def test_one_odd_batch_is_no_reason_two_are() -> None:
     ours, step_state = guard("dense")
     for step, left in enumerate([BEYOND, WITHIN, BEYOND, WITHIN]):
         ours.check(step, left)
-        assert not ours.fallen_back
+        assert not step_state.is_disabled
     ours.check(4, BEYOND)
     ours.check(5, ResidualStats(0.6, 0.0))  # the other limit counts as well
-    assert ours.fallen_back
     assert step_state.is_disabled
     ours.check(6, WITHIN)
-    assert ours.fallen_back
+    assert step_state.is_disabled
     assert ours.last == WITHIN
 
 
@@ -67,7 +66,6 @@ def test_warnings_come_once_for_each_time_that_it_begins(
         " guard: step 6",
     ]
     assert "residual norm 3, expected at most 2" in caplog.records[0].message
-    assert "error" not in caplog.records[0].message.replace("guard", "")
     assert not step_state.is_disabled
     quiet, _ = guard("warn", is_logging_rank=False)
     with caplog.at_level(logging.WARNING, logger="ds_ckpt"):
@@ -85,4 +83,4 @@ def test_a_checkpoint_that_disables_compression_warns(caplog: pytest.LogCaptureF
             step.load_state_dict({"fallback": {"whole": True}})
             assert step.is_disabled
     (record,) = caplog.records
-    assert "sent uncompressed" in record.message
+    assert "disabled compression" in record.message

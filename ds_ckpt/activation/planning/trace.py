@@ -386,14 +386,16 @@ class StepTrace(MemoryTracker):
 
     def __init__(self, model: nn.Module, blocks: Sequence[Block] = ()) -> None:
         self.where = ModuleTracker(
-            {b.name: b.module for b in blocks}, {b.name: list(_parts_of(b)) for b in blocks}
+            model,
+            {b.name: b.module for b in blocks},
+            {b.name: list(_parts_of(b)) for b in blocks},
         )
         super().__init__(
             model, place=lambda: self.where.place, operator=self._ran, noted=self._noted
         )
         self._model = model
         self.work: defaultdict[Place, Work] = defaultdict(Work)
-        self._savers: dict[Storage, Callable[[], Place]] = {}
+        self._saved_at: dict[Storage, Place] = {}
 
     def __enter__(self) -> StepTrace:
         self.where.__enter__()
@@ -426,7 +428,6 @@ class StepTrace(MemoryTracker):
             with gradients_dropped(self._model), self:
                 with self.saved:
                     result = forward()
-                self.where.backward()
                 loss = getattr(result, "loss", None)
                 leaves = tensors_in(loss if isinstance(loss, Tensor) else result)
                 roots = [t for t in leaves if t.requires_grad]
@@ -443,7 +444,7 @@ class StepTrace(MemoryTracker):
 
     def _noted(self, tensor: Tensor, storage: Storage | None) -> None:
         if storage is not None:
-            self._savers.setdefault(storage, self.where.saver())
+            self._saved_at.setdefault(storage, self.where.saving_place)
 
     def total(self, *phases: Phase) -> Work:
         """Add up the operators of some phases; without any, of the whole step."""
@@ -459,7 +460,7 @@ class StepTrace(MemoryTracker):
         """Saved activations by block and part; a storage counts where it was saved first."""
         found: Counter[tuple[str, str]] = Counter()
         for storage, nbytes in self.saved.held.items():
-            place = self._savers[storage]()
+            place = self._saved_at[storage]
             found[place.block, place.part] += nbytes
         return found
 
