@@ -206,7 +206,8 @@ def main() -> None:
                 progress=_Progress(arguments.steps),
             )
             shapes = [(n, p.shape) for n, p in learner.model.named_parameters()]
-            default = one.settings.default.looked_at()
+            chosen = one.settings.default
+            default = {"method": chosen.method} | chosen.sections[chosen.method].model_dump()
             settings = dataclasses.asdict(one.settings) | {"default": default}
             line = result_line(learner, text, settings, recipe, outcome) | key
             line["sixteen_bit_bytes"] = sixteen_bit_step_bytes(one.settings, shapes, workers)

@@ -1,4 +1,4 @@
-"""The compressor that each parameter is assigned, and its bytes, before anything is sent."""
+"""The compressor of each parameter and its bytes, before anything is sent."""
 
 from __future__ import annotations
 
@@ -53,13 +53,10 @@ class Assignment:
         world: int,
         local: int = 1,
     ) -> Assignment:
-        """Assign compressors to parameters.
+        """Assign compressors to parameters, given as (name, shape, bytes of an element).
 
-        Args:
-            choose: the compressors.
-            shapes: name, shape and bytes of an element of each parameter.
-            world: ranks that exchange: nodes, with two levels.
-            local: ranks of a node that divide each gradient among them; 1 with one level.
+        `world` are the ranks that exchange (nodes, with two levels), `local` the ranks of a node
+        that divide each gradient among them.
         """
         tensors = []
         for name, shape, itemsize in shapes:

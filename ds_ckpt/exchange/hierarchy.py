@@ -133,14 +133,9 @@ def make_groups(group: Any, levels: Levels) -> Groups:
     Raises:
         UnsupportedError: two levels are requested and the nodes do not support them.
     """
-    ranks = torch_dist.get_process_group_ranks(
-        group if group is not None else torch_dist.group.WORLD
-    )
-    if levels == 1:
-        return Groups(group)
-    hosts = hosts_of(group)
+    hosts = hosts_of(group) if levels != 1 else ONE_NODE
     if isinstance(hosts, str):
-        if levels == "auto":
+        if levels != 2:
             return Groups(group)
         raise UnsupportedError(
             Problem(
@@ -153,12 +148,13 @@ def make_groups(group: Any, levels: Levels) -> Groups:
     peers = tuple(tuple(sorted(place)) for place in zip(*hosts, strict=True))
     # every rank makes every group: made by its members alone, a group is named by its ranks, and
     # a second one of that name finds the addresses of the first
-    me, mine = torch_dist.get_rank(group), []
-    for sets in (peers, hosts):
-        made = [torch_dist.new_group(sorted(ranks[p] for p in members)) for members in sets]
-        for new, members in zip(made, sets, strict=True):
-            if me in members:
-                mine.append(new)
+    world = group if group is not None else torch_dist.group.WORLD
+    ranks, me = torch_dist.get_process_group_ranks(world), torch_dist.get_rank(group)
+    mine = []
+    for members in (*peers, *hosts):
+        new = torch_dist.new_group(sorted(ranks[p] for p in members))
+        if me in members:
+            mine.append(new)
     between, inside = mine
     for new in mine:
         warm(new)
@@ -181,15 +177,9 @@ def discard(group: Any) -> None:
 
 
 class InHostSum:
-    """One rank's end of the sum inside its node.
-
-    Args:
-        transport: between the ranks of this node.
-        peers: see `Groups`.
-    """
+    """One rank's end of the sum inside its node; `peers` as in `Groups`."""
 
     def __init__(self, transport: Transport, peers: Sequence[tuple[int, ...]]) -> None:
-        assert len(peers) == transport.world
         self._transport = transport
         self._peers = peers
 

@@ -5,8 +5,7 @@ counts e^2 / sqrt(v). A codec that packs x / w, w = v^(1/4), leaves the least er
 Only the owner has v; but its sums by row and column of a matrix are few numbers, and their outer
 product is near v (Shazeer & Stern, "Adafactor", arXiv 1804.04235). In every `EVERY`-th step after
 the warm-up all ranks sum the squares of their gradients by row and by column, and one all-reduce
-adds them up. (Squares of delivered gradients would not do: rows of which nothing is sent would look
-like rows of zeros, and would be sent instead of all others.)
+adds them up.
 
 w is a power of two, so dividing by it and multiplying rounds nothing: residuals and delivered
 gradients add up as without it. All ranks have the same sums, so the same w. The sums are not saved:
@@ -55,14 +54,7 @@ class PreconditionerEstimate:
     def weights(
         self, name: str, shape: torch.Size, layout: LocalShard, device: torch.device
     ) -> Tensor | None:
-        """Return w of a local shard, powers of two from 1; None before the first sample.
-
-        Args:
-            name: of the tensor.
-            shape: of the tensor.
-            layout: of the local shard.
-            device: of the result.
-        """
+        """Return w of a local shard, powers of two from 1; None before the first sample."""
         sums = self._sums.get(name)
         if sums is None or tuple(map(len, sums)) != matrix_shape(shape):
             return None
@@ -93,7 +85,7 @@ class PreconditionerEstimate:
             name: of the tensor.
             shape: of the tensor.
             layout: of the local shard.
-            gradient: [layout.numel], any floating dtype, multiplied by `scale`.
+            gradient: [layout.numel], any floating dtype, multiplied by the loss scale `scale`.
             scale: loss scale.
         """
         rows, columns = matrix_shape(shape)

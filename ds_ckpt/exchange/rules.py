@@ -41,9 +41,6 @@ class MethodSettings:
         sections: settings by method; others are at their defaults.
         values: single settings by their own name: of the method itself, else of one that it
             depends on, else of any that has it.
-
-    Raises:
-        TypeError: no method has a setting of that name.
     """
 
     method: str
@@ -53,41 +50,19 @@ class MethodSettings:
         self, method: str, sections: Mapping[str, Method] | None = None, **values: Any
     ) -> None:
         known = methods()
-        given = dict(sections or {})
         single: dict[str, dict[str, Any]] = {}
         for key, value in values.items():
             order = dict.fromkeys([*known[method].depends_on(), *known])
-            of = next((name for name in order if key in known[name].model_fields), None)
-            if of is None:
-                raise TypeError(f"no method has a setting {key!r}")
+            of = next(name for name in order if key in known[name].model_fields)
             single.setdefault(of, {})[key] = value
+        defaults = {name: kind(**single.get(name, {})) for name, kind in known.items()}
         object.__setattr__(self, "method", method)
-        object.__setattr__(
-            self,
-            "sections",
-            {
-                name: given[name] if name in given else kind(**single.get(name, {}))
-                for name, kind in known.items()
-            },
-        )
+        object.__setattr__(self, "sections", {**defaults, **(sections or {})})
 
     @property
     def kind(self) -> type[Method]:
         """Class of the method."""
         return methods()[self.method]
-
-    def looked_at(self) -> dict[str, Any]:
-        """Return the method and the settings that it depends on, which identify a run.
-
-        Removed settings are included with the value that they always have, to find older runs.
-        """
-        found: dict[str, Any] = {"method": self.method}
-        for name in self.kind.depends_on():
-            section = self.sections[name]
-            constants = section.removed.items()
-            found |= {key: one.constant for key, one in constants if not one.values}
-            found |= section.model_dump(mode="json")
-        return found
 
     def compressor(self, method: str | None = None) -> Compressor | None:
         """Return the compressor of `method`, by default of this one."""
@@ -159,38 +134,34 @@ class Rules:
 
     def check(self, shapes: Iterable[tuple[str, torch.Size]]) -> None:
         """Raise `UnsupportedError` with every rule without parameters, or with unsupported ones."""
-        shapes = list(shapes)
-        taken: list[list[tuple[str, torch.Size]]] = [[] for _ in self.rules]
+        taken: dict[str, list[tuple[str, torch.Size]]] = {rule.where: [] for rule in self.rules}
+        name = ""
         for name, shape in shapes:
-            first = next(
-                (i for i, rule in enumerate(self.rules) if rule.applies(name, shape)), None
-            )
+            first = next((rule for rule in self.rules if rule.applies(name, shape)), None)
             if first is not None:
-                taken[first].append((name, shape))
+                taken[first.where].append((name, shape))
         problems = []
-        for rule, matches in zip(self.rules, taken, strict=True):
+        for rule in self.rules:
+            matches = taken[rule.where]
+            least = rule.settings.kind.least_dims
+            flat = next((name for name, shape in matches if len(shape) < least), None)
             if not matches:
-                example = f", such as {shapes[0][0]}" if shapes else ""
                 problems.append(
                     Problem(
                         where=rule.where,
                         found=f"match {rule.match!r} with its bounds",
                         why="no trainable parameter is left for it, so it would have no effect",
-                        remedy="write a pattern (fnmatch) over the model's parameter names"
-                        f"{example}, put it before a rule that takes them all, or remove it",
+                        remedy="write a pattern (fnmatch) over the model's parameter names, such "
+                        f"as {name}, put it before a rule that takes them all, or remove it",
                     )
                 )
-            kind = rule.settings.kind
-            flat = [name for name, shape in matches if len(shape) < kind.least_dims]
-            if flat:
-                others = [f'"{n}"' for n, m in methods().items() if m.least_dims < kind.least_dims]
+            elif flat is not None:
                 problems.append(
                     Problem(
                         where=rule.where,
-                        found=f"method {rule.settings.method} for {flat[0]}, a vector",
-                        why=f"{rule.settings.method} needs {kind.least_dims} dimensions",
-                        remedy=f'add "dims": {kind.least_dims} to the rule, or choose '
-                        f"{' or '.join(others)}",
+                        found=f"method {rule.settings.method} for {flat}, a vector",
+                        why=f"{rule.settings.method} needs {least} dimensions",
+                        remedy=f'add "dims": {least} to the rule, or choose another method',
                     )
                 )
         if problems:
@@ -229,8 +200,7 @@ class ExchangeSettings:
     def holds_back(self, accumulation: int) -> bool:
         """Return whether gradients are exchanged once a step, of so many micro-steps.
 
-        Earlier micro-steps are added to the residuals. Without residuals this takes memory of their
-        size, so it has to be asked for.
+        Earlier micro-steps are added to the residuals. Without residuals it has to be asked for.
         """
         if accumulation == 1 or self.when == "micro_step":
             return False

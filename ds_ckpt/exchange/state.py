@@ -65,13 +65,7 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class Contents:
-    """A rank's part of a checkpoint.
-
-    Attributes:
-        residuals: by parameter name.
-        steps: see the module.
-        parts: see `Parts`.
-    """
+    """A rank's part of a checkpoint: residuals by name, committed steps, and other state."""
 
     residuals: Mapping[str, QuantizedTensor]
     steps: int = 0

@@ -59,8 +59,7 @@ class TorchTransport:
 
     Args:
         group: the process group; None is the default group.
-        all_to_all_single: `torch.distributed`'s function, or one of the same leading arguments
-            that counts around it.
+        all_to_all_single: `torch.distributed`'s function, or one that counts around it.
         all_reduce: likewise.
     """
 
@@ -84,9 +83,8 @@ class TorchTransport:
         input_splits: Sequence[int],
     ) -> None:
         """See `Transport.all_to_all`."""
-        self._all_to_all_single(
-            output, input, list(output_splits), list(input_splits), group=self._group
-        )
+        splits = list(output_splits), list(input_splits)
+        self._all_to_all_single(output, input, *splits, group=self._group)
 
     def all_reduce(self, tensor: Tensor) -> None:
         """See `Transport.all_reduce`."""
@@ -125,21 +123,19 @@ class Packets:
         header_bytes: int = HEADER_BYTES,
     ) -> None:
         self._transport = transport
-        me, known = transport.dp_rank, dict[tuple[int, ...], tuple[list[int], int]]()
-        for each in map(tuple, sizes):  # few are different
-            if each not in known:
-                all_of_it = _pieces([header_bytes, *each])
-                known[each] = all_of_it, sum(all_of_it)
-        pieces, nbytes = zip(*(known[tuple(each)] for each in sizes), strict=True)
-        peers = [process != me for process in range(transport.world)]
-        self._send = [n * peer for n, peer in zip(nbytes, peers, strict=True)]
-        self._receive = [nbytes[me] * peer for peer in peers]
+        me, world = transport.dp_rank, transport.world
+        known = {each: _pieces([header_bytes, *each]) for each in {*map(tuple, sizes)}}
+        pieces = [known[tuple(each)] for each in sizes]
+        total = {each: sum(of) for each, of in known.items()}  # few are different
+        nbytes = [total[tuple(each)] for each in sizes]
+        self._send = [n * (rank != me) for rank, n in enumerate(nbytes)]
+        self._receive = [nbytes[me] * (rank != me) for rank in range(world)]
         self._out = torch.empty(sum(self._send), dtype=torch.uint8, device=device)
         self._in = torch.empty(sum(self._receive), dtype=torch.uint8, device=device)
         self.outgoing: list[tuple[range, list[Tensor]]] = []
         start = first = 0
-        for last in range(1, transport.world + 1):
-            if last < transport.world and last != me != first and shards[last] == shards[first]:
+        for last in range(1, world + 1):
+            if last < world and last != me != first and shards[last] == shards[first]:
                 continue
             if first != me:
                 end = start + (last - first) * nbytes[first]
@@ -147,7 +143,7 @@ class Packets:
                 self.outgoing.append((range(first, last), run))
                 start = end
             first = last
-        self.incoming: list[Tensor] = _rows(self._in, transport.world - 1, pieces[me])
+        self.incoming: list[Tensor] = _rows(self._in, world - 1, pieces[me])
 
     def exchange(self) -> None:
         """Send and receive."""
