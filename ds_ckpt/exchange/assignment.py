@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,6 @@ import torch
 
 from ds_ckpt.compression.base import Compressor
 from ds_ckpt.exchange.rules import Choose
-from ds_ckpt.telemetry.units import columns
 
 UNCOMPRESSED = "uncompressed"
 
@@ -80,11 +78,6 @@ class Assignment:
         """Sent bytes as a share of dense bytes."""
         return self.sent_bytes / max(self.dense_bytes, 1)
 
-    @property
-    def compressed(self) -> int:
-        """Number of compressed tensors."""
-        return sum(t.how != UNCOMPRESSED for t in self.tensors)
-
     def by_compressor(self) -> dict[str, tuple[int, int, int]]:
         """Return number of tensors, dense bytes and sent bytes by compressor."""
         sums: dict[str, tuple[int, int, int]] = {}
@@ -96,18 +89,3 @@ class Assignment:
     def records(self) -> list[dict[str, Any]]:
         """Return one JSON-able record a tensor."""
         return [dict(vars(t)) for t in self.tensors]
-
-    def table(self) -> str:
-        """Return a line a tensor and the sum; equal tensors of numbered layers share a line."""
-        equal: dict[tuple[str, tuple[int, ...], str], list[AssignedTensor]] = {}
-        for t in self.tensors:
-            name = re.sub(r"(?<=\.)\d+(?=\.)", "*", t.name)
-            equal.setdefault((name, t.shape, t.how), []).append(t)
-        rows = []
-        for (name, shape, how), group in equal.items():
-            label = name if len(group) == 1 else f"{name} ({len(group)})"
-            sent, dense = sum(t.sent_bytes for t in group), sum(t.dense_bytes for t in group)
-            size = "x".join(map(str, shape))
-            rows.append((label, how, size, f"{sent:,}", "of", f"{dense:,} B"))
-        total = f"{self.sent_bytes:,} of {self.dense_bytes:,} B: {self.share:.2%}"
-        return f"{columns(rows, left=2)}\n{total}" if rows else total

@@ -18,9 +18,6 @@ packets' headers, and every rank returns NaN for its shards of the bucket's comp
 DeepSpeed's own overflow check finds it there. The flag stays a tensor on the device. The host reads
 those of all buckets at once, when the step ends: a flagged bucket is exchanged to its end, with
 meaningless values, and the step is rolled back.
-
-The number of kernels does not grow with the number of ranks: shards of one size go through a codec
-as the rows of one matrix (`Packets`).
 """
 
 from __future__ import annotations
@@ -97,19 +94,14 @@ class Item:
         return None if self.compressor is None else self.compressor.codec
 
     @property
-    def low_rank(self) -> LowRank | None:
-        """Its compressor, if it is a low rank."""
-        return self.compressor if isinstance(self.compressor, LowRank) else None
-
-    @property
     def packed_bytes(self) -> list[int]:
         """Payload bytes of each rank's shard."""
-        sizes, codec = self.layout.sizes, self.codec
-        if codec is None:
-            packed = {numel: aligned(numel * self.dtype.itemsize) for numel in set(sizes)}
-        else:
-            packed = {numel: codec.packed_bytes(numel) for numel in set(sizes)}
-        return [packed[numel] for numel in sizes]
+        bytes_of = self.codec.packed_bytes if self.codec else self._uncompressed_bytes
+        packed = {numel: bytes_of(numel) for numel in set(self.layout.sizes)}
+        return [packed[numel] for numel in self.layout.sizes]
+
+    def _uncompressed_bytes(self, numel: int) -> int:
+        return aligned(numel * self.dtype.itemsize)
 
     @property
     def divided_last(self) -> bool:
@@ -172,10 +164,10 @@ class AllToAllExchange:
     def reserve(
         self, shapes: Iterable[tuple[str, torch.Size]], device: torch.device, *others: Choose
     ) -> None:
-        """Allocate the residuals of the parameters that have one, and compile kernels.
+        """Allocate the residuals of parameters, given by name and shape, and compile kernels.
 
         Args:
-            shapes: by name.
+            shapes: of the parameters.
             device: of the gradients.
             others: compressors of other steps.
         """
@@ -272,8 +264,8 @@ class AllToAllExchange:
             choose: compressors of this bucket, the same on every rank; None: the default.
 
         Returns:
-            Flat shards in the gradients' dtypes, still multiplied by `loss_scale`; empty if this
-            rank owns nothing. In a world of one, views of the gradients themselves.
+            Flat shards in the gradients' dtypes, still multiplied by `loss_scale`. In a world of
+            one, views of the gradients themselves.
         """
         choose = self._choose if choose is None else choose
         if not tensors:
@@ -350,21 +342,14 @@ class AllToAllExchange:
     def _exchange(self, items: Sequence[Item], loss_scale: float) -> list[Tensor]:
         """Exchange one bucket, from residuals to sums."""
         timed = self.timings.section
-        low_ranks = [item for item in items if item.low_rank is not None]
-        others = [item for item in items if item.low_rank is None]
+        others = [item for item in items if not isinstance(item.compressor, LowRank)]
         low: LowRankPart | None = None
         packets: Packets | None = None
         with timed("residual"):
             finite = self._accumulate(items, loss_scale)
         with timed("pack"):
-            if low_ranks:
-                device = items[0].local.device
-                low = LowRankPart(self.transport, self.factors, self.timings, device)
-                for item in low_ranks:
-                    assert item.pending is not None
-                    assert item.low_rank is not None
-                    blocks = RowBlocks.of(item.layout, matrix_shape(item.shape)[1])
-                    low.add(item.name, item.pending, blocks, item.low_rank)
+            if len(others) < len(items):
+                low = self._low_rank(items)
                 finite = low.first(finite)
             if others:
                 packets = self._pack(others, finite)
@@ -401,10 +386,18 @@ class AllToAllExchange:
         if every:
             finite = finite_flag(every)
         for item in items:
-            if item.pending is not None and item.low_rank is None:
+            if item.pending is not None and item.codec is not None:
                 item.pending[item.layout.shard(self._me)].zero_()  # factors need whole rows
         accumulated = self._accumulated_finite
         return finite if accumulated is None else finite & accumulated
+
+    def _low_rank(self, items: Sequence[Item]) -> LowRankPart:
+        low = LowRankPart(self.transport, self.factors, self.timings, items[0].local.device)
+        for item in items:
+            if isinstance(item.compressor, LowRank) and item.pending is not None:
+                blocks = RowBlocks.of(item.layout, matrix_shape(item.shape)[1])
+                low.add(item.name, item.pending, blocks, item.compressor)
+        return low
 
     def _pack(self, items: Sequence[Item], finite: Tensor) -> Packets:
         """Write the packets; what a codec leaves out stays in the pending tensor."""
@@ -427,9 +420,6 @@ class AllToAllExchange:
             batch += [(item.layout.rows(item.pending, dests), out) for dests, out in outgoing]
         for codec, batch in by_codec.values():
             codec.pack_all(batch)
-        for item in items:
-            if item.weights is not None and item.pending is not None:
-                item.pending.mul_(item.weights)
         for _, (header, *_) in packets.outgoing:
             wire.write_header(header, finite)
         return packets
@@ -451,6 +441,8 @@ class AllToAllExchange:
         for item in items:
             if item.pending is None:
                 continue
+            if item.weights is not None:
+                item.pending.mul_(item.weights)
             if item.energy is not None:
                 before = item.energy.masked_fill(~finite, 0.0)
                 after = _energy(item.pending).masked_fill(~finite, 0.0)

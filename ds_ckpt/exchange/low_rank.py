@@ -47,59 +47,41 @@ class RowBlocks:
     Attributes:
         layout: the local shard.
         columns: length of a row.
-        starts: first row of each member's block in the matrix of all blocks, and the end.
+        rows: rows of the matrix of all blocks; of the tensor, if the local shard is the whole.
+        entries: by member, the entries of its shard in the flattened matrix.
+        is_local: the local shard is the matrix: it has whole rows only.
     """
 
     layout: LocalShard
     columns: int
-    starts: tuple[int, ...]
+    rows: int
+    entries: tuple[slice, ...]
+    is_local: bool
 
     @classmethod
     def of(cls, layout: LocalShard, columns: int) -> RowBlocks:
         """Return the blocks of a local shard."""
-        starts = [0]
-        for member in range(len(layout.members)):
-            source = layout.source(member)
-            empty = source.start == source.stop
+        members = range(len(layout.members))
+        shards = tuple(map(layout.shard, members))
+        if layout.numel == layout.tensor.numel:
+            return cls(layout, columns, layout.numel // columns, shards, is_local=True)
+        entries, rows = [], 0
+        for source in filter(lambda of: of.start < of.stop, map(layout.source, members)):
             first, last = source.start // columns, -(-source.stop // columns)
-            starts.append(starts[-1] + (0 if empty else last - first))
-        return cls(layout, columns, tuple(starts))
-
-    @property
-    def rows(self) -> int:
-        """Rows of all blocks."""
-        return self.starts[-1]
-
-    @property
-    def complete(self) -> bool:
-        """True if the local shard is the whole tensor, which is then the matrix itself."""
-        return self.layout.numel == self.layout.tensor.numel
-
-    @property
-    def is_local(self) -> bool:
-        """True if the local shard is the matrix: it has whole rows only."""
-        return self.complete or self.rows * self.columns == self.layout.numel
-
-    def entries(self, member: int) -> slice:
-        """Return the entries of a member's shard in the flattened matrix."""
-        if self.is_local:
-            return self.layout.shard(member)
-        offset = self.layout.source(member).start % self.columns
-        start = self.starts[member] * self.columns + offset
-        return slice(start, start + self.layout.size(member))
-
-    @property
-    def matrix_rows(self) -> int:
-        """Rows of the matrix: those of the tensor, or of all blocks."""
-        return self.layout.tensor.numel // self.columns if self.complete else self.rows
+            shift = (rows - first) * columns
+            entries.append(slice(source.start + shift, source.stop + shift))
+            rows += last - first
+        entries += [slice(0, 0)] * (len(members) - len(entries))  # the last ones may be empty
+        is_local = rows * columns == layout.numel
+        return cls(layout, columns, rows, shards if is_local else tuple(entries), is_local)
 
     def matrix(self, local: Tensor) -> Tensor:
-        """Return fp32 [matrix_rows, columns], a view if the local shard is the matrix."""
+        """Return fp32 [rows, columns], a view if the local shard is the matrix."""
         if self.is_local:
             return local.view(-1, self.columns)
         matrix = local.new_zeros(self.rows * self.columns)
-        for member in range(len(self.layout.members)):
-            matrix[self.entries(member)] = local[self.layout.shard(member)]
+        for member, entries in enumerate(self.entries):
+            matrix[entries] = local[self.layout.shard(member)]
         return matrix.view(-1, self.columns)
 
     def write_back(self, matrix: Tensor, local: Tensor) -> None:
@@ -107,8 +89,8 @@ class RowBlocks:
         if self.is_local:
             return
         flat = matrix.view(-1)
-        for member in range(len(self.layout.members)):
-            local[self.layout.shard(member)] = flat[self.entries(member)]
+        for member, entries in enumerate(self.entries):
+            local[self.layout.shard(member)] = flat[entries]
 
 
 class FactorSum:
@@ -158,7 +140,6 @@ class _Matrix:
     """One tensor in work: `p q^T` approximates the sum of its matrices.
 
     Attributes:
-        own: this rank's part of the local shard.
         local: tensor to be sent. Turns into the residual, own shard zero.
         given: orthonormal factor that all ranks have: first q, then p.
         mine: this rank's product with it, as it will arrive.
@@ -166,7 +147,6 @@ class _Matrix:
     """
 
     blocks: RowBlocks
-    own: slice
     local: Tensor
     matrix: Tensor
     given: Tensor
@@ -195,15 +175,14 @@ class LowRankPart:
 
     def add(self, name: str, local: Tensor, blocks: RowBlocks, settings: LowRank) -> None:
         """Add a tensor's local shard, fp32; it is changed in place."""
-        rank = min(settings.rank, blocks.matrix_rows, blocks.columns)
+        rank = min(settings.rank, blocks.rows, blocks.columns)
         if rank == 0:  # nothing of this tensor lies in the local shard
             return
         q = self._factors.get(name)
         is_warm = q is not None and q.shape == (blocks.columns, rank)
         if q is None or not is_warm:
             q = powersgd.initial_factor(name, blocks.columns, rank, self._device)
-        own, matrix = blocks.layout.shard(self._dp_rank), blocks.matrix(local)
-        item = _Matrix(blocks, own, local, matrix, q.to(self._device))
+        item = _Matrix(blocks, local, blocks.matrix(local), q.to(self._device))
         self._matrices[name] = item
         if is_warm:
             self._warm.append(item)
@@ -230,7 +209,7 @@ class LowRankPart:
             item.mine = self._factor_sum.rounded(out)
             powersgd.subtract_product_(item.matrix, item.given, item.mine)
             item.blocks.write_back(item.matrix, item.local)
-            item.local[item.own].zero_()
+            item.local[item.blocks.layout.shard(self._dp_rank)].zero_()
         return finite
 
     def second(self, finite: Tensor) -> Tensor:
@@ -253,7 +232,7 @@ class LowRankPart:
         item = self._matrices.get(name)
         if item is None:
             return torch.zeros(0, dtype=torch.float32, device=self._device)
-        entries = item.blocks.entries(self._dp_rank)
+        entries = item.blocks.entries[self._dp_rank]
         others = item.total - item.mine
         return powersgd.product_entries(
             item.given, others, entries.start, entries.stop, item.blocks.columns

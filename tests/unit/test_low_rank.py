@@ -211,11 +211,12 @@ def test_a_column_as_a_matrix_keeps_rows_and_entries(
     column = torch.cat([tensor[layout.source(m)] for m in range(hosts)])
     blocks = RowBlocks.of(layout, columns)
     matrix = blocks.matrix(column.clone())
-    assert matrix.shape == (blocks.matrix_rows, columns)
+    assert matrix.shape == (blocks.rows, columns)
     flat = matrix.reshape(-1)
     for member in range(hosts):
-        assert torch.equal(flat[blocks.entries(member)], tensor[layout.source(member)])
-        for at in range(blocks.entries(member).start, blocks.entries(member).stop):
+        entries = blocks.entries[member]
+        assert torch.equal(flat[entries], tensor[layout.source(member)])
+        for at in range(entries.start, entries.stop):
             # an entry keeps its column
             assert at % columns == (int(flat[at]) - 1) % columns
     assert math.isclose(float(flat.sum()), float(column.sum()), rel_tol=1e-6)
