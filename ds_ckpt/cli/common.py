@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +11,6 @@ from typing import Annotated, Any
 import typer
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-_MBIT_PER_UNIT = {"kbit": 1e-3, "mbit": 1.0, "gbit": 1e3}
 
 
 def file_option(description: str) -> Any:
@@ -24,6 +24,13 @@ def given_options(context: typer.Context) -> set[str]:
     return {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
 
 
+def refuse_options(context: typer.Context, options: dict[str, str], why: str) -> None:
+    """Raise typer.BadParameter if any of the options, with their parameters, is set."""
+    given = given_options(context)
+    if found := [option for option, parameter in options.items() if parameter in given]:
+        raise typer.BadParameter(f"{', '.join(found)} would change nothing: {why}; leave out")
+
+
 def split_names(listed: str) -> tuple[str, ...]:
     """Split a comma-separated list."""
     return tuple(filter(None, (word.strip() for word in listed.split(","))))
@@ -34,12 +41,10 @@ def parse_rate(text: str) -> float | None:
     word = text.strip().lower()
     if word in ("unlimited", "none"):
         return None
-    for unit, factor in _MBIT_PER_UNIT.items():
-        if word.endswith(unit):
-            with contextlib.suppress(ValueError):
-                rate = float(word.removesuffix(unit)) * factor
-                if 0.1 <= rate <= 1e6:
-                    return rate
+    if found := re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", word):
+        rate = float(found[1]) * {"k": 1e-3, "m": 1.0, "g": 1e3}[found[2]]
+        if 0.1 <= rate <= 1e6:
+            return rate
     raise typer.BadParameter(
         f"{text!r} is not a rate from 100kbit to 1000gbit: write 200mbit, 1.5gbit or unlimited"
     )
@@ -59,26 +64,14 @@ def exit_on_error() -> Iterator[None]:
 
 @contextlib.contextmanager
 def progress(steps: int) -> Iterator[Callable[[str], None]]:
-    """Yield a function to call when a step begins; it moves a bar if stderr is a terminal.
-
-    The time left is computed as if all steps took the same time.
-    """
+    """Yield a function to call when a step begins; it moves a bar if stderr is a terminal."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress
 
-    columns = BarColumn(20), TimeRemainingColumn(compact=True), TextColumn("{task.description}")
     console = Console(stderr=True)
-    hidden = not console.is_terminal
-    with Progress(*columns, console=console, disable=hidden, transient=True) as bar:
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
         task = bar.add_task("", total=1 + steps)
-        done = -1
-
-        def begin_step(text: str) -> None:
-            nonlocal done
-            done += 1
-            bar.update(task, description=text, completed=min(done, steps))
-
-        yield begin_step
+        yield lambda text: bar.update(task, description=text, advance=1)
 
 
 def write_output(path: Path | None, to: Callable[[Path], object]) -> None:

@@ -6,17 +6,20 @@ Heavy imports stay inside the commands.
 from __future__ import annotations
 
 import contextlib
+import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from ds_ckpt.cli.common import (
+    AsJson,
     exit_on_error,
     file_option,
-    given_options,
     parse_rate,
     progress,
+    refuse_options,
     write_output,
 )
 from ds_ckpt.lab.hosts import Launcher
@@ -25,21 +28,16 @@ hosts = typer.Typer(
     help="Emulated nodes on this machine (Linux, root): run a command, list, clean up.",
     no_args_is_help=True,
 )
-_Count = Annotated[int, typer.Option("--hosts", min=1, max=200, help="Number of emulated nodes.")]
-_Rate = Annotated[
-    str, typer.Option(help="Rate of each link and direction: 200mbit, 1gbit or unlimited.")
-]
+_Count = Annotated[int, Option("--hosts", min=1, max=200, help="Number of emulated nodes.")]
+_Rate = Annotated[str, Option(help="Rate of each link and direction: 200mbit, 1gbit or unlimited.")]
 
 
 def run(
-    command: Annotated[list[str], typer.Argument(help="Command for the first node, after --.")],
+    command: Annotated[list[str], Argument(help="Command for the first node, after --.")],
     count: _Count = 2,
-    slots: Annotated[int, typer.Option(min=1, help="Ranks per node, for the hostfile.")] = 1,
+    slots: Annotated[int, Option(min=1, help="Ranks per node, for the hostfile.")] = 1,
     rate: _Rate = "200mbit",
-    launcher: Annotated[Launcher, typer.Option(help="DeepSpeed launcher.")] = "pdsh",
-    limit_s: Annotated[
-        float | None, typer.Option(min=1, help="Stop after this many seconds.")
-    ] = None,
+    launcher: Annotated[Launcher, Option(help="DeepSpeed launcher.")] = "pdsh",
 ) -> None:
     """Start emulated nodes, run a command on the first one, and stop the nodes.
 
@@ -54,46 +52,43 @@ def run(
         with EmulatedHosts(count, rate_mbit=rate_mbit, slots=slots, launcher=launcher) as emulated:
             names = ", ".join(f"{host.name} ({host.address})" for host in emulated.hosts)
             typer.echo(f"{emulated.folder.name}: {names}; {_described(rate_mbit)}", err=True)
-            prepared = emulated.prepare(command, Path.cwd())
-            code = run_in_foreground(prepared, limit_s=limit_s)
-    raise typer.Exit(code if code >= 0 else 128 - code)  # as a shell says of a signal
+            code = run_in_foreground(emulated.prepare(command, Path.cwd()))
+    raise typer.Exit(code if code >= 0 else 128 - code)  # a shell's code for a signal
 
 
-def list_sets(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
-) -> None:
+def list_sets(as_json: AsJson = False) -> None:
     """List sets of emulated nodes that are up or were left behind."""
-    import json
-
     from ds_ckpt.lab.hosts.sets import all_sets
 
-    rows: list[dict[str, Any]] = []
-    lines = []
     with exit_on_error():
-        for one in all_sets():
-            living = [process.pid for process in one.processes if process.is_alive]
-            row = {"name": one.name, "hosts": one.count, "rate_mbit": one.rate_mbit}
-            row |= {
+        rows = [
+            {
+                "name": one.name,
+                "hosts": one.count,
+                "rate_mbit": one.rate_mbit,
                 "owner_pid": one.owner.pid,
                 "owner_runs": one.owner.is_alive,
-                "processes": living,
+                "processes": [process.pid for process in one.processes if process.is_alive],
             }
-            rows.append(row)
-            state = f"process {one.owner.pid} runs" if one.owner.is_alive else "left behind"
-            lines.append(
-                f"{one.name}: {one.count} hosts, {_described(one.rate_mbit)}, {state}, "
-                f"{len(living)} first processes"
-            )
-    typer.echo(json.dumps(rows, indent=2) if as_json else "\n".join(lines) or "no hosts are up")
+            for one in all_sets()
+        ]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    for row in rows:
+        state = f"process {row['owner_pid']} runs" if row["owner_runs"] else "left behind"
+        typer.echo(f"{row['name']}: {row['hosts']} hosts, {state}")
+    if not rows:
+        typer.echo("no hosts are up")
 
 
 def down(
     names: Annotated[
         list[str] | None,
-        typer.Argument(help="Names of sets, running or not. [default: sets left behind]"),
+        Argument(help="Names of sets, running or not. [default: sets left behind]"),
     ] = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="Include sets whose owner still runs.")
+        bool, Option("--all", help="Include sets whose owner still runs.")
     ] = False,
 ) -> None:
     """Remove what a killed run has left: processes, namespaces, links and folders."""
@@ -113,11 +108,9 @@ def probe(
     ] = None,
     count: _Count = 2,
     rate: _Rate = "200mbit",
-    seconds: Annotated[
-        float, typer.Option(min=0.2, help="Duration of each stream, in seconds.")
-    ] = 1.0,
+    seconds: Annotated[float, Option(min=0.2, help="Duration of each stream, in seconds.")] = 1.0,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="File for the JSON result.")
+        Path | None, Option("--output", "-o", help="File for the JSON result.")
     ] = None,
 ) -> None:
     """Measure the links between nodes with MPI: latency, and payload in one and both directions."""
@@ -127,30 +120,26 @@ def probe(
     from ds_ckpt.lab.hosts.launcher import signals_as_exit
 
     rate_mbit = parse_rate(rate)
-    shaping = {"--hosts": "count", "--rate": "rate"} if hostfile is not None else {}
-    if found := [option for option, name in shaping.items() if name in given_options(context)]:
-        raise typer.BadParameter(
-            f"{', '.join(found)} would change nothing: the hostfile's machines decide; leave out"
-        )
-    with exit_on_error(), signals_as_exit():
-        with contextlib.ExitStack() as stack:
-            where: Hostfile | EmulatedHosts
-            if hostfile is not None:
-                where = Hostfile(hostfile)
-            else:
-                where = stack.enter_context(EmulatedHosts(count, rate_mbit=rate_mbit))
-            names = len(where.names)
-            begin_pair = stack.enter_context(progress(names * (names - 1) // 2))
-            links = probe.probe(where, seconds=seconds, on_pair=begin_pair)
+    if hostfile is not None:
+        refuse_options(context, {"--hosts": "count", "--rate": "rate"}, "the hostfile decides it")
+    with exit_on_error(), signals_as_exit(), contextlib.ExitStack() as stack:
+        where: Hostfile | EmulatedHosts
+        if hostfile is not None:
+            where = Hostfile(hostfile)
+        else:
+            where = stack.enter_context(EmulatedHosts(count, rate_mbit=rate_mbit))
+        names = len(where.names)
+        begin_pair = stack.enter_context(progress(names * (names - 1) // 2))
+        links = probe.probe(where, seconds=seconds, on_pair=begin_pair)
     if hostfile is None:
         typer.echo(_described(rate_mbit))
     for pair in links.pairs:
+        each = (pair.forward_bytes_per_s, pair.backward_bytes_per_s)
+        both = (pair.both_forward_bytes_per_s, pair.both_backward_bytes_per_s)
+        mbit = ", ".join(f"{8e-6 * value:.1f}" for value in (*each, *both))
         typer.echo(
-            f"{pair.first} - {pair.second}: {1e6 * pair.latency_s:.0f} us; payload in Mbit/s: "
-            f"{8e-6 * pair.forward_bytes_per_s:.1f} forward, "
-            f"{8e-6 * pair.backward_bytes_per_s:.1f} backward, "
-            f"{8e-6 * pair.both_forward_bytes_per_s:.1f} and "
-            f"{8e-6 * pair.both_backward_bytes_per_s:.1f} at once"
+            f"{pair.first} - {pair.second}: {1e6 * pair.latency_s:.0f} us; payload in Mbit/s "
+            f"forward, backward, and both at once: {mbit}"
         )
     write_output(output, links.save)
 

@@ -19,12 +19,6 @@ from ds_ckpt.cli.profile import profile
 from ds_ckpt.cli.validate import schema, validate
 from ds_ckpt.cli.validate_accuracy import validate_accuracy
 
-app = typer.Typer(
-    name="ds-ckpt",
-    help="Activation checkpointing and gradient compression for DeepSpeed ZeRO-3.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
 EXAMPLES = {
     "validate": "ds-ckpt validate ds_configs/zero3_3bit.json",
     "schema": "ds-ckpt schema -o ds_ckpt.schema.json",
@@ -42,11 +36,31 @@ EXAMPLES = {
 """Last line of each command's `--help`."""
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"ds-ckpt {version('ds_ckpt')}")
+        raise typer.Exit
+
+
+_VERSION = typer.Option(
+    "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
+)
+
+
+def main(version: Annotated[bool, _VERSION] = False) -> None:
+    """Activation checkpointing and gradient compression for DeepSpeed ZeRO-3."""
+
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, callback=main)
+
+
 def _add(to: typer.Typer, name: str, function: Callable[..., None], **settings: Any) -> None:
     """Register a command; its docstring, without the line breaks of the source, is the help."""
-    text = inspect.getdoc(function) or ""
-    paragraphs = [" ".join(part.split()) for part in text.split("\n\n")]
-    settings |= {"help": "\n\n".join(paragraphs), "epilog": f"Example: `{EXAMPLES[name]}`"}
+    paragraphs = (inspect.getdoc(function) or "").split("\n\n")
+    text = "\n\n".join(" ".join(part.split()) for part in paragraphs)
+    settings |= {"help": text, "epilog": f"Example: `{EXAMPLES[name]}`"}
     to.command(name.split()[-1], **settings)(function)
 
 
@@ -63,26 +77,3 @@ _add(app, "report", report)
 _add(app, "validate", validate)
 _add(app, "schema", schema)
 _add(app, "doctor", doctor)
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        from importlib.metadata import version
-
-        typer.echo(f"ds-ckpt {version('ds_ckpt')}")
-        raise typer.Exit
-
-
-@app.callback()
-def main(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version",
-            callback=_print_version,
-            is_eager=True,
-            help="Show the version and exit.",
-        ),
-    ] = False,
-) -> None:
-    """Activation checkpointing and gradient compression for DeepSpeed ZeRO-3."""

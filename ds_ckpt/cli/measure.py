@@ -8,8 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
-from ds_ckpt.cli.common import exit_on_error, file_option, given_options, split_names
+from ds_ckpt.cli.common import (
+    exit_on_error,
+    file_option,
+    given_options,
+    refuse_options,
+    split_names,
+)
 from ds_ckpt.lab.hosts import Launcher
 
 if TYPE_CHECKING:
@@ -17,91 +24,69 @@ if TYPE_CHECKING:
 
 DEMO: dict[str, Any] = {"methods": "topk", "repetitions": 4, "loss_steps": 64}
 """Options of `measure --demo` that are not on the command line."""
+LIMIT_S = 21600.0
+"""Longest launch, in seconds."""
 
 
 def measure(
     context: typer.Context,
     output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            help="Folder of the run; a stopped run continues. [default: runs/TIME]",
-        ),
+        Path | None, Option("--output", "-o", help="Folder of the run. [default: runs/TIME]")
     ] = None,
     demo: Annotated[
-        bool, typer.Option("--demo", help="Short example: Top-K, 4 repetitions, 64 loss steps.")
+        bool, Option("--demo", help="Short run: --methods topk --repetitions 4 --loss-steps 64.")
     ] = False,
     hostfile: Annotated[
         Path | None, file_option("Hostfile of real nodes: `name slots=N` per line.")
     ] = None,
     on_loopback: Annotated[
-        bool, typer.Option("--loopback", help="Use this machine only, with an unshaped link.")
+        bool, Option("--loopback", help="Use this machine only, with an unshaped link.")
     ] = False,
-    hosts: Annotated[int, typer.Option(min=1, max=200, help="Number of emulated nodes.")] = 2,
-    slots: Annotated[int, typer.Option(min=1, help="Ranks per node; on loopback, all ranks.")] = 1,
+    hosts: Annotated[int, Option(min=1, max=200, help="Number of emulated nodes.")] = 2,
+    slots: Annotated[int, Option(min=1, help="Ranks per node; on loopback, all ranks.")] = 1,
     rates: Annotated[
-        str | None,
-        typer.Option(help="Link rates to measure: 50mbit,1gbit,unlimited. [default: 200mbit]"),
+        str | None, Option(help="Link rates to measure: 50mbit,1gbit,unlimited. [default: 200mbit]")
     ] = None,
     policies: Annotated[
-        str, typer.Option(help="Checkpointing policies: names, with `none`, or DeepSpeed files.")
+        str,
+        Option(help="Checkpointing policies to compare: none,block,selective or DeepSpeed files."),
     ] = "none,block",
     methods: Annotated[
-        str,
-        typer.Option(
-            help="Compression methods: names or DeepSpeed files. `stock`, `dense` and `no_comm` "
-            "always run."
-        ),
+        str, Option(help="Compression methods to compare, beside `stock`, `dense` and `no_comm`.")
     ] = "4bit",
     weights: Annotated[
-        str,
-        typer.Option(
-            help="Weight placements to add: `whole`, `lossless` (resident copies) or DeepSpeed "
-            "files. ZeRO-3's own always runs."
-        ),
+        str, Option(help="Resident weights to add: `whole`, `lossless` or DeepSpeed files.")
     ] = "",
-    baselines: Annotated[
-        str,
-        typer.Option(help="DeepSpeed baselines to add: hpz, zero2, zero1."),
-    ] = "",
-    rivals: Annotated[str, typer.Option(hidden=True)] = "",
-    batch: Annotated[int, typer.Option(min=1, help="Micro-batch size, in sequences.")] = 4,
-    tokens: Annotated[int, typer.Option(min=1, help="Sequence length, in tokens.")] = 128,
-    accumulation: Annotated[int, typer.Option(min=1, help="Gradient accumulation steps.")] = 1,
-    bf16: Annotated[bool, typer.Option("--bf16", help="Train in bf16 instead of fp32.")] = False,
+    baselines: Annotated[str, Option(help="DeepSpeed baselines to add: hpz, zero2, zero1.")] = "",
+    batch: Annotated[int, Option(min=1, help="Micro-batch size, in sequences.")] = 4,
+    tokens: Annotated[int, Option(min=1, help="Sequence length, in tokens.")] = 128,
+    accumulation: Annotated[int, Option(min=1, help="Gradient accumulation steps.")] = 1,
+    bf16: Annotated[bool, Option("--bf16", help="Train in bf16 instead of fp32.")] = False,
     model: Annotated[
-        str | None,
-        typer.Option(
-            help="Model as in `ds-ckpt profile`: a name, a Hugging Face configuration or "
-            "checkpoint, or module:callable. [default: a small Llama]"
-        ),
+        str | None, Option(help="Model as in `ds-ckpt profile`. [default: a small Llama]")
     ] = None,
     shape: Annotated[
-        str,
-        typer.Option(help="Shape of the Llama: hidden_size=256,layers=6,intermediate_size=688."),
+        str, Option(help="Shape of the Llama: hidden_size=256,layers=6,intermediate_size=688.")
     ] = "",
     repetitions: Annotated[
-        int, typer.Option(min=1, help="Trials of each configuration at each rate.")
+        int, Option(min=1, help="Trials of each configuration at each rate.")
     ] = 6,
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps per trial.")] = 2,
+    steps: Annotated[int, Option(min=1, help="Timed steps per trial.")] = 2,
     loss_steps: Annotated[
-        int, typer.Option(min=0, help="Training steps for the held-out loss; 0 skips it.")
+        int, Option(min=0, help="Training steps for the held-out loss; 0 skips it.")
     ] = 60,
     text: Annotated[
         Path | None, file_option("Training text. [default: Python's documentation]")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Random seed for weights and data order.")] = 1,
-    launcher: Annotated[Launcher, typer.Option(help="DeepSpeed launcher.")] = "pdsh",
+    launcher: Annotated[Launcher, Option(help="DeepSpeed launcher.")] = "pdsh",
     interface: Annotated[
-        str | None, typer.Option(help="Network interface, such as eth0; needs --hostfile.")
+        str | None, Option(help="Network interface, such as eth0; needs --hostfile.")
     ] = None,
-    port: Annotated[int, typer.Option(help="Master port on the first node.")] = 29500,
-    ssh_port: Annotated[int | None, typer.Option(help="Port of sshd; needs --hostfile.")] = None,
+    port: Annotated[int, Option(help="Master port on the first node.")] = 29500,
+    ssh_port: Annotated[int | None, Option(help="Port of sshd; needs --hostfile.")] = None,
     stall_s: Annotated[
-        float, typer.Option(min=5, help="Stop if there is no progress for this many seconds.")
+        float, Option(min=5, help="Stop if there is no progress for this many seconds.")
     ] = 180.0,
-    limit_s: Annotated[float, typer.Option(min=10, help="Stop after this many seconds.")] = 21600.0,
 ) -> None:
     """Measure how much bandwidth compression frees and how much of recomputation it pays for.
 
@@ -121,15 +106,6 @@ def measure(
     console = Console()
     given = given_options(context)
     output = output or Path("runs") / datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
-    if rivals:
-        typer.echo("--rivals is now called --baselines; the old name will be removed", err=True)
-
-    def unused(*names: str, why: str) -> None:
-        spelt = {"on_loopback": "loopback"}
-        found = [f"--{spelt.get(n, n).replace('_', '-')}" for n in names if n in given]
-        if found:
-            raise typer.BadParameter(f"{', '.join(found)} would change nothing: {why}; leave out")
-
     preset = {k: v for k, v in DEMO.items() if demo and k not in given}
     with exit_on_error():
         chosen, sections = arguments.sections_of(
@@ -138,23 +114,26 @@ def measure(
         chosen_rates = arguments.rates_of(rates) if rates is not None else None
         place: AbstractContextManager[Backend]
         where: Where = "emulated"
+        nodes = {"--hosts": "hosts", "--slots": "slots", "--loopback": "on_loopback"}
+        ssh = {"--interface": "interface", "--ssh-port": "ssh_port"}
+        launching = {"--hosts": "hosts", "--launcher": "launcher", "--port": "port"}
+        reasons: list[str] = [] if on_loopback or hostfile else missing()
         if hostfile is not None:
-            unused("hosts", "slots", "on_loopback", why="the hostfile decides it")
+            refuse_options(context, nodes, "the hostfile decides it")
             machines = Hostfile(hostfile, interface, launcher, port, ssh_port)
             hosts, slots = len(machines.names), next(iter(machines.counts.values()))
             where, place = "hostfile", nullcontext(machines)
+        elif on_loopback or reasons:
+            refuse_options(context, ssh | launching, "this runs on loopback")
+            if reasons:
+                console.print(f"No emulated nodes: {'; '.join(reasons)}.", highlight=False)
+            hosts, slots = 1, slots if "slots" in given else 2
+            where, place = "loopback", nullcontext(Loopback(slots, gpus=demo))
         else:
-            unused("interface", "ssh_port", why="there is no --hostfile")
-            if on_loopback or (reasons := missing()):
-                unused("hosts", "launcher", "port", why="this runs on loopback")
-                if not on_loopback:
-                    console.print(f"No emulated nodes: {'; '.join(reasons)}.", highlight=False)
-                hosts, slots = 1, slots if "slots" in given else 2
-                where, place = "loopback", nullcontext(Loopback(slots, gpus=demo))
-            else:
-                place = EmulatedHosts(  # not shaped until a rate is set
-                    hosts, rate_mbit=None, slots=slots, launcher=launcher, port=port
-                )
+            refuse_options(context, ssh, "there is no --hostfile")
+            place = EmulatedHosts(  # not shaped until a rate is set
+                hosts, rate_mbit=None, slots=slots, launcher=launcher, port=port
+            )
         spec = Spec(
             where=where,
             hosts=hosts,
@@ -162,7 +141,7 @@ def measure(
             policies=chosen["activation"],
             methods=chosen["compression"],
             weights=chosen["weights"],
-            baselines=split_names(baselines or rivals),
+            baselines=split_names(baselines),
             sections=sections,
             rates=chosen_rates or ((200.0,) if where == "emulated" else (None,)),
             batch=batch,
@@ -176,16 +155,14 @@ def measure(
             steps=steps,
             loss_steps=preset.get("loss_steps", loss_steps),
             text=str(text.resolve()) if text else None,
-            seed=seed,
         )
         check(spec)
         with signals_as_exit(), place as backend:
-            limits = {"stall_s": stall_s, "limit_s": limit_s}
-            run(spec, output, backend=backend, console=console, **limits)
+            run(spec, output, backend=backend, console=console, stall_s=stall_s, limit_s=LIMIT_S)
         _write_report(output, console)
 
 
-def report(folder: Annotated[Path, typer.Argument(help="Folder of a measured run.")]) -> None:
+def report(folder: Annotated[Path, Argument(help="Folder of a measured run.")]) -> None:
     """Write a run's report again."""
     from rich.console import Console
 

@@ -17,10 +17,7 @@ from ds_ckpt.lab.subject import Sizes, find_subject
 
 def rates_of(text: str) -> tuple[float | None, ...]:
     """Parse `50mbit,unlimited` into Mbit/s."""
-    found = tuple(parse_rate(rate) for rate in text.split(","))
-    if len(set(found)) < len(found):
-        raise typer.BadParameter(f"{text!r} names a rate twice")
-    return found
+    return tuple(dict.fromkeys(parse_rate(rate) for rate in text.split(",")))
 
 
 def sections_of(**listed: str) -> tuple[dict[str, tuple[str, ...]], dict[str, dict[str, Any]]]:
@@ -35,32 +32,31 @@ def sections_of(**listed: str) -> tuple[dict[str, tuple[str, ...]], dict[str, di
     Raises:
         ConfigError: a file cannot be used, lacks the section, or has a name that is taken.
     """
+    chosen: dict[str, tuple[str, ...]] = {}
     sections: dict[str, dict[str, Any]] = {}
-    problems = []
-
-    def name_of(word: str, section: str) -> str:
-        if not word.endswith(".json"):
-            return word
-        content = load_file(Path(word))
-        parse(content, source=word)
-        name, own = Path(word).stem, lookup(content, ("ds_ckpt", section))
-        if name in {*AXES[section], *BASELINES} or f"{section}/{name}" in sections:
-            why = "the name identifies a configuration in the report"
-            problems.append(Problem(word, f"{name} is a name already", why, "rename it"))
-        elif not own:
-            found, why = f"no ds_ckpt.{section} section", "it would equal default DeepSpeed"
-            problems.append(Problem(word, found, why, "write one, or name another file"))
-        else:
-            sections[f"{section}/{name}"] = own
-        return name
-
-    chosen = {
-        section: tuple(name_of(word, section) for word in split_names(words))
-        for section, words in listed.items()
-    }
-    if problems:
-        raise ConfigError(problems, headline="these files make no configurations")
+    for section, words in listed.items():
+        for word in split_names(words):
+            name = word
+            if word.endswith(".json"):
+                name = Path(word).stem
+                taken = {*AXES[section], *BASELINES, *chosen.get(section, ())}
+                sections[f"{section}/{name}"] = _section_in(word, section, taken)
+            chosen[section] = (*chosen.get(section, ()), name)
+        chosen.setdefault(section, ())
     return chosen, sections
+
+
+def _section_in(file: str, section: str, taken: set[str]) -> dict[str, Any]:
+    content = load_file(file)
+    parse(content, source=file)
+    found: dict[str, Any] = lookup(content, ("ds_ckpt", section)) or {}
+    if Path(file).stem in taken:
+        why = "the name identifies a configuration in the report"
+        raise ConfigError(Problem(file, f"{Path(file).stem} is a name already", why, "rename it"))
+    if not found:
+        why, remedy = "it would equal default DeepSpeed", "write one, or name another file"
+        raise ConfigError(Problem(file, f"no ds_ckpt.{section} section", why, remedy))
+    return found
 
 
 def model_of(name: str | None) -> str | None:
@@ -74,7 +70,7 @@ def model_of(name: str | None) -> str | None:
 def shape_of(text: str) -> dict[str, int]:
     """Parse `NAME=NUMBER,...` into arguments of the built-in Llama."""
     found = {}
-    for word in filter(None, text.split(",")):
+    for word in split_names(text):
         name, _, value = word.partition("=")
         if name not in SHAPE or not value.isdigit():
             raise typer.BadParameter(f"{word!r}: write NAME=NUMBER with one of {', '.join(SHAPE)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,7 @@ def validate(
     files: Annotated[list[Path], typer.Argument(help="DeepSpeed JSON files.")],
     as_json: AsJson = False,
 ) -> None:
-    """Check configuration files: print the active features, or every problem with its remedy.
+    """Check configuration files: print the active features, or problems with their remedies.
 
     Exit 1 if any file has a problem.
     """
@@ -30,8 +31,6 @@ def validate(
 
 
 def _check(path: Path) -> dict[str, Any]:
-    from dataclasses import asdict
-
     from ds_ckpt.config import load_file, parse
     from ds_ckpt.config.verdicts import accuracy_words, verdicts_on
     from ds_ckpt.errors import ConfigError, StateError
@@ -53,18 +52,16 @@ def _print_result(result: dict[str, Any]) -> None:
     from rich.text import Text
 
     console = Console(soft_wrap=True, highlight=False)
-    problems = result["problems"]
     if result["ok"]:
         console.print(Text("OK   ", "bold green"), Text(f"{result['file']}: {result['summary']}"))
         for words in result["accuracy_words"]:
-            console.print(Text("      " + words))
+            console.print(Text(f"      {words}"))
         return
-    count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
-    console.print(Text("BAD  ", "bold red"), Text(f"{result['file']}: {count}"))
-    for index, problem in enumerate(problems, 1):
-        console.print(Text(f"  {index}. {problem['where']}", "bold"))
+    console.print(Text("BAD  ", "bold red"), Text(result["file"]))
+    for problem in result["problems"]:
+        console.print(Text(f"  {problem['where']}", "bold"))
         for label in ("found", "why", "remedy"):
-            console.print(Text(f"     {label + ':':8}", "dim"), Text(problem[label]), sep="")
+            console.print(Text(f"     {label + ':':8}{problem[label]}"))
 
 
 def schema(
@@ -75,8 +72,7 @@ def schema(
     """Print the JSON Schema of the configuration, for editors."""
     from ds_ckpt.config import json_schema
 
-    text = json.dumps(json_schema(), indent=2) + "\n"
+    text = json.dumps(json_schema(), indent=2)
     if output is None:
-        typer.echo(text, nl=False)
-        return
-    write_output(output, lambda path: path.write_text(text, encoding="utf-8"))
+        typer.echo(text)
+    write_output(output, lambda path: path.write_text(f"{text}\n", encoding="utf-8"))

@@ -99,7 +99,6 @@ def test_progress_is_a_line_per_tenth_without_a_terminal() -> None:
         (["--loopback", "--shape=width=3"], "hidden_size"),
         (["--loopback", "--slots=1"], "a single process exchanges nothing"),
         (["--rates=fast"], "write 200mbit"),
-        (["--rates=50mbit,50mbit"], "names a rate twice"),
         (["--loopback", "--hosts=3"], "--hosts would change nothing"),
         (["--loopback", "--launcher=openmpi", "--port=3"], "--launcher, --port would change"),
         (["--interface=eth0", "--ssh-port=3"], "--interface, --ssh-port would change nothing"),
@@ -128,7 +127,7 @@ def test_a_used_folder_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("on_hosts", [True, False])
-def test_the_demo_is_a_preset_and_the_old_name_of_baselines_warns(
+def test_the_demo_is_a_preset(
     on_hosts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     specs: list[Spec] = []
@@ -141,8 +140,7 @@ def test_the_demo_is_a_preset_and_the_old_name_of_baselines_warns(
     monkeypatch.setattr(emulated, "missing", lambda: [] if on_hosts else ["no root"])
     monkeypatch.setattr(emulated, "EmulatedHosts", lambda *_, **__: nullcontext())
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, ["measure", "--demo", "--loss-steps=8", "--rivals=zero1"])
-    assert "--rivals is now called --baselines" in result.output
+    CliRunner().invoke(app, ["measure", "--demo", "--loss-steps=8", "--baselines=zero1"])
     (spec,) = specs
     assert (spec.where, spec.processes) == ("emulated" if on_hosts else "loopback", 2)
     assert (spec.methods, spec.repetitions, spec.loss_steps) == (("topk",), 4, 8)
