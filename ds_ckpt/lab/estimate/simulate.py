@@ -1,44 +1,25 @@
 """One step of ZeRO-3 with this plugin as a schedule of tasks: its time, and what decides it.
 
-Pure arithmetic. A task occupies one resource of the slowest rank for a time. It begins when the
+A task occupies one resource of the slowest rank: "compute", "network" (a node's link, each
+direction the same), "inside" (links in a node) or "bus" (device to host memory). It begins when the
 tasks that it waits for have ended and the resource is free, in the order of the program:
 
     start = max(ends of the tasks it waits for, end of the resource's task before)
-    end   = start + time
+    time  = calls (c + hops a) + bytes / rate
 
-This is the longest path through a graph whose shape depends on no rate. So more bandwidth, fewer
-bytes or less latency never make a step longer. A step is never shorter than the busy time of one
-resource, nor longer than all tasks one after the other.
+c is the cost of a call and a the latency of a hop: P-1 hops in a ring, 1 if all send at once,
+2 log2 P for a few numbers (Thakur, Rabenseifner, Gropp 2005, IJHPCA 19(1)). A step is the longest
+path through a graph whose shape depends on no rate, so a faster link never makes it longer.
 
-    resource  what occupies it
-    compute   forward, recompute, backward, optimizer, coding of gradients and weights
-    network   a node's link to other nodes, each direction the same
-    inside    the links inside a node
-    bus       copies between device and host memory
+Bytes over a node's link, for N elements of w bytes on P = H nodes x L ranks:
 
-Bytes over a node's link, for N elements of w bytes on P = H nodes x L ranks. A ring in the order of
-the nodes crosses each link once (docs/weights.md, `exchange/assignment.py`):
-
-    gather            w N (P-1)/P; of resident weights none, w N (L-1)/L inside the node; with hpZ
-                      so in all but a step's first forward
+    gather            w N (P-1)/P; none of resident weights, and with hpZ in a step's first forward
     gradients         the bytes that `exchange.assignment` counts, times (H-1)/H
     changed weights   w N (H-1)/H whole, b/8 instead of w with b bits a weight
 
-    time = calls (c + hops a) + bytes / rate
-
-c is the cost of a call and a the latency of a hop: P-1 hops in a ring, 1 if all send at once,
-2 log2 P for a few numbers (Thakur, Rabenseifner, Gropp 2005, IJHPCA 19(1)).
-
-The order is DeepSpeed's and the plugin's own. A micro-step gathers and runs block by block; then
-from the last block on it gathers again (unless weights are kept), recomputes, and runs backward.
-    gathers     with streams the next module's run ahead, up to `prefetch` elements; else a gather
-                begins when a module needs it, and holds it up
-    gradients   a bucket is exchanged when backward has filled it. With streams exchanges run beside
-                backward, two buckets at a time, and the end of backward waits for all; without
-                streams backward waits for each
-    weights     changes of resident weights are encoded after the optimizer and sent in chunks
-                beside the next forward, where a block waits for its own
-    offload     checkpointed inputs leave after their block's forward, and come back one ahead
+A micro-step gathers and runs block by block; then from the last block on it gathers again (unless
+weights are kept), recomputes, and runs backward. With streams (NCCL) gathers run ahead, up to
+`prefetch` elements, and buckets are exchanged beside backward; without, each is waited for.
 """
 
 from __future__ import annotations
@@ -63,19 +44,15 @@ SIMULATED = 3
 
 @dataclass(frozen=True)
 class Link:
-    """Each direction of one node's or rank's link.
-
-    Attributes:
-        burst_bytes: pass at once after a pause, earned at the link's rate: a shaper's bucket.
-        duplex: an all-to-all goes both ways at once. With TCP on a link that queues, one direction
-            waits for the other, as acknowledgements stand behind data (two-way traffic; Zhang,
-            Shenker, Clark 1991, SIGCOMM).
-    """
+    """Each direction of one node's or rank's link."""
 
     bytes_per_s: float
     latency_s: float = 0.0
     burst_bytes: float = 0.0
+    """Bytes that pass at once after a pause, earned at the link's rate: a shaper's bucket."""
     duplex: bool = True
+    """An all-to-all goes both ways at once. With TCP on a link that queues, one direction waits for
+    the other's acknowledgements (Zhang, Shenker, Clark 1991, SIGCOMM)."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +60,6 @@ class Machine:
     """The cluster that a step runs on.
 
     Attributes:
-        hosts: nodes.
-        local: ranks of a node.
         call_s: cost of a collective for the rank that calls it, beside the link.
         module_s: ZeRO-3's Python around one pass through a module with weights; 0 if computing
             waits for the device.
@@ -116,7 +91,7 @@ class Block:
         elements: of its weights.
         trained: elements that get gradients.
         calls: gathers that it takes: about one for each module with weights.
-        offloaded_bytes: checkpointed inputs that are in host memory meanwhile.
+        offloaded_bytes: checkpointed inputs in host memory, which come back one block ahead.
         kept: stays gathered from forward to backward (`stage3_max_reuse_distance`).
     """
 
@@ -135,14 +110,11 @@ class Gradients:
     """Exchange of gradients, by element of the model.
 
     Attributes:
-        link_bytes: over a node's link.
-        inside_bytes: over a rank's link inside its node.
         encode_s: of one rank, residuals included, like `decode_s`.
-        hold_s: time of adding to the residuals in micro-steps that send nothing.
+        hold_s: of adding to the residuals in micro-steps that send nothing.
         hops: latencies of an exchange.
-        once: at the last micro-step alone.
-        ring: DeepSpeed's own: over the links inside and between nodes at once, not one after the
-            other.
+        once: only in the last micro-step.
+        ring: DeepSpeed's own, over the links inside and between nodes at the same time.
     """
 
     link_bytes: float
@@ -157,12 +129,7 @@ class Gradients:
 
 @dataclass(frozen=True)
 class Weights:
-    """Changes of resident weights, by element of the model.
-
-    Attributes:
-        link_bytes: over a node's link.
-        encode_s: of one rank, which does nothing else meanwhile; like `decode_s`.
-    """
+    """Changes of resident weights, by element: sent in chunks beside the next forward."""
 
     link_bytes: float
     encode_s: float = 0.0
@@ -171,12 +138,10 @@ class Weights:
 
 @dataclass(frozen=True)
 class Strategy:
-    """The way in which a step is done.
+    """The settings of a step.
 
     Attributes:
-        itemsize: bytes an element of gathered weights.
         bucket: elements of a bucket of gradients.
-        prefetch: elements that are gathered ahead of need; 0: none.
         weights: None: ZeRO-3's, gathered between nodes.
         hpz: ZeRO++'s hpZ: weights that the first forward of a step gathers stay in their node until
             the step's end (Wang et al. 2023, arXiv 2306.10209).
@@ -220,52 +185,50 @@ def simulate(machine: Machine, blocks: Sequence[Block], strategy: Strategy) -> S
     """Simulate a step among others like it: changes of the step before are sent in its forward."""
     run = _Run(machine, blocks, strategy)
     run.update()  # of the step before
-    begin = run.mark()
+    begin = run.totals()
     left_out = run.step()
-    return _step(_sum(_sum(run.mark(), begin, -1), left_out))
+    return _step(_sum(_sum(run.totals(), begin, -1), left_out))
 
 
 def in_a_row(machine: Machine, blocks: Sequence[Block], strategy: Strategy, steps: int) -> Step:
     """Return the mean of so many steps, from nothing under way to nothing under way."""
-    run, left_out = _Run(machine, blocks, strategy), _Mark()
+    run, left_out = _Run(machine, blocks, strategy), _Totals()
     for _ in range(steps):
         left_out = _sum(left_out, run.step())
     run.receive_changes(math.inf)
-    return _step(_sum(_Mark(), _sum(run.mark(), left_out), 1 / steps))
+    return _step(_sum(_Totals(), _sum(run.totals(), left_out), 1 / steps))
 
 
-_Mark = dict[tuple[str, str], float]
-"""Totals at some moment of the program, by a field of `Step` and its key. The difference of two is
-what was in between."""
+_Totals = dict[tuple[str, str], float]
+"""Totals up to a moment of the program, by a field of `Step` and its key."""
 
 
-def _sum(one: _Mark, other: _Mark, factor: float = 1.0) -> _Mark:
+def _sum(one: _Totals, other: _Totals, factor: float = 1.0) -> _Totals:
     return {key: one.get(key, 0.0) + factor * other.get(key, 0.0) for key in one | other}
 
 
-def _step(mark: _Mark) -> Step:
+def _step(totals: _Totals) -> Step:
     """The step without rounding errors."""
-    seconds = mark.get(("seconds", ""), 0.0)
+    seconds = totals.get(("seconds", ""), 0.0)
     least = {"parts_s": 1e-12 * max(seconds, 1e-12), "sent_bytes": 1e-6, "busy_s": -math.inf}
-    of = {
-        name: {key: n for (field, key), n in mark.items() if field == name and n > more}
+    fields = {
+        name: {key: n for (field, key), n in totals.items() if field == name and n > more}
         for name, more in least.items()
     }
-    return Step(seconds, **of)
+    return Step(seconds, **fields)
 
 
 class _Schedule:
-    """Tasks as they are added; each resource does its own in that order."""
+    """Tasks by number; each resource does its own in the order in which they are added."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
+        self.busy: defaultdict[str, float] = defaultdict(float)
         self._cause: list[int] = []
         self._kind: list[str] = []
         self._last: dict[str, int] = {}
         self._earned_s = 0.0
         """Moment at which the shaper's bucket is full again."""
-        self.busy: defaultdict[str, float] = defaultdict(float)
-        self.sent: defaultdict[str, float] = defaultdict(float)
 
     def add(
         self,
@@ -276,38 +239,34 @@ class _Schedule:
         call_s: float = 0.0,
         burst_s: float = 0.0,
     ) -> int:
-        """Add a task, and return its number.
-
-        Args:
-            resource: that it occupies.
-            kind: for `Step.parts_s`.
-            seconds: of its bytes, or in all.
-            after: tasks that it waits for; -1: nothing.
-            call_s: beside the bytes.
-            burst_s: time on the resource, a node's link, that a pause can earn.
-        """
-        ends, cause, start_s = self.ends, -1, 0.0
-        for task in (self._last.get(resource, -1), *after):
-            if task >= 0 and ends[task] > start_s:
-                cause, start_s = task, ends[task]
+        """Return the number of a task that waits for others (-1: none). A pause earns `burst_s`."""
+        cause = self.latest(self._last.get(resource, -1), *after)
+        start_s = self.end_s(cause)
         end_s = start_s + seconds
         if burst_s:
             self._earned_s = max(start_s, self._earned_s) + seconds
             end_s = max(start_s, self._earned_s - burst_s)
-        ends.append(end_s + call_s)
+        self.ends.append(end_s + call_s)
         self._cause.append(cause)
         self._kind.append(kind)
         self.busy[resource] += seconds + call_s
-        self._last[resource] = number = len(ends) - 1
+        self._last[resource] = number = len(self.ends) - 1
         return number
+
+    def end_s(self, task: int) -> float:
+        """Return when a task ends."""
+        return self.ends[task] if task >= 0 else 0.0
+
+    def latest(self, *tasks: int) -> int:
+        """Return the task that ends last; of a tie, the first."""
+        return max(tasks, key=self.end_s)
 
     def path(self, task: int) -> dict[str, float]:
         """Seconds of the longest path to a task's end, by kind."""
-        parts: dict[str, float] = {}
+        parts: defaultdict[str, float] = defaultdict(float)
         while task >= 0:
-            cause, kind = self._cause[task], self._kind[task]
-            before_s = self.ends[cause] if cause >= 0 else 0.0
-            parts[kind] = parts.get(kind, 0.0) + self.ends[task] - before_s
+            cause = self._cause[task]
+            parts[self._kind[task]] += self.ends[task] - self.end_s(cause)
             task = cause
         return parts
 
@@ -326,17 +285,15 @@ class _Piece:
 
 
 class _Run:
-    """Steps one after the other, in the order of the process that drives DeepSpeed."""
+    """Steps one after the other; `main` is the latest task that the program has waited for."""
 
     def __init__(self, machine: Machine, blocks: Sequence[Block], strategy: Strategy) -> None:
         self.machine, self.blocks, self.strategy = machine, blocks, strategy
-        self.tasks = _Schedule()
-        self.main = -1
-        """The latest task that the program has waited for."""
+        self.tasks, self.main = _Schedule(), -1
+        self.sent: defaultdict[str, float] = defaultdict(float)
         self._pieces = self._micro_step()
         self._until = list(itertools.accumulate(b.elements for b in blocks))
         self._moved = [n for n, b in enumerate(blocks) if b.offloaded_bytes and b.recompute_s]
-        """Blocks whose inputs go to host memory."""
         self._changes: list[tuple[float, int]] = []
         """Chunks of changed weights under way: the model's elements up to its end, and the task
         that it is sent after."""
@@ -344,16 +301,15 @@ class _Run:
         """Elements of the model in each chunk."""
 
     def _micro_step(self) -> list[_Piece]:
-        forward, backward = [], []
+        forward, backward = list[_Piece](), list[_Piece]()
         for number, block in enumerate(self.blocks):
             forward += self._divided(number, "forward", block.forward_s, True)
-            back: list[_Piece] = []
+        for number, block in reversed([*enumerate(self.blocks)]):
             if block.recompute_s:
-                back += self._divided(number, "recompute", block.recompute_s, not block.kept)
+                backward += self._divided(number, "recompute", block.recompute_s, not block.kept)
             gathers = not block.kept and not block.recompute_s
-            back += self._divided(number, "backward", block.backward_s, gathers)
-            backward.append(back)
-        return forward + [piece for back in reversed(backward) for piece in back]
+            backward += self._divided(number, "backward", block.backward_s, gathers)
+        return forward + backward
 
     def _divided(self, number: int, kind: str, seconds: float, gathers: bool) -> list[_Piece]:
         block = self.blocks[number]
@@ -364,29 +320,30 @@ class _Run:
         each = (seconds / count, block.elements / count, block.calls / count)
         return [_Piece(number, kind, *each, i == 0, i == count - 1) for i in range(count)]
 
-    def step(self) -> _Mark:
+    def step(self) -> _Totals:
         """Run one optimizer step, and return the share of the micro-steps that were left out."""
         count = self.strategy.micro_steps
-        marks = []
+        ends = []
         for number in range(simulated := min(count, SIMULATED)):
             self._run_micro_step(first=number == 0, last=number == simulated - 1)
-            marks.append(self.mark())
+            ends.append(self.totals())
         self.update()
         if count == simulated:
-            return _Mark()
-        return _sum(_Mark(), _sum(marks[1], marks[0], -1), count - simulated)
+            return _Totals()
+        return _sum(_Totals(), _sum(ends[1], ends[0], -1), count - simulated)
 
-    def mark(self) -> _Mark:
+    def totals(self) -> _Totals:
         """Return the totals up to now."""
-        tasks = self.tasks
-        end_s = tasks.ends[self.main] if self.main >= 0 else 0.0
-        tables = {
-            "parts_s": tasks.path(self.main),
-            "busy_s": tasks.busy,
-            "sent_bytes": tasks.sent,
-        }
+        path, busy = self.tasks.path(self.main), self.tasks.busy
+        tables = {"parts_s": path, "busy_s": busy, "sent_bytes": self.sent}
         found = {(name, key): n for name, table in tables.items() for key, n in table.items()}
-        return {("seconds", ""): end_s, **found}
+        return {("seconds", ""): self.tasks.end_s(self.main), **found}
+
+    def _compute(self, kind: str, seconds: float, *after: int) -> int:
+        return self.tasks.add("compute", kind, seconds * self.machine.slowest, *after)
+
+    def _wait_for(self, task: int) -> None:
+        self.main = self.tasks.latest(self.main, task)
 
     def _run_micro_step(self, *, first: bool, last: bool) -> None:
         pieces, bucket = self._pieces, self.strategy.bucket
@@ -403,14 +360,11 @@ class _Run:
             waits = [gathered[number], self.main]
             if piece.kind == "recompute" and piece.first:
                 waits.append(self._bring_back(piece.block, returned, computed))
-            seconds = piece.seconds * self.machine.slowest
-            computed = self.main = self.tasks.add("compute", piece.kind, seconds, *waits)
-            block = self.blocks[piece.block]
+            computed = self.main = self._compute(piece.kind, piece.seconds, *waits)
             if piece.kind == "forward" and piece.last and piece.block in self._moved:
-                seconds = block.offloaded_bytes / self.machine.bus_bytes_per_s
-                self.tasks.add("bus", "offload", seconds, computed)
+                self._offload(piece.block, computed)
             if piece.kind == "backward" and piece.last:
-                filled += block.trained
+                filled += self.blocks[piece.block].trained
                 at_end = number == len(pieces) - 1
                 while filled >= bucket or (at_end and filled):
                     self._exchange(min(filled, bucket), computed, exchanges, last=last)
@@ -424,15 +378,6 @@ class _Run:
             return False
         return pieces <= 1 or elements < self.strategy.prefetch
 
-    def _later(self, one: int, other: int) -> int:
-        """Return the task that ends later."""
-        if min(one, other) < 0:
-            return max(one, other)
-        return one if self.tasks.ends[one] >= self.tasks.ends[other] else other
-
-    def _wait_for(self, task: int) -> None:
-        self.main = self._later(self.main, task)
-
     def _gather(self, piece: _Piece, after: int, *, first: bool) -> int:
         strategy = self.strategy
         if not piece.elements:
@@ -440,26 +385,21 @@ class _Run:
         if strategy.weights is not None:
             self.receive_changes(self._until[piece.block])
         if strategy.weights is not None or not self.machine.streams:
-            after = self._later(after, self.main)
+            after = self.tasks.latest(after, self.main)
         own_copy = strategy.hpz and not (first and piece.kind == "forward")
-        crosses = strategy.weights is None and not own_copy
-        kind = f"gather in {piece.kind}"
-        return self._all_gather(kind, piece.elements, after, piece.calls, crosses=crosses)
+        far = strategy.weights is None and not own_copy
+        return self._all_gather(f"gather in {piece.kind}", piece.elements, after, piece.calls, far)
 
-    def _all_gather(
-        self, kind: str, elements: float, after: int, calls: float, *, crosses: bool = True
-    ) -> int:
+    def _all_gather(self, kind: str, elements: float, after: int, calls: float, far: bool) -> int:
         machine = self.machine
-        crosses = crosses and machine.hosts > 1
-        members = machine.ranks if crosses else machine.local
-        if members == 1:
-            return after
+        far = far and machine.hosts > 1
+        members = machine.ranks if far else machine.local
         nbytes = elements * self.strategy.itemsize * (members - 1) / members
-        ring = (kind, nbytes, members - 1, after, calls)
-        if not crosses:
-            return self._inside(*ring)
-        arrived = self._send(*ring)
-        return arrived if machine.local == 1 else self._later(arrived, self._inside(*ring))
+        ends = [after] if members == 1 else []
+        for is_far in (True, False):
+            if (far and is_far) or (machine.local > 1 and not is_far):
+                ends.append(self._send(kind, nbytes, members - 1, after, calls, far=is_far))
+        return self.tasks.latest(*ends)
 
     def _send(
         self,
@@ -469,92 +409,85 @@ class _Run:
         after: int,
         calls: float = 1,
         *,
-        both_ways: bool = False,
+        far: bool = True,
+        all_to_all: bool = False,
     ) -> int:
-        """Send over a node's link to the others."""
-        self.tasks.sent[kind] += nbytes
-        link = self.machine.network
-        longer = 2 if both_ways and not link.duplex else 1
-        return self._carry("network", link, kind, nbytes * longer, hops, after, calls)
-
-    def _inside(self, kind: str, nbytes: float, hops: int, after: int, calls: float = 1) -> int:
-        return self._carry("inside", self.machine.inside, kind, nbytes, hops, after, calls)
-
-    def _carry(
-        self, name: str, link: Link, kind: str, nbytes: float, hops: int, after: int, calls: float
-    ) -> int:
+        """Send over a node's link to other nodes, or over a rank's link inside its node."""
+        link = self.machine.network if far else self.machine.inside
+        if far:
+            self.sent[kind] += nbytes
+        seconds = nbytes / link.bytes_per_s * (2 if all_to_all and not link.duplex else 1)
         call_s = calls * (self.machine.call_s + hops * link.latency_s)
         burst_s = link.burst_bytes / link.bytes_per_s
-        seconds = nbytes / link.bytes_per_s
-        return self.tasks.add(name, kind, seconds, after, call_s=call_s, burst_s=burst_s)
+        resource = "network" if far else "inside"
+        return self.tasks.add(resource, kind, seconds, after, call_s=call_s, burst_s=burst_s)
+
+    def _offload(self, block: int, after: int) -> int:
+        seconds = self.blocks[block].offloaded_bytes / self.machine.bus_bytes_per_s
+        return self.tasks.add("bus", "offload", seconds, after)
 
     def _bring_back(self, block: int, returned: dict[int, int], after: int) -> int:
         """Bring this block's inputs and the next one's from host memory; this block's task."""
         ahead = [n for n in self._moved if n <= block][-1 - (block in self._moved) :]
         for number in reversed(ahead):
             if number not in returned:
-                seconds = self.blocks[number].offloaded_bytes / self.machine.bus_bytes_per_s
-                returned[number] = self.tasks.add("bus", "offload", seconds, after)
+                returned[number] = self._offload(number, after)
         return returned.get(block, -1)
 
     def _exchange(self, elements: int, after: int, exchanges: list[int], *, last: bool) -> None:
         """Exchange one bucket that backward has filled."""
-        machine, how, tasks = self.machine, self.strategy.gradients, self.tasks
+        machine, how = self.machine, self.strategy.gradients
         if how.once and not last:
-            hold_s = elements * how.hold_s * machine.slowest
-            exchanges.append(tasks.add("compute", "compression", hold_s, after))
+            exchanges.append(self._compute("compression", elements * how.hold_s, after))
             return
         if len(exchanges) >= CONCURRENT_BUCKETS:
             self._wait_for(exchanges[-CONCURRENT_BUCKETS])
         begun = after
         if machine.local > 1 and how.inside_bytes:
             inside = elements * how.inside_bytes
-            after = self._inside("gradients", inside, machine.local - 1, after)
-        encode_s = elements * how.encode_s * machine.slowest
-        decode_s = elements * how.decode_s * machine.slowest
+            after = self._send("gradients", inside, machine.local - 1, after, far=False)
+        encode_s, decode_s = how.encode_s, how.decode_s
         if machine.streams:  # kernels share the device with backward
             encode_s, decode_s = encode_s + decode_s, 0.0
         if encode_s:
-            after = tasks.add("compute", "compression", encode_s, after)
+            after = self._compute("compression", elements * encode_s, after)
         if machine.hosts > 1:
             nbytes, ready = elements * how.link_bytes, begun if how.ring else after
-            arrived = self._send("gradients", nbytes, how.hops, ready, both_ways=not how.ring)
-            after = self._later(arrived, after)
+            arrived = self._send("gradients", nbytes, how.hops, ready, all_to_all=not how.ring)
+            after = self.tasks.latest(arrived, after)
         if decode_s:
-            after = tasks.add("compute", "compression", decode_s, after)
+            after = self._compute("compression", elements * decode_s, after)
         exchanges.append(after)
         if not machine.streams:
             self._wait_for(after)
 
     def update(self) -> None:
         """Run the optimizer, and begin to send the changes of resident weights."""
-        machine, strategy, tasks = self.machine, self.strategy, self.tasks
+        machine, strategy = self.machine, self.strategy
         if machine.ranks > 1:  # overflow and norm
             hops = 2 * math.ceil(math.log2(machine.ranks))
-            few = self._send if machine.hosts > 1 else self._inside
-            self.main = few("update", 0.0, hops, self.main, calls=2)
-        self.main = tasks.add("compute", "update", strategy.update_s * machine.slowest, self.main)
+            self.main = self._send("update", 0.0, hops, self.main, 2, far=machine.hosts > 1)
+        self.main = self._compute("update", strategy.update_s, self.main)
         if strategy.gathers_changed:
             trained = sum(b.trained for b in self.blocks)
             calls = -(-trained // ALL_GATHER_BUCKET)
-            self._wait_for(self._all_gather("gather after update", trained, self.main, calls))
+            self._wait_for(self._all_gather("gather after update", trained, self.main, calls, True))
         if strategy.weights is not None and machine.hosts > 1:
             elements = self._until[-1]
-            encode_s = elements * strategy.weights.encode_s * machine.slowest
-            self.main = tasks.add("compute", "changed weights", encode_s, self.main)
+            encode_s = elements * strategy.weights.encode_s
+            self.main = self._compute("changed weights", encode_s, self.main)
             count = max(1, round(elements / machine.ranks / CHUNK))
             self._changes = [(elements * (n + 1) / count, self.main) for n in range(count)]
             self._change = elements / count
 
     def receive_changes(self, until: float) -> None:
         """Wait for the changes of the model's first `until` elements."""
-        machine, weights = self.machine, self.strategy.weights
+        weights = self.strategy.weights
         begun = 0.0
         while self._changes and begun < until and weights is not None:
             end, sent_after = self._changes.pop(0)
             nbytes = self._change * weights.link_bytes
-            arrived = self._send("changed weights", nbytes, 1, sent_after, both_ways=True)
-            decode_s = self._change * weights.decode_s * machine.slowest
-            self._wait_for(arrived)
-            self.main = self.tasks.add("compute", "changed weights", decode_s, self.main)
+            self._wait_for(self._send("changed weights", nbytes, 1, sent_after, all_to_all=True))
+            decode_s = self._change * weights.decode_s
+            self.main = self._compute("changed weights", decode_s, self.main)
             begun = end
