@@ -107,7 +107,6 @@ class Case:
         from ds_ckpt.lab.estimate.memory import Parameters, estimate
         from ds_ckpt.lab.estimate.profile import (
             NONE,
-            ComparedPolicy,
             blocks_of,
             built_fake,
             footprints,
@@ -117,8 +116,7 @@ class Case:
         dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[self.dtype]
         sizes = Sizes(self.tokens, dtype, self.attention, self.layers)
         subject = find_subject(_model(self.model), sizes)
-        policies = [ComparedPolicy(NONE, None)]
-        policies += [ComparedPolicy(name, _section(name)) for name in self.policies]
+        policies = {NONE: None, **{name: _section(name) for name in self.policies}}
         found = footprints(subject, self.batch, policies, None)
         made = built_fake(subject, self.batch)
         blocks, _ = blocks_of(made.model, None)

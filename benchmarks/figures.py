@@ -98,7 +98,7 @@ def measure_memory() -> dict[str, Any]:
 
     from ds_ckpt.activation.planning.costs import flops_of
     from ds_ckpt.activation.planning.trace import StepTrace
-    from ds_ckpt.lab.estimate.profile import ComparedPolicy, built_fake
+    from ds_ckpt.lab.estimate.profile import built_fake, units_of
     from ds_ckpt.lab.subject import Sizes, find_subject, run_forward
     from ds_ckpt.telemetry.units import GIB
 
@@ -126,7 +126,7 @@ def measure_memory() -> dict[str, Any]:
                 course.append((self.done, self.live_bytes))  # noqa: B023
 
         with made.entered():
-            units = ComparedPolicy(name, section).units(made.model, made.batch)
+            units = units_of(name, section, made.model)
             Course(made.model).run(lambda: run_forward(made.model, made.batch), units)
         stretches: dict[int, tuple[float, float]] = {}
         for done, nbytes in course:

@@ -32,20 +32,36 @@ def host_copy_bytes(counts: Iterable[int], processes: int, per_host: int, itemsi
     return itemsize * (processes // per_host) * sum(-(-n // processes) for n in counts)
 
 
-def gathered_elements(counts: Sequence[int], largest: int, reuse: int, prefetch: int) -> int:
-    """Return the largest number of elements gathered at a time, of weights that are released.
+def transient_bytes(
+    released: Sequence[int],
+    largest: int,
+    trainable: int,
+    itemsize: int,
+    *,
+    reuse: int,
+    prefetch: int,
+    bucket: int,
+) -> dict[str, int]:
+    """Return the most bytes of weights gathered at a time, and of a reduction's copy.
 
     ZeRO-3 keeps a weight whose next use is within `stage3_max_reuse_distance` elements of its last
     (`PartitionedParameterCoordinator.__params_to_release`). At the end of the forward that is half
     of the distance, there and back. `stage3_max_live_parameters` bounds the prefetch only.
 
     Args:
-        counts: Elements of each parameter that is released.
+        released: Elements of each parameter that is not persistent.
         largest: Elements of the largest block, which is gathered as one.
+        trainable: Elements with gradients.
+        itemsize: Bytes per element.
         reuse: `stage3_max_reuse_distance`.
         prefetch: `stage3_prefetch_bucket_size`.
+        bucket: `reduce_bucket_size`.
     """
-    return min(sum(counts), max(reuse // 2, largest) + prefetch)
+    gathered = min(sum(released), max(reuse // 2, largest) + prefetch)
+    return {
+        "weights that are gathered for a while, at most": gathered * itemsize,
+        "what a reduction sends": min(bucket, trainable) * itemsize,
+    }
 
 
 def resident_bytes(engine: Any, blocks: Sequence[nn.Module]) -> dict[str, int]:
@@ -73,14 +89,17 @@ def resident_bytes(engine: Any, blocks: Sequence[nn.Module]) -> dict[str, int]:
     item = max((p.element_size() for p in parameters), default=2)
     whole = {id(p): int(p.ds_numel) for p in parameters}
     block = max((sum(whole[id(p)] for p in b.parameters()) for b in blocks), default=0)
-    let_go = [p.ds_numel for p in parameters if not p.ds_persist]
-    reuse, prefetch = offload._max_reuse_distance_in_numel, offload._prefetch_bucket_sz
-    live = gathered_elements(let_go, block, reuse, prefetch)
-    found["weights that are gathered for a while, at most"] = live * item
-    bucket = optimizer.reduce_bucket_size
-    trainable = sum(p.ds_numel for p in parameters if p.requires_grad)
+    bucket = int(optimizer.reduce_bucket_size)
     found["reduce bucket"] = len(optimizer.ipg_buckets) * bucket * item
-    found["what a reduction sends"] = min(bucket, trainable) * item
+    found |= transient_bytes(
+        [p.ds_numel for p in parameters if not p.ds_persist],
+        block,
+        sum(p.ds_numel for p in parameters if p.requires_grad),
+        item,
+        reuse=offload._max_reuse_distance_in_numel,
+        prefetch=offload._prefetch_bucket_sz,
+        bucket=bucket,
+    )
     if copy := sum(_host_copy(p) for p in parameters if p.ds_tensor.device.type == device.type):
         found[HOST_COPY] = copy
     return found

@@ -21,9 +21,7 @@ from ds_ckpt.activation import CheckpointedBlocks
 from ds_ckpt.activation.planning.trace import StepTrace, Work, gradients_dropped, survey
 from ds_ckpt.cli import app
 from ds_ckpt.config import parse
-from ds_ckpt.errors import ConfigError, UnsupportedError
 from ds_ckpt.lab.estimate.profile import (
-    ComparedPolicy,
     Footprint,
     Options,
     Profile,
@@ -31,12 +29,12 @@ from ds_ckpt.lab.estimate.profile import (
     compared,
     footprints,
     make_profile,
+    units_of,
 )
 from ds_ckpt.lab.estimate.profile_report import document, findings
 from ds_ckpt.lab.subject import Sizes, Subject, find_subject, run_forward
 from ds_ckpt.telemetry.memory import OUTSIDE
 from ds_ckpt.telemetry.units import size
-from ds_ckpt.zero3.resident import HOST_COPY
 from tests import architectures
 from tests.unit.estimate_models import WIDTH
 
@@ -56,8 +54,8 @@ def _subject(kind: str, **options: object) -> Subject:
 def test_real_tensors_hold_and_compute_the_same(kind: str) -> None:
     subject, wanted = _subject(kind), compared(("block", "selective"), None, None)
     model, batch = subject.build(2)
-    for policy, fake in zip(wanted, footprints(subject, 2, wanted, None), strict=True):
-        units = policy.units(model, batch)
+    for fake in footprints(subject, 2, wanted, None):
+        units = units_of(fake.policy, wanted[fake.policy], model)
         real = StepTrace(model, blocks_of(model, None)[0])
         real.run(lambda: run_forward(model, batch), units)
         assert fake.held_bytes == pytest.approx(real.held_bytes, rel=0.03)
@@ -70,8 +68,8 @@ def test_the_peak_is_that_of_the_allocator() -> None:
     subject = find_subject("demo", Sizes(tokens=192))
     wanted = compared(("block", "mlp", "selective"), None, None)
     model, batch = subject.build(1)
-    for policy, fake in zip(wanted, footprints(subject, 1, wanted, None), strict=True):
-        units = policy.units(model, batch)
+    for fake in footprints(subject, 1, wanted, None):
+        units = units_of(fake.policy, wanted[fake.policy], model)
         put = None if units is None else CheckpointedBlocks(model, units=units)
         seen = torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         with gradients_dropped(model), seen:
@@ -139,43 +137,10 @@ def test_a_recompute_can_be_the_peak() -> None:
             return x
 
     subject = Subject("wide", lambda _: (torch.nn.Sequential(Wide(), Wide()), torch.randn(1000)))
-    wanted = [ComparedPolicy("block", {"policy": "block", "modules": ["Wide"]})]
+    wanted = {"block": {"policy": "block", "modules": ["Wide"]}}
     (footprint,) = footprints(subject, 1, wanted, ["Wide"])
     assert footprint.peak_phase in ("recompute", "backward")
     assert footprint.peak_bytes > 20 * 4000
-
-
-# Budgets.
-
-
-def test_auto_continues_with_the_least_plan_below_its_limit() -> None:
-    subject = find_subject("demo", Sizes(tokens=64))
-    section = {"policy": "auto", "budget_gib": 2**-16}
-    with pytest.raises(UnsupportedError) as caught:
-        footprints(subject, 1, compared((), None, section), None)
-    needed = re.search(r"write at least ([\d.]+) GiB", str(caught.value))
-    assert needed is not None
-    section["budget_gib"] = float(needed[1])
-    _, found = footprints(subject, 1, compared((), None, section), None)
-    assert found.recompute.launches > 0
-    with pytest.raises(ConfigError, match="--limit-gib"):
-        footprints(subject, 1, compared((), None, {"policy": "auto"}), None)
-
-
-def test_a_budget_is_profiled_with_its_plan() -> None:
-    subject = find_subject("demo", Sizes(tokens=64))
-    (plain,) = footprints(subject, 1, compared((), None, None), None)
-    section = {"policy": "budget", "budget_gib": 0.6 * plain.held_bytes / 2**30}
-    _, planned = footprints(subject, 1, compared((), None, section), None)
-    assert planned.recompute.launches > 0
-    assert 0 < planned.held_bytes <= 0.6 * plain.held_bytes
-    of_all = compared((), None, {"policy": "budget", "budget_gib": 1.0, "budget_of": "accelerator"})
-    assert footprints(subject, 1, of_all, None)[1].recompute.launches == 0
-    full = 2**30 - int(0.8 * plain.peak_bytes)
-    tight = [replace(c, resident={"states": full}) for c in of_all]
-    planned = footprints(subject, 1, tight, None)[1]
-    assert planned.recompute.launches > 0
-    assert planned.peak_bytes <= 0.8 * plain.peak_bytes
 
 
 # Findings and the report.
@@ -302,8 +267,7 @@ def test_resident_weights_on_hosts(config_json: Path, tmp_path: Path) -> None:
         options = ("--policies", "block", "--json", str(target), "--world", "8", "--hosts", "4")
         return _run(str(config_json), "--config", str(ds), *options)
 
-    resident = {"weights": {"resident": True}}
-    result = run(resident)
+    result = run({"weights": {"resident": True}})
     assert result.exit_code == 0, result.output
     kept = json.loads(target.read_text())["states"]
     half = kept["parameters_count"]  # of 2 bytes each; no parameter is padded
@@ -311,10 +275,8 @@ def test_resident_weights_on_hosts(config_json: Path, tmp_path: Path) -> None:
     shown = " ".join(result.output.split())
     assert "One rank of 8 on 4 hosts" in shown
     assert f"host's copy of the weights {size(half)}" in shown
-    section = {"policy": "budget", "budget_gib": 0.001, "budget_of": "accelerator"}
-    refused = run({**resident, "activation": section})
-    assert refused.exit_code == 1
-    assert f"without {HOST_COPY}" in " ".join(refused.stderr.split())
+    planned = run({"activation": {"policy": "auto"}})
+    assert "planned at the first batch of training" in " ".join(planned.output.split())
 
 
 def test_functions_and_their_batches(tmp_path: Path) -> None:

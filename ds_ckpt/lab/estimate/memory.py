@@ -1,10 +1,9 @@
 """Memory that a rank keeps beside activations: weights, gradients, optimizer, buffers.
 
 Arithmetic on sizes of parameters and DeepSpeed's settings, as DeepSpeed 0.19 allocates them (its
-`runtime/zero/stage3.py` and `partitioned_param_coordinator.py`): shards of `ceil(numel / world)`,
-32-bit master weights beside the optimizer's own state, one reduce bucket that is allocated in full,
-and gathered weights as in `zero3.resident`. An engine that runs reads its tensors instead
-(`zero3.resident.resident_bytes`). Not counted: fragmentation, and NCCL's buffers.
+`runtime/zero/stage3.py`): shards of `ceil(numel / world)`, 32-bit master weights beside the
+optimizer's own state, one reduce bucket in full, and gathered weights as in `zero3.resident`. Not
+counted: fragmentation, and NCCL's buffers.
 """
 
 from __future__ import annotations
@@ -24,19 +23,11 @@ from ds_ckpt.config.compression import exchange_settings
 from ds_ckpt.config.paths import BF16, is_auto, lookup
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.exchange.rules import ExchangeSettings, embeddings_of
-from ds_ckpt.zero3.resident import gathered_elements, host_copy_bytes
+from ds_ckpt.zero3.resident import host_copy_bytes, transient_bytes
 
-_STATE_BYTES = {
-    "adam": 8,
-    "adamw": 8,
-    "fusedadam": 8,
-    "lamb": 8,
-    "adagrad": 4,
-    "lion": 4,
-    "muon": 4,
-    "sgd": 0,
-}
-"""32-bit bytes an element of the optimizer's own state; SGD's momentum is added."""
+_STATE_BYTES = {"adagrad": 4, "lion": 4, "muon": 4, "sgd": 0}
+"""32-bit bytes an element of the optimizer's own state, where it is not Adam's 8."""
+_ADAM = ("adam", "adamw", "fusedadam", "lamb")
 DEFAULTS = {
     "reduce_bucket_size": 500_000_000,
     "stage3_prefetch_bucket_size": 50_000_000,
@@ -68,19 +59,18 @@ class Parameters:
     def of(cls, model: nn.Module, blocks: Sequence[Block]) -> Parameters:
         """Read a model that is not partitioned."""
         parameters = list(model.parameters())
-        of_blocks = [sum(p.numel() for p in b.module.parameters()) for b in blocks]
         in_blocks = {id(p) for b in blocks for p in b.module.parameters()}
-        outside = [p.numel() for p in parameters if id(p) not in in_blocks]
+        gathered = [sum(p.numel() for p in b.module.parameters()) for b in blocks]
+        gathered += [p.numel() for p in parameters if id(p) not in in_blocks]
         sizes: Counter[int] = Counter()
         for parameter in parameters:
             sizes[parameter.element_size()] += parameter.numel()
-        config = getattr(model, "config", None)
         return cls(
             counts=tuple(p.numel() for p in parameters),
             trainable=tuple(p.numel() for p in parameters if p.requires_grad),
-            largest_block=max([*of_blocks, *outside], default=0),
+            largest_block=max(gathered, default=0),
             itemsize=max(sizes, key=lambda s: sizes[s], default=4),
-            hidden=getattr(config, "hidden_size", None),
+            hidden=getattr(getattr(model, "config", None), "hidden_size", None),
             shapes=tuple((n, p.shape) for n, p in model.named_parameters() if p.requires_grad),
             embeddings=embeddings_of(model),
         )
@@ -94,13 +84,11 @@ class States:
         assumed: no configuration was given: ZeRO stage 3 with AdamW.
         gathered_bytes: weights gathered at a time, at most.
         communication_bytes: the reduce bucket, and the copy that its reduction sends.
-        reduce_bucket_bytes: of them the bucket.
         trainable_bytes: gradients of one rank before they are sharded.
         temporary_bytes: 32-bit gradients in the optimizer's step, and the piece they are cast from.
         host_bytes: in host memory; not part of the other fields.
         hosts: with equally many ranks each; None: not known.
-        host_copy_bytes: this rank's part of the copy of the weights that resident weights or hpZ
-            keep on its node.
+        host_copy_bytes: this rank's part of its node's copy of the weights.
         residual_bytes: of gradient compression.
     """
 
@@ -159,20 +147,25 @@ def estimate(
     item = parameters.itemsize
     total, trainable = sum(parameters.counts), sum(parameters.trainable)
     shard = sum(math.ceil(n / world) for n in parameters.trainable)
-    whole_shard = sum(math.ceil(n / world) for n in parameters.counts)
-
-    def setting(key: str) -> int:
-        return _elements(key, zero, parameters.hidden)
-
-    kept_bytes = item * (whole_shard if stage == 3 else total)
-    gathered = 0
+    full_shard = sum(math.ceil(n / world) for n in parameters.counts)
+    bucket, prefetch, threshold, reuse, group = (
+        _elements(key, zero, parameters.hidden) for key in DEFAULTS
+    )
+    released = [n for n in parameters.counts if n > threshold]
+    gathered, sent = transient_bytes(
+        released,
+        parameters.largest_block,
+        trainable,
+        item,
+        reuse=reuse,
+        prefetch=prefetch,
+        bucket=bucket,
+    ).values()
     if stage == 3:
-        threshold = setting("stage3_param_persistence_threshold")
-        let_go = [n for n in parameters.counts if n > threshold]
-        reuse = setting("stage3_max_reuse_distance")
-        prefetch = setting("stage3_prefetch_bucket_size")
-        gathered = gathered_elements(let_go, parameters.largest_block, reuse, prefetch)
-        gathered += total - sum(let_go)
+        gathered += item * (total - sum(released))
+        kept_bytes = item * full_shard
+    else:
+        gathered, kept_bytes, group = 0, item * total, trainable
 
     sharded = shard if stage >= 1 else trainable
     name, state_bytes = _optimizer(config, notes)
@@ -180,15 +173,13 @@ def estimate(
     if _halved(config, "optimizer_states"):
         state_bytes //= 2
     optimizer_bytes = sharded * (master_bytes + state_bytes)
-    gradients_bytes = _gradient_bytes(config, item) * (shard if stage >= 2 else trainable)
+    wide = lookup(config, ("data_types", "grad_accum_dtype")) in ("fp32", "float32", "float")
+    gradients_bytes = (4 if wide else item) * (shard if stage >= 2 else trainable)
     bucket_bytes = communication = 0
     if world > 1 or stage == 3:
-        bucket = setting("reduce_bucket_size")
         buffers = 2 if stage < 3 and zero.get("overlap_comm") is True else 1
-        contiguous = zero.get("contiguous_gradients") is not False
-        bucket_bytes = item * bucket * buffers * contiguous
-        communication = bucket_bytes + item * min(bucket, trainable)
-    group = setting("sub_group_size") if stage == 3 else sharded
+        bucket_bytes = item * bucket * buffers * (zero.get("contiguous_gradients") is not False)
+        communication = bucket_bytes + sent
     joined = item if item < master_bytes else 0  # gradients in one piece, then in 32 bits
     step_bytes = (master_bytes + joined) * min(sharded, group)
 
@@ -197,11 +188,11 @@ def estimate(
     residual_bytes, on_host = _residuals(parameters, config, world, hosts)
 
     host = residual_bytes if on_host else 0
-    if _to_host(zero, "offload_optimizer"):
+    if lookup(zero, ("offload_optimizer", "device")) in ("cpu", "nvme"):
         # with gradients in 32 bits beside those that are sent
         host += gradients_bytes + optimizer_bytes + master_bytes * sharded
         optimizer_bytes = gradients_bytes = step_bytes = 0
-    if stage == 3 and _to_host(zero, "offload_param"):
+    if stage == 3 and lookup(zero, ("offload_param", "device")) in ("cpu", "nvme"):
         host += kept_bytes + copy_bytes
         kept_bytes = copy_bytes = 0
     states = States(
@@ -210,7 +201,7 @@ def estimate(
         assumed=config is None,
         parameters_count=total,
         parameters_bytes=kept_bytes,
-        gathered_bytes=gathered * item,
+        gathered_bytes=gathered,
         gradients_bytes=gradients_bytes,
         optimizer=name,
         optimizer_bytes=optimizer_bytes,
@@ -226,43 +217,38 @@ def estimate(
     return states, tuple(notes)
 
 
-def keeps_resident(config: Mapping[str, Any] | None) -> bool:
-    """Return whether the DeepSpeed JSON asks for resident weights."""
-    return lookup(config, ("ds_ckpt", "weights", "resident")) in (True, "auto")
-
-
 def _hosts(
     config: Mapping[str, Any] | None, world: int, hosts: int | None, notes: list[str]
 ) -> tuple[int | None, int]:
     """Nodes, if known, and the ranks that divide a node's copy of the weights; 0: there is none."""
     if hosts is not None and world % hosts:
-        why = f"--world has {world} ranks, and every host has equally many"
-        raise _not_divided("--hosts", hosts, why, f"write a divisor of {world}")
+        raise _not_divided("--hosts", hosts, world, f"write a divisor of {world}")
     where = "$.zero_optimization.zero_hpz_partition_size"
-    resident = keeps_resident(config)
+    resident = lookup(config, ("ds_ckpt", "weights", "resident")) in (True, "auto")
     hpz = max(1, min(_whole(lookup(config, where.split(".")[1:]), 1), world))
     if world % hpz:
-        why = f"--world has {world} ranks, which DeepSpeed cannot divide so"
-        raise _not_divided(where, hpz, why, f"write a divisor of {world}")
+        raise _not_divided(where, hpz, world, f"write a divisor of {world}")
     if hosts is None and hpz > 1:
         hosts = world // hpz
         notes.append(f"hosts: {hosts}, as zero_hpz_partition_size is {hpz} of {world} ranks")
     hosts = 1 if world == 1 else hosts
-    if resident and hosts is None:
-        notes.append(
-            f"hosts: the number is not known (--hosts); a copy of the weights for each of {world} "
-            "ranks is counted, the most that resident weights can take"
-        )
+    if not resident:
+        return hosts, hpz if hpz > 1 else 0
+    if hosts is None:
+        notes.append("hosts: not known (--hosts); one rank per host is counted, which is the most")
         return None, 1
-    if resident and hosts is not None and hosts > 1:
-        per_host = world // hosts
-        if hpz not in (1, per_host):
-            why = f"resident weights are divided among the {per_host} ranks of a host"
-            raise _not_divided(where, hpz, why, f"write {per_host} or remove the key")
-        return hosts, per_host
-    if resident:
-        notes.append("resident weights: nothing, as all ranks share one host (--world, --hosts)")
-    return hosts, hpz if hpz > 1 else 0
+    if hosts == 1:
+        notes.append("resident weights: no copy, as all ranks share one host (--world, --hosts)")
+        return hosts, hpz if hpz > 1 else 0
+    if hpz not in (1, world // hosts):
+        raise _not_divided(where, hpz, world, f"write {world // hosts} or remove the key")
+    return hosts, world // hosts
+
+
+def _not_divided(where: str, found: int, world: int, remedy: str) -> ConfigError:
+    why = f"{world} ranks are divided among hosts, and weights among a host's ranks"
+    headline = "the ranks cannot be divided so"
+    return ConfigError(Problem(where, str(found), why, remedy), headline=headline)
 
 
 def _residuals(
@@ -300,12 +286,6 @@ def residuals_of(
     return round(feedback.entry_bytes * elements), feedback.on_host
 
 
-def _not_divided(where: str, found: int, why: str, remedy: str) -> ConfigError:
-    return ConfigError(
-        Problem(where, str(found), why, remedy), headline="the ranks cannot be divided so"
-    )
-
-
 def _elements(key: str, zero: Mapping[str, Any], hidden: int | None) -> int:
     """A setting that counts elements, by DeepSpeed's key; "auto" as transformers fills it in."""
     value = zero.get(key, zero.get(key.removeprefix("stage3_")))
@@ -320,9 +300,7 @@ def _elements(key: str, zero: Mapping[str, Any], hidden: int | None) -> int:
 
 
 def _whole(value: Any, default: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return default
-    return int(value)
+    return int(value) if type(value) in (int, float) else default
 
 
 def _optimizer(config: Mapping[str, Any] | None, notes: list[str]) -> tuple[str, int]:
@@ -330,29 +308,14 @@ def _optimizer(config: Mapping[str, Any] | None, notes: list[str]) -> tuple[str,
     if not isinstance(kind, str) or is_auto(kind):
         if config is not None:
             notes.append("optimizer: the file names none; AdamW is assumed")
-        return "AdamW", _STATE_BYTES["adamw"]
-    size = _STATE_BYTES.get(kind.lower())
-    if size is None:
+        return "AdamW", 8
+    if kind.lower() not in (*_STATE_BYTES, *_ADAM):
         notes.append(f"optimizer: the state of {kind} is not known; counted as AdamW's")
-        return kind, _STATE_BYTES["adamw"]
-    if kind.lower() == "sgd" and lookup(config, ("optimizer", "params", "momentum")):
-        size += 4
-    return kind, size
-
-
-def _to_host(zero: Mapping[str, Any], key: str) -> bool:
-    return lookup(zero, (key, "device")) in ("cpu", "nvme")
+    momentum = kind.lower() == "sgd" and lookup(config, ("optimizer", "params", "momentum"))
+    return kind, 4 if momentum else _STATE_BYTES.get(kind.lower(), 8)
 
 
 def _halved(config: Mapping[str, Any] | None, what: str) -> bool:
     """Return whether this is kept in 16 bits instead of 32."""
     places = [("fp16", f"fp16_{what}"), *((key, f"bf16_{what}") for key in BF16)]
     return any(lookup(config, place) is True for place in places)
-
-
-def _gradient_bytes(config: Mapping[str, Any] | None, item: int) -> int:
-    """Bytes an element of the sharded gradients."""
-    named = lookup(config, ("data_types", "grad_accum_dtype"))
-    if named is None or is_auto(named):
-        return item
-    return 4 if named in ("fp32", "float32", "float", "torch.float32") else 2

@@ -30,8 +30,8 @@ from ds_ckpt.telemetry.memory import MemoryTracker, Operator
 STOCK, DENSE, DENSE_ONCE = "stock", "dense", "dense, once a step"
 _SAMPLE = 1 << 16
 """Elements that the traffic of coding is counted on."""
-_UNKNOWN_BYTES = 40.0
-"""Guess: memory traffic an element of methods that are no codecs (low rank): ten fp32 passes."""
+_LOW_RANK_BYTES = (40.0, 20.0)
+"""Guess: memory traffic of coding an element by a method that is no codec."""
 _ACCUMULATE_BYTES = 20.0
 """Residual plus gradient: two fp32 read, one written, checked for finiteness, kept."""
 LOSSLESS_BITS = 2.7
@@ -78,11 +78,9 @@ class Method:
 def methods(loss: Loss, exchanging: int = 1) -> tuple[list[Method], list[Method]]:
     """Return the methods that may be tried, and those that verdicts do not allow.
 
-    Args:
-        loss: that may be given up.
-        exchanging: ranks, or nodes, among which gradients are rounded. Without error feedback each
-            of them rounds off its share for good, so the loss grows with their number
-            (docs/accuracy.md): only verdicts with as many workers, or with the next more, count.
+    Without error feedback each of the `exchanging` ranks, or nodes, rounds off its share for good,
+    so the loss grows with their number (docs/accuracy.md): only verdicts with as many workers, or
+    with the next more, count.
     """
     once = {"method": "dense", "exchange": {"when": "accumulation_boundary"}}
     allowed = [Method(STOCK), Method(DENSE, {"method": "dense"}), Method(DENSE_ONCE, once)]
@@ -115,16 +113,7 @@ def gradients(
     accumulation: int,
     bytes_per_s: float,
 ) -> Gradients:
-    """Return one rank's exchange.
-
-    Args:
-        method: of gradients.
-        model: for its shapes.
-        machine: the cluster.
-        itemsize: bytes an element of a gradient.
-        accumulation: micro-steps of a step.
-        bytes_per_s: of the device's memory.
-    """
+    """Return one rank's exchange, with gradients of `itemsize` bytes an element."""
     world, hosts, local = machine.ranks, machine.hosts, machine.local
     settings = method.settings
     if settings is None:
@@ -142,17 +131,17 @@ def gradients(
     each = plan.sent_bytes / max(model.trained, 1)
     # with two levels a node's sum is exact
     inside = itemsize * (local - 1) / local if two else each * (local - 1) / world
-    share = 1 / divided
-    moved = _moved(settings.default.compressor()) if not settings.lossless else (4.0, 4.0)
+    share = 1 / divided / bytes_per_s
+    moved = (4.0, 4.0) if settings.lossless else _moved(settings.default.compressor())
     nbytes, on_host = method.residual_bytes(model, machine, accumulation)
     residual = nbytes / max(model.trained, 1)
-    accumulate_s = share * _ACCUMULATE_BYTES / bytes_per_s if residual else 0.0
+    accumulate_s = share * _ACCUMULATE_BYTES if residual else 0.0
     to_host_s = 2 * residual / machine.bus_bytes_per_s if on_host else 0.0
     return Gradients(
         link_bytes=each * far,
         inside_bytes=inside,
-        encode_s=share * moved[0] / bytes_per_s + accumulate_s + to_host_s,
-        decode_s=share * moved[1] / bytes_per_s,
+        encode_s=share * moved[0] + accumulate_s + to_host_s,
+        decode_s=share * moved[1],
         hold_s=accumulate_s + to_host_s,
         once=settings.holds_back(accumulation),
     )
@@ -162,28 +151,29 @@ def gradients(
 def _moved(compressor: Compressor | None) -> tuple[float, float]:
     """Bytes an element that encoding and decoding read and write."""
     if not isinstance(compressor, Codec):
-        return _UNKNOWN_BYTES, _UNKNOWN_BYTES / 2
-    values = torch.linspace(-1, 1, _SAMPLE)
+        return _LOW_RANK_BYTES
     packet = torch.zeros(compressor.packed_bytes(_SAMPLE), dtype=torch.uint8)
-    counted = [0.0]
+    counted: list[int] = []
+
+    def counting() -> MemoryTracker:
+        counted.append(0)
+        return MemoryTracker(nn.Module(), operator=count)
 
     def count(operator: Operator) -> None:
-        counted[0] += moved_bytes(operator)
+        counted[-1] += moved_bytes(operator)
 
     with torch.no_grad():
-        with MemoryTracker(nn.Module(), operator=count):
-            compressor.pack_rows(values[None], packet[None])
-        encoded, counted[0] = counted[0], 0.0
-        with MemoryTracker(nn.Module(), operator=count):
+        with counting():
+            compressor.pack_rows(torch.linspace(-1, 1, _SAMPLE)[None], packet[None])
+        with counting():
             compressor.unpack_add_rows(packet[None], torch.zeros(_SAMPLE))
-    return encoded / _SAMPLE, counted[0] / _SAMPLE
+    return counted[0] / _SAMPLE, counted[1] / _SAMPLE
 
 
 def weights(name: str, machine: Machine, itemsize: int) -> Weights | None:
     """Return one rank's changes of resident weights; None for a name that is not of `RESIDENT`.
 
-    Whole weights cross the bus: packets are on the CPU, the wire's on the device. Lossless changes
-    are coded on one core.
+    Packets are on the CPU. Lossless changes are coded on one core.
     """
     if name not in RESIDENT:
         return None

@@ -1,35 +1,31 @@
 """Costs of a model: two of its blocks are surveyed on fake tensors, and the last one multiplied.
 
-Memory and operations of a micro-batch are those of a budget (`activation/planning`), bytes of
-gradients are the exchange's (`exchange/assignment.py`). A model whose blocks are not known to be
-alike is surveyed in full. Backward takes twice the forward's time: two products for each one.
+A model whose blocks are not known to be alike is surveyed in full. Backward takes twice the
+forward's time: two products for each one.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from ds_ckpt.activation.planning.budget import (
-    ActivationPlan,
-    Allowance,
-    Planner,
-    temporary_bytes,
-)
+from ds_ckpt.activation.planning.budget import ActivationPlan, Allowance, Planner, temporary_bytes
 from ds_ckpt.activation.planning.costs import Rates
 from ds_ckpt.activation.planning.fake import FakeModel
 from ds_ckpt.activation.planning.trace import Survey, survey
+from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.exchange.assignment import Assignment
 from ds_ckpt.exchange.rules import Choose, embeddings_of
 from ds_ckpt.lab.estimate.memory import DEFAULTS, Parameters
 from ds_ckpt.lab.estimate.profile import blocks_of, built_fake
 from ds_ckpt.lab.estimate.simulate import Block
-from ds_ckpt.lab.subject import Sizes, arguments_of, find_subject, rows_of, tokens_of
+from ds_ckpt.lab.subject import Sizes, arguments_of, find_subject, tokens_of
 
 SURVEYED = 2
 """Blocks: the first may hold what all share, such as rotary tables."""
@@ -42,31 +38,24 @@ class Stretch:
 
     Attributes:
         shapes: by name, of its own parameters.
-        modules: elements of each module that has parameters of its own.
         tied: elements that it gathers and that belong to another stretch.
     """
 
     shapes: tuple[tuple[str, torch.Size], ...]
     trained: int
-    modules: tuple[int, ...]
     tied: int = 0
 
     @classmethod
     def of(cls, parameters: Mapping[str, nn.Parameter], tied: int = 0) -> Stretch:
         """Read its parameters."""
-        modules: dict[str, int] = {}
-        for name, parameter in parameters.items():
-            owner = name.rpartition(".")[0]
-            modules[owner] = modules.get(owner, 0) + parameter.numel()
-        return cls(
-            tuple((name, p.shape) for name, p in parameters.items()),
-            sum(p.numel() for p in parameters.values() if p.requires_grad),
-            (*modules.values(), *([tied] if tied else [])),
-            tied,
-        )
+        trained = sum(p.numel() for p in parameters.values() if p.requires_grad)
+        return cls(tuple((name, p.shape) for name, p in parameters.items()), trained, tied)
 
     def block(self, forward_s: float, recompute_s: float, offloaded: int, persistent: int) -> Block:
         """Make the block of a simulated step; `persistent`: smaller parameters stay gathered."""
+        modules = Counter({"": self.tied})
+        for name, shape in self.shapes:
+            modules[name.rpartition(".")[0] or name] += shape.numel()
         gathered = sum(shape.numel() for _, shape in self.shapes if shape.numel() > persistent)
         return Block(
             gathered + self.tied,
@@ -74,7 +63,7 @@ class Stretch:
             forward_s,
             2 * forward_s,
             recompute_s,
-            calls=max(1, sum(n > persistent for n in self.modules)),
+            calls=max(1, sum(n > persistent for n in modules.values())),
             offloaded_bytes=offloaded,
         )
 
@@ -88,42 +77,43 @@ class Model:
         modules: class names or patterns of a plain model's blocks.
 
     Attributes:
-        rows: a micro-batch is a multiple of so many sequences: 1, or the whole batch of a function
-            without a parameter for its size.
         tokens: of a sequence; 1 for a batch without token ids.
 
     Raises:
-        UnsupportedError: there is no such model, or it does not run on fake tensors.
+        UnsupportedError: there is no such model, it does not run on fake tensors, or its batch has
+            a fixed size.
     """
 
     def __init__(self, name: str, sizes: Sizes, modules: Sequence[str] | None = None) -> None:
         self._subject = find_subject(name, sizes)
-        self.name, self.sized, repeated = name, self._subject.sized, 1
+        self.name, self._repeated = name, 1
+        if not self._subject.sized:
+            why = "a plan chooses the number of sequences"
+            remedy = "give the function an argument named batch"
+            raise UnsupportedError(Problem("MODEL", name, why, remedy))
         if (self._subject.layers or 0) > SURVEYED:
-            repeated = self._subject.layers - SURVEYED + 1  # type: ignore[operator]
+            self._repeated += self._subject.layers - SURVEYED  # type: ignore[operator]
             self._subject = find_subject(name, replace(sizes, layers=SURVEYED))
         made = built_fake(self._subject, 1)
         model, self.tokens = made.model, tokens_of(made.batch)
-        self.rows = 1 if self.sized else rows_of(made.batch)
-        self._repeated = repeated
         blocks, self._modules = blocks_of(model, modules)
         blocks = [b for b in blocks if not any(b.name.startswith(f"{o.name}.") for o in blocks)]
         self.embeddings = embeddings_of(model)
         names = {id(p): n for n, p in model.named_parameters()}
         inside = {id(p) for b in blocks for p in b.module.parameters()}
-        order = {i: place for place, i in enumerate(names)}
-        first = min((order[i] for i in inside), default=len(order))
-        outside = {i: p for i, p in ((id(p), p) for p in model.parameters()) if i not in inside}
-        head = {names[i]: p for i, p in outside.items() if order[i] < first}
-        tail = {names[i]: p for i, p in outside.items() if order[i] >= first}
+        first = next((place for place, i in enumerate(names) if i in inside), len(names))
+        head, tail = dict[str, nn.Parameter](), dict[str, nn.Parameter]()
+        for place, (name, parameter) in enumerate(model.named_parameters()):
+            if id(parameter) not in inside:
+                (head if place < first else tail)[name] = parameter
         self.head = Stretch.of(head)
         users = [id(p) for m in model.modules() for p in m.parameters(recurse=False)]
         tied = sum(p.numel() for p in head.values() if users.count(id(p)) > 1)
         self.tail = Stretch.of(tail, tied)
         found = [Stretch.of({names[id(p)]: p for p in b.module.parameters()}) for b in blocks]
-        self.blocks = [*found, *found[-1:] * (repeated - 1)]
+        self.blocks = [*found, *found[-1:] * (self._repeated - 1)]
         alone = Parameters.of(model, blocks)
-        again = tuple(s for b in found[-1:] for s in b.shapes) * (repeated - 1)
+        again = tuple(s for b in found[-1:] for s in b.shapes) * (self._repeated - 1)
         trained = tuple(one for one in again if one in alone.shapes)
         self.parameters = replace(
             alone,
@@ -161,11 +151,11 @@ class Model:
 
     def temporary_bytes(self, sequences: int) -> int:
         """Bytes of gradients of activations and temporaries, which grow with the micro-batch."""
-        return sequences * self._temporary_bytes // self.rows
+        return sequences * self._temporary_bytes
 
     @functools.cached_property
     def _temporary_bytes(self) -> int:
-        made, found = self._surveyed(self.rows)
+        made, found = self._surveyed(1)
         planner = Planner(found, Rates(1.0, 1.0, 1.0), 0)
         recomputed = planner.words[min(1, len(planner.words) - 1)]
         alone = planner.all_alike(recomputed, ACTIVATIONS)
@@ -175,8 +165,8 @@ class Model:
 
     @functools.cached_property
     def work(self) -> tuple[float, float]:
-        """FLOPs of the smallest micro-batch's forward, and bytes that other operators move."""
-        found = self._surveyed(self.rows)[1]
+        """FLOPs of one sequence's forward, and bytes that other operators move."""
+        found = self._surveyed(1)[1]
         products = Planner(found, Rates(1.0, math.inf, math.inf), 0, repeated=self._repeated)
         others = Planner(found, Rates(math.inf, 1.0, math.inf), 0, repeated=self._repeated)
         return sum(products.forward_s), sum(others.forward_s)
@@ -193,7 +183,7 @@ class Model:
 
         Args:
             forward_s: of each block; the last one is what runs outside of them.
-            plan: what is recomputed.
+            plan: recomputation.
             persistent: `stage3_param_persistence_threshold`, in elements.
             reuse: `stage3_max_reuse_distance`, in elements. A block is used again after all that
                 comes behind it has been gathered twice.

@@ -13,20 +13,16 @@ from torch import nn
 
 from ds_ckpt.activation import find_blocks
 from ds_ckpt.activation.blocks import Block, repeated_classes
-from ds_ckpt.activation.planning.budget import AUTO_SHARE, Allowance, plan_within
-from ds_ckpt.activation.planning.costs import measured_rates
 from ds_ckpt.activation.planning.fake import FakeModel
 from ds_ckpt.activation.planning.trace import StepTrace, Work
 from ds_ckpt.activation.policies import Unit, make_plan, policies, policy_named
 from ds_ckpt.config import parse
-from ds_ckpt.config.activation import ActivationConfig, activation_policy
+from ds_ckpt.config.activation import activation_policy
 from ds_ckpt.config.paths import lookup, precision
 from ds_ckpt.errors import ConfigError, DsCkptError, Problem
 from ds_ckpt.lab.estimate.memory import Parameters, States, estimate
-from ds_ckpt.lab.subject import Sizes, Subject, arguments_of, find_subject, run_forward, tokens_of
+from ds_ckpt.lab.subject import Sizes, Subject, find_subject, run_forward, tokens_of
 from ds_ckpt.telemetry.memory import OUTSIDE, Phase, tensors_in
-from ds_ckpt.telemetry.units import GIB
-from ds_ckpt.zero3.resident import HOST_COPY, OPTIONAL
 
 NONE = "none"
 """Name of the step without a policy."""
@@ -131,68 +127,21 @@ class Profile:
         return json.dumps(asdict(self), indent=2, allow_nan=False) + "\n"
 
 
-@dataclass(frozen=True)
-class ComparedPolicy:
-    """A policy under a name.
+Sections = dict[str, dict[str, Any] | None]
+"""Activation sections by the policy's name; None: no policy."""
 
-    Attributes:
-        section: the activation section that asks for it; None: no policy.
-        resident: bytes beside activations by what they are, for budgets of the accelerator.
-        limit_bytes: memory of the accelerator, if known.
-    """
 
-    name: str
-    section: dict[str, Any] | None
-    resident: Mapping[str, int] = field(default_factory=dict)
-    limit_bytes: int | None = None
-
-    def units(self, model: nn.Module, batch: Any) -> list[Unit] | None:
-        """Return the recomputes on this model; None: no checkpointing.
-
-        Raises:
-            ConfigError: as in training, or "auto" has no limit here.
-            UnsupportedError: no plan fits, or the model cannot be measured.
-        """
-        if self.section is None:
-            return None
-        file = {"zero_optimization": {"stage": 3}, "ds_ckpt": {"activation": self.section}}
-        config = parse(file, source=self.name).activation
-        if not config.planned:
-            return make_plan(model, activation_policy(config))
-        args, kwargs = arguments_of(batch)
-        dtype = next((p.dtype for p in model.parameters() if p.numel()), torch.float32)
-        plan = plan_within(
-            self._allowance(config),
-            model,
-            args,
-            kwargs,
-            rates=measured_rates(torch.device("cpu"), dtype),
-            tokens=max((t.numel() for t in tensors_in(batch)), default=0),
-            modules=config.modules,
-        )
-        return plan.units(model)
-
-    def _allowance(self, config: ActivationConfig) -> Allowance:
-        limit = self.limit_bytes if config.budget_gib is None else int(config.budget_gib * GIB)
-        if limit is None:
-            why = 'policy "auto" without budget_gib uses the memory of the accelerator'
-            remedy = "write --limit-gib, for example 80"
-            raise ConfigError(Problem("--limit-gib", "nothing", why, remedy))
-        return Allowance(
-            limit,
-            config.budget_is_of,
-            self.resident if config.budget_is_of == "accelerator" else {},
-            config.offload,
-            config.offload_prefetch,
-            config.offload_min_bytes,
-            optional=OPTIONAL,
-            aim=AUTO_SHARE if config.policy == "auto" else 1.0,
-        )
+def units_of(name: str, section: dict[str, Any] | None, model: nn.Module) -> list[Unit] | None:
+    """Return the recomputes of a policy on this model; None: no checkpointing."""
+    if section is None:
+        return None
+    file = {"zero_optimization": {"stage": 3}, "ds_ckpt": {"activation": section}}
+    return make_plan(model, activation_policy(parse(file, source=name).activation))
 
 
 def compared(
     names: Sequence[str], modules: Sequence[str] | None, configured: dict[str, Any] | None
-) -> list[ComparedPolicy]:
+) -> Sections:
     """List no policy first, then the configured one, then the named ones.
 
     Args:
@@ -205,9 +154,9 @@ def compared(
         remedy = f"write names of: {', '.join(_COMPARED)}; others go into --config"
         problem = Problem("--policies", ", ".join(unknown), why, remedy)
         raise ConfigError(problem, headline="the policies cannot be compared")
-    found = [ComparedPolicy(NONE, None)]
+    found: Sections = {NONE: None}
     if configured is not None:
-        found.append(ComparedPolicy("configured", configured))
+        found["configured"] = configured
     for name in names:
         if name == NONE or _COMPARED[name] == configured:
             continue
@@ -217,7 +166,7 @@ def compared(
             if policy is not None and policy.of_parts:
                 continue
             section["modules"] = list(modules)
-        found.append(ComparedPolicy(name, section))
+        found[name] = section
     return found
 
 
@@ -245,19 +194,12 @@ def built_fake(subject: Subject, count: int) -> FakeModel:
 def footprints(
     subject: Subject,
     count: int,
-    wanted: Sequence[ComparedPolicy],
+    wanted: Sections,
     modules: Sequence[str] | None,
     *,
     report: Report = lambda text: None,
 ) -> list[Footprint]:
-    """Trace one step of each policy on fake tensors.
-
-    Args:
-        subject: the model.
-        count: sequences of the batch.
-        wanted: the policies.
-        modules: of the model's blocks.
-        report: called before each.
+    """Trace one step of each policy with `count` sequences on fake tensors.
 
     Raises:
         UnsupportedError: the model reads a value that fake tensors lack.
@@ -266,9 +208,9 @@ def footprints(
     made = built_fake(subject, count)
     model, batch = made.model, made.batch
     blocks = blocks_of(model, modules)[0]
-    for policy in wanted:
-        report(f"{policy.name}, batch {count}")
-        units = policy.units(model, made.known_batch())
+    for policy, section in wanted.items():
+        report(f"{policy}, batch {count}")
+        units = units_of(policy, section, model)
         with made.entered():
             trace = StepTrace(model, blocks)
             trace.run(lambda: run_forward(model, batch), units)
@@ -277,8 +219,8 @@ def footprints(
         held, place = trace.held_by(), trace.peak_place
         names = (*(b.name for b in blocks), OUTSIDE)
         footprint = Footprint(
-            policy=policy.name,
-            section=policy.section,
+            policy=policy,
+            section=section,
             batch=count,
             tokens=tokens_of(batch),
             held_bytes=trace.held_bytes,
@@ -308,13 +250,7 @@ def make_profile(options: Options, report: Report = lambda text: None) -> Profil
         notes.append('blocks: none were found; name them with --modules "layers.*"')
     parameters = Parameters.of(model, blocks)
     states, assumptions = estimate(parameters, options.config, options.world, options.hosts)
-    beside = {"ZeRO's states": states.resident_bytes - states.host_copy_bytes}
-    if states.host_copy_bytes:
-        beside[HOST_COPY] = states.host_copy_bytes
-    wanted = [
-        replace(policy, resident=beside, limit_bytes=options.limit_bytes)
-        for policy in compared(options.policies, modules, configured)
-    ]
+    wanted = compared(options.policies, modules, configured)
     found = [footprints(subject, count, wanted, modules, report=report) for count in batches]
     dtype = next((p.dtype for p in model.parameters()), torch.float32)
     return Profile(
@@ -334,13 +270,13 @@ def _with_file(options: Options) -> tuple[Options, dict[str, Any] | None, list[s
     if options.config is not None:
         activation = parse(options.config, source=options.source).activation
         section = lookup(options.config, ("ds_ckpt", "activation"))
-        if activation.active:
+        if activation.planned:
+            notes.append(f'policy "{activation.policy}": planned at the first batch of training')
+        elif activation.active:
             configured = dict(section) if section else {"policy": activation.policy}
-        notes = [
-            f"{key}: its tensors count in full, in one rank"
-            for key in ("offload", "partition")
-            if getattr(activation, key)
-        ]
+        for key in ("offload", "partition"):
+            if getattr(activation, key):
+                notes.append(f"{key}: its tensors count in full, in one rank")
         options = replace(options, modules=options.modules or activation.modules)
     enabled = precision(options.config)
     if options.sizes.dtype is None and enabled == "auto":

@@ -3,16 +3,15 @@
 All candidates train the same batch a step, so the shortest step is the best plan. A candidate has
 
     sequences     of a micro-batch; the micro-steps follow from the batch
-    recompute     the mixture that recomputes least in the memory that is left (a budget's plan):
-                  less recompute never makes a step longer; with and without offload
+    recompute     the mixture that recomputes least in the memory that is left (a budget's plan),
+                  with and without offload
     weights       ZeRO-3's, hpZ with DeepSpeed's own gradients, or resident: whole, or losslessly
     gradients     DeepSpeed's own, dense, or methods that verdicts allow
 
-Steps within 1% of the shortest are a tie, which no prediction can tell apart: it goes to the one
-that departs least from plain DeepSpeed, exact gradients first. ZeRO-1 is a baseline, not a
-candidate: it keeps weights and gradients in full on every rank, all-reduces gradients once a step
-beside backward, and gathers changed weights after the optimizer (DeepSpeed's `stage_1_and_2.py`;
-`benchmarks/weight_bytes.py` has measured these bytes).
+Steps within 1% of the shortest are a tie, which goes to the setting that departs least from plain
+DeepSpeed, exact gradients first. ZeRO-1 is a baseline, not a candidate: it all-reduces gradients
+once a step beside backward, and gathers changed weights after the optimizer (DeepSpeed's
+`stage_1_and_2.py`; `benchmarks/weight_bytes.py` has measured these bytes).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ds_ckpt.activation.planning.budget import AUTO_SHARE, ActivationPlan
+from ds_ckpt.activation.planning.budget import AUTO_SHARE, ActivationPlan, Planner
 from ds_ckpt.activation.planning.costs import Rates
 from ds_ckpt.config.verdicts import Loss
 from ds_ckpt.errors import ConfigError, Problem, UnsupportedError
@@ -61,12 +60,15 @@ CALL_S = 3e-5
 UPDATE_BYTES = 40.0
 """Memory traffic of AdamW an element: master weight and two moments read and written, the gradient
 read twice, cast and clipped, the 16-bit weight written."""
+HOST_BYTES = 512 * GIB
+"""Memory of a node for offloaded tensors."""
 OWN_FIGURES = (
     Figure("bits of a lossless change", LOSSLESS_BITS, "measured: lossless_bits.py, rate 3e-4"),
     Figure("coding a lossless change, s an element", LOSSLESS_S, "measured: docs/weights.md"),
     Figure("calling a collective, s", CALL_S, "guess: the time of a launch from Python"),
     Figure("backward over forward", 2.0, "guess: two products for each of the forward's"),
     Figure("memory traffic of AdamW, bytes an element", UPDATE_BYTES, "guess: counted by hand"),
+    Figure("memory of a node for offloaded tensors, bytes", HOST_BYTES, "guess"),
 )
 """Figures beside the hardware's."""
 BUCKETS = 8
@@ -87,7 +89,6 @@ class Question:
         sequences: in a step, of all ranks.
         loss: that may be given up.
         dtype: "bf16" or "fp16".
-        host_bytes: memory of a node for offloaded tensors.
     """
 
     model: Model
@@ -96,7 +97,6 @@ class Question:
     sequences: int
     loss: Loss
     dtype: str = "bf16"
-    host_bytes: float = 512 * GIB
 
     @property
     def machine(self) -> Machine:
@@ -172,7 +172,6 @@ class Candidate:
     Attributes:
         memory: bytes of an accelerator by what they are.
         host_bytes: of a rank, in host memory.
-        host_limit: bytes that a rank may have there.
     """
 
     setting: Setting
@@ -180,7 +179,6 @@ class Candidate:
     memory: dict[str, int]
     capacity_bytes: int
     host_bytes: int
-    host_limit: float
     machine: Machine
     blocks: list[Block]
     strategy: Strategy
@@ -193,7 +191,8 @@ class Candidate:
     @property
     def fits(self) -> bool:
         """Compare memory with its limits."""
-        return self.needed_bytes <= self.capacity_bytes and self.host_bytes <= self.host_limit
+        fits_host = self.host_bytes * self.machine.local <= HOST_BYTES
+        return fits_host and self.needed_bytes <= self.capacity_bytes
 
     @functools.cached_property
     def step(self) -> Step:
@@ -218,27 +217,20 @@ class Search:
         self.report: Callable[[str], object] = lambda words: None
         self.machine = machine = question.machine
         two_levels = machine.hosts > 1 and machine.local > 1
-        self.methods, self.refused = methods(
-            question.loss, machine.hosts if two_levels else machine.ranks
-        )
-        rows = question.model.rows
-        if question.sequences % (machine.ranks * rows):
-            fits = max(1, round(question.sequences / machine.ranks / rows)) * machine.ranks * rows
+        exchanging = machine.hosts if two_levels else machine.ranks
+        self.methods, self.refused = methods(question.loss, exchanging)
+        self.each, rest = divmod(question.sequences, machine.ranks)
+        if rest:
             why = f"each of {machine.ranks} ranks trains equally many sequences"
-            why += f", {rows} at a time, as the model's batch has" * (rows > 1)
-            raise ConfigError(
-                Problem("--batch", f"{question.sequences} sequences", why, f"write {fits}"),
-                headline="the batch cannot be divided",
-            )
-        self.each = question.sequences // machine.ranks
+            remedy = f"write {(self.each + 1) * machine.ranks}"
+            problem = Problem("--batch", f"{question.sequences} sequences", why, remedy)
+            raise ConfigError(problem, headline="the batch cannot be divided")
+        self.kinds = [ZERO3] if machine.hosts == 1 else [ZERO3, *[HPZ] * two_levels, *RESIDENT]
+        """Placements of weights."""
         self._mixtures: dict[tuple[int, bool, int], ActivationPlan | None] = {}
 
     def best(self) -> Candidate:
-        """Return the shortest step that fits.
-
-        Raises:
-            UnsupportedError: nothing fits; the words say what would.
-        """
+        """Return the shortest step that fits. Raises UnsupportedError if nothing does."""
         if not self.all:
             raise self._nothing_fits()
         return best_of(self.all)
@@ -253,26 +245,9 @@ class Search:
         """Steps of ZeRO-1 that fit."""
         return list(self._candidates([ZERO1]))
 
-    @property
-    def kinds(self) -> list[str]:
-        """Placements of weights."""
-        if self.machine.hosts == 1:
-            return [ZERO3]
-        return [ZERO3, *([HPZ] if self.machine.local > 1 else []), *RESIDENT]
-
-    def methods_with(self, kind: str) -> list[Method]:
-        """Methods of gradients that have been run with a placement of weights."""
-        return [m for m in self.methods if kind not in (HPZ, ZERO1) or m.settings is None]
-
     def micro_batches(self) -> Sequence[int]:
         """Sizes that a micro-batch can have."""
-        if not self.question.model.sized:
-            return [self.question.model.rows]
         return [n for n in range(1, self.each + 1) if self.each % n == 0]
-
-    def policies(self, sequences: int) -> list[str]:
-        """Policies that all blocks can have."""
-        return self.question.model.planner(sequences, self.question.rates).words
 
     def _candidates(self, kinds: Sequence[str]) -> Iterator[Candidate]:
         for sequences in self.micro_batches():
@@ -280,7 +255,8 @@ class Search:
             found = [
                 candidate
                 for kind in kinds
-                for method in self.methods_with(kind)
+                for method in self.methods
+                if kind not in (HPZ, ZERO1) or method.settings is None
                 for candidate in self._recomputes(sequences, kind, method)
             ]
             if not found:
@@ -295,10 +271,13 @@ class Search:
             if not first.plan.recompute_s:
                 return
         other = self.mixture(sequences, kind, method, True)
-        if other is not None and not other.fits and "block" in self.policies(sequences):
+        if other is not None and not other.fits and "block" in self._planner(sequences).words:
             other = self.uniform(replace(other.setting, offload=True), "block")
         if other is not None and other.fits:
             yield other
+
+    def _planner(self, sequences: int) -> Planner:
+        return self.question.model.planner(sequences, self.question.rates)
 
     def mixture(self, sequences: int, kind: str, method: Method, offload: bool) -> Candidate | None:
         """Recompute least within the memory; None: nothing fits."""
@@ -307,11 +286,11 @@ class Search:
         key = (sequences, offload, room)
         if key not in self._mixtures:
             allowance = replace(ACTIVATIONS, budget_bytes=room, offload=offload)
-            planner = self.question.model.planner(sequences, self.question.rates)
             try:
-                self._mixtures[key] = planner.plan(allowance) if room > 0 else None
+                plan = self._planner(sequences).plan(allowance) if room > 0 else None
             except UnsupportedError:
-                self._mixtures[key] = None
+                plan = None
+            self._mixtures[key] = plan
         plan = self._mixtures[key]
         if plan is None:
             return None
@@ -320,32 +299,42 @@ class Search:
 
     def uniform(self, of: Setting, policy: str) -> Candidate:
         """Give all blocks one policy, whether or not it fits."""
-        planner = self.question.model.planner(of.sequences, self.question.rates)
-        plan = planner.all_alike(policy, replace(ACTIVATIONS, offload=of.offload))
+        allowance = replace(ACTIVATIONS, offload=of.offload)
+        plan = self._planner(of.sequences).all_alike(policy, allowance)
         return self._candidate(of, plan, self._memory(of.sequences, of.weights, of.method))
 
     def _candidate(self, of: Setting, plan: ActivationPlan, memory: dict[str, int]) -> Candidate:
         """The candidate with a plan, under the policy that the plan comes to."""
         question, machine, model = self.question, self.machine, self.question.model
+        is_zero1, size = of.weights == ZERO1, model.parameters.itemsize
         alike = {*plan.choices}
         # "attention and mlp" is no policy
         policy = BUDGET if len(alike) > 1 or " and " in plan.choices[0] else alike.pop()
-        blocks = model.simulated(model.planner(of.sequences, question.rates).forward_s, plan)
-        if of.weights == ZERO1:
+        blocks = model.simulated(self._planner(of.sequences).forward_s, plan)
+        bytes_per_s = question.cluster.device["memory_bytes_per_s"]
+        if is_zero1:
             blocks = [replace(block, elements=0) for block in blocks]
+            hops = 2 * (machine.ranks - 1)
+            each = size * hops / machine.ranks
+            exchange = Gradients(each, each, hops=hops, once=True, ring=True)
+        else:
+            exchange = gradients(
+                of.method,
+                model,
+                machine,
+                itemsize=size,
+                accumulation=of.micro_steps,
+                bytes_per_s=bytes_per_s,
+            )
         strategy = Strategy(
             of.micro_steps,
-            model.parameters.itemsize,
-            self._gradients(of),
+            size,
+            exchange,
             bucket=bucket_of(model),
-            prefetch=DEFAULTS["stage3_prefetch_bucket_size"],
-            weights=weights(of.weights, machine, model.parameters.itemsize),
+            weights=weights(of.weights, machine, size),
             hpz=of.weights == HPZ,
-            gathers_changed=of.weights == ZERO1,
-            update_s=UPDATE_BYTES
-            * model.trained
-            / machine.ranks
-            / question.cluster.device["memory_bytes_per_s"],
+            gathers_changed=is_zero1,
+            update_s=UPDATE_BYTES * model.trained / machine.ranks / bytes_per_s,
         )
         residuals, on_host = of.method.residual_bytes(model, machine, of.micro_steps)
         offloaded = sum(b.offloaded_bytes for b in plan.blocks)
@@ -355,26 +344,9 @@ class Search:
             self._with_step({**memory, "activations": plan.needed_bytes}, of.weights),
             question.capacity_bytes,
             offloaded + on_host * residuals,
-            question.host_bytes / machine.local,
             machine,
             blocks,
             strategy,
-        )
-
-    def _gradients(self, of: Setting) -> Gradients:
-        model, machine = self.question.model, self.machine
-        size = model.parameters.itemsize
-        if of.weights == ZERO1:
-            hops = machine.ranks - 1
-            each = 2 * size * hops / machine.ranks
-            return Gradients(each, each, hops=2 * hops, once=True, ring=True)
-        return gradients(
-            of.method,
-            model,
-            machine,
-            itemsize=size,
-            accumulation=of.micro_steps,
-            bytes_per_s=self.question.cluster.device["memory_bytes_per_s"],
         )
 
     @functools.cached_property
@@ -394,10 +366,9 @@ class Search:
         """Bytes beside activations."""
         model, states = self.question.model, self._states[kind]
         nbytes, on_host = method.residual_bytes(model, self.machine, self.each // sequences)
+        kept = states.parameters_bytes + states.gradients_bytes + states.optimizer_bytes
         return {
-            "weights, gradients, optimizer": states.parameters_bytes
-            + states.gradients_bytes
-            + states.optimizer_bytes,
+            "weights, gradients, optimizer": kept,
             "gathered weights": states.gathered_bytes,
             "buckets": states.communication_bytes,
             "the host's copy of the weights": states.host_copy_bytes,
@@ -406,22 +377,20 @@ class Search:
         }
 
     def _with_step(self, needed: dict[str, int], kind: str) -> dict[str, int]:
-        """Memory of the passes, and what the optimizer's step takes beyond that."""
+        """Memory of the passes, and the excess of the optimizer's step."""
         step = self._states[kind].step_bytes + needed["residuals"]
         return {**needed, "more, in the optimizer's step": max(0, step - sum(needed.values()))}
 
     def _nothing_fits(self) -> UnsupportedError:
-        question, rows = self.question, self.question.model.rows
-        memory = self._memory(rows, ZERO3, Method(STOCK))
-        planner = question.model.planner(rows, question.rates)
-        least = planner.least(replace(ACTIVATIONS, offload=True)).needed_bytes
+        question = self.question
+        memory = self._memory(1, ZERO3, Method(STOCK))
+        least = self._planner(1).least(replace(ACTIVATIONS, offload=True)).needed_bytes
         needed = self._with_step({**memory, "activations": least}, ZERO3)
         parts = ", ".join(f"{what} {n / GIB:.1f}" for what, n in needed.items() if n)
         why = (
-            f"{'one sequence' if rows == 1 else f'{rows} sequences'} of {question.model.tokens} "
-            "tokens, with all recomputed and offloaded, "
-            f"needs {sum(needed.values()) / GIB:.1f} GiB of an accelerator ({parts}), and "
-            f"{question.capacity_bytes / GIB:.1f} are to be used"
+            f"one sequence of {question.model.tokens} tokens, with all recomputed and offloaded, "
+            f"needs {sum(needed.values()) / GIB:.1f} GiB of an accelerator ({parts}), of which a "
+            f"plan uses {question.capacity_bytes / GIB:.1f}"
         )
         remedy = "name more nodes or accelerators with more memory, or shorter sequences (--tokens)"
         where = f"{question.model.name} on {question.cluster.text}"
