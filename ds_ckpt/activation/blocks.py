@@ -1,14 +1,11 @@
 """Find the blocks of a model, and attention and MLP inside them.
 
-Pure: looks at the module tree and changes nothing. Two kinds of blocks are known. Hugging Face
-models carry a `gradient_checkpointing` flag on each layer and call `_gradient_checkpointing_func`;
-that hook is used as it is. Any other module is found by class name or by a pattern over module
-names.
+Hugging Face models declare their layers (`GradientCheckpointingLayer`). Other blocks are found by
+class name or by a pattern over module names.
 
-Parts are found by what modules are called; no model is known by name. Attention is a module whose
-class says so, or that has projections for query, key and value. An MLP is a module whose class
-says so, or else a chain of the block's own children that are called one after the other (BERT:
-intermediate, output; OPT: fc1, activation_fn, fc2).
+Parts are found by their names. Attention is a module with such a class name, or with projections
+for query, key and value. An MLP is a module with such a class name, or else a chain of the block's
+own children (BERT: intermediate, output; OPT: fc1, activation_fn, fc2).
 """
 
 from __future__ import annotations
@@ -19,7 +16,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import nn
 
@@ -49,19 +45,8 @@ _CHAINS = (
     ("lin1", "activation", "lin2"),
     ("wi", "act", "dropout", "wo"),
 )
-_GATES = {
-    "gate_proj",
-    "gate_up_proj",
-    "gate",
-    "w1",
-    "wi_0",
-    "wi",
-    "fc1",
-    "c_fc",
-    "dense_h_to_4h",
-    "linear1",
-    "lin1",
-}
+_GATES = {"gate_proj", "gate_up_proj", "gate", "w1", "wi_0", "wi", "fc1", "c_fc"}
+_GATES |= {"dense_h_to_4h", "linear1", "lin1"}
 """The first product of an MLP: the gate where there is one, else the widening."""
 
 Part = tuple[str, nn.Module]
@@ -69,21 +54,15 @@ Part = tuple[str, nn.Module]
 
 @dataclass(frozen=True)
 class Block:
-    """One module that is recomputed as a whole; `kind` is the way to reach its forward."""
+    """One module that is recomputed as a whole."""
 
     name: str
     module: nn.Module
-    kind: Literal["hf", "forward"]
 
 
 def is_hf_layer(module: nn.Module) -> bool:
-    """Return whether the module is a repeated layer with Hugging Face's hook."""
+    """Return whether Hugging Face declares the module as a layer to checkpoint."""
     return any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
-
-
-def block_of(name: str, module: nn.Module) -> Block:
-    """Return the module as a block."""
-    return Block(name, module, "hf" if is_hf_layer(module) else "forward")
 
 
 def _runs(module: nn.Module) -> bool:
@@ -111,10 +90,9 @@ def by_pattern(model: nn.Module, patterns: Sequence[str]) -> list[Block]:
             continue
         unused -= hits
         if not any(name.startswith(b.name + ".") for b in found):  # a part of a found block
-            found.append(block_of(name, module))
+            found.append(Block(name, module))
     if unused:
-        classes = sorted({type(m).__name__ for m in model.modules()})
-        likely = repeated_classes(model)
+        classes = repeated_classes(model) or sorted({type(m).__name__ for m in model.modules()})
         raise ConfigError(
             [
                 Problem(
@@ -122,30 +100,12 @@ def by_pattern(model: nn.Module, patterns: Sequence[str]) -> list[Block]:
                     found=f'"{pattern}"',
                     why="no module with a forward has this class name or matches this pattern "
                     "(of a list of blocks name the items: layers.*)",
-                    remedy=(
-                        f"repeated blocks of this model: {', '.join(likely)}"
-                        if likely
-                        else f"classes of this model: {', '.join(classes[:20])}"
-                    ),
+                    remedy=f"classes of this model: {', '.join(classes[:20])}",
                 )
                 for pattern in sorted(unused)
             ]
         )
     return found
-
-
-def _refuse_unsupported(model: nn.Module, blocks: Sequence[Block]) -> None:
-    """Refuse models that have such layers and forbid checkpointing."""
-    said = (getattr(m, "supports_gradient_checkpointing", None) for m in model.modules())
-    if blocks and next((s for s in said if s is not None), True) is False:
-        raise UnsupportedError(
-            Problem(
-                where=_PATH,
-                found=f"null, for {type(model).__name__}",
-                why="the model says supports_gradient_checkpointing = False",
-                remedy='set "policy": "none", or name blocks that you know to be safe in "modules"',
-            )
-        )
 
 
 def find_blocks(model: nn.Module, patterns: Sequence[str] | None) -> list[Block]:
@@ -164,8 +124,17 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] | None) -> list[Block]
     if patterns is not None:
         blocks = by_pattern(model, patterns)
     else:
-        blocks = [Block(n, m, "hf") for n, m in model.named_modules() if is_hf_layer(m)]
-        _refuse_unsupported(model, blocks)
+        blocks = [Block(n, m) for n, m in model.named_modules() if is_hf_layer(m)]
+        supported = (getattr(m, "supports_gradient_checkpointing", None) for m in model.modules())
+        if blocks and next((s for s in supported if s is not None), True) is False:
+            raise UnsupportedError(
+                Problem(
+                    where=_PATH,
+                    found=f"null, for {type(model).__name__}",
+                    why="the model sets supports_gradient_checkpointing = False",
+                    remedy='set "policy": "none", or name blocks that are safe in "modules"',
+                )
+            )
     if not blocks:
         likely = repeated_classes(model)
         example = f'["{likely[0]}"]' if likely else '["MyBlock", "encoder.layers.*"]'
@@ -186,15 +155,14 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] | None) -> list[Block]
 
 def _is_attention(name: str, module: nn.Module) -> bool:
     children = {n for n, _ in module.named_children()}
-    if _NORM.search(type(module).__name__):
+    if is_norm(type(module).__name__):
         return False
-    return bool(_ATTENTION.search(type(module).__name__)) or any(
-        p <= children for p in _PROJECTIONS
-    )
+    named = bool(_ATTENTION.search(type(module).__name__))
+    return named or any(projections <= children for projections in _PROJECTIONS)
 
 
 def _is_mlp(name: str, module: nn.Module) -> bool:
-    if _is_attention(name, module):  # Qwen3MoeAttention
+    if _is_attention(name, module) or attention_parts(name, module):  # Qwen3MoeAttention
         return False
     return bool(_MLP.search(type(module).__name__)) or name.rpartition(".")[2] in _MLP_NAMES
 
@@ -205,21 +173,17 @@ def is_norm(class_name: str) -> bool:
 
 
 def _outermost(
-    prefix: str, module: nn.Module, looks_right: Callable[[str, nn.Module], bool]
+    prefix: str, module: nn.Module, fits: Callable[[str, nn.Module], bool]
 ) -> list[Part]:
-    """Return parts below `module`, none inside another."""
+    """Return parts below `module` with a forward and weights, none inside another."""
     found: list[Part] = []
     for child_name, child in module.named_children():
         name = f"{prefix}.{child_name}"
-        if looks_right(name, child) and _runs(child) and _has_weights(child):
+        if fits(name, child) and _runs(child) and next(child.parameters(), None) is not None:
             found.append((name, child))
         else:
-            found += _outermost(name, child, looks_right)
+            found += _outermost(name, child, fits)
     return found
-
-
-def _has_weights(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters())
 
 
 def attention_parts(name: str, block: nn.Module) -> list[Part]:
@@ -229,15 +193,8 @@ def attention_parts(name: str, block: nn.Module) -> list[Part]:
 
 def mlp_parts(name: str, block: nn.Module) -> list[list[Part]]:
     """Return the MLPs of a block, each as the modules that run one after the other."""
-
-    def mlp(part: str, module: nn.Module) -> bool:
-        return _is_mlp(part, module) and not attention_parts(part, module)
-
-    found = [
-        [p]
-        for p in _outermost(name, block, mlp)
-        if not any(p[0].startswith(a + ".") for a, _ in attention_parts(name, block))
-    ]
+    attention = tuple(f"{part}." for part, _ in attention_parts(name, block))
+    found = [[p] for p in _outermost(name, block, _is_mlp) if not p[0].startswith(attention)]
     if found:
         return found
     children = dict(block.named_children())

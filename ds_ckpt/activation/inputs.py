@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -52,26 +51,42 @@ class CheckpointedInputs:
         """
         if getattr(self._local, "inside", False):
             return checkpointed(function, *args, **kwargs)
-        with self.store.lock:
+        store, partition = self.store, self.partition
+        with store.lock:
             call = self._begin(label)
-        saving_arguments = [True]
+        is_forward = True
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            forward = bool(saving_arguments)
-            saving_arguments.clear()
+            nonlocal is_forward
+            first, is_forward = is_forward, False
             self._local.inside = True
             try:
-                if forward:
-                    with self.store.lock:
-                        self.store.started(call)
+                if first:
+                    with store.lock:
+                        store.started(call)
                 return function(*args, **kwargs)
             finally:  # a recomputation ends with an exception once it has all tensors
-                if forward:
-                    with self.store.lock:
-                        self.store.ended()
+                if first:
+                    with store.lock:
+                        store.ended()
                 self._local.inside = False
 
-        with self._hooks(call, label, saving_arguments):
+        def pack(tensor: Tensor) -> OffloadedRef | InPlaceRef | ShardedRef:
+            with store.lock:
+                # results of operators follow the arguments; tensor parallelism may have sharded
+                # them already
+                if partition is not None and is_forward:
+                    return partition.pack(tensor, label, call)
+                return store.pack(tensor, call)
+
+        def unpack(ref: OffloadedRef | InPlaceRef | ShardedRef) -> Tensor:
+            with store.lock:
+                if isinstance(ref, ShardedRef):
+                    assert partition is not None
+                    return partition.unpack(ref, call)
+                return store.unpack(ref, call)
+
+        with saved_tensors_hooks(pack, unpack):
             return checkpointed(run, *args, **kwargs)
 
     def _begin(self, label: str) -> BlockCall:
@@ -85,34 +100,6 @@ class CheckpointedInputs:
                 return before
         return self.store.begin(label)
 
-    def _hooks(
-        self, call: BlockCall, label: str, saving_arguments: list[bool]
-    ) -> AbstractContextManager[Any]:
-        """Return hooks that see what the call saves for its recomputation, and nothing inside it.
-
-        Args:
-            call: the call in the store.
-            label: name of the block.
-            saving_arguments: empty once all arguments are saved. Results of operators follow, which
-                tensor parallelism may have sharded already; they are not split.
-        """
-        store, partition = self.store, self.partition
-
-        def pack(tensor: Tensor) -> OffloadedRef | InPlaceRef | ShardedRef:
-            with self.store.lock:
-                if partition is not None and saving_arguments:
-                    return partition.pack(tensor, label, call)
-                return store.pack(tensor, call)
-
-        def unpack(ref: OffloadedRef | InPlaceRef | ShardedRef) -> Tensor:
-            with self.store.lock:
-                if isinstance(ref, ShardedRef):
-                    assert partition is not None
-                    return partition.unpack(ref, call)
-                return store.unpack(ref, call)
-
-        return saved_tensors_hooks(pack, unpack)
-
 
 # from settings
 
@@ -123,23 +110,14 @@ _CHECKPOINTING = Requires("activation.policy", not_in=("none",), suggest="block"
 class Keeping(Section):
     """Storage of checkpointed inputs: keys of `ds_ckpt.activation`."""
 
-    removed: ClassVar = {
-        **dict.fromkeys(
-            ("contiguous", "contiguous_count"),
-            Removed(
-                "the buffer for inputs on the device was removed",
-                "remove it; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True avoids fragmentation",
-            ),
+    removed: ClassVar = dict.fromkeys(
+        ("contiguous", "contiguous_count", "synchronize", "profile"),
+        Removed(
+            "the buffer for inputs, waits around blocks and the table of times were removed",
+            "remove it; use PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against "
+            "fragmentation, CUDA_LAUNCH_BLOCKING=1 to wait, torch.profiler for times",
         ),
-        "synchronize": Removed(
-            "waiting for the device around every block was removed",
-            "remove it; CUDA_LAUNCH_BLOCKING=1 does so around every kernel",
-        ),
-        "profile": Removed(
-            "the table of recomputation times by block was removed",
-            "remove it; use torch.profiler, or ds-ckpt profile for the cost of each policy",
-        ),
-    }
+    )
 
     offload: Annotated[bool, SWITCH, _CHECKPOINTING] = Field(
         default=False,
@@ -256,27 +234,3 @@ def build_inputs(
     inputs = CheckpointedInputs(store, partition)
     inputs.recomputed_together([[block.name for block in unit.blocks] for unit in units])
     return inputs
-
-
-def describe(
-    keeping: Keeping, recomputes: int, device: torch.device, group: Group | None = None
-) -> str:
-    """Describe for the start line what keeping inputs costs; empty if nothing is switched on."""
-    words = ""
-    if keeping.partition and group is not None:
-        size = len(group.processes)
-        words += (
-            f", inputs split over {size} tensor-parallel ranks, 1/{size} of their bytes kept "
-            f"by each, {size - 1}/{size} of them received once a step in all-gathers "
-            f"{keeping.offload_prefetch} ahead"
-        )
-    if keeping.offload:
-        where = "in pinned host memory" if device.type == "cuda" else "in host memory"
-        what = "checkpointed inputs' parts" if keeping.partition else "checkpointed inputs"
-        words += (
-            f", {recomputes - 1} of {recomputes} {what} kept {where}, brought back "
-            f"{keeping.offload_prefetch} ahead: twice their bytes over the bus a step"
-        )
-        if device.type == "cpu":
-            words += " (no memory is saved: on the CPU accelerator both ends are host memory)"
-    return words

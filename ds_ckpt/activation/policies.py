@@ -1,6 +1,6 @@
 """Policies: from a name in the configuration to the modules of each recomputation.
 
-A policy is one `RecomputePolicy` with its settings, registered in one line. The configuration, the
+A policy is one class with its settings as fields, and `@register_policy`. The configuration, the
 planner and `ds-ckpt profile` read the registry.
 """
 
@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Protocol
+from itertools import combinations
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 from torch import nn
 
 from ds_ckpt.activation.blocks import (
     Block,
+    Part,
     attention_parts,
-    block_of,
     by_pattern,
     find_blocks,
     mlp_parts,
@@ -33,21 +34,115 @@ Groups = Sequence[Sequence[str]]
 """Names of the modules of each recomputation."""
 
 
-class PartNames(Protocol):
-    """The parts of one block, by name."""
+@dataclass(frozen=True)
+class Unit:
+    """Modules of one recomputation, in the order in which they run.
 
-    @property
-    def attention(self) -> Sequence[str]:
-        """Return the names of attention modules."""
+    Attributes:
+        blocks: one module, or neighbours whose inner inputs are not kept.
+        save_ops: operator results that are kept; empty: none.
+        where: JSON path of `save_ops`, for messages.
+    """
 
-    @property
-    def mlps(self) -> Groups:
-        """Return the modules of each MLP."""
+    blocks: tuple[Block, ...]
+    save_ops: tuple[str, ...] = ()
+    where: str = f"{_SECTION}.save_ops"
+
+
+class RecomputePolicy(Section):
+    """A policy. Its fields are the keys of the section that belong to it.
+
+    Attributes:
+        name: name in the configuration.
+        of_parts: `"modules"` without rules names the parts of blocks themselves.
+        compared: settings with which `ds-ckpt profile` compares it.
+    """
+
+    name: ClassVar[str]
+    of_parts: ClassVar[bool] = False
+    compared: ClassVar[tuple[Mapping[str, Any], ...]] = ()
+
+    def units(self, blocks: Sequence[Block], where: str) -> list[Unit]:
+        """Return the units of some blocks, which are in the model's order.
+
+        Args:
+            blocks: the blocks.
+            where: JSON path of the section, for messages.
+
+        Raises:
+            ConfigError: the blocks have no modules for the policy.
+        """
+        return []
+
+    def words(self) -> str:
+        """Describe the settings in a few words, behind the policy's name."""
+        return ""
+
+    @classmethod
+    def candidates(cls, block: str, parts: Any) -> list[tuple[Groups, tuple[str, ...]]]:
+        """Return what the planner tries on one block.
+
+        Args:
+            block: name of the block.
+            parts: names of its parts: `attention`, and `mlps` as groups.
+
+        Returns:
+            Modules of each recomputation, and sets of operators that are kept.
+        """
+        return []
+
+
+_POLICIES: dict[str, type[RecomputePolicy]] = {}
+_AnyPolicy = TypeVar("_AnyPolicy", bound=RecomputePolicy)
+
+
+def register_policy(policy: type[_AnyPolicy]) -> type[_AnyPolicy]:
+    """Register a policy under its name. A class decorator.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if policy.name in _POLICIES or policy.name in PLANNED:
+        raise ValueError(f'there is a policy "{policy.name}" already')
+    _POLICIES[policy.name] = policy
+    return policy
+
+
+def policies() -> tuple[type[RecomputePolicy], ...]:
+    """Return all registered policies, in order."""
+    return tuple(_POLICIES.values())
+
+
+def policy_named(name: str) -> type[RecomputePolicy] | None:
+    """Return a registered policy."""
+    return _POLICIES.get(name)
+
+
+def policy_names(*, planned: bool = True) -> tuple[str, ...]:
+    """Return names for a configuration; for its rules without those of the planner."""
+    return (*_POLICIES, *PLANNED) if planned else tuple(_POLICIES)
+
+
+def setting_fields() -> dict[str, Any]:
+    """Return type and `Field` of every policy's settings, for the models of the configuration."""
+    fields: dict[str, Any] = {}
+    for policy in policies():
+        for name, field_ in policy.model_fields.items():
+            users = tuple(p.name for p in policies() if name in p.model_fields)
+            kind = field_.annotation
+            for marker in (*field_.metadata, Requires("policy", users)):
+                kind = Annotated[kind, marker]  # type: ignore[assignment]
+            about = Field(default=field_.default, description=field_.description)
+            fields.setdefault(name, (kind, about))
+    return fields
+
+
+# from a policy to units
 
 
 @dataclass(frozen=True, init=False)
 class PolicySettings:
-    """A policy with its settings.
+    """A registered policy with its settings.
 
     Args:
         policy: name of the policy; "none" leaves blocks alone.
@@ -55,12 +150,11 @@ class PolicySettings:
     """
 
     policy: str
-    values: Section
+    values: RecomputePolicy
 
     def __init__(self, policy: str = "block", **values: Any) -> None:
-        known = policy_named(policy)
         object.__setattr__(self, "policy", policy)
-        object.__setattr__(self, "values", (known.settings if known else Section)(**values))
+        object.__setattr__(self, "values", _POLICIES[policy](**values))
 
 
 @dataclass(frozen=True)
@@ -87,99 +181,6 @@ class Policy:
     check_determinism: int = 0
 
 
-@dataclass(frozen=True)
-class Unit:
-    """Modules of one recomputation, in the order in which they run.
-
-    Attributes:
-        blocks: one module, or neighbours whose inner inputs are not kept.
-        save_ops: operator results that are kept; empty: none.
-        where: JSON path of `save_ops`, for messages.
-    """
-
-    blocks: tuple[Block, ...]
-    save_ops: tuple[str, ...] = ()
-    where: str = f"{_SECTION}.save_ops"
-
-
-# the registry
-
-
-@dataclass(frozen=True)
-class RecomputePolicy:
-    """One policy.
-
-    Attributes:
-        name: name in the configuration.
-        units: function that returns the units of some blocks, in the model's order, as
-            `units(blocks, settings, where)` with the JSON path of the section. It raises
-            ConfigError if the blocks have no modules for it.
-        settings: keys of the section that belong to the policy, as a `Section`.
-        words: its settings in a few words, behind its name.
-        of_parts: `"modules"` without rules names the parts of blocks themselves.
-        candidates: what the planner tries on one block, as modules of each recomputation and
-            sets of operators that are kept: `candidates(block, parts)`.
-        compared: settings with which `ds-ckpt profile` compares it.
-    """
-
-    name: str
-    units: Callable[[Sequence[Block], Any, str], list[Unit]]
-    settings: type[Section] = Section
-    words: Callable[[Any], str] = lambda settings: ""
-    of_parts: bool = False
-    candidates: Callable[[str, PartNames], list[tuple[Groups, tuple[str, ...]]]] = (
-        lambda block, parts: []
-    )
-    compared: tuple[Mapping[str, Any], ...] = ()
-
-
-_POLICIES: dict[str, RecomputePolicy] = {}
-
-
-def register_policy(policy: RecomputePolicy) -> RecomputePolicy:
-    """Register a policy under its name.
-
-    Raises:
-        ValueError: the name is taken.
-    """
-    if policy.name in _POLICIES or policy.name in PLANNED:
-        raise ValueError(f'there is a policy "{policy.name}" already')
-    _POLICIES[policy.name] = policy
-    return policy
-
-
-def policies() -> tuple[RecomputePolicy, ...]:
-    """Return all registered policies, in order."""
-    return tuple(_POLICIES.values())
-
-
-def policy_named(name: str) -> RecomputePolicy | None:
-    """Return a registered policy."""
-    return _POLICIES.get(name)
-
-
-def policy_names(*, planned: bool = True) -> tuple[str, ...]:
-    """Return names for a configuration; for its rules without those of the planner."""
-    return (*_POLICIES, *PLANNED) if planned else tuple(_POLICIES)
-
-
-def setting_fields() -> dict[str, Any]:
-    """Return type and `Field` of every policy's settings, for the models of the configuration."""
-    fields: dict[str, Any] = {}
-    for policy in policies():
-        for name, field_ in policy.settings.model_fields.items():
-            users = tuple(p.name for p in policies() if name in p.settings.model_fields)
-            kind = field_.annotation
-            for marker in (*field_.metadata, Requires("policy", users)):
-                kind = Annotated[kind, marker]  # type: ignore[assignment]
-            about = Field(default=field_.default, description=field_.description)
-            fields.setdefault(name, (kind, about))
-    return fields
-
-
-# from a policy to units
-
-
 def make_plan(model: nn.Module, policy: Policy) -> list[Unit]:
     """Return the units of a model.
 
@@ -187,51 +188,30 @@ def make_plan(model: nn.Module, policy: Policy) -> list[Unit]:
         ConfigError: nothing is found for a pattern, a rule or a policy.
         UnsupportedError: from `find_blocks`.
     """
-    if policy.modules is not None and _of(policy.settings).of_parts and not policy.rules:
+    if policy.modules is not None and policy.settings.values.of_parts and not policy.rules:
         return [Unit((block,)) for block in by_pattern(model, policy.modules)]
-    blocks = find_blocks(model, policy.modules)
-    groups = _by_rule(blocks, policy.rules)
-    wanted = [(rule.settings, f"{_SECTION}.rules[{i}]") for i, rule in enumerate(policy.rules)]
-    wanted.append((policy.settings, _SECTION))
+    left = dict(enumerate(find_blocks(model, policy.modules)))
+    described = f"the blocks are 0-{len(left) - 1}, {left[0].name} to {left[len(left) - 1].name}"
     units: list[Unit] = []
-    for group, (settings, where) in zip(groups, wanted, strict=True):
-        if group:
-            units += _of(settings).units(group, settings.values, where)
-    order = {id(module): i for i, module in enumerate(model.modules())}
-    return sorted(units, key=lambda unit: order[id(unit.blocks[0].module)])
-
-
-def _of(settings: PolicySettings) -> RecomputePolicy:
-    return _POLICIES[settings.policy]
-
-
-def _by_rule(blocks: Sequence[Block], rules: Sequence[Rule]) -> list[list[Block]]:
-    """Return blocks by the first rule that names them; those without a rule come last."""
-    groups: list[list[Block]] = [[] for _ in range(len(rules) + 1)]
-    hit = [False] * len(rules)
-    for index, block in enumerate(blocks):
-        matching = [i for i, rule in enumerate(rules) if _matches(rule.match, index, block.name)]
-        for i in matching:
-            hit[i] = True
-        groups[matching[0] if matching else len(rules)].append(block)
     problems = []
-    for i, rule in enumerate(rules):
-        if not groups[i]:
-            why = "no block has this index or name"
-            if hit[i]:
-                why = "every block that it names is taken by an earlier rule"
+    for i, rule in enumerate(policy.rules):
+        where = f"{_SECTION}.rules[{i}]"
+        named = [n for n, block in left.items() if _matches(rule.match, n, block.name)]
+        units += rule.settings.values.units([left.pop(n) for n in named], where)
+        if not named:
             problems.append(
                 Problem(
-                    where=f"{_SECTION}.rules[{i}].match",
+                    where=f"{where}.match",
                     found=f'"{rule.match}"',
-                    why=why,
-                    remedy=f"the blocks are 0-{len(blocks) - 1}, {blocks[0].name} to "
-                    f"{blocks[-1].name}",
+                    why="no block that the earlier rules leave has this index or name",
+                    remedy=described,
                 )
             )
     if problems:
         raise ConfigError(problems)
-    return groups
+    units += policy.settings.values.units(list(left.values()), _SECTION)
+    order = {module: i for i, module in enumerate(model.modules())}
+    return sorted(units, key=lambda unit: order[unit.blocks[0].module])
 
 
 def _matches(match: str, index: int, name: str) -> bool:
@@ -245,38 +225,78 @@ def _matches(match: str, index: int, name: str) -> bool:
 # the policies themselves
 
 
-def _attention(blocks: Sequence[Block], settings: Section, where: str) -> list[Unit]:
-    chains = [[part] for b in blocks for part in attention_parts(b.name, b.module)]
-    return _parts("attention", blocks, where, chains)
+@register_policy
+class _None(RecomputePolicy):
+    name = "none"
+
+    @classmethod
+    def candidates(cls, block: str, parts: Any) -> list[tuple[Groups, tuple[str, ...]]]:
+        return [([], ())]
 
 
-def _mlp(blocks: Sequence[Block], settings: Section, where: str) -> list[Unit]:
-    chains = [chain for b in blocks for chain in mlp_parts(b.name, b.module)]
-    return _parts("mlp", blocks, where, chains)
+@register_policy
+class _Block(RecomputePolicy):
+    name, compared = "block", ({},)
+
+    def units(self, blocks: Sequence[Block], where: str) -> list[Unit]:
+        return [Unit((block,)) for block in blocks]
+
+    @classmethod
+    def candidates(cls, block: str, parts: Any) -> list[tuple[Groups, tuple[str, ...]]]:
+        return [([[block]], ())]
 
 
-def _parts(
-    policy: str,
-    blocks: Sequence[Block],
-    where: str,
-    chains: Sequence[Sequence[tuple[str, nn.Module]]],
-) -> list[Unit]:
-    if not chains:
-        block = blocks[0]
-        children = ", ".join(f"{n} ({type(m).__name__})" for n, m in block.module.named_children())
-        raise ConfigError(
-            Problem(
-                where=f"{where}.policy",
-                found=f'"{policy}"',
-                why=f"no part of {type(block.module).__name__} is called like an {policy}; it has "
-                f"{children or 'no parts'}",
-                remedy=f'name the parts: "modules": ["{block.name}.<part>"], or use "block"',
+class _Parts(RecomputePolicy):
+    of_parts, compared = True, ({},)
+
+    def chains(self, block: Block) -> list[list[Part]]:
+        """Return the parts of a block, each as modules that run one after the other."""
+        raise NotImplementedError
+
+    def units(self, blocks: Sequence[Block], where: str) -> list[Unit]:
+        chains = [chain for block in blocks for chain in self.chains(block)]
+        if blocks and not chains:
+            name, module = blocks[0].name, blocks[0].module
+            children = ", ".join(f"{n} ({type(m).__name__})" for n, m in module.named_children())
+            raise ConfigError(
+                Problem(
+                    where=f"{where}.policy",
+                    found=f'"{self.name}"',
+                    why=f"no part of {type(module).__name__} is called like an {self.name}; it has "
+                    f"{children or 'no parts'}",
+                    remedy=f'name the parts: "modules": ["{name}.<part>"], or use "block"',
+                )
             )
-        )
-    return [Unit(tuple(block_of(name, module) for name, module in chain)) for chain in chains]
+        return [Unit(tuple(Block(*part) for part in chain)) for chain in chains]
 
 
-class _EveryN(Section):
+@register_policy
+class _Attention(_Parts):
+    name = "attention"
+
+    def chains(self, block: Block) -> list[list[Part]]:
+        return [[part] for part in attention_parts(block.name, block.module)]
+
+    @classmethod
+    def candidates(cls, block: str, parts: Any) -> list[tuple[Groups, tuple[str, ...]]]:
+        return [([[name] for name in parts.attention], ())] if parts.attention else []
+
+
+@register_policy
+class _Mlp(_Parts):
+    name = "mlp"
+
+    def chains(self, block: Block) -> list[list[Part]]:
+        return mlp_parts(block.name, block.module)
+
+    @classmethod
+    def candidates(cls, block: str, parts: Any) -> list[tuple[Groups, tuple[str, ...]]]:
+        return [(parts.mlps, ())] if parts.mlps else []
+
+
+@register_policy
+class _EveryN(RecomputePolicy):
+    name, compared = "every_n", ({"every_n": 2},)
     every_n: Annotated[int, Expects("a whole number, 2 or more", "2")] = Field(
         default=2,
         ge=2,
@@ -285,8 +305,16 @@ class _EveryN(Section):
         "7B).",
     )
 
+    def units(self, blocks: Sequence[Block], where: str) -> list[Unit]:
+        return [Unit((block,)) for block in blocks[:: self.every_n]]
 
-class _SegmentSize(Section):
+    def words(self) -> str:
+        return f" {self.every_n}"
+
+
+@register_policy
+class _Segments(RecomputePolicy):
+    name = "segments"
     segment_size: Annotated[int, Expects("a whole number, 2 or more", "2")] = Field(
         default=2,
         ge=2,
@@ -296,6 +324,28 @@ class _SegmentSize(Section):
         "weights. Useful if blocks are small and many.",
     )
 
+    def units(self, blocks: Sequence[Block], where: str) -> list[Unit]:
+        segments: list[list[Block]] = []
+        for block in blocks:  # neighbours in one container and of one class
+            before = segments[-1][-1] if segments else None
+            if before and len(segments[-1]) < self.segment_size and _follows(before, block):
+                segments[-1].append(block)
+            else:
+                segments.append([block])
+        return [Unit(tuple(segment)) for segment in segments]
+
+    def words(self) -> str:
+        return f" of {self.segment_size}"
+
+
+def _follows(before: Block, block: Block) -> bool:
+    parent, _, index = block.name.rpartition(".")
+    parent_before, _, index_before = before.name.rpartition(".")
+    if parent != parent_before or type(before.module) is not type(block.module):
+        return False
+    numbers = index.isdecimal() and index_before.isdecimal()
+    return numbers and int(index) == int(index_before) + 1
+
 
 def _names(value: Any) -> Any:
     if is_auto(value):
@@ -303,7 +353,9 @@ def _names(value: Any) -> Any:
     return (value,) if isinstance(value, str) else list_as_tuple(value)
 
 
-class _SaveOps(Section):
+@register_policy
+class _Selective(RecomputePolicy):
+    name, compared = "selective", ({}, {"save_ops": "attention+qkvo"})
     save_ops: Annotated[
         tuple[Name, ...],
         Field(min_length=1),
@@ -327,103 +379,14 @@ class _SaveOps(Section):
         'Single operators of torch: "aten.mm".',
     )
 
+    def units(self, blocks: Sequence[Block], where: str) -> list[Unit]:
+        return [Unit((block,), self.save_ops, f"{where}.save_ops") for block in blocks]
 
-def _segments(blocks: Sequence[Block], size: int) -> list[list[Block]]:
-    """Group neighbours in one container and of one class, at most `size` together."""
-    segments: list[list[Block]] = []
-    for block in blocks:
-        before = segments[-1][-1] if segments else None
-        joins = (
-            before is not None
-            and len(segments[-1]) < size
-            and type(before.module) is type(block.module)
-            and _follows(before.name, block.name)
-        )
-        if joins:
-            segments[-1].append(block)
-        else:
-            segments.append([block])
-    return segments
+    def words(self) -> str:
+        return f" ({'+'.join(self.save_ops)})"
 
-
-def _follows(before: str, name: str) -> bool:
-    parent, _, index = name.rpartition(".")
-    parent_before, _, index_before = before.rpartition(".")
-    numbers = index.isdecimal() and index_before.isdecimal()
-    return parent == parent_before and numbers and int(index) == int(index_before) + 1
-
-
-_SELECTIONS = (
-    "attention",
-    "qkvo",
-    "gate",
-    "attention+qkvo",
-    "attention+gate",
-    "qkvo+gate",
-    "attention+qkvo+gate",
-    "matmuls",
-)
-register_policy(
-    RecomputePolicy("none", lambda blocks, *_: [], candidates=lambda block, parts: [([], ())])
-)
-register_policy(
-    RecomputePolicy(
-        "block",
-        lambda blocks, *_: [Unit((block,)) for block in blocks],
-        candidates=lambda block, parts: [([[block]], ())],
-        compared=({},),
-    )
-)
-register_policy(
-    RecomputePolicy(
-        "attention",
-        _attention,
-        of_parts=True,
-        candidates=lambda block, parts: (
-            [([[name] for name in parts.attention], ())] if parts.attention else []
-        ),
-        compared=({},),
-    )
-)
-register_policy(
-    RecomputePolicy(
-        "mlp",
-        _mlp,
-        of_parts=True,
-        candidates=lambda block, parts: [(parts.mlps, ())] if parts.mlps else [],
-        compared=({},),
-    )
-)
-register_policy(
-    RecomputePolicy(
-        "every_n",
-        lambda blocks, settings, _: [Unit((block,)) for block in blocks[:: settings.every_n]],
-        settings=_EveryN,
-        words=lambda settings: f" {settings.every_n}",
-        compared=({"every_n": 2},),
-    )
-)
-register_policy(
-    RecomputePolicy(
-        "segments",
-        lambda blocks, settings, _: [
-            Unit(tuple(segment)) for segment in _segments(blocks, settings.segment_size)
-        ],
-        settings=_SegmentSize,
-        words=lambda settings: f" of {settings.segment_size}",
-    )
-)
-register_policy(
-    RecomputePolicy(
-        "selective",
-        lambda blocks, settings, where: [
-            Unit((block,), settings.save_ops, f"{where}.save_ops") for block in blocks
-        ],
-        settings=_SaveOps,
-        words=lambda settings: f" ({'+'.join(settings.save_ops)})",
-        candidates=lambda block, parts: [
-            ([[block]], tuple(words.split("+"))) for words in _SELECTIONS
-        ],
-        compared=({}, {"save_ops": "attention+qkvo"}),
-    )
-)
+    @classmethod
+    def candidates(cls, block: str, parts: Any) -> list[tuple[Groups, tuple[str, ...]]]:
+        sets = ("attention", "qkvo", "gate")
+        some = [chosen for n in (1, 2, 3) for chosen in combinations(sets, n)]
+        return [([[block]], chosen) for chosen in (*some, ("matmuls",))]

@@ -2,29 +2,30 @@
 
 `Choice` selects operators (named sets, single names). Two dispatch modes act on it: `Recording`
 around the forward, `Replaying` around the recomputation. Torch's own pair keeps results where no
-saved-tensor hook sees them (offload, measurement), allows one backward, and leaves the random
-state before an attention core with dropout.
+saved-tensor hook sees them (offload, measurement), refuses results that are written over, allows
+one backward, and leaves the random state before an attention core with dropout.
 """
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from ds_ckpt.activation.blocks import attention_parts, gates, mlp_parts
-from ds_ckpt.errors import ConfigError, Problem, UnsupportedError
+from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.patch import Patches
 
+log = logging.getLogger("ds_ckpt")
 _CORES = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
@@ -35,20 +36,13 @@ _CORES = (
     "_efficient_attention_forward",
 )
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "_scaled_mm")
-SETS = {
-    "matmuls": "every matrix product and convolution, and attention cores",
-    "attention": "attention cores (scaled_dot_product_attention)",
-    "qkvo": "the products inside attention modules: query, key, value and output",
-    "gate": "the first product of each MLP: the gate where there is one, else the widening",
-}
+SETS = ("matmuls", "attention", "qkvo", "gate")
+"""All products and attention cores; cores; products inside attention; first product of MLPs."""
 
 
 def _overloads(names: Sequence[str]) -> frozenset[Any]:
-    found = set()
-    for name in names:
-        packet = getattr(torch.ops.aten, name, None)
-        if packet is not None:
-            found |= {getattr(packet, overload) for overload in packet.overloads()}
+    packets = [p for name in names if (p := getattr(torch.ops.aten, name, None)) is not None]
+    found = {getattr(packet, overload) for packet in packets for overload in packet.overloads()}
     return frozenset(o for o in found if not o._schema.is_mutable)
 
 
@@ -64,32 +58,27 @@ def cores() -> frozenset[Any]:
     return _overloads(_CORES)
 
 
-def _named(name: str, where: str) -> frozenset[Any] | Problem:
+def _named(name: str, where: str) -> frozenset[Any]:
     """Return the overloads of `aten.mm`, `aten.mm.default` or an operator of another library."""
     space, _, rest = name.partition(".")
     packet_name, _, overload = rest.partition(".")
     packet = getattr(getattr(torch.ops, space), packet_name, None) if packet_name else None
     known = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else []
-    if not known or (overload and overload not in known):
-        likely = difflib.get_close_matches(name, [*SETS, *(f"aten.{n}" for n in _PRODUCTS)], 1)
-        close = f', for example "{likely[0]}"' if likely else ""
-        return Problem(
-            where=where,
-            found=f'"{name}"',
-            why="it is neither a set nor an operator that torch knows"
-            + (f" (overloads: {', '.join(known)})" if known else ""),
-            remedy=f'write sets ({", ".join(SETS)}), joined by "+", or operators such as '
-            f'"aten.mm"{close}',
+    operators = {getattr(packet, o) for o in known if overload in ("", o)}
+    pure = frozenset(o for o in operators if not o._schema.is_mutable)
+    if not pure:
+        raise ConfigError(
+            Problem(
+                where=where,
+                found=f'"{name}"',
+                why="it changes its argument, so its result cannot be kept"
+                if operators
+                else "it is neither a set nor an operator that torch knows",
+                remedy=f'write sets ({", ".join(SETS)}), joined by "+", or operators such as '
+                '"aten.mm"',
+            )
         )
-    operators = frozenset(getattr(packet, o) for o in ([overload] if overload else known))
-    changing = sorted(str(o) for o in operators if o._schema.is_mutable)
-    operators = frozenset(o for o in operators if not o._schema.is_mutable)
-    return operators or Problem(
-        where=where,
-        found=f'"{name}"',
-        why=f"{changing[0]} changes its argument, so its result cannot stand in for it",
-        remedy="name operators that return new tensors",
-    )
+    return pure
 
 
 class Choice:
@@ -102,7 +91,7 @@ class Choice:
         patches: where the marks on attention and gates are noted.
 
     Raises:
-        ConfigError: unknown names, and sets for which the block has no such part.
+        ConfigError: a name is unknown, or the block has no such part.
     """
 
     def __init__(
@@ -110,49 +99,40 @@ class Choice:
     ) -> None:
         # a dispatch mode's first use imports it, and would keep that forward's frames alive
         importlib.import_module("torch._dynamo")
-        self._where, self._name = where, name
+        self._where = where
         self._always: dict[str, frozenset[Any]] = {}
         self._inside: Counter[str] = Counter()
         """Number of marked modules of each kind that are running."""
         self._marks: list[str] = []
-        problems = []
         for word in dict.fromkeys(part for entry in save_ops for part in entry.split("+")):
-            if word == "matmuls":
-                served: Any = products() | cores()
+            if word in ("qkvo", "gate"):
+                self._mark(word, name, block, patches)
             elif word == "attention":
-                served = cores()
-            elif word in ("qkvo", "gate"):
-                served = self._mark(word, name, block, patches)
+                self._always[word] = cores()
             else:
-                served = _named(word, where)
-            if isinstance(served, Problem):
-                problems.append(served)
-            elif served is not None:
-                self._always[word] = served
-        if problems:
-            raise ConfigError(problems)
+                both = products() | cores()
+                self._always[word] = both if word == "matmuls" else _named(word, where)
         self._quick = frozenset().union(*self._always.values())
         self._products = products()  # looked up here and not in the middle of a forward
-        self.missing = [*self._always, *self._marks]
-        """Names that no operator has served yet."""
 
-    def _mark(self, word: str, name: str, block: nn.Module, patches: Patches) -> Problem | None:
+    def _mark(self, word: str, name: str, block: nn.Module, patches: Patches) -> None:
         parts = [m for _, m in attention_parts(name, block)]
         if word == "gate":
             parts = gates(mlp_parts(name, block))
         if not parts:
             children = ", ".join(type(m).__name__ for m in block.children())
-            return Problem(
-                where=self._where,
-                found=f'"{word}"',
-                why=f"{name} has no part that looks like it (it has {children})",
-                remedy='use "matmuls", name operators such as "aten.mm", or write for blocks '
-                f'without it "rules": [{{"match": "{name}", "policy": "block"}}]',
+            raise ConfigError(
+                Problem(
+                    where=self._where,
+                    found=f'"{word}"',
+                    why=f"{name} has no part that looks like it (it has {children})",
+                    remedy='use "matmuls", name operators such as "aten.mm", or write for blocks '
+                    f'without it "rules": [{{"match": "{name}", "policy": "block"}}]',
+                )
             )
         self._marks.append(word)
         for part in parts:
             patches.set_method(part, "forward", self._marked(word, part.forward))
-        return None
 
     def _marked(self, word: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)
@@ -172,43 +152,12 @@ class Choice:
         inside = any(map(self._inside.__getitem__, self._marks))
         return inside and operator in self._products
 
-    def count(self, operator: Any) -> None:
-        """Record the requested names that this operator, running now, matches."""
-        served = {word for word, operators in self._always.items() if operator in operators}
-        if operator in self._products:
-            served |= {word for word in self._marks if self._inside[word]}
-        self.missing = [word for word in self.missing if word not in served]
-
-    def require_hits(self, seen: Counter[str]) -> None:
-        """Refuse names that matched no operator, unless the forward had no products at all."""
-        missing = self.missing
-        if not missing or seen.keys().isdisjoint(map(str, self._products | cores())):
-            return
-        ran = ", ".join(name for name, _ in seen.most_common(20))
-        hint = ""
-        if "attention" in missing:
-            hint = '; "attention" needs attn_implementation="sdpa" (eager attention is products)'
-        raise UnsupportedError(
-            Problem(
-                where=self._where,
-                found=", ".join(f'"{w}"' for w in missing),
-                why=f"no such operator ran in {self._name}; these did: {ran}",
-                remedy=f"remove it or name one of these{hint}",
-            )
-        )
-
 
 # random states, and tensors that are kept
 
 
-class Tracker(Protocol):
-    """Random states of Megatron or DeepSpeed for tensor parallelism."""
-
-    def get_states(self) -> dict[str, Any]:
-        """Return the states by name."""
-
-    def set_states(self, states: dict[str, Any]) -> None:
-        """Set the states."""
+Tracker = Any
+"""Random states of Megatron or DeepSpeed for tensor parallelism: `get_states`, `set_states`."""
 
 
 class RandomState:
@@ -216,17 +165,15 @@ class RandomState:
 
     def __init__(self, tensors: Sequence[Tensor], trackers: Sequence[Tracker]) -> None:
         self._cpu = torch.get_rng_state()
-        self._devices = [
-            (torch.get_device_module(d.type), d, torch.get_device_module(d.type).get_rng_state(d))
-            for d in {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
-        ]
+        devices = {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
+        self._devices = [(d, torch.get_device_module(d).get_rng_state(d)) for d in devices]
         self._trackers = [(t, dict(t.get_states())) for t in trackers]
 
     def restore(self) -> None:
         """Restore every state."""
         torch.set_rng_state(self._cpu)
-        for module, device, state in self._devices:
-            module.set_rng_state(state, device)
+        for device, state in self._devices:
+            torch.get_device_module(device).set_rng_state(state, device)
         for tracker, states in self._trackers:
             tracker.set_states(dict(states))
 
@@ -267,13 +214,12 @@ class SavedTensors:
 
     def get(self) -> list[Tensor]:
         """Return the tensors as leaves, with the `requires_grad` of the kept ones."""
-        if self._node is None:
-            return []
-        pairs = zip(self._node.saved_tensors, self._needs_gradient, strict=True)
+        saved = self._node.saved_tensors if self._node is not None else ()
+        pairs = zip(saved, self._needs_gradient, strict=True)
         return [t.detach().requires_grad_(needs) for t, needs in pairs]
 
 
-# around the forward, around the recompute
+# around the forward, around the recomputation
 
 
 @dataclass
@@ -321,6 +267,14 @@ class _Mode(TorchDispatchMode):
         return False
 
 
+@functools.cache
+def _warn_nothing_kept() -> None:
+    log.warning(
+        "ds_ckpt: no operator of save_ops ran in a block, and nothing of it is kept "
+        '("attention" needs attn_implementation="sdpa"; eager attention is "matmuls")'
+    )
+
+
 class Recording(_Mode):
     """Mode around a forward that records the results to save.
 
@@ -335,56 +289,35 @@ class Recording(_Mode):
     ) -> None:
         super().__init__()
         self._choice, self._packs, self._trackers = choice, packs, trackers
-        self._names_missing = bool(choice.missing)
         self.entries: list[_Entry] = []
-        self.seen: Counter[str] = Counter()
         self._writes: dict[int | None, int] = {}
         """Storage: how many entries there were when it was last written."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self._note_writes(func, args, kwargs or {})
-        out = func(*args, **(kwargs or {}))
-        if self._names_missing and not is_view(func):
-            self.seen[str(func)] += 1
-        if self._choice.wants(func):
-            if self._names_missing:
-                self._choice.count(func)
-            results, spec = tree_flatten(out)
-            tensors = [r for r in results if isinstance(r, Tensor)]
-            random = torch.Tag.nondeterministic_seeded in func.tags
-            self.entries.append(
-                _Entry(
-                    func,
-                    results,
-                    spec,
-                    self._packs(),
-                    [t._version for t in tensors],
-                    RandomState(tensors, self._trackers) if random else None,
-                )
-            )
-        return out
-
-    def _note_writes(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        kwargs = kwargs or {}
         for position, name in writes_to(func):
             value = args[position] if position < len(args) else kwargs.get(name)
-            for tensor in tree_flatten(value)[0]:
+            for tensor in tree_leaves(value):
                 if isinstance(tensor, Tensor):
                     self._writes[_storage(tensor)] = len(self.entries)
-
-    def _unchanged(self, index: int, tensors: Sequence[Tensor]) -> bool:
-        """Return whether nothing has written over an entry's results.
-
-        Versions are not enough: `aten._unsafe_view` (every 3-D product) and `.data` share the
-        storage and count versions of their own.
-        """
-        if [t._version for t in tensors] != self.entries[index].versions:
-            return False
-        return all(self._writes.get(_storage(t), 0) <= index for t in tensors)
+        out = func(*args, **kwargs)
+        if self._choice.wants(func):
+            results, spec = tree_flatten(out)
+            tensors = [r for r in results if isinstance(r, Tensor)]
+            is_random = torch.Tag.nondeterministic_seeded in func.tags
+            after = RandomState(tensors, self._trackers) if is_random else None
+            versions = [t._version for t in tensors]
+            self.entries.append(_Entry(func, results, spec, self._packs(), versions, after))
+        return out
 
     def finish(self, outside: Iterable[Tensor], *, whole: bool) -> list[Tensor]:
         """Return the tensors to keep, in order; afterwards the entries hold none.
+
+        Results that something has written over are not kept. Versions are not enough:
+        `aten._unsafe_view` (every 3-D product) and `.data` share the storage and count versions
+        of their own.
 
         Args:
             outside: tensors of the block that other code can reach. Tensors in their memory are
@@ -392,13 +325,19 @@ class Recording(_Mode):
             whole: the recomputation runs to the end. Otherwise it stops at the last tensor that
                 autograd saves, and later results are not kept.
         """
+        if not self.entries:
+            _warn_nothing_kept()
         kept: list[Tensor] = []
         reachable = {_storage(t) for t in outside}
         for index, entry in enumerate(self.entries):
             tensors = [r for r in entry.results if isinstance(r, Tensor)]
-            reached = whole or entry.packs < self._packs()
-            inside = not any(_storage(t) in reachable for t in tensors)
-            if reached and inside and self._unchanged(index, tensors):
+            storages = [_storage(t) for t in tensors]
+            if (
+                (whole or entry.packs < self._packs())
+                and reachable.isdisjoint(storages)
+                and entry.versions == [t._version for t in tensors]
+                and all(self._writes.get(storage, 0) <= index for storage in storages)
+            ):
                 entry.first = len(kept)
                 kept += [t.detach() for t in tensors]
             entry.results = [_TENSOR if isinstance(r, Tensor) else r for r in entry.results]
@@ -414,7 +353,7 @@ class Replaying(_Mode):
     Args:
         choice: the same as in the forward.
         entries: of the forward's `Recording`.
-        kept: what its `finish` returned.
+        kept: tensors returned by its `finish`.
         differs: raises the error that names the block.
     """
 
@@ -423,24 +362,21 @@ class Replaying(_Mode):
         choice: Choice,
         entries: Sequence[_Entry],
         kept: Sequence[Tensor],
-        differs: Callable[[str], None],
+        differs: Callable[[str], NoReturn],
     ) -> None:
         super().__init__()
-        self._choice, self._entries, self._kept = choice, entries, kept
+        self._choice, self._entries, self._kept = choice, iter(entries), kept
         self._differs = differs
-        self._next = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if not self._choice.wants(func):
             return func(*args, **(kwargs or {}))
-        if self._next >= len(self._entries):
-            self._differs(f"{func} runs once more than in the forward")
-        entry = self._entries[self._next]
-        self._next += 1
-        if entry.operator is not func:
-            self._differs(f"{func} runs where the forward ran {entry.operator}")
+        entry = next(self._entries, None)
+        if entry is None or entry.operator is not func:
+            before = entry.operator if entry else "no more of the kept operators"
+            self._differs(f"{func} runs, in the forward ran {before}")
         if entry.first < 0:
             return func(*args, **(kwargs or {}))
         position = iter(range(entry.first, len(self._kept)))

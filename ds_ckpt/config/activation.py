@@ -23,7 +23,7 @@ class _WithPolicy(Section):
     def settings(self) -> PolicySettings:
         """Return the policy with its settings."""
         known = policy_named(self.policy)
-        own = known.settings.model_fields if known else {}
+        own = known.model_fields if known else {}
         return PolicySettings(self.policy, **{n: getattr(self, n) for n in own if hasattr(self, n)})
 
 
@@ -140,7 +140,7 @@ class ActivationConfig(Keeping, _WithPolicy):
         known = policy_named(self.policy)
         detail = f" within {self.budget_gib or 'all'} GiB for {self.budget_is_of}"
         words = f"checkpointing {self.policy}"
-        words += known.words(self.settings().values) if known else detail
+        words += self.settings().values.words() if known else detail
         words += f" of {', '.join(self.modules)}" if self.modules else ""
         words += f", {len(self.rules)} rules" if self.rules else ""
         words += ", determinism checked" if self.check_every else ""

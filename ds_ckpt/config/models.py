@@ -109,7 +109,7 @@ class CompatSection(Section):
 
 def plugin_model() -> type[PluginConfig]:
     """Return the section's model with the policies and methods that are registered now."""
-    known = tuple((policy.name, policy.settings) for policy in policies())
+    known = tuple((policy.name, policy) for policy in policies())
     return _build(known, tuple(methods().items()))
 
 

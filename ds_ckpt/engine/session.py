@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from ds_ckpt.activation import CheckpointedBlocks
 from ds_ckpt.activation.inputs import CheckpointedInputs, build_inputs
-from ds_ckpt.activation.inputs import describe as describe_keeping
 from ds_ckpt.activation.planning.budget import ActivationPlan
 from ds_ckpt.activation.policies import Unit, make_plan
 from ds_ckpt.config import PluginConfig
@@ -327,8 +326,7 @@ class Session:
             words += ", no extra weight gathers" if shared else ", weights gathered once more"
         if activation.check_every:
             words += f", values checked in one of {activation.check_every} recomputations"
-        device = torch.device(self.engine.device)
-        return words + describe_keeping(activation, len(blocks.units), device, self._group)
+        return words + activation.keeping()
 
 
 def _random_trackers() -> list[Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import sys
 import threading
 from collections.abc import Callable
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from ds_ckpt.activation import CheckpointedBlocks, Policy, PolicySettings
 from tests.architectures import batch, build
@@ -47,14 +45,6 @@ def _some_inputs(model: nn.Module) -> list[Tensor]:
     return found
 
 
-def _jacobian(model: nn.Module) -> list[Tensor]:
-    def two(x: Tensor) -> Tensor:
-        return model.blocks[1](model.blocks[0](x)).sum(0)  # type: ignore[index,no-any-return]
-
-    backward(model)
-    return [torch.autograd.functional.jacobian(two, data(), vectorize=v) for v in (False, True)]
-
-
 def _in_another_thread(model: nn.Module) -> list[Tensor]:
     loss = model(data())
     thread = threading.Thread(target=loss.backward)
@@ -64,44 +54,8 @@ def _in_another_thread(model: nn.Module) -> list[Tensor]:
 
 
 @KINDS
-@pytest.mark.parametrize("step", [_third_order, _some_inputs, _jacobian, _in_another_thread])
+@pytest.mark.parametrize("step", [_third_order, _some_inputs, _in_another_thread])
 def test_derivatives(step: Callable[[nn.Module], list[Tensor]], kind: str) -> None:
-    same(_stack(), kind, step)
-
-
-# torch.func and forward mode: blocks run as they are
-
-
-def _func_grad(model: nn.Module) -> list[Tensor]:
-    def loss(weights: dict[str, Tensor]) -> Tensor:
-        return torch.func.functional_call(model, weights, (data(),))  # type: ignore[no-any-return]
-
-    return list(torch.func.grad(loss)(dict(model.named_parameters())).values())
-
-
-def _vmap(model: nn.Module) -> list[Tensor]:
-    out = torch.func.vmap(model)(torch.stack([data(1), data(2)]))
-    out.sum().backward()
-    return [out.detach()]
-
-
-def _jvp(model: nn.Module) -> list[Tensor]:
-    return [t.detach() for t in torch.func.jvp(model, (data(),), (data(3),))]
-
-
-def _dual(model: nn.Module) -> list[Tensor]:
-    with forward_ad.dual_level():
-        out = model(forward_ad.make_dual(data(), data(3)))
-        tangent = forward_ad.unpack_dual(out).tangent
-        out.backward()
-    return [tangent.detach()]
-
-
-@KINDS
-@pytest.mark.parametrize("step", [_func_grad, _vmap, _jvp, _dual])
-def test_transforms_are_right_and_said_to_keep_everything(
-    step: Callable[[nn.Module], list[Tensor]], kind: str
-) -> None:
     same(_stack(), kind, step)
 
 
@@ -180,22 +134,6 @@ class ReluAtTheEnd(Block):
         return torch.relu_(super().forward(x))
 
 
-class Complex(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(0.2 * torch.randn(8, 8, dtype=torch.complex64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x @ self.weight) + 0.1 * x.conj()
-
-
-def _complex(blocks: Any, x: Tensor) -> Tensor:
-    y = torch.complex(x, 0.5 * x)
-    for block in blocks:
-        y = block(y.conj())  # a view whose bytes say something else
-    return y.abs().square().sum()
-
-
 @KINDS
 @pytest.mark.parametrize(
     "make",
@@ -205,26 +143,18 @@ def _complex(blocks: Any, x: Tensor) -> Tensor:
         _tied,
         lambda: Stack(lambda: Block(lambda x: torch.relu_(x * 1)), _relu_between),
         lambda: Stack(lambda: ReluAtTheEnd(torch.tanh)),
-        lambda: Stack(lambda: Complex(), _complex),
-        lambda: _stack(nn.Dropout(0.1))().double(),
     ],
-    ids=["loop", "loop with statistics", "tied", "relu_ between", "relu_", "complex", "double"],
+    ids=["loop", "loop with statistics", "tied", "relu_ between", "relu_"],
 )
 def test_models(make: Callable[[], Stack], kind: str) -> None:
-    def step(model: nn.Module) -> list[Tensor]:
-        kind = next(model.parameters()).dtype
-        model(data().double() if kind == torch.float64 else data()).backward()
-        return []
-
-    same(make, kind, step)
+    same(make, kind)
 
 
 # evaluation mode with gradients
 
 
-@pytest.mark.parametrize("frozen", [(0, 1, 2), (1,)])
 @KINDS
-def test_blocks_in_evaluation_mode_are_checkpointed(frozen: tuple[int, ...], kind: str) -> None:
+def test_blocks_in_evaluation_mode_are_checkpointed(kind: str) -> None:
     """A backbone that is frozen in evaluation mode, or dropout switched off for training."""
     forwards = [0]
 
@@ -236,8 +166,7 @@ def test_blocks_in_evaluation_mode_are_checkpointed(frozen: tuple[int, ...], kin
         model = Stack(
             lambda: Block(nn.Sequential(nn.BatchNorm1d(16), nn.Dropout(0.3), Calls(counted)))
         )
-        for index in frozen:
-            model.blocks[index].eval()
+        model.blocks[1].eval()
         return model
 
     same(make, kind)
@@ -253,10 +182,10 @@ class Calls(nn.Module):
         return self.function(x)
 
 
-@pytest.mark.parametrize("kind", ["block", "attention", "mlp", "segments", "selective"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5", "vit"])
+@pytest.mark.parametrize("kind", ["block", "attention", "segments"])
+@pytest.mark.parametrize("name", ["llama", "bert", "t5", "vit"])
 def test_hugging_face_models_in_evaluation_mode(name: str, kind: Any) -> None:
-    """Held bytes fall as in training; what `gradient_checkpointing_disable` says still holds."""
+    """Held bytes fall as in training."""
     from ds_ckpt.telemetry.memory import SavedActivations
 
     options = {} if name in ("vit", "bert") else {"use_cache": False}
@@ -276,9 +205,6 @@ def test_hugging_face_models_in_evaluation_mode(name: str, kind: Any) -> None:
     tolerance = {"rtol": 1e-5, "atol": 1e-7} if name == "t5" else {"rtol": 0.0, "atol": 0.0}
     for a, b in zip(expected, ours, strict=True):
         torch.testing.assert_close(a, b, **tolerance)
-    if kind in ("block", "segments", "selective"):
-        model.gradient_checkpointing_disable()
-        assert run(model)[0] == plain
     blocks.remove()
     assert run(model)[0] == plain
 
@@ -302,22 +228,15 @@ def test_a_cache_in_evaluation_mode_is_filled(kind: Any) -> None:
 # copies of a model
 
 
-@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
-@pytest.mark.parametrize("kind", ["block", "attention", "segments", "qkvo"])
-def test_a_copy_of_a_model_runs_its_own_weights(kind: Any, way: str) -> None:
+@pytest.mark.parametrize("kind", ["block", "segments", "qkvo"])
+def test_a_copy_of_a_model_runs_its_own_weights(kind: Any) -> None:
     """As for a moving average of the weights, or a reference model."""
     settings = (
         PolicySettings("selective", save_ops=("qkvo",)) if kind == "qkvo" else PolicySettings(kind)
     )
     model = build("llama")
     CheckpointedBlocks(model, policy=Policy(settings))
-    if way == "deepcopy":
-        twin = copy.deepcopy(model)
-    else:
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        twin = torch.load(file, weights_only=False)
+    twin = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in twin.parameters():
             parameter.mul_(1.5)
@@ -328,9 +247,6 @@ def test_a_copy_of_a_model_runs_its_own_weights(kind: Any, way: str) -> None:
     assert all(p.grad is None for p in model.parameters())
     pairs = zip(twin.parameters(), reference.parameters(), strict=True)
     assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
-    twin.gradient_checkpointing_disable()
-    model(**batch("llama")).loss.backward()
-    assert all(p.grad is not None for p in model.parameters())
 
 
 # threads, interruptions, graphs that are dropped

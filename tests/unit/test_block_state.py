@@ -6,21 +6,25 @@ import contextlib
 import dataclasses
 import gc
 import random
-import types
 import weakref
-from collections import UserDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from ds_ckpt.activation import CheckpointedBlocks, Policy, PolicySettings, checkpoint
+from ds_ckpt.activation import CheckpointedBlocks, Policy, PolicySettings
 from ds_ckpt.activation.checkpoint import Call
-from ds_ckpt.activation.snapshot import MAX_OBJECTS, UnrestoredState, _owners
+from ds_ckpt.activation.snapshot import (
+    COPIED_BYTES,
+    MAX_OBJECTS,
+    CheckpointedModule,
+    Snapshot,
+    holders,
+)
 from ds_ckpt.errors import RecomputeError, UnsupportedError
 from tests.unit.stacks import KINDS, Block, Stack, backward, data, put, results, same
 
@@ -34,6 +38,7 @@ class Stateful(nn.Module):
         super().__init__()
         self.use = use
         self.calls, self.plain = 0, torch.ones(16)
+        self.large = torch.empty(COPIED_BYTES)
         self.seen: list[Tensor] = []
         self.alias, self.nested = self.seen, {"list": [0.5]}
         self.last: dict[str, Tensor] = {}
@@ -86,26 +91,8 @@ def _begins(m: Any, x: Tensor) -> Tensor:
     return x.exp() * m.scale * m.lazy + m.ema
 
 
-def _leaves_work_out(m: Any, x: Tensor) -> Tensor:
-    m.calls += 1
-    return torch.sin(m.linear(x) if m.calls % 2 == 0 else x * m.linear.bias)
-
-
 def _noise_in_training(m: Any, x: Tensor) -> Tensor:
     return x + 0.5 * torch.randn_like(x) if m.training else x
-
-
-class Adjacent(nn.Module):
-    """A sparse attribute and a sparse buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(8, 8)
-        self.links = torch.eye(5).to_sparse()
-        self.register_buffer("csr", (2 * torch.eye(5)).to_sparse_csr(), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.sin(self.csr @ (self.links @ self.up(x)))
 
 
 def _of(use: Inner) -> Callable[[], Stack]:
@@ -119,17 +106,9 @@ def _around(make: Callable[[], nn.Module]) -> Callable[[], Stack]:
 NORMED = nn.utils.parametrizations.spectral_norm
 MODULES: dict[str, Callable[[], Stack]] = {
     **{use.__name__[1:]: _of(use) for use in (_plain_attributes, _containers, _generator)},
-    **{use.__name__[1:]: _of(use) for use in (_written, _begins, _leaves_work_out)},
-    "noise": _of(_noise_in_training),
-    "sparse": lambda: Stack(Adjacent),
+    **{use.__name__[1:]: _of(use) for use in (_written, _begins, _noise_in_training)},
     "batch norm": _around(lambda: nn.BatchNorm1d(16)),
-    "cumulative batch norm": _around(lambda: nn.BatchNorm1d(16, momentum=None)),
     "spectral norm": _around(lambda: NORMED(nn.Linear(16, 16))),
-    "instance norm": _around(
-        lambda: nn.Sequential(
-            nn.Unflatten(1, (4, 4)), nn.InstanceNorm1d(4, track_running_stats=True), nn.Flatten()
-        )
-    ),
 }
 
 
@@ -161,21 +140,9 @@ def _functional_call(model: nn.Module) -> list[Tensor]:
     return []
 
 
-def _frozen_before_backward(model: nn.Module) -> list[Tensor | None]:
-    x = data().requires_grad_()
-    loss = model(x)
-    model.requires_grad_(False)
-    loss.backward()
-    assert not any(p.requires_grad for p in model.parameters())
-    model.requires_grad_(True)
-    return [x.grad]
+STEPS = [backward, _twice, _evaluation_before_backward, _in_both_modes]
 
 
-STEPS: list[Callable[[nn.Module], Sequence[Tensor | None]]] = [backward, _twice]
-STEPS += [_evaluation_before_backward, _in_both_modes]
-
-
-@pytest.mark.filterwarnings("ignore:Sparse CSR")
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("module", MODULES)
 @KINDS
@@ -183,10 +150,9 @@ def test_state_is_changed_once(module: str, step: Any, kind: str) -> None:
     same(MODULES[module], kind, step, steps=2 if step is _twice else 3)
 
 
-@pytest.mark.parametrize("step", [_functional_call, _frozen_before_backward])
 @KINDS
-def test_weights_are_those_of_the_forward(step: Any, kind: str) -> None:
-    same(lambda: Stack(lambda: Block(torch.tanh)), kind, step)
+def test_weights_are_those_of_the_forward(kind: str) -> None:
+    same(lambda: Stack(lambda: Block(torch.tanh)), kind, _functional_call)
 
 
 class Reads(nn.Module):
@@ -205,9 +171,7 @@ class Reads(nn.Module):
 CHANGES: dict[str, Callable[[Any], object]] = {
     "assigned": lambda m: setattr(m, "factor", m.factor + 1),
     "added": lambda m: setattr(m, "more", getattr(m, "more", 1) + 1),
-    "in another's place": lambda m: setattr(m, "named", vars(m).pop("names")),
     "in a list": lambda m: m.terms.append(0.25),
-    "another key": lambda m: m.names.update(b=m.names.pop("a")),
     "buffer": lambda m: setattr(m, "offset", m.offset * 2),
 }
 
@@ -299,7 +263,6 @@ class Cache:
 
 STATES: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Any]]] = {
     "object": (State, lambda s: s),
-    "namespace": (lambda x: types.SimpleNamespace(value=x), lambda s: s),
     "nested": (lambda x: Record(torch.ones(1), State(x)), lambda s: s.inner),
     "dict": (lambda x: {"deep": [State(x)]}, lambda s: s["deep"][0]),
     "cache": (Cache, lambda s: s.layers[0]),
@@ -326,8 +289,7 @@ def test_a_block_that_replaces_the_tensors_of_an_object(state: str, kind: str) -
 
 
 @KINDS
-@pytest.mark.parametrize("make", [dict, UserDict])
-def test_keys_and_values_that_blocks_share(make: Callable[[], Any], kind: str) -> None:
+def test_keys_and_values_that_blocks_share(kind: str) -> None:
     """As in Gemma: a block leaves keys and values for others in a dictionary."""
 
     class Shares(Block):
@@ -339,7 +301,7 @@ def test_keys_and_values_that_blocks_share(make: Callable[[], Any], kind: str) -
             return super().forward(x) * key.mean() * shared["count"] + value.sin()
 
     def join(blocks: Any, x: Tensor) -> Tensor:
-        shared = make()
+        shared: dict[str, Any] = {}
         for block in blocks:
             x = block(x, shared)
         assert shared["count"] == len(blocks)
@@ -349,10 +311,9 @@ def test_keys_and_values_that_blocks_share(make: Callable[[], Any], kind: str) -
 
 
 @KINDS
-@pytest.mark.parametrize("make", [State, lambda x: types.SimpleNamespace(value=x), Record])
-def test_an_object_that_the_model_changes_after_the_block(make: Any, kind: str) -> None:
+def test_an_object_that_the_model_changes_after_the_block(kind: str) -> None:
     def join(blocks: Any, x: Tensor) -> Tensor:
-        state = make(torch.tanh(blocks[0].up(x)))
+        state = State(torch.tanh(blocks[0].up(x)))
         for block in blocks:
             x = block(x, state)
             state.value = state.value * 2
@@ -385,55 +346,12 @@ def test_a_generator_goes_on_as_without_checkpointing(kind: str) -> None:
     same(make, kind, step)
 
 
-class Holds(nn.Module):
-    """Takes its input from an object or a parameter; a buffer is on another device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(8, 8)
-        self.register_buffer("elsewhere", torch.empty(2, device="meta"), persistent=False)
-
-    def forward(self, given: Any) -> Tensor:
-        return torch.sin(self.up(getattr(given, "x", given)))
-
-
-@pytest.mark.parametrize("wrap", [nn.Parameter, lambda x: types.SimpleNamespace(x=x)])
-def test_random_states_are_kept_of_where_parameters_and_objects_lie(
-    wrap: Callable[[Tensor], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """torch keeps those of where the tensors lie that it is given."""
-    seen = []
-
-    def spied(function: Any, *given: Tensor, **options: Any) -> Any:
-        seen.append({tensor.device.type for tensor in given})
-        return torch_checkpoint(function, *(t for t in given if not t.is_meta), **options)
-
-    monkeypatch.setattr(checkpoint, "checkpoint", spied)
-    model = Stack(Holds, lambda blocks, x: sum(b(wrap(x)).sum() for b in blocks))
-    assert put(model, "block")()
-    model(data()).backward()
-    assert seen == [{"meta"}] * 3
-
-
 # refused, by name
 
 
-def _later(m: Any, x: Tensor) -> Tensor:
-    m.calls += 1
-    if m.calls > 1:
-        m.steps += 1
-    return x * m.steps.clone()
-
-
-def _later_attribute(m: Any, x: Tensor) -> Tensor:
-    m.calls += 1
-    if m.calls > 1:
-        m.plain.mul_(2)
-    return x.exp() * m.plain.clone()
-
-
-def _changes_its_argument(x: Tensor) -> Tensor:
-    return x.mul_(2)
+def _large(m: Any, x: Tensor) -> Tensor:
+    m.large[0].fill_(2)
+    return x * m.large[0].clone()
 
 
 def _works_in_place(x: Tensor) -> Tensor:
@@ -486,10 +404,6 @@ def _argument_changed_later(blocks: Any, x: Tensor) -> Tensor:
     return blocks[1](y + x).sum()  # type: ignore[no-any-return]
 
 
-def _iterator(blocks: Any, x: Tensor) -> Tensor:
-    return blocks[0](x, iter([x.mean()])).sum()  # type: ignore[no-any-return]
-
-
 def _change(name: str) -> Callable[[Any], None]:
     def step(model: Any) -> None:
         loss = model(data())
@@ -526,8 +440,7 @@ class InPlace(Block):
 
 
 REFUSED: dict[str, tuple[Callable[[], Stack], Any, str]] = {
-    "buffer written later": (_of(_later), backward, "the buffer Stateful.steps, changed by this"),
-    "attribute written later": (_of(_later_attribute), backward, "a tensor in Stateful.plain, cha"),
+    "large tensor": (_of(_large), backward, "a tensor in Stateful.large, changed in place by"),
     "argument changed by the block": (
         lambda: Stack(lambda: InPlace(nn.Identity()), lambda b, x: b[0](x * 1).sum()),
         backward,
@@ -542,12 +455,11 @@ REFUSED: dict[str, tuple[Callable[[], Stack], Any, str]] = {
     "buffer": (
         _of(lambda m, x: torch.sin(x + m.mean)),
         _change("blocks.1.inner.mean"),
-        "the buffer Stateful.mean, changed in place between",
+        "the buffer Stateful.mean that was changed in place",
     ),
     "object, by the block": (_object("block"), backward, "a tensor in a State, changed in place"),
-    "object, by the model": (_object("model"), backward, "a tensor in a State, changed in place"),
-    "saved tensor": (_around(lambda: _Calls(_works_in_place)), backward, r"a tensor \(5x16"),
-    "iterator": (lambda: Stack(lambda: Block(torch.tanh), _iterator), backward, "a list_iterator"),
+    "object, by the model": (_object("model"), backward, "a tensor in a State that was changed"),
+    "saved tensor": (_around(lambda: _Calls(_works_in_place)), backward, r"it changes saved t"),
     "gradient inside": (_around(lambda: _Calls(_gradient_inside)), backward, "has not ended"),
     "exception": (_around(lambda: _Calls(_raises)), _left_by_an_exception, "ended with an exc"),
     "unpacked twice": (_around(lambda: _Calls(SavesTwice.apply)), backward, "asks for twice"),
@@ -607,37 +519,13 @@ class Counter:
 COUNTED = [0]
 
 
-def _counts_object(m: Any, x: Tensor) -> None:
-    m.statistics.count += 1
-
-
-def _counts_deep(m: Any, x: Tensor) -> None:
-    m.statistics.deep["a"]["b"]["c"]["d"] += 1
-
-
-def _writes_into_object(m: Any, x: Tensor) -> None:
-    m.statistics.total = x.detach().sum()
-
-
-def _draws(m: Any, x: Tensor) -> None:
-    random.random()
-
-
-def _draws_numpy(m: Any, x: Tensor) -> None:
-    np.random.rand()
-
-
-def _swaps_values(m: Any, x: Tensor) -> None:
-    COUNTED[0] += 1
-
-
-UNRESTORED: dict[Any, str] = {
-    _counts_object: r"Unrestored\.statistics\.count",
-    _counts_deep: r"Unrestored\.statistics\.deep\.a\.b\.c\.d",
-    _writes_into_object: r"Unrestored\.statistics\.total",
-    _draws: r"random\.getstate\(\)",
-    _draws_numpy: r"numpy\.random\.get_state\(\)",
-    _swaps_values: r"saved tensor \d",
+UNRESTORED: dict[str, Callable[[Any, Tensor], object]] = {
+    r"statistics\.count": lambda m, x: setattr(m.statistics, "count", m.statistics.count + 1),
+    r"statistics\.deep\.a\.b\.c\.d": lambda m, x: m.statistics.deep["a"]["b"]["c"].update(d=x),
+    r"statistics\.total": lambda m, x: setattr(m.statistics, "total", x.detach().sum()),
+    r"random\.getstate\(\)": lambda m, x: random.random(),
+    r"numpy\.random\.get_state\(\)": lambda m, x: np.random.rand(),
+    r"saved tensor \d": lambda m, x: COUNTED.append(COUNTED.pop() + 1),
 }
 
 
@@ -652,13 +540,13 @@ class Unrestored(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["block", "segments", "selective"])
-@pytest.mark.parametrize("use", UNRESTORED)
-def test_check_determinism_finds_a_block_that_changes_anything_else(use: Any, kind: str) -> None:
+@pytest.mark.parametrize("path", UNRESTORED)
+def test_check_determinism_finds_any_other_change(path: str, kind: str) -> None:
     """Objects on modules, deeper containers, random states outside of torch, globals."""
     COUNTED[0] = 0
-    model = Stack(lambda: Block(Unrestored(use)))
+    model = Stack(lambda: Block(Unrestored(UNRESTORED[path])))
     put(model, kind, check=1)
-    with pytest.raises(RecomputeError, match=rf"blocks\.\d: found .*{UNRESTORED[use]}"):
+    with pytest.raises(RecomputeError, match=rf"blocks\.\d: found .*{path}"):
         model(data()).backward()
 
 
@@ -669,17 +557,18 @@ def test_check_determinism_lets_restored_state_pass(module: str) -> None:
 
 def test_the_search_for_changes_is_limited() -> None:
     many = State([State(n) for n in range(2 * MAX_OBJECTS)])  # type: ignore[arg-type]
-    assert len(UnrestoredState([], [many])._seen) <= MAX_OBJECTS + 1
-    ring = State(torch.ones(1))
-    ring.value = ring  # type: ignore[assignment]
-    assert UnrestoredState([], [ring]).changed(UnrestoredState([], [ring])) is None
+    many.ring = many  # type: ignore[attr-defined]
+    target = CheckpointedModule("", nn.Identity())
+    before, after = (Snapshot(target, [many]).unrestored() for _ in range(2))
+    assert MAX_OBJECTS < len(before) < 3 * MAX_OBJECTS
+    assert before.keys() == after.keys()
 
 
 def test_deepspeeds_bookkeeping_on_modules_is_let_be() -> None:
     module = nn.Linear(1, 1)
     module.ds_grads_remaining = 1  # type: ignore[assignment]
     module.own = 1  # type: ignore[assignment]
-    names = {name for owner in _owners([module]) for name in owner.values}
+    names = {name for *_, values in holders([module]) for name in values}
     assert names == {"own", "in_features", "out_features", "training", "weight", "bias"}
 
 
@@ -747,15 +636,3 @@ def test_forwards_that_interleave_leave_nothing(kind: str, calls: list[weakref.r
             other.square().sum().backward()
         del model, block, one, other
     gc.collect()
-
-
-def test_attributes_of_a_model_are_what_they_are_without_checkpointing() -> None:
-    models = [_of(_containers)() for _ in range(2)]
-    put(models[1], "block")
-    for model in models:
-        results(model, backward)
-    plain, ours = (m.blocks[1].inner for m in models)
-    assert len(plain.seen) == len(ours.seen) == 3
-    assert ours.alias is ours.seen
-    assert plain.nested == ours.nested
-    assert torch.equal(torch.stack(plain.seen), torch.stack(ours.seen))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_ckpt.activation import CheckpointedBlocks
-from ds_ckpt.activation.inputs import Keeping, describe
 from ds_ckpt.activation.offload import BlockCall, Copies, InputStore
 from ds_ckpt.activation.policies import Policy, PolicySettings
 from ds_ckpt.errors import UnsupportedError
@@ -356,11 +354,3 @@ def test_a_tensor_that_is_written_anew_after_its_copy_has_left_is_kept_anew() ->
     model.anew = False
     put_on(model, ["Block"])
     assert equal(grads(model, x), expected)
-
-
-def test_the_start_line_reports_what_it_costs() -> None:
-    assert describe(Keeping(), 4, CPU) == ""
-    text = describe(Keeping(offload=True), 4, CPU)
-    for words in ("3 of 4 checkpointed inputs", "twice their bytes", "no memory is saved"):
-        assert re.search(words, text)
-    assert "no memory" not in describe(Keeping(offload=True), 4, torch.device("cuda"))

@@ -11,9 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from ds_ckpt.activation import CheckpointedBlocks, Policy, PolicySettings, Rule
-from ds_ckpt.activation.selective import Choice, Recording, cores, products
-from ds_ckpt.errors import ConfigError
-from ds_ckpt.patch import Patches
 
 
 def _put(h: Tensor, x: Tensor) -> Tensor:
@@ -124,28 +121,6 @@ def test_random_numbers_after_saved_ones_are_those_of_the_forward(
         assert all(torch.equal(a, b) for a, b in zip(got, found[0], strict=True))
 
 
-def test_only_later_writes_count() -> None:
-    asked = Choice(("aten.mm",), "here", "block", nn.Linear(2, 2), Patches())
-    recording = Recording(asked, lambda: 0)
-    x = torch.ones(2, 2)
-    with recording:
-        x.add_(1.0)
-        kept = x @ x
-        written = x @ x
-        x.add_(1.0)
-        written.view(4)[1:].mul_(3.0)
-        last = x @ x
-    first, second = recording.finish([], whole=True)
-    assert [first.data_ptr(), second.data_ptr()] == [kept.data_ptr(), last.data_ptr()]
-    assert [entry.first for entry in recording.entries] == [0, -1, 1]
-
-
-def test_no_set_holds_an_operator_that_changes_its_argument() -> None:
-    operators = products() | cores()
-    assert torch.ops.aten.mm.default in operators
-    assert [str(o) for o in operators if o._schema.is_mutable] == []
-
-
 class _Outside(nn.Module):
     """Gets hold of a product that its blocks also use, and writes into it."""
 
@@ -238,21 +213,6 @@ class _Hybrid(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
-
-
-def test_all_mistakes_of_all_blocks_are_one_report() -> None:
-    model = _Hybrid()
-    ops = ("qkvo+aten.nothing", "aten.add_", "matmuls")
-    policy = Policy(PolicySettings("selective", save_ops=ops), modules=("_Gated",))
-    before = {name: dict(vars(module)) for name, module in model.named_modules()}
-    with pytest.raises(ConfigError) as caught:
-        CheckpointedBlocks(model, policy=policy)
-    found = {problem.found: problem for problem in caught.value.problems}
-    assert list(found) == ['"qkvo"', '"aten.nothing"', '"aten.add_"']
-    assert len(caught.value.problems) == 3
-    assert found['"qkvo"'].why.startswith("layers.0 has no part")
-    assert found['"qkvo"'].why.endswith("nor have layers.2, layers.3")
-    assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
 
 
 def test_a_block_without_the_part_gets_a_rule_as_the_error_says() -> None:

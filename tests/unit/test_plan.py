@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ds_ckpt.activation import CheckpointedBlocks, Policy, PolicySettings, Rule, make_plan
-from ds_ckpt.errors import ConfigError, UnsupportedError
+from ds_ckpt.errors import ConfigError
 from tests.architectures import ARCHITECTURES, batch, build
 
 ATTENTION = {
@@ -120,7 +120,7 @@ def test_the_first_rule_that_names_a_block_decides() -> None:
     ("rules", "where", "why"),
     [
         (("7",), "rules[0]", "no block"),
-        (("3-9", "4"), "rules[1]", "earlier rule"),
+        (("3-9", "4"), "rules[1]", "earlier rules"),
         (("0", "head.*"), "rules[1]", "no block"),
     ],
 )
@@ -141,9 +141,8 @@ def _selective(*save_ops: str) -> Policy:
 @pytest.mark.parametrize(
     ("name", "word"),
     [
-        ("matmul", '"matmuls"'),
+        ("matmul", "matmuls"),
         ("aten.nosuch", "sets"),
-        ("aten.mm.nosuch", "overloads: default"),
         ("mm", "neither a set"),
         ("aten.name", "neither a set"),
         ("aten.add_", "changes its argument"),
@@ -160,15 +159,6 @@ def test_operators_that_cannot_be_saved_are_refused(name: str, word: str) -> Non
     assert name in problem.found
     assert word in problem.why + problem.remedy
     assert all("forward" not in vars(m) for m in model.modules()), "nothing has been changed"
-
-
-def test_a_set_that_nothing_answers_to_is_refused_in_the_first_forward() -> None:
-    model = build("llama", attn_implementation="eager")
-    CheckpointedBlocks(model, policy=Policy(PolicySettings("selective", save_ops=("attention",))))
-    with pytest.raises(UnsupportedError, match='"attention"') as caught:
-        model(**batch("llama"))
-    assert "aten.bmm" in caught.value.problems[0].why
-    assert "sdpa" in caught.value.problems[0].remedy
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -203,7 +193,7 @@ def test_the_guides_policy_with_a_setting_is_used_from_json() -> None:
     try:
         config = read(policy="first_part", share=0.5)
         assert config.summary() == "checkpointing first_part 50%"
-        with pytest.raises(ConfigError, match=r'save_ops: found "matmuls"\n    why: ignored while'):
+        with pytest.raises(ConfigError, match=r'save_ops: found \["matmuls"\]'):
             read(policy="first_part", save_ops="matmuls")
         with pytest.raises(ConfigError, match=r"share: found 0.5\n    why: ignored while"):
             read(policy="block", share=0.5)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ds_ckpt.activation import CheckpointedBlocks, Unit
-from ds_ckpt.activation.blocks import block_of
+from ds_ckpt.activation.blocks import Block
 from ds_ckpt.activation.planning.budget import Allowance, Planner
 from ds_ckpt.activation.planning.candidates import Candidate, candidates_of
 from ds_ckpt.activation.planning.costs import Rates, measured_rates
@@ -28,7 +28,7 @@ def _units(model: nn.Module, candidate: Candidate) -> list[Unit]:
     modules = dict(model.named_modules())
 
     return [
-        Unit(tuple(block_of(n, modules[n]) for n in u.modules), u.save_ops) for u in candidate.units
+        Unit(tuple(Block(n, modules[n]) for n in u.modules), u.save_ops) for u in candidate.units
     ]
 
 

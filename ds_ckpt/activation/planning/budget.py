@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ds_ckpt.activation.blocks import block_of
+from ds_ckpt.activation.blocks import Block
 from ds_ckpt.activation.planning.candidates import (
     Candidate,
     UnitNames,
@@ -117,7 +117,7 @@ class ActivationPlan:
         modules = dict(model.named_modules())
         return [
             Unit(
-                tuple(block_of(name, modules[name]) for name in unit.modules),
+                tuple(Block(name, modules[name]) for name in unit.modules),
                 unit.save_ops,
                 _WHERE,
             )

@@ -494,7 +494,7 @@ def simulate(
         parts = dict(twin.named_modules())
 
         def on_twin(block: Block) -> Block:
-            return Block(block.name, parts[block.name], block.kind)
+            return Block(block.name, parts[block.name])
 
         put = [replace(unit, blocks=tuple(map(on_twin, unit.blocks))) for unit in units]
         with not_plannable():
