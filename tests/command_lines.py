@@ -1,7 +1,7 @@
-"""Commands that documents name: whether a reader could type them. Nothing is run.
+"""Check that a reader could type the commands that documents name. Nothing is run.
 
-`ds-ckpt` and `deepspeed` are asked by their own parsers; of a script the options that its source
-declares are put into a parser; files, modules, tests and extras that are named have to be there.
+`ds-ckpt` and `deepspeed` are checked by their own parsers, scripts by the options that their source
+declares; files, modules, tests and extras that are named have to exist.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import itertools
 import os
 import re
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,6 @@ from ds_ckpt.cli import app
 ROOT = Path(__file__).resolve().parents[1]
 UsageError = typer.BadParameter.__mro__[1]
 TYPES = {"int": int, "float": float}
-PARSER = ("action", "nargs", "choices", "type", "required")
-"""What decides of an option whether a line can be typed."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -35,8 +32,7 @@ class _Parser(argparse.ArgumentParser):
 def parser_of(script: Path) -> argparse.ArgumentParser:
     """A parser with the arguments that a script's source declares."""
     parser = _Parser(prog=script.name)
-    source = script.read_text(encoding="utf-8")
-    for call in ast.walk(ast.parse(source)):
+    for call in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
         if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
             continue
         if call.func.attr == "add_config_arguments":  # DeepSpeed's
@@ -45,56 +41,47 @@ def parser_of(script: Path) -> argparse.ArgumentParser:
         if call.func.attr == "add_argument":
             settings: dict[str, Any] = {}
             for given in call.keywords:
-                if given.arg in PARSER and isinstance(given.value, ast.Name):
-                    settings[given.arg] = TYPES.get(given.value.id, str)
-                elif given.arg in PARSER and given.arg != "type":
+                if given.arg == "type" and isinstance(given.value, ast.Name):
+                    settings["type"] = TYPES.get(given.value.id, str)
+                elif given.arg in ("action", "nargs", "choices", "required"):
                     try:
                         settings[given.arg] = ast.literal_eval(given.value)
                     except ValueError:
-                        continue  # worked out when it runs
+                        continue  # computed when it runs
             parser.add_argument(*map(ast.literal_eval, call.args), **settings)
     return parser
 
 
 def check_command(command: str, *, named: bool = False) -> None:
-    """AssertionError, KeyError or a usage error where a reader could not type it.
+    """Raise AssertionError, KeyError or a usage error if a reader could not type it.
 
     Files are looked for from the working directory.
 
     Args:
-        named: it stands in a sentence, where what is required may be left out.
+        named: it is in a sentence, where required options may be left out.
     """
     words = shlex.split(command, comments=True)
     while words[0] == "sudo" or re.match(r"[A-Z_]+=", words[0]):
         words = words[1:]
-    if words[0] == "nice":
-        words = words[3:]
-    program, *arguments = words
+    program, *arguments = words[3:] if words[0] == "nice" else words
     if program == "ds-ckpt":
         _ds_ckpt(arguments, named)
     elif program == "deepspeed":
         _deepspeed(arguments, named)
     elif program == "pytest":
         _pytest(arguments)
-    elif program in ("python", "python3") and arguments[:2] == ["-m", "venv"]:
-        assert len(arguments) == 3
     elif program in ("python", "python3"):
-        _script(arguments)
+        if arguments[:2] != ["-m", "venv"]:
+            _script(arguments)
     elif program == "pip":
         _pip(arguments)
-    elif program in ("cd", "."):
-        assert len(arguments) == 1
-    elif program == "git":
-        assert arguments[0] == "clone"
-    elif program == "apt":
-        assert arguments[0] == "install"
-    elif program in ("ruff", "mypy", "lint-imports"):
-        assert f'"{program.replace("lint-imports", "import-linter")}>' in _project()
     elif "/" in program:
         assert os.access(program, os.X_OK), program
-        _options_in_text(Path(program), arguments)
+        passed = {"test.sh": "-k --slow", "run": "--slow"}.get(Path(program).name, "")
+        known = Path(program).read_text(encoding="utf-8") + passed
+        assert all(word in known for word in arguments if word.startswith("-")), command
     else:
-        raise AssertionError(f"no check is known for {program!r}")
+        assert program in ("cd", ".", "git", "apt", "ruff", "mypy", "lint-imports"), program
 
 
 def _ds_ckpt(arguments: list[str], named: bool) -> None:
@@ -102,8 +89,7 @@ def _ds_ckpt(arguments: list[str], named: bool) -> None:
     name = "ds-ckpt"
     while hasattr(parser, "commands") and arguments:
         if arguments[0].startswith("-"):
-            options = {o for p in parser.params for o in (*p.opts, *p.secondary_opts)}
-            assert arguments[0] in options, arguments[0]
+            assert arguments[0] in {o for p in parser.params for o in p.opts}, arguments[0]
             return
         name, *arguments = arguments
         parser = parser.commands[name]
@@ -156,7 +142,7 @@ def _script(arguments: list[str]) -> None:
 
 
 def _pytest(arguments: list[str]) -> None:
-    """Files by their path or, where a sentence names them, by their name alone; tests by -k."""
+    """Files by their path or, in a sentence, by their name alone; tests by -k."""
     file, *chosen = arguments
     found = [Path(file)] if "/" in file else sorted((ROOT / "tests").rglob(file))
     assert found, f"there is no {file}"
@@ -172,19 +158,7 @@ def _pip(arguments: list[str]) -> None:
     for word, value in itertools.pairwise(arguments):
         if word in ("-c", "-r"):
             assert Path(value).exists(), value
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     for extras in re.findall(r"\[([\w,]+)\]", " ".join(arguments)):
         for extra in extras.split(","):
-            assert re.search(rf"^{extra} = \[", _project(), re.M), extra
-
-
-def _options_in_text(script: Path, arguments: Sequence[str]) -> None:
-    """Of a shell script: each option is one that its text, or what it hands them to, knows."""
-    passed = {"test.sh": "-k --slow", "run": "--slow"}.get(script.name, "")
-    known = script.read_text(encoding="utf-8") + passed
-    for word in arguments:
-        if word.startswith("-"):
-            assert word in known, f"{script} does not know {word}"
-
-
-def _project() -> str:
-    return (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+            assert re.search(rf"^{extra} = \[", project, re.M), extra

@@ -1,10 +1,10 @@
-"""What is published: one version, licences as they are installed, and a wheel that is whole."""
+"""What is published: one version, licences as they are installed, and a complete wheel."""
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,26 +22,20 @@ def test_the_version_is_in_one_place_and_the_citation_follows() -> None:
     assert re.findall(r"^version: (\S+)$", citation, re.M) == [ds_ckpt.__version__]
 
 
-def test_every_dependency_is_listed_with_its_licence() -> None:
+def test_every_dependency_is_listed_with_its_licence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names alone: licences are those of the versions that were installed when it was written."""
-    listed = re.findall(
-        r"^\| ([\w.-]+) \| [\w]+ \| ", (ROOT / "docs/licences.md").read_text(), re.M
-    )
-    sys.path.insert(0, str(ROOT / "scripts"))
-    try:
-        import licences
-    finally:
-        sys.path.pop(0)
+    page = (ROOT / "docs/licences.md").read_text()
+    listed = re.findall(r"^\| ([\w.-]+) \| [\w]+ \| ", page, re.M)
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    licences = importlib.import_module("licences")
     wanted = [name for names in licences.requirements().values() for name in names]
-    assert listed[0] == "package"
-    assert listed[1:] == [name for name in wanted if name != "ds_ckpt"]
+    assert listed == ["package", *(name for name in wanted if name != "ds_ckpt")]
     assert licences.licence("torch").startswith(("BSD", "Apache"))
 
 
 @pytest.mark.slow
 def test_sdist_and_wheel_are_whole() -> None:
     """A part of .ci/run, too."""
-    run = subprocess.run(
-        [str(ROOT / "scripts" / "package_check.sh")], capture_output=True, text=True, check=False
-    )
+    check = [str(ROOT / "scripts" / "package_check.sh")]
+    run = subprocess.run(check, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
