@@ -41,9 +41,6 @@ def main() -> None:
         if rank == 0 and (step % 10 == 0 or step + 1 == options.steps):
             print(f"step {step + 1:4}  loss {loss.item():.4f}", flush=True)
 
-    session = ds_ckpt.session_of(engine)
-    if rank == 0 and session is not None:
-        print(f"error feedback keeps {session.residual_bytes / 1e6:.2f} MB on this process")
     engine.destroy()
     dist.destroy_process_group()
 

@@ -92,7 +92,7 @@ class ActivationConfig(Keeping, _WithPolicy):
     budget_gib: Annotated[float | None, Field(gt=0, allow_inf_nan=False), _PLANNED] = Field(
         default=None,
         description="Memory of each accelerator for what budget_of names, in GiB. Default with "
-        '"auto": the whole accelerator; required on the CPU.',
+        '"auto": the whole accelerator.',
     )
     budget_of: Annotated[
         BudgetOf | None,

@@ -18,7 +18,7 @@ import torch
 
 from ds_ckpt.config import load_file, parse
 from ds_ckpt.engine import ATTRIBUTE, Session, ensure_log_handler, has_optimizer
-from ds_ckpt.errors import ConfigError, Problem, UnsupportedError
+from ds_ckpt.errors import Problem, UnsupportedError
 
 log = logging.getLogger("ds_ckpt")
 _wrapper: Any = None
@@ -129,10 +129,6 @@ def _raw_config(args: Any, config: Any, config_params: Any) -> Mapping[str, Any]
         return source
     if not isinstance(source, str | Path) or not os.path.isfile(source):
         return None  # base64 of DeepSpeed's launcher: parsed by DeepSpeed, checked by attach
-    try:
-        return load_file(source)
-    except ConfigError:
-        text = Path(source).read_text(errors="replace")
-        if "ds_ckpt" in text or "activation_checkpointing" in text:
-            raise
-        return None  # hjson without the plugin's sections
+    text = Path(source).read_text(errors="replace")
+    has_section = "ds_ckpt" in text or "activation_checkpointing" in text
+    return load_file(source) if has_section else None

@@ -113,28 +113,19 @@ class Gradients:
 
     def describe(self) -> list[str]:
         """Return clauses for the line at the start."""
-        settings, by_compressor = self._settings, self.assignment.by_compressor()
-        how = ", ".join(f"{words} on {n}" for words, (n, _, _) in by_compressor.items())
-        first = f"gradients: {how} tensors, {self.assignment.share:.2%} of the dense gradient bytes"
-        if self.groups.levels == 2:
-            first += f" between nodes, after an exact sum over {len(self.groups.peers)} ranks"
-        if not settings.lossless:
-            first += f", starting at step {settings.warmup_steps}"
-            first += ", if it shortens the step" if settings.autotune else ""
-        clauses = [first]
+        assignment, feedback = self.assignment, self.feedback
+        where = "between nodes" if self.groups.levels == 2 else "between ranks"
+        how = ", ".join(f"{c} on {n}" for c, (n, _, _) in assignment.by_compressor().items())
+        facts = [f"{how} tensors: {assignment.share:.2%} of the dense gradient bytes {where}"]
         if self._exchanges_once:
-            clauses.append("one exchange an accumulated step")
-        if self.feedback is not None:
-            where = "host memory" if self.feedback.on_host else "memory"
-            clauses.append(f"residuals take {self.feedback.nbytes / 1e6:,.4g} MB of {where}")
-        if not settings.lossless and not settings.error_feedback:
-            clauses.append("no error feedback: unsent gradients are lost")
-        if value := settings.momentum_correction:
-            why = why_not_corrected(self._engine.optimizer)
-            clauses.append(
-                f"no momentum correction: {why}" if why else f"momentum correction {value:g}"
-            )
-        return clauses
+            facts.append("one exchange an accumulated step")
+        if feedback is not None:
+            memory = "host memory" if feedback.on_host else "memory"
+            facts.append(f"residuals take {feedback.nbytes / 1e6:,.4g} MB of {memory}")
+        why = why_not_corrected(self._engine.optimizer)
+        if self._settings.momentum_correction and why:
+            facts.append(f"no momentum correction: {why}")
+        return facts
 
 
 def _transport(group: Any) -> TorchTransport:

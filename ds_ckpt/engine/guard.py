@@ -7,7 +7,6 @@ the ranks are compared, so all of them act in the same step.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -97,12 +96,6 @@ class Guard:
         self._is_logging_rank = is_logging_rank
         self._exceeded = 0
         self.last: ResidualStats | None = None
-
-    def describe(self) -> str:
-        """Return a clause for the line at the start."""
-        named = {"error": self._limits.error, "residual norm": self._limits.residual_norm}
-        limits = [f"{name} {limit:.3g}" for name, limit in named.items() if math.isfinite(limit)]
-        return f"guard: action {self._action} above {' or '.join(limits)}"
 
     def check(self, step: int, found: ResidualStats) -> None:
         """Compare, and act at the second consecutive sample above a limit."""

@@ -22,7 +22,6 @@ from ds_ckpt.activation.blocks import find_blocks
 from ds_ckpt.activation.planning.budget import AUTO_SHARE, ActivationPlan, Allowance, plan_within
 from ds_ckpt.activation.planning.costs import measured_rates
 from ds_ckpt.config.activation import ActivationConfig
-from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.telemetry.device import capacity_of, free_on
 from ds_ckpt.telemetry.units import GIB
 from ds_ckpt.zero3.resident import OPTIONAL, resident_bytes
@@ -42,9 +41,6 @@ class Planning:
 
     Attributes:
         plan: None before the first training batch.
-
-    Raises:
-        ConfigError: the budget is larger than the device's memory, or "auto" has no limit.
     """
 
     def __init__(
@@ -58,27 +54,12 @@ class Planning:
         self._install, self._exchange_bytes = install, exchange_bytes
         self._device = torch.device(engine.device)
         self._capacity = capacity_of(self._device)
-        self._check(config.budget_gib)
         self.plan: ActivationPlan | None = None
         self._largest = 0
         """Tokens of the largest batch that the plan or a warning was about."""
         hook = torch.compiler.disable(self._before_forward)
         handle = engine.module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
         self.stop: Callable[[], None] = handle.remove
-
-    def _check(self, asked_gib: float | None) -> None:
-        config, capacity_gib = self._config, self._capacity / GIB
-        is_counted = self._device.type != "cpu" or config.budget_is_of != "accelerator"
-        if asked_gib is not None and asked_gib > capacity_gib:
-            why = f"the device has {capacity_gib:.1f} GiB"
-            remedy = f"write at most {capacity_gib:.1f}"
-        elif config.policy == "auto" and not is_counted:
-            why = "allocations on the CPU are not counted: a limit must be given"
-            remedy = 'write budget_gib, and "activations" or "saved" as budget_of'
-        else:
-            return
-        found = f"{asked_gib} for {config.budget_is_of}"
-        raise ConfigError(Problem("$.ds_ckpt.activation.budget_gib", found, why, remedy))
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if not module.training or not torch.is_grad_enabled():

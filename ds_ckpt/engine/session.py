@@ -27,7 +27,6 @@ from ds_ckpt.engine.refusals import refuse_unsupported
 from ds_ckpt.engine.tensor_parallel import TensorParallelGroup, find_group
 from ds_ckpt.engine.weights import ResidentWeights, make_resident
 from ds_ckpt.errors import Problem, UnsupportedError
-from ds_ckpt.exchange.assignment import Assignment
 from ds_ckpt.patch import Patches
 from ds_ckpt.telemetry import Counters
 from ds_ckpt.telemetry.counters import OffloadCounters, PartitionCounters
@@ -254,17 +253,6 @@ class Session:
         return partition.counters if partition else None
 
     @property
-    def plan(self) -> Assignment | None:
-        """Compressor and bytes of each parameter; None without compression."""
-        return self.exchange.assignment if self.exchange else None
-
-    @property
-    def residual_bytes(self) -> int:
-        """Bytes of residuals on this rank."""
-        feedback = self.exchange.feedback if self.exchange else None
-        return feedback.nbytes if feedback else 0
-
-    @property
     def residuals(self) -> dict[str, torch.Tensor]:
         """Committed residuals by parameter name: flat fp32, in units of the averaged gradient."""
         feedback = self.exchange.feedback if self.exchange else None
@@ -299,34 +287,18 @@ class Session:
         self._gradient.replace_exchange(exchange)
 
     def _describe(self) -> str:
-        parts = []
+        facts = [self.config.summary()]
         if self._planning:
-            words = self.config.activation.summary()
-            parts.append(f"{words}, planned at the first training batch")
+            facts.append("planned at the first training batch")
         if self._blocks:
-            parts.append(self._describe_checkpointing(self._blocks))
+            facts.append(f"checkpointing on {self._blocks.describe()}")
         if self.exchange:
-            parts += self.exchange.describe()
+            facts += self.exchange.describe()
         if self._resident:
-            parts.append(self._resident.describe())
+            facts.append(self._resident.describe())
         elif self.config.weights.resident and self._gather:
-            parts.append("weights not resident: all ranks share one node")
-        if self.guard:
-            parts.append(self.guard.describe())
-        if self.config.telemetry.enabled:
-            parts.append("telemetry on")
-        return "ds_ckpt: " + ("; ".join(parts) or "nothing is switched on")
-
-    def _describe_checkpointing(self, blocks: CheckpointedBlocks) -> str:
-        activation = self.config.activation
-        rules = " and rules" if activation.rules else ""
-        words = f"{activation.policy}{rules} checkpointing on {blocks.describe()}"
-        if self._gather is not None:
-            shared = activation.share_gather
-            words += ", no extra weight gathers" if shared else ", weights gathered once more"
-        if activation.check_every:
-            words += f", values checked in one of {activation.check_every} recomputations"
-        return words + activation.keeping()
+            facts.append("weights not resident: all ranks share one node")
+        return "ds_ckpt: " + "; ".join(facts)
 
 
 def _random_trackers() -> list[Any]:

@@ -70,12 +70,9 @@ class ResidentWeights:
 
     def describe(self) -> str:
         """Return a clause for the line at the start."""
-        how = " or ".join(self.codecs)
-        choice = ", if it shortens the step" if self.tuner is not None else ""
-        return (
-            f"weights resident on each of {self.hook.layout.nodes} nodes "
-            f"({self.hook.nbytes / 1e6:.4g} MB per rank), changes sent once per step, {how}{choice}"
-        )
+        nodes, mb = self.hook.layout.nodes, self.hook.nbytes / 1e6
+        changes = f"changes sent {' or '.join(self.codecs)}"
+        return f"weights resident on each of {nodes} nodes, {mb:.4g} MB per rank, {changes}"
 
     def step_ended(self, *, is_busy: bool) -> None:
         """Count the step, and place the weights for the next one. Collective.

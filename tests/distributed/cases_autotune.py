@@ -98,7 +98,7 @@ def monitored(folder: str, section: dict[str, Any]) -> dict[str, Any]:
         "files": sorted(str(p.relative_to(folder)) for p in Path(folder).rglob("*ds_ckpt*")),
         "records": [json.loads(line) for line in own.read_text().splitlines()],
         "summary": session.summary,
-        "plan": session.plan.records(),
+        "plan": session.exchange.assignment.records(),
         "norm": float(engine.get_global_grad_norm()),
         "residuals": sum(float(r.norm()) ** 2 for r in session.residuals.values()) ** 0.5,
         "parameters": {n: tuple(p.ds_shape) for n, p in engine.module.named_parameters()},

@@ -147,7 +147,7 @@ def entries_held(slots: list[int], section: dict[str, Any]) -> Any:
         "sent": dict(session.counters.bytes_sent),
         "tensors": len(session.residuals),
         "summary": session.summary,
-        "bytes": session.residual_bytes,
+        "bytes": session.exchange.feedback.nbytes,
         "reduce": session.counters.bytes_sent[Purpose.REDUCE],
     }
     engine.destroy()

@@ -128,23 +128,8 @@ def test_what_cannot_fit_is_refused_on_every_process_with_what_would(world2: Any
         assert "budget_gib" in words
         assert "write at least 0.0000" in words
         assert "sequences of at most 30% of this batch's 24 tokens" in words
-
-
-@pytest.mark.parametrize(
-    ("section", "word"),
-    [
-        # "auto" plans for 90% of it, and what was written is what the words are on
-        ({"policy": "auto", "budget_gib": 2**-17}, "7.62939e-06 GiB for activations"),
-        ({"policy": "auto"}, "a limit must be given"),
-        ({"policy": "auto", "budget_gib": 1.0, "budget_of": "accelerator"}, "budget_of"),
-        ({"policy": "budget", "budget_gib": 1e6}, "the device has"),
-    ],
-)
-def test_a_budget_without_a_possible_limit_is_refused(
-    world2: Any, section: dict[str, Any], word: str
-) -> None:
-    for words in world2.run(cases_budget.refused, section, timeout=120):
-        assert word in words
+    for words in world2.run(cases_budget.refused, {"policy": "auto", "budget_gib": 2**-17}):
+        assert "7.62939e-06 GiB for activations" in words  # as written, not the 90% of "auto"
 
 
 def test_a_plan_that_fails_on_one_process_fails_on_all(world2: Any) -> None:

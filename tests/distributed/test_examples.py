@@ -50,7 +50,6 @@ def test_a_plain_script(tmp_path: Path) -> None:
     said = _run("train.py", tmp_path, "--steps", "12")
     losses = _losses(said)
     assert losses[-1] < losses[0]
-    assert "error feedback keeps" in said
 
 
 @pytest.mark.slow

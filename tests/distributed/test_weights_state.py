@@ -108,7 +108,7 @@ def test_codecs_are_compared_by_step_time(world2: Any) -> None:
     ours = world2.run(cases.laws, ONE, "llama", {"weights": {"resident": True}}, steps)
     for process, stock in zip(ours, plain, strict=True):
         _same(process, stock, "losses", "evaluated", "weights")
-        assert "lossless or uncompressed, if it shortens the step" in process["summary"]
+        assert "changes sent lossless or uncompressed" in process["summary"]
         assert process["choice"] in ("uncompressed", None), "no link is slow here"
 
 
