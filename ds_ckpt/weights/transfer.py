@@ -36,13 +36,11 @@ class Flight:
 
 
 class ReplicaTransfer:
-    """Sends the packets of all owners, in order.
-
-    Collective: every rank starts with the same number of packets, and receives each of them.
+    """Sends the packets of all owners, in order. Collective: all ranks send equally many packets.
 
     Args:
         layout: Ranks and replicas.
-        group: Of all ranks, for this traffic alone: it runs beside other collectives.
+        group: All ranks, for this traffic alone: it runs beside other collectives.
         all_to_all_single: `torch.distributed`'s function, or one of the same arguments.
         device: Device of the collective.
     """

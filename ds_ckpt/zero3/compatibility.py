@@ -48,8 +48,8 @@ class Symbol:
     Attributes:
         path: `module:qualified.name`.
         signature: Its parameters, or the type of an object.
-        digests: Of its source in supported versions.
-        why: What the hook uses it for.
+        digests: Its source in supported versions.
+        why: Its use.
         since: First version that has it; "" for all.
         until: Last version that has it; "" for all.
     """
@@ -201,10 +201,7 @@ def _parameters(function: Any) -> str:
 
 
 def _undecorated(function: Any) -> Any:
-    """Return the function without decorators, also DeepSpeed's, which set no `__wrapped__`.
-
-    `instrument_w_nvtx` returns a closure over the function that it wraps.
-    """
+    """Return the function without decorators, also `instrument_w_nvtx`, which is a closure."""
     while True:
         function = inspect.unwrap(function)
         inside = [c.cell_contents for c in getattr(function, "__closure__", None) or ()]
@@ -304,13 +301,8 @@ def require_resident_weights(version: str) -> None:
 def fill_in_verdict(optimizer: Any, patches: Patches, *, always_check: bool) -> None:
     """Add 0.19.8's `_loss_scale_update_and_overflow_cleanup` to earlier versions.
 
-    They decide in `_overflow_check_and_loss_scale_update`, and check for non-finite gradients in
-    fp16 only.
-
-    Args:
-        optimizer: DeepSpeed's ZeRO-3 optimizer.
-        patches: Records the originals.
-        always_check: Skip steps with non-finite gradients in every dtype, like 0.19.8.
+    They decide in `_overflow_check_and_loss_scale_update`, for fp16 alone; `always_check` skips
+    steps with non-finite gradients in every dtype, like 0.19.8.
     """
     if hasattr(optimizer, "_loss_scale_update_and_overflow_cleanup"):
         return
@@ -351,7 +343,7 @@ def check_identity(
         group: Process group.
 
     Returns:
-        False if a gradient was not finite, which fp16 often starts with: nothing was compared.
+        False if a gradient was not finite, and nothing was compared.
 
     Raises:
         ContractError: On every rank, if the results differ on one.

@@ -1,14 +1,12 @@
 """Momentum correction: AdamW steps by u = (1 - a) m + a g in place of its first moment m.
 
-Error feedback delivers a share of a gradient and keeps the rest for later steps: an exponential
-average. The first moment is another one behind it, and two in a row are an underdamped loop, whose
-largest stable learning rate falls (Cohen et al., arXiv 2207.14484, for one of them). A share a of
-the newest gradient g removes most of that delay (Nesterov's form is a = 1 - b1; Dozat, 2016). It
-costs no byte and no memory; docs/accuracy.md has the measurements.
+Error feedback delivers gradients late, as an exponential average; with the first moment behind it
+the largest stable learning rate falls (Cohen et al., arXiv 2207.14484). A share a of the newest
+gradient g removes most of the delay (a = 1 - b1 is Nesterov's form; Dozat, 2016), at no cost of
+bytes or memory.
 
 DeepSpeed steps one sub-group after the other, each as the only member of its parameter group, and
-torch's AdamW, DeepSpeedCPUAdam and FusedAdam read the group's betas every time. Their bias
-correction uses powers of the betas: some tens of steps after the start it is 1 for any.
+its Adams read the group's betas every time. Their bias correction is off in the first steps.
 """
 
 from __future__ import annotations
@@ -31,12 +29,12 @@ def corrected(
 ) -> Iterator[None]:
     """Have an optimizer of Adam's kind step by u where it would by m.
 
-    With (1 - a) b1 in the place of b1 it makes u where it makes m; then m is worked out from u.
+    With (1 - a) b1 in the place of b1 it computes u; then m is computed from u.
 
     Args:
-        optimizer: of Adam's kind.
-        group: index in `optimizer.param_groups`.
-        parameters: those of the group that it steps inside, once; their gradients stay.
+        optimizer: Adam or AdamW.
+        group: Index in `optimizer.param_groups`.
+        parameters: Those that it steps inside, once; their gradients stay.
         correction: a, below 1; 0 changes nothing.
     """
     holder = optimizer.param_groups[group]
@@ -72,12 +70,7 @@ def why_not_corrected(optimizer: Any) -> str:
 
 
 def parameter_groups(optimizer: Any, names: dict[int, str]) -> dict[str, int]:
-    """Return the index of the parameter group that steps each parameter, by name.
-
-    Args:
-        optimizer: DeepSpeed's ZeRO-3 optimizer.
-        names: by `ds_id`.
-    """
+    """Return by name the index of the parameter group that steps each parameter."""
     return {
         names[parameter.ds_id]: optimizer.sub_group_to_group_id[sub_group]
         for sub_group, parameters in enumerate(optimizer.fp16_groups)

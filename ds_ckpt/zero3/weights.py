@@ -1,13 +1,12 @@
-"""The weights hook: every node keeps a copy of the weights; once per step it receives the changes.
+"""The weights hook: every node keeps a copy of the weights, and receives the changes of each step.
 
 ZeRO++'s secondary partition (hpZ, Wang et al. 2023, arXiv 2306.10209) is a copy of the 16-bit
-weights that is sharded over the ranks of a node. DeepSpeed's gathers prefer it, and DeepSpeed drops
-it after every step, so the next forward gathers between nodes again. This hook creates one at
-attach, also on nodes of one rank, and keeps it. After each optimizer step every node receives what
-the owners' shards have become, uncompressed or as lossless changes.
+weights, sharded over the ranks of a node, which DeepSpeed's gathers prefer. DeepSpeed drops it
+after every step. This hook creates one at attach, also on nodes of one rank, and keeps it: after
+each optimizer step every node receives what the owners' shards have become.
 
 Law: the secondary partition equals, bit for bit, the gather of all owners' `ds_tensor`, which is
-the rounded master weights. `ds_ckpt.weights` has the encodings, the layout and the transfer.
+the rounded master weights.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as torch_dist
@@ -41,20 +39,14 @@ CHECK_EVERY = 100
 _PREFETCH = "_PartitionedParameterCoordinator__prefetch_bucket_sz"
 
 
-@dataclass(frozen=True)
-class ParamShard:
-    """One parameter's part of this rank's shard.
-
-    Attributes:
-        group: Index of the optimizer's group; the shard of a group is flat.
-        start: Offset in that group's shard.
-        size: Elements, padding included; the same for every owner.
-    """
+class ParamShard(NamedTuple):
+    """One parameter's part of this rank's flat shard of an optimizer group."""
 
     param: Any
     group: int
     start: int
     size: int
+    """Elements, padding included; the same for every owner."""
 
 
 class LocalGatherHandle:
@@ -83,29 +75,23 @@ class LocalGatherHandle:
 
 
 class WeightsHook:
-    """Keeps the secondary partition of one ZeRO-3 optimizer's parameters.
+    """Keeps the secondary partition of one ZeRO-3 optimizer's parameters. Collective.
 
     `detach()` drops it; between steps `attach()` creates it again. After the optimizer step the
-    changes are encoded and sent chunk by chunk, small parameters that stay gathered first, then in
-    the order of forward. A gather waits for the chunks of its parameters, so forward starts while
-    later chunks are in flight.
-
-    Collective: every rank creates one.
+    changes are sent chunk by chunk, small parameters that stay gathered first, then in the order of
+    forward. A gather waits for the chunks of its parameters, so forward starts while later chunks
+    are in flight.
 
     Args:
         optimizer: DeepSpeed's ZeRO-3 optimizer.
         params: All parameters of the model, frozen ones included.
         layout: Nodes, ranks and replicas.
-        group: Of all ranks, for this traffic alone.
+        group: All ranks, for this traffic alone.
         all_to_all_single: `torch.distributed`'s function, or one of the same arguments that counts.
-        codec: Encoding of the changes.
+        codec: Encoding of the changes; may be replaced between steps.
         counters: Bytes and gathers are counted there.
         gather_hook: Surrounds DeepSpeed's `_post_step`.
         gradient_hook: Calls back before each forward.
-
-    Attributes:
-        codec: May be replaced between steps; all codecs decode to the same bits.
-        layout: Nodes, ranks and replicas.
     """
 
     def __init__(
@@ -305,8 +291,7 @@ class WeightsHook:
     def loading(self) -> Iterator[None]:
         """Surround a load of the owners' weights; the outermost one ends with a gather. Collective.
 
-        If it raises, maybe on one rank alone, no collective follows; the next forward, which all
-        ranks begin, compares checksums.
+        If it raises, maybe on one rank alone, the next forward compares checksums instead.
         """
         self._loads += 1
         try:
@@ -430,10 +415,7 @@ class WeightsHook:
         return not flag.item()
 
     def detach(self) -> None:
-        """Drop the secondary partition; DeepSpeed gathers between nodes again.
-
-        It is dropped also if waiting for chunks in flight raises.
-        """
+        """Drop the secondary partition, also if waiting for chunks in flight raises."""
         try:
             self.drain()
         finally:
@@ -457,11 +439,7 @@ _global = Patches()
 
 
 def _replace_partition() -> None:
-    """Partition each parameter by its own hook.
-
-    A list may hold parameters of several engines (`GatheredParameters` of two models); DeepSpeed
-    has the first one's `zero.Init` partition all.
-    """
+    """Partition each parameter by its own hook: a list may hold parameters of several engines."""
     from deepspeed.runtime.zero.partition_parameters import Init
 
     if _global.active:
@@ -499,10 +477,7 @@ def _unrounded(params: Iterable[Any]) -> Iterator[None]:
 
 
 def forget_hpz() -> None:
-    """Remove hpZ's process group, which DeepSpeed keeps for the whole program.
-
-    Every later ZeRO-3 engine would use it, whatever its own configuration is.
-    """
+    """Remove hpZ's process group, which DeepSpeed would use for every later ZeRO-3 engine."""
     from deepspeed.utils import groups
 
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
