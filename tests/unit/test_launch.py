@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,9 +22,7 @@ from ds_ckpt.lab.hosts.launcher import (
     LaunchError,
     check_hosts,
     launch,
-    log_tail,
     run,
-    unreachable,
 )
 from ds_ckpt.lab.hosts.sets import HostsError
 
@@ -121,16 +117,6 @@ def test_an_interrupt_ends_the_whole_family(tmp_path: Path) -> None:
     assert len(pids) == 1
 
 
-def test_nohup_is_heard() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with launcher.signals_as_exit():
-            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-            assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
 def test_the_time_limit_is_told(tmp_path: Path) -> None:
     code = "import os, time; print('pid', os.getpid(), flush=True); time.sleep(600)"
     with pytest.raises(LaunchError, match=r"its limit of 2 s(.|\n)*raise the limit"):
@@ -152,13 +138,6 @@ def test_a_failure_shows_the_first_traceback(tmp_path: Path) -> None:
     assert "peer is gone" not in problem.found
 
 
-def test_the_log_of_a_failure_without_traceback_and_without_a_file(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    assert log_tail(log) == "    (no log)"
-    log.write_text("\n".join(f"line {i}" for i in range(100)))
-    assert log_tail(log).splitlines()[-1] == "    line 99"
-
-
 def test_a_lock_left_by_a_failed_build_is_cleared(tmp_path: Path) -> None:
     environment = {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
     folder = tmp_path / "py3_cpu" / "deepspeed_shm_comm"
@@ -178,31 +157,6 @@ def test_a_lock_left_by_a_failed_build_is_cleared(tmp_path: Path) -> None:
     assert launcher.locks(environment)
 
 
-def test_a_lock_that_another_program_took_meanwhile_stays(tmp_path: Path) -> None:
-    """Without it a third one builds at once, and the first finds its lock gone."""
-    environment = {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
-    lock = tmp_path / "deepspeed_shm_comm" / "lock"
-    lock.parent.mkdir()
-    held = f"import os, time; os.open({str(lock)!r}, os.O_CREAT | os.O_EXCL); time.sleep(600)"
-    builders: list[subprocess.Popen[bytes]] = []
-
-    def failing() -> None:
-        with launcher.lock_cleared_on_failure(environment):
-            builders.append(subprocess.Popen([sys.executable, "-c", held]))
-            while not lock.exists():
-                time.sleep(0.01)
-            raise KeyboardInterrupt
-
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            failing()
-        assert launcher.locks(environment) == {lock}
-    finally:
-        for builder in builders:
-            builder.kill()
-            builder.wait()
-
-
 def test_the_module_gets_its_job_and_sends_events_and_requests(tmp_path: Path) -> None:
     code = "process.beat(words=job['word']); process.request(rate_mbit=50.0); process.beat(n=2)"
     hosts, told = Hosts(code), list[dict[str, Any]]()
@@ -213,13 +167,6 @@ def test_the_module_gets_its_job_and_sends_events_and_requests(tmp_path: Path) -
     parsed = parse_args(["--num_gpus=2", *hosts.argv[1:]])  # none is taken for one of DeepSpeed's
     assert (parsed.user_script, parsed.user_args) == (module, arguments)
     assert f"--port={hosts.port}" in arguments  # where processes of mpirun meet
-
-
-def test_events_before_a_failure_arrive(tmp_path: Path) -> None:
-    told: list[dict[str, Any]] = []
-    with pytest.raises(LaunchError, match="exit code 3"):
-        launch(Hosts("process.beat(n=1); sys.exit(3)"), "m", {}, tmp_path, on_event=told.append)
-    assert told == [{"n": 1}]
 
 
 @pytest.mark.parametrize("begins", [True, False])
@@ -287,14 +234,6 @@ def test_every_host_that_is_found_wanting_is_named() -> None:
     assert ports == {"a": "1234", "b": "0", "c": "0"}
 
 
-def test_a_host_that_says_nothing_is_named() -> None:
-    with pytest.raises(HostError, match=r"b: found no answer to ssh: nothing for 12 s"):
-        check_hosts(Hosts(b=(124, "", "")))
-    (problem,) = unreachable(Hosts(c=(124, "", "")))
-    assert problem.where == "c"
-    assert f"{backends.SSH_S:.0f} s" in problem.found
-
-
 @pytest.mark.parametrize(
     ("gpus", "wanted", "there", "cpu"),
     [(True, None, 2, False), (True, None, 1, True), (True, "cpu", 2, True), (False, None, 2, True)],
@@ -315,12 +254,6 @@ def test_gpus_are_used_where_there_are_enough(
     assert (found.environment.get("DS_ACCELERATOR") == "cpu") == cpu
     assert "--num_gpus=2" in found.command
     assert "--hostfile=none" in found.command
-
-
-def test_hostfiles(tmp_path: Path) -> None:
-    path = tmp_path / "hostfile"
-    path.write_text("# mine\nnode1 slots=8\n\nnode2 slots=8 # the other\n")
-    assert read_hostfile(path) == {"node1": 8, "node2": 8}
 
 
 @pytest.mark.parametrize(
@@ -357,16 +290,6 @@ def test_sshs_port_reaches_both_launchers(
     assert (one.environment["OMPI_MCA_plm_rsh_args"] == "-F mine -p 2222") == (not by_option)
     interface = "--launcher_args=--mca btl_tcp_if_include ens5" in one.command
     assert interface == (launcher == "openmpi")  # and not deepspeed's eth0
-
-
-def test_mpirun_needs_the_interface_without_eth0(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(backends, "_ETH0", tmp_path / "none")
-    hostfile = tmp_path / "hostfile"
-    hostfile.write_text("a slots=1\nb slots=1\n")
-    with pytest.raises(ConfigError, match="--interface ens5"):
-        Hostfile(hostfile, launcher="openmpi")
 
 
 def test_the_users_exports_reach_the_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
