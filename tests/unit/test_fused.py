@@ -17,7 +17,8 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_quantize import SCALES, gradient
+from test_codecs import KINDS, SCALES
+from test_codecs import gradient as of_kind
 from torch import Tensor
 from virtual import World, assemble
 
@@ -55,6 +56,12 @@ numels = st.one_of(
     st.integers(1, 70), st.integers(1, 700), st.sampled_from([1020, 1024, 1025, 2044, 2049])
 )
 seeds = st.integers(0, 2**31)
+
+
+def gradient(numel: int, seed: int, scale: float = 1.0) -> Tensor:
+    return of_kind(KINDS[seed % len(KINDS)], numel, seed, scale)
+
+
 quick = settings(max_examples=25, deadline=None)
 
 
