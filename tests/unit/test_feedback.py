@@ -105,17 +105,6 @@ def test_loading_replaces_everything() -> None:
     assert bits(other.state_dict()) == bits(feedback.state_dict())
 
 
-def test_disabled_feedback_carries_nothing() -> None:
-    feedback = Feedback(enabled=False)
-    for numel in (5, 3, 8):
-        accumulated = feedback.accumulate("w", torch.ones(numel), 2)
-        assert torch.equal(accumulated, torch.full((numel,), 0.5))
-        feedback.commit()
-    assert not feedback.holds("w")
-    assert feedback.state_dict() == {}
-    assert feedback.nbytes == 0
-
-
 def test_another_length_is_refused() -> None:
     feedback = Feedback()
     load(feedback, {"layer.weight": torch.zeros(4)})
@@ -129,31 +118,8 @@ def test_one_bad_entry_is_seen(bad: float, at: int) -> None:
     values = torch.randn(1000)
     values[at] = bad
     assert not all_finite(values)
-
-
-def test_large_finite_values_are_finite() -> None:
-    largest = torch.finfo(torch.float32).max
-    assert all_finite(torch.full((100,), largest))
-    assert all_finite(torch.tensor([largest, largest, -largest, -largest]))
-    assert all_finite(torch.tensor([]))
+    assert all_finite(torch.full((100,), torch.finfo(torch.float32).max))
     assert not all_finite(torch.tensor([torch.inf, -torch.inf]))
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_several_names_are_in_work_at_once(enabled: bool) -> None:
-    feedback = Feedback(enabled=enabled)
-    names = ["a", "b", "c"]
-    working = [feedback.accumulate(n, torch.full((4,), float(i)), 1) for i, n in enumerate(names)]
-    for i, tensor in enumerate(working):
-        assert torch.equal(tensor, torch.full((4,), float(i)))
-    for name, tensor in zip(names, working, strict=True):
-        tensor[:2] = 0.0
-        feedback.store(name, tensor)
-    feedback.commit()
-    expected = {n: [0.0, 0.0, float(i), float(i)] for i, n in enumerate(names)}
-    assert {n: t.tolist() for n, t in feedback.state_dict().items()} == (
-        expected if enabled else {}
-    )
 
 
 def test_what_was_delivered_to_the_last_bit_is_held_no_more() -> None:
@@ -167,9 +133,3 @@ def test_what_was_delivered_to_the_last_bit_is_held_no_more() -> None:
     feedback.clear("w")
     feedback.commit()
     assert not feedback.holds("w")
-    # a later micro-step of the same step leaves something again
-    feedback.accumulate("w", torch.ones(4), 1).zero_()
-    feedback.clear("w")
-    feedback.accumulate("w", torch.ones(4), 1)
-    feedback.commit()
-    assert feedback.state_dict()["w"].tolist() == [1.0] * 4

@@ -81,14 +81,6 @@ def test_with_two_levels_a_process_weighs_the_entries_that_its_members_own() -> 
     assert torch.equal(some, torch.cat([every[members.source(m)] for m in range(2)]))
 
 
-@pytest.mark.parametrize("shape", [(1850,), (1, 1850), (1850, 1)])
-def test_of_a_vector_nothing_is_summed(shape: tuple[int, ...]) -> None:
-    """Sums by row and column would be as long as it is, and be sent in fp32."""
-    metric = told(uneven().view(shape))
-    assert sums_of(metric) == {}
-    assert metric.weights("w", torch.Size(shape), layout(1), CPU) is None
-
-
 def test_rows_of_nothing_and_all_of_nothing_have_finite_weights() -> None:
     total = uneven()
     total[3] = 0
@@ -109,28 +101,6 @@ def test_what_was_skipped_or_is_not_finite_is_not_known() -> None:
         after = sums_of(metric)
         assert after.keys() == before.keys()
         assert all(torch.equal(before[key], value) for key, value in after.items())
-
-
-def test_weights_are_the_same_whatever_the_number_of_threads() -> None:
-    metric, rows, near = PreconditionerEstimate(alone), 100_000, 1000
-    torch.manual_seed(0)
-    sums = torch.rand(rows).exp()
-    # some are where an exponent is rounded up or down by the mean's last bit
-    border = 2 ** (7.5 / 4)
-    mean = float(sums[near:].double().sum()) / (rows - near * border)
-    sums[:near] = mean * border * (1 + 1e-6 * torch.randn(near))
-    metric._sums["w"] = sums, torch.ones(3)
-    shape, before = torch.Size([rows, 3]), torch.get_num_threads()
-    of = LocalShard(ShardLayout(shape.numel(), 1), (0,))
-    found = []
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            found.append(metric.weights("w", shape, of, CPU))
-    finally:
-        torch.set_num_threads(before)
-    for weights in found[1:]:
-        assert torch.equal(found[0], weights)
 
 
 @pytest.mark.parametrize("own_too", [False, True])
@@ -214,23 +184,3 @@ def test_every_micro_step_of_a_step_counts_and_none_of_a_skipped_one(when: Any) 
         rows, columns = metric._sums["w"]
         torch.testing.assert_close(rows, squares.sum(1))
         torch.testing.assert_close(columns, squares.sum(0))
-
-
-@pytest.mark.parametrize("why", ["a warm-up in few bits", "a fallback"])
-def test_held_micro_steps_of_what_goes_another_way_do_not_count(why: str) -> None:
-    warm_up = replace(IN_STEPS, warmup_steps=EVERY, warmup_bits=4)
-    settings = warm_up if why == "a warm-up in few bits" else IN_STEPS
-    workers = VirtualWorkers(settings, 2, ["w"], accumulation=2)
-    for worker in workers._workers:
-        worker.scheduled.is_disabled = why == "a fallback"
-    for last in (False, True):
-        workers.average([[uneven()], [uneven()]], at_boundary=last)
-    workers.step_ended(skipped=False)
-    for worker in workers._workers:
-        assert sums_of(worker.scheduled.exchange.metric) == {}  # type: ignore[arg-type]
-
-
-def test_codecs_that_do_not_want_it_have_none() -> None:
-    assert ExchangeSettings(MethodSettings("entropy_coded", metric="energy")).metric(alone) is None
-    assert ExchangeSettings(MethodSettings("dense")).metric(alone) is None
-    assert IN_STEPS.metric(alone) is not None

@@ -87,28 +87,14 @@ def test_its_wrong_settings_are_refused_as_ours_are(
     assert word in f"{problem.why} {problem.remedy}"
 
 
-@pytest.mark.parametrize("numel", [0, 1, 63, 64, 65, 1000])
-def test_sent_plus_left_is_what_was_there(sign: type[Method], numel: int) -> None:
-    codec = sign(block=64)  # type: ignore[call-arg]
-    assert isinstance(codec, Codec)
-    values = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
-    left, arrived = values.clone(), torch.zeros(numel)
-    payload = torch.full((codec.packed_bytes(numel),), 0xAA, dtype=torch.uint8)
-    codec.pack_rows(left[None], payload[None])
-    codec.unpack_add_rows(payload[None], arrived)
-    assert torch.allclose(left.double() + arrived.double(), values.double(), atol=1e-6)
-    assert arrived.unique().numel() <= 2 * -(-numel // 64)
-
-
 @pytest.mark.parametrize("local", [1, 2])
 def test_nothing_is_lost_in_a_world_of_four(sign: type[Method], local: int) -> None:
     codec = sign()
     assert isinstance(codec, Codec)
     world, total = World(4, lambda name, shape: codec, local=local), torch.zeros(3000).double()
     delivered = total.clone()
-    for step in range(3):
-        generator = torch.Generator().manual_seed(step)
-        gradients = [[torch.randn(3000, generator=generator)] for _ in range(4)]
+    for _ in range(3):
+        gradients = [[torch.randn(3000)] for _ in range(4)]
         shards = world.reduce(["w"], gradients)
         world.commit()
         delivered += torch.cat([s[0] for s in shards]).double()

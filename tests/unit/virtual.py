@@ -127,34 +127,3 @@ class World:
 def assemble(shards: Sequence[Sequence[Tensor]], tensor: int) -> Tensor:
     """The whole flat tensor from every process's shard of it."""
     return torch.cat([per_process[tensor] for per_process in shards])
-
-
-def deepspeed_mean(gradients: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-    """DeepSpeed's reduction, written as it does it: one padded buffer, divided, summed, cut.
-
-    16-bit tensors are summed and divided in fp32, and rounded once.
-    """
-    world = len(gradients)
-    layouts = [ShardLayout(g.numel(), world) for g in gradients[0]]
-    buffers = []
-    for process in gradients:
-        padded = []
-        for owner in range(world):
-            for tensor, layout in zip(process, layouts, strict=True):
-                chunk = tensor.reshape(-1)[layout.shard(owner)]
-                padded += [chunk, chunk.new_zeros(layout.chunk - chunk.numel())]
-        whole = torch.cat(padded)
-        buffers.append(whole.div(world) if whole.dtype == torch.float32 else whole)
-    numel, dtype = buffers[0].numel(), buffers[0].dtype
-    total = torch.zeros(numel)
-    for buffer in buffers:
-        total += buffer
-    if dtype != torch.float32:
-        total.div_(world)
-    result: list[list[Tensor]] = [[] for _ in range(world)]
-    start = 0
-    for owner in range(world):
-        for layout in layouts:
-            result[owner].append(total[start : start + layout.size(owner)].to(dtype))
-            start += layout.chunk
-    return result
