@@ -24,12 +24,10 @@ from ds_ckpt.compression import (
     Quantize,
     TopK,
 )
-from ds_ckpt.compression.storage import QuantizedTensor, ResidualDtype
+from ds_ckpt.compression.storage import ResidualDtype
 from ds_ckpt.engine.gradients import Gradients
 from ds_ckpt.engine.step import StepState
 from ds_ckpt.exchange.assignment import Assignment
-from ds_ckpt.exchange.transport import PACKET_ALIGNMENT_BYTES, Packets
-from ds_ckpt.lab.validate.virtual import VirtualWorld
 from tests.pretended_gpu import DEVICE, Gpu, in_threads
 
 BESIDE = "blocks beside a low rank"
@@ -155,18 +153,6 @@ def test_holding_back_makes_the_host_wait_for_nothing(residual_dtype: ResidualDt
 
 
 @every_method
-def test_sampling_errors_makes_the_host_wait_where_they_are_taken(method: str) -> None:
-    processes = OnGpus(2, method)
-    for exchange in processes.world.exchanges:
-        exchange.errors.sampling = True
-    processes.reduce(_gradients(2, 0))
-    assert not processes.gpus[0].waits
-    with processes.gpus[0].seeing():
-        taken = processes.world.exchanges[0].errors.take_sums()
-    assert bool(taken) == (method not in ("uncompressed", "owed"))
-
-
-@every_method
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 def test_a_flag_travels_without_being_read(method: str, bad: float) -> None:
     processes = OnGpus(3, method)
@@ -185,7 +171,7 @@ def test_a_flag_travels_without_being_read(method: str, bad: float) -> None:
 # ---- 2: launches
 
 
-@every_method
+@pytest.mark.parametrize("method", ["uncompressed", "2 bits", "blocks", "low rank"])
 @pytest.mark.parametrize("local", [1, 2])
 def test_kernels_do_not_grow_with_processes(method: str, local: int) -> None:
     """The shards before the own one, those after it, and a short last one: three batches at most,
@@ -204,46 +190,23 @@ def test_kernels_do_not_grow_with_processes(method: str, local: int) -> None:
 
 
 @every_method
-@pytest.mark.parametrize("local", [1, 2])
-@pytest.mark.parametrize("residual_dtype", ["fp32", "int8"])
+@pytest.mark.parametrize(("local", "residual_dtype"), [(1, "fp32"), (2, "int8")])
 def test_an_accelerator_delivers_what_a_cpu_does(
     method: str, local: int, residual_dtype: ResidualDtype
 ) -> None:
-    """Up to the order of sums; nothing is lost."""
+    """Up to the order of sums."""
     size = 3 * local
     processes = OnGpus(size, method, local=local, residual_dtype=residual_dtype)
     plain = World(size, _choose(method), local=local, residual_dtype=residual_dtype)
-    first = _gradients(size, 0)
-    shards = processes.reduce(first, 1000.0)
-    wanted = plain.reduce(_names(4), first, 1000.0)
-    for got, expected in zip(shards, wanted, strict=True):
-        for a, b in zip(got, expected, strict=True):
-            assert torch.allclose(a.float(), b.float(), rtol=1e-2, atol=1e-6)
-    processes.verdict()
-    if method == "uncompressed" or residual_dtype != "fp32":
-        return
-    for i in (0, 2, 3):
-        put_in = torch.stack([g[i].flatten().double() for g in first]).mean(0) / 1000.0
-        left = torch.zeros_like(put_in)
-        for p, feedback in enumerate(processes.world.feedbacks):
-            column = processes.world.column(p, put_in.numel())
-            with processes.gpus[p].seeing():
-                state = feedback.state_dict().get(f"p{i}")
-            for m in range(len(column.members)) if state is not None else ():
-                assert state is not None
-                left[column.source(m)] += state.inner[column.shard(m)].double()  # type: ignore[attr-defined]
-        delivered = assemble(shards, i).double() / 1000.0
-        lost = (put_in - left - delivered).abs()
-        # delivered values were rounded to bf16, once
-        assert (lost - 2.0**-8 * delivered.abs()).max() <= 1e-6 / 1000.0 * 40
-
-
-def test_sums_on_an_accelerator_do_not_depend_on_atomics() -> None:
-    """Rows that meet are added by a reduction: adding them at random places has no order."""
-    processes = OnGpus(4, "blocks")
-    processes.reduce(_gradients(4, 0))
-    unordered = {"index_add_", "index_add", "scatter_add_", "index_put_", "put_", "kthvalue"}
-    assert not unordered & set(processes.gpus[1].launches)
+    for step in range(2):
+        gradients = _gradients(size, step)
+        shards = processes.reduce(gradients, 1000.0)
+        wanted = plain.reduce(_names(4), gradients, 1000.0)
+        for got, expected in zip(shards, wanted, strict=True):
+            for a, b in zip(got, expected, strict=True):
+                assert torch.allclose(a.float(), b.float(), rtol=1e-2, atol=1e-6)
+        processes.verdict()
+        plain.commit()
 
 
 # ---- 4, 5: surroundings
@@ -315,49 +278,6 @@ def test_surroundings_change_no_bit(
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("precision", ["high", "medium"])
-def test_factors_are_multiplied_in_fp32(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TF32 in the products would be lost to the residual."""
-    seen: list[tuple[str, str]] = []
-    for name in ("mm", "addmm_"):
-        owner = torch if name == "mm" else Tensor
-        product = getattr(owner, name)
-
-        def noted(*args: object, product: Callable[..., Tensor] = product, **kw: object) -> Tensor:
-            backends: list[Any] = [torch.backends.cuda, torch.backends.mkldnn]
-            seen.append(tuple(one.matmul.fp32_precision for one in backends))
-            return product(*args, **kw)
-
-        monkeypatch.setattr(owner, name, noted)
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    chosen = torch.backends.cuda.matmul.fp32_precision
-    on_host = torch.backends.mkldnn.matmul.fp32_precision
-    try:
-        OnGpus(3, "low rank").reduce(_gradients(3, 0))
-        assert set(seen) == {("ieee", on_host)}
-        assert torch.backends.cuda.matmul.fp32_precision == chosen
-        assert torch.get_float32_matmul_precision() == precision
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-# ---- packets
-
-
-@pytest.mark.parametrize("world", [2, 3, 8])
-def test_packets_begin_where_nccl_can_move_sixteen_bytes(world: int) -> None:
-    virtual = VirtualWorld(world)
-    sizes = [[8 * (1 + p % 3), 24] for p in range(world)]
-    packets = Packets(virtual.transports[1], sizes, sizes, torch.device("cpu"))
-    rows = [row for _, (header, *_) in packets.outgoing for row in header]
-    assert len(rows) == world - 1
-    first = rows[0].data_ptr()
-    assert all((row.data_ptr() - first) % PACKET_ALIGNMENT_BYTES == 0 for row in rows)
-    covered = [dest for dests, _ in packets.outgoing for dest in dests]
-    assert covered == [p for p in range(world) if p != 1]
-
-
 # ---- memory
 
 
@@ -382,24 +302,6 @@ def test_residuals_are_there_before_the_first_step(
     world.commit()
     assert not any(feedback.holds("p0") for feedback in world.feedbacks)
     assert [feedback.nbytes for feedback in world.feedbacks] == before
-    # nor does what a checkpoint brings take room beside it, wherever it was read to
-    world.reduce(_names(4), _gradients(2 * local, 4))
-    world.commit()
-    kept = [(f.stored(), f.steps) for f in world.feedbacks]
-    for feedback, (stored, steps) in zip(world.feedbacks, kept, strict=True):
-        copies = {
-            n: QuantizedTensor(*(t.clone() for t in each.tensors)) for n, each in stored.items()
-        }
-        feedback.load_stored(copies, steps)
-    assert [feedback.nbytes for feedback in world.feedbacks] == before
-
-
-def test_a_world_of_one_keeps_nothing_that_was_delivered() -> None:
-    world = World(1, _choose("3 bits"))
-    world.feedbacks[0].load_stored({"p0": QuantizedTensor(torch.ones(SHAPES[0]).view(-1))}, 1)
-    world.reduce(_names(4), _gradients(1, 0))
-    world.commit()
-    assert not world.feedbacks[0].holds("p0")
 
 
 def test_a_budget_counts_residuals_and_buffers() -> None:

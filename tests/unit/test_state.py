@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import shutil
 from collections.abc import Callable, Mapping
@@ -14,7 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ds_ckpt.compression import Feedback
@@ -39,18 +38,6 @@ class Part:
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         self.state = dict(state.get("some", {}))
-
-
-def test_a_checkpoint_of_plain_deepspeed_is_told_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    processes = Processes(2)
-    with caplog.at_level(logging.INFO, logger="ds_ckpt"):
-        for files in processes.files:
-            files.restore(files.read(tmp_path))
-    said = [record.getMessage() for record in caplog.records]
-    assert any("holds no residuals" in line and "start at 0" in line for line in said)
-    assert not any(feedback.state_dict() for feedback in processes.feedbacks)
 
 
 class Processes:
@@ -194,18 +181,6 @@ def test_two_levels_on_other_nodes_warn_once(
     assert "residuals then start at 0" in record.getMessage()
 
 
-def test_the_file_holds_what_is_kept(tmp_path: Path) -> None:
-    processes = Processes(1, dtype="int8")
-    processes.train(1)
-    processes.save(tmp_path)
-    (path,) = tmp_path.iterdir()
-    tensors = load_file(path)
-    assert tensors["residual/layers/odd name"].dtype == torch.int8
-    assert tensors["scales/layers/odd name"].dtype == torch.bfloat16
-    assert tensors["scales/layers/odd name"].shape == (math.ceil(129 / 64),)
-    assert path.stat().st_size < sum(NUMELS.values()) * 1.05 + 1500
-
-
 def test_without_error_feedback_residuals_drop_with_a_word(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -267,60 +242,41 @@ def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(tmp_path: Path
         Processes(2).load(tmp_path)
 
 
-@pytest.mark.parametrize("other", ["1", "4"])
-def test_another_format_is_refused(tmp_path: Path, other: str) -> None:
+def test_another_format_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "ds_ckpt_residuals_00000_of_00001.safetensors"
-    write(path, {"residual/tiny": torch.zeros(3)}, {"format": other, "method": "topk"})
-    with pytest.raises(
-        StateError, match=rf"format {other}[\s\S]*format 3[\s\S]*remove the ds_ckpt"
-    ):
-        Processes(1).load(tmp_path)
+    write(path, {"residual/tiny": torch.zeros(3)}, {"format": "2", "method": "topk"})
+    with pytest.raises(StateError, match=r"format 2[\s\S]*format 3[\s\S]*remove the ds_ckpt"):
+        Processes(1).load(path.parent)
 
 
-def _sealed_anew(path: Path, change: Callable[[dict[str, Tensor], dict[str, str]], None]) -> None:
+Change = Callable[[dict[str, Tensor], dict[str, str]], None]
+
+
+def _sealed_anew(change: Change) -> Callable[[list[Path], Random], None]:
     """What a program that writes such files would leave, had it written this."""
-    file = SealedFile(path)
-    tensors, metadata = {key: file.tensor(key).clone() for key in file.keys}, file.metadata
-    change(tensors, metadata)
-    write(path, tensors, metadata)
+
+    def damage(paths: list[Path], random: Random) -> None:
+        path = random.choice(paths)
+        file = SealedFile(path)
+        tensors, metadata = {key: file.tensor(key).clone() for key in file.keys}, file.metadata
+        change(tensors, metadata)
+        write(path, tensors, metadata)
+
+    return damage
 
 
-def _flip(paths: list[Path], random: Random, count: int = 1, *, header: bool = False) -> None:
-    path = random.choice(paths)
-    content = bytearray(path.read_bytes())
-    stop = 8 + int.from_bytes(content[:8], "little") if header else len(content)
+def _bytes(change: Callable[[bytearray, Random], bytes]) -> Callable[[list[Path], Random], None]:
+    def damage(paths: list[Path], random: Random) -> None:
+        path = random.choice(paths)
+        path.write_bytes(change(bytearray(path.read_bytes()), random))
+
+    return damage
+
+
+def _flip(content: bytearray, random: Random, stop: int = 0, count: int = 1) -> bytes:
     for _ in range(count):
-        content[random.randrange(stop)] ^= 1 << random.randrange(8)
-    path.write_bytes(content)
-
-
-def _truncate(paths: list[Path], random: Random) -> None:
-    path = random.choice(paths)
-    content = path.read_bytes()
-    path.write_bytes(content[: random.randrange(len(content))])
-
-
-def _add_bytes(paths: list[Path], random: Random) -> None:
-    with random.choice(paths).open("ab") as file:
-        file.write(random.randbytes(random.randrange(1, 99)))
-
-
-def _spoil(paths: list[Path], random: Random, *, seal: bool = True) -> None:
-    bad = random.choice([math.nan, math.inf, -math.inf])
-
-    def one(tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-        floating = [key for key, t in sorted(tensors.items()) if t.is_floating_point()]
-        tensor = tensors[random.choice(floating)].view(-1)
-        tensor[random.randrange(tensor.numel())] = bad
-
-    path = random.choice(paths)
-    if seal:
-        _sealed_anew(path, one)
-        return
-    file = SealedFile(path)
-    tensors = {key: file.tensor(key).clone() for key in file.keys}
-    one(tensors, {})
-    save_file(tensors, path, {**file.metadata, "format": "2"})
+        content[random.randrange(stop or len(content))] ^= 1 << random.randrange(8)
+    return bytes(content)
 
 
 def _swap(paths: list[Path], random: Random) -> None:
@@ -328,6 +284,10 @@ def _swap(paths: list[Path], random: Random) -> None:
     one.rename(aside := one.with_name("aside"))
     other.rename(one)
     aside.rename(other)
+
+
+def _spoil(tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    next(t for _, t in sorted(tensors.items()) if t.is_floating_point()).view(-1)[-1] = math.nan
 
 
 def _rename_tensor(tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
@@ -348,32 +308,25 @@ def _without_digest(paths: list[Path], random: Random) -> None:
     save_file({key: file.tensor(key) for key in file.keys}, path, file.metadata)
 
 
-def _anew(
-    change: Callable[[dict[str, Tensor], dict[str, str]], None],
-) -> Callable[[list[Path], Random], None]:
-    return lambda paths, random: _sealed_anew(random.choice(paths), change)
-
-
 DAMAGES: dict[str, Callable[[list[Path], Random], None]] = {
     "none": lambda paths, random: None,
-    "a byte": _flip,
-    "a byte of the header": lambda paths, random: _flip(paths, random, header=True),
-    "64 bytes": lambda paths, random: _flip(paths, random, 64),
-    "truncated": _truncate,
-    "longer": _add_bytes,
-    "not finite": _spoil,
-    "not finite, no digest": lambda paths, random: _spoil(paths, random, seal=False),
+    "a byte": _bytes(_flip),
+    "a byte of the header": _bytes(
+        lambda content, random: _flip(content, random, 8 + int.from_bytes(content[:8], "little"))
+    ),
+    "64 bytes": _bytes(lambda content, random: _flip(content, random, count=64)),
+    "truncated": _bytes(lambda content, random: content[: random.randrange(len(content))]),
+    "more bytes": _bytes(lambda content, random: content + random.randbytes(9)),
+    "not finite": _sealed_anew(_spoil),
     "swapped": _swap,
     "missing": lambda paths, random: random.choice(paths).unlink(),
-    "another name": _anew(_rename_tensor),
-    "another shape": _anew(_longer),
-    "another step": _anew(_of_another_step),
+    "another name": _sealed_anew(_rename_tensor),
+    "another shape": _sealed_anew(_longer),
+    "another step": _sealed_anew(_of_another_step),
     "digest lost": _without_digest,
 }
 MAY_BE_HARMLESS = {"none", "a byte", "a byte of the header", "64 bytes"}
 """A space at the end of the header, for example."""
-
-
 LAYOUTS = [(2, 1), (3, 1), (2, 2)]
 """Hosts, and processes on each."""
 
@@ -438,19 +391,3 @@ def test_a_corrupted_state_is_refused_or_loaded_to_the_bit(
     ended = corrupted(tmp_path / "tag", damage, random, dtype, before, after)
     assert ended == "refused" or damage in MAY_BE_HARMLESS
     assert ended != "refused" or damage != "none"
-
-
-def test_a_refusal_names_the_file_and_what_can_be_done(tmp_path: Path) -> None:
-    saved = Processes(2)
-    for step in (1, 2):
-        saved.train(1)
-        saved.save(tmp_path / f"global_step{step}")
-    folder = tmp_path / "global_step2"
-    one = sorted(folder.iterdir())[1]
-    content = bytearray(one.read_bytes())
-    content[-2] ^= 1
-    one.write_bytes(content)
-    with pytest.raises(StateError) as caught:
-        Processes(2).load(folder)
-    for words in (str(one), "checksum", "restore the file", "of 0"):
-        assert words in str(caught.value)
