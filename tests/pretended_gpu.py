@@ -156,7 +156,6 @@ class Gpu:
         findings: races, in words.
         waits: host waits by place and operator.
         launches: kernels by operator.
-        moved_bytes: what they read and wrote.
     """
 
     def __init__(self, *, plain: bool = False, counts: bool = True) -> None:
@@ -170,7 +169,6 @@ class Gpu:
         self.findings: list[str] = []
         self.waits: Counter[str] = Counter()
         self.launches: Counter[str] = Counter()
-        self.moved_bytes = 0
 
     # -- what a device module has ------------------------------------------------------------------
 
@@ -183,9 +181,6 @@ class Gpu:
     def current_stream(self, device: Any = None) -> Stream:
         stream: Stream = getattr(self._local, "stream", self._default)
         return stream
-
-    def default_stream(self, device: Any = None) -> Stream:
-        return self._default
 
     @contextlib.contextmanager
     def stream(self, stream: Stream | None) -> Iterator[None]:
@@ -272,7 +267,6 @@ class Gpu:
         self.findings.clear()
         self.waits.clear()
         self.launches.clear()
-        self.moved_bytes = 0
 
     # -- clocks ------------------------------------------------------------------------------------
 
@@ -322,7 +316,6 @@ class Gpu:
             if not host:
                 self.sees(who, self.seen[HOST])  # launched behind what the host did
                 self.launches[name] += 1
-                self.moved_bytes += sum(t.numel() * t.element_size() for t in [*reads, *writes])
             self._numbers[who] += 1
             number = self._numbers[who]
             self.seen[who][who] = number

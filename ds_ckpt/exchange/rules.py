@@ -134,8 +134,8 @@ class Rules:
 
     def check(self, shapes: Iterable[tuple[str, torch.Size]]) -> None:
         """Raise `UnsupportedError` with every rule without parameters, or with unsupported ones."""
+        shapes = list(shapes)
         taken: dict[str, list[tuple[str, torch.Size]]] = {rule.where: [] for rule in self.rules}
-        name = ""
         for name, shape in shapes:
             first = next((rule for rule in self.rules if rule.applies(name, shape)), None)
             if first is not None:
@@ -152,7 +152,7 @@ class Rules:
                         found=f"match {rule.match!r} with its bounds",
                         why="no trainable parameter is left for it, so it would have no effect",
                         remedy="write a pattern (fnmatch) over the model's parameter names, such "
-                        f"as {name}, put it before a rule that takes them all, or remove it",
+                        f"as {shapes[0][0]}, put it before a rule that takes them all, or remove it",
                     )
                 )
             elif flat is not None:

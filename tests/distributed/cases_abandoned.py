@@ -98,47 +98,6 @@ def failing_exchange(section: dict[str, Any], bucket: int) -> dict[str, Any]:
     return told
 
 
-class _TwoHeads(torch.nn.Module):
-    """Of which a step trains one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk, self.a, self.b = (torch.nn.Linear(17, size) for size in (17, 5, 5))
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor, head: str) -> torch.Tensor:
-        found: torch.Tensor = getattr(self, head)(self.trunk(x).tanh())
-        return torch.nn.functional.cross_entropy(found, labels)
-
-
-def another_head(section: dict[str, Any], **options: Any) -> dict[str, str]:
-    """A backward of one head fails, then the other head is trained: the weights, beside those of a
-    run in which nothing fails."""
-    told = {}
-    for name in ("smooth", "interrupted"):
-        fresh()
-        torch.manual_seed(0)
-        config = models.zero3_config(ds_ckpt=section, **options)
-        model: Any = _TwoHeads()
-        parameters = list(model.parameters())
-        engine, *_ = ds_ckpt.initialize(model=model, model_parameters=parameters, config=config)
-
-        def step(number: int, head: str, engine: Any = engine) -> None:
-            torch.manual_seed(10 * number + dist.get_rank())
-            engine.backward(engine(torch.randn(2, 17), torch.tensor([1, 2]), head))
-            engine.step()
-
-        step(0, "b")
-        if name == "interrupted":
-            handle = engine.module.trunk.weight.register_hook(lambda gradient: 1 / 0)
-            with contextlib.suppress(ZeroDivisionError):
-                step(1, "a")
-            handle.remove()
-        step(2, "b")
-        told[name] = models.weights_digest(engine)
-        engine.destroy()
-    return told
-
-
 def interrupted_save(folder: str, section: dict[str, Any]) -> dict[str, Any]:
     """A second save under one tag, whose DeepSpeed part fails; what a load restores then."""
     fresh()
@@ -171,23 +130,6 @@ def _attach(engine: Any, section: dict[str, Any]) -> None:
         before.detach()
     engine._config._param_dict["ds_ckpt"] = section
     ds_ckpt.attach(engine)
-
-
-def unfrozen_later(section: dict[str, Any]) -> dict[str, Any]:
-    """A parameter is frozen when the section is attached and trained afterwards."""
-    fresh()
-    engine = models.start("llama", models.zero3_config())
-    parameter = engine.module.model.layers[0].mlp.down_proj.weight
-    parameter.requires_grad_(False)
-    _attach(engine, section)
-    parameter.requires_grad_(True)
-    losses = [_micro_step(engine, i) for i in range(2)]
-    session = ds_ckpt.session_of(engine)
-    assert session is not None
-    name = "model.layers.0.mlp.down_proj.weight"
-    told = {"losses": losses, "residual": float(session.residuals[name].norm())}
-    engine.destroy()
-    return told
 
 
 def refused_group(section: dict[str, Any]) -> tuple[str, int]:

@@ -48,12 +48,6 @@ def hang_in_a_loop() -> None:
             time.sleep(0.01)
 
 
-def vanish(victim: int) -> None:
-    if dist.get_rank() == victim:
-        os._exit(3)
-    dist.barrier()
-
-
 def leave_an_engine() -> int:
     """Trains a step and clears nothing away."""
     model = nn.Linear(8, 8)

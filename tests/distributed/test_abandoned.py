@@ -22,22 +22,13 @@ SECTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("method", "accumulation"),
-    [("topk", 1), ("topk", 2), ("powersgd", 1), ("powersgd", 2)],
+    ("method", "accumulation", "options"),
+    [("topk", 1, {}), ("powersgd", 2, {}), ("topk", 2, {"bucket": 10**6})],
 )
 def test_a_backward_that_raised_and_is_tried_again_leaves_no_trace(
-    world2: Any, method: str, accumulation: int
+    world2: Any, method: str, accumulation: int, options: dict[str, int]
 ) -> None:
-    section = SECTIONS[method]
-    for told in world2.run(cases.tried_again, section, accumulation):
-        assert told["raised"]
-        assert told["interrupted"] == told["smooth"]
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_it_leaves_none_either_where_no_bucket_was_full(world2: Any, accumulation: int) -> None:
-    given = SECTIONS["topk"], accumulation
-    for told in world2.run(cases.tried_again, *given, bucket=10**6):
+    for told in world2.run(cases.tried_again, SECTIONS[method], accumulation, **options):
         assert told["raised"]
         assert told["interrupted"] == told["smooth"]
 
@@ -50,16 +41,6 @@ def test_a_failed_exchange_raises_and_leaves_no_trace(
         assert told["message"] == "no link to host1"
         assert told["kept"]
         assert told["failing"] == told["smooth"]
-
-
-@pytest.mark.parametrize("bucket", [60, 10**6])
-@pytest.mark.parametrize("offload_optimizer", [False, True])
-def test_nor_in_parameters_that_are_not_trained_next(
-    world2: Any, bucket: int, offload_optimizer: bool
-) -> None:
-    options = {"bucket": bucket, "offload_optimizer": offload_optimizer}
-    for told in world2.run(cases.another_head, SECTIONS["topk"], **options):
-        assert told["interrupted"] == told["smooth"]
 
 
 @pytest.mark.parametrize(("method", "what"), [("topk", "nan"), ("powersgd", "interrupted")])
@@ -79,12 +60,6 @@ def test_an_interrupted_save_leaves_no_state_beside_an_earlier_saves_files(
 ) -> None:
     for told in world2.run(cases.interrupted_save, str(tmp_path), SECTIONS["topk"]):
         assert told == {"steps": 1, "residuals": 0}
-
-
-def test_a_parameter_that_is_unfrozen_after_attach_is_trained(world2: Any) -> None:
-    section = SECTIONS["topk"]
-    for told in world2.run(cases.unfrozen_later, section):
-        assert told["residual"] > 0
 
 
 def test_a_refused_engine_leaves_no_process_group(world2: Any) -> None:

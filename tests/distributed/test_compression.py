@@ -53,17 +53,6 @@ def test_an_exchange_that_sends_everything_is_stock(
             assert got["losses"] == pytest.approx(expected["losses"], abs=1e-4)
 
 
-def test_topk_sends_little_and_one_collective_a_bucket(world2: Any) -> None:
-    telemetry = {"telemetry": {"enabled": True}}
-    stock = world2.run(cases.run, "llama", telemetry, 5)[0]
-    dense = world2.run(cases.run, "llama", DENSE, 5)[0]
-    topk = world2.run(cases.run, "llama", {**TOPK, **telemetry}, 5)[0]
-    assert stock["sent"] == 2 * dense["sent"] or stock["sent"] > 1.9 * dense["sent"]
-    assert topk["sent"] < dense["sent"] / 5
-    assert topk["collectives"] == dense["collectives"] == stock["collectives"]
-    assert topk["losses"] != stock["losses"]
-
-
 def test_quantize_sends_four_bits_and_trains_like_stock(world2: Any) -> None:
     stock = world2.run(cases.run, "llama", {}, 20, lr=3e-4)
     dense = world2.run(cases.run, "llama", DENSE, 20, lr=3e-4)[0]
@@ -87,29 +76,26 @@ def test_warm_up_is_plain_deepspeed(world2: Any) -> None:
         assert other["residuals"]
 
 
-def test_a_warm_up_in_few_bits_is_training_in_few_bits(world2: Any) -> None:
-    few = world2.run(cases.run, "llama", quantize_section(), 4)
-    warm = world2.run(cases.run, "llama", topk_section(warmup_steps=4, warmup_bits=4), 4)
-    for expected, got in zip(few, warm, strict=True):
-        assert expected["weights"] == got["weights"]
-        assert expected["sent"] == got["sent"]
-        assert got["residuals"]
+ONCE = topk_section(topk={"density": 0.05}, exchange={"when": "accumulation_boundary"})
 
 
 @pytest.mark.parametrize(
-    ("section", "kind", "world"),
+    ("section", "kind", "world", "accumulation"),
     [
-        ("topk fp32", "llama", "world4"),
-        ("topk int8", "llama", "world2"),
-        ("quantize 4", "plain", "world4"),
-        ("quantize 2", "plain", "world2"),
-        ("1 bit after 4 bits", "llama", "world2"),
+        (LOSSY["topk fp32"], "llama", "world4", 1),
+        (LOSSY["quantize 4"], "plain", "world4", 1),
+        (LOSSY["quantize 2"], "plain", "world2", 1),
+        (LOSSY["1 bit after 4 bits"], "llama", "world2", 1),
+        (topk_section(exchange={"when": "micro_step"}), "plain", "world2", 4),
+        (ONCE, "llama", "world2", 4),
     ],
+    ids=str,
 )
 def test_nothing_is_lost(
-    request: pytest.FixtureRequest, world: str, kind: str, section: str
+    request: pytest.FixtureRequest, world: str, kind: str, section: Any, accumulation: int
 ) -> None:
-    for process in request.getfixturevalue(world).run(cases.conservation, kind, LOSSY[section], 5):
+    pool = request.getfixturevalue(world)
+    for process in pool.run(cases.conservation, kind, section, 4, accumulation):
         assert process["compressed"] > 3
         assert process["worst"] < 1e-5
 
@@ -117,10 +103,8 @@ def test_nothing_is_lost(
 @pytest.mark.parametrize(
     ("when", "accumulation", "value", "where"),
     [
-        ("micro_step", 1, "inf", (0, 0, "lm_head.weight")),
         ("micro_step", 1, "nan", (1, 0, "model.norm.weight")),
         ("micro_step", 3, "inf", (0, 0, "model.layers.1.mlp.down_proj.weight")),
-        ("micro_step", 3, "nan", (1, 2, "model.embed_tokens.weight")),
         ("accumulation_boundary", 3, "nan", (0, 0, "model.layers.1.mlp.down_proj.weight")),
         ("accumulation_boundary", 3, "inf", (1, 1, "model.layers.0.input_layernorm.weight")),
     ],
@@ -170,18 +154,6 @@ def test_another_world_size_keeps_the_sum(
             assert (loaded[name] - total).abs().max() <= 1e-6 * total.abs().max() > 0
 
 
-def test_a_checkpoint_that_does_not_fit_is_refused_by_name(world2: Any, tmp_path: Path) -> None:
-    folder = str(tmp_path)
-    world2.run(cases.save_under, folder, TOPK, "mine", 2)
-    for message in world2.run(cases.resume_error, folder, TOPK, "llama-wide"):
-        assert "model.layers.0.mlp.down_proj.weight" in message
-        assert "elements" in message
-    one = next(Path(folder).rglob("ds_ckpt_residuals_00001*"))
-    one.unlink()
-    messages = world2.run(cases.resume_error, folder, TOPK)
-    assert all("ds_ckpt_residuals_00001_of_00002" in m for m in messages)
-
-
 def test_a_plain_checkpoint_starts_clean(world2: Any, tmp_path: Path) -> None:
     world2.run(cases.save_plain, str(tmp_path))
     for before, after in world2.run(cases.delivered_on_resume, str(tmp_path), TOPK):
@@ -194,43 +166,27 @@ def test_a_changed_source_is_held_against_the_live_reduction(world2: Any) -> Non
     for message in world2.run(cases.identity_check, (0, 1)):
         assert "reduce_scatter_coalesced, parameter" in message
         assert "another result" in message
-    # with a non-finite gradient there is nothing to compare until the next step
-    nan, inf = float("nan"), float("inf")
-    assert world2.run(cases.identity_check, (), nan, timeout=60) == ["", ""]
-    for message in world2.run(cases.identity_check, (0, 1), inf, timeout=60):
-        assert "another result" in message
     # one process's finding ends all of them, and nobody waits for it in a collective
     well, ill = world2.run(cases.identity_check, (1,), timeout=60)
     assert "on other ranks" in well
     assert "weight" in ill
 
 
-def test_a_destroyed_engine_leaves_nothing(world2: Any) -> None:
-    for process in world2.run(cases.destroyed_engine_leaves_nothing):
-        assert process["session"]
-        assert process["listening"]
-        assert process["restored"]
-        assert not process["listening after"]
-
-
 def test_residuals_follow_the_optimizers_state(world2: Any, tmp_path: Path) -> None:
     saved = world2.run(cases.save_under, str(tmp_path), TOPK, "mine", 3)
     for held, expected in zip(world2.run(cases.loads, str(tmp_path), TOPK), saved, strict=True):
         assert held["latest"] == held["tag"] == expected > 0
-        assert held["module only"] == held["module only, positional"] == 0
+        assert held["module only"] == 0
         assert held["no optimizer"] == 0
         assert held["kept where nothing is there"]
 
 
 def test_residuals_of_an_earlier_save_under_the_same_tag_are_gone(
-    world2: Any, world4: Any, tmp_path: Path
+    world2: Any, tmp_path: Path
 ) -> None:
     world2.run(cases.save_under, str(tmp_path), TOPK, "mine", 2)
     world2.run(cases.save_under, str(tmp_path), DENSE, "mine", 2)
     assert list(tmp_path.rglob("ds_ckpt_residuals*")) == []
-    world4.run(cases.save_under, str(tmp_path), TOPK, "mine", 2)
-    world2.run(cases.save_under, str(tmp_path), TOPK, "mine", 2)
-    assert len(list(tmp_path.rglob("ds_ckpt_residuals*"))) == 2
 
 
 def test_a_damaged_file_is_refused_on_every_process(world2: Any, tmp_path: Path) -> None:
@@ -258,43 +214,17 @@ def test_a_bucket_of_another_group_is_refused_by_name(world2: Any) -> None:
         assert "reduction over 2 ranks" in message
 
 
-@pytest.mark.parametrize(
-    ("kind", "when"), [("plain", "micro_step"), ("llama", "accumulation_boundary")]
-)
-def test_nothing_is_lost_over_accumulated_steps(world2: Any, kind: str, when: str) -> None:
-    section = topk_section(topk={"density": 0.05}, exchange={"when": when})
-    for process in world2.run(cases.conservation, kind, section, 3, 4):
-        assert process["compressed"] > 3
-        assert process["worst"] < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("section", "close"),
-    [
-        (topk_section(), 0.1),
-        (topk_section(method="quantize", error_feedback={"enabled": False}), 0.1),
-        ({"compression": {"method": "dense"}}, 1e-4),
-    ],
-    ids=["topk", "quantize without feedback", "dense"],
-)
-def test_one_exchange_an_accumulated_step(world2: Any, section: Any, close: float) -> None:
-    compression = section["compression"]
+def test_one_exchange_an_accumulated_step(world2: Any) -> None:
     each, once = (
-        world2.run(
-            cases.run,
-            "llama",
-            {"compression": compression | {"exchange": compression.get("exchange", {}) | how}},
-            3,
-            accumulation=4,
-        )[0]
-        for how in ({"when": "micro_step"}, {"when": "accumulation_boundary"})
+        world2.run(cases.run, "llama", topk_section(exchange={"when": when}), 3, accumulation=4)[0]
+        for when in ("micro_step", "accumulation_boundary")
     )
     assert each["collectives"] == 4 * once["collectives"]
     assert each["sent"] == pytest.approx(4 * once["sent"], rel=0.02)
     stock = world2.run(cases.run, "llama", {}, 3, accumulation=4)[0]
     gaps = [abs(a - b) for a, b in zip(stock["losses"], once["losses"], strict=True)]
     assert max(gaps[:4]) == 0
-    assert 0 < max(gaps) < close
+    assert 0 < max(gaps) < 0.1
 
 
 def test_a_changed_exchange_still_delivers_what_is_owed(world2: Any, tmp_path: Path) -> None:

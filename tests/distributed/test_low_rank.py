@@ -39,14 +39,6 @@ def test_nothing_is_lost(request: pytest.FixtureRequest, world: str, section: st
         assert process["worst"] < 3e-5
 
 
-def test_few_bytes_and_collectives(world2: Any) -> None:
-    whole = world2.run(cases.run, "llama", {"compression": {"method": "dense"}}, 3)[0]
-    ours = world2.run(cases.run, "llama", SECTIONS["powersgd"], 3)[0]
-    # 32 x 32 to 72 x 32 by rank 2 in fp32: a third to a sixth
-    assert ours["sent"] < whole["sent"] * 0.45
-    assert ours["collectives"] <= whole["collectives"] * 2
-
-
 @pytest.mark.parametrize("section", ["powersgd", "by rules"])
 def test_non_finite_passes_through(world2: Any, section: str) -> None:
     where = (1, 1, "model.layers.1.mlp.down_proj.weight")
@@ -66,17 +58,6 @@ def test_resume_on_the_same_world_is_bit_exact(
     whole = world2.run(cases_resume.train, section, 6, 3, folder)
     assert world2.run(cases_resume.resume, folder, section, 3, 6) == whole
     assert whole[0]["factors"] > 3
-
-
-def test_a_high_rank_trains_like_stock(world2: Any) -> None:
-    stock = world2.run(cases.run, "llama", {}, 20, lr=3e-4)
-    ours = world2.run(cases.run, "llama", low_rank(rank=12), 20, lr=3e-4)
-    one = world2.run(cases.run, "llama", low_rank(rank=1), 20, lr=3e-4)
-    for expected, got, low in zip(stock, ours, one, strict=True):
-        near = max(abs(a - b) for a, b in zip(expected["losses"], got["losses"], strict=True))
-        far = max(abs(a - b) for a, b in zip(expected["losses"], low["losses"], strict=True))
-        assert near < far
-        assert near < 0.01
 
 
 def test_clipping_and_an_offloaded_optimizer(world2: Any) -> None:

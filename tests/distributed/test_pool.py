@@ -12,7 +12,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
 from tests.distributed import cases_pool
 from tests.distributed.pool import ROOT, Pool, PoolError
@@ -42,19 +41,9 @@ def test_workers_stay_up_and_start_every_case_alike(world2: Pool) -> None:
     assert {r["drawn"] for r in first} == {r["drawn"] for r in again}
 
 
-def test_all_reduce(world2: Pool, world4: Pool) -> None:
-    assert all(torch.equal(t, torch.full((5,), 3.0)) for t in world2.run(cases_pool.all_reduce, 5))
-    assert all(torch.equal(t, torch.full((3,), 10.0)) for t in world4.run(cases_pool.all_reduce, 3))
-
-
 def test_what_a_case_leaves_is_cleared(world2: Pool) -> None:
     assert world2.run(cases_pool.leave_an_engine) == [2, 2]
     assert world2.run(cases_pool.what_is_left) == [0, 0]
-
-
-def test_only_top_level_functions(world2: Pool) -> None:
-    with pytest.raises(TypeError, match="top-level"):
-        world2.run(lambda: None)
 
 
 def test_an_error_is_reported_while_the_others_wait(pool: Pool) -> None:
@@ -84,11 +73,6 @@ def test_a_hang_is_killed_in_time_with_its_children(pool: Pool) -> None:
     assert message.count("in hang_in_a_loop") >= 2  # each stack
     family += [p.pid for p in psutil.Process().children(recursive=True) if p.name() == "sleep"]
     assert not any(_alive(pid) for pid in family)
-
-
-def test_a_process_that_vanishes_is_noticed(pool: Pool) -> None:
-    with pytest.raises(PoolError, match=r"process 1 raised\s+\(the process ended without"):
-        pool.run(cases_pool.vanish, 1)
 
 
 @pytest.mark.slow

@@ -59,15 +59,10 @@ def test_non_finite_passes_through(world2: Any, options: str, section: str, valu
     assert all(process["skips"] == 1 for process in results)
 
 
-@pytest.mark.parametrize(("options", "victim"), [("bf16", 0), ("fp16", 3)])
-def test_non_finite_passes_through_two_levels(world4: Any, options: str, victim: int) -> None:
-    where = (victim, *WHERE[1:])
-    value = float("nan" if victim % 2 else "inf")
-    _passed_through(
-        world4.run(
-            on, [2, 2], cases_compression.poisoned, EVERYTHING, value, where, 2, **OPTIONS[options]
-        )
-    )
+def test_non_finite_passes_through_two_levels(world4: Any) -> None:
+    given = EVERYTHING, float("nan"), (3, *WHERE[1:]), 2
+    results = world4.run(on, [2, 2], cases_compression.poisoned, *given, **OPTIONS["fp16"])
+    _passed_through(results)
 
 
 def _passed_through(results: list[dict[str, Any]]) -> None:
@@ -78,23 +73,22 @@ def _passed_through(results: list[dict[str, Any]]) -> None:
         assert process["losses"] == process["expected"]
 
 
-@pytest.mark.parametrize("options", ["bf16", "fp16, offloaded"])
-def test_resume_is_bit_exact(world2: Any, tmp_path: Path, options: str) -> None:
+@pytest.mark.parametrize(
+    ("world", "slots", "options"),
+    [
+        ("world2", [2], "bf16"),
+        ("world2", [2], "fp16, offloaded"),
+        ("world4", [2, 2], "parameters offloaded"),
+    ],
+)
+def test_resume_is_bit_exact(
+    request: pytest.FixtureRequest, tmp_path: Path, world: str, slots: list[int], options: str
+) -> None:
+    pool, folder = request.getfixturevalue(world), str(tmp_path)
     given = {"accumulation": 2, **OPTIONS[options]}
-    whole = world2.run(on, [2], cases_resume.train, EVERYTHING, 6, 3, str(tmp_path), **given)
-    assert (
-        world2.run(on, [2], cases_resume.resume, str(tmp_path), EVERYTHING, 3, 6, **given) == whole
-    )
+    whole = pool.run(on, slots, cases_resume.train, EVERYTHING, 6, 3, folder, **given)
+    assert pool.run(on, slots, cases_resume.resume, folder, EVERYTHING, 3, 6, **given) == whole
     assert whole[0]["factors"] > 3
-
-
-def test_resume_over_two_levels_is_bit_exact(world4: Any, tmp_path: Path) -> None:
-    given = {"accumulation": 2, **OPTIONS["parameters offloaded"]}
-    whole = world4.run(on, [2, 2], cases_resume.train, EVERYTHING, 6, 3, str(tmp_path), **given)
-    assert (
-        world4.run(on, [2, 2], cases_resume.resume, str(tmp_path), EVERYTHING, 3, 6, **given)
-        == whole
-    )
 
 
 @pytest.mark.parametrize("options", ["bf16", "fp16", "parameters offloaded"])

@@ -26,7 +26,6 @@ from ds_ckpt.compression import (
 )
 from ds_ckpt.compression.storage import ResidualDtype
 from ds_ckpt.engine.gradients import Gradients
-from ds_ckpt.engine.step import StepState
 from ds_ckpt.exchange.assignment import Assignment
 from tests.pretended_gpu import DEVICE, Gpu, in_threads
 
@@ -137,19 +136,6 @@ def test_a_bucket_makes_the_host_wait_for_nothing_and_a_step_once(method: str, l
         assert processes.verdict() == [0] * 4
         assert [sum(gpu.waits.values()) for gpu in processes.gpus] == [1] * 4
     assert processes.world.exchanges[0].nonfinite_buckets == 0  # known by now
-
-
-@pytest.mark.parametrize("residual_dtype", ["fp32", "bf16", "int8"])
-def test_holding_back_makes_the_host_wait_for_nothing(residual_dtype: ResidualDtype) -> None:
-    processes = OnGpus(2, "3 bits", holds=True, residual_dtype=residual_dtype)
-    for gpu, exchange in zip(processes.gpus, processes.world.exchanges, strict=True):
-        with gpu.seeing():  # as at attach
-            exchange.reserve([("p0", torch.Size(SHAPES[0]))], DEVICE)
-    for seed in range(2):
-        processes.hold(_gradients(2, seed))
-        assert not processes.gpus[0].waits
-    processes.reduce(_gradients(2, 9))
-    assert not processes.gpus[0].waits
 
 
 @every_method
@@ -316,33 +302,3 @@ def test_a_budget_counts_residuals_and_buffers() -> None:
         "residuals": feedback.nbytes,
         "exchange buffers": buffers,
     }
-
-
-# ---- process groups
-
-
-def test_whole_steps_are_timed_where_the_host_has_just_waited() -> None:
-    """The verdict's flags are read before the autotuner's clock: nothing is queued then."""
-    gpu, seen = Gpu(), []
-    world = World(1, _choose("3 bits"), holds=True)
-    exchange = world.exchanges[0]
-
-    class Tuner:
-        current = "compressed"
-
-        def step_ended(self, *, is_counted: bool) -> None:
-            seen.append(sum(gpu.waits.values()))
-
-    state = StepState(
-        exchange,
-        warmup_steps=0,
-        current_step=lambda: 0,
-        tuner=Tuner(),  # type: ignore[arg-type]
-    )
-    with gpu.watched():
-        tensor = gpu.tensor(torch.randn(8, 8))
-        exchange.accumulate(["w"], [tensor])
-        state.reduce(["w"], [tensor], loss_scale=1.0, deepspeed_reduce=lambda t: t)
-        assert not gpu.waits
-        state.commit()
-    assert seen == [1]

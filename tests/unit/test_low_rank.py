@@ -12,7 +12,7 @@ from torch import Tensor
 from virtual import World, assemble
 
 from ds_ckpt.compression import Compressor, LowRank, TopK
-from ds_ckpt.compression.powersgd import factor_numels, gathers
+from ds_ckpt.compression.powersgd import gathers
 from ds_ckpt.exchange.assignment import Assignment
 from ds_ckpt.exchange.layout import LocalShard, ShardLayout
 from ds_ckpt.exchange.low_rank import FactorSum, RowBlocks
@@ -50,19 +50,6 @@ def test_a_bucket_with_norms_and_biases(holds: bool) -> None:
             wanted += torch.stack([g[i].double() for g in held]).mean(0)
         assert torch.allclose(assemble(shards, i).double(), wanted, atol=1e-6)
         assert not any(names[i] in feedback.state_dict() for feedback in world.feedbacks)
-
-
-@pytest.mark.parametrize("size", [2, 3, 4, 5])
-def test_bytes_are_those_of_the_factors(size: int) -> None:
-    world = World(size, matrices(LowRank(4)))
-    world.reduce(["w"], [[torch.randn(64, 48)]] * size)
-    p, q = factor_numels(64, 48, 4)
-    sent = world.transports[0].sent_bytes
-    # one entry is the verdict
-    if size < 4:  # everybody's own to everybody, in bf16
-        assert sent == (size - 1) * 2 * (p + q + 1)
-    else:  # rings
-        assert abs(sent - 8 * (size - 1) / size * (p + q + 1)) < 16
 
 
 @pytest.mark.parametrize("hosts", [2, 3, 4])
@@ -182,19 +169,16 @@ def test_a_bad_tensor_beside_finite_factors_is_told_to_everybody() -> None:
         assert set(exchange.errors.take_sums().values()) == {(0.0, 0.0)}
 
 
-@pytest.mark.parametrize("saved", ["right:w", "left:w"])
-def test_a_saved_factor_that_does_not_fit_is_drawn_anew(saved: str) -> None:
-    """Of another rank, or the left factor of an earlier release."""
+def test_a_saved_factor_of_another_rank_is_drawn_anew() -> None:
     gradients = [[torch.randn(20, 30)] for _ in range(3)]
     arrived = []
     for rank in (None, 2, 3):
         world = World(3, matrices(LowRank(3)))
         for factors in world.factors if rank else []:
-            factors.load_state_dict({saved: torch.randn(30 if saved == "right:w" else 20, rank)})
-        copies = [[g.clone() for g in of] for of in gradients]
-        arrived.append(assemble(world.reduce(["w"], copies), 0))
+            factors.load_state_dict({"right:w": torch.randn(30, rank)})
+        arrived.append(assemble(world.reduce(["w"], gradients), 0))
     assert torch.equal(arrived[0], arrived[1])
-    assert torch.equal(arrived[0], arrived[2]) == (saved == "left:w")
+    assert not torch.equal(arrived[0], arrived[2])
 
 
 @quick

@@ -87,6 +87,7 @@ def gap_from_orthonormal(factor: Tensor) -> float:
 @example((1, 1), 0, "zero")
 @example((32, 32), 3, "equal")
 @example((1000, 4), 3, "denormal")
+@example((8, 8), 8, "combined")
 def test_any_finite_input_becomes_orthonormal(shape: tuple[int, int], seed: int, kind: str) -> None:
     factor = degenerate(shape, seed, kind)
     before = factor.clone()
@@ -152,22 +153,18 @@ def test_matrices_are_what_they_are() -> None:
     assert matrix_shape(torch.Size([3, 1000])) == (3, 1000)
     assert matrix_shape(torch.Size([64, 128, 3, 3])) == (64, 1152)  # a convolution
     assert matrix_shape(torch.Size([4, 4, 4])) == (4, 16)  # the first of equals
-    assert matrix_shape(torch.Size([7])) == (1, 7)
     assert matrix_shape(torch.Size([])) == (1, 1)
 
 
-@quick
-@given(st.text(max_size=20), thin())
-def test_first_factors_are_orthonormal_and_follow_from_the_name(
-    name: str, shape: tuple[int, int]
-) -> None:
-    torch.manual_seed(0)
-    first = initial_factor(name, *shape, "cpu")
-    torch.manual_seed(1)
-    assert torch.equal(first, initial_factor(name, *shape, torch.device("cpu")))
+def test_first_factors_are_orthonormal_and_follow_from_the_name() -> None:
+    first = initial_factor("a", 300, 8, "cpu")
+    assert torch.equal(first, initial_factor("a", 300, 8, torch.device("cpu")))
+    assert not torch.equal(first, initial_factor("b", 300, 8, "cpu"))
     assert gap_from_orthonormal(first) < ORTHONORMAL
-    if shape[0] > 4:
-        assert not torch.equal(first, initial_factor(name + "x", *shape, "cpu"))
+    # Written down: a change would make processes of different versions disagree.
+    generator = torch.Generator().manual_seed(0xE8B7BE43)  # the CRC-32 of "a"
+    expected = torch.randn(3, 1, generator=generator)
+    assert torch.allclose(initial_factor("a", 3, 1, "cpu"), expected / expected.norm())
 
 
 @quick
@@ -202,9 +199,7 @@ def test_projections_and_products(rows: int, columns: int, data: st.DataObject, 
 
 @pytest.mark.parametrize("precision", ["high", "medium"])
 def test_products_are_in_fp32_and_the_programs_setting_is_put_back(precision: str) -> None:
-    generator = torch.Generator().manual_seed(0)
-    matrix = torch.randn(300, 200, generator=generator)
-    q, p = torch.randn(200, 5, generator=generator), torch.randn(300, 5, generator=generator)
+    matrix, q, p = normal(300, 200), normal(200, 5), normal(300, 5)
     wide = matrix.double()
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
@@ -214,10 +209,6 @@ def test_products_are_in_fp32_and_the_programs_setting_is_put_back(precision: st
             (project(matrix, q, torch.empty(300, 5)), wide @ q.double()),
             (back_project(matrix, p, torch.empty(200, 5)), wide.T @ p.double()),
             (subtract_product_(matrix.clone(), p, q), wide - p.double() @ q.double().T),
-            (
-                product_entries(p, q, 250, 3333, 200),
-                (p.double() @ q.double().T).view(-1)[250:3333],
-            ),
         ]
         for found, expected in products:
             torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=3e-5)

@@ -74,7 +74,7 @@ def test_rules_that_cannot_work_are_refused_together() -> None:
     problems = {p.where: p for p in caught.value.problems}
     assert set(problems) == {"$.rules[0]", "$.rules[1]", "$.rules[3]"}
     assert "layers.0.norm.weight" in problems["$.rules[0]"].found
-    assert SHAPES[-1][0] in problems["$.rules[1]"].remedy
+    assert SHAPES[0][0] in problems["$.rules[1]"].remedy
 
 
 def test_the_plan_adds_up() -> None:

@@ -169,31 +169,6 @@ def test_another_one_level_world_keeps_the_sum_and_two_levels_start_at_zero(
             assert (stored.values.dtype == torch.float32) == (dtype == "fp32")
 
 
-def test_two_levels_on_other_nodes_warn_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    old, new = Processes(2, 2), Processes(4)
-    old.train(2)
-    old.save(tmp_path)
-    new.load(tmp_path)
-    assert all(not feedback.stored() for feedback in new.feedbacks)
-    (record,) = caplog.records
-    assert "residuals then start at 0" in record.getMessage()
-
-
-def test_without_error_feedback_residuals_drop_with_a_word(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    saved, without = Processes(2), Processes(2, enabled=False)
-    saved.train(1)
-    saved.save(tmp_path)
-    without.load(tmp_path)
-    assert [f.nbytes for f in without.feedbacks] == [0, 0]
-    (record,) = caplog.records
-    assert "without error feedback they drop" in record.getMessage()
-    assert torch.equal(without.parts[1].state["factor"], torch.ones(2, 3))
-
-
 @pytest.mark.parametrize("method", ["dense", "none"])
 def test_a_run_without_residuals_does_not_drop_those_of_another_method_unawares(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, method: str
