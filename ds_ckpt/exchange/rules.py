@@ -151,8 +151,8 @@ class Rules:
                         where=rule.where,
                         found=f"match {rule.match!r} with its bounds",
                         why="no trainable parameter is left for it, so it would have no effect",
-                        remedy="write a pattern (fnmatch) over the model's parameter names, such "
-                        f"as {shapes[0][0]}, put it before a rule that takes them all, or remove it",
+                        remedy="write a pattern (fnmatch) over parameter names, such as "
+                        f"{shapes[0][0]}, put it before a rule that takes them all, or remove it",
                     )
                 )
             elif flat is not None:
